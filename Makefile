@@ -14,6 +14,7 @@
 #   make drafter   train its draft model again from its seed, on texts that it writes
 #   make heads     train what else drafts for it, on the same texts: EAGLE-3, MTP, Medusa, ReDrafter
 #   make countdown train the embedded countdown model again from its seed
+#   make instruct  train the embedded instruct model again from its seed
 #   make prm       train the reasoner's process reward model again from its seed, and measure it
 #
 # PY=python3 uses an interpreter that already has the dependencies, and sets nothing up.
@@ -37,7 +38,7 @@ export PYTHONPATH := src$(if $(PYTHONPATH),:$(PYTHONPATH))
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all test-page test-clients soak lint format bench gpu reasoner drafter heads countdown prm clean
+.PHONY: help demo test test-all test-page test-clients soak lint format bench gpu reasoner drafter heads countdown instruct prm clean
 
 help:
 	@sed -n 's/^#   make /  make /p' Makefile
@@ -124,6 +125,9 @@ prm: $(setup)
 
 countdown: $(setup)
 	$(PY) -m forethought.training.countdown.train --seed 0 --out runs/countdown --workers 2
+
+instruct: $(setup)
+	$(PY) -m forethought.training.instruct.train --seed 0 --out runs/instruct --workers 2
 
 clean:
 	rm -rf $(VENV) $(CLIENTS) build dist .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis

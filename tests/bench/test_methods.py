@@ -7,20 +7,22 @@ from dataclasses import replace
 import pytest
 
 from forethought import methods
+from forethought.bench.method_tasks import (
+    MethodTask,
+    calibration_problems,
+    held_out_problems,
+    method_task,
+)
 from forethought.bench.methods import (
     LEFT_OUT,
     PROBE,
     MethodBench,
     MethodTable,
-    MethodTask,
-    calibration_problems,
     cells,
     chosen,
     fit_policy,
-    held_out_problems,
     json_line,
     markdown,
-    method_task,
     text,
 )
 from forethought.cli.main import main
@@ -185,9 +187,9 @@ def test_rows_are_compared_with_plain_decoding_and_the_vote_and_have_groups(tmp_
     head, *lines = cells(found)
     assert head[5:] == ("even", "odd", "p, plain", "p, majority_vote@2")
     assert len(lines) == 3
-    assert "left out" in text(found)
+    assert "drag: left out" in text(found, LEFT_OUT)
     assert markdown(found).count("\n") == 5
-    report = json.loads(json_line(found, seed=0))
+    report = json.loads(json_line(found, LEFT_OUT, seed=0))
     assert report["rows"][2]["groups"]["odd"]["accuracy"] == 1.0
 
 

@@ -77,6 +77,25 @@ def test_a_verifier_keeps_what_is_correct_and_everything_if_nothing_is():
     assert (result.output.text, counts(result)) == ("six", [3, 3])
 
 
+def test_components_read_what_stands_behind_thoughts_and_the_answer_keeps_its_own():
+    def thinks(prompt, index):
+        if prompt == "p":
+            return f"hidden {index}</think>\n{ANSWERS[index]}"
+        assert "hidden" not in prompt
+        if prompt.startswith("Write up"):
+            return "- hidden draft of a test\n</think>\n- odd"
+        if prompt.startswith("Say which"):
+            assert "Test 1: odd" in prompt
+        return f"hidden [1]</think>{says(prompt, index)}"
+
+    layers = [[{"type": "critic"}], [{"type": "ranker", "top_k": 3}]]
+    result, _ = run(GENERATOR, *layers, worker=ScriptedWorker(thinks))
+    assert result.output.text == "hidden 1</think>\nseven"
+    tests = [[{"type": "unit_test_generator"}], [{"type": "unit_test_evaluator"}]]
+    result, _ = run(GENERATOR, *tests, worker=ScriptedWorker(thinks))
+    assert result.output.candidates[2] == "hidden 2</think>\neight"
+
+
 def test_unit_tests_order_the_candidates_by_how_many_they_pass():
     evaluator = [{"type": "unit_test_evaluator", "top_k": 2}]
     result, worker = run(GENERATOR, [{"type": "unit_test_generator", "num_tests": 2}], evaluator)

@@ -206,10 +206,23 @@ def test_a_judge_scores_each_answer_by_itself():
     reply = lambda prompt: next(said for text, said in says.items() if text in prompt)  # noqa: E731
     output, asked = judged([*says], JudgeRewardController(), reply)
     assert output.text == "b2"
-    assert output.meta["best_of_n"]["scores"] == [0.3, 0.75, None]
+    assert output.meta["best_of_n"]["scores"] == [0.3, 0.75, 0.0], "no score is none"
     assert all("what?" in prompt and "to 10 (right)" in prompt for prompt in asked)
-    with pytest.raises(ParameterError, match="no sample has a score"):
-        judged(["a", "b"], JudgeRewardController(), lambda prompt: "Score: 11")
+    output, _ = judged(["a", "b"], JudgeRewardController(), lambda prompt: "Score: 11")
+    assert (output.text, output.meta["best_of_n"]["scores"]) == ("a", [0.0, 0.0])
+
+
+def test_judges_are_shown_answers_without_their_thoughts_and_equal_ones_once():
+    texts = ["long thought\n</think>\n7", "other one</think>7", "no</think> 8", "cut off"]
+    output, asked = judged(texts, JudgeRewardController(), lambda prompt: "Score: 1")
+    assert output.text == texts[0]
+    assert not any("thought" in prompt or "other" in prompt for prompt in asked)
+    assert sum("Answer:\n7\n" in prompt for prompt in asked) == 2
+    assert sum("Answer:\ncut off\n" in prompt for prompt in asked) == 1
+    output, asked = judged(texts[:3], CompareRewardController(2), largest)
+    assert output.text == texts[2]
+    [prompt] = asked
+    assert "Answer 1:\n7\n\nAnswer 2:\n8\n" in prompt
 
 
 def largest(prompt):

@@ -11,7 +11,7 @@ from forethought.errors import UnknownNameError
 
 PREFIX = "forethought/"
 """Of the names under which the embedded models are found, such as ``forethought/countdown``."""
-MODELS = ("reasoner", "countdown")
+MODELS = ("reasoner", "countdown", "instruct")
 """The models that answer questions; the directories beside them hold what drafts for these."""
 REWARD_MODELS = ("prm",)
 """The models that judge answers: ``RewardWorker("forethought/prm")`` those of the reasoner."""
@@ -65,7 +65,7 @@ def problems(name: str = "reasoner") -> list[dict[str, Any]]:
     """The shipped test problems of an embedded model, none of which it was trained on.
 
     Args:
-        name: of the model.
+        name: of the model; ``instruct`` is asked the problems of ``countdown``.
 
     Returns:
         The problems in their fixed order, each with the keys ``question`` and ``answer``. Those of
@@ -75,5 +75,6 @@ def problems(name: str = "reasoner") -> list[dict[str, Any]]:
     Raises:
         UnknownNameError: there is no such model.
     """
-    with (embedded_dir(name) / "problems.jsonl").open(encoding="utf-8") as lines:
+    asked = "countdown" if name.removeprefix(PREFIX) == "instruct" else name
+    with (embedded_dir(asked) / "problems.jsonl").open(encoding="utf-8") as lines:
         return [json.loads(line) for line in lines]

@@ -3,22 +3,22 @@
 A budget of tokens per problem becomes a number of samples (by what a sample takes on average), and
 each method gets the settings that spend about as much; what it really spent is in its row. Methods
 that end when they are done (those with a checker, adaptive votes) get twice as many samples at
-most, and spend what they need. Some methods ask for what a model of a few million parameters
-cannot: they are left out, by name and with the reason (``LEFT_OUT``).
+most, and spend what they need. What the model of a task has nothing for is left out, by name and
+with the reason (``LEFT_OUT``); methods that instruct a model have tables of their own
+(``instruct_methods``).
 """
 
 from __future__ import annotations
 
 import json
-import random
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from forethought.bench.method_tasks import MethodTask
 from forethought.errors import ParameterError, UnknownNameError
-from forethought.evaluation import tasks
 from forethought.evaluation.comparison import Comparison
 from forethought.evaluation.journal import Attempt, Journal
 from forethought.evaluation.problems import Problem
@@ -31,122 +31,32 @@ from forethought.methods.stack import parameters
 from forethought.scaffolding.checker_controller import CheckerController
 from forethought.scaffolding.controller import NativeRewardController
 from forethought.scaffolding.worker import Worker
-from forethought.training.countdown.progress import progress
 
 PLAIN = "plain"
 PROBE = "plain, sampled"
 """The row whose attempts are the probes of a policy that is fitted."""
 TEMPERATURE = 0.8
+INSTRUCTED = "a model that follows instructions: --task instruct"
 LEFT_OUT: Mapping[str, str] = {
-    "tree_of_thoughts": "the model itself judges its steps, on instruction",
-    "self_refine": "the model criticises its answers, on instruction",
-    "sequential_revision": "the model revises its answers, on instruction",
-    "adaptive_compute": "the model is asked whether a new start would do better",
+    "tree_of_thoughts": INSTRUCTED,
+    "self_refine": INSTRUCTED,
+    "sequential_revision": INSTRUCTED,
+    "adaptive_compute": INSTRUCTED,
+    "genrm": INSTRUCTED,
+    "judge": INSTRUCTED,
+    "compare": INSTRUCTED,
+    "spct": INSTRUCTED,
+    "archon": INSTRUCTED,
+    "hogwild_turns": INSTRUCTED,
+    "parallel_thinking": INSTRUCTED,
     "checker": "a reward: it scores the searches and best_of_n of this table",
-    "genrm": "a reward: the model verifies an answer in words",
-    "judge": "a reward: a chat model scores each answer",
-    "compare": "a reward: a chat model compares answers",
     "confidence": "a reward: it scores the searches of this table where there is no other",
-    "spct": "a reward: the model writes principles and critiques",
-    "archon": "all components but the generator are chats with instructions",
     "specreason": "two models: forethought bench specreason",
-    "sleep_time": "questions about a shared context",
-    "drag": "documents",
-    "iterdrag": "documents",
-    "hogwild_turns": "the model reads what others write and divides the work",
-    "parallel_thinking": "a model that was trained to spawn threads",
+    "sleep_time": "questions about a context: --task context",
+    "drag": "documents: --task facts",
+    "iterdrag": "documents: --task facts",
 }
-"""Methods that a small model of one task has nothing for -> what they take."""
-
-
-@dataclass(frozen=True, slots=True)
-class MethodTask:
-    """What the table has to know about a task of the evaluation."""
-
-    sample_tokens: int
-    """Tokens of a sample on average: a budget of N tokens is N / ``sample_tokens`` samples."""
-    max_tokens: int
-    """Most tokens of a sample."""
-    group_of: Callable[[Problem], str]
-    """The name of the group of problems that one is in."""
-    verifier: str | None = None
-    """The exact checker, if there is one."""
-    reward_model: str | None = None
-    """The embedded reward model, if there is one."""
-    checker: Callable[[str, str], float] | None = None
-    """Scores answers as far as they have come, where there is no reward model."""
-    chunk_size: int = 32
-    """Tokens between two probes of Dynasor-CoT."""
-
-
-def _num_numbers(problem: Problem) -> str:
-    return f"{problem.question.count(',') + 2} numbers"
-
-
-def _all(problem: Problem) -> str:
-    return "all"
-
-
-TASKS: Mapping[str, MethodTask] = {
-    "countdown": MethodTask(205, 450, _num_numbers, "countdown", checker=progress),
-    "arithmetic": MethodTask(190, 440, _all, reward_model="forethought/prm", chunk_size=16),
-}
-
-
-def held_out_problems(name: str, count: int, seed: int = 0) -> list[Problem]:
-    """So many problems of a task that its embedded model was not trained on.
-
-    The shipped ones first; if they are too few, further ones of the same generators and the same
-    side of the split, of four numbers where these are counted.
-    """
-    found = tasks.task(name).problems()
-    known = {problem.question for problem in found}
-    rng = random.Random(f"{seed}:{name}")
-    while len(found) < count:
-        made = _countdown(rng) if name == "countdown" else _arithmetic(rng)
-        if made.question not in known:
-            known.add(made.question)
-            found.append(replace(made, name=str(len(found))))
-    return found[:count] if count >= len(found) else random.Random(seed).sample(found, count)
-
-
-def calibration_problems(name: str, count: int, seed: int = 0) -> list[Problem]:
-    """So many problems of the same generators and the same side of the split, which are not among
-    those of ``held_out_problems``; where numbers are counted, half of them have three."""
-    known = {problem.question for problem in held_out_problems(name, 1000)}
-    rng, found = random.Random(f"{seed}:calibration:{name}"), list[Problem]()
-    while len(found) < count:
-        size = 3 + len(found) % 2
-        made = _countdown(rng, size) if name == "countdown" else _arithmetic(rng)
-        if made.question not in known:
-            known.add(made.question)
-            found.append(replace(made, name=str(len(found))))
-    return found
-
-
-def _countdown(rng: random.Random, size: int = 4) -> Problem:
-    from forethought.training.countdown.problems import expression, sample_problem, solve
-
-    problem = sample_problem(rng, size, held_out=True)
-    return Problem("", problem.question, expression(solve(problem) or ()))
-
-
-def _arithmetic(rng: random.Random) -> Problem:
-    from forethought.training.reasoner.questions import sample_mixed
-
-    problem = sample_mixed(rng, held_out=True)
-    return Problem("", problem.question, problem.answer)
-
-
-def method_task(name: str) -> MethodTask:
-    """The task of this name.
-
-    Raises:
-        UnknownNameError: there is no table for it.
-    """
-    if name not in TASKS:
-        raise UnknownNameError("task", name, TASKS)
-    return TASKS[name]
+"""Methods that the models of one task have nothing for -> what they take."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,6 +78,11 @@ class MethodBench:
     policy: Policy | None = None
 
     @property
+    def left_out(self) -> Mapping[str, str]:
+        """Methods without a row here -> what they take."""
+        return LEFT_OUT
+
+    @property
     def num_samples(self) -> int:
         """Samples that the budget is worth; at least 2, and even."""
         return max(2, 2 * round(self.tokens / self.task.sample_tokens / 2))
@@ -183,24 +98,24 @@ class MethodBench:
         """One for each row; plain decoding first, then the vote."""
         n = self.num_samples
         found = [
-            self._made(PLAIN),
-            self._made(f"majority_vote@{n}"),
-            self._made(
+            self.made(PLAIN),
+            self.made(f"majority_vote@{n}"),
+            self.made(
                 f"majority_vote@{2 * n}, statistical stop",
                 statistical_stop=0.95,
                 concurrency="doubling",
             ),
-            self._made(f"budget_vote@{n}", total_tokens=self.tokens),
-            self._made(f"no_thinking+majority_vote@{n}"),
-            self._made("budget_forcing"),
-            self._made("first_answer"),
-            self._made("dynasor", chunk_size=self.task.chunk_size, certainty_threshold=2),
-            self._made(
+            self.made(f"budget_vote@{n}", total_tokens=self.tokens),
+            self.made(f"no_thinking+majority_vote@{n}"),
+            self.made("budget_forcing"),
+            self.made("first_answer"),
+            self.made("dynasor", chunk_size=self.task.chunk_size, certainty_threshold=2),
+            self.made(
                 f"dynasor+majority_vote@{n}", chunk_size=self.task.chunk_size, certainty_threshold=2
             ),
-            self._made(f"deepconf@{n}", window=32),
-            self._made(f"deepconf_online@{n}", num_warmup=max(1, n // 2), window=32),
-            self._made(f"fork_think@{n}"),
+            self.made(f"deepconf@{n}", window=32),
+            self.made(f"deepconf_online@{n}", num_warmup=max(1, n // 2), window=32),
+            self.made(f"fork_think@{n}"),
             *self._chosen(n),
             *self._searches(n),
         ]
@@ -208,7 +123,7 @@ class MethodBench:
             found.append(self._compute_optimal(self.policy))
         if self.task.verifier is not None:
             found += [
-                self._made(f"repeated_sampling@{count}", verifier=self.task.verifier)
+                self.made(f"repeated_sampling@{count}", verifier=self.task.verifier)
                 for count in (2 * n, 4 * n)
             ]
         return found
@@ -226,14 +141,14 @@ class MethodBench:
                 "it has no exact checker to score the probes",
                 "Use --task countdown",
             )
-        probe = self._made(PLAIN)
+        probe = self.made(PLAIN)
         params = {**probe.sampling_params, "temperature": TEMPERATURE}
         counts = sorted({max(2, self.num_samples // 2), self.num_samples})
         searches = [f"particle_filtering@{count}" for count in counts]
         return [
             replace(probe, name=PROBE, sampling_params=params),
-            self._made(f"best_of_n@{self.num_samples}", judged=True),
-            *(self._made(name, judged=True, step_token="\n") for name in searches),
+            self.made(f"best_of_n@{self.num_samples}", judged=True),
+            *(self.made(name, judged=True, step_token="\n") for name in searches),
         ]
 
     def _compute_optimal(self, policy: Policy) -> Recipe:
@@ -252,17 +167,17 @@ class MethodBench:
                     "Use --task countdown, or leave --policy out",
                 )
             by_score["reward_controller"] = CheckerController(self.task.verifier)
-        made = self._made("compute_optimal", policy=policy, settings=settings, **by_score)
+        made = self.made("compute_optimal", policy=policy, settings=settings, **by_score)
         return replace(made, settings={"policy": policy})
 
     def _chosen(self, n: int) -> list[Recipe]:
         found = [
-            self._made(f"best_of_n@{n}, confidence", reward_controller=_confidence()),
+            self.made(f"best_of_n@{n}, confidence", reward_controller=_confidence()),
         ]
         if self._reward is not None:
             found += [
-                self._made(f"best_of_n@{n}", judged=True),
-                self._made(f"best_of_n@{n}, weighted", judged=True, choice="weighted"),
+                self.made(f"best_of_n@{n}", judged=True),
+                self.made(f"best_of_n@{n}, weighted", judged=True, choice="weighted"),
             ]
         return found
 
@@ -270,14 +185,14 @@ class MethodBench:
         steps: dict[str, Any] = {"step_token": "\n", "judged": True}
         by = "" if self._reward is not None else ", confidence"
         return [
-            self._made(f"beam_search@{n}{by}", width=2, **steps),
-            self._made(f"particle_filtering@{n}{by}", **steps),
-            self._made(f"dvts@{n}{by}", width=2, **steps),
-            self._made(f"particle_gibbs@{n // 2}{by}", num_iterations=2, **steps),
-            self._made(f"mcts@{n}{by}", width=2, **steps),
+            self.made(f"beam_search@{n}{by}", width=2, **steps),
+            self.made(f"particle_filtering@{n}{by}", **steps),
+            self.made(f"dvts@{n}{by}", width=2, **steps),
+            self.made(f"particle_gibbs@{n // 2}{by}", num_iterations=2, **steps),
+            self.made(f"mcts@{n}{by}", width=2, **steps),
         ]
 
-    def _made(self, name: str, judged: bool = False, **settings: Any) -> Recipe:
+    def made(self, name: str, judged: bool = False, **settings: Any) -> Recipe:
         """The recipe of a row; what follows a comma in its name tells it from another one."""
         if judged and self._reward is not None:
             settings["reward_controller"] = self._reward
@@ -485,9 +400,9 @@ def _shown_p(paired: PairedComparison | None) -> str:
     return "" if paired is None else f"{100 * paired.difference:+.1f}, {paired.p:.2g}"
 
 
-def text(rows: Sequence[MethodRow]) -> str:
+def text(rows: Sequence[MethodRow], left_out: Mapping[str, str]) -> str:
     """The table for a terminal, and below it what was left out."""
-    notes = [f"{name}: left out, it takes {what}" for name, what in LEFT_OUT.items()]
+    notes = [f"{name}: left out, it takes {what}" for name, what in left_out.items()]
     return "\n".join([aligned(cells(rows)), "", *notes]) + "\n"
 
 
@@ -498,7 +413,7 @@ def markdown(rows: Sequence[MethodRow]) -> str:
     return "\n".join(f"| {line} |" for line in [head, rule, *lines]) + "\n"
 
 
-def json_line(rows: Sequence[MethodRow], **settings: Any) -> str:
+def json_line(rows: Sequence[MethodRow], left_out: Mapping[str, str], **settings: Any) -> str:
     """The JSON object on one line, with its end."""
     found = {"benchmark": "methods", **settings, "rows": [row.to_dict() for row in rows]}
-    return json.dumps(found | {"left_out": dict(LEFT_OUT)}) + "\n"
+    return json.dumps(found | {"left_out": dict(left_out)}) + "\n"

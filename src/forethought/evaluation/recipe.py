@@ -30,6 +30,8 @@ class Recipe:
     is_chat: bool = False
     """Whether its prompts are the questions, which it sends as chats; otherwise they are the
     questions rendered by the chat template."""
+    prompt_format: str | None = None
+    """Its prompts as text, with ``{question}`` for the question; None: as the runner makes them."""
     budget: Budget = field(default_factory=Budget)
     """Limits for each attempt."""
     repeats: int = 1

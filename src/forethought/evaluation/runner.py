@@ -166,7 +166,7 @@ class EvaluationRunner:
             requests = [
                 Request(
                     key,
-                    self.prompt(source, problems[key[0]], recipe.is_chat),
+                    self.prompt(source, problems[key[0]], recipe),
                     {**recipe.sampling_params, "seed": self._seed_of(*key)},
                     problems[key[0]].question,
                     recipe.budget,
@@ -270,14 +270,15 @@ class EvaluationRunner:
         grades = {text: self.grade(text or "", problem) for text in set(candidates)}
         return tuple(grades[text] for text in candidates)
 
-    def prompt(self, source: Source, problem: Problem, is_chat: bool) -> Prompt:
+    def prompt(self, source: Source, problem: Problem, recipe: Recipe) -> Prompt:
         """The prompt of a problem for a method."""
         question = problem.question
         if self._instruction:
             question = f"{question}\n\n{self._instruction}"
-        if self._format is not None:
-            return self._format.replace(QUESTION, question)
-        return question if is_chat else source.ask(question)
+        form = recipe.prompt_format or self._format
+        if form is not None:
+            return form.replace(QUESTION, question)
+        return question if recipe.is_chat else source.ask(question)
 
     def _seed_of(self, number: int, sample: int) -> int:
         """The seed of an attempt, which does not depend on the other attempts."""

@@ -158,7 +158,7 @@ def force_answers(
     with runner.open_source() as source:
         requests, owners = list[Request](), list[Attempt]()
         for attempt in attempts:
-            for request in _requests(runner, source, attempt, interval):
+            for request in _requests(runner, source, recipe, attempt, interval):
                 owners.append(attempt)
                 requests.append(replace(request, key=(len(requests), 0)))
         outcomes: dict[tuple[int, int], dict[int, bool]] = {one.key: {} for one in attempts}
@@ -177,10 +177,10 @@ def force_answers(
 
 
 def _requests(
-    runner: EvaluationRunner, source: Source, attempt: Attempt, interval: int
+    runner: EvaluationRunner, source: Source, recipe: Recipe, attempt: Attempt, interval: int
 ) -> list[Request]:
     """One request for each multiple of ``interval`` tokens before the chain's end."""
-    prompt = runner.prompt(source, attempt.problem, False)
+    prompt = runner.prompt(source, attempt.problem, recipe)
     length = max(1, attempt.num_answer_tokens)
     return [
         Request((0, 0), source.extended(prompt, attempt.text, position / length, PROBE_SUFFIX), {})

@@ -29,6 +29,7 @@ from forethought.errors import BudgetExceeded, ParameterError
 from forethought.methods import archon_config
 from forethought.methods.archon_config import Component
 from forethought.scaffolding import sampling
+from forethought.scaffolding.answers import without_thought
 from forethought.scaffolding.controller import Controller, refuse_arguments
 from forethought.scaffolding.judge import filled, question_of
 from forethought.scaffolding.parallel import ParallelProcess, Process
@@ -111,8 +112,8 @@ class Candidate:
 
     @property
     def text(self) -> str:
-        """Its text."""
-        return self.output.text or ""
+        """Its text, behind the thought."""
+        return without_thought(self.output.text)
 
 
 @dataclass(frozen=True)
@@ -180,7 +181,7 @@ class ArchonController(Controller):
                     raise
                 over_budget = True
                 break
-            texts = texts or [each.text for each in state.candidates]
+            texts = texts or [each.output.text for each in state.candidates]
             fields = {"types": [e.type for e in layer], "candidates": len(state.candidates)}
             info.append(fields)
             yield Stage("layer", fields={"number": number, **fields})
@@ -261,7 +262,9 @@ class _Run:
     def _unit_test_generator(self, given: archon_config.UnitTestGenerator) -> Process:
         chat = self._chat("unit_test_generator", 0, {"{count}": str(given.num_tests)})
         yield [chat]
-        return replace(self._state, tests=unit_tests_in(chat.output_str or "")[: given.num_tests])
+        return replace(
+            self._state, tests=unit_tests_in(without_thought(chat.output_str))[: given.num_tests]
+        )
 
     def _unit_test_evaluator(self, given: archon_config.UnitTestEvaluator) -> Process:
         tests = [f"Test {n}: {text}" for n, text in enumerate(self._state.tests, start=1)]
@@ -282,7 +285,7 @@ class _Run:
             for n, each in enumerate(self._state.candidates)
         ]
         yield chats
-        return [chat.output_str or "" for chat in chats]
+        return [without_thought(chat.output_str) for chat in chats]
 
     def _listed(self) -> dict[str, str]:
         """The values of a prompt about all candidates: each with its number and its critique."""

@@ -68,8 +68,8 @@ class SPCTRewardController(NativeRewardController):
     """Scores answers by the sum over several sampled critiques, the best of which vote.
 
     A reward controller, for ``best_of_n`` and others. ``scores`` holds one per task, from 0 to 1:
-    the sum of its votes by the highest that they could come to; None for a task that failed, and
-    for all if no critique can be read. ``critiques`` holds the texts of the critiques, ``votes``
+    the sum of its votes by the highest that they could come to; 0 for all if no critique can be
+    read, and None for a task that failed. ``critiques`` holds the texts of the critiques, ``votes``
     the scores in each (None: it cannot be read), and ``voters`` the numbers of those that voted.
 
     Args:
@@ -146,9 +146,9 @@ class SPCTRewardController(NativeRewardController):
             yield from self._filter(self.meta_reward_controller.clone(), prompts)
         yield from self._tell()
         given = [votes for k in self.voters if (votes := self.votes[k]) is not None]
-        for place, number in enumerate(alive) if given else []:
+        for place, number in enumerate(alive):
             total = sum(votes[place] for votes in given)
-            self.scores[number] = total / (HIGHEST * len(given))
+            self.scores[number] = total / (HIGHEST * max(1, len(given)))
 
     def _tell(self) -> Process:
         """What each critique votes, or why it does not."""

@@ -227,6 +227,11 @@ _INTEGER = re.compile(r"[+-]?\d+")
 FINAL_ANSWER = r"The final answer is (.+)$"
 
 
+def without_thought(text: str | None, think_end: str = "</think>") -> str:
+    """What stands behind the last thought in a text; all of it where none is closed."""
+    return (text or "").rpartition(think_end)[2].strip()
+
+
 def extract_answer_from_boxed(text: str) -> str | None:
     r"""What stands in the last ``\boxed{...}``; None if there is none or it is not closed."""
     boxes = list(_BOX.finditer(text))

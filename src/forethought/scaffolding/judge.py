@@ -9,7 +9,8 @@ has groups of answers compared, and the best of each group again, until one is l
                                3             1 judgement: sample 3 has won all three rounds
 
 Both are reward controllers: ``BestOfNController(generation, JudgeRewardController())``. Their tasks
-are chats, for the worker of the tag ``"reward"``; they cost tokens of the same budget.
+are chats, for the worker of the tag ``"reward"``; they cost tokens of the same budget. A judge is
+shown what stands behind an answer's thought (``</think>``), and not the thought.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from pydantic import Field, TypeAdapter
 from forethought.config.sampling import SamplingParams
 from forethought.errors import ParameterError
 from forethought.scaffolding import sampling
+from forethought.scaffolding.answers import without_thought
 from forethought.scaffolding.controller import NativeRewardController, has_failed, refuse_arguments
 from forethought.scaffolding.parallel import Process
 from forethought.scaffolding.result import Stage
@@ -61,8 +63,8 @@ _GROUP: TypeAdapter[int] = TypeAdapter(Annotated[int, Field(strict=True, ge=2)])
 class JudgeRewardController(NativeRewardController):
     """Has a chat model score each answer by itself.
 
-    ``scores`` holds one per task, from 0 to 1; None for one that failed, and where the judge gives
-    no score within its range.
+    ``scores`` holds one per task, from 0 to 1; 0 where the judge gives no score within its range,
+    and None for one that failed.
 
     Args:
         prompt: what the judge is asked; ``{question}``, ``{answer}`` and ``{highest}`` are
@@ -97,13 +99,13 @@ class JudgeRewardController(NativeRewardController):
         self.scores = [None if chat is None else self._score_in(chat.output_str) for chat in chats]
 
     def _chat(self, task: GenerationTask | RewardTask) -> ChatTask:
-        values = {"{question}": question_of(task), "{answer}": task.output_str or ""}
+        values = {"{question}": question_of(task), "{answer}": without_thought(task.output_str)}
         return judging(self, filled(self.prompt, {**values, "{highest}": f"{self.highest:g}"}))
 
-    def _score_in(self, said: str | None) -> float | None:
+    def _score_in(self, said: str | None) -> float:
         found = _SCORE.findall(said or "")
         score = float(found[-1]) if found else math.nan
-        return score / self.highest if 0 <= score <= self.highest else None
+        return score / self.highest if 0 <= score <= self.highest else 0.0
 
 
 class CompareRewardController(NativeRewardController):
@@ -142,18 +144,19 @@ class CompareRewardController(NativeRewardController):
         """
         refuse_arguments(self, kwargs)
         alive = {n: task for n, task in enumerate(tasks) if not has_failed(task)}
-        rounds = {task.output_str: 0 for task in alive.values()}
-        first = {task.output_str: number for number, task in reversed(alive.items())}
+        texts = {n: without_thought(task.output_str) for n, task in alive.items()}
+        rounds = dict.fromkeys(texts.values(), 0)
+        first = {text: number for number, text in reversed(texts.items())}
         left = sorted(first.values())  # equal answers as one
         while len(left) > 1:
             size = self.group_size
             groups = [left[begin : begin + size] for begin in range(0, len(left), size)]
             left = yield from self._winners(alive, groups)
             for number in left:
-                rounds[alive[number].output_str] += 1
+                rounds[texts[number]] += 1
         self.scores = [
-            float(rounds[task.output_str]) if number in alive else None
-            for number, task in enumerate(tasks)
+            float(rounds[texts[number]]) if number in alive else None
+            for number in range(len(tasks))
         ]
 
     def _winners(
@@ -188,7 +191,9 @@ def _best(said: str | None, count: int) -> int:
 
 def numbered_answers(tasks: Sequence[GenerationTask | RewardTask]) -> str:
     """The answers, numbered from 1."""
-    answers = [f"Answer {n}:\n{task.output_str}" for n, task in enumerate(tasks, start=1)]
+    answers = [
+        f"Answer {n}:\n{without_thought(task.output_str)}" for n, task in enumerate(tasks, start=1)
+    ]
     return "\n\n".join(answers)
 
 

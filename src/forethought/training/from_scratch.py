@@ -13,7 +13,7 @@ import os
 import random
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -75,6 +75,8 @@ class Curriculum:
     """Evaluates the network on what it is not trained on: name -> value."""
     on_samples: Callable[[Sequence[Path]], tuple[MakeExample, Mix]] | None = None
     """Examples and mix of a tuning on files of the model's own samples; None: it takes none."""
+    shape: LlamaShape = field(default_factory=LlamaShape)
+    """Sizes of the network; that of the vocabulary is the tokenizer's."""
 
 
 def encode(tokenizer: Tokenizer, spans: list[Span]) -> Example:
@@ -336,7 +338,7 @@ def _begin(curriculum: Curriculum, options: argparse.Namespace) -> tuple[Tokeniz
     if options.start is not None:
         return Tokenizer.from_file(str(options.start / "tokenizer.json")), Llama.of(options.start)
     tokenizer = curriculum.train_tokenizer(options.seed)
-    return tokenizer, Llama(LlamaShape(vocab_size=tokenizer.get_vocab_size()))
+    return tokenizer, Llama(replace(curriculum.shape, vocab_size=tokenizer.get_vocab_size()))
 
 
 def _check_batch(curriculum: Curriculum, options: argparse.Namespace) -> None:

@@ -32,7 +32,10 @@ def configure(measured: Any) -> None:
     options.formatter_class = argparse.RawDescriptionHelpFormatter
     model.add_model_options(options)
     options.add_argument(
-        "--task", default="countdown", metavar="NAME", help="countdown (default) or arithmetic"
+        "--task",
+        default="countdown",
+        metavar="NAME",
+        help="countdown (default), arithmetic, instruct, facts or context",
     )
     options.add_argument(
         "--problems", type=int, default=300, metavar="N", help="held-out problems (default: 300)"
@@ -86,10 +89,11 @@ def configure(measured: Any) -> None:
 
 def measure(args: argparse.Namespace) -> int:
     """Measure, and report."""
+    from forethought.bench import method_tasks as data
     from forethought.bench import methods as bench
+    from forethought.bench.instruct_methods import bench_of
     from forethought.evaluation.report import make_folder
     from forethought.evaluation.runner import EvaluationProgress, EvaluationRunner
-    from forethought.evaluation.tasks import task
     from forethought.methods.compute_optimal import Policy
     from forethought.scaffolding.settings import POSITIVE_INT, validated
 
@@ -97,22 +101,20 @@ def measure(args: argparse.Namespace) -> int:
         validated(f"--{name.replace('_', '-')}", getattr(args, name), POSITIVE_INT)
     if args.calibrate is not None:
         _check_calibration(args)
-    kind = bench.method_task(args.task)
+    kind = data.method_task(args.task)
     policy = None if args.policy is None else Policy.load(args.policy)
     if args.reward_model is None:
         args.reward_model = kind.reward_model
-    fields = model.llm_args_of(
-        args, model=task(args.task).embedded_model, max_batch_size=2 * args.in_flight
-    )
-    drawn = bench.held_out_problems if args.calibrate is None else bench.calibration_problems
+    fields = model.llm_args_of(args, model=kind.model, max_batch_size=2 * args.in_flight)
+    drawn = data.held_out_problems if args.calibrate is None else data.calibration_problems
     problems = drawn(args.task, args.problems, args.seed)
     folder = args.out / (args.task if args.calibrate is None else f"{args.task}-calibration")
     make_folder(folder)
-    grader = task(args.task).grader()
+    grader = kind.grader()
     reward = args.reward_model
     judging = nullcontext() if reward is None else open_local_judge(reward)
     with closing(grader), judging as judge:
-        made = bench.MethodBench(
+        made = bench_of(args.task)(
             kind,
             args.tokens,
             None if judge is None else judge.step_controller("last"),
@@ -133,13 +135,12 @@ def measure(args: argparse.Namespace) -> int:
             table = bench.MethodTable(runner, problems, kind, settings, _files(args.reward_model))
             against = [] if args.against is None else [args.against]
             rows = table.rows(recipes, folder, is_fresh=args.fresh, bar=bar, against=against)
-    line = bench.json_line(
-        rows, machine=machine.measured_on(fields), tokens=args.tokens, **settings
-    )
+    measured_on = machine.measured_on(fields)
+    line = bench.json_line(rows, made.left_out, machine=measured_on, tokens=args.tokens, **settings)
     (folder / "methods.md").write_text(bench.markdown(rows), encoding="utf-8")
     (folder / "methods.json").write_text(line, encoding="utf-8")
     if not args.json:
-        print(bench.text(rows))
+        print(bench.text(rows, made.left_out))
     print(line, end="")
     if args.calibrate is not None:
         bench.fit_policy(rows, folder).save(args.calibrate)

@@ -62,7 +62,7 @@ def measure(args: argparse.Namespace) -> int:
     model.check_installed()
     model.expect_positive(args, "problems")
     from forethought import methods
-    from forethought.bench import methods as tasks
+    from forethought.bench import method_tasks as tasks
     from forethought.bench import specreason as bench
     from forethought.evaluation.report import ProgressBar, make_folder
     from forethought.evaluation.tasks import task

@@ -20,6 +20,7 @@ then is drawn again. A model trained on such traces searches in another order in
 
 import math
 import random
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -78,12 +79,59 @@ def write_trace(problem: Problem, rng: random.Random) -> Trace:
             return Trace("".join(search.lines), expression(steps))
 
 
+def write_bounded(
+    problem: Problem, rng: random.Random, longest: int, avoid: Sequence[Step] = ()
+) -> tuple[Trace, bool]:
+    """A search of about so many lines, and whether it hit; else the answer is what came nearest.
+
+    Args:
+        problem: its target may be out of reach.
+        rng: decides the order.
+        longest: lines after which no further first step is tried.
+        avoid: first steps that are not tried, unless there are no others.
+    """
+    search = _Search(problem.target, rng, longest, avoid)
+    steps = search.run(problem.numbers, TRIES if len(problem.numbers) > 3 else None)
+    found = search.nearest if steps is None else steps
+    return Trace("".join(search.lines), expression(found)), steps is not None
+
+
+@dataclass(frozen=True, slots=True)
+class SearchBranch:
+    """A search below one first step."""
+
+    first: Step
+    text: str
+    """Its lines."""
+    steps: tuple[Step, ...]
+    """What hits the target, or else what came nearest."""
+    hits: bool
+
+
+def branches(problem: Problem, rng: random.Random) -> Iterator[SearchBranch]:
+    """The searches below each first step, in the order in which a search tries them."""
+    search = _Search(problem.target, rng)
+    for step, left in search.ordered(problem.numbers):
+        search.lines, search.nearest = [], []
+        found = search.try_step(step, left, TRIES)
+        steps = search.nearest if found is None else [step, *found]
+        yield SearchBranch(step, "".join(search.lines), tuple(steps), found is not None)
+
+
 class _Search:
     """One depth-first search and the lines that it writes."""
 
-    def __init__(self, target: int, rng: random.Random) -> None:
-        self.target, self.rng = target, rng
+    def __init__(
+        self,
+        target: int,
+        rng: random.Random,
+        longest: int = LONGEST_SEARCH,
+        avoid: Sequence[Step] = (),
+    ) -> None:
+        self.target, self.rng, self.longest, self.avoid = target, rng, longest, avoid
         self.lines: list[str] = []
+        self.nearest: list[Step] = []
+        self._path: list[Step] = []
 
     def run(self, numbers: Numbers, tries: tuple[int, ...] | None) -> list[Step] | None:
         """The steps found among the first few moves from ``numbers``; None: tries: all moves.
@@ -92,20 +140,31 @@ class _Search:
         """
         if len(numbers) == 2:
             return self._last(numbers, "")
-        for step, left in self._ordered(numbers):
-            if len(self.lines) >= LONGEST_SEARCH:
+        ordered = self.ordered(numbers)
+        fresh = [move for move in ordered if move[0] not in self.avoid]
+        for step, left in fresh or ordered:
+            if len(self.lines) >= self.longest:
                 return None
-            found = self._try(step, left, tries)
+            found = self.try_step(step, left, tries)
             if found is not None:
                 return [step, *found]
         return None
 
-    def _try(self, step: Step, left: Numbers, tries: tuple[int, ...] | None) -> list[Step] | None:
+    def try_step(
+        self, step: Step, left: Numbers, tries: tuple[int, ...] | None
+    ) -> list[Step] | None:
+        """The steps found behind ``step``, which leaves ``left``; None: nothing hits."""
+        self._path.append(step)
+        found = self._below(step, left, tries)
+        self._path.pop()
+        return found
+
+    def _below(self, step: Step, left: Numbers, tries: tuple[int, ...] | None) -> list[Step] | None:
         if len(left) == 2:
             return self._last(left, f"{step}, ")
         self.lines.append(f"{step}, left {' '.join(map(str, left))}\n")
-        for below, rest in self._ordered(left)[: self.rng.choice(tries or TRIES)]:
-            found = self._try(below, rest, tries)
+        for below, rest in self.ordered(left)[: self.rng.choice(tries or TRIES)]:
+            found = self.try_step(below, rest, tries)
             if found is not None:
                 return [below, *found]
         self.lines.append(f"{BACK}\n")
@@ -114,10 +173,15 @@ class _Search:
     def _last(self, pair: Numbers, before: str) -> list[Step] | None:
         step = nearest(pair, self.target)
         hit = step.value == self.target
+        if not self.nearest or self._misses(step) < self._misses(self.nearest[-1]):
+            self.nearest = [*self._path, step]
         self.lines.append(f"{before}{step}, {FOUND if hit else BACK}\n")
         return [step] if hit else None
 
-    def _ordered(self, numbers: Numbers) -> list[tuple[Step, Numbers]]:
+    def _misses(self, step: Step) -> int:
+        return abs(step.value - self.target)
+
+    def ordered(self, numbers: Numbers) -> list[tuple[Step, Numbers]]:
         """The moves, each drawn with weight ``(1 + distance) ** -GREED`` from those that remain."""
 
         def appeal(move: tuple[Step, Numbers]) -> float:

@@ -1,0 +1,185 @@
+"""The tables of the methods that instruct a model: on problems, on documents, on contexts.
+
+They are measured on ``forethought/instruct``, which was trained on what these methods ask of a
+model. Documents are the facts of one world, and a context is asked ten questions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from forethought.bench.method_tasks import CONTEXT_END, measured_examples, measured_world
+from forethought.bench.methods import PLAIN, MethodBench
+from forethought.evaluation.recipe import Recipe
+from forethought.methods.sleep_time import SleepTimeController
+from forethought.methods.spct import SPCTRewardController
+from forethought.scaffolding.checker_controller import CheckerController
+from forethought.scaffolding.controller import Controller, NativeGenerationController
+from forethought.scaffolding.genrm_controller import GenRMController
+from forethought.scaffolding.judge import CompareRewardController, JudgeRewardController
+from forethought.scaffolding.parallel import Process
+from forethought.scaffolding.task import GenerationTask
+from forethought.scaffolding.verifier import verifier
+from forethought.training.chat_tokenizer import prompt_text
+from forethought.training.instruct.facts import FactQuestion
+
+QUESTION = "{question}"
+CHAT_FORMAT = prompt_text(QUESTION)
+"""The model's own format, for methods that put texts together."""
+_REPLY: Mapping[str, Any] = {"temperature": 0.0, "max_tokens": 450}
+
+
+class InstructBench(MethodBench):
+    """The rows of the methods that ask the model about answers, and of those that divide a search.
+
+    ``best_of_n`` by the exact checker is what a perfect reward would make of the same samples.
+    """
+
+    @property
+    def left_out(self) -> Mapping[str, str]:
+        """See ``MethodBench``."""
+        return {}
+
+    def recipes(self) -> list[Recipe]:
+        """One for each row; plain decoding first, then the vote."""
+        n = self.num_samples
+        return [
+            self.made(PLAIN),
+            self.made(f"majority_vote@{n}"),
+            *(self._chosen_by(n, name, one) for name, one in self._rewards().items()),
+            self.made(
+                f"tree_of_thoughts@{n // 2}",
+                num_thoughts=3,
+                step_token="\n",
+                max_steps=16,
+                num_evaluations=1,
+            ),
+            self.made("self_refine"),
+            self.made("sequential_revision"),
+            self.made(
+                "sequential_revision, genrm",
+                selection="reward",
+                reward_controller=GenRMController(1, verification_tokens=128),
+            ),
+            self.made(f"adaptive_compute@{2 * n}"),
+            self.made("archon", pipeline=_pipeline(n, {"type": "ranker", "top_k": 2})),
+            self.made("archon, verifier", pipeline=_pipeline(n, {"type": "verifier"})),
+            replace(
+                self.made("hogwild_turns", turn_tokens=160, max_turns=4),
+                prompt_format=CHAT_FORMAT,
+            ),
+            self.made("parallel_thinking", thread_tokens=160),
+        ]
+
+    def _rewards(self) -> dict[str, Controller]:
+        return {
+            "checker": CheckerController(verifier("countdown")),
+            "genrm": GenRMController(2, verification_tokens=128),
+            "genrm, direct": GenRMController(0),
+            "judge": JudgeRewardController(sampling_params=_REPLY),
+            "compare": CompareRewardController(sampling_params=_REPLY),
+            "spct": SPCTRewardController(4, sampling_params={**_REPLY, "temperature": 0.8}),
+        }
+
+    def _chosen_by(self, n: int, name: str, reward: Controller) -> Recipe:
+        return self.made(f"best_of_n@{n}, {name}", reward_controller=reward)
+
+
+def _pipeline(num_samples: int, chosen: Mapping[str, Any]) -> dict[str, Any]:
+    """Samples, critiques for a ranker, the choice, and a fusion of what is left."""
+    drawn = {"type": "generator", "samples": num_samples, "temperature": 0.8}
+    critics = [[{"type": "critic"}]] if chosen["type"] == "ranker" else []
+    return {"layers": [[drawn], *critics, [chosen], [{"type": "fuser", "temperature": 0.0}]]}
+
+
+class FactsBench(MethodBench):
+    """The rows of the methods that answer from documents, and of an answer without any."""
+
+    @property
+    def left_out(self) -> Mapping[str, str]:
+        """See ``MethodBench``."""
+        return {}
+
+    def recipes(self) -> list[Recipe]:
+        """One for each row; no documents first, then one of them for each question."""
+        alone = replace(self.made(PLAIN), prompt_format=f"Question: {QUESTION}\nAnswer:")
+        return [
+            alone,
+            *(self._retrieving("drag", count) for count in (1, 2, 4, 8)),
+            *(self._retrieving("iterdrag", count) for count in (1, 2, 4)),
+        ]
+
+    def _retrieving(self, method: str, count: int) -> Recipe:
+        is_iterated = method == "iterdrag"
+        settings: dict[str, Any] = {"max_iterations": 3, "line_tokens": 32} if is_iterated else {}
+        made = self.made(
+            f"{method}, k = {count}",
+            documents=measured_world().documents,
+            num_documents=count,
+            examples=[_example(each, is_iterated) for each in measured_examples()],
+            **settings,
+        )
+        shown = {"num_documents": count, "num_examples": len(measured_examples())}
+        return replace(made, prompt_format=QUESTION, settings=shown)
+
+
+def _example(question: FactQuestion, is_iterated: bool) -> dict[str, Any]:
+    found: dict[str, Any] = {"question": question.text, "answer": question.working}
+    return {**found, "steps": question.steps} if is_iterated else found
+
+
+class ContextBench(MethodBench):
+    """The rows of questions about contexts, asked at once or behind thoughts about them."""
+
+    @property
+    def left_out(self) -> Mapping[str, str]:
+        """See ``MethodBench``."""
+        return {}
+
+    def recipes(self) -> list[Recipe]:
+        """Two: the context is a part of the prompt, or was thought about before."""
+        asked = f"{QUESTION}\n\nAnswer: "
+        slept = replace(self.made(PLAIN), name="sleep_time", controller=SleepTimeByContext())
+        return [
+            replace(self.made(PLAIN), prompt_format=asked),
+            replace(slept, prompt_format=QUESTION),
+        ]
+
+
+class SleepTimeByContext(Controller):
+    """Sleep-time compute for questions about several contexts, which stand in front of them.
+
+    Thoughts about a context are shared by all of its questions, of clones too.
+    """
+
+    clone_shares = ("controllers",)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.generation_controller = NativeGenerationController()
+        self.controllers: dict[str, SleepTimeController] = {}
+
+    def process(self, tasks: Sequence[GenerationTask], **kwargs: Any) -> Process:
+        """Answer one question."""
+        [task] = tasks
+        context, _, question = (task.input_str or "").partition(CONTEXT_END)
+        if context not in self.controllers:
+            made = SleepTimeController(self.generation_controller, context, sleep_tokens=256)
+            self.controllers[context] = made
+        task.input_str = question
+        yield from self.controllers[context].clone().process([task], **kwargs)
+
+
+BENCHES: Mapping[str, type[MethodBench]] = {
+    "instruct": InstructBench,
+    "facts": FactsBench,
+    "context": ContextBench,
+}
+"""Tasks with rows of their own -> what makes them."""
+
+
+def bench_of(task: str) -> type[MethodBench]:
+    """What makes the rows of a task."""
+    return BENCHES.get(task, MethodBench)

@@ -1,0 +1,1 @@
+"""The embedded instruct model: its problems, dialogues, corpus and training run."""
