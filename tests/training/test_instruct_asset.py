@@ -9,7 +9,7 @@ pytest.importorskip("transformers")
 
 from forethought import methods
 from forethought.assets import embedded_dir, problems
-from forethought.bench.instruct_methods import CHAT_FORMAT
+from forethought.bench.instruct_methods import CHAT_FORMAT, THREADS_FORMAT
 from forethought.llm.async_llm import AsyncLLM
 from forethought.scaffolding import (
     EngineWorker,
@@ -86,7 +86,8 @@ def test_workers_divide_a_search_and_threads_are_spawned_and_joined(worker):
     alice, bob = (output.meta["hogwild_turns"]["texts"][name] for name in ("Alice", "Bob"))
     assert alice.split("\n")[0].split()[1] in "+-"
     assert bob.split("\n")[0].split()[1] in "*/"
-    output = solve(worker, methods.create("parallel_thinking", thread_tokens=160), question)
+    threads = methods.create("parallel_thinking", thread_tokens=160)
+    output = solve(worker, threads, question, THREADS_FORMAT.format(question=question))
     told = output.meta["parallel_thinking"]
     assert told["spawns"]
     assert told["longest_path"] < told["thread_tokens"]

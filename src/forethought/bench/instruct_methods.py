@@ -28,6 +28,8 @@ from forethought.training.instruct.facts import FactQuestion
 QUESTION = "{question}"
 CHAT_FORMAT = prompt_text(QUESTION)
 """The model's own format, for methods that put texts together."""
+THREADS_FORMAT = f"{CHAT_FORMAT}<Parallel>\n"
+"""Opens the first block of threads: without it the model may also search alone."""
 _REPLY: Mapping[str, Any] = {"temperature": 0.0, "max_tokens": 450}
 
 
@@ -70,7 +72,10 @@ class InstructBench(MethodBench):
                 self.made("hogwild_turns", turn_tokens=160, max_turns=4),
                 prompt_format=CHAT_FORMAT,
             ),
-            self.made("parallel_thinking", thread_tokens=160),
+            replace(
+                self.made("parallel_thinking", thread_tokens=160),
+                prompt_format=THREADS_FORMAT,
+            ),
         ]
 
     def _rewards(self) -> dict[str, Controller]:
