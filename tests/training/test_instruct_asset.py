@@ -18,6 +18,7 @@ from forethought.scaffolding import (
     ScaffoldingLlm,
 )
 from forethought.scaffolding.answers import extract_answer_from_boxed
+from forethought.scaffolding.genrm_controller import YES_NO_PROMPT
 from forethought.scaffolding.verifier import verifier
 from forethought.training.countdown.problems import Problem
 from forethought.training.instruct import facts
@@ -48,21 +49,24 @@ def test_the_directory_stays_under_eight_megabytes():
 
 
 @pytest.mark.parametrize(
-    "reward", [GenRMController(1), JudgeRewardController()], ids=["genrm", "judge"]
+    "reward",
+    [GenRMController(1, yes_no_prompt=f"{YES_NO_PROMPT} "), JudgeRewardController()],
+    ids=["genrm", "judge"],
 )
-def test_rewards_that_it_writes_tell_right_answers_from_wrong_ones(worker, reward):
-    """Of 24 answers to 6 problems, at least 21 are scored on the right side of one half: a judge
-    that guesses does that with a chance below 2e-4."""
+def test_rewards_that_it_writes_choose_right_answers_where_there_are_any(worker, reward):
+    """Of 10 problems with right and wrong samples among 4, at least 9 are chosen rightly: at random
+    that has a chance below 5e-2 even where three of four samples are right."""
     method = methods.create("best_of_n", default_sample_num=4, reward_controller=reward)
-    agreed = 0
-    for question in (each["question"] for each in SHIPPED[:6]):
+    accepts, mixed, chosen = verifier("countdown"), 0, 0
+    for question in (each["question"] for each in SHIPPED):
         output = solve(worker, method, question)
-        scores = output.meta["best_of_n"]["scores"]
-        for text, score in zip(output.candidates, scores, strict=True):
-            answer = extract_answer_from_boxed(text)
-            is_right = answer is not None and verifier("countdown")(question, text)
-            agreed += (score is not None and score > 0.65) == is_right
-    assert agreed >= 21
+        right = [accepts(question, text) for text in output.candidates]
+        if any(right) and not all(right):
+            mixed += 1
+            chosen += accepts(question, output.text)
+        if mixed == 10:
+            break
+    assert chosen >= 9
 
 
 def test_feedback_accepts_right_answers_and_refines_wrong_ones(worker):

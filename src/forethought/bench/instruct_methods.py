@@ -17,7 +17,7 @@ from forethought.methods.sleep_time import SleepTimeController
 from forethought.methods.spct import SPCTRewardController
 from forethought.scaffolding.checker_controller import CheckerController
 from forethought.scaffolding.controller import Controller, NativeGenerationController
-from forethought.scaffolding.genrm_controller import GenRMController
+from forethought.scaffolding.genrm_controller import YES_NO_PROMPT, GenRMController
 from forethought.scaffolding.judge import CompareRewardController, JudgeRewardController
 from forethought.scaffolding.parallel import Process
 from forethought.scaffolding.task import GenerationTask
@@ -63,7 +63,7 @@ class InstructBench(MethodBench):
             self.made(
                 "sequential_revision, genrm",
                 selection="reward",
-                reward_controller=GenRMController(1, verification_tokens=128),
+                reward_controller=_verifying(1),
             ),
             self.made(f"adaptive_compute@{2 * n}"),
             self.made("archon", pipeline=_pipeline(n, {"type": "ranker", "top_k": 2})),
@@ -81,8 +81,8 @@ class InstructBench(MethodBench):
     def _rewards(self) -> dict[str, Controller]:
         return {
             "checker": CheckerController(verifier("countdown")),
-            "genrm": GenRMController(2, verification_tokens=128),
-            "genrm, direct": GenRMController(0),
+            "genrm": _verifying(2),
+            "genrm, direct": _verifying(0),
             "judge": JudgeRewardController(sampling_params=_REPLY),
             "compare": CompareRewardController(sampling_params=_REPLY),
             "spct": SPCTRewardController(4, sampling_params={**_REPLY, "temperature": 0.8}),
@@ -90,6 +90,13 @@ class InstructBench(MethodBench):
 
     def _chosen_by(self, n: int, name: str, reward: Controller) -> Recipe:
         return self.made(f"best_of_n@{n}, {name}", reward_controller=reward)
+
+
+def _verifying(num_verifications: int) -> GenRMController:
+    """Generative verification. The blank in front of "Yes" is a token of its own for this model."""
+    return GenRMController(
+        num_verifications, yes_no_prompt=f"{YES_NO_PROMPT} ", verification_tokens=128
+    )
 
 
 def _pipeline(num_samples: int, chosen: Mapping[str, Any]) -> dict[str, Any]:
