@@ -3,6 +3,8 @@ is thought about once."""
 
 import re
 
+import pytest
+
 from forethought import methods
 from forethought.bench.instruct_methods import (
     CHAT_FORMAT,
@@ -20,6 +22,7 @@ from forethought.bench.method_tasks import (
     method_task,
 )
 from forethought.bench.methods import LEFT_OUT, MethodBench
+from forethought.errors import ParameterError
 from forethought.evaluation.runner import EvaluationRunner
 from forethought.methods.stack import split
 from forethought.scaffolding import ScriptedWorker
@@ -55,6 +58,12 @@ def test_problems_of_facts_are_answered_by_the_facts_of_one_world():
             words = problem.question.removesuffix("?").split()
             assert world.counts[words[5], words[2]] == int(problem.answer)
     assert found == held_out_problems("facts", 60)
+
+
+def test_more_problems_than_a_world_has_are_refused():
+    assert len(held_out_problems("facts", 700)) == 700
+    with pytest.raises(ParameterError, match="no 800 problems of facts"):
+        held_out_problems("facts", 800)
 
 
 def test_problems_of_contexts_come_ten_by_ten():

@@ -51,6 +51,15 @@ def test_a_calibration_refuses_what_it_has_no_use_for(options, tmp_path, capsys)
     assert not list(tmp_path.iterdir())
 
 
+def test_a_calibration_needs_a_task_with_an_exact_checker(tmp_path, capsys):
+    for task in ("arithmetic", "facts", "context"):
+        file = str(tmp_path / "policy.json")
+        out = ["--out", str(tmp_path), "--task", task]
+        assert main(["bench", "methods", "--calibrate", file, *out])
+        assert "exact checker" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
 def test_a_policy_without_a_folder_to_be_saved_in_is_refused_before_anything_runs(tmp_path, capsys):
     file = str(tmp_path / "missing" / "policy.json")
     assert main(["bench", "methods", "--calibrate", file, "--out", str(tmp_path / "out")])

@@ -199,14 +199,14 @@ def test_a_trace_is_written_of_each_attempt_a_failed_one_included(tmp_path):
     runner.trace_dir = tmp_path
     made = replace(GREEDY, name="a+b@2 in tokens/5")
     runner.attempts(made, {1: PROBLEMS[1], 4: PROBLEMS[4]})
-    names = ["a+b@2_in_tokens_5-1.json", "a+b@2_in_tokens_5-4.json"]
+    names = ["a+b@2_in_tokens_5,1.json", "a+b@2_in_tokens_5,4.json"]
     assert sorted(path.name for path in tmp_path.iterdir()) == names
     assert Trace.load(tmp_path / names[1]).prompt == PROBLEMS[4].question
     failing = scripted(lambda prompt, index: Reply("", error=RuntimeError("gone")))
     failing.trace_dir = tmp_path
     with pytest.raises(TaskError):
         failing.attempts(GREEDY, PROBLEMS[:1])
-    assert "gone" in Trace.load(tmp_path / "plain-0.json").error["what"]
+    assert "gone" in Trace.load(tmp_path / "plain,0.json").error["what"]
 
 
 def test_enough_ends_the_rest():

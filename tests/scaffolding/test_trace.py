@@ -1,6 +1,7 @@
 """Stages and traces: what is told and recorded of a request, and the request run again from it."""
 
 import contextlib
+import json
 import math
 import random
 
@@ -327,3 +328,12 @@ def test_a_timeline_is_written_beside_its_trace_and_never_over_it(tmp_path, caps
     assert main(["trace", "show", str(tmp_path / "trace.json"), "--html"]) == 0
     assert capsys.readouterr().out.strip() == str(tmp_path / "trace.html")
     assert (tmp_path / "trace.html").read_text().startswith("<!DOCTYPE html>")
+
+
+@pytest.mark.parametrize("resumed", [[["0"]], [["0", "1"]], [[0, 1]], [["0", 1, 2]], "x"])
+def test_a_trace_whose_record_of_resumptions_is_damaged_is_refused(resumed, tmp_path):
+    path = tmp_path / "t.json"
+    run(methods.create("plain")).trace.save(path)
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"resumed": resumed}))
+    with pytest.raises(UsageError, match="cannot read the trace"):
+        Trace.load(path)

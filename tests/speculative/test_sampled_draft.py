@@ -5,11 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 
+from engines import drain, engine, expect_empty
+from forethought.config.drafters import DraftTargetDecodingConfig
 from forethought.config.sampling import SamplingParams
 from forethought.config.tree import TreeChoices
 from forethought.speculative.drafter import DraftRequest
 from forethought.speculative.sampled_draft import SampledDraft, SampledDrafts, depends_on_tokens
 from forethought.speculative.tree import _levels
+from models import tiny
 
 WIDTH = 11
 CPU = torch.device("cpu")
@@ -73,3 +76,22 @@ def test_drafts_sampled_together_are_those_that_are_sampled_alone(name: str, cut
             if row not in together.alone:
                 assert torch.equal(found[row], draft.q)
         assert all(set(drawn[row]) == {-7} for row in drawn if row not in row_of and drawn[row])
+
+
+@pytest.mark.parametrize(
+    "other", [{"temperature": 0.0}, {"temperature": 1.0, "repetition_penalty": 1.3}, {}]
+)
+def test_a_request_that_ends_early_leaves_the_others_their_drafts(other) -> None:
+    """Its draft is shorter than that of a row that is not sampled together with it."""
+    config = DraftTargetDecodingConfig(
+        max_draft_len=5, speculative_model=tiny("llama"), draft_sampling="sampled"
+    )
+    made = engine(speculative=[config])
+    long = SamplingParams(max_tokens=20, seed=1, ignore_eos=True, **other)
+    short = SamplingParams(temperature=1.0, max_tokens=3, seed=2, ignore_eos=True)
+    [first] = made.add([5, 7, 9], long)
+    [second] = made.add([5, 7, 8], short)
+    drain(made)
+    assert made.stats.draft_failures == 0
+    assert (len(first.output), len(second.output)) == (20, 3)
+    expect_empty(made)

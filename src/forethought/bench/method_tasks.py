@@ -17,7 +17,7 @@ import random
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
-from forethought.errors import UnknownNameError
+from forethought.errors import ParameterError, UnknownNameError
 from forethought.evaluation import tasks
 from forethought.evaluation.problems import Grader, Problem
 from forethought.training.countdown.progress import progress
@@ -28,6 +28,8 @@ from forethought.training.instruct.facts import (
     sample_context,
 )
 
+MOST_REPEATED = 20_000
+"""Problems in a row that were made before: there are no others."""
 CONTEXT_END = "\n\nQuestion: "
 """Stands between a context and a question about it."""
 
@@ -99,16 +101,26 @@ def held_out_problems(name: str, count: int, seed: int = 0) -> list[Problem]:
 
     The shipped ones first, where there are any; if they are too few, further ones of the same
     generators and the same side of the split, of four numbers where these are counted.
+
+    Raises:
+        ParameterError: there are fewer different ones.
     """
     task = method_task(name)
     found = [] if name in ("facts", "context") else tasks.task(task.evaluated).problems()
     known = {problem.question for problem in found}
-    made = _MAKERS[name](random.Random(f"{seed}:{name}"))
+    made, num_known = _MAKERS[name](random.Random(f"{seed}:{name}")), 0
     while len(found) < count:
         problem = next(made)
         if problem.question not in known:
             known.add(problem.question)
             found.append(replace(problem, name=str(len(found))))
+            num_known = 0
+        elif (num_known := num_known + 1) > MOST_REPEATED:
+            raise ParameterError(
+                f"there are no {count} problems of {name}",
+                f"{len(found)} are different, and {num_known} further ones were among them",
+                f"Ask for at most {len(found)}",
+            )
     return found[:count] if count >= len(found) else random.Random(seed).sample(found, count)
 
 

@@ -290,7 +290,7 @@ def trace_name(method: str, number: int, sample: int = 0) -> str:
     """The file of the trace of an attempt: method, number of the problem, and of a further attempt
     at it its number."""
     name = re.sub(r"[^\w@+.-]+", "_", method)
-    return f"{name}-{number}-{sample}.json" if sample else f"{name}-{number}.json"
+    return f"{name},{number},{sample}.json" if sample else f"{name},{number}.json"
 
 
 def _num_tokens(output: ScaffoldingOutput | None) -> int:

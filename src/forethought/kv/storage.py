@@ -81,9 +81,8 @@ class KvStorage:
 
     def resize(self, num_pages: int) -> None:
         """Allocate ``num_pages`` pages. Everything stored is lost."""
-        self.num_pages = num_pages
         # One stack per distinct shape: [layers of that shape, slots, kv_heads, dim].
-        slots = self._num_allocated * self.page_size
+        slots = (num_pages + self.has_scratch_page) * self.page_size
         key_stacks: list[Tensor] = []
         value_stacks: list[Tensor] = []
         for members in self._members:
@@ -91,6 +90,7 @@ class KvStorage:
             size = (len(members), slots, shape.kv_heads)
             for stacks, dim in ((key_stacks, shape.key_dim), (value_stacks, shape.value_dim)):
                 stacks.append(_zeros((*size, dim), self.dtype, self.device))
+        self.num_pages = num_pages  # only now: there may have been too little memory
         self._stacks = [*key_stacks, *value_stacks]
         self.keys, self.values = self._by_layer(key_stacks), self._by_layer(value_stacks)
 

@@ -195,6 +195,9 @@ class Trace:
             if not isinstance(values, dict) or values.get("version") != VERSION:
                 raise ValueError(f"it is no trace of version {VERSION}")
             values["spans"] = [Span(**span) for span in values["spans"]]
+            for branch, num_ended in values.get("resumed", []):
+                if not isinstance(branch, str) or not isinstance(num_ended, int):
+                    raise ValueError(f"{branch!r} does not go on behind {num_ended!r} tasks")
             return cls(**values)
         except (OSError, ValueError, TypeError, KeyError) as error:
             raise UsageError(

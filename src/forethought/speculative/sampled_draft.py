@@ -193,7 +193,9 @@ class SampledDrafts:
             if row < len(tokens):
                 drawn = draft.grow(grouped[row], level.above, range(level.begin, level.end))
                 tokens[row] = upload(drawn, tokens.device)
-        rows = [row for row in self._rows if row < len(tokens)]
+        # All rows may go through levels that only some drafts reach.
+        deep = [row for row in self._rows if self._sizes[row] > level.begin]
+        rows = [row for row in deep if row < len(tokens)]
         if len(rows) == len(tokens):
             tokens.copy_(self._grow_together(grouped, level))
         elif rows:

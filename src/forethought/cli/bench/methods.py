@@ -99,9 +99,9 @@ def measure(args: argparse.Namespace) -> int:
 
     for name in ("problems", "tokens", "in_flight"):
         validated(f"--{name.replace('_', '-')}", getattr(args, name), POSITIVE_INT)
-    if args.calibrate is not None:
-        _check_calibration(args)
     kind = data.method_task(args.task)
+    if args.calibrate is not None:
+        _check_calibration(args, kind.verifier is not None)
     policy = None if args.policy is None else Policy.load(args.policy)
     if args.reward_model is None:
         args.reward_model = kind.reward_model
@@ -147,12 +147,18 @@ def measure(args: argparse.Namespace) -> int:
     return 0
 
 
-def _check_calibration(args: argparse.Namespace) -> None:
+def _check_calibration(args: argparse.Namespace, has_checker: bool) -> None:
     """Refuse what a calibration has no use for, and a place where nothing can be written.
 
     Raises:
-        ParameterError: there is such an option, or no such folder.
+        ParameterError: there is such an option, no exact checker, or no such folder.
     """
+    if not has_checker:
+        raise ParameterError(
+            f"--calibrate cannot be used with --task {args.task}",
+            "it has no exact checker, whose result on a probe tells how difficult a problem is",
+            "Use --task countdown",
+        )
     given = [name for name in ("only", "against", "policy") if getattr(args, name) is not None]
     if given:
         raise ParameterError(

@@ -79,8 +79,10 @@ class NativeRewardForward(SegmentForward):
         self, rows: Sequence[list[int]], pasts: Sequence[Sequence[list[int]]]
     ) -> list[tuple[list[int], list[float]]]:
         """See ``SegmentForward``."""
-        new = [self._take(len(ids)) for ids in rows]
+        new: list[list[int]] = []
         try:
+            for ids in rows:
+                new.append(self._take(len(ids)))
             before = [list(chain.from_iterable(past)) for past in pasts]
             scores = self._scores(rows, before, new)
         except BaseException:
