@@ -73,7 +73,7 @@ class InstructBench(MethodBench):
                 prompt_format=CHAT_FORMAT,
             ),
             replace(
-                self.made("parallel_thinking", thread_tokens=160, max_spawns=4),
+                self.made("parallel_thinking", thread_tokens=160, max_spawns=2),
                 prompt_format=THREADS_FORMAT,
             ),
         ]
