@@ -10,7 +10,7 @@ from forethought.cli.main import main
 from forethought.scaffolding import Trace
 from tokens import speaking
 
-ENDS = ("0", "0-1", "1", "1-1")
+ENDS = ("0", "0,1", "1", "1,1")
 
 
 @pytest.fixture
@@ -78,12 +78,12 @@ def test_each_attempt_leaves_its_trace_in_a_folder(server, own, tmp_path, capsys
     assert main(["eval", *on(server), *options, "--trace", str(folder), *own]) == 0
     rows(capsys)
     traces = {path.name: Trace.load(path) for path in folder.iterdir()}
-    files = {f"{name}-{end}.json" for name in ("plain", "majority_vote@2") for end in ENDS}
+    files = {f"{name},{end}.json" for name in ("plain", "majority_vote@2") for end in ENDS}
     assert traces.keys() == files
     for name, trace in traces.items():
         assert len(trace.tasks()) == (2 if "vote" in name else 1)
         assert "boxed" in trace.scaffolding_outputs[0].text
-    assert main(["trace", "show", str(folder / "majority_vote@2-1-1.json")]) == 0
+    assert main(["trace", "show", str(folder / "majority_vote@2,1,1.json")]) == 0
     assert "MajorityVoteController" in capsys.readouterr().out
 
 
