@@ -122,7 +122,7 @@ def test_a_check_of_its_own_answer_reads_as_the_exact_one(worker):
     prompt = worker.llm.chat_prompt([{"role": "user", "content": question}])
     controller = methods.create("self_refine", num_refinements=1)
     with ScaffoldingLlm(controller, {"generation": worker}) as llm:
-        output = llm.generate(prompt, sampling_params={"max_tokens": 400}).output
+        output = llm.generate(prompt, sampling_params={**PARAMS, "temperature": 0.0}).output
     first = extract_answer_from_boxed(output.candidates[0])
     expected = check(Problem(tuple(numbers), target), first)
     assert output.meta["self_refine"]["feedback"][0].startswith(expected.text)

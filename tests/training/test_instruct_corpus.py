@@ -287,10 +287,10 @@ def test_a_check_writes_each_calculation_and_stops_at_what_is_not_whole():
     problem = Problem((20, 9, 12, 17), 13)
     result = check(problem, "(20+17)/(12-9)")
     assert result.text == ("numbers 20 17 12 9, all\n20 + 17 = 37, 12 - 9 = 3, 37 / 3 = ?, wrong\n")
-    assert (result.verdict, result.score) == ("It makes nothing whole.", 1)
+    assert (result.finding, result.score) == ("It makes nothing whole.", 1)
     assert check(problem, "9-20").text == "numbers 9 20, 12 is missing\n"
     assert check(problem, "((20+17)-12)-9").score == 4
-    assert check(problem, "((20+17)-12)-9").verdict == "It makes 16, not 13."
+    assert check(problem, "((20+17)-12)-9").finding == "It makes 16, not 13."
 
 
 def test_a_revision_of_a_wrong_answer_tries_other_first_steps_and_a_right_one_stays():

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar
 
 from forethought.bench.method_tasks import CONTEXT_END, measured_examples, measured_world
 from forethought.bench.methods import PLAIN, MethodBench
@@ -39,10 +39,7 @@ class InstructBench(MethodBench):
     ``best_of_n`` by the exact checker is what a perfect reward would make of the same samples.
     """
 
-    @property
-    def left_out(self) -> Mapping[str, str]:
-        """See ``MethodBench``."""
-        return {}
+    left_out: ClassVar[Mapping[str, str]] = {}
 
     def recipes(self) -> list[Recipe]:
         """One for each row; plain decoding first, then the vote."""
@@ -109,10 +106,7 @@ def _pipeline(num_samples: int, chosen: Mapping[str, Any]) -> dict[str, Any]:
 class FactsBench(MethodBench):
     """The rows of the methods that answer from documents, and of an answer without any."""
 
-    @property
-    def left_out(self) -> Mapping[str, str]:
-        """See ``MethodBench``."""
-        return {}
+    left_out: ClassVar[Mapping[str, str]] = {}
 
     def recipes(self) -> list[Recipe]:
         """One for each row; no documents first, then one of them for each question."""
@@ -145,10 +139,7 @@ def _example(question: FactQuestion, is_iterated: bool) -> dict[str, Any]:
 class ContextBench(MethodBench):
     """The rows of questions about contexts, asked at once or behind thoughts about them."""
 
-    @property
-    def left_out(self) -> Mapping[str, str]:
-        """See ``MethodBench``."""
-        return {}
+    left_out: ClassVar[Mapping[str, str]] = {}
 
     def recipes(self) -> list[Recipe]:
         """Two: the context is a part of the prompt, or was thought about before."""

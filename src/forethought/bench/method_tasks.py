@@ -169,12 +169,12 @@ def _endless(make: Callable[[random.Random], Problem]) -> Callable[..., Iterator
     return problems
 
 
-def _facts(rng: random.Random) -> Problem:
-    shown = {each.text for each in measured_examples()}
-    asked = measured_world().question(rng)
-    while asked.text in shown:
-        asked = measured_world().question(rng)
-    return Problem("", asked.text, asked.answer)
+def _facts(rng: random.Random) -> Iterator[Problem]:
+    world, shown = measured_world(), {each.text for each in measured_examples()}
+    while True:
+        asked = world.question(rng)
+        if asked.text not in shown:
+            yield Problem("", asked.text, asked.answer)
 
 
 def _contexts(rng: random.Random) -> Iterator[Problem]:
@@ -188,7 +188,7 @@ _MAKERS: Mapping[str, Callable[[random.Random], Iterator[Problem]]] = {
     "countdown": _endless(_countdown),
     "arithmetic": _endless(_arithmetic),
     "instruct": _endless(_countdown),
-    "facts": _endless(_facts),
+    "facts": _facts,
     "context": _contexts,
 }
 """Task -> problems without end."""

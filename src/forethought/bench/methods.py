@@ -15,7 +15,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from forethought.bench.method_tasks import MethodTask
 from forethought.errors import ParameterError, UnknownNameError
@@ -76,11 +76,8 @@ class MethodBench:
     judge: NativeRewardController | None = None
     judge_worker: Worker | None = None
     policy: Policy | None = None
-
-    @property
-    def left_out(self) -> Mapping[str, str]:
-        """Methods without a row here -> what they take."""
-        return LEFT_OUT
+    left_out: ClassVar[Mapping[str, str]] = LEFT_OUT
+    """Methods without a row here -> what they take."""
 
     @property
     def num_samples(self) -> int:

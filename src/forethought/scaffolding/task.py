@@ -170,7 +170,7 @@ class GenerationTask(sampling.SamplingFields, Task):
     """Text that the output may turn out to be. An engine's worker drafts it, which changes the
     speed alone (``SpeculationParams.prediction``); other workers have no use for it."""
     is_aside: bool = False
-    """What it generates is no part of an answer, as a probe, a judgement or a critique: a request
+    """What it generates is no part of an answer, as a probe or a judgement: a request
     that its budget ends is never answered with it."""
     score_suffix: bool = False
     """Of a fork: have the model say how probable its suffix is (``suffix_logprobs``). A worker that

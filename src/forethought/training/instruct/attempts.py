@@ -121,8 +121,8 @@ class Check:
         return self.has_numbers and self.value == self.target
 
     @property
-    def verdict(self) -> str:
-        """The finding as a sentence."""
+    def finding(self) -> str:
+        """What it comes to, as a sentence."""
         if self.is_right:
             return f"It makes {self.target}."
         if not self.has_numbers:

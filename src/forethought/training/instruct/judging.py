@@ -90,7 +90,7 @@ def refined(rng: random.Random) -> Dialogue:
 
 
 def _feedback(result: Check) -> str:
-    return f"{result.text}{result.verdict}" + (" It is correct." if result.is_right else "")
+    return f"{result.text}{result.finding}" + (" It is correct." if result.is_right else "")
 
 
 def verified(rng: random.Random) -> Dialogue:
@@ -100,7 +100,7 @@ def verified(rng: random.Random) -> Dialogue:
     return [
         asked(prompt_text(attempt.question) + attempt.trace.text),
         asked(VERIFY_PROMPT),
-        said(f"{result.text}{result.verdict}{END}"),
+        said(f"{result.text}{result.finding}{END}"),
         asked(YES_NO_PROMPT),
         said(f" {'Yes' if result.is_right else 'No'}{END}"),
     ]
@@ -175,7 +175,7 @@ def scored(rng: random.Random) -> Dialogue:
     question, [answer, *_] = _group(rng)
     result = check(answer.problem, answer.trace.answer)
     values = {"{question}": question, "{answer}": answer.answer, "{highest}": "10"}
-    return _chat(SCORE_PROMPT, values, result.text, f"{result.verdict}\nScore: {result.score}")
+    return _chat(SCORE_PROMPT, values, result.text, f"{result.finding}\nScore: {result.score}")
 
 
 def compared(rng: random.Random) -> Dialogue:
@@ -203,9 +203,9 @@ def criticised(rng: random.Random) -> Dialogue:
 def critique(result: Check) -> str:
     """Strengths and weaknesses, as the critic of a pipeline writes them."""
     if result.is_right:
-        return f"Strengths: {result.verdict}\nWeaknesses: none."
+        return f"Strengths: {result.finding}\nWeaknesses: none."
     strengths = "its numbers are right." if result.has_numbers else "none."
-    return f"Strengths: {strengths}\nWeaknesses: {result.verdict}"
+    return f"Strengths: {strengths}\nWeaknesses: {result.finding}"
 
 
 def _order(results: Sequence[Check]) -> list[int]:
@@ -229,7 +229,7 @@ def _pipeline(rng: random.Random, name: str) -> Dialogue:
         return _chat(PROMPTS[name], asked_about, results[0].text, critique(results[0]))
     if name == "verifier":
         told = "[Correct]" if results[0].is_right else "[Incorrect]"
-        return _chat(PROMPTS[name], asked_about, results[0].text, f"{results[0].verdict}\n{told}")
+        return _chat(PROMPTS[name], asked_about, results[0].text, f"{results[0].finding}\n{told}")
     has_critiques = rng.random() < 0.6
     listed = _with_critiques(answers, results, has_critiques)
     values = {"{question}": question, "{count}": str(len(answers)), "{answers}": listed}
