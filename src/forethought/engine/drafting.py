@@ -324,8 +324,15 @@ class Drafting:
             return None
 
     def _max_draft_len(self, entry: DrafterEntry, sequence: Sequence, max_draft_len: int) -> int:
-        """``max_draft_len`` of the schedule, limited by the sequence and its params."""
-        if sequence.had_nonfinite_logits or (entry, sequence.id) in self._disabled:
+        """``max_draft_len`` of the schedule, limited by the sequence and its params.
+
+        A sequence that attends to others gets no draft: they write while a draft is verified.
+        """
+        if (
+            sequence.others
+            or sequence.had_nonfinite_logits
+            or (entry, sequence.id) in self._disabled
+        ):
             return 0
         left = sequence.limit - len(sequence.tokens) - 1  # the last token is sampled, not drafted
         if entry is self._prediction and sequence.id not in self._predicted:

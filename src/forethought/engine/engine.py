@@ -279,14 +279,59 @@ class Engine:
                 "Fork a live sequence at one of its own lengths",
             )
         child = self._new(sequence.tokens[:length], keep=True)
+        if length > sequence.num_common:
+            child.others, child.num_common = sequence.others, sequence.num_common
         depend_on(child, sequence, length)
         return child
+
+    def attend_to(self, sequence: Sequence, others: Ids[Sequence]) -> None:
+        """Let a sequence read the tokens of others, while they are written, in place.
+
+        What all of them begin with is read once; then it sees the others' tokens in order, then its
+        own. A token of another sequence is seen from the step after the one that stored its keys
+        and values. Its own keys and values then depend on them: its pages are not published, it is
+        not saved, and has no drafts; if it has to be computed again, that is with what the others
+        have written by then. It ends with ``LENGTH`` where the context cannot hold all tokens.
+
+        Args:
+            sequence: a live one, with a token of its own behind the common beginning.
+            others: live ones. The sequence may be among those that they attend to. None: it
+                attends to itself alone again.
+
+        Raises:
+            UsageError: one of them is closed, or the sequence has no token of its own.
+            ModelError: the model's attention cannot; see ``CausalLM.check_concurrent``.
+        """
+        self.runner.lm.check_concurrent()
+        if any(each.status is Status.CLOSED for each in (sequence, *others)) or sequence in others:
+            raise UsageError(
+                "these sequences cannot be attended to",
+                "one of them is closed, or the sequence itself",
+                "Give other live sequences",
+            )
+        num_common = min((_num_common(sequence, other) for other in others), default=0)
+        if others and num_common == len(sequence.tokens):
+            raise UsageError(
+                "a sequence that attends to others needs tokens of its own",
+                f"they begin with all of its {num_common} tokens",
+                "Extend it first, as with the name of its writer",
+            )
+        sequence.others, sequence.num_common = tuple(others), num_common
 
     def capture(self, sequence: Sequence, token_ids: Ids[int]) -> SequenceSnapshot:
         """A copy of a sequence that begins like ``token_ids``: these ids, and its KV so far.
 
         KV that it has yet to compute, or has given up its pages for, is not in it.
+
+        Raises:
+            UsageError: its KV depends on other sequences (``attend_to``).
         """
+        if sequence.table.private_from is not None:
+            raise UsageError(
+                "the sequence cannot be saved",
+                "it attends to other sequences, and its keys and values depend on them",
+                "Save another sequence with its text",
+            )
         return snapshot.capture(
             sequence.table, token_ids, self.runner.storage, self.speculation.hidden_state_caches
         )
@@ -342,6 +387,8 @@ class Engine:
         sequence.prompt_length = min(sequence.prompt_length, length)
         sequence.num_ever_computed = min(sequence.num_ever_computed, length)
         sequence.num_shared = min(sequence.num_shared, length)
+        if length <= sequence.num_common:
+            sequence.others, sequence.num_common = (), 0
         if sequence.extended_from is not None and sequence.extended_from >= length:
             sequence.extended_from = None
 
@@ -438,3 +485,10 @@ class Engine:
                 f"it is {sequence.status.value}",
                 "Wait for its generation to end, or abort it; closed ones are gone",
             )
+
+
+def _num_common(one: Sequence, other: Sequence) -> int:
+    """Tokens that both begin with."""
+    pairs = enumerate(zip(one.tokens, other.tokens, strict=False))
+    shorter = min(len(one.tokens), len(other.tokens))
+    return next((index for index, (a, b) in pairs if a != b), shorter)

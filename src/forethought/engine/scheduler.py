@@ -25,6 +25,7 @@ from forethought.engine.sequence import (
     attach_ready_dependents,
     detach_from_parent,
 )
+from forethought.errors import UsageError
 from forethought.kv.pool import PagePool, PrefixIndex
 from forethought.kv.table import PageCopy
 from forethought.outputs import EngineStats, FinishReason
@@ -244,6 +245,7 @@ class Scheduler:
             attach_ready_dependents(sequence, all_of_them=True)
             detach_from_parent(sequence)
             sequence.table.release()
+            sequence.others = ()
             self.place(sequence, Status.CLOSED)
 
     def plan_decodes(self, plan: Plan) -> None:
@@ -315,6 +317,10 @@ class Scheduler:
             self.place(last, Status.WAITING)
 
     def _plan_row(self, plan: Plan, sequence: Sequence) -> None:
+        if sequence.others:
+            _check_others(sequence)
+            sequence.limit = self._limit_with_others(sequence)
+            sequence.table.keep_private(sequence.num_common)
         count = self._fitting_tokens(plan, sequence)
         if count == 0:
             return
@@ -335,6 +341,8 @@ class Scheduler:
         """Tokens of the sequence that fit into what is left of the step's budget."""
         left = self.limits.max_num_tokens - plan.num_tokens
         wanted = sequence.num_uncomputed
+        if sequence.others and sequence.num_computed < sequence.num_common:
+            wanted = sequence.num_common - sequence.num_computed  # they do not see the others
         if sequence.wants_prompt_logprobs:
             wanted = min(wanted, PROMPT_LOGPROB_ROWS)
         if wanted > left and not self.limits.chunked_prefill:
@@ -350,7 +358,7 @@ class Scheduler:
         if needed > self._pool.available:
             plan.drop_drafts()
         while needed > self._pool.available:
-            idle = [other for other in self.parked if other.table.pages]
+            idle = self._idle()
             if not idle:
                 break
             self._drop(idle[0])
@@ -363,6 +371,8 @@ class Scheduler:
     def _adopt_prefix(self, sequence: Sequence) -> None:
         """Begin an empty table with the pages of a known prefix; at least one token is left."""
         limit = len(sequence.tokens) - 1
+        if sequence.others:
+            limit = min(limit, sequence.num_common)
         if sequence.wants_prompt_logprobs:
             limit = min(limit, len(sequence.prompt_logprobs) - 1)
         if sequence.table.pages or limit < 1 or sequence.had_nonfinite_logits:
@@ -374,10 +384,21 @@ class Scheduler:
 
     def _victims(self, needy: Sequence) -> list[Sequence]:
         """The sequences to take pages from for ``needy``: idle ones, then those served after it."""
-        idle = [other for other in self.parked if other.table.pages]
         waiting = [other for other in self.waiting if other.table.pages]
         later = [other for other in self.running if other.rank >= needy.rank]
-        return [*idle, *_last_first(waiting), *_last_first(later)]
+        return [*self._idle(), *_last_first(waiting), *_last_first(later)]
+
+    def _idle(self) -> list[Sequence]:
+        """Parked sequences with pages, those that running ones attend to last."""
+        idle = [other for other in self.parked if other.table.pages]
+        seen = {id(other) for sequence in self.running for other in sequence.others}
+        return sorted(idle, key=lambda other: id(other) in seen) if seen else idle
+
+    def _limit_with_others(self, sequence: Sequence) -> int:
+        """Tokens at which its generation ends, so that the context holds the others' as well."""
+        num_others = sum(len(other.tokens) - sequence.num_common for other in sequence.others)
+        left = max(len(sequence.tokens) + 1, self.limits.max_length - num_others)
+        return min(sequence.limit, left)
 
     def _take_pages_from(self, plan: Plan, victims: list[Sequence], needy: Sequence) -> bool:
         """Free the first victim's pages; False if that was ``needy`` itself."""
@@ -398,6 +419,20 @@ class Scheduler:
     def _drop(self, sequence: Sequence) -> None:
         sequence.table.release()
         self._stats.dropped += 1
+
+
+def _check_others(sequence: Sequence) -> None:
+    """Raise UsageError unless what the sequence attends to is stored, or will be."""
+    for other in sequence.others:
+        lost = other.status is Status.PARKED and other.num_uncomputed > 1
+        if lost or other.status is Status.CLOSED:
+            raise UsageError(
+                "a sequence that this one attends to cannot be read",
+                f"it is {other.status.value}, and {other.num_uncomputed} of its "
+                f"{len(other.tokens)} tokens are not stored",
+                "Keep it open and let it generate once; if the KV cache is too small to keep its "
+                "pages, raise kv_cache_config.max_tokens",
+            )
 
 
 def _last_first(sequences: list[Sequence]) -> list[Sequence]:

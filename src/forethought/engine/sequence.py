@@ -76,6 +76,11 @@ class Sequence:
     """Sequences that wait for this one's KV."""
     num_shared: int = 0
     """Tokens that it has in common with ``parent``."""
+    others: tuple[Sequence, ...] = ()
+    """Sequences whose tokens it attends to as well, behind ``num_common`` tokens that all begin
+    with; see ``Engine.attend_to``."""
+    num_common: int = 0
+    """Tokens that it and ``others`` begin with, which only it attends to as its own."""
     num_ever_computed: int = 0
     """Tokens computed at least once; computing them again counts as prefill."""
     sampled_positions: list[int] = field(default_factory=list)
@@ -195,11 +200,13 @@ def detach_from_parent(child: Sequence) -> None:
 
 
 def siblings_to_sample(sequence: Sequence) -> list[Sequence]:
-    """The sequence and those forks that have the very same tokens and wait to be sampled."""
+    """The sequence and those forks that see the very same tokens and wait to be sampled."""
     length = len(sequence.tokens)
     siblings = [
         other
         for other in sequence.dependents
-        if other.status is Status.WAITING and other.num_shared == len(other.tokens) == length
+        if other.status is Status.WAITING
+        and other.num_shared == len(other.tokens) == length
+        and other.others == sequence.others
     ]
     return [sequence, *siblings]

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as List
 from dataclasses import dataclass, replace
 from typing import TypeVar
@@ -38,7 +38,7 @@ from forethought.errors import LogitsError, RequestError
 from forethought.kv.pool import PrefixIndex
 from forethought.kv.storage import DraftKvCache, KvStorage
 from forethought.kv.table import SlotMove
-from forethought.model.batch import Row
+from forethought.model.batch import ConcurrentTokens, Row
 from forethought.model.device import ForwardTimer
 from forethought.model.runner import ModelRunner
 from forethought.model.sampling import TokenContext, prompt_logprobs
@@ -221,11 +221,12 @@ class Step:
         draft nodes. The hidden-state caches of the drafters are filled on the way.
         """
         caches, has_failed = self._drafting.hidden_state_caches, False
+        starts = {row.sequence.id: row.start for row in plan.rows}
 
         def compute(rows: List[PlannedRow]) -> Tensor:
             nonlocal has_failed
             try:
-                packed = [_pack(row) for row in rows]
+                packed = [_pack(row, starts) for row in rows]
                 forward = self._runner.forward
                 logits = forward(packed, caches) if caches else forward(packed)
                 return logits.clone() if has_failed else logits  # a graph overwrites its own
@@ -486,8 +487,13 @@ def _rejected(draft: Draft, path: List[int]) -> tuple[int, ...]:
     return tuple(t for t, parent in zip(draft.tokens, draft.parents, strict=True) if parent == last)
 
 
-def _pack(row: PlannedRow) -> Row:
-    """The model's view of a row: its known tokens, then the nodes of its draft."""
+def _pack(row: PlannedRow, starts: Mapping[int, int]) -> Row:
+    """The model's view of a row: its known tokens, then the nodes of its draft.
+
+    Args:
+        row: as it is planned.
+        starts: by the ids of all planned sequences, tokens that were stored before this step.
+    """
     draft, parents, count = row.draft, None, row.num_tokens
     if draft.parents is not None:
         nodes = (count + parent if parent >= 0 else count - 1 for parent in draft.parents)
@@ -503,7 +509,23 @@ def _pack(row: PlannedRow) -> Row:
         parents=parents,
         logits_from=count - row.num_logits,
         drafted=on_device,
+        concurrent=_concurrent(row, starts),
     )
+
+
+def _concurrent(row: PlannedRow, starts: Mapping[int, int]) -> ConcurrentTokens | None:
+    """The tokens of other sequences that a row attends to: those stored before this step."""
+    sequence = row.sequence
+    begin = sequence.num_common
+    if not sequence.others or row.start < begin:
+        return None
+    slots, counts = list[int](), list[int]()
+    for other in sequence.others:
+        stored = starts.get(other.id, other.table.length)
+        found = other.table.slots(begin, max(begin, stored))
+        slots += found
+        counts.append(len(found))
+    return ConcurrentTokens(begin, slots, counts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -591,10 +613,12 @@ def _publish(index: PrefixIndex, sequence: Sequence, accepted: list[int]) -> Non
     """Publish the full pages of computed tokens under the sequence's cache salt.
 
     A sequence that is resumed under another salt begins another chain of digests. Its pages stay
-    published under the first salt, so that the index finds them under that one alone.
+    published under the first salt, so that the index finds them under that one alone. Pages whose
+    KV depends on other sequences are not published.
     """
     table, size = sequence.table, sequence.table.page_size
-    if len(table.digests) >= table.length // size:
+    length = table.length if table.private_from is None else min(table.length, table.private_from)
+    if len(table.digests) >= length // size:
         return
     root = index.root(sequence.params.cache_salt)
     if table.root != root:
@@ -602,7 +626,7 @@ def _publish(index: PrefixIndex, sequence: Sequence, accepted: list[int]) -> Non
         table.digests.clear()
     first = len(table.digests)
     tokens = [*sequence.tokens[first * size :], *accepted]
-    for begin in range(0, table.length - first * size - size + 1, size):
+    for begin in range(0, length - first * size - size + 1, size):
         parent = table.digests[-1] if table.digests else root
         page = table.pages[len(table.digests)]
         table.digests.append(index.publish(parent, tokens[begin : begin + size], page))

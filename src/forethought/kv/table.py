@@ -50,6 +50,9 @@ class PageTable:
         """One hash per full page that was published, from the first page on."""
         self.root = b""
         """The hash of the empty prefix, which the first of them continues."""
+        self.private_from: int | None = None
+        """The first token whose KV depends on other sequences than this one: its page and those
+        behind it are never published. None: there is none."""
 
     @property
     def page_size(self) -> int:
@@ -63,6 +66,11 @@ class PageTable:
             self._pool.retain(page)
         self._set_pages(list(pages))
         self.length = len(pages) * self._pool.page_size
+
+    def keep_private(self, start: int) -> None:
+        """The KV of tokens from ``start`` on depends on other sequences."""
+        earlier = self.private_from
+        self.private_from = start if earlier is None else min(start, earlier)
 
     def pages_needed(self, count: int) -> int:
         """Pages that ``append(count)`` would take from the pool."""
@@ -102,6 +110,8 @@ class PageTable:
         for page in child.pages:
             self._pool.retain(page)
         child.length, child.longest = length, self.longest
+        if self.private_from is not None and self.private_from < length:
+            child.private_from = self.private_from
         child.root, child.digests = self.root, self.digests[: length // self._pool.page_size]
         return child
 

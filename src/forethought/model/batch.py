@@ -44,6 +44,41 @@ def ancestors(parents: Sequence[int]) -> Tensor:
 
 
 @dataclass(frozen=True, slots=True)
+class ConcurrentTokens:
+    """Stored tokens of other sequences that a row attends to, in place.
+
+    They stand between a prefix that all of these sequences share and the row's own tokens::
+
+        row's view   [ prefix | first other | second other | own tokens ]
+
+    Keys are stored as they were rotated in the sequence that computed them, so queries are rotated
+    further for each part of the view; see :meth:`segments`. Rodionov et al., "Hogwild! Inference",
+    2025, section 3.
+
+    Attributes:
+        num_shared: tokens of the shared prefix.
+        slots: of the others' tokens behind it, one sequence after the other.
+        counts: how many of them each sequence has.
+    """
+
+    num_shared: int
+    slots: list[int]
+    counts: list[int]
+
+    def segments(self) -> list[tuple[int, int]]:
+        """The parts of the view before the own tokens: number of tokens, and further rotation.
+
+        The rotation is in positions: by how much farther a query is from the part's keys in the
+        view than its own position says.
+        """
+        left, found = sum(self.counts), [(self.num_shared, sum(self.counts))]
+        for count in self.counts:
+            found.append((count, left))
+            left -= count
+        return found
+
+
+@dataclass(frozen=True, slots=True)
 class Row:
     """New tokens of one sequence, whose table already reaches to their end.
 
@@ -58,6 +93,8 @@ class Row:
             all later ones; ``len(tokens)``: none.
         drafted: int64 ``[k]`` on the model's device, the last k tokens, of which the host has no
             more than the number: ``tokens`` has any ids in their place; None: it has all of them.
+        concurrent: tokens of other sequences that a chain attends to, too; ``start`` is then not
+            within their shared prefix. None: there are none.
     """
 
     tokens: list[int]
@@ -66,6 +103,7 @@ class Row:
     parents: tuple[int, ...] | None = None
     logits_from: int = 0
     drafted: Tensor | None = None
+    concurrent: ConcurrentTokens | None = None
 
     def depths(self) -> list[int]:
         """Distance of each token from the first new position: ``position - start``."""
@@ -95,6 +133,7 @@ class Span:
         tree: bool ``[n, n]`` on the host: which new tokens (columns) each new token (rows) attends
             to, its ancestors and itself; None for a chain.
         seen_from: the first position that is attended to.
+        concurrent: tokens of other sequences that are attended to; None: there are none.
     """
 
     start: int
@@ -104,6 +143,7 @@ class Span:
     first_slot: int | None
     tree: Tensor | None
     seen_from: int = 0
+    concurrent: ConcurrentTokens | None = None
 
     @property
     def length(self) -> int:
@@ -142,6 +182,8 @@ class PackedRows:
             assert size > 0
             assert row.table.length == row.start + size
             assert row.parents is None or len(row.parents) == size
+            assert row.concurrent is None or row.parents is None
+            assert row.concurrent is None or row.start >= row.concurrent.num_shared
             tokens += row.tokens
             first = row.start - offset
             if row.parents is None:
@@ -174,7 +216,8 @@ def _span(row: Row, begin: int, offset: int) -> Span:
     is_tree = row.parents is not None and len(row.tokens) > 1
     tree = row.visible() if is_tree else None
     stop, pages = begin + len(row.tokens), tuple(table.pages)
-    return Span(begin, stop, table.length, pages, table.first_slot(), tree, offset)
+    first = table.first_slot()
+    return Span(begin, stop, table.length, pages, first, tree, offset, row.concurrent)
 
 
 @dataclass(frozen=True, slots=True)

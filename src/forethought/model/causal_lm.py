@@ -26,6 +26,7 @@ from transformers import PreTrainedModel
 from forethought.errors import ModelError
 from forethought.kv.storage import KvStorage, LayerShape
 from forethought.model.attention.base import AttentionBackend, ForwardPass, PagedPass
+from forethought.model.attention.concurrent import ConcurrentPass
 from forethought.model.attention.interface import KEYWORD, LayerProfile
 from forethought.model.batch import Batch
 from forethought.model.quantization import QuantizedLinear
@@ -135,6 +136,11 @@ def capturing_hidden_states(
 class Network(Protocol):
     """Token ids to logits; attention is computed by the forward pass."""
 
+    @property
+    def rotations(self) -> Tensor | None:
+        """Cosines and signed sines ``[positions, 2, rotary_dim]`` that rotate queries and keys of
+        all layers (``llama.layers.rotary_table``); None: not known, or not the same of all."""
+
     def __call__(self, batch: Batch, forward_pass: ForwardPass) -> Tensor:
         """Logits ``[R, vocab]`` in the model's dtype."""
         ...
@@ -153,6 +159,7 @@ class TransformersNetwork:
     """The transformers module, with attention over pages installed."""
 
     module: PreTrainedModel
+    rotations: None = field(default=None, init=False)
     _layers: list[nn.Module] = field(default_factory=list, init=False, repr=False)
     """The decoder layers, found when they are first wanted."""
 
@@ -287,8 +294,33 @@ class CausalLM:
         self, batch: Batch, storage: KvStorage, layer_ids: frozenset[int]
     ) -> tuple[Tensor, dict[int, Tensor]]:
         """The same, with hidden states by layer index (see ``model.causal_lm``) ``[T, hidden]``."""
-        forward_pass = PagedPass(batch, storage, self.backend, self.windows, layer_ids)
+        forward_pass = self._pass(batch, storage, layer_ids)
         return self.run(forward_pass), forward_pass.states
+
+    def _pass(self, batch: Batch, storage: KvStorage, layer_ids: frozenset[int]) -> PagedPass:
+        if all(span.concurrent is None for span in batch.spans):
+            return PagedPass(batch, storage, self.backend, self.windows, layer_ids)
+        assert self.network.rotations is not None
+        return ConcurrentPass(batch, storage, self.backend, self.network.rotations, layer_ids)
+
+    def check_concurrent(self) -> None:
+        """Whether rows may attend to other sequences (``model.attention.concurrent``).
+
+        Raises:
+            ModelError: layers have sliding windows, or how they rotate queries is not known.
+        """
+        windows = any(window is not None for window in self.windows)
+        if windows or self.network.rotations is None:
+            why = (
+                "layers have sliding windows"
+                if windows
+                else (f"how its layers rotate queries is not known ({self.path.taken} forward)")
+            )
+            raise ModelError(
+                f"sequences of a {self.config.model_type} model cannot attend to each other",
+                why,
+                "Use a Llama-like model with rotary embeddings, or exchange text instead",
+            )
 
     def run(self, forward_pass: ForwardPass) -> Tensor:
         """Float32 logits ``[R, vocab]`` of a forward pass."""

@@ -65,7 +65,7 @@ class GraphRunner(ModelRunner):
     def forward(self, rows: Sequence[Row], readers: Sequence[HiddenStateReader] = ()) -> Tensor:
         """See :class:`ModelRunner`; the result is overwritten by the next forward."""
         captured = None
-        if not any(row.logits_from for row in rows):
+        if not any(row.logits_from or row.concurrent for row in rows):
             bucket = Bucket.of(rows, self._max_tokens)
             captured = self._find(bucket, tuple(readers)) if bucket is not None else None
         if captured is None:

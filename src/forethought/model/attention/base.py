@@ -98,6 +98,8 @@ class KvRow:
         visible: uint8 ``[n, m]``: which recent tokens (columns) each new one attends to; None: a
             chain, in which each attends to those before it and to itself.
         seen_from: the first position that is attended to.
+        segments: where it attends to other sequences, the parts of what it sees that its queries
+            are rotated further for, from the prefix on: number of tokens, and positions.
     """
 
     start: int
@@ -108,6 +110,7 @@ class KvRow:
     recent: range
     visible: np.ndarray | None
     seen_from: int = 0
+    segments: Sequence[tuple[int, int]] = ()
 
 
 @dataclass(frozen=True, slots=True)

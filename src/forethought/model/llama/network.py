@@ -47,6 +47,7 @@ class FusedNetwork:
         is_tied = module.lm_head.weight is model.embed_tokens.weight
         self.embedding = owned(model.embed_tokens.weight)
         self.rotary = rotary_table(model.rotary_emb, max_positions, self.embedding)
+        self.rotations = self.rotary[:, :, 0]
         self.layers: list[tuple[Norm, FusedLayer]] = []
         for index, layer in enumerate(model.layers):
             norm = fused_norm(layer.input_layernorm, batch_invariant=invariant)

@@ -175,7 +175,7 @@ template <class T> class Together {
         int n, int count, int kv_head, const T* keys, const T* values, float* scratch)
         : layer(layer), b(b), row(row), n(n), count(count),
           group(model.num_heads / model.num_kv_heads), dim(model.head_dim),
-          capacity(call.max_length), page_size(call.page_size),
+          rotated(model.rotary_dim), capacity(call.max_length), page_size(call.page_size),
           stride(int64_t(model.num_kv_heads) * dim), cap(model.score_cap), keys(keys + kv_head * dim),
           values(values + kv_head * dim), scores(scratch), first_head(int64_t(kv_head) * group) {
         offsets = (int64_t*)(scratch + int64_t(group) * count * capacity);
@@ -190,6 +190,7 @@ template <class T> class Together {
     }
 
     void attend() {
+        if (row.num_segments) return attend_segments();
         const int low = Sight(row, n, layer.window).low;
         const int length = row.prefix > low ? int(row.prefix) - low : 0;
         const int queries = count * group;
@@ -218,7 +219,7 @@ template <class T> class Together {
     const Layer& layer;
     const Scratch& b;
     const Row& row;
-    const int n, count, group, dim, capacity, page_size;
+    const int n, count, group, dim, rotated, capacity, page_size;
     const int64_t stride;
     const float cap;
     const T *keys, *values;
@@ -250,6 +251,51 @@ template <class T> class Together {
         for (int r = 0; r < row.num_recent; r++)
             if (sight.sees(r)) offsets[length + more++] = row.slots[r] * stride;
         return more;
+    }
+
+    // As attend(), where other sequences are seen: each query is rotated for each segment.
+    void attend_segments() {
+        const int prefix = int(row.prefix);
+        list_prefix(0);
+        for (int m = 0; m < count; m++) {
+            const int length = prefix + list_recent(m, prefix);
+            for (int i = m * group; i < (m + 1) * group; i++) {
+                score_segments(i, length);
+                const float total = exponentials(scores_of(i), length);
+                memset(out_of(i), 0, dim * 4);
+                mix<1>(i, 0, length);
+                for (int d = 0; d < dim; d++) out_of(i)[d] /= total;
+            }
+        }
+    }
+
+    void score_segments(int i, int length) const {
+        float turned[MAX_HEAD_DIM];
+        const float* q = query_of(i);
+        int begin = 0;
+        for (int s = 0; s <= row.num_segments; s++) { // what follows the segments is its own
+            const bool own = s == row.num_segments;
+            const int size = own ? length - begin : int(row.segments[2 * s]);
+            turn(q, own ? 0 : row.segments[2 * s + 1], turned);
+            const float* turned_q = turned;
+            float* to = scores_of(i) + begin;
+            score_keys<T, 1>(&turned_q, keys, offsets + begin, size, dim, layer.scale, cap, &to);
+            begin += size;
+        }
+    }
+
+    // A rotated query, rotated by further positions. A factor of the table, its cosine at position
+    // 0, is in the query already.
+    void turn(const float* q, int64_t positions, float* turned) const {
+        memcpy(turned, q, dim * 4);
+        if (!positions) return;
+        const float* cosines = layer.rotary + positions * 2 * rotated;
+        const float* sines = cosines + rotated;
+        const int half = rotated / 2;
+        for (int d = 0; d < rotated; d++) {
+            const float other = d < half ? q[d + half] : q[d - half];
+            turned[d] = (q[d] * cosines[d] + other * sines[d]) / layer.rotary[0];
+        }
     }
 
     // Queries [begin, end), up to MAX_QUERIES at a time.
@@ -440,7 +486,7 @@ static void attend(
     int item = 0;
     for (int r = 0; r < call.num_rows; r++) {
         const Row& row = call.rows[r];
-        const bool blocks = !row.visible && row.num_tokens > BLOCK_QUERIES;
+        const bool blocks = !row.visible && !row.num_segments && row.num_tokens > BLOCK_QUERIES;
         const int step = blocks ? block_tokens(group) : Together<T>::tokens(model, layer, row, thread);
         for (int n = 0; n < row.num_tokens; n += step) {
             const int count = row.num_tokens - n < step ? row.num_tokens - n : step;

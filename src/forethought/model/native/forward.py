@@ -280,7 +280,10 @@ def _packed_rows(layout: KvLayout) -> tuple[array[int], list[object]]:
     packed, keep = array("q"), list[object]()
     slots, positions = layout.recent_slots.data_ptr(), layout.recent_positions.data_ptr()
     for row in layout.rows:
-        pages = visible = 0
+        pages = visible = segments = 0
+        if row.segments:
+            keep.append(parts := array("q", [x for part in row.segments for x in part]))
+            segments = parts.buffer_info()[0]
         if row.pages is not None:
             keep.append(numbers := array("i", row.pages))
             pages = numbers.buffer_info()[0]
@@ -300,6 +303,8 @@ def _packed_rows(layout: KvLayout) -> tuple[array[int], list[object]]:
                 row.prefix,
                 row.seen_from,
                 len(row.recent),
+                segments,
+                len(row.segments),
             )
         )
     return packed, keep

@@ -140,6 +140,8 @@ class RowStruct(ctypes.Structure):
         ("prefix", ctypes.c_int64),
         ("seen_from", ctypes.c_int64),
         ("num_recent", ctypes.c_int64),
+        ("segments", ctypes.c_void_p),
+        ("num_segments", ctypes.c_int64),
     ]
 
 

@@ -49,6 +49,7 @@ class NativeNetwork:
         self.dtype = module.dtype
         types = getattr(config, "layer_types", None) or ["full_attention"] * len(model.layers)
         tables = rotary_tables(module, types, max_positions)
+        self.rotations = next(iter(tables.values())) if len(tables) == 1 else None
         attention = model.layers[0].self_attn
         self._layers = layers = list[PackedLayer]()
         for index, layer in enumerate(model.layers):

@@ -69,6 +69,8 @@ struct Row { // the new tokens of one sequence
     int64_t start, num_tokens; // in the batch
     int64_t prefix, seen_from; // tokens stored before the recent ones; the first that is attended
     int64_t num_recent;
+    const int64_t* segments;   // [num_segments, 2]: of the tokens that it sees, from the prefix on:
+    int64_t num_segments;      // how many, and by how many positions queries are rotated further
 };
 
 struct Call {

@@ -1,0 +1,161 @@
+"""Attention of a row to tokens of other sequences, in the pages where those computed them.
+
+Several sequences share a prefix, and each reads what the others have written since, as if it stood
+between the prefix and its own tokens::
+
+    pages          [ prefix 0..P | own P..P+n ]      [ other P..P+m ]
+    view           [ prefix 0..P | other P..P+m | own P+m..P+m+n ]
+
+Rotary embeddings make scores depend on the distance of query and key alone. Keys stay as they are
+stored, and a query is rotated once more for each part of the view, by as many positions as the
+distance is greater there than the stored positions say: here m for the prefix and for the other
+sequence, 0 for the row's own tokens. So one stored key serves every reader.
+
+In torch it is computed one row at a time, with the softmax written out in float32: that is the
+reference of the C++ forward, which gets the same view as a layout (``native/attention.h``).
+
+Source: Rodionov et al., "Hogwild! Inference: Parallel LLM Generation via Concurrent Attention",
+2025, section 3; arXiv 2504.06261.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from forethought.kv.storage import KvStorage
+from forethought.model.attention.base import (
+    AttentionBackend,
+    KvLayout,
+    KvRow,
+    PagedPass,
+    Scoring,
+)
+from forethought.model.batch import Batch, Span
+
+
+class ConcurrentPass(PagedPass):
+    """A forward pass over pages with rows that attend to other sequences, beside others.
+
+    Args:
+        batch: the packed rows.
+        storage: the KV cache.
+        backend: computes attention of the rows that see themselves alone.
+        rotations: cosines and signed sines ``[positions, 2, rotary_dim]``, of all layers.
+        layer_ids: hidden states to capture.
+    """
+
+    def __init__(
+        self,
+        batch: Batch,
+        storage: KvStorage,
+        backend: AttentionBackend,
+        rotations: Tensor,
+        layer_ids: frozenset[int] = frozenset(),
+    ) -> None:
+        super().__init__(batch, storage, backend, [None] * len(storage.layers), layer_ids)
+        self._rotations = rotations
+        self._views = [
+            (span, torch.tensor(_view(span, storage.page_size), device=storage.device))
+            for span in batch.spans
+            if span.concurrent is not None
+        ]
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scoring: Scoring) -> Tensor:
+        """See :class:`~forethought.model.attention.base.ForwardPass`."""
+        attended = super().attend(layer, q, k, v, scoring)
+        for span, slots in self._views:
+            keys = self.storage.keys[layer][slots].float()
+            values = self.storage.values[layer][slots].float()
+            own = q[span.start : span.stop].float()
+            attended[span.start : span.stop] = self._attend(span, own, keys, values, scoring)
+        return attended
+
+    def _attend(
+        self, span: Span, q: Tensor, keys: Tensor, values: Tensor, scoring: Scoring
+    ) -> Tensor:
+        """q ``[n, heads, key_dim]`` over the view's L tokens: ``[n, heads, value_dim]``.
+
+        Args:
+            span: of the row.
+            q: rotated at the row's own positions.
+            keys, values: ``[L, kv_heads, dim]``, of the view.
+            scoring: of the layer.
+        """
+        group, scores, seen = q.shape[1] // keys.shape[1], [], 0
+        for count, turn in (*_segments(span), (len(keys), 0)):
+            turned = rotated(q, self._rotations, turn).unflatten(1, (-1, group))
+            scores.append(torch.einsum("nkgd,lkd->nkgl", turned, keys[seen : seen + count]))
+            seen += count
+        weights = _weights(torch.cat(scores, -1) * scoring.scale, scoring)
+        return torch.einsum("nkgl,lkd->nkgd", weights, values).flatten(1, 2)
+
+    def layout(self) -> KvLayout:
+        """See :class:`~forethought.model.attention.base.ForwardPass`.
+
+        A row that sees others has its shared prefix as prefix; all the rest is recent.
+        """
+        found = super().layout()
+        slots, rows, device = [found.recent_slots], list(found.rows), self.storage.device
+        begin = len(self.batch.slots)
+        for span, view in self._views:
+            number = next(n for n, row in enumerate(rows) if row.start == span.start)
+            rows[number] = _row(rows[number], span, begin, len(view))
+            slots.append(view[rows[number].prefix :])
+            begin += len(slots[-1])
+        together = torch.cat(slots)
+        positions = torch.zeros_like(together, device=device)  # read where layers have windows
+        return replace(found, recent_slots=together, recent_positions=positions, rows=rows)
+
+
+def _segments(span: Span) -> list[tuple[int, int]]:
+    assert span.concurrent is not None
+    return span.concurrent.segments()
+
+
+def _view(span: Span, page_size: int) -> list[int]:
+    """The slots of all that the row sees, in the order of its view."""
+    assert span.concurrent is not None
+    located = (divmod(position, page_size) for position in range(span.kv_length))
+    own = [span.pages[number] * page_size + offset for number, offset in located]
+    shared = span.concurrent.num_shared
+    return [*own[:shared], *span.concurrent.slots, *own[shared:]]
+
+
+def _row(row: KvRow, span: Span, begin: int, length: int) -> KvRow:
+    """A row over a view of ``length`` tokens, whose recent ones lie from ``begin`` on."""
+    assert span.concurrent is not None
+    prefix = span.concurrent.num_shared
+    recent = range(begin, begin + length - prefix)
+    return replace(row, prefix=prefix, recent=recent, segments=_segments(span))
+
+
+def rotated(q: Tensor, rotations: Tensor, turn: int) -> Tensor:
+    """Queries ``[n, heads, key_dim]`` rotated further, by ``turn`` positions.
+
+    The first ``rotary_dim`` elements are rotated, in halves. Tables may hold a factor of the
+    rotary embedding, which the queries have already: the cosine at position 0.
+    """
+    if not turn:
+        return q
+    width = rotations.shape[-1]
+    cos, sin = (rotations[turn] / rotations[0, 0, 0]).float()
+    turning, rest = q[..., :width], q[..., width:]
+    turning = turning * cos + turning.roll(width // 2, -1) * sin
+    return torch.cat([turning, rest], -1)
+
+
+def _weights(scores: Tensor, scoring: Scoring) -> Tensor:
+    """Softmax of scores ``[n, kv_heads, group, L]``; the last n of L are the new tokens."""
+    num_new, length = scores.shape[0], scores.shape[-1]
+    if scoring.softcap is not None:
+        scores = scoring.softcap * torch.tanh(scores / scoring.softcap)
+    hidden = torch.ones(num_new, length, dtype=torch.bool, device=scores.device)
+    hidden = hidden.triu_(length - num_new + 1)
+    scores = scores.masked_fill(hidden[:, None, None], float("-inf"))
+    if scoring.sinks is None:
+        return scores.softmax(-1)
+    sinks = scoring.sinks.float().view(1, *scores.shape[1:3], 1).expand(num_new, -1, -1, 1)
+    return torch.cat([scores, sinks], -1).softmax(-1)[..., :-1]
