@@ -47,6 +47,7 @@ ALL = {
     "checker": {
         "reward_controller": {"method": "checker", "checker": lambda question, text: len(text)}
     },
+    "hogwild": {"workers": ["Alice", "Bob"], "turn_tokens": 40, "max_turns": 2},
     "hogwild_turns": {"workers": ["Alice", "Bob"], "turn_tokens": 40, "max_turns": 2},
     "parallel_thinking": {},
     "budget_vote": {"total_tokens": 240, "default_sample_num": 3, "max_sample_num": 5},
@@ -72,6 +73,7 @@ WITHOUT_ENGINE = {
     "budget_vote": "the model on which samples are forced has no thoughts to limit",
     "no_thinking": "the same",
 }
+WITHOUT_SERVER = {"hogwild": "its workers share pages"}
 
 
 def criticise(prompt, seed):

@@ -244,6 +244,11 @@ DECISIONS = {
     ),
     "drag": (RETRIEVAL, "retrieved", "query"),
     "iterdrag": (RETRIEVAL, "forced", "queries"),
+    "hogwild": (
+        {"workers": ["A", "B"], "turn_tokens": 40, "max_turns": 2},
+        "exchanged",
+        "turn",
+    ),
     "hogwild_turns": (
         {"workers": ["A", "B"], "turn_tokens": 40, "max_turns": 2},
         "exchanged",

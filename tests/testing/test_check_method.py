@@ -12,7 +12,15 @@ from forethought.scaffolding import (
 )
 from forethought.testing import check_method
 from forethought.testing.samples import sample_answer
-from method_cases import ALL, OPTIONS, WITHOUT_ENGINE, create, prompt_of, respond_of
+from method_cases import (
+    ALL,
+    OPTIONS,
+    WITHOUT_ENGINE,
+    WITHOUT_SERVER,
+    create,
+    prompt_of,
+    respond_of,
+)
 
 SLOW = {
     "dvts",
@@ -47,7 +55,7 @@ def check(name, **options):
     [
         pytest.param(n, marks=pytest.mark.slow if n in SLOW else ())
         for n in ALL
-        if n not in WITHOUT_ENGINE
+        if n not in {*WITHOUT_ENGINE, *WITHOUT_SERVER}
     ],
 )
 def test_a_built_in_method_decides_alike_on_a_script_a_server_and_the_engine(name):
@@ -58,6 +66,11 @@ def test_a_built_in_method_decides_alike_on_a_script_a_server_and_the_engine(nam
 def test_a_method_that_closes_thoughts_decides_alike_on_a_script_and_a_server(name):
     held = check(name, backends=("script", "server"))
     assert len(held) == 7
+
+
+@pytest.mark.parametrize("name", WITHOUT_SERVER)
+def test_a_method_that_shares_pages_decides_alike_on_a_script_and_the_engine(name):
+    assert len(check(name, backends=("script", "engine"))) == 7
 
 
 def test_no_method_is_forgotten():

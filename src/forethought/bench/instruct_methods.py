@@ -70,6 +70,10 @@ class InstructBench(MethodBench):
                 prompt_format=CHAT_FORMAT,
             ),
             replace(
+                self.made("hogwild", turn_tokens=64, max_turns=10, check_every=0),
+                prompt_format=CHAT_FORMAT,
+            ),
+            replace(
                 self.made("parallel_thinking", thread_tokens=160, max_spawns=2),
                 prompt_format=THREADS_FORMAT,
             ),

@@ -47,6 +47,7 @@ LEFT_OUT: Mapping[str, str] = {
     "compare": INSTRUCTED,
     "spct": INSTRUCTED,
     "archon": INSTRUCTED,
+    "hogwild": INSTRUCTED,
     "hogwild_turns": INSTRUCTED,
     "parallel_thinking": INSTRUCTED,
     "checker": "a reward: it scores the searches and best_of_n of this table",

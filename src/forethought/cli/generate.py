@@ -4,10 +4,11 @@ on standard error. --trace FILE writes what the method did, for 'forethought tra
 The prompt goes through the model's chat template where it has one. With --url it is a chat with the
 server, each sample of a method too; a method that continues its own text needs --raw there, and a
 prompt in the model's own format, as only the server knows the template. Methods stack with '+', the
-inner one first: --method dynasor+majority_vote. sleep_time, hogwild_turns and specreason write
-prompts of their own and take the question as text, with --raw; the workers of specreason are then
-one model, and 'forethought bench specreason' has two. Best of N needs a judge: --method best_of_n
---reward-model DIR, or --reward-url URL on a server, which reads the question and each answer.
+inner one first: --method dynasor+majority_vote. sleep_time, hogwild, hogwild_turns and specreason
+write prompts of their own and take the question as text, with --raw; the workers of specreason are
+then one model, and 'forethought bench specreason' has two. Best of N needs a judge: --method
+best_of_n --reward-model DIR, or --reward-url URL on a server, which reads the question and each
+answer.
 """
 
 from __future__ import annotations

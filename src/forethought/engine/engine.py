@@ -255,6 +255,10 @@ class Engine:
         if params.prompt_logprobs is not None:
             self._score_extension(sequence)
         self._start(sequence, params, next(self._arrivals), self._seed(params), constraint)
+        if sequence.num_computed == 0 and sequence.parent is None:
+            writing = next((other for other in sequence.others if other.active), None)
+            if writing is not None:  # what they begin with is computed once
+                depend_on(sequence, writing, sequence.num_common)
 
     def extend(self, sequence: Sequence, token_ids: Ids[int]) -> None:
         """Put tokens behind a parked sequence; they are computed when it is resumed."""

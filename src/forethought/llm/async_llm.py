@@ -15,7 +15,7 @@ from typing import Any, Unpack
 
 from forethought.config.engine import LlmOptions
 from forethought.config.sampling import SamplingParams
-from forethought.errors import ParameterError
+from forethought.errors import ModelError, ParameterError
 from forethought.llm.async_session import AsyncSession
 from forethought.llm.engine_thread import EngineThread, OutputStream
 from forethought.llm.frontend import Frontend, Generation
@@ -277,6 +277,14 @@ class AsyncLLM:
                 "Use its tokenizer",
             )
         return self._frontend.tokenizer.decode(token_ids, skip_special_tokens=False)
+
+    def why_not_concurrent(self) -> str | None:
+        """Why sessions cannot attend to each other (``AsyncSession.attend_to``); None: they can."""
+        try:
+            self._frontend.engine.runner.lm.check_concurrent()
+        except ModelError as error:
+            return error.why
+        return None
 
     def set_step_barrier(self, barrier: Callable[[], None] | None) -> None:
         """Have the engine call ``barrier`` on its thread, and step when that has returned.

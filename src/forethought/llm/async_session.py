@@ -13,6 +13,7 @@ import dataclasses
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -141,6 +142,54 @@ class AsyncSession:
                 lambda done: _leave(thread, handle, reservation) if done.cancelled() else None
             )
         return SessionStream(self, reservation)
+
+    async def attend_to(self, others: Sequence[AsyncSession]) -> None:
+        """Read the tokens of other sessions while they are written; see ``Engine.attend_to``.
+
+        Raises:
+            UsageError: one of them is closed, or this one has no token of its own behind what all
+                begin with.
+            ModelError: the model's attention cannot.
+        """
+        handle, engine = self._handle, self._thread.frontend.engine
+        handles = [other._handle for other in others]
+        await self._do(lambda: engine.attend_to(handle.opened, [other.opened for other in handles]))
+
+    @classmethod
+    async def stream_together(
+        cls,
+        generations: Sequence[tuple[AsyncSession, SamplingParams]],
+        others: Sequence[AsyncSession] = (),
+    ) -> list[SessionStream]:
+        """Continue sessions that attend to each other, all from the same step on; as ``stream``.
+
+        Args:
+            generations: the sessions of one engine, and how each is continued.
+            others: sessions that all of them attend to as well.
+
+        Raises:
+            UsageError, ModelError: as ``attend_to``.
+            ParameterError, ContextLengthError, CapacityError: as ``generate``; none has begun.
+        """
+        thread = generations[0][0]._thread
+        made = [await thread.frontend.compiled(params) for _, params in generations]
+        streams = [_Reservation(OutputStream(Generation.completion), p) for _, p in generations]
+        handles = [session._handle for session, _ in generations]
+        read = [*handles, *(other._handle for other in others)]
+
+        def begin() -> None:
+            engine, frontend = thread.frontend.engine, thread.frontend
+            for handle, reservation in zip(handles, streams, strict=True):
+                engine.check_resume(handle.idle, reservation.params)
+                engine.attend_to(handle.opened, [each.opened for each in read if each != handle])
+            for handle, each, shape in zip(handles, streams, made, strict=True):
+                thread.follow(
+                    each.stream, partial(frontend.resume, handle.opened, each.params, shape)
+                )
+
+        await generations[0][0]._do(begin)
+        pairs = zip(generations, streams, strict=True)
+        return [SessionStream(session, each) for (session, _), each in pairs]
 
     async def extend(self, more: str | Sequence[int]) -> None:
         """Append text or token ids; they are computed with the next generation.

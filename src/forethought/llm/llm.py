@@ -525,6 +525,18 @@ class Session:
         with self._llm._exclusive() as frontend:
             return Session(self._llm, frontend.fork(self._sequence, cut))
 
+    def attend_to(self, others: Sequence[Session]) -> None:
+        """Read the tokens of other sessions of this ``LLM``, which may be generating, in place of
+        having them put into a prompt; see ``Engine.attend_to``.
+
+        Raises:
+            UsageError: one of them is closed, or this one has no token of its own behind what all
+                begin with.
+            ModelError: the model's attention cannot.
+        """
+        with self._llm._exclusive() as frontend:
+            frontend.engine.attend_to(self._sequence, [other._sequence for other in others])
+
     def rewind(self, length: int) -> None:
         """Drop all tokens from ``length`` on.
 

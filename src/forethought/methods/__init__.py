@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from forethought.methods.dvts import DVTSController
     from forethought.methods.dynasor import DynasorGenerationController
     from forethought.methods.fork_think import ForkThinkController
-    from forethought.methods.hogwild_turns import HogwildTurnsController
+    from forethought.methods.hogwild import HogwildController, HogwildTurnsController
     from forethought.methods.iterdrag import IterDRAGController
     from forethought.methods.majority_vote import MajorityVoteController
     from forethought.methods.mcts import MCTSController
@@ -84,7 +84,8 @@ _REGISTRY = Registry(
         "archon": "forethought.methods.archon:ArchonController",
         "drag": "forethought.methods.drag:DRAGController",
         "iterdrag": "forethought.methods.iterdrag:IterDRAGController",
-        "hogwild_turns": "forethought.methods.hogwild_turns:HogwildTurnsController",
+        "hogwild": "forethought.methods.hogwild:HogwildController",
+        "hogwild_turns": "forethought.methods.hogwild:HogwildTurnsController",
         "parallel_thinking": ("forethought.methods.parallel_thinking:ParallelThinkingController"),
         "sleep_time": "forethought.methods.sleep_time:SleepTimeController",
     },
@@ -121,7 +122,8 @@ _HOMES = {
     "SPCTRewardController": "spct",
     "ArchonController": "archon",
     "DRAGController": "drag",
-    "HogwildTurnsController": "hogwild_turns",
+    "HogwildController": "hogwild",
+    "HogwildTurnsController": "hogwild",
     "IterDRAGController": "iterdrag",
     "ParallelThinkingController": "parallel_thinking",
     "SleepMemory": "sleep_time",
@@ -144,6 +146,7 @@ __all__ = [
     "DynasorGenerationController",
     "FirstAnswerController",
     "ForkThinkController",
+    "HogwildController",
     "HogwildTurnsController",
     "IterDRAGController",
     "MCTSController",

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
         extract_answer_with_regex,
         get_digit_majority_vote_result,
     )
+    from forethought.scaffolding.attention_group import AttentionGroup
     from forethought.scaffolding.benchmark import (
         ScaffoldingBenchRequest,
         async_scaffolding_benchmark,
@@ -119,6 +120,7 @@ _HOMES = {
     "Branch": "parallel",
     "AsCompleted": "parallel",
     "FirstDone": "parallel",
+    "AttentionGroup": "attention_group",
     "Task": "task",
     "TaskStatus": "task",
     "CheckerController": "checker_controller",
@@ -167,6 +169,7 @@ _HOMES = {
 __all__ = [
     "AsCompleted",
     "AssistantMessage",
+    "AttentionGroup",
     "BestOfNController",
     "Branch",
     "Budget",

@@ -24,6 +24,7 @@ from typing import Any, Self, TypeVar
 from forethought.errors import ParameterError
 from forethought.outputs import ThinkingOutput, TokenConfidence, TokenLogprobs, Usage
 from forethought.scaffolding import sampling
+from forethought.scaffolding.attention_group import AttentionGroup
 from forethought.scaffolding.messages import (  # published code imports all of them from here
     AssistantMessage,
     OpenAIToolDescription,  # noqa: F401
@@ -182,6 +183,8 @@ class GenerationTask(sampling.SamplingFields, Task):
 
     fork_point: ForkPoint | None = field(default=None, repr=False)
     """Set by ``fork``: the sequence that this task continues."""
+    attention_group: AttentionGroup | None = field(default=None, init=False, repr=False)
+    """Set by ``AttentionGroup``: tasks that it reads while they write. A worker in text refuses."""
 
     # results
     output_str: str | None = field(default=None, init=False)

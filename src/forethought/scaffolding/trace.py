@@ -44,6 +44,7 @@ from forethought.scaffolding.trace_values import decoded, encoded
 VERSION = 1
 _NOT_RESULTS = frozenset(
     {
+        "attention_group",
         "draft_spans",
         "error",
         "fork_point",

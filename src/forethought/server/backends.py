@@ -296,6 +296,10 @@ class EngineBackend(Backend):
         self._responses = response_parser(llm.tokenizer)
         self._examples = [dict(example) for example in examples]
 
+    def missing(self, method: str) -> str | None:
+        """What the attention of the model cannot do."""
+        return self._engine.why_not_concurrent() if method == "hogwild" else None
+
     async def open(self, conversation: Conversation) -> Prompted:
         """The prompt that the chat template makes of a conversation."""
         size = sum(len(str(message.get("content") or "")) for message in conversation.messages)

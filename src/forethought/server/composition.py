@@ -26,7 +26,7 @@ NUM_SAMPLES = 8
 """Samples of a method that would draw a single one, as on the command line."""
 _MAX_SAMPLES, _MAX_NUMBER = 1024, 1 << 17
 """Of a method's samples, and of any number among its settings, as clients may set them."""
-_TEXT_PROMPTS = ("hogwild_turns",)
+_TEXT_PROMPTS = ("hogwild", "hogwild_turns")
 """Methods that put texts together, and take no prompt of token ids."""
 _CONTINUING = (
     *("adaptive_compute", "beam_search", "deepconf_online", "dvts", "fork_think", "mcts"),

@@ -129,7 +129,10 @@ class RemoteBackend(Backend):
         return self.worker.upstream.max_lengths.get(self.name)
 
     def missing(self, method: str) -> str | None:
-        """A tokenizer, for methods that continue a text; a field, for those that limit thoughts."""
+        """A tokenizer, for methods that continue a text; a field, for those that limit thoughts;
+        or an engine, for those that share pages."""
+        if method == "hogwild":
+            return "it needs the sequences of the built-in engine; see hogwild_turns"
         has_field = self.worker.thinking_field is not None
         if continues_text(method) and self._tokenizer is None:
             return f"it continues a text, which a chat does not take: {_RESTART} --tokenizer"

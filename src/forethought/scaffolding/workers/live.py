@@ -93,6 +93,16 @@ class LiveSession:
         self._params = params
         self._stream = self.session.stream(params)
 
+    @staticmethod
+    async def begin_together(
+        ready: Sequence[tuple[LiveSession, SamplingParams]], others: Sequence[LiveSession]
+    ) -> None:
+        """Start to generate from sequences that attend to each other and to ``others``."""
+        generations = [(live.session, params) for live, params in ready]
+        streams = await AsyncSession.stream_together(generations, [o.session for o in others])
+        for (live, params), stream in zip(ready, streams, strict=True):
+            live._params, live._stream = params, stream
+
     async def reach(self, count: int | None) -> CompletionOutput:
         """Wait for ``count`` generated tokens, or the end (None: only that)."""
         assert self._stream is not None, "it has begun"
@@ -339,6 +349,14 @@ class SessionCache:
             if same_prompt is None
             else Continuation(same_prompt.live, same_prompt.live.prompt_length, "")
         )
+
+    def use(self, scope: ExecutionScope | None, live: LiveSession) -> None:
+        """Make a sequence the most recently used one, if it is kept."""
+        request, _ = _where(scope)
+        kept = self._requests.get(request, ())
+        found = next((entry for entry in kept if entry.live is live), None)
+        if found is not None:
+            self._use(request, found)
 
     def _use(self, request: str, used: _CachedSession) -> None:
         others = [entry for entry in self._requests[request] if entry is not used]

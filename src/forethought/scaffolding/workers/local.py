@@ -12,6 +12,7 @@ import json
 import time
 from collections.abc import Coroutine, Iterable, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
@@ -24,6 +25,7 @@ from forethought.llm.response import ResponseParser
 from forethought.llm.tokenizer import Tokenizer
 from forethought.outputs import CompletionOutput
 from forethought.scaffolding import sampling
+from forethought.scaffolding.attention_group import AttentionGroup
 from forethought.scaffolding.execution_scope import current_scope
 from forethought.scaffolding.messages import AssistantMessage, ToolCall, ToolFunction
 from forethought.scaffolding.result import ScaffoldingOutput, spans_within
@@ -282,6 +284,9 @@ class EngineWorker(Worker):
 
     def _check(self, task: GenerationTask) -> None:
         sampling.refuse(task, _REFUSED, "EngineWorker", "Leave it out, or use another worker")
+        if task.attention_group is not None:
+            what = "a task of an attention group"
+            sampling.refuse(task, ["n"], what, "Use copies of the task")
 
     def _params(self, task: GenerationTask, number: int = 0) -> SamplingParams:
         """The sampling parameters of sample ``number``."""
@@ -333,17 +338,37 @@ class EngineWorker(Worker):
                     "Set one of them",
                 )
             session = self.llm.start(prompt if isinstance(prompt, str) else list(prompt))
-        live = self._live(task, session, prompt)
+        live, group = self._live(task, session, prompt), task.attention_group
         try:
-            live.begin(params)  # before any other task runs, so that others can share the prefill
+            if group is None:
+                live.begin(params)  # before any other task runs: others can share the prefill
+            else:
+                await group.begin(task, (live, params), partial(self._begin_group, group))
             task.request_handle = live
             task.llm_request_params = params.to_dict()
             task.usage.prompt_tokens += live.prompt_length
             await self._keep(live)
-        except BaseException:
+        except BaseException as error:
+            if group is not None:
+                group.fail(error)
             await _close([live])
             raise
         return live
+
+    async def _begin_group(
+        self, group: AttentionGroup, ready: Sequence[tuple[LiveSession, SamplingParams]]
+    ) -> None:
+        """Begin the tasks of a group; those that have ended are only read."""
+        others = [task.request_handle for task in group.earlier]
+        if any(not isinstance(each, LiveSession) or each.closed for each in others):
+            raise UsageError(
+                "a task of the attention group cannot be read any more",
+                "its sequence is closed, or another worker's",
+                "Raise max_parked of the EngineWorker above the number of tasks",
+            )
+        for each in others:
+            self._cache.use(current_scope(), each)
+        await LiveSession.begin_together(ready, others)
 
     async def _continued(self, task: GenerationTask, prompt: Prompt | None) -> AsyncSession | None:
         """A fork of the sequence that the task continues; None if it continues none."""

@@ -208,6 +208,12 @@ class OpenaiWorker(ClientWorker):
     # ---- requests -----------------------------------------------------------------------------
 
     def _completion(self, task: GenerationTask) -> ChunkReader:
+        if task.attention_group is not None:
+            raise ParameterError(
+                "generations on a server cannot read each other while they write",
+                "the task belongs to an AttentionGroup",
+                "Use the built-in engine, or exchange text between turns: hogwild_turns",
+            )
         if task.skip_detokenizer or (task.skip_tokenizer and task.input_tokens is None):
             raise ParameterError(
                 "OpenaiWorker cannot leave out the tokenizer",

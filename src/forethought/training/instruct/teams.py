@@ -15,7 +15,7 @@ Threads are given first steps by the outlines, four at a time.
 import random
 from collections.abc import Sequence
 
-from forethought.methods.hogwild_turns import CHECK, FINAL, OPENING
+from forethought.methods.hogwild import CHECK, FINAL, OPENING
 from forethought.methods.parallel_thinking import FORMATS
 from forethought.training.chat_tokenizer import END, THINK_END, prompt_text
 from forethought.training.countdown.problems import (

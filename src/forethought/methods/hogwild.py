@@ -1,20 +1,26 @@
-"""Workers that read each other's text in turns, as an approximation of Hogwild! Inference.
+"""Hogwild! Inference: workers that read each other while they write.
 
-Several workers answer one question together. All of them write at the same time, a turn of at most
-``turn_tokens`` tokens each; then each reads what the others have written, and goes on::
+Several workers answer one question together. ``hogwild`` is the paper's: each worker attends to the
+keys and values of the others token by token, in the pages where those have computed them, at
+positions that are rotated for each reader; nothing is computed twice. It needs sequences of the
+built-in engine::
+
+    Alice sees: question | Bob: b1 b2 b3 ...   | Alice: a1 a2 a3 ...
+    Bob sees:   question | Alice: a1 a2 a3 ... | Bob: b1 b2 b3 ...
+
+``hogwild_turns`` does with text what can be done on any server: the workers write a turn each at
+the same time; then each reads what the others have written, behind its own, and goes on::
 
     Alice's sequence: question | Alice: a1 | Bob: b1 | Alice: a2 | Bob: b2 | ... | Final answer:
     Bob's sequence:   question | Bob: b1 | Alice: a1 | Bob: b2 | Alice: a2 | ...
 
-In Hogwild! Inference the workers attend to each other's keys and values at once, token by token, at
-positions that are rotated for each reader, and nothing is computed twice. Here a sequence attends
-to its own pages only, and keys are stored with their positions in it. So the others' text is put
-behind a worker's own once per turn, and is prefilled by each of its readers: with n workers, n - 1
-times. ``exchanged_tokens`` tells how many tokens that were. On a server it is the same, as text.
+There a text is prefilled by each of its readers; ``exchanged_tokens`` tells how many tokens that
+were.
 
 Paper: Rodionov et al., "Hogwild! Inference: Parallel LLM Generation via Concurrent Attention",
-2025. arXiv 2504.06261. Named workers, a shared history of interleaved steps and the regular
-question whether a worker's work is redundant are the paper's; the turns, and the texts, are ours.
+2025. arXiv 2504.06261. Named workers, the contiguous layout of what a worker sees, the shared
+history in steps and the regular question whether work is redundant are the paper's; the texts are
+ours.
 """
 
 from __future__ import annotations
@@ -27,6 +33,7 @@ from typing import Any
 from forethought.errors import BudgetExceeded, ParameterError
 from forethought.scaffolding import sampling
 from forethought.scaffolding.answers import extract_answer_from_boxed
+from forethought.scaffolding.attention_group import AttentionGroup
 from forethought.scaffolding.controller import Controller, refuse_arguments, side_by_side
 from forethought.scaffolding.parallel import Process
 from forethought.scaffolding.result import ScaffoldingOutput, Stage
@@ -61,16 +68,187 @@ class _Worker:
     has_ended: bool = False
 
 
-class HogwildTurnsController(Controller):
+class HogwildController(Controller):
+    """Named workers that read each other's tokens while they write (Hogwild! Inference).
+
+    They write ``turn_tokens`` tokens at a time, between which it is seen whether they have an
+    answer. The output is the final answer, which the first worker writes, reading the others, when
+    they are done: because a worker's text has an answer, all have ended, or there have been
+    ``max_turns``. Its length is the request's ``max_tokens``.
+    ``customized_result_fields["hogwild"]`` holds the number of ``turns``, what each worker has
+    written (``texts``, by name) and whether the budget ended it (``budget_ended``): the output is
+    then the text of the first worker.
+
+    Args:
+        workers: their names, at least two.
+        turn_tokens: tokens that a worker writes before its text is looked at.
+        max_turns: turns of each worker at most.
+        check_every: turns of a worker from one question whether its work is redundant to the
+            next; 0: it is never asked.
+        opening: text behind the question, which tells the workers how to work.
+        check: the text of that question.
+        final: text in front of the final answer.
+        extract_answer: finds an answer in a worker's text, which ends the turns; None: there is
+            none.
+
+    Raises:
+        ParameterError: a setting of the wrong kind.
+    """
+
+    class WorkerTag(Enum):
+        """The worker that generates; it holds sequences of the built-in engine."""
+
+        GENERATION = "generation_with_hogwild"
+
+    _name = "hogwild"
+    step_end = ""
+
+    def __init__(
+        self,
+        workers: Sequence[str] = ("Alice", "Bob"),
+        turn_tokens: int = 32,
+        max_turns: int = 32,
+        check_every: int = 4,
+        *,
+        opening: str = OPENING,
+        check: str = CHECK,
+        final: str = FINAL,
+        extract_answer: Any = extract_answer_from_boxed,
+    ) -> None:
+        super().__init__()
+        self.workers = validated("workers", workers, WORDS)
+        if len(set(self.workers)) < max(2, len(self.workers)):
+            raise ParameterError(
+                "invalid workers", f"got {self.workers!r}", "Give two or more different names"
+            )
+        self.turn_tokens = validated("turn_tokens", turn_tokens, POSITIVE_INT)
+        self.max_turns = validated("max_turns", max_turns, POSITIVE_INT)
+        self.check_every = validated("check_every", check_every, NON_NEGATIVE_INT)
+        self.opening = validated("opening", opening, ANY_TEXT)
+        self.check = validated("check", check, ANY_TEXT)
+        self.final = validated("final", final, ANY_TEXT)
+        self.extract_answer = validated("extract_answer", extract_answer, FUNCTION)
+
+    def process(self, tasks: Sequence[GenerationTask], **kwargs: Any) -> Process:
+        """Answer the questions side by side.
+
+        Raises:
+            ParameterError: keyword arguments; there are none. Or a prompt of token ids, or fields
+                that an output of several parts cannot honour.
+            BudgetExceeded: the budget is spent before there is a text; else that of the first
+                worker that has one is returned.
+        """
+        refuse_arguments(self, kwargs)
+        for task in tasks:
+            sampling.refuse(task, _REFUSED, self._name, "Leave it out")
+            if task.input_str is None or task.skip_detokenizer:
+                raise ParameterError(
+                    f"{self._name} puts texts together",
+                    "the prompt is token ids, or no text is wanted",
+                    "Give the prompt as text (forethought generate: --raw)",
+                )
+        yield from side_by_side(self, tasks, self._solve)
+
+    def _solve(self, task: GenerationTask) -> Process:
+        workers = [self._worker(task, number) for number in range(len(self.workers))]
+        told: dict[str, Any] = {"turns": 0, "budget_ended": False}
+        try:
+            while True:
+                yield from self._turn(workers, told)
+                if self._is_over(workers, told["turns"]):
+                    break
+                self._go_on(task, workers, told["turns"])
+            first = workers[0]
+            final = self._behind(task, first.part, first.unread + self.final, task)
+            final.stop, final.max_tokens = list(sampling.stop_strings(task)), task.max_tokens
+            final.streaming_output_flag = task.streaming_output_flag
+            self._join([final, *(worker.part for worker in workers[1:])])
+            yield [final]
+            self._count(told, [final])
+            task.result, task.request_handle = final.result, final.request_handle
+        except BudgetExceeded:
+            texts = ("".join(each.turns) or each.part.output_str for each in workers)
+            text = next((text for text in texts if text), None)
+            if text is None:
+                raise
+            told["budget_ended"] = True
+            task.result = ScaffoldingOutput(text, finish_reason="length")
+        told["texts"] = {worker.name: "".join(worker.turns) for worker in workers}
+        task.customized_result_fields[self._name] = told
+
+    def _worker(self, task: GenerationTask, number: int) -> _Worker:
+        name = self.workers[number]
+        part = GenerationTask(input_str=f"{task.input_str}{self.opening}\n{name}: ")
+        self._prepare(task, part)
+        sampling.vary(part, number)
+        return _Worker(name, part)
+
+    def _turn(self, workers: Sequence[_Worker], told: dict[str, Any]) -> Process:
+        """Let all workers write that have not ended, at the same time."""
+        writing = [worker for worker in workers if not worker.has_ended]
+        self._join([worker.part for worker in workers])
+        yield [worker.part for worker in writing]
+        told["turns"] += 1
+        self._count(told, [worker.part for worker in writing])
+        for worker in writing:
+            part = worker.part
+            stopped = bool(self.step_end) and part.stop_reason == self.step_end
+            worker.unread = self.step_end if stopped else ""
+            worker.turns.append(f"{part.output_str or ''}{worker.unread}")
+            worker.has_ended = not stopped and part.finish_reason != "length"
+        self._exchange(workers, writing)
+        yield Stage("exchanged", "a turn is over", fields={"turn": told["turns"]})
+
+    def _join(self, parts: Sequence[GenerationTask]) -> None:
+        """Called before any of the parts is generated, with what all workers are at."""
+        AttentionGroup(parts)
+
+    def _exchange(self, workers: Sequence[_Worker], writing: Sequence[_Worker]) -> None:
+        """Called when those that were writing have ended their turn."""
+
+    def _count(self, told: dict[str, Any], parts: Sequence[GenerationTask]) -> None:
+        """Called with parts that were generated."""
+
+    def _is_over(self, workers: Sequence[_Worker], num_turns: int) -> bool:
+        """Whether there is nothing more to write."""
+        found = [self.extract_answer("".join(worker.turns)) for worker in workers]
+        all_ended = all(worker.has_ended for worker in workers)
+        return num_turns == self.max_turns or all_ended or any(each is not None for each in found)
+
+    def _go_on(self, task: GenerationTask, workers: Sequence[_Worker], num_turns: int) -> None:
+        """Give each worker its next turn."""
+        asks = bool(self.check_every) and (num_turns + 1) % self.check_every == 0
+        for worker in workers:
+            if not worker.has_ended:
+                behind = self._behind_turn(worker, asks)
+                worker.part = self._behind(task, worker.part, behind, worker.part)
+
+    def _behind_turn(self, worker: _Worker, asks: bool) -> str:
+        """The text between two turns of a worker."""
+        return f"\n{self.check}" if asks else ""
+
+    def _behind(
+        self, task: GenerationTask, source: GenerationTask, text: str, like: GenerationTask
+    ) -> GenerationTask:
+        """The task that goes on behind ``source`` and a text, drawing as ``like`` does."""
+        part: GenerationTask = source.fork(text, inherit=False)
+        self._prepare(like, part)
+        part.priority = task.priority
+        return part
+
+    def _prepare(self, source: GenerationTask, part: GenerationTask) -> None:
+        sampling.carry(source, part)
+        part.worker_tag, part.priority = self.WorkerTag.GENERATION, source.priority
+        part.stop = [self.step_end] if self.step_end else []
+        part.max_tokens = self.turn_tokens
+
+
+class HogwildTurnsController(HogwildController):
     """Named workers that write side by side and read each other's text in turns (as Hogwild!).
 
-    The output is the final answer, which the first worker writes when the turns are over: because
-    a worker's text has an answer, all have ended, or there have been ``max_turns``. Its length is
-    the request's ``max_tokens``.
-    ``customized_result_fields["hogwild_turns"]`` holds the number of ``turns``, what each worker
-    has written (``texts``, by name), the tokens inserted from others (``exchanged_tokens``; None on
-    a server, which does not tell) and whether the budget ended it (``budget_ended``): the output is
-    then the text of the first worker.
+    As ``HogwildController``, on any worker: the others' texts are put behind a worker's own when a
+    turn is over. ``customized_result_fields["hogwild_turns"]`` also holds the tokens that were
+    inserted (``exchanged_tokens``; None on a server, which does not tell).
 
     Args:
         workers: their names, at least two.
@@ -94,6 +272,8 @@ class HogwildTurnsController(Controller):
 
         GENERATION = "generation_with_hogwild_turns"
 
+    _name = "hogwild_turns"
+
     def __init__(
         self,
         workers: Sequence[str] = ("Alice", "Bob"),
@@ -107,127 +287,39 @@ class HogwildTurnsController(Controller):
         final: str = FINAL,
         extract_answer: Any = extract_answer_from_boxed,
     ) -> None:
-        super().__init__()
-        self.workers = validated("workers", workers, WORDS)
-        if len(set(self.workers)) < max(2, len(self.workers)):
-            raise ParameterError(
-                "invalid workers", f"got {self.workers!r}", "Give two or more different names"
-            )
-        self.turn_tokens = validated("turn_tokens", turn_tokens, POSITIVE_INT)
-        self.max_turns = validated("max_turns", max_turns, POSITIVE_INT)
-        self.check_every = validated("check_every", check_every, NON_NEGATIVE_INT)
+        super().__init__(
+            workers,
+            turn_tokens,
+            max_turns,
+            check_every,
+            opening=opening,
+            check=check,
+            final=final,
+            extract_answer=extract_answer,
+        )
         self.step_end = validated("step_end", step_end, ANY_TEXT)
-        self.opening = validated("opening", opening, ANY_TEXT)
-        self.check = validated("check", check, ANY_TEXT)
-        self.final = validated("final", final, ANY_TEXT)
-        self.extract_answer = validated("extract_answer", extract_answer, FUNCTION)
 
-    def process(self, tasks: Sequence[GenerationTask], **kwargs: Any) -> Process:
-        """Answer the questions side by side.
+    def _join(self, parts: Sequence[GenerationTask]) -> None:
+        """They write apart from each other."""
 
-        Raises:
-            ParameterError: keyword arguments; there are none. Or a prompt of token ids, or fields
-                that an output of several parts cannot honour.
-            BudgetExceeded: the budget is spent before there is a text; else that of the first
-                worker that has one is returned.
-        """
-        refuse_arguments(self, kwargs)
-        for task in tasks:
-            sampling.refuse(task, _REFUSED, "hogwild_turns", "Leave it out")
-            if task.input_str is None or task.skip_detokenizer:
-                raise ParameterError(
-                    "hogwild_turns puts texts together",
-                    "the prompt is token ids, or no text is wanted",
-                    "Give the prompt as text (forethought generate: --raw)",
-                )
-        yield from side_by_side(self, tasks, self._solve)
-
-    def _solve(self, task: GenerationTask) -> Process:
-        workers = [self._worker(task, number) for number in range(len(self.workers))]
-        told: dict[str, Any] = {"turns": 0, "exchanged_tokens": 0, "budget_ended": False}
-        try:
-            while True:
-                yield from self._turn(workers, told)
-                if self._is_over(workers, told["turns"]):
-                    break
-                self._go_on(task, workers, told["turns"])
-            first = workers[0]
-            final = self._behind(task, first.part, first.unread + self.final, task)
-            final.stop, final.max_tokens = list(sampling.stop_strings(task)), task.max_tokens
-            final.streaming_output_flag = task.streaming_output_flag
-            yield [final]
-            _count(told, final)
-            task.result, task.request_handle = final.result, final.request_handle
-        except BudgetExceeded:
-            texts = ("".join(each.turns) or each.part.output_str for each in workers)
-            text = next((text for text in texts if text), None)
-            if text is None:
-                raise
-            told["budget_ended"] = True
-            task.result = ScaffoldingOutput(text, finish_reason="length")
-        told["texts"] = {worker.name: "".join(worker.turns) for worker in workers}
-        task.customized_result_fields["hogwild_turns"] = told
-
-    def _worker(self, task: GenerationTask, number: int) -> _Worker:
-        name = self.workers[number]
-        part = GenerationTask(input_str=f"{task.input_str}{self.opening}\n{name}: ")
-        self._prepare(task, part)
-        sampling.vary(part, number)
-        return _Worker(name, part)
-
-    def _turn(self, workers: Sequence[_Worker], told: dict[str, Any]) -> Process:
-        """Let all workers write that have not ended, at the same time."""
-        writing = [worker for worker in workers if not worker.has_ended]
-        yield [worker.part for worker in writing]
-        told["turns"] += 1
-        for worker in writing:
-            part, stopped = worker.part, worker.part.stop_reason == self.step_end
-            _count(told, part)
-            closing = self.step_end if stopped else ""
-            worker.turns.append(f"{part.output_str or ''}{closing}")
-            worker.unread = closing
-            worker.has_ended = not stopped and part.finish_reason != "length"
+    def _exchange(self, workers: Sequence[_Worker], writing: Sequence[_Worker]) -> None:
         for worker in writing:
             for other in workers:
                 if other is not worker:
                     other.unread += f"\n{worker.name}: {worker.turns[-1].strip()}"
-        yield Stage("exchanged", "a turn is over", fields={"turn": told["turns"]})
 
-    def _is_over(self, workers: Sequence[_Worker], num_turns: int) -> bool:
-        """Whether there is nothing more to write."""
-        found = [self.extract_answer("".join(worker.turns)) for worker in workers]
-        all_ended = all(worker.has_ended for worker in workers)
-        return num_turns == self.max_turns or all_ended or any(each is not None for each in found)
+    def _behind_turn(self, worker: _Worker, asks: bool) -> str:
+        return f"{worker.unread}\n{worker.name}: {self.check if asks else ''}"
 
-    def _go_on(self, task: GenerationTask, workers: Sequence[_Worker], num_turns: int) -> None:
-        """Give each worker its next turn, behind what the others have written."""
-        asks = self.check_every and (num_turns + 1) % self.check_every == 0
-        for worker in workers:
-            if not worker.has_ended:
-                behind = f"{worker.unread}\n{worker.name}: {self.check if asks else ''}"
-                worker.part = self._behind(task, worker.part, behind, worker.part)
-
-    def _behind(
-        self, task: GenerationTask, source: GenerationTask, text: str, like: GenerationTask
-    ) -> GenerationTask:
-        """The task that goes on behind ``source`` and a text, drawing as ``like`` does."""
-        part: GenerationTask = source.fork(text, inherit=False)
-        self._prepare(like, part)
-        part.priority = task.priority
-        return part
-
-    def _prepare(self, source: GenerationTask, part: GenerationTask) -> None:
-        sampling.carry(source, part)
-        part.worker_tag, part.priority = self.WorkerTag.GENERATION, source.priority
-        part.stop = [self.step_end] if self.step_end else []
-        part.max_tokens = self.turn_tokens
-
-
-def _count(told: dict[str, Any], part: GenerationTask) -> None:
-    """Add the tokens that a part has read from others, as far as its worker tells."""
-    if part.fork_point is not None and told["exchanged_tokens"] is not None:
-        known = part.inserted_tokens
-        told["exchanged_tokens"] = None if known is None else told["exchanged_tokens"] + len(known)
+    def _count(self, told: dict[str, Any], parts: Sequence[GenerationTask]) -> None:
+        """Add the tokens that were read from others, as far as the worker tells."""
+        told.setdefault("exchanged_tokens", 0)
+        for part in parts:
+            if part.fork_point is not None and told["exchanged_tokens"] is not None:
+                known = part.inserted_tokens
+                told["exchanged_tokens"] = (
+                    None if known is None else told["exchanged_tokens"] + len(known)
+                )
 
 
 _REFUSED = (

@@ -1,4 +1,4 @@
-"""Workers that read each other in turns: what each has in sight, and when they stop."""
+"""Workers that read each other, in turns or at once: what each has in sight, and when they stop."""
 
 from __future__ import annotations
 
@@ -8,8 +8,17 @@ from openai import AsyncOpenAI
 from engines import expect_empty
 from forethought import LLM, methods
 from forethought.errors import ParameterError
-from forethought.methods.hogwild_turns import CHECK, FINAL, OPENING
-from forethought.scaffolding import Budget, EngineWorker, OpenaiWorker, ScriptedWorker
+from forethought.methods.hogwild import CHECK, FINAL, OPENING, HogwildController
+from forethought.scaffolding import (
+    AttentionGroup,
+    Budget,
+    Controller,
+    EngineWorker,
+    GenerationTask,
+    OpenaiWorker,
+    ScaffoldingOutput,
+    ScriptedWorker,
+)
 from openai_server import serving
 from scripted import answer
 from tokens import speaking
@@ -176,3 +185,121 @@ def test_on_the_engine_a_turn_prefills_only_what_the_others_wrote():
         most = opened + told(result)["exchanged_tokens"] + 2 * 5
         assert opened < result.usage.prefilled <= most
         assert result.usage.decoded == 2 * 3 * 6 + 4
+
+
+# ---- workers that share pages ------------------------------------------------------------------
+
+CACHE = {"max_tokens": 4096, "page_size": 4}
+GREEDY = {"temperature": 0.0, "ignore_eos": True, "max_tokens": 6}
+SHARING = {"opening": "", "check_every": 0, "max_turns": 3, "turn_tokens": 8, "final": "\nSo: "}
+
+
+def shared(llm, params=GREEDY, **settings):
+    """The result of workers on an engine."""
+    worker = EngineWorker(llm)
+    controller = methods.create("hogwild", **{**SHARING, **settings})
+    result = answer(controller, worker, "p", sampling_params=params)
+    worker.shutdown()
+    expect_empty(llm._frontend.engine)
+    return result
+
+
+@pytest.fixture(scope="module")
+def llm():
+    with LLM(speaking(), dtype="float32", kv_cache_config=CACHE) as llm:
+        yield llm
+
+
+def test_workers_that_share_pages_are_prompted_with_their_own_text_alone():
+    worker = ScriptedWorker(lambda prompt, _: " 117." if prompt.endswith(FINAL) else "abcd")
+    controller = methods.create("hogwild", turn_tokens=3, max_turns=2, check_every=2)
+    result = answer(controller, worker, "p", sampling_params={"max_tokens": 9})
+    first = [f"p{OPENING}\n{name}: " for name in ("Alice", "Bob")]
+    asked = [f"{prompt}abc\n{CHECK}" for prompt in first]
+    assert worker.prompts[:2] == first
+    assert worker.prompts[2:] == [*asked, f"{asked[0]}abc{FINAL}"]
+    assert [call.task.max_tokens for call in worker.calls] == [3, 3, 3, 3, 9]
+    assert result.output.text == " 117."
+    assert result.output.meta["hogwild"] == {
+        "turns": 2,
+        "texts": {"Alice": "abcabc", "Bob": "abcabc"},
+        "budget_ended": False,
+    }
+
+
+def test_workers_write_something_else_where_they_do_not_see_each_other(llm, monkeypatch):
+    result = shared(llm)
+    texts = result.output.meta["hogwild"]["texts"]
+    assert all(texts.values())
+    monkeypatch.setattr(HogwildController, "_join", lambda self, parts: None)
+    apart = shared(llm).output.meta["hogwild"]["texts"]
+    assert texts["Alice"] != apart["Alice"]
+    assert texts["Bob"] != apart["Bob"]
+
+
+def test_workers_that_share_pages_answer_the_same_again(llm):
+    assert shared(llm).output == shared(llm).output
+
+
+def test_reading_each_other_computes_nothing_twice():
+    with LLM(
+        speaking(), dtype="float32", kv_cache_config={**CACHE, "enable_block_reuse": False}
+    ) as llm:
+        result = shared(llm, workers=("Alice", "Bob", "Eve"))
+        question = len(llm.tokenizer("p").input_ids)
+        opened = [len(llm.tokenizer(f"p\n{n}: ").input_ids) for n in ("Alice", "Bob", "Eve")]
+        final = len(llm.tokenizer(SHARING["final"]).input_ids)
+    # The question is computed once. Each fork may compute its last token again.
+    most = question + sum(size - question for size in opened) + final + 2 * 7
+    assert result.usage.prefilled <= most
+    assert result.usage.decoded == 3 * 3 * 8 + 6
+
+
+def test_a_worker_that_has_ended_is_still_read(llm):
+    engine = llm._frontend.engine
+    seen = []
+    original = engine.attend_to
+
+    def watched(sequence, others):
+        seen.append(len(others))
+        original(sequence, others)
+
+    engine.attend_to = watched
+    try:
+        result = shared(llm, params={**GREEDY, "ignore_eos": False}, max_turns=12)
+    finally:
+        del engine.attend_to
+    turns = result.output.meta["hogwild"]["turns"]
+    assert len(seen) < 2 * turns  # one of them has ended early
+    assert set(seen) == {1}
+
+
+def test_a_group_begins_together_or_not_at_all(llm):
+    worker = EngineWorker(llm)
+    fine, wrong = GenerationTask(input_str="p\nA: "), GenerationTask(input_str="p\nB: ")
+    for task in (fine, wrong):
+        task.max_tokens, task.on_failure = 4, "drop"
+    wrong.stop_token_ids = [10**6]
+    AttentionGroup([fine, wrong])
+
+    class Both(Controller):
+        WorkerTag = HogwildController.WorkerTag
+
+        def process(self, tasks, **kwargs):
+            for task in (fine, wrong):
+                task.worker_tag = self.WorkerTag.GENERATION
+            yield [fine, wrong]
+            tasks[0].result = ScaffoldingOutput("over")
+
+    assert answer(Both(), worker, "p").output.text == "over"
+    assert "token id 1000000" in str(wrong.error)
+    assert "begin together" in str(fine.error)
+    worker.shutdown()
+    expect_empty(llm._frontend.engine)
+
+
+def test_a_server_refuses_tasks_that_read_each_other():
+    with serving() as server:
+        client = AsyncOpenAI(base_url=server.url, api_key="none", timeout=60)
+        with pytest.raises(ParameterError, match="hogwild_turns"):
+            answer(methods.create("hogwild"), OpenaiWorker(client, "tiny"), "p")

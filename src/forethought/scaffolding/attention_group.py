@@ -1,0 +1,73 @@
+"""Generations that read each other while they write.
+
+Each task of a group attends to the tokens of the others in the pages where their sequences have
+computed them (``model.attention.concurrent``), so only workers that hold sequences can run them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from forethought.errors import UsageError
+
+if TYPE_CHECKING:
+    from forethought.scaffolding.task import GenerationTask
+
+
+class AttentionGroup:
+    """Tasks of one worker that read each other; each gets the group as ``attention_group``.
+
+    Those that have begun when the group is made are read as far as they are. All others have to be
+    yielded together: they begin in the same step of the engine.
+
+    Args:
+        tasks: with one sample each.
+    """
+
+    def __init__(self, tasks: Sequence[GenerationTask]) -> None:
+        self.tasks = tuple(tasks)
+        self._expected = {id(task) for task in tasks if task.request_handle is None}
+        self._ready: dict[int, Any] = {}
+        self._begun: asyncio.Future[None] | None = None
+        for task in tasks:
+            task.attention_group = self
+
+    @property
+    def earlier(self) -> list[GenerationTask]:
+        """The tasks that had begun when the group was made."""
+        return [task for task in self.tasks if id(task) not in self._expected]
+
+    async def begin(
+        self, task: GenerationTask, ready: Any, start: Callable[[list[Any]], Awaitable[None]]
+    ) -> None:
+        """Wait until the group begins.
+
+        Args:
+            task: one that has not begun.
+            ready: what the worker starts it from.
+            start: begins all tasks, given what was ready of each; called for the last one.
+
+        Raises:
+            UsageError: another task of the group has failed before it began.
+        """
+        if self._begun is None:
+            self._begun = asyncio.get_running_loop().create_future()
+        self._ready[id(task)] = ready
+        if self._ready.keys() != self._expected:
+            await asyncio.shield(self._begun)
+            return
+        await start(list(self._ready.values()))
+        if not self._begun.done():
+            self._begun.set_result(None)
+
+    def fail(self, error: BaseException) -> None:
+        """A task cannot begin, so those that wait for it fail as well."""
+        if self._begun is not None and not self._begun.done():
+            why = f"another one has failed first: {type(error).__name__}: {error}"
+            failure = UsageError(
+                "the tasks of an attention group begin together", why, "See its error"
+            )
+            self._begun.set_exception(failure)
+            self._begun.exception()  # nobody may wait for it
