@@ -666,14 +666,9 @@ MUTANTS = [
         "main.num_generated - forked_at > self.chunk_size",
         DYNASOR,
     ),
-    Mutant(
-        "methods/dynasor.py",
-        'fields["priority"] = priority - 1',
-        'fields["priority"] = priority',
-        DYNASOR,
-    ),
-    Mutant("methods/dynasor.py", "self._tokens_left < 1", "self._tokens_left <= 1", DYNASOR),
-    Mutant("methods/dynasor.py", "found == self._class", "True", DYNASOR),
+    Mutant("scaffolding/probe.py", "_priority(main) - 1", "_priority(main)", DYNASOR),
+    Mutant("scaffolding/probe.py", "self._tokens_left < 1", "self._tokens_left <= 1", DYNASOR),
+    Mutant("scaffolding/answers.py", "found == self._class", "True", DYNASOR),
     Mutant(
         "methods/majority_vote.py", "in (*running.pending, *waiting)]", "in running.pending]", VOTES
     ),

@@ -43,7 +43,7 @@ from forethought.methods.stack import stack
 from forethought.scaffolding import answer_spaces, sampling
 from forethought.scaffolding.answer_spaces import AnswerSpace
 from forethought.scaffolding.answers import AnswerPool
-from forethought.scaffolding.controller import Controller, expect_controller
+from forethought.scaffolding.controller import Controller, expect_controller, expect_one_text
 from forethought.scaffolding.parallel import Branch, Process, run_until
 from forethought.scaffolding.result import Stage
 from forethought.scaffolding.settings import POSITIVE_INT, validated
@@ -182,13 +182,7 @@ class ComputeOptimalController(Controller):
             BudgetExceeded: the budget is spent and no probe has ended; else the probes' answer is
                 returned if the method does not end.
         """
-        if len(tasks) != 1 or tasks[0].skip_detokenizer:
-            raise ParameterError(
-                "compute_optimal takes one task, with text",
-                f"got {len(tasks)}, or skip_detokenizer",
-                "Give them apart",
-            )
-        [task] = tasks
+        task = expect_one_text("compute_optimal", tasks)
         probes = yield from self._probe(task, kwargs)
         if self.reward_controller is None:
             chosen, difficulty = yield from self._vote(probes)
@@ -217,7 +211,7 @@ class ComputeOptimalController(Controller):
         """Draw the probes; returns those that have ended, in their order."""
         probes = task.samples_of(self.policy.num_probes)
         branches = [Branch(self.generation_controller.clone(), [p], options) for p in probes]
-        ended = yield from run_until(branches, _never)
+        ended = yield from run_until(branches)
         return [branch.tasks[0] for branch in branches if branch in ended]
 
     def _vote(self, probes: Sequence[GenerationTask]) -> Process:
@@ -251,12 +245,6 @@ def difficulty_of(pool: AnswerPool, num_probes: int) -> float:
     """1 - the share of the probes that give the most frequent answer."""
     votes = 0 if pool.winner is None else len(pool.winner.members)
     return 1.0 - votes / num_probes
-
-
-def _never(branch: Branch) -> Process:
-    """All probes are drawn."""
-    yield from ()
-    return False
 
 
 # ---- fitting -------------------------------------------------------------------------------------

@@ -34,9 +34,14 @@ from enum import Enum
 from types import MappingProxyType
 from typing import Any
 
-from forethought.errors import BudgetExceeded, ParameterError, UnknownNameError
+from forethought.errors import BudgetExceeded, UnknownNameError
 from forethought.scaffolding import sampling
-from forethought.scaffolding.controller import Controller, refuse_arguments, side_by_side
+from forethought.scaffolding.controller import (
+    Controller,
+    expect_text,
+    refuse_arguments,
+    side_by_side,
+)
 from forethought.scaffolding.parallel import ParallelProcess, Process
 from forethought.scaffolding.result import Delta, ScaffoldingOutput, Stage
 from forethought.scaffolding.settings import (
@@ -232,13 +237,8 @@ class ParallelThinkingController(Controller):
         """
         refuse_arguments(self, kwargs)
         for task in tasks:
-            sampling.refuse(task, _REFUSED, "parallel_thinking", "Leave it out")
-            if task.skip_detokenizer:
-                raise ParameterError(
-                    "parallel_thinking cannot honour skip_detokenizer",
-                    "it reads the tags in the text",
-                    "Leave it out",
-                )
+            sampling.refuse(task, sampling.OF_ONE_PART, "parallel_thinking", "Leave it out")
+            expect_text("parallel_thinking", task, "it reads the tags in the text")
         yield from side_by_side(self, tasks, self._solve)
 
     def _solve(self, task: GenerationTask) -> Process:
@@ -363,15 +363,3 @@ class _Thread(Controller):
         """Generate it to its end."""
         end = self._method.thread_format.thread_end
         yield from self._method.think(self._thread, [end])
-
-
-_REFUSED = (
-    "n",
-    "echo",
-    "include_stop_str_in_output",
-    "guided_decoding",
-    "min_tokens",
-    "thinking_budget",
-    "thinking_soft",
-    "thinking_end",
-)

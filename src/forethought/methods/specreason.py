@@ -380,15 +380,4 @@ def _without_output(task: GenerationTask) -> GenerationTask:
 
 
 _DIGITS = frozenset("0123456789")
-_REFUSED = (
-    "n",
-    "echo",
-    "include_stop_str_in_output",
-    "num_logprobs",
-    "confidence",
-    "guided_decoding",
-    "min_tokens",
-    "thinking_budget",
-    "thinking_soft",
-    "thinking_end",
-)
+_REFUSED = (*sampling.OF_ONE_PART, "num_logprobs", "confidence")
