@@ -774,15 +774,15 @@ MUTANTS = [
         "tests/methods/test_parallel_thinking.py",
     ),
     Mutant(
-        "methods/specreason.py",
-        "chain.base = _without_output(judged)",
-        "chain.base = None",
+        "scaffolding/steps.py",
+        "self._base = _without_output(judged)",
+        "self._base = None",
         "tests/methods/test_specreason.py",
     ),
     Mutant(
-        "methods/specreason.py",
-        'min(found) if self.aggregation == "min" else',
-        'min(found) if self.aggregation != "min" else',
+        "scaffolding/steps.py",
+        'min(found) if self._aggregation == "min" else',
+        'min(found) if self._aggregation != "min" else',
         "tests/methods/test_specreason.py",
     ),
     Mutant(
