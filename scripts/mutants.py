@@ -666,14 +666,9 @@ MUTANTS = [
         "main.num_generated - forked_at > self.chunk_size",
         DYNASOR,
     ),
-    Mutant(
-        "methods/dynasor.py",
-        'fields["priority"] = priority - 1',
-        'fields["priority"] = priority',
-        DYNASOR,
-    ),
-    Mutant("methods/dynasor.py", "self._tokens_left < 1", "self._tokens_left <= 1", DYNASOR),
-    Mutant("methods/dynasor.py", "found == self._class", "True", DYNASOR),
+    Mutant("scaffolding/probe.py", "_priority(main) - 1", "_priority(main)", DYNASOR),
+    Mutant("scaffolding/probe.py", "self._tokens_left < 1", "self._tokens_left <= 1", DYNASOR),
+    Mutant("scaffolding/answers.py", "found == self._class", "True", DYNASOR),
     Mutant(
         "methods/majority_vote.py", "in (*running.pending, *waiting)]", "in running.pending]", VOTES
     ),
@@ -767,10 +762,28 @@ MUTANTS = [
         "tests/methods/test_specreason.py",
     ),
     Mutant(
-        "methods/hogwild_turns.py",
+        "methods/hogwild.py",
         "if other is not worker:",
         "if False:",
-        "tests/methods/test_hogwild_turns.py",
+        "tests/methods/test_hogwild.py",
+    ),
+    Mutant(
+        "methods/hogwild.py",
+        "        AttentionGroup(parts)",
+        "        pass",
+        "tests/methods/test_hogwild.py",
+    ),
+    Mutant(
+        "model/attention/concurrent.py",
+        "turned = rotated(q, self._rotations, turn)",
+        "turned = rotated(q, self._rotations, 0)",
+        "tests/engine/test_concurrent_attention.py",
+    ),
+    Mutant(
+        "engine/scheduler.py",
+        "limit = min(limit, sequence.num_common)",
+        "limit = min(limit, len(sequence.tokens))",
+        "tests/engine/test_concurrent_attention.py",
     ),
     Mutant(
         "methods/parallel_thinking.py",
@@ -779,15 +792,15 @@ MUTANTS = [
         "tests/methods/test_parallel_thinking.py",
     ),
     Mutant(
-        "methods/specreason.py",
-        "chain.base = _without_output(judged)",
-        "chain.base = None",
+        "scaffolding/steps.py",
+        "self._base = _without_output(judged)",
+        "self._base = None",
         "tests/methods/test_specreason.py",
     ),
     Mutant(
-        "methods/specreason.py",
-        'min(found) if self.aggregation == "min" else',
-        'min(found) if self.aggregation != "min" else',
+        "scaffolding/steps.py",
+        'min(found) if self._aggregation == "min" else',
+        'min(found) if self._aggregation != "min" else',
         "tests/methods/test_specreason.py",
     ),
     Mutant(

@@ -15,13 +15,7 @@ from forethought.errors import (
     UnknownNameError,
 )
 from forethought.methods import DynasorGenerationController, MajorityVoteController
-from forethought.methods.dynasor import (
-    ANSWER_END,
-    ANSWER_SUFFIX,
-    ANSWER_SUFFIX_WITH_MARKER,
-    PROBE_SUFFIX,
-    _certain,
-)
+from forethought.methods.dynasor import _certain
 from forethought.scaffolding import (
     Budget,
     ComputeTask,
@@ -30,6 +24,12 @@ from forethought.scaffolding import (
     Reply,
     ScaffoldingLlm,
     ScriptedWorker,
+)
+from forethought.scaffolding.probe import (
+    ANSWER_END,
+    ANSWER_SUFFIX,
+    ANSWER_SUFFIX_WITH_MARKER,
+    PROBE_SUFFIX,
 )
 from scripted import answer, chain
 

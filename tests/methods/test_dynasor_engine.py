@@ -15,7 +15,6 @@ from forethought.methods import (
     MajorityVoteController,
     worker_tags,
 )
-from forethought.methods.dynasor import ANSWER_END, PROBE_SUFFIX
 from forethought.scaffolding import (
     AsCompleted,
     Branch,
@@ -30,6 +29,7 @@ from forethought.scaffolding import (
     with_task_collection,
 )
 from forethought.scaffolding.answers import TextEquivalence
+from forethought.scaffolding.probe import ANSWER_END, PROBE_SUFFIX
 from forethought.training.chat_tokenizer import prompt_text
 from openai_server import EngineServer, serving
 from tokens import speaking

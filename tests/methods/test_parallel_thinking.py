@@ -8,7 +8,6 @@ from openai import AsyncOpenAI
 from engines import expect_empty
 from forethought import LLM, SamplingParams, methods
 from forethought.errors import BudgetExceeded, ParameterError, UnknownNameError
-from forethought.methods.parallel_thinking import FORMATS, ThreadFormat
 from forethought.scaffolding import (
     Budget,
     EngineWorker,
@@ -17,6 +16,7 @@ from forethought.scaffolding import (
     ScaffoldingLlm,
     ScriptedWorker,
 )
+from forethought.scaffolding.threads import FORMATS, ThreadFormat
 from openai_server import serving
 from scripted import answer
 from tokens import speaking

@@ -14,7 +14,6 @@ from forethought.errors import (
     UsageError,
 )
 from forethought.methods import DynasorGenerationController
-from forethought.methods.dynasor import ANSWER_END, ANSWER_SUFFIX_WITH_MARKER, PROBE_SUFFIX
 from forethought.outputs import Logprob, ThinkingOutput, ThoughtEnd, TokenConfidence
 from forethought.scaffolding import (
     AsCompleted,
@@ -34,6 +33,7 @@ from forethought.scaffolding import (
     TaskStatus,
     TRTOpenaiWorker,
 )
+from forethought.scaffolding.probe import ANSWER_END, ANSWER_SUFFIX_WITH_MARKER, PROBE_SUFFIX
 from forethought.scaffolding.workers.openai import StreamedChoice
 from openai_server import OpenaiServer, serving
 

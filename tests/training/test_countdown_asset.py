@@ -8,7 +8,7 @@ pytest.importorskip("transformers")
 from forethought.assets import embedded_dir, problems
 from forethought.config.sampling import SamplingParams
 from forethought.llm.llm import LLM
-from forethought.methods.dynasor import PROBE_SUFFIX
+from forethought.scaffolding.probe import PROBE_SUFFIX
 from forethought.scaffolding.verifier import read_countdown, verifier
 from forethought.training.chat_tokenizer import prompt_text
 from forethought.training.countdown.evaluate import (

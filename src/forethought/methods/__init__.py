@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from forethought.methods.majority_vote import MajorityVoteController
     from forethought.methods.mcts import MCTSController
     from forethought.methods.no_thinking import NoThinkingController
-    from forethought.methods.parallel_thinking import ParallelThinkingController, ThreadFormat
+    from forethought.methods.parallel_thinking import ParallelThinkingController
     from forethought.methods.particle_filtering import ParticleFilteringController
     from forethought.methods.particle_gibbs import ParticleGibbsController
     from forethought.methods.repeated_sampling import RepeatedSamplingController
@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     from forethought.methods.specreason import SpecReasonController
     from forethought.methods.tree_of_thoughts import TreeOfThoughtsController
     from forethought.scaffolding.controller import Controller
+    from forethought.scaffolding.threads import ThreadFormat
 
 _REGISTRY = Registry(
     "method",

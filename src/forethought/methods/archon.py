@@ -25,12 +25,12 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
-from forethought.errors import BudgetExceeded, ParameterError
+from forethought.errors import BudgetExceeded
 from forethought.methods import archon_config
 from forethought.methods.archon_config import Component
 from forethought.scaffolding import sampling
 from forethought.scaffolding.answers import without_thought
-from forethought.scaffolding.controller import Controller, refuse_arguments
+from forethought.scaffolding.controller import Controller, expect_one_text, refuse_arguments
 from forethought.scaffolding.judge import filled, question_of
 from forethought.scaffolding.parallel import ParallelProcess, Process
 from forethought.scaffolding.result import ScaffoldingOutput, Stage
@@ -162,13 +162,7 @@ class ArchonController(Controller):
                 candidate of the last one that has is returned.
         """
         refuse_arguments(self, kwargs)
-        if len(tasks) != 1 or tasks[0].skip_detokenizer:
-            raise ParameterError(
-                "archon takes one task, with text",
-                f"got {len(tasks)}, or skip_detokenizer",
-                "Give them apart",
-            )
-        [task] = tasks
+        task = expect_one_text("archon", tasks)
         sampling.refuse(task, ["n"], "archon", "Give a generator samples")
         question_of(task)
         state, info, over_budget = _State(), list[dict[str, Any]](), False

@@ -25,7 +25,12 @@ from forethought.errors import BudgetExceeded, ParameterError
 from forethought.scaffolding import answer_spaces, sampling
 from forethought.scaffolding.answer_spaces import AnswerSpace
 from forethought.scaffolding.answers import AnswerPool
-from forethought.scaffolding.controller import Controller, expect_controller, refuse_arguments
+from forethought.scaffolding.controller import (
+    Controller,
+    expect_controller,
+    expect_one,
+    refuse_arguments,
+)
 from forethought.scaffolding.parallel import Branch, Process, run_until
 from forethought.scaffolding.result import Stage
 from forethought.scaffolding.settings import ON_FAILURE, POSITIVE_INT, OnFailure, validated
@@ -100,11 +105,9 @@ class BestOfNController(Controller):
                 reward controller leaves no scores.
             TaskError: every sample failed, although one alone is only noted.
         """
-        if len(tasks) != 1:
-            raise ParameterError("best of N takes one task", f"got {len(tasks)}", "Give them apart")
         if type(self).select_best is BestOfNController.select_best:
             refuse_arguments(self, select_best_kwargs or {}, "select_best")
-        task = tasks[0]
+        task: GenerationTask = expect_one("best of N", tasks)
         count = self.default_sample_num if sample_num is None else sample_num
         validated("sample_num", count, POSITIVE_INT)
         options = {**kwargs, **(generation_kwargs or {})}
@@ -143,7 +146,7 @@ class BestOfNController(Controller):
             Branch(self.generation_controller.clone(), [sample], options, self.on_failure)
             for sample in samples
         ]
-        ended = yield from run_until(branches, _never)
+        ended = yield from run_until(branches)
         for sample, branch in zip(samples, branches, strict=True):
             sample.error = sample.error or branch.error
             if branch not in ended:
@@ -207,12 +210,6 @@ class BestOfNController(Controller):
         """
         index = max(range(len(tasks)), key=lambda number: reward_values[number])
         return tasks[index], index
-
-
-def _never(branch: Branch) -> Process:
-    """All samples are drawn."""
-    yield from ()
-    return False
 
 
 def _unscored(samples: Sequence[GenerationTask]) -> Exception:

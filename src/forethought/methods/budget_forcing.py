@@ -19,10 +19,14 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
-from forethought.errors import ParameterError
 from forethought.outputs import ThinkingOutput, ThoughtEnd
 from forethought.scaffolding import sampling
-from forethought.scaffolding.controller import Controller, refuse_arguments, side_by_side
+from forethought.scaffolding.controller import (
+    Controller,
+    expect_text,
+    refuse_arguments,
+    side_by_side,
+)
 from forethought.scaffolding.parallel import Process
 from forethought.scaffolding.result import Delta, Stage
 from forethought.scaffolding.settings import (
@@ -106,12 +110,7 @@ class BudgetForcingController(Controller):
         refuse_arguments(self, kwargs)
         for task in tasks:
             sampling.refuse(task, _REFUSED, "budget_forcing", "Use the settings of the method")
-            if task.skip_detokenizer:
-                raise ParameterError(
-                    "budget_forcing cannot honour skip_detokenizer",
-                    "it finds the end of the thought in the text",
-                    "Leave it out",
-                )
+            expect_text("budget_forcing", task, "it finds the end of the thought in the text")
         yield from side_by_side(self, tasks, self._solve)
 
     def _solve(self, task: GenerationTask) -> Process:
@@ -175,13 +174,7 @@ class BudgetForcingController(Controller):
         }
 
 
-_REFUSED = (
-    "n",
-    "include_stop_str_in_output",
-    "thinking_budget",
-    "thinking_soft",
-    "thinking_end",
-)
+_REFUSED = ("n", "include_stop_str_in_output", *sampling.OF_THOUGHTS)
 
 
 def _least(*limits: int | None) -> int | None:

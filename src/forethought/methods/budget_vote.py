@@ -31,7 +31,7 @@ from forethought.scaffolding.answers import (
     checked_equivalence,
     extract_answer_from_boxed,
 )
-from forethought.scaffolding.controller import Controller, expect_controller
+from forethought.scaffolding.controller import Controller, expect_controller, expect_text
 from forethought.scaffolding.parallel import AsCompleted, Branch, Process
 from forethought.scaffolding.result import Stage
 from forethought.scaffolding.settings import (
@@ -106,12 +106,7 @@ class BudgetVoteController(Controller):
             raise ParameterError("a budget vote takes one task", f"got {len(tasks)}", "Split them")
         [task] = tasks
         sampling.refuse(task, _REFUSED, "budget_vote", "Use total_tokens and answer_tokens")
-        if task.skip_detokenizer:
-            raise ParameterError(
-                "budget_vote cannot honour skip_detokenizer",
-                "it finds the answers in the text of the samples",
-                "Leave it out",
-            )
+        expect_text("budget_vote", task, "it finds the answers in the text of the samples")
         count = self.default_sample_num if sample_num is None else sample_num
         share = self.total_tokens // validated("sample_num", count, POSITIVE_INT)
         if share <= (self.answer_tokens or 0):

@@ -50,7 +50,13 @@ from forethought.scaffolding.confidence import (
     stop_threshold,
     watch_groups,
 )
-from forethought.scaffolding.controller import Controller, expect_controller, expect_streams
+from forethought.scaffolding.controller import (
+    Controller,
+    expect_controller,
+    expect_one,
+    expect_streams,
+    expect_text,
+)
 from forethought.scaffolding.parallel import Branch, Process, run_until
 from forethought.scaffolding.result import Stage
 from forethought.scaffolding.settings import (
@@ -142,14 +148,8 @@ class DeepConfController(Controller):
         vote.finish()
 
     def _check(self, tasks: Sequence[GenerationTask]) -> None:
-        if len(tasks) != 1:
-            raise ParameterError("DeepConf takes one task", f"got {len(tasks)}", "Give them apart")
-        if tasks[0].skip_detokenizer:
-            raise ParameterError(
-                "DeepConf cannot honour skip_detokenizer",
-                "it finds the answers in the text of the samples",
-                "Leave it out",
-            )
+        task: GenerationTask = expect_one("DeepConf", tasks)
+        expect_text("DeepConf", task, "it finds the answers in the text of the samples")
 
     def _draw(self, vote: _Vote, options: Mapping[str, Any]) -> Process:
         """Draw all samples."""

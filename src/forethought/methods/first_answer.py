@@ -26,7 +26,12 @@ from typing import Any
 
 from forethought.errors import ParameterError
 from forethought.scaffolding import sampling
-from forethought.scaffolding.controller import Controller, refuse_arguments, side_by_side
+from forethought.scaffolding.controller import (
+    Controller,
+    expect_text,
+    refuse_arguments,
+    side_by_side,
+)
 from forethought.scaffolding.parallel import Process
 from forethought.scaffolding.result import Delta, Stage
 from forethought.scaffolding.settings import BOOL, TEXT, WORDS, validated
@@ -90,12 +95,7 @@ class FirstAnswerController(Controller):
         refuse_arguments(self, kwargs)
         for task in tasks:
             sampling.refuse(task, _REFUSED, "first_answer", "Leave it out")
-            if task.skip_detokenizer:
-                raise ParameterError(
-                    "first_answer cannot honour skip_detokenizer",
-                    "it finds the answer in the text",
-                    "Leave it out",
-                )
+            expect_text("first_answer", task, "it finds the answer in the text")
         yield from side_by_side(self, tasks, self._solve)
 
     def _solve(self, task: GenerationTask) -> Process:
@@ -177,10 +177,4 @@ class _Thought:
 
 _TO_THE_END = 2**30
 """Tokens of a step that ends with its stream."""
-_REFUSED = (
-    "n",
-    "include_stop_str_in_output",
-    "thinking_budget",
-    "thinking_soft",
-    "thinking_end",
-)
+_REFUSED = ("n", "include_stop_str_in_output", *sampling.OF_THOUGHTS)

@@ -43,7 +43,7 @@ from forethought.scaffolding.result import Stage
 from forethought.scaffolding.settings import ON_FAILURE, POSITIVE_INT, OnFailure, validated
 from forethought.scaffolding.task import GenerationTask, StreamGenerationTask
 
-_REFUSED = ("n", "echo", "thinking_budget", "thinking_soft", "thinking_end")
+_REFUSED = ("n", "echo", *sampling.OF_THOUGHTS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,7 +178,7 @@ class ForkThinkController(Controller):
         ]
         ended: Sequence[Branch] = []
         with contextlib.suppress(BudgetExceeded):  # the seed path is there
-            ended = yield from run_until(branches, _never)
+            ended = yield from run_until(branches)
         return {
             number: self._whole(task, fork)
             for number, (fork, branch) in enumerate(zip(forks, branches, strict=True), start=1)
@@ -215,9 +215,3 @@ class ForkThinkController(Controller):
             "points": [{"at": p.num_tokens, "confidence": p.confidence} for p in points],
             "finished": len(paths),
         }
-
-
-def _never(branch: Branch) -> Process:
-    """All paths are drawn."""
-    yield from ()
-    return False

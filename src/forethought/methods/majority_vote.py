@@ -53,7 +53,12 @@ from forethought.scaffolding.answers import (
     PairwiseEquivalence,
     checked_equivalence,
 )
-from forethought.scaffolding.controller import Controller, expect_controller, refuse_arguments
+from forethought.scaffolding.controller import (
+    Controller,
+    expect_controller,
+    expect_text,
+    refuse_arguments,
+)
 from forethought.scaffolding.parallel import AsCompleted, Branch, Process
 from forethought.scaffolding.result import Stage
 from forethought.scaffolding.settings import (
@@ -191,12 +196,8 @@ class MajorityVoteController(Controller):
             raise ParameterError("a vote takes a task", "got none", "Give at least one")
         if self._overridden:
             return
-        if tasks[0].skip_detokenizer:
-            raise ParameterError(
-                "a majority vote cannot honour skip_detokenizer",
-                "it finds the answers in the text of the samples",
-                "Leave it out, or override majority_vote",
-            )
+        why = "it finds the answers in the text of the samples"
+        expect_text("a majority vote", tasks[0], why, "Leave it out, or override majority_vote")
         refuse_arguments(self, vote_kwargs, "majority_vote")
 
     def _own_vote(self, voters: Sequence[Branch], kwargs: Mapping[str, Any]) -> Process:

@@ -27,18 +27,20 @@ are ours. A model has to be trained to spawn. With ``max_depth`` above 1 threads
 
 from __future__ import annotations
 
-import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 from enum import Enum
-from types import MappingProxyType
 from typing import Any
 
-from forethought.errors import BudgetExceeded, ParameterError, UnknownNameError
+from forethought.errors import BudgetExceeded, UnknownNameError
 from forethought.scaffolding import sampling
-from forethought.scaffolding.controller import Controller, refuse_arguments, side_by_side
+from forethought.scaffolding.controller import (
+    Controller,
+    expect_text,
+    refuse_arguments,
+    side_by_side,
+)
 from forethought.scaffolding.parallel import ParallelProcess, Process
-from forethought.scaffolding.result import Delta, ScaffoldingOutput, Stage
+from forethought.scaffolding.result import Delta, Stage
 from forethought.scaffolding.settings import (
     NON_NEGATIVE_INT,
     OPTIONAL_POSITIVE_INT,
@@ -46,132 +48,7 @@ from forethought.scaffolding.settings import (
     validated,
 )
 from forethought.scaffolding.task import GenerationTask
-
-
-@dataclass(frozen=True)
-class ThreadFormat:
-    """How a model writes spawn and join. ``{number}`` and ``{text}`` are of one thread."""
-
-    spawn_begin: str
-    """Opens the block that spawns."""
-    spawn_end: str
-    """Closes it."""
-    task: str
-    """Regular expression of one thread in the block, with the groups ``number`` (counted from 1
-    where it has none) and ``text``."""
-    thread_end: str
-    """Closes what a thread writes."""
-    inherits: bool
-    """Whether a thread goes on from the main thread; else it sees only ``thread_begin``."""
-    thread_begin: str
-    """What a thread goes on from."""
-    returned: str
-    """Regular expression with the group ``text``: what of a thread, its closing tag included, is
-    returned; nothing if it does not match. Empty: all that it has written."""
-    joined: str
-    """How the text that a thread returns stands in the main thread."""
-    join_end: str
-    """What the main thread goes on from, behind them."""
-
-    def tasks(self, said: str) -> list[tuple[str, str]] | None:
-        """Number and text of each thread of the block with which a text ends; None: there is none.
-
-        A server that does not tell which stop string ended a text may have reached its end.
-        """
-        _, begun, block = said.rpartition(self.spawn_begin)
-        if not begun:
-            return None
-        found = re.finditer(self.task, block, re.DOTALL)
-        return [
-            (each.groupdict().get("number") or str(count), each["text"].strip())
-            for count, each in enumerate(found, start=1)
-        ]
-
-    def result(self, written: str) -> str:
-        """What a thread returns of what it has written."""
-        if not self.returned:
-            return written
-        found = re.search(self.returned, written, re.DOTALL)
-        return found["text"] if found else ""
-
-
-FORMATS: Mapping[str, ThreadFormat] = MappingProxyType(
-    {
-        "threadweaver": ThreadFormat(
-            spawn_begin="<Outlines>",
-            spawn_end="</Outlines>",
-            task=r"<Outline>\s*(?P<number>\d+)\s*:(?P<text>.*?)</Outline>",
-            inherits=True,
-            thread_begin="\n<Thread>{number}:",
-            thread_end="</Thread>",
-            returned="",
-            joined="\n<Thread>{number}:{text}</Thread>",
-            join_end="\n</Parallel>",
-        ),
-        "apr": ThreadFormat(
-            spawn_begin="<spawn>",
-            spawn_end="</spawn>",
-            task=r"<msg>(?P<text>.*?)</msg>",
-            inherits=False,
-            thread_begin="{text}\n",
-            thread_end="</join>",
-            returned=r".*<join>(?P<text>.*?)</join>",
-            joined="\n<join>{text}</join>",
-            join_end="\n",
-        ),
-    }
-)
-
-
-@dataclass
-class _Progress:
-    """A thread as far as it has come: the main one, or one that was spawned."""
-
-    part: GenerationTask
-    """The newest part; ``part.joined`` is all of them."""
-    limit: int | None
-    """Tokens that it may generate itself."""
-    depth: int = 0
-    """Of the main thread 0, of those that it spawns 1."""
-    num_own: int = 0
-    thread_tokens: int = 0
-    longest_path: int = 0
-    join_tokens: int | None = 0
-    spawns: list[int] = field(default_factory=list)
-    """Threads of each spawn; behind it those of the spawns in these threads."""
-    num_spawns: int = 0
-    """Its own, those that were left to itself included."""
-    text: str = ""
-    """All that it has written, with what was joined."""
-    output: ScaffoldingOutput | None = None
-    """All parts that have ended, with what was joined between them."""
-
-    @property
-    def left(self) -> int | None:
-        """Tokens that it may still generate itself."""
-        return None if self.limit is None else max(0, self.limit - self.num_own)
-
-    def add(self, part: GenerationTask) -> None:
-        """Count a part, which has ended."""
-        if self.output is not None:  # it goes on behind a join
-            inserted = part.inserted_tokens
-            known = inserted is not None and self.join_tokens is not None
-            self.join_tokens = (self.join_tokens or 0) + len(inserted or ()) if known else None
-        self.output = part.joined
-        self.text += part.output_str or ""
-        self.num_own += part.num_generated
-        self.longest_path += part.num_generated
-
-    def add_threads(self, threads: Sequence[_Progress]) -> None:
-        """Count the threads of one spawn, which have ended, and all that these have spawned."""
-        self.spawns.append(len(threads))
-        for thread in threads:
-            self.spawns += thread.spawns
-            self.thread_tokens += thread.num_own + thread.thread_tokens
-            known = self.join_tokens is not None and thread.join_tokens is not None
-            total = (self.join_tokens or 0) + (thread.join_tokens or 0)
-            self.join_tokens = total if known else None
-        self.longest_path += max(thread.longest_path for thread in threads)
+from forethought.scaffolding.threads import FORMATS, ThreadFormat, ThreadProgress
 
 
 class ParallelThinkingController(Controller):
@@ -232,19 +109,14 @@ class ParallelThinkingController(Controller):
         """
         refuse_arguments(self, kwargs)
         for task in tasks:
-            sampling.refuse(task, _REFUSED, "parallel_thinking", "Leave it out")
-            if task.skip_detokenizer:
-                raise ParameterError(
-                    "parallel_thinking cannot honour skip_detokenizer",
-                    "it reads the tags in the text",
-                    "Leave it out",
-                )
+            sampling.refuse(task, sampling.OF_ONE_PART, "parallel_thinking", "Leave it out")
+            expect_text("parallel_thinking", task, "it reads the tags in the text")
         yield from side_by_side(self, tasks, self._solve)
 
     def _solve(self, task: GenerationTask) -> Process:
         first = task.copy()
         first.worker_tag = self.WorkerTag.GENERATION
-        main, budget_ended = _Progress(first, task.max_tokens), False
+        main, budget_ended = ThreadProgress(first, task.max_tokens), False
         try:
             yield from self.think(main, sampling.stop_strings(task))
         except BudgetExceeded:
@@ -264,7 +136,7 @@ class ParallelThinkingController(Controller):
             "budget_ended": budget_ended,
         }
 
-    def think(self, main: _Progress, stop: Sequence[str]) -> Process:
+    def think(self, main: ThreadProgress, stop: Sequence[str]) -> Process:
         """Generate a thread to its end, with all that it spawns."""
         form = self.thread_format
         while True:
@@ -285,12 +157,12 @@ class ParallelThinkingController(Controller):
             else:
                 yield from self._go_on(main, part, form.spawn_end)
 
-    def _spawn(self, main: _Progress, spawned: Sequence[tuple[str, str]]) -> Process:
+    def _spawn(self, main: ThreadProgress, spawned: Sequence[tuple[str, str]]) -> Process:
         """Run threads side by side, and go on behind what they return."""
         part, form = main.part, self.thread_format
         begins = [form.thread_begin.format(number=n, text=text) for n, text in spawned]
         threads = [
-            _Progress(self._thread(part, *numbered), self.thread_tokens, main.depth + 1)
+            ThreadProgress(self._thread(part, *numbered), self.thread_tokens, main.depth + 1)
             for numbered in enumerate(begins)
         ]
         yield Stage("spawned", "the model asks for threads", fields={"threads": len(threads)})
@@ -309,7 +181,7 @@ class ParallelThinkingController(Controller):
         else:
             yield from self._go_on(main, part, behind)
 
-    def _run(self, threads: Sequence[_Progress]) -> Process:
+    def _run(self, threads: Sequence[ThreadProgress]) -> Process:
         """Generate threads to their ends, side by side."""
         if threads[0].depth < self.max_depth:
             yield ParallelProcess([_Thread(self, each) for each in threads], [[] for _ in threads])
@@ -331,14 +203,14 @@ class ParallelThinkingController(Controller):
         sampling.vary(thread, index)
         return thread
 
-    def _written(self, thread: _Progress) -> str:
+    def _written(self, thread: ThreadProgress) -> str:
         """What a thread has written; where only a part of it is returned, with its closing tag."""
         form = self.thread_format
         closed = form.returned and thread.part.stop_reason == form.thread_end
         return thread.text + form.thread_end if closed else thread.text
 
     def _go_on(
-        self, main: _Progress, source: GenerationTask, behind: str, known: str = ""
+        self, main: ThreadProgress, source: GenerationTask, behind: str, known: str = ""
     ) -> Process:
         """The next part, from ``source`` and the rest of ``behind``, of which it has ``known``."""
         part: GenerationTask = source.fork(behind.removeprefix(known), inherit=False)
@@ -355,7 +227,7 @@ class ParallelThinkingController(Controller):
 class _Thread(Controller):
     """Runs a spawned thread that may spawn in turn."""
 
-    def __init__(self, method: ParallelThinkingController, thread: _Progress) -> None:
+    def __init__(self, method: ParallelThinkingController, thread: ThreadProgress) -> None:
         super().__init__()
         self._method, self._thread = method, thread
 
@@ -363,15 +235,3 @@ class _Thread(Controller):
         """Generate it to its end."""
         end = self._method.thread_format.thread_end
         yield from self._method.think(self._thread, [end])
-
-
-_REFUSED = (
-    "n",
-    "echo",
-    "include_stop_str_in_output",
-    "guided_decoding",
-    "min_tokens",
-    "thinking_budget",
-    "thinking_soft",
-    "thinking_end",
-)

@@ -23,7 +23,12 @@ from forethought.errors import BudgetExceeded, ParameterError
 from forethought.scaffolding import sampling
 from forethought.scaffolding import verifier as verifiers
 from forethought.scaffolding.answers import AnswerPool, MathEquivalence, extract_answer_from_boxed
-from forethought.scaffolding.controller import Controller, expect_controller
+from forethought.scaffolding.controller import (
+    Controller,
+    expect_controller,
+    expect_one,
+    expect_text,
+)
 from forethought.scaffolding.parallel import AsCompleted, Branch, Process
 from forethought.scaffolding.result import Stage
 from forethought.scaffolding.settings import (
@@ -119,11 +124,7 @@ class RepeatedSamplingController(Controller):
             BudgetExceeded: the budget is spent and no sample has ended; else ``fallback`` chooses
                 among those that have ended.
         """
-        if len(tasks) != 1:
-            raise ParameterError(
-                "repeated sampling takes one task", f"got {len(tasks)}", "Give them apart"
-            )
-        task = tasks[0]
+        task: GenerationTask = expect_one("repeated sampling", tasks)
         _expect_texts(task)
         count = self.default_sample_num if sample_num is None else sample_num
         validated("sample_num", count, POSITIVE_INT)
@@ -279,9 +280,4 @@ def _expect_texts(task: GenerationTask) -> None:
             "the prompt is token ids",
             "Give the text as well: generate(prompt, question=...)",
         )
-    if task.skip_detokenizer:
-        raise ParameterError(
-            "repeated sampling cannot honour skip_detokenizer",
-            "the verifier reads the text of the samples",
-            "Leave it out",
-        )
+    expect_text("repeated sampling", task, "the verifier reads the text of the samples")

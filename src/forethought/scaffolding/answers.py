@@ -404,6 +404,56 @@ def lead_probability(votes: int, others: int) -> float:
     return favourable / (1 << n)
 
 
+class Agreement:
+    """How many answers in a row mean the same.
+
+    Args:
+        needed: number of equal answers in a row.
+        uncertain_words: an answer that has one of them, as a word, does not count.
+        equivalence: decides which answers mean the same, see ``AnswerClasses``.
+
+    Attributes:
+        answers: all so far, in order.
+        count: length of the present run.
+    """
+
+    def __init__(
+        self,
+        needed: int,
+        uncertain_words: Sequence[str],
+        equivalence: Equivalence | PairwiseEquivalence,
+    ) -> None:
+        self.needed, self.count, self.answers = needed, 0, list[str]()
+        self._classes = AnswerClasses(equivalence)
+        self._class: Hashable = None
+        words = "|".join(re.escape(word.lower()) for word in uncertain_words)
+        # A word that begins or ends with a sign needs no border there.
+        pattern = rf"(?:(?<!\w)|(?!\w))(?:{words})(?:(?<!\w)|(?!\w))"
+        self._uncertain = re.compile(pattern) if words else None
+
+    @property
+    def reached(self) -> bool:
+        """Whether the run is long enough."""
+        return self.count >= self.needed
+
+    def add(self, answer: str) -> Generator[Any, Any, None]:
+        """Count the next answer; a generator, as the comparison may be slow."""
+        self.answers.append(answer)
+        if not self._counts(answer):
+            self.count = 0
+            return
+        finding = self._classes.finding([answer])
+        if finding:
+            yield finding
+        found = self._classes.of(answer)
+        self.count = self.count + 1 if found == self._class else 1
+        self._class = found
+
+    def _counts(self, answer: str) -> bool:
+        uncertain = self._uncertain is not None and self._uncertain.search(answer.lower())
+        return bool(answer) and not uncertain
+
+
 def get_majority_result(
     results: Sequence[str],
     result_extractor: Callable[[str], str | None] = lambda result: result,

@@ -412,6 +412,48 @@ def expect_prompt(method: str, tasks: Sequence[GenerationTask]) -> GenerationTas
     return tasks[0]
 
 
+def expect_one(method: str, tasks: Sequence[Any]) -> Any:
+    """The one task of a method.
+
+    Raises:
+        ParameterError: there is not exactly one.
+    """
+    if len(tasks) != 1:
+        raise ParameterError(f"{method} takes one task", f"got {len(tasks)}", "Give them apart")
+    return tasks[0]
+
+
+def expect_one_text(method: str, tasks: Sequence[GenerationTask]) -> GenerationTask:
+    """The one task of a method, whose output is wanted as text.
+
+    Raises:
+        ParameterError: there is not exactly one, or no text is wanted.
+    """
+    if len(tasks) != 1 or tasks[0].skip_detokenizer:
+        raise ParameterError(
+            f"{method} takes one task, with text",
+            f"got {len(tasks)}, or skip_detokenizer",
+            "Give them apart",
+        )
+    return tasks[0]
+
+
+def expect_text(method: str, task: GenerationTask, why: str, fix: str = "Leave it out") -> None:
+    """Check that the output of a task is wanted as text.
+
+    Args:
+        method: for the error.
+        task: of the request.
+        why: what the method needs the text for.
+        fix: what the caller can do.
+
+    Raises:
+        ParameterError: no text is wanted.
+    """
+    if task.skip_detokenizer:
+        raise ParameterError(f"{method} cannot honour skip_detokenizer", why, fix)
+
+
 def side_by_side(
     controller: Controller,
     tasks: Sequence[GenerationTask],

@@ -239,7 +239,7 @@ class FirstDone:
 
 def run_until(
     branches: Iterable[Branch],
-    decided: Callable[[Branch], Process],
+    decided: Callable[[Branch], Process] | None = None,
     concurrency: int | None = None,
 ) -> Process:
     """Run branches until enough have ended; the rest is cancelled.
@@ -250,6 +250,7 @@ def run_until(
     Args:
         branches: in the order in which they begin; one is taken when it is to begin.
         decided: called for each that ends, as ``yield from decided(branch)``; True: it is enough.
+            None: all are to end.
         concurrency: branches under way at once; None: all.
 
     Returns:
@@ -268,7 +269,7 @@ def run_until(
                 break
             try:
                 ended.append((yield running))
-                if (yield from decided(ended[-1])):
+                if decided is not None and (yield from decided(ended[-1])):
                     break
             except BudgetExceeded as error:
                 waiting, spent = iter(()), error

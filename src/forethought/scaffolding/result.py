@@ -109,6 +109,19 @@ class ScaffoldingOutput:
             whole.usage += usage
         return whole
 
+    def cut(self, text: str, num_tokens: int) -> ScaffoldingOutput:
+        """The output as if it had stopped after ``num_tokens`` tokens, with another text."""
+        return dataclasses.replace(
+            self,
+            text=text,
+            token_ids=self.token_ids and self.token_ids[:num_tokens],
+            finish_reason="stop",
+            stop_reason=None,
+            logprobs=self.logprobs and self.logprobs[:num_tokens],
+            cumulative_logprob=None,
+            confidences=self.confidences and self.confidences[:num_tokens],
+        )
+
     def without_last(self, num_tokens: int) -> ScaffoldingOutput:
         """The same text without its last ``num_tokens`` ids, which make none of it."""
         if not num_tokens or self.token_ids is None:

@@ -15,9 +15,14 @@ from collections.abc import Mapping, Sequence
 from enum import StrEnum
 from typing import Any
 
-from forethought.errors import BudgetExceeded, ParameterError
+from forethought.errors import BudgetExceeded
 from forethought.scaffolding import sampling
-from forethought.scaffolding.controller import Controller, expect_controller, side_by_side
+from forethought.scaffolding.controller import (
+    Controller,
+    expect_controller,
+    expect_text,
+    side_by_side,
+)
 from forethought.scaffolding.execution_scope import current_scope
 from forethought.scaffolding.parallel import Process
 from forethought.scaffolding.result import Delta, Stage
@@ -82,12 +87,7 @@ class RevisingController(Controller):
 
     def _check(self, task: GenerationTask) -> None:
         sampling.refuse(task, ["n"], self._name, "Put the method into one that samples")
-        if task.skip_detokenizer:
-            raise ParameterError(
-                f"{self._name} cannot honour skip_detokenizer",
-                "it reads the texts of the answers",
-                "Leave it out",
-            )
+        expect_text(self._name, task, "it reads the texts of the answers")
 
     def _solve(self, task: GenerationTask, options: Mapping[str, Any]) -> Process:
         first = task.copy()

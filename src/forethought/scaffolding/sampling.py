@@ -29,6 +29,8 @@ from forethought.errors import ParameterError
 __all__ = [
     "DEFAULTS",
     "FIELDS",
+    "OF_ONE_PART",
+    "OF_THOUGHTS",
     "carry",
     "checked",
     "choose",
@@ -121,6 +123,20 @@ DEFAULTS: Mapping[str, Any] = MappingProxyType(
     {field.name: field.default if field.default is not MISSING else [] for field in _DECLARED}
 )
 """The value that means "not set", by name of the field."""
+
+
+OF_THOUGHTS = ("thinking_budget", "thinking_soft", "thinking_end")
+"""Fields that limit the thought of an output."""
+
+OF_ONE_PART = (
+    "n",
+    "echo",
+    "include_stop_str_in_output",
+    "guided_decoding",
+    "min_tokens",
+    *OF_THOUGHTS,
+)
+"""Fields that an output cannot honour which is generated in several parts."""
 
 
 def checked(owner: str, params: Mapping[str, Any] | SamplingParams | None) -> dict[str, Any]:

@@ -30,7 +30,13 @@ from pydantic import TypeAdapter
 from forethought.errors import BudgetExceeded, ParameterError
 from forethought.scaffolding import sampling
 from forethought.scaffolding.confidence import ConfidenceRewardController
-from forethought.scaffolding.controller import Controller, expect_controller, refuse_arguments
+from forethought.scaffolding.controller import (
+    Controller,
+    expect_controller,
+    expect_one,
+    expect_text,
+    refuse_arguments,
+)
 from forethought.scaffolding.parallel import Process
 from forethought.scaffolding.prm_controller import AGGREGATIONS, StepAggregation
 from forethought.scaffolding.result import ScaffoldingOutput, Stage
@@ -419,17 +425,8 @@ class SearchController(Controller):
                 is the output.
         """
         refuse_arguments(self, kwargs)
-        if len(tasks) != 1:
-            raise ParameterError(
-                f"{self.name} takes one task", f"got {len(tasks)}", "Give them apart"
-            )
-        task = tasks[0]
-        if task.skip_detokenizer:
-            raise ParameterError(
-                f"{self.name} cannot honour skip_detokenizer",
-                "it finds the steps in the text",
-                "Leave it out",
-            )
+        task: GenerationTask = expect_one(self.name, tasks)
+        expect_text(self.name, task, "it finds the steps in the text")
         count = self.default_sample_num if sample_num is None else sample_num
         self.check_count(validated("sample_num", count, POSITIVE_INT))
         search = Search(task, self.generation_controller, self.reward_controller, self.settings)

@@ -94,7 +94,7 @@ def measure(args: argparse.Namespace) -> int:
     from forethought.bench.instruct_methods import bench_of
     from forethought.evaluation.report import make_folder
     from forethought.evaluation.runner import EvaluationProgress, EvaluationRunner
-    from forethought.methods.compute_optimal import Policy
+    from forethought.scaffolding.difficulty import Policy
     from forethought.scaffolding.settings import POSITIVE_INT, validated
 
     for name in ("problems", "tokens", "in_flight"):

@@ -1,0 +1,142 @@
+"""Threads that a model spawns as it thinks: how it writes spawn and join, and what they cost.
+
+A ``ThreadFormat`` finds the threads in the text that spawns them, and writes what they return. A
+``ThreadProgress`` is one of them, or the main one, as far as it has come: its newest part, and what
+all its parts and the threads that it has spawned have generated.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from types import MappingProxyType
+
+from forethought.scaffolding.result import ScaffoldingOutput
+from forethought.scaffolding.task import GenerationTask
+
+
+@dataclass(frozen=True)
+class ThreadFormat:
+    """How a model writes spawn and join. ``{number}`` and ``{text}`` are of one thread."""
+
+    spawn_begin: str
+    """Opens the block that spawns."""
+    spawn_end: str
+    """Closes it."""
+    task: str
+    """Regular expression of one thread in the block, with the groups ``number`` (counted from 1
+    where it has none) and ``text``."""
+    thread_end: str
+    """Closes what a thread writes."""
+    inherits: bool
+    """Whether a thread goes on from the main thread; else it sees only ``thread_begin``."""
+    thread_begin: str
+    """What a thread goes on from."""
+    returned: str
+    """Regular expression with the group ``text``: what of a thread, its closing tag included, is
+    returned; nothing if it does not match. Empty: all that it has written."""
+    joined: str
+    """How the text that a thread returns stands in the main thread."""
+    join_end: str
+    """What the main thread goes on from, behind them."""
+
+    def tasks(self, said: str) -> list[tuple[str, str]] | None:
+        """Number and text of each thread of the block with which a text ends; None: there is none.
+
+        A server that does not tell which stop string ended a text may have reached its end.
+        """
+        _, begun, block = said.rpartition(self.spawn_begin)
+        if not begun:
+            return None
+        found = re.finditer(self.task, block, re.DOTALL)
+        return [
+            (each.groupdict().get("number") or str(count), each["text"].strip())
+            for count, each in enumerate(found, start=1)
+        ]
+
+    def result(self, written: str) -> str:
+        """What a thread returns of what it has written."""
+        if not self.returned:
+            return written
+        found = re.search(self.returned, written, re.DOTALL)
+        return found["text"] if found else ""
+
+
+FORMATS: Mapping[str, ThreadFormat] = MappingProxyType(
+    {
+        "threadweaver": ThreadFormat(
+            spawn_begin="<Outlines>",
+            spawn_end="</Outlines>",
+            task=r"<Outline>\s*(?P<number>\d+)\s*:(?P<text>.*?)</Outline>",
+            inherits=True,
+            thread_begin="\n<Thread>{number}:",
+            thread_end="</Thread>",
+            returned="",
+            joined="\n<Thread>{number}:{text}</Thread>",
+            join_end="\n</Parallel>",
+        ),
+        "apr": ThreadFormat(
+            spawn_begin="<spawn>",
+            spawn_end="</spawn>",
+            task=r"<msg>(?P<text>.*?)</msg>",
+            inherits=False,
+            thread_begin="{text}\n",
+            thread_end="</join>",
+            returned=r".*<join>(?P<text>.*?)</join>",
+            joined="\n<join>{text}</join>",
+            join_end="\n",
+        ),
+    }
+)
+
+
+@dataclass
+class ThreadProgress:
+    """A thread as far as it has come: the main one, or one that was spawned."""
+
+    part: GenerationTask
+    """The newest part; ``part.joined`` is all of them."""
+    limit: int | None
+    """Tokens that it may generate itself."""
+    depth: int = 0
+    """Of the main thread 0, of those that it spawns 1."""
+    num_own: int = 0
+    thread_tokens: int = 0
+    longest_path: int = 0
+    join_tokens: int | None = 0
+    spawns: list[int] = field(default_factory=list)
+    """Threads of each spawn; behind it those of the spawns in these threads."""
+    num_spawns: int = 0
+    """Its own, those that were left to itself included."""
+    text: str = ""
+    """All that it has written, with what was joined."""
+    output: ScaffoldingOutput | None = None
+    """All parts that have ended, with what was joined between them."""
+
+    @property
+    def left(self) -> int | None:
+        """Tokens that it may still generate itself."""
+        return None if self.limit is None else max(0, self.limit - self.num_own)
+
+    def add(self, part: GenerationTask) -> None:
+        """Count a part, which has ended."""
+        if self.output is not None:  # it goes on behind a join
+            inserted = part.inserted_tokens
+            known = inserted is not None and self.join_tokens is not None
+            self.join_tokens = (self.join_tokens or 0) + len(inserted or ()) if known else None
+        self.output = part.joined
+        self.text += part.output_str or ""
+        self.num_own += part.num_generated
+        self.longest_path += part.num_generated
+
+    def add_threads(self, threads: Sequence[ThreadProgress]) -> None:
+        """Count the threads of one spawn, which have ended, and all that these have spawned."""
+        self.spawns.append(len(threads))
+        for thread in threads:
+            self.spawns += thread.spawns
+            self.thread_tokens += thread.num_own + thread.thread_tokens
+            known = self.join_tokens is not None and thread.join_tokens is not None
+            total = (self.join_tokens or 0) + (thread.join_tokens or 0)
+            self.join_tokens = total if known else None
+        self.longest_path += max(thread.longest_path for thread in threads)
