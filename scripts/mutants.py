@@ -769,7 +769,7 @@ MUTANTS = [
     ),
     Mutant(
         "methods/hogwild.py",
-        "        AttentionGroup(parts)",
+        '        AttentionGroup(parts, f"{task.input_str}{self.opening}")',
         "        pass",
         "tests/methods/test_hogwild.py",
     ),
@@ -781,7 +781,7 @@ MUTANTS = [
     ),
     Mutant(
         "engine/scheduler.py",
-        "limit = min(limit, sequence.num_common)",
+        "limit = min(limit, sequence.others[0].num_common)",
         "limit = min(limit, len(sequence.tokens))",
         "tests/engine/test_concurrent_attention.py",
     ),

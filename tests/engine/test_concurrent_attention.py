@@ -35,8 +35,16 @@ def written(machine: Engine, tokens: List[int]) -> Sequence:
 def reader(machine: Engine, others: List[Sequence], own: List[int] = OWN) -> Sequence:
     """A parked sequence that attends to others; nothing of its own is computed."""
     sequence = machine.open([*PREFIX, *own])
-    machine.attend_to(sequence, others)
+    machine.attend_to(sequence, dict.fromkeys(others, len(PREFIX)))
     return sequence
+
+
+def two_writers(machine: Engine) -> list[Sequence]:
+    """Parked sequences that attend to each other."""
+    pair = [machine.open([*PREFIX, *own]) for own in (FIRST, OWN)]
+    machine.attend_to(pair[0], {pair[1]: len(PREFIX)})
+    machine.attend_to(pair[1], {pair[0]: len(PREFIX)})
+    return pair
 
 
 def torch_model(architecture: str) -> Any:
@@ -79,12 +87,39 @@ def test_tokens_of_others_are_read_as_if_they_stood_before_the_own_ones(
     ended(machine, first, second, seeing, alone)
 
 
+@pytest.mark.parametrize("forward", ["auto", "torch"])
+def test_others_are_read_where_their_beginnings_end(forward: str) -> None:
+    """One within the own tokens, another one further on: two threads joined one after the other."""
+    lm = load("llama") if forward == "auto" else torch_model("llama")
+    machine = engine_over(lm, **LIMITS)
+    (plain,) = machine.add([*PREFIX, *FIRST, *OWN, *SECOND, 9, 8], GREEDY)
+    drain(machine)
+    first = written(machine, [*PREFIX, *FIRST])
+    middle = reader(machine, [first])
+    machine.resume(middle, GREEDY.replace(max_tokens=1))
+    drain(machine)
+    own = len(PREFIX) + len(OWN)
+    second, last = machine.fork(middle, own), machine.fork(middle, own)
+    machine.extend(second, SECOND)
+    machine.extend(last, [9, 8])
+    machine.resume(second, GREEDY.replace(max_tokens=1))
+    drain(machine)
+    machine.attend_to(last, {second: own, first: len(PREFIX)})
+    machine.resume(last, GREEDY)
+    drain(machine)
+    assert outputs([last]) == outputs([plain])
+    again = machine.open(last.tokens[: own + 2])  # with nothing computed
+    machine.attend_to(again, {first: len(PREFIX), second: own})
+    machine.resume(again, GREEDY)
+    drain(machine)
+    assert outputs([again]) == outputs([plain])
+    ended(machine, first, middle, second, last, again)
+
+
 def turns_of(lm: Any, **limits: Any) -> list[list[int]]:
     """What two sequences write that read each other while they write."""
     machine = engine_over(lm, **{**LIMITS, **limits})
-    pair = [machine.open([*PREFIX, *own]) for own in (FIRST, OWN)]
-    machine.attend_to(pair[0], pair[1:])
-    machine.attend_to(pair[1], pair[:1])
+    pair = two_writers(machine)
     for sequence in pair:
         machine.resume(sequence, GREEDY.replace(max_tokens=40))
     drain(machine)
@@ -119,14 +154,12 @@ def test_page_sizes_do_not_change_a_token(page_size: int) -> None:
 def test_a_token_is_read_from_the_step_after_it_was_stored() -> None:
     """Written out step by step: each forward of one reads what the other one had before it."""
     machine = engine(**LIMITS)
-    pair = [machine.open([*PREFIX, *own]) for own in (FIRST, OWN)]
-    machine.attend_to(pair[0], pair[1:])
-    machine.attend_to(pair[1], pair[:1])
+    pair = two_writers(machine)
     seen: list[list[int]] = []
     forward = machine.runner.forward
 
     def watched(rows: Any, *readers: Any) -> Any:
-        seen.append([sum(row.concurrent.counts) for row in rows if row.concurrent is not None])
+        seen.append([len(row.concurrent.slots[0]) for row in rows if row.concurrent is not None])
         return forward(rows, *readers)
 
     machine.runner.forward = watched  # type: ignore[method-assign]
@@ -172,7 +205,7 @@ def test_a_fork_reads_what_its_parent_reads() -> None:
     assert outputs([fork]) == [seeing.tokens[len(PREFIX) + len(OWN) :]]
     earlier = machine.fork(seeing, len(PREFIX) - 1)  # behind no token of its own
     assert earlier.others == ()
-    machine.attend_to(fork, [])
+    machine.attend_to(fork, {})
     assert fork.others == ()
     ended(machine, other, seeing, fork, earlier)
 
@@ -198,7 +231,7 @@ def test_it_has_no_drafts_while_the_others_have() -> None:
     other = written(machine, [*PREFIX, *FIRST])
     text = [*PREFIX, *OWN, *OWN, *OWN]
     seeing = machine.open(text)
-    machine.attend_to(seeing, [other])
+    machine.attend_to(seeing, {other: len(PREFIX)})
     (beside,) = machine.add([*OWN, *OWN, *OWN], GREEDY.replace(max_tokens=30))
     machine.resume(seeing, GREEDY.replace(max_tokens=30))
     drain(machine)
@@ -208,9 +241,7 @@ def test_it_has_no_drafts_while_the_others_have() -> None:
 
 def test_the_context_holds_the_tokens_of_all() -> None:
     machine = engine(max_length=60, pages=100)
-    pair = [machine.open([*PREFIX, *own]) for own in (FIRST, OWN)]
-    machine.attend_to(pair[0], pair[1:])
-    machine.attend_to(pair[1], pair[:1])
+    pair = two_writers(machine)
     for sequence in pair:
         machine.resume(sequence, SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True))
     drain(machine)
@@ -252,19 +283,20 @@ def test_what_is_read_is_the_last_to_lose_its_pages() -> None:
 def test_wrong_uses_are_refused() -> None:
     machine = engine(**LIMITS)
     other, same = machine.open([*PREFIX, *FIRST]), machine.open(PREFIX)
-    with pytest.raises(UsageError, match="tokens of its own"):
-        machine.attend_to(same, [other])
+    for beginning in (len(PREFIX), len(PREFIX) + 1):  # nothing of its own; another beginning
+        with pytest.raises(UsageError, match="begins alike"):
+            machine.attend_to(same, {other: beginning})
     with pytest.raises(UsageError, match="cannot be attended to"):
-        machine.attend_to(other, [other])
+        machine.attend_to(other, {other: 1})
     machine.close(same)
     with pytest.raises(UsageError, match="cannot be attended to"):
-        machine.attend_to(other, [same])
+        machine.attend_to(other, {same: 1})
     seeing = reader(machine, [written(machine, [*PREFIX, *SECOND])])
     machine.resume(seeing, GREEDY)
     drain(machine)
     with pytest.raises(UsageError, match="cannot be saved"):
         machine.capture(seeing, seeing.tokens)
-    ended(machine, other, seeing, *seeing.others)
+    ended(machine, other, *(each.sequence for each in seeing.others), seeing)
 
 
 @pytest.mark.parametrize("architecture", ["gemma3", "gpt2", "deepseek_v3"])
@@ -272,7 +304,7 @@ def test_models_whose_attention_cannot_are_refused_by_name(architecture: str) ->
     machine = engine(architecture, **LIMITS)
     pair = [machine.open([*PREFIX, *own]) for own in (FIRST, OWN)]
     with pytest.raises(ModelError, match="cannot attend to each other"):
-        machine.attend_to(pair[0], pair[1:])
+        machine.attend_to(pair[0], {pair[1]: len(PREFIX)})
     ended(machine, *pair)
 
 

@@ -231,7 +231,7 @@ def test_workers_write_something_else_where_they_do_not_see_each_other(llm, monk
     result = shared(llm)
     texts = result.output.meta["hogwild"]["texts"]
     assert all(texts.values())
-    monkeypatch.setattr(HogwildController, "_join", lambda self, parts: None)
+    monkeypatch.setattr(HogwildController, "_join", lambda *_: None)
     apart = shared(llm).output.meta["hogwild"]["texts"]
     assert texts["Alice"] != apart["Alice"]
     assert texts["Bob"] != apart["Bob"]
@@ -280,7 +280,7 @@ def test_a_group_begins_together_or_not_at_all(llm):
     for task in (fine, wrong):
         task.max_tokens, task.on_failure = 4, "drop"
     wrong.stop_token_ids = [10**6]
-    AttentionGroup([fine, wrong])
+    AttentionGroup([fine, wrong], "p\n")
 
     class Both(Controller):
         WorkerTag = HogwildController.WorkerTag

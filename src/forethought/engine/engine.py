@@ -11,7 +11,7 @@ import itertools
 import random
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Ids
 from dataclasses import replace
 
@@ -21,7 +21,13 @@ from forethought.config.sampling import SamplingParams
 from forethought.engine import snapshot
 from forethought.engine.drafting import DrafterEntry, Drafting
 from forethought.engine.scheduler import Limits, Scheduler
-from forethought.engine.sequence import Sequence, Status, attach_ready_dependents, depend_on
+from forethought.engine.sequence import (
+    OtherSequence,
+    Sequence,
+    Status,
+    attach_ready_dependents,
+    depend_on,
+)
 from forethought.engine.snapshot import SequenceSnapshot
 from forethought.engine.step import Event, Step
 from forethought.errors import (
@@ -256,9 +262,9 @@ class Engine:
             self._score_extension(sequence)
         self._start(sequence, params, next(self._arrivals), self._seed(params), constraint)
         if sequence.num_computed == 0 and sequence.parent is None:
-            writing = next((other for other in sequence.others if other.active), None)
+            writing = next((each for each in sequence.others if each.sequence.active), None)
             if writing is not None:  # what they begin with is computed once
-                depend_on(sequence, writing, sequence.num_common)
+                depend_on(sequence, writing.sequence, writing.num_common)
 
     def extend(self, sequence: Sequence, token_ids: Ids[int]) -> None:
         """Put tokens behind a parked sequence; they are computed when it is resumed."""
@@ -283,27 +289,27 @@ class Engine:
                 "Fork a live sequence at one of its own lengths",
             )
         child = self._new(sequence.tokens[:length], keep=True)
-        if length > sequence.num_common:
-            child.others, child.num_common = sequence.others, sequence.num_common
+        child.others = _read_before(sequence, length)
         depend_on(child, sequence, length)
         return child
 
-    def attend_to(self, sequence: Sequence, others: Ids[Sequence]) -> None:
+    def attend_to(self, sequence: Sequence, others: Mapping[Sequence, int]) -> None:
         """Let a sequence read the tokens of others, while they are written, in place.
 
-        What all of them begin with is read once; then it sees the others' tokens in order, then its
-        own. A token of another sequence is seen from the step after the one that stored its keys
-        and values. Its own keys and values then depend on them: its pages are not published, it is
-        not saved, and has no drafts; if it has to be computed again, that is with what the others
-        have written by then. It ends with ``LENGTH`` where the context cannot hold all tokens.
+        It then sees them behind the tokens that both begin with, before the rest of its own. A
+        token of another sequence is seen from the step after the one that stored its keys and
+        values. The sequence's own ones then depend on them: its pages are not published, it is not
+        saved, and has no drafts; if it has to be computed again, that is with what the others have
+        written by then. It ends with ``LENGTH`` where the context cannot hold all tokens.
 
         Args:
-            sequence: a live one, with a token of its own behind the common beginning.
-            others: live ones. The sequence may be among those that they attend to. None: it
-                attends to itself alone again.
+            sequence: a live one, with a token of its own behind each common beginning.
+            others: live ones, and how many tokens each has in common with it. The sequence may be
+                among those that they attend to. None: it attends to itself alone again.
 
         Raises:
-            UsageError: one of them is closed, or the sequence has no token of its own.
+            UsageError: one of them is closed, does not begin with these tokens, or the sequence has
+                no token of its own behind them.
             ModelError: the model's attention cannot; see ``CausalLM.check_concurrent``.
         """
         self.runner.lm.check_concurrent()
@@ -313,14 +319,15 @@ class Engine:
                 "one of them is closed, or the sequence itself",
                 "Give other live sequences",
             )
-        num_common = min((_num_common(sequence, other) for other in others), default=0)
-        if others and num_common == len(sequence.tokens):
-            raise UsageError(
-                "a sequence that attends to others needs tokens of its own",
-                f"they begin with all of its {num_common} tokens",
-                "Extend it first, as with the name of its writer",
-            )
-        sequence.others, sequence.num_common = tuple(others), num_common
+        for other, count in others.items():
+            if count >= len(sequence.tokens) or sequence.tokens[:count] != other.tokens[:count]:
+                raise UsageError(
+                    "a sequence that attends to another one begins alike, and goes on by itself",
+                    f"they do not both begin with {count} tokens, or it has no further one",
+                    "Extend it first, as with the name of its writer",
+                )
+        found = [OtherSequence(other, count) for other, count in others.items()]
+        sequence.others = tuple(sorted(found, key=lambda each: each.num_common))
 
     def capture(self, sequence: Sequence, token_ids: Ids[int]) -> SequenceSnapshot:
         """A copy of a sequence that begins like ``token_ids``: these ids, and its KV so far.
@@ -391,8 +398,7 @@ class Engine:
         sequence.prompt_length = min(sequence.prompt_length, length)
         sequence.num_ever_computed = min(sequence.num_ever_computed, length)
         sequence.num_shared = min(sequence.num_shared, length)
-        if length <= sequence.num_common:
-            sequence.others, sequence.num_common = (), 0
+        sequence.others = _read_before(sequence, length)
         if sequence.extended_from is not None and sequence.extended_from >= length:
             sequence.extended_from = None
 
@@ -491,8 +497,6 @@ class Engine:
             )
 
 
-def _num_common(one: Sequence, other: Sequence) -> int:
-    """Tokens that both begin with."""
-    pairs = enumerate(zip(one.tokens, other.tokens, strict=False))
-    shorter = min(len(one.tokens), len(other.tokens))
-    return next((index for index, (a, b) in pairs if a != b), shorter)
+def _read_before(sequence: Sequence, length: int) -> tuple[OtherSequence, ...]:
+    """What the first ``length`` tokens of a sequence attend to."""
+    return tuple(other for other in sequence.others if other.num_common < length)

@@ -320,7 +320,7 @@ class Scheduler:
         if sequence.others:
             _check_others(sequence)
             sequence.limit = self._limit_with_others(sequence)
-            sequence.table.keep_private(sequence.num_common)
+            sequence.table.keep_private(sequence.others[0].num_common)
         count = self._fitting_tokens(plan, sequence)
         if count == 0:
             return
@@ -340,9 +340,10 @@ class Scheduler:
     def _fitting_tokens(self, plan: Plan, sequence: Sequence) -> int:
         """Tokens of the sequence that fit into what is left of the step's budget."""
         left = self.limits.max_num_tokens - plan.num_tokens
-        wanted = sequence.num_uncomputed
-        if sequence.others and sequence.num_computed < sequence.num_common:
-            wanted = sequence.num_common - sequence.num_computed  # they do not see the others
+        wanted, begin = sequence.num_uncomputed, sequence.num_computed
+        ends = [other.num_common for other in sequence.others if other.num_common > begin]
+        if ends:  # the tokens before do not see the others
+            wanted = ends[0] - begin
         if sequence.wants_prompt_logprobs:
             wanted = min(wanted, PROMPT_LOGPROB_ROWS)
         if wanted > left and not self.limits.chunked_prefill:
@@ -372,7 +373,7 @@ class Scheduler:
         """Begin an empty table with the pages of a known prefix; at least one token is left."""
         limit = len(sequence.tokens) - 1
         if sequence.others:
-            limit = min(limit, sequence.num_common)
+            limit = min(limit, sequence.others[0].num_common)
         if sequence.wants_prompt_logprobs:
             limit = min(limit, len(sequence.prompt_logprobs) - 1)
         if sequence.table.pages or limit < 1 or sequence.had_nonfinite_logits:
@@ -391,12 +392,12 @@ class Scheduler:
     def _idle(self) -> list[Sequence]:
         """Parked sequences with pages, those that running ones attend to last."""
         idle = [other for other in self.parked if other.table.pages]
-        seen = {id(other) for sequence in self.running for other in sequence.others}
+        seen = {id(other.sequence) for sequence in self.running for other in sequence.others}
         return sorted(idle, key=lambda other: id(other) in seen) if seen else idle
 
     def _limit_with_others(self, sequence: Sequence) -> int:
         """Tokens at which its generation ends, so that the context holds the others' as well."""
-        num_others = sum(len(other.tokens) - sequence.num_common for other in sequence.others)
+        num_others = sum(len(each.sequence.tokens) - each.num_common for each in sequence.others)
         left = max(len(sequence.tokens) + 1, self.limits.max_length - num_others)
         return min(sequence.limit, left)
 
@@ -423,7 +424,7 @@ class Scheduler:
 
 def _check_others(sequence: Sequence) -> None:
     """Raise UsageError unless what the sequence attends to is stored, or will be."""
-    for other in sequence.others:
+    for other in (each.sequence for each in sequence.others):
         lost = other.status is Status.PARKED and other.num_uncomputed > 1
         if lost or other.status is Status.CLOSED:
             raise UsageError(

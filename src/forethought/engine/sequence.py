@@ -16,6 +16,7 @@ as they are computed, so that no prefix is computed twice.
 
 from __future__ import annotations
 
+from collections.abc import Sequence as List
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING
@@ -47,6 +48,15 @@ class Status(Enum):
     """In no queue; holds no page."""
 
 
+@dataclass(frozen=True, slots=True)
+class OtherSequence:
+    """A sequence that another one attends to; see ``Engine.attend_to``."""
+
+    sequence: Sequence
+    num_common: int
+    """Tokens that both begin with, behind which its own are read."""
+
+
 @dataclass(eq=False, slots=True)
 class Sequence:
     """Token ids, their page table, and how far they are computed."""
@@ -76,11 +86,8 @@ class Sequence:
     """Sequences that wait for this one's KV."""
     num_shared: int = 0
     """Tokens that it has in common with ``parent``."""
-    others: tuple[Sequence, ...] = ()
-    """Sequences whose tokens it attends to as well, behind ``num_common`` tokens that all begin
-    with; see ``Engine.attend_to``."""
-    num_common: int = 0
-    """Tokens that it and ``others`` begin with, which only it attends to as its own."""
+    others: tuple[OtherSequence, ...] = ()
+    """Sequences whose tokens it attends to as well; their ``num_common`` rise."""
     num_ever_computed: int = 0
     """Tokens computed at least once; computing them again counts as prefill."""
     sampled_positions: list[int] = field(default_factory=list)
@@ -210,3 +217,10 @@ def siblings_to_sample(sequence: Sequence) -> list[Sequence]:
         and other.others == sequence.others
     ]
     return [sequence, *siblings]
+
+
+def num_common(sequences: List[Sequence]) -> int:
+    """Tokens that all of the sequences begin with."""
+    together = zip(*(sequence.tokens for sequence in sequences), strict=False)
+    shortest = min(len(sequence.tokens) for sequence in sequences)
+    return next((n for n, found in enumerate(together) if len(set(found)) > 1), shortest)

@@ -515,17 +515,15 @@ def _pack(row: PlannedRow, starts: Mapping[int, int]) -> Row:
 
 def _concurrent(row: PlannedRow, starts: Mapping[int, int]) -> ConcurrentTokens | None:
     """The tokens of other sequences that a row attends to: those stored before this step."""
-    sequence = row.sequence
-    begin = sequence.num_common
-    if not sequence.others or row.start < begin:
+    others = [other for other in row.sequence.others if other.num_common <= row.start]
+    if not others:
         return None
-    slots, counts = list[int](), list[int]()
-    for other in sequence.others:
-        stored = starts.get(other.id, other.table.length)
-        found = other.table.slots(begin, max(begin, stored))
-        slots += found
-        counts.append(len(found))
-    return ConcurrentTokens(begin, slots, counts)
+    slots = [
+        table.slots(other.num_common, max(other.num_common, starts.get(read.id, table.length)))
+        for other in others
+        for read, table in [(other.sequence, other.sequence.table)]
+    ]
+    return ConcurrentTokens([other.num_common for other in others], slots)
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,6 +19,7 @@ from typing import TypeVar
 
 from forethought.config.sampling import SamplingParams
 from forethought.engine import sequence as engine_sequence
+from forethought.engine.sequence import num_common
 from forethought.engine.snapshot import SequenceSnapshot
 from forethought.errors import EngineStopped, UsageError
 from forethought.llm.engine_thread import EngineThread, OutputStream
@@ -143,29 +144,45 @@ class AsyncSession:
             )
         return SessionStream(self, reservation)
 
-    async def attend_to(self, others: Sequence[AsyncSession]) -> None:
+    async def attend_to(self, others: Sequence[AsyncSession], length: int | None = None) -> None:
         """Read the tokens of other sessions while they are written; see ``Engine.attend_to``.
 
+        Args:
+            others: the sessions that are read from now on, in this order.
+            length: tokens that all begin with, behind which they are read; None: as many as there
+                are.
+
         Raises:
-            UsageError: one of them is closed, or this one has no token of its own behind what all
-                begin with.
+            UsageError: one of them is closed, they do not begin alike, or this one has no token of
+                its own behind the common beginning.
             ModelError: the model's attention cannot.
         """
-        handle, engine = self._handle, self._thread.frontend.engine
-        handles = [other._handle for other in others]
-        await self._do(lambda: engine.attend_to(handle.opened, [other.opened for other in handles]))
+        engine, handles = self._thread.frontend.engine, [other._handle for other in others]
+        given = None if length is None else read_length(length)
+
+        def attend() -> None:
+            own, read = self._handle.opened, [handle.opened for handle in handles]
+            count = num_common([own, *read]) if given is None else given
+            engine.attend_to(own, dict.fromkeys(read, count))
+
+        await self._do(attend)
 
     @classmethod
     async def stream_together(
         cls,
         generations: Sequence[tuple[AsyncSession, SamplingParams]],
         others: Sequence[AsyncSession] = (),
+        *,
+        length: int,
+        adds: bool = False,
     ) -> list[SessionStream]:
         """Continue sessions that attend to each other, all from the same step on; as ``stream``.
 
         Args:
             generations: the sessions of one engine, and how each is continued.
             others: sessions that all of them attend to as well.
+            length: tokens that all begin with, behind which the others' are read.
+            adds: to what each attends to already; else in place of it.
 
         Raises:
             UsageError, ModelError: as ``attend_to``.
@@ -173,22 +190,23 @@ class AsyncSession:
         """
         thread = generations[0][0]._thread
         made = [await thread.frontend.compiled(params) for _, params in generations]
-        streams = [_Reservation(OutputStream(Generation.completion), p) for _, p in generations]
+        own = [_Reservation(OutputStream(Generation.completion), p) for _, p in generations]
         handles = [session._handle for session, _ in generations]
         read = [*handles, *(other._handle for other in others)]
 
         def begin() -> None:
             engine, frontend = thread.frontend.engine, thread.frontend
-            for handle, reservation in zip(handles, streams, strict=True):
-                engine.check_resume(handle.idle, reservation.params)
-                engine.attend_to(handle.opened, [each.opened for each in read if each != handle])
-            for handle, each, shape in zip(handles, streams, made, strict=True):
-                thread.follow(
-                    each.stream, partial(frontend.resume, handle.opened, each.params, shape)
-                )
+            for handle, reservation in zip(handles, own, strict=True):
+                engine.check_resume(sequence := handle.idle, reservation.params)
+                earlier = {each.sequence: each.num_common for each in sequence.others if adds}
+                new = [each.opened for each in read if each is not handle]
+                engine.attend_to(sequence, {**earlier, **dict.fromkeys(new, length)})
+            for handle, reservation, shape in zip(handles, own, made, strict=True):
+                resume = partial(frontend.resume, handle.opened, reservation.params, shape)
+                thread.follow(reservation.stream, resume)
 
         await generations[0][0]._do(begin)
-        pairs = zip(generations, streams, strict=True)
+        pairs = zip(generations, own, strict=True)
         return [SessionStream(session, each) for (session, _), each in pairs]
 
     async def extend(self, more: str | Sequence[int]) -> None:

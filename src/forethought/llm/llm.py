@@ -23,6 +23,7 @@ import torch
 from forethought.config.engine import LlmOptions
 from forethought.config.sampling import SamplingParams
 from forethought.engine import sequence as engine_sequence
+from forethought.engine.sequence import num_common
 from forethought.errors import DependencyError, EngineStopped, ParameterError, UsageError
 from forethought.llm.frontend import Frontend, Generation
 from forethought.llm.tokenizer import Prompt, is_batch, read_length
@@ -525,17 +526,24 @@ class Session:
         with self._llm._exclusive() as frontend:
             return Session(self._llm, frontend.fork(self._sequence, cut))
 
-    def attend_to(self, others: Sequence[Session]) -> None:
+    def attend_to(self, others: Sequence[Session], length: int | None = None) -> None:
         """Read the tokens of other sessions of this ``LLM``, which may be generating, in place of
         having them put into a prompt; see ``Engine.attend_to``.
 
+        Args:
+            others: the sessions that are read from now on, in this order.
+            length: tokens that all begin with, behind which they are read; None: as many as there
+                are.
+
         Raises:
-            UsageError: one of them is closed, or this one has no token of its own behind what all
-                begin with.
+            UsageError: one of them is closed, they do not begin alike, or this one has no token of
+                its own behind the common beginning.
             ModelError: the model's attention cannot.
         """
         with self._llm._exclusive() as frontend:
-            frontend.engine.attend_to(self._sequence, [other._sequence for other in others])
+            read = [other._sequence for other in others]
+            count = num_common([self._sequence, *read]) if length is None else read_length(length)
+            frontend.engine.attend_to(self._sequence, dict.fromkeys(read, count))
 
     def rewind(self, length: int) -> None:
         """Drop all tokens from ``length`` on.

@@ -154,7 +154,7 @@ class HogwildController(Controller):
         told: dict[str, Any] = {"turns": 0, "budget_ended": False}
         try:
             while True:
-                yield from self._turn(workers, told)
+                yield from self._turn(task, workers, told)
                 if self._is_over(workers, told["turns"]):
                     break
                 self._go_on(task, workers, told["turns"])
@@ -162,7 +162,7 @@ class HogwildController(Controller):
             final = self._behind(task, first.part, first.unread + self.final, task)
             final.stop, final.max_tokens = list(sampling.stop_strings(task)), task.max_tokens
             final.streaming_output_flag = task.streaming_output_flag
-            self._join([final, *(worker.part for worker in workers[1:])])
+            self._join(task, [final, *(worker.part for worker in workers[1:])])
             yield [final]
             self._count(told, [final])
             task.result, task.request_handle = final.result, final.request_handle
@@ -183,10 +183,12 @@ class HogwildController(Controller):
         sampling.vary(part, number)
         return _Worker(name, part)
 
-    def _turn(self, workers: Sequence[_Worker], told: dict[str, Any]) -> Process:
+    def _turn(
+        self, task: GenerationTask, workers: Sequence[_Worker], told: dict[str, Any]
+    ) -> Process:
         """Let all workers write that have not ended, at the same time."""
         writing = [worker for worker in workers if not worker.has_ended]
-        self._join([worker.part for worker in workers])
+        self._join(task, [worker.part for worker in workers])
         yield [worker.part for worker in writing]
         told["turns"] += 1
         self._count(told, [worker.part for worker in writing])
@@ -199,9 +201,9 @@ class HogwildController(Controller):
         self._exchange(workers, writing)
         yield Stage("exchanged", "a turn is over", fields={"turn": told["turns"]})
 
-    def _join(self, parts: Sequence[GenerationTask]) -> None:
+    def _join(self, task: GenerationTask, parts: Sequence[GenerationTask]) -> None:
         """Called before any of the parts is generated, with what all workers are at."""
-        AttentionGroup(parts)
+        AttentionGroup(parts, f"{task.input_str}{self.opening}")
 
     def _exchange(self, workers: Sequence[_Worker], writing: Sequence[_Worker]) -> None:
         """Called when those that were writing have ended their turn."""
@@ -299,7 +301,7 @@ class HogwildTurnsController(HogwildController):
         )
         self.step_end = validated("step_end", step_end, ANY_TEXT)
 
-    def _join(self, parts: Sequence[GenerationTask]) -> None:
+    def _join(self, task: GenerationTask, parts: Sequence[GenerationTask]) -> None:
         """They write apart from each other."""
 
     def _exchange(self, workers: Sequence[_Worker], writing: Sequence[_Worker]) -> None:

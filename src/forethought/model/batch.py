@@ -47,35 +47,41 @@ def ancestors(parents: Sequence[int]) -> Tensor:
 class ConcurrentTokens:
     """Stored tokens of other sequences that a row attends to, in place.
 
-    They stand between a prefix that all of these sequences share and the row's own tokens::
+    Each has tokens in common with the row's sequence, and what follows them stands behind these::
 
-        row's view   [ prefix | first other | second other | own tokens ]
+        row's view   [ own tokens | first other | own | second other | own tokens ]
 
     Keys are stored as they were rotated in the sequence that computed them, so queries are rotated
     further for each part of the view; see :meth:`segments`. Rodionov et al., "Hogwild! Inference",
     2025, section 3.
 
     Attributes:
-        num_shared: tokens of the shared prefix.
-        slots: of the others' tokens behind it, one sequence after the other.
-        counts: how many of them each sequence has.
+        starts: own tokens before each other sequence's, rising.
+        slots: of the tokens of each.
     """
 
-    num_shared: int
-    slots: list[int]
-    counts: list[int]
+    starts: list[int]
+    slots: list[list[int]]
 
     def segments(self) -> list[tuple[int, int]]:
-        """The parts of the view before the own tokens: number of tokens, and further rotation.
+        """The parts of the view before the last own ones: number of tokens, and further rotation.
 
         The rotation is in positions: by how much farther a query is from the part's keys in the
         view than its own position says.
         """
-        left, found = sum(self.counts), [(self.num_shared, sum(self.counts))]
-        for count in self.counts:
-            found.append((count, left))
-            left -= count
+        left, begin, found = sum(map(len, self.slots)), 0, list[tuple[int, int]]()
+        for start, slots in zip(self.starts, self.slots, strict=True):
+            found += [(start - begin, left), (len(slots), left)]
+            left, begin = left - len(slots), start
         return found
+
+    def view(self, own: list[int]) -> list[int]:
+        """The slots of all that is seen, in order, from those of the sequence's own tokens."""
+        found, begin = list[int](), 0
+        for start, slots in zip(self.starts, self.slots, strict=True):
+            found += own[begin:start] + slots
+            begin = start
+        return found + own[begin:]
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,8 +99,8 @@ class Row:
             all later ones; ``len(tokens)``: none.
         drafted: int64 ``[k]`` on the model's device, the last k tokens, of which the host has no
             more than the number: ``tokens`` has any ids in their place; None: it has all of them.
-        concurrent: tokens of other sequences that a chain attends to, too; ``start`` is then not
-            within their shared prefix. None: there are none.
+        concurrent: tokens of other sequences that a chain attends to, too, none behind ``start``;
+            None: there are none.
     """
 
     tokens: list[int]
@@ -183,7 +189,7 @@ class PackedRows:
             assert row.table.length == row.start + size
             assert row.parents is None or len(row.parents) == size
             assert row.concurrent is None or row.parents is None
-            assert row.concurrent is None or row.start >= row.concurrent.num_shared
+            assert row.concurrent is None or row.start >= row.concurrent.starts[-1]
             tokens += row.tokens
             first = row.start - offset
             if row.parents is None:

@@ -24,10 +24,12 @@ class AttentionGroup:
 
     Args:
         tasks: with one sample each.
+        common: the text that all of their prompts begin with, behind which the others are read.
+        adds: to what the tasks' sequences read already, where they are forks; else in place of it.
     """
 
-    def __init__(self, tasks: Sequence[GenerationTask]) -> None:
-        self.tasks = tuple(tasks)
+    def __init__(self, tasks: Sequence[GenerationTask], common: str, *, adds: bool = False) -> None:
+        self.tasks, self.common, self.adds = tuple(tasks), common, adds
         self._expected = {id(task) for task in tasks if task.request_handle is None}
         self._ready: dict[int, Any] = {}
         self._begun: asyncio.Future[None] | None = None

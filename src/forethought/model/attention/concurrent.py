@@ -1,7 +1,7 @@
 """Attention of a row to tokens of other sequences, in the pages where those computed them.
 
-Several sequences share a prefix, and each reads what the others have written since, as if it stood
-between the prefix and its own tokens::
+Sequences that begin alike read what the others have written since, as if it stood behind the common
+beginning, before their own tokens::
 
     pages          [ prefix 0..P | own P..P+n ]      [ other P..P+m ]
     view           [ prefix 0..P | other P..P+m | own P+m..P+m+n ]
@@ -95,7 +95,7 @@ class ConcurrentPass(PagedPass):
     def layout(self) -> KvLayout:
         """See :class:`~forethought.model.attention.base.ForwardPass`.
 
-        A row that sees others has its shared prefix as prefix; all the rest is recent.
+        A row that sees others has as prefix what is before the first one; all the rest is recent.
         """
         found = super().layout()
         slots, rows, device = [found.recent_slots], list(found.rows), self.storage.device
@@ -119,15 +119,13 @@ def _view(span: Span, page_size: int) -> list[int]:
     """The slots of all that the row sees, in the order of its view."""
     assert span.concurrent is not None
     located = (divmod(position, page_size) for position in range(span.kv_length))
-    own = [span.pages[number] * page_size + offset for number, offset in located]
-    shared = span.concurrent.num_shared
-    return [*own[:shared], *span.concurrent.slots, *own[shared:]]
+    return span.concurrent.view([span.pages[page] * page_size + slot for page, slot in located])
 
 
 def _row(row: KvRow, span: Span, begin: int, length: int) -> KvRow:
     """A row over a view of ``length`` tokens, whose recent ones lie from ``begin`` on."""
     assert span.concurrent is not None
-    prefix = span.concurrent.num_shared
+    prefix = span.concurrent.starts[0]
     recent = range(begin, begin + length - prefix)
     return replace(row, prefix=prefix, recent=recent, segments=_segments(span))
 

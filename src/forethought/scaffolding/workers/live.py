@@ -13,6 +13,7 @@ hold exactly the tokens that it has waited for.
 from __future__ import annotations
 
 import asyncio
+from bisect import bisect_right
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -24,6 +25,7 @@ from forethought.llm.async_session import AsyncSession, SessionStream
 from forethought.llm.detokenizer import Detokenizer, Transcript
 from forethought.llm.tokenizer import Tokenizer
 from forethought.outputs import CompletionOutput, FinishReason, Usage
+from forethought.scaffolding.attention_group import AttentionGroup
 from forethought.scaffolding.budget import BudgetAccount
 from forethought.scaffolding.execution_scope import ExecutionScope
 from forethought.scaffolding.result import DraftSpan
@@ -95,13 +97,29 @@ class LiveSession:
 
     @staticmethod
     async def begin_together(
-        ready: Sequence[tuple[LiveSession, SamplingParams]], others: Sequence[LiveSession]
+        ready: Sequence[tuple[LiveSession, SamplingParams]],
+        others: Sequence[LiveSession],
+        group: AttentionGroup,
     ) -> None:
         """Start to generate from sequences that attend to each other and to ``others``."""
         generations = [(live.session, params) for live, params in ready]
-        streams = await AsyncSession.stream_together(generations, [o.session for o in others])
+        length = min(live.length_of(group.common) for live in (*others, *(r for r, _ in ready)))
+        streams = await AsyncSession.stream_together(
+            generations, [each.session for each in others], length=length, adds=group.adds
+        )
         for (live, params), stream in zip(ready, streams, strict=True):
             live._params, live._stream = params, stream
+
+    def length_of(self, text: str) -> int:
+        """Tokens of its prompt that are within a text that the prompt begins with."""
+        tokens = self.session.tokens[: self.prompt_length]
+
+        def behind(length: int) -> int:
+            return len(self.tokenizer.decode(tokens[length:], skip_special_tokens=False))
+
+        assert isinstance(self.prompt, str)
+        num_behind = len(self.prompt) - len(text)
+        return bisect_right(range(len(tokens)), -num_behind, key=lambda n: -behind(n)) - 1
 
     async def reach(self, count: int | None) -> CompletionOutput:
         """Wait for ``count`` generated tokens, or the end (None: only that)."""

@@ -368,7 +368,7 @@ class EngineWorker(Worker):
             )
         for each in others:
             self._cache.use(current_scope(), each)
-        await LiveSession.begin_together(ready, others)
+        await LiveSession.begin_together(ready, others, group)
 
     async def _continued(self, task: GenerationTask, prompt: Prompt | None) -> AsyncSession | None:
         """A fork of the sequence that the task continues; None if it continues none."""
