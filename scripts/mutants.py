@@ -672,7 +672,7 @@ MUTANTS = [
     Mutant(
         "methods/majority_vote.py", "in (*running.pending, *waiting)]", "in running.pending]", VOTES
     ),
-    Mutant("methods/majority_vote.py", "numbers[id(b)] > winner.first", "True", VOTES),
+    Mutant("methods/majority_vote.py", "numbers[b] > winner.first", "True", VOTES),
     Mutant("methods/best_of_n.py", "[*scored][index]", "index", BEST_OF_N),
     # What distinguishes each method from those beside it.
     Mutant("methods/beam_search.py", "best_of(beams, count // self.width)", "beams[:1]", SEARCH),

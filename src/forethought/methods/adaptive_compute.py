@@ -34,7 +34,7 @@ from forethought.scaffolding import sampling
 from forethought.scaffolding.confidence import NUM_LOGPROBS, word_probability
 from forethought.scaffolding.controller import (
     Controller,
-    expect_controller,
+    expect_generation,
     expect_prompt,
     expect_streams,
     refuse_arguments,
@@ -95,9 +95,7 @@ class AdaptiveComputeController(Controller):
         restart_prompt: str = RESTART_PROMPT,
     ) -> None:
         super().__init__()
-        self.generation_controller = expect_controller(
-            "generation_controller", generation_controller
-        )
+        self.generation_controller = expect_generation(generation_controller)
         expect_streams("adaptive_compute", generation_controller)
         self.default_sample_num = validated("default_sample_num", default_sample_num, POSITIVE_INT)
         self.threshold = validated("threshold", threshold, _PROBABILITY)

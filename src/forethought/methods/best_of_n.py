@@ -28,10 +28,12 @@ from forethought.scaffolding.answers import AnswerPool
 from forethought.scaffolding.controller import (
     Controller,
     expect_controller,
+    expect_generation,
     expect_one,
     refuse_arguments,
+    sampled,
 )
-from forethought.scaffolding.parallel import Branch, Process, run_until
+from forethought.scaffolding.parallel import Process, run_until
 from forethought.scaffolding.result import Stage
 from forethought.scaffolding.settings import ON_FAILURE, POSITIVE_INT, OnFailure, validated
 from forethought.scaffolding.task import GenerationTask
@@ -72,9 +74,7 @@ class BestOfNController(Controller):
         answer_space: AnswerSpace | str = "math",
     ) -> None:
         super().__init__()
-        self.generation_controller = expect_controller(
-            "generation_controller", generation_controller
-        )
+        self.generation_controller = expect_generation(generation_controller)
         self.reward_controller = expect_controller("reward_controller", reward_controller)
         self.default_sample_num = validated("default_sample_num", default_sample_num, POSITIVE_INT)
         self.on_failure = validated("on_failure", on_failure, ON_FAILURE)
@@ -138,14 +138,10 @@ class BestOfNController(Controller):
         Returns:
             The samples, and the paths of their branches.
         """
-        samples = [task.copy() for _ in range(count)]
-        for number, sample in enumerate(samples):
-            sampling.vary(sample, number)
+        branches = sampled(self.generation_controller, [task], count, options, self.on_failure)
+        samples = [branch.tasks[0] for branch in branches]
+        for sample in samples:
             sampling.fill(sample, getattr(self.reward_controller, "sample_params", {}))
-        branches = [
-            Branch(self.generation_controller.clone(), [sample], options, self.on_failure)
-            for sample in samples
-        ]
         ended = yield from run_until(branches)
         for sample, branch in zip(samples, branches, strict=True):
             sample.error = sample.error or branch.error
@@ -187,7 +183,7 @@ class BestOfNController(Controller):
         pool = AnswerPool(self.answer_space.equivalence)
         said = {number: self.answer_space.answer_of(samples[number]) for number in scored}
         try:
-            yield from pool.adding({n: each for n, each in said.items() if each is not None})
+            yield from pool.adding(said)
         except BudgetExceeded:
             return None, scored
         winner, _ = pool.heaviest(scored)

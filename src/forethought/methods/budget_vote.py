@@ -31,7 +31,7 @@ from forethought.scaffolding.answers import (
     checked_equivalence,
     extract_answer_from_boxed,
 )
-from forethought.scaffolding.controller import Controller, expect_controller, expect_text
+from forethought.scaffolding.controller import Controller, expect_generation, expect_text
 from forethought.scaffolding.parallel import AsCompleted, Branch, Process
 from forethought.scaffolding.result import Stage
 from forethought.scaffolding.settings import (
@@ -76,9 +76,7 @@ class BudgetVoteController(Controller):
         equivalence: Equivalence | PairwiseEquivalence | None = None,
     ) -> None:
         super().__init__()
-        self.generation_controller = expect_controller(
-            "generation_controller", generation_controller
-        )
+        self.generation_controller = expect_generation(generation_controller)
         self.total_tokens = validated("total_tokens", total_tokens, POSITIVE_INT)
         self.default_sample_num = validated("default_sample_num", default_sample_num, POSITIVE_INT)
         self.answer_tokens = validated("answer_tokens", answer_tokens, OPTIONAL_POSITIVE_INT)
@@ -160,7 +158,7 @@ class BudgetVoteController(Controller):
         pool, texts = AnswerPool(self.equivalence), [sample.output_str for sample in samples]
         answers = [None if text is None else self.extract_answer(text) for text in texts]
         with contextlib.suppress(BudgetExceeded):  # of seconds
-            yield from pool.adding({n: said for n, said in enumerate(answers) if said is not None})
+            yield from pool.adding(dict(enumerate(answers)))
         winner = pool.winner
         answer = None if winner is None else winner.answer
         yield Stage("voted", fields={"answer": answer, "tally": pool.tally})

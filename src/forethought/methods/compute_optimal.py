@@ -29,9 +29,15 @@ from forethought.methods.stack import stack
 from forethought.scaffolding import answer_spaces, sampling
 from forethought.scaffolding.answer_spaces import AnswerSpace
 from forethought.scaffolding.answers import AnswerPool
-from forethought.scaffolding.controller import Controller, expect_controller, expect_one_text
+from forethought.scaffolding.controller import (
+    Controller,
+    expect_controller,
+    expect_generation,
+    expect_one_text,
+    sampled,
+)
 from forethought.scaffolding.difficulty import PROBES, Policy, difficulty_of, fit, score_difficulty
-from forethought.scaffolding.parallel import Branch, Process, run_until
+from forethought.scaffolding.parallel import Process, run_until
 from forethought.scaffolding.result import Stage
 from forethought.scaffolding.task import GenerationTask
 
@@ -71,9 +77,7 @@ class ComputeOptimalController(Controller):
     ) -> None:
         super().__init__()
         self.policy = Policy.load(policy)
-        self.generation_controller = expect_controller(
-            "generation_controller", generation_controller
-        )
+        self.generation_controller = expect_generation(generation_controller)
         self.answer_space = answer_spaces.answer_space(answer_space)
         self.reward_controller = (
             None
@@ -135,8 +139,7 @@ class ComputeOptimalController(Controller):
 
     def _probe(self, task: GenerationTask, options: Mapping[str, Any]) -> Process:
         """Draw the probes; returns those that have ended, in their order."""
-        probes = task.samples_of(self.policy.num_probes)
-        branches = [Branch(self.generation_controller.clone(), [p], options) for p in probes]
+        branches = sampled(self.generation_controller, [task], self.policy.num_probes, options)
         ended = yield from run_until(branches)
         return [branch.tasks[0] for branch in branches if branch in ended]
 
@@ -145,7 +148,7 @@ class ComputeOptimalController(Controller):
         pool = AnswerPool(self.answer_space.equivalence)
         said = {number: self.answer_space.answer_of(probe) for number, probe in enumerate(probes)}
         try:
-            yield from pool.adding({n: each for n, each in said.items() if each is not None})
+            yield from pool.adding(said)
         except BudgetExceeded:
             return probes[0], 1.0
         chosen = probes[0 if pool.winner is None else pool.winner.first]

@@ -52,7 +52,7 @@ from forethought.scaffolding.confidence import (
 )
 from forethought.scaffolding.controller import (
     Controller,
-    expect_controller,
+    expect_generation,
     expect_one,
     expect_streams,
     expect_text,
@@ -113,9 +113,7 @@ class DeepConfController(Controller):
         on_failure: OnFailure = "raise",
     ) -> None:
         super().__init__()
-        self.generation_controller = expect_controller(
-            "generation_controller", generation_controller
-        )
+        self.generation_controller = expect_generation(generation_controller)
         self.default_sample_num = validated("default_sample_num", default_sample_num, POSITIVE_INT)
         self.kept = validated("kept", kept, _SHARE)
         self.reward = ConfidenceRewardController(aggregation, window=window, top_k=top_k)
@@ -167,6 +165,10 @@ class DeepConfController(Controller):
             return {}
         lowest = stop_threshold([*confidences.values()], self.kept)
         return {number: each for number, each in confidences.items() if each >= lowest}
+
+    def details(self, vote: _Vote) -> dict[str, Any]:
+        """What else ``customized_result_fields`` says about a vote."""
+        return {}
 
 
 class OnlineDeepConfController(DeepConfController):
@@ -270,6 +272,11 @@ class OnlineDeepConfController(DeepConfController):
         found = {n: each for n, each in confidences.items() if each >= (threshold or 0.0)}
         return found or dict(confidences)
 
+    def details(self, vote: _Vote) -> dict[str, Any]:
+        """The threshold, and the samples that were stopped."""
+        stopped = [number for number, each in enumerate(vote.samples) if each.is_stopped]
+        return {"threshold": vote.threshold, "stopped": stopped}
+
 
 class _Vote:
     """The samples of one request, and what they say.
@@ -352,34 +359,25 @@ class _Vote:
         Raises:
             Exception: of the first sample, if all have failed.
         """
+        ended = [number for number, each in enumerate(self.samples) if each.has_ended]
+        if not ended:
+            raise next(each.error for each in self.samples if each.error is not None)
         voters = self._voters()
         winner, share = self._pool.heaviest(voters)
-        if winner is None:
-            chosen = self._first_ended()
-        else:
-            members = [number for number in winner.members if number in voters]
-            chosen = self.samples[min(members, key=lambda number: (-voters[number], number))]
-        task, num_missing = self._task, self.num_samples - len(self.samples)
+        best = ended[:1] if winner is None else [n for n in winner.members if n in voters]
+        chosen = self.samples[min(best, key=lambda number: (-voters.get(number, 0.0), number))]
+        task, missing = self._task, [None] * (self.num_samples - len(self.samples))
         task.result, task.request_handle = chosen.task.result, chosen.task.request_handle
         texts = [each.task.output_str if each.has_ended else None for each in self.samples]
-        task.candidates = [*texts, *[None] * num_missing]
-        info = {
+        task.candidates = [*texts, *missing]
+        task.customized_result_fields["deepconf"] = {
             "answer": None if winner is None else winner.answer,
             "share": share,
             "samples": self.num_samples,
-            "confidences": [*(each.confidence for each in self.samples), *[None] * num_missing],
+            "confidences": [*(each.confidence for each in self.samples), *missing],
             "voters": [*voters],
+            **self._method.details(self),
         }
-        if isinstance(self._method, OnlineDeepConfController):
-            stopped = [n for n, each in enumerate(self.samples) if each.is_stopped]
-            info |= {"threshold": self.threshold, "stopped": stopped}
-        task.customized_result_fields["deepconf"] = info
-
-    def _first_ended(self) -> _Sample:
-        found = next((each for each in self.samples if each.has_ended), None)
-        if found is None:
-            raise next(each.error for each in self.samples if each.error is not None)
-        return found
 
 
 class _Sample:

@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from forethought.scaffolding.bm25 import BM25Index
-from forethought.scaffolding.controller import Controller, expect_controller
+from forethought.scaffolding.controller import Controller, expect_generation
 from forethought.scaffolding.parallel import Process
 from forethought.scaffolding.result import Stage
 from forethought.scaffolding.retrieval import INSTRUCTION, RetrievalController
@@ -58,9 +58,7 @@ class DRAGController(RetrievalController):
         instruction: str = INSTRUCTION,
     ) -> None:
         super().__init__("drag", documents, num_documents, examples, num_examples, instruction)
-        self.generation_controller: Any = expect_controller(
-            "generation_controller", generation_controller
-        )
+        self.generation_controller: Any = expect_generation(generation_controller)
 
     def _solve(self, task: GenerationTask) -> Process:
         question = task.question_text or ""

@@ -33,7 +33,7 @@ from forethought.scaffolding.answers import AnswerPool
 from forethought.scaffolding.confidence import TOP_K, ConfidenceRewardController, mean
 from forethought.scaffolding.controller import (
     Controller,
-    expect_controller,
+    expect_generation,
     expect_prompt,
     expect_streams,
     refuse_arguments,
@@ -91,9 +91,7 @@ class ForkThinkController(Controller):
         on_failure: OnFailure = "raise",
     ) -> None:
         super().__init__()
-        self.generation_controller = expect_controller(
-            "generation_controller", generation_controller
-        )
+        self.generation_controller = expect_generation(generation_controller)
         expect_streams("fork_think", generation_controller)
         self.default_sample_num = validated("default_sample_num", default_sample_num, POSITIVE_INT)
         self.num_points = validated("num_points", num_points, POSITIVE_INT)
@@ -200,9 +198,8 @@ class ForkThinkController(Controller):
     ) -> Process:
         pool = AnswerPool(self.answer_space.equivalence)
         said = {number: self.answer_space.answer_of(path) for number, path in paths.items()}
-        votes = {number: answer for number, answer in said.items() if answer is not None}
         with contextlib.suppress(BudgetExceeded):  # then the seed path is returned
-            yield from pool.adding(votes)
+            yield from pool.adding(said)
         winner = pool.winner
         answer = None if winner is None else winner.answer
         yield Stage("voted", fields={"answer": answer, "tally": pool.tally})

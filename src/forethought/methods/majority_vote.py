@@ -40,13 +40,13 @@ import contextlib
 import math
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from pydantic import Field, TypeAdapter
 
 from forethought.errors import BudgetExceeded, ParameterError
-from forethought.scaffolding import answer_spaces, sampling
-from forethought.scaffolding.answer_spaces import AnswerSpace
+from forethought.scaffolding import answer_spaces
+from forethought.scaffolding.answer_spaces import AnswerSpace, TextAnswers
 from forethought.scaffolding.answers import (
     AnswerPool,
     Equivalence,
@@ -55,27 +55,28 @@ from forethought.scaffolding.answers import (
 )
 from forethought.scaffolding.controller import (
     Controller,
-    expect_controller,
+    expect_generation,
     expect_text,
     refuse_arguments,
+    sampled,
 )
-from forethought.scaffolding.parallel import AsCompleted, Branch, Process
+from forethought.scaffolding.parallel import AsCompleted, Branch, Process, num_to_begin
 from forethought.scaffolding.result import Stage
 from forethought.scaffolding.settings import (
     BOOL,
+    CONCURRENCY,
     FUNCTION,
     ON_FAILURE,
     POSITIVE_INT,
+    Concurrency,
     OnFailure,
     validated,
 )
 from forethought.scaffolding.task import ChatTask, ComputeTask, GenerationTask
 
-Concurrency = int | Literal["doubling"] | None
-_CONCURRENCY: TypeAdapter[Concurrency] = TypeAdapter(
-    Annotated[int, Field(strict=True, ge=1)] | Literal["doubling"] | None
-)
 _PROBABILITY: TypeAdapter[float | None] = TypeAdapter(Annotated[float, Field(gt=0.5, lt=1)] | None)
+_Said = dict[int, str | None]
+"""Answers by the numbers of their samples; None: it does not vote."""
 SampleTasks = list[list[GenerationTask]]
 
 
@@ -127,20 +128,18 @@ class MajorityVoteController(Controller):
         on_failure: OnFailure = "raise",
     ) -> None:
         super().__init__()
-        self.generation_controller = expect_controller(
-            "generation_controller", generation_controller
-        )
+        self.generation_controller = expect_generation(generation_controller)
         self.early_stop = validated("early_stop", early_stop, BOOL)
         self.default_sample_num = validated("default_sample_num", default_sample_num, POSITIVE_INT)
         self.answer_space = answer_spaces.answer_space(answer_space)
         self.extract_answer = extract_answer
+        self._answers = self.answer_space
         if extract_answer is not None:
-            validated("extract_answer", extract_answer, FUNCTION)
-        self.equivalence = checked_equivalence(
-            self.answer_space.equivalence if equivalence is None else equivalence
-        )
+            self._answers = TextAnswers(validated("extract_answer", extract_answer, FUNCTION))
+        rule = self.answer_space.equivalence if equivalence is None else equivalence
+        self.equivalence = checked_equivalence(rule)
         self.statistical_stop = validated("statistical_stop", statistical_stop, _PROBABILITY)
-        self.concurrency = validated("concurrency", concurrency, _CONCURRENCY)
+        self.concurrency = validated("concurrency", concurrency, CONCURRENCY)
         self.on_failure = validated("on_failure", on_failure, ON_FAILURE)
 
     def process(
@@ -170,7 +169,7 @@ class MajorityVoteController(Controller):
         count = self.default_sample_num if sample_num is None else sample_num
         validated("sample_num", count, POSITIVE_INT)
         options = {**kwargs, **(generation_kwargs or {})}
-        branches = [self._sample(tasks, number, options) for number in range(count)]
+        branches = sampled(self.generation_controller, tasks, count, options, self.on_failure)
         pool = AnswerPool(self.equivalence)
         ended = yield from self._run(branches, pool)
         voters = [branch for branch in branches if branch in ended and branch.error is None]
@@ -194,11 +193,10 @@ class MajorityVoteController(Controller):
         """Refuse what the vote cannot honour."""
         if not tasks:
             raise ParameterError("a vote takes a task", "got none", "Give at least one")
-        if self._overridden:
-            return
-        why = "it finds the answers in the text of the samples"
-        expect_text("a majority vote", tasks[0], why, "Leave it out, or override majority_vote")
-        refuse_arguments(self, vote_kwargs, "majority_vote")
+        if not self._overridden:
+            why = "it finds the answers in the text of the samples"
+            expect_text("a majority vote", tasks[0], why, "Leave it out, or override majority_vote")
+            refuse_arguments(self, vote_kwargs, "majority_vote")
 
     def _own_vote(self, voters: Sequence[Branch], kwargs: Mapping[str, Any]) -> Process:
         """The winner and its answer by the ``majority_vote`` of a subclass."""
@@ -219,7 +217,7 @@ class MajorityVoteController(Controller):
         """
         pool = AnswerPool(self.equivalence)
         for number, tasks in enumerate(candidates_tasks):
-            answer = self._extracted(tasks)
+            answer = self._answers.answer_of(tasks[0])
             if answer is not None:
                 pool.add(number, answer)
         return (0, None) if pool.winner is None else (pool.winner.first, pool.winner.answer)
@@ -234,32 +232,35 @@ class MajorityVoteController(Controller):
         Returns:
             Those that have ended.
         """
-        numbers = {id(branch): number for number, branch in enumerate(branches)}
-        waiting, finished, ended = deque(branches), dict[int, Branch](), list[Branch]()
+        numbers: dict[Any, int] = {branch: number for number, branch in enumerate(branches)}
+        waiting, said, ended = deque(branches), _Said(), list[Branch]()
         with AsCompleted() as running:
             while waiting or running:
-                self._begin(waiting, running, len(ended))
+                num_open = len(waiting), len(running)
+                num_new = num_to_begin(self.concurrency, *num_open, len(ended), first=2)
+                running.add(*(waiting.popleft() for _ in range(num_new)))
                 try:
                     branch = yield running
                 except BudgetExceeded:
                     waiting.clear()  # those under way end by themselves, or are cut
                     continue
                 ended.append(branch)
-                if self._overridden:
-                    continue
+                said[numbers[branch]] = self._answer(branch)
+                pending = [numbers[other] for other in (*running.pending, *waiting)]
                 try:
-                    finished[numbers[id(branch)]] = branch
-                    pending = [numbers[id(other)] for other in (*running.pending, *waiting)]
-                    yield from self._count(pool, finished, pending)
-                    if pool.lead_probability >= (self.statistical_stop or math.inf):
-                        break
-                    if self.early_stop and pool.decided([*pending, *finished]):
-                        waiting.clear()  # they come after all that have begun
-                        self._end_idle(running, numbers, pool)
+                    yield from self._count(pool, said, branches, pending)
                 except BudgetExceeded:
                     break  # vote with the samples that have ended
+                if pool.lead_probability >= (self.statistical_stop or math.inf):
+                    break
+                if self.early_stop and pool.decided([*pending, *said]):
+                    waiting.clear()  # they come after all that have begun
+                    winner = pool.winner  # those above it can no longer be returned
+                    idle = [b for b in running.pending if winner and numbers[b] > winner.first]
+                    if idle:
+                        running.cancel(*idle)
         try:
-            yield from self._count(pool, finished, ())
+            yield from self._count(pool, said, branches, ())
         except BudgetExceeded:
             if pool.winner is None:
                 raise
@@ -275,50 +276,26 @@ class MajorityVoteController(Controller):
             Exception: what the samples have failed with.
         """
         failed = [each.error for each in (*ended, *branches) if each.error is not None]
-        assert failed, (
-            "a sample does not vote because it failed, or because the budget has ended it"
-        )
+        assert failed, "a sample that does not vote has failed, or the budget has ended it"
         spent = [error for error in failed if isinstance(error, BudgetExceeded)]
         cut = [each for each in branches if getattr(each.tasks[0], "output_str", None)]
         if not spent or not cut:
             raise (spent or failed)[0]
         if not self._overridden:
-            said = {branches.index(each): self._extracted(each.tasks) for each in cut}
+            said = {branches.index(each): self._answers.answer_of(each.tasks[0]) for each in cut}
             with contextlib.suppress(BudgetExceeded):  # of seconds
-                yield from pool.adding({n: each for n, each in said.items() if each is not None})
+                yield from pool.adding(said)
         return cut
 
-    def _begin(self, waiting: deque[Branch], running: AsCompleted, num_ended: int) -> None:
-        """Begin as many samples as may be under way now, in their order."""
-        places = len(waiting)
-        if self.concurrency == "doubling":
-            places = 0 if running else max(2, num_ended)
-        elif self.concurrency is not None:
-            places = self.concurrency - len(running)
-        while waiting and places > 0:
-            running.add(waiting.popleft())
-            places -= 1
-
-    def _end_idle(self, running: AsCompleted, numbers: Mapping[int, int], pool: AnswerPool) -> None:
-        """End the samples that can no longer be the one that is returned."""
-        winner = pool.winner
-        idle = [b for b in running.pending if winner and numbers[id(b)] > winner.first]
-        if idle:
-            running.cancel(*idle)
-
     def _count(
-        self, pool: AnswerPool, finished: dict[int, Branch], pending: Collection[int]
+        self, pool: AnswerPool, said: _Said, branches: Sequence[Branch], pending: Collection[int]
     ) -> Process:
-        """Move the votes that can be counted by now from ``finished`` to ``pool``."""
-        last = min(pending) if pending and pool.classes.in_order else math.inf
-        votes = {n: self._answer(finished[n]) for n in sorted(finished) if n < last}
-        given = {n: answer for n, answer in votes.items() if answer is not None}
-        yield from pool.adding(given)
-        for number, answer in votes.items():
-            branch = finished.pop(number)
+        """Move the votes that can be counted by now from ``said`` to ``pool``."""
+        counted = yield from pool.adding_in_order(said, pending)
+        for number, answer in counted.items():
             if answer is not None:
                 fields = {"answer": answer, "tally": pool.tally}
-                yield Stage("voted", branch=branch.path, fields=fields)
+                yield Stage("voted", branch=branches[number].path, fields=fields)
 
     @property
     def _overridden(self) -> bool:
@@ -326,27 +303,12 @@ class MajorityVoteController(Controller):
         return type(self).majority_vote is not MajorityVoteController.majority_vote
 
     def _answer(self, branch: Branch) -> str | None:
-        return None if branch.error is not None else self._extracted(branch.tasks)
-
-    def _extracted(self, tasks: Sequence[Any]) -> str | None:
-        task = tasks[0]
-        if self.extract_answer is None:
-            return self.answer_space.answer_of(task)
-        return None if task.output_str is None else self.extract_answer(task.output_str)
-
-    def _sample(
-        self, tasks: Sequence[GenerationTask], number: int, options: Mapping[str, Any]
-    ) -> Branch:
-        copies = [task.copy() for task in tasks]
-        for task in copies:
-            sampling.vary(task, number)
-        controller = self.generation_controller.clone()
-        return Branch(controller, copies, options, self.on_failure)
+        """The vote of a sample that has ended; None: it has failed, or a subclass votes."""
+        is_voter = branch.error is None and not self._overridden
+        return self._answers.answer_of(branch.tasks[0]) if is_voter else None
 
 
-def _store(
-    tasks: Sequence[GenerationTask], chosen: Sequence[Any], samples: Sequence[Sequence[Any] | None]
-) -> None:
+def _store(tasks: Sequence[GenerationTask], chosen: Sequence[Any], samples: Sequence[Any]) -> None:
     """Leave the results of the chosen sample on the tasks, and the texts of all samples."""
     for number, (task, sample) in enumerate(zip(tasks, chosen, strict=True)):
         task.result, task.request_handle = sample.result, sample.request_handle

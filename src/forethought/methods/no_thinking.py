@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from forethought.scaffolding import sampling
-from forethought.scaffolding.controller import Controller, expect_controller
+from forethought.scaffolding.controller import Controller, expect_generation
 from forethought.scaffolding.parallel import Process
 from forethought.scaffolding.settings import OPTIONAL_TEXT, validated
 from forethought.scaffolding.task import GenerationTask
@@ -45,9 +45,7 @@ class NoThinkingController(Controller):
         self, generation_controller: Controller, thinking_end: str | None = FINISHED
     ) -> None:
         super().__init__()
-        self.generation_controller = expect_controller(
-            "generation_controller", generation_controller
-        )
+        self.generation_controller = expect_generation(generation_controller)
         self.thinking_end = validated("thinking_end", thinking_end, OPTIONAL_TEXT)
 
     def process(self, tasks: Sequence[GenerationTask], **kwargs: Any) -> Process:

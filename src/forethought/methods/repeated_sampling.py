@@ -25,11 +25,11 @@ from forethought.scaffolding import verifier as verifiers
 from forethought.scaffolding.answers import AnswerPool, MathEquivalence, extract_answer_from_boxed
 from forethought.scaffolding.controller import (
     Controller,
-    expect_controller,
+    expect_generation,
     expect_one,
     expect_text,
 )
-from forethought.scaffolding.parallel import AsCompleted, Branch, Process
+from forethought.scaffolding.parallel import AsCompleted, Branch, Process, num_to_begin
 from forethought.scaffolding.result import Stage
 from forethought.scaffolding.settings import (
     BOOL,
@@ -90,9 +90,7 @@ class RepeatedSamplingController(Controller):
         on_failure: OnFailure = "raise",
     ) -> None:
         super().__init__()
-        self.generation_controller = expect_controller(
-            "generation_controller", generation_controller
-        )
+        self.generation_controller = expect_generation(generation_controller)
         self.verifier = _verifier(verifier)
         self.default_sample_num = validated("default_sample_num", default_sample_num, POSITIVE_INT)
         self.concurrency = concurrency
@@ -156,8 +154,10 @@ class RepeatedSamplingController(Controller):
         samples, limit, spent = list[_Sample](), count, None
         with AsCompleted() as running:
             while True:
-                for number in range(len(samples), self._num_wanted(samples, limit)):
-                    samples.append(_Sample(self, task, number))
+                num_open = limit - len(samples), len(running)
+                num_ended = len(samples) - len(running)
+                for _ in range(num_to_begin(self.concurrency, *num_open, num_ended)):
+                    samples.append(_Sample(self, task, len(samples)))
                     running.add(samples[-1].branch(options))
                 if not running:
                     break
@@ -173,15 +173,6 @@ class RepeatedSamplingController(Controller):
             raise spent
         return samples
 
-    def _num_wanted(self, samples: Sequence[_Sample], count: int) -> int:
-        """How many samples are to be begun by now, those that have ended included."""
-        num_open = sum(sample.verified is None for sample in samples)
-        if len(samples) == count:
-            return count
-        if self.concurrency != "doubling":
-            return min(count, len(samples) - num_open + self.concurrency)
-        return len(samples) if num_open else min(count, max(1, 2 * len(samples)))
-
     def _fall_back(self, samples: Sequence[_Sample]) -> Process:
         """The number of the sample to return where none is accepted."""
         ended = [number for number, sample in enumerate(samples) if sample.has_ended]
@@ -189,8 +180,7 @@ class RepeatedSamplingController(Controller):
             raise next(sample.error for sample in samples if sample.error)
         if self.fallback == "first":
             return ended[0]
-        found = {n: extract_answer_from_boxed(samples[n].task.output_str or "") for n in ended}
-        votes = {number: answer for number, answer in found.items() if answer is not None}
+        votes = {n: extract_answer_from_boxed(samples[n].task.output_str or "") for n in ended}
         pool = AnswerPool(MathEquivalence())
         try:
             yield from pool.adding(votes)

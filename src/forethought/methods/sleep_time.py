@@ -32,7 +32,7 @@ from forethought.scaffolding import sampling
 from forethought.scaffolding.controller import (
     Controller,
     NativeGenerationController,
-    expect_controller,
+    expect_generation,
     refuse_arguments,
 )
 from forethought.scaffolding.execution_scope import current_scope
@@ -155,9 +155,7 @@ class SleepTimeController(Controller):
         memory: SleepMemory | None = None,
     ) -> None:
         super().__init__()
-        self.generation_controller: Any = expect_controller(
-            "generation_controller", generation_controller
-        )
+        self.generation_controller: Any = expect_generation(generation_controller)
         self.context = validated("context", context, TEXT)
         self.anticipated = validated("anticipated", anticipated, WORDS)
         self.sleep_tokens = validated("sleep_tokens", sleep_tokens, POSITIVE_INT)

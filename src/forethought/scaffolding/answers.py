@@ -14,7 +14,7 @@ import inspect
 import itertools
 import math
 import re
-from collections.abc import Callable, Generator, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Hashable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -314,17 +314,39 @@ class AnswerPool:
         group.members.append(number)
         return group
 
-    def adding(self, votes: Mapping[int, str]) -> Generator[Any, Any, None]:
+    def adding(self, votes: Mapping[int, str | None]) -> Generator[Any, Any, None]:
         """``add`` for a controller, which does ``yield from`` it.
 
         Args:
-            votes: answers by the numbers of their samples.
+            votes: answers by the numbers of their samples; None: the sample does not vote.
         """
-        finding = self.classes.finding(list(votes.values()))
+        given = {number: answer for number, answer in votes.items() if answer is not None}
+        finding = self.classes.finding(list(given.values()))
         if finding:
             yield finding
-        for number, answer in votes.items():
+        for number, answer in given.items():
             self.add(number, answer)
+
+    def adding_in_order(
+        self, votes: dict[int, str | None], pending: Collection[int]
+    ) -> Generator[Any, Any, dict[int, str | None]]:
+        """``adding`` of the votes that can be counted by now, which are taken out of ``votes``.
+
+        Where the classes depend on the order of the answers, a vote waits for those before it.
+
+        Args:
+            votes: answers by the numbers of their samples, in any order.
+            pending: numbers of the samples whose votes may still come.
+
+        Returns:
+            What was counted, in the order of the numbers.
+        """
+        last = min(pending) if pending and self.classes.in_order else math.inf
+        counted = {number: votes[number] for number in sorted(votes) if number < last}
+        yield from self.adding(counted)
+        for number in counted:
+            del votes[number]
+        return counted
 
     def heaviest(self, weights: Mapping[int, float]) -> tuple[Group | None, float]:
         """The group whose members have the largest sum of weights; ties as for ``winner``.

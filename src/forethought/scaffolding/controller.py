@@ -33,7 +33,7 @@ from forethought.scaffolding.parallel import (
     checked_process,
 )
 from forethought.scaffolding.result import ScaffoldingOutput
-from forethought.scaffolding.settings import ANY_TEXT, BOOL, validated
+from forethought.scaffolding.settings import ANY_TEXT, BOOL, OnFailure, validated
 from forethought.scaffolding.task import ChatTask, GenerationTask, RewardTask, Task
 
 _C = TypeVar("_C", bound="Cloneable")
@@ -382,6 +382,11 @@ def expect_controller(name: str, value: Any) -> Any:
     return value
 
 
+def expect_generation(value: Any) -> Any:
+    """``value``, the controller that generates for another one; raises as ``expect_controller``."""
+    return expect_controller("generation_controller", value)
+
+
 def expect_streams(method: str, controller: Controller) -> None:
     """Check that the task of a controller is generated as it is, so that it can be a stream.
 
@@ -452,6 +457,31 @@ def expect_text(method: str, task: GenerationTask, why: str, fix: str = "Leave i
     """
     if task.skip_detokenizer:
         raise ParameterError(f"{method} cannot honour skip_detokenizer", why, fix)
+
+
+def sampled(
+    controller: Controller,
+    tasks: Sequence[Task],
+    num_samples: int,
+    options: Mapping[str, Any] | None = None,
+    on_failure: OnFailure = "raise",
+) -> list[Branch]:
+    """Branches that draw samples: each runs a clone of a controller on copies of the tasks.
+
+    Args:
+        controller: generates one sample.
+        tasks: of the request; the copies of each sample differ in what they draw, under a seed too.
+        num_samples: at least one.
+        options: keyword arguments of its ``process``.
+        on_failure: see ``Branch``.
+    """
+    branches = []
+    for number in range(num_samples):
+        copies = [task.copy() for task in tasks]
+        for task in copies:
+            sampling.vary(task, number)
+        branches.append(Branch(controller.clone(), copies, options, on_failure))
+    return branches
 
 
 def side_by_side(

@@ -20,7 +20,7 @@ from types import TracebackType
 from typing import Any, Protocol, Self
 
 from forethought.errors import BudgetExceeded, ParameterError, UsageError
-from forethought.scaffolding.settings import ON_FAILURE, OnFailure, validated
+from forethought.scaffolding.settings import ON_FAILURE, Concurrency, OnFailure, validated
 from forethought.scaffolding.task import Task
 
 Process = Generator[Any, Any, Any]
@@ -75,7 +75,8 @@ class Branch:
         kwargs: Mapping[str, Any] | None = None,
         on_failure: OnFailure = "raise",
     ) -> None:
-        self.controller, self.tasks = controller, tasks
+        self.controller = controller
+        self.tasks: Sequence[Any] = tasks
         self.on_failure = validated("on_failure", on_failure, ON_FAILURE)
         self.process = checked_process(
             controller, "process", controller.process(tasks, **(kwargs or {}))
@@ -83,6 +84,25 @@ class Branch:
         self.result: Any = None
         self.error: Exception | None = None
         self.path: str | None = None
+
+
+def num_to_begin(
+    concurrency: Concurrency, num_waiting: int, num_running: int, num_ended: int, first: int = 1
+) -> int:
+    """How many branches may begin now.
+
+    Args:
+        concurrency: how many may be under way.
+        num_waiting: how many have not begun.
+        num_running: how many are under way.
+        num_ended: how many have ended.
+        first: how many begin at first, where their number doubles.
+    """
+    if concurrency is None:
+        return num_waiting
+    if concurrency == "doubling":
+        return 0 if num_running else min(num_waiting, max(first, num_ended))
+    return max(0, min(num_waiting, concurrency - num_running))
 
 
 Item = Task | Branch

@@ -19,7 +19,7 @@ from forethought.errors import BudgetExceeded
 from forethought.scaffolding import sampling
 from forethought.scaffolding.controller import (
     Controller,
-    expect_controller,
+    expect_generation,
     expect_text,
     side_by_side,
 )
@@ -58,9 +58,7 @@ class RevisingController(Controller):
     def __init__(self, name: str, generation_controller: Controller) -> None:
         super().__init__()
         self._name = name
-        self.generation_controller = expect_controller(
-            "generation_controller", generation_controller
-        )
+        self.generation_controller = expect_generation(generation_controller)
 
     def process(
         self,

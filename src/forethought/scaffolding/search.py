@@ -33,6 +33,7 @@ from forethought.scaffolding.confidence import ConfidenceRewardController
 from forethought.scaffolding.controller import (
     Controller,
     expect_controller,
+    expect_generation,
     expect_one,
     expect_text,
     refuse_arguments,
@@ -389,9 +390,7 @@ class SearchController(Controller):
         **settings: Any,
     ) -> None:
         super().__init__()
-        self.generation_controller = expect_controller(
-            "generation_controller", generation_controller
-        )
+        self.generation_controller = expect_generation(generation_controller)
         self.reward_controller = (
             ConfidenceRewardController("mean", "logprob")
             if reward_controller is None

@@ -19,6 +19,9 @@ _T = TypeVar("_T")
 OnFailure = Literal["raise", "drop"]
 """What happens to a failure: it is raised in the controller that waits, or only recorded."""
 
+Concurrency = int | Literal["doubling"] | None
+"""Samples under way at once; ``"doubling"``: as many again as have ended; None: all."""
+
 POSITIVE_INT: TypeAdapter[int] = TypeAdapter(Annotated[int, Field(strict=True, ge=1)])
 NON_NEGATIVE_INT: TypeAdapter[int] = TypeAdapter(Annotated[int, Field(strict=True, ge=0)])
 NON_NEGATIVE_FLOAT: TypeAdapter[float] = TypeAdapter(
@@ -40,6 +43,9 @@ WORDS: TypeAdapter[tuple[str, ...]] = TypeAdapter(
 """Any number of texts that are not blank; a single text is no sequence of words."""
 FUNCTION: TypeAdapter[Any] = TypeAdapter(Callable[..., Any])
 DIRECTORY: TypeAdapter[Path] = TypeAdapter(DirectoryPath)
+CONCURRENCY: TypeAdapter[Concurrency] = TypeAdapter(
+    Annotated[int, Field(strict=True, ge=1)] | Literal["doubling"] | None
+)
 ON_FAILURE: TypeAdapter[OnFailure] = TypeAdapter(OnFailure)
 
 

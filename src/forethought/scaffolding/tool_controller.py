@@ -22,7 +22,7 @@ from typing import Any
 from forethought.config.sampling import SamplingParams
 from forethought.errors import ParameterError, UsageError
 from forethought.scaffolding import sampling
-from forethought.scaffolding.controller import Controller, expect_controller, refuse_arguments
+from forethought.scaffolding.controller import Controller, expect_generation, refuse_arguments
 from forethought.scaffolding.messages import (
     AssistantMessage,
     RoleMessage,
@@ -82,9 +82,7 @@ class ChatWithMCPController(Controller):
         max_calls: int | None = None,
     ) -> None:
         super().__init__()
-        self.generation_controller = expect_controller(
-            "generation_controller", generation_controller
-        )
+        self.generation_controller = expect_generation(generation_controller)
         self.system_prompts = _messages(system_prompts)
         self.max_iterations = validated("max_iterations", max_iterations, POSITIVE_INT)
         self.tools = None if tools is None else list(tools)

@@ -29,7 +29,7 @@ from forethought.scaffolding.confidence import (
     tail_mean,
     watch_groups,
 )
-from forethought.scaffolding.controller import Controller, expect_controller
+from forethought.scaffolding.controller import Controller, expect_generation
 from forethought.scaffolding.parallel import ParallelProcess, Process
 from forethought.scaffolding.result import ScaffoldingOutput
 from forethought.scaffolding.settings import POSITIVE_INT, validated
@@ -120,9 +120,7 @@ class DeepConfOfflineController(Controller):
         self, generation_controller: Controller, conf_group_size: int, conf_threshold: float
     ) -> None:
         super().__init__()
-        self.generation_controller = expect_controller(
-            "generation_controller", generation_controller
-        )
+        self.generation_controller = expect_generation(generation_controller)
         self.conf_group_size = validated("conf_group_size", conf_group_size, POSITIVE_INT)
         self.conf_threshold = validated("conf_threshold", conf_threshold, _NUMBER)
 
@@ -182,9 +180,7 @@ class DeepConfOfflineMajorityVoteController(Controller):
     ) -> None:
         super().__init__()
         _expect_names(self, online, _OF_ONLINE)
-        self.generation_controller = expect_controller(
-            "generation_controller", generation_controller
-        )
+        self.generation_controller = expect_generation(generation_controller)
         self.sample_num = validated("sample_num", sample_num, POSITIVE_INT)
         self.vote_policy = _policy(vote_policy)
 
