@@ -18,7 +18,6 @@ Paper: Saad-Falcon et al., "Archon: An Architecture Search Framework for Inferen
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
@@ -27,7 +26,14 @@ from typing import Any
 
 from forethought.errors import BudgetExceeded
 from forethought.methods import archon_config
-from forethought.methods.archon_config import Component
+from forethought.methods.archon_config import DEFAULT, Component
+from forethought.methods.archon_prompts import (
+    PROMPTS,
+    is_correct,
+    num_passed,
+    ranking_in,
+    unit_tests_in,
+)
 from forethought.scaffolding import sampling
 from forethought.scaffolding.answers import without_thought
 from forethought.scaffolding.controller import Controller, expect_one_text, refuse_arguments
@@ -36,70 +42,6 @@ from forethought.scaffolding.parallel import ParallelProcess, Process
 from forethought.scaffolding.result import ScaffoldingOutput, Stage
 from forethought.scaffolding.task import ChatTask, GenerationTask
 
-PROMPTS: Mapping[str, str] = {
-    "critic": """\
-Criticise an answer to a question. Name its strengths, then its weaknesses, in a few sentences.
-
-Question:
-{question}
-
-Answer:
-{answer}""",
-    "ranker": """\
-Here are {count} answers to a question. Compare them and order them from best to worst.
-
-Question:
-{question}
-
-{answers}
-
-End with one line of the form "Ranking: [2] > [1] > [3]", with the numbers of all answers.""",
-    "fuser": """\
-Here are {count} answers to a question. Some may be wrong. Write one answer that is better than each
-of them: check what they say, keep what is right and leave out what is not. Write the answer alone.
-
-Question:
-{question}
-
-{answers}""",
-    "verifier": """\
-Check an answer to a question, step by step.
-
-Question:
-{question}
-
-Answer:
-{answer}
-
-End with "[Correct]" if the answer is right and complete, and with "[Incorrect]" if it is not.""",
-    "unit_test_generator": """\
-Write up to {count} statements that every right answer to the question has to satisfy and that can
-be checked one by one. Write each on a line of its own that begins with "- ".
-
-Question:
-{question}""",
-    "unit_test_evaluator": """\
-Say which of the tests an answer to a question passes.
-
-Question:
-{question}
-
-Answer:
-{answer}
-
-Tests:
-{tests}
-
-End with one line per test, of the form "Test 1: Passed" or "Test 1: Failed".""",
-}
-DEFAULT: Mapping[str, Any] = {
-    "layers": [
-        [{"type": "generator", "samples": 5, "temperature": 0.8}],
-        [{"type": "critic"}],
-        [{"type": "ranker", "top_k": 3}],
-        [{"type": "fuser"}],
-    ]
-}
 _FUSER_TEMPERATURE = 0.7
 
 
@@ -312,32 +254,3 @@ class _Run:
 
 def _candidates(calls: Sequence[GenerationTask]) -> tuple[Candidate, ...]:
     return tuple(Candidate(call.result or ScaffoldingOutput("")) for call in calls)
-
-
-# ---- what is read in the texts -------------------------------------------------------------------
-
-
-def ranking_in(text: str, count: int) -> list[int]:
-    """The indices of the candidates, best first; those that are not named come last."""
-    line = text[text.lower().rfind("ranking") :] if "ranking" in text.lower() else text
-    named = [int(each) - 1 for each in re.findall(r"\[(\d+)\]", line)]
-    return list(dict.fromkeys(n for n in (*named, *range(count)) if 0 <= n < count))
-
-
-def is_correct(text: str) -> bool:
-    """Whether the last of "[Correct]" and "[Incorrect]" is the first of the two."""
-    found = re.findall(r"\[(correct|incorrect)\]", text.lower())
-    return bool(found) and found[-1] == "correct"
-
-
-def unit_tests_in(text: str) -> tuple[str, ...]:
-    """The tests in a list with dashes or numbers."""
-    found = re.findall(r"^\s*(?:[-*]|\d+[.)])\s+(\S.*)$", text, re.MULTILINE)
-    return tuple(each.strip() for each in found)
-
-
-def num_passed(text: str, num_tests: int) -> int:
-    """How many tests are said to be passed; what is said last of a test counts."""
-    found = re.findall(r"test\s*(\d+)\W+(passed|failed)", text.lower())
-    said = {int(number): word for number, word in found if 1 <= int(number) <= num_tests}
-    return sum(word == "passed" for word in said.values())

@@ -37,6 +37,14 @@ from pydantic import Field
 from forethought.config.base import StrictModel
 from forethought.errors import DependencyError, ParameterError, UnknownNameError
 
+DEFAULT: Mapping[str, Any] = {
+    "layers": [
+        [{"type": "generator", "samples": 5, "temperature": 0.8}],
+        [{"type": "critic"}],
+        [{"type": "ranker", "top_k": 3}],
+        [{"type": "fuser"}],
+    ]
+}
 _Count = Annotated[int, Field(strict=True, ge=1)]
 
 

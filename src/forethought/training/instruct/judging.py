@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from forethought.methods.adaptive_compute import RESTART_PROMPT
-from forethought.methods.archon import PROMPTS
+from forethought.methods.archon_prompts import PROMPTS
 from forethought.methods.self_refine import FEEDBACK_PROMPT, REFINE_PROMPT
 from forethought.methods.sequential_revision import REVISE_PROMPT
 from forethought.methods.spct import CRITIQUE_PROMPT
