@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from forethought.scaffolding.bm25 import BM25Index
-from forethought.scaffolding.controller import Controller, expect_generation
+from forethought.scaffolding.controller import Controller, answer_by, expect_generation
 from forethought.scaffolding.parallel import Process
 from forethought.scaffolding.result import Stage
 from forethought.scaffolding.retrieval import INSTRUCTION, RetrievalController
@@ -71,12 +71,7 @@ class DRAGController(RetrievalController):
         asked.input_tokens, asked.skip_tokenizer = None, False
         asked.input_str = f"{self.instruction}{shown}{self._asked(question)}"
         asked.question = question
-        try:
-            yield from self.generation_controller.clone().process([asked])
-        finally:  # the budget may end it
-            task.result, task.samples = asked.result, asked.samples
-            task.request_handle = asked.request_handle
-            task.status, task.error = asked.status, asked.error
+        yield from answer_by(self.generation_controller, task, asked)
         task.customized_result_fields["drag"] = {"documents": documents}
 
     def _asked(self, question: str) -> str:

@@ -32,11 +32,13 @@ from forethought.scaffolding import sampling
 from forethought.scaffolding.controller import (
     Controller,
     NativeGenerationController,
+    answer_by,
     expect_generation,
     refuse_arguments,
+    side_by_side,
 )
-from forethought.scaffolding.execution_scope import current_scope
-from forethought.scaffolding.parallel import ParallelProcess, Process
+from forethought.scaffolding.execution_scope import num_generated
+from forethought.scaffolding.parallel import Process
 from forethought.scaffolding.result import Stage
 from forethought.scaffolding.settings import (
     ANY_TEXT,
@@ -89,8 +91,7 @@ class SleepMemory:
 
     def cost_per_question(self, test_time_price: float = TEST_TIME_PRICE) -> float:
         """The cost of a question, in sleep-time tokens: its own, and its part of the thoughts."""
-        total = self.sleep_tokens + test_time_price * self.test_tokens
-        return total / max(1, self.num_questions)
+        return (self.sleep_tokens + test_time_price * self.test_tokens) / max(1, self.num_questions)
 
     def claim(self) -> Future[None] | None:
         """None: the caller is to think, and calls ``release``. Else what to wait for first."""
@@ -183,69 +184,67 @@ class SleepTimeController(Controller):
             ParameterError: keyword arguments, or a question of token ids.
         """
         refuse_arguments(self, kwargs)
-        for task in tasks:
-            if task.input_str is None:
-                raise ParameterError(
-                    "sleep_time puts questions behind a text",
-                    "the prompt is token ids",
-                    "Give the question as text (forethought generate: --raw)",
-                )
-        origin, sleep_tokens = yield from self._fill_memory(tasks[0])
-        yield Stage("thought", fields={"origin": origin, "sleep_tokens": sleep_tokens})
-        before = _num_generated()
+        if any(task.input_str is None for task in tasks):
+            raise ParameterError(
+                "sleep_time puts questions behind a text",
+                "the prompt is token ids",
+                "Give the question as text (forethought generate: --raw)",
+            )
+        told = yield from self._fill_memory(tasks[0])
+        yield Stage("thought", fields=told)
         if sleep_only:
             for task in tasks:
                 task.result = self.memory.text
-        elif len(tasks) == 1:
-            yield from self._answer(tasks[0])
         else:
-            yield ParallelProcess([_Answer(self)] * len(tasks), [[task] for task in tasks])
-        if not sleep_only:
+            before = num_generated()
+            yield from side_by_side(_Answer(self), tasks, self._answer)
             self.memory.num_questions += len(tasks)
-            self.memory.test_tokens += _num_generated() - before
+            self.memory.test_tokens += num_generated() - before
         for task in tasks:
-            told = {"origin": origin, "sleep_tokens": sleep_tokens}
-            task.customized_result_fields["sleep_time"] = told
+            task.customized_result_fields["sleep_time"] = dict(told)
 
     # ---- sleep time ---------------------------------------------------------------------------
 
     def _fill_memory(self, task: GenerationTask) -> Process:
-        """Wait until there are thoughts; where they are from, and the tokens generated for them."""
+        """Wait until there are thoughts.
+
+        Returns:
+            For ``customized_result_fields``: where they are from, and the tokens generated for
+            them.
+        """
         while self.memory.text is None:
             busy = self.memory.claim()
             if busy is not None:
                 yield [ComputeTask(_wait, busy)]
                 continue
-            before = self.memory.sleep_tokens
             try:
-                origin = yield from self._sleep(task)
+                return (yield from self._sleep(task))
             finally:
                 self.memory.release()
-            return origin, self.memory.sleep_tokens - before
-        return "memory", 0
+        return {"origin": "memory", "sleep_tokens": 0}
 
     def _sleep(self, task: GenerationTask) -> Process:
-        """Fill the memory; where the thoughts are from."""
+        """Fill the memory; returns as ``_fill_memory``."""
         if self.snapshot is not None:
             restored = yield from self._restore()
             if restored.found:
                 self.memory.text = restored.text
-                return "snapshot"
+                return {"origin": "snapshot", "sleep_tokens": 0}
         prompt = self._prompt()
         prompt.priority = task.priority
-        sampling.carry(task, prompt, _OF_THOUGHTS)
+        sampling.carry(task, prompt, sampling.OF_ASIDES)
         sampling.choose(prompt, {"max_tokens": self.sleep_tokens})
         thoughts = prompt.samples_of(self.num_thoughts)
         yield from self._thinker.process(thoughts)
         first, *others = thoughts
         behind = "".join(f"\n\n{thought.output_str or ''}" for thought in others)
         if self.snapshot is not None:
-            saving = SaveSessionTask(source=first, suffix=behind, name=self._name())
-            saving.worker_tag = first.worker_tag
-            yield [saving]
-        self.memory.sleep_tokens += sum(thought.num_generated for thought in thoughts)
+            name = self._name()
+            yield [SaveSessionTask(first.worker_tag, source=first, suffix=behind, name=name)]
+        num_tokens = sum(thought.num_generated for thought in thoughts)
+        self.memory.sleep_tokens += num_tokens
         self.memory.text = f"{first.input_str}{first.output_str or ''}{behind}"
-        return "new"
+        return {"origin": "new", "sleep_tokens": num_tokens}
 
     def _prompt(self) -> GenerationTask:
         expected = "".join(f"\n- {question}" for question in self.anticipated)
@@ -253,8 +252,7 @@ class SleepTimeController(Controller):
         return GenerationTask(input_str=f"{self.context}{listed}{self.sleep_prompt}", is_aside=True)
 
     def _restore(self) -> Process:
-        restoring = RestoreSessionTask(name=self._name())
-        restoring.worker_tag = NativeGenerationController.WorkerTag.GENERATION
+        restoring = RestoreSessionTask(self._thinker.WorkerTag.GENERATION, name=self._name())
         yield [restoring]
         return restoring
 
@@ -276,17 +274,10 @@ class SleepTimeController(Controller):
             restored = yield from self._restore()
             question = restored.session.fork(asked)
             sampling.carry(task, question)
-            question.streaming_output_flag, question.priority = (
-                task.streaming_output_flag,
-                task.priority,
-            )
+            question.streaming_output_flag = task.streaming_output_flag
+            question.priority = task.priority
         question.question = task.question_text
-        try:
-            yield from self.generation_controller.clone().process([question])
-        finally:  # the budget may end it
-            task.result, task.samples = question.result, question.samples
-            task.request_handle = question.request_handle
-            task.status, task.error = question.status, question.error
+        yield from answer_by(self.generation_controller, task, question)
 
 
 class _Answer:
@@ -297,18 +288,7 @@ class _Answer:
 
     def process(self, tasks: Sequence[GenerationTask], **kwargs: Any) -> Process:
         """Answer the question."""
-        refuse_arguments(self._controller, kwargs)
         yield from self._controller._answer(tasks[0])
-
-
-_OF_THOUGHTS = ("seed", "temperature", "top_p", "top_k", "min_p", "speculation")
-"""Sampling fields of the question that the thoughts are drawn with, too."""
-
-
-def _num_generated() -> int:
-    """Tokens that the request has generated so far."""
-    scope = current_scope()
-    return scope.account.usage.completion_tokens if scope else 0
 
 
 async def _wait(busy: Future[None]) -> None:

@@ -30,6 +30,7 @@ from forethought.scaffolding.parallel import (
     FirstDone,
     ParallelProcess,
     Process,
+    TaskProcessor,
     checked_process,
 )
 from forethought.scaffolding.result import ScaffoldingOutput
@@ -484,8 +485,24 @@ def sampled(
     return branches
 
 
+def answer_by(controller: Controller, task: GenerationTask, asked: GenerationTask) -> Process:
+    """Have another task answered, and leave its results on ``task``, also where the budget ends it.
+
+    Args:
+        controller: cloned, to answer it.
+        task: of the request.
+        asked: what is asked in its place.
+    """
+    try:
+        yield from controller.clone().process([asked])
+    finally:
+        task.result, task.samples = asked.result, asked.samples
+        task.request_handle = asked.request_handle
+        task.status, task.error = asked.status, asked.error
+
+
 def side_by_side(
-    controller: Controller,
+    controller: TaskProcessor,
     tasks: Sequence[GenerationTask],
     solve: Callable[[Any], Process],
     options: Mapping[str, Any] | None = None,

@@ -60,3 +60,9 @@ current_scope = _CurrentScope()
 def enter(scope: ExecutionScope) -> None:
     """Make ``scope`` the one of the running asyncio task, and of those that it will start."""
     _current.set(scope)
+
+
+def num_generated() -> int:
+    """Tokens that the current request has generated so far; 0 outside of one."""
+    scope = current_scope()
+    return scope.account.usage.completion_tokens if scope else 0

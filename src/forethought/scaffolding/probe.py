@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from forethought.errors import DependencyError, ModelError
+from forethought.scaffolding import sampling
 from forethought.scaffolding.answers import unpaired_brace
 from forethought.scaffolding.execution_scope import current_scope
 from forethought.scaffolding.task import GenerationTask
@@ -37,8 +38,6 @@ ANSWER_SUFFIX_WITH_MARKER = (
 ANSWER_END = "}\n\\]"
 THINK_END = "</think>"
 _CLOSE = "}"
-_SAMPLING = ("temperature", "top_p", "top_k", "min_p", "seed", "speculation")
-"""Sampling fields of the chain that a probe is drawn with, too."""
 
 
 def written_answer(text: str, answer: str) -> str:
@@ -74,7 +73,7 @@ class Probe:
         self.kept_text, self.kept_tokens = main.output_str or "", main.num_generated
         self.answer: str | None = None
         self._text, self._tokens_left = "", length
-        self._fields = {name: getattr(main, name) for name in _SAMPLING}
+        self._fields = {name: getattr(main, name) for name in sampling.OF_ASIDES}
         self._fields["priority"] = _priority(main) - 1
         self.task = self._fork(main, PROBE_SUFFIX)
 

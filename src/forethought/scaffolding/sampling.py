@@ -29,6 +29,7 @@ from forethought.errors import ParameterError
 __all__ = [
     "DEFAULTS",
     "FIELDS",
+    "OF_ASIDES",
     "OF_ONE_PART",
     "OF_THOUGHTS",
     "carry",
@@ -124,6 +125,9 @@ DEFAULTS: Mapping[str, Any] = MappingProxyType(
 )
 """The value that means "not set", by name of the field."""
 
+
+OF_ASIDES = ("temperature", "top_p", "top_k", "min_p", "seed", "speculation")
+"""Fields of a request that what a method asks beside it, such as a probe, is drawn with, too."""
 
 OF_THOUGHTS = ("thinking_budget", "thinking_soft", "thinking_end")
 """Fields that limit the thought of an output."""
