@@ -902,8 +902,8 @@ MUTANTS = [
     ),
     Mutant(
         "methods/dynasor.py",
-        "task.output_str = agreed.kept_text + written",
-        'task.output_str = (main.output_str or "") + written',
+        "text = agreed.kept_text + written",
+        'text = (task.output_str or "") + written',
         DYNASOR,
     ),
     Mutant(
