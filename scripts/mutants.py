@@ -787,8 +787,8 @@ MUTANTS = [
     ),
     Mutant(
         "methods/parallel_thinking.py",
-        "self._go_on(main, threads[0].part, behind, known=first)",
-        "self._go_on(main, part, behind)",
+        "self._go_on(main, threads[0].part, behind, behind.removeprefix(first))",
+        "self._go_on(main, part, behind, behind)",
         "tests/methods/test_parallel_thinking.py",
     ),
     Mutant(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from openai import AsyncOpenAI
 
@@ -362,3 +364,83 @@ def test_on_the_engine_a_thread_costs_its_opening_and_a_join_all_but_the_first_t
         params = SamplingParams(**{**GREEDY, "max_tokens": 3})
         assert llm.generate(ids, params).outputs[0].token_ids == tail
         expect_empty(llm._frontend.engine)
+
+
+# ---- threads that are read in their pages --------------------------------------------------------
+
+SAID = ("Hello world, how are you?", SamplingParams(**GREEDY))
+
+
+def own_format(said):
+    """A format whose spawns a random model writes."""
+    return ThreadFormat(
+        spawn_begin=said[0],
+        spawn_end=said[4:6],
+        task=r"(?P<text>.)",
+        inherits=True,
+        thread_begin=" thread:",
+        thread_end=" over",
+        returned="",
+        joined=" thread:{text} over",
+        join_end=" so",
+    )
+
+
+def joined(llm, max_parked=8, **settings):
+    """The result of threads that a random model spawns."""
+    form = own_format(llm.generate(*SAID).outputs[0].text)
+    settings = {"thread_format": form, "thread_tokens": 6, "max_spawns": 1, **settings}
+    controller = methods.create("parallel_thinking", **settings)
+    worker = EngineWorker(llm, max_parked=max_parked)
+    result = answer(controller, worker, SAID[0], sampling_params=GREEDY)
+    worker.shutdown()
+    expect_empty(llm._frontend.engine)
+    return result
+
+
+def test_a_join_in_pages_prefills_closing_tags_alone():
+    found = {}
+    for join in ("text", "pages"):
+        with LLM(speaking(), dtype="float32", kv_cache_config=CACHE) as llm:
+            found[join] = joined(llm, join=join)
+            tag, end = (len(llm.tokenizer(text).input_ids) for text in (" over", " so"))
+    by_text, in_pages = (found[join].output for join in ("text", "pages"))
+    (num_threads,) = told(found["pages"])["spawns"]
+    assert told(found["text"])["spawns"] == [num_threads]
+    assert num_threads > 1
+    most = num_threads * (tag + 1) + end + 3  # a fork may put the end of a text in again
+    assert told(found["pages"])["join_tokens"] <= most
+    assert told(found["text"])["join_tokens"] > (num_threads - 1) * 6
+    # The same threads stand in the text; how it goes on may differ, as each was computed alone.
+    end = by_text.text.index(" so")
+    assert in_pages.text[:end] == by_text.text[:end]
+    assert len(in_pages.text) > end + 3
+
+
+def test_threads_are_read_until_the_end_however_few_sequences_are_kept():
+    with LLM(speaking(), dtype="float32", kv_cache_config=CACHE) as llm:
+        few = joined(llm, max_parked=1, join="pages", max_spawns=3)
+    with LLM(speaking(), dtype="float32", kv_cache_config=CACHE) as llm:
+        many = joined(llm, max_parked=64, join="pages", max_spawns=3)
+    assert few.output.text == many.output.text
+    assert told(few) == told(many)
+
+
+def test_one_thread_that_is_read_is_as_good_as_its_text():
+    """There is none before it that it was computed without."""
+    texts = []
+    for join in ("text", "pages"):
+        with LLM(speaking(), dtype="float32", kv_cache_config=CACHE) as llm:
+            form = replace(own_format(llm.generate(*SAID).outputs[0].text), task=r"^(?P<text>.)")
+            result = joined(llm, join=join, thread_format=form)
+            assert told(result)["spawns"] == [1]
+            texts.append(result.output.text)
+    assert texts[0] == texts[1]
+
+
+def test_what_cannot_be_read_in_pages_is_refused_by_name():
+    for settings in ({"join": "both"}, {"join": "pages", "thread_format": "apr"}):
+        with pytest.raises(ParameterError, match="invalid join"):
+            methods.create("parallel_thinking", **settings)
+    with pytest.raises(ParameterError, match="invalid join"):
+        methods.create("parallel_thinking", join="pages", max_depth=2)

@@ -77,6 +77,11 @@ class InstructBench(MethodBench):
                 self.made("parallel_thinking", thread_tokens=160, max_spawns=2),
                 prompt_format=THREADS_FORMAT,
             ),
+            replace(
+                self.made("parallel_thinking", thread_tokens=160, max_spawns=2, join="pages"),
+                name="parallel_thinking, pages",
+                prompt_format=THREADS_FORMAT,
+            ),
         ]
 
     def _rewards(self) -> dict[str, Controller]:

@@ -304,6 +304,18 @@ class AsyncSession:
         return list(self._handle.prompt_ids if sequence is None else sequence.tokens)
 
     @property
+    def sequence_id(self) -> int | None:
+        """Of its sequence in the engine; None: it has not been opened yet."""
+        return None if self._handle.sequence is None else self._handle.sequence.id
+
+    @property
+    def reads(self) -> frozenset[int]:
+        """Ids of the sequences that it attends to beside its own."""
+        sequence = self._handle.sequence
+        others = () if sequence is None else sequence.others
+        return frozenset(other.sequence.id for other in others)
+
+    @property
     def prompt_length(self) -> int:
         """Tokens before the current or last generation began."""
         sequence = self._handle.sequence

@@ -14,9 +14,12 @@ nothing but the message that it returns::
     ... <spawn><msg>What is 6 x 6?</msg><msg>What is 9 x 9?</msg></spawn>
         <join>36</join><join>81</join> The sum is 117.
 
-A join is prefilled: in causal attention the keys and values of a token depend on all tokens before
-it, and a thread was computed without the threads that stand before it in the joined text. Only the
-first thread has none before it: the main thread goes on from its sequence, and prefills the others.
+By default a join is prefilled as text: in causal attention the keys and values of a token depend on
+all tokens before it, and a thread was computed without the threads that stand before it in the
+joined text. Only the first thread has none before it: the main thread goes on from its sequence,
+and prefills the others. With ``join="pages"`` the main thread reads the threads' keys and values
+where they are, each as it was computed, at positions that are rotated (``AttentionGroup``): only
+the closing tags are prefilled.
 
 Paper: Pan et al., "Learning Adaptive Parallel Reasoning with Language Models", and Lian et al.,
 "ThreadWeaver: Adaptive Threading for Efficient Parallel Reasoning in Language Models", both 2025.
@@ -29,10 +32,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from enum import Enum
-from typing import Any
+from typing import Any, Literal
 
-from forethought.errors import BudgetExceeded, UnknownNameError
+from pydantic import TypeAdapter
+
+from forethought.errors import BudgetExceeded, ParameterError, UnknownNameError
 from forethought.scaffolding import sampling
+from forethought.scaffolding.attention_group import AttentionGroup
 from forethought.scaffolding.controller import (
     Controller,
     expect_text,
@@ -49,6 +55,8 @@ from forethought.scaffolding.settings import (
 )
 from forethought.scaffolding.task import GenerationTask
 from forethought.scaffolding.threads import FORMATS, ThreadFormat, ThreadProgress
+
+_JOIN: TypeAdapter[Literal["text", "pages"]] = TypeAdapter(Literal["text", "pages"])
 
 
 class ParallelThinkingController(Controller):
@@ -69,6 +77,8 @@ class ParallelThinkingController(Controller):
         max_threads: of one spawn.
         max_spawns: of each thread; behind the last one, refused ones included, it goes on alone.
         max_depth: levels of threads: 1, the main thread alone spawns; 2, its threads do, too.
+        join: ``"text"``, or ``"pages"`` on the built-in engine, for formats whose threads go on
+            from the main thread and return all that they write.
 
     Raises:
         UnknownNameError: there is no such format.
@@ -87,6 +97,7 @@ class ParallelThinkingController(Controller):
         max_threads: int = 8,
         max_spawns: int = 16,
         max_depth: int = 1,
+        join: Literal["text", "pages"] = "text",
     ) -> None:
         super().__init__()
         if not isinstance(thread_format, ThreadFormat):
@@ -98,6 +109,14 @@ class ParallelThinkingController(Controller):
         self.max_threads = validated("max_threads", max_threads, POSITIVE_INT)
         self.max_spawns = validated("max_spawns", max_spawns, NON_NEGATIVE_INT)
         self.max_depth = validated("max_depth", max_depth, POSITIVE_INT)
+        self.join = validated("join", join, _JOIN)
+        if self.join == "pages" and (not thread_format.is_whole or self.max_depth > 1):
+            raise ParameterError(
+                "invalid join",
+                "only threads that go on from the main thread and return all that they write, and "
+                "that spawn no others, can be read in their pages",
+                'Set join="text"',
+            )
 
     def process(self, tasks: Sequence[GenerationTask], **kwargs: Any) -> Process:
         """Think about the tasks side by side.
@@ -120,7 +139,7 @@ class ParallelThinkingController(Controller):
         try:
             yield from self.think(main, sampling.stop_strings(task))
         except BudgetExceeded:
-            budget_ended, output = True, main.part.joined or main.output
+            budget_ended, output = True, main.joined or main.output
             if output is None:
                 raise
         else:
@@ -155,7 +174,7 @@ class ParallelThinkingController(Controller):
             if 0 < len(spawned) <= self.max_threads:
                 yield from self._spawn(main, spawned)
             else:
-                yield from self._go_on(main, part, form.spawn_end)
+                yield from self._go_on(main, part, form.spawn_end, form.spawn_end)
 
     def _spawn(self, main: ThreadProgress, spawned: Sequence[tuple[str, str]]) -> Process:
         """Run threads side by side, and go on behind what they return."""
@@ -175,11 +194,36 @@ class ParallelThinkingController(Controller):
         ]
         yield Stage("joined", "all threads have ended", fields={"threads": len(threads)})
         behind = f"{form.spawn_end}{''.join(texts)}{form.join_end}"
+        if self.join == "pages":
+            yield from self._read(main, threads, behind)
+            return
         first = f"{form.spawn_end}{begins[0]}{written[0]}"
         if form.inherits and behind.startswith(first):  # its keys and values are those of the join
-            yield from self._go_on(main, threads[0].part, behind, known=first)
+            yield from self._go_on(main, threads[0].part, behind, behind.removeprefix(first))
         else:
-            yield from self._go_on(main, part, behind)
+            yield from self._go_on(main, part, behind, behind)
+
+    def _read(
+        self, main: ThreadProgress, threads: Sequence[ThreadProgress], behind: str
+    ) -> Process:
+        """Go on from the main thread, which reads the threads in their pages.
+
+        A token is read once it is stored, so each thread generates a further one behind its closing
+        tag, which nobody reads.
+        """
+        form, part = self.thread_format, main.part
+        closed: list[GenerationTask] = [
+            each.part.fork(form.thread_end, max_tokens=1, stop=[], temperature=0.0)
+            for each in threads
+        ]
+        for each in closed:
+            each.worker_tag, each.is_aside = part.worker_tag, True
+        yield closed
+        common = f"{part.input_str}{part.output_str}{form.spawn_end}"
+        main.count_inserted(closed)
+        yield from self._go_on(main, part, behind, f"{form.spawn_end}{form.join_end}")
+        AttentionGroup([main.part, *closed], common, adds=True)
+        main.read = behind
 
     def _run(self, threads: Sequence[ThreadProgress]) -> Process:
         """Generate threads to their ends, side by side."""
@@ -210,10 +254,10 @@ class ParallelThinkingController(Controller):
         return thread.text + form.thread_end if closed else thread.text
 
     def _go_on(
-        self, main: ThreadProgress, source: GenerationTask, behind: str, known: str = ""
+        self, main: ThreadProgress, source: GenerationTask, behind: str, suffix: str
     ) -> Process:
-        """The next part, from ``source`` and the rest of ``behind``, of which it has ``known``."""
-        part: GenerationTask = source.fork(behind.removeprefix(known), inherit=False)
+        """The next part, from ``source`` and ``suffix``: what ``source`` lacks of ``behind``."""
+        part: GenerationTask = source.fork(suffix, inherit=False)
         part.priority = main.part.priority
         sampling.carry(main.part, part)
         part.worker_tag = main.part.worker_tag

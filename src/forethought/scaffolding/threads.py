@@ -41,6 +41,12 @@ class ThreadFormat:
     join_end: str
     """What the main thread goes on from, behind them."""
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether a thread stands in the main thread as it was generated, behind the same text."""
+        whole = f"{self.thread_begin}{{text}}{self.thread_end}"
+        return self.inherits and not self.returned and self.joined == whole
+
     def tasks(self, said: str) -> list[tuple[str, str]] | None:
         """Number and text of each thread of the block with which a text ends; None: there is none.
 
@@ -113,22 +119,42 @@ class ThreadProgress:
     """All that it has written, with what was joined."""
     output: ScaffoldingOutput | None = None
     """All parts that have ended, with what was joined between them."""
+    read: str | None = None
+    """What stands before the newest part, if it reads threads in their pages; None: it goes on
+    behind their text."""
 
     @property
     def left(self) -> int | None:
         """Tokens that it may still generate itself."""
         return None if self.limit is None else max(0, self.limit - self.num_own)
 
+    @property
+    def joined(self) -> ScaffoldingOutput | None:
+        """All parts with what was joined between them; None before one has generated."""
+        if self.read is None or self.output is None:
+            return self.part.joined
+        result = self.part.result
+        return (
+            self.output
+            if result is None
+            else ScaffoldingOutput.join([self.output, self.read, result])
+        )
+
     def add(self, part: GenerationTask) -> None:
         """Count a part, which has ended."""
         if self.output is not None:  # it goes on behind a join
-            inserted = part.inserted_tokens
-            known = inserted is not None and self.join_tokens is not None
-            self.join_tokens = (self.join_tokens or 0) + len(inserted or ()) if known else None
-        self.output = part.joined
+            self.count_inserted([part])
+        self.output = self.joined
         self.text += part.output_str or ""
         self.num_own += part.num_generated
         self.longest_path += part.num_generated
+
+    def count_inserted(self, parts: Sequence[GenerationTask]) -> None:
+        """Count what stands before parts and was prefilled for a join, as far as it is known."""
+        for part in parts:
+            inserted = part.inserted_tokens
+            known = inserted is not None and self.join_tokens is not None
+            self.join_tokens = (self.join_tokens or 0) + len(inserted or ()) if known else None
 
     def add_threads(self, threads: Sequence[ThreadProgress]) -> None:
         """Count the threads of one spawn, which have ended, and all that these have spawned."""

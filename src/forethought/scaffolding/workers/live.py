@@ -305,7 +305,7 @@ class SessionCache:
 
     Args:
         capacity: finished sequences that are kept per scope; the least recently used one is
-            evicted.
+            evicted of those that no other one attends to.
     """
 
     def __init__(self, capacity: int) -> None:
@@ -317,7 +317,12 @@ class SessionCache:
         """Keep a sequence that has been started. Returns those that are evicted."""
         request, path = _where(scope)
         kept = self._requests.setdefault(request, [])
-        ended = [entry for entry in kept if entry.path == path and entry.live.over]
+        read = live.session.reads.union(*(entry.live.session.reads for entry in kept))
+        ended = [
+            entry
+            for entry in kept
+            if entry.path == path and entry.live.over and entry.live.session.sequence_id not in read
+        ]
         evicted = ended[: max(0, len(ended) - self._capacity + 1)]
         self._requests[request] = [entry for entry in kept if entry not in evicted] + [
             _CachedSession(path, live)
@@ -367,14 +372,6 @@ class SessionCache:
             if same_prompt is None
             else Continuation(same_prompt.live, same_prompt.live.prompt_length, "")
         )
-
-    def use(self, scope: ExecutionScope | None, live: LiveSession) -> None:
-        """Make a sequence the most recently used one, if it is kept."""
-        request, _ = _where(scope)
-        kept = self._requests.get(request, ())
-        found = next((entry for entry in kept if entry.live is live), None)
-        if found is not None:
-            self._use(request, found)
 
     def _use(self, request: str, used: _CachedSession) -> None:
         others = [entry for entry in self._requests[request] if entry is not used]

@@ -364,10 +364,9 @@ class EngineWorker(Worker):
             raise UsageError(
                 "a task of the attention group cannot be read any more",
                 "its sequence is closed, or another worker's",
-                "Raise max_parked of the EngineWorker above the number of tasks",
+                "Raise max_parked of the EngineWorker above the number of tasks, and yield all of "
+                "them to it",
             )
-        for each in others:
-            self._cache.use(current_scope(), each)
         await LiveSession.begin_together(ready, others, group)
 
     async def _continued(self, task: GenerationTask, prompt: Prompt | None) -> AsyncSession | None:

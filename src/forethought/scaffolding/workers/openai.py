@@ -212,7 +212,7 @@ class OpenaiWorker(ClientWorker):
             raise ParameterError(
                 "generations on a server cannot read each other while they write",
                 "the task belongs to an AttentionGroup",
-                "Use the built-in engine, or exchange text between turns: hogwild_turns",
+                "Use the built-in engine, or text: hogwild_turns, or join='text'",
             )
         if task.skip_detokenizer or (task.skip_tokenizer and task.input_tokens is None):
             raise ParameterError(
