@@ -25,6 +25,8 @@ class Stream:
 class Session:
     """Stands in for ``AsyncSession``: a prompt of five tokens, and an output that is there."""
 
+    reads, sequence_id = frozenset(), None
+
     def __init__(self, output=None):
         self.tokens, self.usage, self.output = [0] * 5, Usage(), output
 
@@ -192,6 +194,17 @@ def test_what_was_not_used_for_longest_leaves_first():
     assert parking.holds(lives[0])
     assert not parking.holds(lives[1])
     assert parking.add(ROOT, lives[3]) == [lives[0]]
+
+
+def test_what_another_one_reads_stays():
+    parking, lives = SessionCache(1), [live(p, tokens=[1], text="ab") for p in "PQRS"]
+    for number, each in enumerate(lives):
+        each.session.sequence_id = number
+    lives[1].session.reads = frozenset({0})
+    assert parking.add(ROOT, lives[0]) == []
+    assert parking.add(ROOT, lives[1]) == []  # it reads the first one
+    assert parking.add(ROOT, lives[2]) == [lives[1]]
+    assert parking.add(ROOT, lives[3]) == [lives[0], lives[2]]
 
 
 def test_sequences_of_other_requests_are_never_found():
