@@ -139,7 +139,7 @@ def test_every_method_runs_in_an_example_of_the_guide_that_names_it(monkeypatch)
     processes = {name: method.process for name, method in found.items()}  # some are inherited
     for name, method in found.items():
         monkeypatch.setattr(method, "process", watched(name, method, processes[name]))
-    for code in [*SCRIPTED, *guide_of('"repeated_sampling"')]:
+    for code in [*SCRIPTED, *guide_of('"repeated_sampling"'), *guide_of('create("hogwild"')]:
         run.clear()
         exec(code, {"__name__": "guide"})
         shown |= run.intersection(re.findall(r'["+](\w+)["+]', code))
@@ -160,6 +160,7 @@ def test_the_guides_examples_run_unless_they_name_a_model_of_the_readers(capsys)
         *guide_of('"repeated_sampling"'),
         *guide_of('create("beam_search"'),
         *guide_of("snapshot_dir="),
+        *guide_of('create("hogwild"'),
     ]
     exec(*guide_of('create("beam_search"'), {"__name__": "guide"})
     assert "\\boxed" in capsys.readouterr().out
