@@ -159,7 +159,7 @@ def test_a_token_is_read_from_the_step_after_it_was_stored() -> None:
     forward = machine.runner.forward
 
     def watched(rows: Any, *readers: Any) -> Any:
-        seen.append([len(row.concurrent.slots[0]) for row in rows if row.concurrent is not None])
+        seen.append([row.concurrent.counts[0] for row in rows if row.concurrent is not None])
         return forward(rows, *readers)
 
     machine.runner.forward = watched  # type: ignore[method-assign]

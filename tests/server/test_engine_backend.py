@@ -416,6 +416,7 @@ def test_with_a_tokenizer_a_server_in_front_counts_as_the_one_behind(
 def test_with_a_tokenizer_methods_continue_their_text_on_another_server(
     server: Served, in_front: Served
 ) -> None:
+    in_front.send(CHAT, ask(max_tokens=1))  # then it knows the length of the context
     assert available(in_front) == available(server) - {"hogwild"}
     assert failures(in_front) == {}
 

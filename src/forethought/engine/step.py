@@ -518,12 +518,14 @@ def _concurrent(row: PlannedRow, starts: Mapping[int, int]) -> ConcurrentTokens 
     others = [other for other in row.sequence.others if other.num_common <= row.start]
     if not others:
         return None
-    slots = [
-        table.slots(other.num_common, max(other.num_common, starts.get(read.id, table.length)))
-        for other in others
-        for read, table in [(other.sequence, other.sequence.table)]
-    ]
-    return ConcurrentTokens([other.num_common for other in others], slots)
+    begins = [other.num_common for other in others]
+    read = [other.sequence for other in others]
+    stored = [starts.get(each.id, each.table.length) for each in read]
+    return ConcurrentTokens(
+        starts=begins,
+        stops=[max(stop, begin) for stop, begin in zip(stored, begins, strict=True)],
+        pages=[list(each.table.pages) for each in read],
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -56,12 +56,19 @@ class ConcurrentTokens:
     2025, section 3.
 
     Attributes:
-        starts: own tokens before each other sequence's, rising.
-        slots: of the tokens of each.
+        starts: tokens that each has in common with the row's sequence, rising.
+        stops: tokens of each that are stored, not fewer than ``starts``.
+        pages: of each, in order.
     """
 
     starts: list[int]
-    slots: list[list[int]]
+    stops: list[int]
+    pages: list[Sequence[int]]
+
+    @property
+    def counts(self) -> list[int]:
+        """The tokens of each that are seen."""
+        return [stop - start for start, stop in zip(self.starts, self.stops, strict=True)]
 
     def segments(self) -> list[tuple[int, int]]:
         """The parts of the view before the last own ones: number of tokens, and further rotation.
@@ -69,19 +76,30 @@ class ConcurrentTokens:
         The rotation is in positions: by how much farther a query is from the part's keys in the
         view than its own position says.
         """
-        left, begin, found = sum(map(len, self.slots)), 0, list[tuple[int, int]]()
-        for start, slots in zip(self.starts, self.slots, strict=True):
-            found += [(start - begin, left), (len(slots), left)]
-            left, begin = left - len(slots), start
+        left, begin, found = sum(self.counts), 0, list[tuple[int, int]]()
+        for start, count in zip(self.starts, self.counts, strict=True):
+            found += [(start - begin, left), (count, left)]
+            left, begin = left - count, start
         return found
 
-    def view(self, own: list[int]) -> list[int]:
-        """The slots of all that is seen, in order, from those of the sequence's own tokens."""
-        found, begin = list[int](), 0
-        for start, slots in zip(self.starts, self.slots, strict=True):
-            found += own[begin:start] + slots
+    def view(self, own_pages: Sequence[int], length: int, page_size: int) -> NDArray[np.int64]:
+        """The slots of all that is seen, in order.
+
+        Args:
+            own_pages: of the row's sequence.
+            length: its tokens.
+            page_size: tokens of a page.
+        """
+        parts, begin, own = [], 0, _slots(own_pages, page_size)
+        for start, stop, pages in zip(self.starts, self.stops, self.pages, strict=True):
+            parts += [own[begin:start], _slots(pages, page_size)[start:stop]]
             begin = start
-        return found + own[begin:]
+        return np.concatenate([*parts, own[begin:length]])
+
+
+def _slots(pages: Sequence[int], page_size: int) -> NDArray[np.int64]:
+    """The slots of pages, in order."""
+    return (np.array(pages, np.int64)[:, None] * page_size + np.arange(page_size)).ravel()
 
 
 @dataclass(frozen=True, slots=True)

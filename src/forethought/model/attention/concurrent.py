@@ -58,7 +58,7 @@ class ConcurrentPass(PagedPass):
         super().__init__(batch, storage, backend, [None] * len(storage.layers), layer_ids)
         self._rotations = rotations
         self._views = [
-            (span, torch.tensor(_view(span, storage.page_size), device=storage.device))
+            (span, _view(span, storage.page_size).to(storage.device))
             for span in batch.spans
             if span.concurrent is not None
         ]
@@ -115,11 +115,10 @@ def _segments(span: Span) -> list[tuple[int, int]]:
     return span.concurrent.segments()
 
 
-def _view(span: Span, page_size: int) -> list[int]:
-    """The slots of all that the row sees, in the order of its view."""
+def _view(span: Span, page_size: int) -> Tensor:
+    """The slots of all that the row sees, in the order of its view: int64 ``[L]``."""
     assert span.concurrent is not None
-    located = (divmod(position, page_size) for position in range(span.kv_length))
-    return span.concurrent.view([span.pages[page] * page_size + slot for page, slot in located])
+    return torch.from_numpy(span.concurrent.view(span.pages, span.kv_length, page_size))
 
 
 def _row(row: KvRow, span: Span, begin: int, length: int) -> KvRow:
