@@ -103,6 +103,55 @@ static inline void multiply_split(
     if (PANELS > 2 || ROW_TILES * PANELS > 2) _tile_stored(3, sums + 3 * SUMS, 64);
 }
 
+// tile [rows, count * PANEL] = one tile of `per_tile` tokens, or two for more rows, times `count`
+// panels of w: at most 4 for one tile, 2 for two. x: [tiles, steps, per_tile, 2, 32].
+static inline void multiply_tiles(
+    const uint16_t* x, int per_tile, int rows, const uint16_t* w, int64_t panel_stride, int count,
+    int steps, float* tile) {
+    alignas(64) float sums[4 * TILE_ROWS * PANEL];
+    const bool both = rows > per_tile;
+    const int all = 2 * per_tile;
+    if (both && count == 2)
+        multiply_split<2, 2>(x, all, w, panel_stride, steps, sums);
+    else if (both)
+        multiply_split<2, 1>(x, all, w, panel_stride, steps, sums);
+    else if (count == 4)
+        multiply_split<1, 4>(x, all, w, panel_stride, steps, sums);
+    else if (count == 2)
+        multiply_split<1, 2>(x, all, w, panel_stride, steps, sums);
+    else
+        multiply_split<1, 1>(x, all, w, panel_stride, steps, sums);
+    for (int m = 0; m < rows; m++)
+        for (int p = 0; p < count; p++) {
+            const int index = m < per_tile ? p : 2 + p, row = m < per_tile ? m : m - per_tile;
+            const float* high = sums + (index * TILE_ROWS + 2 * row) * PANEL;
+            for (int i = 0; i < PANEL; i += LANES)
+                store(
+                    tile + (m * count + p) * PANEL + i,
+                    load(high + i) + load(high + PANEL + i));
+        }
+}
+
+static inline __m512 widened(__m256i bf16) {
+    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(bf16), 16));
+}
+
+// A row of x to rows [in / 32, 2, 32] of its tile of `per_tile` tokens.
+static inline void split(const float* x, int num_inputs, int per_tile, uint16_t* to) {
+    for (int k = 0; k < num_inputs; k += TILE_INPUTS, to += per_tile * 2 * TILE_INPUTS) {
+        const int left = num_inputs - k;
+        const uint32_t present = left < TILE_INPUTS ? (1u << left) - 1 : ~0u;
+        const __m512 a = _mm512_maskz_loadu_ps(__mmask16(present), x + k);
+        const __m512 b = _mm512_maskz_loadu_ps(__mmask16(present >> 16), x + k + 16);
+        const __m512i high = (__m512i)_mm512_cvtne2ps_pbh(b, a);
+        const __m512i low = (__m512i)_mm512_cvtne2ps_pbh(
+            b - widened(_mm512_extracti64x4_epi64(high, 1)),
+            a - widened(_mm512_castsi512_si256(high)));
+        _mm512_storeu_si512(to, high);
+        _mm512_storeu_si512(to + TILE_INPUTS, low);
+    }
+}
+
 // The inputs of a product in tiles of up to TILE_TOKENS tokens: [tiles, in / 32, tokens, 2, 32].
 // All tiles have the same rows; of the last one some may be left over.
 class SplitInput {
@@ -123,7 +172,9 @@ class SplitInput {
         if (own) to += int64_t(thread.index) * 2 * TILE_TOKENS * steps * TILE_INPUTS;
         const Share share = own ? Share{0, tokens} : thread.share(tokens);
         for (int64_t t = share.begin; t < share.end; t++)
-            split(x + t * ldx, num_inputs, to + tile_of(t) + t % per_tile * 2 * TILE_INPUTS);
+            split(
+                x + t * ldx, num_inputs, per_tile,
+                to + tile_of(t) + t % per_tile * 2 * TILE_INPUTS);
         data = to;
         if (!own) {
 #pragma omp barrier
@@ -149,30 +200,9 @@ class SplitInput {
 
     // tile [rows, count * PANEL] = tokens [t, t + rows) times panels [panel, panel + count) of w.
     void multiply(const Linear& w, int panel, int count, int t, int rows, float* tile) const {
-        alignas(64) float sums[4 * TILE_ROWS * PANEL];
         const int64_t stride = panel_size(w);
-        const uint16_t *from = (const uint16_t*)w.weight + panel * stride, *x = data + tile_of(t);
-        const bool both = rows > per_tile;
-        const int all = 2 * per_tile;
-        if (both && count == 2)
-            multiply_split<2, 2>(x, all, from, stride, steps, sums);
-        else if (both)
-            multiply_split<2, 1>(x, all, from, stride, steps, sums);
-        else if (count == 4)
-            multiply_split<1, 4>(x, all, from, stride, steps, sums);
-        else if (count == 2)
-            multiply_split<1, 2>(x, all, from, stride, steps, sums);
-        else
-            multiply_split<1, 1>(x, all, from, stride, steps, sums);
-        for (int m = 0; m < rows; m++)
-            for (int p = 0; p < count; p++) {
-                const int index = m < per_tile ? p : 2 + p, row = m < per_tile ? m : m - per_tile;
-                const float* high = sums + (index * TILE_ROWS + 2 * row) * PANEL;
-                for (int i = 0; i < PANEL; i += LANES)
-                    store(
-                        tile + (m * count + p) * PANEL + i,
-                        load(high + i) + load(high + PANEL + i));
-            }
+        const uint16_t* from = (const uint16_t*)w.weight + panel * stride;
+        multiply_tiles(data + tile_of(t), per_tile, rows, from, stride, count, steps, tile);
     }
 
   private:
@@ -182,26 +212,6 @@ class SplitInput {
 
     int64_t tile_of(int64_t t) const {
         return t / per_tile * steps * per_tile * 2 * TILE_INPUTS;
-    }
-
-    // A row of x to rows [in / 32, 2, 32] of its tile, which lie per_tile tokens apart.
-    void split(const float* x, int num_inputs, uint16_t* to) const {
-        for (int k = 0; k < num_inputs; k += TILE_INPUTS, to += per_tile * 2 * TILE_INPUTS) {
-            const int left = num_inputs - k;
-            const uint32_t present = left < TILE_INPUTS ? (1u << left) - 1 : ~0u;
-            const __m512 a = _mm512_maskz_loadu_ps(__mmask16(present), x + k);
-            const __m512 b = _mm512_maskz_loadu_ps(__mmask16(present >> 16), x + k + 16);
-            const __m512i high = (__m512i)_mm512_cvtne2ps_pbh(b, a);
-            const __m512i low = (__m512i)_mm512_cvtne2ps_pbh(
-                b - widened(_mm512_extracti64x4_epi64(high, 1)),
-                a - widened(_mm512_castsi512_si256(high)));
-            _mm512_storeu_si512(to, high);
-            _mm512_storeu_si512(to + TILE_INPUTS, low);
-        }
-    }
-
-    static __m512 widened(__m256i bf16) {
-        return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(bf16), 16));
     }
 };
 

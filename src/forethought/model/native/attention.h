@@ -5,7 +5,10 @@
 #include "norms.h"
 #include "products.h"
 #include "scratch.h"
+#include "sight.h"
+#include "softmax.h"
 #include "structures.h"
+#include "tile_block.h"
 #include "vectors.h"
 
 #include <cmath>
@@ -107,63 +110,6 @@ static void mix_values(
         }
     }
 }
-
-static float maximum(const float* x, int length) {
-    Vec most = broadcast(-INFINITY);
-    int i = 0;
-    for (; i + LANES <= length; i += LANES) {
-        const Vec found = load(x + i);
-        most = found > most ? found : most;
-    }
-    float result = -INFINITY;
-    for (int lane = 0; lane < LANES; lane++) result = most[lane] > result ? most[lane] : result;
-    for (; i < length; i++) result = x[i] > result ? x[i] : result;
-    return result;
-}
-
-// scores [length] -> their softmax, not divided by the sum, which is returned.
-static float exponentials(float* scores, int length) {
-    const float highest = maximum(scores, length);
-    Vec total = {};
-    int i = 0;
-    for (; i + LANES <= length; i += LANES) {
-        const Vec e = exp(load(scores + i) - highest);
-        store(scores + i, e);
-        total += e;
-    }
-    float rest = 0;
-    for (; i < length; i++) {
-        const Vec e = exp(broadcast(scores[i] - highest));
-        scores[i] = e[0];
-        rest += e[0];
-    }
-    return sum(total) + rest;
-}
-
-static inline int64_t prefix_slot(const Row& row, int position, int page_size) {
-    if (row.first_slot >= 0) return row.first_slot + position;
-    return int64_t(row.pages[position / page_size]) * page_size + position % page_size;
-}
-
-// The tokens of the row that token `n` attends to: prefix [low, prefix), then recent ones.
-struct Sight {
-    const Row& row;
-    int n, window;
-    int64_t position;
-    int low;
-
-    Sight(const Row& row, int n, int window) : row(row), n(n), window(window) {
-        position = row.positions[row.num_recent - row.num_tokens + n];
-        low = row.seen_from;
-        if (window && position - window + 1 > low) low = int(position - window + 1);
-    }
-
-    bool sees(int recent) const {
-        if (window && position - row.positions[recent] >= window) return false;
-        if (row.visible) return row.visible[int64_t(n) * row.num_recent + recent];
-        return recent <= row.num_recent - row.num_tokens + n;
-    }
-};
 
 // Queries of `count` consecutive tokens of a row that see the same of its prefix, of the heads that
 // share a key head. A query's sums run over the tokens that it sees in order of position, whatever
@@ -341,12 +287,6 @@ static void multiply_some(
     }
 }
 
-// Tokens whose queries are attended together, those of all heads that share keys.
-static inline int block_tokens(int group) {
-    const int passes = BLOCK_ROWS / (group * MAX_ROWS);
-    return MAX_ROWS * (passes > 1 ? passes : 1);
-}
-
 // Queries of `count` consecutive tokens of a causal row, at most block_tokens(), of the heads that
 // share a key head: keys and values of PANEL positions at a time, as products of matrices. Passes
 // take up to MAX_ROWS tokens of one head; each multiplies the positions that it sees.
@@ -482,17 +422,24 @@ static void attend(
     const Model& model, const Layer& layer, const Call& call, const Scratch& b, const T* keys,
     const T* values, Thread thread) {
     const int group = model.num_heads / model.num_kv_heads;
+    const bool tiles = std::is_same_v<T, uint16_t> && TileBlock::is_possible();
+    const int tokens = block_tokens(group, tiles ? TILE_TOKENS : MAX_ROWS);
     float* scores = b.scores + thread.index * b.scores_width;
     int item = 0;
     for (int r = 0; r < call.num_rows; r++) {
         const Row& row = call.rows[r];
         const bool blocks = !row.visible && !row.num_segments && row.num_tokens > BLOCK_QUERIES;
-        const int step = blocks ? block_tokens(group) : Together<T>::tokens(model, layer, row, thread);
+        const int step = blocks ? tokens : Together<T>::tokens(model, layer, row, thread);
         for (int n = 0; n < row.num_tokens; n += step) {
             const int count = row.num_tokens - n < step ? row.num_tokens - n : step;
             for (int kv_head = 0; kv_head < model.num_kv_heads; kv_head++) {
                 if (item++ % thread.count != thread.index) continue;
-                if (blocks)
+                if (blocks && tiles)
+                    TileBlock(
+                        model, layer, call, b, row, n, count, kv_head, (const uint16_t*)keys,
+                        (const uint16_t*)values, scores)
+                        .attend();
+                else if (blocks)
                     Block<T>(
                         model, layer, call, b, row, n, count, kv_head, keys, values, scores)
                         .attend();

@@ -327,29 +327,26 @@ static inline void activate(float* gate, const float* up, int activation) {
 static void gated_product_with_pair(
     const Linear& w, Factors& factors, int pair, int begin, int end, float* y, int half,
     int activation) {
-    alignas(64) float tile[2][MAX_PASS * PANEL];
-    alignas(64) float both[MAX_PASS * 2 * PANEL];
+    alignas(64) float one[MAX_PASS * PANEL], both[MAX_PASS * 2 * PANEL];
     const bool together = factors.panels(2) >= 2;
     const int step = factors.step(), first = pair * PANEL;
     const int valid = half - first < PANEL ? half - first : PANEL;
     factors.hold(2 * pair, 2);
     for (int t = begin; t < end; t += step) {
         const int rows = end - t < step ? end - t : step;
-        if (together) {
+        if (together)
             factors.multiply(2 * pair, 2, t, rows, both);
-            for (int m = 0; m < rows; m++)
-                for (int side = 0; side < 2; side++)
-                    memcpy(tile[side] + m * PANEL, both + (2 * m + side) * PANEL, PANEL * 4);
-        } else {
-            for (int side = 0; side < 2; side++)
-                factors.multiply(2 * pair + side, 1, t, rows, tile[side]);
-        }
-        for (int side = 0; side < 2; side++)
-            if (w.type == I8 || w.bias)
-                scale_outputs(w, (2 * pair + side) * PANEL, tile[side], rows, PANEL);
+        else
+            for (int side = 0; side < 2; side++) {
+                factors.multiply(2 * pair + side, 1, t, rows, one);
+                for (int m = 0; m < rows; m++)
+                    memcpy(both + (2 * m + side) * PANEL, one + m * PANEL, PANEL * 4);
+            }
+        if (w.type == I8 || w.bias) scale_outputs(w, 2 * first, both, rows, 2 * PANEL);
         for (int m = 0; m < rows; m++) {
-            activate(tile[0] + m * PANEL, tile[1] + m * PANEL, activation);
-            memcpy(y + int64_t(t + m) * half + first, tile[0] + m * PANEL, valid * 4);
+            float* gate = both + 2 * m * PANEL;
+            activate(gate, gate + PANEL, activation);
+            memcpy(y + int64_t(t + m) * half + first, gate, valid * 4);
         }
     }
 }

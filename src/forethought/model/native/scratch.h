@@ -17,6 +17,21 @@ static inline int intermediate_size(const Layer& layer) {
 
 constexpr int BLOCK_ROWS = 48; // queries that attend together, for which keys are packed once
 
+// Tokens whose queries are attended together, those of `group` heads, which share keys: a multiple
+// of `pass`.
+static inline int block_tokens(int group, int pass) {
+    const int passes = BLOCK_ROWS / (group * pass);
+    return pass * (passes > 1 ? passes : 1);
+}
+
+// Floats that a TileBlock packs beside the scores: queries, two panels of keys, the values, and the
+// weights of a tile.
+static inline int64_t tile_block_size(int64_t dim, int64_t rows, int64_t max_length) {
+    if (!HAS_AMX) return 0;
+    const int64_t width = padded_inputs(dim), length = padded_inputs(max_length);
+    return (rows + PANEL) * width + length * width / 2 + TILE_TOKENS * length;
+}
+
 // The buffers of one forward of T tokens. Row t of a buffer of width w begins at t * w, without
 // padding. Every buffer, and every thread's part of the scores, begins at a multiple of PANEL floats.
 struct Scratch {
@@ -43,9 +58,12 @@ struct Scratch {
             const int64_t logits = layer.experts ? round_up(layer.experts->num_experts) : 0;
             wide_width = larger(wide_width, logits + intermediate_size(layer));
         }
-        // Scores of the queries that are attended together, and a panel of keys or their offsets.
-        const int64_t rows = larger(BLOCK_ROWS, int64_t(group) * MAX_ROWS);
-        scores_width = round_up(rows * max_length + larger(PANEL * dim, 2 * max_length));
+        // Scores of the queries that are attended together, and what is packed beside them.
+        const int64_t rows = larger(BLOCK_ROWS, group * larger(MAX_ROWS, TILE_TOKENS));
+        const int64_t packed = larger(PANEL * dim, 2 * max_length);
+        scores_width =
+            round_up(rows * max_length) + larger(packed, tile_block_size(dim, rows, max_length));
+        scores_width = round_up(scores_width);
         const auto take = [&](int64_t count) {
             float* begin = memory ? memory + size : nullptr;
             size += round_up(count);

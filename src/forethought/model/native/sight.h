@@ -1,0 +1,32 @@
+// What the tokens of a row attend to, and where it lies in the cache.
+
+#pragma once
+
+#include "structures.h"
+
+#include <cstdint>
+
+static inline int64_t prefix_slot(const Row& row, int position, int page_size) {
+    if (row.first_slot >= 0) return row.first_slot + position;
+    return int64_t(row.pages[position / page_size]) * page_size + position % page_size;
+}
+
+// The tokens of the row that token `n` attends to: prefix [low, prefix), then recent ones.
+struct Sight {
+    const Row& row;
+    int n, window;
+    int64_t position;
+    int low;
+
+    Sight(const Row& row, int n, int window) : row(row), n(n), window(window) {
+        position = row.positions[row.num_recent - row.num_tokens + n];
+        low = row.seen_from;
+        if (window && position - window + 1 > low) low = int(position - window + 1);
+    }
+
+    bool sees(int recent) const {
+        if (window && position - row.positions[recent] >= window) return false;
+        if (row.visible) return row.visible[int64_t(n) * row.num_recent + recent];
+        return recent <= row.num_recent - row.num_tokens + n;
+    }
+};
