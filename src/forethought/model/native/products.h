@@ -247,6 +247,16 @@ static inline void scale_outputs(const Linear& w, int first, float* tile, int ro
         }
 }
 
+// to [size] = from; whole panels without the call of a function.
+static inline void copy_row(const float* from, int size, float* to) {
+    if (size == PANEL)
+        memcpy(to, from, PANEL * 4);
+    else if (size == 2 * PANEL)
+        memcpy(to, from, 2 * PANEL * 4);
+    else
+        memcpy(to, from, size * 4);
+}
+
 // y [T, out] = x [T, in] W^T + b (+ y if `add`), the outputs of panels [panel, panel + count), at
 // most 4, for tokens [begin, end).
 static void product_with_panels(
@@ -266,7 +276,7 @@ static void product_with_panels(
             if (add)
                 for (int i = 0; i < valid; i++) out[i] += in[i];
             else
-                memcpy(out, in, valid * 4);
+                copy_row(in, valid, out);
         }
     }
 }
@@ -346,7 +356,7 @@ static void gated_product_with_pair(
         for (int m = 0; m < rows; m++) {
             float* gate = both + 2 * m * PANEL;
             activate(gate, gate + PANEL, activation);
-            memcpy(y + int64_t(t + m) * half + first, gate, valid * 4);
+            copy_row(gate, valid, y + int64_t(t + m) * half + first);
         }
     }
 }

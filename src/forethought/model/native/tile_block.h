@@ -3,6 +3,7 @@
 #pragma once
 
 #include "amx.h"
+#include "products.h"
 #include "scratch.h"
 #include "sight.h"
 #include "softmax.h"
@@ -162,7 +163,7 @@ class TileBlock {
         if (model.score_cap > 0)
             for (int j = 0; j < valid; j++)
                 found[j] = model.score_cap * tanhf(found[j] / model.score_cap);
-        memcpy(to, found, valid * 4);
+        copy_row(found, valid, to);
     }
 
     // Pairs of positions beside each other, from `begin` on; those behind the last are zeros.
@@ -209,9 +210,11 @@ class TileBlock {
                 weights, TILE_TOKENS, rows, packed_values + d / PANEL * panel_stride(),
                 panel_stride(), panels, steps, tile);
             for (int i = 0; i < rows; i++) {
-                float* y = out + (m + i) * b.mixed_width + g * dim + d;
-                for (int j = 0; j < panels * PANEL && d + j < dim; j++)
-                    y[j] = tile[i * panels * PANEL + j] / totals[i];
+                float* found = tile + i * panels * PANEL;
+                for (int j = 0; j < panels * PANEL; j += LANES)
+                    store(found + j, load(found + j) / totals[i]);
+                const int valid = dim - d < panels * PANEL ? dim - d : panels * PANEL;
+                memcpy(out + (m + i) * b.mixed_width + g * dim + d, found, valid * 4);
             }
         }
     }
