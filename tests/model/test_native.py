@@ -127,10 +127,41 @@ def test_a_path_of_a_draft_tree_is_the_same_to_the_last_bit_as_its_tokens_alone(
     assert torch.equal(found[[0, 3, 5]], logits(lm, 1)[20:23])
 
 
+def check_long_prefills(lm: CausalLM) -> None:
+    """Keys and values are rounded in short and long ones; the rounding of a few may differ."""
+    alone = logits(lm, 1)
+    for size, scattered in ((LONG, False), (45, True)):
+        error = (logits(lm, size, scattered) - alone).norm(dim=1) / alone.norm(dim=1)
+        assert error.median() < 1e-3
+        assert error.max() < 1e-2
+
+
+@pytest.mark.parametrize(
+    "architecture", ["llama", "llama_mha", "llama_mqa", "mistral", "qwen3", "gemma3", "phi3"]
+)
+def test_a_long_prefill_in_bf16_is_that_of_its_tokens_one_by_one_but_for_rounding(
+    architecture: str,
+) -> None:
+    check_long_prefills(native(architecture, "bfloat16"))
+
+
+@pytest.mark.parametrize(("head_dim", "group"), [(80, 1), (24, 3), (128, 8)])
+def test_long_prefills_in_bf16_take_heads_of_any_size(
+    tmp_path: Path, head_dim: int, group: int
+) -> None:
+    """That fill no tile or several; a score cap."""
+    config = loader.load(models.tiny("gemma3")).config
+    sizes = {"head_dim": head_dim, "num_attention_heads": 2 * group, "num_key_value_heads": 2}
+    config.update(sizes | {"hidden_size": 96, "attn_logit_softcapping": 2.0})
+    models.save_random(config, tmp_path / "heads")
+    check_long_prefills(loader.load(tmp_path / "heads", dtype="bfloat16", forward="native"))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("scattered", [False, True])
-def test_slots_that_no_token_attends_to_may_hold_anything(scattered: bool) -> None:
+def test_slots_that_no_token_attends_to_may_hold_anything(scattered: bool, dtype: str) -> None:
     """Not even zero times their values is added: they are not numbers here."""
-    lm, prompt, found = native("mistral"), tokens(), []
+    lm, prompt, found = native("mistral", dtype), tokens(), []
     (window,) = set(lm.windows)
     assert window is not None
     for filling in (0.0, float("nan")):

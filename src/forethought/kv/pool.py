@@ -58,8 +58,8 @@ class FreeRuns:
 
         It is in the middle of the longest run, so that the row before the run can grow as well, or
         earlier: where the second half is too short, or ``room`` pages behind the run's beginning.
-        Rows that lie no further apart than they can grow share huge pages of the system's memory,
-        whose first use costs milliseconds in each layer.
+        Rows that lie no further apart than they can grow share pages of the system's memory,
+        whose first use costs time in each layer.
         """
         start, stop = self._longest()
         middle = (start + stop) // 2 if room is None else min((start + stop) // 2, start + room)

@@ -13,7 +13,10 @@ target computes a slot again, ``invalidate`` clears the flag.
 from __future__ import annotations
 
 import math
+import mmap
+import sys
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 import numpy as np
@@ -184,10 +187,6 @@ class KvStorage:
         return upload(numbers, self.device)
 
 
-_ALIGNMENT = 64
-"""Bytes: a cache line, as torch aligns its own tensors."""
-
-
 def _zeros(size: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
     """Zeros; on a CPU the system gives memory to a page of them when it is first written.
 
@@ -196,9 +195,28 @@ def _zeros(size: Sequence[int], dtype: torch.dtype, device: torch.device) -> Ten
     if device.type != "cpu":
         return torch.zeros(*size, dtype=dtype, device=device)
     num_bytes = math.prod(size) * dtype.itemsize
-    raw = torch.from_numpy(np.zeros(num_bytes + _ALIGNMENT, np.uint8))
-    begin = -raw.data_ptr() % _ALIGNMENT
-    return raw[begin : begin + num_bytes].view(dtype).view(*size)
+    memory = torch.frombuffer(_unwritten(max(num_bytes, 1)), dtype=torch.uint8)
+    return memory[:num_bytes].view(dtype).view(*size)
+
+
+def _unwritten(num_bytes: int) -> mmap.mmap:
+    """Zeros that the system clears when they are first used, in pages of its smallest size.
+
+    In huge ones, which NumPy asks for, the first token of a sequence would wait until all of those
+    that its keys and values lie in are cleared: several in each layer.
+
+    Raises:
+        MemoryError: there is too little memory.
+    """
+    try:
+        if sys.platform != "linux":
+            return mmap.mmap(-1, num_bytes)
+        memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except OSError as error:
+        raise MemoryError(f"{num_bytes} bytes of the KV cache cannot be allocated") from error
+    with suppress(OSError):  # a system without huge pages
+        memory.madvise(mmap.MADV_NOHUGEPAGE)
+    return memory
 
 
 class DraftKvCache:
