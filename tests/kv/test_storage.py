@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -40,6 +42,29 @@ def test_a_new_storage_holds_zeros_at_the_start_of_cache_lines(dtype: torch.dtyp
         assert tensor.dtype == dtype
         assert not tensor.any()
     assert storage.keys[1].data_ptr() % 64 == storage.values[1].data_ptr() % 64 == 0
+
+
+def test_a_storage_that_the_system_has_no_memory_for_raises_a_memory_error() -> None:
+    with pytest.raises(MemoryError):
+        KvStorage(SHAPES, num_pages=2**50, page_size=PAGE_SIZE)
+
+
+@pytest.mark.skipif(
+    not Path("/sys/kernel/mm/transparent_hugepage").exists(), reason="there are no huge pages"
+)
+def test_on_linux_a_storage_never_lies_in_huge_pages() -> None:
+    """The first token of a sequence would wait until they are cleared."""
+    storage = KvStorage(SHAPES, num_pages=5, page_size=PAGE_SIZE)
+    address, flags = storage.keys[0].data_ptr(), []
+    inside = False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        first, _, rest = line.partition(" ")
+        if "-" in first:
+            begin, end = (int(part, 16) for part in first.split("-"))
+            inside = begin <= address < end
+        elif inside and first == "VmFlags:":
+            flags = rest.split()
+    assert "nh" in flags
 
 
 def test_bytes_per_page_is_what_the_tensors_take() -> None:
