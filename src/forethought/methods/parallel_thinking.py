@@ -36,7 +36,7 @@ from typing import Any, Literal
 
 from pydantic import TypeAdapter
 
-from forethought.errors import BudgetExceeded, ParameterError, UnknownNameError
+from forethought.errors import BudgetExceeded, ParameterError
 from forethought.scaffolding import sampling
 from forethought.scaffolding.attention_group import AttentionGroup
 from forethought.scaffolding.controller import (
@@ -54,7 +54,7 @@ from forethought.scaffolding.settings import (
     validated,
 )
 from forethought.scaffolding.task import GenerationTask
-from forethought.scaffolding.threads import FORMATS, ThreadFormat, ThreadProgress
+from forethought.scaffolding.threads import ThreadFormat, ThreadProgress, format_of
 
 _JOIN: TypeAdapter[Literal["text", "pages"]] = TypeAdapter(Literal["text", "pages"])
 
@@ -100,17 +100,13 @@ class ParallelThinkingController(Controller):
         join: Literal["text", "pages"] = "text",
     ) -> None:
         super().__init__()
-        if not isinstance(thread_format, ThreadFormat):
-            if thread_format not in FORMATS:
-                raise UnknownNameError("thread_format", str(thread_format), FORMATS)
-            thread_format = FORMATS[thread_format]
-        self.thread_format = thread_format
+        self.thread_format = format_of(thread_format)
         self.thread_tokens = validated("thread_tokens", thread_tokens, OPTIONAL_POSITIVE_INT)
         self.max_threads = validated("max_threads", max_threads, POSITIVE_INT)
         self.max_spawns = validated("max_spawns", max_spawns, NON_NEGATIVE_INT)
         self.max_depth = validated("max_depth", max_depth, POSITIVE_INT)
         self.join = validated("join", join, _JOIN)
-        if self.join == "pages" and (not thread_format.is_whole or self.max_depth > 1):
+        if self.join == "pages" and (not self.thread_format.is_whole or self.max_depth > 1):
             raise ParameterError(
                 "invalid join",
                 "only threads that go on from the main thread and return all that they write, and "
@@ -187,13 +183,9 @@ class ParallelThinkingController(Controller):
         yield Stage("spawned", "the model asks for threads", fields={"threads": len(threads)})
         yield from self._run(threads)
         main.add_threads(threads)
-        written = [self._written(thread) for thread in threads]
-        texts = [
-            form.joined.format(number=number, text=form.result(said))
-            for (number, _), said in zip(spawned, written, strict=True)
-        ]
+        written = [thread.written(form) for thread in threads]
         yield Stage("joined", "all threads have ended", fields={"threads": len(threads)})
-        behind = f"{form.spawn_end}{''.join(texts)}{form.join_end}"
+        behind = form.join([number for number, _ in spawned], written)
         if self.join == "pages":
             yield from self._read(main, threads, behind)
             return
@@ -246,12 +238,6 @@ class ParallelThinkingController(Controller):
         thread.worker_tag, thread.priority = part.worker_tag, part.priority
         sampling.vary(thread, index)
         return thread
-
-    def _written(self, thread: ThreadProgress) -> str:
-        """What a thread has written; where only a part of it is returned, with its closing tag."""
-        form = self.thread_format
-        closed = form.returned and thread.part.stop_reason == form.thread_end
-        return thread.text + form.thread_end if closed else thread.text
 
     def _go_on(
         self, main: ThreadProgress, source: GenerationTask, behind: str, suffix: str

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
+from forethought.errors import UnknownNameError
 from forethought.scaffolding.result import ScaffoldingOutput
 from forethought.scaffolding.task import GenerationTask
 
@@ -68,6 +69,19 @@ class ThreadFormat:
         found = re.search(self.returned, written, re.DOTALL)
         return found["text"] if found else ""
 
+    def join(self, numbers: Sequence[str], written: Sequence[str]) -> str:
+        """What stands in the main thread behind the threads that it spawns.
+
+        Args:
+            numbers: of the threads.
+            written: by each of them.
+        """
+        texts = [
+            self.joined.format(number=number, text=self.result(said))
+            for number, said in zip(numbers, written, strict=True)
+        ]
+        return f"{self.spawn_end}{''.join(texts)}{self.join_end}"
+
 
 FORMATS: Mapping[str, ThreadFormat] = MappingProxyType(
     {
@@ -95,6 +109,19 @@ FORMATS: Mapping[str, ThreadFormat] = MappingProxyType(
         ),
     }
 )
+
+
+def format_of(given: str | ThreadFormat) -> ThreadFormat:
+    """The format itself, or the one of that name.
+
+    Raises:
+        UnknownNameError: there is none of this name.
+    """
+    if isinstance(given, ThreadFormat):
+        return given
+    if given not in FORMATS:
+        raise UnknownNameError("thread_format", str(given), FORMATS)
+    return FORMATS[given]
 
 
 @dataclass
@@ -139,6 +166,11 @@ class ThreadProgress:
             if result is None
             else ScaffoldingOutput.join([self.output, self.read, result])
         )
+
+    def written(self, form: ThreadFormat) -> str:
+        """What it has written; where only a part of it is returned, with its closing tag."""
+        closed = form.returned and self.part.stop_reason == form.thread_end
+        return self.text + form.thread_end if closed else self.text
 
     def add(self, part: GenerationTask) -> None:
         """Count a part, which has ended."""
