@@ -153,7 +153,7 @@ MUTANTS = [
         KV,
     ),
     Mutant("kv/table.py", "self._gaps += near is not None and page != near", "self._gaps += 0", KV),
-    Mutant("kv/pool.py", "min((start + stop) // 2, stop - wanted)", "(start + stop) // 2", KV),
+    Mutant("kv/pool.py", "min(middle, stop - wanted)", "middle", KV),
     Mutant("kv/pool.py", "max(1, len(self._evictable) // 4)", "len(self._evictable)", KV),
     Mutant(
         "kv/pool.py", "del self._evictable[page]\n        self.refs", "pass\n        self.refs", KV
@@ -225,7 +225,7 @@ MUTANTS = [
     Mutant("engine/scheduler.py", "wanted = min(wanted, PROMPT_LOGPROB_ROWS)", "pass", SCHEDULER),
     Mutant(
         "engine/scheduler.py",
-        "self._index.match(sequence.tokens[:-1]",
+        "self._index.match(sequence.tokens[:limit]",
         "self._index.match(sequence.tokens",
         "tests/engine/test_engine.py -k 'tenant or found or prefix'",
     ),
@@ -571,8 +571,8 @@ MUTANTS = [
     ),
     Mutant(
         "scaffolding/budget.py",
-        "self.usage.completion_tokens > limit",
-        "self.usage.completion_tokens >= limit",
+        "max(0, self.usage.completion_tokens - limit)",
+        "max(0, self.usage.completion_tokens - limit - 1)",
         DRIVER,
     ),
     Mutant(
@@ -721,7 +721,7 @@ MUTANTS = [
         "(lowest := lowest_group(new, window)) >= -math.inf",
         DEEPCONF,
     ),
-    Mutant("methods/self_refine.py", "in text.lower():", "in '':", REVISION),
+    Mutant("methods/self_refine.py", "in text.lower()", "in ''", REVISION),
     Mutant(
         "methods/sequential_revision.py",
         "latest if pool.winner is None else latest - pool.winner.first",
@@ -890,7 +890,7 @@ MUTANTS = [
     ),
     Mutant(
         "methods/budget_vote.py",
-        "samples[0 if winner is None else winner.first]",
+        "samples[first if winner is None else winner.first]",
         "samples[0]",
         THINKING_METHODS,
     ),

@@ -8,6 +8,7 @@ from engines import expect_empty
 from forethought import LLM, methods
 from forethought.errors import ParameterError
 from forethought.outputs import Logprob
+from forethought.methods.fork_think import ForkThinkController
 from forethought.scaffolding import Budget, EngineWorker, Reply, ScriptedWorker
 from forethought.scaffolding.answer_spaces import TextAnswers
 from scripted import answer
@@ -109,3 +110,19 @@ def test_forks_on_the_engine_continue_the_tokens_of_the_seed_path():
         assert len(result.output.token_ids) == 32
         assert result.usage.prefilled <= len("Hello world. " * 6) + 8 + 4 * 2
     expect_empty(llm._frontend.engine)
+
+
+def test_the_log_probability_of_a_path_is_the_sum_over_its_tokens(monkeypatch):
+    paths, whole = [], ForkThinkController._whole
+    monkeypatch.setattr(
+        ForkThinkController, "_whole", lambda *args: paths.append(whole(*args)) or paths[-1]
+    )
+    llm = LLM(speaking(), dtype="float32", kv_cache_config={"max_tokens": 8192, "page_size": 4})
+    with EngineWorker(llm) as worker:
+        controller = methods.create("fork_think", default_sample_num=3, num_points=1, window=4)
+        params = {"max_tokens": 12, "ignore_eos": True, "seed": 1, "temperature": 1.0}
+        answer(controller, worker, "Hello", sampling_params={**params, "logprobs": 0})
+    assert len(paths) == 2
+    for path in paths:
+        pairs = zip(path.output_tokens, path.logprobs, strict=True)
+        assert path.cumulative_logprob == pytest.approx(sum(e[t].logprob for t, e in pairs))
