@@ -182,15 +182,16 @@ def _answer_so_far(task: GenerationTask) -> ScaffoldingOutput | None:
     """The longest text behind a prompt that has been generated in this scope; None: there is none.
 
     Of a fork, that is the text of all that it continues as well. Tasks that are asides count for
-    nothing.
+    nothing. A server that tells thoughts apart may have generated tokens that are in no text yet.
     """
     scope = current_scope()
     found = [] if scope is None else scope.account.generated_in(scope.path)
     outputs = [_behind(task, other) for other in found]
-    with_text = [output for output in outputs if output is not None and output.text]
-    if not with_text:
+    begun = [output for output in outputs if output is not None]
+    begun = [output for output in begun if output.text or output.usage.completion_tokens]
+    if not begun:
         return None
-    longest = max(with_text, key=lambda output: len(output.text or ""))
+    longest = max(begun, key=lambda output: len(output.text or ""))
     return dataclasses.replace(longest, finish_reason="length", stop_reason=None)
 
 
