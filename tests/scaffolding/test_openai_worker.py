@@ -382,6 +382,15 @@ def test_the_tokens_of_one_piece_are_separated_by_their_log_probabilities():
     assert seen(["token_id:5", "token_id:6"], "ab") == ["", "x", "x", "xab", "xab"]
 
 
+def test_tokens_of_a_thought_and_of_the_text_behind_it_can_be_cut_one_by_one():
+    choice = StreamedChoice()
+    for thought in ("a ", "b "):
+        choice.add("", thought=thought)
+    choice.add("c")
+    seen = [(choice.begin_of(n).reasoning, choice.begin_of(n).text) for n in range(4)]
+    assert seen == [("", ""), ("a ", ""), ("a b ", ""), ("a b ", "c")]
+
+
 def test_a_stream_is_streamed_by_its_steps_as_far_as_they_show_it(server):
     class Streams(Controller):
         def process(self, tasks, **kwargs):
@@ -731,7 +740,7 @@ def test_the_prompts_of_a_request_that_is_over_are_forgotten():
         server.says = lambda body: WORDS
         worker = Client(server)
         answer(CutsTheSecond("p", "p"), worker)
-    assert not worker.prompt_lengths._told
+    assert not worker.prompt_lengths._known
 
 
 class Ending(OpenaiServer):

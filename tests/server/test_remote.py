@@ -327,7 +327,8 @@ def test_a_budget_that_ends_within_thoughts_ends_with_a_thought(
         message = choice["message"]
         assert (message["content"], choice["finish_reason"]) == ("", "length")
         assert message["reasoning"].split() == ["hm"] * message["reasoning"].count("hm")
-        assert len(message["reasoning"].split()) == 6 or num_samples > 1
+        num_tokens = len(message["reasoning"].split())
+        assert num_tokens == 6 if num_samples == 1 else 1 <= num_tokens <= 6
         usage = answer.json["usage"]
         assert usage["spent_budget"] == "tokens"
         assert 0 <= usage["completion_tokens"] <= 6

@@ -112,7 +112,7 @@ class StreamedChoice:
         """
         number = len(scores) or int(bool(text or thought))
         pieces = [next(iter(entries.values())).token or "" for entries in scores]
-        if "".join(pieces) != text:
+        if "".join(pieces) != text or len(pieces) != number:
             pieces = [*[""] * (number - 1), text] if number else []
         for piece in pieces:
             self.ends.append((self.ends[-1] if self.ends else 0) + len(piece))

@@ -70,24 +70,26 @@ class PromptLengths:
 
     def __init__(self) -> None:
         self.count: Callable[[str], int] = lambda text: -(-len(text) // 4)
-        self._told: dict[str, dict[str, int]] = {}  # by request and by text
+        self._known: dict[str, dict[str, int]] = {}  # by request and by text
 
     def learn(self, scope: ExecutionScope | None, fields: Mapping[str, Any], length: int) -> None:
         """The server has told the length of the prompt in the fields of a request."""
         if scope is not None and length:
-            self._told.setdefault(scope.request_id, {})[prompt_text(fields)] = length
+            self._known.setdefault(scope.request_id, {})[prompt_text(fields)] = length
 
     def find(self, scope: ExecutionScope | None, fields: Mapping[str, Any]) -> int:
         """The length of the prompt in the fields of a request, as exactly as it is known."""
         text, ids = prompt_text(fields), fields.get("prompt")
         if ids is not None and not isinstance(ids, str):
             return len(ids)
-        told = self._told.get(scope.request_id, {}).get(text) if scope is not None else None
-        return self.count(text) if told is None else told
+        known = {} if scope is None else self._known.setdefault(scope.request_id, {})
+        if text not in known:
+            known[text] = self.count(text)
+        return known[text]
 
     def forget(self, scope_id: str) -> None:
         """A scope is over; with the request itself, its prompts are forgotten."""
-        self._told.pop(scope_id, None)
+        self._known.pop(scope_id, None)
 
 
 class OneAnswer:
