@@ -199,6 +199,22 @@ def test_recording_the_same_usage_again_counts_only_what_was_added():
     assert account.usage.completion_tokens == 6
 
 
+def test_tokens_that_were_counted_too_many_are_taken_from_those_beyond_the_budget():
+    account, usage, other = BudgetAccount(Budget(tokens=6)), Usage(), Usage()
+    usage.completion_tokens = usage.decoded = 50
+    assert account.record(usage) == 44
+    other.completion_tokens = other.decoded = 5
+    assert account.record(other) == 5
+    assert (account.usage.completion_tokens, account.usage.discarded) == (6, 49)
+    usage.completion_tokens = usage.decoded = 2
+    assert account.record(usage) == 0
+    assert (account.usage.completion_tokens, account.usage.discarded) == (6, 1)
+    other.completion_tokens = other.decoded = 1
+    assert account.record(other) == 0
+    assert (account.usage.completion_tokens, account.usage.discarded) == (3, 0)
+    assert (account.usage.decoded, account.spent) == (3, "tokens")
+
+
 def test_the_account_of_a_scope_also_has_its_former_name():
     account = BudgetAccount(Budget())
     assert ExecutionScope("request", "", account).ledger is account

@@ -373,13 +373,22 @@ def test_a_stream_comes_back_with_exactly_its_step_however_far_the_server_is(ser
 def test_the_tokens_of_one_piece_are_separated_by_their_log_probabilities():
     def seen(texts, piece):
         choice = StreamedChoice()
-        choice.add("x", [{-1: Logprob(-1.0, 1, "x")}], False)
-        choice.add(piece, [{-1: Logprob(-1.0, 1, text)} for text in texts], False)
+        choice.add("x", [{-1: Logprob(-1.0, 1, "x")}])
+        choice.add(piece, [{-1: Logprob(-1.0, 1, text)} for text in texts])
         return [choice.begin_of(count).text for count in range(5)]
 
     assert seen(["ab", "c", "d"], "abcd") == ["", "x", "xab", "xabc", "xabcd"]
     # Names that are no texts: then the piece comes with the last of its tokens.
     assert seen(["token_id:5", "token_id:6"], "ab") == ["", "x", "x", "xab", "xab"]
+
+
+def test_tokens_of_a_thought_and_of_the_text_behind_it_can_be_cut_one_by_one():
+    choice = StreamedChoice()
+    for thought in ("a ", "b "):
+        choice.add("", thought=thought)
+    choice.add("c")
+    seen = [(choice.begin_of(n).reasoning, choice.begin_of(n).text) for n in range(4)]
+    assert seen == [("", ""), ("a ", ""), ("a b ", ""), ("a b ", "c")]
 
 
 def test_a_stream_is_streamed_by_its_steps_as_far_as_they_show_it(server):
@@ -661,6 +670,77 @@ def test_a_usage_without_counts_and_chunks_without_choices_cost_no_answer(count)
     assert result.output.text == "Hello world"
     assert result.usage.prompt_tokens == result.usage.prefilled == 0
     assert result.usage.completion_tokens >= 0
+
+
+class CutsTheSecond(Controller):
+    """Generates whole answers to some prompts, and then two tokens of another answer."""
+
+    def __init__(self, prompt, *whole):
+        super().__init__()
+        self.prompt, self.whole = prompt, whole
+
+    def process(self, tasks, **kwargs):
+        yield [GenerationTask(input_str=each, worker_tag="generation") for each in self.whole]
+        stream = StreamGenerationTask(worker_tag="generation", streaming_step=2, max_tokens=99)
+        is_text = isinstance(self.prompt, str)
+        stream.input_str, stream.input_tokens = (
+            (self.prompt, None) if is_text else (None, self.prompt)
+        )
+        yield [stream]
+        stream.cancel_flag = True
+        yield [stream]
+        tasks[0].result = stream.result
+
+
+class NeverEnding(OpenaiServer):
+    """Answers of at most 99 tokens end only when the client leaves."""
+
+    def chunks(self, path, body):
+        for chunk in super().chunks(path, body):
+            while body.get("max_tokens") == 99 and self.is_last(chunk):
+                time.sleep(0.001)
+                yield None
+            yield chunk
+
+    def is_last(self, chunk):
+        return chunk["choices"][0]["finish_reason"] is not None
+
+
+class CountingAlong(NeverEnding):
+    """Sends its usage so far with every chunk."""
+
+    def chunks(self, path, body):
+        for count, chunk in enumerate(super().chunks(path, body), start=1):
+            usage = {"prompt_tokens": 9, "completion_tokens": count}
+            yield chunk and {"usage": usage, **chunk}
+
+
+@pytest.mark.parametrize(
+    ("state", "prompt", "whole", "num_prompt_tokens"),
+    [
+        (CountingAlong(), "a prompt", (), 9),
+        (NeverEnding(), "a prompt", ("another", "a prompt"), 7 + 7 + 7),
+        (NeverEnding(), "a prompt", ("another",), 7 + 2),
+        (NeverEnding(), [5, 6, 7], (), 3),
+    ],
+    ids=["told so far", "told of another answer", "about four characters each", "ids"],
+)
+def test_the_prompt_of_a_cut_answer_counts_as_exactly_as_it_is_known(
+    state, prompt, whole, num_prompt_tokens
+):
+    state.says = lambda body: WORDS
+    with serving(state) as server:
+        result = answer(CutsTheSecond(prompt, *whole), Client(server))
+        assert result.usage.prompt_tokens == result.usage.prefilled == num_prompt_tokens
+        assert result.usage.completion_tokens >= 2
+
+
+def test_the_prompts_of_a_request_that_is_over_are_forgotten():
+    with serving(NeverEnding()) as server:
+        server.says = lambda body: WORDS
+        worker = Client(server)
+        answer(CutsTheSecond("p", "p"), worker)
+    assert not worker.prompt_lengths._known
 
 
 class Ending(OpenaiServer):

@@ -16,7 +16,8 @@ from forethought.scaffolding import (
     ScaffoldingLlm,
     UserMessage,
 )
-from forethought.scaffolding.workers.upstream import Retries, UpstreamWorker, prompt_text
+from forethought.scaffolding.workers.openai_requests import prompt_text
+from forethought.scaffolding.workers.upstream import Retries, UpstreamWorker
 from openai_server import serving
 
 PROMPTS = [f"{number} is the question, and its text is longer than a block" for number in range(8)]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import math
+import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, cast
@@ -22,7 +23,7 @@ from forethought.scaffolding.workers.upstream import UpstreamWorker
 from forethought.server.backends import EngineBackend
 from forethought.server.remote_backend import RemoteBackend
 from forethought.server.settings import Settings
-from http_servers import Served, eventually, served
+from http_servers import WAIT, Served, eventually, served
 
 if TYPE_CHECKING:
     from forethought.scaffolding.workers.reward import RewardWorker
@@ -75,6 +76,24 @@ def test_a_stream_is_the_text_of_the_whole_answer(server: Served) -> None:
     assert sum(each["num_tokens"] for each in told if each["type"] == "delta") == 40
     assert told[0]["speculation"]["drafter"] == "ngram"
     assert told[-1]["speculation"]["steps"] > 0
+
+
+def test_a_deadline_ends_a_stream_behind_its_first_token_too(llm: AsyncLLM) -> None:
+    goes_on, most = threading.Event(), llm.stats.decoded + 2
+    settings = Settings(timeout=1.0, stream_interval=0.0)
+    with served(EngineBackend(llm, "reasoner"), settings) as running:
+        llm.set_step_barrier(lambda: llm.stats.decoded > most and goes_on.wait(WAIT))
+        try:
+            answer = running.send(CHAT, ask(max_tokens=40, stream=True))
+        finally:
+            goes_on.set()
+            llm.set_step_barrier(None)
+    if answer.status == 200:  # else the machine is too slow for a token in the time
+        assert answer.events[0][1]["choices"][0]["delta"]["role"] == "assistant"
+        failure = answer.events[-2][1]
+        assert failure["error"]["code"] == "timeout"
+    else:
+        assert (answer.status, answer.error["code"]) == (504, "timeout")
 
 
 def test_log_probabilities_come_with_the_tokens_of_a_stream(server: Served) -> None:

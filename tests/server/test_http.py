@@ -179,12 +179,12 @@ def test_a_response_is_kept_for_its_tenant_alone() -> None:
 class Slow:
     """A client whose answer takes for ever, until it goes away."""
 
-    def __init__(self, running: Served, *, stream: bool = True) -> None:
+    def __init__(self, running: Served, *, stream: bool = True, waits: bool = True) -> None:
         body = json.dumps(say("slow", stream=stream)).encode()
         head = f"POST {CHAT} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
         self._socket = socket.create_connection(("127.0.0.1", running.port), timeout=WAIT)
         self._socket.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
-        if stream:
+        if stream and waits:
             self._socket.recv(1)
 
     def leave(self) -> None:
@@ -199,6 +199,19 @@ def test_a_client_that_goes_away_ends_its_work(server: Served, stream: bool) -> 
     client.leave()
     eventually(lambda: server.backend.worker.calls[-1].ended == "cancelled")
     eventually(lambda: server.send("/v1/load").json["running"] == 0)
+
+
+def test_a_client_that_goes_away_before_the_first_token_ends_its_work_too(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("forethought.server.http.FIRST_SECONDS", 1e6)
+    with scripted([Reply("late", delay=1e6)]) as running:
+        calls = running.backend.worker.calls
+        client = Slow(running, waits=False)
+        eventually(lambda: calls)
+        client.leave()
+        eventually(lambda: calls[0].ended == "cancelled")
+        eventually(lambda: running.send("/v1/load").json["running"] == 0)
 
 
 @pytest.mark.parametrize("path", [CHAT, "/v1/completions"])

@@ -305,6 +305,37 @@ def test_tokens_beyond_the_budget_are_in_no_text(fields: dict[str, Any]) -> None
         assert usage["completion_tokens_details"]["discarded_tokens"]
 
 
+class Pondering(OpenaiServer):
+    """Thinks for fifty tokens before it answers, and counts those of the answer alone."""
+
+    def chunks(self, path: str, body: dict[str, Any]) -> Iterator[dict[str, Any] | None]:
+        delta = {"index": 0, "finish_reason": None, "delta": {"reasoning_content": "hm "}}
+        yield from [{**self.base(True, body), "choices": [delta]}] * 50
+        yield from super().chunks(path, body)
+
+
+@pytest.mark.parametrize(
+    ("method", "num_samples"), [("plain", 1), ("majority_vote@1", 1), ("majority_vote@8", 8)]
+)
+def test_a_budget_that_ends_within_thoughts_ends_with_a_thought(
+    method: str, num_samples: int
+) -> None:
+    with serving_openai(Pondering()) as behind, in_front_of(behind) as running:
+        answer = running.send(CHAT, say("x", method=method, budget={"tokens": 6}))
+        assert answer.status == 200, answer.text
+        choice = answer.json["choices"][0]
+        message = choice["message"]
+        assert (message["content"], choice["finish_reason"]) == ("", "length")
+        assert message["reasoning"].split() == ["hm"] * message["reasoning"].count("hm")
+        num_tokens = len(message["reasoning"].split())
+        assert num_tokens == 6 if num_samples == 1 else 1 <= num_tokens <= 6
+        usage = answer.json["usage"]
+        assert usage["spent_budget"] == "tokens"
+        assert 0 <= usage["completion_tokens"] <= 6
+        assert usage["prompt_tokens"] > 0
+        assert usage["completion_tokens_details"]["discarded_tokens"] >= 0
+
+
 def test_no_more_tokens_are_a_thought_than_were_generated() -> None:
     state = OpenaiServer()
     state.says = lambda body: ["<think>", "a thought of many characters", "</think>", "the answer"]

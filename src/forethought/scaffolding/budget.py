@@ -75,6 +75,7 @@ class BudgetAccount:
         self.expired = False
         self.generations: dict[int, tuple[str, Any]] = {}  # by id of the task
         self._refused: str | None = None
+        self._num_beyond = 0  # of the tokens recorded so far; they are in ``usage.discarded``
         self._seen: dict[int, tuple[Usage, Usage]] = {}  # holding the first keeps its id its own
 
     @property
@@ -125,7 +126,9 @@ class BudgetAccount:
     def record(self, usage: Usage) -> int:
         """Add the growth of ``usage``, the live counter of one execution.
 
-        It may be called any number of times: only growth since the last call is added.
+        It may be called any number of times: only growth since the last call is added. A counter
+        may fall, where a worker learns that it has counted too many; then fewer tokens are beyond
+        the budget as well.
 
         Returns:
             How many of the new tokens are beyond the budget: they are to be in no text.
@@ -136,13 +139,19 @@ class BudgetAccount:
         for field in dataclasses.fields(Usage):
             grown = getattr(now, field.name) - getattr(before, field.name)
             setattr(self.usage, field.name, getattr(self.usage, field.name) + grown)
-        limit = self.budget.tokens
-        beyond = 0 if limit is None else max(0, self.usage.completion_tokens - limit)
-        if beyond:
-            self.usage.completion_tokens -= beyond
-            self.usage.discarded += beyond
+        if self.budget.tokens is None:
+            return 0
+        return self._discard_beyond(self.budget.tokens)
+
+    def _discard_beyond(self, limit: int) -> int:
+        """Count the tokens beyond ``limit`` as discarded; returns how many more these are now."""
+        drawn, before = self.usage.completion_tokens + self._num_beyond, self._num_beyond
+        self._num_beyond = max(0, drawn - limit)
+        self.usage.completion_tokens = drawn - self._num_beyond
+        self.usage.discarded += self._num_beyond - before
+        if self._num_beyond:
             self.exhaust(self._exceeded("tokens", limit))
-        return beyond
+        return max(0, self._num_beyond - before)
 
     def ended(self, metrics: SpeculationMetrics | None) -> None:
         """A generation is over, with its speculation metrics, if its worker has any."""

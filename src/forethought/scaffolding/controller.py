@@ -182,16 +182,20 @@ def _answer_so_far(task: GenerationTask) -> ScaffoldingOutput | None:
     """The longest text behind a prompt that has been generated in this scope; None: there is none.
 
     Of a fork, that is the text of all that it continues as well. Tasks that are asides count for
-    nothing.
+    nothing. Where there is no text yet, it is the longest thought that a server has told apart.
     """
     scope = current_scope()
     found = [] if scope is None else scope.account.generated_in(scope.path)
     outputs = [_behind(task, other) for other in found]
-    with_text = [output for output in outputs if output is not None and output.text]
-    if not with_text:
+    longest = max((each for each in outputs if each is not None), key=_lengths, default=None)
+    if longest is None or not any(_lengths(longest)):
         return None
-    longest = max(with_text, key=lambda output: len(output.text or ""))
     return dataclasses.replace(longest, finish_reason="length", stop_reason=None)
+
+
+def _lengths(output: ScaffoldingOutput) -> tuple[int, int]:
+    """Of its text, and of the thought that a server has told apart, in characters."""
+    return len(output.text or ""), len(output.meta.get("reasoning") or "")
 
 
 def _behind(task: GenerationTask, other: GenerationTask) -> ScaffoldingOutput | None:

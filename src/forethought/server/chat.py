@@ -16,7 +16,7 @@ from forethought.scaffolding.result import ScaffoldingOutput
 from forethought.server.backends import Conversation
 from forethought.server.http import (
     ChunkEncoder,
-    begun,
+    EventStream,
     encode,
     encode_failure,
     http_error,
@@ -70,8 +70,8 @@ async def chat_completions(service: Service, body: ChatRequest, request: Request
         job = service.start(ask)
         chat = _Chat(service, job, body, tools)
         if body.stream:
-            return await chat.stream(held.pop_all())
-        return await until_gone(request, chat.whole())
+            return EventStream(chat.events(), held.pop_all())
+        return await until_gone(request.receive, chat.whole())
 
 
 def _params(service: Service, body: ChatRequest, tools: Tools) -> dict[str, Any]:
@@ -160,11 +160,8 @@ class _Chat:
 
     # ---- as a stream --------------------------------------------------------------------------
 
-    async def stream(self, held: ExitStack) -> Response:
-        """The answer as it comes. Its status waits for the first token."""
-        return await begun(self._events(), held)
-
-    async def _events(self) -> AsyncGenerator[bytes, None]:
+    async def events(self) -> AsyncGenerator[bytes, None]:
+        """The answer as it comes."""
         service, job, opened = self._service, self._job, False
         streams = [AnswerStream(service, job.ask.prompted, self._tools) for _ in job.choices]
         if job.ask.events:

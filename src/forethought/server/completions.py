@@ -17,7 +17,7 @@ from forethought.scaffolding.result import ScaffoldingOutput
 from forethought.server.backends import raw_prompt
 from forethought.server.http import (
     ChunkEncoder,
-    begun,
+    EventStream,
     encode,
     encode_failure,
     http_error,
@@ -67,8 +67,8 @@ async def completions(service: Service, body: CompletionRequest, request: Reques
         jobs = [service.start(ask, scored) for ask in asks]
         answer = _Completions(service, jobs, body, prompts, echoes_only)
         if body.stream:
-            return await begun(answer.events(), held.pop_all())
-        return await until_gone(request, answer.whole())
+            return EventStream(answer.events(), held.pop_all())
+        return await until_gone(request.receive, answer.whole())
 
 
 def prompts_of(body: CompletionRequest) -> list[str | list[int]]:

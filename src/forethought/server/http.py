@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequence
+from contextlib import ExitStack
 from typing import Any, NamedTuple, TypeVar
 
 from starlette.exceptions import HTTPException
-from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.types import Message, Receive, Scope, Send
 
@@ -154,35 +153,29 @@ def _foreign(error: BaseException) -> HttpError:
     return HttpError(500, f"the request failed: {type(error).__name__}", code="internal_error")
 
 
-async def until_gone(request: Request, work: Awaitable[Result]) -> Result:
-    """The result of ``work``, which is cancelled as soon as the client has gone away.
+async def until_gone(receive: Receive, work: Coroutine[Any, Any, Result]) -> Result:
+    """The result of ``work``, a task of its own, cancelled as soon as the client has gone away.
 
     Raises:
         HttpError: it has, with status 499.
     """
-    doing = asyncio.ensure_future(work)
-    watching = asyncio.create_task(_gone(request.receive))
+    doing, watching = asyncio.create_task(work), asyncio.create_task(_gone(receive))
+    watching.add_done_callback(lambda _: doing.cancel())
     try:
-        await asyncio.wait({doing, watching}, return_when=asyncio.FIRST_COMPLETED)
-        if not doing.done():
-            raise HttpError(CLIENT_CLOSED, "the client has gone away", code="cancelled")
-        return doing.result()
+        return await doing
+    except asyncio.CancelledError:
+        waiting = asyncio.current_task()
+        if not watching.done() or (waiting is not None and waiting.cancelling()):
+            raise
+        message = "the client has gone away"
+        raise HttpError(CLIENT_CLOSED, message, code="cancelled") from None
     finally:
         watching.cancel()
-        await _cancelled(doing)
 
 
 async def _gone(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
-
-
-async def _cancelled(task: asyncio.Future[Any]) -> None:
-    """Cancel and wait."""
-    if not task.done():
-        task.cancel()
-        with suppress(asyncio.CancelledError, Exception):
-            await task
 
 
 def encode(event: str | None, data: Any) -> bytes:
@@ -229,10 +222,12 @@ class ChunkEncoder:
 class EventStream(Response):
     """Server-sent events; when the client goes away their source is cancelled.
 
+    The status is sent with the first event, so that what that fails with may have one of its own;
+    if it does not come for a while, the status is sent before.
+
     Args:
         events: encoded; several at once are sent together.
         held: closed at the end, however it comes.
-        first: what has begun to compute the first of the events; None: nothing has.
         on_gone: called if the client goes away before the end.
     """
 
@@ -243,66 +238,82 @@ class EventStream(Response):
         events: AsyncGenerator[bytes, None],
         held: ExitStack | None = None,
         *,
-        first: asyncio.Future[bytes | None] | None = None,
         on_gone: Callable[[], object] | None = None,
     ) -> None:
         self.status_code, self.background = 200, None
         self.init_headers({"cache-control": "no-store", "x-accel-buffering": "no"})
-        self._events, self._held = events, held or ExitStack()
-        self._first, self._on_gone = first, on_gone
+        self._events, self._held, self._on_gone = events, held or ExitStack(), on_gone
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send the events, until they end or the client goes away."""
-        with self._held:
-            writing = asyncio.create_task(self._write(send))
-            watching = asyncio.create_task(_gone(receive))
-            try:
-                await asyncio.wait({writing, watching}, return_when=asyncio.FIRST_COMPLETED)
-                if writing.done():
-                    writing.result()
-                elif self._on_gone is not None:
-                    self._on_gone()
-            finally:
-                watching.cancel()
-                await _cancelled(writing)
+        """Send the events, until they end or the client goes away.
 
-    async def _write(self, send: Send) -> None:
-        has_begun = False
+        Raises:
+            Exception: what the first event failed with.
+            HttpError: the client went away before it, with status 499.
+        """
+        start = {"type": "http.response.start", "status": 200, "headers": self.raw_headers}
+        opening = _Opening(send, start)
+        with self._held:
+            try:
+                await until_gone(receive, self._write(send, opening))
+            except HttpError as error:
+                if error.status != CLIENT_CLOSED:
+                    raise
+                if self._on_gone is not None:
+                    self._on_gone()
+                if not opening.has_begun:
+                    raise
+
+    async def _write(self, send: Send, opening: _Opening) -> None:
         try:
-            await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-            has_begun = True
-            if self._first is not None and (data := await self._first):
-                await send(_body(data))
             async for data in self._events:
+                await opening.sent()
                 await send(_body(data))
+            await opening.sent()
         except Exception as error:
-            if not has_begun:
+            if not opening.has_begun:
                 raise
+            await opening.sent()
             await send(_body(encode_failure(error)))
         finally:
-            if self._first is not None:
-                await _cancelled(self._first)
+            opening.close()
             await self._events.aclose()
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
+class _Opening:
+    """The first message of a response, sent once: when it is asked for, or after a while.
+
+    Args:
+        send: to the client.
+        message: the first one.
+
+    Attributes:
+        has_begun: whether it has been sent, or is being sent.
+    """
+
+    def __init__(self, send: Send, message: Message) -> None:
+        self._send, self._message, self.has_begun = send, message, False
+        self._late: asyncio.Task[None] | None = None
+        self._timer = asyncio.get_running_loop().call_later(FIRST_SECONDS, self._begin_late)
+
+    async def sent(self) -> None:
+        """Until it has been sent."""
+        if self._late is not None:
+            await self._late
+        elif not self.has_begun:
+            self.has_begun = True
+            self._timer.cancel()
+            await self._send(self._message)
+
+    def close(self) -> None:
+        """Send it no more."""
+        self._timer.cancel()
+
+    def _begin_late(self) -> None:
+        self.has_begun = True
+        self._late = asyncio.ensure_future(self._send(self._message))
+
+
 def _body(data: bytes) -> Message:
     return {"type": "http.response.body", "body": data, "more_body": True}
-
-
-async def begun(events: AsyncGenerator[bytes, None], held: ExitStack) -> EventStream:
-    """A response whose status is known: the first event has come, or a while has passed.
-
-    Raises:
-        Exception: what the first event failed with.
-    """
-    first = asyncio.ensure_future(anext(events, None))
-    try:
-        await asyncio.wait([first], timeout=FIRST_SECONDS)
-        if first.done():
-            first.result()
-    except BaseException:
-        first.cancel()
-        held.close()
-        raise
-    return EventStream(events, held, first=first)

@@ -81,6 +81,7 @@ class RemoteBackend(Backend):
         takes_special = "skip_special_tokens" in worker.extensions
         self._responses = response_parser(tokenizer.hf) if tokenizer and takes_special else None
         self._has_asked_length = False
+        worker.prompt_lengths.count = self.count
         if tokenizer is not None:
             worker.num_left = self._num_left
 
@@ -276,6 +277,14 @@ class _Given(RoleMessage):
         return self._values
 
 
+def _told_apart(chat: ChatTask) -> dict[str, Any]:
+    """The calls and the thought of a chat's last message, which its text is without."""
+    last: Any = chat.messages[-1]
+    calls, thought = getattr(last, "tool_calls", None), getattr(last, "reasoning", None)
+    found: dict[str, Any] = {"tool_calls": [call.to_dict() for call in calls]} if calls else {}
+    return {**found, "reasoning": thought} if thought else found
+
+
 class RemoteChat(NativeChatController):
     """Continues a conversation on another server: a task's prompt is its last question.
 
@@ -293,17 +302,14 @@ class RemoteChat(NativeChatController):
     def process(self, tasks: Sequence[GenerationTask], **kwargs: Any) -> Process:
         """Generate the assistant's next message for all tasks at once."""
         chats = [self._chat(task) for task in tasks]
-        yield from super().process(chats, **kwargs)
-        for task, chat in zip(tasks, chats, strict=True):
-            if chat is not task:
-                task.result, task.samples = chat.result, chat.samples
-                task.status, task.error = chat.status, chat.error
-            last: Any = chat.messages[-1]
-            calls = getattr(last, "tool_calls", None)
-            if calls:
-                task.customized_result_fields["tool_calls"] = [call.to_dict() for call in calls]
-            if getattr(last, "reasoning", None):
-                task.customized_result_fields["reasoning"] = last.reasoning
+        try:
+            yield from super().process(chats, **kwargs)
+        finally:  # the budget may have ended it
+            for task, chat in zip(tasks, chats, strict=True):
+                chat.customized_result_fields |= _told_apart(chat)
+                if chat is not task:
+                    task.result, task.samples = chat.result, chat.samples
+                    task.status, task.error = chat.status, chat.error
 
     def _chat(self, task: GenerationTask) -> ChatTask:
         if isinstance(task, ChatTask):

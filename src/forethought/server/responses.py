@@ -95,7 +95,7 @@ async def create_response(service: Service, body: ResponseRequest, request: Requ
     if body.background:
         return JSONResponse(record.response)
     try:
-        await until_gone(request, record.end())
+        await until_gone(request.receive, record.end())
     finally:
         record.task.cancel()
     if run.error is not None:

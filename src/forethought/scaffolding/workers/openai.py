@@ -29,6 +29,7 @@ from forethought.scaffolding.workers.concurrency import AdaptiveConcurrency
 from forethought.scaffolding.workers.openai_answer import ChunkReader, StreamedChoice
 from forethought.scaffolding.workers.openai_requests import (
     OneAnswer,
+    PromptLengths,
     ThoughtThenAnswer,
     has_open_thought,
 )
@@ -93,6 +94,7 @@ class OpenaiWorker(ClientWorker):
         num_left: tells how many tokens the context has behind the prompt of a completion (None: not
             known), beyond which none are asked for. Without it, and without ``max_tokens``, a
             completion is as long as the server likes: 16 tokens in OpenAI's API.
+        prompt_lengths: counts the prompts of answers whose usage the server has not told.
 
     Raises:
         ParameterError: an extension that does not exist, or hints.
@@ -128,6 +130,7 @@ class OpenaiWorker(ClientWorker):
         self.thinking_field, self.thinking_markers = thinking_field, thinking_markers
         self.concurrency = concurrency
         self._readers: dict[str, list[ChunkReader]] = {}
+        self.prompt_lengths = PromptLengths()
         self.num_left: Callable[[str | Sequence[int]], int | None] | None = None
 
     # ---- tasks --------------------------------------------------------------------------------
@@ -174,16 +177,14 @@ class OpenaiWorker(ClientWorker):
         """Generate the assistant's next message."""
         sampling.refuse(task, ["n"], "a chat", "Use copies of the task")
         reader = self._chat(task)
-        choice = (await _read(task, reader))[0]
+        try:
+            choice = (await _read(task, reader))[0]
+        except asyncio.CancelledError:
+            if task.result is not None:  # the budget has ended it
+                task.add_message(_message(reader.choices[0].within_budget()))
+            raise
         task.end_flag = True
-        task.add_message(
-            AssistantMessage(
-                choice.text or None if choice.tool_calls else choice.text,
-                reasoning=choice.reasoning or None,
-                tool_calls=choice.tool_calls or None,
-                finish_reason=choice.finish_reason,
-            )
-        )
+        task.add_message(_message(choice))
         if task.enable_token_counting:
             task.prompt_tokens_num += task.usage_prompt_tokens or 0
             task.completion_tokens_num += task.usage_completion_tokens or 0
@@ -321,6 +322,7 @@ class OpenaiWorker(ClientWorker):
         """End the streams of the scope that are still under way."""
         for reader in self._readers.pop(scope_id, []):
             await reader.cancel()
+        self.prompt_lengths.forget(scope_id)
 
     async def async_shutdown(self) -> None:
         """End all streams that are still under way, and close this loop's connections."""
@@ -333,6 +335,16 @@ class TRTOpenaiWorker(OpenaiWorker):
     """For servers that take ``top_k`` as well, such as TensorRT-LLM's."""
 
     default_extensions = ("top_k",)
+
+
+def _message(choice: StreamedChoice) -> AssistantMessage:
+    """What the server has answered in a chat."""
+    return AssistantMessage(
+        choice.text or None if choice.tool_calls else choice.text,
+        reasoning=choice.reasoning or None,
+        tool_calls=choice.tool_calls or None,
+        finish_reason=choice.finish_reason,
+    )
 
 
 def _response_format(task: GenerationTask) -> dict[str, Any]:

@@ -43,6 +43,8 @@ class StreamedChoice:
     tool_calls: list[ToolCall] = field(default_factory=list)
     ends: list[int] = field(default_factory=list)
     """After each token, the length of the text that has come."""
+    thought_ends: list[int] = field(default_factory=list)
+    """The same of ``reasoning``."""
     num_dropped: int = 0
     """Tokens that were cut off between two requests, to be generated again."""
     num_beyond: int = 0
@@ -52,20 +54,23 @@ class StreamedChoice:
 
     def begin_of(self, count: int) -> StreamedChoice:
         """The answer as it was when it had ``count`` tokens."""
-        end = self.ends[min(count, self.count) - 1] if count and self.ends else 0
+        last = min(count, self.count) - 1
+        end = self.ends[last] if count and self.ends else 0
+        thought_end = self.thought_ends[last] if count and self.thought_ends else 0
         return StreamedChoice(
             self.text[:end],
             min(count, self.count),
             logprobs=self.logprobs[:count],
             confidences=self.confidences[:count],
+            reasoning=self.reasoning[:thought_end],
         )
 
     def within_budget(self) -> StreamedChoice:
         """The answer without the tokens that are beyond the budget, which has ended it."""
         kept = self.begin_of(max(0, self.count - self.num_beyond))
-        kept.reasoning = self.reasoning
         if not self.num_beyond:
-            kept.text, kept.finish_reason = self.text, self.finish_reason
+            kept.text, kept.reasoning = self.text, self.reasoning
+            kept.finish_reason = self.finish_reason
         kept.finish_reason = kept.finish_reason or "length"
         return kept
 
@@ -88,6 +93,7 @@ class StreamedChoice:
         self.text = self.text[:end].rstrip("\N{REPLACEMENT CHARACTER}")  # half a character
         self.ends = [min(end, len(self.text)) for end in self.ends[:kept]]
         self.ends += [len(self.text)] * missing
+        self.thought_ends = self.thought_ends[:kept] + [len(self.reasoning)] * missing
         self.logprobs, self.confidences = self.logprobs[:kept], self.confidences[:kept]
         self.count, self.finish_reason = kept + missing, None
         self.num_dropped += dropped
@@ -99,18 +105,20 @@ class StreamedChoice:
         around = self.text[end - 1 : end + 1] if end else ""
         return len(around) == 2 and around[1].isspace() and not around[0].isspace()
 
-    def add(self, text: str, scores: Sequence[TokenLogprobs], thought: bool) -> int:
+    def add(self, text: str, scores: Sequence[TokenLogprobs] = (), thought: str = "") -> int:
         """Append a piece of text, or of reasoning; returns its number of tokens.
 
         Tokens whose own texts are not sent share one text, which counts for the last of them.
         """
         number = len(scores) or int(bool(text or thought))
         pieces = [next(iter(entries.values())).token or "" for entries in scores]
-        if "".join(pieces) != text:
+        if "".join(pieces) != text or len(pieces) != number:
             pieces = [*[""] * (number - 1), text] if number else []
         for piece in pieces:
             self.ends.append((self.ends[-1] if self.ends else 0) + len(piece))
         self.text += text
+        self.reasoning += thought
+        self.thought_ends += [len(self.reasoning)] * number
         self.logprobs += scores
         self.count += number
         return number
@@ -140,8 +148,13 @@ class Requests(Protocol):
             How many of its tokens are beyond the budget.
         """
 
-    def on_usage(self, usage: Usage, num_received: int) -> None:
-        """The server's usage of a finished request, of which ``num_received`` tokens came."""
+    def on_usage(self, usage: Usage | None, num_received: int) -> None:
+        """A request is over, or cut, of which ``num_received`` tokens came.
+
+        Args:
+            usage: as the server has told it last; None: it has told none.
+            num_received: counted here.
+        """
 
 
 class ChunkReader:
@@ -156,7 +169,7 @@ class ChunkReader:
     Attributes:
         choices: by number.
         usage: the server's own count of the last request, once it has sent it.
-        server_usage: its count of all finished requests; None if it sends none.
+        server_usage: its count of all requests that are over; None if it sends none.
         paused: a request is over, and the next one is sent when more tokens are wanted.
         ended: the answer is complete, has failed or was cancelled.
         shown: tokens of the first choice that its task has been given so far.
@@ -203,19 +216,25 @@ class ChunkReader:
 
     async def _read_request(self) -> None:
         self._num_received, self.usage = 0, None
-        async with aclosing(self._requests.chunks(self.choices[0])) as chunks:
-            async for chunk in chunks:
-                self._take(chunk)
-                self._received.set()
+        try:
+            async with aclosing(self._requests.chunks(self.choices[0])) as chunks:
+                async for chunk in chunks:
+                    self._take(chunk)
+                    self._received.set()
+        finally:
+            self._count_usage()
         if any(choice.finish_reason is None for choice in self.choices.values()):
             raise ConnectionError("the answer broke off: the server sent no finish_reason")
-        if self.usage is not None:
-            usage = _usage(self.usage)
+
+    def _count_usage(self) -> None:
+        """Count what the server has told of a request that is over, or cut."""
+        usage = None if self.usage is None else _usage(self.usage)
+        if usage is not None:
             if not usage.completion_tokens:
                 received = self._num_received
                 usage = dataclasses.replace(usage, completion_tokens=received, decoded=received)
             self.server_usage = usage + (self.server_usage or Usage())
-            self._requests.on_usage(usage, self._num_received)
+        self._requests.on_usage(usage, self._num_received)
 
     async def _pause(self) -> None:
         """Until more tokens are wanted than there are."""
@@ -280,13 +299,12 @@ class ChunkReader:
             else:
                 text, scores = delta.content or "", _chat_logprobs(piece.logprobs)
                 thought = _thought(delta)
-                choice.reasoning += thought
                 _add_tool_calls(choice.tool_calls, getattr(delta, "tool_calls", None) or ())
             if self._confidence is not None:
                 k, kept = self._confidence, self._num_logprobs
                 choice.confidences += [confidence_of(entries, k) for entries in scores]
                 scores = [_first_of(entries, kept) for entries in scores]
-            new = choice.add(text, scores, bool(thought))
+            new = choice.add(text, scores, thought)
             if piece.finish_reason is not None:
                 choice.finish_reason = piece.finish_reason
                 choice.stop_reason = self._stop_reason(piece)

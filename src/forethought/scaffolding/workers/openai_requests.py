@@ -7,9 +7,10 @@ where a thinking budget is kept without a field of the server's for it.
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable, Collection, Mapping
 from contextlib import AbstractContextManager, aclosing, nullcontext
 from functools import partial
 from typing import Any, Protocol
@@ -17,7 +18,7 @@ from typing import Any, Protocol
 from forethought.errors import ParameterError
 from forethought.outputs import ThinkingOutput, ThoughtEnd, Usage
 from forethought.scaffolding import sampling
-from forethought.scaffolding.execution_scope import current_scope
+from forethought.scaffolding.execution_scope import ExecutionScope, current_scope
 from forethought.scaffolding.settings import POSITIVE_INT, validated
 from forethought.scaffolding.task import ChatTask, GenerationTask, StreamGenerationTask
 from forethought.scaffolding.workers.clients import CONNECTION_ERRORS
@@ -48,12 +49,47 @@ class Server(Protocol):
 
     concurrency: AdaptiveConcurrency | None
     thinking_markers: tuple[str, str]
+    prompt_lengths: PromptLengths
 
     def open_request(self) -> AbstractContextManager[None]:
         """Counts a request as being under way."""
 
     def connection_error(self, error: Exception, has_begun: bool) -> Exception:
         """What to raise for a connection that failed."""
+
+
+class PromptLengths:
+    """Tokens of the prompts of requests whose usage the server has not told, as in a cut answer.
+
+    They are those of another request with the same prompt inside the same request of a
+    ``ScaffoldingLlm``, or else what ``count`` finds in the text of the prompt.
+
+    Attributes:
+        count: counts the tokens of a text; the default takes four characters for one.
+    """
+
+    def __init__(self) -> None:
+        self.count: Callable[[str], int] = lambda text: -(-len(text) // 4)
+        self._known: dict[str, dict[str, int]] = {}  # by request and by text
+
+    def learn(self, scope: ExecutionScope | None, fields: Mapping[str, Any], length: int) -> None:
+        """The server has told the length of the prompt in the fields of a request."""
+        if scope is not None and length:
+            self._known.setdefault(scope.request_id, {})[prompt_text(fields)] = length
+
+    def find(self, scope: ExecutionScope | None, fields: Mapping[str, Any]) -> int:
+        """The length of the prompt in the fields of a request, as exactly as it is known."""
+        text, ids = prompt_text(fields), fields.get("prompt")
+        if ids is not None and not isinstance(ids, str):
+            return len(ids)
+        known = {} if scope is None else self._known.setdefault(scope.request_id, {})
+        if text not in known:
+            known[text] = self.count(text)
+        return known[text]
+
+    def forget(self, scope_id: str) -> None:
+        """A scope is over; with the request itself, its prompts are forgotten."""
+        self._known.pop(scope_id, None)
 
 
 class OneAnswer:
@@ -81,13 +117,13 @@ class OneAnswer:
         self.num_certain, self.waits = math.inf, True
         self._asked, self._is_last, self._end, self._num_new = 0, True, 0, 0
         stream = isinstance(task, StreamGenerationTask) and not isinstance(task, ChatTask)
-        self._has_begun = False
+        self._has_begun, self._sent = False, fields
         self._is_followed = stream  # its tokens are emitted step by step
 
     async def chunks(self, choice: StreamedChoice) -> AsyncGenerator[Any, None]:
         """The chunks of the request that goes on from ``choice``."""
         fields = self._next_fields(choice)
-        self._task.llm_request_params = fields
+        self._task.llm_request_params = self._sent = fields
         with self._worker.open_request():
             self._has_begun = False
             try:
@@ -158,8 +194,18 @@ class OneAnswer:
             task.emit(text, (), f"{id(self):x}.{index}", reasoning=thought)
         return beyond
 
-    def on_usage(self, usage: Usage, num_received: int) -> None:
-        """Record the server's count in place of the number of tokens received."""
+    def on_usage(self, usage: Usage | None, num_received: int) -> None:
+        """Record the server's count in place of the number of tokens received.
+
+        Without one, the tokens received stay, and the prompt of a request that has begun is
+        counted as exactly as it is known.
+        """
+        lengths = self._worker.prompt_lengths
+        if usage is None:
+            length = lengths.find(self._scope, self._sent) if self._has_begun else 0
+            self._record(Usage(prompt_tokens=length, prefilled=length))
+            return
+        lengths.learn(self._scope, self._sent, usage.prompt_tokens)
         if 0 < usage.completion_tokens < self._asked:  # the context is full
             self._is_last = True
         self._record(usage + Usage(completion_tokens=-num_received, decoded=-num_received))
@@ -226,15 +272,15 @@ class ThoughtThenAnswer(OneAnswer):
             self._insert(choice, self._closing, ThoughtEnd.BUDGET)
         return True
 
-    def on_usage(self, usage: Usage, num_received: int) -> None:
+    def on_usage(self, usage: Usage | None, num_received: int) -> None:
         """Record the server's count; of the first request, it is the thought's."""
         super().on_usage(usage, num_received)
-        if self._is_thinking:
+        if self._is_thinking and usage is not None:
             self._num_thought = usage.completion_tokens
 
     def _insert(self, choice: StreamedChoice, text: str, end: ThoughtEnd) -> None:
         """Close the thought of ``choice`` with a text that is not generated."""
-        choice.add(text, (), False)
+        choice.add(text)
         choice.finish_reason = choice.stop_reason = None
         choice.thinking = ThinkingOutput(self._num_thought, end)
         if not self._is_followed:
@@ -275,3 +321,14 @@ def _part_size(task: GenerationTask) -> int | None:
     if task.input_tokens is not None or any(sampling.is_set(task, name) for name in _WHOLE):
         return None
     return size
+
+
+def prompt_text(fields: Mapping[str, Any]) -> str:
+    """The prompt of a request as text; ids as the characters of these numbers."""
+    prompt = fields.get("prompt")
+    if isinstance(prompt, str):
+        return prompt
+    if isinstance(prompt, Collection):
+        return "".join(map(chr, prompt))
+    parts = [fields.get("tools") or [], *fields.get("messages", ())]
+    return "\n".join(json.dumps(part, sort_keys=True, default=str) for part in parts)

@@ -14,9 +14,8 @@ from __future__ import annotations
 
 import asyncio
 import importlib
-import json
 import logging
-from collections.abc import AsyncIterator, Collection, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -34,6 +33,7 @@ from forethought.scaffolding.workers.concurrency import (
     retry_after,
 )
 from forethought.scaffolding.workers.openai import OpenaiWorker
+from forethought.scaffolding.workers.openai_requests import prompt_text
 from forethought.scaffolding.workers.routing import Router, Routing, UpstreamServer
 
 log = logging.getLogger(__name__)
@@ -392,14 +392,3 @@ def is_lost(error: Exception) -> bool:
     """Whether a server could not be reached, or has stopped answering."""
     names = {kind.__name__ for kind in type(error).__mro__}
     return isinstance(error, ConnectionError) or not names.isdisjoint(_LOST)
-
-
-def prompt_text(fields: Mapping[str, Any]) -> str:
-    """The prompt of a request as text, for the router; ids as the characters of these numbers."""
-    prompt = fields.get("prompt")
-    if isinstance(prompt, str):
-        return prompt
-    if isinstance(prompt, Collection):
-        return "".join(map(chr, prompt))
-    parts = [fields.get("tools") or [], *fields.get("messages", ())]
-    return "\n".join(json.dumps(part, sort_keys=True, default=str) for part in parts)
