@@ -15,6 +15,7 @@ from __future__ import annotations
 import math
 import mmap
 import sys
+from array import array
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -96,6 +97,14 @@ class KvStorage:
         self.num_pages = num_pages  # only now: there may have been too little memory
         self._stacks = [*key_stacks, *value_stacks]
         self.keys, self.values = self._by_layer(key_stacks), self._by_layer(value_stacks)
+        self._addresses: array[int] | None = None
+
+    @property
+    def addresses(self) -> array[int]:
+        """In memory, of each layer's keys, then of each layer's values."""
+        if self._addresses is None:
+            self._addresses = addresses_of(self.keys, self.values)
+        return self._addresses
 
     @property
     def _num_allocated(self) -> int:
@@ -185,6 +194,11 @@ class KvStorage:
 
     def _indices(self, numbers: list[int]) -> Tensor:
         return upload(numbers, self.device)
+
+
+def addresses_of(keys: Sequence[Tensor], values: Sequence[Tensor]) -> array[int]:
+    """In memory, of the keys of each layer, then of the values of each layer."""
+    return array("q", [tensor.data_ptr() for tensor in (*keys, *values)])
 
 
 def _zeros(size: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:

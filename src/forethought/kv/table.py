@@ -74,6 +74,8 @@ class PageTable:
 
     def pages_needed(self, count: int) -> int:
         """Pages that ``append(count)`` would take from the pool."""
+        if self._fits_tail(count):  # the usual case
+            return 0
         total = self._pages_for(self.length + count)
         return total - len(self.pages) + (1 if count and self._tail_is_shared() else 0)
 
@@ -86,7 +88,7 @@ class PageTable:
         Raises:
             OutOfPages: not enough pages; nothing has changed.
         """
-        if self._fits_tail(count):  # the usual case
+        if self._fits_tail(count):
             self.length += count
             return []
         needed = self.pages_needed(count)

@@ -102,9 +102,12 @@ def _slots(pages: Sequence[int], page_size: int) -> NDArray[np.int64]:
     return (np.array(pages, np.int64)[:, None] * page_size + np.arange(page_size)).ravel()
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class Row:
     """New tokens of one sequence, whose table already reaches to their end.
+
+    Like :class:`Span` and :class:`Batch` it is not frozen, as there is one per row and step, and
+    freezing takes most of making one. None of them is changed.
 
     Attributes:
         tokens: the new token ids, at least one.
@@ -146,8 +149,6 @@ class Row:
 @dataclass(slots=True, eq=False)
 class Span:
     """The tokens of one row in the packed batch and in the cache.
-
-    It is not frozen, as there is one per row and step, and freezing takes most of making one.
 
     Attributes:
         start, stop: the row's tokens are ``[start, stop)`` of the packed batch.
@@ -244,7 +245,7 @@ def _span(row: Row, begin: int, offset: int) -> Span:
     return Span(begin, stop, table.length, pages, first, tree, offset, row.concurrent)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class Batch:
     """Packed rows: T new tokens, R of them with logits. All tensors are on the model's device.
 
@@ -286,11 +287,11 @@ class Batch:
         if torch.device(device).type == "cuda":
             return cls._staged(packed, device)
         return cls(
-            token_ids=_tensor(packed.tokens, device),
-            positions=_tensor(packed.positions, device),
-            slots=_tensor(packed.slots, device),
-            logit_index=_tensor(packed.wanted, device),
-            spans=tuple(packed.spans),
+            _tensor(packed.tokens, device),
+            _tensor(packed.positions, device),
+            _tensor(packed.slots, device),
+            _tensor(packed.wanted, device),
+            tuple(packed.spans),
         )
 
     @classmethod

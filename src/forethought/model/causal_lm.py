@@ -142,7 +142,7 @@ class Network(Protocol):
         all layers (``llama.layers.rotary_table``); None: not known, or not the same of all."""
 
     def __call__(self, batch: Batch, forward_pass: ForwardPass) -> Tensor:
-        """Logits ``[R, vocab]`` in the model's dtype."""
+        """Logits ``[R, vocab]`` in the model's dtype, without gradients."""
         ...
 
     def embed(self, token_ids: Tensor) -> Tensor:
@@ -163,6 +163,7 @@ class TransformersNetwork:
     _layers: list[nn.Module] = field(default_factory=list, init=False, repr=False)
     """The decoder layers, found when they are first wanted."""
 
+    @torch.inference_mode()
     def __call__(self, batch: Batch, forward_pass: ForwardPass) -> Tensor:
         """See :class:`Network`."""
         decoder = self.module.get_decoder()
@@ -288,7 +289,7 @@ class CausalLM:
 
     def forward(self, batch: Batch, storage: KvStorage) -> Tensor:
         """Run the batch, store its keys and values, return float32 logits ``[R, vocab]``."""
-        return self.forward_with_hidden_states(batch, storage, frozenset())[0]
+        return self.run(self._pass(batch, storage, frozenset()))
 
     def forward_with_hidden_states(
         self, batch: Batch, storage: KvStorage, layer_ids: frozenset[int]
@@ -324,8 +325,8 @@ class CausalLM:
 
     def run(self, forward_pass: ForwardPass) -> Tensor:
         """Float32 logits ``[R, vocab]`` of a forward pass."""
-        with torch.inference_mode():
-            return self.network(forward_pass.batch, forward_pass).float()
+        logits = self.network(forward_pass.batch, forward_pass)
+        return logits if logits.dtype == torch.float32 else logits.float()
 
     @property
     def hidden_size(self) -> int:

@@ -8,6 +8,7 @@ global forward context, so a target, a draft model and a reward model can live i
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -113,13 +114,13 @@ class KvRow:
     segments: Sequence[tuple[int, int]] = ()
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class KvLayout:
     """The keys and values of one forward, for networks that attend to them by themselves.
 
     Attributes:
-        keys: per layer, contiguous, ``kv_heads * key_dim`` elements per slot.
-        values: the same for values.
+        addresses: in memory, of each layer's keys, contiguous, ``kv_heads * key_dim`` elements per
+            slot, then of each layer's values. The forward pass holds the tensors.
         slots: int64 ``[T]``, where each new token's keys and values are written.
         recent_slots: int64 ``[M]``, slots of the recent tokens of all rows.
         recent_positions: int64 ``[M]``, of the same; sliding windows count them.
@@ -127,8 +128,7 @@ class KvLayout:
         rows: one per sequence.
     """
 
-    keys: Sequence[Tensor]
-    values: Sequence[Tensor]
+    addresses: array[int]
     slots: Tensor
     recent_slots: Tensor
     recent_positions: Tensor
@@ -224,8 +224,7 @@ class PagedPass(ForwardPass):
             for span in batch.spans
         ]
         return KvLayout(
-            keys=storage.keys,
-            values=storage.values,
+            addresses=storage.addresses,
             slots=batch.slots,
             recent_slots=batch.slots,
             recent_positions=self._sequence_positions(),

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from forethought.kv.staging import upload
-from forethought.kv.storage import KvStorage
+from forethought.kv.storage import KvStorage, addresses_of
 from forethought.kv.table import ReadableTable
 from forethought.model.attention.base import ForwardPass, KvLayout, KvRow, Scoring
 from forethought.model.attention.sdpa import softmax_attention
@@ -225,8 +225,7 @@ class KvWorkspace:
             for row, length in enumerate(self._lengths)
         ]
         return KvLayout(
-            keys=self._keys,
-            values=self._values,
+            addresses=addresses_of(self._keys, self._values),
             slots=torch.from_numpy(slots[:, added - size :].flatten()),  # a copy: no strides
             recent_slots=torch.from_numpy(slots.reshape(-1)),
             recent_positions=torch.from_numpy(positions.reshape(-1)),

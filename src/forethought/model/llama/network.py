@@ -58,6 +58,7 @@ class FusedNetwork:
         self.head = projection(head, module.lm_head.bias, batch_invariant=invariant)
         del module.lm_head, model.embed_tokens
 
+    @torch.inference_mode()
     def __call__(self, batch: Batch, forward_pass: ForwardPass) -> Tensor:
         """Logits ``[R, vocab]`` in the model's dtype."""
         size = len(self.layers)

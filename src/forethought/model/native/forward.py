@@ -16,7 +16,6 @@ from forethought.model.batch import Batch
 from forethought.model.native.library import (
     CallStruct,
     ChainsStruct,
-    LinearStruct,
     ModelStruct,
     TreesStruct,
     load_library,
@@ -27,7 +26,7 @@ MIN_SCORES = 64  # tokens of a row that scratch memory is made for, at least
 Pointers = ctypes.Array[ctypes.c_void_p]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class Wanted:
     """What a forward reads and writes beside keys and values. All are float32 and contiguous.
 
@@ -75,6 +74,7 @@ class NativeForward:
         model: the weights.
         max_positions: that they have rotary embeddings of.
         parts: what ``model`` points to.
+        vocab_size: outputs of the head.
     """
 
     model: ModelStruct
@@ -84,12 +84,13 @@ class NativeForward:
     _scratch: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.float32))
     _scratch_fits: tuple[int, int, int] = (0, 0, 0)
     """Tokens, length of a row and threads that it is large enough for."""
+    vocab_size: int = field(init=False)
+    _no_states: Pointers = field(init=False)
+    """Where no hidden states are wanted."""
 
-    @property
-    def vocab_size(self) -> int:
-        """Outputs of the head."""
-        head: LinearStruct = self.model.head.contents
-        return int(head.num_outputs)
+    def __post_init__(self) -> None:
+        self.vocab_size = int(self.model.head.contents.num_outputs)
+        self._no_states = pointers([None] * (self.model.num_layers + 2))
 
     def compute(self, forward_pass: ForwardPass, wanted: Wanted) -> None:
         """Run the layers over a batch.
@@ -213,34 +214,34 @@ class NativeForward:
         for tensor in (batch.positions, batch.logit_index, *layout.indices):
             assert tensor.is_contiguous()
         token_ids, num_threads = batch.token_ids.contiguous(), torch.get_num_threads()
-        longest = max(row.prefix + len(row.recent) for row in layout.rows) + further
-        max_length = max(MIN_SCORES, -(-longest // MIN_SCORES) * MIN_SCORES)
-        rows, keep = _packed_rows(layout)
-        keys, values = pointers(layout.keys), pointers(layout.values)
-        states = pointers(wanted.states or [None] * (self.model.num_layers + 2))
-        scratch = self._scratch_for(max(len(token_ids), at_once), max_length, num_threads)
+        rows, keep, longest = _packed_rows(layout)
+        max_length = max(MIN_SCORES, -(-(longest + further) // MIN_SCORES) * MIN_SCORES)
+        states = pointers(wanted.states) if wanted.states else self._no_states
+        num_tokens, keys = token_ids.numel(), layout.addresses.buffer_info()[0]
+        values = keys + layout.addresses.itemsize * (len(layout.addresses) // 2)
+        scratch = self._scratch_for(max(num_tokens, at_once), max_length, num_threads)
         struct = CallStruct(
             token_ids.data_ptr(),
-            _address(wanted.entering),
+            None if wanted.entering is None else _address(wanted.entering),
             batch.positions.data_ptr(),
             layout.slots.data_ptr(),
             batch.logit_index.data_ptr(),
             rows.buffer_info()[0],
-            ctypes.addressof(keys),
-            ctypes.addressof(values),
+            keys,
+            values,
             ctypes.addressof(states),
-            _address(wanted.last),
-            _address(wanted.last_normed),
-            _address(wanted.logits),
+            None if wanted.last is None else _address(wanted.last),
+            None if wanted.last_normed is None else _address(wanted.last_normed),
+            None if wanted.logits is None else _address(wanted.logits),
             scratch.data_ptr(),
-            len(token_ids),
-            len(batch.logit_index),
+            num_tokens,
+            batch.logit_index.numel(),
             len(layout.rows),
             layout.page_size,
             max_length,
             num_threads,
         )
-        return _PackedCall(struct, [token_ids, layout, rows, keep, keys, values, states, wanted])
+        return _PackedCall(struct, [token_ids, layout, rows, keep, states, wanted])
 
     def _scratch_for(self, num_tokens: int, max_length: int, num_threads: int) -> Tensor:
         tokens, length, threads = self._scratch_fits
@@ -262,22 +263,20 @@ def pointers(tensors: Sequence[Tensor | None]) -> Pointers:
     return (ctypes.c_void_p * len(found))(*found)
 
 
-def _address(tensor: Tensor | None) -> int | None:
-    if tensor is None:
-        return None
+def _address(tensor: Tensor) -> int:
     assert tensor.is_contiguous()
     assert tensor.dtype == torch.float32
     return tensor.data_ptr()
 
 
 def _check_known(batch: Batch, known: int) -> None:
-    if known < len(batch.token_ids):
+    if known < batch.token_ids.numel():
         raise unknown_token(int(batch.token_ids[known]))
 
 
-def _packed_rows(layout: KvLayout) -> tuple[array[int], list[object]]:
-    """The integers of ``Row`` structures, and the arrays that they point into."""
-    packed, keep = array("q"), list[object]()
+def _packed_rows(layout: KvLayout) -> tuple[array[int], list[object], int]:
+    """The integers of ``Row`` structures, the arrays they point into, and the longest row."""
+    packed, keep, longest = list[int](), list[object](), 0
     slots, positions = layout.recent_slots.data_ptr(), layout.recent_positions.data_ptr()
     for row in layout.rows:
         pages = visible = segments = 0
@@ -290,21 +289,20 @@ def _packed_rows(layout: KvLayout) -> tuple[array[int], list[object]]:
         if row.visible is not None:
             keep.append(row.visible)
             visible = torch.from_numpy(row.visible).data_ptr()  # a quarter of .ctypes.data's time
-        shift = row.recent.start * 8  # int64
-        packed.extend(
-            (
-                -1 if row.first_slot is None else row.first_slot,
-                pages,
-                slots + shift,
-                positions + shift,
-                visible,
-                row.start,
-                row.num_tokens,
-                row.prefix,
-                row.seen_from,
-                len(row.recent),
-                segments,
-                len(row.segments),
-            )
+        num_recent, shift = len(row.recent), row.recent.start * 8  # int64
+        longest = max(longest, row.prefix + num_recent)
+        packed += (
+            -1 if row.first_slot is None else row.first_slot,
+            pages,
+            slots + shift,
+            positions + shift,
+            visible,
+            row.start,
+            row.num_tokens,
+            row.prefix,
+            row.seen_from,
+            num_recent,
+            segments,
+            len(row.segments),
         )
-    return packed, keep
+    return array("q", packed), keep, longest

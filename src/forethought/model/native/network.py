@@ -98,11 +98,13 @@ class NativeNetwork:
     def __call__(self, batch: Batch, forward_pass: ForwardPass) -> Tensor:
         """Logits float32 ``[R, vocab]``."""
         states = self._states(forward_pass) if forward_pass.layer_ids else None
-        logits = torch.empty(len(batch.logit_index), self.forward.vocab_size, dtype=torch.float32)
+        size = batch.logit_index.numel(), self.forward.vocab_size
+        logits = torch.empty(size, dtype=torch.float32)
         self.forward.compute(forward_pass, Wanted(logits, states))
-        for name, state in zip(self._state_names(), states or (), strict=False):
-            if state is not None:
-                forward_pass.capture(name, state.to(self.dtype))
+        if states is not None:
+            for name, state in zip(self._state_names(), states, strict=True):
+                if state is not None:
+                    forward_pass.capture(name, state.to(self.dtype))
         return logits
 
     def embed(self, token_ids: Tensor) -> Tensor:
