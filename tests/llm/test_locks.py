@@ -7,8 +7,10 @@ import threading
 
 import pytest
 
+from forethought import LLM, SamplingParams
 from forethought.llm.async_llm import ConcurrencyLimit
 from forethought.llm.llm import FifoLock
+from tokens import speaking
 
 
 def test_no_more_run_than_the_limit_and_all_run_in_order():
@@ -103,6 +105,31 @@ def test_threads_get_the_lock_in_order_of_arrival():
     assert lock.try_acquire()
     lock.release()
     assert not lock._locked
+
+
+def test_a_thread_that_asks_for_the_engine_gets_it_between_two_steps_of_another(monkeypatch):
+    params = SamplingParams(max_tokens=30, ignore_eos=True, temperature=0.0)
+    with LLM(speaking("byte_level")) as llm:
+        frontend, threads, sizes = llm._frontend, [], []
+        step, submit = frontend.step, frontend.submit
+
+        def stepped():
+            if not threads and llm.stats.steps == 5:
+                threads.append(threading.Thread(target=llm.generate, args=("b", params)))
+                threads[0].start()
+                while not llm._lock.is_wanted:
+                    threads[0].join(0.001)
+            return step()
+
+        def submitted(*request):
+            sizes.append(llm.stats.steps)
+            return submit(*request)
+
+        monkeypatch.setattr(frontend, "step", stepped)
+        monkeypatch.setattr(frontend, "submit", submitted)
+        llm.generate("a", params)
+        threads[0].join(20)
+    assert sizes == [0, 6]
 
 
 def test_a_thread_interrupted_while_waiting_does_not_get_the_lock(monkeypatch):

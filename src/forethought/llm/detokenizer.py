@@ -180,7 +180,8 @@ class Transcript:
         self._tokenizer, self._params, self._index = tokenizer, params, index
         self._detokenizer = Detokenizer(tokenizer, context, params.skip_special_tokens)
         self.token_ids: list[int] = []
-        self._undecoded: list[int] = []
+        self._num_shown = self._num_decoded = 0
+        """First tokens that belong to the text; those that ``_text`` is of."""
         self._text = ""
         self._logprobs: list[TokenLogprobs] | None = None if params.logprobs is None else []
         self._confidences: list[TokenConfidence] | None = None if params.confidence is None else []
@@ -218,7 +219,7 @@ class Transcript:
                 self._confidences.append(confidences[i])
             is_end = ended_by_token and i == len(tokens) - 1
             if not is_end or self._params.include_stop_str_in_output:
-                self._undecoded.append(token)
+                self._num_shown += 1
             if self._params.stop and (stop := self._find_stop()):
                 end = stop.end if self._params.include_stop_str_in_output else stop.start
                 self._text = self._text[:end]
@@ -230,17 +231,18 @@ class Transcript:
     def checkpoint(self) -> tuple[Any, ...]:
         """What ``restore`` needs to take back the ``add`` that follows."""
         sizes = len(self._logprobs or ()), len(self._confidences or ())
-        decoding = self._text, list(self._undecoded), self._detokenizer.checkpoint()
-        return len(self.token_ids), sizes, self._cumulative, decoding
+        decoding = self._text, self._num_shown, self._num_decoded
+        states = decoding, self._detokenizer.checkpoint()
+        return len(self.token_ids), sizes, self._cumulative, states
 
     def restore(self, checkpoint: tuple[Any, ...]) -> None:
         """Take back an ``add`` that was interrupted."""
-        num_tokens, sizes, self._cumulative, decoding = checkpoint
+        num_tokens, sizes, self._cumulative, (decoding, detokenizer) = checkpoint
         del self.token_ids[num_tokens:]
         for scores, size in zip((self._logprobs, self._confidences), sizes, strict=True):
             if scores is not None:
                 del scores[size:]
-        self._text, self._undecoded, detokenizer = decoding
+        self._text, self._num_shown, self._num_decoded = decoding
         self._detokenizer.restore(detokenizer)
         self.finish_reason = self._stop_reason = None
 
@@ -272,13 +274,14 @@ class Transcript:
         )
 
     def _end(self, reason: FinishReason, stop_reason: int | str | None) -> None:
-        self._undecoded.clear()
+        self._num_decoded = self._num_shown
         self.finish_reason, self._stop_reason = reason, stop_reason
 
     def _decode(self) -> None:
-        if self._undecoded:
-            self._text += self._detokenizer.push(self._undecoded)
-            self._undecoded.clear()
+        if self._num_decoded < self._num_shown:
+            undecoded = self.token_ids[self._num_decoded : self._num_shown]
+            self._text += self._detokenizer.push(undecoded)
+            self._num_decoded = self._num_shown
 
     def _find_stop(self) -> Stop | None:
         known = len(self._text)

@@ -77,6 +77,11 @@ class FifoLock:
     def __exit__(self, *_: object) -> None:
         self.release()
 
+    @property
+    def is_wanted(self) -> bool:
+        """Whether a thread waits for it."""
+        return bool(self._waiting)
+
     def try_acquire(self) -> bool:
         """Acquire if no thread holds it. Never waits, so the garbage collector may call it."""
         if not self._lock.acquire(blocking=False):
@@ -422,8 +427,10 @@ class LLM:
         """Step until a generation is finished; its output."""
         while not generation.finished:
             with self._exclusive() as frontend:
-                if not generation.finished:  # else another thread's step has ended it
+                while not generation.finished:  # another thread's step may have ended it
                     frontend.step()
+                    if self._lock.is_wanted:
+                        break
         if generation.failure is not None:
             raise generation.failure
         return read(generation)
