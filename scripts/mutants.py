@@ -258,6 +258,18 @@ MUTANTS = [
     ),
     Mutant(
         "engine/step.py",
+        "return is_plain and row.num_logits == 1 and row.is_last",
+        "return is_plain and row.num_logits == 1",
+        "tests/engine/test_engine.py -k 'scored_token_by_token'",
+    ),
+    Mutant(
+        "engine/step.py",
+        "sequence.takes_argmax and not row.num_nodes and not sequence.dependents",
+        "sequence.takes_argmax and not row.num_nodes",
+        "tests/engine/test_engine.py -k 'argmax'",
+    ),
+    Mutant(
+        "engine/step.py",
         "result.path[size - 1 :]",
         "result.path[size:]",
         "tests/engine/test_speculation.py -k 'stop_token or beyond'",

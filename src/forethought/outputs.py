@@ -140,6 +140,8 @@ class SpeculationMetrics:
         self.steps += 1
         self.drafted += drafted
         self.accepted += accepted
+        if not accepted:
+            return
         self.accepted_by_position += [0] * (accepted - len(self.accepted_by_position))
         for position in range(accepted):
             self.accepted_by_position[position] += 1

@@ -10,6 +10,8 @@ from benchmarks.step_overhead import files_entered
 from drafters import PerRequest
 from engines import GREEDY, drain, engine, expect_empty, outputs
 from forethought.config.drafters import UserProvidedDecodingConfig
+from forethought.config.sampling import SamplingParams
+from forethought.engine import step
 from forethought.engine.sequence import Status
 from forethought.errors import CapacityError, ContextLengthError, ParameterError, UsageError
 from forethought.outputs import FinishReason
@@ -48,6 +50,66 @@ def test_paging_chunking_and_prefix_hits_do_not_change_a_token(
         assert outputs(sequences) == expected
     assert (machine.stats.cached > 0) == reuse
     expect_empty(machine)
+
+
+def test_taking_the_argmax_gives_the_events_of_verification(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    verified = list[int]()
+
+    def counted(logits: Any, requests: Any) -> Any:
+        verified.append(len(requests))
+        return verify(logits, requests)
+
+    def run() -> list[Any]:
+        """Events of siblings alone, then of requests with scores, preemptions, ends and limits."""
+        machine = engine(pages=20, page_size=4, max_num_tokens=24, max_batch_size=4)
+        machine.add(PROMPTS[1], GREEDY.replace(n=2))
+        events, expected = drain(machine), greedy(tiny("llama"), PROMPTS[:1], 16)[0]
+        ends = GREEDY.replace(stop_token_ids=expected[5:6])
+        varied = [ends, GREEDY, GREEDY.replace(max_tokens=3), GREEDY.replace(logprobs=1), GREEDY]
+        for prompt, params in zip(PROMPTS, varied, strict=True):
+            machine.add(prompt, params)
+        machine.add(PROMPTS[0], ends.replace(prompt_logprobs=0))
+        events += drain(machine)
+        assert machine.stats.preemptions
+        expect_empty(machine)
+        counts = machine.stats.prefilled, machine.stats.decoded
+        return [*counts, *((e.sequence.id, e.tokens, e.logprobs, e.finish_reason) for e in events)]
+
+    verify = step.verify
+    monkeypatch.setattr(step, "verify", counted)
+    found, num_verified = run(), sum(verified)
+    verified.clear()
+    monkeypatch.setattr(SamplingParams, "takes_argmax", False)
+    assert run() == found
+    assert num_verified < sum(verified)
+
+
+def test_nothing_is_sampled_before_the_end_of_a_prompt_that_is_scored_token_by_token() -> None:
+    machine = engine(max_num_tokens=1, max_batch_size=1)
+    (sequence,) = machine.add(PROMPTS[2], GREEDY.replace(prompt_logprobs=0))
+    drain(machine)
+    assert outputs([sequence]) == greedy(tiny("llama"), PROMPTS[2:3], 16)
+    expect_empty(machine)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"temperature": 0.5},
+        {"logit_bias": {3: 1.0}},
+        {"repetition_penalty": 1.1},
+        {"presence_penalty": 0.1},
+        {"frequency_penalty": 0.1},
+        {"min_tokens": 2},
+        {"logprobs": 0},
+        {"confidence": 2},
+    ],
+)
+def test_what_edits_logits_or_asks_for_scores_takes_no_argmax(fields: dict[str, Any]) -> None:
+    assert GREEDY.takes_argmax
+    assert not GREEDY.replace(**fields).takes_argmax
 
 
 def test_a_long_prompt_does_not_stall_running_answers() -> None:

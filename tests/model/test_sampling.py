@@ -23,6 +23,7 @@ from forethought.model.sampling import (
     edit_logits,
     invert_cdf,
     logits_to_probs,
+    most_probable,
     prompt_logprobs,
     sample,
     uniform_at,
@@ -273,6 +274,17 @@ def test_no_token_is_drawn_where_the_largest_logit_is_not_finite(sampling_params
     found = sample(logits, [context(**sampling_params)] * 6, [0.5] * 6).tokens
     assert found == [3, *[NO_TOKEN] * 4, 3]
     assert sample(logits[:1], [context(**sampling_params)], [0.5]).tokens == [3]
+
+
+def test_the_most_probable_tokens_are_those_that_edited_greedy_rows_draw():
+    random_rows = torch.randn(5, 6, generator=torch.Generator().manual_seed(0)).tolist()
+    ties = [[1.0, 3.0, 3.0, 0.0, 3.0, 2.0], [0.0] * 6]
+    broken = [[math.nan] * 6, [-math.inf] * 6, [0.0, math.nan, *[9.0] * 4], [math.inf, *[0.0] * 5]]
+    logits = torch.tensor([*random_rows, *ties, *broken, *random_rows])
+    edited = context(temperature=0.0, logit_bias={0: 0.0})  # of no effect, but it takes that way
+    expected = sample(logits, [edited] * len(logits), [0.0] * len(logits)).tokens
+    assert most_probable(logits) == expected
+    assert expected[5:11] == [1, 0, *[NO_TOKEN] * 4]
 
 
 @pytest.mark.gpu

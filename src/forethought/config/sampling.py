@@ -199,6 +199,22 @@ class SamplingParams(RequestParams):
         return self.temperature == 0.0
 
     @property
+    def edits_logits(self) -> bool:
+        """Whether a bias or a penalty changes the model's logits."""
+        return (
+            self.logit_bias is not None
+            or self.repetition_penalty != 1.0
+            or self.presence_penalty != 0.0
+            or self.frequency_penalty != 0.0
+        )
+
+    @property
+    def takes_argmax(self) -> bool:
+        """Whether each token is the argmax of the model's own logits, and no score is asked for."""
+        plain = self.greedy and not self.edits_logits and not self.min_tokens
+        return plain and self.logprobs is None and self.confidence is None
+
+    @property
     def cuts(self) -> bool:
         """Whether improbable tokens are cut from the distribution (top-k, top-p, min-p)."""
         return not self.greedy and bool(self.top_k or self.top_p < 1.0 or self.min_p > 0.0)

@@ -474,6 +474,7 @@ class Engine:
         sequence.table.longest = sequence.limit
         sequence.finish_reason = sequence.stop_reason = None
         sequence.constraint, sequence.had_nonfinite_logits = constraint, False
+        sequence.takes_argmax = params.takes_argmax and constraint is None
         sequence.extended_from = None
         sequence.metrics, sequence.drafted_steps = SpeculationMetrics(), []
         self.speculation.begin(sequence)

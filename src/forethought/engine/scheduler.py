@@ -56,12 +56,13 @@ class Limits:
 
 @dataclass(slots=True)
 class PlannedRow:
-    """``num_tokens`` tokens of a sequence from position ``start``, and the draft behind them."""
+    """Known tokens of a sequence to compute, and the draft behind them."""
 
     sequence: Sequence
     start: int
-    num_tokens: int
-    """Known tokens to compute."""
+    """The position of the first of them."""
+    stop: int
+    """The position behind the last of them."""
     num_logits: int
     """The logits of so many of its last known tokens are wanted."""
     copies: tuple[PageCopy, ...] | None = None
@@ -81,9 +82,9 @@ class PlannedRow:
     """Set by verification: what was sampled, for its own sequence first, then for siblings."""
 
     @property
-    def stop(self) -> int:
-        """The position behind its last known token."""
-        return self.start + self.num_tokens
+    def num_tokens(self) -> int:
+        """Known tokens to compute."""
+        return self.stop - self.start
 
     @property
     def is_last(self) -> bool:
@@ -93,8 +94,8 @@ class PlannedRow:
     @property
     def is_decode(self) -> bool:
         """Whether it computes a token sampled in this generation: a draft may follow it."""
-        in_output = self.stop > self.sequence.prompt_length
-        return in_output and self.num_tokens == 1 == self.num_logits and self.is_last
+        is_single = self.num_logits == 1 == self.stop - self.start
+        return is_single and self.is_last and self.stop > self.sequence.prompt_length
 
     def undo(self) -> None:
         """Give back the slots of its tokens, which were not stored.
@@ -201,6 +202,7 @@ class Scheduler:
     ) -> None:
         self._pool, self._index, self.limits, self._stats = pool, index, limits, stats
         self.running: list[Sequence] = []
+        """In the order of service."""
         self.waiting: list[Sequence] = []
         self.parked: list[Sequence] = []
         """Least recently used first."""
@@ -223,6 +225,8 @@ class Scheduler:
         sequence.status = status
         if status is not Status.CLOSED:
             self._queues[status].append(sequence)
+        if status is Status.RUNNING:
+            self.running.sort(key=lambda sequence: sequence.rank)
 
     @property
     def is_full(self) -> bool:
@@ -255,8 +259,8 @@ class Scheduler:
             plan: an empty one, filled row by row, so that it can be undone wherever this stops.
                 What is raised for one sequence ends up in its ``failures``.
         """
-        self._replace_by_priority()
-        self.running.sort(key=lambda sequence: sequence.rank)
+        if self.waiting:
+            self._replace_by_priority()
         self._plan_rows(plan, [s for s in self.running if s.num_uncomputed == 1])
 
     def reserve_draft_slots(self, plan: Plan, rows: List[PlannedRow], requested: List[int]) -> None:
@@ -324,18 +328,18 @@ class Scheduler:
         count = self._fitting_tokens(plan, sequence)
         if count == 0:
             return
-        while sequence.table.pages_needed(count) > self._pool.available:
+        table = sequence.table
+        while (needed := table.pages_needed(count)) and needed > self._pool.available:
             if plan.drop_drafts():
                 continue
             if not self._take_pages_from(plan, self._victims(sequence), sequence):
                 return
-        start = sequence.table.length
         num_logits = int(sequence.num_uncomputed == count)
         if sequence.wants_prompt_logprobs:
             num_logits = count
-        row = PlannedRow(sequence, start, count, num_logits)
+        row = PlannedRow(sequence, table.length, table.length + count, num_logits)
         plan.add(row)  # before the table grows: an interrupt in between can be undone
-        row.copies = tuple(sequence.table.append(count))
+        row.copies = tuple(table.append(count))
 
     def _fitting_tokens(self, plan: Plan, sequence: Sequence) -> int:
         """Tokens of the sequence that fit into what is left of the step's budget."""

@@ -101,6 +101,9 @@ class Sequence:
     without drafts; the second time is an error."""
     constraint: Constraint | None = None
     """What restricts the output of the current generation."""
+    takes_argmax: bool = False
+    """Whether each token of the current generation is the argmax of the model's own logits, and no
+    score of it is asked for."""
     prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=list)
     """One entry per prompt token as far as computed, if asked for; of a sequence that was extended,
     None for those before the extension."""
@@ -208,6 +211,8 @@ def detach_from_parent(child: Sequence) -> None:
 
 def siblings_to_sample(sequence: Sequence) -> list[Sequence]:
     """The sequence and those forks that see the very same tokens and wait to be sampled."""
+    if not sequence.dependents:
+        return [sequence]
     length = len(sequence.tokens)
     siblings = [
         other

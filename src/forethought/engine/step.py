@@ -41,7 +41,12 @@ from forethought.kv.table import SlotMove
 from forethought.model.batch import ConcurrentTokens, Row
 from forethought.model.device import ForwardTimer
 from forethought.model.runner import ModelRunner
-from forethought.model.sampling import TokenContext, prompt_logprobs
+from forethought.model.sampling import (
+    NO_TOKEN,
+    TokenContext,
+    most_probable,
+    prompt_logprobs,
+)
 from forethought.outputs import (
     GRAMMAR_COMPLETE,
     DraftedStep,
@@ -67,7 +72,7 @@ End = tuple[FinishReason | None, int | str | None]
 """The finish reason of a generation, None while it goes on, and its stop reason."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class Event:
     """What one step did to one sequence."""
 
@@ -152,7 +157,8 @@ class Step:
         """Fill the plan. An error that is not one sequence's fails all that run or wait."""
         try:
             for sequence in list(self._scheduler):
-                attach_ready_dependents(sequence)
+                if sequence.dependents:
+                    attach_ready_dependents(sequence)
             self._scheduler.plan_decodes(plan)
             if self._asks_drafters:
                 self._reserve_draft_slots(plan)
@@ -269,6 +275,8 @@ class Step:
         Returns:
             The sequences whose logits behind the root are not finite.
         """
+        if all(map(_takes_argmax, rows)):
+            return _take_argmax(rows, logits)
 
         def compute(pending: List[_PendingSample]) -> list[VerificationResult]:
             return verify(logits, [each.request for each in pending])
@@ -331,13 +339,16 @@ class Step:
                 end = self._truncate(sequence, result)
                 accepted = result.tokens[: len(result.path)]
                 self._count_draft(row, len(accepted))
-                self._record_draft(row, result.path, end[0] is not None)
+                if row.draft.tokens:
+                    self._record_draft(row, result.path, end[0] is not None)
             moves += sequence.table.keep_path(row.stop, result.path if result else ())
             self._record(row, accepted)
         except Exception as error:  # its siblings go on without it
             return [self._fail(sequence, error)]
+        if result is None:
+            return []
         siblings = [self._start_sibling(*each) for each in row.results[1:]]
-        return [self._append(sequence, result, end), *siblings] if result else []
+        return [self._append(sequence, result, end), *siblings]
 
     def _start_sibling(self, sibling: Sequence, result: VerificationResult) -> Event:
         """Let a sibling of a row's sequence go on with a token of its own."""
@@ -391,8 +402,6 @@ class Step:
 
     def _record_draft(self, row: PlannedRow, path: List[int], has_ended: bool) -> None:
         """Note for the output which of its tokens were drafted, and what was rejected."""
-        if not row.draft.tokens:
-            return
         sequence, rejected = row.sequence, tuple[int, ...]()
         if not has_ended:  # else what follows was cut off, not rejected
             rejected = _rejected(row.draft, path)
@@ -412,9 +421,10 @@ class Step:
         """
         sequence = row.sequence
         known = max(sequence.prompt_length, sequence.num_ever_computed)
-        prefilled = max(0, min(known, row.stop) - row.start)
-        sequence.usage.prefilled += prefilled
-        self._stats.prefilled += prefilled
+        if row.start < known:
+            prefilled = min(known, row.stop) - row.start
+            sequence.usage.prefilled += prefilled
+            self._stats.prefilled += prefilled
         sequence.num_ever_computed = max(sequence.num_ever_computed, sequence.table.length)
         if self._index.enabled:
             _publish(self._index, sequence, accepted)
@@ -509,7 +519,7 @@ def _pack(row: PlannedRow, starts: Mapping[int, int]) -> Row:
         parents=parents,
         logits_from=count - row.num_logits,
         drafted=on_device,
-        concurrent=_concurrent(row, starts),
+        concurrent=_concurrent(row, starts) if row.sequence.others else None,
     )
 
 
@@ -528,7 +538,7 @@ def _concurrent(row: PlannedRow, starts: Mapping[int, int]) -> ConcurrentTokens 
     )
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class _PendingSample:
     """A sequence to sample for behind a row: the row's own, or a sibling with the same tokens."""
 
@@ -543,6 +553,28 @@ class _PendingSample:
         return replace(self, request=plain)
 
 
+def _takes_argmax(row: PlannedRow) -> bool:
+    """Whether all that is sampled behind a row is the argmax of its one row of logits."""
+    sequence = row.sequence
+    is_plain = sequence.takes_argmax and not row.num_nodes and not sequence.dependents
+    return is_plain and row.num_logits == 1 and row.is_last
+
+
+def _take_argmax(rows: List[PlannedRow], logits: Tensor) -> list[Sequence]:
+    """Verify rows that ``_takes_argmax``: what ``verify`` does for them, in one operation.
+
+    Returns:
+        The sequences whose logits, one row of [R, V] float32 for each, are not finite.
+    """
+    nonfinite: list[Sequence] = []
+    for row, token in zip(rows, most_probable(logits), strict=True):
+        if token == NO_TOKEN:
+            nonfinite.append(row.sequence)
+        else:
+            row.results.append((row.sequence, VerificationResult([], [token])))
+    return nonfinite
+
+
 def _pending_samples(rows: List[PlannedRow], eos_ids: frozenset[int]) -> list[_PendingSample]:
     """The sequences to sample for behind rows that were computed together.
 
@@ -550,9 +582,11 @@ def _pending_samples(rows: List[PlannedRow], eos_ids: frozenset[int]) -> list[_P
         rows: in the order of their logits; only one that is its sequence's last is sampled behind.
         eos_ids: the model's end-of-sequence ids.
     """
-    pending: list[_PendingSample] = []
-    begin = 0
-    read_drafts(row.draft for row in rows if row.sequence.has_stateful_distribution)
+    pending, begin = list[_PendingSample](), 0
+    shared = dict[int, TokenContext]()
+    drafted = [row for row in rows if row.num_nodes and row.sequence.has_stateful_distribution]
+    if drafted:
+        read_drafts(row.draft for row in drafted)
     for row in rows:
         root = begin + row.num_logits - 1
         begin = root + 1 + row.num_nodes
@@ -564,7 +598,7 @@ def _pending_samples(rows: List[PlannedRow], eos_ids: frozenset[int]) -> list[_P
             request = VerificationRequest(
                 draft=draft,
                 rows=range(root, root + 1 + len(draft.tokens)),
-                contexts=_contexts(sequence, draft, eos_ids),
+                contexts=_contexts(sequence, draft, eos_ids, shared),
                 seed=sequence.seed,
                 stream=sequence.index,
                 position=len(sequence.tokens),
@@ -575,16 +609,28 @@ def _pending_samples(rows: List[PlannedRow], eos_ids: frozenset[int]) -> list[_P
     return pending
 
 
-def _contexts(sequence: Sequence, draft: Draft, eos_ids: frozenset[int]) -> list[TokenContext]:
+def _contexts(
+    sequence: Sequence, draft: Draft, eos_ids: frozenset[int], shared: dict[int, TokenContext]
+) -> list[TokenContext]:
     """The context of the root and each node, with its prefix if the distribution depends on it.
 
+    Args:
+        sequence: to sample for.
+        draft: behind it, of N nodes.
+        eos_ids: the model's end-of-sequence ids.
+        shared: contexts without prefix by the id of their params, added to: one for all sequences
+            of a step that have the same params.
+
     Returns:
-        1 + N, for the N nodes of the draft.
+        1 + N.
     """
     params, start = sequence.params, sequence.prompt_length
     if not sequence.has_stateful_distribution:
-        output = sequence.output if params.min_tokens else ()  # its length still counts
-        return [TokenContext(params, (), output, eos_ids)] * (1 + len(draft.tokens))
+        context = shared.get(id(params))
+        if context is None or params.min_tokens:  # the length of the output still counts
+            output = sequence.output if params.min_tokens else ()
+            context = shared[id(params)] = TokenContext(params, (), output, eos_ids)
+        return [context] * (1 + len(draft.tokens))
     prompt, output, constraint = sequence.tokens[:start], sequence.output, sequence.constraint
     contexts = [TokenContext(params, prompt, output, eos_ids, constraint)]
     for node, token in enumerate(draft.tokens):

@@ -13,14 +13,17 @@ from forethought.model.sampling.distribution import (
     logits_to_probs,
 )
 from forethought.model.sampling.sampler import (
+    NO_TOKEN,
     SampledTokens,
     invert_cdf,
+    most_probable,
     prompt_logprobs,
     sample,
     uniform_at,
 )
 
 __all__ = [
+    "NO_TOKEN",
     "Constraint",
     "Constraints",
     "SampledTokens",
@@ -28,6 +31,7 @@ __all__ = [
     "edit_logits",
     "invert_cdf",
     "logits_to_probs",
+    "most_probable",
     "prompt_logprobs",
     "sample",
     "uniform_at",

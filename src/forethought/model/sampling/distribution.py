@@ -177,14 +177,9 @@ def _edit(logits: Tensor, contexts: Sequence[TokenContext]) -> tuple[Tensor, Ten
 def needs_edits(context: TokenContext) -> bool:
     """Whether any of steps 1 to 5 applies."""
     params = context.params
-    return (
-        params.logit_bias is not None
-        or params.repetition_penalty != 1.0
-        or params.presence_penalty != 0.0
-        or params.frequency_penalty != 0.0
-        or len(context.output) < params.min_tokens
-        or context.constraint is not None
-    )
+    if params.edits_logits or context.constraint is not None:
+        return True
+    return len(context.output) < params.min_tokens
 
 
 def _allowed(contexts: Sequence[TokenContext], like: Tensor) -> tuple[Tensor, Tensor] | None:

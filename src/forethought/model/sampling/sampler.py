@@ -20,7 +20,6 @@ from dataclasses import dataclass
 from hashlib import blake2b
 from itertools import islice
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -215,8 +214,12 @@ def draw_tokens(
 
     A step of greedy rows takes the largest logits, without a softmax.
     """
-    if all(context.params.greedy for context in contexts):
-        return _most_probable(logits, contexts)
+    distinct = list({id(context): context for context in contexts}.values())  # often one for all
+    if all(context.params.greedy for context in distinct):
+        if not any(map(needs_edits, distinct)):
+            return _most_probable(logits)
+        edited, largest = edit_and_max_logits(logits, contexts)
+        return where_finite(edited.max(dim=-1).indices, largest)
     probs, largest = probs_and_max_logits(logits, contexts)
     return where_finite(invert_cdf(probs, uniforms), largest)
 
@@ -226,21 +229,32 @@ def where_finite(drawn: Tensor, largest: Tensor) -> Tensor:
     return drawn.masked_fill_(~torch.isfinite(largest.squeeze(1)), NO_TOKEN)
 
 
-def _most_probable(logits: Tensor, contexts: Sequence[TokenContext]) -> Tensor:
-    """[N] int64, the lowest id among equals."""
-    distinct = {id(context): context for context in contexts}.values()  # nodes often share one
-    if any(map(needs_edits, distinct)):
-        edited, largest = edit_and_max_logits(logits, contexts)
-        return where_finite(edited.max(dim=-1).indices, largest)
-    if logits.device.type == "cpu":
-        host = logits.numpy()
-        drawn = host.argmax(axis=-1)  # a tenth of torch's time; of NaN and numbers, NaN
-        finite = np.isfinite(host[np.arange(len(host)), drawn])
-        if not finite.all():
-            drawn[~finite] = NO_TOKEN
-        return torch.from_numpy(drawn)
+def _most_probable(logits: Tensor) -> Tensor:
+    """[N] int64, the lowest id among equals, or ``NO_TOKEN``."""
+    if logits.is_cpu:
+        return torch.tensor(most_probable(logits))
     largest, ids = logits.max(dim=-1)
     return ids.masked_fill_(largest - largest != 0, NO_TOKEN)  # of infinity and NaN that is NaN
+
+
+def most_probable(logits: Tensor) -> list[int]:
+    """The token with the largest of the logits of each row, the lowest id among equals.
+
+    Args:
+        logits: [N, V] float32, of the model.
+
+    Returns:
+        N ids; ``NO_TOKEN`` where the largest logit is not finite.
+    """
+    if not logits.is_cpu:
+        found: list[int] = _most_probable(logits).tolist()
+        return found
+    host = logits.numpy()
+    tokens = host.argmax(axis=-1).tolist()  # a tenth of torch's time; of NaN and numbers, NaN
+    return [
+        token if math.isfinite(host.item(row, token)) else NO_TOKEN
+        for row, token in enumerate(tokens)
+    ]
 
 
 def report(logits: Tensor, contexts: Sequence[TokenContext], drawn: Tensor) -> SampledTokens:
@@ -253,10 +267,11 @@ def report(logits: Tensor, contexts: Sequence[TokenContext], drawn: Tensor) -> S
     """
     num_logprobs, ks = dict[int, int](), dict[int, int]()  # row -> what it asks for
     for row, context in enumerate(contexts):
-        if context.params.logprobs is not None:
-            num_logprobs[row] = context.params.logprobs
-        if context.params.confidence is not None:
-            ks[row] = context.params.confidence
+        params = context.params
+        if params.logprobs is not None:
+            num_logprobs[row] = params.logprobs
+        if params.confidence is not None:
+            ks[row] = params.confidence
     logprobs: list[TokenLogprobs | None] = [None] * len(contexts)
     confidences: list[TokenConfidence | None] = [None] * len(contexts)
     if not num_logprobs and not ks:

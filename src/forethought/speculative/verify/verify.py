@@ -108,10 +108,9 @@ class VerificationRequest:
 
     def uniforms(self, rows: slice = slice(None)) -> list[float]:
         """The uniform sample of the token after each of ``rows``; greedy requests use none."""
-        positions = self.positions[rows]
         if self.contexts[0].params.greedy:
-            return [0.0] * len(positions)
-        return [uniform_at(self.seed, self.stream, position) for position in positions]
+            return [0.0] * len(self.rows[rows])
+        return [uniform_at(self.seed, self.stream, position) for position in self.positions[rows]]
 
     def acceptance_uniforms(self) -> list[float]:
         """[N]: the uniform sample that accepts or rejects each node, another one per sibling."""
@@ -159,7 +158,8 @@ def _groups(
     requests: Sequence[VerificationRequest], logits: Tensor
 ) -> list[Sequence[VerificationRequest]]:
     """All requests at once on a GPU; on a CPU as many as the cache holds, which is much faster."""
-    if logits.device.type != "cpu":
+    num_logits = sum([len(request.rows) for request in requests]) * logits.shape[1]
+    if num_logits < _MAX_GROUP_LOGITS or not logits.is_cpu:
         return [requests] if requests else []
     groups: list[Sequence[VerificationRequest]] = []
     begin, size = 0, 0
@@ -197,9 +197,9 @@ def _verify_group(
 def _select(logits: Tensor, rows: list[int]) -> Tensor:
     """The given rows; a view if they are consecutive."""
     first, end = rows[0], rows[0] + len(rows)
-    if rows == list(range(first, end)):
-        return logits[first:end]
-    return logits[upload(rows, logits.device)]
+    if rows != list(range(first, end)):
+        return logits[upload(rows, logits.device)]
+    return logits if len(rows) == logits.shape[0] else logits[first:end]
 
 
 def _begins(requests: Sequence[VerificationRequest]) -> list[int]:
