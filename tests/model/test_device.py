@@ -96,20 +96,11 @@ def test_building_with_more_threads_than_processors_is_warned_of_once_with_the_f
         torch.set_num_threads(threads)
 
 
-@pytest.mark.parametrize(
-    ("weight_bytes", "available", "threads"),
-    [
-        (0, 8, 1),
-        (BYTES_PER_THREAD, 8, 1),
-        (BYTES_PER_THREAD + 1, 8, 2),
-        (100 * BYTES_PER_THREAD, 8, 8),
-        (100 * BYTES_PER_THREAD, 1, 1),
-    ],
-)
-def test_small_models_get_few_threads_and_none_more_than_there_are(
-    weight_bytes: int, available: int, threads: int
-) -> None:
-    assert choose_threads(weight_bytes, available) == threads
+@pytest.mark.parametrize(("native", "each"), [(False, BYTES_PER_THREAD), (True, 2**22)])
+def test_small_models_get_few_threads_and_none_more_than_there_are(native: bool, each: int) -> None:
+    sizes = {(0, 8): 1, (each, 8): 1, (each + 1, 8): 2, (100 * each, 8): 8, (100 * each, 1): 1}
+    found = {size: choose_threads(*size, native=native) for size in sizes}
+    assert found == sizes
 
 
 def test_no_more_threads_are_available_than_processors(monkeypatch: pytest.MonkeyPatch) -> None:

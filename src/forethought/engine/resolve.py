@@ -178,7 +178,7 @@ def _threads(args: LlmArgs, lm: CausalLM) -> int | None:
     if args.num_threads != "auto" or lm.device.type != "cpu":
         return None
     weights, available = sum(weight.num_bytes for weight in lm.traits.weights), available_threads()
-    chosen = choose_threads(weights, available)
+    chosen = choose_threads(weights, available, native=lm.path.taken == "native")
     log.info(
         "steps run on %d of %d threads: %.1f MiB of weights", chosen, available, weights / 2**20
     )

@@ -22,6 +22,8 @@ log = logging.getLogger(__name__)
 BYTES_PER_THREAD = 2**25
 """Weights below which a further thread costs more than it saves: every product of a step waits for
 its slowest thread, whatever the product's size."""
+NATIVE_BYTES_PER_THREAD = 2**22
+"""The same of the native forward, whose threads wait for each other without leaving their loop."""
 
 
 def find_device(name: str) -> torch.device:
@@ -121,14 +123,16 @@ def set_threads(num_threads: int, device: torch.device) -> None:
     log.info("torch computes with %d threads", num_threads)
 
 
-def choose_threads(weight_bytes: int, available: int) -> int:
+def choose_threads(weight_bytes: int, available: int, *, native: bool) -> int:
     """Threads for the steps of a model: one per ``BYTES_PER_THREAD`` of weights, as far as allowed.
 
     Args:
         weight_bytes: that a step reads.
         available: threads that there are at most.
+        native: whether the forward is the native one.
     """
-    return max(1, min(available, -(-weight_bytes // BYTES_PER_THREAD)))
+    each = NATIVE_BYTES_PER_THREAD if native else BYTES_PER_THREAD
+    return max(1, min(available, -(-weight_bytes // each)))
 
 
 def available_threads() -> int:
