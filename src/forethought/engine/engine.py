@@ -54,7 +54,12 @@ class Engine:
         reuse: whether full pages are found again by later prompts with the same prefix.
         seed: where the seeds of unseeded requests come from; None: the operating system.
         drafters: in the order in which they are asked.
-        num_threads: that torch computes with in a step; None: as it has them.
+        num_threads: that a step computes with; None: as torch has them.
+
+    Attributes:
+        num_shared_threads: the same while ``shares_processors``.
+        shares_processors: whether clients run beside the steps, as an event loop does. Threads that
+            wait for each other in a loop lose more to it than a further one gains.
     """
 
     def __init__(
@@ -67,7 +72,8 @@ class Engine:
         drafters: Ids[DrafterEntry] = (),
         num_threads: int | None = None,
     ) -> None:
-        self.num_threads = num_threads
+        self.num_threads = self.num_shared_threads = num_threads
+        self.shares_processors = False
         self.runner, self.stats = runner, EngineStats(forward_path=runner.lm.path.taken)
         self.pool = PagePool(runner.storage.num_pages, runner.storage.page_size)
         self.index = PrefixIndex(self.pool, reuse)
@@ -88,9 +94,10 @@ class Engine:
 
     def step(self) -> list[Event]:
         """One forward for all that run, and what it did to each sequence; see ``Step.run``."""
-        if self.num_threads is None or self.num_threads == torch.get_num_threads():
+        num_threads = self.num_shared_threads if self.shares_processors else self.num_threads
+        if num_threads is None or num_threads == torch.get_num_threads():
             return self._step.run()
-        with computing_threads(self.num_threads):
+        with computing_threads(num_threads):
             return self._step.run()
 
     # ---- admission --------------------------------------------------------------------------

@@ -109,8 +109,9 @@ def build(args: LlmArgs, model_dir: Path) -> Engine:
         reuse=args.kv_cache_config.enable_block_reuse,
         seed=args.seed,
         drafters=drafters,
-        num_threads=_threads(args, lm),
+        num_threads=_threads(args, lm, shared=False),
     )
+    engine.num_shared_threads = _threads(args, lm, shared=True)
     for name, path in engine.stats.draft_paths.items():
         log.info("drafts of %s: %s", name, path)
     return engine
@@ -173,14 +174,25 @@ def _prepare_graphs(
         runner.graphs.stop()
 
 
-def _threads(args: LlmArgs, lm: CausalLM) -> int | None:
-    """Threads of a step; None: as torch has them."""
+def _threads(args: LlmArgs, lm: CausalLM, *, shared: bool) -> int | None:
+    """Threads of a step; None: as torch has them.
+
+    Args:
+        args: with what was asked for.
+        lm: the target.
+        shared: whether clients run beside the steps.
+    """
     if args.num_threads != "auto" or lm.device.type != "cpu":
         return None
     weights, available = sum(weight.num_bytes for weight in lm.traits.weights), available_threads()
-    chosen = choose_threads(weights, available, native=lm.path.taken == "native")
+    native = lm.path.taken == "native" and not shared
+    chosen = choose_threads(weights, available, native=native)
     log.info(
-        "steps run on %d of %d threads: %.1f MiB of weights", chosen, available, weights / 2**20
+        "steps%s run on %d of %d threads: %.1f MiB of weights",
+        " beside clients" if shared else "",
+        chosen,
+        available,
+        weights / 2**20,
     )
     return chosen
 

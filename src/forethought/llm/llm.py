@@ -284,6 +284,8 @@ class LLM:
     def take_back(self) -> None:
         """Take direct calls again: the borrower has ended its requests."""
         self._borrower = None
+        if self._frontend is not None:
+            self._frontend.engine.shares_processors = False
 
     def shutdown(self) -> None:
         """Free the engine. Later calls raise ``EngineStopped``."""
