@@ -13,7 +13,7 @@ from forethought.config.drafters import NGramDecodingConfig
 from forethought.config.sampling import SamplingParams
 from forethought.engine.engine import Engine
 from forethought.engine.sequence import Sequence
-from forethought.errors import ModelError, UsageError
+from forethought.errors import ContextLengthError, ModelError, UsageError
 from forethought.model import loader
 from forethought.model.attention.concurrent import rotated
 from forethought.outputs import FinishReason
@@ -249,6 +249,105 @@ def test_the_context_holds_the_tokens_of_all() -> None:
     assert 60 - 2 <= total <= 60 + 2
     assert {sequence.finish_reason for sequence in pair} == {FinishReason.LENGTH}
     ended(machine, *pair)
+
+
+@pytest.mark.parametrize("forward", ["auto", "torch"])
+def test_others_that_alone_exceed_the_context_fail_the_reader(forward: str) -> None:
+    """Queries would be rotated by more positions than there are rotary embeddings of."""
+    lm = load("llama") if forward == "auto" else torch_model("llama")
+    machine = engine_over(lm, max_length=64, pages=100)
+    text = [*PREFIX, *FIRST]
+    others = [written(machine, [*text, *([7 + n] * 16)]) for n in range(2)]
+    others.append(written(machine, [*text, *([9] * 16)]))
+    seeing = reader(machine, others)
+    (beside,) = machine.add(PREFIX, GREEDY)
+    machine.resume(seeing, GREEDY)
+    errors = [event.error for event in drain(machine) if event.error is not None]
+    assert [type(error) for error in errors] == [ContextLengthError]
+    assert beside.finish_reason is FinishReason.LENGTH
+    ended(machine, *others)
+
+
+def test_who_is_started_again_does_not_wait_for_who_waits_for_it() -> None:
+    machine = engine(**LIMITS)
+    first, second = two_writers(machine)
+    machine.resume(first, GREEDY)
+    machine.resume(second, GREEDY)  # it waits for what they begin with
+    machine.abort(first)
+    machine.resume(first, GREEDY)
+    drain(machine)
+    assert [len(each) for each in outputs([first, second])] == [16, 16]
+    ended(machine, first, second)
+
+
+def test_what_fails_beside_its_reader_is_read_as_far_as_it_is_stored() -> None:
+    """Its last page, which is copied in this step, is given back before the reader is computed."""
+    machine = engine(**LIMITS)
+    original = written(machine, [*PREFIX, *FIRST, 9])
+    copy = machine.fork(original)  # the last page is shared, and not full
+    assert copy.table.length % machine.pool.page_size
+    seeing = reader(machine, [copy])
+    forward = machine.runner.forward
+
+    def fails_with_the_copy(rows: Any, *readers: Any) -> Any:
+        if any(row.table is copy.table for row in rows):
+            raise RuntimeError("no forward of this one")
+        return forward(rows, *readers)
+
+    machine.runner.forward = fails_with_the_copy  # type: ignore[method-assign]
+    machine.resume(copy, GREEDY)
+    machine.resume(seeing, GREEDY.replace(max_tokens=1))
+    drain(machine)
+    kept = copy.tokens[: len(copy.tokens) - 1]
+    del machine.runner.forward  # type: ignore[method-assign]
+    whole = len(kept) // machine.pool.page_size * machine.pool.page_size
+    (plain,) = machine.add([*kept[:whole], *OWN], GREEDY.replace(max_tokens=1))
+    drain(machine)
+    assert outputs([seeing]) == outputs([plain])
+    ended(machine, original, seeing)
+
+
+def test_a_beginning_is_not_shared_with_who_reads_something_else_in_it() -> None:
+    machine = engine(**LIMITS)
+    text = written(machine, [*PREFIX[:5], *FIRST])
+    first = machine.open(PREFIX)
+    machine.attend_to(first, {text: 5})
+    second = reader(machine, [first])
+    machine.resume(first, GREEDY.replace(max_tokens=1))  # nothing of its own is ever stored
+    machine.resume(second, GREEDY)
+    drain(machine)
+    (plain,) = machine.add([*PREFIX, *OWN], GREEDY)
+    drain(machine)
+    assert outputs([second]) == outputs([plain])
+    ended(machine, text, first, second)
+
+
+def test_what_is_read_may_be_extended_meanwhile() -> None:
+    machine = engine(**LIMITS)
+    other = written(machine, [*PREFIX, *FIRST])
+    seeing = reader(machine, [other])
+    machine.resume(seeing, GREEDY)
+    machine.step()
+    machine.extend(other, [9, 8, 7])
+    drain(machine)
+    (plain,) = machine.add([*PREFIX, *FIRST, *OWN], GREEDY)
+    drain(machine)
+    assert outputs([seeing]) == outputs([plain])
+    ended(machine, other, seeing)
+
+
+def test_what_a_waiting_sequence_reads_keeps_its_pages_while_others_run() -> None:
+    """Of two requests that run, one gives up its pages: the reader would fail without them."""
+    machine = engine(pages=14, max_length=56, page_size=4, max_batch_size=2)
+    other = written(machine, [*PREFIX, *FIRST])
+    beside = [machine.add([n, 8, 7, 6], GREEDY.replace(max_tokens=20))[0] for n in (8, 9)]
+    seeing = reader(machine, [other])
+    machine.resume(seeing, GREEDY.replace(max_tokens=4))
+    events = drain(machine)
+    assert [event.error for event in events if event.error is not None] == []
+    assert [len(each) for each in outputs([*beside, seeing])] == [20, 20, 4]
+    assert machine.stats.preemptions > 0
+    ended(machine, other, seeing)
 
 
 def test_what_cannot_be_read_any_more_fails_the_reader_alone() -> None:

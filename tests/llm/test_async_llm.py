@@ -23,6 +23,7 @@ from forethought.errors import (
     UsageError,
 )
 from forethought.llm.async_llm import AsyncLLM
+from forethought.llm.async_session import AsyncSession
 from forethought.llm.llm import LLM
 from forethought.outputs import FinishReason
 from forethought.speculative.drafter import Drafter
@@ -713,3 +714,23 @@ def test_a_forgotten_async_llm_ends_its_thread():
     gc.collect()
     thread.join(20)
     assert not thread.is_alive()
+
+
+def test_sessions_of_which_one_cannot_begin_stay_as_they_were(llm):
+    async def refused():
+        pair = [llm.start(f"Hello world {name}: ") for name in "AB"]
+        first, second = pair
+        generations = [(first, GREEDY), (second, GREEDY.replace(stop_token_ids=[10**6]))]
+        with pytest.raises(ParameterError, match="stop_token_ids"):
+            await AsyncSession.stream_together(generations, length=1)
+        with pytest.raises(UsageError, match="begins alike"):
+            await AsyncSession.stream_together(
+                [(first, GREEDY), (second, GREEDY)], length=len(first.tokens) - 1
+            )
+        assert first.reads == second.reads == frozenset()
+        alone = await first.generate(GREEDY)
+        for session in pair:
+            await session.close()
+        return alone
+
+    assert len(asyncio.run(refused()).token_ids) == 12

@@ -298,6 +298,21 @@ def test_a_group_begins_together_or_not_at_all(llm):
     expect_empty(llm._frontend.engine)
 
 
+@pytest.mark.parametrize("calls", [3, 4])
+def test_a_budget_of_calls_that_ends_within_a_turn_ends_the_method(llm, calls):
+    """A worker that was to begin with one that is refused is refused as well."""
+    worker = EngineWorker(llm)
+    controller = methods.create("hogwild", **SHARING)
+    budget = Budget(calls=calls)
+    result = answer(controller, worker, "p", sampling_params=GREEDY, budget=budget)
+    worker.shutdown()
+    expect_empty(llm._frontend.engine)
+    told = result.output.meta["hogwild"]
+    assert told["budget_ended"]
+    assert told["turns"] == calls // 2
+    assert result.output.text == told["texts"]["Alice"]
+
+
 def test_a_server_refuses_tasks_that_read_each_other():
     with serving() as server:
         client = AsyncOpenAI(base_url=server.url, api_key="none", timeout=60)

@@ -241,3 +241,16 @@ def test_a_mask_is_folded_for_each_number_of_heads_and_kept() -> None:
     for shared in (3, 1, 2):
         assert torch.equal(mask.fold(shared), mask.fold(1).repeat(1, 1, shared, 1))
         assert mask.fold(shared) is mask.fold(shared)
+
+
+def test_caches_of_one_model_may_have_pages_of_different_sizes() -> None:
+    """Each has 96 slots with the page behind them, which masks of decode rows are cut from."""
+    backend, case = SdpaAttention("never"), CASES["one kv head"]
+    for num_pages, page_size in ((95, 1), (5, 16)):
+        (table,) = tables(PagePool(num_pages, page_size), [18], False)
+        batch = Batch.build([Row([0], 17, table)])
+        exact = attend(
+            ReferenceAttention(), case, batch, storage_for(case, num_pages, page_size), 2
+        )
+        result = attend(backend, case, batch, storage_for(case, num_pages, page_size), 2)
+        torch.testing.assert_close(result, exact, rtol=1e-4, atol=1e-5)

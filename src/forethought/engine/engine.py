@@ -269,9 +269,12 @@ class Engine:
             self._score_extension(sequence)
         self._start(sequence, params, next(self._arrivals), self._seed(params), constraint)
         if sequence.num_computed == 0 and sequence.parent is None:
-            writing = next((each for each in sequence.others if each.sequence.active), None)
-            if writing is not None:  # what they begin with is computed once
-                depend_on(sequence, writing.sequence, writing.num_common)
+            writing = [other for other in sequence.others if other.sequence.active]
+            first = next((other for other in writing if other.sequence.parent is None), None)
+            if first is not None:  # what they begin with is computed once, if both read the same
+                apart = {*sequence.others} ^ {*first.sequence.others}
+                begins = [first.num_common, *(other.num_common for other in apart)]
+                depend_on(sequence, first.sequence, min(begins))
 
     def extend(self, sequence: Sequence, token_ids: Ids[int]) -> None:
         """Put tokens behind a parked sequence; they are computed when it is resumed."""

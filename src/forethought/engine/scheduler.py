@@ -25,7 +25,7 @@ from forethought.engine.sequence import (
     attach_ready_dependents,
     detach_from_parent,
 )
-from forethought.errors import UsageError
+from forethought.errors import ContextLengthError, UsageError
 from forethought.kv.pool import PagePool, PrefixIndex
 from forethought.kv.table import PageCopy
 from forethought.outputs import EngineStats, FinishReason
@@ -388,20 +388,35 @@ class Scheduler:
         self._stats.cached += sequence.table.length
 
     def _victims(self, needy: Sequence) -> list[Sequence]:
-        """The sequences to take pages from for ``needy``: idle ones, then those served after it."""
+        """The sequences to take pages from for ``needy``: idle ones, then those served after it.
+
+        Parked ones that others attend to only where nothing else runs: those would fail.
+        """
         waiting = [other for other in self.waiting if other.table.pages]
         later = [other for other in self.running if other.rank >= needy.rank]
-        return [*self._idle(), *_last_first(waiting), *_last_first(later)]
+        is_alone = all(other is needy for other in self.running)
+        read = [each for each in self.parked if each.table.pages] if is_alone else []
+        return [*self._idle(), *_last_first(waiting), *read, *_last_first(later)]
 
     def _idle(self) -> list[Sequence]:
-        """Parked sequences with pages, those that running ones attend to last."""
-        idle = [other for other in self.parked if other.table.pages]
-        seen = {id(other.sequence) for sequence in self.running for other in sequence.others}
-        return sorted(idle, key=lambda other: id(other) in seen) if seen else idle
+        """Parked sequences with pages to which none attends that runs or waits."""
+        active = (*self.running, *self.waiting)
+        read = {id(other.sequence) for sequence in active for other in sequence.others}
+        return [each for each in self.parked if each.table.pages and id(each) not in read]
 
     def _limit_with_others(self, sequence: Sequence) -> int:
-        """Tokens at which its generation ends, so that the context holds the others' as well."""
+        """Tokens at which its generation ends, so that the context holds the others' as well.
+
+        Raises:
+            ContextLengthError: those of the others alone do not fit.
+        """
         num_others = sum(len(each.sequence.tokens) - each.num_common for each in sequence.others)
+        if num_others >= self.limits.max_length:
+            raise ContextLengthError(
+                f"{num_others} tokens of other sequences do not fit into the context",
+                f"one sequence may see {self.limits.max_length}, its own among them",
+                "Attend to fewer or shorter sequences",
+            )
         left = max(len(sequence.tokens) + 1, self.limits.max_length - num_others)
         return min(sequence.limit, left)
 
@@ -429,7 +444,8 @@ class Scheduler:
 def _check_others(sequence: Sequence) -> None:
     """Raise UsageError unless what the sequence attends to is stored, or will be."""
     for other in (each.sequence for each in sequence.others):
-        lost = other.status is Status.PARKED and other.num_uncomputed > 1
+        generated = len(other.tokens) if other.extended_from is None else other.extended_from
+        lost = other.status is Status.PARKED and generated - other.num_computed > 1
         if lost or other.status is Status.CLOSED:
             raise UsageError(
                 "a sequence that this one attends to cannot be read",

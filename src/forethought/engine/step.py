@@ -524,13 +524,16 @@ def _pack(row: PlannedRow, starts: Mapping[int, int]) -> Row:
 
 
 def _concurrent(row: PlannedRow, starts: Mapping[int, int]) -> ConcurrentTokens | None:
-    """The tokens of other sequences that a row attends to: those stored before this step."""
+    """The tokens of other sequences that a row attends to: those stored before this step.
+
+    A sequence that was planned and then left out may have lost a part of its last page.
+    """
     others = [other for other in row.sequence.others if other.num_common <= row.start]
     if not others:
         return None
     begins = [other.num_common for other in others]
     read = [other.sequence for other in others]
-    stored = [starts.get(each.id, each.table.length) for each in read]
+    stored = [min(each.table.length, starts.get(each.id, each.table.length)) for each in read]
     return ConcurrentTokens(
         starts=begins,
         stops=[max(stop, begin) for stop, begin in zip(stored, begins, strict=True)],

@@ -197,10 +197,18 @@ class AsyncSession:
         def begin() -> None:
             engine, frontend = thread.frontend.engine, thread.frontend
             for handle, reservation in zip(handles, own, strict=True):
-                engine.check_resume(sequence := handle.idle, reservation.params)
-                earlier = {each.sequence: each.num_common for each in sequence.others if adds}
-                new = [each.opened for each in read if each is not handle]
-                engine.attend_to(sequence, {**earlier, **dict.fromkeys(new, length)})
+                engine.check_resume(handle.idle, reservation.params)
+            before = [(handle.opened, handle.opened.others) for handle in handles]
+            try:
+                for handle in handles:
+                    others = handle.opened.others if adds else ()
+                    earlier = {each.sequence: each.num_common for each in others}
+                    new = [each.opened for each in read if each is not handle]
+                    engine.attend_to(handle.opened, {**earlier, **dict.fromkeys(new, length)})
+            except UsageError:  # the sessions stay as they were
+                for sequence, others in before:
+                    sequence.others = others
+                raise
             for handle, reservation, shape in zip(handles, own, made, strict=True):
                 resume = partial(frontend.resume, handle.opened, reservation.params, shape)
                 thread.follow(reservation.stream, resume)

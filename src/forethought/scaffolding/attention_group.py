@@ -10,7 +10,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from forethought.errors import UsageError
+from forethought.errors import BudgetExceeded, UsageError
 
 if TYPE_CHECKING:
     from forethought.scaffolding.task import GenerationTask
@@ -26,12 +26,16 @@ class AttentionGroup:
         tasks: with one sample each.
         common: the text that all of their prompts begin with, behind which the others are read.
         adds: to what the tasks' sequences read already, where they are forks; else in place of it.
+
+    Attributes:
+        failure: why the group cannot begin; None while it can.
     """
 
     def __init__(self, tasks: Sequence[GenerationTask], common: str, *, adds: bool = False) -> None:
         self.tasks, self.common, self.adds = tuple(tasks), common, adds
         self._expected = {id(task) for task in tasks if task.request_handle is None}
         self._ready: dict[int, Any] = {}
+        self.failure: Exception | None = None
         self._begun: asyncio.Future[None] | None = None
         for task in tasks:
             task.attention_group = self
@@ -53,7 +57,10 @@ class AttentionGroup:
 
         Raises:
             UsageError: another task of the group has failed before it began.
+            BudgetExceeded: that one was refused, because the budget is spent.
         """
+        if self.failure is not None:
+            raise self.failure
         if self._begun is None:
             self._begun = asyncio.get_running_loop().create_future()
         self._ready[id(task)] = ready
@@ -64,12 +71,24 @@ class AttentionGroup:
         if not self._begun.done():
             self._begun.set_result(None)
 
+    def ended(self, task: GenerationTask, error: BaseException | None) -> None:
+        """A task is over, so those that wait for it fail unless the group has begun."""
+        if id(task) in self._expected:
+            self.fail(error or asyncio.CancelledError())
+
     def fail(self, error: BaseException) -> None:
         """A task cannot begin, so those that wait for it fail as well."""
-        if self._begun is not None and not self._begun.done():
-            why = f"another one has failed first: {type(error).__name__}: {error}"
-            failure = UsageError(
-                "the tasks of an attention group begin together", why, "See its error"
-            )
-            self._begun.set_exception(failure)
+        if self.failure is not None or (self._begun is not None and self._begun.done()):
+            return
+        self.failure = error if isinstance(error, BudgetExceeded) else _not_together(error)
+        if self._begun is not None:
+            self._begun.set_exception(self.failure)
             self._begun.exception()  # nobody may wait for it
+
+
+def _not_together(error: BaseException) -> UsageError:
+    return UsageError(
+        "the tasks of an attention group begin together",
+        f"another one has failed first: {type(error).__name__}: {error}",
+        "See its error",
+    )

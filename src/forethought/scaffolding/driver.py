@@ -327,6 +327,8 @@ class Frame:
     def _on_ended(self, item: Item, span: Span | None, job: asyncio.Task[None]) -> None:
         """Say and record that ``item`` is over."""
         why = self._why_ended(item, job)
+        if isinstance(item, GenerationTask) and item.attention_group is not None:
+            item.attention_group.ended(item, None if job.cancelled() else job.exception())
         if isinstance(item, Branch):
             self._tell(Stage("ended", why, item.path))
         elif isinstance(item, RewardTask) and why == "done":
@@ -476,6 +478,8 @@ class Frame:
         except BaseException as error:
             if _is_cancelled(error):
                 raise
+            if isinstance(error, BudgetExceeded) and _is_of_group(error, task):
+                return failed, error
             return failed, _failure(task, error)
         if status is not TaskStatus.SUCCESS:
             failure = _unsuccessful(task, status, worker)
@@ -576,6 +580,12 @@ def _failure(item: Item, error: BaseException) -> TaskError:
     failure = TaskError(f"{type(item).__name__} failed", why, task=item, status=failed)
     failure.__cause__ = error
     return failure
+
+
+def _is_of_group(error: BudgetExceeded, task: Task) -> bool:
+    """Whether it refused another task, with which this one was to begin."""
+    group = task.attention_group if isinstance(task, GenerationTask) else None
+    return group is not None and group.failure is error
 
 
 def _unsuccessful(task: Task, status: Any, worker: Worker) -> TaskError:

@@ -140,6 +140,8 @@ class SdpaPlanner:
         self.grouping = grouping
         self._step = torch.empty(0)
         """Zeros, then a page of -inf: a view's mask is a slice of it."""
+        self._step_of: tuple[int, int, torch.dtype] | None = None
+        """The number of zeros, the page size and the dtype."""
 
     def __call__(self, batch: Batch, storage: KvStorage, window: int | None) -> SdpaPlan:
         """Choose how each row attends, and build the masks and indices."""
@@ -180,7 +182,9 @@ class SdpaPlanner:
         first = span.first_slot + skipped
         if skipped == _skipped(span, window):
             zeros = storage.num_pages * storage.page_size
-            if len(self._step) != zeros + storage.page_size or self._step.dtype != storage.dtype:
+            made_for = (zeros, storage.page_size, storage.dtype)
+            if self._step_of != made_for:
+                self._step_of = made_for
                 self._step = torch.zeros(
                     zeros + storage.page_size, dtype=storage.dtype, device=storage.device
                 )
