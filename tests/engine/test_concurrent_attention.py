@@ -387,6 +387,9 @@ def test_wrong_uses_are_refused() -> None:
             machine.attend_to(same, {other: beginning})
     with pytest.raises(UsageError, match="cannot be attended to"):
         machine.attend_to(other, {other: 1})
+    foreign = engine(**LIMITS).open([*PREFIX, *FIRST])
+    with pytest.raises(UsageError, match="another engine"):
+        machine.attend_to(other, {foreign: 1})
     machine.close(same)
     with pytest.raises(UsageError, match="cannot be attended to"):
         machine.attend_to(other, {same: 1})

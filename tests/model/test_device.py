@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from forethought import SamplingParams
+from forethought import AsyncLLM, SamplingParams
 from forethought.errors import ParameterError
 from forethought.llm.llm import LLM
 from forethought.model import device

@@ -308,26 +308,28 @@ class Engine:
 
         It then sees them behind the tokens that both begin with, before the rest of its own. A
         token of another sequence is seen from the step after the one that stored its keys and
-        values. The sequence's own ones then depend on them: its pages are not published, it is not
-        saved, and has no drafts; if it has to be computed again, that is with what the others have
-        written by then. It ends with ``LENGTH`` where the context cannot hold all tokens.
+        values; while another one is computed again, what it has stored by then. The sequence's own
+        ones depend on them: its pages are not published, it is not saved, and has no drafts; if it
+        has to be computed again, that is with what the others have written by then. It ends with
+        ``LENGTH`` where the context cannot hold all tokens, and fails if one of the others is
+        closed, or parked before its tokens are stored.
 
         Args:
             sequence: a live one, with a token of its own behind each common beginning.
-            others: live ones, and how many tokens each has in common with it. The sequence may be
-                among those that they attend to. None: it attends to itself alone again.
+            others: live ones, and how many tokens each has in common with it. They may attend to it
+                as well. None: it attends to itself alone again.
 
         Raises:
-            UsageError: one of them is closed, does not begin with these tokens, or the sequence has
-                no token of its own behind them.
+            UsageError: one of them is closed or of another engine, does not begin with these
+                tokens, or the sequence has no token of its own behind them.
             ModelError: the model's attention cannot; see ``CausalLM.check_concurrent``.
         """
         self.runner.lm.check_concurrent()
-        if any(each.status is Status.CLOSED for each in (sequence, *others)) or sequence in others:
+        if not {sequence, *others} <= {*self.scheduler} or sequence in others:
             raise UsageError(
                 "these sequences cannot be attended to",
-                "one of them is closed, or the sequence itself",
-                "Give other live sequences",
+                "one of them is closed, of another engine, or the sequence itself",
+                "Give other live sequences of the same engine",
             )
         for other, count in others.items():
             if count >= len(sequence.tokens) or sequence.tokens[:count] != other.tokens[:count]:

@@ -137,6 +137,8 @@ class PageTable:
         if keep < len(self.pages):
             self._set_pages(self.pages[:keep])
         self.length = length
+        if self.private_from is not None and length <= self.private_from:
+            self.private_from = None
         del self.digests[length // self._pool.page_size :]
 
     def keep_path(self, base: int, path: Sequence[int]) -> list[SlotMove]:

@@ -148,13 +148,13 @@ class AsyncSession:
         """Read the tokens of other sessions while they are written; see ``Engine.attend_to``.
 
         Args:
-            others: the sessions that are read from now on, in this order.
+            others: the sessions that are read from now on, in this order. Keep them open.
             length: tokens that all begin with, behind which they are read; None: as many as there
                 are.
 
         Raises:
-            UsageError: one of them is closed, they do not begin alike, or this one has no token of
-                its own behind the common beginning.
+            UsageError: one of them is closed or of another engine, they do not begin alike, or this
+                one has no token of its own behind the common beginning.
             ModelError: the model's attention cannot.
         """
         engine, handles = self._thread.frontend.engine, [other._handle for other in others]
@@ -192,6 +192,10 @@ class AsyncSession:
         made = [await thread.frontend.compiled(params) for _, params in generations]
         own = [_Reservation(OutputStream(Generation.completion), p) for _, p in generations]
         handles = [session._handle for session, _ in generations]
+        if len({id(handle) for handle in handles}) < len(handles):
+            raise UsageError(
+                "a session has one generation at a time", "it is given twice", "Fork it first"
+            )
         read = [*handles, *(other._handle for other in others)]
 
         def begin() -> None:

@@ -540,13 +540,13 @@ class Session:
         having them put into a prompt; see ``Engine.attend_to``.
 
         Args:
-            others: the sessions that are read from now on, in this order.
+            others: the sessions that are read from now on, in this order. Keep them open.
             length: tokens that all begin with, behind which they are read; None: as many as there
                 are.
 
         Raises:
-            UsageError: one of them is closed, they do not begin alike, or this one has no token of
-                its own behind the common beginning.
+            UsageError: one of them is closed or of another engine, they do not begin alike, or this
+                one has no token of its own behind the common beginning.
             ModelError: the model's attention cannot.
         """
         with self._llm._exclusive() as frontend:
