@@ -162,10 +162,10 @@ class ForkThinkController(Controller):
             start.output_tokens = seed.output_tokens[: point.num_tokens]
         start.logprobs = seed.logprobs and seed.logprobs[: point.num_tokens]
         start.confidences = seed.confidences and seed.confidences[: point.num_tokens]
-        start.cumulative_logprob = None
-        if start.logprobs is not None and start.output_tokens is not None:
-            kept = zip(start.output_tokens, start.logprobs, strict=True)
-            start.cumulative_logprob = sum(entry[token].logprob for token, entry in kept)
+        kept = zip(start.output_tokens or (), start.logprobs or (), strict=False)
+        known = [entry[token].logprob for token, entry in kept if token in entry]
+        is_known = start.logprobs is not None and len(known) == len(start.logprobs)
+        start.cumulative_logprob = sum(known) if is_known else None
         fork: GenerationTask = start.fork(on_failure=self.on_failure)
         if seed.max_tokens is not None:
             sampling.choose(fork, {"max_tokens": seed.max_tokens - point.num_tokens})
