@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
+
 import pytest
 from openai import AsyncOpenAI
 
@@ -12,6 +15,7 @@ from forethought.methods.hogwild import CHECK, FINAL, OPENING, HogwildController
 from forethought.scaffolding import (
     AttentionGroup,
     Budget,
+    ChatTask,
     Controller,
     EngineWorker,
     GenerationTask,
@@ -278,20 +282,11 @@ def test_a_group_begins_together_or_not_at_all(llm):
     worker = EngineWorker(llm)
     fine, wrong = GenerationTask(input_str="p\nA: "), GenerationTask(input_str="p\nB: ")
     for task in (fine, wrong):
-        task.max_tokens, task.on_failure = 4, "drop"
+        task.max_tokens = 4
     wrong.stop_token_ids = [10**6]
     AttentionGroup([fine, wrong], "p\n")
 
-    class Both(Controller):
-        WorkerTag = HogwildController.WorkerTag
-
-        def process(self, tasks, **kwargs):
-            for task in (fine, wrong):
-                task.worker_tag = self.WorkerTag.GENERATION
-            yield [fine, wrong]
-            tasks[0].result = ScaffoldingOutput("over")
-
-    assert answer(Both(), worker, "p").output.text == "over"
+    assert answer(yields(fine, wrong), worker, "p").output.text == "over"
     assert "token id 1000000" in str(wrong.error)
     assert "begin together" in str(fine.error)
     worker.shutdown()
@@ -318,3 +313,56 @@ def test_a_server_refuses_tasks_that_read_each_other():
         client = AsyncOpenAI(base_url=server.url, api_key="none", timeout=60)
         with pytest.raises(ParameterError, match="hogwild_turns"):
             answer(methods.create("hogwild"), OpenaiWorker(client, "tiny"), "p")
+
+
+def yields(*tasks):
+    """A controller that yields tasks and keeps what they fail with."""
+
+    class Yields(Controller):
+        WorkerTag = HogwildController.WorkerTag
+
+        def process(self, given, **kwargs):
+            for task in tasks:
+                task.worker_tag, task.on_failure = self.WorkerTag.GENERATION, "drop"
+            yield list(tasks)
+            given[0].result = ScaffoldingOutput("over")
+
+    return Yields()
+
+
+def test_a_task_that_the_group_does_not_wait_for_is_refused(llm):
+    worker = EngineWorker(llm)
+    task = GenerationTask(input_str="p\nA: ", max_tokens=2)
+    AttentionGroup([task], "p\n")
+    copied = task.copy()
+    answer(yields(copied), worker, "p")
+    assert "it is a copy" in str(copied.error)
+    answer(yields(task), worker, "p")
+    assert task.error is None
+    answer(yields(task), worker, "p")
+    assert "the group has begun" in str(task.error)
+    worker.shutdown()
+    expect_empty(llm._frontend.engine)
+
+
+def test_a_group_takes_texts_alone_on_engines_alone(llm):
+    worker = EngineWorker(llm)
+    ids, chat = GenerationTask(input_tokens=[5, 6]), ChatTask.create_from_prompt("p")
+    for task in (ids, chat):
+        AttentionGroup([task], "p")
+        answer(yields(task), worker, "p")
+        assert "has no text" in str(task.error)
+    worker.shutdown()
+    with serving() as server:
+        client = AsyncOpenAI(base_url=server.url, api_key="none", timeout=60)
+        answer(yields(chat), OpenaiWorker(client, "tiny"), "p")
+        assert "cannot read each other" in str(chat.error)
+    expect_empty(llm._frontend.engine)
+
+
+def test_a_deep_copy_of_a_task_is_in_no_group():
+    task = GenerationTask(input_str="p")
+    group = AttentionGroup([task], "p")
+    assert task.attention_group is group
+    assert copy.deepcopy(task).attention_group is None
+    assert pickle.loads(pickle.dumps(task)).attention_group is None

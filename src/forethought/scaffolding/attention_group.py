@@ -56,11 +56,19 @@ class AttentionGroup:
             start: begins all tasks, given what was ready of each; called for the last one.
 
         Raises:
-            UsageError: another task of the group has failed before it began.
+            UsageError: another task of the group has failed before it began, or this is none of
+                its tasks that has yet to begin.
             BudgetExceeded: that one was refused, because the budget is spent.
         """
         if self.failure is not None:
             raise self.failure
+        is_over = self._begun is not None and self._begun.done()
+        if id(task) not in self._expected or is_over:
+            raise UsageError(
+                "the task cannot begin with its attention group",
+                "the group has begun" if is_over else "it is a copy, or had begun before",
+                "Make a new group of the tasks that are to begin together",
+            )
         if self._begun is None:
             self._begun = asyncio.get_running_loop().create_future()
         self._ready[id(task)] = ready
@@ -73,14 +81,13 @@ class AttentionGroup:
 
     def ended(self, task: GenerationTask, error: BaseException | None) -> None:
         """A task is over, so those that wait for it fail unless the group has begun."""
-        if id(task) in self._expected:
-            self.fail(error or asyncio.CancelledError())
-
-    def fail(self, error: BaseException) -> None:
-        """A task cannot begin, so those that wait for it fail as well."""
-        if self.failure is not None or (self._begun is not None and self._begun.done()):
+        has_begun = self._begun is not None and self._begun.done()
+        if id(task) not in self._expected or self.failure is not None or has_begun:
             return
-        self.failure = error if isinstance(error, BudgetExceeded) else _not_together(error)
+        if isinstance(error, BudgetExceeded):
+            self.failure = error
+        else:
+            self.failure = _not_together(error or asyncio.CancelledError())
         if self._begun is not None:
             self._begun.set_exception(self.failure)
             self._begun.exception()  # nobody may wait for it

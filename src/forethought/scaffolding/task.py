@@ -156,7 +156,8 @@ class GenerationTask(sampling.SamplingFields, Task):
     A sampling field at its default is filled by the controller's ``sampling_params``, and then by
     the worker.
 
-    A deep copy or a pickle of a task holds its request and its results, but no ``request_handle``:
+    A deep copy or a pickle of a task holds its request and its results, but no ``request_handle``
+    and no ``attention_group``:
     a stream in progress starts again if it is yielded, and a fork continues the text. ``copy`` and
     ``copy.copy`` keep the sequence that a fork continues.
     """
@@ -262,7 +263,8 @@ class GenerationTask(sampling.SamplingFields, Task):
         return duplicate
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "request_handle": None}
+        own = {name: value for name, value in vars(self).items() if name != "attention_group"}
+        return own | {"request_handle": None}
 
     @property
     def result(self) -> ScaffoldingOutput | None:

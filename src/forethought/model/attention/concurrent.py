@@ -98,7 +98,7 @@ class ConcurrentPass(PagedPass):
         A row that sees others has as prefix what is before the first one; all the rest is recent.
         """
         found = super().layout()
-        slots, rows, device = [found.recent_slots], list(found.rows), self.storage.device
+        slots, rows = [found.recent_slots], list(found.rows)
         begin = len(self.batch.slots)
         for span, view in self._views:
             number = next(n for n, row in enumerate(rows) if row.start == span.start)
@@ -106,7 +106,7 @@ class ConcurrentPass(PagedPass):
             slots.append(view[rows[number].prefix :])
             begin += len(slots[-1])
         together = torch.cat(slots)
-        positions = torch.zeros_like(together, device=device)  # read where layers have windows
+        positions = torch.zeros_like(together)  # read where layers have windows
         return replace(found, recent_slots=together, recent_positions=positions, rows=rows)
 
 

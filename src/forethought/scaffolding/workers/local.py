@@ -287,6 +287,12 @@ class EngineWorker(Worker):
         if task.attention_group is not None:
             what = "a task of an attention group"
             sampling.refuse(task, ["n"], what, "Use copies of the task")
+            if not isinstance(_prompt(task), str):
+                raise ParameterError(
+                    "a task of an attention group has no text",
+                    "its prompt is token ids or messages, and the group begins with a text",
+                    "Give input_str",
+                )
 
     def _params(self, task: GenerationTask, number: int = 0) -> SamplingParams:
         """The sampling parameters of sample ``number``."""
@@ -350,7 +356,7 @@ class EngineWorker(Worker):
             await self._keep(live)
         except BaseException as error:
             if group is not None:
-                group.fail(error)
+                group.ended(task, error)
             await _close([live])
             raise
         return live

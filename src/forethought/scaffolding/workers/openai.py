@@ -209,12 +209,6 @@ class OpenaiWorker(ClientWorker):
     # ---- requests -----------------------------------------------------------------------------
 
     def _completion(self, task: GenerationTask) -> ChunkReader:
-        if task.attention_group is not None:
-            raise ParameterError(
-                "generations on a server cannot read each other while they write",
-                "the task belongs to an AttentionGroup",
-                "Use the built-in engine, or text: hogwild_turns, or join='text'",
-            )
         if task.skip_detokenizer or (task.skip_tokenizer and task.input_tokens is None):
             raise ParameterError(
                 "OpenaiWorker cannot leave out the tokenizer",
@@ -301,6 +295,12 @@ class OpenaiWorker(ClientWorker):
         return fields
 
     def _reader(self, task: GenerationTask, create: Any, fields: dict[str, Any]) -> ChunkReader:
+        if task.attention_group is not None:
+            raise ParameterError(
+                "generations on a server cannot read each other while they write",
+                "the task belongs to an AttentionGroup",
+                "Use the built-in engine, or text: hogwild_turns, or join='text'",
+            )
         fields |= {"model": self.model, "stream": task.best_of is None}
         if fields["stream"]:
             fields["stream_options"] = {"include_usage": True}
