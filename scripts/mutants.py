@@ -257,13 +257,13 @@ MUTANTS = [
         "tests/engine/test_engine.py -k 'fork'",
     ),
     Mutant(
-        "engine/step.py",
+        "engine/packing.py",
         "return is_plain and row.num_logits == 1 and row.is_last",
         "return is_plain and row.num_logits == 1",
         "tests/engine/test_engine.py -k 'scored_token_by_token'",
     ),
     Mutant(
-        "engine/step.py",
+        "engine/packing.py",
         "sequence.takes_argmax and not row.num_nodes and not sequence.dependents",
         "sequence.takes_argmax and not row.num_nodes",
         "tests/engine/test_engine.py -k 'argmax'",
@@ -516,7 +516,7 @@ MUTANTS = [
         "tests/model/test_graphs.py -k drafts_by_graphs",
     ),
     Mutant(
-        "engine/step.py",
+        "engine/packing.py",
         "output = sequence.output if params.min_tokens else ()",
         "output = ()",
         "tests/engine/test_engine.py -k once_min_tokens",

@@ -18,33 +18,36 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from collections.abc import Sequence as List
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TypeVar
 
 from torch import Tensor
 
 from forethought.engine.drafting import Drafting
+from forethought.engine.packing import (
+    PendingSample,
+    keep_logits,
+    pack,
+    pending_samples,
+    take_argmax,
+    takes_argmax,
+)
 from forethought.engine.scheduler import Plan, PlannedRow, Scheduler
 from forethought.engine.sequence import (
     Sequence,
     Status,
     attach_ready_dependents,
     attach_to_parent,
-    siblings_to_sample,
 )
 from forethought.errors import LogitsError, RequestError
 from forethought.kv.pool import PrefixIndex
 from forethought.kv.storage import DraftKvCache, KvStorage
 from forethought.kv.table import SlotMove
-from forethought.model.batch import ConcurrentTokens, Row
 from forethought.model.device import ForwardTimer
 from forethought.model.runner import ModelRunner
 from forethought.model.sampling import (
-    NO_TOKEN,
-    TokenContext,
-    most_probable,
     prompt_logprobs,
 )
 from forethought.outputs import (
@@ -55,11 +58,9 @@ from forethought.outputs import (
     TokenConfidence,
     TokenLogprobs,
 )
-from forethought.speculative.drafter import NO_DRAFT, DeviceTokens, Draft
+from forethought.speculative.drafter import Draft
 from forethought.speculative.verify.verify import (
-    VerificationRequest,
     VerificationResult,
-    read_drafts,
     verify,
 )
 
@@ -232,7 +233,7 @@ class Step:
         def compute(rows: List[PlannedRow]) -> Tensor:
             nonlocal has_failed
             try:
-                packed = [_pack(row, starts) for row in rows]
+                packed = [pack(row, starts) for row in rows]
                 forward = self._runner.forward
                 logits = forward(packed, caches) if caches else forward(packed)
                 return logits.clone() if has_failed else logits  # a graph overwrites its own
@@ -264,7 +265,7 @@ class Step:
         nonfinite = dict.fromkeys(
             sequence
             for rows, logits in computed
-            for sequence in (*_keep_logits(rows, logits), *self._sample(plan, rows, logits))
+            for sequence in (*keep_logits(rows, logits), *self._sample(plan, rows, logits))
         )
         for sequence in nonfinite:
             self._recompute(plan, sequence)
@@ -275,13 +276,13 @@ class Step:
         Returns:
             The sequences whose logits behind the root are not finite.
         """
-        if all(map(_takes_argmax, rows)):
-            return _take_argmax(rows, logits)
+        if all(map(takes_argmax, rows)):
+            return take_argmax(rows, logits)
 
-        def compute(pending: List[_PendingSample]) -> list[VerificationResult]:
+        def compute(pending: List[PendingSample]) -> list[VerificationResult]:
             return verify(logits, [each.request for each in pending])
 
-        def failed(pending: _PendingSample, error: Exception) -> _PendingSample | None:
+        def failed(pending: PendingSample, error: Exception) -> PendingSample | None:
             if not pending.request.draft.tokens:
                 plan.fail(pending.sequence, error)
                 return None
@@ -289,7 +290,7 @@ class Step:
             return pending.without_draft()
 
         nonfinite: list[Sequence] = []
-        for some, results in by_halves(_pending_samples(rows, self._eos_ids), compute, failed):
+        for some, results in by_halves(pending_samples(rows, self._eos_ids), compute, failed):
             for pending, result in zip(some, results, strict=True):
                 if result.tokens:
                     pending.row.results.append((pending.sequence, result))
@@ -495,167 +496,6 @@ def _rejected(draft: Draft, path: List[int]) -> tuple[int, ...]:
         return tuple(draft.tokens[len(path) :])
     last = path[-1] if path else -1
     return tuple(t for t, parent in zip(draft.tokens, draft.parents, strict=True) if parent == last)
-
-
-def _pack(row: PlannedRow, starts: Mapping[int, int]) -> Row:
-    """The model's view of a row: its known tokens, then the nodes of its draft.
-
-    Args:
-        row: as it is planned.
-        starts: by the ids of all planned sequences, tokens that were stored before this step.
-    """
-    draft, parents, count = row.draft, None, row.num_tokens
-    if draft.parents is not None:
-        nodes = (count + parent if parent >= 0 else count - 1 for parent in draft.parents)
-        parents = (*range(-1, count - 1), *nodes)
-    drafted: List[int] = draft.tokens
-    on_device: Tensor | None = None
-    if isinstance(draft.tokens, DeviceTokens):
-        drafted, on_device = [0] * len(draft.tokens), draft.tokens.on_device
-    return Row(
-        tokens=[*row.sequence.tokens[row.start : row.stop], *drafted],
-        start=row.start,
-        table=row.sequence.table,
-        parents=parents,
-        logits_from=count - row.num_logits,
-        drafted=on_device,
-        concurrent=_concurrent(row, starts) if row.sequence.others else None,
-    )
-
-
-def _concurrent(row: PlannedRow, starts: Mapping[int, int]) -> ConcurrentTokens | None:
-    """The tokens of other sequences that a row attends to: those stored before this step.
-
-    A sequence that was planned and then left out may have lost a part of its last page.
-    """
-    others = [other for other in row.sequence.others if other.num_common <= row.start]
-    if not others:
-        return None
-    begins = [other.num_common for other in others]
-    read = [other.sequence for other in others]
-    stored = [min(each.table.length, starts.get(each.id, each.table.length)) for each in read]
-    return ConcurrentTokens(
-        starts=begins,
-        stops=[max(stop, begin) for stop, begin in zip(stored, begins, strict=True)],
-        pages=[list(each.table.pages) for each in read],
-    )
-
-
-@dataclass(slots=True, eq=False)
-class _PendingSample:
-    """A sequence to sample for behind a row: the row's own, or a sibling with the same tokens."""
-
-    row: PlannedRow
-    sequence: Sequence
-    request: VerificationRequest
-
-    def without_draft(self) -> _PendingSample:
-        """The same, sampled behind the root."""
-        rows, contexts = self.request.rows[:1], self.request.contexts[:1]
-        plain = replace(self.request, draft=NO_DRAFT, rows=rows, contexts=contexts, rule=None)
-        return replace(self, request=plain)
-
-
-def _takes_argmax(row: PlannedRow) -> bool:
-    """Whether all that is sampled behind a row is the argmax of its one row of logits."""
-    sequence = row.sequence
-    is_plain = sequence.takes_argmax and not row.num_nodes and not sequence.dependents
-    return is_plain and row.num_logits == 1 and row.is_last
-
-
-def _take_argmax(rows: List[PlannedRow], logits: Tensor) -> list[Sequence]:
-    """Verify rows that ``_takes_argmax``: what ``verify`` does for them, in one operation.
-
-    Returns:
-        The sequences whose logits, one row of [R, V] float32 for each, are not finite.
-    """
-    nonfinite: list[Sequence] = []
-    for row, token in zip(rows, most_probable(logits), strict=True):
-        if token == NO_TOKEN:
-            nonfinite.append(row.sequence)
-        else:
-            row.results.append((row.sequence, VerificationResult([], [token])))
-    return nonfinite
-
-
-def _pending_samples(rows: List[PlannedRow], eos_ids: frozenset[int]) -> list[_PendingSample]:
-    """The sequences to sample for behind rows that were computed together.
-
-    Args:
-        rows: in the order of their logits; only one that is its sequence's last is sampled behind.
-        eos_ids: the model's end-of-sequence ids.
-    """
-    pending, begin = list[_PendingSample](), 0
-    shared = dict[int, TokenContext]()
-    drafted = [row for row in rows if row.num_nodes and row.sequence.has_stateful_distribution]
-    if drafted:
-        read_drafts(row.draft for row in drafted)
-    for row in rows:
-        root = begin + row.num_logits - 1
-        begin = root + 1 + row.num_nodes
-        if not row.is_last:
-            continue
-        for sequence in siblings_to_sample(row.sequence):
-            is_own = sequence is row.sequence
-            draft = row.draft if is_own else NO_DRAFT
-            request = VerificationRequest(
-                draft=draft,
-                rows=range(root, root + 1 + len(draft.tokens)),
-                contexts=_contexts(sequence, draft, eos_ids, shared),
-                seed=sequence.seed,
-                stream=sequence.index,
-                position=len(sequence.tokens),
-                past=sequence.tokens,
-                rule=row.rule if is_own else None,
-            )
-            pending.append(_PendingSample(row, sequence, request))
-    return pending
-
-
-def _contexts(
-    sequence: Sequence, draft: Draft, eos_ids: frozenset[int], shared: dict[int, TokenContext]
-) -> list[TokenContext]:
-    """The context of the root and each node, with its prefix if the distribution depends on it.
-
-    Args:
-        sequence: to sample for.
-        draft: behind it, of N nodes.
-        eos_ids: the model's end-of-sequence ids.
-        shared: contexts without prefix by the id of their params, added to: one for all sequences
-            of a step that have the same params.
-
-    Returns:
-        1 + N.
-    """
-    params, start = sequence.params, sequence.prompt_length
-    if not sequence.has_stateful_distribution:
-        context = shared.get(id(params))
-        if context is None or params.min_tokens:  # the length of the output still counts
-            output = sequence.output if params.min_tokens else ()
-            context = shared[id(params)] = TokenContext(params, (), output, eos_ids)
-        return [context] * (1 + len(draft.tokens))
-    prompt, output, constraint = sequence.tokens[:start], sequence.output, sequence.constraint
-    contexts = [TokenContext(params, prompt, output, eos_ids, constraint)]
-    for node, token in enumerate(draft.tokens):
-        before = contexts[1 + draft.parent(node)].output
-        contexts.append(TokenContext(params, prompt, [*before, token], eos_ids, constraint))
-    return contexts
-
-
-def _keep_logits(rows: List[PlannedRow], logits: Tensor) -> list[Sequence]:
-    """Set ``known_logits`` of rows whose prompt is scored; ``logits`` [R, V] is of all rows.
-
-    Returns:
-        The sequences whose prompt is to be scored with logits that are not finite.
-    """
-    begin, nonfinite = 0, []
-    for row in rows:
-        if row.sequence.wants_prompt_logprobs:
-            known = row.known_logits = logits[begin : begin + row.num_logits]
-            if not known.amax(-1).isfinite().all():
-                nonfinite.append(row.sequence)
-        begin += row.num_logits + row.num_nodes
-    return nonfinite
 
 
 def _publish(index: PrefixIndex, sequence: Sequence, accepted: list[int]) -> None:
