@@ -314,16 +314,18 @@ def test_leaving_a_stream_early_aborts_it(llm):
     assert not llm._frontend.has_work
 
 
-def test_an_interrupted_call_aborts_its_requests(llm, monkeypatch):
-    runner, forward, calls = llm._frontend.engine.runner, llm._frontend.engine.runner.forward, []
+@pytest.mark.parametrize(("name", "num_calls"), [("forward", 1), ("decode", 1), ("decode", 2)])
+def test_an_interrupted_call_aborts_its_requests(llm, monkeypatch, name, num_calls):
+    runner, calls = llm._frontend.engine.runner, []
+    compute = getattr(runner, name)
 
     def interrupted(rows):
         calls.append(rows)
-        if len(calls) == 4:
+        if len(calls) == num_calls:
             raise KeyboardInterrupt
-        return forward(rows)
+        return compute(rows)
 
-    monkeypatch.setattr(runner, "forward", interrupted)
+    monkeypatch.setattr(runner, name, interrupted)
     with pytest.raises(KeyboardInterrupt):
         llm.generate(PROMPTS, GREEDY)
     expect_empty(llm._frontend.engine)

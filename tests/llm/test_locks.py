@@ -109,7 +109,7 @@ def test_threads_get_the_lock_in_order_of_arrival():
 
 def test_a_thread_that_asks_for_the_engine_gets_it_between_two_steps_of_another(monkeypatch):
     params = SamplingParams(max_tokens=30, ignore_eos=True, temperature=0.0)
-    with LLM(speaking("byte_level")) as llm:
+    with LLM(speaking("byte_level"), num_continuous_decode_steps=1) as llm:
         frontend, threads, sizes = llm._frontend, [], []
         step, submit = frontend.step, frontend.submit
 

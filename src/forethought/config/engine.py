@@ -89,6 +89,12 @@ class LlmArgs(StrictModel):
     """Sequences in one step."""
     max_num_tokens: int = Field(default=2048, ge=1)
     """Tokens in one step: decodes first, then chunks of prefills."""
+    num_continuous_decode_steps: int | None = Field(default=None, ge=1)
+    """Greedy decode steps that are made in one call before anything else is looked at, which saves
+    what is around a forward. It is where all requests decode greedily, without drafts, stop
+    strings, penalties, shapes, thinking budgets or log-probabilities, and none waits. Tokens then
+    come together, and an abort, a timeout or a new request waits for the end of the call. None: 8
+    in ``LLM``, 1 for its streams and where clients run beside the engine (``AsyncLLM``, server)."""
     max_seq_len: int | None = Field(default=None, ge=2)
     """Prompt and output of one sequence together; None: the model's context."""
     enable_chunked_prefill: bool = True
@@ -157,6 +163,7 @@ class LlmOptions(TypedDict, total=False):
     cuda_graphs: Literal["auto"] | bool
     max_batch_size: int
     max_num_tokens: int
+    num_continuous_decode_steps: int | None
     max_seq_len: int | None
     enable_chunked_prefill: bool
     kv_cache_config: KvCacheConfig | Mapping[str, Any]

@@ -60,6 +60,9 @@ class Engine:
         num_shared_threads: the same while ``shares_processors``.
         shares_processors: whether clients run beside the steps, as an event loop does. Threads that
             wait for each other in a loop lose more to it than a further one gains.
+        num_decode_steps: that are made at most before the tokens are returned.
+        num_streamed_decode_steps: the same where somebody waits for each token: with a streamed
+            sequence, and while ``shares_processors``.
     """
 
     def __init__(
@@ -74,6 +77,7 @@ class Engine:
     ) -> None:
         self.num_threads = self.num_shared_threads = num_threads
         self.shares_processors = False
+        self.num_decode_steps = self.num_streamed_decode_steps = 1
         self.runner, self.stats = runner, EngineStats(forward_path=runner.lm.path.taken)
         self.pool = PagePool(runner.storage.num_pages, runner.storage.page_size)
         self.index = PrefixIndex(self.pool, reuse)
@@ -93,7 +97,15 @@ class Engine:
         return bool(self.scheduler.running or self.scheduler.waiting)
 
     def step(self) -> list[Event]:
-        """One forward for all that run, and what it did to each sequence; see ``Step.run``."""
+        """One forward for all that run, and what it did to each sequence; see ``Step.run``.
+
+        Where nothing but greedy decodes is to be done it is up to ``num_decode_steps`` forwards.
+        """
+        running = self.scheduler.running
+        is_streamed = self.shares_processors or any(each.is_streamed for each in running)
+        self._step.num_decode_steps = (
+            self.num_streamed_decode_steps if is_streamed else self.num_decode_steps
+        )
         num_threads = self.num_shared_threads if self.shares_processors else self.num_threads
         if num_threads is None or num_threads == torch.get_num_threads():
             return self._step.run()
@@ -487,7 +499,7 @@ class Engine:
         sequence.finish_reason = sequence.stop_reason = None
         sequence.constraint, sequence.had_nonfinite_logits = constraint, False
         sequence.takes_argmax = params.takes_argmax and constraint is None
-        sequence.extended_from = None
+        sequence.extended_from, sequence.is_streamed = None, False
         sequence.metrics, sequence.drafted_steps = SpeculationMetrics(), []
         self.speculation.begin(sequence)
         self.scheduler.place(sequence, Status.WAITING)

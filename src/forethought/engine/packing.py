@@ -16,6 +16,7 @@ from torch import Tensor
 from forethought.engine.scheduler import PlannedRow
 from forethought.engine.sequence import Sequence, siblings_to_sample
 from forethought.model.batch import ConcurrentTokens, Row
+from forethought.model.runner import DecodeRow
 from forethought.model.sampling import NO_TOKEN, TokenContext, most_probable
 from forethought.speculative.drafter import NO_DRAFT, DeviceTokens, Draft
 from forethought.speculative.verify.verify import (
@@ -91,6 +92,15 @@ def takes_argmax(row: PlannedRow) -> bool:
     return is_plain and row.num_logits == 1 and row.is_last
 
 
+def is_plain_decode(row: PlannedRow) -> bool:
+    """Whether further decode steps of the sequence could follow at once: nothing has to be looked
+    at between them but whether it has ended, and by a token that says so."""
+    sequence = row.sequence
+    is_read = bool(sequence.params.stop or sequence.wants_prompt_logprobs)  # token by token
+    is_apart = not sequence.others and not sequence.had_nonfinite_logits
+    return takes_argmax(row) and row.num_tokens == 1 and is_apart and not is_read
+
+
 def take_argmax(rows: List[PlannedRow], logits: Tensor) -> list[Sequence]:
     """Verify rows that ``takes_argmax``: what ``verify`` does for them, in one operation.
 
@@ -103,6 +113,38 @@ def take_argmax(rows: List[PlannedRow], logits: Tensor) -> list[Sequence]:
             nonfinite.append(row.sequence)
         else:
             row.results.append((row.sequence, VerificationResult([], [token])))
+    return nonfinite
+
+
+def decode_row(row: PlannedRow, eos_ids: frozenset[int]) -> DecodeRow:
+    """The model's view of a row with slots for further decode steps."""
+    sequence, params = row.sequence, row.sequence.params
+    ends = frozenset(params.stop_token_ids)
+    return DecodeRow(
+        token=sequence.tokens[row.start],
+        start=row.start,
+        table=sequence.table,
+        num_tokens=1 + row.num_nodes,
+        ends=ends if params.ignore_eos else ends | eos_ids,
+    )
+
+
+def take_decoded(rows: List[PlannedRow], decoded: List[list[int]]) -> list[Sequence]:
+    """Fill ``results`` with the tokens of each row: a chain that is accepted, and the token behind.
+
+    Returns:
+        The sequences whose logits were not finite in the first step. Where they were not later on,
+        the next step of the engine finds it.
+    """
+    nonfinite: list[Sequence] = []
+    for row, tokens in zip(rows, decoded, strict=True):
+        if tokens[-1] == NO_TOKEN:
+            del tokens[-1]
+        if tokens:
+            result = VerificationResult(list(range(len(tokens) - 1)), tokens)
+            row.results.append((row.sequence, result))
+        else:
+            nonfinite.append(row.sequence)
     return nonfinite
 
 

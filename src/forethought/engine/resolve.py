@@ -47,6 +47,8 @@ for the prefixes of earlier requests."""
 STEP_SHARE, STEP_LIMIT = 0.1, 2 * 2**30
 """Share of the free GPU memory, and max bytes, that the KV cache never takes: the activations of a
 step and masks need them. CUDA graphs have a reserve of their own."""
+NUM_DECODE_STEPS = 8
+"""Continuous decode steps by default, where nobody waits for the tokens between."""
 HOST_LIMIT = 4 * 2**30
 """Max bytes of host memory that the KV cache takes by default."""
 
@@ -112,6 +114,9 @@ def build(args: LlmArgs, model_dir: Path) -> Engine:
         num_threads=_threads(args, lm, shared=False),
     )
     engine.num_shared_threads = _threads(args, lm, shared=True)
+    asked = args.num_continuous_decode_steps
+    engine.num_decode_steps = NUM_DECODE_STEPS if asked is None else asked
+    engine.num_streamed_decode_steps = 1 if asked is None else asked
     for name, path in engine.stats.draft_paths.items():
         log.info("drafts of %s: %s", name, path)
     return engine

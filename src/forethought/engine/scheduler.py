@@ -69,7 +69,8 @@ class PlannedRow:
     """To make before the forward; None: the table has no slots for the tokens yet."""
     num_nodes: int = 0
     """Draft slots behind the known tokens: those reserved by the plan, and from drafting on as many
-    as the draft has nodes."""
+    as the draft has nodes. In continuous decode steps, which have no drafts: slots of the tokens
+    that further steps store."""
     draft: Draft = NO_DRAFT
     """Set by drafting."""
     drafter: str = ""
@@ -281,6 +282,28 @@ class Scheduler:
             if num_nodes > 0:
                 plan.reserve(row, num_nodes)
                 left -= num_nodes
+
+    def reserve_decode_slots(self, plan: Plan, num_steps: int) -> None:
+        """Reserve slots for what further decode steps store, as far as there are free pages.
+
+        Preempts no sequence and evicts no page. A row gets no more than its sequence has tokens
+        left, and otherwise as many as the others.
+
+        Args:
+            plan: holds decodes only.
+            num_steps: of the engine, the first one included.
+        """
+        left = [row.sequence.limit - len(row.sequence.tokens) for row in plan.rows]
+        rows = [(row.sequence.table, most) for row, most in zip(plan.rows, left, strict=True)]
+        num_steps = min(num_steps, max(left, default=1))
+        while num_steps > 1:
+            needed = [table.pages_needed(min(num_steps, most) - 1) for table, most in rows]
+            if sum(needed) <= self._pool.num_free:
+                break
+            num_steps -= 1
+        for row, most in zip(plan.rows, left, strict=True):
+            if min(num_steps, most) > 1:
+                plan.reserve(row, min(num_steps, most) - 1)
 
     def plan_prefills(self, plan: Plan) -> None:
         """Add chunks of running prefills, then admit waiting sequences, as far as there is budget.

@@ -104,6 +104,8 @@ class Sequence:
     takes_argmax: bool = False
     """Whether each token of the current generation is the argmax of the model's own logits, and no
     score of it is asked for."""
+    is_streamed: bool = False
+    """Whether somebody waits for each token of the current generation."""
     prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=list)
     """One entry per prompt token as far as computed, if asked for; of a sequence that was extended,
     None for those before the extension."""

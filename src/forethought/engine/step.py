@@ -28,10 +28,13 @@ from torch import Tensor
 from forethought.engine.drafting import Drafting
 from forethought.engine.packing import (
     PendingSample,
+    decode_row,
+    is_plain_decode,
     keep_logits,
     pack,
     pending_samples,
     take_argmax,
+    take_decoded,
     takes_argmax,
 )
 from forethought.engine.scheduler import Plan, PlannedRow, Scheduler
@@ -98,6 +101,9 @@ class Step:
         drafting: the drafters and their length policies.
         index: where full pages are published.
         stats: the engine's totals.
+
+    Attributes:
+        num_decode_steps: at most, in one call of the runner; see ``LlmArgs``.
     """
 
     def __init__(
@@ -113,19 +119,20 @@ class Step:
         self._storages: list[KvStorage | DraftKvCache] = [runner.storage, *drafting.draft_caches]
         self._eos_ids = runner.lm.eos_token_ids
         self._timer = ForwardTimer(runner.lm.device)
+        self.num_decode_steps = 1
         self._events: list[Event] = []
         """What was committed and not returned yet."""
         self._asks_drafters = False
         """Whether drafters take part in this step."""
 
     def run(self) -> list[Event]:
-        """One forward for all sequences that the plan has a row for.
+        """One forward for all sequences that the plan has a row for, or several decode steps.
 
         A sequence that cannot go on is closed, its pages are released, and its event has the error.
         A step that is interrupted can be repeated: before it commits it leaves all sequences as
         they were, and the events of what it has committed are returned by the next one.
         """
-        began = time.perf_counter()
+        began, num_forwards = time.perf_counter(), 1
         plan = Plan()
         self._asks_drafters = self._drafting.takes_part(len(self._scheduler.running))
         try:
@@ -133,9 +140,12 @@ class Step:
             self._prepare_pages(plan)
             if self._asks_drafters:
                 self._draft(plan)
-            with self._timer:
-                computed = self._forward(plan)
-            self._verify(plan, computed)
+            num_forwards = self._decode(plan)
+            if not num_forwards:
+                num_forwards = 1
+                with self._timer:
+                    computed = self._forward(plan)
+                self._verify(plan, computed)
         except Exception as error:  # a defect of the engine itself
             plan.fail_all(error)
         except BaseException:
@@ -146,7 +156,7 @@ class Step:
             if self._asks_drafters and not any(row.results for row in plan.rows):
                 self._timer.wait()  # nothing was read back, and length policies learn from times
             self._observe(plan, time.perf_counter() - began)
-            self._stats.steps += 1
+            self._stats.steps += num_forwards
             self._stats.forward_seconds += self._timer.take()
             self._stats.step_seconds += time.perf_counter() - began
         events, self._events = self._events, []
@@ -164,6 +174,8 @@ class Step:
             if self._asks_drafters:
                 self._reserve_draft_slots(plan)
             self._scheduler.plan_prefills(plan)
+            if self._goes_on(plan):
+                self._scheduler.reserve_decode_slots(plan, self.num_decode_steps)
         except Exception as error:
             log.exception("no step could be planned")
             plan.undo()
@@ -182,6 +194,13 @@ class Step:
         except Exception:
             log.exception("no slots for drafts could be reserved in this step")
             plan.drop_drafts()
+
+    def _goes_on(self, plan: Plan) -> bool:
+        """Whether decode steps may follow at once: all that runs does nothing else, none waits."""
+        if self.num_decode_steps == 1 or self._scheduler.waiting or self._drafting.drafters:
+            return False
+        has_all = len(plan.rows) == len(self._scheduler.running) and not plan.failures
+        return has_all and all(map(is_plain_decode, plan.rows))
 
     def _prepare_pages(self, plan: Plan) -> None:
         """Make the copy-on-write copies; invalidate in the draft caches what is computed again."""
@@ -257,6 +276,27 @@ class Step:
             return row
 
         return by_halves(list(plan.rows), compute, failed)
+
+    def _decode(self, plan: Plan) -> int:
+        """Make all decode steps that the plan has slots for, and fill ``results`` of the rows.
+
+        Returns:
+            Forwards that were made; 0: the plan is of one step, or this failed and it is now.
+        """
+        rows = sorted(plan.rows, key=lambda row: -row.num_nodes)
+        if self._drafting.drafters or not rows or not rows[0].num_nodes:
+            return 0
+        try:
+            with self._timer:
+                decoded = self._runner.decode([decode_row(row, self._eos_ids) for row in rows])
+        except Exception as error:
+            log.warning("decode steps of %d rows failed: %r", len(rows), error)
+            self._stats.failed_forwards += 1
+            plan.drop_drafts()
+            return 0
+        for sequence in take_decoded(rows, decoded.tokens):
+            self._recompute(plan, sequence)
+        return decoded.num_forwards
 
     # ---- verify -----------------------------------------------------------------------------
 
@@ -339,7 +379,7 @@ class Step:
                 result = row.results[0][1]
                 end = self._truncate(sequence, result)
                 accepted = result.tokens[: len(result.path)]
-                self._count_draft(row, len(accepted))
+                self._count_draft(row, len(accepted), len(result.tokens))
                 if row.draft.tokens:
                     self._record_draft(row, result.path, end[0] is not None)
             moves += sequence.table.keep_path(row.stop, result.path if result else ())
@@ -390,10 +430,11 @@ class Step:
         is_full = len(sequence.tokens) + len(tokens) >= sequence.limit
         return FinishReason.LENGTH if is_full else None, None
 
-    def _count_draft(self, row: PlannedRow, num_accepted: int) -> None:
-        if not row.is_decode:
-            return
+    def _count_draft(self, row: PlannedRow, num_accepted: int, num_tokens: int) -> None:
         metrics = row.sequence.metrics
+        if not row.draft.tokens:  # each token is of a step, the first one perhaps of a prefill
+            metrics.steps += num_tokens - (not row.is_decode)
+            return
         metrics.record(row.num_nodes, num_accepted)
         if row.rule is not None:
             metrics.lossy = True

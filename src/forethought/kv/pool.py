@@ -130,6 +130,11 @@ class PagePool:
         return self._free.num_free + len(self._evictable)
 
     @property
+    def num_free(self) -> int:
+        """Number of pages that can be taken without evicting another one."""
+        return self._free.num_free
+
+    @property
     def in_use(self) -> int:
         """Number of pages with references."""
         return self.num_pages - self.available

@@ -124,7 +124,11 @@ class PageTable:
         """
         assert 0 <= length <= self.length
         view = PageTable(self._pool)
-        view._set_pages(self.pages[: self._pages_for(length)])
+        pages = self.pages[: self._pages_for(length)]
+        if self._gaps:
+            view._set_pages(pages)
+        else:
+            view.pages = pages
         view.length = length
         return view
 

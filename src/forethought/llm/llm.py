@@ -441,6 +441,8 @@ class LLM:
         self, generation: Generation, read: Callable[[Generation], Output]
     ) -> Iterator[Output]:
         """Step until a generation is finished; its output after each step that changed it."""
+        for sequence in generation.sequences:
+            sequence.is_streamed = True
         try:
             num_seen = 0
             while not generation.finished:

@@ -4,6 +4,7 @@
 
 #include "attention.h"
 #include "structures.h"
+#include "vectors.h"
 
 #include <algorithm>
 #include <cmath>
@@ -12,12 +13,45 @@
 #include <numeric>
 #include <vector>
 
-// The first of the greatest `count` values.
-static inline int32_t argmax(const float* x, int32_t count) {
-    int32_t best = 0;
-    for (int32_t i = 1; i < count; i++)
-        if (x[i] > x[best]) best = i;
-    return best;
+constexpr int64_t NO_TOKEN = -1; // where the largest logit is infinite or one of them is NaN
+
+struct Largest {
+    int32_t index; // the first, of equal ones
+    float value;
+    bool has_nan;
+
+    bool is_finite() const { return !has_nan && std::isfinite(value); }
+};
+
+// The largest of `count` values, NaN apart.
+static inline Largest largest(const float* x, int32_t count) {
+    constexpr int32_t SIZE = 16 * LANES; // of a block, of which the index is found in a second pass
+    Largest found = {0, -INFINITY, false};
+    int32_t block = 0;
+    for (int32_t begin = 0; begin < count; begin += SIZE) {
+        const int32_t end = std::min(begin + SIZE, count);
+        Vec most = broadcast(-INFINITY);
+        IntVec unknown = {};
+        int32_t i = begin;
+        for (; i + LANES <= end; i += LANES) {
+            const Vec v = load(x + i);
+            most = v > most ? v : most;
+            unknown |= v != v;
+        }
+        float value = -INFINITY;
+        for (; i < end; i++) {
+            value = x[i] > value ? x[i] : value;
+            found.has_nan |= x[i] != x[i];
+        }
+        for (int l = 0; l < LANES; l++) {
+            value = most[l] > value ? most[l] : value;
+            found.has_nan |= unknown[l] != 0;
+        }
+        if (value > found.value) found.value = value, block = begin;
+    }
+    for (int32_t i = block; i < count; i++)
+        if (x[i] == found.value) return {i, found.value, found.has_nan};
+    return found;
 }
 
 // The calls of some drafts, one after the other; `call` is the next one.
@@ -97,28 +131,49 @@ class DraftLevels {
     int64_t num_read = 0, level = 0;
 };
 
-// Each level is the most probable token behind the one before.
+// Each level is the most probable token behind the one before. Rows that have ended are computed
+// on until all have: what they get behind their ends has no meaning.
 class ChainLevels : public DraftLevels {
   public:
     ChainLevels(const Model& model, const Chains& chains)
         : DraftLevels(
               model, *chains.known, chains.slots, chains.num_levels, 1, chains.last_position),
-          chains(chains) {}
+          chains(chains), has_ended(num_rows) {
+        end_ids.push_back(chains.ends);
+        for (int64_t r = 0; chains.num_ends && r < num_rows; r++)
+            end_ids.push_back(end_ids[r] + chains.num_ends[r]);
+    }
 
-    // Draft a level from the logits of `call`, and make the call that reads it.
-    void draft(int32_t level) {
+    // Draft a level from the logits of `call`, and make the call that reads it; whether there is
+    // one.
+    bool draft(int32_t level) {
         const int64_t vocab = model.head->num_outputs;
         for (int32_t r = 0; r < chains.num_rows[level]; r++) {
-            const int32_t best = argmax(call.logits + r * vocab, chains.num_choices);
-            tokens[r] = chains.ids ? chains.ids[best] : best;
+            const Largest best = largest(call.logits + r * vocab, chains.num_choices);
+            tokens[r] = chains.ids ? chains.ids[best.index] : best.index;
             chains.drafted[level * num_rows + r] = tokens[r];
+            if (chains.num_ends) end(level, r, best);
             follow(r, r);
         }
-        if (level + 1 < chains.num_levels) read(chains.num_rows[level + 1], 1, nullptr);
+        if (level + 1 == chains.num_levels) return false;
+        const int32_t count = chains.num_rows[level + 1];
+        if (std::all_of(&has_ended[0], &has_ended[0] + count, [](char ended) { return ended; }))
+            return false;
+        read(count, 1, nullptr);
+        return true;
     }
 
   private:
     const Chains& chains;
+    std::vector<const int64_t*> end_ids; // [num_rows + 1]: where the ids of each row begin
+    std::vector<char> has_ended;      // [num_rows]
+
+    // Note whether row `r` ends with its token of this level.
+    void end(int32_t level, int32_t r, const Largest& best) {
+        if (!best.is_finite()) chains.drafted[level * num_rows + r] = NO_TOKEN;
+        if (!best.is_finite() || std::find(end_ids[r], end_ids[r + 1], tokens[r]) != end_ids[r + 1])
+            has_ended[r] = 1;
+    }
 };
 
 // The best nodes of each level are expanded, and in the end the best of all are kept; see
@@ -131,8 +186,9 @@ class TreeLevels : public DraftLevels {
               trees.last_position),
           trees(trees), nodes(num_rows), beams(num_rows * trees.width) {}
 
-    // Make the nodes of a level from the logits of `call`, and the call that reads the best.
-    void draft(int32_t level) {
+    // Make the nodes of a level from the logits of `call`, and the call that reads the best; whether
+    // there is one.
+    bool draft(int32_t level) {
         const int32_t width = trees.width, before = level ? width : 1;
         const int64_t read_before = int64_t(level) * width, read_now = read_before + width;
         std::vector<uint8_t> now(num_rows * width * read_now);
@@ -154,10 +210,12 @@ class TreeLevels : public DraftLevels {
             std::copy(best.begin(), best.end(), beams.begin() + r * width);
         }
         seen = now;
-        if (level + 1 < trees.depth)
-            read(num_rows, width, seen.data());
-        else
+        if (level + 1 == trees.depth) {
             write();
+            return false;
+        }
+        read(num_rows, width, seen.data());
+        return true;
     }
 
   private:

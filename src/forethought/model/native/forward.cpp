@@ -214,13 +214,12 @@ extern "C" int32_t forward(const Model* model, const Call* call);
 
 // Compute the known tokens, then level by level; returns what forward() returns of the former.
 template <class Levels>
-static int32_t draft(const Model& model, const Call& known, Levels& levels, int32_t num_levels) {
-    for (int32_t level = 0; level < num_levels; level++) {
+static int32_t draft(const Model& model, const Call& known, Levels& levels) {
+    for (int32_t level = 0;; level++) {
         const int32_t found = forward(&model, &levels.call);
         if (found < levels.call.num_tokens) return level ? 0 : found;
-        levels.draft(level);
+        if (!levels.draft(level)) return known.num_tokens;
     }
-    return known.num_tokens;
 }
 
 // Floats of one call, aligned to 64 bytes.
@@ -278,12 +277,12 @@ int32_t forward(const Model* model, const Call* call) {
 // As forward(), of the known tokens; then each level of the drafts.
 int32_t draft_chains(const Model* model, const Chains* chains) {
     ChainLevels levels(*model, *chains);
-    return draft(*model, *chains->known, levels, chains->num_levels);
+    return draft(*model, *chains->known, levels);
 }
 
 int32_t draft_trees(const Model* model, const Trees* trees) {
     TreeLevels levels(*model, *trees);
-    return draft(*model, *trees->known, levels, trees->depth);
+    return draft(*model, *trees->known, levels);
 }
 
 void linear(const Linear* w, const float* x, int32_t tokens, float* y, int32_t num_threads) {

@@ -179,6 +179,8 @@ class ChainsStruct(ctypes.Structure):
         ("slots", ctypes.c_void_p),
         ("num_rows", ctypes.c_void_p),
         ("ids", ctypes.c_void_p),
+        ("ends", ctypes.c_void_p),
+        ("num_ends", ctypes.c_void_p),
         ("drafted", ctypes.c_void_p),
         ("num_levels", ctypes.c_int32),
         ("num_choices", ctypes.c_int32),

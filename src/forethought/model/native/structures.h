@@ -90,12 +90,14 @@ struct Call {
     int32_t num_tokens, num_logits, num_rows, page_size, max_length, num_threads;
 };
 
-struct Chains { // drafts of the most probable tokens, one behind each row of a call
+struct Chains { // the most probable tokens, one after the other, behind each row of a call
     const Call* known;       // of known tokens: the last one of each row has logits
     const int64_t* slots;    // [num_rows, num_levels]: of the drafted tokens
     const int32_t* num_rows; // [num_levels]: rows whose drafts go so deep, the first ones
     const int64_t* ids;      // the target's id of each output; null: the same
-    int64_t* drafted;        // [num_levels, num_rows of the call], written
+    const int64_t* ends;     // ids behind which a row ends, row after row; read with num_ends
+    const int32_t* num_ends; // [num_rows of the call]; null: rows end with their last level only
+    int64_t* drafted;        // [num_levels, num_rows of the call], written; NO_TOKEN: see drafts.h
     int32_t num_levels;
     int32_t num_choices;   // outputs that may be drafted, the first ones
     int32_t last_position; // further ones are computed as this one
