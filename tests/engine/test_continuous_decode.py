@@ -1,0 +1,347 @@
+"""Several greedy decode steps in one call of the runner give what single steps give."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence as List
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engines import GREEDY, drain, engine, engine_over, expect_empty, outputs
+from forethought.config.drafters import NGramDecodingConfig
+from forethought.config.sampling import SamplingParams, SpeculationParams
+from forethought.engine.engine import Engine
+from forethought.engine.sequence import Sequence, Status
+from forethought.errors import LogitsError
+from forethought.model import loader
+from forethought.model.runner import DecodedTokens, DecodeRow
+from forethought.model.sampling import NO_TOKEN
+from forethought.outputs import FinishReason
+from models import ARCHITECTURES, greedy, prompts, tiny, transformers_model
+
+PROMPTS = prompts((3, 17, 9, 30, 1))
+EXPECTED = greedy(tiny("llama"), PROMPTS, 16)
+LIMITS = {"page_size": 4, "max_num_tokens": 200}
+
+
+def made(num_steps: int, architecture: str = "llama", **settings: Any) -> Engine:
+    """An engine that makes up to so many decode steps at once."""
+    machine = engine(architecture, **{**LIMITS, **settings})
+    machine.num_decode_steps = num_steps
+    return machine
+
+
+def digests(machine: Engine) -> set[bytes]:
+    """Of the pages that the prefix index knows."""
+    return set(machine.index._page_of)
+
+
+def facts(machine: Engine, sequence: Sequence) -> dict[str, Any]:
+    """What holds of a generation, however many steps were made at once."""
+    stored = sequence.table.slots(0, sequence.num_computed)
+    keys = [layer[stored].tolist() for layer in machine.runner.storage.keys]
+    return {
+        "tokens": sequence.tokens,
+        "computed": (sequence.num_computed, sequence.num_ever_computed),
+        "digests": sequence.table.digests,
+        "keys": keys,
+        "end": (sequence.finish_reason, sequence.stop_reason),
+        "sampled": sequence.sampled_positions,
+        "usage": sequence.usage,
+        "metrics": sequence.metrics,
+        "status": sequence.status,
+    }
+
+
+def varied() -> list[SamplingParams]:
+    """Ends at different times: by a stop token, by limits, and not at all before the last."""
+    return [
+        GREEDY.replace(stop_token_ids=[EXPECTED[0][4]]),
+        GREEDY.replace(max_tokens=3),
+        GREEDY.replace(ignore_eos=False),
+        GREEDY.replace(max_tokens=11),
+        GREEDY.replace(max_tokens=40),
+    ]
+
+
+def run(machine: Engine, each: List[SamplingParams]) -> list[Sequence]:
+    """One kept sequence for each of the first prompts."""
+    made = [
+        machine.add(prompt, params, keep=True)[0]
+        for prompt, params in zip(PROMPTS, each, strict=False)
+    ]
+    drain(machine)
+    return made
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_all_architectures_generate_what_single_steps_do(architecture: str) -> None:
+    machine = made(8, architecture)
+    sequences = [machine.add(prompt, GREEDY)[0] for prompt in PROMPTS]
+    num_events = len(drain(machine))
+    assert outputs(sequences) == greedy(tiny(architecture), PROMPTS, 16)
+    assert num_events == len(PROMPTS) * 3  # the prefill's token, 8 and 7
+    assert machine.stats.steps == 16
+    expect_empty(machine)
+
+
+@pytest.mark.parametrize("num_steps", [2, 3, 8, 50])
+@pytest.mark.parametrize("number", [1, 5])
+def test_ends_keys_counts_and_published_pages_are_those_of_single_steps(
+    num_steps: int, number: int
+) -> None:
+    single, continuous = made(1), made(num_steps)
+    for kept in zip(*(run(m, varied()[:number]) for m in (single, continuous)), strict=True):
+        expected, found = (
+            facts(machine, each) for machine, each in zip((single, continuous), kept, strict=True)
+        )
+        assert found == expected
+        assert found["status"] is Status.PARKED
+    assert digests(continuous) == digests(single)
+    for name in ("decoded", "prefilled", "cached", "discarded", "drafted", "failures"):
+        assert getattr(continuous.stats, name) == getattr(single.stats, name), name
+    assert continuous.stats.steps == single.stats.steps
+
+
+def test_nothing_is_computed_behind_the_last_end() -> None:
+    machine = made(8)
+    stop = EXPECTED[0].index(EXPECTED[0][4]) + 1  # tokens up to it
+    (sequence,) = machine.add(PROMPTS[0], GREEDY.replace(stop_token_ids=[EXPECTED[0][4]]))
+    drain(machine)
+    assert len(sequence.output) == stop
+    assert sequence.finish_reason is FinishReason.STOP
+    assert machine.stats.steps == stop
+    expect_empty(machine)
+
+
+def test_what_was_generated_can_be_forked_rewound_extended_and_resumed() -> None:
+    results = []
+    for num_steps in (1, 8):
+        machine = made(num_steps)
+        first, second = run(machine, [GREEDY, GREEDY.replace(max_tokens=7)])
+        child = machine.fork(first, len(first.tokens) - 5)
+        machine.rewind(second, len(second.tokens) - 2)
+        machine.extend(second, [7, 8, 9])
+        machine.check_integrity()
+        for sequence in (first, second, child):
+            machine.resume(sequence, GREEDY)
+        drain(machine)
+        results.append([facts(machine, each) for each in (first, second, child)])
+        for sequence in (first, second, child):
+            machine.close(sequence)
+        expect_empty(machine)
+    assert results[0] == results[1]
+
+
+def test_a_sequence_is_forked_while_it_runs() -> None:
+    machine = made(4)
+    (sequence,) = machine.add(PROMPTS[0], GREEDY)
+    machine.step()
+    machine.step()
+    child = machine.fork(sequence)
+    machine.resume(child, GREEDY.replace(max_tokens=16 - len(sequence.output)))
+    size = len(sequence.output)
+    drain(machine)
+    assert sequence.output == EXPECTED[0]
+    assert child.output == EXPECTED[0][size:]
+    machine.close(child)
+    expect_empty(machine)
+
+
+@pytest.mark.parametrize("pages", [24, 30, 36, 44])
+def test_a_small_pool_makes_fewer_steps_and_preempts_no_more(pages: int) -> None:
+    counts = []
+    for num_steps in (1, 8):
+        machine = made(num_steps, pages=pages, max_batch_size=4)
+        sequences = [machine.add(prompt, GREEDY)[0] for prompt in PROMPTS[:4]]
+        drain(machine)
+        assert outputs(sequences) == EXPECTED[:4]
+        stats = machine.stats
+        counts.append((stats.preemptions, stats.dropped, stats.prefilled, stats.decoded))
+        expect_empty(machine)
+    assert counts[0] == counts[1]
+
+
+def test_pages_of_earlier_prompts_are_not_evicted_for_further_steps() -> None:
+    machine = made(8, pages=12, page_size=4)
+    machine.add(prompts((40,))[0], GREEDY.replace(max_tokens=1))
+    drain(machine)
+    known = digests(machine)
+    assert (machine.pool.num_free, len(known)) == (2, 10)
+    (sequence,) = machine.add([5, 6, 7], GREEDY.replace(max_tokens=6))
+    machine.step()  # the prompt takes a page
+    machine.step()  # 4 tokens are stored, of 5 that are known: a page of 4 more is free
+    assert digests(machine) >= known
+    assert len(sequence.output) == 6
+    drain(machine)
+    expect_empty(machine)
+
+
+def decode_sizes(machine: Engine, **fields: Any) -> list[int]:
+    """Tokens of each event of a request."""
+    machine.add(PROMPTS[0], GREEDY.replace(**fields))
+    return [len(event.tokens) for event in drain(machine)]
+
+
+def test_a_limit_cuts_the_steps_short() -> None:
+    machine = made(8)
+    assert decode_sizes(machine, max_tokens=12) == [1, 8, 3]
+    assert machine.stats.steps == 12
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"stop": ["x"]},
+        {"temperature": 0.5, "seed": 1},
+        {"logprobs": 0},
+        {"confidence": 2},
+        {"repetition_penalty": 1.1},
+        {"min_tokens": 2},
+        {"speculation": SpeculationParams(prediction=[1, 2, 3])},
+    ],
+)
+def test_what_has_to_be_looked_at_token_by_token_runs_in_single_steps(
+    fields: dict[str, Any],
+) -> None:
+    machine = made(8)
+    assert max(decode_sizes(machine, **fields)) < 8
+    with_other = made(8)
+    with_other.add(PROMPTS[1], GREEDY.replace(**fields))
+    assert max(decode_sizes(with_other)) < 8
+
+
+def test_a_prompt_is_scored_and_then_decoded_in_continuous_steps() -> None:
+    machine = made(8)
+    (sequence,) = machine.add([5, 6, 7], GREEDY.replace(prompt_logprobs=0, max_tokens=9))
+    assert [len(event.tokens) for event in drain(machine)] == [1, 8]
+    assert len(sequence.prompt_logprobs) == 3
+
+
+def test_steps_with_a_drafter_are_single() -> None:
+    machine = engine(speculative=[NGramDecodingConfig(max_draft_len=2)], **LIMITS)
+    machine.num_decode_steps = 8
+    assert decode_sizes(machine, speculation=SpeculationParams(enabled=False)) == [1] * 16
+
+
+def test_nobody_waits_for_further_steps_of_others() -> None:
+    """A sequence that is to be admitted, and one that waits for the KV of a running one."""
+    machine = made(8, max_batch_size=1)
+    first = machine.add(PROMPTS[0], GREEDY.replace(max_tokens=4))[0]
+    machine.add(PROMPTS[1], GREEDY)
+    for size in (1, 2, 3, 4):
+        machine.step()
+        assert len(first.output) == size
+    machine.step()  # the second one's prompt
+    assert [len(event.tokens) for event in drain(machine)] == [8, 7]
+    machine = made(8)
+    running = machine.add(PROMPTS[3], GREEDY)[0]
+    machine.step()
+    machine.fork(running)  # of which the last token is not computed yet
+    for has_dependents, size in ((True, 2), (False, 10)):
+        machine.step()
+        assert bool(running.dependents) == has_dependents
+        assert len(running.output) == size
+
+
+def test_a_streamed_sequence_gets_each_token_by_itself_and_so_do_others() -> None:
+    machine = made(8)
+    streamed, other = (machine.add(prompt, GREEDY)[0] for prompt in PROMPTS[:2])
+    streamed.is_streamed = True
+    assert {len(event.tokens) for event in drain(machine)} == {1}
+    machine.num_streamed_decode_steps = 3
+    again = machine.add(PROMPTS[0], GREEDY.replace(max_tokens=7))[0]
+    again.is_streamed = True
+    assert [len(event.tokens) for event in drain(machine)] == [1, 3, 3]
+    assert outputs([streamed, other]) == EXPECTED[:2]
+    machine.shares_processors = True
+    assert decode_sizes(machine, max_tokens=7) == [1, 3, 3]
+    assert not again.is_streamed or again.status is Status.CLOSED
+
+
+def test_where_the_call_fails_the_step_is_made_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    machine = made(8)
+    calls: list[List[DecodeRow]] = []
+
+    def fail(rows: List[DecodeRow]) -> DecodedTokens:
+        calls.append(rows)
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(machine.runner, "decode", fail)
+    sequences = [machine.add(prompt, GREEDY)[0] for prompt in PROMPTS[:2]]
+    events = drain(machine)
+    assert outputs(sequences) == EXPECTED[:2]
+    assert {len(event.tokens) for event in events} == {1}
+    assert machine.stats.failed_forwards == len(calls) == 14  # not the first and the last step
+    expect_empty(machine)
+
+
+def test_an_interrupted_call_leaves_the_sequences_as_they_were(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    machine = made(8)
+    (sequence,) = machine.add(PROMPTS[0], GREEDY)
+    machine.step()
+    before = list(sequence.tokens), sequence.num_computed
+
+    def interrupt(rows: List[DecodeRow]) -> DecodedTokens:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(machine.runner, "decode", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            machine.step()
+    assert (sequence.tokens, sequence.num_computed) == before
+    drain(machine)
+    assert sequence.output == EXPECTED[0]
+    expect_empty(machine)
+
+
+@pytest.mark.parametrize("first", [0, 3])
+def test_logits_that_are_not_finite_are_computed_again(
+    first: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Once: the sequence goes on from what was decoded before them."""
+    machine = made(8)
+    decode, spoilt = machine.runner.decode, list[int]()
+
+    def spoiling(rows: List[DecodeRow]) -> DecodedTokens:
+        decoded = decode(rows)
+        if not spoilt:
+            spoilt.append(first)
+            decoded.tokens[0][first:] = [NO_TOKEN]
+        return decoded
+
+    monkeypatch.setattr(machine.runner, "decode", spoiling)
+    sequences = [machine.add(prompt, GREEDY)[0] for prompt in PROMPTS[:2]]
+    drain(machine)
+    assert spoilt
+    assert outputs(sequences) == EXPECTED[:2]
+    assert sequences[0].had_nonfinite_logits == (first == 0)
+    assert machine.stats.failures == 0
+    expect_empty(machine)
+
+
+@pytest.mark.parametrize("forward", ["native", "torch"])
+def test_logits_that_stay_not_finite_fail_their_request_alone(
+    tmp_path: Path, forward: loader.Forward
+) -> None:
+    """That of a token which the first one decodes as its sixth."""
+    poison = EXPECTED[0][5]
+    assert poison not in EXPECTED[0][:5] + EXPECTED[1] + PROMPTS[0] + PROMPTS[1]
+    module = type(transformers_model(tiny("llama"))).from_pretrained(tiny("llama"))
+    module.get_input_embeddings().weight.data[poison] = math.nan
+    module.save_pretrained(tmp_path)
+    lm = loader.load(tmp_path, dtype="float32", device="cpu", forward=forward)
+    machine = engine_over(lm, **LIMITS)
+    machine.num_decode_steps = 8
+    sequences = [machine.add(prompt, GREEDY)[0] for prompt in PROMPTS[:2]]
+    events = drain(machine)
+    errors = [event for event in events if event.error is not None]
+    assert [event.sequence for event in errors] == sequences[:1]
+    assert isinstance(errors[0].error, LogitsError)
+    assert sequences[0].output == EXPECTED[0][:6]
+    assert sequences[1].output == EXPECTED[1]
+    expect_empty(machine)
