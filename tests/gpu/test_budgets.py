@@ -158,6 +158,63 @@ def test_a_step_keeps_to_its_budget_and_generates_what_the_cpu_does(
     assert not over, f"{spent}, allowed {budget}: {device.sites.most_common()}"
 
 
+@pytest.mark.parametrize(("has_graphs", "launches"), [(True, 5), (False, 50)])
+@pytest.mark.parametrize("number", [1, 2])
+def test_continuous_decode_steps_wait_once(has_graphs: bool, launches: int, number: int) -> None:
+    """Each step reads the tokens of the one before on the device."""
+    num_steps, params = 4, GREEDY.replace(max_tokens=2 * 4 + 1 + 4 + 2)
+    each = [params, params.replace(max_tokens=2 * 4 + 1 + 2)][:number]
+    graphs = GraphCapturer(FakeGraph) if has_graphs else None
+
+    def run(lm: CausalLM, graphs: GraphCapturer | None = None) -> tuple[Engine, list[LiveSequence]]:
+        machine = engine_over(lm, page_size=16, graphs=graphs)
+        made = [machine.add(*pair)[0] for pair in zip(PROMPTS, each, strict=False)]
+        machine.step()
+        machine.num_decode_steps = num_steps
+        return machine, made
+
+    on_cpu, expected = run(load("llama"))
+    on_cpu.num_decode_steps = 1
+    drain(on_cpu)
+    with fake_cuda() as device:
+        machine, sequences = run(on_device(PAGED), graphs)
+        machine.step()  # in which shapes are captured
+        device.reset()
+        machine.step()
+        assert len(sequences[0].output) == 1 + 2 * num_steps
+        spent = dict(device.counts)
+        assert spent.pop("waits") == 1, device.sites
+        assert spent.pop("staged") == num_steps
+        assert spent.pop("launches") <= num_steps * launches, device.sites
+        assert not spent
+        replays = 0 if graphs is None else graphs.num_replays
+        assert replays == (2 * num_steps if has_graphs else 0)
+        device.reset()
+        machine.step()  # the second one has two tokens left
+        assert device.counts["waits"] == 1
+        drain(machine)
+    assert outputs(sequences) == outputs(expected)
+    assert machine.stats.steps == on_cpu.stats.steps
+    machine.check_integrity()
+
+
+def test_ends_are_noticed_at_the_end_of_continuous_decode_steps() -> None:
+    with fake_cuda():
+        machine = engine_over(on_device(PAGED), page_size=16, graphs=GraphCapturer(FakeGraph))
+        machine.num_decode_steps = 4
+        whole = [machine.add(prompt, GREEDY)[0] for prompt in PROMPTS]
+        drain(machine)
+        stop, steps = whole[0].output[2], machine.stats.steps
+        ended = [
+            machine.add(PROMPTS[0], GREEDY.replace(stop_token_ids=[stop]))[0],
+            machine.add(PROMPTS[1], GREEDY.replace(max_tokens=2))[0],
+        ]
+        drain(machine)
+    assert outputs(ended) == [whole[0].output[:3], whole[1].output[:2]]
+    assert machine.stats.steps - steps == 5
+    assert machine.pool.in_use == 0
+
+
 @pytest.mark.parametrize(
     ("configs", "has_graphs"), [(eagle3, False), (tree, False), (eagle3, True)]
 )

@@ -27,7 +27,7 @@ from forethought.model.causal_lm import CausalLM, HiddenStateReader
 from forethought.model.graphs import GraphCapturer
 from forethought.model.native.network import NativeNetwork
 from forethought.model.sampling import NO_TOKEN, most_probable
-from forethought.model.sampling.sampler import where_finite
+from forethought.model.sampling.sampler import mark_not_finite
 
 
 @dataclass(slots=True, eq=False)
@@ -173,7 +173,7 @@ class ModelRunner:
             values, ids = logits.max(dim=-1)
             largest.append(values)
             tokens.append(ids)
-        read = iter(where_finite(torch.cat(tokens), torch.cat(largest).unsqueeze(1)).tolist())
+        read = iter(mark_not_finite(torch.cat(tokens), torch.cat(largest)).tolist())
         return _decoded(rows, [list(islice(read, len(ids))) for ids in tokens], len(tokens))
 
     def compute(self, batch: Batch, readers: Sequence[HiddenStateReader]) -> Tensor:

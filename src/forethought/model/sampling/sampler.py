@@ -234,6 +234,11 @@ def _most_probable(logits: Tensor) -> Tensor:
     if logits.is_cpu:
         return torch.tensor(most_probable(logits))
     largest, ids = logits.max(dim=-1)
+    return mark_not_finite(ids, largest)
+
+
+def mark_not_finite(ids: Tensor, largest: Tensor) -> Tensor:
+    """``ids`` [N] int64, with ``NO_TOKEN`` where the largest logit [N] is not finite."""
     return ids.masked_fill_(largest - largest != 0, NO_TOKEN)  # of infinity and NaN that is NaN
 
 
