@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 
+from eagle_heads import random_head
 from engines import GREEDY, drain, engine, engine_over, expect_empty, outputs
-from forethought.config.drafters import NGramDecodingConfig
+from forethought.config.drafters import EagleDecodingConfig, NGramDecodingConfig
 from forethought.config.sampling import SamplingParams, SpeculationParams
 from forethought.engine.engine import Engine
 from forethought.engine.sequence import Sequence, Status
@@ -19,6 +20,7 @@ from forethought.model import loader
 from forethought.model.runner import DecodedTokens, DecodeRow
 from forethought.model.sampling import NO_TOKEN
 from forethought.outputs import FinishReason
+from forethought.speculative.length.policy import FixedLength, LengthRequest
 from models import ARCHITECTURES, greedy, prompts, tiny, transformers_model
 
 PROMPTS = prompts((3, 17, 9, 30, 1))
@@ -220,10 +222,48 @@ def test_a_prompt_is_scored_and_then_decoded_in_continuous_steps() -> None:
     assert len(sequence.prompt_logprobs) == 3
 
 
-def test_steps_with_a_drafter_are_single() -> None:
+def test_only_requests_without_drafts_run_in_continuous_steps() -> None:
     machine = engine(speculative=[NGramDecodingConfig(max_draft_len=2)], **LIMITS)
     machine.num_decode_steps = 8
-    assert decode_sizes(machine, speculation=SpeculationParams(enabled=False)) == [1] * 16
+    assert max(decode_sizes(machine)) < 4
+    plain = SpeculationParams(enabled=False)
+    assert decode_sizes(machine, speculation=plain) == [1, 8, 7]
+    machine.add(PROMPTS[1], GREEDY)
+    assert max(decode_sizes(machine, speculation=plain)) < 4
+    assert machine.stats.draft_failures == 0
+    expect_empty(machine)
+
+
+def test_steps_with_a_drafter_that_reads_hidden_states_are_single() -> None:
+    head = EagleDecodingConfig(max_draft_len=2, speculative_model=random_head("eagle3"))
+    machine = engine(speculative=[head], **LIMITS)
+    machine.num_decode_steps = 8
+    assert set(decode_sizes(machine, speculation=SpeculationParams(enabled=False))) == {1}
+
+
+def test_steps_that_a_length_policy_leaves_out_are_made_at_once_and_told_to_it() -> None:
+    machine = engine(speculative=[NGramDecodingConfig(max_draft_len=2)], **LIMITS)
+    machine.num_decode_steps = 8
+    policy = Skipping()
+    machine.speculation.drafters[0].policy = policy
+    assert decode_sizes(machine, max_tokens=20) == [1, 1, 5, 1, 5, 1, 5, 1]
+    assert policy.num_skipped == [5, 5, 5]
+
+
+class Skipping(FixedLength):
+    """Allows no drafts, and is not asked in five of six steps."""
+
+    def __init__(self) -> None:
+        self.num_skipped: list[int] = []
+
+    def lengths(self, requests: List[LengthRequest], batch_size: int) -> list[int]:
+        return [0] * len(requests)
+
+    def skip(self) -> int:
+        return 5
+
+    def skipped(self, num_steps: int) -> None:
+        self.num_skipped.append(num_steps)
 
 
 def test_nobody_waits_for_further_steps_of_others() -> None:

@@ -18,6 +18,7 @@ these requests gets another draft. A length policy that raises costs the drafts 
 from __future__ import annotations
 
 import logging
+import math
 import signal
 import threading
 import time
@@ -240,6 +241,26 @@ class Drafting:
             self._num_skipped = 0
         self._num_running = num_running
         return bool(self._given or self._predicted)
+
+    def num_plain_steps(self, rows: List[PlannedRow], takes_part: bool) -> float:
+        """How many steps of these rows, from this one on, need no drafter and no policy.
+
+        Args:
+            rows: of the running batch.
+            takes_part: what ``takes_part`` has returned for this step.
+        """
+        own = [row.sequence.params.speculation for row in rows]
+        if self.hidden_state_caches:
+            return 1  # they store the states of every token
+        if not self.drafters or all(each is not None and not each.enabled for each in own):
+            return math.inf
+        return 1 if takes_part else 1 + self._num_to_skip
+
+    def skip(self, num_steps: int) -> None:
+        """So many further steps have been made with this one."""
+        num_steps = min(num_steps, self._num_to_skip)
+        self._num_to_skip -= num_steps
+        self._num_skipped += num_steps
 
     def begin(self, sequence: Sequence) -> None:
         """A sequence begins to generate."""

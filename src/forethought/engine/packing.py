@@ -98,7 +98,7 @@ def is_plain_decode(row: PlannedRow) -> bool:
     sequence = row.sequence
     is_read = bool(sequence.params.stop or sequence.wants_prompt_logprobs)  # token by token
     is_apart = not sequence.others and not sequence.had_nonfinite_logits
-    return takes_argmax(row) and row.num_tokens == 1 and is_apart and not is_read
+    return takes_argmax(row) and row.is_decode and is_apart and not is_read
 
 
 def take_argmax(rows: List[PlannedRow], logits: Tensor) -> list[Sequence]:

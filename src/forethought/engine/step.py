@@ -174,8 +174,7 @@ class Step:
             if self._asks_drafters:
                 self._reserve_draft_slots(plan)
             self._scheduler.plan_prefills(plan)
-            if self._goes_on(plan):
-                self._scheduler.reserve_decode_slots(plan, self.num_decode_steps)
+            self._reserve_decode_slots(plan)
         except Exception as error:
             log.exception("no step could be planned")
             plan.undo()
@@ -195,12 +194,16 @@ class Step:
             log.exception("no slots for drafts could be reserved in this step")
             plan.drop_drafts()
 
-    def _goes_on(self, plan: Plan) -> bool:
-        """Whether decode steps may follow at once: all that runs does nothing else, none waits."""
-        if self.num_decode_steps == 1 or self._scheduler.waiting or self._drafting.drafters:
-            return False
-        has_all = len(plan.rows) == len(self._scheduler.running) and not plan.failures
-        return has_all and all(map(is_plain_decode, plan.rows))
+    def _reserve_decode_slots(self, plan: Plan) -> None:
+        """Reserve slots for further decode steps, if nothing else runs and nothing waits."""
+        is_alone = not self._scheduler.waiting and not plan.failures
+        has_all = is_alone and len(plan.rows) == len(self._scheduler.running)
+        if self.num_decode_steps == 1 or not has_all or not all(map(is_plain_decode, plan.rows)):
+            return
+        most = self._drafting.num_plain_steps(plan.rows, self._asks_drafters)
+        self._scheduler.reserve_decode_slots(plan, int(min(self.num_decode_steps, most)))
+        if any(row.num_nodes for row in plan.rows):
+            self._asks_drafters = False
 
     def _prepare_pages(self, plan: Plan) -> None:
         """Make the copy-on-write copies; invalidate in the draft caches what is computed again."""
@@ -284,7 +287,7 @@ class Step:
             Forwards that were made; 0: the plan is of one step, or this failed and it is now.
         """
         rows = sorted(plan.rows, key=lambda row: -row.num_nodes)
-        if self._drafting.drafters or not rows or not rows[0].num_nodes:
+        if self._asks_drafters or not rows or not rows[0].num_nodes:
             return 0
         try:
             with self._timer:
@@ -296,6 +299,7 @@ class Step:
             return 0
         for sequence in take_decoded(rows, decoded.tokens):
             self._recompute(plan, sequence)
+        self._drafting.skip(decoded.num_forwards - 1)
         return decoded.num_forwards
 
     # ---- verify -----------------------------------------------------------------------------
