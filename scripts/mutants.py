@@ -258,6 +258,36 @@ MUTANTS = [
     ),
     Mutant(
         "engine/packing.py",
+        "return takes_argmax(row) and row.is_decode and is_apart and not is_read",
+        "return takes_argmax(row) and row.is_decode and is_apart",
+        "tests/engine/test_continuous_decode.py -k 'token_by_token'",
+    ),
+    Mutant(
+        "engine/step.py",
+        "metrics.steps += num_tokens - (not row.is_decode)",
+        "metrics.steps += num_tokens",
+        "tests/engine/test_continuous_decode.py tests/engine/test_speculation.py",
+    ),
+    Mutant(
+        "engine/scheduler.py",
+        "if sum(needed) <= self._pool.num_free:",
+        "if sum(needed) <= self._pool.available:",
+        "tests/engine/test_continuous_decode.py -k 'evicted'",
+    ),
+    Mutant(
+        "model/native/drafts.h",
+        "if (!best.is_finite() || std::find",
+        "if (std::find",
+        "tests/model/test_runner.py -k 'not_finite'",
+    ),
+    Mutant(
+        "model/runner.py",
+        "DecodedTokens(tokens, max(map(len, tokens)))",
+        "DecodedTokens(tokens, rows[0].num_tokens)",
+        "tests/model/test_runner.py -k 'behind_their_ends'",
+    ),
+    Mutant(
+        "engine/packing.py",
         "return is_plain and row.num_logits == 1 and row.is_last",
         "return is_plain and row.num_logits == 1",
         "tests/engine/test_engine.py -k 'scored_token_by_token'",

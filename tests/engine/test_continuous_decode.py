@@ -266,16 +266,15 @@ class Skipping(FixedLength):
         self.num_skipped.append(num_steps)
 
 
-def test_nobody_waits_for_further_steps_of_others() -> None:
-    """A sequence that is to be admitted, and one that waits for the KV of a running one."""
-    machine = made(8, max_batch_size=1)
-    first = machine.add(PROMPTS[0], GREEDY.replace(max_tokens=4))[0]
-    machine.add(PROMPTS[1], GREEDY)
+def test_what_could_be_admitted_soon_does_not_wait_for_further_steps() -> None:
+    """Where pages are short, and where the KV of a running sequence is waited for."""
+    machine = made(8, pages=14, page_size=4, max_batch_size=2)
+    first = machine.add(PROMPTS[3], GREEDY.replace(max_tokens=4))[0]
+    machine.add(prompts((29,))[0], GREEDY.replace(max_tokens=4))
     for size in (1, 2, 3, 4):
         machine.step()
         assert len(first.output) == size
-    machine.step()  # the second one's prompt
-    assert [len(event.tokens) for event in drain(machine)] == [8, 7]
+    assert [len(event.tokens) for event in drain(machine)] == [1, 3]
     machine = made(8)
     running = machine.add(PROMPTS[3], GREEDY)[0]
     machine.step()
@@ -284,6 +283,21 @@ def test_nobody_waits_for_further_steps_of_others() -> None:
         machine.step()
         assert bool(running.dependents) == has_dependents
         assert len(running.output) == size
+
+
+def test_behind_a_full_batch_sequences_wait_for_one_that_ends() -> None:
+    machine = made(8, max_batch_size=1)
+    first = machine.add(PROMPTS[0], GREEDY.replace(max_tokens=4))[0]
+    second = machine.add(PROMPTS[1], GREEDY)[0]
+    assert [len(event.tokens) for event in drain(machine)] == [1, 3, 1, 8, 7]
+    assert outputs([first, second]) == [EXPECTED[0][:4], EXPECTED[1]]
+    machine = made(8, max_batch_size=1)
+    machine.add(PROMPTS[0], GREEDY.replace(priority=1))
+    machine.step()
+    machine.add(PROMPTS[1], GREEDY)  # takes its place
+    machine.step()
+    assert len(machine.scheduler.waiting) == 1
+    assert [len(event.tokens) for event in drain(machine)] == [8, 7, 8, 7]
 
 
 def test_a_streamed_sequence_gets_each_token_by_itself_and_so_do_others() -> None:

@@ -90,11 +90,11 @@ class LlmArgs(StrictModel):
     max_num_tokens: int = Field(default=2048, ge=1)
     """Tokens in one step: decodes first, then chunks of prefills."""
     num_continuous_decode_steps: int | None = Field(default=None, ge=1)
-    """Greedy decode steps that are made in one call before anything else is looked at, which saves
-    what is around a forward. It is where all requests decode greedily, without drafts, stop
-    strings, penalties, shapes, thinking budgets or log-probabilities, and none waits. Tokens then
-    come together, and an abort, a timeout or a new request waits for the end of the call. None: 8
-    in ``LLM``, 1 for its streams and where clients run beside the engine (``AsyncLLM``, server)."""
+    """Decode steps that are made in one call, where all running requests decode greedily, without
+    drafts, stop strings, penalties, shapes, thinking budgets or log-probabilities, and no other one
+    can begin. It saves most of what a step costs beside the forward. The tokens come together, and
+    an abort, a timeout or a new request takes effect at the end of the call. None: 8 in ``LLM``, 1
+    for its streams and where clients run beside the engine (``AsyncLLM``, server)."""
     max_seq_len: int | None = Field(default=None, ge=2)
     """Prompt and output of one sequence together; None: the model's context."""
     enable_chunked_prefill: bool = True
@@ -110,7 +110,8 @@ class LlmArgs(StrictModel):
     """The drafter, or several, each asked where those before it propose nothing. Dictionaries will
     do, with ``decoding_type`` as in YAML."""
     disable_overlap_scheduler: Literal[True] = True
-    """Accepted from configurations that must say so elsewhere: steps never overlap here."""
+    """Accepted from configurations that must say so elsewhere: what is scheduled never overlaps
+    here. Continuous decode steps, which do on CUDA, have a number of their own."""
 
     @pydantic.field_validator("dtype", mode="before")
     @classmethod

@@ -195,10 +195,13 @@ class Step:
             plan.drop_drafts()
 
     def _reserve_decode_slots(self, plan: Plan) -> None:
-        """Reserve slots for further decode steps, if nothing else runs and nothing waits."""
-        is_alone = not self._scheduler.waiting and not plan.failures
-        has_all = is_alone and len(plan.rows) == len(self._scheduler.running)
-        if self.num_decode_steps == 1 or not has_all or not all(map(is_plain_decode, plan.rows)):
+        """Reserve slots for further decode steps, if nothing else runs and none can be admitted."""
+        scheduler = self._scheduler
+        may_admit = bool(scheduler.waiting) and not scheduler.is_full
+        if self.num_decode_steps == 1 or may_admit or plan.failures:
+            return
+        has_all = len(plan.rows) == len(scheduler.running)
+        if not has_all or not all(map(is_plain_decode, plan.rows)):
             return
         most = self._drafting.num_plain_steps(plan.rows, self._asks_drafters)
         self._scheduler.reserve_decode_slots(plan, int(min(self.num_decode_steps, most)))
