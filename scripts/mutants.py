@@ -275,12 +275,6 @@ MUTANTS = [
         "tests/engine/test_continuous_decode.py -k 'evicted'",
     ),
     Mutant(
-        "model/native/drafts.h",
-        "if (!best.is_finite() || std::find",
-        "if (std::find",
-        "tests/model/test_runner.py -k 'not_finite'",
-    ),
-    Mutant(
         "model/runner.py",
         "DecodedTokens(tokens, max(map(len, tokens)))",
         "DecodedTokens(tokens, rows[0].num_tokens)",

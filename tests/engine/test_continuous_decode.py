@@ -172,12 +172,13 @@ def test_pages_of_earlier_prompts_are_not_evicted_for_further_steps() -> None:
     drain(machine)
     known = digests(machine)
     assert (machine.pool.num_free, len(known)) == (2, 10)
-    (sequence,) = machine.add([5, 6, 7], GREEDY.replace(max_tokens=6))
+    (sequence,) = machine.add([5, 6, 7], GREEDY)
     machine.step()  # the prompt takes a page
-    machine.step()  # 4 tokens are stored, of 5 that are known: a page of 4 more is free
+    machine.step()  # the fourth token fills it, and four more have a page that is free
     assert digests(machine) >= known
-    assert len(sequence.output) == 6
+    assert len(sequence.output) == 1 + 1 + 4
     drain(machine)
+    assert sequence.output == greedy(tiny("llama"), [[5, 6, 7]], 16)[0]
     expect_empty(machine)
 
 
