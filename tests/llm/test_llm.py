@@ -758,6 +758,61 @@ def test_tokens_drawn_behind_a_stop_string_in_the_same_step_are_taken_back(llm, 
         assert completion.token_ids + rest.token_ids == plain.token_ids
 
 
+@pytest.fixture
+def sizes(llm, monkeypatch):
+    """Tokens of each event of the engine."""
+    engine, found = llm._frontend.engine, []
+    step = engine.step
+
+    def stepped() -> list[Event]:
+        events = step()
+        found.extend(len(event.tokens) for event in events)
+        return events
+
+    monkeypatch.setattr(engine, "step", stepped)
+    return found
+
+
+def test_a_call_gets_its_tokens_together_and_a_stream_one_by_one(llm, sizes):
+    output = llm.generate(PROMPTS[0], GREEDY).outputs[0]
+    assert sizes == [1, 8, 3]
+    sizes.clear()
+    steps = [step.outputs[0] for step in llm.stream(PROMPTS[0], GREEDY)]
+    assert sizes == [1] * 12
+    assert [len(step.token_ids) for step in steps] == list(range(1, 13))
+    assert steps[-1] == output
+    sizes.clear()
+    with llm.start(PROMPTS[0]) as session:
+        *_, last = session.stream(GREEDY.replace(max_tokens=4))
+        assert sizes == [1] * 4
+        rest = session.generate(GREEDY.replace(max_tokens=8))
+        assert last.token_ids + rest.token_ids == output.token_ids
+        assert len(sizes) < 4 + 8
+
+
+def test_a_stop_string_ends_a_call_where_single_steps_do(llm, sizes):
+    plain = llm.generate(PROMPTS[0], GREEDY).outputs[0]
+    sizes.clear()
+    with llm.start(PROMPTS[0]) as session:
+        completion = session.generate(GREEDY.replace(stop=[plain.text[3:5]]))
+        assert set(sizes) == {1}
+        assert session.tokens[session.prompt_length :] == completion.token_ids
+        assert session.usage.discarded == 0
+        assert session.usage.decoded == len(completion.token_ids)
+
+
+@pytest.mark.parametrize("number", [0, -1, 1.5, "many"])
+def test_a_number_of_decode_steps_that_cannot_be_is_refused(number):
+    with pytest.raises(ParameterError, match="num_continuous_decode_steps"):
+        build(num_continuous_decode_steps=number)
+
+
+def test_a_number_of_decode_steps_holds_for_streams_and_clients_as_well():
+    with build(num_continuous_decode_steps=3) as llm:
+        sizes = [len(step.outputs[0].token_ids) for step in llm.stream(PROMPTS[0], GREEDY)]
+    assert sizes == [1, 4, 7, 10, 12]
+
+
 def test_a_session_in_the_middle_of_a_stream_cannot_be_changed(llm):
     with llm.start(PROMPTS[0]) as session:
         stream = session.stream(GREEDY)
