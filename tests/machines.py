@@ -62,15 +62,17 @@ class Machine:
         rows: requests at a time.
         seed: of everything random.
         offers: chance that the drafter has a draft for a request at all.
+        skipped_share: time of a step that the policy skips, as a share of a plain one.
     """
 
-    def __init__(self, forward, draft, alpha, rows, seed, offers=1.0, levels=5):
+    def __init__(self, forward, draft, alpha, rows, seed, offers=1.0, levels=5, skipped_share=1.0):
         self.forward, self.draft, self.alpha, self.offers = forward, draft, alpha, offers
         self.rng = np.random.default_rng(seed)
         self.levels, self.steps, self.next = levels, 0, rows
         self.requests = [CappedRequest(number, levels) for number in range(rows)]
         self.contexts = self.rng.integers(50, 500, rows)
         self.to_skip = self.skipped = 0
+        self.skipped_share, self.skipped_seconds = skipped_share, 0.0
 
     def resize(self, rows: int) -> None:
         """From now on another number of requests."""
@@ -109,6 +111,9 @@ class Machine:
         context = int(self.contexts.sum())
         forward = self.forward(rows + int(depths.sum()), context)
         draft = self._drafting(asked)
+        if not is_asked:
+            forward *= self.skipped_share
+            self.skipped_seconds += forward * self._noise()
         self._judge(judged, alphas, depths, forward + draft, context)
         self.contexts += 1 + accepted
         if not is_asked:
@@ -138,8 +143,8 @@ class Machine:
             self.skipped += 1
             return False
         if self.skipped:
-            policy.skipped(self.skipped)
-            self.skipped = 0
+            policy.skipped(self.skipped, self.skipped_seconds)
+            self.skipped, self.skipped_seconds = 0, 0.0
         return True
 
     def _drafting(self, asked: np.ndarray) -> float:
@@ -157,7 +162,7 @@ class Machine:
         for length in range(self.levels + 1):
             drafted = round(self.offers * rows * length)
             each = rows + self.offers * float((gains[:, length] - 1.0).sum())
-            took = self.forward(rows + drafted, context)
+            took = self.forward(rows + drafted, context) * (1.0 if length else self.skipped_share)
             took += self._drafting(np.full(rows, length))
             judged.fixed[length] += tokens * took / each
 

@@ -263,7 +263,7 @@ class Skipping(FixedLength):
     def skip(self) -> int:
         return 5
 
-    def skipped(self, num_steps: int) -> None:
+    def skipped(self, num_steps: int, seconds: float) -> None:
         self.num_skipped.append(num_steps)
 
 

@@ -343,7 +343,9 @@ def test_a_tree_is_paid_for_by_its_nodes():
 
 def asked_always(lengths, observe):
     """A policy that skips no step."""
-    return SimpleNamespace(lengths=lengths, observe=observe, skip=lambda: 0)
+    return SimpleNamespace(
+        lengths=lengths, observe=observe, skip=lambda: 0, skipped=lambda *_: None
+    )
 
 
 def machine(forward, draft, alpha, rows, seed=0, **more):
@@ -425,6 +427,18 @@ def test_a_drafter_without_drafts_is_asked_seldom():
     run = machine("flat", "slow model", always(0.9), 4, offers=0.0)
     run.run(policy, 500)
     assert run.run(policy, 500).against_plain > 0.99
+
+
+def test_drafts_are_compared_with_the_steps_that_skip_them():
+    """Plain steps, several in a call, may be faster than drafts that beat a single one."""
+    runs = {}
+    for share in (1.0, 0.4):
+        policy, run = Goodput(5), machine("flat", "lookup", always(0.4), 4, skipped_share=share)
+        run.run(policy, 1000)
+        runs[share] = run.run(policy, 2000)
+    assert runs[1.0].drafting_steps > 1500
+    assert runs[0.4].drafting_steps < 200
+    assert runs[0.4].against_plain > 0.95
 
 
 def test_a_costly_first_draft_does_not_close_it():
@@ -596,7 +610,7 @@ class Skipping(FixedLength):
     def skip(self):
         return self.count
 
-    def skipped(self, num_steps):
+    def skipped(self, num_steps, seconds):
         self.told.append(num_steps)
 
 

@@ -212,6 +212,7 @@ class Drafting:
         self._num_to_skip = self._num_skipped = self._num_running = 0
         """Coming steps of about the same batch in which no drafter and no policy is asked; how many
         have gone by since one was; sequences that ran then."""
+        self._skipped_seconds = 0.0
         self._choosing_seconds: dict[DrafterEntry, float] = {}
         """Of the length policies in this step."""
         self._learning_seconds: dict[DrafterEntry, float] = {}
@@ -237,8 +238,8 @@ class Drafting:
             return False
         if self._num_skipped:
             for entry in self._given:
-                entry.policy.skipped(self._num_skipped)
-            self._num_skipped = 0
+                entry.policy.skipped(self._num_skipped, self._skipped_seconds)
+            self._num_skipped, self._skipped_seconds = 0, 0.0
         self._num_running = num_running
         return bool(self._given or self._predicted)
 
@@ -261,6 +262,11 @@ class Drafting:
         num_steps = min(num_steps, self._num_to_skip)
         self._num_to_skip -= num_steps
         self._num_skipped += num_steps
+
+    def observe_skipped(self, seconds: float) -> None:
+        """A step in which none was asked took so long, with all that was made in it."""
+        if self._num_skipped:
+            self._skipped_seconds += seconds
 
     def begin(self, sequence: Sequence) -> None:
         """A sequence begins to generate."""

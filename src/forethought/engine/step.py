@@ -238,6 +238,7 @@ class Step:
     def _observe(self, plan: Plan, seconds: float) -> None:
         """Report the committed step to drafters and length policies."""
         if not self._asks_drafters:
+            self._drafting.observe_skipped(seconds)
             return
         try:
             self._drafting.observe(plan, seconds)

@@ -121,7 +121,7 @@ class AcceptanceGate:
         """None: it counts steps between probes."""
         return 0
 
-    def skipped(self, num_steps: int) -> None:
+    def skipped(self, num_steps: int, seconds: float) -> None:
         """Nothing to count."""
 
     def _count(self, depth: int, accepted: int) -> None:

@@ -224,6 +224,11 @@ SURPRISE, USUALS = 0.1, 3.0
 usual errors."""
 HOLD, HOLD_PLAIN = 4, 16
 """Steps for which a choice is kept if nothing changes: to draft, and not to."""
+AVERAGED = 4
+"""Stretches of skipped steps that the time of one is averaged over, about."""
+STRETCH_STEPS, SHARE_AGE = 7, 256
+"""Steps that are skipped to measure that time of another batch, and the least between two of these
+measurements."""
 IDLE = 64
 """While it does not draft, it is asked and told of at least one of so many steps."""
 DRAFTS = "{:.2f} times the goodput of plain decoding"
@@ -293,12 +298,16 @@ class Goodput:
         self._branches = bool((self._tokens != 1.0).any())
         self._widest = 1
         self._context = 1.0  # tokens of context per row
+        self._batch_size = 1
         self._node_context = node_context
         self._requested: dict[int, int] = {}
         self._again: list[int] | None = None  # the probe that the next step repeats
         self._drafted_last = False  # whether the step before had drafts
         self._why: tuple[str, tuple[float, ...]] = ("nothing has been measured yet", ())
         self._held_why: tuple[str, tuple[float, ...]] = self._why
+        self._plain_share = 1.0
+        """What a plain step takes that skips the policy, as a share of one that is asked."""
+        self._share_batch, self._share_age = 0, 0  # where it was measured, and steps since
 
     @property
     def reason(self) -> str:
@@ -368,7 +377,8 @@ class Goodput:
             # Of a tree whose later levels are cheaper, an earlier one never comes after a later.
             worth = np.minimum.accumulate(worth / self._tokens, axis=1)
         search = self._search_few if survival.size <= FEW else self._search_many
-        return search(survival, worth, caps, batch_size)
+        depths, ratio = search(survival, worth, caps, batch_size)
+        return depths, ratio * self._plain_share
 
     def _search_few(
         self, survival: Array, worth: Array, caps: NDArray[np.int64], batch_size: int
@@ -475,7 +485,8 @@ class Goodput:
         seconds = self._seconds(batch_size, nodes)
         seconds += self.drafting.predict((1.0, depths.max(), depths.sum()))
         gain = float(survival[self._depths <= depths[:, None]].sum()) / batch_size
-        cost = seconds / self._seconds(batch_size, 0) - 1.0 - gain
+        plain = self._plain_share * self._seconds(batch_size, 0)
+        cost = seconds / plain - 1.0 - gain
         share = PROBE_SHARE if np.count_nonzero(depths) > 1 else LAST_SHARE
         return cost <= share * min(self.account.balance, CREDIT)
 
@@ -490,11 +501,14 @@ class Goodput:
         """Learn what the step took and gave, and book it."""
         requested, self._requested = self._requested, {}
         self._context = record.context / max(record.batch_size, 1)
+        self._batch_size = record.batch_size
         drafted = sum(float(self._sizes[depth]) for _, depth, _ in record.requests)
         context = record.context + self._node_context * drafted * self._context
-        plain = self.forward.predict(record.tokens - drafted, record.context)
+        asked = self.forward.predict(record.tokens - drafted, record.context)
+        plain = self._plain_share * asked
         predicted = self.forward.predict(record.tokens, context)
         steps, self._num_skipped = 1 + self._num_skipped, 0
+        self._share_age += steps
         seconds = self.forward.observe(record.tokens, context, record.forward_seconds, steps)
         if requested:
             seconds += self._observe_drafting(list(requested.values()), record.draft_seconds)
@@ -506,7 +520,7 @@ class Goodput:
             accepted = sum(accepted for _, _, accepted in record.requests)
             self._gained = 1.0 + accepted / record.batch_size - seconds / plain
         elif plain > 0.0 and self.forward.settled:  # choosing and learning take time too
-            self._gained = -min(record.draft_seconds / plain, 1.0)
+            self._gained = 1.0 - asked / plain - min(record.draft_seconds / plain, 1.0)
         self.account.book(self._gained)
         self._count_tries(bool(requested), predicted, record.forward_seconds)
 
@@ -523,8 +537,15 @@ class Goodput:
         return usual if self.drafting.observations > 1 else 0.0  # the first one sets things up
 
     def skip(self) -> int:
-        """While it does not draft, up to ``IDLE - 1`` steps, and none of those that probe."""
-        if not self.forward.settled or self._again is not None:
+        """While it does not draft, up to ``IDLE - 1`` steps, and none of those that probe.
+
+        A few now and then in any case, to know what they take: several may be one call.
+        """
+        if self._again is not None:
+            return 0
+        if self.forward.ready and self._is_share_old():
+            return STRETCH_STEPS
+        if not self.forward.settled:
             return 0
         if not self.account.open:
             self._why = (RECOVERING, (self.account.balance,))
@@ -534,12 +555,23 @@ class Goodput:
             self._why = self._held_why
         return count
 
-    def skipped(self, num_steps: int) -> None:
-        """Count plain steps that it was not told of."""
+    def skipped(self, num_steps: int, seconds: float) -> None:
+        """Count plain steps that it was not told of, and learn what they take."""
+        share = min(seconds / (num_steps * self._seconds(self._batch_size, 0)), 1.0)
+        if self._is_share_old():
+            self._plain_share = share
+        self._plain_share += (share - self._plain_share) / AVERAGED
+        self._share_batch, self._share_age = self._batch_size, 0
         self.account.book(0.0, num_steps)
         self._probes.wait(num_steps)
         self._left -= num_steps
         self._num_skipped += num_steps
+
+    def _is_share_old(self) -> bool:
+        """Whether what a skipped step takes was measured long ago, and of another batch."""
+        measured = self._share_batch
+        is_other = abs(self._batch_size - measured) > measured // 4
+        return is_other and (not measured or self._share_age > SHARE_AGE)
 
     def _count_tries(self, drafted: bool, predicted: float, seconds: float) -> None:
         if not self._drafting:

@@ -86,8 +86,13 @@ class LengthPolicy(Protocol):
         In these it need be neither asked nor told of anything, which saves their time.
         """
 
-    def skipped(self, num_steps: int) -> None:
-        """So many steps have gone by without it, at most as many as ``skip`` has returned."""
+    def skipped(self, num_steps: int, seconds: float) -> None:
+        """So many steps have gone by without it, at most as many as ``skip`` has returned.
+
+        Args:
+            num_steps: plain decode steps, several of which may have been one call of the engine.
+            seconds: that they took together.
+        """
 
 
 class FixedLength:
@@ -106,7 +111,7 @@ class FixedLength:
         """None."""
         return 0
 
-    def skipped(self, num_steps: int) -> None:
+    def skipped(self, num_steps: int, seconds: float) -> None:
         """Nothing to count."""
 
 
@@ -154,7 +159,7 @@ class Shortest:
         """None: a policy that skips steps would leave the others without them."""
         return 0
 
-    def skipped(self, num_steps: int) -> None:
+    def skipped(self, num_steps: int, seconds: float) -> None:
         """Nothing to count."""
 
 
