@@ -154,23 +154,33 @@ def _foreign(error: BaseException) -> HttpError:
 
 
 async def until_gone(receive: Receive, work: Coroutine[Any, Any, Result]) -> Result:
-    """The result of ``work``, a task of its own, cancelled as soon as the client has gone away.
+    """The result of ``work``, which is cancelled as soon as the client has gone away.
 
     Raises:
         HttpError: it has, with status 499.
     """
-    doing, watching = asyncio.create_task(work), asyncio.create_task(_gone(receive))
-    watching.add_done_callback(lambda _: doing.cancel())
+    working, watching = asyncio.current_task(), asyncio.create_task(_gone(receive))
+    assert working is not None, "a coroutine runs in a task"
+    num_before, has_gone = working.cancelling(), False
+
+    def cancel(_: asyncio.Task[None]) -> None:
+        nonlocal has_gone
+        has_gone = True
+        working.cancel()
+
+    watching.add_done_callback(cancel)
     try:
-        return await doing
+        return await work
     except asyncio.CancelledError:
-        waiting = asyncio.current_task()
-        if not watching.done() or (waiting is not None and waiting.cancelling()):
+        if not has_gone or working.cancelling() > num_before + 1:  # from outside, as well
             raise
         message = "the client has gone away"
         raise HttpError(CLIENT_CLOSED, message, code="cancelled") from None
     finally:
+        watching.remove_done_callback(cancel)
         watching.cancel()
+        if has_gone:
+            working.uncancel()
 
 
 async def _gone(receive: Receive) -> None:
@@ -219,6 +229,10 @@ class ChunkEncoder:
         return f"{self._opening}{choice}]}}\n\n".encode(errors="replace")
 
 
+class LastEvents(bytes):
+    """The last events of a stream, with which its response ends: in one write."""
+
+
 class EventStream(Response):
     """Server-sent events; when the client goes away their source is cancelled.
 
@@ -226,7 +240,7 @@ class EventStream(Response):
     if it does not come for a while, the status is sent before.
 
     Args:
-        events: encoded; several at once are sent together.
+        events: encoded; several at once are sent together. No ``LastEvents``, or at the end.
         held: closed at the end, however it comes.
         on_gone: called if the client goes away before the end.
     """
@@ -265,20 +279,24 @@ class EventStream(Response):
                     raise
 
     async def _write(self, send: Send, opening: _Opening) -> None:
+        last = b""
         try:
             async for data in self._events:
                 await opening.sent()
-                await send(_body(data))
+                if isinstance(data, LastEvents):
+                    last = data
+                else:
+                    await send(_body(data))
             await opening.sent()
         except Exception as error:
             if not opening.has_begun:
                 raise
             await opening.sent()
-            await send(_body(encode_failure(error)))
+            last = encode_failure(error)
         finally:
             opening.close()
             await self._events.aclose()
-        await send({"type": "http.response.body", "body": b"", "more_body": False})
+        await send(_body(last, more=False))
 
 
 class _Opening:
@@ -315,5 +333,5 @@ class _Opening:
         self._late = asyncio.ensure_future(self._send(self._message))
 
 
-def _body(data: bytes) -> Message:
-    return {"type": "http.response.body", "body": data, "more_body": True}
+def _body(data: bytes, more: bool = True) -> Message:
+    return {"type": "http.response.body", "body": data, "more_body": more}
