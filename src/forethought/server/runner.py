@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import logging
 import socket
+import threading
+import time
 from collections.abc import Callable
 from types import FrameType
+from typing import TextIO
 
 import uvicorn
 from fastapi import FastAPI
@@ -18,6 +23,8 @@ _CLOSING_SECONDS = 1
 """For connections whose requests were cancelled when the drain time was over."""
 _POLL_SECONDS = 0.1
 """How often a second signal is looked for."""
+_LOG_SECONDS = 0.1
+"""How long lines of the log are gathered."""
 
 
 class Server(uvicorn.Server):
@@ -110,3 +117,51 @@ def serve(
         server = Server(app, drain_seconds)
         server.run(sockets=[opened])
     return 0 if server.started and not server.force_exit else 1
+
+
+class LogHandler(logging.StreamHandler[TextIO]):
+    """Writes the lines of a log together, some time later; those before a warning, and it, at once.
+
+    A write wakes up what reads the log. A write per request would cost several per cent of all that
+    the event loop does.
+
+    Args:
+        stream: gets the lines.
+        seconds: in which they are gathered.
+    """
+
+    def __init__(self, stream: TextIO, seconds: float = _LOG_SECONDS) -> None:
+        super().__init__(stream)
+        self._seconds, self._lines = seconds, list[str]()
+        self._has_lines = threading.Event()
+        threading.Thread(target=self._write_late, name="forethought-log", daemon=True).start()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Add a line."""
+        try:
+            self._lines.append(self.format(record) + self.terminator)
+            if record.levelno >= logging.WARNING:
+                self.flush()
+            elif not self._has_lines.is_set():
+                self._has_lines.set()
+        except Exception:  # as logging does: a line that cannot be written hurts nothing else
+            self.handleError(record)
+
+    def flush(self) -> None:
+        """Write what has been gathered; also called at the end of the process."""
+        self.acquire()
+        try:
+            lines, self._lines = self._lines, []
+            if lines:
+                self.stream.write("".join(lines))
+            super().flush()
+        finally:
+            self.release()
+
+    def _write_late(self) -> None:
+        while True:
+            self._has_lines.wait()
+            time.sleep(self._seconds)
+            self._has_lines.clear()
+            with contextlib.suppress(OSError, ValueError):  # the stream is closed
+                self.flush()
