@@ -154,33 +154,26 @@ def _foreign(error: BaseException) -> HttpError:
 
 
 async def until_gone(receive: Receive, work: Coroutine[Any, Any, Result]) -> Result:
-    """The result of ``work``, which is cancelled as soon as the client has gone away.
+    """The result of ``work``, a task of its own, cancelled as soon as the client has gone away.
+
+    A stream's task is resumed with each chunk; that of the request would be resumed through all
+    layers between the connection and the endpoint.
 
     Raises:
         HttpError: it has, with status 499.
     """
-    working, watching = asyncio.current_task(), asyncio.create_task(_gone(receive))
-    assert working is not None, "a coroutine runs in a task"
-    num_before, has_gone = working.cancelling(), False
-
-    def cancel(_: asyncio.Task[None]) -> None:
-        nonlocal has_gone
-        has_gone = True
-        working.cancel()
-
-    watching.add_done_callback(cancel)
+    doing, watching = asyncio.create_task(work), asyncio.create_task(_gone(receive))
+    watching.add_done_callback(lambda _: doing.cancel())
     try:
-        return await work
+        return await doing
     except asyncio.CancelledError:
-        if not has_gone or working.cancelling() > num_before + 1:  # from outside, as well
+        waiting = asyncio.current_task()
+        if not watching.done() or (waiting is not None and waiting.cancelling()):
             raise
         message = "the client has gone away"
         raise HttpError(CLIENT_CLOSED, message, code="cancelled") from None
     finally:
-        watching.remove_done_callback(cancel)
         watching.cancel()
-        if has_gone:
-            working.uncancel()
 
 
 async def _gone(receive: Receive) -> None:
