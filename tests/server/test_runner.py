@@ -1,11 +1,14 @@
-"""The log of the server: lines are gathered, and none is lost or late that matters."""
+"""The process of the server: its log, and its garbage collections."""
 
+import gc
 import io
 import logging
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
+from forethought.server import runner
 from forethought.server.runner import LogHandler
 from http_servers import eventually
 
@@ -69,3 +72,28 @@ def test_a_line_that_cannot_be_written_hurts_no_other(
     log.info("%d", "no number")
     log.warning("two")
     assert stream.getvalue() == "two\n"
+
+
+def test_collections_are_rare_while_it_serves_and_as_before_afterwards(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    seen: list[tuple[int, int]] = []
+
+    class Server:
+        started, force_exit = True, False
+
+        def __init__(self, *_: object) -> None:
+            pass
+
+        def run(self, **_: object) -> None:
+            seen.append((gc.get_threshold()[0], gc.get_freeze_count()))
+
+    monkeypatch.setattr(runner, "Server", Server)
+    before = gc.get_threshold()
+    app: Any = None
+    assert runner.serve(app, "127.0.0.1", 0, 1.0, lambda url: None) == 0
+    [(threshold, num_frozen)] = seen
+    assert threshold > before[0]
+    assert num_frozen > 0
+    assert gc.get_threshold() == before
+    assert gc.get_freeze_count() == 0
