@@ -20,6 +20,7 @@ from forethought.llm.tokenizer import Tokenizer
 from forethought.scaffolding.task import RewardTask, TaskStatus
 from forethought.scaffolding.worker import Worker
 from forethought.scaffolding.workers.upstream import UpstreamWorker
+from forethought.server.app import create_app
 from forethought.server.backends import EngineBackend
 from forethought.server.remote_backend import RemoteBackend
 from forethought.server.settings import Settings
@@ -446,3 +447,37 @@ def test_without_a_tokenizer_what_is_said_to_be_available_answers_in_chats(serve
         assert "majority_vote" in available(in_front)
         assert failures(in_front) == {}
     backend.close()
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [(CHAT, ask(max_tokens=4)), ("/v1/completions", {"prompt": QUESTION, "max_tokens": 4})],
+)
+def test_the_last_text_of_a_stream_comes_with_its_end_in_one_message(
+    llm: AsyncLLM, path: str, body: dict[str, Any]
+) -> None:
+    app = create_app(EngineBackend(llm, "reasoner"), Settings(stream_interval=1.0))
+    content = json.dumps({**body, "stream": True}).encode()
+    sent: list[bytes] = []
+
+    async def receive() -> Any:
+        if received:
+            await asyncio.Event().wait()
+        received.append(True)
+        return {"type": "http.request", "body": content, "more_body": False}
+
+    async def send(message: Any) -> None:
+        sent.append(message.get("body", b""))
+
+    async def main() -> None:
+        async with app.router.lifespan_context(app):
+            headers = [(b"content-type", b"application/json")]
+            scope = {"type": "http", "method": "POST", "path": path, "headers": headers}
+            await app({**scope, "app": app, "query_string": b""}, receive, send)
+
+    received: list[bool] = []
+    asyncio.run(main())
+    *_, last = sent
+    assert b'"finish_reason":null' in last
+    assert b'"finish_reason":"length"' in last
+    assert last.endswith(b"data: [DONE]\n\n")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import http.client
 import json
 import logging
@@ -12,7 +13,7 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Iterator
+from collections.abc import AsyncGenerator, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from pathlib import Path
@@ -21,10 +22,12 @@ from typing import Any
 import pytest
 
 from forethought.scaffolding.workers.scripted import Reply
+from forethought.server.http import EventStream, LastEvents
 from forethought.server.settings import Settings
 from http_servers import WAIT, Served, eventually, scripted
 
 CHAT = "/v1/chat/completions"
+BODY = "http.response.body"
 SLOW = Reply("a" * 10_000, seconds_per_token=0.01)
 
 
@@ -382,3 +385,27 @@ def test_metrics_count_requests(server: Served) -> None:
     text = server.send("/metrics").text
     assert 'forethought:request_success_total{finished_reason="stop"' in text
     assert "vllm:num_requests_running" in text
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_the_last_events_of_a_stream_end_the_body_of_its_response(fails: bool) -> None:
+    async def events() -> AsyncGenerator[bytes, None]:
+        yield b"data: 1\n\n"
+        if fails:
+            raise ValueError("in the middle")
+        yield LastEvents(b"data: 2\n\n")
+
+    sent: list[Any] = []
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    async def receive() -> Any:
+        await asyncio.Event().wait()
+
+    asyncio.run(EventStream(events())({}, receive, send))
+    assert [message["type"] for message in sent[:2]] == ["http.response.start", BODY]
+    assert sent[1]["body"] == b"data: 1\n\n"
+    assert [message["more_body"] for message in sent[1:]] == [True, False]
+    last = sent[2]["body"]
+    assert last.endswith(b"data: [DONE]\n\n") if fails else last == b"data: 2\n\n"

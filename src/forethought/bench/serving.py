@@ -13,26 +13,26 @@ Goodput is the rate of requests that meet all given targets (Zhong et al., DistS
 from __future__ import annotations
 
 import asyncio
-import importlib
 import itertools
 import json
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import aclosing, nullcontext
 from dataclasses import dataclass, field
-from functools import partial
 from types import MappingProxyType
 from typing import Any
 
 from forethought.bench.arrivals import Arrival
-from forethought.errors import DependencyError, ParameterError, RequestError
+from forethought.bench.http_client import HttpClient
+from forethought.errors import ParameterError, RequestError
 from forethought.evaluation.report import aligned
 
 PERCENTILES = (50, 90, 95, 99)
 TARGETS = MappingProxyType({"ttft": "ttft", "tpot": "tpot", "e2el": "e2e"})
 """Names of the targets for goodput, as vLLM's benchmark has them, and the measure of each."""
 _TIMEOUT = 3600.0
+"""Seconds for an answer."""
 
 
 @dataclass(slots=True)
@@ -206,9 +206,6 @@ class ServingBench:
         api_key: of the server.
         max_concurrency: most requests under way at once; further ones wait. None: no limit.
         fields: further fields of every request's body.
-
-    Raises:
-        DependencyError: the ``openai`` package is not installed.
     """
 
     def __init__(
@@ -221,14 +218,7 @@ class ServingBench:
         max_concurrency: int | None = None,
         fields: Mapping[str, Any] | None = None,
     ) -> None:
-        try:
-            make = importlib.import_module("openai").AsyncOpenAI
-        except ModuleNotFoundError as error:
-            raise DependencyError.missing("openai", "bench serving", "openai") from error
-        self._url, self._model, self._chat = url, model, chat
-        self._make: Callable[[], Any] = partial(
-            make, base_url=url, api_key=api_key or "none", max_retries=0, timeout=_TIMEOUT
-        )
+        self._url, self._model, self._chat, self._api_key = url, model, chat, api_key
         self._max_concurrency, self._fields = max_concurrency, dict(fields or {})
 
     async def run(
@@ -248,7 +238,7 @@ class ServingBench:
             ConnectionError: the server does not list its models, and none was given.
         """
         limit = asyncio.Semaphore(self._max_concurrency) if self._max_concurrency else nullcontext()
-        async with self._make() as client:
+        async with HttpClient(self._url, self._api_key) as client:
             self._model = self._model or await self._first_model(client)
             began = time.perf_counter()
 
@@ -263,30 +253,26 @@ class ServingBench:
         seconds = max(exchange.ended for exchange in exchanges)
         return ServingReport(exchanges, seconds, targets or {})
 
-    async def _first_model(self, client: Any) -> str:
+    async def _first_model(self, client: HttpClient) -> str:
         try:
-            page = await client.models.list()
-            return str(page.data[0].id)
+            return str((await client.get("/models"))["data"][0]["id"])
         except Exception as error:
-            why = error.__cause__ or error
             raise ConnectionError(
-                f"{self._url} lists no model ({why}): start the server, or name the model"
+                f"{self._url} lists no model ({error}): start the server, or name the model"
             ) from error
 
-    async def _ask(self, client: Any, arrival: Arrival, began: float) -> Exchange:
+    async def _ask(self, client: HttpClient, arrival: Arrival, began: float) -> Exchange:
         exchange = Exchange(time.perf_counter() - began)
-        api = client.chat.completions if self._chat else client.completions
+        path = "/chat/completions" if self._chat else "/completions"
         fields: dict[str, Any] = {"model": self._model, "max_tokens": arrival.max_tokens}
         if self._chat:
             fields["messages"] = [{"role": "user", "content": arrival.prompt}]
         else:
             fields["prompt"] = arrival.prompt
-        fields |= {"stream": True, "stream_options": {"include_usage": True}}
+        fields |= {"stream": True, "stream_options": {"include_usage": True}, **self._fields}
         try:
-            # Lines as they come: the client's own objects would cost more than the server's work.
-            sending = api.with_streaming_response.create(**fields, extra_body=self._fields)
-            async with sending as response:
-                async for line in response.iter_lines():
+            async with asyncio.timeout(_TIMEOUT), aclosing(client.lines(path, fields)) as lines:
+                async for line in lines:
                     _take(exchange, line, began)
         except Exception as error:
             exchange.error = f"{type(error).__name__}: {error}"

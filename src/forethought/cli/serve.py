@@ -161,12 +161,13 @@ def run(args: argparse.Namespace) -> int:
     except ModuleNotFoundError as error:
         raise DependencyError.missing(error.name or "fastapi", "serve", "server") from error
     from forethought.server.app import create_app
-    from forethought.server.runner import serve
+    from forethought.server.runner import LogHandler, serve
 
     config = read_config(args)
     settings = settings_of(args)
     host, port = address(args)
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
+    line = "%(asctime)s %(levelname)s %(message)s"
+    logging.basicConfig(level=logging.INFO, format=line, handlers=[LogHandler(sys.stderr)])
     for name in _HTTP_CLIENTS:
         logging.getLogger(name).setLevel(logging.WARNING)
     with ExitStack() as opened:

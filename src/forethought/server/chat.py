@@ -17,6 +17,7 @@ from forethought.server.backends import Conversation
 from forethought.server.http import (
     ChunkEncoder,
     EventStream,
+    LastEvents,
     encode,
     encode_failure,
     http_error,
@@ -164,25 +165,28 @@ class _Chat:
         """The answer as it comes."""
         service, job, opened = self._service, self._job, False
         streams = [AnswerStream(service, job.ask.prompted, self._tools) for _ in job.choices]
+        lines: list[bytes] = []  # not sent: those of the last update go with the end
         if job.ask.events:
             yield encode("forethought", job.started())
         try:
             async with aclosing(service.updates(job)) as updates:
                 async for update in updates:
-                    lines = [] if opened else [self._role()]
+                    lines += [] if opened else [self._role()]
                     opened = True
                     lines += [encode("forethought", event) for event in update.events]
                     for piece in update.pieces:
                         lines += self._delta(piece, streams[piece.index])
-                    if data := b"".join(lines):
-                        yield data
-            yield b"".join([*([] if opened else [self._role()]), *self._end(streams)])
+                    if lines and not update.is_last:
+                        yield b"".join(lines)
+                        lines = []
+            lines += [] if opened else [self._role()]
+            yield LastEvents(b"".join([*lines, *self._end(streams)]))
         except Exception as error:
             if not opened and not job.ask.events:
                 raise  # what has been sent is at most a status
             if job.ask.events:
-                yield encode("forethought", job.failed(http_error(error).message))
-            yield encode_failure(error)
+                lines.append(encode("forethought", job.failed(http_error(error).message)))
+            yield LastEvents(b"".join([*lines, encode_failure(error)]))
 
     def _role(self) -> bytes:
         """The first chunk of each choice: the role."""

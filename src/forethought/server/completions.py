@@ -18,6 +18,7 @@ from forethought.server.backends import raw_prompt
 from forethought.server.http import (
     ChunkEncoder,
     EventStream,
+    LastEvents,
     encode,
     encode_failure,
     http_error,
@@ -193,27 +194,28 @@ class _Completions:
     async def events(self) -> AsyncGenerator[bytes, None]:
         """The answers as they come, those of several prompts between each other."""
         offsets: dict[tuple[int, int], int] = {}
-        has_begun = bool(self._body.events)
+        has_begun, lines = bool(self._body.events), list[bytes]()
         if has_begun:
             started = [self._event(n, job.started()) for n, job in enumerate(self._jobs)]
             yield b"".join(started)
         try:
             async with aclosing(_merged(self._service, self._jobs)) as updates:
                 async for number, update in updates:
-                    lines = [self._event(number, each) for each in update.events]
+                    lines += [self._event(number, each) for each in update.events]
                     for piece in update.pieces:
                         lines.append(self._piece(number, piece, offsets))
-                    if lines:
-                        has_begun = True
+                    has_begun = has_begun or bool(lines)
+                    if lines and not (update.is_last and len(self._jobs) == 1):
                         yield b"".join(lines)
-            yield b"".join(self._end(offsets))
+                        lines = []
+            yield LastEvents(b"".join([*lines, *self._end(offsets)]))
         except _JobFailed as failed:
             if not has_begun:
                 raise failed.error from failed.error.__cause__
             if self._body.events:
                 told = self._jobs[failed.number].failed(http_error(failed.error).message)
-                yield self._event(failed.number, told)
-            yield encode_failure(failed.error)
+                lines.append(self._event(failed.number, told))
+            yield LastEvents(b"".join([*lines, encode_failure(failed.error)]))
 
     def _event(self, number: int, event: dict[str, Any]) -> bytes:
         """An event of prompt ``number``."""

@@ -104,10 +104,11 @@ class EngineJob(Job):
         pieces = [self._piece(each) for each in output.outputs]
         pieces = [piece for piece in pieces if piece.num_tokens or piece.text]
         if not self.ask.events:
-            return Update(pieces, [])
+            return Update(pieces, [], output.finished)
         several = self.num_choices > 1
         branches = [(str(piece.index) if several else "", piece) for piece in pieces]
-        return Update(pieces, [self._delta(b, each.text, each.num_tokens) for b, each in branches])
+        deltas = [self._delta(b, each.text, each.num_tokens) for b, each in branches]
+        return Update(pieces, deltas, output.finished)
 
     def _piece(self, output: CompletionOutput) -> Piece:
         """What a sample has that has not been streamed."""

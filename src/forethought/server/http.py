@@ -156,6 +156,9 @@ def _foreign(error: BaseException) -> HttpError:
 async def until_gone(receive: Receive, work: Coroutine[Any, Any, Result]) -> Result:
     """The result of ``work``, a task of its own, cancelled as soon as the client has gone away.
 
+    A stream's task is resumed with each chunk; that of the request would be resumed through all
+    layers between the connection and the endpoint.
+
     Raises:
         HttpError: it has, with status 499.
     """
@@ -219,6 +222,10 @@ class ChunkEncoder:
         return f"{self._opening}{choice}]}}\n\n".encode(errors="replace")
 
 
+class LastEvents(bytes):
+    """The last events of a stream, with which its response ends: in one write."""
+
+
 class EventStream(Response):
     """Server-sent events; when the client goes away their source is cancelled.
 
@@ -226,7 +233,7 @@ class EventStream(Response):
     if it does not come for a while, the status is sent before.
 
     Args:
-        events: encoded; several at once are sent together.
+        events: encoded; several at once are sent together. No ``LastEvents``, or at the end.
         held: closed at the end, however it comes.
         on_gone: called if the client goes away before the end.
     """
@@ -265,20 +272,24 @@ class EventStream(Response):
                     raise
 
     async def _write(self, send: Send, opening: _Opening) -> None:
+        last = b""
         try:
             async for data in self._events:
                 await opening.sent()
-                await send(_body(data))
+                if isinstance(data, LastEvents):
+                    last = data
+                else:
+                    await send(_body(data))
             await opening.sent()
         except Exception as error:
             if not opening.has_begun:
                 raise
             await opening.sent()
-            await send(_body(encode_failure(error)))
+            last = encode_failure(error)
         finally:
             opening.close()
             await self._events.aclose()
-        await send({"type": "http.response.body", "body": b"", "more_body": False})
+        await send(_body(last, more=False))
 
 
 class _Opening:
@@ -315,5 +326,5 @@ class _Opening:
         self._late = asyncio.ensure_future(self._send(self._message))
 
 
-def _body(data: bytes) -> Message:
-    return {"type": "http.response.body", "body": data, "more_body": True}
+def _body(data: bytes, more: bool = True) -> Message:
+    return {"type": "http.response.body", "body": data, "more_body": more}

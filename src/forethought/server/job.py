@@ -105,6 +105,8 @@ class Update:
 
     pieces: list[Piece]
     events: list[dict[str, Any]]
+    is_last: bool = False
+    """Whether it is known that none follows."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import gc
+import logging
 import socket
-from collections.abc import Callable
+import threading
+import time
+from collections.abc import Callable, Iterator
 from types import FrameType
+from typing import TextIO
 
 import uvicorn
 from fastapi import FastAPI
@@ -18,6 +24,10 @@ _CLOSING_SECONDS = 1
 """For connections whose requests were cancelled when the drain time was over."""
 _POLL_SECONDS = 0.1
 """How often a second signal is looked for."""
+_COLLECT_EVERY = 10_000
+"""Objects made and not yet freed between two garbage collections; Python's own default is 700."""
+_LOG_SECONDS = 0.1
+"""How long lines of the log are gathered."""
 
 
 class Server(uvicorn.Server):
@@ -108,5 +118,73 @@ def serve(
         shown = f"[{host}]" if ":" in host else host
         announce(f"http://{shown}:{bound}")
         server = Server(app, drain_seconds)
-        server.run(sockets=[opened])
+        with _rare_collections():
+            server.run(sockets=[opened])
     return 0 if server.started and not server.force_exit else 1
+
+
+@contextlib.contextmanager
+def _rare_collections() -> Iterator[None]:
+    """Garbage collections are rarer inside, and leave out what is there already.
+
+    Each step of the engine and each request makes objects, for which Python's own thresholds would
+    take one or two per cent of the processor time; a full collection would visit all that was
+    loaded, while all streams wait.
+    """
+    thresholds = gc.get_threshold()
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(_COLLECT_EVERY, *thresholds[1:])
+    try:
+        yield
+    finally:
+        gc.set_threshold(*thresholds)
+        gc.unfreeze()
+
+
+class LogHandler(logging.StreamHandler[TextIO]):
+    """Writes the lines of a log together, some time later; those before a warning, and it, at once.
+
+    A write wakes up what reads the log. A write per request would cost several per cent of all that
+    the event loop does.
+
+    Args:
+        stream: gets the lines.
+        seconds: in which they are gathered.
+    """
+
+    def __init__(self, stream: TextIO, seconds: float = _LOG_SECONDS) -> None:
+        super().__init__(stream)
+        self._seconds, self._lines = seconds, list[str]()
+        self._has_lines = threading.Event()
+        threading.Thread(target=self._write_late, name="forethought-log", daemon=True).start()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Add a line."""
+        try:
+            self._lines.append(self.format(record) + self.terminator)
+            if record.levelno >= logging.WARNING:
+                self.flush()
+            elif not self._has_lines.is_set():
+                self._has_lines.set()
+        except Exception:  # as logging does: a line that cannot be written hurts nothing else
+            self.handleError(record)
+
+    def flush(self) -> None:
+        """Write what has been gathered; also called at the end of the process."""
+        self.acquire()
+        try:
+            lines, self._lines = self._lines, []
+            if lines:
+                self.stream.write("".join(lines))
+            super().flush()
+        finally:
+            self.release()
+
+    def _write_late(self) -> None:
+        while True:
+            self._has_lines.wait()
+            time.sleep(self._seconds)
+            self._has_lines.clear()
+            with contextlib.suppress(OSError, ValueError):  # the stream is closed
+                self.flush()
