@@ -7,12 +7,14 @@
 #include <cmath>
 
 static float maximum(const float* x, int length) {
-    Vec most = broadcast(-INFINITY);
+    Vec most = broadcast(-INFINITY), other = most;
     int i = 0;
-    for (; i + LANES <= length; i += LANES) {
-        const Vec found = load(x + i);
-        most = found > most ? found : most;
+    for (; i + 2 * LANES <= length; i += 2 * LANES) {
+        const Vec even = load(x + i), odd = load(x + i + LANES);
+        most = even > most ? even : most;
+        other = odd > other ? odd : other;
     }
+    most = other > most ? other : most;
     float result = -INFINITY;
     for (int lane = 0; lane < LANES; lane++) result = most[lane] > result ? most[lane] : result;
     for (; i < length; i++) result = x[i] > result ? x[i] : result;
