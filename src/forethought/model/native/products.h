@@ -16,6 +16,7 @@ constexpr int VECS = PANEL / LANES;              // vectors of a panel
 constexpr int REGISTERS = LANES == 16 ? 32 : 16; // for vectors
 constexpr int MAX_ROWS = 6;                      // tokens that one pass over a panel multiplies
 constexpr int AHEAD = 1024;                      // bytes of a panel that are fetched in advance
+constexpr int ROWS_AHEAD = 16;                   // of outputs that are fetched in advance
 // Sums of a pass: with AMX those of PASS_TOKENS with two panels, or of a tile with four.
 constexpr int PASS_SUMS = HAS_AMX ? PASS_TOKENS * 2 * PANEL : MAX_ROWS * 4 * PANEL;
 
@@ -279,6 +280,9 @@ static void product_with_panels(
         for (int m = 0; m < rows; m++) {
             float* out = y + (t + m) * ldy + first;
             const float* in = tile + m * width;
+            if (m + ROWS_AHEAD < rows)
+                for (int i = 0; i < width; i += PANEL)
+                    __builtin_prefetch(out + ROWS_AHEAD * ldy + i, 1);
             if (add)
                 add_row(in, valid, out);
             else
