@@ -38,7 +38,7 @@ static inline int64_t tile_block_size(int64_t dim, int group) {
     if (!HAS_AMX) return 0;
     const int64_t width = padded_inputs(dim), queries = int64_t(group) * tile_tokens(group);
     const int64_t packed = (queries + 2 * TILE_POSITIONS) * width / 2; // with keys and values
-    return packed + queries * (width + 2) + 2 * TILE_ROWS * 2 * TILE_POSITIONS;
+    return packed + queries * (width + 1 + PANEL) + 2 * TILE_ROWS * 2 * TILE_POSITIONS;
 }
 
 // The buffers of one forward of T tokens. Row t of a buffer of width w begins at t * w, without

@@ -10,13 +10,10 @@ static float maximum(const float* x, int length) {
     Vec most = broadcast(-INFINITY), other = most;
     int i = 0;
     for (; i + 2 * LANES <= length; i += 2 * LANES) {
-        const Vec even = load(x + i), odd = load(x + i + LANES);
-        most = even > most ? even : most;
-        other = odd > other ? odd : other;
+        most = larger(load(x + i), most);
+        other = larger(load(x + i + LANES), other);
     }
-    most = other > most ? other : most;
-    float result = -INFINITY;
-    for (int lane = 0; lane < LANES; lane++) result = most[lane] > result ? most[lane] : result;
+    float result = largest(larger(other, most));
     for (; i < length; i++) result = x[i] > result ? x[i] : result;
     return result;
 }

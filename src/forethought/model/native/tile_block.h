@@ -86,9 +86,9 @@ class TileBlock {
         out = b.mixed + token * b.mixed_width + head * dim;
         scores = scratch;
         sums = scores + 2 * TILE_ROWS * TILE_POSITIONS;
-        highest = sums + num_tiles * TILE_ROWS * width;
-        totals = highest + num_tiles * TILE_ROWS;
-        weights = (uint16_t*)(totals + num_tiles * TILE_ROWS);
+        totals = sums + num_tiles * TILE_ROWS * width;
+        highest = totals + num_tiles * TILE_ROWS * PANEL;
+        weights = (uint16_t*)(highest + num_tiles * TILE_ROWS);
         packed_keys = weights + 2 * TILE_ROWS * TILE_POSITIONS;
         packed_values = packed_keys + TILE_POSITIONS * width;
         packed_queries = packed_values + TILE_POSITIONS * width;
@@ -97,7 +97,7 @@ class TileBlock {
     void attend() const {
         configure_tiles(TILE_ROWS);
         pack_queries();
-        memset(sums, 0, int64_t(num_tiles) * TILE_ROWS * (width + 2) * 4); // and totals
+        memset(sums, 0, int64_t(num_tiles) * TILE_ROWS * (width + PANEL) * 4); // and totals
         for (int i = 0; i < num_tiles * TILE_ROWS; i++) highest[i] = -INFINITY;
         const int begin = seen_from(0), end = seen_to(count - 1);
         for (int p = begin / TILE_POSITIONS * TILE_POSITIONS; p < end; p += TILE_POSITIONS) {
@@ -118,7 +118,8 @@ class TileBlock {
     const int64_t stride;
     const uint16_t *keys, *values;
     float *scores, *sums;    // [2, TILE_ROWS, TILE_POSITIONS], [num_tiles, TILE_ROWS, width]
-    float *highest, *totals; // [num_tiles, TILE_ROWS]: of the scores, and of their exponentials
+    float* totals;           // [num_tiles, TILE_ROWS, PANEL]: of the exponentials, in parts
+    float* highest;          // [num_tiles, TILE_ROWS]: of the scores
     uint16_t* weights;       // [2, TILE_POSITIONS / 32, TILE_ROWS, 32]
     uint16_t* packed_keys;   // [TILE_POSITIONS / PANEL, width / 2, PANEL, 2]
     uint16_t* packed_values; // [width / PANEL, TILE_POSITIONS / 2, PANEL, 2]
@@ -126,7 +127,9 @@ class TileBlock {
     const float* queries;
     float* out;
 
-    int seen_from(int m) const { return Sight(row, n + m, layer.window).low; }
+    int seen_from(int m) const {
+        return layer.window ? Sight(row, n + m, layer.window).low : int(row.seen_from);
+    }
 
     int seen_to(int m) const { return row.prefix + n + m + 1; } // recent tokens follow the prefix
 
@@ -234,18 +237,18 @@ class TileBlock {
         const float rate = (model.score_cap > 0 ? 1 : layer.scale) * 1.44269504f; // to powers of 2
         const float before = highest[at], found = maximum(own, size);
         if (found > before) {
+            correct(at, (before - found) * rate);
             highest[at] = found;
-            correct(at, exp2f((before - found) * rate));
         }
         const __m512 scale = _mm512_set1_ps(rate), shift = _mm512_set1_ps(highest[at] * rate);
-        __m512 total = _mm512_setzero_ps();
+        __m512 total = _mm512_loadu_ps(totals + at * PANEL);
         for (int j = 0; j < size; j += TILE_INPUTS, given += TILE_ROWS * TILE_INPUTS) {
             const __m512 low = exp2_of(_mm512_fmsub_ps(_mm512_loadu_ps(own + j), scale, shift));
             const __m512 high = exp2_of(_mm512_fmsub_ps(_mm512_loadu_ps(own + j + 16), scale, shift));
             total += low + high;
             _mm512_storeu_si512(given, rounded(low, high));
         }
-        totals[at] += _mm512_reduce_add_ps(total);
+        _mm512_storeu_ps(totals + at * PANEL, total);
     }
 
     // Scores outside [from, to) that weigh nothing.
@@ -265,12 +268,15 @@ class TileBlock {
             own[j] = model.score_cap * tanhf(own[j] * layer.scale / model.score_cap);
     }
 
-    // What was summed with a lower highest score.
-    void correct(int at, float factor) const {
+    // What was summed with a highest score that was lower, by so many powers of 2.
+    void correct(int at, float lower) const {
+        if (highest[at] == -INFINITY) return; // there is nothing yet
+        const __m512 factor = exp2_of(_mm512_set1_ps(lower));
         float* own = sums + at * width;
         for (int d = 0; d < width; d += 16)
             _mm512_storeu_ps(own + d, _mm512_loadu_ps(own + d) * factor);
-        totals[at] *= factor;
+        float* total = totals + at * PANEL;
+        _mm512_storeu_ps(total, _mm512_loadu_ps(total) * factor);
     }
 
     // sums += weights times the values
@@ -287,7 +293,12 @@ class TileBlock {
             for (int i = 0; i < rows_of(tile); i++) {
                 const int at = tile * TILE_ROWS + i;
                 float* to = out + (token_of(tile) + i) * b.mixed_width + tile % group * dim;
-                for (int d = 0; d < dim; d++) to[d] = sums[at * width + d] / totals[at];
+                const __m512 parts = _mm512_loadu_ps(totals + at * PANEL);
+                const __m512 total = _mm512_set1_ps(_mm512_reduce_add_ps(parts));
+                for (int d = 0; d < dim; d += 16) {
+                    const __m512 sum = _mm512_loadu_ps(sums + at * width + d);
+                    _mm512_mask_storeu_ps(to + d, lanes(0, dim - d), sum / total);
+                }
             }
     }
 };

@@ -112,6 +112,24 @@ static inline float sum(Vec v) { // halves are added to each other, then their h
     return parts[0];
 }
 
+static inline Vec larger(Vec a, Vec b) {
+#if LANES == 16 && defined(__AVX512F__)
+    return (Vec)_mm512_max_ps((__m512)a, (__m512)b);
+#else
+    return a > b ? a : b;
+#endif
+}
+
+static inline float largest(Vec v) {
+#if LANES == 16 && defined(__AVX512F__)
+    return _mm512_reduce_max_ps((__m512)v);
+#else
+    float result = v[0];
+    for (int lane = 1; lane < LANES; lane++) result = v[lane] > result ? v[lane] : result;
+    return result;
+#endif
+}
+
 static inline Vec exp_near_0(Vec x) { // for |x| up to log(2) / 2
     Vec y = broadcast(1.9875691500e-4f);
     y = y * x + 1.3981999507e-3f;
