@@ -6,7 +6,7 @@
 
 #include <cmath>
 
-static float maximum(const float* x, int length) {
+static inline float maximum(const float* x, int length) {
     Vec most = broadcast(-INFINITY), other = most;
     int i = 0;
     for (; i + 2 * LANES <= length; i += 2 * LANES) {
