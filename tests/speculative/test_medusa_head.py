@@ -196,16 +196,18 @@ def test_the_fast_forward_is_the_obvious_one(blocks: int, dtype: torch.dtype) ->
 @pytest.mark.parametrize("blocks", [0, 1, 2])
 @pytest.mark.parametrize("bias", [True, False])
 def test_the_forward_in_cpp_is_the_obvious_one(blocks: int, dtype: torch.dtype, bias: bool) -> None:
-    """In float32 whatever the dtype of the weights, and for more states than one pass takes."""
+    """For more states than one pass takes. With weights in bf16 AMX rounds its inputs."""
     heads = make_heads(4, blocks, bias=bias)
     native = NativeDraftHeads(heads, dtype)
     states = torch.randn(21, HIDDEN, generator=torch.Generator().manual_seed(1))
     expected = heads.to(dtype).float()(states)
     for count in (1, 3, 4):
         found = native(states, count)
-        close = 1e-4 if dtype == torch.float32 else 2e-3  # AMX splits its inputs
+        close = 1e-5 if dtype == torch.float32 else 5e-3
         wanted = expected[:, :count].transpose(0, 1)
-        torch.testing.assert_close(found, wanted, rtol=close, atol=close)
+        assert (found - wanted).norm() < close * wanted.norm(), (
+            found - wanted
+        ).norm() / wanted.norm()
     with torch.no_grad():
         heads[2][-1].weight[3] += 1
     wrong = heads(states)[:, :4].transpose(0, 1)

@@ -423,7 +423,7 @@ static void attend(
     const T* values, Thread thread) {
     const int group = model.num_heads / model.num_kv_heads;
     const bool tiles = std::is_same_v<T, uint16_t> && TileBlock::is_possible();
-    const int tokens = block_tokens(group, tiles ? TILE_TOKENS : MAX_ROWS);
+    const int tokens = tiles ? tile_tokens(group) : block_tokens(group);
     float* scores = b.scores + thread.index * b.scores_width;
     int item = 0;
     for (int r = 0; r < call.num_rows; r++) {

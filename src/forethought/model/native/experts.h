@@ -42,10 +42,10 @@ struct Choice { // of the experts of one token
 
 // x [hidden] += weight * (activated W^T), the outputs of one thread.
 static void add_expert(
-    const Linear& down, const float* activated, float weight, float* x, Thread thread) {
+    const Linear& down, const Input& activated, float weight, float* x, Thread thread) {
     const Share share = thread.share(num_panels(down.num_outputs));
     alignas(64) float tile[PANEL];
-    Factors factors(down, activated, down.num_inputs, 1, thread);
+    Factors factors(down, activated, 1, thread);
     for (int panel = share.begin; panel < share.end; panel++) {
         const int first = panel * PANEL;
         factors.hold(panel, 1);
@@ -60,7 +60,8 @@ static void add_expert(
 static void run_experts(
     const Model& model, const Experts& experts, int tokens, const Scratch& b, Thread thread) {
     const int hidden = model.hidden, inner = experts.down[0].num_inputs;
-    product(*experts.router, b.normed, hidden, tokens, b.wide, b.wide_width, false, thread);
+    const Input input{b.normed, hidden, nullptr};
+    product(*experts.router, input, tokens, b.wide, b.wide_width, false, thread);
 #pragma omp barrier
     for (int t = 0; t < tokens; t++) {
         float* logits = b.wide + t * b.wide_width;
@@ -68,12 +69,13 @@ static void run_experts(
         const Choice choice(experts, logits);
         for (int k = 0; k < experts.top_k; k++) {
             const int chosen = choice.experts[k];
+            const Activated y(activated, 1, inner, experts.down[chosen]);
             gated_product(
-                experts.gate_up[chosen], b.normed + int64_t(t) * hidden, hidden, 1, activated,
+                experts.gate_up[chosen], {b.normed + int64_t(t) * hidden, hidden, nullptr}, 1, y,
                 inner, model.activation, thread);
 #pragma omp barrier
             add_expert(
-                experts.down[chosen], activated, choice.weights[k], b.x + int64_t(t) * hidden,
+                experts.down[chosen], y.input(), choice.weights[k], b.x + int64_t(t) * hidden,
                 thread);
 #pragma omp barrier
         }

@@ -1,13 +1,14 @@
 // One forward of a Llama-like decoder on a CPU: a batch of packed tokens in, logits out.
 //
 // All layers run in one parallel region of OpenMP; between phases that read each other's results
-// the threads meet at a barrier. Activations are float32. Weights are float32, bf16, or integers in
+// the threads meet at a barrier. Activations are float32, which AMX rounds to bf16. Weights are float32, bf16, or integers in
 // 8 and 4 bits that are dequantised in registers; keys and values are float32 or bf16.
 //
 // The sum of every output runs over its inputs in order, whatever the number of tokens, and a
 // query's attention over the tokens that it sees in order of position, whatever the layout of the
 // cache. So a token's result does not depend on the batch, to the last bit, up to BLOCK_QUERIES new
-// tokens of a row; longer runs (prefills) sum the scores of a query in another order.
+// tokens of a row; longer runs (prefills) attend in another order, alike however they are cut, and
+// with AMX round queries and weights of positions to bf16.
 //
 // Weights W [out, in] are packed in panels of PANEL outputs: see panels.h.
 
@@ -33,7 +34,7 @@ class Forward {
     Forward(const Model& model, const Call& call, Thread thread)
         : model(model), call(call),
           b(model, call.num_tokens, call.max_length, thread.count, call.scratch),
-          thread{thread.index, thread.count, b.split}, hidden(model.hidden),
+          thread{thread.index, thread.count, b.tiles}, hidden(model.hidden),
           tokens(call.num_tokens), narrow(is_narrow()) {}
 
     void run() {
@@ -49,11 +50,12 @@ class Forward {
                 attention<uint16_t>(layer, index);
             if (narrow && index == model.num_layers - 1) keep_wanted();
             add_attention(layer);
-            norm_all(layer.mlp_norm);
-            if (layer.experts)
+            if (layer.experts) {
+                norm_all(layer.mlp_norm, nullptr);
                 run_experts(model, *layer.experts, tokens, b, thread);
-            else
-                add_mlp(layer);
+            } else {
+                add_mlp(layer, norm_all(layer.mlp_norm, &layer.gate_up));
+            }
         }
         write_logits();
     }
@@ -98,16 +100,23 @@ class Forward {
         }
 #pragma omp barrier
         if (!join.project) return;
-        product(*join.project, b.joined, 2 * hidden, tokens, b.x, hidden, false, thread);
+        const Input both{b.joined, 2 * hidden, nullptr};
+        product(*join.project, both, tokens, b.x, hidden, false, thread);
 #pragma omp barrier
     }
 
-    // b.normed = norm of b.x
-    void norm_all(const float* weight) {
+    // b.normed = norm of b.x; b.tiles instead, if that is what the next product takes.
+    Input norm_all(const float* weight, const Linear* next) {
         const Share share = thread.share(tokens);
-        for (int64_t t = share.begin; t < share.end; t++)
-            norm(b.x + t * hidden, weight, hidden, model.eps, b.normed + t * hidden);
+        const bool tiles = next && TileInput::takes(*next);
+        const TileLayout layout(tokens, hidden);
+        for (int64_t t = share.begin; t < share.end; t++) {
+            float* y = b.normed + (tiles ? share.begin : t) * hidden; // one row stays in the cache
+            norm(b.x + t * hidden, weight, hidden, model.eps, y);
+            if (tiles) round_row(y, hidden, layout.per_tile, b.tiles + layout.at(t));
+        }
 #pragma omp barrier
+        return {b.normed, hidden, tiles ? b.tiles : nullptr};
     }
 
     // Hand out a hidden state [T, hidden], where it is wanted; without a barrier.
@@ -119,12 +128,11 @@ class Forward {
     // b.mixed = what the heads of b.x attend to
     template <class T> void attention(const Layer& layer, int index) {
         T *keys = (T*)call.keys[index], *values = (T*)call.values[index];
-        const float* input = layer.input_norm ? b.normed : b.x;
-        if (layer.input_norm) norm_all(layer.input_norm);
-        if (model.join && !model.join->project) input = b.joined;
+        Input input{b.x, hidden, nullptr};
+        if (layer.input_norm) input = norm_all(layer.input_norm, &layer.qkv);
+        if (model.join && !model.join->project) input = {b.joined, 2 * hidden, nullptr};
         keep_state(index, b.x);
-        const int width = layer.qkv.num_inputs;
-        product(layer.qkv, input, width, tokens, b.qkv, b.qkv_width, false, thread);
+        product(layer.qkv, input, tokens, b.qkv, b.qkv_width, false, thread);
 #pragma omp barrier
         const int heads = model.num_heads + 2 * model.num_kv_heads;
         rotate_and_store(model, layer, call, b, keys, values, thread.share(tokens * heads));
@@ -147,12 +155,11 @@ class Forward {
     }
 
     // b.x += the product of `from`, normed if `weight` is given; `place` is free memory
-    void add_product(
-        const Linear& w, const float* from, int64_t width, const float* weight, float* place) {
+    void add_product(const Linear& w, const Input& from, const float* weight, float* place) {
         if (!weight) {
-            product(w, from, width, tokens, b.x, hidden, true, thread);
+            product(w, from, tokens, b.x, hidden, true, thread);
         } else {
-            product(w, from, width, tokens, place, hidden, false, thread);
+            product(w, from, tokens, place, hidden, false, thread);
 #pragma omp barrier
             const Share share = thread.share(tokens);
             for (int64_t t = share.begin; t < share.end; t++) {
@@ -165,15 +172,16 @@ class Forward {
     }
 
     void add_attention(const Layer& layer) {
-        add_product(layer.out, b.mixed, b.mixed_width, layer.attention_norm, b.wide);
+        const Input mixed{b.mixed, b.mixed_width, nullptr};
+        add_product(layer.out, mixed, layer.attention_norm, b.wide);
     }
 
-    void add_mlp(const Layer& layer) {
+    void add_mlp(const Layer& layer, const Input& normed) {
         const int inner = intermediate_size(layer);
-        gated_product(
-            layer.gate_up, b.normed, hidden, tokens, b.wide, inner, model.activation, thread);
+        const Activated y(b.wide, tokens, inner, layer.down);
+        gated_product(layer.gate_up, normed, tokens, y, inner, model.activation, thread);
 #pragma omp barrier
-        add_product(layer.down, b.wide, inner, layer.output_norm, b.mixed);
+        add_product(layer.down, y.input(), layer.output_norm, b.mixed);
     }
 
     // to [R, hidden] = x [T, hidden] of the tokens with logits; `to` may be x.
@@ -186,7 +194,7 @@ class Forward {
 
     void write_logits() {
         keep_state(model.num_layers, b.x);
-        if (model.final_norm) norm_all(model.final_norm);
+        if (model.final_norm) norm_all(model.final_norm, nullptr);
         const float* last = model.final_norm ? b.normed : b.x;
         keep_state(model.num_layers + 1, last);
         const bool picks = call.num_logits < tokens;
@@ -201,7 +209,8 @@ class Forward {
 #pragma omp barrier
         }
         const int64_t vocab = model.head->num_outputs;
-        product(*model.head, last, hidden, call.num_logits, call.logits, vocab, false, thread);
+        const Input states{last, hidden, nullptr};
+        product(*model.head, states, call.num_logits, call.logits, vocab, false, thread);
         if (model.logit_cap <= 0) return;
 #pragma omp barrier
         const Share share = thread.share(call.num_logits);
@@ -247,7 +256,7 @@ void structure_sizes(int32_t* sizes) {
 }
 
 // Whether products with bf16 run on AMX.
-int32_t uses_amx() { return SplitInput::is_possible(); }
+int32_t uses_amx() { return TileInput::is_possible(); }
 
 // Float32 [count, in]: the embeddings of tokens, of which none is outside the vocabulary.
 void embed(const Linear* w, const int64_t* tokens, int32_t count, float* y) {
@@ -286,13 +295,13 @@ int32_t draft_trees(const Model* model, const Trees* trees) {
 }
 
 void linear(const Linear* w, const float* x, int32_t tokens, float* y, int32_t num_threads) {
-    Memory memory(split_size(tokens, w->num_inputs, num_threads));
+    Memory memory(tiles_size(tokens, w->num_inputs, num_threads));
 #pragma omp parallel num_threads(num_threads)
     {
         const TilesGuard guard;
         product(
-            *w, x, w->num_inputs, tokens, y, w->num_outputs, false,
-            {omp_get_thread_num(), omp_get_num_threads(), memory.begin});
+            *w, {x, w->num_inputs, nullptr}, tokens, y, w->num_outputs, false,
+            {omp_get_thread_num(), omp_get_num_threads(), (uint16_t*)memory.begin});
     }
 }
 
@@ -301,14 +310,15 @@ void residual_heads(
     const Linear* linears, int32_t num_heads, int32_t num_blocks, const float* states,
     int32_t tokens, float* logits, int32_t num_threads) {
     const int64_t width = linears[0].num_inputs, size = round_up(tokens * width);
-    Memory memory(2 * size + split_size(tokens, width, num_threads));
-    float *x = memory.begin, *y = x + size, *split = y + size;
+    Memory memory(2 * size + tiles_size(tokens, width, num_threads));
+    float *x = memory.begin, *y = x + size;
+    uint16_t* tiles = (uint16_t*)(y + size);
 #pragma omp parallel num_threads(num_threads)
     {
         const TilesGuard guard;
         run_heads(
             linears, num_heads, num_blocks, states, tokens, x, y, logits,
-            {omp_get_thread_num(), omp_get_num_threads(), split});
+            {omp_get_thread_num(), omp_get_num_threads(), tiles});
     }
 }
 }

@@ -27,14 +27,15 @@ static void run_heads(
     for (int head = 0; head < num_heads; head++, linears += num_blocks + 1) {
         const float* from = states;
         for (int block = 0; block < num_blocks; block++) {
-            product(linears[block], from, width, tokens, y, width, false, thread);
+            product(linears[block], {from, width, nullptr}, tokens, y, width, false, thread);
 #pragma omp barrier
             add_silu(from, y, thread.share(tokens * width), x);
 #pragma omp barrier
             from = x;
         }
         float* own = logits + int64_t(head) * tokens * outputs;
-        product(linears[num_blocks], from, width, tokens, own, outputs, false, thread);
+        product(
+            linears[num_blocks], {from, width, nullptr}, tokens, own, outputs, false, thread);
 #pragma omp barrier  // the next product writes its inputs where this one reads them
     }
 }

@@ -1,7 +1,8 @@
 """A Llama-like model whose layers run in one call of ``forward.cpp``.
 
 See :class:`~forethought.model.causal_lm.Network`. The reference implementation is the module that
-the weights come from. Activations are float32 whatever the dtype of the weights.
+the weights come from. Activations are float32 whatever the dtype of the weights; those that
+are multiplied by weights in bf16 are rounded where AMX multiplies (``amx.h``).
 """
 
 from __future__ import annotations

@@ -19,11 +19,17 @@ struct Share { // of items for one thread
 
 struct Thread { // one of those of the parallel region
     int index, count;
-    float* split; // memory of all of them: see SplitInput
+    uint16_t* tiles; // memory of all of them: see TileInput
 
     Share share(int items) const {
         return {int(int64_t(items) * index / count), int(int64_t(items) * (index + 1) / count)};
     }
+};
+
+struct Input { // of a product: [T, in]
+    const float* floats;
+    int64_t stride;
+    const uint16_t* tiles; // the same, rounded: see TileLayout; null: not rounded yet
 };
 
 static inline int num_panels(int num_outputs) { return (num_outputs + PANEL - 1) / PANEL; }

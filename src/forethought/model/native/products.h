@@ -16,7 +16,9 @@ constexpr int VECS = PANEL / LANES;              // vectors of a panel
 constexpr int REGISTERS = LANES == 16 ? 32 : 16; // for vectors
 constexpr int MAX_ROWS = 6;                      // tokens that one pass over a panel multiplies
 constexpr int AHEAD = 1024;                      // bytes of a panel that are fetched in advance
-constexpr int MAX_PASS = SPLIT_TOKENS > MAX_ROWS ? SPLIT_TOKENS : MAX_ROWS; // the same with AMX
+constexpr int ROWS_AHEAD = 16;                   // of outputs that are fetched in advance
+// Sums of a pass: with AMX those of PASS_TOKENS with two panels, or of a tile with four.
+constexpr int PASS_SUMS = HAS_AMX ? PASS_TOKENS * 2 * PANEL : MAX_ROWS * 4 * PANEL;
 
 // Whether registers hold the sums of a pass, and its weights and an input if they are used again.
 static constexpr bool fits(int rows, int panels) {
@@ -162,27 +164,26 @@ static inline int panels_at_once(const Linear& w, int tokens, int left) {
     return left >= 2 && fits(rows, 2) ? 2 : 1;
 }
 
-// Inputs x [T, in] and panels of w, ready to be multiplied: x split for AMX where it is there, w
+// Inputs x [T, in] and panels of w, ready to be multiplied: x rounded for AMX where it is there, w
 // converted from 4 bits to float32 where there are so many tokens that converting once pays. Those
 // values are the ones that multiply_tile computes with, so the sums are the same.
 class Factors {
   public:
     // All threads make theirs together, and hold them for one product.
-    Factors(const Linear& w, const float* x, int64_t ldx, int tokens, Thread thread)
-        : source(w), plain(w), x(x), ldx(ldx), tokens(tokens),
-          converted(w.type == I4 && tokens > MAX_ROWS) {
-        if (SplitInput::takes(w)) split.emplace(x, ldx, tokens, w.num_inputs, thread);
+    Factors(const Linear& w, const Input& x, int tokens, Thread thread)
+        : source(w), plain(w), x(x), tokens(tokens), converted(w.type == I4 && tokens > MAX_ROWS) {
+        if (TileInput::takes(w)) tiles.emplace(x, tokens, w.num_inputs, thread);
     }
 
-    // Tokens of a pass, at most MAX_PASS.
-    int step() const { return split ? split->step() : rows_at_once(tokens); }
+    // Tokens of a pass. With AMX all panels pass by them before the next ones.
+    int step() const { return tiles ? tiles->step() : rows_at_once(tokens); }
 
-    // Tokens that are multiplied by all panels before the next ones.
-    int block() const { return split ? split->block() : tokens > 0 ? tokens : 1; }
+    // Tokens that are multiplied by all panels before the next ones, a multiple of step().
+    int block() const { return tiles ? tiles->step() : tokens > 0 ? tokens : 1; }
 
     // How many of the panels that are left go together, at most 4.
     int panels(int left) const {
-        return split ? split->panels(tokens, left) : panels_at_once(source, tokens, left);
+        return tiles ? tiles->panels(tokens, left) : panels_at_once(source, tokens, left);
     }
 
     // Make panels [panel, panel + count), at most 4, ready to be multiplied.
@@ -194,22 +195,21 @@ class Factors {
         for (int p = 0; p < count; p++) unpack4(panel + p, to + p * size);
     }
 
-    // tile [rows, count * PANEL] = tokens [t, t + rows), t a multiple of step(), times panels
-    // [panel, panel + count), which are among those that are held.
-    void multiply(int panel, int count, int t, int rows, float* tile) const {
-        if (split) return split->multiply(source, panel, count, t, rows, tile);
-        memset(tile, 0, rows * count * PANEL * 4);
-        multiply_tile(plain, panel - first, count, x + t * ldx, ldx, rows, tile);
+    // sums [rows, count * PANEL], of PASS_SUMS = tokens [t, t + rows), t a multiple of step(), times
+    // panels [panel, panel + count), which are among those that are held.
+    void multiply(int panel, int count, int t, int rows, float* sums) const {
+        if (tiles) return tiles->multiply(source, panel, count, t, rows, sums);
+        memset(sums, 0, rows * count * PANEL * 4);
+        multiply_tile(plain, panel - first, count, x.floats + t * x.stride, x.stride, rows, sums);
     }
 
   private:
     const Linear& source;
     Linear plain; // its weight is the buffer where panels are converted
-    const float* x;
-    const int64_t ldx;
+    const Input x;
     const int tokens;
     const bool converted;
-    std::optional<SplitInput> split;
+    std::optional<TileInput> tiles;
     int first = 0; // panel of `plain`
 
     float* buffer() const { // of this thread, kept between calls
@@ -257,12 +257,19 @@ static inline void copy_row(const float* from, int size, float* to) {
         memcpy(to, from, size * 4);
 }
 
+// to [size] += from
+static inline void add_row(const float* from, int size, float* to) {
+    int i = 0;
+    for (; i + LANES <= size; i += LANES) store(to + i, load(to + i) + load(from + i));
+    for (; i < size; i++) to[i] += from[i];
+}
+
 // y [T, out] = x [T, in] W^T + b (+ y if `add`), the outputs of panels [panel, panel + count), at
 // most 4, for tokens [begin, end).
 static void product_with_panels(
     const Linear& w, Factors& factors, int panel, int count, int begin, int end, float* y,
     int64_t ldy, bool add) {
-    alignas(64) float tile[MAX_PASS * 4 * PANEL];
+    alignas(64) float tile[PASS_SUMS];
     const int step = factors.step(), width = count * PANEL, first = panel * PANEL;
     const int valid = w.num_outputs - first < width ? w.num_outputs - first : width;
     factors.hold(panel, count);
@@ -273,8 +280,11 @@ static void product_with_panels(
         for (int m = 0; m < rows; m++) {
             float* out = y + (t + m) * ldy + first;
             const float* in = tile + m * width;
+            if (m + ROWS_AHEAD < rows)
+                for (int i = 0; i < width; i += PANEL)
+                    __builtin_prefetch(out + ROWS_AHEAD * ldy + i, 1);
             if (add)
-                for (int i = 0; i < valid; i++) out[i] += in[i];
+                add_row(in, valid, out);
             else
                 copy_row(in, valid, out);
         }
@@ -283,10 +293,9 @@ static void product_with_panels(
 
 // The same of all tokens, the outputs of one thread.
 static void product(
-    const Linear& w, const float* x, int64_t ldx, int tokens, float* y, int64_t ldy, bool add,
-    Thread thread) {
+    const Linear& w, const Input& x, int tokens, float* y, int64_t ldy, bool add, Thread thread) {
     const Share share = thread.share(num_panels(w.num_outputs));
-    Factors factors(w, x, ldx, tokens, thread);
+    Factors factors(w, x, tokens, thread);
     const int block = factors.block();
     for (int begin = 0; begin < tokens; begin += block) {
         const int end = tokens - begin < block ? tokens : begin + block;
@@ -333,14 +342,47 @@ static inline void activate(float* gate, const float* up, int activation) {
         store(gate + i, activate(load(gate + i), activation) * load(up + i));
 }
 
-// y [T, half] = act(x G^T) * (x U^T), the outputs of pair `pair` of panels for tokens [begin, end).
+// Where activations go: as inputs [T, half] of a product that takes tiles, or in float32.
+class Activated {
+  public:
+    Activated(float* memory, int tokens, int half, const Linear& next)
+        : layout(tokens, half), memory(memory), half(half), tiles(TileInput::takes(next)) {}
+
+    Input input() const { return {memory, half, tiles ? (const uint16_t*)memory : nullptr}; }
+
+    // PANEL activations of a token, those behind the last are zeros.
+    void write(const float* from, int64_t t, int first) const {
+        if (tiles)
+            round_panel(from, place(t, first));
+        else
+            copy_row(from, half - first < PANEL ? half - first : PANEL, memory + t * half + first);
+    }
+
+    // The inputs of the padding of tokens [begin, end).
+    void pad(int begin, int end) const {
+        const int first = num_panels(half) * PANEL;
+        if (!tiles || first % TILE_INPUTS == 0) return;
+        for (int t = begin; t < end; t++) memset(place(t, first), 0, PANEL * 2);
+    }
+
+  private:
+    const TileLayout layout;
+    float* memory;
+    const int half;
+    const bool tiles;
+
+    uint16_t* place(int64_t t, int first) const {
+        return (uint16_t*)memory + layout.at(t, first / TILE_INPUTS) + first % TILE_INPUTS;
+    }
+};
+
+// y = act(x G^T) * (x U^T), the outputs of pair `pair` of panels for tokens [begin, end).
 static void gated_product_with_pair(
-    const Linear& w, Factors& factors, int pair, int begin, int end, float* y, int half,
+    const Linear& w, Factors& factors, int pair, int begin, int end, const Activated& y,
     int activation) {
-    alignas(64) float one[MAX_PASS * PANEL], both[MAX_PASS * 2 * PANEL];
+    alignas(64) float one[MAX_ROWS * PANEL], both[PASS_SUMS];
     const bool together = factors.panels(2) >= 2;
     const int step = factors.step(), first = pair * PANEL;
-    const int valid = half - first < PANEL ? half - first : PANEL;
     factors.hold(2 * pair, 2);
     for (int t = begin; t < end; t += step) {
         const int rows = end - t < step ? end - t : step;
@@ -356,7 +398,7 @@ static void gated_product_with_pair(
         for (int m = 0; m < rows; m++) {
             float* gate = both + 2 * m * PANEL;
             activate(gate, gate + PANEL, activation);
-            copy_row(gate, valid, y + int64_t(t + m) * half + first);
+            y.write(gate, t + m, first);
         }
     }
 }
@@ -364,14 +406,15 @@ static void gated_product_with_pair(
 // The same of all tokens, the outputs of one thread. The panels of w are those of G and U in turns;
 // each has `half` outputs.
 static void gated_product(
-    const Linear& w, const float* x, int64_t ldx, int tokens, float* y, int half, int activation,
+    const Linear& w, const Input& x, int tokens, const Activated& y, int half, int activation,
     Thread thread) {
     const Share share = thread.share(num_panels(half));
-    Factors factors(w, x, ldx, tokens, thread);
+    Factors factors(w, x, tokens, thread);
     const int block = factors.block();
     for (int begin = 0; begin < tokens; begin += block) {
         const int end = tokens - begin < block ? tokens : begin + block;
         for (int pair = share.begin; pair < share.end; pair++)
-            gated_product_with_pair(w, factors, pair, begin, end, y, half, activation);
+            gated_product_with_pair(w, factors, pair, begin, end, y, activation);
     }
+    if (share.end == num_panels(half)) y.pad(0, tokens);
 }

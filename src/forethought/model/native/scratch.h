@@ -17,19 +17,28 @@ static inline int intermediate_size(const Layer& layer) {
 
 constexpr int BLOCK_ROWS = 48; // queries that attend together, for which keys are packed once
 
-// Tokens whose queries are attended together, those of `group` heads, which share keys: a multiple
-// of `pass`.
-static inline int block_tokens(int group, int pass) {
-    const int passes = BLOCK_ROWS / (group * pass);
-    return pass * (passes > 1 ? passes : 1);
+// Tokens whose queries are attended together, those of `group` heads, which share keys: whole passes.
+static inline int block_tokens(int group) {
+    const int passes = BLOCK_ROWS / (group * MAX_ROWS);
+    return MAX_ROWS * (passes > 1 ? passes : 1);
 }
 
-// Floats that a TileBlock packs beside the scores: queries, two panels of keys, the values, and the
-// weights of a tile.
-static inline int64_t tile_block_size(int64_t dim, int64_t rows, int64_t max_length) {
+constexpr int TILE_POSITIONS = 256; // whose keys and values a TileBlock packs together
+constexpr int TILE_QUERIES = 512;   // that it attends for, of at most so many tokens:
+constexpr int MAX_TILE_TOKENS = 128;
+
+// Tokens of a TileBlock, whole tiles.
+static inline int tile_tokens(int group) {
+    const int tokens = TILE_QUERIES / group / TILE_ROWS * TILE_ROWS;
+    return tokens < TILE_ROWS ? TILE_ROWS : tokens < MAX_TILE_TOKENS ? tokens : MAX_TILE_TOKENS;
+}
+
+// Floats that a TileBlock packs and computes in.
+static inline int64_t tile_block_size(int64_t dim, int group) {
     if (!HAS_AMX) return 0;
-    const int64_t width = padded_inputs(dim), length = padded_inputs(max_length);
-    return (rows + PANEL) * width + length * width / 2 + TILE_TOKENS * length;
+    const int64_t width = padded_inputs(dim), queries = int64_t(group) * tile_tokens(group);
+    const int64_t packed = (queries + 2 * TILE_POSITIONS) * width / 2; // with keys and values
+    return packed + queries * (width + 1 + PANEL) + 2 * TILE_ROWS * 2 * TILE_POSITIONS;
 }
 
 // The buffers of one forward of T tokens. Row t of a buffer of width w begins at t * w, without
@@ -38,10 +47,10 @@ struct Scratch {
     float *x, *normed; // [T, hidden]
     float* qkv;        // [T, qkv_width]: queries, keys and values of all heads
     float* mixed;      // [T, mixed_width]: what attention returns
-    float* wide;       // [T, wide_width]: activations of the MLP, or of the experts
+    float* wide;       // [T, wide_width]: activations of the MLP, or of the experts; see Activated
     float* joined;     // [T, 2 * hidden]: embeddings and states, in a draft module
     float* scores;     // [threads, scores_width]
-    float* split;      // the inputs of a product, split for AMX: see SplitInput
+    uint16_t* tiles;   // the inputs of a product, rounded: see TileInput
     int64_t qkv_width, mixed_width, wide_width, scores_width;
     int64_t size = 0; // floats of all of them
 
@@ -56,13 +65,13 @@ struct Scratch {
         for (int i = 0; i < model.num_layers; i++) {
             const Layer& layer = model.layers[i];
             const int64_t logits = layer.experts ? round_up(layer.experts->num_experts) : 0;
-            wide_width = larger(wide_width, logits + intermediate_size(layer));
+            const int64_t inner = intermediate_size(layer);
+            wide_width = larger(wide_width, logits + larger(inner, padded_inputs(inner) / 2));
         }
         // Scores of the queries that are attended together, and what is packed beside them.
-        const int64_t rows = larger(BLOCK_ROWS, group * larger(MAX_ROWS, TILE_TOKENS));
+        const int64_t rows = larger(BLOCK_ROWS, int64_t(group) * MAX_ROWS);
         const int64_t packed = larger(PANEL * dim, 2 * max_length);
-        scores_width =
-            round_up(rows * max_length) + larger(packed, tile_block_size(dim, rows, max_length));
+        scores_width = larger(rows * max_length + packed, tile_block_size(dim, group));
         scores_width = round_up(scores_width);
         const auto take = [&](int64_t count) {
             float* begin = memory ? memory + size : nullptr;
@@ -73,10 +82,10 @@ struct Scratch {
         normed = take(tokens * hidden);
         qkv = take(tokens * qkv_width);
         mixed = take(tokens * mixed_width);
-        wide = take(tokens * wide_width);
+        wide = take(larger(tokens * wide_width, tiles_size(tokens, wide_width, 1)));
         joined = take(tokens * joined_width);
         scores = take(threads * scores_width);
         const int64_t widest = larger(larger(mixed_width, wide_width), joined_width);
-        split = take(split_size(tokens, widest, threads));
+        tiles = (uint16_t*)take(tiles_size(tokens, widest, threads));
     }
 };

@@ -6,15 +6,14 @@
 
 #include <cmath>
 
-static float maximum(const float* x, int length) {
-    Vec most = broadcast(-INFINITY);
+static inline float maximum(const float* x, int length) {
+    Vec most = broadcast(-INFINITY), other = most;
     int i = 0;
-    for (; i + LANES <= length; i += LANES) {
-        const Vec found = load(x + i);
-        most = found > most ? found : most;
+    for (; i + 2 * LANES <= length; i += 2 * LANES) {
+        most = larger(load(x + i), most);
+        other = larger(load(x + i + LANES), other);
     }
-    float result = -INFINITY;
-    for (int lane = 0; lane < LANES; lane++) result = most[lane] > result ? most[lane] : result;
+    float result = largest(larger(other, most));
     for (; i < length; i++) result = x[i] > result ? x[i] : result;
     return result;
 }

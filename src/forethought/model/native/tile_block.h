@@ -42,39 +42,69 @@ static inline void transpose(__m512i* rows) {
     }
 }
 
-// Queries of `count` consecutive tokens of a causal row, at most block_tokens(), of the heads that
-// share a key head. Keys and values are packed as weights are (panels.h): keys are outputs, and
-// positions are the inputs that values are summed over. Queries, and the weights of positions, are
-// split as the inputs of products are, in tiles of TILE_TOKENS tokens of one head.
+// Lanes [begin, end) of a vector.
+static inline __mmask16 lanes(int begin, int end) {
+    const auto below = [](int i) { return i <= 0 ? 0u : i >= 16 ? 0xffffu : (1u << i) - 1; };
+    return __mmask16(below(end) & ~below(begin));
+}
+
+// 2^x within 3e-6 of itself, down to 0: the series of 2^r, |r| <= 1/2, to its fifth power.
+static inline __m512 exp2_of(__m512 x) {
+    const __m512 whole = _mm512_roundscale_ps(x, 0), r = x - whole;
+    __m512 y = _mm512_set1_ps(1.3333558e-3f);
+    y = y * r + _mm512_set1_ps(9.6181291e-3f);
+    y = y * r + _mm512_set1_ps(5.5504109e-2f);
+    y = y * r + _mm512_set1_ps(2.4022651e-1f);
+    y = y * r + _mm512_set1_ps(6.9314718e-1f);
+    y = y * r + _mm512_set1_ps(1.0f);
+    return _mm512_scalef_ps(y, whole);
+}
+
+// Queries of `count` consecutive tokens of a causal row, at most tile_tokens(), of the heads that
+// share a key head, with a softmax that is corrected as higher scores are found (FlashAttention,
+// Dao et al. 2022, algorithm 1): keys and values of TILE_POSITIONS at a time are packed as weights
+// are (panels.h), keys as outputs, positions as the inputs that values are summed over. Queries and
+// the weights of positions are rounded to bf16.
+//
+// A block of positions begins at a multiple of TILE_POSITIONS, and those that a query does not see
+// add zeros, so its sums do not depend on the queries beside it.
 class TileBlock {
   public:
     static bool is_possible() { return amx_allowed(); }
 
-    // scratch: scores, and tile_block_size() floats.
+    // scratch: tile_block_size() floats.
     TileBlock(
         const Model& model, const Layer& layer, const Call& call, const Scratch& b, const Row& row,
         int n, int count, int kv_head, const uint16_t* keys, const uint16_t* values, float* scratch)
         : model(model), layer(layer), call(call), b(b), row(row), n(n), count(count),
           group(model.num_heads / model.num_kv_heads), dim(model.head_dim),
-          width(int(padded_inputs(dim))), capacity(call.max_length),
-          stride(int64_t(model.num_kv_heads) * dim), begin(Sight(row, n, layer.window).low),
-          keys(keys + kv_head * dim), values(values + kv_head * dim), scores(scratch) {
+          width(int(padded_inputs(dim))), num_tiles((count + TILE_ROWS - 1) / TILE_ROWS * group),
+          stride(int64_t(model.num_kv_heads) * dim), keys(keys + kv_head * dim),
+          values(values + kv_head * dim) {
         const int64_t token = row.start + n, head = int64_t(kv_head) * group;
         queries = b.qkv + token * b.qkv_width + head * dim;
         out = b.mixed + token * b.mixed_width + head * dim;
-        weights = (uint16_t*)(scratch + round_up(int64_t(group) * count * capacity));
-        packed_keys = weights + 2 * TILE_TOKENS * padded_inputs(capacity);
-        packed_values = packed_keys + 2 * PANEL * width;
-        packed_queries = packed_values + padded_inputs(capacity) * width;
+        scores = scratch;
+        sums = scores + 2 * TILE_ROWS * TILE_POSITIONS;
+        totals = sums + num_tiles * TILE_ROWS * width;
+        highest = totals + num_tiles * TILE_ROWS * PANEL;
+        weights = (uint16_t*)(highest + num_tiles * TILE_ROWS);
+        packed_keys = weights + 2 * TILE_ROWS * TILE_POSITIONS;
+        packed_values = packed_keys + TILE_POSITIONS * width;
+        packed_queries = packed_values + TILE_POSITIONS * width;
     }
 
     void attend() const {
         configure_tiles(TILE_ROWS);
-        split_queries();
-        for (int p = begin; p < seen_to(count - 1); p += 2 * PANEL) score(p);
-        pack_values();
-        for (int g = 0; g < group; g++)
-            for (int m = 0; m < count; m += TILE_TOKENS) mix(g, m);
+        pack_queries();
+        memset(sums, 0, int64_t(num_tiles) * TILE_ROWS * (width + PANEL) * 4); // and totals
+        for (int i = 0; i < num_tiles * TILE_ROWS; i++) highest[i] = -INFINITY;
+        const int begin = seen_from(0), end = seen_to(count - 1);
+        for (int p = begin / TILE_POSITIONS * TILE_POSITIONS; p < end; p += TILE_POSITIONS) {
+            pack(p, begin, end);
+            for (int tile = 0; tile < num_tiles; tile += 2) add(tile, p);
+        }
+        write();
     }
 
   private:
@@ -83,40 +113,45 @@ class TileBlock {
     const Call& call;
     const Scratch& b;
     const Row& row;
-    const int n, count, group, dim, width, capacity;
+    const int n, count, group, dim, width;
+    const int num_tiles; // of queries: of TILE_ROWS tokens and one head, heads beside each other
     const int64_t stride;
-    const int begin; // the first position that is read
     const uint16_t *keys, *values;
-    float* scores;           // [group, count, capacity]
-    uint16_t* weights;       // [capacity / 32, TILE_TOKENS, 2, 32], split
-    uint16_t* packed_keys;   // [2, width / 2, PANEL, 2]
-    uint16_t* packed_values; // [width / PANEL, capacity / 2, PANEL, 2]
-    uint16_t* packed_queries; // [group, tiles, width / 32, TILE_TOKENS, 2, 32], split
+    float *scores, *sums;    // [2, TILE_ROWS, TILE_POSITIONS], [num_tiles, TILE_ROWS, width]
+    float* totals;           // [num_tiles, TILE_ROWS, PANEL]: of the exponentials, in parts
+    float* highest;          // [num_tiles, TILE_ROWS]: of the scores
+    uint16_t* weights;       // [2, TILE_POSITIONS / 32, TILE_ROWS, 32]
+    uint16_t* packed_keys;   // [TILE_POSITIONS / PANEL, width / 2, PANEL, 2]
+    uint16_t* packed_values; // [width / PANEL, TILE_POSITIONS / 2, PANEL, 2]
+    uint16_t* packed_queries; // [num_tiles, width / 32, TILE_ROWS, 32]
     const float* queries;
     float* out;
 
+    int seen_from(int m) const {
+        return layer.window ? Sight(row, n + m, layer.window).low : int(row.seen_from);
+    }
+
     int seen_to(int m) const { return row.prefix + n + m + 1; } // recent tokens follow the prefix
 
-    int rows_of(int m, int most) const { return count - m < most ? count - m : most; }
+    int token_of(int tile) const { return tile / group * TILE_ROWS; } // the first one
 
-    float* scores_of(int g, int m) const { return scores + int64_t(g * count + m) * capacity; }
-
-    // The tile of queries from token m on, a multiple of TILE_TOKENS.
-    uint16_t* queries_of(int g, int m) const {
-        const int tiles = (count + TILE_TOKENS - 1) / TILE_TOKENS;
-        return packed_queries + int64_t(g * tiles + m / TILE_TOKENS) * TILE_TOKENS * 2 * width;
+    int rows_of(int tile) const {
+        const int left = count - token_of(tile);
+        return left < TILE_ROWS ? left : TILE_ROWS;
     }
 
     int64_t slot(int p) const {
         return p < row.prefix ? prefix_slot(row, p, call.page_size) : row.slots[p - row.prefix];
     }
 
-    void split_queries() const {
-        for (int g = 0; g < group; g++)
-            for (int m = 0; m < count; m++)
-                split(
-                    queries + m * b.qkv_width + g * dim, dim, TILE_TOKENS,
-                    queries_of(g, m) + m % TILE_TOKENS * 2 * TILE_INPUTS);
+    void pack_queries() const {
+        for (int tile = 0; tile < num_tiles; tile++) {
+            const float* from = queries + token_of(tile) * b.qkv_width + tile % group * dim;
+            uint16_t* to = packed_queries + tile * TILE_ROWS * width;
+            for (int i = 0; i < rows_of(tile); i++)
+                round_row(from + i * b.qkv_width, dim, TILE_ROWS, to + i * TILE_INPUTS);
+        }
+        finish_stores(packed_queries);
     }
 
     // 32 elements of a key or value from `d` on, without those of other heads.
@@ -125,98 +160,146 @@ class TileBlock {
         return _mm512_maskz_loadu_epi16(present, from + d);
     }
 
-    // Pairs of dimensions beside each other, of the keys at positions [p, p + valid).
-    void pack_keys(int p, int valid) const {
-        __m512i rows[PANEL];
-        for (int first = 0; first < 2 * PANEL; first += PANEL)
-            for (int d = 0; d < width; d += TILE_INPUTS) {
-                for (int i = 0; i < PANEL; i++)
-                    rows[i] = first + i < valid
-                                  ? load_part(keys + slot(p + first + i) * stride, d)
-                                  : __m512i{};
-                transpose(rows);
-                uint16_t* to = packed_keys + (first * width + d * PANEL);
-                for (int i = 0; i < PANEL; i++) _mm512_storeu_si512(to + i * 2 * PANEL, rows[i]);
-            }
+    // Keys and values of positions from `first` on, those outside [begin, end) as zeros.
+    void pack(int first, int begin, int end) const {
+        int64_t slots[TILE_POSITIONS];
+        const int last = first + TILE_POSITIONS < end ? first + TILE_POSITIONS : end;
+        const int size = int(padded_inputs(last - first));
+        for (int i = 0; i < size; i++) {
+            const bool seen = first + i >= begin && first + i < last;
+            slots[i] = seen ? slot(first + i) * stride : -1;
+        }
+        for (int i = 0; i < size; i += PANEL) pack_keys(slots + i, packed_keys + i * width);
+        for (int i = 0; i < size; i += 2) pack_values(slots + i, packed_values + i * PANEL);
         finish_stores(packed_keys);
     }
 
-    // Scores of all queries for positions [p, p + 2 * PANEL), as far as they are seen.
-    void score(int p) const {
-        const int left = seen_to(count - 1) - p, valid = left < 2 * PANEL ? left : 2 * PANEL;
-        alignas(64) float tile[2 * TILE_TOKENS * 2 * PANEL];
-        pack_keys(p, valid);
-        for (int g = 0; g < group; g++)
-            for (int m = 0; m < count; m += 2 * TILE_TOKENS) {
-                const int rows = rows_of(m, 2 * TILE_TOKENS);
-                if (p >= seen_to(m + rows - 1)) continue;
-                multiply_tiles(
-                    queries_of(g, m), TILE_TOKENS, rows, packed_keys, PANEL * width, 2,
-                    width / TILE_INPUTS, tile);
-                for (int i = 0; i < rows; i++)
-                    write_scores(tile + i * 2 * PANEL, valid, scores_of(g, m + i) + p);
-            }
+    __m512i load_at(const uint16_t* from, int64_t slot, int d) const {
+        return slot < 0 ? __m512i{} : load_part(from + slot, d);
     }
 
-    void write_scores(float* found, int valid, float* to) const {
-        for (int j = 0; j < 2 * PANEL; j += LANES) store(found + j, load(found + j) * layer.scale);
-        if (model.score_cap > 0)
-            for (int j = 0; j < valid; j++)
-                found[j] = model.score_cap * tanhf(found[j] / model.score_cap);
-        copy_row(found, valid, to);
+    // Pairs of dimensions beside each other, of PANEL keys.
+    void pack_keys(const int64_t* slots, uint16_t* to) const {
+        __m512i rows[PANEL];
+        for (int d = 0; d < width; d += TILE_INPUTS) {
+            for (int i = 0; i < PANEL; i++) rows[i] = load_at(keys, slots[i], d);
+            transpose(rows);
+            for (int i = 0; i < PANEL; i++, to += 2 * PANEL) _mm512_storeu_si512(to, rows[i]);
+        }
     }
 
-    // Pairs of positions beside each other, from `begin` on; those behind the last are zeros.
-    void pack_values() const {
+    // Pairs of positions beside each other, of two values.
+    void pack_values(const int64_t* slots, uint16_t* to) const {
         const __m512i places = _mm512_set_epi16(
             47, 15, 46, 14, 45, 13, 44, 12, 43, 11, 42, 10, 41, 9, 40, 8, 39, 7, 38, 6, 37, 5, 36,
             4, 35, 3, 34, 2, 33, 1, 32, 0); // of the first half of both; the second is 16 further
         const __m512i further = _mm512_add_epi16(places, _mm512_set1_epi16(PANEL));
-        const int end = seen_to(count - 1), padded = begin + int(padded_inputs(end - begin));
-        const int64_t panel = panel_stride();
-        for (int p = begin; p < padded; p += 2)
-            for (int d = 0; d < width; d += TILE_INPUTS) {
-                const auto of = [&](int p) {
-                    return p < end ? load_part(values + slot(p) * stride, d) : __m512i{};
-                };
-                const __m512i even = of(p), odd = of(p + 1);
-                uint16_t* to = packed_values + d / PANEL * panel + (p - begin) * PANEL;
-                _mm512_storeu_si512(to, _mm512_permutex2var_epi16(even, places, odd));
-                _mm512_storeu_si512(to + panel, _mm512_permutex2var_epi16(even, further, odd));
-            }
-        finish_stores(packed_values);
+        constexpr int panel = TILE_POSITIONS * PANEL;
+        for (int d = 0; d < width; d += TILE_INPUTS, to += 2 * panel) {
+            const __m512i even = load_at(values, slots[0], d), odd = load_at(values, slots[1], d);
+            _mm512_storeu_si512(to, _mm512_permutex2var_epi16(even, places, odd));
+            _mm512_storeu_si512(to + panel, _mm512_permutex2var_epi16(even, further, odd));
+        }
     }
 
-    int64_t panel_stride() const { return padded_inputs(capacity) * PANEL; }
-
-    // The outputs of a tile of queries, from their scores.
-    void mix(int g, int m) const {
-        const int rows = rows_of(m, TILE_TOKENS), length = seen_to(m + rows - 1) - begin;
-        float totals[TILE_TOKENS];
-        for (int i = 0; i < rows; i++) {
-            float* own = scores_of(g, m + i);
-            const int from = Sight(row, n + m + i, layer.window).low, to = seen_to(m + i);
-            totals[i] = exponentials(own + from, to - from);
-            for (int p = begin; p < from; p++) own[p] = 0;
-            for (int p = to; p < begin + length; p++) own[p] = 0;
-            split(own + begin, length, TILE_TOKENS, weights + i * 2 * TILE_INPUTS);
-        }
+    // What one tile of queries, or two, see of the positions from `first` on.
+    void add(int tile, int first) const {
+        const int tiles = num_tiles - tile < 2 ? 1 : 2, last = tile + tiles - 1;
+        int length = seen_to(token_of(last) + rows_of(last) - 1) - first;
+        if (length <= 0) return;
+        if (length > TILE_POSITIONS) length = TILE_POSITIONS;
+        const int size = int(padded_inputs(length));
+        score(tile, tiles, size);
+        for (int i = 0; i < tiles; i++)
+            for (int m = 0; m < rows_of(tile + i); m++) weigh(tile + i, i, m, first, size);
         finish_stores(weights);
-        const int steps = int(padded_inputs(length) / TILE_INPUTS);
-        alignas(64) float tile[TILE_TOKENS * 4 * PANEL];
-        for (int d = 0, panels; d < width; d += panels * PANEL) {
-            panels = width - d < 4 * PANEL ? 2 : 4;
+        mix(tile, tiles, size);
+    }
+
+    // scores = the products of the queries with so many keys
+    void score(int tile, int tiles, int size) const {
+        for (int p = 0; p < size; p += 2 * PANEL)
             multiply_tiles(
-                weights, TILE_TOKENS, rows, packed_values + d / PANEL * panel_stride(),
-                panel_stride(), panels, steps, tile);
-            for (int i = 0; i < rows; i++) {
-                float* found = tile + i * panels * PANEL;
-                for (int j = 0; j < panels * PANEL; j += LANES)
-                    store(found + j, load(found + j) / totals[i]);
-                const int valid = dim - d < panels * PANEL ? dim - d : panels * PANEL;
-                memcpy(out + (m + i) * b.mixed_width + g * dim + d, found, valid * 4);
-            }
+                tiles, 2, packed_queries + tile * TILE_ROWS * width, TILE_ROWS * width, TILE_ROWS,
+                packed_keys + p * width, PANEL * width, width / TILE_INPUTS, scores + p,
+                TILE_POSITIONS, true);
+    }
+
+    // The weights of `size` positions from `first` on for a query, its row `m` of a tile.
+    void weigh(int tile, int side, int m, int first, int size) const {
+        const int from = seen_from(token_of(tile) + m) - first;
+        const int to = seen_to(token_of(tile) + m) - first, at = tile * TILE_ROWS + m;
+        float* own = scores + (side * TILE_ROWS + m) * TILE_POSITIONS;
+        uint16_t* given = weights + (side * TILE_POSITIONS * TILE_ROWS + m * TILE_INPUTS);
+        if (from >= size || to <= 0) return clear(given, size);
+        if (model.score_cap > 0) cap(own, size);
+        if (from > 0 || to < size) hide(own, from, to, size);
+        const float rate = (model.score_cap > 0 ? 1 : layer.scale) * 1.44269504f; // to powers of 2
+        const float before = highest[at], found = maximum(own, size);
+        if (found > before) {
+            correct(at, (before - found) * rate);
+            highest[at] = found;
         }
+        const __m512 scale = _mm512_set1_ps(rate), shift = _mm512_set1_ps(highest[at] * rate);
+        __m512 total = _mm512_loadu_ps(totals + at * PANEL);
+        for (int j = 0; j < size; j += TILE_INPUTS, given += TILE_ROWS * TILE_INPUTS) {
+            const __m512 low = exp2_of(_mm512_fmsub_ps(_mm512_loadu_ps(own + j), scale, shift));
+            const __m512 high = exp2_of(_mm512_fmsub_ps(_mm512_loadu_ps(own + j + 16), scale, shift));
+            total += low + high;
+            _mm512_storeu_si512(given, rounded(low, high));
+        }
+        _mm512_storeu_ps(totals + at * PANEL, total);
+    }
+
+    // Scores outside [from, to) that weigh nothing.
+    static void hide(float* own, int from, int to, int size) {
+        const __m512 lowest = _mm512_set1_ps(-1e30f); // of which 2^x can be computed
+        for (int j = 0; j < size; j += 16)
+            _mm512_mask_storeu_ps(own + j, __mmask16(~lanes(from - j, to - j)), lowest);
+    }
+
+    static void clear(uint16_t* given, int size) {
+        for (int j = 0; j < size; j += TILE_INPUTS, given += TILE_ROWS * TILE_INPUTS)
+            _mm512_storeu_si512(given, __m512i{});
+    }
+
+    void cap(float* own, int size) const {
+        for (int j = 0; j < size; j++)
+            own[j] = model.score_cap * tanhf(own[j] * layer.scale / model.score_cap);
+    }
+
+    // What was summed with a highest score that was lower, by so many powers of 2.
+    void correct(int at, float lower) const {
+        if (highest[at] == -INFINITY) return; // there is nothing yet
+        const __m512 factor = exp2_of(_mm512_set1_ps(lower));
+        float* own = sums + at * width;
+        for (int d = 0; d < width; d += 16)
+            _mm512_storeu_ps(own + d, _mm512_loadu_ps(own + d) * factor);
+        float* total = totals + at * PANEL;
+        _mm512_storeu_ps(total, _mm512_loadu_ps(total) * factor);
+    }
+
+    // sums += weights times the values
+    void mix(int tile, int tiles, int size) const {
+        for (int d = 0; d < width; d += 2 * PANEL)
+            multiply_tiles(
+                tiles, 2, weights, TILE_POSITIONS * TILE_ROWS, TILE_ROWS,
+                packed_values + d * TILE_POSITIONS, PANEL * TILE_POSITIONS, size / TILE_INPUTS,
+                sums + tile * TILE_ROWS * width + d, width, false);
+    }
+
+    void write() const {
+        for (int tile = 0; tile < num_tiles; tile++)
+            for (int i = 0; i < rows_of(tile); i++) {
+                const int at = tile * TILE_ROWS + i;
+                float* to = out + (token_of(tile) + i) * b.mixed_width + tile % group * dim;
+                const __m512 parts = _mm512_loadu_ps(totals + at * PANEL);
+                const __m512 total = _mm512_set1_ps(_mm512_reduce_add_ps(parts));
+                for (int d = 0; d < dim; d += 16) {
+                    const __m512 sum = _mm512_loadu_ps(sums + at * width + d);
+                    _mm512_mask_storeu_ps(to + d, lanes(0, dim - d), sum / total);
+                }
+            }
     }
 };
 

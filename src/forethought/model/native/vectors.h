@@ -101,6 +101,9 @@ static inline void put(uint16_t* p, float x) { // bf16, to the nearest even
 }
 
 static inline float sum(Vec v) { // halves are added to each other, then their halves
+#if LANES == 16 && defined(__AVX512F__)
+    return _mm512_reduce_add_ps((__m512)v);
+#endif
     float parts[LANES];
     memcpy(parts, &v, sizeof v);
 #pragma GCC unroll 4
@@ -109,25 +112,52 @@ static inline float sum(Vec v) { // halves are added to each other, then their h
     return parts[0];
 }
 
-static inline Vec exp(Vec x) { // Cephes' expf: within 2 ulp
-    const Vec low = broadcast(-87.336544f), high = broadcast(88.3762626647950f);
-    x = x < low ? low : x;
-    x = x > high ? high : x;
-    Vec scaled = x * 1.44269504088896341f + 0.5f;
-    IntVec whole = __builtin_convertvector(scaled, IntVec);
-    Vec back = __builtin_convertvector(whole, Vec);
-    whole += back > scaled; // a comparison that holds is -1: round down
-    back = __builtin_convertvector(whole, Vec);
-    x = x - back * 0.693359375f + back * 2.12194440e-4f;
+static inline Vec larger(Vec a, Vec b) {
+#if LANES == 16 && defined(__AVX512F__)
+    return (Vec)_mm512_max_ps((__m512)a, (__m512)b);
+#else
+    return a > b ? a : b;
+#endif
+}
+
+static inline float largest(Vec v) {
+#if LANES == 16 && defined(__AVX512F__)
+    return _mm512_reduce_max_ps((__m512)v);
+#else
+    float result = v[0];
+    for (int lane = 1; lane < LANES; lane++) result = v[lane] > result ? v[lane] : result;
+    return result;
+#endif
+}
+
+static inline Vec exp_near_0(Vec x) { // for |x| up to log(2) / 2
     Vec y = broadcast(1.9875691500e-4f);
     y = y * x + 1.3981999507e-3f;
     y = y * x + 8.3334519073e-3f;
     y = y * x + 4.1665795894e-2f;
     y = y * x + 1.6666665459e-1f;
     y = y * x + 5.0000001201e-1f;
-    y = y * (x * x) + x + 1.0f;
+    return y * (x * x) + x + 1.0f;
+}
+
+static inline Vec exp(Vec x) { // Cephes' expf: within 2 ulp
+    const Vec low = broadcast(-87.336544f), high = broadcast(88.3762626647950f);
+    x = x < low ? low : x;
+    x = x > high ? high : x;
+#if LANES == 16 && defined(__AVX512F__)
+    const Vec power_of_2 = (Vec)_mm512_roundscale_ps((__m512)(x * 1.44269504088896341f), 0);
+    x = x - power_of_2 * 0.693359375f + power_of_2 * 2.12194440e-4f;
+    return (Vec)_mm512_scalef_ps((__m512)exp_near_0(x), (__m512)power_of_2);
+#else
+    Vec scaled = x * 1.44269504088896341f + 0.5f;
+    IntVec whole = __builtin_convertvector(scaled, IntVec);
+    Vec back = __builtin_convertvector(whole, Vec);
+    whole += back > scaled; // a comparison that holds is -1: round down
+    back = __builtin_convertvector(whole, Vec);
+    x = x - back * 0.693359375f + back * 2.12194440e-4f;
     IntVec bits = (whole + 127) << 23;
     Vec power;
     memcpy(&power, &bits, sizeof power);
-    return y * power;
+    return exp_near_0(x) * power;
+#endif
 }

@@ -139,7 +139,11 @@ class PackedLinear:
 
     @classmethod
     def pack(
-        cls, weight: Tensor | QuantizedWeight, bias: Tensor | None, gated: bool = False
+        cls,
+        weight: Tensor | QuantizedWeight,
+        bias: Tensor | None,
+        gated: bool = False,
+        float32_input: bool = False,
     ) -> PackedLinear:
         """Pack a weight ``[out, in]``.
 
@@ -148,6 +152,8 @@ class PackedLinear:
             bias: ``[out]``; None for none.
             gated: its halves are those of a gate and of what it multiplies, whose panels are packed
                 in turns.
+            float32_input: inputs are multiplied in float32, as those of a weight in float32 are,
+                although the weight is in bf16.
         """
         halves = 2 if gated else 1
         num_outputs, num_inputs = weight.shape
@@ -160,9 +166,9 @@ class PackedLinear:
             return padded.unflatten(1, (-1, PANEL)).transpose(0, 1).flatten(0, 1)
 
         scale = zero = None
-        group_size, float32_input = num_inputs, False
+        group_size = num_inputs
         if not isinstance(weight, QuantizedWeight):
-            float32_input = weight.dtype == torch.float32
+            float32_input |= weight.dtype == torch.float32
             weight = _as_stored(weight)
             kind = TYPES[weight.dtype]
             panels_of = _in_pairs if kind == BF16 else partial(torch.transpose, dim0=1, dim1=2)
@@ -252,7 +258,7 @@ class PackedExperts:
     @classmethod
     def of(cls, mlp: nn.Module) -> PackedExperts:
         """Pack the experts of a mixture in Qwen3's layout."""
-        router = PackedLinear.pack(mlp.gate.weight, None)
+        router = PackedLinear.pack(mlp.gate.weight, None, float32_input=True)
         gate_ups = [PackedLinear.pack(w, None, gated=True) for w in mlp.experts.gate_up_proj]
         downs = [PackedLinear.pack(w, None) for w in mlp.experts.down_proj]
         arrays = [
