@@ -13,11 +13,16 @@ from typing import Any
 import pytest
 import torch
 
+import mtp_modules as mtp
 from eagle_heads import random_head
 from engines import drain, engine_over, load, outputs
 from fake_cuda import DEVICE, FakeCuda, FakeEvent, fake_cuda
 from fake_graph import FakeGraph
-from forethought.config.drafters import DraftTargetDecodingConfig, EagleDecodingConfig
+from forethought.config.drafters import (
+    DraftTargetDecodingConfig,
+    EagleDecodingConfig,
+    MTPDecodingConfig,
+)
 from forethought.config.engine import KvCacheConfig, LlmArgs
 from forethought.config.sampling import SamplingParams, SpeculationParams
 from forethought.config.speculation import DecodingBaseConfig
@@ -92,6 +97,15 @@ def dynamic_tree() -> list[DecodingBaseConfig]:
     return [EagleDecodingConfig(use_dynamic_tree=True, speculative_model=head, **fields)]
 
 
+def draft_model() -> list[DecodingBaseConfig]:
+    return [DraftTargetDecodingConfig(max_draft_len=4, speculative_model=tiny("llama", seed=2))]
+
+
+def mtp_modules() -> list[DecodingBaseConfig]:
+    saved = mtp.saved("llama", count=2)
+    return [MTPDecodingConfig(num_nextn_predict_layers=2, max_draft_len=3, speculative_model=saved)]
+
+
 def sampled_chain() -> list[DecodingBaseConfig]:
     fields = {"speculative_model": tiny("llama"), "draft_sampling": "sampled"}
     return [DraftTargetDecodingConfig(max_draft_len=3, **fields)]
@@ -111,6 +125,8 @@ CASES: dict[str, Case] = {
     "eagle3": (GREEDY, PAGED, eagle3, {"launches": 164, "staged": 6, "waits": 1}),
     "eagle3 tree": (SAMPLED, PAGED, tree, {"launches": 177, "staged": 8, "waits": 1}),
     "penalties, tree": (ALL_OPTIONS, PAGED, tree, {"launches": 229, "staged": 20, "waits": 2}),
+    "draft model": (GREEDY, PAGED, draft_model, {"launches": 273, "staged": 6, "waits": 1}),
+    "mtp modules": (GREEDY, PAGED, mtp_modules, {"launches": 143, "staged": 10, "waits": 1}),
     "sampled drafts": (SAMPLED, PAGED, sampled_chain, {"launches": 322, "staged": 14, "waits": 1}),
     "sampled trees": (SAMPLED, PAGED, sampled_tree, {"launches": 340, "staged": 17, "waits": 1}),
     "no triton": (GREEDY, "sdpa", list, {"launches": 69, "staged": 4, "waits": 1}),
@@ -122,6 +138,8 @@ GRAPH_CASES: dict[str, Case] = {
     "all options": (ALL_OPTIONS, PAGED, list, {"launches": 74, "staged": 15, "waits": 1}),
     "eagle3": (GREEDY, PAGED, eagle3, {"launches": 10, "staged": 5, "waits": 1}),
     "eagle3 tree": (SAMPLED, PAGED, tree, {"launches": 27, "staged": 6, "waits": 1}),
+    "draft model": (GREEDY, PAGED, draft_model, {"launches": 10, "staged": 5, "waits": 1}),
+    "mtp modules": (GREEDY, PAGED, mtp_modules, {"launches": 10, "staged": 4, "waits": 1}),
     "dynamic tree": (GREEDY, PAGED, dynamic_tree, {"launches": 6, "staged": 4, "waits": 2}),
 }
 
