@@ -50,6 +50,7 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
 WARM_UP, STEPS = 2, 3
 Budget = dict[str, float]
 SAMPLED = GREEDY.replace(temperature=0.8, seed=3)
+SCORED = SAMPLED.replace(logprobs=2, confidence=3)
 
 
 @functools.cache
@@ -106,6 +107,26 @@ def mtp_modules() -> list[DecodingBaseConfig]:
     return [MTPDecodingConfig(num_nextn_predict_layers=2, max_draft_len=3, speculative_model=saved)]
 
 
+def lossy() -> list[DecodingBaseConfig]:
+    saved = mtp.saved("llama")
+    return [MTPDecodingConfig(max_draft_len=3, speculative_model=saved, synthetic_acceptance=0.7)]
+
+
+def relaxed() -> list[DecodingBaseConfig]:
+    rule = {"relaxed_topk": 9, "relaxed_delta": 0.9, "relaxed_rule": "probability"}
+    phase = {"begin_thinking_phase_token": 3, "end_thinking_phase_token": 4}
+    saved = mtp.saved("llama")
+    return [
+        MTPDecodingConfig(
+            max_draft_len=3,
+            speculative_model=saved,
+            use_relaxed_acceptance_for_thinking=True,
+            **rule,
+            **phase,
+        )
+    ]
+
+
 def sampled_chain() -> list[DecodingBaseConfig]:
     fields = {"speculative_model": tiny("llama"), "draft_sampling": "sampled"}
     return [DraftTargetDecodingConfig(max_draft_len=3, **fields)]
@@ -129,6 +150,22 @@ CASES: dict[str, Case] = {
     "mtp modules": (GREEDY, PAGED, mtp_modules, {"launches": 143, "staged": 10, "waits": 1}),
     "sampled drafts": (SAMPLED, PAGED, sampled_chain, {"launches": 322, "staged": 14, "waits": 1}),
     "sampled trees": (SAMPLED, PAGED, sampled_tree, {"launches": 340, "staged": 17, "waits": 1}),
+    "scores": (SCORED, PAGED, list, {"launches": 114, "staged": 5, "waits": 1}),
+    "scores, tree": (SCORED, PAGED, tree, {"launches": 227, "staged": 11, "waits": 1}),
+    "scores, sampled drafts": (
+        SCORED,
+        PAGED,
+        sampled_chain,
+        {"launches": 239, "staged": 12, "waits": 1},
+    ),
+    "synthetic": (GREEDY, PAGED, lossy, {"launches": 162, "staged": 7, "waits": 1}),
+    "relaxed": (GREEDY, PAGED, relaxed, {"launches": 175, "staged": 7, "waits": 1}),
+    "scores, relaxed": (
+        GREEDY.replace(logprobs=2),
+        PAGED,
+        relaxed,
+        {"launches": 197, "staged": 10, "waits": 1},
+    ),
     "no triton": (GREEDY, "sdpa", list, {"launches": 69, "staged": 4, "waits": 1}),
 }
 # The same with CUDA graphs: one launch for the whole network.
