@@ -145,7 +145,7 @@ CASES: dict[str, Case] = {
     "all options": (ALL_OPTIONS, PAGED, list, {"launches": 119, "staged": 15, "waits": 1}),
     "eagle3": (GREEDY, PAGED, eagle3, {"launches": 164, "staged": 6, "waits": 1}),
     "eagle3 tree": (SAMPLED, PAGED, tree, {"launches": 177, "staged": 8, "waits": 1}),
-    "penalties, tree": (ALL_OPTIONS, PAGED, tree, {"launches": 229, "staged": 20, "waits": 2}),
+    "penalties, tree": (ALL_OPTIONS, PAGED, tree, {"launches": 237, "staged": 22, "waits": 1}),
     "draft model": (GREEDY, PAGED, draft_model, {"launches": 273, "staged": 6, "waits": 1}),
     "mtp modules": (GREEDY, PAGED, mtp_modules, {"launches": 143, "staged": 10, "waits": 1}),
     "sampled drafts": (SAMPLED, PAGED, sampled_chain, {"launches": 322, "staged": 14, "waits": 1}),
@@ -177,6 +177,8 @@ GRAPH_CASES: dict[str, Case] = {
     "eagle3 tree": (SAMPLED, PAGED, tree, {"launches": 27, "staged": 6, "waits": 1}),
     "draft model": (GREEDY, PAGED, draft_model, {"launches": 10, "staged": 5, "waits": 1}),
     "mtp modules": (GREEDY, PAGED, mtp_modules, {"launches": 10, "staged": 4, "waits": 1}),
+    "penalties, tree": (ALL_OPTIONS, PAGED, tree, {"launches": 87, "staged": 20, "waits": 1}),
+    "scores, tree": (SCORED, PAGED, tree, {"launches": 77, "staged": 9, "waits": 1}),
     "dynamic tree": (GREEDY, PAGED, dynamic_tree, {"launches": 6, "staged": 4, "waits": 2}),
 }
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from fake_cuda import DEVICE, fake_cuda
 from forethought.config.sampling import SamplingParams
-from forethought.model.sampling import TokenContext
+from forethought.model.sampling import DevicePath, TokenContext, logits_to_probs
 from forethought.speculative.drafter import NO_DRAFT, DeviceTokens, Draft, DraftKind
 from forethought.speculative.verify.rules import (
     RelaxedAcceptance,
@@ -130,3 +130,41 @@ def test_results_are_those_of_the_cpu_and_wait_once(name: str, kind: DraftKind) 
             assert device.counts["waits"] == 1, device.sites
         expect_equal(found, expected)
     assert num_accepted > 20
+
+
+def test_penalties_see_drafted_tokens_that_the_host_does_not_know() -> None:
+    """As if they were in the output, of drafts of several requests; nothing is waited for."""
+    source = torch.Generator().manual_seed(3)
+    params = SAMPLED.replace(
+        repetition_penalty=1.7, presence_penalty=0.4, frequency_penalty=0.3, min_tokens=5
+    )
+    eos, output = frozenset({2}), [1, 7, 7]
+    here, moved = list[TokenContext](), list[list[TokenContext]]()
+    for parents in PARENTS:
+        draft = drafted(parents, DraftKind.POINT, source)
+        known = TokenContext(params, [4, 9], output, eos)
+        prefixes = [output]
+        for node, token in enumerate(draft.tokens):
+            prefixes.append([*prefixes[1 + draft.parent(node)], token])
+        here += [replace(known, output=prefix) for prefix in prefixes]
+        moved.append([known, *(replace(known, output=output) for _ in parents)])
+        for context, path in zip(
+            moved[-1][1:], DevicePath.of_nodes(torch.tensor(draft.tokens), parents), strict=True
+        ):
+            context.path = path
+    logits = torch.randn(len(here), WIDTH, generator=source)
+    expected = logits_to_probs(logits, here)
+    assert torch.equal(logits_to_probs(logits, [each for own in moved for each in own]), expected)
+    with fake_cuda() as device:
+        on_device = logits.to(DEVICE)
+        for own in moved:
+            paths = [each.path for each in own if each.path is not None]
+            tokens = paths[0].tokens.to(DEVICE)
+            for each, path in zip(own[1:], paths, strict=True):
+                each.path = path._replace(tokens=tokens)
+        device.reset()
+        found = logits_to_probs(on_device, [each for own in moved for each in own])
+        assert device.counts["waits"] == device.counts["uploads"] == 0
+        assert torch.equal(found.cpu(), expected)
+    plain = [replace(each, path=None) for own in moved for each in own]
+    assert not torch.equal(logits_to_probs(logits, plain), expected)
