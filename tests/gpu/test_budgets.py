@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from transformers import AutoConfig
 
 import mtp_modules as mtp
 from eagle_heads import random_head
@@ -42,7 +44,8 @@ from forethought.model.device import ForwardTimer
 from forethought.model.graph_runner import GraphRunner
 from forethought.model.graphs import GraphCapturer
 from forethought.model.paged_layout import PagedLayout
-from models import prompts, tiny
+from forethought.model.quantization import Quantization
+from models import prompts, save_random, tiny
 
 PAGED = "forethought.model.attention.paged:PagedAttention"
 PROMPTS = prompts((9, 4))
@@ -307,6 +310,30 @@ def test_drafts_of_unequal_depth_are_verified_without_a_further_wait(
     assert machine.stats.draft_failures == 0
     assert machine.stats.accepted == on_cpu.stats.accepted
     assert machine.stats.drafted == on_cpu.stats.drafted > 0
+
+
+@pytest.mark.parametrize("quantization", ["int8", "int4"])
+def test_quantised_weights_run_on_a_gpu_by_graphs_too(
+    quantization: Quantization, tmp_path: Path
+) -> None:
+    config = AutoConfig.from_pretrained(tiny("qwen3"), hidden_size=64, intermediate_size=96)
+    save_random(config, tmp_path)
+    settings: dict[str, Any] = {"dtype": "float32", "quantization": quantization}
+    on_cpu = engine_over(loader.load(tmp_path, attention=PAGED, **settings), page_size=16)
+    expected = started(on_cpu, GREEDY, PROMPTS)
+    drain(on_cpu)
+    for has_graphs in (False, True):
+        with fake_cuda() as device:
+            lm = loader.load(tmp_path, device=DEVICE, attention=PAGED, **settings)
+            graphs = GraphCapturer(FakeGraph) if has_graphs else None
+            machine = engine_over(lm, page_size=16, graphs=graphs)
+            sequences = started(machine, GREEDY, PROMPTS)
+            spent = measured(device, machine)
+            drain(machine)
+        assert outputs(sequences) == outputs(expected)
+        assert spent["waits"] == spent["staged"] == 1
+        assert spent.get("uploads", 0) == 0
+        assert not has_graphs or spent["launches"] == 5
 
 
 def test_the_device_refuses_what_a_gpu_refuses_and_counts_what_it_waits_for() -> None:
