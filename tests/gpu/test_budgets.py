@@ -8,16 +8,23 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from transformers import AutoConfig
 
+import mtp_modules as mtp
 from eagle_heads import random_head
 from engines import drain, engine_over, load, outputs
 from fake_cuda import DEVICE, FakeCuda, FakeEvent, fake_cuda
 from fake_graph import FakeGraph
-from forethought.config.drafters import DraftTargetDecodingConfig, EagleDecodingConfig
+from forethought.config.drafters import (
+    DraftTargetDecodingConfig,
+    EagleDecodingConfig,
+    MTPDecodingConfig,
+)
 from forethought.config.engine import KvCacheConfig, LlmArgs
 from forethought.config.sampling import SamplingParams, SpeculationParams
 from forethought.config.speculation import DecodingBaseConfig
@@ -37,7 +44,8 @@ from forethought.model.device import ForwardTimer
 from forethought.model.graph_runner import GraphRunner
 from forethought.model.graphs import GraphCapturer
 from forethought.model.paged_layout import PagedLayout
-from models import prompts, tiny
+from forethought.model.quantization import Quantization
+from models import prompts, save_random, tiny
 
 PAGED = "forethought.model.attention.paged:PagedAttention"
 PROMPTS = prompts((9, 4))
@@ -45,6 +53,7 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
 WARM_UP, STEPS = 2, 3
 Budget = dict[str, float]
 SAMPLED = GREEDY.replace(temperature=0.8, seed=3)
+SCORED = SAMPLED.replace(logprobs=2, confidence=3)
 
 
 @functools.cache
@@ -92,6 +101,35 @@ def dynamic_tree() -> list[DecodingBaseConfig]:
     return [EagleDecodingConfig(use_dynamic_tree=True, speculative_model=head, **fields)]
 
 
+def draft_model() -> list[DecodingBaseConfig]:
+    return [DraftTargetDecodingConfig(max_draft_len=4, speculative_model=tiny("llama", seed=2))]
+
+
+def mtp_modules() -> list[DecodingBaseConfig]:
+    saved = mtp.saved("llama", count=2)
+    return [MTPDecodingConfig(num_nextn_predict_layers=2, max_draft_len=3, speculative_model=saved)]
+
+
+def lossy() -> list[DecodingBaseConfig]:
+    saved = mtp.saved("llama")
+    return [MTPDecodingConfig(max_draft_len=3, speculative_model=saved, synthetic_acceptance=0.7)]
+
+
+def relaxed() -> list[DecodingBaseConfig]:
+    rule = {"relaxed_topk": 9, "relaxed_delta": 0.9, "relaxed_rule": "probability"}
+    phase = {"begin_thinking_phase_token": 3, "end_thinking_phase_token": 4}
+    saved = mtp.saved("llama")
+    return [
+        MTPDecodingConfig(
+            max_draft_len=3,
+            speculative_model=saved,
+            use_relaxed_acceptance_for_thinking=True,
+            **rule,
+            **phase,
+        )
+    ]
+
+
 def sampled_chain() -> list[DecodingBaseConfig]:
     fields = {"speculative_model": tiny("llama"), "draft_sampling": "sampled"}
     return [DraftTargetDecodingConfig(max_draft_len=3, **fields)]
@@ -110,9 +148,27 @@ CASES: dict[str, Case] = {
     "all options": (ALL_OPTIONS, PAGED, list, {"launches": 119, "staged": 15, "waits": 1}),
     "eagle3": (GREEDY, PAGED, eagle3, {"launches": 164, "staged": 6, "waits": 1}),
     "eagle3 tree": (SAMPLED, PAGED, tree, {"launches": 177, "staged": 8, "waits": 1}),
-    "penalties, tree": (ALL_OPTIONS, PAGED, tree, {"launches": 229, "staged": 20, "waits": 2}),
+    "penalties, tree": (ALL_OPTIONS, PAGED, tree, {"launches": 237, "staged": 22, "waits": 1}),
+    "draft model": (GREEDY, PAGED, draft_model, {"launches": 273, "staged": 6, "waits": 1}),
+    "mtp modules": (GREEDY, PAGED, mtp_modules, {"launches": 143, "staged": 10, "waits": 1}),
     "sampled drafts": (SAMPLED, PAGED, sampled_chain, {"launches": 322, "staged": 14, "waits": 1}),
     "sampled trees": (SAMPLED, PAGED, sampled_tree, {"launches": 340, "staged": 17, "waits": 1}),
+    "scores": (SCORED, PAGED, list, {"launches": 114, "staged": 5, "waits": 1}),
+    "scores, tree": (SCORED, PAGED, tree, {"launches": 227, "staged": 11, "waits": 1}),
+    "scores, sampled drafts": (
+        SCORED,
+        PAGED,
+        sampled_chain,
+        {"launches": 239, "staged": 12, "waits": 1},
+    ),
+    "synthetic": (GREEDY, PAGED, lossy, {"launches": 162, "staged": 7, "waits": 1}),
+    "relaxed": (GREEDY, PAGED, relaxed, {"launches": 175, "staged": 7, "waits": 1}),
+    "scores, relaxed": (
+        GREEDY.replace(logprobs=2),
+        PAGED,
+        relaxed,
+        {"launches": 197, "staged": 10, "waits": 1},
+    ),
     "no triton": (GREEDY, "sdpa", list, {"launches": 69, "staged": 4, "waits": 1}),
 }
 # The same with CUDA graphs: one launch for the whole network.
@@ -122,6 +178,10 @@ GRAPH_CASES: dict[str, Case] = {
     "all options": (ALL_OPTIONS, PAGED, list, {"launches": 74, "staged": 15, "waits": 1}),
     "eagle3": (GREEDY, PAGED, eagle3, {"launches": 10, "staged": 5, "waits": 1}),
     "eagle3 tree": (SAMPLED, PAGED, tree, {"launches": 27, "staged": 6, "waits": 1}),
+    "draft model": (GREEDY, PAGED, draft_model, {"launches": 10, "staged": 5, "waits": 1}),
+    "mtp modules": (GREEDY, PAGED, mtp_modules, {"launches": 10, "staged": 4, "waits": 1}),
+    "penalties, tree": (ALL_OPTIONS, PAGED, tree, {"launches": 87, "staged": 20, "waits": 1}),
+    "scores, tree": (SCORED, PAGED, tree, {"launches": 77, "staged": 9, "waits": 1}),
     "dynamic tree": (GREEDY, PAGED, dynamic_tree, {"launches": 6, "staged": 4, "waits": 2}),
 }
 
@@ -250,6 +310,30 @@ def test_drafts_of_unequal_depth_are_verified_without_a_further_wait(
     assert machine.stats.draft_failures == 0
     assert machine.stats.accepted == on_cpu.stats.accepted
     assert machine.stats.drafted == on_cpu.stats.drafted > 0
+
+
+@pytest.mark.parametrize("quantization", ["int8", "int4"])
+def test_quantised_weights_run_on_a_gpu_by_graphs_too(
+    quantization: Quantization, tmp_path: Path
+) -> None:
+    config = AutoConfig.from_pretrained(tiny("qwen3"), hidden_size=64, intermediate_size=96)
+    save_random(config, tmp_path)
+    settings: dict[str, Any] = {"dtype": "float32", "quantization": quantization}
+    on_cpu = engine_over(loader.load(tmp_path, attention=PAGED, **settings), page_size=16)
+    expected = started(on_cpu, GREEDY, PROMPTS)
+    drain(on_cpu)
+    for has_graphs in (False, True):
+        with fake_cuda() as device:
+            lm = loader.load(tmp_path, device=DEVICE, attention=PAGED, **settings)
+            graphs = GraphCapturer(FakeGraph) if has_graphs else None
+            machine = engine_over(lm, page_size=16, graphs=graphs)
+            sequences = started(machine, GREEDY, PROMPTS)
+            spent = measured(device, machine)
+            drain(machine)
+        assert outputs(sequences) == outputs(expected)
+        assert spent["waits"] == spent["staged"] == 1
+        assert spent.get("uploads", 0) == 0
+        assert not has_graphs or spent["launches"] == 5
 
 
 def test_the_device_refuses_what_a_gpu_refuses_and_counts_what_it_waits_for() -> None:

@@ -8,12 +8,14 @@ from typing import Any
 import pytest
 import torch
 
+import mtp_modules
 from attention_cases import CASES, attend, storage_for, tables
 from eagle_heads import random_head
 from engines import GREEDY, drain, engine, engine_over, expect_empty, load, outputs
 from forethought.config.drafters import (
     DraftTargetDecodingConfig,
     EagleDecodingConfig,
+    MTPDecodingConfig,
     NGramDecodingConfig,
 )
 from forethought.config.engine import LlmArgs
@@ -78,6 +80,16 @@ DRAFTERS: dict[str, Callable[[], list[DecodingBaseConfig]]] = {
     "plain": list,
     "ngram": lambda: [NGramDecodingConfig(max_draft_len=3)],
     "eagle3": lambda: [EagleDecodingConfig(max_draft_len=4, speculative_model=random_head())],
+    "draft model": lambda: [
+        DraftTargetDecodingConfig(max_draft_len=4, speculative_model=tiny("llama", seed=2))
+    ],
+    "mtp modules": lambda: [
+        MTPDecodingConfig(
+            num_nextn_predict_layers=2,
+            max_draft_len=3,
+            speculative_model=mtp_modules.saved(count=2),
+        )
+    ],
     "tree": lambda: [EagleDecodingConfig(eagle_choices=PATHS, speculative_model=random_head())],
     "dynamic tree": lambda: [
         EagleDecodingConfig(
@@ -134,7 +146,9 @@ def test_graphs_generate_what_eager_forwards_do(
     assert dtype != "float32" or runs[0] == runs[1]
 
 
-@pytest.mark.parametrize("name", ["plain", "eagle3", "tree", "sampled tree"])
+@pytest.mark.parametrize(
+    "name", ["plain", "eagle3", "draft model", "mtp modules", "tree", "sampled tree"]
+)
 def test_neither_a_forward_nor_a_draft_waits_for_the_gpu(name: str) -> None:
     drafters = DRAFTERS[name]()
     machine = engine_over(

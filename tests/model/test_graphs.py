@@ -21,7 +21,12 @@ from drafts import recording
 from eagle_heads import random_head
 from engines import GREEDY, drain, engine_over, outputs
 from fake_graph import FakeGraph
-from forethought.config.drafters import EagleDecodingConfig, MTPDecodingConfig, NGramDecodingConfig
+from forethought.config.drafters import (
+    DraftTargetDecodingConfig,
+    EagleDecodingConfig,
+    MTPDecodingConfig,
+    NGramDecodingConfig,
+)
 from forethought.config.sampling import SpeculationParams
 from forethought.config.speculation import DecodingBaseConfig
 from forethought.engine.engine import Engine
@@ -36,6 +41,8 @@ from forethought.model.causal_lm import CausalLM
 from forethought.model.graph_runner import GraphRunner
 from forethought.model.graphs import Bucket, GraphCapturer, capacity_of, padded_tokens
 from forethought.speculative.draft_graph import DraftGraphs
+from forethought.speculative.drafters import mtp
+from forethought.speculative.drafters.mtp import ModuleGraphs
 from models import prompts, save_random, tiny
 
 PAGED = "forethought.model.attention.paged:PagedAttention"
@@ -54,8 +61,24 @@ DRAFTERS: dict[str, Callable[[], list[DecodingBaseConfig]]] = {
         EagleDecodingConfig(max_draft_len=4, speculative_model=random_head("eagle3"))
     ],
     "mtp": lambda: [MTPDecodingConfig(max_draft_len=3, speculative_model=mtp_modules.saved())],
+    "mtp modules": lambda: [
+        MTPDecodingConfig(
+            num_nextn_predict_layers=2,
+            max_draft_len=4,
+            speculative_model=mtp_modules.saved(count=2),
+            synthetic_acceptance=0.7,  # entries of accepted tokens are read, too
+        )
+    ],
     "tree": lambda: [
         EagleDecodingConfig(eagle_choices=PATHS, speculative_model=random_head("eagle3"))
+    ],
+    "draft model": lambda: [
+        DraftTargetDecodingConfig(
+            max_draft_len=4, speculative_model=tiny("mistral", seed=2), synthetic_acceptance=0.7
+        )
+    ],
+    "tree of a draft model": lambda: [
+        DraftTargetDecodingConfig(draft_choices=PATHS, speculative_model=tiny("llama", seed=2))
     ],
     "dynamic tree": lambda: [
         EagleDecodingConfig(
@@ -117,24 +140,25 @@ def test_graphs_generate_what_eager_forwards_do(name: str, architecture: str) ->
 
 
 @pytest.mark.usefixtures("poisoned")
-@pytest.mark.parametrize("name", ["eagle3", "mtp", "tree", "dynamic tree"])
+@pytest.mark.parametrize("name", [name for name in DRAFTERS if name not in ("plain", "ngram")])
 def test_drafts_by_graphs_are_those_of_eager_forwards(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Node for node, for requests with drafts of different lengths."""
     found, by_graphs = [], []
-    draft = DraftGraphs.draft
+    kind = ModuleGraphs if name == "mtp modules" else DraftGraphs
+    draft: Callable[..., torch.Tensor | None] = kind.draft
 
-    def watched(self: DraftGraphs, *args: Any) -> torch.Tensor | None:
-        by_graphs.append(draft(self, *args))
+    def watched(*args: Any) -> torch.Tensor | None:
+        by_graphs.append(draft(*args))
         return by_graphs[-1]
 
-    monkeypatch.setattr(DraftGraphs, "draft", watched)
+    monkeypatch.setattr(kind, "draft", watched)
     for graphs in (None, GraphCapturer(FakeGraph)):
         machine = engine_over(paged(), speculative=DRAFTERS[name](), page_size=4, graphs=graphs)
         with recording(machine) as drafts:
-            for number, prompt in enumerate(PROMPTS[:4]):
-                limit = SpeculationParams(max_draft_len=1 + (number + 2) % 4)
+            for number, prompt in enumerate((PROMPTS[4], *PROMPTS[:3])):
+                limit = SpeculationParams(max_draft_len=1 + (number + 3) % 4)
                 machine.add(prompt, GREEDY.replace(speculation=limit))
                 machine.step()
             drain(machine)
@@ -144,6 +168,12 @@ def test_drafts_by_graphs_are_those_of_eager_forwards(
     assert len({len(draft.drafted) for draft in found[0]}) > 1
     made = [each is not None for each in by_graphs]
     assert made.count(False) < len(PROMPTS) < made.count(True)
+
+
+def test_a_row_with_fewer_tokens_than_levels_reads_those_drafted_last() -> None:
+    """Of MTP modules: tokens are numbered level by level, 8 rows each; -1: a known one."""
+    assert mtp._sources([1, 2, 4], 3, 8) == [16, 9, 17, -1, 2, 10, 18]
+    assert mtp._sources([2], 1, 1) == [-1, 0]
 
 
 @pytest.mark.usefixtures("poisoned")

@@ -18,6 +18,7 @@ from forethought.config.drafters import (
     EagleDecodingConfig,
     MedusaDecodingConfig,
     MTPDecodingConfig,
+    ReDrafterDecodingConfig,
 )
 from forethought.config.speculation import DecodingBaseConfig
 from forethought.engine.engine import Engine
@@ -29,6 +30,7 @@ from forethought.speculative.heads import eagle3
 from medusa_heads import shared_heads
 from models import prompts, save_random, tiny
 from mtp_modules import saved
+from redrafter_heads import random_head
 
 pytestmark = pytest.mark.skipif(
     library.find_compiler() is None, reason="there is no C++ compiler (c++, g++ or clang++)"
@@ -56,6 +58,11 @@ def mtp(architecture: str, layout: str = "deepseek", count: int = 1, **more: Any
     directory = saved(architecture, count, layout)
     settings = {"max_draft_len": 4, "synthetic_acceptance": 0.7, **more}
     return MTPDecodingConfig(speculative_model=directory, **settings)
+
+
+def redrafter(**more: Any) -> DecodingBaseConfig:
+    sizes = {"num_beams": 3, "draft_len_per_beam": 3, "synthetic_acceptance": 0.7}
+    return ReDrafterDecodingConfig(speculative_model=random_head(), **sizes, **more)
 
 
 def draft_model(architecture: str, path: Path, **more: Any) -> DecodingBaseConfig:
@@ -104,6 +111,8 @@ KINDS: dict[str, tuple[str, Callable[[Path], DecodingBaseConfig]]] = {
             speculative_model=shared_heads(), tree="most_probable", max_total_draft_tokens=6
         ),
     ),
+    "redrafter": ("llama", lambda _: redrafter()),
+    "redrafter, beams": ("llama", lambda _: redrafter(tree="beams")),
     "mtp": ("llama", lambda _: mtp("llama")),
     "mtp, state unnormed": ("llama", lambda _: mtp("llama", fed_back_state="unnormed")),
     "mtp, another layout": ("qwen3", lambda _: mtp("qwen3", "qwen")),

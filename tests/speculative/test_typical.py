@@ -19,13 +19,12 @@ def accepted(rule: TypicalAcceptance, distribution: tuple[float, ...]) -> list[i
     """Which tokens may follow a prefix with this distribution, each tried alone."""
     logits = torch.tensor([distribution, distribution]).log()
     context = TokenContext(SAMPLED, (), (), frozenset())
-    return [
-        token
-        for token in range(len(distribution))
-        if rule.paths(
-            logits, [VerificationRequest(Draft([token]), range(2), [context] * 2, 3, 0, 5)]
-        )[0]
-    ]
+    found = []
+    for token in range(len(distribution)):
+        request = VerificationRequest(Draft([token]), range(2), [context] * 2, 3, 0, 5)
+        if rule.path(request, rule.test_nodes(logits, [request]).tolist()):
+            found.append(token)
+    return found
 
 
 @pytest.mark.parametrize(

@@ -306,9 +306,9 @@ def test_drafts_on_the_device_are_read_in_one_transfer():
             super().set(tokens)
 
     drafts = [Draft(Watched(torch.tensor(ids))) for ids in ([4, 5], [6])]
-    assert read_drafts([*drafts, drafts[0], Draft([9])], torch.tensor([1, 2])) == [1, 2]
+    read_drafts([*drafts, drafts[0], Draft([9])])
     assert [list(draft.tokens) for draft in drafts] == reads == [[4, 5], [6]]
-    assert read_drafts(drafts) == read_drafts([]) == []
+    read_drafts(drafts)
     assert len(reads) == 2, "nothing is read twice"
 
 

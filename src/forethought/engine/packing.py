@@ -17,7 +17,7 @@ from forethought.engine.scheduler import PlannedRow
 from forethought.engine.sequence import Sequence, siblings_to_sample
 from forethought.model.batch import ConcurrentTokens, Row
 from forethought.model.runner import DecodeRow
-from forethought.model.sampling import NO_TOKEN, TokenContext, most_probable
+from forethought.model.sampling import NO_TOKEN, DevicePath, TokenContext, most_probable
 from forethought.speculative.drafter import NO_DRAFT, DeviceTokens, Draft
 from forethought.speculative.verify.verify import (
     VerificationRequest,
@@ -157,8 +157,8 @@ def pending_samples(rows: List[PlannedRow], eos_ids: frozenset[int]) -> list[Pen
     """
     pending, begin = list[PendingSample](), 0
     shared = dict[int, TokenContext]()
-    drafted = [row for row in rows if row.num_nodes and row.sequence.has_stateful_distribution]
-    if drafted:
+    drafted = [row for row in rows if row.num_nodes and row.sequence.constraint is not None]
+    if drafted:  # a constraint reads what it follows
         read_drafts(row.draft for row in drafted)
     for row in rows:
         root = begin + row.num_logits - 1
@@ -206,6 +206,9 @@ def _contexts(
         return [context] * (1 + len(draft.tokens))
     prompt, output, constraint = sequence.tokens[:start], sequence.output, sequence.constraint
     contexts = [TokenContext(params, prompt, output, eos_ids, constraint)]
+    if isinstance(draft.tokens, DeviceTokens) and not draft.tokens.is_read:
+        paths = DevicePath.of_nodes(draft.tokens.on_device, draft.parents)
+        return [*contexts, *(replace(contexts[0], path=path) for path in paths)]
     for node, token in enumerate(draft.tokens):
         before = contexts[1 + draft.parent(node)].output
         contexts.append(TokenContext(params, prompt, [*before, token], eos_ids, constraint))

@@ -1,8 +1,10 @@
-"""Numbers on their way to a device, without a wait for what the device still computes.
+"""Numbers on their way to a device, without a wait for what the device still computes, and back.
 
 A copy from ordinary memory waits until the GPU has done all work that was queued before. A copy
 from pinned memory is queued like that work. Pinned memory is taken from torch's cache, which hands
 a block out again only when the copies that read it are done.
+
+Numbers that come back are waited for, so a step reads all of them together (``Download``).
 """
 
 from __future__ import annotations
@@ -101,6 +103,36 @@ class StaticBuffer:
         shape, begin = self._shapes[name], self._begins[name]
         shape = shape if num_rows is None else (num_rows, *shape[1:])
         return flat[begin : begin + math.prod(shape)].reshape(shape)
+
+
+class Download:
+    """Tensors of one device that come to the host together: at most one transfer, and one wait."""
+
+    def __init__(self) -> None:
+        self._parts: list[Tensor] = []
+
+    def add(self, values: Tensor) -> int:
+        """Add one of any shape; integers are below 2**53.
+
+        Returns:
+            Its index in what ``read`` returns.
+        """
+        self._parts.append(values.reshape(-1))
+        return len(self._parts) - 1
+
+    def read(self) -> list[list[Any]]:
+        """The numbers of each, integers and booleans as integers."""
+        parts = self._parts
+        if len(parts) < 2 or parts[0].device.type == "cpu":
+            return [part.tolist() for part in parts]
+        is_float = [part.is_floating_point() for part in parts]
+        dtype = torch.float64 if any(is_float) else torch.int64  # ids are exact in both
+        numbers: list[Any] = torch.cat([part.to(dtype) for part in parts]).tolist()
+        found, begin = list[list[Any]](), 0
+        for part, keeps in zip(parts, is_float, strict=True):
+            own, begin = numbers[begin : begin + len(part)], begin + len(part)
+            found.append(own if keeps or dtype == torch.int64 else list(map(int, own)))
+        return found
 
 
 def upload(values: Sequence[Any], device: torch.device, dtype: torch.dtype = torch.int64) -> Tensor:

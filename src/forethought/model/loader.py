@@ -74,7 +74,7 @@ def load(
     path: str | Path,
     dtype: torch.dtype | str = "auto",
     device: torch.device | str = "cpu",
-    attention: str = "auto",
+    attention: str | AttentionBackend = "auto",
     fuse: bool = True,
     trust_remote_code: bool = False,
     quantization: Quantization | None = None,
@@ -87,7 +87,7 @@ def load(
         dtype: a name such as ``"bfloat16"``, a torch dtype, or ``"auto"``: the checkpoint's, or
             float32 on a CPU that has no fast products in it and memory enough.
         device: of the weights.
-        attention: name of a backend, or ``"auto"``.
+        attention: a backend, its name, or ``"auto"``.
         fuse: replace the forward by the fused one where the architecture allows it.
         trust_remote_code: run model code from the directory.
         quantization: quantise the weights as they stand after loading; None: leave them.
@@ -101,8 +101,11 @@ def load(
         ParameterError: no such dtype.
     """
     directory = Path(path)
-    backend: AttentionBackend = create_backend(attention, device)
-    against = _native_setting_refusal(torch.device(device), attention, fuse, forward)
+    backend: AttentionBackend = (
+        create_backend(attention, device) if isinstance(attention, str) else attention
+    )
+    asked = attention if isinstance(attention, str) else backend.name
+    against = _native_setting_refusal(torch.device(device), asked, fuse, forward)
     if isinstance(dtype, str) and dtype != "auto" and dtype not in DTYPES:
         raise ParameterError("unknown dtype", repr(dtype), f"Allowed: auto, {', '.join(DTYPES)}")
     config = _config(directory, trust_remote_code)

@@ -1,8 +1,9 @@
-"""Drafts of a draft module as CUDA graphs: all levels of a chain or a tree are one launch.
+"""Drafts of a draft network as CUDA graphs: all levels of a chain or a tree are one launch.
 
-The first forward reads the known tokens that the module has not read, a few of each request; each
-further one reads the drafted nodes of a level that go on. All of them attend over pages, where the
-eager way copies the prefix into a workspace once per draft. A node of a tree sees its ancestors
+The network is a module that reads the target's states, or a draft model. The first forward reads
+the known tokens that it has not read, a few of each request; each further one reads the drafted
+nodes of a level that go on. All of them attend over pages, where the eager way copies the prefix
+into a workspace once per draft. A node of a tree sees its ancestors
 alone, so the nodes of the levels above are read again beside it, as one row with ancestor bits; in
 a chain everything is visible, and a forward reads one token. Padding is that of ``model.graphs``.
 """
@@ -27,13 +28,8 @@ from forethought.model.graphs import (
     capacity_of,
     padded_tokens,
 )
-from forethought.model.paged_layout import WORD_BITS
-from forethought.speculative.draft_module import (
-    DraftModule,
-    DraftModuleRunner,
-    ModuleOutput,
-    TokenRange,
-)
+from forethought.model.paged_layout import WORD_BITS, Integers
+from forethought.speculative.draft_module import DraftModuleRunner, ModuleOutput, TokenRange
 from forethought.speculative.drafter import DraftRequest
 
 MAX_DRAFT_GRAPHS = 24
@@ -99,30 +95,51 @@ class _Shape:
     @classmethod
     def of(cls, ranges: Sequence[TokenRange], read: ReadNodes) -> _Shape | None:
         """The smallest one that holds the ranges; None: there is none."""
-        sizes = [each.stop - each.start for each in ranges]
-        total, longest = sum(sizes), max(sizes)
-        if longest > MAX_CATCH_UP or total > MAX_GRAPH_TOKENS:
-            return None
-        num_rows, num_tokens = padded_tokens(len(ranges)), padded_tokens(total)
-        if num_rows == num_tokens and total > len(ranges):
-            # With as many rows as tokens a network takes each token for the last of its row.
-            num_tokens = padded_tokens(num_tokens + 1)
+        first = known_bucket(ranges, max(read.ends, default=0))
+        num_rows = padded_tokens(len(ranges))
         largest = max((read.count(each) for each in range(1, len(read.ends) + 1)), default=0)
-        if largest > WORD_BITS or num_rows * largest > MAX_GRAPH_TOKENS:
+        if first is None or largest > WORD_BITS or num_rows * largest > MAX_GRAPH_TOKENS:
             return None
-        capacity = capacity_of(max(each.stop for each in ranges) + max(read.ends, default=0))
-        return cls(Bucket(num_tokens, Bucket.tile_of(longest), capacity), num_rows, read)
+        return cls(first, num_rows, read)
+
+
+def known_bucket(ranges: Sequence[TokenRange], num_behind: int) -> Bucket | None:
+    """The smallest one for the known tokens of ranges; None: there is none.
+
+    Args:
+        ranges: one per request.
+        num_behind: tokens that are stored behind each of them.
+    """
+    sizes = [each.stop - each.start for each in ranges]
+    total, longest = sum(sizes), max(sizes)
+    if longest > MAX_CATCH_UP or total > MAX_GRAPH_TOKENS:
+        return None
+    num_tokens = padded_tokens(total)
+    if padded_tokens(len(ranges)) == num_tokens and total > len(ranges):
+        # With as many rows as tokens a network takes each token for the last of its row.
+        num_tokens = padded_tokens(num_tokens + 1)
+    capacity = capacity_of(max(each.stop for each in ranges) + num_behind)
+    return Bucket(num_tokens, Bucket.tile_of(longest), capacity)
+
+
+def state_slots(ranges: Sequence[TokenRange], offset: int) -> list[int]:
+    """The slots of the target's states that the entries of ranges read."""
+    slots: list[int] = []
+    for each in ranges:
+        slots += each.table.slots(each.start - offset, each.stop - offset)
+    return slots
 
 
 class _Inputs:
     """What a graph reads: the batches of its forwards, and where the target's states lie."""
 
     def __init__(self, shape: _Shape, runner: DraftModuleRunner) -> None:
-        assert runner.hidden_states is not None
-        storage, states = runner.cache.storage, runner.hidden_states.storage
-        no_state = np.full(shape.first.num_tokens, states.scratch_slot, np.int64)
+        storage, further = runner.cache.storage, dict[str, Integers]()
+        if runner.hidden_states is not None:
+            no_state = runner.hidden_states.storage.scratch_slot
+            further["states"] = np.full(shape.first.num_tokens, no_state, np.int64)
         self.num_rows, self._read = shape.num_rows, shape.read
-        self.first = StaticBatch(shape.first, storage, shape.num_rows, {"states": no_state})
+        self.first = StaticBatch(shape.first, storage, shape.num_rows, further)
         self.levels: list[StaticBatch] = []
         for depth in range(1, len(shape.read.ends) + 1):
             size, num_new = shape.read.count(depth), shape.read.num_new(depth)
@@ -138,11 +155,10 @@ class _Inputs:
 
     def fill(self, ranges: Sequence[TokenRange], num_deeper: Sequence[int], offset: int) -> None:
         """Queue the copies of the ranges, of which so many have a draft deeper than 1, 2, ..."""
-        rows = [each.row(1) for each in ranges]
-        states: list[int] = []
-        for each in ranges:
-            states += each.table.slots(each.start - offset, each.stop - offset)
-        self.first.fill(PackedRows.of(rows, offset), {"states": states})
+        rows, further = [each.row(1) for each in ranges], dict[str, list[int]]()
+        if "states" in self.first.tensors:
+            further["states"] = state_slots(ranges, offset)
+        self.first.fill(PackedRows.of(rows, offset), further)
         for depth, (batch, number) in enumerate(zip(self.levels, num_deeper, strict=True), start=1):
             rows = [self._read.row(each, depth) for each in ranges[:number]]
             batch.fill(PackedRows.of(rows, offset))
@@ -152,7 +168,7 @@ class DraftGraphs:
     """Drafts chains and trees of one builder by graphs.
 
     Args:
-        runner: of a module that reads the target's states, whose storages have a scratch page.
+        runner: of the network; its storages have a scratch page.
         graphs: of the engine.
     """
 
@@ -202,12 +218,9 @@ class DraftGraphs:
         return None if graph is None else (graph, inputs)
 
     def _compute(self, inputs: _Inputs, grow: Grow) -> Tensor:
-        runner = self._runner
-        assert runner.hidden_states is not None
-        module: DraftModule = runner.network  # type: ignore[assignment]  # it reads hidden states
-        stored = runner.hidden_states.storage.keys[0]
-        states = module.enter(stored[inputs.first.tensors["states"], 0])
-        output = module(states, runner.paged_pass(inputs.first.batch))
+        runner, first = self._runner, inputs.first
+        states = runner.states_at(first.tensors.get("states"), first.bucket.num_tokens)
+        output = runner.network(states, runner.paged_pass(first.batch))
         return grow(output, _PagedLevels(runner, inputs).advance)
 
 
@@ -224,7 +237,7 @@ class _PagedLevels:
         """See :meth:`DraftModuleRunner.advance`."""
         rows, inputs = self._inputs.num_rows, self._inputs.levels[depth - 1]
         self._token_ids.append(token_ids.view(rows, -1))
-        self._states.append(states.view(rows, -1, states.shape[-1]))
+        self._states.append(states.view(rows, len(states) // rows, states.shape[-1]))
         if inputs.bucket.num_tokens > len(token_ids):
             token_ids = torch.cat(self._token_ids, 1).flatten()
             states = torch.cat(self._states, 1).flatten(0, 1)
@@ -233,5 +246,4 @@ class _PagedLevels:
             bits = torch.arange(visible.shape[-1], device=visible.device)
             self._words.append((visible.long() << bits).sum(-1))
             inputs.tensors["words"].copy_(torch.cat(self._words, 1).flatten())
-        module: DraftModule = self._runner.network  # type: ignore[assignment]
-        return module(states, self._runner.paged_pass(inputs.batch))
+        return self._runner.network(states, self._runner.paged_pass(inputs.batch))

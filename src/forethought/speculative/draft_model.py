@@ -14,6 +14,7 @@ from forethought.errors import ParameterError
 from forethought.kv.storage import KvStorage
 from forethought.model import loader
 from forethought.model.attention.base import ForwardPass
+from forethought.model.attention.paged import PagedAttention
 from forethought.model.batch import Row
 from forethought.model.causal_lm import CausalLM
 from forethought.model.device import find_device
@@ -70,6 +71,8 @@ class DraftModel:
     def load(cls, directory: Path, target: Target, device: str | None = None) -> DraftModel:
         """Load a model for ``target``, in the dtype of its own, with a storage of as many pages.
 
+        Where the target attends over pages in place, so does a draft model on its device.
+
         Args:
             directory: local Hugging Face directory.
             target: the model to draft for.
@@ -82,10 +85,22 @@ class DraftModel:
         lm, pages = target.runner.lm, target.runner.storage
         own_device = lm.device if device is None else find_device(device)
         forward: loader.Forward = "torch" if lm.path.asked == "torch" else "auto"
-        model = loader.load(directory, dtype="auto", device=own_device, forward=forward)
+        is_paged = isinstance(lm.backend, PagedAttention) and own_device == lm.device
+        model = loader.load(
+            directory,
+            dtype="auto",
+            device=own_device,
+            attention=lm.backend if is_paged else "auto",
+            forward=forward,
+        )
         _check_sizes(directory, model, lm)
         storage = KvStorage(
-            model.layer_shapes, pages.num_pages, pages.page_size, model.dtype, model.device
+            model.layer_shapes,
+            pages.num_pages,
+            pages.page_size,
+            model.dtype,
+            model.device,
+            has_scratch_page=is_paged and pages.has_scratch_page,
         )
         return cls(ModelRunner(model, storage), lm.vocab_size, target.max_num_tokens)
 

@@ -328,9 +328,7 @@ class DraftModuleRunner:
 
         drafts = self._draft_behind(requests, [size - 1 for size in sizes], drafted)
         if stores_drafted:
-            for request, size in zip(requests, sizes, strict=True):
-                stop = len(request.tokens)
-                self._mark(table_of(request), stop, stop + size - 1)
+            self.mark_drafted(requests, sizes)
         return drafts
 
     def draft_trees(
@@ -433,6 +431,12 @@ class DraftModuleRunner:
         for each in ranges:
             self._mark(each.table, each.start, each.stop)
 
+    def mark_drafted(self, requests: Sequence[DraftRequest], sizes: Sequence[int]) -> None:
+        """The entries of drafted chains of so many tokens are stored: all but the last one's."""
+        for request, size in zip(requests, sizes, strict=True):
+            stop = len(request.tokens)
+            self._mark(table_of(request), stop, stop + size - 1)
+
     def _mark(self, table: ReadableTable, start: int, stop: int) -> None:
         self.cache.mark(table, start if start > self.offset else 0, stop)  # no entries before it
 
@@ -466,11 +470,24 @@ class DraftModuleRunner:
     def input_states(self, ranges: Sequence[TokenRange]) -> Tensor:
         """[T, hidden]: of the target, for the entries of ranges; [T, 0] for a draft model."""
         if self.hidden_states is None:
-            count = sum(each.stop - each.start for each in ranges)
-            return torch.empty(count, 0, device=self._device)
+            return self.states_at(None, sum(each.stop - each.start for each in ranges))
         found = [
             self.hidden_states.read(each.table, each.start - self.offset, each.stop - self.offset)
             for each in ranges
         ]
+        return self._entered(found[0] if len(found) == 1 else torch.cat(found))
+
+    def states_at(self, slots: Tensor | None, count: int) -> Tensor:
+        """[T, hidden]: of the target, stored at slots int64 [T]; [T, 0] for a draft model.
+
+        Args:
+            slots: on the device; None for a draft model.
+            count: T.
+        """
+        if self.hidden_states is None:
+            return torch.empty(count, 0, device=self._device)
+        return self._entered(self.hidden_states.storage.keys[0][slots, 0])
+
+    def _entered(self, states: Tensor) -> Tensor:
         module: DraftModule = self.network  # type: ignore[assignment]  # it reads hidden states
-        return module.enter(found[0] if len(found) == 1 else torch.cat(found))
+        return module.enter(states)

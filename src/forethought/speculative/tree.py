@@ -123,7 +123,7 @@ class StaticTreeBuilder:
         levels: Sequence[_StaticLevel],
     ) -> Tensor | None:
         """The tokens of all drafts ``[B, nodes]``; None: there is no graph for them."""
-        if self._stores_drafted or runner.hidden_states is None or runner.graphs is None:
+        if runner.graphs is None:
             return None
         if runner not in self._graphs:
             self._graphs[runner] = DraftGraphs(runner, runner.graphs)
@@ -137,7 +137,10 @@ class StaticTreeBuilder:
             return torch.cat(drawn, dim=1)
 
         num_deeper = [sum(size > level.end for size in sizes) for level in levels[:-1]]
-        return self._graphs[runner].draft(requests, self._read_nodes(levels), num_deeper, grow)
+        drafted = self._graphs[runner].draft(requests, self._read_nodes(levels), num_deeper, grow)
+        if drafted is not None and self._stores_drafted:
+            runner.mark_drafted(requests, sizes)
+        return drafted
 
     def _read_nodes(self, levels: Sequence[_StaticLevel]) -> ReadNodes:
         """The nodes with children, down to the last of some levels."""
@@ -164,9 +167,8 @@ class StaticTreeBuilder:
         samplers: SampledDrafts,
         drawn: Sequence[Tensor],
     ) -> None:
-        """Set the drafts: on a GPU they stay there if they can, else all are read at once."""
-        stays = drawn[0].device.type != "cpu" and not samplers.alone
-        tokens = map(DeviceTokens, _by_request(drawn, sizes)) if stays else _read(drawn, sizes)
+        """Set the drafts."""
+        tokens = _read(drawn, sizes) if samplers.alone else drafted_tokens(drawn, sizes)
         proposals = samplers.q()
         for row, (request, own) in enumerate(zip(requests, tokens, strict=True)):
             if row in samplers.alone:
@@ -175,6 +177,16 @@ class StaticTreeBuilder:
             q, parents = proposals.get(row), self._choices.draft_parents(sizes[row])
             kind = DraftKind.POINT if q is None else sampled_kind(self._choices)
             request.draft = Draft(own, parents, kind, q)
+
+
+def drafted_tokens(drawn: Sequence[Tensor], sizes: Sequence[int]) -> Sequence[Sequence[int]]:
+    """The tokens of each request's draft: on a GPU they stay there, else all are read at once.
+
+    Arguments as of ``_by_request``.
+    """
+    if drawn[0].device.type == "cpu":
+        return _read(drawn, sizes)
+    return list(map(DeviceTokens, _by_request(drawn, sizes)))
 
 
 def _read(drawn: Sequence[Tensor], sizes: Sequence[int]) -> list[list[int]]:

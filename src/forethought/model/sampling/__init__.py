@@ -8,6 +8,7 @@
 from forethought.model.sampling.distribution import (
     Constraint,
     Constraints,
+    DevicePath,
     TokenContext,
     edit_logits,
     logits_to_probs,
@@ -26,6 +27,7 @@ __all__ = [
     "NO_TOKEN",
     "Constraint",
     "Constraints",
+    "DevicePath",
     "SampledTokens",
     "TokenContext",
     "edit_logits",

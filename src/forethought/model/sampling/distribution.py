@@ -32,7 +32,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -82,6 +82,24 @@ def unpack(masks: NDArray[np.uint8], width: int) -> NDArray[np.bool_]:
     return bits.view(np.bool_)
 
 
+class DevicePath(NamedTuple):
+    """Tokens that are on a GPU, and that the host need not know: a path through a draft."""
+
+    tokens: Tensor
+    """int64 ``[N]``, of all nodes."""
+    nodes: tuple[int, ...]
+    """The path, in order."""
+
+    @classmethod
+    def of_nodes(cls, tokens: Tensor, parents: Sequence[int] | None) -> list[DevicePath]:
+        """The path to each node of a draft, itself included; parents: None: it is a chain."""
+        paths: list[tuple[int, ...]] = []
+        for node in range(len(tokens)):
+            parent = node - 1 if parents is None else parents[node]
+            paths.append((*(paths[parent] if parent >= 0 else ()), node))
+        return [cls(tokens, path) for path in paths]
+
+
 @dataclass(slots=True)
 class TokenContext:
     """What the distribution of one position depends on besides the logits.
@@ -98,6 +116,14 @@ class TokenContext:
     """The model's end-of-sequence ids."""
     constraint: Constraint | None = None
     """The rule that ``output`` and the next token follow."""
+    path: DevicePath | None = None
+    """Tokens between ``output`` and this position; None: there are none. With a constraint there
+    are none: it reads them on the host."""
+
+    @property
+    def num_output(self) -> int:
+        """Tokens generated before this position."""
+        return len(self.output) + (0 if self.path is None else len(self.path.nodes))
 
 
 def logits_to_probs(logits: Tensor, contexts: Sequence[TokenContext]) -> Tensor:
@@ -179,7 +205,7 @@ def needs_edits(context: TokenContext) -> bool:
     params = context.params
     if params.edits_logits or context.constraint is not None:
         return True
-    return len(context.output) < params.min_tokens
+    return context.num_output < params.min_tokens
 
 
 def _allowed(contexts: Sequence[TokenContext], like: Tensor) -> tuple[Tensor, Tensor] | None:
@@ -223,7 +249,8 @@ def _penalise_repetition(logits: Tensor, contexts: Sequence[TokenContext]) -> No
     rows = [row for row, c in enumerate(contexts) if c.params.repetition_penalty != 1.0]
     if not rows:
         return
-    seen = _counts(logits, [[*contexts[row].prompt, *contexts[row].output] for row in rows]) > 0
+    own = [contexts[row] for row in rows]
+    seen = _counts(logits, [[*each.prompt, *each.output] for each in own], own) > 0
     penalty = _column([contexts[row].params.repetition_penalty for row in rows], logits)
     chosen = logits[_index(rows, logits)]
     penalised = torch.where(chosen > 0, chosen / penalty, chosen * penalty)
@@ -238,7 +265,8 @@ def _penalise_output(logits: Tensor, contexts: Sequence[TokenContext]) -> None:
     ]
     if not rows:
         return
-    counts = _counts(logits, [contexts[row].output for row in rows])
+    own = [contexts[row] for row in rows]
+    counts = _counts(logits, [each.output for each in own], own)
     presence = _column([contexts[row].params.presence_penalty for row in rows], logits)
     frequency = _column([contexts[row].params.frequency_penalty for row in rows], logits)
     logits[_index(rows, logits)] -= presence * (counts > 0) + frequency * counts
@@ -248,7 +276,7 @@ def _forbid_ends(logits: Tensor, contexts: Sequence[TokenContext]) -> None:
     rows, ids = [], []
     for row, context in enumerate(contexts):
         params = context.params
-        if len(context.output) < params.min_tokens:
+        if context.num_output < params.min_tokens:
             ends = {*params.stop_token_ids, *(() if params.ignore_eos else context.eos_ids)}
             within = [token for token in ends if token < logits.shape[1]]
             rows += [row] * len(within)
@@ -303,11 +331,18 @@ def _sorted_rising(probs: Tensor) -> Tensor:
     return probs.sort(dim=-1).values
 
 
-def _counts(like: Tensor, tokens: Sequence[Sequence[int]]) -> Tensor:
-    """How often each id occurs in each list. Returns [len(tokens), V] in the dtype of ``like``."""
+def _counts(
+    like: Tensor, tokens: Sequence[Sequence[int]], contexts: Sequence[TokenContext]
+) -> Tensor:
+    """How often each id occurs in each list, and in the ``path`` of its context.
+
+    Returns [len(tokens), V] in the dtype of ``like``.
+    """
     width = like.shape[1]
     flat = [row * width + token for row, ids in enumerate(tokens) for token in ids]
-    index = _index(flat, like)
+    index, on_paths = _index(flat, like), _on_paths(contexts, like)
+    if on_paths is not None:
+        index = torch.cat([index, on_paths])
     if like.device.type == "cpu":
         counts = torch.bincount(index, minlength=len(tokens) * width)
         return counts.view(len(tokens), width).to(like.dtype)
@@ -315,6 +350,25 @@ def _counts(like: Tensor, tokens: Sequence[Sequence[int]]) -> Tensor:
     counts = like.new_zeros(len(tokens) * width)
     counts.scatter_add_(0, index, torch.ones_like(index, dtype=like.dtype))
     return counts.view(len(tokens), width)
+
+
+def _on_paths(contexts: Sequence[TokenContext], like: Tensor) -> Tensor | None:
+    """Of the tokens on the paths of contexts, their index in counts [len(contexts), V], flat."""
+    begins, drafts, num_tokens = dict[int, int](), list[Tensor](), 0
+    rows, sources = list[int](), list[int]()
+    for row, context in enumerate(contexts):
+        if context.path is None:
+            continue
+        tokens, nodes = context.path
+        if id(tokens) not in begins:
+            begins[id(tokens)], num_tokens = num_tokens, num_tokens + len(tokens)
+            drafts.append(tokens)
+        rows += [row * like.shape[1]] * len(nodes)
+        sources += [begins[id(tokens)] + node for node in nodes]
+    if not rows:
+        return None
+    index = upload([rows, sources], like.device)
+    return index[0] + torch.cat(drafts)[index[1]]
 
 
 def _index(values: Sequence[int], like: Tensor) -> Tensor:

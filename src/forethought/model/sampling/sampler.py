@@ -23,7 +23,7 @@ from itertools import islice
 import torch
 from torch import Tensor
 
-from forethought.kv.staging import upload
+from forethought.kv.staging import Download, upload
 from forethought.model.sampling.distribution import (
     TokenContext,
     edit_and_max_logits,
@@ -270,32 +270,66 @@ def report(logits: Tensor, contexts: Sequence[TokenContext], drawn: Tensor) -> S
         contexts: N contexts.
         drawn: [N] int64, the token of each row; the scores of a ``NO_TOKEN`` have no meaning.
     """
-    num_logprobs, ks = dict[int, int](), dict[int, int]()  # row -> what it asks for
-    for row, context in enumerate(contexts):
-        params = context.params
-        if params.logprobs is not None:
-            num_logprobs[row] = params.logprobs
-        if params.confidence is not None:
-            ks[row] = params.confidence
-    logprobs: list[TokenLogprobs | None] = [None] * len(contexts)
-    confidences: list[TokenConfidence | None] = [None] * len(contexts)
-    if not num_logprobs and not ks:
-        return SampledTokens(drawn.tolist(), logprobs, confidences)
+    download = Download()
+    download.add(drawn)
+    scores = TokenScores(logits, contexts, drawn, download)
+    parts = download.read()
+    tokens: list[int] = parts[0]
+    return SampledTokens(tokens, *scores.read(parts, tokens))
 
-    parts, width = [drawn.double()], 0  # ids are exact in float64: one transfer brings everything
-    if num_logprobs:
-        scores = score_logprobs(*_rows_of(logits, drawn, num_logprobs), max(num_logprobs.values()))
-        parts, width = [*parts, scores.flatten()], scores.shape[1]
-    if ks:
-        found = score_confidence(*_rows_of(logits, drawn, ks), list(ks.values()))
-        parts.append(found.flatten())
-    values = iter(torch.cat(parts).tolist())
-    tokens = [int(token) for token in islice(values, len(contexts))]
-    for row, k in num_logprobs.items():
-        logprobs[row] = read_logprobs(list(islice(values, width)), tokens[row], k)
-    for row in ks:
-        confidences[row] = TokenConfidence(*islice(values, 4))
-    return SampledTokens(tokens, logprobs, confidences)
+
+class TokenScores:
+    """The scores of N tokens that their parameters ask for, computed and not read yet.
+
+    Args:
+        logits, contexts, drawn: as of :func:`report`.
+        download: brings them to the host, with whatever else there is to read.
+    """
+
+    def __init__(
+        self,
+        logits: Tensor,
+        contexts: Sequence[TokenContext],
+        drawn: Tensor,
+        download: Download,
+    ) -> None:
+        self._num_logprobs, self._ks = dict[int, int](), dict[int, int]()  # by row: what it asks
+        self._num_rows, self._width = len(contexts), 0
+        for row, context in enumerate(contexts):
+            params = context.params
+            if params.logprobs is not None:
+                self._num_logprobs[row] = params.logprobs
+            if params.confidence is not None:
+                self._ks[row] = params.confidence
+        if self._num_logprobs:
+            k = max(self._num_logprobs.values())
+            scores = score_logprobs(*_rows_of(logits, drawn, self._num_logprobs), k)
+            self._width = scores.shape[1]
+            self._logprobs_at = download.add(scores)
+        if self._ks:
+            found = score_confidence(*_rows_of(logits, drawn, self._ks), list(self._ks.values()))
+            self._confidences_at = download.add(found)
+
+    def read(
+        self, parts: Sequence[Sequence[float]], tokens: Sequence[int]
+    ) -> tuple[list[TokenLogprobs | None], list[TokenConfidence | None]]:
+        """Log-probabilities and confidences of the N tokens; None where they are not asked for.
+
+        Args:
+            parts: what the download has read.
+            tokens: on the host.
+        """
+        logprobs: list[TokenLogprobs | None] = [None] * self._num_rows
+        confidences: list[TokenConfidence | None] = [None] * self._num_rows
+        if self._num_logprobs:
+            values = iter(parts[self._logprobs_at])
+            for row, k in self._num_logprobs.items():
+                logprobs[row] = read_logprobs(list(islice(values, self._width)), tokens[row], k)
+        if self._ks:
+            values = iter(parts[self._confidences_at])
+            for row in self._ks:
+                confidences[row] = TokenConfidence(*islice(values, 4))
+        return logprobs, confidences
 
 
 def _rows_of(logits: Tensor, drawn: Tensor, rows: Iterable[int]) -> tuple[Tensor, Tensor]:

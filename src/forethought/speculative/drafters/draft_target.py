@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from forethought.config.drafters import DraftTargetDecodingConfig
 from forethought.config.tree import TreeChoices
 from forethought.kv.storage import DraftKvCache
+from forethought.model.graphs import GraphCapturer
 from forethought.speculative.draft_model import DraftModel
 from forethought.speculative.draft_module import DraftModuleRunner
 from forethought.speculative.drafter import (
@@ -34,12 +35,21 @@ class DraftTargetDrafter(Drafter):
         choices: a tree, or a chain.
         sampled: sample drafts of sampled requests from the draft model's distribution, under the
             request's own params, instead of taking the most probable token.
+        graphs: captures CUDA graphs for it; None: it runs eagerly.
     """
 
-    def __init__(self, model: DraftModel, choices: TreeChoices, *, sampled: bool = False) -> None:
+    def __init__(
+        self,
+        model: DraftModel,
+        choices: TreeChoices,
+        *,
+        sampled: bool = False,
+        graphs: GraphCapturer | None = None,
+    ) -> None:
         cache, backend = DraftKvCache(model.runner.storage), model.runner.lm.backend
         self._model = model
         self._runner = DraftModuleRunner(model, cache, None, backend, model.max_num_tokens, 0)
+        self._runner.graphs = graphs
         self._sampled = sampled
         self._trees = StaticTreeBuilder(
             choices, model.runner.lm.device, self._is_sampled, stores_drafted=choices.is_chain
@@ -59,7 +69,9 @@ class DraftTargetDrafter(Drafter):
             choices = TreeChoices.parse(config.draft_choices)
             choices.expect_ranks_below(target.runner.lm.vocab_size, "draft_choices")
         model = DraftModel.load(config.speculative_model, target)
-        return cls(model, choices, sampled=config.draft_sampling == "sampled")
+        has_graphs = model.runner.storage.has_scratch_page and model.forward_path == "fused"
+        graphs = target.runner.graphs if has_graphs else None
+        return cls(model, choices, sampled=config.draft_sampling == "sampled", graphs=graphs)
 
     @property
     def forward_path(self) -> str:

@@ -31,7 +31,12 @@ from forethought.speculative.drafter import (
     readable,
     root_states,
 )
-from forethought.speculative.heads.redrafter import DraftRecurrence, ReDrafterHead
+from forethought.speculative.heads.redrafter import (
+    DraftRecurrence,
+    NativeRecurrence,
+    ReDrafterHead,
+    draft_recurrence,
+)
 from forethought.speculative.registry import Target
 
 
@@ -65,7 +70,7 @@ class ReDrafterDrafter(Drafter):
         lm = target.runner.lm
         head = ReDrafterHead.load(config.speculative_model, lm.hidden_size, lm.vocab_size)
         return cls(
-            BeamSearch(DraftRecurrence(head, lm.dtype, lm.device), lm.embed),
+            BeamSearch(draft_recurrence(head, lm), lm.embed),
             HiddenStateCache([FINAL], lm.hidden_size, target.runner.storage),
             config,
         )
@@ -73,7 +78,7 @@ class ReDrafterDrafter(Drafter):
     @property
     def forward_path(self) -> str:
         """See :class:`Drafter`."""
-        return "torch"
+        return self._search.forward_path
 
     @property
     def draft_caches(self) -> Sequence[DraftKvCache]:
@@ -130,8 +135,15 @@ class BeamSearch:
         embed: int64 ``[R]`` -> the target's embeddings ``[R, hidden]``.
     """
 
-    def __init__(self, head: DraftRecurrence, embed: Callable[[Tensor], Tensor]) -> None:
+    def __init__(
+        self, head: DraftRecurrence | NativeRecurrence, embed: Callable[[Tensor], Tensor]
+    ) -> None:
         self._head, self._embed = head, embed
+
+    @property
+    def forward_path(self) -> str:
+        """What computes the head: ``native`` or ``torch``."""
+        return self._head.forward_path
 
     def __call__(
         self,

@@ -5,9 +5,9 @@ updated with one token after the other, ``s' = silu(W e + U s + b)``, e being th
 of the token. The next token is predicted from the concatenation ``[c; s']``, c being the target's
 state that the first of these tokens was sampled from, the same for the whole draft: a projection
 where the width differs, residual blocks ``x + silu(V x + d)``, and an LM head. Older heads have no
-W and U, and ``s' = e + s``. There are two implementations: :class:`ReDrafterHead` has the weights
+W and U, and ``s' = e + s``. There are three implementations: :class:`ReDrafterHead` has the weights
 under Apple's names and is used in training, :class:`DraftRecurrence` computes the same in few
-operations.
+operations, :class:`NativeRecurrence` multiplies in C++.
 """
 
 from __future__ import annotations
@@ -20,7 +20,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from forethought.model.causal_lm import CausalLM
 from forethought.model.llama.layers import Projection, projection
+from forethought.model.native.heads import NativeHeads
+from forethought.model.native.network import NativeNetwork
 from forethought.speculative.heads.checkpoint import Checkpoint, refused
 from forethought.speculative.heads.layers import ResidualBlock
 
@@ -139,6 +142,54 @@ class ReDrafterHead(nn.Module):
         Checkpoint(directory, config, self.state_dict()).write()
 
 
+def draft_recurrence(head: ReDrafterHead, lm: CausalLM) -> DraftRecurrence | NativeRecurrence:
+    """Its forward: in C++ where the target runs there, else in torch operations."""
+    if isinstance(lm.network, NativeNetwork):
+        return NativeRecurrence(head, lm.dtype)
+    return DraftRecurrence(head, lm.dtype, lm.device)
+
+
+class NativeRecurrence:
+    """The forward of a head with its products in C++; the reference is :class:`DraftRecurrence`.
+
+    Args:
+        head: its weights are copied.
+        dtype: of the copies; states and logits are float32.
+    """
+
+    forward_path = "native"
+
+    def __init__(self, head: ReDrafterHead, dtype: torch.dtype) -> None:
+        self.shape, self._enter, self._recur = head.shape, None, None
+        *blocks, last = head.lm_head
+        if head.shape.projects:
+            self._enter = NativeHeads([[head.input_proj]], dtype)
+        if head.shape.recurrent:  # W and U side by side: one product
+            self._recur = NativeHeads([[_side_by_side(head.rnn_w, head.rnn_u)]], dtype)
+        self._head = NativeHeads([[*(block.linear for block in blocks), last]], dtype)
+
+    def advance(self, embedded: Tensor, state: Tensor) -> Tensor:
+        """See :class:`ReDrafterHead`; both ``[R, hidden]``."""
+        if self._recur is None:
+            return embedded + state
+        return F.silu(self._recur(torch.cat([embedded, state], -1))[0], inplace=True)
+
+    def __call__(self, context: Tensor, state: Tensor) -> Tensor:
+        """Logits ``[R, vocab]``; see ``ReDrafterHead.forward``, both ``[R, hidden]``."""
+        x = torch.cat([context, state], -1)
+        if self._enter is not None:
+            x = self._enter(x)[0]
+        return self._head(x)[0]
+
+
+def _side_by_side(first: nn.Linear, second: nn.Linear) -> nn.Linear:
+    """Their sum, as one layer that reads both inputs concatenated; the second one has the bias."""
+    made = nn.Linear(first.in_features + second.in_features, first.out_features)
+    made.weight = nn.Parameter(torch.cat([first.weight, second.weight], 1), requires_grad=False)
+    made.bias = second.bias
+    return made
+
+
 class DraftRecurrence:
     """The forward of a head, for drafting.
 
@@ -146,6 +197,8 @@ class DraftRecurrence:
         head: its weights are copied.
         dtype, device: of weights, states and embeddings.
     """
+
+    forward_path = "torch"
 
     def __init__(self, head: ReDrafterHead, dtype: torch.dtype, device: torch.device) -> None:
         def product(weight: Tensor, bias: Tensor | None) -> Projection:
@@ -159,8 +212,8 @@ class DraftRecurrence:
             if shape.projects:
                 self._enter = product(head.input_proj.weight, head.input_proj.bias)
             if shape.recurrent:  # W and U side by side: one product
-                both = torch.cat([head.rnn_w.weight, head.rnn_u.weight], 1)
-                self._recur = product(both, head.rnn_u.bias)
+                both = _side_by_side(head.rnn_w, head.rnn_u)
+                self._recur = product(both.weight, both.bias)
             self._blocks = [product(block.linear.weight, block.linear.bias) for block in blocks]
             self._last = product(last.weight, None)
 

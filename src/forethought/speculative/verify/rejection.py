@@ -49,7 +49,7 @@ def accept_drawn(probs: Tensor, drafts: Sequence[DrawnDraft]) -> Tensor:
     accepted = torch.zeros(len(probs), dtype=torch.bool, device=probs.device)
     q = torch.cat([_over_vocabulary(each.draft, probs) for each in drafts])  # [Q, V]
     q = torch.where(q > 0, q, 0.0)  # NaN counts as 0 too
-    tokens = _tokens([each.draft for each in drafts], probs.device)  # [Q]
+    tokens = token_ids([each.draft for each in drafts], probs.device)  # [Q]
     for tests in _rounds(drafts):
         indices = upload([(test.row, test.parent, test.source) for test in tests], probs.device)
         rows, parents, sources = indices.unbind(dim=1)
@@ -92,8 +92,8 @@ def _rounds(drafts: Sequence[DrawnDraft]) -> list[list[_NodeTest]]:
     return rounds
 
 
-def _tokens(drafts: Sequence[Draft], device: torch.device) -> Tensor:
-    """The drafted tokens of all drafts, int64 on the device, where some may be already."""
+def token_ids(drafts: Sequence[Draft], device: torch.device) -> Tensor:
+    """The drafted tokens of drafts ``[nodes]``, int64 on the device, where some may be already."""
     on_device = [each.tokens for each in drafts if isinstance(each.tokens, DeviceTokens)]
     if not on_device:
         return upload([token for each in drafts for token in each.tokens], device)

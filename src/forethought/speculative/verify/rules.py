@@ -31,7 +31,8 @@ from forethought.kv.staging import upload
 from forethought.model.sampling import logits_to_probs, uniform_at
 from forethought.model.sampling.distribution import edit_logits
 from forethought.speculative.drafter import Draft
-from forethought.speculative.verify.verify import AcceptanceRule, VerificationRequest
+from forethought.speculative.verify.rejection import token_ids
+from forethought.speculative.verify.verify import AcceptanceRule, NodeTests, VerificationRequest
 
 
 def rule_of(config: DecodingBaseConfig) -> AcceptanceRule | None:
@@ -63,14 +64,12 @@ def _drafted_nodes(
     requests: Sequence[VerificationRequest], device: torch.device
 ) -> tuple[Tensor, Tensor]:
     """The parents' rows and the ids of all drafted tokens: int64 [nodes] each."""
-    rows, tokens, begin = list[int](), list[int](), 0
+    rows, begin = list[int](), 0
     for request in requests:
         draft = request.draft
         rows += [begin + 1 + draft.parent(node) for node in range(len(draft))]
-        tokens += draft.tokens
         begin += 1 + len(draft)
-    index = upload([rows, tokens], device)
-    return index[0], index[1]
+    return upload(rows, device), token_ids([request.draft for request in requests], device)
 
 
 class RelaxedAcceptance:
@@ -93,18 +92,26 @@ class RelaxedAcceptance:
         """Greedy requests; sampled ones have no single most probable token to compare with."""
         return params.greedy
 
-    def paths(self, logits: Tensor, requests: Sequence[VerificationRequest]) -> list[list[int]]:
-        """See ``AcceptanceRule``; of paths of equal length, the first is taken."""
+    def test_nodes(self, logits: Tensor, requests: Sequence[VerificationRequest]) -> Tensor:
+        """See ``AcceptanceRule``: whether a node is the most probable token, and tolerable."""
         contexts = [context for request in requests for context in request.contexts]
         probs = edit_logits(logits, contexts).softmax(dim=-1)
         rows, tokens = _drafted_nodes(requests, logits.device)
         is_top = probs.max(dim=-1).indices[rows] == tokens  # of equal ones, the first
-        flags = torch.stack([is_top, self.is_tolerable(probs[rows], tokens)], dim=1)
-        nodes = iter(flags.tolist())
-        return [
-            self._longest_path(request, [next(nodes) for _ in request.draft.tokens])
-            for request in requests
-        ]
+        return torch.stack([is_top, self.is_tolerable(probs[rows], tokens)], dim=1)
+
+    def path(self, request: VerificationRequest, tests: NodeTests) -> list[int]:
+        """See ``AcceptanceRule``: the longest path of accepted nodes, of equal ones the first."""
+        draft = request.draft
+        paths: dict[int, list[int]] = {-1: []}
+        thinking = {-1: self._is_thinking(request.past)}
+        for node, (is_top, is_tolerable) in enumerate(tests):
+            parent, token = draft.parent(node), draft.tokens[node]
+            if parent in paths and (is_top or (is_tolerable and thinking[parent])):
+                paths[node] = [*paths[parent], node]
+                phase = {self._begin: True, self._end: False}
+                thinking[node] = phase.get(token, thinking[parent])
+        return max(paths.values(), key=len)
 
     def is_tolerable(self, probs: Tensor, tokens: Tensor) -> Tensor:
         """bool [R]: whether each token is accepted within the thinking phase.
@@ -119,24 +126,6 @@ class RelaxedAcceptance:
             near = top.log() - own.log() <= self.delta
         rank = (probs > own).sum(dim=-1, keepdim=True)
         return (near & (own > 0) & (rank < self.topk))[:, 0]  # 0: a constraint forbids it
-
-    def _longest_path(
-        self, request: VerificationRequest, flags: Sequence[Sequence[bool]]
-    ) -> list[int]:
-        """The longest path of accepted nodes, of equal ones the first.
-
-        flags: for each node, whether it is the most probable token, and whether it is tolerable.
-        """
-        draft = request.draft
-        paths: dict[int, list[int]] = {-1: []}
-        thinking = {-1: self._is_thinking(request.past)}
-        for node, (is_top, is_tolerable) in enumerate(flags):
-            parent, token = draft.parent(node), draft.tokens[node]
-            if parent in paths and (is_top or (is_tolerable and thinking[parent])):
-                paths[node] = [*paths[parent], node]
-                phase = {self._begin: True, self._end: False}
-                thinking[node] = phase.get(token, thinking[parent])
-        return max(paths.values(), key=len)
 
     def _is_thinking(self, past: Sequence[int]) -> bool:
         """Whether the last of the two phase tokens in ``past`` is the one that begins the phase."""
@@ -173,21 +162,21 @@ class TypicalAcceptance:
         entropy = -(probs * (probs + _EPSILON).log()).sum(dim=-1)
         return (self.alpha * torch.exp(-entropy)).clamp(max=self.threshold)
 
-    def paths(self, logits: Tensor, requests: Sequence[VerificationRequest]) -> list[list[int]]:
-        """See ``AcceptanceRule``; of paths of equal length, the more probable one is taken."""
+    def test_nodes(self, logits: Tensor, requests: Sequence[VerificationRequest]) -> Tensor:
+        """See ``AcceptanceRule``: by how much p(x) exceeds the threshold, and its logarithm."""
         contexts = [context for request in requests for context in request.contexts]
         probs = logits_to_probs(logits, contexts)
         rows, tokens = _drafted_nodes(requests, logits.device)
         own = probs[rows, tokens]
         margins = own - self.thresholds(probs)[rows]
-        nodes = iter(torch.stack([margins, own.clamp(min=_EPSILON).log()], dim=1).tolist())
-        return [
-            _most_probable_longest_path(request.draft, [next(nodes) for _ in request.draft.tokens])
-            for request in requests
-        ]
+        return torch.stack([margins, own.clamp(min=_EPSILON).log()], dim=1)
+
+    def path(self, request: VerificationRequest, tests: NodeTests) -> list[int]:
+        """See ``AcceptanceRule``; of paths of equal length, the more probable one is taken."""
+        return _most_probable_longest_path(request.draft, tests)
 
 
-def _most_probable_longest_path(draft: Draft, nodes: Sequence[Sequence[float]]) -> list[int]:
+def _most_probable_longest_path(draft: Draft, nodes: NodeTests) -> list[int]:
     """The longest path of accepted nodes; of equal ones the most probable, then the first.
 
     nodes: for each, by how much its probability exceeds the threshold, and the logarithm of its
@@ -271,12 +260,12 @@ class SyntheticAcceptance:
         """All requests but those with a grammar or a thinking budget: random tokens break both."""
         return not params.constrains
 
-    def paths(self, logits: Tensor, requests: Sequence[VerificationRequest]) -> list[list[int]]:
-        """See ``AcceptanceRule``; the logits are not used."""
-        return [
-            synthetic_path(request.draft, self._rate, self._uniform(request))
-            for request in requests
-        ]
+    def test_nodes(self, logits: Tensor, requests: Sequence[VerificationRequest]) -> None:
+        """See ``AcceptanceRule``: the logits do not matter."""
+
+    def path(self, request: VerificationRequest, tests: NodeTests) -> list[int]:
+        """See ``AcceptanceRule``."""
+        return synthetic_path(request.draft, self._rate, self._uniform(request))
 
     @staticmethod
     def _uniform(request: VerificationRequest) -> Callable[[int], float]:

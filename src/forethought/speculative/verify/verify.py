@@ -18,8 +18,9 @@ A walk ends where the target's logits are not finite: no token is drawn there. T
 token is then the last one that the request gains; if the root's logits are not finite it gains
 none.
 
-On a GPU the tokens of all nodes are drawn and all children tested before the walk, so that a step
-needs one transfer to the host, which also brings the drafts that are still there. On a CPU requests
+On a GPU the tokens of all nodes are drawn, all children tested and all tokens scored before the
+walk, so that a step needs one transfer to the host, which also brings the drafts that are still
+there. On a CPU only what a walk can reach is drawn, and only what it emits is scored, and requests
 are verified in groups that fit into the cache.
 """
 
@@ -29,19 +30,26 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, islice
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
 from forethought.config.sampling import SamplingParams
-from forethought.kv.staging import upload
+from forethought.kv.staging import Download, upload
 from forethought.model.sampling import TokenContext, invert_cdf, uniform_at
 from forethought.model.sampling.distribution import probs_and_max_logits
-from forethought.model.sampling.sampler import NO_TOKEN, draw_tokens, report, sample, where_finite
+from forethought.model.sampling.sampler import (
+    NO_TOKEN,
+    TokenScores,
+    draw_tokens,
+    report,
+    sample,
+    where_finite,
+)
 from forethought.outputs import TokenConfidence, TokenLogprobs
 from forethought.speculative.drafter import DeviceTokens, Draft, DraftKind
-from forethought.speculative.verify.rejection import DrawnDraft, accept_drawn
+from forethought.speculative.verify.rejection import DrawnDraft, accept_drawn, token_ids
 
 _Scores = TypeVar("_Scores", TokenLogprobs, TokenConfidence)
 _NOT_DRAWN = -2
@@ -51,6 +59,10 @@ _USE_ACCEPTANCE = 2
 _MAX_GROUP_LOGITS = 2**19
 """Logits of a group on a CPU. To draw from 96 rows of 32,000 tokens took three times as long at
 once as in groups of 16: memory beyond the cache costs more than the operations."""
+
+
+NodeTests = Sequence[Sequence[float]]
+"""N rows of ``AcceptanceRule.test_nodes``, on the host."""
 
 
 class AcceptanceRule(Protocol):
@@ -66,12 +78,23 @@ class AcceptanceRule(Protocol):
     def applies_to(self, params: SamplingParams) -> bool:
         """Whether requests with these params use the rule; all others are verified exactly."""
 
-    def paths(self, logits: Tensor, requests: Sequence[VerificationRequest]) -> list[list[int]]:
-        """The accepted nodes of each draft, from the root down.
+    def test_nodes(self, logits: Tensor, requests: Sequence[VerificationRequest]) -> Tensor | None:
+        """What the rule needs to know of the drafted nodes; nothing is read from a GPU.
 
         Args:
             logits: [R, V] float32, the model's own: the 1 + N rows of each request in turn.
             requests: with drafts of any kind; their ``rows`` are not used.
+
+        Returns:
+            [nodes, n] of all drafts in turn; None: nothing.
+        """
+
+    def path(self, request: VerificationRequest, tests: NodeTests) -> list[int]:
+        """The accepted nodes of a draft, from the root down.
+
+        Args:
+            request: one of those above.
+            tests: of its nodes; of each nothing, if there is nothing to know.
         """
 
 
@@ -179,18 +202,37 @@ def _verify_group(
     logits = _select(logits, rows)
     if len(rows) == len(requests):  # no draft at all: plain decoding
         return _sample_plainly(logits, contexts, requests)
-    drawn, accepted = _test_nodes(logits, contexts, requests)
-    rule_paths = _paths_by_rule(logits, requests)
+    # 1. All that is computed on the device, and one transfer.
+    download = Download()
+    drafts = _UnreadDrafts(requests, download)
+    drawn_tokens, by_q = _test_nodes(logits, contexts, requests)
+    drawn_at = download.add(drawn_tokens) if isinstance(drawn_tokens, Tensor) else -1
+    by_q_at = None if by_q is None else download.add(by_q)
+    by_rule = _RuleTests(logits, requests, download)
+    scores = None
+    if not logits.is_cpu:
+        assert isinstance(drawn_tokens, Tensor)
+        scores = _NodeScores(logits, requests, drawn_tokens, download)
+    parts = download.read()
+    # 2. The walks, on the host.
+    drafts.set(parts)
+    drawn: list[int] = drawn_tokens if isinstance(drawn_tokens, list) else parts[drawn_at]
+    accepted = [False] * len(drawn) if by_q_at is None else list(map(bool, parts[by_q_at]))
+    _accept_points(requests, drawn, accepted)
+    paths = by_rule.paths(parts)
     results, origins = list[VerificationResult](), list[int]()
     for number, (request, begin) in enumerate(zip(requests, _begins(requests), strict=True)):
         rows_of = slice(begin, begin + len(request.rows))
-        if number in rule_paths:
-            result = _result(request.draft, rule_paths[number], drawn[rows_of])
+        if number in paths:
+            result = _result(request.draft, paths[number], drawn[rows_of])
         else:
             result = _walk(request.draft, drawn[rows_of], accepted[rows_of])
         results.append(result)
         origins += [begin, *(begin + 1 + node for node in result.path)][: len(result.tokens)]
-    _add_scores(logits, contexts, origins, results)
+    if scores is not None:
+        scores.add_to(results, parts)
+    else:
+        _add_scores(logits, requests, origins, results)
     return results
 
 
@@ -205,10 +247,6 @@ def _select(logits: Tensor, rows: list[int]) -> Tensor:
 def _begins(requests: Sequence[VerificationRequest]) -> list[int]:
     """The root's row of each request in the logits of its group."""
     return [0, *accumulate(len(request.rows) for request in requests)][:-1]
-
-
-def _drafts(requests: Sequence[VerificationRequest]) -> list[Draft]:
-    return [request.draft for request in requests]
 
 
 def _all_uniforms(requests: Sequence[VerificationRequest]) -> list[float]:
@@ -236,39 +274,46 @@ def _listed(scores: _Scores | None) -> list[_Scores] | None:
 
 def _test_nodes(
     logits: Tensor, contexts: Sequence[TokenContext], requests: Sequence[VerificationRequest]
-) -> tuple[list[int], list[bool]]:
+) -> tuple[Tensor | list[int], Tensor | None]:
     """For each of R rows, the token that ends a walk there, and whether its parent accepts it.
 
-    logits: [R, V] float32, of the requests one after the other, as are the contexts.
+    Args:
+        logits: [R, V] float32, of the requests one after the other, as are the contexts.
+
+    Returns:
+        int64 [R], on a CPU perhaps a list, and bool [R] of the drafts that ``uses_q``, false
+        elsewhere; None: there are none.
     """
-    begins = _begins(requests)
     drafts = [
         DrawnDraft(request.draft, begin, request.acceptance_uniforms())
-        for request, begin in zip(requests, begins, strict=True)
+        for request, begin in zip(requests, _begins(requests), strict=True)
         if request.uses_q
     ]
-    if drafts:
-        probs, peaks = probs_and_max_logits(logits, contexts)
-        by_q = accept_drawn(probs, drafts)
-        tokens = where_finite(invert_cdf(probs, _all_uniforms(requests)), peaks)
-        values = read_drafts(_drafts(requests), torch.cat([tokens, by_q.long()]))
-        drawn, flags = values[: len(tokens)], values[len(tokens) :]
-        accepted = [bool(flag) for flag in flags]
-    else:
-        drawn = _draw(logits, contexts, requests)
-        accepted = [False] * len(drawn)
-    for request, begin in zip(requests, begins, strict=True):
+    if not drafts:
+        return _draw(logits, contexts, requests), None
+    probs, peaks = probs_and_max_logits(logits, contexts)
+    by_q = accept_drawn(probs, drafts)
+    return where_finite(invert_cdf(probs, _all_uniforms(requests)), peaks), by_q
+
+
+def _accept_points(
+    requests: Sequence[VerificationRequest], drawn: Sequence[int], accepted: list[bool]
+) -> None:
+    """Accept the children of all other drafts that have the token which is drawn at their parent.
+
+    drawn, accepted: by row.
+    """
+    for request, begin in zip(requests, _begins(requests), strict=True):
         draft = request.draft
         if not request.uses_q and _root_accepts(draft, drawn[begin]):
             for node, token in enumerate(draft.tokens):
                 accepted[begin + 1 + node] = drawn[begin + 1 + draft.parent(node)] == token
-    return drawn, accepted
 
 
 def _draw(
     logits: Tensor, contexts: Sequence[TokenContext], requests: Sequence[VerificationRequest]
-) -> list[int]:
-    """The target's own token at each row, or ``_NOT_DRAWN`` where no walk can come.
+) -> Tensor | list[int]:
+    """The target's own token at each row, int64 [R], or ``_NOT_DRAWN`` where no walk can come.
 
     On a CPU a row's distribution costs more than a second pass: tokens are drawn at the roots
     first, then at the nodes of those drafts of which the root accepts a child.
@@ -276,7 +321,7 @@ def _draw(
     greedy = all(request.contexts[0].params.greedy for request in requests)
     if logits.device.type != "cpu" or greedy:
         uniforms = [0.0] * len(contexts) if greedy else _all_uniforms(requests)
-        return read_drafts(_drafts(requests), draw_tokens(logits, contexts, uniforms))
+        return draw_tokens(logits, contexts, uniforms)
     begins = _begins(requests)
     drawn = [_NOT_DRAWN] * len(contexts)
 
@@ -297,30 +342,40 @@ def _draw(
     return drawn
 
 
-def read_drafts(drafts: Iterable[Draft], values: Tensor | None = None) -> list[int]:
-    """Bring the tokens of drafts that are on a GPU to the host, all in one transfer.
+class _UnreadDrafts:
+    """The tokens of drafts that are on a GPU, each once.
 
     Args:
-        drafts: on a GPU or not.
-        values: int64 ``[n]``, transferred with them.
-
-    Returns:
-        The values.
+        requests: whose drafts are there or not.
+        download: brings them to the host, with the rest.
     """
+
+    def __init__(self, requests: Sequence[VerificationRequest], download: Download) -> None:
+        unread = _unread(request.draft for request in requests)
+        self._parts = [(tokens, download.add(tokens.on_device)) for tokens in unread]
+
+    def set(self, parts: Sequence[list[int]]) -> None:
+        """They are on the host, in ``parts``."""
+        for tokens, at in self._parts:
+            tokens.set(parts[at])
+
+
+def _unread(drafts: Iterable[Draft]) -> list[DeviceTokens]:
     unread = {
         id(tokens): tokens
         for draft in drafts
         if isinstance(tokens := draft.tokens, DeviceTokens) and not tokens.is_read
     }
-    if not unread:
-        found: list[int] = [] if values is None else values.tolist()
-        return found
-    parts = [tokens.on_device for tokens in unread.values()]
-    read = iter(torch.cat(parts if values is None else [values, *parts]).tolist())
-    found = list(islice(read, 0 if values is None else len(values)))
-    for tokens in unread.values():
-        tokens.set(list(islice(read, len(tokens))))
-    return found
+    return list(unread.values())
+
+
+def read_drafts(drafts: Iterable[Draft]) -> None:
+    """Bring the tokens of drafts that are on a GPU to the host, all in one transfer."""
+    unread, download = _unread(drafts), Download()
+    for tokens in unread:
+        download.add(tokens.on_device)
+    for tokens, values in zip(unread, download.read(), strict=True):
+        tokens.set(values)
 
 
 def _root_accepts(draft: Draft, token: int) -> bool:
@@ -358,39 +413,153 @@ def _result(draft: Draft, path: list[int], drawn: Sequence[int]) -> Verification
     return VerificationResult(path, [*tokens, drawn[1 + nodes[-1]]])
 
 
-def _paths_by_rule(logits: Tensor, requests: Sequence[VerificationRequest]) -> dict[int, list[int]]:
-    """The accepted nodes of requests with a rule, by their index.
+class _RuleTests:
+    """What lossy rules need to know of the drafts that they decide on.
 
-    logits: [R, V] float32, of the requests one after the other.
+    Args:
+        logits: [R, V] float32, of the requests one after the other.
+        requests: with a rule or without.
+        download: brings it to the host, with the rest.
     """
-    by_rule: dict[AcceptanceRule, list[int]] = {}
-    for number, request in enumerate(requests):
-        if request.rule is not None and len(request.draft):
-            by_rule.setdefault(request.rule, []).append(number)
-    begins, found = _begins(requests), dict[int, list[int]]()
-    for rule, numbers in by_rule.items():
-        group = [requests[number] for number in numbers]
-        rows = [begins[n] + row for n in numbers for row in range(len(requests[n].rows))]
-        found.update(zip(numbers, rule.paths(_select(logits, rows), group), strict=True))
-    return found
+
+    def __init__(
+        self, logits: Tensor, requests: Sequence[VerificationRequest], download: Download
+    ) -> None:
+        self._requests = requests
+        self._by_rule: dict[AcceptanceRule, list[int]] = {}
+        self._parts: dict[AcceptanceRule, tuple[int, int]] = {}
+        for number, request in enumerate(requests):
+            if request.rule is not None and len(request.draft):
+                self._by_rule.setdefault(request.rule, []).append(number)
+        begins = _begins(requests) if self._by_rule else []
+        for rule, numbers in self._by_rule.items():
+            group = [requests[number] for number in numbers]
+            rows = [begins[n] + row for n in numbers for row in range(len(requests[n].rows))]
+            tests = rule.test_nodes(_select(logits, rows), group)
+            if tests is not None:
+                self._parts[rule] = download.add(tests), tests.shape[1]
+
+    def paths(self, parts: Sequence[Sequence[float]]) -> dict[int, list[int]]:
+        """The accepted nodes of the requests with a rule, by their index.
+
+        Args:
+            parts: what was read.
+        """
+        found: dict[int, list[int]] = {}
+        for rule, numbers in self._by_rule.items():
+            at, width = self._parts.get(rule, (0, 0))
+            values = iter(parts[at] if width else ())
+            for number in numbers:
+                request = self._requests[number]
+                tests = [list(islice(values, width)) for _ in range(len(request.draft))]
+                found[number] = rule.path(request, tests)
+        return found
+
+
+class _NodeScores:
+    """Log-probabilities and confidences of all tokens that a walk may emit, before it is made.
+
+    At a row that is the token drawn there; where acceptance may take another, each drafted one.
+
+    Args:
+        logits: [R, V] float32, of the requests one after the other.
+        requests: of which some ask for scores.
+        drawn: int64 [R], on the device.
+        download: brings them to the host, with the rest.
+    """
+
+    def __init__(
+        self,
+        logits: Tensor,
+        requests: Sequence[VerificationRequest],
+        drawn: Tensor,
+        download: Download,
+    ) -> None:
+        self._requests, self._begins = requests, _begins(requests)
+        rows, drafts = list[int](), list[Draft]()
+        self._of_drawn, self._of_drafted = dict[int, int](), dict[int, int]()
+        """By the index of a request: which token is the one drawn at its root, the first drafted
+        one."""
+        asking = [n for n, request in enumerate(requests) if _asks_for_scores(request)]
+        for number in asking:
+            self._of_drawn[number] = len(rows)
+            rows += range(self._begins[number], self._begins[number] + len(requests[number].rows))
+        sources = list(rows)
+        for number in asking:
+            request, begin = requests[number], self._begins[number]
+            if len(request.draft) and (request.uses_q or request.rule is not None):
+                self._of_drafted[number] = len(rows)
+                parents = [request.draft.parent(node) for node in range(len(request.draft))]
+                rows += [begin + 1 + parent for parent in parents]
+                drafts.append(request.draft)
+        if not rows:
+            return
+        contexts = [context for request in requests for context in request.contexts]
+        tokens = drawn[upload(sources, drawn.device)]
+        if drafts:
+            tokens = torch.cat([tokens, token_ids(drafts, drawn.device)])
+        own = [contexts[row] for row in rows]
+        self._scores = TokenScores(_select(logits, rows), own, tokens, download)
+        self._tokens_at = download.add(tokens)
+
+    def add_to(self, results: Sequence[VerificationResult], parts: Sequence[Sequence[Any]]) -> None:
+        """Add the scores of the tokens of results, one per request.
+
+        Args:
+            results: to add to.
+            parts: what was read.
+        """
+        if not self._of_drawn:
+            return
+        tokens: Sequence[int] = parts[self._tokens_at]
+        logprobs, confidences = self._scores.read(parts, tokens)
+        for number in self._of_drawn:
+            found = self._emitted(number, results[number], tokens)
+            results[number].logprobs = _known([logprobs[at] for at in found])
+            results[number].confidences = _known([confidences[at] for at in found])
+
+    def _emitted(self, number: int, result: VerificationResult, tokens: Sequence[int]) -> list[int]:
+        """Which of the scored ``tokens`` a result consists of."""
+        first, drafted = self._of_drawn[number], self._of_drafted.get(number)
+        found = [first + 1 + node for node in (-1, *result.path)]
+        if drafted is not None:
+            found = [*(drafted + node for node in result.path), found[-1]]
+            if result.tokens and tokens[found[-1]] != result.tokens[-1]:
+                # No token is drawn behind it, so the last accepted one is the last of the result.
+                last, draft = (-1, *result.path)[-1], self._requests[number].draft
+                found[-1] = next(
+                    drafted + node
+                    for node in range(len(draft))
+                    if draft.parent(node) == last and draft.tokens[node] == result.tokens[-1]
+                )
+        return found[: len(result.tokens)]
+
+
+def _asks_for_scores(request: VerificationRequest) -> bool:
+    params = request.contexts[0].params
+    return params.logprobs is not None or params.confidence is not None
 
 
 def _add_scores(
     logits: Tensor,
-    contexts: Sequence[TokenContext],
+    requests: Sequence[VerificationRequest],
     rows: Sequence[int],
     results: Sequence[VerificationResult],
 ) -> None:
     """Add log-probabilities and confidence of each emitted token, at the row that it follows.
 
-    logits: [R, V] float32; rows: one per token of the results, one result after the other.
+    Args:
+        logits: [R, V] float32, of the requests one after the other.
+        requests: of which some ask for scores.
+        rows: one per token of the results, one result after the other.
+        results: to add to.
     """
-    asked = (contexts[row].params for row in rows)
-    if all(params.logprobs is None and params.confidence is None for params in asked):
+    if not any(map(_asks_for_scores, requests)):
         return
     index = upload(rows, logits.device)
     tokens = [token for result in results for token in result.tokens]
     drawn = upload(tokens, logits.device)
+    contexts = [context for request in requests for context in request.contexts]
     sampled, begin = report(logits[index], [contexts[row] for row in rows], drawn), 0
     for result in results:
         of_result = slice(begin, begin + len(result.tokens))
