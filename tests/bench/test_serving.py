@@ -3,6 +3,7 @@
 import asyncio
 import json
 import math
+import re
 import socket
 
 import pytest
@@ -18,6 +19,8 @@ from forethought.bench.serving import (
 from forethought.cli.main import main
 from forethought.errors import ParameterError
 from openai_server import serving
+
+STREAM = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
 
 
 @pytest.fixture
@@ -125,6 +128,37 @@ def test_a_server_that_refuses_some_requests_fails_only_those(server):
     report = asyncio.run(ServingBench(server.url, "m").run(poisson(["a"], 5, math.inf, 3)))
     assert len(report.completed) == 3
     assert report.to_dict()["num_failed"] == 2
+
+
+@pytest.mark.parametrize(
+    ("answer", "said"),
+    [
+        (b"HTTP/1.1 429 Too Many\r\nContent-Length: 4\r\n\r\nbusy", "RequestError.*429.*busy"),
+        (STREAM + b"9\r\ndata: {}\n", "ClientPayloadError"),
+        (STREAM + b'14\r\ndata: {"error": "x"}\r\n0\r\n\r\n', "RequestError.*x"),
+        (b"", "ServerDisconnectedError"),
+    ],
+)
+def test_a_request_that_is_refused_or_cut_tells_why(answer, said):
+    """By a server that gives every request the same bytes and hangs up."""
+    heads = []
+
+    async def answering(reader, writer):
+        heads.append(await reader.readuntil(b"\r\n\r\n"))
+        await reader.readexactly(int(re.search(rb"Content-Length: (\d+)", heads[-1])[1]))
+        writer.write(answer)
+        writer.close()
+
+    async def main():
+        async with await asyncio.start_server(answering, "127.0.0.1", 0) as server:
+            port = server.sockets[0].getsockname()[1]
+            bench = ServingBench(f"http://us%40er:pw@127.0.0.1:{port}/v1/", "m")
+            return await asyncio.wait_for(bench.run(poisson(["a"], 1, math.inf, 3)), 30)
+
+    (exchange,) = asyncio.run(main()).exchanges
+    assert re.search(said, exchange.error, re.DOTALL)
+    assert heads[0].startswith(b"POST /v1/chat/completions HTTP/1.1\r\n")
+    assert b"\r\nAuthorization: Basic dXNAZXI6cHc=\r\n" in heads[0]
 
 
 def test_the_command_prints_a_table_and_one_json_line_last(server, capsys, tmp_path):

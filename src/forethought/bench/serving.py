@@ -18,20 +18,29 @@ import json
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import aclosing, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from forethought.bench.arrivals import Arrival
-from forethought.bench.http_client import HttpClient
-from forethought.errors import ParameterError, RequestError
+from forethought.errors import DependencyError, ParameterError, RequestError
 from forethought.evaluation.report import aligned
+
+if TYPE_CHECKING:
+    from aiohttp import ClientResponse, ClientSession
 
 PERCENTILES = (50, 90, 95, 99)
 TARGETS = MappingProxyType({"ttft": "ttft", "tpot": "tpot", "e2el": "e2e"})
 """Names of the targets for goodput, as vLLM's benchmark has them, and the measure of each."""
 _TIMEOUT = 3600.0
+_KEPT_SECONDS = 2.0
+"""For which an idle connection is kept: less than servers keep theirs, which would break requests
+that are just being sent."""
+_LINE_BYTES = 1 << 20
+"""Half of the longest line of a stream."""
+_SHOWN = 500
+"""Characters of the body of a refusal."""
 """Seconds for an answer."""
 
 
@@ -218,7 +227,12 @@ class ServingBench:
         max_concurrency: int | None = None,
         fields: Mapping[str, Any] | None = None,
     ) -> None:
-        self._url, self._model, self._chat, self._api_key = url, model, chat, api_key
+        try:
+            import aiohttp
+        except ModuleNotFoundError as error:
+            raise DependencyError.missing("aiohttp", "bench serving", "eval") from error
+        self._http, self._url, self._model, self._chat = aiohttp, url.rstrip("/"), model, chat
+        self._headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
         self._max_concurrency, self._fields = max_concurrency, dict(fields or {})
 
     async def run(
@@ -238,14 +252,14 @@ class ServingBench:
             ConnectionError: the server does not list its models, and none was given.
         """
         limit = asyncio.Semaphore(self._max_concurrency) if self._max_concurrency else nullcontext()
-        async with HttpClient(self._url, self._api_key) as client:
-            self._model = self._model or await self._first_model(client)
+        async with self._session() as session:
+            self._model = self._model or await self._first_model(session)
             began = time.perf_counter()
 
             async def one(arrival: Arrival) -> Exchange:
                 await asyncio.sleep(arrival.at - (time.perf_counter() - began))
                 async with limit:
-                    exchange = await self._ask(client, arrival, began)
+                    exchange = await self._ask(session, arrival, began)
                 on_end()
                 return exchange
 
@@ -253,15 +267,27 @@ class ServingBench:
         seconds = max(exchange.ended for exchange in exchanges)
         return ServingReport(exchanges, seconds, targets or {})
 
-    async def _first_model(self, client: HttpClient) -> str:
+    def _session(self) -> ClientSession:
+        """Connections without a limit: a client of the ``openai`` package would take longer for a
+        streamed request than a server does beside its model."""
+        return self._http.ClientSession(
+            headers=self._headers,
+            connector=self._http.TCPConnector(limit=0, keepalive_timeout=_KEPT_SECONDS),
+            timeout=self._http.ClientTimeout(total=_TIMEOUT),
+            read_bufsize=_LINE_BYTES,
+        )
+
+    async def _first_model(self, session: ClientSession) -> str:
         try:
-            return str((await client.get("/models"))["data"][0]["id"])
+            async with session.get(f"{self._url}/models") as response:
+                await _check(response)
+                return str((await response.json(content_type=None))["data"][0]["id"])
         except Exception as error:
             raise ConnectionError(
                 f"{self._url} lists no model ({error}): start the server, or name the model"
             ) from error
 
-    async def _ask(self, client: HttpClient, arrival: Arrival, began: float) -> Exchange:
+    async def _ask(self, session: ClientSession, arrival: Arrival, began: float) -> Exchange:
         exchange = Exchange(time.perf_counter() - began)
         path = "/chat/completions" if self._chat else "/completions"
         fields: dict[str, Any] = {"model": self._model, "max_tokens": arrival.max_tokens}
@@ -271,9 +297,10 @@ class ServingBench:
             fields["prompt"] = arrival.prompt
         fields |= {"stream": True, "stream_options": {"include_usage": True}, **self._fields}
         try:
-            async with asyncio.timeout(_TIMEOUT), aclosing(client.lines(path, fields)) as lines:
-                async for line in lines:
-                    _take(exchange, line, began)
+            async with session.post(self._url + path, json=fields) as response:
+                await _check(response)
+                async for line in response.content:
+                    _take(exchange, line.rstrip(), began)
         except Exception as error:
             exchange.error = f"{type(error).__name__}: {error}"
         exchange.ended = time.perf_counter() - began
@@ -281,13 +308,20 @@ class ServingBench:
         return exchange
 
 
-def _take(exchange: Exchange, line: str, began: float) -> None:
+async def _check(response: ClientResponse) -> None:
+    """Raise a ``RequestError`` with what the server said if it refused a request."""
+    if response.status >= 400:
+        said = await response.text(errors="replace")
+        raise RequestError(f"the server answered {response.status}", said[:_SHOWN])
+
+
+def _take(exchange: Exchange, line: bytes, began: float) -> None:
     """A line of the stream.
 
     Raises:
         RequestError: it says that the request has failed.
     """
-    if not line.startswith("data:") or line.endswith("[DONE]"):
+    if not line.startswith(b"data:") or line.endswith(b"[DONE]"):
         return
     chunk = json.loads(line[5:])
     if "error" in chunk:
