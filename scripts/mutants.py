@@ -441,6 +441,12 @@ MUTANTS = [
         LENGTH,
     ),
     Mutant(
+        "speculative/length/goodput.py",
+        "return max(IDLE - 1, self._num_to_recover)",
+        "return IDLE - 1",
+        LENGTH,
+    ),
+    Mutant(
         "speculative/length/gate.py", "rate >= self._threshold", "rate > self._threshold", LENGTH
     ),
     Mutant(

@@ -441,6 +441,28 @@ def test_drafts_are_compared_with_the_steps_that_skip_them():
     assert runs[0.4].against_plain > 0.95
 
 
+@pytest.mark.parametrize("share", [0.7, 0.6, 0.5])
+def test_it_drafts_again_however_much_faster_the_steps_that_skip_it_are(share):
+    """Being asked loses more, then, than the allowance of the steps between: they are more."""
+    policy = Goodput(5)
+    good = machine("flat", "lookup", lambda request, step: 0.05 if step < 6000 else 0.95, 4)
+    good.skipped_share = share
+    good.run(policy, 3000)
+    assert good.run(policy, 3000).against_plain > 0.97
+    good.run(policy, 6000)
+    assert good.run(policy, 1000).drafting_steps > 900
+
+
+def test_steps_of_which_no_time_is_known_say_nothing_of_plain_ones():
+    """Those that were interrupted, or had nothing to compute."""
+    policy = Goodput(5)
+    run = machine("flat", "lookup", always(0.9), 4)
+    for _ in range(100):
+        run.run(policy, 1)
+        policy.skipped(1, 0.0)
+    assert run.run(policy, 300).drafting_steps > 250
+
+
 def test_a_costly_first_draft_does_not_close_it():
     policy = Goodput(5)
     costs = itertools.chain([10.0], itertools.repeat(0.001))

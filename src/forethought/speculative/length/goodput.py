@@ -230,7 +230,8 @@ STRETCH_STEPS, SHARE_AGE = 7, 256
 """Steps that are skipped to measure that time of another batch, and the least between two of these
 measurements."""
 IDLE = 64
-"""While it does not draft, it is asked and told of at least one of so many steps."""
+"""While it does not draft, it is asked and told of at least one of so many steps, or of more where
+being asked costs more than half of their allowance, to recover."""
 DRAFTS = "{:.2f} times the goodput of plain decoding"
 PLAIN = "plain: drafting would have {:.2f} times its goodput"
 RECOVERING = "plain: recovering losses of {:.2f} steps"
@@ -539,6 +540,9 @@ class Goodput:
     def skip(self) -> int:
         """While it does not draft, up to ``IDLE - 1`` steps, and none of those that probe.
 
+        More where they are so much faster than one that is asked that their allowance would not
+        pay for it: the account would never allow a probe again.
+
         A few now and then in any case, to know what they take: several may be one call.
         """
         if self._again is not None:
@@ -549,23 +553,36 @@ class Goodput:
             return 0
         if not self.account.open:
             self._why = (RECOVERING, (self.account.balance,))
-            return IDLE - 1
+            return max(IDLE - 1, self._num_to_recover)
         count = 0 if self._drafting else max(min(IDLE - 1, self._probes.left - 1), 0)
         if count:
             self._why = self._held_why
         return count
 
+    @property
+    def _num_to_recover(self) -> int:
+        """Skipped steps whose allowance is twice what a plain step loses by being asked.
+
+        No more than fill the account.
+        """
+        loss = 1.0 / self._plain_share - 1.0
+        return int(2.0 * min(loss, CREDIT) / ALLOWANCE)
+
     def skipped(self, num_steps: int, seconds: float) -> None:
         """Count plain steps that it was not told of, and learn what they take."""
-        share = min(seconds / (num_steps * self._seconds(self._batch_size, 0)), 1.0)
-        if self._is_share_old():
-            self._plain_share = share
-        self._plain_share += (share - self._plain_share) / AVERAGED
-        self._share_batch, self._share_age = self._batch_size, 0
+        if seconds > 0.0:  # else they were interrupted, or there was nothing to compute
+            self._learn_share(seconds / (num_steps * self._seconds(self._batch_size, 0)))
         self.account.book(0.0, num_steps)
         self._probes.wait(num_steps)
         self._left -= num_steps
         self._num_skipped += num_steps
+
+    def _learn_share(self, share: float) -> None:
+        share = min(share, 1.0)
+        if self._is_share_old():
+            self._plain_share = share
+        self._plain_share += (share - self._plain_share) / AVERAGED
+        self._share_batch, self._share_age = self._batch_size, 0
 
     def _is_share_old(self) -> bool:
         """Whether what a skipped step takes was measured long ago, and of another batch."""
