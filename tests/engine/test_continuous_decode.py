@@ -14,8 +14,10 @@ from engines import GREEDY, drain, engine, engine_over, expect_empty, outputs
 from forethought.config.drafters import EagleDecodingConfig, NGramDecodingConfig
 from forethought.config.sampling import SamplingParams, SpeculationParams
 from forethought.engine.engine import Engine
+from forethought.engine.scheduler import Plan
 from forethought.engine.sequence import Sequence, Status
 from forethought.errors import LogitsError
+from forethought.kv.table import PageTable
 from forethought.model import loader
 from forethought.model.runner import DecodedTokens, DecodeRow
 from forethought.model.sampling import NO_TOKEN
@@ -180,6 +182,42 @@ def test_pages_of_earlier_prompts_are_not_evicted_for_further_steps() -> None:
     drain(machine)
     assert sequence.output == greedy(tiny("llama"), [[5, 6, 7]], 16)[0]
     expect_empty(machine)
+
+
+@pytest.mark.parametrize("free", [0, 1, 2, 7, 30])
+def test_free_pages_bound_the_steps_however_many_are_asked_for(
+    free: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their number is found in a few looks at the tables, not in one for each step."""
+    machine = made(1, pages=64)
+    lengths = (100, 60)  # of which the prefill has decoded one
+    for prompt, length in zip(PROMPTS, lengths, strict=False):
+        machine.add(prompt, GREEDY.replace(max_tokens=length))
+    machine.step()
+    plan = Plan()
+    machine.scheduler.plan_decodes(plan)
+    holder = PageTable(machine.pool)
+    holder.append(4 * (machine.pool.num_free - free))
+    rows = [
+        (row.sequence.table, length - 1) for row, length in zip(plan.rows, lengths, strict=True)
+    ]
+    pages_needed, num_looks = PageTable.pages_needed, 0
+    most = 1
+    while sum(table.pages_needed(min(most + 1, left) - 1) for table, left in rows) <= free:
+        most += 1
+
+    def counted(table: PageTable, count: int) -> int:
+        nonlocal num_looks
+        num_looks += 1
+        return pages_needed(table, count)
+
+    monkeypatch.setattr(PageTable, "pages_needed", counted)
+    machine.scheduler.reserve_decode_slots(plan, 1000)
+    assert [row.num_nodes for row in plan.rows] == [min(most, left) - 1 for _, left in rows]
+    assert num_looks <= len(rows) * 9
+    plan.undo()
+    holder.release()
+    machine.check_integrity()
 
 
 def decode_sizes(machine: Engine, **fields: Any) -> list[int]:

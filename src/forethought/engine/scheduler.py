@@ -14,6 +14,7 @@ recomputation).
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as List
 from dataclasses import dataclass, field
@@ -295,12 +296,13 @@ class Scheduler:
         """
         left = [row.sequence.limit - len(row.sequence.tokens) for row in plan.rows]
         rows = [(row.sequence.table, most) for row, most in zip(plan.rows, left, strict=True)]
-        num_steps = min(num_steps, max(left, default=1))
-        while num_steps > 1:
-            needed = [table.pages_needed(min(num_steps, most) - 1) for table, most in rows]
-            if sum(needed) <= self._pool.num_free:
-                break
-            num_steps -= 1
+        num_steps, free = min(num_steps, max(left, default=1)), self._pool.num_free
+
+        def needed(num: int) -> int:
+            return sum(table.pages_needed(min(num, most) - 1) for table, most in rows)
+
+        if needed(num_steps) > free:  # which rises with the steps, and is 0 for one
+            num_steps = bisect_right(range(num_steps), free, lo=1, key=needed) - 1
         for row, most in zip(plan.rows, left, strict=True):
             if min(num_steps, most) > 1:
                 plan.reserve(row, min(num_steps, most) - 1)

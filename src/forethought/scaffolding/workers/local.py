@@ -112,7 +112,7 @@ class EngineWorker(Worker):
             max_batch_size: see ``LlmArgs``.
             max_num_tokens: see ``LlmArgs``.
             kv_cache_free_gpu_memory_fraction: see ``KvCacheConfig``.
-            disable_overlap_scheduler: either will do: steps never overlap here.
+            disable_overlap_scheduler: either will do: what is scheduled never overlaps here.
             scheduler_config: must be None: the scheduler has no variants.
             temperature: of tasks that set none, neither by themselves nor by their controller.
             response_template: see the constructor.
