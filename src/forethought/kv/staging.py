@@ -121,7 +121,7 @@ class Download:
         return len(self._parts) - 1
 
     def read(self) -> list[list[Any]]:
-        """The numbers of each, integers and booleans as integers."""
+        """The numbers of each; integers stay integers, booleans may become 0 and 1."""
         parts = self._parts
         if len(parts) < 2 or parts[0].device.type == "cpu":
             return [part.tolist() for part in parts]

@@ -48,7 +48,7 @@ static inline __mmask16 lanes(int begin, int end) {
     return __mmask16(below(end) & ~below(begin));
 }
 
-// 2^x within 3e-6 of itself, down to 0: the series of 2^r, |r| <= 1/2, to its fifth power.
+// 2^x within 4e-6 of itself, down to 0: the series of 2^r, |r| <= 1/2, to its fifth power.
 static inline __m512 exp2_of(__m512 x) {
     const __m512 whole = _mm512_roundscale_ps(x, 0), r = x - whole;
     __m512 y = _mm512_set1_ps(1.3333558e-3f);
