@@ -152,13 +152,24 @@ def test_a_request_that_is_refused_or_cut_tells_why(answer, said):
     async def main():
         async with await asyncio.start_server(answering, "127.0.0.1", 0) as server:
             port = server.sockets[0].getsockname()[1]
-            bench = ServingBench(f"http://us%40er:pw@127.0.0.1:{port}/v1/", "m")
+            bench = ServingBench(f"http://us%40er:pw@127.0.0.1:{port}/v1/", "m", api_key="k")
             return await asyncio.wait_for(bench.run(poisson(["a"], 1, math.inf, 3)), 30)
 
     (exchange,) = asyncio.run(main()).exchanges
     assert re.search(said, exchange.error, re.DOTALL)
     assert heads[0].startswith(b"POST /v1/chat/completions HTTP/1.1\r\n")
     assert b"\r\nAuthorization: Basic dXNAZXI6cHc=\r\n" in heads[0]
+
+
+def test_a_password_in_the_url_is_shown_nowhere(server, capsys):
+    url = server.url.replace("//", "//us:secret@")
+    assert main(["bench", "serving", "--url", url, "--num-requests", "2", "--rate", "inf"]) == 0
+    nowhere = ServingBench("http://us:secret@127.0.0.1:1/v1")  # a port that none listens on
+    with pytest.raises(ConnectionError, match="lists no model") as refused:
+        asyncio.run(nowhere.run(poisson(["a"], 1, math.inf, 3)))
+    printed = capsys.readouterr()
+    assert '"url"' in printed.out
+    assert "secret" not in printed.out + printed.err + str(refused.value)
 
 
 def test_the_command_prints_a_table_and_one_json_line_last(server, capsys, tmp_path):

@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any
 from forethought.bench.arrivals import Arrival
 from forethought.errors import DependencyError, ParameterError, RequestError
 from forethought.evaluation.report import aligned
+from forethought.scaffolding.workers.routing import basic_authorization, shown_url
 
 if TYPE_CHECKING:
     from aiohttp import ClientResponse, ClientSession
@@ -209,12 +210,16 @@ class ServingBench:
     """Sends requests to a server as they arrive.
 
     Args:
-        url: of the server's API, such as ``http://host:8000/v1``.
+        url: of the server's API, such as ``http://host:8000/v1``. A user and a password in it are
+            sent as a header, and shown nowhere.
         model: name of the model; None: the first one that the server lists.
         chat: as chats; else as completions.
-        api_key: of the server.
+        api_key: of the server, if its URL names no user.
         max_concurrency: most requests under way at once; further ones wait. None: no limit.
         fields: further fields of every request's body.
+
+    Raises:
+        DependencyError: the ``aiohttp`` package is not installed.
     """
 
     def __init__(
@@ -231,8 +236,10 @@ class ServingBench:
             import aiohttp
         except ModuleNotFoundError as error:
             raise DependencyError.missing("aiohttp", "bench serving", "eval") from error
-        self._http, self._url, self._model, self._chat = aiohttp, url.rstrip("/"), model, chat
-        self._headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
+        self._http, self._model, self._chat = aiohttp, model, chat
+        self._url = shown_url(url).rstrip("/")
+        authorization = basic_authorization(url) or (f"Bearer {api_key}" if api_key else None)
+        self._headers = {} if authorization is None else {"Authorization": authorization}
         self._max_concurrency, self._fields = max_concurrency, dict(fields or {})
 
     async def run(

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from forethought.errors import ParameterError
+from forethought.scaffolding.workers.routing import shown_url, url_error
 
 if TYPE_CHECKING:
     from forethought.bench.arrivals import Arrival
@@ -86,7 +87,6 @@ def measure(args: argparse.Namespace) -> int:
     from forethought.bench.serving import ServingBench, read_targets
     from forethought.evaluation.report import ProgressBar
     from forethought.scaffolding.settings import OPTIONAL_POSITIVE_INT, validated
-    from forethought.scaffolding.workers.routing import shown_url, url_error
 
     if reason := url_error(args.url):
         raise ParameterError(
@@ -175,7 +175,7 @@ def _report(args: argparse.Namespace, report: ServingReport) -> int:
     rate = None if args.trace is not None else _given(args.rate, _RATE)
     values = {
         "benchmark": "serving",
-        "url": args.url,
+        "url": shown_url(args.url),
         "api": args.api,
         "rate": "inf" if rate is not None and math.isinf(rate) else rate,
         "trace": None if args.trace is None else str(args.trace),
