@@ -7,13 +7,22 @@ import torch
 import yaml
 
 from forethought import LLM
-from forethought.bench.auto import AutoBench, FormRow, form_table, thread_counts
+from forethought.bench.auto import (
+    AutoBench,
+    FormRow,
+    fastest_batch,
+    form_table,
+    thread_counts,
+)
+from forethought.bench.report import BenchRow, recommend
+from forethought.bench.variant import PLAIN, Variant
 from forethought.cli.main import main
 from forethought.config.drafters import NGramDecodingConfig
 from forethought.config.engine import LlmArgs
 from forethought.errors import ParameterError
 from forethought.evaluation.problems import shipped, user_prompt
 from forethought.model import device
+from forethought.outputs import SpeculationMetrics
 
 NGRAM = NGramDecodingConfig(max_draft_len=2, max_matching_ngram_size=2)
 
@@ -58,6 +67,27 @@ def test_the_score_is_the_geometric_mean_over_the_batch_sizes():
     row = FormRow("int8", 2, (100.0, 400.0), 0.75)
     assert row.score == pytest.approx(200.0)
     assert form_table([row], [1, 4]).splitlines()[2].split() == ["int8", "2", "100", "400", "75%"]
+
+
+@pytest.mark.parametrize(
+    ("drafted", "plain", "batch"),
+    [
+        ([150, 390], [100, 400], 4),  # plain decoding above max_concurrency 1
+        ([150, 90], [100, 120], 1),
+        ([150, 500], [100, 400], 4),
+    ],
+)
+def test_the_batch_is_the_one_with_the_most_tokens_per_second(drafted, plain, batch):
+    def row(variant, size, speed, beside):
+        metrics, ratio = SpeculationMetrics(1), speed / beside
+        return BenchRow(variant, size, speed, ratio, (ratio, ratio), metrics, 0, 0, 1.0, 1)
+
+    rows = [
+        row(variant, size, speed, beside)
+        for variant, speeds in ((PLAIN, plain), (Variant("ngram", 2), drafted))
+        for size, speed, beside in zip((1, 4), speeds, plain, strict=True)
+    ]
+    assert fastest_batch(rows, recommend(rows)) == batch
 
 
 @pytest.mark.parametrize(("processors", "counts"), [(1.0, [1]), (2.5, [1, 2]), (6.0, [1, 2, 4, 6])])

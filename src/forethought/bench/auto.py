@@ -4,6 +4,8 @@ Two stages, each by the speed of greedy decoding. First, without drafts: the for
 the number of threads. Then, in the form that won: drafters and draft lengths
 (``bench.speculation``). Quantised forms change the model, so they are tried only if they are
 allowed, and what they change is reported: the share of answers that stay the same token for token.
+The batch size is the one, of those measured, at which the chosen drafter generates the most tokens
+per second.
 """
 
 from __future__ import annotations
@@ -133,7 +135,8 @@ class AutoBench:
                 variants_of(self.configs), self.batches, lambda variant, _: on_run(variant.label)
             )
         advice = recommend(rows)
-        return Choice(tuple(forms), best, tuple(rows), advice, self._config(best, advice))
+        config = self._config(best, advice, fastest_batch(rows, advice))
+        return Choice(tuple(forms), best, tuple(rows), advice, config)
 
     def _llm(self, form: str | None, **more: Any) -> LLM:
         quantization = {} if form is None else {"quantization": form}
@@ -184,13 +187,25 @@ class AutoBench:
             for threads in self.threads
         ]
 
-    def _config(self, best: FormRow, advice: Recommendation) -> dict[str, Any]:
+    def _config(self, best: FormRow, advice: Recommendation, batch: int) -> dict[str, Any]:
         config = {name: _plain(value) for name, value in self.fields.items()}
-        config |= {"max_batch_size": max(self.batches), "num_threads": best.num_threads}
+        config |= {"max_batch_size": batch, "num_threads": best.num_threads}
         if best.quantization is not None:
             config["quantization"] = best.quantization
         block = written(advice.variant, self.configs, advice.max_concurrency)
         return config if block is None else config | {"speculative_config": block}
+
+
+def fastest_batch(rows: Sequence[BenchRow], advice: Recommendation) -> int:
+    """The batch size at which what is recommended generates the most tokens per second.
+
+    Args:
+        rows: of the second stage, plain decoding among them.
+        advice: what they recommend; plain decoding above its ``max_concurrency``.
+    """
+    most = math.inf if advice.max_concurrency is None else advice.max_concurrency
+    taken = [row for row in rows if row.variant == (advice.variant if row.batch <= most else PLAIN)]
+    return max(taken, key=lambda row: row.tokens_per_second).batch
 
 
 def thread_counts() -> list[int]:

@@ -18,11 +18,13 @@ from forethought.cli.backend import (
     open_backend,
     sampling_of,
 )
+from forethought.cli.options import add_model_argument
 from forethought.errors import UsageError
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
+    add_model_argument(parser)
     add_backend_options(parser)
 
 

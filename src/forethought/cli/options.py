@@ -237,10 +237,42 @@ def model_path(text: str) -> Path:
     return Path(text)
 
 
+class _SetModel(argparse.Action):
+    """Stores the model, which is named once: behind the command or by ``--model``."""
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: Any,
+        option_string: str | None = None,
+    ) -> None:
+        if values is None:  # what argparse passes where no MODEL is given
+            return
+        if namespace.model is not None:
+            raise ParameterError(
+                "the model is given twice", f"as {namespace.model} and as {values}", "Give one"
+            )
+        namespace.model = values
+
+
+def add_model_argument(parser: argparse.ArgumentParser) -> None:
+    """Declare MODEL, another way to give ``--model``."""
+    parser.add_argument(
+        "model",
+        nargs="?",
+        action=_SetModel,
+        type=model_path,
+        metavar="MODEL",
+        help=f"the same as --model (default: {assets.REASONER})",
+    )
+
+
 def add_model_options(parser: argparse.ArgumentParser) -> None:
     """Declare ``--model`` and what belongs to it."""
     parser.add_argument(
         "--model",
+        action=_SetModel,
         type=model_path,
         metavar="DIR|ID",
         help="local Hugging Face directory, Hub id such as Qwen/Qwen3-0.6B, or an embedded model: "

@@ -66,12 +66,7 @@ _METHODS = ("plain", "dynasor", "majority_vote")
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
-    parser.add_argument(
-        "model_name",
-        nargs="?",
-        metavar="MODEL",
-        help="local directory, Hub id or embedded model (default: the embedded reasoner)",
-    )
+    options.add_model_argument(parser)
     options.add_model_options(parser)
     parser.add_argument(
         "--reward-model",
@@ -259,10 +254,6 @@ def opener(
     Raises:
         UsageError: options that contradict each other.
     """
-    if args.model_name is not None:
-        if args.model is not None:
-            raise ParameterError("the model is given twice", "as MODEL and as --model", "Once")
-        args.model = options.model_path(args.model_name)
     has_model = options.has_model_options(args, config)
     chosen = [args.upstream is not None, args.worker is not None, has_model]
     if sum(chosen) > 1:

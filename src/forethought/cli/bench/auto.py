@@ -2,7 +2,7 @@
 draft lengths in the best of them, on the given prompts, and write the fastest configuration as a
 file for --config. The last line is JSON.
 
-forethought bench auto --model Qwen/Qwen3-0.6B --prompts mine.txt --allow int8
+forethought bench auto Qwen/Qwen3-0.6B --prompts mine.txt --allow int8
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ def configure(measured: Any) -> None:
         "auto", help="choose threads, weights and drafter by measurement", description=__doc__
     )
     options.formatter_class = argparse.RawDescriptionHelpFormatter
+    model.add_model_argument(options)
     model.add_model_options(options)
     options.add_argument(
         "--prompts", type=Path, metavar="FILE", help="one per line, as text or as JSON objects"

@@ -30,6 +30,7 @@ def configure(measured: Any) -> None:
         description=__doc__,
     )
     options.formatter_class = argparse.RawDescriptionHelpFormatter
+    model.add_model_argument(options)
     model.add_model_options(options)
     options.add_argument(
         "--task",

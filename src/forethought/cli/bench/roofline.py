@@ -2,7 +2,7 @@
 multiply them, at the bandwidth and peak that this machine reaches. Then what the engine takes, in
 the network and outside of it. The last line is JSON.
 
-forethought bench roofline --model Qwen/Qwen3-0.6B --batch 1 8 --context 512 2048
+forethought bench roofline Qwen/Qwen3-0.6B --batch 1 8 --context 512 2048
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ def configure(measured: Any) -> None:
         description=__doc__,
     )
     options.formatter_class = argparse.RawDescriptionHelpFormatter
+    model.add_model_argument(options)
     model.add_model_options(options)
     options.add_argument(
         "--batch", type=int, nargs="+", default=[1, 4, 16], metavar="B", help="(default: 1 4 16)"

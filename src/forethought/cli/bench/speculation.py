@@ -30,6 +30,7 @@ def configure(measured: Any, description: str | None) -> None:
         "speculation", help="drafters against plain decoding", description=description
     )
     options.formatter_class = argparse.RawDescriptionHelpFormatter
+    model.add_model_argument(options)
     model.add_model_options(options)
     options.add_argument(
         "--prompts", type=Path, metavar="FILE", help="one per line, as text or as JSON objects"
