@@ -11,7 +11,11 @@ import pytest
 
 from eagle_heads import random_head
 from engines import GREEDY, drain, engine, engine_over, expect_empty, outputs
-from forethought.config.drafters import EagleDecodingConfig, NGramDecodingConfig
+from forethought.config.drafters import (
+    EagleDecodingConfig,
+    NGramDecodingConfig,
+    SuffixDecodingConfig,
+)
 from forethought.config.sampling import SamplingParams, SpeculationParams
 from forethought.engine.engine import Engine
 from forethought.engine.scheduler import Plan
@@ -287,6 +291,45 @@ def test_steps_that_a_length_policy_leaves_out_are_made_at_once_and_told_to_it()
     machine.speculation.drafters[0].policy = policy
     assert decode_sizes(machine, max_tokens=20) == [1, 1, 5, 1, 5, 1, 5, 1]
     assert policy.num_skipped == [5, 5, 5]
+
+
+def test_a_drafter_that_no_running_request_has_chosen_does_not_end_skipping() -> None:
+    drafters = [NGramDecodingConfig(max_draft_len=2), SuffixDecodingConfig(max_draft_len=2)]
+    machine = engine(speculative=drafters, **LIMITS)
+    machine.num_decode_steps = 8
+    second = machine.speculation.drafters[1]
+    second.policy = policy = Skipping()
+    chosen = SpeculationParams(drafter=second.name)
+    assert decode_sizes(machine, max_tokens=14, speculation=chosen) == [1, 1, 5, 1, 5, 1]
+    assert policy.num_skipped == [5, 5]
+    expect_empty(machine)
+
+
+def test_a_request_with_another_drafter_ends_skipping() -> None:
+    """Of four sequences that skip one ends, and what begins in its place has chosen a drafter that
+    does not skip: the size of the batch, 4, 3 and 4, would not end it."""
+    drafters = [NGramDecodingConfig(max_draft_len=2), SuffixDecodingConfig(max_draft_len=2)]
+    machine = engine(speculative=drafters, **{**LIMITS, "max_batch_size": 4})
+    asked, second = machine.speculation.drafters
+    asked.policy, second.policy = Asked(), Skipping()
+    for num_tokens in (4, 8, 8, 8):
+        chosen = SpeculationParams(drafter=second.name)
+        machine.add(PROMPTS[0], GREEDY.replace(max_tokens=num_tokens, speculation=chosen))
+    chosen = SpeculationParams(drafter=asked.name)
+    last = machine.add(PROMPTS[0], GREEDY.replace(max_tokens=3, speculation=chosen))[0]
+    drain(machine)
+    assert asked.policy.num_calls == len(last.output) - 2, "but not where one token is left"
+    expect_empty(machine)
+
+
+class Asked(FixedLength):
+    """Counts how often it is asked for lengths."""
+
+    num_calls = 0
+
+    def lengths(self, requests: List[LengthRequest], batch_size: int) -> list[int]:
+        self.num_calls += 1
+        return [0] * len(requests)
 
 
 class Skipping(FixedLength):

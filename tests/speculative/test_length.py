@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from forethought.config.drafters import NGramDecodingConfig
+from forethought.config.sampling import SamplingParams
 from forethought.engine.drafting import DrafterEntry, Drafting
 from forethought.engine.scheduler import Plan
 from forethought.outputs import EngineStats
@@ -644,11 +645,14 @@ def drafting(*policies):
     return Drafting(entries, EngineStats(), 100, torch.device("cpu"))
 
 
+RUNNING = SimpleNamespace(params=SamplingParams())
+
+
 def parts(made, *running):
     """Whether drafters take part in steps of so many sequences; told of nothing but that."""
     found = []
     for num_running in running:
-        found.append(made.takes_part(num_running))
+        found.append(made.takes_part([RUNNING] * num_running))
         if found[-1]:
             made.requested_nodes([], num_running)
             made.observe(Plan(), 0.001)

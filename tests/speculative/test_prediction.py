@@ -83,7 +83,7 @@ def test_requests_without_a_prediction_beside_it_are_not_drafted_for():
     assert other.metrics.drafted == 0
     made.close(own)
     made.close(other)
-    assert not made.speculation.takes_part(1)
+    assert not made.speculation.takes_part(made.scheduler.running)
     expect_empty(made)
 
 

@@ -33,6 +33,7 @@ from typing import NamedTuple
 
 import torch
 
+from forethought.config.sampling import SpeculationParams
 from forethought.engine.scheduler import Plan, PlannedRow
 from forethought.engine.sequence import Sequence
 from forethought.kv.storage import DraftKvCache, HiddenStateCache
@@ -212,6 +213,8 @@ class Drafting:
         self._num_to_skip = self._num_skipped = self._num_running = 0
         """Coming steps of about the same batch in which no drafter and no policy is asked; how many
         have gone by since one was; sequences that ran then."""
+        self._skipping = self._given
+        """Those whose policies are not asked in these steps: all that may draft for a request."""
         self._skipped_seconds = 0.0
         self._choosing_seconds: dict[DrafterEntry, float] = {}
         """Of the length policies in this step."""
@@ -223,25 +226,33 @@ class Drafting:
         """The drafters of this step, in the order in which they are tried."""
         return [self._prediction, *self._given] if self._predicted else self._given
 
-    def takes_part(self, num_running: int) -> bool:
+    def takes_part(self, running: List[Sequence]) -> bool:
         """Whether drafters are asked in the step that begins; called once per step.
 
         Args:
-            num_running: sequences in the running batch.
+            running: the running batch.
         """
+        num_running = len(running)
         is_other_batch = abs(num_running - self._num_running) > self._num_running // 4
-        if self._predicted or is_other_batch:
+        if self._predicted or is_other_batch or not self._skips_all(running):
             self._num_to_skip = 0
         if self._num_to_skip:
             self._num_to_skip -= 1
             self._num_skipped += 1
             return False
         if self._num_skipped:
-            for entry in self._given:
+            for entry in self._skipping:
                 entry.policy.skipped(self._num_skipped, self._skipped_seconds)
             self._num_skipped, self._skipped_seconds = 0, 0.0
         self._num_running = num_running
         return bool(self._given or self._predicted)
+
+    def _skips_all(self, running: List[Sequence]) -> bool:
+        """Whether no other drafter than those that are skipped may draft for these."""
+        others = [each for each in self._given if each not in self._skipping]
+        return not any(
+            _may_draft(each, sequence.params.speculation) for each in others for sequence in running
+        )
 
     def num_plain_steps(self, rows: List[PlannedRow], takes_part: bool) -> float:
         """How many steps of these rows, from this one on, need no drafter and no policy.
@@ -365,11 +376,11 @@ class Drafting:
         if entry is self._prediction and sequence.id not in self._predicted:
             return 0
         length, own = min(left, max_draft_len), sequence.params.speculation
-        if own is None:
-            return length
-        if not own.enabled or own.drafter not in (None, entry.name):
+        if not _may_draft(entry, own):
             return 0
-        return length if own.max_draft_len is None else min(length, own.max_draft_len)
+        if own is None or own.max_draft_len is None:
+            return length
+        return min(length, own.max_draft_len)
 
     def _request_of(self, sequence: Sequence) -> DraftRequest:
         """The one object that drafters are shown in every step of a generation."""
@@ -536,7 +547,11 @@ class Drafting:
             )
             self._learn(entry, record)
             self._learning_seconds[entry] = time.perf_counter() - began
-        self._num_to_skip = min((entry.policy.skip() for entry in self._given), default=0)
+        params = [row.sequence.params.speculation for row in plan.rows]
+        self._skipping = [
+            each for each in self._given if any(_may_draft(each, own) for own in params)
+        ] or self._given
+        self._num_to_skip = min((entry.policy.skip() for entry in self._skipping), default=0)
         self._drafts, self._steps = {}, {}
 
     def _learn(self, entry: DrafterEntry, record: StepRecord) -> None:
@@ -621,6 +636,11 @@ class Drafting:
             call(*args)
         except BaseException as error:
             self._count_failure(entry, error, "it or its resource manager failed at the end")
+
+
+def _may_draft(entry: DrafterEntry, own: SpeculationParams | None) -> bool:
+    """Whether a request with these params may have drafts of this drafter."""
+    return own is None or (own.enabled and own.drafter in (None, entry.name))
 
 
 def _is_interrupt(error: BaseException) -> bool:

@@ -134,7 +134,7 @@ class Step:
         """
         began, num_forwards = time.perf_counter(), 1
         plan = Plan()
-        self._asks_drafters = self._drafting.takes_part(len(self._scheduler.running))
+        self._asks_drafters = self._drafting.takes_part(self._scheduler.running)
         try:
             self._schedule(plan)
             self._prepare_pages(plan)
