@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from benchmarks.step_overhead import files_entered
 
-from drafters import PerRequest
+from drafters import PerRequest, bush, oracle
 from engines import GREEDY, drain, engine, expect_empty, outputs
 from forethought.config.drafters import UserProvidedDecodingConfig
 from forethought.config.sampling import SamplingParams
@@ -52,10 +52,16 @@ def test_paging_chunking_and_prefix_hits_do_not_change_a_token(
     expect_empty(machine)
 
 
+@pytest.mark.parametrize("drafter", ["none", "chains", "trees"])
 def test_taking_the_argmax_gives_the_events_of_verification(
-    monkeypatch: pytest.MonkeyPatch,
+    drafter: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    verified = list[int]()
+    verified, answers = list[int](), greedy(tiny("llama"), PROMPTS, 16)
+    known = {tuple(prompt): answer for prompt, answer in zip(PROMPTS, answers, strict=True)}
+    is_wrong = {tuple(PROMPTS[1]): [0] * 16}
+    own = {"chains": oracle(known | is_wrong), "trees": bush(known)}.get(drafter)
+    nodes = {"max_draft_len": 3, "max_total_draft_tokens": 6}
+    drafting = [] if own is None else [UserProvidedDecodingConfig(drafter=own, **nodes)]
 
     def counted(logits: Any, requests: Any) -> Any:
         verified.append(len(requests))
@@ -63,10 +69,10 @@ def test_taking_the_argmax_gives_the_events_of_verification(
 
     def run() -> list[Any]:
         """Events of siblings alone, then of requests with scores, preemptions, ends and limits."""
-        machine = engine(pages=20, page_size=4, max_num_tokens=24, max_batch_size=4)
+        limits = {"max_num_tokens": 24, "max_batch_size": 4}
+        machine = engine(pages=20, page_size=4, speculative=drafting, **limits)
         machine.add(PROMPTS[1], GREEDY.replace(n=2))
-        events, expected = drain(machine), greedy(tiny("llama"), PROMPTS[:1], 16)[0]
-        ends = GREEDY.replace(stop_token_ids=expected[5:6])
+        events, ends = drain(machine), GREEDY.replace(stop_token_ids=answers[0][5:6])
         varied = [ends, GREEDY, GREEDY.replace(max_tokens=3), GREEDY.replace(logprobs=1), GREEDY]
         for prompt, params in zip(PROMPTS, varied, strict=True):
             machine.add(prompt, params)
@@ -74,7 +80,9 @@ def test_taking_the_argmax_gives_the_events_of_verification(
         events += drain(machine)
         assert machine.stats.preemptions
         expect_empty(machine)
-        counts = machine.stats.prefilled, machine.stats.decoded
+        assert bool(machine.stats.accepted) == bool(drafting)
+        stats = machine.stats
+        counts = stats.prefilled, stats.decoded, stats.drafted, stats.accepted
         return [*counts, *((e.sequence.id, e.tokens, e.logprobs, e.finish_reason) for e in events)]
 
     verify = step.verify

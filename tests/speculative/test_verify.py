@@ -31,11 +31,13 @@ from forethought.speculative.verify.verify import (
     VerificationResult,
     read_drafts,
     verify,
+    verify_argmax,
 )
 
 GREEDY = SamplingParams(temperature=0.0)
 PLAIN = SamplingParams()
 KINDS = list(DraftKind)
+BROKEN = [math.nan, math.inf, -math.inf]
 RANDOM = [DraftKind.IID, DraftKind.WITHOUT_REPLACEMENT]
 
 
@@ -297,6 +299,30 @@ def test_drafts_that_are_on_the_device_are_verified_as_those_on_the_host(several
     assert verify(together, there) == verify(together, [each for _, each, _ in several])
 
 
+@settings(max_examples=100, deadline=None, derandomize=True)
+@given(st.lists(cases(), min_size=1, max_size=4), st.data())
+def test_greedy_drafts_are_verified_by_argmax_as_by_verification(several, data):
+    """Chains and trees, tokens on the host or the device, logits that are finite or not."""
+    requests, begin = [], 0
+    for _, each, _ in several:
+        draft = each.draft
+        is_chain = data.draw(st.booleans())
+        tokens = DeviceTokens(torch.tensor(draft.tokens, dtype=torch.int64))
+        there = bool(len(draft)) and data.draw(st.booleans())
+        draft = replace(
+            draft,
+            tokens=tokens if there else draft.tokens,
+            parents=None if is_chain else draft.parents,
+        )
+        requests.append(request(draft, GREEDY, begin))
+        begin += 1 + len(draft)
+    together = torch.cat([logits for logits, _, _ in several])
+    for row in data.draw(st.sets(st.integers(0, begin - 1), max_size=2)):
+        together[row] = data.draw(st.sampled_from(BROKEN))
+    found = verify_argmax(together, [each.draft for each in requests])
+    assert found == verify(together, requests)
+
+
 def test_drafts_on_the_device_are_read_in_one_transfer():
     reads = []
 
@@ -484,8 +510,6 @@ def test_every_use_of_a_position_has_its_own_uniform_sample():
 
 
 # --- logits that are not finite ------------------------------------------------------------------
-
-BROKEN = [math.nan, math.inf, -math.inf]
 
 
 @pytest.mark.parametrize("value", BROKEN)

@@ -29,6 +29,7 @@ from forethought.speculative.verify.verify import (
     VerificationRequest,
     VerificationResult,
     verify,
+    verify_argmax,
 )
 
 WIDTH = 12
@@ -129,6 +130,22 @@ def test_results_are_those_of_the_cpu_and_wait_once(name: str, kind: DraftKind) 
             found = verify(on_device, asked)
             assert device.counts["waits"] == 1, device.sites
         expect_equal(found, expected)
+    assert num_accepted > 20
+
+
+@pytest.mark.parametrize("kind", DraftKind)
+def test_argmaxes_are_those_of_the_cpu_and_wait_once(kind: DraftKind) -> None:
+    source, num_accepted = torch.Generator().manual_seed(5), 0
+    for _ in range(12):
+        logits, requests = given("greedy", kind, source)
+        expected = verify_argmax(logits, [each.draft for each in requests])
+        num_accepted += sum(len(each.path) for each in expected)
+        with fake_cuda() as device:
+            on_device, drafts = logits.to(DEVICE), [there(each).draft for each in requests]
+            device.reset()
+            found = verify_argmax(on_device, drafts)
+            assert device.counts["waits"] == 1, device.sites
+        assert found == expected
     assert num_accepted > 20
 
 

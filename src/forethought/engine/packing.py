@@ -17,12 +17,13 @@ from forethought.engine.scheduler import PlannedRow
 from forethought.engine.sequence import Sequence, siblings_to_sample
 from forethought.model.batch import ConcurrentTokens, Row
 from forethought.model.runner import DecodeRow
-from forethought.model.sampling import NO_TOKEN, DevicePath, TokenContext, most_probable
+from forethought.model.sampling import NO_TOKEN, DevicePath, TokenContext
 from forethought.speculative.drafter import NO_DRAFT, DeviceTokens, Draft
 from forethought.speculative.verify.verify import (
     VerificationRequest,
     VerificationResult,
     read_drafts,
+    verify_argmax,
 )
 
 
@@ -86,9 +87,10 @@ class PendingSample:
 
 
 def takes_argmax(row: PlannedRow) -> bool:
-    """Whether all that is sampled behind a row is the argmax of its one row of logits."""
+    """Whether the tokens behind a row and its nodes are the argmaxes of their logits, and no more
+    than its own draft is verified with them."""
     sequence = row.sequence
-    is_plain = sequence.takes_argmax and not row.num_nodes and not sequence.dependents
+    is_plain = sequence.takes_argmax and row.rule is None and not sequence.dependents
     return is_plain and row.num_logits == 1 and row.is_last
 
 
@@ -98,21 +100,23 @@ def is_plain_decode(row: PlannedRow) -> bool:
     sequence = row.sequence
     is_read = bool(sequence.params.stop or sequence.wants_prompt_logprobs)  # token by token
     is_apart = not sequence.others and not sequence.had_nonfinite_logits
-    return takes_argmax(row) and row.is_decode and is_apart and not is_read
+    is_single = not row.num_nodes and row.is_decode
+    return takes_argmax(row) and is_single and is_apart and not is_read
 
 
 def take_argmax(rows: List[PlannedRow], logits: Tensor) -> list[Sequence]:
     """Verify rows that ``takes_argmax``: what ``verify`` does for them, in one operation.
 
     Returns:
-        The sequences whose logits, one row of [R, V] float32 for each, are not finite.
+        The sequences whose logits behind the root, of [R, V] float32, are not finite.
     """
     nonfinite: list[Sequence] = []
-    for row, token in zip(rows, most_probable(logits), strict=True):
-        if token == NO_TOKEN:
-            nonfinite.append(row.sequence)
+    results = verify_argmax(logits, [row.draft for row in rows])
+    for row, result in zip(rows, results, strict=True):
+        if result.tokens:
+            row.results.append((row.sequence, result))
         else:
-            row.results.append((row.sequence, VerificationResult([], [token])))
+            nonfinite.append(row.sequence)
     return nonfinite
 
 

@@ -217,7 +217,7 @@ def draw_tokens(
     distinct = list({id(context): context for context in contexts}.values())  # often one for all
     if all(context.params.greedy for context in distinct):
         if not any(map(needs_edits, distinct)):
-            return _most_probable(logits)
+            return draw_most_probable(logits)
         edited, largest = edit_and_max_logits(logits, contexts)
         return where_finite(edited.max(dim=-1).indices, largest)
     probs, largest = probs_and_max_logits(logits, contexts)
@@ -229,8 +229,8 @@ def where_finite(drawn: Tensor, largest: Tensor) -> Tensor:
     return drawn.masked_fill_(~torch.isfinite(largest.squeeze(1)), NO_TOKEN)
 
 
-def _most_probable(logits: Tensor) -> Tensor:
-    """[N] int64, the lowest id among equals, or ``NO_TOKEN``."""
+def draw_most_probable(logits: Tensor) -> Tensor:
+    """``most_probable`` of logits [N, V] float32, on their device: [N] int64."""
     if logits.is_cpu:
         return torch.tensor(most_probable(logits))
     largest, ids = logits.max(dim=-1)
@@ -252,7 +252,7 @@ def most_probable(logits: Tensor) -> list[int]:
         N ids; ``NO_TOKEN`` where the largest logit is not finite.
     """
     if not logits.is_cpu:
-        found: list[int] = _most_probable(logits).tolist()
+        found: list[int] = draw_most_probable(logits).tolist()
         return found
     host = logits.numpy()
     tokens = host.argmax(axis=-1).tolist()  # a tenth of torch's time; of NaN and numbers, NaN

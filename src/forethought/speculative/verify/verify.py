@@ -42,7 +42,9 @@ from forethought.model.sampling.distribution import probs_and_max_logits
 from forethought.model.sampling.sampler import (
     NO_TOKEN,
     TokenScores,
+    draw_most_probable,
     draw_tokens,
+    most_probable,
     report,
     sample,
     where_finite,
@@ -177,6 +179,43 @@ def verify(logits: Tensor, requests: Sequence[VerificationRequest]) -> list[Veri
     ]
 
 
+def verify_argmax(logits: Tensor, drafts: Sequence[Draft]) -> list[VerificationResult]:
+    """What ``verify`` finds for greedy requests without edits of logits, scores or lossy rules.
+
+    Args:
+        logits: [R, V] float32: the 1 + N rows of each draft in turn.
+        drafts: of any kind; greedy acceptance does not depend on it.
+    """
+    if logits.is_cpu:
+        drawn = most_probable(logits)
+    else:
+        download = Download()
+        unread, drawn_at = _UnreadDrafts(drafts, download), download.add(draw_most_probable(logits))
+        parts = download.read()
+        unread.set(parts)
+        drawn = parts[drawn_at]
+    results, begin = list[VerificationResult](), 0
+    for draft in drafts:
+        end = begin + 1 + len(draft.tokens)
+        results.append(_walk_drawn(draft, drawn[begin:end]))
+        begin = end
+    return results
+
+
+def _walk_drawn(draft: Draft, drawn: list[int]) -> VerificationResult:
+    """From each node to its first child that has the token drawn there; entries as of ``_walk``."""
+    path, last = list[int](), -1
+    for node, token in enumerate(draft.tokens):
+        if draft.parent(node) == last and drawn[1 + last] == token:
+            last = node
+            path.append(node)
+        elif draft.parents is None:
+            break
+    if drawn[1 + last] == NO_TOKEN:
+        return _result(draft, path, drawn)
+    return VerificationResult(path, [drawn[1 + node] for node in (-1, *path)])
+
+
 def _groups(
     requests: Sequence[VerificationRequest], logits: Tensor
 ) -> list[Sequence[VerificationRequest]]:
@@ -204,7 +243,7 @@ def _verify_group(
         return _sample_plainly(logits, contexts, requests)
     # 1. All that is computed on the device, and one transfer.
     download = Download()
-    drafts = _UnreadDrafts(requests, download)
+    drafts = _UnreadDrafts([request.draft for request in requests], download)
     drawn_tokens, by_q = _test_nodes(logits, contexts, requests)
     drawn_at = download.add(drawn_tokens) if isinstance(drawn_tokens, Tensor) else -1
     by_q_at = None if by_q is None else download.add(by_q)
@@ -346,12 +385,12 @@ class _UnreadDrafts:
     """The tokens of drafts that are on a GPU, each once.
 
     Args:
-        requests: whose drafts are there or not.
+        drafts: that are there or not.
         download: brings them to the host, with the rest.
     """
 
-    def __init__(self, requests: Sequence[VerificationRequest], download: Download) -> None:
-        unread = _unread(request.draft for request in requests)
+    def __init__(self, drafts: Sequence[Draft], download: Download) -> None:
+        unread = _unread(drafts)
         self._parts = [(tokens, download.add(tokens.on_device)) for tokens in unread]
 
     def set(self, parts: Sequence[list[int]]) -> None:
