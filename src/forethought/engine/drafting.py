@@ -148,15 +148,6 @@ class _RequestDraft:
         self.request.max_nodes = min(max_nodes, self.row.num_nodes)
 
 
-@dataclass(eq=False, slots=True)
-class _DrafterStep:
-    """The work of one drafter in the current step."""
-
-    prefilling: list[DraftRequest]
-    """The context requests that it was shown."""
-    timer: ForwardTimer
-
-
 class Drafting:
     """Drafts for the sequences of an engine.
 
@@ -180,8 +171,8 @@ class Drafting:
         vocab_size: int,
         device: torch.device,
     ) -> None:
-        self._device, self._timer = device, ForwardTimer(device)
         self._given, self._stats, self._vocab_size = list(drafters), stats, vocab_size
+        self._timer = ForwardTimer(device)
         self.names = [entry.name for entry in drafters]
         stats.draft_paths = {
             entry.name: path for entry in drafters if (path := entry.drafter.forward_path)
@@ -201,15 +192,16 @@ class Drafting:
         self.hidden_state_caches = [
             cache for cache in self.draft_caches if isinstance(cache, HiddenStateCache)
         ]
-        self._resources = {
-            each: ManagedResources(each.resource_manager) for each in (self._prediction, *drafters)
-        }
+        every = (self._prediction, *drafters)
+        self._resources = {each: ManagedResources(each.resource_manager) for each in every}
+        self._timers = {each: ForwardTimer(device) for each in every}
         self._requests: dict[int, DraftRequest] = {}
         self._disabled: set[tuple[DrafterEntry, int]] = set()
         """Drafters, and the ids of the requests for which they have failed."""
         self._warned_of_ids: set[DrafterEntry] = set()
         self._drafts: dict[int, _RequestDraft] = {}
-        self._steps: dict[DrafterEntry, _DrafterStep] = {}
+        self._prefills: dict[DrafterEntry, list[DraftRequest]] = {}
+        """The context requests that each drafter of this step was shown."""
         self._num_to_skip = self._num_skipped = self._num_running = 0
         """Coming steps of about the same batch in which no drafter and no policy is asked; how many
         have gone by since one was; sequences that ran then."""
@@ -294,7 +286,7 @@ class Drafting:
             rows: the decodes of this step.
             num_running: sequences in the running batch, these and those that prefill.
         """
-        self._drafts, self._steps, self._choosing_seconds = {}, {}, {}
+        self._drafts, self._prefills, self._choosing_seconds = {}, {}, {}
         for entry in self.drafters:
             self._request_nodes(entry, rows, entry.schedule.length(num_running))
         drafts = [self._drafts.get(row.sequence.id) for row in rows]
@@ -432,12 +424,9 @@ class Drafting:
         for each in asking:
             each.request.table = TableView(each.row.sequence.table)
             each.tried.append(entry)
-        step = _DrafterStep(self._prefilling(entry, prefilling), ForwardTimer(self._device))
-        self._steps[entry] = step
-        with step.timer:
-            if self._prepare(entry, asking, step.prefilling) and not self._propose(
-                entry, asking, step.prefilling
-            ):
+        shown = self._prefills[entry] = self._prefilling(entry, prefilling)
+        with self._timers[entry]:
+            if self._prepare(entry, asking, shown) and not self._propose(entry, asking, shown):
                 for each in asking:  # one by one, if there are several
                     if len(asking) == 1 or not self._propose(entry, [each], []):
                         self._disable(entry, [each.request])
@@ -457,6 +446,8 @@ class Drafting:
         self, entry: DrafterEntry, drafts: List[_RequestDraft], prefilling: list[DraftRequest]
     ) -> bool:
         """Whether the resource manager, if there is one, is ready for the requests."""
+        if self._resources[entry].manager is None:
+            return True
         try:
             self._resources[entry].prepare(_batch(drafts, prefilling))
         except BaseException as error:
@@ -523,14 +514,14 @@ class Drafting:
         }
         self._stats.draft_seconds += self._timer.take()
         spent = dict(self._choosing_seconds)
-        for entry, step in self._steps.items():
-            spent[entry] += step.timer.take()
+        for entry in self._prefills:
+            spent[entry] += self._timers[entry].take()
         context, forward_seconds = sum(row.stop for row in plan.rows), seconds - sum(spent.values())
         for entry in self.drafters:
             began = time.perf_counter()
             drafts = [each for each in self._drafts.values() if entry in each.tried]
-            prefilling = self._steps[entry].prefilling if entry in self._steps else []
-            self._update(entry, [each.request for each in drafts], prefilling)
+            drafting = [each.request for each in drafts]
+            self._update(entry, drafting, self._prefills.get(entry, []))
             record = StepRecord(
                 requests=[
                     (number, each.draft.depth, accepted[number])
@@ -552,7 +543,7 @@ class Drafting:
             each for each in self._given if any(_may_draft(each, own) for own in params)
         ] or self._given
         self._num_to_skip = min((entry.policy.skip() for entry in self._skipping), default=0)
-        self._drafts, self._steps = {}, {}
+        self._drafts, self._prefills = {}, {}
 
     def _learn(self, entry: DrafterEntry, record: StepRecord) -> None:
         """Tell a drafter's length policy of a step."""
@@ -567,23 +558,22 @@ class Drafting:
         self, entry: DrafterEntry, drafting: list[DraftRequest], prefilling: list[DraftRequest]
     ) -> None:
         """Call drafter and manager after the step, for the requests that go on."""
-        batch, shown = (
-            [
-                request
-                for request in requests
-                if request.request_id in self._requests
-                and (entry, request.request_id) not in self._disabled
-            ]
-            for requests in (drafting, prefilling)
-        )
+        batch = [each for each in drafting if self._goes_on(entry, each)]
         if not batch:
             return
+        shown = [each for each in prefilling if self._goes_on(entry, each)]
         try:
             entry.drafter.update(ScheduledRequests(list(batch), list(shown)))
-            self._resources[entry].update(ScheduledRequests(list(batch), list(shown)))
+            if self._resources[entry].manager is not None:
+                self._resources[entry].update(ScheduledRequests(list(batch), list(shown)))
         except BaseException as error:
             self._count_failure(entry, error, "it or its resource manager failed after a step")
             self._disable(entry, batch)
+
+    def _goes_on(self, entry: DrafterEntry, request: DraftRequest) -> bool:
+        """Whether a drafter may be asked for the request again."""
+        number = request.request_id
+        return number in self._requests and (entry, number) not in self._disabled
 
     def _count_failure(self, entry: DrafterEntry, error: BaseException, why: str) -> None:
         """Log and count what a drafter, its policy or its manager has raised, even ``SystemExit``.

@@ -412,8 +412,11 @@ class Step:
 
     def _truncate(self, sequence: Sequence, result: VerificationResult) -> End:
         """Cut a result behind the token that ends the generation."""
-        tokens = result.tokens
-        assert len(tokens) <= sequence.limit - len(sequence.tokens), "drafts are shorter than this"
+        tokens, left = result.tokens, sequence.limit - len(sequence.tokens)
+        assert len(tokens) <= left, "drafts are shorter than this"
+        goes_on = self._eos_ids.isdisjoint(tokens) and not sequence.params.stop_token_ids
+        if goes_on and len(tokens) < left and sequence.constraint is None:  # in most steps
+            return None, None
         for size in range(1, len(tokens) + 1):
             reason, stop_reason = self._end(sequence, tokens[:size])
             if reason is not None:

@@ -153,8 +153,8 @@ class PageTable:
         Returns:
             The moves to make in the storage, before the next forward.
         """
-        if not path and base == self.length:  # the usual case without a draft
-            return []
+        if base + len(path) == self.length and (not path or path[-1] < len(path)):
+            return []  # the usual case without a draft, or where all of one is accepted
         assert list(path) == sorted(set(path)), "offsets of a path must rise"
         moves = [
             SlotMove(self._slot(base + offset), self._slot(base + index))

@@ -417,7 +417,7 @@ def check_draft(request: DraftRequest, vocab_size: int) -> Draft:
     draft = request.draft
     if draft is NO_DRAFT or _is_sound_on_device(draft, request, vocab_size):
         return draft
-    tokens = [operator.index(token) for token in draft.tokens]
+    tokens = list(map(operator.index, draft.tokens))
     parents = (
         None if draft.parents is None else tuple(operator.index(each) for each in draft.parents)
     )
@@ -425,6 +425,8 @@ def check_draft(request: DraftRequest, vocab_size: int) -> Draft:
         raise ValueError(f"{len(parents)} parents for {len(tokens)} tokens")
     if draft.kind is not DraftKind.POINT:
         _check_q(draft, len(tokens), vocab_size)
+    elif parents is None and _is_sound(tokens, request, vocab_size):  # most are
+        return Draft(tokens)
     invalid = {node for node, token in enumerate(tokens) if not 0 <= token < vocab_size}
     if parents is None:
         end = min(len(tokens), request.max_nodes, request.max_draft_len, *invalid)
@@ -444,6 +446,12 @@ def check_draft(request: DraftRequest, vocab_size: int) -> Draft:
         q=None if draft.q is None else draft.q[kept],
         ids=draft.ids,
     )
+
+
+def _is_sound(tokens: list[int], request: DraftRequest, vocab_size: int) -> bool:
+    """Whether a chain of points is not empty and may be verified as it is."""
+    is_short = 0 < len(tokens) <= min(request.max_nodes, request.max_draft_len)
+    return is_short and min(tokens) >= 0 and max(tokens) < vocab_size
 
 
 def _is_sound_on_device(draft: Draft, request: DraftRequest, vocab_size: int) -> bool:

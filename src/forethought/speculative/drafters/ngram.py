@@ -84,14 +84,13 @@ class NGramPool:
     def learn(self, owner: Hashable, tokens: Sequence[int], start: int, stop: int) -> None:
         """Store what follows each pattern whose last token is at a position in [start, stop)."""
         bucket = self._bucket(owner)
-        patterns, before = bucket.patterns, bucket.size
-        for last in range(start, stop):
-            first = max(0, last + 1 - self.max_ngram)
-            window = tuple(tokens[first : last + 1 + self.max_match])
-            middle = last + 1 - first
-            match = window[middle:]
-            for begin in range(middle):
-                pattern = window[begin:middle]
+        patterns, before, start = bucket.patterns, bucket.size, max(start, 0)
+        offset = max(0, start + 1 - self.max_ngram)
+        text = tuple(tokens[offset : stop + self.max_match])
+        for middle in range(start + 1 - offset, stop + 1 - offset):  # behind the patterns
+            match = text[middle : middle + self.max_match]
+            for begin in range(max(0, middle - self.max_ngram), middle):
+                pattern = text[begin:middle]
                 known = patterns.get(pattern)
                 if known is None:
                     patterns[pattern] = {match: None}
@@ -103,22 +102,23 @@ class NGramPool:
         self._size += bucket.size - before
         self._shrink()
 
-    def look_up(self, owner: Hashable, tokens: Sequence[int]) -> Sequence[int]:
+    def look_up(self, owner: Hashable, tokens: Sequence[int]) -> Match:
         """What followed the longest known pattern that ``tokens`` end in; empty if none is known.
 
         Incomplete matches at the end of ``tokens`` itself are found too.
         """
         bucket = self._bucket(owner)
-        recent = self._recent(tokens)
+        text = tuple(tokens[-self.max_match - self.max_ngram :])  # its end
+        recent = self._recent(text)
         for size in range(min(self.max_ngram, len(tokens) - 1), 0, -1):
-            pattern = tuple(tokens[-size:])
+            pattern = text[-size:]
             known = bucket.patterns.get(pattern)
-            found: Sequence[int] = ()
+            found: Match = ()
             if known is not None:
                 bucket.patterns.move_to_end(pattern)
                 found = next(iter(known) if self._use_oldest else reversed(known))
             if len(found) < self.max_match:
-                partial = self._partial(tokens, recent, pattern)
+                partial = self._partial(text, recent, pattern)
                 found = partial if len(partial) > len(found) else found
             if found:
                 return found
@@ -155,19 +155,18 @@ class NGramPool:
         known[match] = None
         return len(known) - before
 
-    def _recent(self, tokens: Sequence[int]) -> list[int]:
+    def _recent(self, text: Match) -> list[int]:
         """Earlier positions of the last token, near the end: their matches are incomplete."""
-        end = len(tokens)
-        last = tokens[-1]
-        return [at for at in range(max(0, end - self.max_match), end - 1) if tokens[at] == last]
+        end, last = len(text), text[-1]
+        return [at for at in range(max(0, end - self.max_match), end - 1) if text[at] == last]
 
     @staticmethod
-    def _partial(tokens: Sequence[int], recent: list[int], pattern: Pattern) -> Sequence[int]:
-        """The longest incomplete match of a pattern at the end of the text."""
+    def _partial(text: Match, recent: list[int], pattern: Pattern) -> Match:
+        """The longest incomplete match of a pattern at the end of a text."""
         size = len(pattern)
         for last in recent:
-            if last + 1 >= size and tuple(tokens[last + 1 - size : last + 1]) == pattern:
-                return tokens[last + 1 :]
+            if last + 1 >= size and text[last + 1 - size : last + 1] == pattern:
+                return text[last + 1 :]
         return ()
 
     def _shrink(self) -> None:

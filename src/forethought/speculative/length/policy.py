@@ -36,9 +36,9 @@ class CappedRequest(NamedTuple):
     max_draft_len: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class StepRecord:
-    """What one drafter's policy learns about a finished step.
+    """What one drafter's policy learns about a finished step; never changed.
 
     Args:
         requests: ``(request_id, depth, accepted)`` of every draft of this drafter that was
