@@ -359,9 +359,8 @@ class Scheduler:
                 continue
             if not self._take_pages_from(plan, self._victims(sequence), sequence):
                 return
-        num_logits = int(sequence.num_uncomputed == count)
-        if sequence.wants_prompt_logprobs:
-            num_logits = count
+        is_last = sequence.num_uncomputed == count
+        num_logits = count if sequence.wants_prompt_logprobs else int(is_last)
         row = PlannedRow(sequence, table.length, table.length + count, num_logits)
         plan.add(row)  # before the table grows: an interrupt in between can be undone
         row.copies = tuple(table.append(count))
@@ -370,6 +369,8 @@ class Scheduler:
         """Tokens of the sequence that fit into what is left of the step's budget."""
         left = self.limits.max_num_tokens - plan.num_tokens
         wanted, begin = sequence.num_uncomputed, sequence.num_computed
+        if wanted == 1 and left > 0:  # a decode
+            return 1
         ends = [other.num_common for other in sequence.others if other.num_common > begin]
         if ends:  # the tokens before do not see the others
             wanted = ends[0] - begin

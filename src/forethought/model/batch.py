@@ -284,7 +284,7 @@ class Batch:
             offset: the first position that is attended to, from which ``positions`` count.
         """
         packed = PackedRows.of(rows, offset)
-        if torch.device(device).type == "cuda":
+        if (device if isinstance(device, str) else device.type).startswith("cuda"):
             return cls._staged(packed, device)
         return cls(
             _tensor(packed.tokens, device),

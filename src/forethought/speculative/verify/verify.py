@@ -204,12 +204,13 @@ def verify_argmax(logits: Tensor, drafts: Sequence[Draft]) -> list[VerificationR
 
 def _walk_drawn(draft: Draft, drawn: list[int]) -> VerificationResult:
     """From each node to its first child that has the token drawn there; entries as of ``_walk``."""
-    path, last = list[int](), -1
+    path, last, parents = list[int](), -1, draft.parents
     for node, token in enumerate(draft.tokens):
-        if draft.parent(node) == last and drawn[1 + last] == token:
+        parent = node - 1 if parents is None else parents[node]
+        if parent == last and drawn[1 + last] == token:
             last = node
             path.append(node)
-        elif draft.parents is None:
+        elif parents is None:
             break
     if drawn[1 + last] == NO_TOKEN:
         return _result(draft, path, drawn)
