@@ -185,7 +185,9 @@ def run_reasoner(args: argparse.Namespace, folder: Path) -> Session:
     session = Session(args, REASONER, [reasoner_dir(), drafter_dir()], folder)
     ways = [PLAIN, LOOKUP, DRAFT_MODEL]
     requests = list(question_requests(args))
-    settings = Settings("", args.dtype, "", args.threads, 1, MAX_LEN, ways=ways)
+    settings = Settings(
+        *("", args.dtype, "", args.threads, 1, MAX_LEN), ways=ways, num_looked_up=args.looked_up
+    )
     with session.loaded(chosen_entries(args), settings):
         for way in ways:
             session.measure(way, cases.with_way(requests, way), cases.throughput)
@@ -270,6 +272,9 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--context-rounds", type=int, default=1)
     parser.add_argument("--questions", type=int, default=4, help="of the reasoner, per round")
     parser.add_argument("--answer", type=int, default=256, help="most tokens of its answers")
+    parser.add_argument(
+        "--looked-up", type=int, default=3, help="draft tokens of prompt lookup, in all engines"
+    )
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--threads", type=int, default=num_cores())
     parser.add_argument("--clock", choices=CLOCKS, default="wall", help="of all figures")

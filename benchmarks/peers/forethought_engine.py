@@ -18,8 +18,8 @@ from forethought import (
     SpeculationParams,
 )
 
-NUM_LOOKED_UP, NUM_DRAFTED = 10, 16
-"""Draft tokens of the n-grams and of a draft model."""
+NUM_DRAFTED = 16
+"""Draft tokens of a draft model."""
 WAYS = {
     PLAIN: SpeculationParams(enabled=False),
     LOOKUP: SpeculationParams(drafter="ngram"),
@@ -41,7 +41,9 @@ class PeerEngine:
         if LOOKUP in settings.ways:
             drafters.append(
                 NGramDecodingConfig(
-                    max_draft_len=NUM_LOOKED_UP, max_matching_ngram_size=3, is_use_oldest=False
+                    max_draft_len=settings.num_looked_up,
+                    max_matching_ngram_size=3,
+                    is_use_oldest=False,
                 )
             )
         if settings.draft:

@@ -13,8 +13,8 @@ import openvino
 import openvino_genai
 from benchmarks.peers.worker import DRAFT_MODEL, LOOKUP, Answer, Request, Settings
 
-NUM_LOOKED_UP, NUM_DRAFTED = 10, 5
-"""Draft tokens of prompt lookup and of a draft model."""
+NUM_DRAFTED = 5
+"""Draft tokens of a draft model."""
 CACHE_GB = 2
 FORMATS = {"int8": "int8", "int4": "int4"}
 
@@ -37,7 +37,7 @@ class PeerEngine:
             short = {"float32": "f32", "bfloat16": "bf16"}[settings.dtype]
             self.properties |= {"INFERENCE_PRECISION_HINT": short, "KV_CACHE_PRECISION": short}
         self.pipelines = {way: self._pipeline(settings, way) for way in settings.ways}
-        self.number = 0
+        self.number, self.num_looked_up = 0, settings.num_looked_up
 
     def _pipeline(self, settings: Settings, way: str) -> Any:
         scheduler = openvino_genai.SchedulerConfig()
@@ -79,7 +79,7 @@ class PeerEngine:
             config.eos_token_id = request.eos
             config.stop_token_ids = {request.eos}
         if request.way == LOOKUP:
-            config.num_assistant_tokens, config.max_ngram_size = NUM_LOOKED_UP, 3
+            config.num_assistant_tokens, config.max_ngram_size = self.num_looked_up, 3
         if request.way == DRAFT_MODEL:
             config.num_assistant_tokens = NUM_DRAFTED
         return config

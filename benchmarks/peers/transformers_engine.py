@@ -11,9 +11,6 @@ import transformers
 from benchmarks.peers.worker import DRAFT_MODEL, LOOKUP, PLAIN, Answer, Request, Settings
 from transformers import AutoModelForCausalLM, GenerationConfig, StoppingCriteria
 
-NUM_LOOKED_UP = 10
-"""Draft tokens of prompt lookup."""
-
 
 class FirstToken(StoppingCriteria):
     """Stops nothing; keeps the time of the first token."""
@@ -41,7 +38,7 @@ class PeerEngine:
         self.max_batch = settings.max_batch
         self.extras: dict[str, dict[str, Any]] = {
             PLAIN: {},
-            LOOKUP: {"prompt_lookup_num_tokens": NUM_LOOKED_UP},
+            LOOKUP: {"prompt_lookup_num_tokens": settings.num_looked_up},
         }
         if settings.draft:
             assistant = self._load(settings.draft, settings.dtype)

@@ -9,8 +9,8 @@ from typing import Any
 
 from benchmarks.peers.worker import DRAFT_MODEL, LOOKUP, Answer, Request, Settings
 
-NUM_LOOKED_UP, NUM_DRAFTED = 10, 5
-"""Draft tokens of the n-grams and of a draft model."""
+NUM_DRAFTED = 5
+"""Draft tokens of a draft model."""
 CACHE_GIB = 1
 
 
@@ -39,7 +39,7 @@ class PeerEngine:
         if way == LOOKUP:
             speculation = {
                 "method": "ngram",
-                "num_speculative_tokens": NUM_LOOKED_UP,
+                "num_speculative_tokens": settings.num_looked_up,
                 "prompt_lookup_max": 3,
             }
         if way == DRAFT_MODEL:

@@ -49,6 +49,8 @@ class Settings:
     """Tokens of the longest sequence."""
     draft: str = ""
     """Path of a draft model as ``prepare`` returned it; empty: none."""
+    num_looked_up: int = 3
+    """Draft tokens of prompt lookup."""
     ways: list[str] = field(default_factory=lambda: [PLAIN])
     """Of speculation that will be asked for."""
 
