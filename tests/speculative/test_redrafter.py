@@ -22,11 +22,15 @@ from forethought.engine.engine import Engine
 from forethought.errors import ModelError, ParameterError
 from forethought.kv.pool import PagePool
 from forethought.kv.table import PageTable
+from forethought.model.native.heads import NativeBeams
+from forethought.model.native.library import find_compiler
+from forethought.model.native.network import NativeNetwork
 from forethought.speculative import registry
 from forethought.speculative.drafter import DraftRequest, ScheduledRequests
 from forethought.speculative.drafters.redrafter import (
     Beams,
     BeamSearch,
+    NativeBeamSearch,
     last_beams,
     pack,
     top_beams_tree,
@@ -35,6 +39,7 @@ from forethought.speculative.heads.redrafter import (
     DraftRecurrence,
     ReDrafterHead,
     ReDrafterShape,
+    beam_head,
 )
 from forethought.speculative.registry import Target
 from models import VOCAB, prompts
@@ -42,6 +47,13 @@ from redrafter_heads import HIDDEN, make_head, random_head
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
 PROMPTS = prompts((4, 9, 17))
+HEADS: list[dict[str, Any]] = [
+    {},
+    {"exit": 2 * HIDDEN},
+    {"blocks": 0},
+    {"exit": 2 * HIDDEN, "blocks": 1, "recurrent": False},
+    {"vocab": 7},
+]
 
 
 # ---- the search -----------------------------------------------------------------------------
@@ -53,7 +65,7 @@ def searched(
     fast = DraftRecurrence(head, torch.float32, torch.device("cpu"))
     with torch.inference_mode():
         search = BeamSearch(fast, lambda ids: vocab[ids])
-        return search(contexts, torch.tensor(roots, dtype=torch.int64), **how)
+        return search(contexts, roots, **how)
 
 
 def paths(beams: Beams) -> list[list[int]]:
@@ -143,6 +155,37 @@ def test_beams_of_no_use_are_not_ranked_and_a_search_for_nothing_else_ends() -> 
     longest = max(len(path) for n in range(2) for path in paths(cut[n]))
     useful = max(len(paths(cut[n])[beam]) for n in range(2) for beam in cut[n].order)
     assert longest == min(4, useful + 1)  # one more level, to see that nothing follows
+
+
+@pytest.mark.skipif(find_compiler() is None, reason="there is no C++ compiler")
+@pytest.mark.parametrize("width", [1, 3, 8])
+@pytest.mark.parametrize("sizes", HEADS)
+@pytest.mark.parametrize("architecture", ["llama", "gemma3"])
+def test_beams_found_in_one_call_are_those_of_the_search_in_torch(
+    architecture: str, sizes: dict[str, Any], width: int
+) -> None:
+    """As probable, level by level: beams that are nearly as probable may change places."""
+    lm, head = load(architecture), make_head(**sizes)
+    assert isinstance(lm.network, NativeNetwork)
+    native = NativeBeamSearch(NativeBeams(beam_head(head), lm.network, torch.float32))
+    search = BeamSearch(DraftRecurrence(head, torch.float32, torch.device("cpu")), lm.embed)
+    contexts, roots = torch.randn(3, HIDDEN, generator=torch.Generator().manual_seed(1)), [2, 0, 99]
+    vocab = lm.embed(torch.arange(VOCAB))
+
+    def scores(beams: Beams, row: int) -> tuple[list[float], list[float]]:
+        """Of all beams, and of those in ``order``."""
+        every = [score(head, vocab, contexts[row], [roots[row], *path]) for path in paths(beams)]
+        return every, [every[beam] for beam in beams.order]
+
+    for some, floor in itertools.product((slice(3), slice(1)), (-math.inf, -9.0, 0.0)):
+        how = {"width": width, "length": 4, "min_logprob": floor}
+        with torch.inference_mode():
+            expected = search(contexts[some], roots[some], **how)
+        found = native(contexts[some], roots[some], **how)
+        for row, (mine, other) in enumerate(zip(found, expected, strict=True)):
+            assert mine.ends == other.ends
+            for own, true in zip(scores(mine, row), scores(other, row), strict=True):
+                assert own == pytest.approx(true, abs=1e-3)
 
 
 def test_no_requests_have_no_beams() -> None:
@@ -338,7 +381,7 @@ def test_a_head_that_reads_in_bfloat16_drafts_too(tmp_path: Path) -> None:
     with torch.inference_mode():
         vocab = torch.randn(VOCAB, HIDDEN).bfloat16()
         search = BeamSearch(fast, lambda ids: vocab[ids])
-        found = search(torch.randn(2, HIDDEN).bfloat16(), torch.tensor([3, 4]), 4, 5)
+        found = search(torch.randn(2, HIDDEN).bfloat16(), [3, 4], 4, 5)
     assert [len(beams.tokens) for beams in found] == [20, 20]
 
 

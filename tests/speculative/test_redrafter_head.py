@@ -12,12 +12,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from forethought.errors import ModelError
-from forethought.model.native.library import find_compiler
-from forethought.speculative.heads.redrafter import (
-    DraftRecurrence,
-    NativeRecurrence,
-    ReDrafterHead,
-)
+from forethought.speculative.heads.redrafter import DraftRecurrence, ReDrafterHead
 from models import VOCAB
 from redrafter_heads import HIDDEN, make_head
 
@@ -27,11 +22,6 @@ SIZES: list[dict[str, Any]] = [
     {"blocks": 0},
     {"exit": 2 * HIDDEN, "blocks": 1, "recurrent": False},
 ]
-
-
-NATIVE = pytest.param(
-    "native", marks=pytest.mark.skipif(find_compiler() is None, reason="there is no C++ compiler")
-)
 
 
 def silu(x: Tensor) -> Tensor:
@@ -58,13 +48,9 @@ def written_out(head: ReDrafterHead, context: Tensor, embedded: list[Tensor]) ->
 
 
 @pytest.mark.parametrize("sizes", SIZES)
-@pytest.mark.parametrize("kind", ["torch", NATIVE])
-def test_all_forwards_are_the_papers_formulas(sizes: dict[str, Any], kind: str) -> None:
+def test_all_forwards_are_the_papers_formulas(sizes: dict[str, Any]) -> None:
     head = make_head(**sizes)
-    if kind == "torch":
-        fast: Any = DraftRecurrence(head, torch.float32, torch.device("cpu"))
-    else:
-        fast = NativeRecurrence(head, torch.float32)
+    fast = DraftRecurrence(head, torch.float32, torch.device("cpu"))
     contexts, embedded = torch.randn(4, HIDDEN), torch.randn(3, 4, HIDDEN)
     state = other = torch.zeros(4, HIDDEN)
     with torch.inference_mode():

@@ -183,7 +183,7 @@ class KvStorage:
         src = self._indices([move.src for move in moves])
         dst = self._indices([move.dst for move in moves])
         for stack in self._stacks:
-            stack[:, dst] = stack[:, src]
+            stack.index_copy_(1, dst, stack.index_select(1, src))
 
     def clear_slots(self, slots: Sequence[int]) -> None:
         """Overwrite single tokens with zeros, all layers."""
@@ -311,7 +311,8 @@ class HiddenStateCache(DraftKvCache):
 
     def write(self, slots: Tensor, states: Mapping[int, Tensor]) -> None:
         """Store the states of T tokens: by layer index, [T, hidden], at slots int64 [T]."""
-        wide = torch.cat([states[layer_id] for layer_id in self.layer_ids], dim=-1)
+        own = [states[layer_id] for layer_id in self.layer_ids]
+        wide = own[0] if len(own) == 1 else torch.cat(own, dim=-1)
         self.storage.keys[0].index_copy_(0, slots, wide.unsqueeze(1))
 
     def mark_stored(self, slots: NDArray[np.int64]) -> None:

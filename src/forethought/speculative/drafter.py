@@ -425,8 +425,8 @@ def check_draft(request: DraftRequest, vocab_size: int) -> Draft:
         raise ValueError(f"{len(parents)} parents for {len(tokens)} tokens")
     if draft.kind is not DraftKind.POINT:
         _check_q(draft, len(tokens), vocab_size)
-    elif parents is None and _is_sound(tokens, request, vocab_size):  # most are
-        return Draft(tokens)
+    elif _is_sound(tokens, parents, request, vocab_size):  # most are
+        return Draft(tokens, parents)
     invalid = {node for node, token in enumerate(tokens) if not 0 <= token < vocab_size}
     if parents is None:
         end = min(len(tokens), request.max_nodes, request.max_draft_len, *invalid)
@@ -448,10 +448,18 @@ def check_draft(request: DraftRequest, vocab_size: int) -> Draft:
     )
 
 
-def _is_sound(tokens: list[int], request: DraftRequest, vocab_size: int) -> bool:
-    """Whether a chain of points is not empty and may be verified as it is."""
-    is_short = 0 < len(tokens) <= min(request.max_nodes, request.max_draft_len)
-    return is_short and min(tokens) >= 0 and max(tokens) < vocab_size
+def _is_sound(
+    tokens: list[int], parents: tuple[int, ...] | None, request: DraftRequest, vocab_size: int
+) -> bool:
+    """Whether points are not none and may be verified as they are."""
+    size = len(tokens)
+    if not 0 < size <= request.max_nodes or min(tokens) < 0 or max(tokens) >= vocab_size:
+        return False
+    if parents is None:
+        return size <= request.max_draft_len
+    is_tree = min(parents) >= -1 and all(map(operator.lt, parents, range(size)))
+    is_distinct = len(set(zip(parents, tokens, strict=True))) == size
+    return is_tree and is_distinct and max(node_depths(parents)) <= request.max_draft_len
 
 
 def _is_sound_on_device(draft: Draft, request: DraftRequest, vocab_size: int) -> bool:

@@ -54,6 +54,33 @@ static inline Largest largest(const float* x, int32_t count) {
     return found;
 }
 
+struct Candidate {
+    int32_t index;
+    float logprob;
+};
+
+// The indices of the greatest values, falling; of equal ones the first.
+static std::vector<int32_t> top(const float* x, int32_t size, int32_t count) {
+    std::vector<int32_t> best;
+    for (int32_t i = 0; i < size; i++) {
+        if (int32_t(best.size()) == count && !(x[i] > x[best.back()])) continue;
+        if (int32_t(best.size()) == count) best.pop_back();
+        auto at = best.end();
+        while (at != best.begin() && x[i] > x[*(at - 1)]) at--;
+        best.insert(at, i);
+    }
+    return best;
+}
+
+// The most probable of `vocab` outputs; their logits are overwritten.
+static std::vector<Candidate> most_probable(float* logits, int32_t vocab, int32_t count) {
+    std::vector<Candidate> found;
+    for (const int32_t index : top(logits, vocab, count)) found.push_back({index, logits[index]});
+    const float highest = found[0].logprob, log_total = logf(exponentials(logits, vocab));
+    for (Candidate& each : found) each.logprob = each.logprob - highest - log_total;
+    return found;
+}
+
 // The calls of some drafts, one after the other; `call` is the next one.
 class DraftLevels {
   public:
@@ -235,27 +262,10 @@ class TreeLevels : public DraftLevels {
         const int32_t vocab = model.head->num_outputs;
         float* logits = call.logits + row * vocab;
         const float before = parent < 0 ? 0 : nodes[r][parent].score;
-        std::vector<int32_t> best = top(logits, vocab, trees.width);
-        std::vector<float> found(best.size());
-        for (size_t i = 0; i < best.size(); i++) found[i] = logits[best[i]];
-        const float log_total = logf(exponentials(logits, vocab));
-        for (size_t i = 0; i < best.size(); i++) {
-            const float score = before + (found[i] - found[0] - log_total);
-            nodes[r].push_back({trees.ids ? trees.ids[best[i]] : best[i], parent, score});
+        for (const Candidate& each : most_probable(logits, vocab, trees.width)) {
+            const int64_t token = trees.ids ? trees.ids[each.index] : each.index;
+            nodes[r].push_back({token, parent, before + each.logprob});
         }
-    }
-
-    // The indices of the greatest values, falling; of equal ones the first.
-    static std::vector<int32_t> top(const float* x, int32_t size, int32_t count) {
-        std::vector<int32_t> best;
-        for (int32_t i = 0; i < size; i++) {
-            if (int32_t(best.size()) == count && !(x[i] > x[best.back()])) continue;
-            if (int32_t(best.size()) == count) best.pop_back();
-            auto at = best.end();
-            while (at != best.begin() && x[i] > x[*(at - 1)]) at--;
-            best.insert(at, i);
-        }
-        return best;
     }
 
     // The best of the nodes from `first` on.

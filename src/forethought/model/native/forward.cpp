@@ -13,6 +13,7 @@
 // Weights W [out, in] are packed in panels of PANEL outputs: see panels.h.
 
 #include "attention.h"
+#include "beams.h"
 #include "drafts.h"
 #include "experts.h"
 #include "heads.h"
@@ -251,7 +252,8 @@ int64_t scratch_size(const Model* model, int32_t tokens, int32_t max_length, int
 // Bytes of each structure, which the caller compares with those of its own.
 void structure_sizes(int32_t* sizes) {
     const int32_t found[] = {sizeof(Linear), sizeof(Experts), sizeof(Join), sizeof(Layer),
-                             sizeof(Model),  sizeof(Row),     sizeof(Call), sizeof(Chains), sizeof(Trees)};
+                             sizeof(Model),  sizeof(Row),     sizeof(Call), sizeof(Chains),
+                             sizeof(Beams),  sizeof(Trees)};
     memcpy(sizes, found, sizeof found);
 }
 
@@ -292,6 +294,22 @@ int32_t draft_chains(const Model* model, const Chains* chains) {
 int32_t draft_trees(const Model* model, const Trees* trees) {
     TreeLevels levels(*model, *trees);
     return draft(*model, *trees->known, levels);
+}
+
+// Levels of the search, whose beams are written; `model` has the embeddings.
+int32_t search_beams(const Model* model, const Beams* search) {
+    BeamLevels levels(*model, *search);
+    Memory memory(tiles_size(levels.max_rows, levels.widest, search->num_threads));
+    for (int32_t level = 0; level < search->length; level++) {
+#pragma omp parallel num_threads(search->num_threads)
+        {
+            const TilesGuard guard;
+            levels.predict(
+                {omp_get_thread_num(), omp_get_num_threads(), (uint16_t*)memory.begin});
+        }
+        if (!levels.extend(level)) return level + 1;
+    }
+    return search->length;
 }
 
 void linear(const Linear* w, const float* x, int32_t tokens, float* y, int32_t num_threads) {

@@ -1,14 +1,20 @@
-"""Heads of residual blocks over one hidden state, all of them in one call of ``forward.cpp``."""
+"""Heads of residual blocks over one hidden state, and a beam search with one, each in one call of
+``forward.cpp``."""
 
 from __future__ import annotations
 
 import ctypes
+import math
+from array import array
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from forethought.model.native.library import LinearStruct, load_library
+from forethought.model.native.library import BeamsStruct, LinearStruct, load_library
+from forethought.model.native.network import NativeNetwork
 from forethought.model.native.weights import PackedLinear
 
 
@@ -22,13 +28,7 @@ class NativeHeads:
 
     def __init__(self, heads: Sequence[Sequence[nn.Linear]], dtype: torch.dtype) -> None:
         self._library, self._num_blocks = load_library(), len(heads[0]) - 1
-        self._packed = [
-            PackedLinear.pack(
-                linear.weight.to(dtype), None if linear.bias is None else linear.bias.to(dtype)
-            )
-            for linears in heads
-            for linear in linears
-        ]
+        self._packed = [_packed(linear, dtype) for linears in heads for linear in linears]
         structs = [packed.struct for packed in self._packed]
         self._structs = (LinearStruct * len(structs))(*structs)
         self._num_outputs = heads[0][-1].out_features
@@ -47,3 +47,101 @@ class NativeHeads:
             torch.get_num_threads(),
         )
         return logits
+
+
+@dataclass(frozen=True, slots=True)
+class BeamHead:
+    """What a beam search predicts with; see ``speculative.heads.redrafter``.
+
+    Attributes:
+        recur: ``[hidden, 2 * hidden]``, of the embedding of a token and the state before it; None:
+            they are added.
+        enter: ``[exit, 2 * hidden]``, of context and state; None: they are concatenated.
+        linears: those of residual blocks, then the projection to the logits.
+    """
+
+    recur: nn.Linear | None
+    enter: nn.Linear | None
+    linears: Sequence[nn.Linear]
+
+
+class BeamLevel(NamedTuple):
+    """The beams of one length behind each of N roots, the most probable first."""
+
+    tokens: list[list[int]]
+    parents: list[list[int]]
+    """Their numbers among those of the length before."""
+    scores: list[list[float]]
+    """Log-probabilities."""
+
+
+class NativeBeams:
+    """Finds the most probable beams of each length.
+
+    Args:
+        head: its weights are copied.
+        target: whose embeddings it reads.
+        dtype: of the copies.
+    """
+
+    def __init__(self, head: BeamHead, target: NativeNetwork, dtype: torch.dtype) -> None:
+        self._library, self._target = load_library(), target
+        first, second = (
+            None if each is None else _packed(each, dtype) for each in (head.recur, head.enter)
+        )
+        linears = [_packed(linear, dtype) for linear in head.linears]
+        self._structs = [
+            *(None if each is None else ctypes.pointer(each.struct) for each in (first, second)),
+            (LinearStruct * len(linears))(*(each.struct for each in linears)),
+        ]
+        self._packed = [first, second, *linears]
+        self._num_blocks, self._vocab = len(linears) - 1, head.linears[-1].out_features
+
+    def __call__(
+        self,
+        contexts: Tensor,
+        roots: Sequence[int],
+        width: int,
+        length: int,
+        min_logprob: float = -math.inf,
+    ) -> list[BeamLevel]:
+        """Search behind N roots at once, until all beams are less probable than ``min_logprob``.
+
+        Args:
+            contexts: ``[N, hidden]``, the target's states that the roots were sampled from.
+            roots: N ids.
+            width: beams of a length, if there are as many.
+            length: tokens of a beam at most.
+            min_logprob: see above.
+        """
+        states, count = contexts.float().contiguous(), len(roots)
+        ids, size = array("q", roots), length * len(roots) * width
+        tokens, parents = array("q", bytes(8 * size)), array("q", bytes(8 * size))
+        scores = array("f", bytes(4 * size))
+        search = BeamsStruct(
+            *self._structs,
+            states.data_ptr(),
+            *(each.buffer_info()[0] for each in (ids, tokens, parents, scores)),
+            *(self._num_blocks, count, width, length, torch.get_num_threads()),
+            min_logprob,
+        )
+        model = self._target.forward.model
+        num_levels = self._library.search_beams(ctypes.byref(model), ctypes.byref(search))
+        levels, kept = list[BeamLevel](), 1
+        for level in range(num_levels):
+            kept = min(width, kept * self._vocab)
+            begins = [(level * count + root) * width for root in range(count)]
+            rows = [slice(begin, begin + kept) for begin in begins]
+            levels.append(
+                BeamLevel(
+                    [list(tokens[row]) for row in rows],
+                    [list(parents[row]) for row in rows],
+                    [list(scores[row]) for row in rows],
+                )
+            )
+        return levels
+
+
+def _packed(linear: nn.Linear, dtype: torch.dtype) -> PackedLinear:
+    bias = None if linear.bias is None else linear.bias.to(dtype)
+    return PackedLinear.pack(linear.weight.to(dtype), bias)

@@ -188,6 +188,27 @@ class ChainsStruct(ctypes.Structure):
     ]
 
 
+class BeamsStruct(ctypes.Structure):
+    """``Beams`` of ``structures.h``."""
+
+    _fields_ = [
+        ("recur", ctypes.POINTER(LinearStruct)),
+        ("enter", ctypes.POINTER(LinearStruct)),
+        ("head", ctypes.POINTER(LinearStruct)),
+        ("contexts", ctypes.c_void_p),
+        ("roots", ctypes.c_void_p),
+        ("tokens", ctypes.c_void_p),
+        ("parents", ctypes.c_void_p),
+        ("scores", ctypes.c_void_p),
+        ("num_blocks", ctypes.c_int32),
+        ("num_roots", ctypes.c_int32),
+        ("width", ctypes.c_int32),
+        ("length", ctypes.c_int32),
+        ("num_threads", ctypes.c_int32),
+        ("min_logprob", ctypes.c_float),
+    ]
+
+
 class TreesStruct(ctypes.Structure):
     """``Trees`` of ``structures.h``."""
 
@@ -212,6 +233,7 @@ STRUCTURES = (
     RowStruct,
     CallStruct,
     ChainsStruct,
+    BeamsStruct,
     TreesStruct,
 )
 

@@ -103,6 +103,19 @@ struct Chains { // the most probable tokens, one after the other, behind each ro
     int32_t last_position; // further ones are computed as this one
 };
 
+struct Beams { // a search with ReDrafter's head; see beams.h
+    const Linear* recur;   // [hidden, 2 * hidden], of embedding and state; null: they are added
+    const Linear* enter;   // [exit, 2 * hidden], of context and state; null: exit is 2 * hidden
+    const Linear* head;    // [num_blocks + 1]: those of residual blocks, then to the logits
+    const float* contexts; // [num_roots, hidden]
+    const int64_t* roots;
+    int64_t* tokens;  // [length, num_roots, width], written: of each level as many as there are
+    int64_t* parents; // the same: beams of the level before
+    float* scores;    // the same
+    int32_t num_blocks, num_roots, width, length, num_threads;
+    float min_logprob; // where all beams of a level are less probable, it is the last
+};
+
 struct Trees { // dynamic trees, one behind each row of a call
     const Call* known;    // as of Chains, with room for the logits of `width` tokens of each row
     const int64_t* slots; // [num_rows, depth, width]: of the nodes that are read

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from itertools import accumulate
 from operator import add
 from typing import NamedTuple
 
@@ -23,6 +24,8 @@ from forethought.config.drafters import ReDrafterDecodingConfig
 from forethought.kv.staging import upload
 from forethought.kv.storage import DraftKvCache, HiddenStateCache
 from forethought.model.causal_lm import FINAL
+from forethought.model.native.heads import NativeBeams
+from forethought.model.native.network import NativeNetwork
 from forethought.speculative.drafter import (
     Draft,
     Drafter,
@@ -33,9 +36,8 @@ from forethought.speculative.drafter import (
 )
 from forethought.speculative.heads.redrafter import (
     DraftRecurrence,
-    NativeRecurrence,
     ReDrafterHead,
-    draft_recurrence,
+    beam_head,
 )
 from forethought.speculative.registry import Target
 
@@ -50,7 +52,10 @@ class ReDrafterDrafter(Drafter):
     """
 
     def __init__(
-        self, search: BeamSearch, hidden_states: HiddenStateCache, config: ReDrafterDecodingConfig
+        self,
+        search: BeamSearch | NativeBeamSearch,
+        hidden_states: HiddenStateCache,
+        config: ReDrafterDecodingConfig,
     ) -> None:
         assert hidden_states.layer_ids == (FINAL,)
         self._search, self._hidden_states = search, hidden_states
@@ -69,8 +74,13 @@ class ReDrafterDrafter(Drafter):
         assert config.speculative_model is not None
         lm = target.runner.lm
         head = ReDrafterHead.load(config.speculative_model, lm.hidden_size, lm.vocab_size)
+        search: BeamSearch | NativeBeamSearch
+        if isinstance(lm.network, NativeNetwork):
+            search = NativeBeamSearch(NativeBeams(beam_head(head), lm.network, lm.dtype))
+        else:
+            search = BeamSearch(DraftRecurrence(head, lm.dtype, lm.device), lm.embed)
         return cls(
-            BeamSearch(draft_recurrence(head, lm), lm.embed),
+            search,
             HiddenStateCache([FINAL], lm.hidden_size, target.runner.storage),
             config,
         )
@@ -102,7 +112,7 @@ class ReDrafterDrafter(Drafter):
             states = root_states(requests, self._hidden_states)
             found = self._search(
                 states,
-                upload([request.tokens[-1] for request in requests], states.device),
+                [request.tokens[-1] for request in requests],
                 self._num_beams,
                 max(request.max_draft_len for request in requests),
                 self._min_logprob,
@@ -135,20 +145,15 @@ class BeamSearch:
         embed: int64 ``[R]`` -> the target's embeddings ``[R, hidden]``.
     """
 
-    def __init__(
-        self, head: DraftRecurrence | NativeRecurrence, embed: Callable[[Tensor], Tensor]
-    ) -> None:
-        self._head, self._embed = head, embed
+    forward_path = "torch"
 
-    @property
-    def forward_path(self) -> str:
-        """What computes the head: ``native`` or ``torch``."""
-        return self._head.forward_path
+    def __init__(self, head: DraftRecurrence, embed: Callable[[Tensor], Tensor]) -> None:
+        self._head, self._embed = head, embed
 
     def __call__(
         self,
         contexts: Tensor,
-        roots: Tensor,
+        roots: Sequence[int],
         width: int,
         length: int,
         min_logprob: float = -math.inf,
@@ -157,7 +162,7 @@ class BeamSearch:
 
         Args:
             contexts: ``[N, hidden]``, the target's states that the roots were sampled from.
-            roots: int64 ``[N]``, on the same device.
+            roots: N ids.
             width: beams that are kept at each length, if there are as many.
             length: tokens of a beam at most.
             min_logprob: less probable beams are left out of ``Beams.order``.
@@ -166,9 +171,10 @@ class BeamSearch:
             The beams behind each root, scored by their log-probabilities.
         """
         count, vocab = len(roots), self._head.shape.vocab
-        first = torch.arange(count, device=roots.device)[:, None]
-        state, tokens = torch.zeros_like(contexts), roots[:, None]
-        score = torch.zeros(count, 1, dtype=torch.float32, device=roots.device)
+        device = contexts.device
+        first = torch.arange(count, device=device)[:, None]
+        state, tokens = torch.zeros_like(contexts), upload(roots, device)[:, None]
+        score = torch.zeros(count, 1, dtype=torch.float32, device=device)
         levels: list[tuple[Tensor, Tensor, Tensor]] = []
         ends = [0]
         for _ in range(length):
@@ -193,9 +199,7 @@ class BeamSearch:
         kept_tokens, extended, ranked, counts = torch.stack(
             [every[0], every[1], order, useful]
         ).tolist()
-        starts = [-1] * ends[1]  # of the beams that each length extends
-        for begin, end, stop in zip(ends, ends[1:], ends[2:], strict=False):
-            starts += [begin] * (stop - end)
+        starts = _starts(ends)
         return [
             Beams(tokens, list(map(add, parents, starts)), ranks[: count[0]], ends)
             for tokens, parents, ranks, count in zip(
@@ -209,6 +213,48 @@ class BeamSearch:
         if score.device.type != "cpu" or min_logprob == -math.inf:
             return False
         return bool((score < min_logprob).all())
+
+
+def _starts(ends: Sequence[int]) -> list[int]:
+    """The number of the first beam of those that each beam's parent is one of; -1: the root is."""
+    starts = [-1] * ends[1]
+    for begin, end, stop in zip(ends, ends[1:], ends[2:], strict=False):
+        starts += [begin] * (stop - end)
+    return starts
+
+
+class NativeBeamSearch:
+    """The same search in one call of C++; the reference is :class:`BeamSearch`.
+
+    Args:
+        beams: finds those of each length.
+    """
+
+    forward_path = "native"
+
+    def __init__(self, beams: NativeBeams) -> None:
+        self._beams = beams
+
+    def __call__(
+        self,
+        contexts: Tensor,
+        roots: Sequence[int],
+        width: int,
+        length: int,
+        min_logprob: float = -math.inf,
+    ) -> list[Beams]:
+        """See :class:`BeamSearch`."""
+        levels = self._beams(contexts, roots, width, length, min_logprob)
+        ends = [0, *accumulate(len(level.tokens[0]) for level in levels)]
+        starts, found = _starts(ends), list[Beams]()
+        for root in range(len(roots)):
+            tokens = [token for level in levels for token in level.tokens[root]]
+            parents = [parent for level in levels for parent in level.parents[root]]
+            scores = [score for level in levels for score in level.scores[root]]
+            order = sorted(range(len(scores)), key=scores.__getitem__, reverse=True)
+            useful = [beam for beam in order if scores[beam] >= min_logprob]
+            found.append(Beams(tokens, list(map(add, parents, starts)), useful, ends))
+        return found
 
 
 def top_beams_tree(beams: Beams, depth: int, max_nodes: int) -> Draft:

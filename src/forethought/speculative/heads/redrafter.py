@@ -7,7 +7,7 @@ state that the first of these tokens was sampled from, the same for the whole dr
 where the width differs, residual blocks ``x + silu(V x + d)``, and an LM head. Older heads have no
 W and U, and ``s' = e + s``. There are three implementations: :class:`ReDrafterHead` has the weights
 under Apple's names and is used in training, :class:`DraftRecurrence` computes the same in few
-operations, :class:`NativeRecurrence` multiplies in C++.
+operations, and C++ does within the whole search (:func:`beam_head`).
 """
 
 from __future__ import annotations
@@ -20,10 +20,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from forethought.model.causal_lm import CausalLM
 from forethought.model.llama.layers import Projection, projection
-from forethought.model.native.heads import NativeHeads
-from forethought.model.native.network import NativeNetwork
+from forethought.model.native.heads import BeamHead
 from forethought.speculative.heads.checkpoint import Checkpoint, refused
 from forethought.speculative.heads.layers import ResidualBlock
 
@@ -142,44 +140,14 @@ class ReDrafterHead(nn.Module):
         Checkpoint(directory, config, self.state_dict()).write()
 
 
-def draft_recurrence(head: ReDrafterHead, lm: CausalLM) -> DraftRecurrence | NativeRecurrence:
-    """Its forward: in C++ where the target runs there, else in torch operations."""
-    if isinstance(lm.network, NativeNetwork):
-        return NativeRecurrence(head, lm.dtype)
-    return DraftRecurrence(head, lm.dtype, lm.device)
-
-
-class NativeRecurrence:
-    """The forward of a head with its products in C++; the reference is :class:`DraftRecurrence`.
-
-    Args:
-        head: its weights are copied.
-        dtype: of the copies; states and logits are float32.
-    """
-
-    forward_path = "native"
-
-    def __init__(self, head: ReDrafterHead, dtype: torch.dtype) -> None:
-        self.shape, self._enter, self._recur = head.shape, None, None
-        *blocks, last = head.lm_head
-        if head.shape.projects:
-            self._enter = NativeHeads([[head.input_proj]], dtype)
-        if head.shape.recurrent:  # W and U side by side: one product
-            self._recur = NativeHeads([[_side_by_side(head.rnn_w, head.rnn_u)]], dtype)
-        self._head = NativeHeads([[*(block.linear for block in blocks), last]], dtype)
-
-    def advance(self, embedded: Tensor, state: Tensor) -> Tensor:
-        """See :class:`ReDrafterHead`; both ``[R, hidden]``."""
-        if self._recur is None:
-            return embedded + state
-        return F.silu(self._recur(torch.cat([embedded, state], -1))[0], inplace=True)
-
-    def __call__(self, context: Tensor, state: Tensor) -> Tensor:
-        """Logits ``[R, vocab]``; see ``ReDrafterHead.forward``, both ``[R, hidden]``."""
-        x = torch.cat([context, state], -1)
-        if self._enter is not None:
-            x = self._enter(x)[0]
-        return self._head(x)[0]
+def beam_head(head: ReDrafterHead) -> BeamHead:
+    """Its parts for the search in C++."""
+    *blocks, last = head.lm_head
+    return BeamHead(
+        _side_by_side(head.rnn_w, head.rnn_u) if head.shape.recurrent else None,
+        head.input_proj if head.shape.projects else None,
+        [*(block.linear for block in blocks), last],
+    )
 
 
 def _side_by_side(first: nn.Linear, second: nn.Linear) -> nn.Linear:
