@@ -10,11 +10,13 @@ import hypothesis.strategies as st
 import pytest
 import torch
 from hypothesis import given
+from torch import Tensor
 
 from forethought.config.sampling import SamplingParams
 from forethought.config.tree import TreeChoices
 from forethought.speculative.drafter import DraftRequest
 from forethought.speculative.drafters.medusa import StaticTrees, TopTrees, top_nodes
+from forethought.speculative.heads.medusa import DraftHeads
 
 DISTRIBUTIONS = st.lists(
     st.lists(st.floats(-9.0, 0.0), min_size=1, max_size=4).map(lambda row: sorted(row)[::-1]),
@@ -81,6 +83,24 @@ def request(**limits: int) -> DraftRequest:
     return made
 
 
+class Fixed(DraftHeads):
+    """Heads that predict the same whatever they read.
+
+    Args:
+        logits: ``[heads, N, V]``.
+        token_map: of the columns.
+    """
+
+    def __init__(self, logits: Tensor, token_map: Tensor | None = None) -> None:
+        self._logits, self.token_map, self.vocab = logits, token_map, logits.shape[-1]
+
+    def __call__(self, states: Tensor, count: int) -> Tensor:
+        return self._logits[:count]
+
+
+STATES = torch.zeros(1, 4)
+
+
 @pytest.mark.parametrize(
     ("limits", "tokens", "parents"),
     [
@@ -96,7 +116,8 @@ def test_a_request_gets_as_much_of_a_tree_as_it_may(
     distributions = torch.full((2, 1, 6), 1e-9)
     distributions[0, 0, 3], distributions[0, 0, 1], distributions[1, 0, 5] = 0.7, 0.3, 1.0
     asked = request(**limits)
-    TopTrees(depth=2, max_nodes=4, min_prob=0.01).grow(distributions.log(), None, [asked])
+    heads = Fixed(distributions.log())
+    TopTrees(depth=2, max_nodes=4, min_prob=0.01).grow(heads, STATES, [asked])
     assert (list(asked.draft.tokens), asked.draft.parents) == (tokens, parents)
 
 
@@ -115,7 +136,7 @@ def test_a_static_tree_is_cut_to_what_a_request_may_and_speaks_the_target_s_ids(
     trees = StaticTrees(TreeChoices.parse([[0, 0], [1, 1]]), torch.device("cpu"))
     logits = torch.tensor([[[3.0, 2.0, 1.0]], [[2.0, 1.0, 3.0]]])
     asked = request(**limits)
-    trees.grow(logits, torch.tensor([40, 50, 60]), [asked])
+    trees.grow(Fixed(logits, torch.tensor([40, 50, 60])), STATES, [asked])
     assert (list(asked.draft.tokens), asked.draft.parents) == (tokens, parents)
 
 
@@ -123,5 +144,6 @@ def test_each_request_has_a_tree_of_its_own_in_the_target_s_ids() -> None:
     logits: Any = torch.zeros(1, 2, 3)
     logits[0, 0, 2] = logits[0, 1, 1] = 9.0
     asked = [request(depth=1, nodes=1) for _ in range(2)]
-    TopTrees(depth=1, max_nodes=3, min_prob=0.0).grow(logits, torch.tensor([40, 50, 60]), asked)
+    heads = Fixed(logits, torch.tensor([40, 50, 60]))
+    TopTrees(depth=1, max_nodes=3, min_prob=0.0).grow(heads, STATES.expand(2, -1), asked)
     assert [list(each.draft.tokens) for each in asked] == [[60], [50]]

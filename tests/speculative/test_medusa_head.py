@@ -215,6 +215,25 @@ def test_the_forward_in_cpp_is_the_obvious_one(blocks: int, dtype: torch.dtype, 
 
 
 @pytest.mark.skipif(find_compiler() is None, reason="there is no C++ compiler")
+@pytest.mark.parametrize("width", [1, 10, VOCAB])
+@pytest.mark.parametrize("is_mapped", [False, True])
+def test_the_most_probable_tokens_in_cpp_are_those_of_torch(width: int, is_mapped: bool) -> None:
+    """Equals may change places, so the log-probabilities of each are compared."""
+    ids = torch.randperm(VOCAB, generator=torch.Generator().manual_seed(3))
+    heads = make_heads(3, token_map=ids if is_mapped else None)
+    reference = DraftHeads(heads, torch.float32, torch.device("cpu"))
+    native = NativeDraftHeads(heads, torch.float32)
+    with torch.inference_mode():
+        every = reference(STATES, 2).log_softmax(-1)
+        expected = reference.most_probable(STATES, 2, width)
+    found = native.most_probable(STATES, 2, width)
+    torch.testing.assert_close(torch.tensor(found.logprobs), torch.tensor(expected.logprobs))
+    columns = ids.argsort()[torch.tensor(found.tokens)] if is_mapped else torch.tensor(found.tokens)
+    torch.testing.assert_close(every.gather(-1, columns), torch.tensor(found.logprobs))
+    assert torch.equal(columns.sort(-1).values.unique_consecutive(dim=-1), columns.sort(-1).values)
+
+
+@pytest.mark.skipif(find_compiler() is None, reason="there is no C++ compiler")
 @pytest.mark.parametrize("num_states", [8, 9, 32])
 def test_heads_on_two_threads_have_the_logits_of_one(num_states: int) -> None:
     """Of a width at which a thread can be a head ahead of another one (seen with AMX)."""

@@ -329,6 +329,8 @@ class HiddenStateCache(DraftKvCache):
         for table, length in zip(tables, lengths, strict=True):
             slots += table.slots(length - 1, length)
         stored = self.storage.keys[0]
+        if len(slots) == 1:
+            return stored[slots[0]]
         return stored.index_select(0, upload(slots, stored.device))[:, 0]
 
     def read(self, table: ReadableTable, start: int, stop: int) -> Tensor:

@@ -296,6 +296,14 @@ int32_t draft_trees(const Model* model, const Trees* trees) {
     return draft(*model, *trees->known, levels);
 }
 
+// The most probable outputs of rows of logits, which are overwritten: [rows, count], falling.
+void top_logprobs(
+    float* logits, int32_t rows, int32_t vocab, int32_t count, float* logprobs, int64_t* outputs) {
+    for (int64_t r = 0; r < rows; r++)
+        for (const Candidate& each : most_probable(logits + r * vocab, vocab, count))
+            *logprobs++ = each.logprob, *outputs++ = each.index;
+}
+
 // Levels of the search, whose beams are written; `model` has the embeddings.
 int32_t search_beams(const Model* model, const Beams* search) {
     BeamLevels levels(*model, *search);

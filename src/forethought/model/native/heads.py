@@ -48,6 +48,25 @@ class NativeHeads:
         )
         return logits
 
+    def most_probable(
+        self, states: Tensor, count: int, width: int
+    ) -> tuple[array[float], array[int]]:
+        """The ``width`` most probable outputs of the first ``count`` heads.
+
+        Returns:
+            Log-probabilities, falling, and outputs: ``[count, N, width]`` each.
+        """
+        logits = self(states, count)
+        rows, size = logits.shape[0] * logits.shape[1], logits.shape[0] * logits.shape[1] * width
+        logprobs, outputs = array("f", bytes(4 * size)), array("q", bytes(8 * size))
+        self._library.top_logprobs(
+            ctypes.c_void_p(logits.data_ptr()),
+            *(rows, self._num_outputs, width),
+            ctypes.c_void_p(logprobs.buffer_info()[0]),
+            ctypes.c_void_p(outputs.buffer_info()[0]),
+        )
+        return logprobs, outputs
+
 
 @dataclass(frozen=True, slots=True)
 class BeamHead:

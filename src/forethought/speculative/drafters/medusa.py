@@ -41,9 +41,11 @@ from forethought.speculative.heads.medusa import (
 from forethought.speculative.registry import Target
 from forethought.speculative.tree import tokens_of_ranks
 
+Heads = DraftHeads | NativeDraftHeads
+
 
 class HeadTrees(Protocol):
-    """Builds the drafts of a step from the heads' logits."""
+    """Builds the drafts of a step from what the heads predict."""
 
     depth: int
     """Levels at most."""
@@ -52,13 +54,12 @@ class HeadTrees(Protocol):
         """Nodes of a tree of ``depth`` levels at most."""
         ...
 
-    def grow(self, logits: Tensor, ids: Tensor | None, requests: Sequence[DraftRequest]) -> None:
+    def grow(self, heads: Heads, states: Tensor, requests: Sequence[DraftRequest]) -> None:
         """Set the drafts of N requests.
 
         Args:
-            logits: ``[levels, N, V]``, of each position behind the roots; as many levels as the
-                longest draft may have.
-            ids: int64 ``[V]``, the target's id of each column; None: the columns are ids.
+            heads: of each position behind the roots.
+            states: ``[N, hidden]``, which the roots were sampled from.
             requests: N of them.
         """
         ...
@@ -81,8 +82,9 @@ class StaticTrees:
         """See :class:`HeadTrees`."""
         return self._choices.num_nodes[min(depth, self.depth)]
 
-    def grow(self, logits: Tensor, ids: Tensor | None, requests: Sequence[DraftRequest]) -> None:
+    def grow(self, heads: Heads, states: Tensor, requests: Sequence[DraftRequest]) -> None:
         """See :class:`HeadTrees`. Shorter drafts are made of the tree's first nodes."""
+        logits, ids = heads(states, _num_levels(self, requests)), heads.token_map
         sizes = [
             min(self.nodes(min(request.max_draft_len, len(logits))), request.max_nodes)
             for request in requests
@@ -114,21 +116,22 @@ class TopTrees:
         """See :class:`HeadTrees`."""
         return self._max_nodes if depth > 0 else 0
 
-    def grow(self, logits: Tensor, ids: Tensor | None, requests: Sequence[DraftRequest]) -> None:
+    def grow(self, heads: Heads, states: Tensor, requests: Sequence[DraftRequest]) -> None:
         """See :class:`HeadTrees`."""
-        width = min(self._max_nodes, logits.shape[-1])
-        found = logits.log_softmax(-1, dtype=torch.float32).topk(width, dim=-1)
-        tokens = found.indices if ids is None else ids[found.indices]
-        # Token ids are exact in float64, so that one transfer brings everything.
-        scores, columns = torch.stack([found.values.double(), tokens.double()]).tolist()
+        count, width = _num_levels(self, requests), min(self._max_nodes, heads.vocab)
+        scores, tokens = heads.most_probable(states, count, width)
         for row, request in enumerate(requests):
-            levels = range(min(request.max_draft_len, len(logits)))
-            own = [scores[level][row] for level in levels]
+            own = [scores[level][row] for level in range(min(request.max_draft_len, count))]
             nodes = top_nodes(own, min(self._max_nodes, request.max_nodes), self._min_logprob)
             request.draft = Draft(
-                [int(columns[level][row][rank]) for _, level, rank in nodes],
+                [tokens[level][row][rank] for _, level, rank in nodes],
                 tuple(parent for parent, _, _ in nodes),
             )
+
+
+def _num_levels(trees: HeadTrees, requests: Sequence[DraftRequest]) -> int:
+    """As many as the longest draft may have."""
+    return min(trees.depth, max(request.max_draft_len for request in requests))
 
 
 def top_nodes(
@@ -174,7 +177,7 @@ class MedusaDrafter(Drafter):
 
     def __init__(
         self,
-        heads: DraftHeads | NativeDraftHeads,
+        heads: Heads,
         hidden_states: HiddenStateCache,
         trees: HeadTrees,
     ) -> None:
@@ -224,11 +227,9 @@ class MedusaDrafter(Drafter):
         requests = readable(scheduled_requests.generation_requests, self._hidden_states)
         if not requests:
             return
-        levels = min(self._trees.depth, max(request.max_draft_len for request in requests))
         with torch.inference_mode():
             states = root_states(requests, self._hidden_states)
-            logits = self._heads(states, levels)  # [levels, N, vocab]
-            self._trees.grow(logits, self._heads.token_map, requests)
+            self._trees.grow(self._heads, states, requests)
 
 
 def _trees(config: MedusaDecodingConfig, heads: MedusaHeads, device: torch.device) -> HeadTrees:

@@ -28,7 +28,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -172,6 +172,14 @@ def draft_heads(heads: MedusaHeads, lm: CausalLM) -> DraftHeads | NativeDraftHea
     return DraftHeads(heads, lm.dtype, lm.device)
 
 
+class RankedTokens(NamedTuple):
+    """The most probable tokens by head and row, the most probable first."""
+
+    logprobs: list[list[list[float]]]
+    tokens: list[list[list[int]]]
+    """The target's ids."""
+
+
 class NativeDraftHeads:
     """The forward of some heads in C++; the reference is :class:`DraftHeads`.
 
@@ -183,7 +191,9 @@ class NativeDraftHeads:
     forward_path = "native"
 
     def __init__(self, heads: MedusaHeads, dtype: torch.dtype) -> None:
-        self.token_map, self._count = heads.token_map, len(heads)
+        self.token_map, self.vocab = heads.token_map, heads.shape.vocab
+        self._count = len(heads)
+        self._ids = None if heads.token_map is None else heads.token_map.tolist()
         self._heads = NativeHeads([_linears(head) for head in heads], dtype)
 
     def __len__(self) -> int:
@@ -192,6 +202,19 @@ class NativeDraftHeads:
     def __call__(self, states: Tensor, count: int) -> Tensor:
         """See :class:`DraftHeads`."""
         return self._heads(states, count)
+
+    def most_probable(self, states: Tensor, count: int, width: int) -> RankedTokens:
+        """See :class:`DraftHeads`."""
+        logprobs, outputs = self._heads.most_probable(states, count, width)
+        tokens = list(outputs) if self._ids is None else [self._ids[each] for each in outputs]
+        begins = [
+            [(head * len(states) + row) * width for row in range(len(states))]
+            for head in range(count)
+        ]
+        return RankedTokens(
+            [[list(logprobs[at : at + width]) for at in rows] for rows in begins],
+            [[tokens[at : at + width] for at in rows] for rows in begins],
+        )
 
 
 class DraftHeads:
@@ -206,6 +229,7 @@ class DraftHeads:
 
     def __init__(self, heads: MedusaHeads, dtype: torch.dtype, device: torch.device) -> None:
         self.token_map = None if heads.token_map is None else heads.token_map.to(device)
+        self.vocab = heads.shape.vocab
         self._count, self._first = len(heads), None
         with torch.inference_mode():
             *blocks, out = zip(*map(_linears, heads), strict=True)
@@ -230,6 +254,14 @@ class DraftHeads:
         for block in self._blocks:
             grown = grown + F.silu(block(grown))
         return self._out(grown)
+
+    def most_probable(self, states: Tensor, count: int, width: int) -> RankedTokens:
+        """The ``width`` most probable tokens of the first ``count`` heads, by row of ``states``."""
+        found = self(states, count).log_softmax(-1, dtype=torch.float32).topk(width, dim=-1)
+        tokens = found.indices if self.token_map is None else self.token_map[found.indices]
+        # Token ids are exact in float64, so that one transfer brings everything.
+        logprobs, ids = torch.stack([found.values.double(), tokens.double()]).tolist()
+        return RankedTokens(logprobs, [[list(map(int, row)) for row in rows] for rows in ids])
 
 
 def _linears(head: nn.Module) -> list[nn.Linear]:
