@@ -33,14 +33,16 @@ def ancestors(parents: Sequence[int]) -> Tensor:
     Returns:
         True where the column is the row's node or one of its ancestors.
     """
-    seen: list[int] = []  # a bitmask of nodes for each node
+    size = len(parents)
+    if not size:  # frombuffer refuses none
+        return torch.empty(0, 0, dtype=torch.bool)
+    seen = bytearray(size * size)  # a byte per node and node
     for node, parent in enumerate(parents):
-        seen.append((seen[parent] if parent >= 0 else 0) | 1 << node)
-    size, width = len(seen), -(-len(seen) // 8)
-    packed = b"".join(mask.to_bytes(width, "little") for mask in seen)
-    rows = np.frombuffer(packed, np.uint8).reshape(size, width)
-    bits = np.unpackbits(rows, axis=1, count=size, bitorder="little")
-    return torch.from_numpy(bits.view(np.bool_))
+        begin = node * size
+        if parent >= 0:
+            seen[begin : begin + node] = seen[parent * size : parent * size + node]
+        seen[begin + node] = 1
+    return torch.frombuffer(seen, dtype=torch.bool).view(size, size)
 
 
 @dataclass(frozen=True, slots=True)

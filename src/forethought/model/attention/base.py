@@ -15,7 +15,6 @@ from enum import StrEnum
 from functools import cached_property
 from typing import Any, Protocol
 
-import numpy as np
 from torch import Tensor
 
 from forethought.kv.storage import KvStorage
@@ -96,8 +95,8 @@ class KvRow:
         first_slot: of position 0 where the prefix is contiguous, else None.
         pages: of the prefix where it is not, else None.
         recent: range of the layout's recent tokens: m of them, of which the last n are new.
-        visible: uint8 ``[n, m]``: which recent tokens (columns) each new one attends to; None: a
-            chain, in which each attends to those before it and to itself.
+        visible: bool ``[n, m]``, contiguous: which recent tokens (columns) each new one attends to;
+            None: a chain, in which each attends to those before it and to itself.
         seen_from: the first position that is attended to.
         segments: where it attends to other sequences, the parts of what it sees that its queries
             are rotated further for, from the prefix on: number of tokens, and positions.
@@ -109,7 +108,7 @@ class KvRow:
     first_slot: int | None
     pages: Sequence[int] | None
     recent: range
-    visible: np.ndarray | None
+    visible: Tensor | None
     seen_from: int = 0
     segments: Sequence[tuple[int, int]] = ()
 
@@ -218,7 +217,7 @@ class PagedPass(ForwardPass):
                 first_slot=span.first_slot,
                 pages=span.pages if span.first_slot is None else None,
                 recent=range(span.start, span.stop),
-                visible=None if span.tree is None else span.tree.numpy().view(np.uint8),
+                visible=span.tree,
                 seen_from=span.seen_from,
             )
             for span in batch.spans

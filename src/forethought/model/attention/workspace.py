@@ -233,13 +233,13 @@ class KvWorkspace:
             rows=rows,
         )
 
-    def _visible(self, row: int, size: int, seen: Tensor | None) -> np.ndarray | None:
+    def _visible(self, row: int, size: int, seen: Tensor | None) -> Tensor | None:
         """See ``KvRow``; one new token that attends to all is a chain."""
         if seen is None and size == 1:
             return None
-        visible = np.ones((size, self.added), np.uint8)
+        visible = torch.ones(size, self.added, dtype=torch.bool)
         if seen is not None:
-            visible[:, -seen.shape[2] :] = seen[row].numpy()
+            visible[:, -seen.shape[2] :] = seen[row]
         return visible
 
     def masks(self, depths: Sequence[int], seen: Tensor | None) -> list[Tensor | None]:

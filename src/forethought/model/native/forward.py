@@ -298,7 +298,8 @@ def _packed_rows(layout: KvLayout) -> tuple[array[int], list[object], int]:
             pages = numbers.buffer_info()[0]
         if row.visible is not None:
             keep.append(row.visible)
-            visible = torch.from_numpy(row.visible).data_ptr()  # a quarter of .ctypes.data's time
+            assert row.visible.is_contiguous()
+            visible = row.visible.data_ptr()
         num_recent, shift = len(row.recent), row.recent.start * 8  # int64
         longest = max(longest, row.prefix + num_recent)
         packed += (
