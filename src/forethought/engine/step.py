@@ -50,9 +50,7 @@ from forethought.kv.storage import DraftKvCache, KvStorage
 from forethought.kv.table import SlotMove
 from forethought.model.device import ForwardTimer
 from forethought.model.runner import ModelRunner
-from forethought.model.sampling import (
-    prompt_logprobs,
-)
+from forethought.model.sampling import prompt_logprobs
 from forethought.outputs import (
     GRAMMAR_COMPLETE,
     DraftedStep,
@@ -62,10 +60,7 @@ from forethought.outputs import (
     TokenLogprobs,
 )
 from forethought.speculative.drafter import Draft
-from forethought.speculative.verify.verify import (
-    VerificationResult,
-    verify,
-)
+from forethought.speculative.verify.verify import VerificationResult, verify
 
 log = logging.getLogger(__name__)
 

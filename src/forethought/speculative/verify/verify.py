@@ -197,13 +197,13 @@ def verify_argmax(logits: Tensor, drafts: Sequence[Draft]) -> list[VerificationR
     results, begin = list[VerificationResult](), 0
     for draft in drafts:
         end = begin + 1 + len(draft.tokens)
-        results.append(_walk_drawn(draft, drawn[begin:end]))
+        results.append(_walk_points(draft, drawn[begin:end]))
         begin = end
     return results
 
 
-def _walk_drawn(draft: Draft, drawn: list[int]) -> VerificationResult:
-    """From each node to its first child that has the token drawn there; entries as of ``_walk``."""
+def _walk_points(draft: Draft, drawn: list[int]) -> VerificationResult:
+    """From each node on to its first child with the token drawn there; entries as of ``_walk``."""
     path, last, parents = list[int](), -1, draft.parents
     for node, token in enumerate(draft.tokens):
         parent = node - 1 if parents is None else parents[node]
@@ -257,16 +257,17 @@ def _verify_group(
     # 2. The walks, on the host.
     drafts.set(parts)
     drawn: list[int] = drawn_tokens if isinstance(drawn_tokens, list) else parts[drawn_at]
-    accepted = [False] * len(drawn) if by_q_at is None else list(map(bool, parts[by_q_at]))
-    _accept_points(requests, drawn, accepted)
+    accepted = [] if by_q_at is None else parts[by_q_at]
     paths = by_rule.paths(parts)
     results, origins = list[VerificationResult](), list[int]()
     for number, (request, begin) in enumerate(zip(requests, _begins(requests), strict=True)):
         rows_of = slice(begin, begin + len(request.rows))
         if number in paths:
             result = _result(request.draft, paths[number], drawn[rows_of])
-        else:
+        elif request.uses_q:
             result = _walk(request.draft, drawn[rows_of], accepted[rows_of])
+        else:
+            result = _walk_points(request.draft, drawn[rows_of])
         results.append(result)
         origins += [begin, *(begin + 1 + node for node in result.path)][: len(result.tokens)]
     if scores is not None:
@@ -334,20 +335,6 @@ def _test_nodes(
     probs, peaks = probs_and_max_logits(logits, contexts)
     by_q = accept_drawn(probs, drafts)
     return where_finite(invert_cdf(probs, _all_uniforms(requests)), peaks), by_q
-
-
-def _accept_points(
-    requests: Sequence[VerificationRequest], drawn: Sequence[int], accepted: list[bool]
-) -> None:
-    """Accept the children of all other drafts that have the token which is drawn at their parent.
-
-    drawn, accepted: by row.
-    """
-    for request, begin in zip(requests, _begins(requests), strict=True):
-        draft = request.draft
-        if not request.uses_q and _root_accepts(draft, drawn[begin]):
-            for node, token in enumerate(draft.tokens):
-                accepted[begin + 1 + node] = drawn[begin + 1 + draft.parent(node)] == token
 
 
 def _draw(
@@ -431,8 +418,6 @@ def _walk(draft: Draft, drawn: Sequence[int], accepted: Sequence[bool]) -> Verif
     Entry 0 of both lists is the root's, entry 1 + n node n's.
     """
     last, path = -1, list[int]()
-    if drawn[0] != NO_TOKEN and not any(accepted[1:]):
-        return VerificationResult(path, [drawn[0]])
     for node in range(len(draft)):  # later siblings and children come after a node
         if accepted[1 + node] and draft.parent(node) == last:
             last = node
