@@ -289,8 +289,12 @@ class Drafting:
         self._drafts, self._prefills, self._choosing_seconds = {}, {}, {}
         for entry in self.drafters:
             self._request_nodes(entry, rows, entry.schedule.length(num_running))
-        drafts = [self._drafts.get(row.sequence.id) for row in rows]
-        return [max(each.max_nodes for each in d.limits.values()) if d else 0 for d in drafts]
+        return list(map(self.num_requested, rows))
+
+    def num_requested(self, row: PlannedRow) -> int:
+        """Draft nodes that were last requested behind a row."""
+        draft = self._drafts.get(row.sequence.id)
+        return max(each.max_nodes for each in draft.limits.values()) if draft else 0
 
     def _request_nodes(
         self, entry: DrafterEntry, rows: List[PlannedRow], max_draft_len: int
@@ -342,7 +346,7 @@ class Drafting:
         length = self._max_draft_len(entry, sequence, max_draft_len)
         if length <= 0:
             return None
-        request = self._request_of(sequence)
+        request = self.request_of(sequence)
         request.draft, request.max_draft_len = NO_DRAFT, length
         try:
             return request if self._resources[entry].take(request) else None
@@ -374,7 +378,7 @@ class Drafting:
             return length
         return min(length, own.max_draft_len)
 
-    def _request_of(self, sequence: Sequence) -> DraftRequest:
+    def request_of(self, sequence: Sequence) -> DraftRequest:
         """The one object that drafters are shown in every step of a generation."""
         if sequence.id not in self._requests:
             prompt = tuple(sequence.tokens[: sequence.prompt_length])
@@ -436,7 +440,7 @@ class Drafting:
         shown = []
         for sequence in sequences:
             if self._max_draft_len(entry, sequence, entry.schedule.max_length) > 0:
-                request = self._request_of(sequence)
+                request = self.request_of(sequence)
                 request.draft, request.table = NO_DRAFT, TableView(sequence.table)
                 request.max_draft_len = request.max_nodes = 0
                 shown.append(request)

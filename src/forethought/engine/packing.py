@@ -95,13 +95,13 @@ def takes_argmax(row: PlannedRow) -> bool:
 
 
 def is_plain_decode(row: PlannedRow) -> bool:
-    """Whether further decode steps of the sequence could follow at once: nothing has to be looked
-    at between them but whether it has ended, and by a token that says so."""
+    """Whether further decode steps of the sequence could follow at once, with drafts or without:
+    nothing has to be looked at between them but whether it has ended, and by a token that says so.
+    """
     sequence = row.sequence
     is_read = bool(sequence.params.stop or sequence.wants_prompt_logprobs)  # token by token
-    is_apart = not sequence.others and not sequence.had_nonfinite_logits
-    is_single = not row.num_nodes and row.is_decode
-    return takes_argmax(row) and is_single and is_apart and not is_read
+    is_apart = not (sequence.others or sequence.dependents or sequence.had_nonfinite_logits)
+    return sequence.takes_argmax and row.is_decode and is_apart and not is_read
 
 
 def take_argmax(rows: List[PlannedRow], logits: Tensor) -> list[Sequence]:
@@ -122,15 +122,20 @@ def take_argmax(rows: List[PlannedRow], logits: Tensor) -> list[Sequence]:
 
 def decode_row(row: PlannedRow, eos_ids: frozenset[int]) -> DecodeRow:
     """The model's view of a row with slots for further decode steps."""
-    sequence, params = row.sequence, row.sequence.params
-    ends = frozenset(params.stop_token_ids)
+    sequence = row.sequence
     return DecodeRow(
         token=sequence.tokens[row.start],
         start=row.start,
         table=sequence.table,
         num_tokens=1 + row.num_nodes,
-        ends=ends if params.ignore_eos else ends | eos_ids,
+        ends=end_ids(sequence, eos_ids),
     )
+
+
+def end_ids(sequence: Sequence, eos_ids: frozenset[int]) -> frozenset[int]:
+    """The tokens that end its generation."""
+    ends = frozenset(sequence.params.stop_token_ids)
+    return ends if sequence.params.ignore_eos else ends | eos_ids
 
 
 def take_decoded(rows: List[PlannedRow], decoded: List[list[int]]) -> list[Sequence]:

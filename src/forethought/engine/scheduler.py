@@ -35,6 +35,7 @@ from forethought.speculative.drafter import NO_DRAFT, Draft
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from forethought.speculative.chain_steps import ChainStep
     from forethought.speculative.verify.verify import AcceptanceRule, VerificationResult
 
 PROMPT_LOGPROB_ROWS = 256
@@ -70,14 +71,17 @@ class PlannedRow:
     """To make before the forward; None: the table has no slots for the tokens yet."""
     num_nodes: int = 0
     """Draft slots behind the known tokens: those reserved by the plan, and from drafting on as many
-    as the draft has nodes. In continuous decode steps, which have no drafts: slots of the tokens
-    that further steps store."""
+    as the draft has nodes. In continuous decode steps: slots of all tokens that they may store."""
     draft: Draft = NO_DRAFT
     """Set by drafting."""
     drafter: str = ""
     """Set by drafting: the name of the drafter whose draft it is."""
     rule: AcceptanceRule | None = None
     """Set by drafting: accepts or rejects the draft; None: the exact rule."""
+    draft_len: int = 0
+    """Of continuous steps with drafts: tokens to draft in each, at most."""
+    steps: list[ChainStep] = field(default_factory=list)
+    """Of continuous steps with drafts, when they have been made."""
     known_logits: Tensor | None = None
     """Set by verification where the prompt is scored: [num_logits, V] float32."""
     results: list[tuple[Sequence, VerificationResult]] = field(default_factory=list)
@@ -117,6 +121,8 @@ class Plan:
     rows: list[PlannedRow] = field(default_factory=list)
     num_tokens: int = 0
     """To compute: known tokens and draft slots."""
+    num_chain_steps: int = 0
+    """Continuous steps with drafts, of which the plan is, at most; 0: it is of another kind."""
     failures: list[tuple[Sequence, Exception]] = field(default_factory=list)
     """Sequences that cannot go on, to be closed at the end of the step. They have no row."""
 
@@ -164,11 +170,11 @@ class Plan:
             row.undo()
 
     def reserve(self, row: PlannedRow, num_nodes: int) -> None:
-        """Append draft slots to a row that has none; enough pages must be available."""
+        """Append draft slots to a row; enough pages must be available."""
         copies = row.sequence.table.append(num_nodes)
         assert not copies, "the page of the root is the sequence's own already"
         self.num_tokens += num_nodes
-        row.num_nodes = num_nodes
+        row.num_nodes += num_nodes
 
     def trim(self, row: PlannedRow, num_nodes: int) -> None:
         """Keep only the first ``num_nodes`` draft slots of a row."""
@@ -284,28 +290,37 @@ class Scheduler:
                 plan.reserve(row, num_nodes)
                 left -= num_nodes
 
-    def reserve_decode_slots(self, plan: Plan, num_steps: int) -> None:
+    def reserve_decode_slots(self, plan: Plan, num_steps: int) -> int:
         """Reserve slots for what further decode steps store, as far as there are free pages.
 
         Preempts no sequence and evicts no page. A row gets no more than its sequence has tokens
-        left, and otherwise as many as the others.
+        left, and otherwise for as many steps as the others.
 
         Args:
-            plan: holds decodes only.
+            plan: holds decodes only, with the draft slots of a step.
             num_steps: of the engine, the first one included.
+
+        Returns:
+            Steps that there are slots for.
         """
         left = [row.sequence.limit - len(row.sequence.tokens) for row in plan.rows]
-        rows = [(row.sequence.table, most) for row, most in zip(plan.rows, left, strict=True)]
         num_steps, free = min(num_steps, max(left, default=1)), self._pool.num_free
+        rows = [
+            (row.sequence.table, 1 + row.num_nodes, most)
+            for row, most in zip(plan.rows, left, strict=True)
+        ]
 
         def needed(num: int) -> int:
-            return sum(table.pages_needed(min(num, most) - 1) for table, most in rows)
+            return sum(
+                table.pages_needed(min(num * size, most) - size) for table, size, most in rows
+            )
 
         if needed(num_steps) > free:  # which rises with the steps, and is 0 for one
             num_steps = bisect_right(range(num_steps), free, lo=1, key=needed) - 1
-        for row, most in zip(plan.rows, left, strict=True):
-            if min(num_steps, most) > 1:
-                plan.reserve(row, min(num_steps, most) - 1)
+        for row, (_, size, most) in zip(plan.rows, rows, strict=True):
+            if min(num_steps * size, most) > size:
+                plan.reserve(row, min(num_steps * size, most) - size)
+        return num_steps
 
     def plan_prefills(self, plan: Plan) -> None:
         """Add chunks of running prefills, then admit waiting sequences, as far as there is budget.

@@ -25,6 +25,7 @@ from typing import TypeVar
 
 from torch import Tensor
 
+from forethought.engine.chain_decode import ChainDecode
 from forethought.engine.drafting import Drafting
 from forethought.engine.packing import (
     PendingSample,
@@ -114,6 +115,7 @@ class Step:
         self._storages: list[KvStorage | DraftKvCache] = [runner.storage, *drafting.draft_caches]
         self._eos_ids = runner.lm.eos_token_ids
         self._timer = ForwardTimer(runner.lm.device)
+        self._chains = ChainDecode(runner, scheduler, drafting, stats)
         self.num_decode_steps = 1
         self._events: list[Event] = []
         """What was committed and not returned yet."""
@@ -133,11 +135,11 @@ class Step:
         try:
             self._schedule(plan)
             self._prepare_pages(plan)
-            if self._asks_drafters:
-                self._draft(plan)
             num_forwards = self._decode(plan)
             if not num_forwards:
                 num_forwards = 1
+                if self._asks_drafters:
+                    self._draft(plan)
                 with self._timer:
                     computed = self._forward(plan)
                 self._verify(plan, computed)
@@ -197,6 +199,9 @@ class Step:
             return
         has_all = len(plan.rows) == len(scheduler.running)
         if not has_all or not all(map(is_plain_decode, plan.rows)):
+            return
+        if any(row.num_nodes for row in plan.rows):
+            self._chains.reserve(plan, self.num_decode_steps)
             return
         most = self._drafting.num_plain_steps(plan.rows, self._asks_drafters)
         self._scheduler.reserve_decode_slots(plan, int(min(self.num_decode_steps, most)))
@@ -285,16 +290,20 @@ class Step:
         Returns:
             Forwards that were made; 0: the plan is of one step, or this failed and it is now.
         """
-        rows = sorted(plan.rows, key=lambda row: -row.num_nodes)
-        if self._asks_drafters or not rows or not rows[0].num_nodes:
+        rows = sorted(plan.rows, key=lambda row: (-row.draft_len, -row.num_nodes))
+        num_steps = plan.num_chain_steps
+        if not num_steps and (self._asks_drafters or not rows or not rows[0].num_nodes):
             return 0
         try:
             with self._timer:
-                decoded = self._runner.decode([decode_row(row, self._eos_ids) for row in rows])
+                if num_steps:
+                    decoded = self._chains.decode(rows, num_steps)
+                else:
+                    decoded = self._runner.decode([decode_row(row, self._eos_ids) for row in rows])
         except Exception as error:
             log.warning("decode steps of %d rows failed: %r", len(rows), error)
             self._stats.failed_forwards += 1
-            plan.drop_drafts()
+            self._chains.give_up(plan)
             return 0
         for sequence in take_decoded(rows, decoded.tokens):
             self._recompute(plan, sequence)
@@ -382,7 +391,10 @@ class Step:
                 result = row.results[0][1]
                 end = self._truncate(sequence, result)
                 accepted = result.tokens[: len(result.path)]
-                self._count_draft(row, len(accepted), len(result.tokens))
+                if row.steps:
+                    self._chains.count(row, end[0] is not None)
+                else:
+                    self._count_draft(row, len(accepted), len(result.tokens))
                 if row.draft.tokens:
                     self._record_draft(row, result.path, end[0] is not None)
             moves += sequence.table.keep_path(row.stop, result.path if result else ())

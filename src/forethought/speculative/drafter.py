@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 
     from forethought.kv.storage import DraftKvCache, HiddenStateCache
     from forethought.kv.table import ReadableTable, TableView
+    from forethought.speculative.chain_steps import GreedyChains
 
 
 class DraftKind(Enum):
@@ -343,6 +344,13 @@ class Drafter(ABC):
     def draft_caches(self) -> Sequence[DraftKvCache]:
         """Its caches over the target's pages; see ``kv.draft_cache``."""
         return ()
+
+    @property
+    def greedy_chains(self) -> GreedyChains | None:
+        """What makes several steps with its drafts in one call (``speculative.chain_steps``), in
+        which it is not asked, nor told by ``update``; None: each step asks for its drafts.
+        """
+        return None
 
     @property
     def page_bytes(self) -> int:

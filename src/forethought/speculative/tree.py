@@ -59,6 +59,10 @@ class StaticTreeBuilder:
         sampled: whether a request's tokens are sampled instead of chosen by rank; None: none's are.
         stores_drafted: store the entries of the drafted tokens of a chain, so that accepted ones
             are not computed again. Only for a network that reads no fed-back hidden states.
+
+    Attributes:
+        is_chain: whether the tree has no branches.
+        stores_drafted: as given.
     """
 
     def __init__(
@@ -69,7 +73,8 @@ class StaticTreeBuilder:
         stores_drafted: bool = False,
     ) -> None:
         assert choices.is_chain or not stores_drafted
-        self._choices, self._sampled, self._stores_drafted = choices, sampled, stores_drafted
+        self._choices, self._sampled, self.stores_drafted = choices, sampled, stores_drafted
+        self.is_chain = choices.is_chain
         self._num_nodes, self._depth = choices.num_nodes, choices.depth
         self._levels, self._device = _levels(choices, device), device
         self._graphs: dict[DraftModuleRunner, DraftGraphs] = {}
@@ -83,8 +88,8 @@ class StaticTreeBuilder:
         requests = sorted(requests, key=self._size, reverse=True)
         sizes = list(map(self._size, requests))
         sampled = self._sampled_rows(requests)
-        if self._choices.is_chain and not sampled and runner.network.draft_chains is not None:
-            drafts = runner.draft_chains(requests, sizes, self._stores_drafted)
+        if self.is_chain and not sampled and runner.network.draft_chains is not None:
+            drafts = runner.draft_chains(requests, sizes, self.stores_drafted)
             for request, tokens in zip(requests, drafts, strict=True):
                 request.draft = Draft(tokens)
             return
@@ -95,7 +100,7 @@ class StaticTreeBuilder:
             self._finish(requests, sizes, samplers, [drafted])
             return
         capacity = sum(level.inner for level in levels[:-1])
-        root = (runner.read_known if self._stores_drafted else runner.begin)(requests, capacity)
+        root = (runner.read_known if self.stores_drafted else runner.begin)(requests, capacity)
         states, logits = root.output
         drawn: list[Tensor] = []
         for depth, level in enumerate(levels, start=1):
@@ -105,13 +110,13 @@ class StaticTreeBuilder:
             if level is levels[-1]:
                 break
             further = len(requests)
-            if not self._stores_drafted:  # stored together at the end
+            if not self.stores_drafted:  # stored together at the end
                 further = sum(size > level.end for size in sizes)
                 root.workspace.keep(further)
             token_ids, states = level.grown(tokens[:further], states[: further * level.width])
             seen = None if level.seen is None else level.seen.expand(further, -1, -1)
             states, logits = runner.advance(root, depth, token_ids, states, seen)
-        if self._stores_drafted:
+        if self.stores_drafted:
             runner.store(requests, root, [size - 1 for size in sizes])
         self._finish(requests, sizes, samplers, drawn)
 
@@ -138,7 +143,7 @@ class StaticTreeBuilder:
 
         num_deeper = [sum(size > level.end for size in sizes) for level in levels[:-1]]
         drafted = self._graphs[runner].draft(requests, self._read_nodes(levels), num_deeper, grow)
-        if drafted is not None and self._stores_drafted:
+        if drafted is not None and self.stores_drafted:
             runner.mark_drafted(requests, sizes)
         return drafted
 

@@ -15,6 +15,7 @@ from forethought.config.drafters import DraftTargetDecodingConfig
 from forethought.config.tree import TreeChoices
 from forethought.kv.storage import DraftKvCache
 from forethought.model.graphs import GraphCapturer
+from forethought.speculative.chain_steps import GreedyChains
 from forethought.speculative.draft_model import DraftModel
 from forethought.speculative.draft_module import DraftModuleRunner
 from forethought.speculative.drafter import (
@@ -82,6 +83,13 @@ class DraftTargetDrafter(Drafter):
     def draft_caches(self) -> Sequence[DraftKvCache]:
         """The draft model's keys and values."""
         return self._runner.draft_caches
+
+    @property
+    def greedy_chains(self) -> GreedyChains | None:
+        """See :class:`Drafter`."""
+        if not self._trees.is_chain:
+            return None
+        return GreedyChains(self._runner, self._trees, self._model.max_positions)
 
     def nodes(self, depth: int) -> int:
         """Nodes of the tree down to ``depth``."""

@@ -19,6 +19,7 @@ from forethought.config.tree import TreeChoices
 from forethought.errors import ModelError, ParameterError
 from forethought.kv.storage import DraftKvCache, HiddenStateCache
 from forethought.model.causal_lm import FINAL, CausalLM
+from forethought.speculative.chain_steps import GreedyChains
 from forethought.speculative.draft_module import DraftModule, DraftModuleRunner
 from forethought.speculative.drafter import Drafter, ResourceManager, ScheduledRequests, readable
 from forethought.speculative.dynamic_tree import DynamicTreeBuilder
@@ -69,6 +70,13 @@ class EagleDrafter(Drafter):
     def draft_caches(self) -> Sequence[DraftKvCache]:
         """The target's states, and the head's keys and values."""
         return self._runner.draft_caches
+
+    @property
+    def greedy_chains(self) -> GreedyChains | None:
+        """See :class:`Drafter`."""
+        if not isinstance(self._trees, StaticTreeBuilder) or not self._trees.is_chain:
+            return None
+        return GreedyChains(self._runner, self._trees)
 
     def nodes(self, depth: int) -> int:
         """KV slots that a draft of ``depth`` levels needs."""

@@ -40,6 +40,7 @@ from forethought.model.batch import Batch, PackedRows
 from forethought.model.causal_lm import FINAL, CausalLM
 from forethought.model.graphs import Bucket, Graph, GraphCapturer, StaticBatch, padded_tokens
 from forethought.model.paged_layout import Integers
+from forethought.speculative.chain_steps import GreedyChains
 from forethought.speculative.draft_graph import MAX_DRAFT_GRAPHS, known_bucket, state_slots
 from forethought.speculative.draft_module import (
     DraftModuleRunner,
@@ -126,6 +127,13 @@ class MTPDrafter(Drafter):
     def draft_caches(self) -> Sequence[DraftKvCache]:
         """The target's hidden states, and the KV cache of each module."""
         return (self._hidden_states, *(runner.cache for runner in self._runners))
+
+    @property
+    def greedy_chains(self) -> GreedyChains | None:
+        """See :class:`Drafter`."""
+        if len(self._runners) > 1:
+            return None
+        return GreedyChains(self._runners[0], self._replayed)
 
     def prepare_draft_tokens(
         self,

@@ -121,6 +121,10 @@ class AcceptanceGate:
         """None: it counts steps between probes."""
         return 0
 
+    def hold(self) -> float:
+        """For one: it counts drafts."""
+        return 1
+
     def skipped(self, num_steps: int, seconds: float) -> None:
         """Nothing to count."""
 

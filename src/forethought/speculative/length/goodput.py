@@ -537,6 +537,10 @@ class Goodput:
         usual = self.drafting.observe((1.0, max(depths), sum(depths)), seconds)
         return usual if self.drafting.observations > 1 else 0.0  # the first one sets things up
 
+    def hold(self) -> float:
+        """For one, of which it measures the time."""
+        return 1
+
     def skip(self) -> int:
         """While it does not draft, up to ``IDLE - 1`` steps, and none of those that probe.
 

@@ -9,6 +9,7 @@ computed, with drafts or without. Waiting ones are not counted.
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left, bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -86,6 +87,13 @@ class LengthPolicy(Protocol):
         In these it need be neither asked nor told of anything, which saves their time.
         """
 
+    def hold(self) -> float:
+        """For how many steps, from the one that the last lengths are of, it would choose the same.
+
+        In these, with drafts each as long as its request allows, it need not be asked or told of
+        anything.
+        """
+
     def skipped(self, num_steps: int, seconds: float) -> None:
         """So many steps have gone by without it, at most as many as ``skip`` has returned.
 
@@ -110,6 +118,10 @@ class FixedLength:
     def skip(self) -> int:
         """None."""
         return 0
+
+    def hold(self) -> float:
+        """For all."""
+        return math.inf
 
     def skipped(self, num_steps: int, seconds: float) -> None:
         """Nothing to count."""
@@ -158,6 +170,10 @@ class Shortest:
     def skip(self) -> int:
         """None: a policy that skips steps would leave the others without them."""
         return 0
+
+    def hold(self) -> float:
+        """As long as all of them."""
+        return min(policy.hold() for policy in self._policies)
 
     def skipped(self, num_steps: int, seconds: float) -> None:
         """Nothing to count."""

@@ -1,0 +1,154 @@
+"""Several steps with drafts in one call, where nothing has to be decided between them.
+
+Every running sequence decodes plainly, nothing can be admitted, one drafter alone drafts, and its
+drafts are greedy chains of a length that holds. The steps are made by ``speculative.chain_steps``,
+and are committed and counted as if they had been made one by one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as List
+from itertools import chain
+
+from forethought.engine.drafting import Drafting
+from forethought.engine.packing import end_ids
+from forethought.engine.scheduler import Plan, PlannedRow, Scheduler
+from forethought.kv.table import TableView
+from forethought.model.runner import DecodedTokens, ModelRunner
+from forethought.model.sampling import NO_TOKEN
+from forethought.outputs import DraftedStep, EngineStats
+from forethought.speculative.chain_steps import (
+    ChainRow,
+    GreedyChains,
+    can_decode_chains,
+    decode_chains,
+)
+
+
+class ChainDecode:
+    """Reserves slots for the steps of a plan, and makes them.
+
+    Args:
+        runner: of the target.
+        scheduler: reserves the slots.
+        drafting: the drafters.
+        stats: the engine's totals.
+    """
+
+    def __init__(
+        self, runner: ModelRunner, scheduler: Scheduler, drafting: Drafting, stats: EngineStats
+    ) -> None:
+        self._runner, self._scheduler = runner, scheduler
+        self._drafting, self._stats = drafting, stats
+        self._eos_ids = runner.lm.eos_token_ids
+
+    def reserve(self, plan: Plan, num_steps: int) -> None:
+        """Reserve slots for up to so many steps, if the rows of a plan can be decoded so.
+
+        Args:
+            plan: plain decodes of all running sequences, with draft slots for one step.
+            num_steps: of the engine, the first one included.
+        """
+        chains = self._chains_behind(plan.rows)
+        if chains is None or not can_decode_chains(self._runner):
+            return
+        drafting = [row for row in plan.rows if row.num_nodes]
+        held = self._drafting.drafters[0].policy.hold()
+        left = [_positions_left(chains, row) for row in drafting]
+        num_steps = int(min(num_steps, held, *left))
+        if num_steps < 2 or not self._can_follow(chains, drafting):
+            return
+        for row in plan.rows:
+            row.draft_len = row.num_nodes
+        num_steps = self._scheduler.reserve_decode_slots(plan, num_steps)
+        plan.num_chain_steps = num_steps if num_steps > 1 else 0
+
+    def _chains_behind(self, rows: List[PlannedRow]) -> GreedyChains | None:
+        """Those of the only drafter, if single steps would draft alike whatever becomes of others.
+
+        In these a length may depend on the batch, a draft may be cut to what is left of the step's
+        tokens, and a rule or a resource manager of the user's is asked.
+        """
+        if len(self._drafting.drafters) != 1:
+            return None
+        entry = self._drafting.drafters[0]
+        lengths = {entry.schedule.length(number) for number in range(1, len(rows) + 1)}
+        rule = entry.rule
+        is_lossy = rule is not None and any(rule.applies_to(row.sequence.params) for row in rows)
+        is_cut = any(row.num_nodes < self._drafting.num_requested(row) for row in rows)
+        if len(lengths) > 1 or is_lossy or is_cut or entry.resource_manager is not None:
+            return None
+        return entry.drafter.greedy_chains
+
+    def _can_follow(self, chains: GreedyChains, rows: List[PlannedRow]) -> bool:
+        requests = [self._drafting.request_of(row.sequence) for row in rows]
+        for row, request in zip(rows, requests, strict=True):
+            request.table = TableView(row.sequence.table)
+        return all(map(chains.can_follow, requests))
+
+    def give_up(self, plan: Plan) -> None:
+        """The plan is of one step, with the draft slots that it had."""
+        plan.num_chain_steps = 0
+        for row in plan.rows:
+            plan.trim(row, row.draft_len)
+
+    def decode(self, rows: List[PlannedRow], num_steps: int) -> DecodedTokens:
+        """Make the steps; sets ``steps`` of the rows.
+
+        Args:
+            rows: the longest drafts first.
+            num_steps: that there are slots for.
+
+        Returns:
+            All tokens of each row.
+        """
+        (entry,) = self._drafting.drafters
+        chains = entry.drafter.greedy_chains
+        assert chains is not None
+        decoded = decode_chains(self._runner, chains, list(map(self._row, rows)), num_steps)
+        self._stats.draft_seconds += decoded.draft_seconds
+        self._stats.forward_seconds -= decoded.draft_seconds  # of the call, which is timed as one
+        for row, steps in zip(rows, decoded.steps, strict=True):
+            row.steps, row.drafter = steps, entry.name
+        tokens = [list(chain.from_iterable(step.tokens for step in row.steps)) for row in rows]
+        return DecodedTokens([own or [NO_TOKEN] for own in tokens], decoded.num_forwards)
+
+    def _row(self, row: PlannedRow) -> ChainRow:
+        sequence = row.sequence
+        request = self._drafting.request_of(sequence)
+        return ChainRow(
+            request=request,
+            table=sequence.table,
+            draft_len=row.draft_len,
+            num_left=sequence.limit - len(sequence.tokens),
+            ends=end_ids(sequence, self._eos_ids),
+        )
+
+    def count(self, row: PlannedRow, has_ended: bool) -> None:
+        """Count the steps of a row, and note them for the output, before its tokens are appended.
+
+        Args:
+            row: with its ``steps``.
+            has_ended: the last of their tokens ends the generation.
+        """
+        sequence, metrics = row.sequence, row.sequence.metrics
+        start = len(sequence.tokens) - sequence.prompt_length
+        for drafted, tokens in row.steps:
+            num_accepted = len(tokens) - 1
+            if drafted:
+                metrics.record(len(drafted), num_accepted)
+                self._stats.drafted += len(drafted)
+                self._stats.accepted += num_accepted
+                rejected = tuple(drafted[num_accepted:])
+                step = DraftedStep(start, num_accepted, row.drafter, rejected)
+                sequence.drafted_steps.append(step)
+            else:
+                metrics.steps += 1
+            start += len(tokens)
+        if has_ended and row.steps[-1].drafted:  # what follows was cut off, not rejected
+            sequence.drafted_steps[-1] = sequence.drafted_steps[-1]._replace(rejected=())
+
+
+def _positions_left(chains: GreedyChains, row: PlannedRow) -> float:
+    """Steps in which a row's known and drafted tokens stay within the drafter's positions."""
+    return (chains.max_positions + 1 - len(row.sequence.tokens)) // (1 + row.num_nodes)

@@ -1,0 +1,486 @@
+"""Several steps with drafts in one call give what single steps give, and are counted as these."""
+
+from __future__ import annotations
+
+import functools
+import math
+import tempfile
+from collections.abc import Sequence as List
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from engines import drain, engine, engine_over, expect_empty, outputs
+from forethought.assets import reasoner_dir
+from forethought.config.drafters import DraftTargetDecodingConfig, NGramDecodingConfig
+from forethought.config.sampling import SamplingParams, SpeculationParams
+from forethought.config.speculation import DecodingBaseConfig
+from forethought.engine import chain_decode
+from forethought.engine.engine import Engine
+from forethought.engine.sequence import Sequence, Status
+from forethought.errors import LogitsError
+from forethought.llm.tokenizer import Tokenizer
+from forethought.model import loader
+from forethought.model.causal_lm import CausalLM
+from forethought.outputs import FinishReason
+from forethought.speculative import chain_steps
+from forethought.speculative.chain_steps import DecodedChains
+from forethought.speculative.drafter import ResourceManager
+from forethought.speculative.length.policy import FixedLength, LengthRequest
+from models import greedy, prompts, tiny, transformers_model
+from shipped import QUESTIONS, shipped
+
+NUM_TOKENS = 40
+GREEDY = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True)
+PROMPTS = prompts((3, 17, 9, 30, 1))
+EXPECTED = greedy(tiny("llama"), PROMPTS, NUM_TOKENS)
+LIMITS = {"page_size": 4, "pages": 128, "max_num_tokens": 200}
+
+
+@functools.cache
+def _directory() -> tempfile.TemporaryDirectory[str]:
+    return tempfile.TemporaryDirectory(prefix="near-models-")
+
+
+@functools.cache
+def near(architecture: str, noise: float = 0.04) -> Path:
+    """A model that is often right about the tiny one: the same with noise on its weights."""
+    path = Path(_directory().name) / f"{architecture}-{noise}"
+    module = AutoModelForCausalLM.from_pretrained(tiny(architecture))
+    with torch.random.fork_rng():
+        torch.manual_seed(3)
+        for weight in module.parameters():
+            weight.data += noise * weight.abs().mean() * torch.randn_like(weight)
+    module.save_pretrained(path)
+    return path
+
+
+def drafting(draft_len: int = 4, architecture: str = "llama", **fields: Any) -> DecodingBaseConfig:
+    settings = {"max_draft_len": draft_len, "speculative_model": near(architecture), **fields}
+    return DraftTargetDecodingConfig(**settings)
+
+
+def made(
+    num_steps: int,
+    config: DecodingBaseConfig | None = None,
+    architecture: str = "llama",
+    **settings: Any,
+) -> Engine:
+    """An engine with a drafter that makes up to so many steps at once."""
+    configs = [config or drafting(architecture=architecture)]
+    machine = engine(architecture, speculative=configs, **{**LIMITS, **settings})
+    machine.num_decode_steps = num_steps
+    return machine
+
+
+def facts(machine: Engine, sequence: Sequence) -> dict[str, Any]:
+    """What holds of a kept generation, however many steps were made at once."""
+    size = sequence.num_computed
+    stored = sequence.table.slots(0, size)
+    caches = machine.speculation.draft_caches
+    ready = [cache._ready.reshape(-1)[stored].tolist() for cache in caches]
+    kept = [[stored[at] for at, is_ready in enumerate(own) if is_ready] for own in ready]
+    return {
+        "tokens": sequence.tokens,
+        "computed": (size, sequence.num_ever_computed),
+        "digests": sequence.table.digests,
+        "keys": [layer[stored].tolist() for layer in machine.runner.storage.keys],
+        "ready": ready,
+        "draft keys": [
+            layer[own].tolist()
+            for cache, own in zip(caches, kept, strict=True)
+            for layer in cache.storage.keys
+        ],
+        "end": (sequence.finish_reason, sequence.stop_reason),
+        "sampled": sequence.sampled_positions,
+        "usage": sequence.usage,
+        "metrics": sequence.metrics,
+        "drafted": sequence.drafted_steps,
+        "status": sequence.status,
+    }
+
+
+COUNTS = ("decoded", "prefilled", "cached", "drafted", "accepted", "draft_failures", "failures")
+
+
+def expect_same(
+    machines: List[Engine], kept: List[List[Sequence]], *, same_steps: bool = True
+) -> None:
+    """The second engine has done what the first one has."""
+    single, continuous = machines
+    for pair in zip(*kept, strict=True):
+        expected, found = (facts(m, each) for m, each in zip(machines, pair, strict=True))
+        for name in expected:
+            assert found[name] == expected[name], name
+    for name in COUNTS:
+        assert getattr(continuous.stats, name) == getattr(single.stats, name), name
+    if same_steps:
+        assert continuous.stats.steps == single.stats.steps
+    for machine in machines:
+        machine.check_integrity()
+
+
+def varied() -> list[SamplingParams]:
+    """Ends at different times, in the middle of drafts and behind them."""
+    return [
+        GREEDY.replace(stop_token_ids=[EXPECTED[0][7]]),
+        GREEDY.replace(max_tokens=3),
+        GREEDY.replace(ignore_eos=False),
+        GREEDY.replace(max_tokens=23),
+        GREEDY,
+    ]
+
+
+def run(machine: Engine, each: List[SamplingParams]) -> list[Sequence]:
+    """One kept sequence for each of the first prompts."""
+    made = [
+        machine.add(prompt, params, keep=True)[0]
+        for prompt, params in zip(PROMPTS, each, strict=False)
+    ]
+    drain(machine)
+    return made
+
+
+@pytest.mark.parametrize("draft_len", [1, 4, 9])
+@pytest.mark.parametrize("number", [1, 2, 5])
+@pytest.mark.parametrize("num_steps", [2, 8])
+def test_tokens_ends_keys_and_counts_are_those_of_single_steps(
+    num_steps: int, number: int, draft_len: int
+) -> None:
+    machines = [made(size, drafting(draft_len)) for size in (1, num_steps)]
+    kept = [run(machine, varied()[:number]) for machine in machines]
+    expect_same(machines, kept)
+    assert 0 < machines[1].stats.accepted < machines[1].stats.drafted
+    for sequence, expected in zip(kept[1], EXPECTED, strict=False):
+        assert sequence.output == expected[: len(sequence.output)]
+
+
+@pytest.mark.parametrize("architecture", ["mistral", "qwen2", "gemma2", "gpt2", "granite"])
+def test_so_do_models_with_windows_and_those_that_run_in_torch(architecture: str) -> None:
+    machines = [made(size, architecture=architecture) for size in (1, 8)]
+    expect_same(machines, [run(machine, [GREEDY] * 3) for machine in machines])
+    assert machines[1].stats.accepted > 0
+
+
+def test_several_steps_are_one_call() -> None:
+    machine = made(8)
+    machine.add(PROMPTS[0], GREEDY)
+    events = drain(machine)
+    num_tokens = [len(event.tokens) for event in events]
+    assert sum(num_tokens) == NUM_TOKENS
+    assert len(events) < 1 + machine.stats.steps / 4
+    assert max(num_tokens) > 8
+    expect_empty(machine)
+
+
+@functools.cache
+def reasoner(dtype: str) -> CausalLM:
+    return loader.load(reasoner_dir(), dtype=dtype, forward="native")
+
+
+@functools.cache
+def asked() -> list[list[int]]:
+    tokenizer = Tokenizer.load(reasoner_dir())
+    return [tokenizer.encode_more(question) for question in QUESTIONS[:4]]
+
+
+@pytest.mark.parametrize("number", [1, 4])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", ["draft model", "eagle 3", "mtp, replayed"])
+def test_trained_drafters_are_as_good_as_in_single_steps(
+    name: str, dtype: str, number: int
+) -> None:
+    machines, kept = [], []
+    for num_steps in (1, 8):
+        settings = {"max_length": 256, "pages": 80, "page_size": 16, "max_num_tokens": 256}
+        machine = engine_over(reasoner(dtype), speculative=[shipped(name)[0]], **settings)
+        machine.num_decode_steps = num_steps
+        params = SamplingParams(temperature=0.0, max_tokens=60)
+        kept.append([machine.add(each, params, keep=True)[0] for each in asked()[:number]])
+        drain(machine)
+        machines.append(machine)
+    expect_same(machines, kept)
+    assert machines[1].stats.accepted > machines[1].stats.steps
+
+
+def test_what_was_generated_can_be_forked_rewound_extended_and_resumed() -> None:
+    machines, kept = [made(1), made(8)], []
+    for machine in machines:
+        first, second = run(machine, [GREEDY, GREEDY.replace(max_tokens=17)])
+        child = machine.fork(first, len(first.tokens) - 5)
+        machine.rewind(second, len(second.tokens) - 2)
+        machine.extend(second, [7, 8, 9])
+        machine.check_integrity()
+        for sequence in (first, second, child):
+            machine.resume(sequence, GREEDY)
+        drain(machine)
+        kept.append([first, second, child])
+    expect_same(machines, kept)
+    for machine, sequences in zip(machines, kept, strict=True):
+        for sequence in sequences:
+            machine.close(sequence)
+        expect_empty(machine)
+
+
+def test_a_sequence_is_forked_while_it_runs() -> None:
+    machine = made(3)
+    (sequence,) = machine.add(PROMPTS[0], GREEDY)
+    machine.step()
+    machine.step()
+    size = len(sequence.output)
+    assert 4 < size < NUM_TOKENS
+    child = machine.fork(sequence)
+    machine.resume(child, GREEDY.replace(max_tokens=NUM_TOKENS - size))
+    drain(machine)
+    assert sequence.output == EXPECTED[0]
+    assert child.output == EXPECTED[0][size:]
+    machine.close(child)
+    expect_empty(machine)
+
+
+@pytest.mark.parametrize("pages", [40, 48, 56, 64])
+def test_a_small_pool_makes_fewer_steps_and_preempts_no_more(pages: int) -> None:
+    counts = []
+    for num_steps in (1, 8):
+        machine = made(num_steps, pages=pages, max_batch_size=4)
+        sequences = [machine.add(prompt, GREEDY)[0] for prompt in PROMPTS[:4]]
+        drain(machine)
+        assert outputs(sequences) == EXPECTED[:4]
+        counts.append(machine.stats.preemptions)
+        expect_empty(machine)
+    assert counts[1] <= counts[0]
+
+
+def test_prefixes_in_the_cache_are_drafted_behind_at_once() -> None:
+    machines, kept = [made(1), made(8)], []
+    for machine in machines:
+        run(machine, [GREEDY, GREEDY])
+        kept.append(run(machine, [GREEDY, GREEDY]))
+        assert machine.stats.cached > 0
+    expect_same(machines, kept)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"stop": ["x"]},
+        {"temperature": 0.5, "seed": 1},
+        {"logprobs": 0},
+        {"repetition_penalty": 1.1},
+        {"speculation": SpeculationParams(prediction=[1, 2, 3])},
+    ],
+)
+def test_what_has_to_be_looked_at_token_by_token_runs_in_single_steps(
+    fields: dict[str, Any],
+) -> None:
+    machine = made(8)
+    machine.add(PROMPTS[1], GREEDY.replace(**fields))
+    machine.add(PROMPTS[0], GREEDY)
+    assert max(len(event.tokens) for event in drain(machine)) <= 5
+    expect_empty(machine)
+
+
+class Units(ResourceManager):
+    """As many as are asked for."""
+
+    def get_max_resource_count(self) -> int:
+        return 100
+
+    def get_needed_resource_to_completion(self, request: Any) -> int:
+        return 1
+
+
+class PerStep(FixedLength):
+    """Chooses anew in each step."""
+
+    def lengths(self, requests: List[LengthRequest], batch_size: int) -> list[int]:
+        return [request.max_draft_len for request in requests]
+
+    def hold(self) -> float:
+        return 1
+
+
+def test_what_is_decided_or_told_in_each_step_keeps_steps_single() -> None:
+    def largest(machine: Engine) -> int:
+        machine.add(PROMPTS[0], GREEDY)
+        return max(len(event.tokens) for event in drain(machine))
+
+    assert largest(made(8)) > 5
+    machine = made(8)
+    machine.speculation.drafters[0].policy = PerStep()
+    assert largest(machine) <= 5
+    machine = made(8)
+    machine.speculation.drafters[0].resource_manager = Units()
+    assert largest(machine) <= 5
+    configs = [drafting(), NGramDecodingConfig(max_draft_len=4)]
+    machine = engine(speculative=configs, **LIMITS)
+    machine.num_decode_steps = 8
+    assert largest(machine) <= 5
+    machine = made(8, drafting(draft_len=4, synthetic_acceptance=0.5))
+    assert largest(machine) <= 5
+
+
+def test_requests_draft_as_far_as_each_asks_for() -> None:
+    wishes = [SpeculationParams(max_draft_len=2), SpeculationParams(enabled=False), None]
+    each = [GREEDY.replace(speculation=wish) for wish in wishes]
+    machines = [made(1), made(8)]
+    kept = [run(machine, each) for machine in machines]
+    expect_same(machines, kept)
+    short, plain, _ = kept[1]
+    assert plain.metrics.drafted == 0
+    assert 0 < short.metrics.drafted <= 2 * short.metrics.steps
+
+
+def test_a_length_that_changes_with_the_batch_keeps_steps_single_until_it_no_longer_does() -> None:
+    config = drafting(draft_len_schedule={1: 4, 2: 2}, draft_len_schedule_bounds="upper")
+    each = [GREEDY, GREEDY.replace(max_tokens=12)]
+    machines = [made(1, config), made(8, config)]
+    expect_same(machines, [run(machine, each) for machine in machines])
+
+
+def test_a_draft_model_with_few_positions_drafts_as_far_as_in_single_steps() -> None:
+    machines = [made(1), made(8)]
+    for machine in machines:
+        machine.speculation.drafters[0].drafter._model.runner.lm.max_positions = 30
+    try:
+        expect_same(machines, [run(machine, [GREEDY]) for machine in machines])
+    finally:
+        for machine in machines:
+            machine.speculation.drafters[0].drafter._model.runner.lm.max_positions = 256
+
+
+def test_behind_a_full_batch_sequences_wait_for_one_that_ends() -> None:
+    machine = made(8, max_batch_size=1)
+    sequences = [machine.add(prompt, GREEDY)[0] for prompt in PROMPTS[:2]]
+    events = drain(machine)
+    assert outputs(sequences) == EXPECTED[:2]
+    assert len(events) < machine.stats.steps
+    expect_empty(machine)
+
+
+def test_a_streamed_sequence_gets_each_step_by_itself() -> None:
+    machine = made(8)
+    streamed, other = (machine.add(prompt, GREEDY)[0] for prompt in PROMPTS[:2])
+    streamed.is_streamed = True
+    assert max(len(event.tokens) for event in drain(machine)) <= 5
+    assert outputs([streamed, other]) == EXPECTED[:2]
+
+
+def test_where_the_call_fails_the_step_is_made_alone_with_its_draft(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fail(*args: Any) -> DecodedChains:
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(chain_decode, "decode_chains", fail)
+    machine = made(8)
+    sequences = [machine.add(prompt, GREEDY)[0] for prompt in PROMPTS[:2]]
+    events = drain(machine)
+    assert outputs(sequences) == EXPECTED[:2]
+    assert max(len(event.tokens) for event in events) <= 5
+    assert machine.stats.accepted > 0
+    assert machine.stats.failed_forwards > 0
+    assert machine.stats.draft_failures == 0
+    expect_empty(machine)
+
+
+def test_a_call_that_fails_half_way_leaves_nothing_wrong_behind(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Slots behind the last known token hold other tokens than the next step computes."""
+    made_steps, decode = [made(1), made(8)], chain_steps.decode_by_forwards
+
+    def fail(*args: Any) -> DecodedChains:
+        decode(*args)
+        raise RuntimeError("too late")
+
+    single = run(made_steps[0], [GREEDY, GREEDY])
+    monkeypatch.setattr(chain_decode, "decode_chains", fail)
+    expect_same(made_steps, [single, run(made_steps[1], [GREEDY, GREEDY])])
+
+
+def test_an_interrupted_call_leaves_the_sequences_as_they_were(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    machine = made(8)
+    (sequence,) = machine.add(PROMPTS[0], GREEDY)
+    machine.step()
+    before = list(sequence.tokens), sequence.num_computed
+
+    def interrupt(*args: Any) -> DecodedChains:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(chain_decode, "decode_chains", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            machine.step()
+    assert (sequence.tokens, sequence.num_computed) == before
+    drain(machine)
+    assert sequence.output == EXPECTED[0]
+    expect_empty(machine)
+
+
+@pytest.mark.parametrize("first", [0, 2])
+def test_logits_that_are_not_finite_are_computed_again(
+    first: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Once: the sequence goes on from what was decoded before them."""
+    spoilt, decode = list[int](), chain_decode.decode_chains
+
+    def spoiling(*args: Any) -> DecodedChains:
+        decoded = decode(*args)
+        if not spoilt:
+            spoilt.append(first)
+            del decoded.steps[0][first:]
+        return decoded
+
+    monkeypatch.setattr(chain_decode, "decode_chains", spoiling)
+    machine = made(8)
+    sequences = [machine.add(prompt, GREEDY)[0] for prompt in PROMPTS[:2]]
+    drain(machine)
+    assert spoilt
+    assert outputs(sequences) == EXPECTED[:2]
+    assert [each.had_nonfinite_logits for each in sequences].count(True) == (first == 0)
+    assert machine.stats.failures == 0
+    expect_empty(machine)
+
+
+@pytest.mark.parametrize("forward", ["native", "torch"])
+def test_logits_that_stay_not_finite_fail_their_request_alone(
+    tmp_path: Path, forward: loader.Forward
+) -> None:
+    """Those of a token which the first one decodes as its sixth."""
+    poison = EXPECTED[0][5]
+    assert poison not in EXPECTED[0][:5] + EXPECTED[1][:16] + PROMPTS[0] + PROMPTS[1]
+    module = type(transformers_model(tiny("llama"))).from_pretrained(tiny("llama"))
+    module.get_input_embeddings().weight.data[poison] = math.nan
+    module.save_pretrained(tmp_path)
+    lm = loader.load(tmp_path, dtype="float32", device="cpu", forward=forward)
+    machine = engine_over(lm, speculative=[drafting()], **LIMITS)
+    machine.num_decode_steps = 8
+    params = GREEDY.replace(max_tokens=16)
+    sequences = [machine.add(prompt, params)[0] for prompt in PROMPTS[:2]]
+    events = drain(machine)
+    errors = [event for event in events if event.error is not None]
+    assert [event.sequence for event in errors] == sequences[:1]
+    assert isinstance(errors[0].error, LogitsError)
+    assert sequences[0].output == EXPECTED[0][:6]
+    assert sequences[1].output == EXPECTED[1][:16]
+    expect_empty(machine)
+
+
+def test_a_row_ends_in_the_middle_of_its_draft() -> None:
+    free = made(8)
+    (sequence,) = run(free, [GREEDY])
+    step = next(each for each in sequence.drafted_steps if each.num_accepted >= 2)
+    end = EXPECTED[0][step.start]  # accepted, and others behind it
+    size = EXPECTED[0].index(end) + 1
+    machines = [made(1), made(8)]
+    kept = [run(m, [GREEDY.replace(stop_token_ids=[end])]) for m in machines]
+    expect_same(machines, kept)
+    assert kept[1][0].output == EXPECTED[0][:size]
+    assert kept[1][0].finish_reason is FinishReason.STOP
+    assert kept[1][0].status is Status.PARKED
