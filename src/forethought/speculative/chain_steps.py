@@ -18,12 +18,25 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
+from torch import Tensor
+
 from forethought.kv.table import PageTable, TableView
-from forethought.model.batch import Row
+from forethought.model.attention.base import PagedPass
+from forethought.model.batch import Batch, Row
+from forethought.model.native.chain_steps import (
+    ChainCall,
+    NativeChainRow,
+    NativeDraftNetwork,
+    StoredStates,
+)
+from forethought.model.native.forward import NativeForward
+from forethought.model.native.network import NativeNetwork
 from forethought.model.runner import ModelRunner
 from forethought.model.sampling import NO_TOKEN, most_probable
-from forethought.speculative.draft_module import DraftModuleRunner
+from forethought.speculative.draft_model import DraftModel
+from forethought.speculative.draft_module import DraftModuleRunner, TokenRange
 from forethought.speculative.drafter import NO_DRAFT, DraftRequest, table_of
+from forethought.speculative.heads.native import NativeDraftModule
 from forethought.speculative.tree import StaticTreeBuilder
 
 
@@ -112,7 +125,98 @@ def decode_chains(
         rows: none has longer drafts than the one before it.
         num_steps: at most.
     """
-    return decode_by_forwards(runner, chains, rows, num_steps)
+    network, draft = runner.lm.network, _native(chains)
+    if draft is None or not isinstance(network, NativeNetwork) or not rows[0].draft_len:
+        return decode_by_forwards(runner, chains, rows, num_steps)
+    return _Native(runner, network.forward, chains, draft).decode(rows, num_steps)
+
+
+def _native(chains: GreedyChains) -> NativeDraftNetwork | None:
+    network = chains.runner.network
+    return network.native if isinstance(network, DraftModel | NativeDraftModule) else None
+
+
+@dataclass(frozen=True, slots=True)
+class _Native:
+    """Decodes in one call of C++."""
+
+    runner: ModelRunner
+    target: NativeForward
+    chains: GreedyChains
+    draft: NativeDraftNetwork
+
+    def decode(self, rows: Sequence[ChainRow], num_steps: int) -> DecodedChains:
+        """See :func:`decode_chains`; some rows have drafts."""
+        drafting, runner = [row.request for row in rows if row.draft_len], self.chains.runner
+        decoded: list[DecodedChains] = runner.draft_behind(
+            drafting,
+            [0] * len(drafting),
+            lambda states, known, _: [self._call(rows, states, known, num_steps)],
+        )
+        for row, steps in zip(rows, decoded[0].steps, strict=True):
+            self._mark(row, steps)
+        return decoded[0]
+
+    def _call(
+        self, rows: Sequence[ChainRow], states: Tensor, known: PagedPass, num_steps: int
+    ) -> DecodedChains:
+        lm, hidden_states = self.runner.lm, self.chains.runner.hidden_states
+        self._replace_unknown(known)
+        roots = Batch.build([_root(row) for row in rows])
+        stored, entering = None, None
+        if hidden_states is not None:
+            stored = StoredStates(hidden_states.storage.keys[0], hidden_states.layer_ids)
+            entering = states.float().contiguous()
+        call = ChainCall(
+            draft=self.draft,
+            known=known,
+            entering=entering,
+            target=PagedPass(roots, self.runner.storage, lm.backend, lm.windows),
+            rows=list(map(_native_row, rows)),
+            stored=stored,
+            seen_from=self.chains.runner.offset,
+            stores_drafted=self.chains.builder.stores_drafted,
+        )
+        found, num_forwards, seconds = call.run(self.target, num_steps)
+        steps = [[ChainStep(*each) for each in own] for own in found]
+        return DecodedChains(steps, num_forwards, seconds)
+
+    def _replace_unknown(self, known: PagedPass) -> None:
+        batch, size = known.batch, self.draft.num_known
+        if size < self.runner.lm.vocab_size:
+            token_ids = batch.token_ids.where(batch.token_ids < size, 0)
+            known.batch = replace(batch, token_ids=token_ids)
+
+    def _mark(self, row: ChainRow, steps: Sequence[ChainStep]) -> None:
+        """Mark what is stored behind the root; what a plain step computes has no entry yet."""
+        runner, stores_drafted = self.chains.runner, self.chains.builder.stores_drafted
+        root = at = len(row.request.tokens) - 1
+        stop = root
+        for drafted, tokens in steps:
+            if drafted:
+                stop = at + (len(drafted) if stores_drafted else 1)
+            else:
+                stop = min(stop, at)
+            at += len(tokens)
+        if runner.hidden_states is not None:
+            runner.hidden_states.mark(row.table, root, at)
+        runner.mark([TokenRange((), row.table, root, max(root, stop))])
+
+
+def _root(row: ChainRow) -> Row:
+    start = len(row.request.tokens) - 1
+    return Row([row.request.tokens[start]], start, row.table.prefix(start + 1))
+
+
+def _native_row(row: ChainRow) -> NativeChainRow:
+    return NativeChainRow(
+        token=row.request.tokens[-1],
+        position=len(row.request.tokens) - 1,
+        table=row.table,
+        draft_len=row.draft_len,
+        num_left=row.num_left,
+        ends=row.ends,
+    )
 
 
 def decode_by_forwards(

@@ -18,6 +18,7 @@ from forethought.model.attention.paged import PagedAttention
 from forethought.model.batch import Row
 from forethought.model.causal_lm import CausalLM
 from forethought.model.device import find_device
+from forethought.model.native.chain_steps import NativeDraftNetwork
 from forethought.model.native.network import NativeNetwork
 from forethought.model.runner import ModelRunner
 from forethought.speculative.draft_module import (
@@ -57,6 +58,14 @@ class DraftModel:
     def draft_chains(self) -> ChainDrafter | None:
         """See ``DraftNetwork``: where it runs in C++."""
         return self._draft_chains if isinstance(self.runner.lm.network, NativeNetwork) else None
+
+    @property
+    def native(self) -> NativeDraftNetwork | None:
+        """What drafts in ``model.native.chain_steps``; None: it does not run in C++."""
+        network, known = self.runner.lm.network, self.runner.lm.vocab_size
+        if not isinstance(network, NativeNetwork):
+            return None
+        return NativeDraftNetwork(network.forward, min(self.vocab_size, known), known)
 
     def _draft_chains(
         self, states: Tensor, forward_pass: ForwardPass, slots: Sequence[Sequence[int]]

@@ -326,7 +326,7 @@ class DraftModuleRunner:
         def drafted(states: Tensor, step: PagedPass, slots: list[list[int]]) -> list[list[int]]:
             return draft(states, step, [[*own, 0] for own in slots])  # the last token is not read
 
-        drafts = self._draft_behind(requests, [size - 1 for size in sizes], drafted)
+        drafts = self.draft_behind(requests, [size - 1 for size in sizes], drafted)
         if stores_drafted:
             self.mark_drafted(requests, sizes)
         return drafts
@@ -342,13 +342,13 @@ class DraftModuleRunner:
         draft = self.network.draft_trees
         assert draft is not None
         num_read = shape.width * (shape.depth - 1)
-        return self._draft_behind(
+        return self.draft_behind(
             requests,
             [num_read] * len(requests),
             lambda states, step, slots: draft(states, step, slots, shape),
         )
 
-    def _draft_behind(
+    def draft_behind(
         self,
         requests: Sequence[DraftRequest],
         num_slots: Sequence[int],

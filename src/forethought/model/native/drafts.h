@@ -13,6 +13,8 @@
 #include <numeric>
 #include <vector>
 
+extern "C" int32_t forward(const Model* model, const Call* call);
+
 constexpr int64_t NO_TOKEN = -1; // where the largest logit is infinite or one of them is NaN
 
 struct Largest {
@@ -290,3 +292,13 @@ class TreeLevels : public DraftLevels {
             }
     }
 };
+
+// Compute the known tokens, then level by level; returns what forward() returns of the former.
+template <class Levels>
+static int32_t draft(const Model& model, const Call& known, Levels& levels) {
+    for (int32_t level = 0;; level++) {
+        const int32_t found = forward(&model, &levels.call);
+        if (found < levels.call.num_tokens) return level ? 0 : found;
+        if (!levels.draft(level)) return known.num_tokens;
+    }
+}

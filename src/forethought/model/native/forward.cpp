@@ -14,6 +14,7 @@
 
 #include "attention.h"
 #include "beams.h"
+#include "chain_steps.h"
 #include "drafts.h"
 #include "experts.h"
 #include "heads.h"
@@ -220,18 +221,6 @@ class Forward {
     }
 };
 
-extern "C" int32_t forward(const Model* model, const Call* call);
-
-// Compute the known tokens, then level by level; returns what forward() returns of the former.
-template <class Levels>
-static int32_t draft(const Model& model, const Call& known, Levels& levels) {
-    for (int32_t level = 0;; level++) {
-        const int32_t found = forward(&model, &levels.call);
-        if (found < levels.call.num_tokens) return level ? 0 : found;
-        if (!levels.draft(level)) return known.num_tokens;
-    }
-}
-
 // Floats of one call, aligned to 64 bytes.
 struct Memory {
     std::vector<float> floats;
@@ -253,7 +242,8 @@ int64_t scratch_size(const Model* model, int32_t tokens, int32_t max_length, int
 void structure_sizes(int32_t* sizes) {
     const int32_t found[] = {sizeof(Linear), sizeof(Experts), sizeof(Join), sizeof(Layer),
                              sizeof(Model),  sizeof(Row),     sizeof(Call), sizeof(Chains),
-                             sizeof(Beams),  sizeof(Trees)};
+                             sizeof(Beams),  sizeof(Trees),   sizeof(ChainRow),
+                             sizeof(TargetStates), sizeof(ChainSteps)};
     memcpy(sizes, found, sizeof found);
 }
 
@@ -318,6 +308,17 @@ int32_t search_beams(const Model* model, const Beams* search) {
         if (!levels.extend(level)) return level + 1;
     }
     return search->length;
+}
+
+// Returns the forwards that were made, or -1 if a token is outside a vocabulary.
+int32_t decode_chains(const Model* target, const ChainSteps* steps) {
+    return ChainDecoder(*target, *steps).run();
+}
+
+// y [tokens, size] = norms of x; y may be x.
+void norm_rows(
+    const float* x, const float* weight, int32_t tokens, int32_t size, float eps, float* y) {
+    for (int64_t t = 0; t < tokens; t++) norm(x + t * size, weight, size, eps, y + t * size);
 }
 
 void linear(const Linear* w, const float* x, int32_t tokens, float* y, int32_t num_threads) {

@@ -57,7 +57,7 @@ class TreeShape(NamedTuple):
 
 
 @dataclass(slots=True)
-class _PackedCall:
+class PackedCall:
     """A call, with what it points to."""
 
     struct: CallStruct
@@ -98,7 +98,7 @@ class NativeForward:
         Raises:
             IndexError: a token is outside the vocabulary; nothing was computed.
         """
-        packed = self._pack(forward_pass, wanted)
+        packed = self.pack(forward_pass, wanted)
         known = self._library.forward(ctypes.byref(self.model), ctypes.byref(packed.struct))
         _check_known(forward_pass.batch, known)
 
@@ -137,7 +137,7 @@ class NativeForward:
         sizes = [len(own) for own in slots]
         levels, width = sizes[0], len(slots)
         logits = torch.empty(width, self.vocab_size, dtype=torch.float32)
-        packed = self._pack(forward_pass, Wanted(logits, entering=entering), levels)
+        packed = self.pack(forward_pass, Wanted(logits, entering=entering), levels)
         places = array("q", [slot for own in slots for slot in (*own, *[0] * (levels - len(own)))])
         num_rows = array("i", [sum(size > level for size in sizes) for level in range(levels)])
         drafted = array("q", bytes(8 * levels * width))
@@ -183,7 +183,7 @@ class NativeForward:
         width, num_rows = shape.width, len(slots)
         logits = torch.empty(num_rows * width, self.vocab_size, dtype=torch.float32)
         further = shape.depth * width
-        packed = self._pack(
+        packed = self.pack(
             forward_pass, Wanted(logits, entering=entering), further, num_rows * width
         )
         places = array("q", [slot for own in slots for slot in (*own, *[0] * (further - len(own)))])
@@ -209,9 +209,9 @@ class NativeForward:
         ids = ctypes.c_void_p(token_ids.data_ptr())
         return int(self._library.first_unknown(ctypes.byref(self.model), ids, len(token_ids)))
 
-    def _pack(
+    def pack(
         self, forward_pass: ForwardPass, wanted: Wanted, further: int = 0, at_once: int = 0
-    ) -> _PackedCall:
+    ) -> PackedCall:
         """The call over a batch.
 
         Args:
@@ -251,7 +251,7 @@ class NativeForward:
             max_length,
             num_threads,
         )
-        return _PackedCall(struct, [token_ids, layout, rows, keep, states, wanted])
+        return PackedCall(struct, [token_ids, layout, rows, keep, states, wanted])
 
     def _scratch_for(self, num_tokens: int, max_length: int, num_threads: int) -> Tensor:
         tokens, length, threads = self._scratch_fits

@@ -224,6 +224,59 @@ class TreesStruct(ctypes.Structure):
     ]
 
 
+class ChainRowStruct(ctypes.Structure):
+    """``ChainRow`` of ``structures.h``."""
+
+    _fields_ = [
+        ("pages", ctypes.c_void_p),
+        ("ends", ctypes.c_void_p),
+        ("first_slot", ctypes.c_int64),
+        ("token", ctypes.c_int64),
+        ("position", ctypes.c_int64),
+        ("draft_len", ctypes.c_int64),
+        ("num_left", ctypes.c_int64),
+        ("num_ends", ctypes.c_int64),
+    ]
+
+
+class TargetStatesStruct(ctypes.Structure):
+    """``TargetStates`` of ``structures.h``."""
+
+    _fields_ = [
+        ("stored", ctypes.c_void_p),
+        ("layers", ctypes.c_void_p),
+        ("norm", ctypes.c_void_p),
+        ("entry", ctypes.POINTER(LinearStruct)),
+        ("num_layers", ctypes.c_int32),
+        ("type", ctypes.c_int32),
+        ("eps", ctypes.c_float),
+    ]
+
+
+class ChainStepsStruct(ctypes.Structure):
+    """``ChainSteps`` of ``structures.h``."""
+
+    _fields_ = [
+        ("draft", ctypes.POINTER(ModelStruct)),
+        ("known", ctypes.POINTER(CallStruct)),
+        ("target", ctypes.POINTER(CallStruct)),
+        ("rows", ctypes.POINTER(ChainRowStruct)),
+        ("states", ctypes.POINTER(TargetStatesStruct)),
+        ("ids", ctypes.c_void_p),
+        ("tokens", ctypes.c_void_p),
+        ("counts", ctypes.c_void_p),
+        ("draft_seconds", ctypes.POINTER(ctypes.c_double)),
+        ("num_rows", ctypes.c_int32),
+        ("num_steps", ctypes.c_int32),
+        ("width", ctypes.c_int32),
+        ("num_choices", ctypes.c_int32),
+        ("last_position", ctypes.c_int32),
+        ("num_known", ctypes.c_int32),
+        ("seen_from", ctypes.c_int32),
+        ("stores_drafted", ctypes.c_int32),
+    ]
+
+
 STRUCTURES = (
     LinearStruct,
     ExpertsStruct,
@@ -235,6 +288,9 @@ STRUCTURES = (
     ChainsStruct,
     BeamsStruct,
     TreesStruct,
+    ChainRowStruct,
+    TargetStatesStruct,
+    ChainStepsStruct,
 )
 
 

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from forethought.model.attention.base import ForwardPass
+from forethought.model.native.chain_steps import NativeDraftNetwork, NativeEntry
 from forethought.model.native.forward import NativeForward, TreeShape, Wanted
 from forethought.model.native.library import JoinStruct, LayerStruct, ModelStruct
 from forethought.model.native.network import NativeNetwork
@@ -29,6 +29,9 @@ from forethought.model.native.weights import (
     norm_eps,
     norm_weight,
 )
+
+MAX_TOKENS = 2**31 - 1
+"""More than any vocabulary has."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,12 +109,15 @@ class NativeModule:
     Args:
         parts: that ``refusal`` accepts; their weights are copied.
         target: whose embedding and head it may use.
+
+    Attributes:
+        enter: reads the target's states.
     """
 
     def __init__(self, parts: ModuleParts, target: NativeNetwork) -> None:
-        self._feeds_normed, self._eps = parts.feeds_normed, parts.eps
-        self._entry = None if parts.entry is None else PackedLinear.of(parts.entry)
-        self._entry_norm = norm_weight(parts.entry_norm)
+        self._feeds_normed = parts.feeds_normed
+        entry = None if parts.entry is None else PackedLinear.of(parts.entry)
+        self.enter = NativeEntry(norm_weight(parts.entry_norm), entry, parts.eps)
         layer = PackedLayer.of(parts.layer, parts.rotary, parts.window, parts.enters_normed)
         project = None if parts.project is None else PackedLinear.of(parts.project)
         norms = [norm_weight(norm) for norm in (parts.token_norm, parts.state_norm)]
@@ -160,12 +166,9 @@ class NativeModule:
         """Width of its logits."""
         return self._forward.vocab_size
 
-    def enter(self, states: Tensor) -> Tensor:
-        """The target's states ``[T, width]`` -> float32 ``[T, hidden]``."""
-        states = states.float()
-        if self._entry_norm is not None:
-            states = F.rms_norm(states, self._entry_norm.shape, self._entry_norm, self._eps)
-        return states if self._entry is None else self._entry.multiply(states)
+    def draft_network(self, ids: Tensor | None) -> NativeDraftNetwork:
+        """What drafts in ``ChainCall``; ids: the target's id of each output."""
+        return NativeDraftNetwork(self._forward, self.vocab_size, MAX_TOKENS, ids, self.enter)
 
     def __call__(self, states: Tensor, forward_pass: ForwardPass) -> tuple[Tensor, Tensor]:
         """Compute T entries, and at R positions the states to feed back and the logits.

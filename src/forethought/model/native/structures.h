@@ -116,6 +116,42 @@ struct Beams { // a search with ReDrafter's head; see beams.h
     float min_logprob; // where all beams of a level are less probable, it is the last
 };
 
+struct ChainRow { // a sequence that is decoded with drafts
+    const int32_t* pages; // of all its slots; read where these are not contiguous
+    const int64_t* ends;  // [num_ends]: ids behind which it ends
+    int64_t first_slot;   // of position 0, where they are; else -1
+    int64_t token, position; // the last known one
+    int64_t draft_len, num_left; // to draft in a step, and to decode, at most
+    int64_t num_ends;
+};
+
+struct TargetStates { // hidden states of the target, as a draft module reads them
+    void* stored;          // [slots, num_layers, hidden], of `type`, F32 or BF16
+    const int32_t* layers; // [num_layers]: which of Call::states they are
+    const float* norm;     // [num_layers * hidden]: in front of `entry`; null: there is none
+    const Linear* entry;   // to the width of the module; null: they are read as they are
+    int32_t num_layers, type;
+    float eps;
+};
+
+struct ChainSteps { // decode steps with drafts; see chain_steps.h
+    const Model* draft;
+    const Call* known;  // of the draft network: known tokens of the rows with drafts
+    const Call* target; // of the last known token of each row, with room for `width` of them
+    const ChainRow* rows; // [num_rows]: none drafts more than the one before it
+    const TargetStates* states; // null: the draft network reads none
+    const int64_t* ids; // as of Chains
+    int64_t* tokens;    // [num_steps, num_rows, 2, width], written: drafted, and decoded ones
+    int32_t* counts;    // [num_steps, num_rows, 2], zeros, written: how many of either
+    double* draft_seconds; // [1], written
+    int32_t num_rows, num_steps;
+    int32_t width;          // one more than are drafted in a step
+    int32_t num_choices, last_position; // as of Chains
+    int32_t num_known;      // the draft network reads further tokens as token 0
+    int32_t seen_from;      // as of Row, in the draft network
+    int32_t stores_drafted; // its entries of drafted tokens are those of known ones
+};
+
 struct Trees { // dynamic trees, one behind each row of a call
     const Call* known;    // as of Chains, with room for the logits of `width` tokens of each row
     const int64_t* slots; // [num_rows, depth, width]: of the nodes that are read

@@ -31,6 +31,9 @@ class NativeDraftModule:
         shape: of its layer's keys and values.
         ids: see ``DraftNetwork``.
         window: of its attention; None: all is attended to.
+
+    Attributes:
+        native: what drafts in ``model.native.chain_steps``.
     """
 
     forward_path = "native"
@@ -46,6 +49,7 @@ class NativeDraftModule:
         self._module, self.enter = module, module.enter
         self.dtype, self.shape, self.windows = dtype, shape, (window,)
         self.vocab_size, self.ids = module.vocab_size, ids
+        self.native = module.draft_network(ids)
 
     def __call__(self, states: Tensor, forward_pass: ForwardPass) -> ModuleOutput:
         """See ``DraftNetwork``."""

@@ -1,0 +1,227 @@
+// Greedy decode steps with drafts: a chain of a draft network behind the last known token of each
+// row, a forward of the target over both, and the tokens that are kept of it.
+
+#pragma once
+
+#include "attention.h"
+#include "drafts.h"
+#include "norms.h"
+#include "structures.h"
+#include "vectors.h"
+
+#include <algorithm>
+#include <cstdint>
+#include <omp.h>
+#include <vector>
+
+extern "C" void linear(
+    const Linear* w, const float* x, int32_t tokens, float* y, int32_t num_threads);
+
+// The integers of a call over rows of new tokens, one row after the other.
+class RowsCall {
+  public:
+    Call call;
+
+    // like: with caches, scratch memory and outputs; seen_from: as of Row.
+    RowsCall(const Call& like, int64_t seen_from) : call(like), seen_from(seen_from) {}
+
+    // Add the new tokens of a row, from a position on.
+    void add(const ChainRow& row, int64_t position, const int64_t* new_tokens, int64_t count) {
+        Row added = {row.first_slot, row.pages, nullptr, nullptr, nullptr, int64_t(tokens.size()),
+                     count, position, seen_from, count, nullptr, 0};
+        for (int64_t p = position; p < position + count; p++) {
+            tokens.push_back(new_tokens[p - position]);
+            positions.push_back(p - seen_from);
+            recent.push_back(p);
+            slots.push_back(prefix_slot(added, p, call.page_size));
+        }
+        rows.push_back(added);
+    }
+
+    // The call; with the logits of all tokens, or of the last one of each row.
+    const Call& finish(bool all_logits) {
+        for (Row& row : rows) {
+            row.slots = slots.data() + row.start, row.positions = recent.data() + row.start;
+            const int64_t end = row.start + row.num_tokens;
+            for (int64_t t = all_logits ? row.start : end - 1; t < end; t++) wanted.push_back(t);
+        }
+        call.token_ids = tokens.data(), call.positions = positions.data();
+        call.slots = slots.data(), call.logit_index = wanted.data(), call.rows = rows.data();
+        call.num_tokens = int32_t(tokens.size()), call.num_logits = int32_t(wanted.size());
+        call.num_rows = int32_t(rows.size());
+        return call;
+    }
+
+  private:
+    const int64_t seen_from;
+    std::vector<int64_t> tokens, positions, recent, slots, wanted;
+    std::vector<Row> rows;
+};
+
+class ChainDecoder {
+  public:
+    ChainDecoder(const Model& target, const ChainSteps& steps) : target(target), steps(steps) {
+        for (int32_t r = 0; r < steps.num_rows; r++) {
+            const ChainRow& row = steps.rows[r];
+            going.push_back({&row, r, row.position, row.num_left, 0, row.position, {row.token}, {}});
+        }
+    }
+
+    // Returns the forwards that were made, or -1 if a token is outside a vocabulary.
+    int32_t run() {
+        *steps.draft_seconds = 0;
+        for (int32_t step = 0; step < steps.num_steps; step++) {
+            if (going.empty()) return step;
+            for (Going& each : going) each.size = std::min(each.row->draft_len, each.left - 1);
+            std::stable_sort(going.begin(), going.end(), [](const Going& a, const Going& b) {
+                return a.size > b.size;
+            });
+            const double began = omp_get_wtime();
+            if (going[0].size > 0 && !draft_behind(step == 0)) return -1;
+            *steps.draft_seconds += omp_get_wtime() - began;
+            if (!verify(step)) return -1;
+        }
+        return steps.num_steps;
+    }
+
+  private:
+    struct Going { // a row that has not ended
+        const ChainRow* row;
+        int32_t number;
+        int64_t position, left; // of the last known token; tokens to decode
+        int64_t size;           // of its draft
+        int64_t missing;        // the first position whose entry the draft network lacks
+        std::vector<int64_t> known; // tokens at the last positions, with all that are missing
+        std::vector<int64_t> drafted;
+    };
+
+    const Model& target;
+    const ChainSteps& steps;
+    std::vector<Going> going;
+    std::vector<float> entering; // [T, hidden of the draft network]
+
+    // Draft for all rows that may have a draft, the first ones.
+    bool draft_behind(bool is_first) {
+        RowsCall known(*steps.known, steps.seen_from);
+        int32_t count = 0;
+        for (; count < int32_t(going.size()) && going[count].size > 0; count++)
+            if (!is_first) add_missing(known, going[count]);
+        const Call& call = is_first ? *steps.known : known.finish(false);
+        if (!is_first && steps.states) enter(known.call, count);
+        const int64_t levels = going[0].size;
+        std::vector<int64_t> slots(count * levels), drafted(count * levels);
+        std::vector<int32_t> num_rows(levels);
+        for (int32_t r = 0; r < count; r++)
+            for (int64_t i = 0; i < going[r].size; i++) {
+                slots[r * levels + i] = slot_of(going[r], going[r].position + 1 + i);
+                num_rows[i]++;
+            }
+        const Chains chains = {&call, slots.data(), num_rows.data(), steps.ids, nullptr, nullptr,
+                               drafted.data(), int32_t(levels), steps.num_choices,
+                               steps.last_position};
+        ChainLevels chain(*steps.draft, chains);
+        if (draft(*steps.draft, call, chain) < call.num_tokens) return false;
+        for (int32_t r = 0; r < count; r++)
+            for (int64_t i = 0; i < going[r].size; i++)
+                going[r].drafted.push_back(drafted[i * count + r]);
+        return true;
+    }
+
+    // The known tokens that the draft network has not read.
+    void add_missing(RowsCall& known, const Going& each) const {
+        const int64_t count = each.position + 1 - each.missing;
+        std::vector<int64_t> tokens(each.known.end() - count, each.known.end());
+        for (int64_t& token : tokens)
+            if (token >= steps.num_known) token = 0;
+        known.add(*each.row, each.missing, tokens.data(), count);
+    }
+
+    // Set `entering` of a call from the states that are stored.
+    void enter(Call& call, int32_t count) {
+        const TargetStates& from = *steps.states;
+        const int64_t width = from.num_layers * int64_t(target.hidden);
+        std::vector<float> wide(call.num_tokens * width);
+        float* x = wide.data();
+        for (int32_t r = 0; r < count; r++)
+            for (int64_t p = going[r].missing; p <= going[r].position; p++, x += width) {
+                const int64_t at = slot_of(going[r], p - steps.seen_from) * width;
+                for (int64_t i = 0; i < width; i++)
+                    x[i] = from.type == F32 ? scalar((const float*)from.stored + at + i)
+                                            : scalar((const uint16_t*)from.stored + at + i);
+                if (from.norm) norm(x, from.norm, int(width), from.eps, x);
+            }
+        if (from.entry) {
+            entering.resize(call.num_tokens * int64_t(steps.draft->hidden));
+            linear(from.entry, wide.data(), call.num_tokens, entering.data(), call.num_threads);
+        } else {
+            entering.swap(wide);
+        }
+        call.entering = entering.data();
+    }
+
+    // Compute the drafts with the target, and keep what is accepted and the token behind.
+    bool verify(int32_t step) {
+        RowsCall rows(*steps.target, 0);
+        for (Going& each : going) {
+            std::vector<int64_t> tokens = {each.known.back()};
+            tokens.insert(tokens.end(), each.drafted.begin(), each.drafted.end());
+            rows.add(*each.row, each.position, tokens.data(), int64_t(tokens.size()));
+        }
+        const Call& call = rows.finish(true);
+        if (forward(&target, &call) < call.num_tokens) return false;
+        if (steps.states) store_states(call);
+        int64_t begin = 0;
+        std::vector<Going> left;
+        for (Going& each : going) {
+            const int64_t size = 1 + int64_t(each.drafted.size());
+            if (accept(step, each, call.logits + begin * target.head->num_outputs))
+                left.push_back(std::move(each));
+            begin += size;
+        }
+        going.swap(left);
+        return true;
+    }
+
+    void store_states(const Call& call) const {
+        const TargetStates& to = *steps.states;
+        for (int64_t t = 0; t < call.num_tokens; t++)
+            for (int64_t layer = 0; layer < to.num_layers; layer++) {
+                const float* x = call.states[to.layers[layer]] + t * target.hidden;
+                const int64_t at = (call.slots[t] * to.num_layers + layer) * target.hidden;
+                for (int64_t i = 0; i < target.hidden; i++)
+                    to.type == F32 ? put((float*)to.stored + at + i, x[i])
+                                   : put((uint16_t*)to.stored + at + i, x[i]);
+            }
+    }
+
+    // Write what a step gives a row from the logits of its tokens; whether the row goes on.
+    bool accept(int32_t step, Going& each, const float* logits) {
+        const int64_t vocab = target.head->num_outputs, num_drafted = each.drafted.size();
+        const int64_t at = step * int64_t(steps.num_rows) + each.number;
+        int64_t *drafted = steps.tokens + at * 2 * steps.width, *tokens = drafted + steps.width;
+        const int64_t *ends = each.row->ends, *last = ends + each.row->num_ends;
+        bool has_ended = false;
+        int32_t count = 0;
+        while (count <= num_drafted) {
+            const Largest best = largest(logits + count * vocab, int32_t(vocab));
+            has_ended = !best.is_finite();
+            if (has_ended) break;
+            tokens[count++] = best.index;
+            has_ended = std::find(ends, last, best.index) != last;
+            if (has_ended || count > num_drafted || each.drafted[count - 1] != best.index) break;
+        }
+        std::copy(each.drafted.begin(), each.drafted.end(), drafted);
+        steps.counts[2 * at] = int32_t(num_drafted), steps.counts[2 * at + 1] = count;
+        each.missing = each.position + (steps.stores_drafted ? std::min<int64_t>(count, num_drafted) : 1);
+        each.position += count, each.left -= count;
+        each.known.assign(tokens, tokens + count);
+        each.drafted.clear();
+        return !has_ended && each.left > 0;
+    }
+
+    int64_t slot_of(const Going& each, int64_t position) const {
+        Row row = {};
+        row.first_slot = each.row->first_slot, row.pages = each.row->pages;
+        return prefix_slot(row, position, steps.target->page_size);
+    }
+};
