@@ -30,6 +30,7 @@ from forethought.speculative import chain_steps
 from forethought.speculative.chain_steps import DecodedChains
 from forethought.speculative.drafter import ResourceManager
 from forethought.speculative.length.policy import FixedLength, LengthRequest
+from generations import expect_same
 from models import greedy, prompts, tiny, transformers_model
 from shipped import QUESTIONS, shipped
 
@@ -74,53 +75,6 @@ def made(
     machine = engine(architecture, speculative=configs, **{**LIMITS, **settings})
     machine.num_decode_steps = num_steps
     return machine
-
-
-def facts(machine: Engine, sequence: Sequence) -> dict[str, Any]:
-    """What holds of a kept generation, however many steps were made at once."""
-    size = sequence.num_computed
-    stored = sequence.table.slots(0, size)
-    caches = machine.speculation.draft_caches
-    ready = [cache._ready.reshape(-1)[stored].tolist() for cache in caches]
-    kept = [[stored[at] for at, is_ready in enumerate(own) if is_ready] for own in ready]
-    return {
-        "tokens": sequence.tokens,
-        "computed": (size, sequence.num_ever_computed),
-        "digests": sequence.table.digests,
-        "keys": [layer[stored].tolist() for layer in machine.runner.storage.keys],
-        "ready": ready,
-        "draft keys": [
-            layer[own].tolist()
-            for cache, own in zip(caches, kept, strict=True)
-            for layer in cache.storage.keys
-        ],
-        "end": (sequence.finish_reason, sequence.stop_reason),
-        "sampled": sequence.sampled_positions,
-        "usage": sequence.usage,
-        "metrics": sequence.metrics,
-        "drafted": sequence.drafted_steps,
-        "status": sequence.status,
-    }
-
-
-COUNTS = ("decoded", "prefilled", "cached", "drafted", "accepted", "draft_failures", "failures")
-
-
-def expect_same(
-    machines: List[Engine], kept: List[List[Sequence]], *, same_steps: bool = True
-) -> None:
-    """The second engine has done what the first one has."""
-    single, continuous = machines
-    for pair in zip(*kept, strict=True):
-        expected, found = (facts(m, each) for m, each in zip(machines, pair, strict=True))
-        for name in expected:
-            assert found[name] == expected[name], name
-    for name in COUNTS:
-        assert getattr(continuous.stats, name) == getattr(single.stats, name), name
-    if same_steps:
-        assert continuous.stats.steps == single.stats.steps
-    for machine in machines:
-        machine.check_integrity()
 
 
 def varied() -> list[SamplingParams]:

@@ -49,8 +49,10 @@ class ChainDecode:
             plan: plain decodes of all running sequences, with draft slots for one step.
             num_steps: of the engine, the first one included.
         """
-        chains = self._chains_behind(plan.rows)
-        if chains is None or not can_decode_chains(self._runner):
+        if len(self._drafting.drafters) != 1 or not can_decode_chains(self._runner):
+            return
+        chains = self._drafting.drafters[0].drafter.greedy_chains
+        if chains is None or not self._holds(plan.rows):
             return
         drafting = [row for row in plan.rows if row.num_nodes]
         held = self._drafting.drafters[0].policy.hold()
@@ -63,22 +65,17 @@ class ChainDecode:
         num_steps = self._scheduler.reserve_decode_slots(plan, num_steps)
         plan.num_chain_steps = num_steps if num_steps > 1 else 0
 
-    def _chains_behind(self, rows: List[PlannedRow]) -> GreedyChains | None:
-        """Those of the only drafter, if single steps would draft alike whatever becomes of others.
+    def _holds(self, rows: List[PlannedRow]) -> bool:
+        """Whether single steps of the only drafter would draft alike, whatever becomes of others.
 
         In these a length may depend on the batch, a draft may be cut to what is left of the step's
         tokens, and a rule or a resource manager of the user's is asked.
         """
-        if len(self._drafting.drafters) != 1:
-            return None
         entry = self._drafting.drafters[0]
-        lengths = {entry.schedule.length(number) for number in range(1, len(rows) + 1)}
-        rule = entry.rule
+        rule, lengths = entry.rule, set(map(entry.schedule.length, range(1, len(rows) + 1)))
         is_lossy = rule is not None and any(rule.applies_to(row.sequence.params) for row in rows)
         is_cut = any(row.num_nodes < self._drafting.num_requested(row) for row in rows)
-        if len(lengths) > 1 or is_lossy or is_cut or entry.resource_manager is not None:
-            return None
-        return entry.drafter.greedy_chains
+        return not (is_lossy or is_cut or len(lengths) > 1 or entry.resource_manager is not None)
 
     def _can_follow(self, chains: GreedyChains, rows: List[PlannedRow]) -> bool:
         requests = [self._drafting.request_of(row.sequence) for row in rows]
