@@ -18,7 +18,7 @@ from forethought.assets import reasoner_dir
 from forethought.config.drafters import DraftTargetDecodingConfig, NGramDecodingConfig
 from forethought.config.sampling import SamplingParams, SpeculationParams
 from forethought.config.speculation import DecodingBaseConfig
-from forethought.engine import chain_decode
+from forethought.engine import continuous
 from forethought.engine.engine import Engine
 from forethought.engine.sequence import Sequence, Status
 from forethought.errors import LogitsError
@@ -329,7 +329,7 @@ def test_where_the_call_fails_the_step_is_made_alone_with_its_draft(
     def fail(*args: Any) -> DecodedChains:
         raise RuntimeError("out of memory")
 
-    monkeypatch.setattr(chain_decode, "decode_chains", fail)
+    monkeypatch.setattr(continuous, "decode_chains", fail)
     machine = made(8)
     sequences = [machine.add(prompt, GREEDY)[0] for prompt in PROMPTS[:2]]
     events = drain(machine)
@@ -352,7 +352,7 @@ def test_a_call_that_fails_half_way_leaves_nothing_wrong_behind(
         raise RuntimeError("too late")
 
     single = run(made_steps[0], [GREEDY, GREEDY])
-    monkeypatch.setattr(chain_decode, "decode_chains", fail)
+    monkeypatch.setattr(continuous, "decode_chains", fail)
     expect_same(made_steps, [single, run(made_steps[1], [GREEDY, GREEDY])])
 
 
@@ -368,7 +368,7 @@ def test_an_interrupted_call_leaves_the_sequences_as_they_were(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(chain_decode, "decode_chains", interrupt)
+        patch.setattr(continuous, "decode_chains", interrupt)
         with pytest.raises(KeyboardInterrupt):
             machine.step()
     assert (sequence.tokens, sequence.num_computed) == before
@@ -382,7 +382,7 @@ def test_logits_that_are_not_finite_are_computed_again(
     first: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Once: the sequence goes on from what was decoded before them."""
-    spoilt, decode = list[int](), chain_decode.decode_chains
+    spoilt, decode = list[int](), continuous.decode_chains
 
     def spoiling(*args: Any) -> DecodedChains:
         decoded = decode(*args)
@@ -391,7 +391,7 @@ def test_logits_that_are_not_finite_are_computed_again(
             del decoded.steps[0][first:]
         return decoded
 
-    monkeypatch.setattr(chain_decode, "decode_chains", spoiling)
+    monkeypatch.setattr(continuous, "decode_chains", spoiling)
     machine = made(8)
     sequences = [machine.add(prompt, GREEDY)[0] for prompt in PROMPTS[:2]]
     drain(machine)

@@ -22,7 +22,7 @@ from forethought.config.drafters import (
 )
 from forethought.config.sampling import SamplingParams
 from forethought.config.speculation import DecodingBaseConfig
-from forethought.engine import chain_decode
+from forethought.engine import continuous
 from forethought.engine.engine import Engine
 from forethought.engine.sequence import Sequence
 from forethought.model import loader
@@ -142,12 +142,12 @@ def test_tokens_counts_and_all_that_is_stored_are_those_of_single_steps_and_of_t
         return call(self, *args)
 
     monkeypatch.setattr(native.ChainCall, "run", counted)
-    single, continuous = run(kind, 1, dtype), run(kind, 8, dtype)
+    single, several = run(kind, 1, dtype), run(kind, 8, dtype)
     assert calls
     assert 8 < single[0].stats.accepted < single[0].stats.drafted - 8
-    monkeypatch.setattr(chain_decode, "decode_chains", chain_steps.decode_by_forwards)
+    monkeypatch.setattr(continuous, "decode_chains", chain_steps.decode_by_forwards)
     reference = run(kind, 8, dtype)
-    for other in (continuous, reference):
+    for other in (several, reference):
         machines, kept = zip(single, other, strict=True)
         expect_same(machines, kept)
 
@@ -170,8 +170,8 @@ def test_neither_threads_nor_pages_nor_the_number_of_steps_matter(kind: str) -> 
 
 def test_a_prompt_is_read_by_the_draft_network_in_parts() -> None:
     """What it has not read of a long prompt is more than one forward takes."""
-    single, continuous = (run("eagle3", size, max_num_tokens=20) for size in (1, 8))
-    expect_same(*zip(single, continuous, strict=True))
+    single, several = (run("eagle3", size, max_num_tokens=20) for size in (1, 8))
+    expect_same(*zip(single, several, strict=True))
 
 
 def test_a_token_outside_the_drafters_vocabulary_ends_its_drafts_alone(

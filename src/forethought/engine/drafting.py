@@ -18,7 +18,6 @@ these requests gets another draft. A length policy that raises costs the drafts 
 from __future__ import annotations
 
 import logging
-import math
 import signal
 import threading
 import time
@@ -162,6 +161,7 @@ class Drafting:
 
     Attributes:
         names: of the drafters that requests can choose.
+        num_to_skip: coming steps of about the same batch in which no drafter or policy is asked.
     """
 
     def __init__(
@@ -202,9 +202,8 @@ class Drafting:
         self._drafts: dict[int, _RequestDraft] = {}
         self._prefills: dict[DrafterEntry, list[DraftRequest]] = {}
         """The context requests that each drafter of this step was shown."""
-        self._num_to_skip = self._num_skipped = self._num_running = 0
-        """Coming steps of about the same batch in which no drafter and no policy is asked; how many
-        have gone by since one was; sequences that ran then."""
+        self.num_to_skip = self._num_skipped = self._num_running = 0
+        """Steps that have gone by since one was asked; sequences that ran then."""
         self._skipping = self._given
         """Those whose policies are not asked in these steps: all that may draft for a request."""
         self._skipped_seconds = 0.0
@@ -227,9 +226,9 @@ class Drafting:
         num_running = len(running)
         is_other_batch = abs(num_running - self._num_running) > self._num_running // 4
         if self._predicted or is_other_batch or not self._skips_all(running):
-            self._num_to_skip = 0
-        if self._num_to_skip:
-            self._num_to_skip -= 1
+            self.num_to_skip = 0
+        if self.num_to_skip:
+            self.num_to_skip -= 1
             self._num_skipped += 1
             return False
         if self._num_skipped:
@@ -246,24 +245,10 @@ class Drafting:
             _may_draft(each, sequence.params.speculation) for each in others for sequence in running
         )
 
-    def num_plain_steps(self, rows: List[PlannedRow], takes_part: bool) -> float:
-        """How many steps of these rows, from this one on, need no drafter and no policy.
-
-        Args:
-            rows: of the running batch.
-            takes_part: what ``takes_part`` has returned for this step.
-        """
-        own = [row.sequence.params.speculation for row in rows]
-        if self.hidden_state_caches:
-            return 1  # they store the states of every token
-        if not self.drafters or all(each is not None and not each.enabled for each in own):
-            return math.inf
-        return 1 if takes_part else 1 + self._num_to_skip
-
     def skip(self, num_steps: int) -> None:
         """So many further steps have been made with this one."""
-        num_steps = min(num_steps, self._num_to_skip)
-        self._num_to_skip -= num_steps
+        num_steps = min(num_steps, self.num_to_skip)
+        self.num_to_skip -= num_steps
         self._num_skipped += num_steps
 
     def observe_skipped(self, seconds: float) -> None:
@@ -546,7 +531,7 @@ class Drafting:
         self._skipping = [
             each for each in self._given if any(_may_draft(each, own) for own in params)
         ] or self._given
-        self._num_to_skip = min((entry.policy.skip() for entry in self._skipping), default=0)
+        self.num_to_skip = min((entry.policy.skip() for entry in self._skipping), default=0)
         self._drafts, self._prefills = {}, {}
 
     def _learn(self, entry: DrafterEntry, record: StepRecord) -> None:

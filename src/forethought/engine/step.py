@@ -25,12 +25,10 @@ from typing import TypeVar
 
 from torch import Tensor
 
-from forethought.engine.chain_decode import ChainDecode
+from forethought.engine.continuous import ContinuousDecode
 from forethought.engine.drafting import Drafting
 from forethought.engine.packing import (
     PendingSample,
-    decode_row,
-    is_plain_decode,
     keep_logits,
     pack,
     pending_samples,
@@ -115,7 +113,7 @@ class Step:
         self._storages: list[KvStorage | DraftKvCache] = [runner.storage, *drafting.draft_caches]
         self._eos_ids = runner.lm.eos_token_ids
         self._timer = ForwardTimer(runner.lm.device)
-        self._chains = ChainDecode(runner, scheduler, drafting, stats)
+        self._continuous = ContinuousDecode(runner, scheduler, drafting, stats)
         self.num_decode_steps = 1
         self._events: list[Event] = []
         """What was committed and not returned yet."""
@@ -171,7 +169,9 @@ class Step:
             if self._asks_drafters:
                 self._reserve_draft_slots(plan)
             self._scheduler.plan_prefills(plan)
-            self._reserve_decode_slots(plan)
+            self._asks_drafters = self._continuous.reserve(
+                plan, self.num_decode_steps, self._asks_drafters
+            )
         except Exception as error:
             log.exception("no step could be planned")
             plan.undo()
@@ -190,23 +190,6 @@ class Step:
         except Exception:
             log.exception("no slots for drafts could be reserved in this step")
             plan.drop_drafts()
-
-    def _reserve_decode_slots(self, plan: Plan) -> None:
-        """Reserve slots for further decode steps, if nothing else runs and none can be admitted."""
-        scheduler = self._scheduler
-        may_admit = bool(scheduler.waiting) and not scheduler.is_full
-        if self.num_decode_steps == 1 or may_admit or plan.failures:
-            return
-        has_all = len(plan.rows) == len(scheduler.running)
-        if not has_all or not all(map(is_plain_decode, plan.rows)):
-            return
-        if any(row.num_nodes for row in plan.rows):
-            self._chains.reserve(plan, self.num_decode_steps)
-            return
-        most = self._drafting.num_plain_steps(plan.rows, self._asks_drafters)
-        self._scheduler.reserve_decode_slots(plan, int(min(self.num_decode_steps, most)))
-        if any(row.num_nodes for row in plan.rows):
-            self._asks_drafters = False
 
     def _prepare_pages(self, plan: Plan) -> None:
         """Make the copy-on-write copies; invalidate in the draft caches what is computed again."""
@@ -290,25 +273,18 @@ class Step:
         Returns:
             Forwards that were made; 0: the plan is of one step, or this failed and it is now.
         """
-        rows = sorted(plan.rows, key=lambda row: (-row.draft_len, -row.num_nodes))
-        num_steps = plan.num_chain_steps
-        if not num_steps and (self._asks_drafters or not rows or not rows[0].num_nodes):
+        is_single = self._asks_drafters and not plan.num_chain_steps
+        if is_single or not any(row.num_nodes for row in plan.rows):
             return 0
-        try:
-            with self._timer:
-                if num_steps:
-                    decoded = self._chains.decode(rows, num_steps)
-                else:
-                    decoded = self._runner.decode([decode_row(row, self._eos_ids) for row in rows])
-        except Exception as error:
-            log.warning("decode steps of %d rows failed: %r", len(rows), error)
-            self._stats.failed_forwards += 1
-            self._chains.give_up(plan)
+        with self._timer:
+            decoded = self._continuous.decode(plan)
+        if decoded is None:
             return 0
-        for sequence in take_decoded(rows, decoded.tokens):
+        rows, found = decoded
+        for sequence in take_decoded(rows, found.tokens):
             self._recompute(plan, sequence)
-        self._drafting.skip(decoded.num_forwards - 1)
-        return decoded.num_forwards
+        self._drafting.skip(found.num_forwards - 1)
+        return found.num_forwards
 
     # ---- verify -----------------------------------------------------------------------------
 
@@ -392,7 +368,7 @@ class Step:
                 end = self._truncate(sequence, result)
                 accepted = result.tokens[: len(result.path)]
                 if row.steps:
-                    self._chains.count(row, end[0] is not None)
+                    self._continuous.count(row, end[0] is not None)
                 else:
                     self._count_draft(row, len(accepted), len(result.tokens))
                 if row.draft.tokens:

@@ -1,17 +1,20 @@
-"""Several steps with drafts in one call, where nothing has to be decided between them.
+"""Continuous decode steps: several in one call, where nothing has to be decided between them.
 
-Every running sequence decodes plainly, nothing can be admitted, one drafter alone drafts, and its
-drafts are greedy chains of a length that holds. The steps are made by ``speculative.chain_steps``,
-and are committed and counted as if they had been made one by one.
+Every running sequence decodes plainly, and nothing can be admitted. Without drafts the steps are
+made by ``ModelRunner.decode``. With drafts they are made by ``speculative.chain_steps``, where one
+drafter alone drafts, in greedy chains of a length that holds. They are committed and counted as if
+they had been made one by one.
 """
 
 from __future__ import annotations
 
+import logging
+import math
 from collections.abc import Sequence as List
 from itertools import chain
 
 from forethought.engine.drafting import Drafting
-from forethought.engine.packing import end_ids
+from forethought.engine.packing import decode_row, end_ids, is_plain_decode
 from forethought.engine.scheduler import Plan, PlannedRow, Scheduler
 from forethought.kv.table import TableView
 from forethought.model.runner import DecodedTokens, ModelRunner
@@ -24,8 +27,10 @@ from forethought.speculative.chain_steps import (
     decode_chains,
 )
 
+log = logging.getLogger(__name__)
 
-class ChainDecode:
+
+class ContinuousDecode:
     """Reserves slots for the steps of a plan, and makes them.
 
     Args:
@@ -42,13 +47,41 @@ class ChainDecode:
         self._drafting, self._stats = drafting, stats
         self._eos_ids = runner.lm.eos_token_ids
 
-    def reserve(self, plan: Plan, num_steps: int) -> None:
+    def reserve(self, plan: Plan, num_steps: int, asks_drafters: bool) -> bool:
         """Reserve slots for up to so many steps, if the rows of a plan can be decoded so.
 
         Args:
-            plan: plain decodes of all running sequences, with draft slots for one step.
+            plan: of one step, with the draft slots of that.
             num_steps: of the engine, the first one included.
+            asks_drafters: whether drafters take part in this step.
+
+        Returns:
+            Whether drafters are to be asked in this step after all.
         """
+        scheduler, rows = self._scheduler, plan.rows
+        may_admit = bool(scheduler.waiting) and not scheduler.is_full
+        if num_steps == 1 or may_admit or plan.failures:
+            return asks_drafters
+        if len(rows) < len(scheduler.running) or not all(map(is_plain_decode, rows)):
+            return asks_drafters
+        if any(row.num_nodes for row in rows):
+            self._reserve_with_drafts(plan, num_steps)
+            return asks_drafters
+        most = self._num_plain_steps(rows, asks_drafters)
+        scheduler.reserve_decode_slots(plan, int(min(num_steps, most)))
+        return asks_drafters and not any(row.num_nodes for row in rows)
+
+    def _num_plain_steps(self, rows: List[PlannedRow], asks_drafters: bool) -> float:
+        """How many steps of these rows, from this one on, need no drafter and no policy."""
+        own, drafting = [row.sequence.params.speculation for row in rows], self._drafting
+        if drafting.hidden_state_caches:
+            return 1  # they store the states of every token
+        if not drafting.drafters or all(each is not None and not each.enabled for each in own):
+            return math.inf
+        return 1 if asks_drafters else 1 + drafting.num_to_skip
+
+    def _reserve_with_drafts(self, plan: Plan, num_steps: int) -> None:
+        """The same for rows of which some have draft slots."""
         if len(self._drafting.drafters) != 1 or not can_decode_chains(self._runner):
             return
         chains = self._drafting.drafters[0].drafter.greedy_chains
@@ -83,22 +116,28 @@ class ChainDecode:
             request.table = TableView(row.sequence.table)
         return all(map(chains.can_follow, requests))
 
-    def give_up(self, plan: Plan) -> None:
-        """The plan is of one step, with the draft slots that it had."""
-        plan.num_chain_steps = 0
-        for row in plan.rows:
-            plan.trim(row, row.draft_len)
-
-    def decode(self, rows: List[PlannedRow], num_steps: int) -> DecodedTokens:
-        """Make the steps; sets ``steps`` of the rows.
-
-        Args:
-            rows: the longest drafts first.
-            num_steps: that there are slots for.
+    def decode(self, plan: Plan) -> tuple[list[PlannedRow], DecodedTokens] | None:
+        """Make all steps that there are slots for.
 
         Returns:
-            All tokens of each row.
+            The rows, and all tokens of each. None: the plan is of one step, or this failed and it
+            is now.
         """
+        rows = sorted(plan.rows, key=lambda row: (-row.draft_len, -row.num_nodes))
+        try:
+            if plan.num_chain_steps:
+                return rows, self._decode_chains(rows, plan.num_chain_steps)
+            return rows, self._runner.decode([decode_row(row, self._eos_ids) for row in rows])
+        except Exception as error:
+            log.warning("decode steps of %d rows failed: %r", len(rows), error)
+            self._stats.failed_forwards += 1
+            plan.num_chain_steps = 0
+            for row in rows:
+                plan.trim(row, row.draft_len)
+            return None
+
+    def _decode_chains(self, rows: List[PlannedRow], num_steps: int) -> DecodedTokens:
+        """Make steps with drafts; sets ``steps`` of the rows, the longest drafts first."""
         (entry,) = self._drafting.drafters
         chains = entry.drafter.greedy_chains
         assert chains is not None
@@ -122,7 +161,9 @@ class ChainDecode:
         )
 
     def count(self, row: PlannedRow, has_ended: bool) -> None:
-        """Count the steps of a row, and note them for the output, before its tokens are appended.
+        """Count the steps with drafts of a row, and note them for the output.
+
+        Before their tokens are appended to the sequence.
 
         Args:
             row: with its ``steps``.
