@@ -59,7 +59,7 @@ def few_tokens(architecture: str, seed: int = 1, vocab_size: int | None = None) 
     save_random(config, path, seed)
     module = AutoModelForCausalLM.from_pretrained(path)
     head = module.lm_head.weight.data
-    likely = LIKELY[LIKELY < len(head)]
+    likely = [token for token in LIKELY.tolist() if token < len(head)]
     kept = head[likely].clone()
     head.zero_()
     head[likely] = kept

@@ -161,7 +161,6 @@ class Drafting:
 
     Attributes:
         names: of the drafters that requests can choose.
-        num_to_skip: coming steps of about the same batch in which no drafter or policy is asked.
     """
 
     def __init__(
@@ -202,8 +201,9 @@ class Drafting:
         self._drafts: dict[int, _RequestDraft] = {}
         self._prefills: dict[DrafterEntry, list[DraftRequest]] = {}
         """The context requests that each drafter of this step was shown."""
-        self.num_to_skip = self._num_skipped = self._num_running = 0
-        """Steps that have gone by since one was asked; sequences that ran then."""
+        self._num_to_skip = self._num_skipped = self._num_running = 0
+        """Coming steps of about the same batch in which no drafter and no policy is asked; how many
+        have gone by since one was; sequences that ran then."""
         self._skipping = self._given
         """Those whose policies are not asked in these steps: all that may draft for a request."""
         self._skipped_seconds = 0.0
@@ -217,6 +217,11 @@ class Drafting:
         """The drafters of this step, in the order in which they are tried."""
         return [self._prediction, *self._given] if self._predicted else self._given
 
+    @property
+    def num_to_skip(self) -> int:
+        """Coming steps of about the same batch in which no drafter and no policy is asked."""
+        return self._num_to_skip
+
     def takes_part(self, running: List[Sequence]) -> bool:
         """Whether drafters are asked in the step that begins; called once per step.
 
@@ -226,9 +231,9 @@ class Drafting:
         num_running = len(running)
         is_other_batch = abs(num_running - self._num_running) > self._num_running // 4
         if self._predicted or is_other_batch or not self._skips_all(running):
-            self.num_to_skip = 0
-        if self.num_to_skip:
-            self.num_to_skip -= 1
+            self._num_to_skip = 0
+        if self._num_to_skip:
+            self._num_to_skip -= 1
             self._num_skipped += 1
             return False
         if self._num_skipped:
@@ -247,8 +252,8 @@ class Drafting:
 
     def skip(self, num_steps: int) -> None:
         """So many further steps have been made with this one."""
-        num_steps = min(num_steps, self.num_to_skip)
-        self.num_to_skip -= num_steps
+        num_steps = min(num_steps, self._num_to_skip)
+        self._num_to_skip -= num_steps
         self._num_skipped += num_steps
 
     def observe_skipped(self, seconds: float) -> None:
@@ -531,7 +536,7 @@ class Drafting:
         self._skipping = [
             each for each in self._given if any(_may_draft(each, own) for own in params)
         ] or self._given
-        self.num_to_skip = min((entry.policy.skip() for entry in self._skipping), default=0)
+        self._num_to_skip = min((entry.policy.skip() for entry in self._skipping), default=0)
         self._drafts, self._prefills = {}, {}
 
     def _learn(self, entry: DrafterEntry, record: StepRecord) -> None:
