@@ -91,10 +91,11 @@ class LlmArgs(StrictModel):
     """Tokens in one step: decodes first, then chunks of prefills."""
     num_continuous_decode_steps: int | None = Field(default=None, ge=1)
     """Decode steps that are made in one call, where all running requests decode greedily, without
-    drafts, stop strings, penalties, shapes, thinking budgets or log-probabilities, and no other one
-    can begin. It saves most of what a step costs beside the forward. The tokens come together, and
-    an abort, a timeout or a new request takes effect at the end of the call. None: 8 in ``LLM``, 1
-    for its streams and where clients run beside the engine (``AsyncLLM``, server)."""
+    stop strings, penalties, shapes, thinking budgets or log-probabilities, without drafts or with
+    chains of a draft model or draft head, and no other one can begin. It saves most of what a step
+    costs beside the forward. The tokens come together, and an abort, a timeout or a new request
+    takes effect at the end of the call. None: 8 in ``LLM``, 1 for its streams and where clients run
+    beside the engine (``AsyncLLM``, server)."""
     max_seq_len: int | None = Field(default=None, ge=2)
     """Prompt and output of one sequence together; None: the model's context."""
     enable_chunked_prefill: bool = True
