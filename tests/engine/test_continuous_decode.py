@@ -265,8 +265,9 @@ def test_a_prompt_is_scored_and_then_decoded_in_continuous_steps() -> None:
     assert len(sequence.prompt_logprobs) == 3
 
 
-def test_only_requests_without_drafts_run_in_continuous_steps() -> None:
-    machine = engine(speculative=[NGramDecodingConfig(max_draft_len=2)], **LIMITS)
+def test_only_requests_without_drafts_run_in_continuous_steps_beside_trees() -> None:
+    trees = SuffixDecodingConfig(max_draft_len=2, max_total_draft_tokens=4)
+    machine = engine(speculative=[trees], **LIMITS)
     machine.num_decode_steps = 8
     assert max(decode_sizes(machine)) < 4
     plain = SpeculationParams(enabled=False)

@@ -15,7 +15,11 @@ from transformers import AutoModelForCausalLM
 
 from engines import drain, engine, engine_over, expect_empty, outputs
 from forethought.assets import reasoner_dir
-from forethought.config.drafters import DraftTargetDecodingConfig, NGramDecodingConfig
+from forethought.config.drafters import (
+    DraftTargetDecodingConfig,
+    NGramDecodingConfig,
+    SuffixDecodingConfig,
+)
 from forethought.config.sampling import SamplingParams, SpeculationParams
 from forethought.config.speculation import DecodingBaseConfig
 from forethought.engine import continuous
@@ -117,6 +121,29 @@ def test_so_do_models_with_windows_and_those_that_run_in_torch(architecture: str
     machines = [made(size, architecture=architecture) for size in (1, 8)]
     expect_same(machines, [run(machine, [GREEDY] * 3) for machine in machines])
     assert machines[1].stats.accepted > 0
+
+
+@pytest.mark.parametrize("number", [1, 4])
+@pytest.mark.parametrize(
+    "config",
+    [
+        NGramDecodingConfig(max_draft_len=5, max_matching_ngram_size=2),
+        NGramDecodingConfig(max_draft_len=3, is_keep_all=False, is_use_oldest=False),
+        SuffixDecodingConfig(max_draft_len=6, max_spec_factor=4.0),
+    ],
+)
+def test_drafts_from_the_text_are_those_of_single_steps(
+    config: DecodingBaseConfig, number: int
+) -> None:
+    """Also where a step has no draft, and where what ends is drafted from; the second time all
+    outputs are known."""
+    machines = [made(size, config) for size in (1, 8)]
+    for _ in range(2):
+        kept = [run(machine, varied()[-number:]) for machine in machines]
+        expect_same(machines, kept)
+    assert machines[1].stats.accepted > 3
+    machines[1].add(PROMPTS[4], GREEDY)
+    assert max(len(event.tokens) for event in drain(machines[1])) > 6
 
 
 def test_several_steps_are_one_call() -> None:

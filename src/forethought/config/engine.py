@@ -92,7 +92,7 @@ class LlmArgs(StrictModel):
     num_continuous_decode_steps: int | None = Field(default=None, ge=1)
     """Decode steps that are made in one call, where all running requests decode greedily, without
     stop strings, penalties, shapes, thinking budgets or log-probabilities, without drafts or with
-    chains of a draft model or draft head, and no other one can begin. It saves most of what a step
+    chains of one drafter, and no other one can begin. It saves most of what a step
     costs beside the forward. The tokens come together, and an abort, a timeout or a new request
     takes effect at the end of the call. None: 8 in ``LLM``, 1 for its streams and where clients run
     beside the engine (``AsyncLLM``, server)."""

@@ -22,7 +22,7 @@ from forethought.model.sampling import NO_TOKEN
 from forethought.outputs import DraftedStep, EngineStats
 from forethought.speculative.chain_steps import (
     ChainRow,
-    GreedyChains,
+    ChainSource,
     can_decode_chains,
     decode_chains,
 )
@@ -84,7 +84,7 @@ class ContinuousDecode:
         """The same for rows of which some have draft slots."""
         if len(self._drafting.drafters) != 1 or not can_decode_chains(self._runner):
             return
-        chains = self._drafting.drafters[0].drafter.greedy_chains
+        chains = self._drafting.drafters[0].drafter.chain_source
         if chains is None or not self._holds(plan.rows):
             return
         drafting = [row for row in plan.rows if row.num_nodes]
@@ -110,7 +110,7 @@ class ContinuousDecode:
         is_cut = any(row.num_nodes < self._drafting.num_requested(row) for row in rows)
         return not (is_lossy or is_cut or len(lengths) > 1 or entry.resource_manager is not None)
 
-    def _can_follow(self, chains: GreedyChains, rows: List[PlannedRow]) -> bool:
+    def _can_follow(self, chains: ChainSource, rows: List[PlannedRow]) -> bool:
         requests = [self._drafting.request_of(row.sequence) for row in rows]
         for row, request in zip(rows, requests, strict=True):
             request.table = TableView(row.sequence.table)
@@ -139,7 +139,7 @@ class ContinuousDecode:
     def _decode_chains(self, rows: List[PlannedRow], num_steps: int) -> DecodedTokens:
         """Make steps with drafts; sets ``steps`` of the rows, the longest drafts first."""
         (entry,) = self._drafting.drafters
-        chains = entry.drafter.greedy_chains
+        chains = entry.drafter.chain_source
         assert chains is not None
         decoded = decode_chains(self._runner, chains, list(map(self._row, rows)), num_steps)
         self._stats.draft_seconds += decoded.draft_seconds
@@ -187,6 +187,6 @@ class ContinuousDecode:
             sequence.drafted_steps[-1] = sequence.drafted_steps[-1]._replace(rejected=())
 
 
-def _positions_left(chains: GreedyChains, row: PlannedRow) -> float:
+def _positions_left(chains: ChainSource, row: PlannedRow) -> float:
     """Steps in which a row's known and drafted tokens stay within the drafter's positions."""
     return (chains.max_positions + 1 - len(row.sequence.tokens)) // (1 + row.num_nodes)

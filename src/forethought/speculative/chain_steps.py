@@ -1,4 +1,4 @@
-"""Several greedy steps with drafts in one call: the drafts are chains of a draft network.
+"""Several greedy steps with drafts in one call: the drafts are chains.
 
 A step drafts a chain behind the last known token of each row, computes both in one forward of the
 target, and keeps the drafted tokens as far as they are the most probable ones, and the one behind::
@@ -16,10 +16,11 @@ import math
 import time
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
+from forethought.kv.storage import DraftKvCache, HiddenStateCache
 from forethought.kv.table import PageTable, TableView
 from forethought.model.attention.base import PagedPass
 from forethought.model.batch import Batch, Row
@@ -35,29 +36,95 @@ from forethought.model.runner import ModelRunner
 from forethought.model.sampling import NO_TOKEN, most_probable
 from forethought.speculative.draft_model import DraftModel
 from forethought.speculative.draft_module import DraftModuleRunner, TokenRange
-from forethought.speculative.drafter import NO_DRAFT, DraftRequest, table_of
+from forethought.speculative.drafter import (
+    NO_DRAFT,
+    Drafter,
+    DraftRequest,
+    ScheduledRequests,
+    table_of,
+)
 from forethought.speculative.heads.native import NativeDraftModule
 from forethought.speculative.tree import StaticTreeBuilder
 
 
+class ChainSource(Protocol):
+    """What a drafter offers whose drafts of greedy requests are chains of points."""
+
+    @property
+    def max_positions(self) -> float:
+        """Known and drafted tokens of a sequence that it can read."""
+        ...
+
+    @property
+    def learns_from_ends(self) -> bool:
+        """Whether drafts depend on rows that have ended: then the first one ends the call."""
+        ...
+
+    @property
+    def draft_caches(self) -> Sequence[DraftKvCache]:
+        """Its caches over the target's pages."""
+        ...
+
+    def can_follow(self, request: DraftRequest) -> bool:
+        """Whether what it reads of the target is stored up to the root of a request."""
+        ...
+
+    def draft(self, requests: list[DraftRequest]) -> None:
+        """Set the drafts of requests, or leave them as they are."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TextChains:
+    """Of a drafter that reads the tokens of requests and nothing else.
+
+    Attributes:
+        drafter: is asked in each step, and has no use for ``update``.
+        learns_from_ends, max_positions, draft_caches: see :class:`ChainSource`.
+    """
+
+    drafter: Drafter
+    learns_from_ends: bool = True
+    max_positions: float = math.inf
+    draft_caches: tuple[DraftKvCache, ...] = ()
+
+    def can_follow(self, request: DraftRequest) -> bool:
+        """Always."""
+        return True
+
+    def draft(self, requests: list[DraftRequest]) -> None:
+        """See :class:`ChainSource`."""
+        self.drafter.prepare_draft_tokens(ScheduledRequests(requests))
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class GreedyChains:
-    """Of a drafter whose drafts of greedy requests are a network's most probable tokens, in chains.
+    """Of a drafter that takes the most probable tokens of a network.
 
     Attributes:
         runner: of the network.
         builder: of the drafts, chains.
-        max_positions: known and drafted tokens of a sequence that the network can read.
+        max_positions, learns_from_ends: see :class:`ChainSource`.
     """
 
     runner: DraftModuleRunner
     builder: StaticTreeBuilder
     max_positions: float = math.inf
+    learns_from_ends: bool = False
+
+    @property
+    def draft_caches(self) -> Sequence[DraftKvCache]:
+        """The target's hidden states, if they are read, and the network's keys and values."""
+        return self.runner.draft_caches
 
     def can_follow(self, request: DraftRequest) -> bool:
-        """Whether what it reads of the target is stored up to the root of a request."""
+        """See :class:`ChainSource`."""
         states = self.runner.hidden_states
         return states is None or states.covers(table_of(request), len(request.tokens) - 1)
+
+    def draft(self, requests: list[DraftRequest]) -> None:
+        """See :class:`ChainSource`."""
+        self.builder.grow(self.runner, requests)
 
 
 @dataclass(slots=True, eq=False)
@@ -112,7 +179,7 @@ def can_decode_chains(runner: ModelRunner) -> bool:
 
 
 def decode_chains(
-    runner: ModelRunner, chains: GreedyChains, rows: Sequence[ChainRow], num_steps: int
+    runner: ModelRunner, chains: ChainSource, rows: Sequence[ChainRow], num_steps: int
 ) -> DecodedChains:
     """Make up to ``num_steps`` steps with drafts, until each row has ended.
 
@@ -125,15 +192,10 @@ def decode_chains(
         rows: none has longer drafts than the one before it.
         num_steps: at most.
     """
-    network, draft = runner.lm.network, _native(chains)
-    if draft is None or not isinstance(network, NativeNetwork) or not rows[0].draft_len:
+    native = _Native.of(runner, chains) if rows[0].draft_len else None
+    if native is None:
         return decode_by_forwards(runner, chains, rows, num_steps)
-    return _Native(runner, network.forward, chains, draft).decode(rows, num_steps)
-
-
-def _native(chains: GreedyChains) -> NativeDraftNetwork | None:
-    network = chains.runner.network
-    return network.native if isinstance(network, DraftModel | NativeDraftModule) else None
+    return native.decode(rows, num_steps)
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,6 +206,17 @@ class _Native:
     target: NativeForward
     chains: GreedyChains
     draft: NativeDraftNetwork
+
+    @classmethod
+    def of(cls, runner: ModelRunner, chains: ChainSource) -> _Native | None:
+        """Where both target and draft network run there."""
+        network = runner.lm.network
+        if not isinstance(chains, GreedyChains) or not isinstance(network, NativeNetwork):
+            return None
+        drafting = chains.runner.network
+        if not isinstance(drafting, DraftModel | NativeDraftModule) or drafting.native is None:
+            return None
+        return cls(runner, network.forward, chains, drafting.native)
 
     def decode(self, rows: Sequence[ChainRow], num_steps: int) -> DecodedChains:
         """See :func:`decode_chains`; some rows have drafts."""
@@ -220,15 +293,15 @@ def _native_row(row: ChainRow) -> NativeChainRow:
 
 
 def decode_by_forwards(
-    runner: ModelRunner, chains: GreedyChains, rows: Sequence[ChainRow], num_steps: int
+    runner: ModelRunner, chains: ChainSource, rows: Sequence[ChainRow], num_steps: int
 ) -> DecodedChains:
     """The reference implementation: each step is a draft and a forward, whose tokens are read."""
-    states, draft_seconds, num_forwards = chains.runner.hidden_states, 0.0, 0
-    readers = [] if states is None else [states]
+    draft_seconds, num_forwards = 0.0, 0
+    readers = [cache for cache in chains.draft_caches if isinstance(cache, HiddenStateCache)]
     decoding = [_Decoding.of(row) for row in rows]
     while num_forwards < num_steps:
         going = [each for each in decoding if not each.has_ended]
-        if not going:
+        if not going or (chains.learns_from_ends and len(going) < len(decoding)):
             break
         began = time.perf_counter()
         _draft(chains, going)
@@ -291,12 +364,12 @@ class _Decoding:
         self.has_ended |= not self.num_left
 
 
-def _draft(chains: GreedyChains, decoding: Sequence[_Decoding]) -> None:
+def _draft(chains: ChainSource, decoding: Sequence[_Decoding]) -> None:
     """Draft for all rows that may still have a draft; their slots get other tokens than before."""
     drafting = [each for each in decoding if each.limit_draft() > 0]
     for each in decoding:
         start = len(each.tokens) - 1
-        for cache in chains.runner.draft_caches:
+        for cache in chains.draft_caches:
             cache.invalidate(each.row.table, start, start + 1 + each.request.max_nodes)
     if drafting:
-        chains.builder.grow(chains.runner, [each.request for each in drafting])
+        chains.draft([each.request for each in drafting])

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
     from forethought.kv.storage import DraftKvCache, HiddenStateCache
     from forethought.kv.table import ReadableTable, TableView
-    from forethought.speculative.chain_steps import GreedyChains
+    from forethought.speculative.chain_steps import ChainSource
 
 
 class DraftKind(Enum):
@@ -346,7 +346,7 @@ class Drafter(ABC):
         return ()
 
     @property
-    def greedy_chains(self) -> GreedyChains | None:
+    def chain_source(self) -> ChainSource | None:
         """What makes several steps with its drafts in one call (``speculative.chain_steps``), in
         which it is not asked, nor told by ``update``; None: each step asks for its drafts.
         """

@@ -85,7 +85,7 @@ class DraftTargetDrafter(Drafter):
         return self._runner.draft_caches
 
     @property
-    def greedy_chains(self) -> GreedyChains | None:
+    def chain_source(self) -> GreedyChains | None:
         """See :class:`Drafter`."""
         if not self._trees.is_chain:
             return None

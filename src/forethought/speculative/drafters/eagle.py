@@ -72,7 +72,7 @@ class EagleDrafter(Drafter):
         return self._runner.draft_caches
 
     @property
-    def greedy_chains(self) -> GreedyChains | None:
+    def chain_source(self) -> GreedyChains | None:
         """See :class:`Drafter`."""
         if not isinstance(self._trees, StaticTreeBuilder) or not self._trees.is_chain:
             return None

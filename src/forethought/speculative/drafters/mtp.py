@@ -129,7 +129,7 @@ class MTPDrafter(Drafter):
         return (self._hidden_states, *(runner.cache for runner in self._runners))
 
     @property
-    def greedy_chains(self) -> GreedyChains | None:
+    def chain_source(self) -> GreedyChains | None:
         """See :class:`Drafter`."""
         if len(self._runners) > 1:
             return None

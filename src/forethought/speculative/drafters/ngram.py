@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from forethought.errors import ParameterError
+from forethought.speculative.chain_steps import TextChains
 from forethought.speculative.drafter import (
     Drafter,
     DraftRequest,
@@ -242,6 +243,11 @@ class NGramDrafter(Drafter):
     def idle(self) -> bool:
         """Whether no state of single requests is kept outside the pool."""
         return not self._learnt and not self._siblings
+
+    @property
+    def chain_source(self) -> TextChains:
+        """See :class:`Drafter`."""
+        return TextChains(self)
 
     def prepare_draft_tokens(
         self,

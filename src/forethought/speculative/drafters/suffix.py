@@ -22,6 +22,7 @@ from heapq import heappop, heappush
 from typing import TYPE_CHECKING
 
 from forethought.errors import ParameterError
+from forethought.speculative.chain_steps import TextChains
 from forethought.speculative.drafter import (
     Draft,
     Drafter,
@@ -357,6 +358,11 @@ class SuffixDrafter(Drafter):
     def nodes(self, depth: int) -> int:
         """``max_total_draft_tokens``, in proportion to ``depth``."""
         return -(-self.max_total_draft_tokens * depth // self.max_draft_len)
+
+    @property
+    def chain_source(self) -> TextChains | None:
+        """See :class:`Drafter`."""
+        return TextChains(self) if self.max_total_draft_tokens == self.max_draft_len else None
 
     def prepare_draft_tokens(
         self,
