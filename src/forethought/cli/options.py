@@ -227,7 +227,7 @@ INTRODUCTION = (
     'nuts. He uses 84. How many nuts does Sam have now?"; --model DIR for a real one'
 )
 """Shown where the user has named no model."""
-_OPTIONS = ("model", "revision", "dtype", "quantization", "device")
+_OPTIONS = ("model", "revision", "dtype", "quantization", "device", "tensor_parallel_size")
 
 
 def model_path(text: str) -> Path:
@@ -289,6 +289,12 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
         "--quantization", choices=["int8", "int4"], help="store the weights in 8 or 4 bits"
     )
     parser.add_argument("--device", help="cpu, cuda, ... (default: CUDA where there is one)")
+    parser.add_argument(
+        "--tensor-parallel-size",
+        type=int,
+        metavar="N",
+        help="processes that have a slice of every layer each, on a GPU each or on the CPU",
+    )
     parser.add_argument(
         "--config",
         "--extra_llm_api_options",

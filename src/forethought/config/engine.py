@@ -85,6 +85,10 @@ class LlmArgs(StrictModel):
     """Whether steps that only decode are captured as CUDA graphs and replayed by one launch.
     ``auto``: on CUDA with attention ``triton``, for the fused forward; True: for any forward, and
     refused where it cannot be captured."""
+    tensor_parallel_size: int = Field(default=1, ge=1)
+    """Processes that have a slice of every layer each, on a GPU each or on a CPU. Beyond 1 the
+    model runs through the fused forward and without CUDA graphs. An exception in a forward, and the
+    end of any of them, end the engine."""
     max_batch_size: int = Field(default=64, ge=1)
     """Sequences in one step."""
     max_num_tokens: int = Field(default=2048, ge=1)
@@ -163,6 +167,7 @@ class LlmOptions(TypedDict, total=False):
     forward: Literal["auto", "native", "torch"]
     fuse: bool
     cuda_graphs: Literal["auto"] | bool
+    tensor_parallel_size: int
     max_batch_size: int
     max_num_tokens: int
     num_continuous_decode_steps: int | None

@@ -100,6 +100,9 @@ class Engine:
         """One forward for all that run, and what it did to each sequence; see ``Step.run``.
 
         Where nothing but greedy decodes is to be done it is up to ``num_decode_steps`` forwards.
+
+        Raises:
+            EngineStopped: a rank of tensor parallelism has ended, before the step or in it.
         """
         running = self.scheduler.running
         is_streamed = self.shares_processors or any(each.is_streamed for each in running)
@@ -107,10 +110,14 @@ class Engine:
             self.num_streamed_decode_steps if is_streamed else self.num_decode_steps
         )
         num_threads = self.num_shared_threads if self.shares_processors else self.num_threads
+        self.runner.check_running()
         if num_threads is None or num_threads == torch.get_num_threads():
-            return self._step.run()
-        with computing_threads(num_threads):
-            return self._step.run()
+            events = self._step.run()
+        else:
+            with computing_threads(num_threads):
+                events = self._step.run()
+        self.runner.check_running()  # else all requests of the step fail, with the engine
+        return events
 
     # ---- admission --------------------------------------------------------------------------
 
@@ -121,7 +128,9 @@ class Engine:
             ParameterError: an empty prompt, or ids outside the vocabulary.
             ContextLengthError: the context cannot hold the prompt and one new token.
             CapacityError: the KV cache cannot, or one step without chunked prefill.
+            EngineStopped: a rank of tensor parallelism has ended.
         """
+        self.runner.check_running()
         if not prompt_ids:
             raise ParameterError("empty prompt", "there is no token to continue", "Give some text")
         self._check_ids("prompt", prompt_ids)
@@ -447,8 +456,9 @@ class Engine:
         self.scheduler.close(sequence)
 
     def shutdown(self) -> None:
-        """Let the drafters release what they hold: the engine ends."""
+        """Let drafters and runner release what they hold: the engine ends."""
         self.speculation.shutdown()
+        self.runner.shutdown()
 
     def check_integrity(self) -> None:
         """Assert that every page is held by exactly the tables that list it."""

@@ -11,6 +11,7 @@ import torch
 from forethought.config.drafters import AutoDecodingConfig
 from forethought.config.engine import KvCacheConfig, LlmArgs
 from forethought.config.speculation import DecodingBaseConfig
+from forethought.engine import tensor_parallel
 from forethought.engine.drafting import DrafterEntry
 from forethought.engine.engine import Engine
 from forethought.engine.scheduler import Limits
@@ -30,6 +31,13 @@ from forethought.model.device import (
 )
 from forethought.model.graph_runner import GraphRunner
 from forethought.model.graphs import MAX_GRAPH_TOKENS, CudaCapture, GraphCapturer
+from forethought.model.parallel.ranks import Ranks
+from forethought.model.parallel.sharded import (
+    FreeMemory,
+    ShardedRunner,
+    ShardedStorage,
+    free_gpu_memory,
+)
 from forethought.model.runner import ModelRunner
 from forethought.speculative import registry
 from forethought.speculative.length import length_policy
@@ -60,29 +68,52 @@ def build(args: LlmArgs, model_dir: Path) -> Engine:
         ModelError: the model cannot be loaded or is not supported.
         ParameterError: a value that this machine or model cannot honour.
         CapacityError: the KV cache would not hold a single sequence of two tokens.
+        EngineStopped: a rank of tensor parallelism has ended while it was started.
     """
     # Before the target is loaded: a draft model that does not exist costs no waiting.
     configs = [config.with_local_model() for config in args.speculative_config]
     device = find_device(args.device)
     if isinstance(args.num_threads, int):
         set_threads(args.num_threads, device)
+    with tensor_parallel.starting(args, model_dir, device) as ranks:
+        lm = _load(args, model_dir, device, ranks)
+        return _engine(args, model_dir, configs, lm, ranks)
+
+
+def _load(args: LlmArgs, model_dir: Path, device: torch.device, ranks: Ranks | None) -> CausalLM:
+    """The target, in all its ranks."""
     lm = loader.load(
         model_dir,
         dtype=args.dtype,
-        device=device,
+        device=device if ranks is None else ranks.shard.device(device.type),
         attention=args.attention,
         fuse=args.fuse,
         trust_remote_code=args.trust_remote_code,
         quantization=args.quantization,
         forward=args.forward,
+        shard=None if ranks is None else ranks.shard,
     )
     if lm.device.type == "cpu" and args.num_threads != "auto":
         check_threads()
+    if ranks is not None:
+        num_threads = _threads(args, lm, shared=False) or torch.get_num_threads()
+        tensor_parallel.join(ranks, lm, args, model_dir, num_threads)
+    return lm
+
+
+def _engine(
+    args: LlmArgs,
+    model_dir: Path,
+    configs: Sequence[DecodingBaseConfig],
+    lm: CausalLM,
+    ranks: Ranks | None,
+) -> Engine:
+    """The engine over a model that is loaded."""
     context = _context(args, lm)
     _check_lengths(configs, context)
     batch_size = min(args.max_batch_size, args.max_num_tokens)  # a decode takes a token each
     # Drafters load their models and say what they store before the pages are counted out.
-    runner = _runner(args, lm, MAX_GRAPH_TOKENS if configs else batch_size)
+    runner = _runner(args, lm, MAX_GRAPH_TOKENS if configs else batch_size, ranks)
     target = Target(runner, args.max_num_tokens)
     drafters = [build_drafter_entry(config, target, batch_size) for config in configs]
     useful = (batch_size + NUM_PREFIX_CONTEXTS) * context
@@ -122,12 +153,15 @@ def build(args: LlmArgs, model_dir: Path) -> Engine:
     return engine
 
 
-def _runner(args: LlmArgs, lm: CausalLM, max_graph_tokens: int) -> ModelRunner:
+def _runner(args: LlmArgs, lm: CausalLM, max_graph_tokens: int, ranks: Ranks | None) -> ModelRunner:
     """Of the target, over one page.
 
     Raises:
         ParameterError: CUDA graphs are asked for, and there can be none.
     """
+    if ranks is not None:
+        page_size = args.kv_cache_config.tokens_per_block
+        return ShardedRunner(lm, ShardedStorage(ranks, lm, page_size), ranks)
     refusal = _why_no_graphs(lm)
     if args.cuda_graphs is True and refusal is not None:
         raise ParameterError("cuda_graphs=True is not possible here", *refusal)
@@ -189,7 +223,8 @@ def _threads(args: LlmArgs, lm: CausalLM, *, shared: bool) -> int | None:
     """
     if args.num_threads != "auto" or lm.device.type != "cpu":
         return None
-    weights, available = sum(weight.num_bytes for weight in lm.traits.weights), available_threads()
+    weights = sum(weight.num_bytes for weight in lm.traits.weights)
+    available = max(1, available_threads() // args.tensor_parallel_size)
     native = lm.path.taken == "native" and not shared
     chosen = choose_threads(weights, available, native=native)
     log.info(
@@ -280,6 +315,7 @@ def _fill(
     else:
         num_bytes = _cache_bytes(config, storage.device, reserved)
         pages = min(num_bytes // page_bytes - storage.has_scratch_page, -(-useful // size))
+        pages = min(pages, _least_pages_elsewhere(config, storage, pages))
     if pages * size < 2:
         raise CapacityError(
             "the KV cache would hold no sequence at all",
@@ -300,15 +336,34 @@ def _fill(
 
 
 def _page_bytes(storage: KvStorage, drafters: Sequence[DrafterEntry]) -> int:
-    """Bytes that a page takes in the KV cache and in the drafters' caches."""
-    return storage.bytes_per_page + sum(each.drafter.page_bytes for each in drafters)
+    """Bytes that a page takes in the KV cache and in the drafters' caches, on the first device."""
+    num_bytes = storage.bytes_per_page + sum(each.drafter.page_bytes for each in drafters)
+    if isinstance(storage, ShardedStorage) and storage.device.type == "cpu":
+        num_bytes += (storage.ranks.size - 1) * storage.bytes_per_page  # in the same memory
+    return num_bytes
+
+
+def _least_pages_elsewhere(config: KvCacheConfig, storage: KvStorage, pages: int) -> int:
+    """Pages that every other GPU of the model can hold; ``pages``, where there are no others."""
+    if not isinstance(storage, ShardedStorage) or storage.device.type != "cuda":
+        return pages
+    found = [
+        _gpu_cache_bytes(config, free) // storage.bytes_per_page
+        for free in storage.ranks.ask(FreeMemory())
+    ]
+    log.info("pages that the GPUs can hold: %s, of which the least is taken", [pages, *found])
+    return min(found)
 
 
 def _cache_bytes(config: KvCacheConfig, device: torch.device, reserved: int = 0) -> int:
     if device.type == "cuda":
-        free, _ = torch.cuda.mem_get_info(device)
-        kept = min(int(free * STEP_SHARE), STEP_LIMIT) + reserved
-        return max(0, int((free - kept) * config.free_gpu_memory_fraction))
+        return _gpu_cache_bytes(config, free_gpu_memory(device), reserved)
     if config.host_cache_size is not None:
         return config.host_cache_size
     return min(HOST_LIMIT, int(free_host_memory() * HOST_SHARE))
+
+
+def _gpu_cache_bytes(config: KvCacheConfig, free: int, reserved: int = 0) -> int:
+    """Bytes of the cache on a GPU with ``free`` bytes."""
+    kept = min(int(free * STEP_SHARE), STEP_LIMIT) + reserved
+    return max(0, int((free - kept) * config.free_gpu_memory_fraction))

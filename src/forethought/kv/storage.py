@@ -100,6 +100,11 @@ class KvStorage:
         self._addresses: array[int] | None = None
 
     @property
+    def whole_layers(self) -> tuple[LayerShape, ...]:
+        """The layers with all their KV heads, of which a shard of the model stores a part."""
+        return self.layers
+
+    @property
     def addresses(self) -> array[int]:
         """In memory, of each layer's keys, then of each layer's values."""
         if self._addresses is None:

@@ -268,9 +268,8 @@ class Frontend:
         lm, config = engine.runner.lm, args.guided_decoding_config
         grammars = GrammarCompiler(tokenizer, lm.vocab_size, lm.eos_token_ids, config)
         thinking = ThinkingBudgets(tokenizer, lm.vocab_size, lm.eos_token_ids)
-        snapshots = SnapshotStore(
-            args.snapshot_dir, model_dir, lm.dtype, lm.layer_shapes, args.quantization
-        )
+        layers = engine.runner.storage.whole_layers
+        snapshots = SnapshotStore(args.snapshot_dir, model_dir, lm.dtype, layers, args.quantization)
         return cls(engine, tokenizer, model_dir, grammars, thinking, snapshots)
 
     def copy(self) -> Frontend:

@@ -296,6 +296,28 @@ class Batch:
             tuple(packed.spans),
         )
 
+    def indices(self) -> Tensor:
+        """Its index tensors as one, int64 ``[3 T + R]``, for ``of_indices``."""
+        return torch.cat([self.token_ids, self.positions, self.slots, self.logit_index])
+
+    @classmethod
+    def of_indices(cls, indices: Tensor, spans: tuple[Span, ...], num_logits: int) -> Batch:
+        """The batch that another process has built, but for ``host_slots``.
+
+        Args:
+            indices: what ``indices`` of that one has returned.
+            spans: of the same.
+            num_logits: R.
+        """
+        size, layout = (len(indices) - num_logits) // 3, None
+        token_ids, positions, slots, wanted = indices.split([size, size, size, num_logits])
+        if indices.device.type == "cuda":
+            staging, arrays = StagingBuffer(), LayoutArrays.of(spans)
+            for part in arrays.parts:
+                staging.add(part)
+            layout = arrays.layout(staging.upload(indices.device))
+        return cls(token_ids, positions, slots, wanted, spans, layout)
+
     @classmethod
     def _staged(cls, packed: PackedRows, device: torch.device | str) -> Batch:
         """A batch whose integers reach the device in one copy."""

@@ -289,16 +289,19 @@ class CausalLM:
 
     def forward(self, batch: Batch, storage: KvStorage) -> Tensor:
         """Run the batch, store its keys and values, return float32 logits ``[R, vocab]``."""
-        return self.run(self._pass(batch, storage, frozenset()))
+        return self.run(self.forward_pass(batch, storage))
 
     def forward_with_hidden_states(
         self, batch: Batch, storage: KvStorage, layer_ids: frozenset[int]
     ) -> tuple[Tensor, dict[int, Tensor]]:
         """The same, with hidden states by layer index (see ``model.causal_lm``) ``[T, hidden]``."""
-        forward_pass = self._pass(batch, storage, layer_ids)
+        forward_pass = self.forward_pass(batch, storage, layer_ids)
         return self.run(forward_pass), forward_pass.states
 
-    def _pass(self, batch: Batch, storage: KvStorage, layer_ids: frozenset[int]) -> PagedPass:
+    def forward_pass(
+        self, batch: Batch, storage: KvStorage, layer_ids: frozenset[int] = frozenset()
+    ) -> PagedPass:
+        """What ``run`` takes: over a batch, with the hidden states to capture."""
         if all(span.concurrent is None for span in batch.spans):
             return PagedPass(batch, storage, self.backend, self.windows, layer_ids)
         assert self.network.rotations is not None

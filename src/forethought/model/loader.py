@@ -45,6 +45,8 @@ from forethought.model.llama.network import FusedNetwork, is_fusable
 from forethought.model.native.library import find_compiler, uses_amx
 from forethought.model.native.network import NativeNetwork
 from forethought.model.native.weights import FAMILIES, refusal
+from forethought.model.parallel import shard as sharding
+from forethought.model.parallel.shard import Shard
 from forethought.model.quantization import (
     Quantization,
     QuantizedLinear,
@@ -79,6 +81,7 @@ def load(
     trust_remote_code: bool = False,
     quantization: Quantization | None = None,
     forward: Forward = "torch",
+    shard: Shard | None = None,
 ) -> CausalLM:
     """Load the model in the directory ``path``.
 
@@ -93,6 +96,7 @@ def load(
         quantization: quantise the weights as they stand after loading; None: leave them.
         forward: ``native``: compute the layers in C++; ``torch``: do not; ``auto``: where it can
             be done and is faster.
+        shard: the slice to load of a model that has passed ``check_shardable``; None: all of it.
 
     Raises:
         ModelError: the directory is missing or broken, or the model is not supported; it cannot run
@@ -106,6 +110,8 @@ def load(
     )
     asked = attention if isinstance(attention, str) else backend.name
     against = _native_setting_refusal(torch.device(device), asked, fuse, forward)
+    if shard is not None and forward != "torch":
+        against = f"tensor_parallel_size={shard.size} asks for the fused one"
     if isinstance(dtype, str) and dtype != "auto" and dtype not in DTYPES:
         raise ParameterError("unknown dtype", repr(dtype), f"Allowed: auto, {', '.join(DTYPES)}")
     config = _config(directory, trust_remote_code)
@@ -117,9 +123,12 @@ def load(
     module = _module(directory, config, dtype, trust_remote_code)
     _check_module(module, directory)
     with _refusing(directory, "loading"):
-        module = module.eval().requires_grad_(False).to(device)
+        module = module.eval().requires_grad_(False).to("cpu" if shard else device)
     layers, vocab_size = _probe(module, directory)
     _check_capabilities(layers, backend, directory)
+    if shard is not None:
+        layers = _cut(module, layers, shard, directory)
+        module.to(device)
     if quantization is not None:
         count = quantize_linears(module, quantization)
         logger.info("%d linear layers quantised to %s", count, quantization)
@@ -127,6 +136,40 @@ def load(
     with torch.inference_mode():
         network, way = _network(module, fuse, traits, forward, against)
         return CausalLM(network, backend, traits, way)
+
+
+def check_shardable(path: Path, size: int, trust_remote_code: bool = False) -> None:
+    """Whether a model can be cut into ``size`` shards, as far as its config says.
+
+    Raises:
+        ModelError: it cannot, with the reason; or the directory is missing or broken.
+    """
+    config = _config(path, trust_remote_code)
+    method = _quant_method(path, config)
+    why = sharding.refusal(config, size)
+    if method is not None:
+        why = f"its weights are quantised, by {method}"
+    if why is not None:
+        raise _not_shardable(path, size, why)
+
+
+def _not_shardable(directory: Path, size: int, why: str) -> ModelError:
+    return ModelError(
+        f"tensor_parallel_size={size} is not possible for the model in {directory}",
+        why,
+        "Leave it out, or choose a size or a model that fit",
+    )
+
+
+def _cut(
+    module: PreTrainedModel, layers: tuple[LayerProfile, ...], shard: Shard, directory: Path
+) -> tuple[LayerProfile, ...]:
+    """Cut a module to a shard; what its layers then need."""
+    if not is_fusable(module):
+        why = "its modules are not those of the fused forward"
+        raise _not_shardable(directory, shard.size, why)
+    shard.cut(module)
+    return shard.profiles(layers)
 
 
 def _check_quantization(directory: Path, config: Any, quantization: Quantization | None) -> None:

@@ -99,6 +99,12 @@ class ModelRunner:
         """Bytes of the device that its forwards hold for good, beside weights and KV cache."""
         return 0
 
+    def check_running(self) -> None:
+        """Raises EngineStopped where a part of the model has ended; see ``model.parallel``."""
+
+    def shutdown(self) -> None:
+        """End what computes outside of this process; nothing is run any more."""
+
     def forward(self, rows: Sequence[Row], readers: Sequence[HiddenStateReader] = ()) -> Tensor:
         """The logits that the rows ask for, float32 ``[R, vocab]``, in order of rows and tokens.
 

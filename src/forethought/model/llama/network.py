@@ -61,13 +61,21 @@ class FusedNetwork:
     @torch.inference_mode()
     def __call__(self, batch: Batch, forward_pass: ForwardPass) -> Tensor:
         """Logits ``[R, vocab]`` in the model's dtype."""
-        size = len(self.layers)
-        narrow = forward_pass.layer_ids.isdisjoint((size, FINAL))
-        x = self.decode(self.embed(batch.token_ids), forward_pass, narrow)
-        forward_pass.capture(size, x)
+        x = self.run_layers(forward_pass)
+        forward_pass.capture(len(self.layers), x)
         x = self.norm(x)
         forward_pass.capture(FINAL, x)
-        return self.head(x if narrow else x[batch.logit_index])
+        return self.head(x if self._is_narrow(forward_pass) else x[batch.logit_index])
+
+    @torch.inference_mode()
+    def run_layers(self, forward_pass: ForwardPass) -> Tensor:
+        """The last layer's output: ``[R, hidden]``, or ``[T, hidden]`` if all of it is captured."""
+        x = self.embed(forward_pass.batch.token_ids)
+        return self.decode(x, forward_pass, self._is_narrow(forward_pass))
+
+    def _is_narrow(self, forward_pass: ForwardPass) -> bool:
+        """Whether nothing is read of the last layer but what the logits are computed from."""
+        return forward_pass.layer_ids.isdisjoint((len(self.layers), FINAL))
 
     def decode(self, x: Tensor, forward_pass: ForwardPass, narrow: bool) -> Tensor:
         """Run the layers.

@@ -223,7 +223,7 @@ class MtpNetwork:
         self.vocab_size, self.ids = lm.vocab_size, None
         module.model.set_attn_implementation(ATTENTION)
         self._fused: _FusedModule | None = None
-        if isinstance(lm.network, FusedNetwork | NativeNetwork) and is_fusable(module.model):
+        if lm.path.taken != "transformers" and is_fusable(module.model):
             self._fused = _FusedModule(module, lm.max_positions)
 
     def enter(self, states: Tensor) -> Tensor:
