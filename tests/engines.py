@@ -73,8 +73,19 @@ def engine_over(
     storage = KvStorage(
         lm.layer_shapes, pages, page_size, lm.dtype, lm.device, has_scratch_page=graphs is not None
     )
-    settings = {"max_batch_size": 8, "max_num_tokens": 64, "max_length": 128, **limits}
     runner = ModelRunner(lm, storage) if graphs is None else GraphRunner(lm, storage, graphs)
+    return engine_of(runner, reuse=reuse, speculative=speculative, **limits)
+
+
+def engine_of(
+    runner: ModelRunner,
+    *,
+    reuse: bool = True,
+    speculative: Iterable[DecodingBaseConfig] = (),
+    **limits: Any,
+) -> Engine:
+    """The same over a runner and its storage."""
+    settings = {"max_batch_size": 8, "max_num_tokens": 64, "max_length": 128, **limits}
     target = Target(runner, settings["max_num_tokens"])
     drafters = [
         build_drafter_entry(config, target, settings["max_batch_size"]) for config in speculative
