@@ -6,13 +6,15 @@ builds an engine over it.
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +22,8 @@ import pytest
 import torch
 
 from eagle_heads import random_head
-from engines import GREEDY, drain, engine_of, expect_empty, load, outputs
-from forethought import LLM
+from engines import GREEDY, drain, engine_of, expect_empty, held_back, load, outputs
+from forethought import LLM, AsyncLLM
 from forethought.config.drafters import (
     DraftTargetDecodingConfig,
     EagleDecodingConfig,
@@ -40,6 +42,7 @@ from forethought.model.causal_lm import CausalLM
 from forethought.model.parallel import collectives, ranks, sharded
 from forethought.model.parallel.ranks import Ranks
 from forethought.model.runner import ModelRunner
+from forethought.outputs import RequestOutput
 from models import prompts, tiny
 from mtp_modules import saved
 
@@ -251,8 +254,10 @@ def test_a_forked_child_is_told_that_it_has_no_ranks(
         machine.add(PROMPTS[0], GREEDY)
 
 
-def test_a_killed_rank_ends_the_engine_with_its_name_and_leaves_no_process() -> None:
-    llm = LLM(
+@pytest.fixture
+def llm() -> Iterator[LLM]:
+    """A model in two processes, which are gone at the end."""
+    made = LLM(
         tiny("qwen3"),
         tokenizer="forethought/reasoner",
         tensor_parallel_size=2,
@@ -260,29 +265,64 @@ def test_a_killed_rank_ends_the_engine_with_its_name_and_leaves_no_process() -> 
         device="cpu",
         kv_cache_config={"max_tokens": 512},
     )
-    whole = load("qwen3")
-    machine = one_over(whole)
+    own = ranks_of(made)
+    yield made
+    made.shutdown()
+    assert all(map(has_ended, own.process_ids))
+    with pytest.raises(EngineStopped, match="shut down"):
+        made.generate(PROMPTS[0])
+
+
+def ranks_of(llm: LLM) -> Ranks:
     runner = llm.lend("a test").engine.runner
     llm.take_back()
     assert isinstance(runner, sharded.ShardedRunner)
-    params = GREEDY.replace(max_tokens=20)
+    return runner.ranks
+
+
+def test_a_killed_rank_fails_all_requests_with_its_number_and_the_signal(llm: LLM) -> None:
+    (other,), params = ranks_of(llm).process_ids, GREEDY.replace(max_tokens=200)
+    lost = r"lost rank 1 of 2.*SIGKILL"
+
+    async def ask() -> None:
+        async with AsyncLLM.over(llm) as served:
+            with held_back(served, after=3) as let_go:
+                streams = [served.stream(prompt, params) for prompt in PROMPTS[1:]]
+                for stream in streams:
+                    await anext(stream)
+                os.kill(other, signal.SIGKILL)
+                let_go.set()
+                for stream in streams:
+                    with pytest.raises(EngineStopped, match=lost):
+                        await last(stream)
+            with pytest.raises(EngineStopped, match=lost):
+                await served.generate(PROMPTS[0], params)
+
+    asyncio.run(ask())
+    with pytest.raises(EngineStopped, match=lost):
+        llm.generate(PROMPTS[0], params)
+
+
+async def last(stream: AsyncIterator[RequestOutput]) -> list[RequestOutput]:
+    return [output async for output in stream]
+
+
+def test_a_rank_that_does_not_answer_ends_the_engine_after_a_while(llm: LLM) -> None:
+    machine, params = one_over(load("qwen3")), GREEDY.replace(max_tokens=20)
     (expected,) = machine.add(PROMPTS[1], params)
     drain(machine)
     assert llm.generate(PROMPTS[1], params).outputs[0].token_ids == outputs([expected])[0]
 
-    (other,) = runner.ranks.process_ids
+    started = ranks_of(llm)
     stream = llm.stream(PROMPTS[1], params)
     next(stream)
-    os.kill(other, signal.SIGKILL)
-    with pytest.raises(EngineStopped, match="lost rank 1 of 2.*SIGKILL"):
+    os.kill(started.process_ids[0], signal.SIGSTOP)
+    started.collectives._group.set_timeout(timedelta(milliseconds=100))
+    with pytest.raises(EngineStopped, match=r"does not answer.*Timed out"):
         list(stream)
     for prompt in PROMPTS:
-        with pytest.raises(EngineStopped, match="lost rank 1 of 2.*SIGKILL"):
+        with pytest.raises(EngineStopped, match="does not answer"):
             llm.generate(prompt, params)
-    assert has_ended(other)
-    llm.shutdown()
-    with pytest.raises(EngineStopped, match="shut down"):
-        llm.generate(PROMPTS[0], params)
 
 
 def one_over(lm: CausalLM) -> Engine:
@@ -292,7 +332,7 @@ def one_over(lm: CausalLM) -> Engine:
 def test_a_rank_that_cannot_load_says_why_and_leaves_no_process(tmp_path: Path) -> None:
     started = Ranks(2)
     load_settings = {"path": tmp_path / "missing", "dtype": "float32"}
-    with pytest.raises(EngineStopped, match="rank 1 of 2.*ModelError.*missing"):
+    with pytest.raises(EngineStopped, match=r"rank 1 of 2.*ModelError.*missing"):
         started.connect(torch.device("cpu"), load_settings, PAGE_SIZE, 1)
     assert all(map(has_ended, started.process_ids))
     started.close()
@@ -300,7 +340,7 @@ def test_a_rank_that_cannot_load_says_why_and_leaves_no_process(tmp_path: Path) 
 
 PROGRAM = """
 import sys
-from forethought import LLM
+from forethought import LLM, AsyncLLM
 llm = LLM(sys.argv[1], tokenizer="forethought/reasoner", tensor_parallel_size=2, device="cpu",
           dtype="float32", kv_cache_config={"max_tokens": 512})
 print(*llm.lend("me").engine.runner.ranks.process_ids, flush=True)

@@ -58,7 +58,7 @@ def missing_backend(device_type: str) -> str | None:
 class Collectives:
     """The process group of one rank.
 
-    It is made when all ranks make theirs, and waits for them.
+    It is made when all ranks make theirs, and on CPUs waits for them.
 
     Args:
         path: of a file that no other group has used, in a directory that is there until the end.
@@ -74,7 +74,6 @@ class Collectives:
         self._store: Any = dist.FileStore(str(path), shard.size)
         with _translated():
             self._group = self._connect(shard)
-        self.all_reduce(torch.ones(1, device=device))
 
     def _connect(self, shard: Shard) -> Any:
         if self.device.type == "cuda":
@@ -85,6 +84,11 @@ class Collectives:
         options._devices = [dist.ProcessGroupGloo.create_device(hostname=LOOPBACK)]
         options._timeout = TIMEOUT
         return dist.ProcessGroupGloo(self._store, shard.rank, shard.size, options)
+
+    def meet(self) -> None:
+        """Wait for the other ranks, on GPUs too; raises CollectiveError."""
+        num_ranks = int(self.all_reduce(torch.ones(1, device=self.device)))
+        assert num_ranks == self.shard.size
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """The sum of the ranks' x, in place of x; raises CollectiveError."""

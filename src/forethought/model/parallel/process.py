@@ -16,6 +16,7 @@ import torch
 
 from forethought.kv.storage import KvStorage
 from forethought.model import loader
+from forethought.model.device import return_freed_memory
 from forethought.model.llama.network import FusedNetwork
 from forethought.model.parallel.collectives import CollectiveError, Collectives
 from forethought.model.parallel.ranks import LOST, Setup
@@ -74,8 +75,10 @@ def _member(setup: Setup, commands: Connection) -> Member:
         torch.cuda.set_device(device)
     lm = loader.load(device=device, shard=setup.shard, **setup.load)
     assert isinstance(lm.network, FusedNetwork)
+    return_freed_memory()
     commands.send(True)
     collectives = Collectives(setup.meeting, setup.shard, device)
+    collectives.meet()
     connect(lm.network, collectives)
     storage = KvStorage(lm.layer_shapes, 1, setup.page_size, lm.dtype, device)
     return Member(lm, storage, collectives)

@@ -38,7 +38,7 @@ Result = TypeVar("Result")
 
 LOST = 3
 """Exit status of a rank that ends because another one has."""
-_VERDICT_SECONDS, _END_SECONDS = 5.0, 5.0
+_VERDICT_SECONDS, _END_SECONDS = 2.0, 5.0
 """How long the reason of a failure is waited for, and the end of a process."""
 _MAIN = "from forethought.model.parallel.process import main; main()"
 
@@ -229,6 +229,7 @@ class Ranks:
             self._receive(process)
         try:
             self._state.collectives = Collectives(meeting, self.shard, device)
+            self._state.collectives.meet()
         except CollectiveError as error:
             raise self._failed(error) from error
 
@@ -304,8 +305,10 @@ class Ranks:
             cause = state.wait_for_cause() if is_elsewhere else state.first_cause()
             if cause is not None:
                 state.failure = f"the engine has lost rank {cause[0]} of {self.size}", cause[1]
+            elif is_elsewhere:
+                state.failure = "the engine has lost a rank", f"one does not answer: {error}"
             else:
-                why = f"rank 0 failed with {type(error).__name__}: {error}"
+                why = f"rank 0 of {self.size} failed with {type(error).__name__}: {error}"
                 state.failure = "the engine has stopped", why
             self.close()
         return EngineStopped(*state.failure, "Build a new one")
