@@ -221,6 +221,44 @@ def test_pages_that_gave_nan_are_cleared_on_all_ranks(pair: Pair) -> None:
     expect_empty(machine)
 
 
+def test_one_process_restores_what_two_ranks_have_saved(pair: Pair) -> None:
+    source, target = two_ranks(pair), one_process()
+    (first,) = source.add(PROMPTS[2], GREEDY, keep=True)
+    drain(source)
+    restored = target.restore(source.capture(first, first.tokens))
+    for machine, sequence in ((source, first), (target, restored)):
+        machine.resume(sequence, GREEDY)
+        drain(machine)
+    assert target.stats.prefilled == 1
+    assert outputs([restored]) == outputs([first])
+    finish(source, first)
+    finish(target, restored)
+    assert source.runner.storage.whole_layers == target.runner.storage.whole_layers
+
+
+def test_the_ranks_on_a_cpu_share_its_memory(pair: Pair) -> None:
+    started, lm = pair
+    storage = sharded.ShardedStorage(started, lm, PAGE_SIZE)
+    config = KvCacheConfig(host_cache_size=10 * 2 * storage.bytes_per_page)
+    assert resolve._fill(config, storage, [], useful=1000) == 10 * PAGE_SIZE
+    assert storage.num_pages == 10
+
+
+def test_the_gpu_with_the_least_memory_says_how_many_pages_there_are(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started, lm = pair
+    storage = sharded.ShardedStorage(started, lm, PAGE_SIZE)
+    monkeypatch.setattr(storage, "device", torch.device("cuda"))
+    per_page = storage.bytes_per_page
+    monkeypatch.setattr(storage, "resize", lambda num_pages: None)
+    config = KvCacheConfig(free_gpu_memory_fraction=0.5)
+    for own, other in ((1000 * per_page, 400 * per_page), (400 * per_page, 1000 * per_page)):
+        monkeypatch.setattr(resolve, "free_gpu_memory", lambda device, own=own: own)
+        monkeypatch.setattr(started, "ask", lambda command, other=other: [other])
+        assert resolve._fill(config, storage, [], useful=10_000) == 180 * PAGE_SIZE
+
+
 def test_an_interrupt_takes_effect_when_all_ranks_have_made_the_forward(
     pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -286,15 +324,18 @@ def test_a_killed_rank_fails_all_requests_with_its_number_and_the_signal(llm: LL
 
     async def ask() -> None:
         async with AsyncLLM.over(llm) as served:
-            with held_back(served, after=3) as let_go:
-                streams = [served.stream(prompt, params) for prompt in PROMPTS[1:]]
-                for stream in streams:
-                    await anext(stream)
+            with held_back(served, after=1) as let_go:
+                stream = served.stream(PROMPTS[1], params)
+                await anext(stream)
+                others = [
+                    asyncio.create_task(served.generate(prompt, params)) for prompt in PROMPTS[2:]
+                ]
+                await asyncio.sleep(0)
                 os.kill(other, signal.SIGKILL)
                 let_go.set()
-                for stream in streams:
+                for failing in (last(stream), *others):
                     with pytest.raises(EngineStopped, match=lost):
-                        await last(stream)
+                        await failing
             with pytest.raises(EngineStopped, match=lost):
                 await served.generate(PROMPTS[0], params)
 
