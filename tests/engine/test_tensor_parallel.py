@@ -303,8 +303,9 @@ def llm() -> Iterator[LLM]:
         device="cpu",
         kv_cache_config={"max_tokens": 512},
     )
-    own = ranks_of(made)
+    own, machine = ranks_of(made), made._running().engine
     yield made
+    expect_empty(machine)
     made.shutdown()
     assert all(map(has_ended, own.process_ids))
     with pytest.raises(EngineStopped, match="shut down"):
@@ -312,8 +313,7 @@ def llm() -> Iterator[LLM]:
 
 
 def ranks_of(llm: LLM) -> Ranks:
-    runner = llm.lend("a test").engine.runner
-    llm.take_back()
+    runner = llm._running().engine.runner
     assert isinstance(runner, sharded.ShardedRunner)
     return runner.ranks
 
@@ -391,13 +391,13 @@ sys.stdin.read(1)
 
 @pytest.mark.slow
 @pytest.mark.parametrize("end", ["exit", "kill"])
-def test_no_rank_outlives_the_program(end: str) -> None:
+def test_no_rank_and_no_file_outlives_the_program(end: str, tmp_path: Path) -> None:
     """It begins at the top of a main module, without a guard; then it ends, or is killed."""
     program = subprocess.Popen(
         [sys.executable, "-c", PROGRAM, tiny("llama")],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "TMPDIR": str(tmp_path)},
     )
     with program:
         assert program.stdin is not None
@@ -414,6 +414,7 @@ def test_no_rank_outlives_the_program(end: str) -> None:
     while not has_ended(other) and time.monotonic() < until:
         threading.Event().wait(0.01)
     assert has_ended(other)
+    assert list(tmp_path.glob("forethought-ranks-*")) == []
 
 
 @pytest.mark.parametrize(

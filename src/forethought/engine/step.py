@@ -43,7 +43,7 @@ from forethought.engine.sequence import (
     attach_ready_dependents,
     attach_to_parent,
 )
-from forethought.errors import LogitsError, RequestError
+from forethought.errors import EngineStopped, LogitsError, RequestError
 from forethought.kv.pool import PrefixIndex
 from forethought.kv.storage import DraftKvCache, KvStorage
 from forethought.kv.table import SlotMove
@@ -511,6 +511,8 @@ def by_halves(
         failure: Exception | None = None
         try:
             done.append((some, compute(some)))
+        except EngineStopped:  # no half of them would fare better
+            raise
         except Exception as error:
             failure = error
         # Outside of the handler, whose traceback keeps the tensors of the failed call alive.

@@ -6,6 +6,7 @@ It ends when its connection to rank 0 is closed, however that came about.
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import sys
 from contextlib import suppress
@@ -52,11 +53,15 @@ def serve(commands: Connection) -> None:
         Exception: what a command has raised, with which this rank is of no further use.
     """
     parent = os.getppid()
-    member = _member(_receive(commands, parent), commands)
-    while True:
-        reply = _receive(commands, parent).run(member)
-        if reply is not None:
-            commands.send(reply)
+    setup = _receive(commands, parent)
+    try:
+        member = _member(setup, commands)
+        while True:
+            reply = _receive(commands, parent).run(member)
+            if reply is not None:
+                commands.send(reply)
+    finally:  # rank 0 does it, too, but where it was killed
+        shutil.rmtree(setup.meeting.parent, ignore_errors=True)
 
 
 def _receive(commands: Connection, parent: int) -> Any:
