@@ -72,6 +72,8 @@ class Finding:
 
 
 KV = "tests/kv"
+SHARD = "tests/model/test_shard.py"
+RANKS = "tests/engine/test_tensor_parallel.py -m 'not slow'"
 SCHEDULER = "tests/engine/test_scheduler.py"
 ENGINE = "tests/engine/test_engine.py"
 HOOKS = "tests/engine/test_speculation_hooks.py"
@@ -177,6 +179,79 @@ MUTANTS = [
         "flat[dst] = flat[src]",
         "pass",
         "tests/kv/test_storage.py",
+    ),
+    # ---- tensor parallelism ----------------------------------------------------------------------
+    Mutant(
+        "model/parallel/shard.py",
+        "linear.bias if self.rank == 0 else None",
+        "linear.bias",
+        SHARD,
+    ),
+    Mutant(
+        "model/parallel/shard.py",
+        "self.rank * width, width",
+        "0, width",
+        SHARD,
+    ),
+    Mutant(
+        "model/parallel/sharded.py",
+        'self._call("copy_pages", copies, super().copy_pages)',
+        "super().copy_pages(copies)",
+        RANKS,
+    ),
+    Mutant(
+        "model/parallel/sharded.py",
+        'self._call("move_slots", moves, super().move_slots)',
+        "super().move_slots(moves)",
+        RANKS,
+    ),
+    Mutant(
+        "model/parallel/sharded.py",
+        'self._call("clear_slots", slots, super().clear_slots)',
+        "super().clear_slots(slots)",
+        RANKS,
+    ),
+    Mutant(
+        "model/parallel/sharded.py",
+        "*sizes, forward_pass.layer_ids",
+        "*sizes, frozenset()",
+        RANKS,
+    ),
+    Mutant(
+        "model/parallel/ranks.py",
+        "key=lambda each: each[1].endswith(followed)",
+        "key=lambda each: not each[1].endswith(followed)",
+        RANKS,
+    ),
+    Mutant(
+        "model/parallel/ranks.py",
+        "if os.getpid() != state.pid:",
+        "if False:",
+        RANKS,
+    ),
+    Mutant(
+        "engine/engine.py",
+        "self.runner.check_running()  # else",
+        "pass  # else",
+        RANKS,
+    ),
+    Mutant(
+        "engine/step.py",
+        "except EngineStopped:  # no half",
+        "except SystemExit:  # no half",
+        RANKS,
+    ),
+    Mutant(
+        "engine/resolve.py",
+        "num_bytes += (storage.ranks.size - 1) * storage.bytes_per_page",
+        "pass",
+        RANKS,
+    ),
+    Mutant(
+        "engine/resolve.py",
+        "return min(found)",
+        "return found[0] + pages",
+        RANKS,
     ),
     # ---- engine ----------------------------------------------------------------------------------
     Mutant(

@@ -344,6 +344,16 @@ def test_a_killed_rank_fails_all_requests_with_its_number_and_the_signal(llm: LL
         llm.generate(PROMPTS[0], params)
 
 
+def test_the_rank_named_is_the_one_that_did_not_follow_another() -> None:
+    followed, killed = f"its process ended with status {ranks.LOST}", "its process was killed"
+    state = ranks._State([], "", verdicts={1: followed, 2: killed, 3: followed})
+    assert state.first_cause() == (2, killed)
+    state.verdicts = {1: followed}
+    assert state.first_cause() == (1, followed)
+    state.verdicts = {}
+    assert state.first_cause() is None
+
+
 async def last(stream: AsyncIterator[RequestOutput]) -> list[RequestOutput]:
     return [output async for output in stream]
 

@@ -92,9 +92,8 @@ class Collectives:
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """The sum of the ranks' x, in place of x; raises CollectiveError."""
-        if x.numel():  # the last layer of a chunk of a prefill has no token to go on with
-            with _translated():
-                self._group.allreduce([x]).wait()
+        with _translated():
+            self._group.allreduce([x]).wait()
         return x
 
     def broadcast(self, x: Tensor) -> Tensor:
