@@ -79,6 +79,7 @@ def test_a_configuration_says_which_drafters_and_json_is_all_there_is(capsys, tm
         (["speculation", "--fit-tree", "4", "--out", "here"], "--out is for timing"),
         (["speculation", "--fit-tree", "4", "--max-tokens", "0"], "max_tokens"),
         (["speculation", "--device", "abacus"], "invalid device"),
+        (["speculation", "--tensor-parallel-size", "3"], "tensor_parallel_size=3"),
         (["speculation", "--speculative", "pearl", "--draft-model", "/no/such/dir"], "/no/such"),
     ],
 )

@@ -371,6 +371,7 @@ def test_a_rank_that_does_not_answer_ends_the_engine_after_a_while(llm: LLM) -> 
     started.collectives._group.set_timeout(timedelta(milliseconds=100))
     with pytest.raises(EngineStopped, match=r"does not answer.*Timed out"):
         list(stream)
+    assert llm.stats.failed_forwards == 1  # it is not repeated
     for prompt in PROMPTS:
         with pytest.raises(EngineStopped, match="does not answer"):
             llm.generate(prompt, params)
