@@ -354,6 +354,23 @@ def test_the_rank_named_is_the_one_that_did_not_follow_another() -> None:
     assert state.first_cause() is None
 
 
+def test_a_rank_0_that_leaves_a_forward_ends_the_engine(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    network = llm._running().engine.runner.lm.network
+    assert isinstance(network, sharded.ShardedNetwork)
+
+    def leave(token_ids: torch.Tensor) -> torch.Tensor:
+        raise SystemExit
+
+    monkeypatch.setattr(network.own, "embed", leave)
+    with pytest.raises(SystemExit):
+        llm.generate(PROMPTS[1], GREEDY)
+    monkeypatch.undo()
+    with pytest.raises(EngineStopped, match="rank 0 of 2 failed with SystemExit"):
+        llm.generate(PROMPTS[1], GREEDY)
+
+
 async def last(stream: AsyncIterator[RequestOutput]) -> list[RequestOutput]:
     return [output async for output in stream]
 

@@ -38,7 +38,7 @@ Result = TypeVar("Result")
 
 LOST = 3
 """Exit status of a rank that ends because another one has."""
-_VERDICT_SECONDS, _END_SECONDS = 2.0, 5.0
+_VERDICT_SECONDS, _END_SECONDS = 5.0, 5.0
 """How long the reason of a failure is waited for, and the end of a process."""
 _MAIN = "from forethought.model.parallel.process import main; main()"
 
@@ -96,11 +96,8 @@ class _Process:
             return str(self.lifeline.recv())
         with suppress(subprocess.TimeoutExpired):
             status = self.popen.wait(_END_SECONDS)
-            return (
-                f"its process ended by {_signal_name(-status)}"
-                if status < 0
-                else (f"its process ended with status {status}")
-            )
+            how = f"with status {status}" if status >= 0 else f"by {_signal_name(-status)}"
+            return f"its process ended {how}"
         return "its process has closed its connection"
 
     def end(self) -> None:
@@ -255,6 +252,9 @@ class Ranks:
                 raise
             except Exception as error:
                 raise self._failed(error) from error
+            except BaseException as error:  # the other ranks are elsewhere now
+                self._failed(error)
+                raise
 
     def ask(self, command: Any) -> list[Any]:
         """What each other rank replies to a command. Raises as ``run``."""
@@ -297,7 +297,7 @@ class Ranks:
         except (EOFError, OSError) as error:
             raise self._failed(error) from error
 
-    def _failed(self, error: Exception | None) -> EngineStopped:
+    def _failed(self, error: BaseException | None) -> EngineStopped:
         """End all ranks, and remember why."""
         state = self._state
         if state.failure is None:
