@@ -99,12 +99,10 @@ bench: $(setup)
 
 gpu: $(setup)
 	@$(PY) -c 'import sys, torch; torch.cuda.is_available() or sys.exit("torch finds no CUDA device on this machine: nothing was run")'
-	@$(PY) -m pytest -m gpu
-	@$(PY) -m benchmarks.gpu
-	@$(PY) -m benchmarks.generate_vs_transformers
-	@$(PY) -m benchmarks.speculation_vs_transformers
-	@$(PY) -m benchmarks.step_overhead
-	@$(PY) -m benchmarks.drafters --rounds 2
+	@status=0; \
+	for benchmark in gpu generate_vs_transformers speculation_vs_transformers step_overhead "drafters --rounds 2"; do \
+		$(PY) -m benchmarks.$$benchmark || status=1; \
+	done; exit $$status
 
 # Each ends with a directory to be copied over that of the same name in src/forethought/assets.
 reasoner: $(setup)

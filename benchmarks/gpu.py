@@ -1,40 +1,58 @@
-"""The first half hour on a GPU: bandwidth, attention, kernels, and a model of 8 billion parameters.
+"""The first half hour on a GPU: tests, bandwidth, kernels, and a model of 8 billion parameters.
 
-    python -m benchmarks.gpu                      all parts, about fifteen minutes
+    python -m benchmarks.gpu                      all parts, in at most half an hour
     python -m benchmarks.gpu --parts kernel model
 
 Needs no network and no checkpoint: weights are random and made on the device. Parts:
 
+    tests       the tests marked gpu
     bandwidth   a sum of 4 GiB, and a matrix-vector product: what a decode step can reach
     sdpa        torch's attention at batch 1 with cuDNN, and with the others: first call and later
     kernel      the Triton kernels: error against plain torch, share of the bandwidth, by context
+    sweep       the same by splits and warps, in bf16 and fp32: the kernels' choice and the fastest
+    gemv        products of 1, 5 and 16 tokens with the model's weights: cuBLAS and a Triton kernel
     model       decode tokens/s of Llama 3 8B's shape at batch 1, 16, 64, and of each backend
     graphs      the same by CUDA graphs: first that they give the tokens of eager steps, then speed
                 and share of the bandwidth
+    compiled    the same where Inductor compiles each layer inside the graph, with its first norm
     waits       that neither a decode nor a draft waits inside a forward
     eagle       an EAGLE-3 chain of 2, 4, 8 with a random head and synthetic acceptance of 0.7 per
                 level, eagerly and by graphs: tokens/s, and the share of a step that drafts
 
-``--device cpu --small`` runs the same code in seconds, to see that it works. Prints tables and,
-last, one JSON line.
+Each part has a process and a time limit of its own: one that fails, hangs or loses the device is
+reported, and the others follow. Prints tables and, last, one JSON line; the exit status is 1 if a
+part has failed. ``--device cpu --small`` runs the same code in seconds, to see that it works.
 """
 
 from __future__ import annotations
 
 import argparse
 import importlib.util
+import json
+import re
+import subprocess
+import sys
 import tempfile
 import time
+import traceback
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
+from benchmarks.gpu_kernels import (
+    PAGE,
+    Found,
+    bandwidth,
+    gemv,
+    has_triton,
+    kernel,
+    sdpa,
+    sweep,
+    synchronize,
+)
 from benchmarks.report import print_report
 from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from forethought.config.drafters import EagleDecodingConfig
@@ -44,23 +62,20 @@ from forethought.engine.engine import Engine
 from forethought.engine.resolve import build_drafter_entry
 from forethought.engine.scheduler import Limits
 from forethought.engine.sequence import Sequence as LiveSequence
-from forethought.kv.pool import PagePool
-from forethought.kv.storage import KvStorage, LayerShape
-from forethought.kv.table import PageTable
+from forethought.kv.storage import KvStorage
 from forethought.model import loader
 from forethought.model.attention import create_backend
-from forethought.model.attention.base import Scoring
+from forethought.model.attention.base import ForwardPass, PagedPass
 from forethought.model.attention.interface import PROBE
-from forethought.model.attention.paged import Operands, attend_rows
-from forethought.model.batch import Batch, Row
 from forethought.model.causal_lm import CausalLM, ModelTraits, weight_sizes
 from forethought.model.graph_runner import GraphRunner
 from forethought.model.graphs import CudaCapture, GraphCapturer
+from forethought.model.llama.layers import FusedLayer, Norm
+from forethought.model.llama.network import FusedNetwork
 from forethought.model.runner import ModelRunner
 from forethought.speculative.heads.eagle3 import Eagle3Head, Eagle3Traits
 from forethought.speculative.registry import Target
 
-PAGE = 16
 EIGHT_BILLION = {
     "vocab_size": 128256,
     "hidden_size": 4096,
@@ -77,132 +92,6 @@ TINY = {
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
 }
-
-
-def seconds(call: Callable[[], Any], device: torch.device, repeats: int) -> float:
-    """Of one call, in a row of ``repeats`` of them."""
-    synchronize(device)
-    began = time.perf_counter()
-    for _ in range(repeats):
-        call()
-    synchronize(device)
-    return (time.perf_counter() - began) / repeats
-
-
-def synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
-def bandwidth(device: torch.device, small: bool) -> list[dict[str, Any]]:
-    """GB/s of reading memory once."""
-    size, width = (2**20, 256) if small else (2**32, 16384)
-    x = torch.ones(size // 4, device=device)
-    matrix = torch.ones(width, width, dtype=torch.bfloat16, device=device)
-    vector = torch.ones(width, 1, dtype=torch.bfloat16, device=device)
-    cases = {"sum": (x.sum, x.nbytes), "gemv": (lambda: matrix @ vector, matrix.nbytes)}
-    rows = []
-    for name, (call, moved) in cases.items():
-        call()
-        rows.append({"what": name, "GB/s": round(moved / seconds(call, device, 10) / 1e9, 1)})
-    return rows
-
-
-def sdpa(device: torch.device, small: bool) -> list[dict[str, Any]]:
-    """Milliseconds of a decode's masked attention, the first time and later."""
-    kinds: dict[str, Any] = {"chosen by torch": None}
-    if device.type == "cuda":
-        kinds |= {
-            "cuDNN": SDPBackend.CUDNN_ATTENTION,
-            "efficient": SDPBackend.EFFICIENT_ATTENTION,
-        }
-    rows = []
-    for length in (64, 128) if small else (512, 2048, 8192):
-        q = torch.randn(1, 8, 4, 128, dtype=torch.bfloat16, device=device)
-        k = torch.randn(1, 8, length, 128, dtype=torch.bfloat16, device=device)
-        mask = torch.zeros(1, 1, 1, length, dtype=torch.bfloat16, device=device)
-        for name, kind in kinds.items():
-            with nullcontext() if kind is None else sdpa_kernel(kind):
-
-                def call(q: Any = q, k: Any = k, mask: Any = mask) -> Any:
-                    return F.scaled_dot_product_attention(q, k, k, attn_mask=mask)
-
-                first = seconds(call, device, 1)
-                later = seconds(call, device, 20)
-            row = {"length": length, "kernel": name, "first ms": round(first * 1e3, 3)}
-            rows.append({**row, "later ms": round(later * 1e3, 4)})
-    return rows
-
-
-def kernel(device: torch.device, small: bool) -> list[dict[str, Any]]:
-    """The backend that is the device's default, one layer of 32 query and 8 key heads."""
-    shape, rows_out = LayerShape(8, 128, 128), []
-    dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
-    backend = create_backend("auto", device)
-    for length in (64,) if small else (512, 2048, 8192, 32768):
-        for batch_size in (1, 4) if small else (1, 16):
-            for size in (1, 5):
-                found = one_layer(backend, shape, dtype, device, (length, batch_size, size))
-                rows_out.append(found)
-    return rows_out
-
-
-def one_layer(
-    backend: Any,
-    shape: LayerShape,
-    dtype: torch.dtype,
-    device: torch.device,
-    case: tuple[int, int, int],
-) -> dict[str, Any]:
-    """Error and speed for (stored tokens, rows, new tokens of a row, as a chain)."""
-    length, batch_size, size = case
-    pages = batch_size * (-(-(length + size) // PAGE))
-    storage, pool = KvStorage([shape], pages, PAGE, dtype, device), PagePool(pages, PAGE)
-    storage.keys[0].normal_()
-    storage.values[0].normal_()
-    rows = []
-    for _ in range(batch_size):
-        table = PageTable(pool)
-        table.append(length + size)
-        rows.append(Row([1] * size, length, table))
-    batch = Batch.build(rows, device)
-    q = torch.randn(batch_size * size, 32, 128, dtype=dtype, device=device)
-    scoring, plan = Scoring(128**-0.5), backend.plan(batch, storage, None)
-    keys, values = storage.keys[0], storage.values[0]
-
-    def call() -> Any:
-        return backend.attend(q, keys, values, plan, scoring)
-
-    # Plain torch on the host reads the same layout.
-    here = Batch.build(rows)
-    host_plan = create_backend("forethought.model.attention.paged:PagedAttention", "cpu").plan(
-        here, KvStorage([shape], pages, PAGE), None
-    )
-    layout = host_plan.layout
-    parts = [layout.rows, layout.tokens, layout.tiles, layout.pages, layout.words, layout.partials]
-    exact = attend_rows(
-        Operands(
-            q.float().cpu(),
-            keys.float().cpu(),
-            values.float().cpu(),
-            parts,
-            sinks=None,
-            sizes=[PAGE, layout.tile_tokens, layout.num_splits, 0],
-            scores=[scoring.scale, 0.0],
-        )
-    )
-    error = (call().float().cpu() - exact).abs().max().item()
-    spent = seconds(call, device, 20)
-    moved = batch_size * (length + size) * shape.elements * dtype.itemsize
-    return {
-        "backend": backend.name,
-        "stored": length,
-        "rows": batch_size,
-        "new": size,
-        "error": round(error, 6),
-        "us": round(spent * 1e6, 1),
-        "GB/s": round(moved / spent / 1e9, 1),
-    }
 
 
 def random_model(sizes: dict[str, int], device: torch.device, attention: str) -> CausalLM:
@@ -228,12 +117,11 @@ def random_model(sizes: dict[str, int], device: torch.device, attention: str) ->
     return CausalLM(network, create_backend(attention, device), traits, path)
 
 
-def model(device: torch.device, small: bool) -> list[dict[str, Any]]:
+def model(device: torch.device, small: bool) -> Found:
     """Greedy decode tokens/s, the prompts apart."""
     sizes, (prompt, tokens) = TINY if small else EIGHT_BILLION, lengths(small)
-    has_triton = device.type == "cuda" and importlib.util.find_spec("triton") is not None
     rows = []
-    for attention in ("triton", "sdpa") if has_triton else ("sdpa",):
+    for attention in ("triton", "sdpa") if has_triton(device) else ("sdpa",):
         lm = random_model(sizes, device, attention)
         for batch_size in (1, 2) if small else (1, 16, 64):
             engine = engine_for(lm, batch_size, prompt + tokens + 1)
@@ -292,7 +180,9 @@ def prefill(engine: Engine, prompt: int, tokens: int) -> list[LiveSequence]:
         for row in range(batch_size)
     ]
     while any(len(sequence.tokens) == prompt for sequence in live):
-        engine.step()
+        for event in engine.step():
+            if event.error is not None:
+                raise event.error
     for _ in range(3):
         engine.step()
     return live
@@ -322,7 +212,7 @@ def lengths(small: bool) -> tuple[int, int]:
     return (24, 32) if small else (512, 128)
 
 
-def graphs(device: torch.device, small: bool) -> list[dict[str, Any]]:
+def graphs(device: torch.device, small: bool) -> Found:
     """Greedy decoding, eagerly and by graphs: equal tokens, tokens/s, GB/s of weights."""
     lm = random_model(TINY if small else EIGHT_BILLION, device, paged_attention(device))
     (prompt, tokens), rows = lengths(small), []
@@ -345,6 +235,94 @@ def graphs(device: torch.device, small: bool) -> list[dict[str, Any]]:
     return rows
 
 
+class CompiledLayer:
+    """In place of a layer and its first norm: both as one compiled function, for few tokens.
+
+    Args:
+        norm, layer: of the fused network.
+        compiled: what ``run_layer`` was compiled to.
+    """
+
+    def __init__(self, norm: Norm, layer: FusedLayer, compiled: Callable[..., Tensor]) -> None:
+        self._norm, self._layer, self._compiled = norm, layer, compiled
+
+    def __call__(
+        self,
+        index: int,
+        x: Tensor,
+        residual: Tensor,
+        rotation: tuple[Tensor, Tensor],
+        forward_pass: ForwardPass,
+        kept: Tensor | None = None,
+    ) -> Tensor:
+        """See ``FusedLayer``; ``x`` is the residual itself."""
+        if kept is not None or len(x) > 64:  # a prefill
+            return self._layer(index, self._norm(x), residual, rotation, forward_pass, kept)
+        assert isinstance(forward_pass, PagedPass)
+        assert forward_pass._plans, "made here: a cached property has a lock, which is not traced"
+        return self._compiled(self._norm, self._layer, index, x, rotation, forward_pass)
+
+
+def run_layer(
+    norm: Norm,
+    layer: FusedLayer,
+    index: int,
+    x: Tensor,
+    rotation: tuple[Tensor, Tensor],
+    forward_pass: ForwardPass,
+) -> Tensor:
+    """A layer with its first norm: x ``[T, hidden]`` -> ``[T, hidden]``."""
+    return layer(index, norm(x), x, rotation, forward_pass)
+
+
+def compile_layers(network: FusedNetwork) -> None:
+    """Have Inductor compile each layer; on a CPU it is only traced.
+
+    The graph is captured by the engine, so the mode is one without graphs of Inductor's own.
+    """
+    on_gpu = network.embedding.device.type == "cuda"
+    compiled = torch.compile(
+        run_layer,
+        fullgraph=True,
+        dynamic=False,
+        backend="inductor" if on_gpu else "aot_eager",
+        **({"mode": "max-autotune-no-cudagraphs"} if on_gpu else {}),
+    )
+    network.layers = [
+        (lambda x: x, CompiledLayer(*pair, compiled))  # type: ignore[misc]
+        for pair in network.layers
+    ]
+
+
+def compiled(device: torch.device, small: bool) -> Found:
+    """Greedy decoding by graphs, plainly and with compiled layers."""
+    lm = random_model(TINY if small else EIGHT_BILLION, device, paged_attention(device))
+    assert isinstance(lm.network, FusedNetwork)
+    (prompt, tokens), plain = lengths(small), dict[int, tuple[dict[str, Any], list[list[int]]]]()
+    sizes = (1, 2) if small else (1, 16)
+
+    def measured(batch_size: int) -> tuple[dict[str, Any], list[list[int]]]:
+        engine = engine_for(lm, batch_size, prompt + tokens + 1, has_graphs=True)
+        return decode(engine, tokens, prompt)
+
+    for batch_size in sizes:
+        plain[batch_size] = measured(batch_size)
+    compile_layers(lm.network)
+    rows = []
+    # Each layer is a variant of the function for each batch size.
+    with torch._dynamo.config.patch(recompile_limit=1024, accumulated_recompile_limit=4096):
+        for batch_size in sizes:
+            before, expected = plain[batch_size]
+            began = time.perf_counter()
+            fast, generated = measured(batch_size)
+            same = sum(map(equal_prefix, generated, expected))
+            row = {"batch": batch_size, "equal tokens": f"{same}/{batch_size * tokens}"}
+            row |= {"plain ms/step": before["ms/step"], "ms/step": fast["ms/step"]}
+            row |= {"tokens/s": fast["tokens/s"]}
+            rows.append({**row, "s in all": round(time.perf_counter() - began, 1)})
+    return rows
+
+
 def equal_prefix(found: Sequence[int], expected: Sequence[int]) -> int:
     """Tokens before the first that differs."""
     pairs = enumerate(zip(found, expected, strict=True))
@@ -356,7 +334,7 @@ def paged_attention(device: torch.device) -> str:
     return "triton" if device.type == "cuda" else "forethought.model.attention.paged:PagedAttention"
 
 
-def waits(device: torch.device, small: bool) -> list[dict[str, Any]]:
+def waits(device: torch.device, small: bool) -> Found:
     """Whether forwards and drafters wait, plain and with a chain: torch raises where they do."""
     rows = []
     lm = random_model(TINY if small else EIGHT_BILLION, device, paged_attention(device))
@@ -421,7 +399,7 @@ def chain(lm: CausalLM, folder: Path, length: int) -> EagleDecodingConfig:
     )
 
 
-def eagle(device: torch.device, small: bool) -> list[dict[str, Any]]:
+def eagle(device: torch.device, small: bool) -> Found:
     """Decoding with chains, eagerly and by graphs."""
     lm = random_model(TINY if small else EIGHT_BILLION, device, paged_attention(device))
     (prompt, tokens), rows = lengths(small), []
@@ -441,20 +419,47 @@ def eagle(device: torch.device, small: bool) -> list[dict[str, Any]]:
     return rows
 
 
-PARTS: dict[str, Callable[[torch.device, bool], list[dict[str, Any]]]] = {
-    "bandwidth": bandwidth,
-    "sdpa": sdpa,
-    "kernel": kernel,
-    "model": model,
-    "graphs": graphs,
-    "waits": waits,
-    "eagle": eagle,
+def tests(device: torch.device, small: bool) -> Found:
+    """The tests marked gpu; ``small`` only collects them."""
+    command = [sys.executable, "-m", "pytest", "-m", "gpu", "-q", "-rf"]
+    command += ["--collect-only"] if small else []
+    began = time.perf_counter()
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    lines = done.stdout.splitlines()
+    print("\n".join(line for line in lines if line.startswith(("FAILED", "ERROR"))))
+    if done.returncode:
+        raise RuntimeError(f"pytest: {lines[-1] if lines else done.stderr[-200:]}")
+    counts = {kind: number for number, kind in re.findall(r"(\d+) (\w+)", lines[-1])}
+    return [{**counts, "s": round(time.perf_counter() - began, 1)}]
+
+
+class Part(NamedTuple):
+    """A part of the benchmark."""
+
+    run: Callable[[torch.device, bool], Found]
+    limit: int
+    """Seconds that it may take on a GPU."""
+
+
+ROOT = Path(__file__).parents[1]
+PARTS = {
+    "tests": Part(tests, 300),
+    "bandwidth": Part(bandwidth, 60),
+    "sdpa": Part(sdpa, 60),
+    "kernel": Part(kernel, 120),
+    "sweep": Part(sweep, 240),
+    "gemv": Part(gemv, 120),
+    "model": Part(model, 180),
+    "graphs": Part(graphs, 180),
+    "compiled": Part(compiled, 240),
+    "waits": Part(waits, 80),
+    "eagle": Part(eagle, 200),
 }
 
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
-    heads = list(rows[0])
-    lines = [heads, *([str(row[head]) for head in heads] for row in rows)]
+    heads = list(dict.fromkeys(head for row in rows for head in row))
+    lines = [heads, *([str(row.get(head, "")) for head in heads] for row in rows)]
     widths = [max(len(line[n]) for line in lines) for n in range(len(heads))]
     return "\n".join(
         "  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True))
@@ -462,24 +467,55 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
     )
 
 
-def main() -> None:
+def run_here(part: str, device: torch.device, small: bool) -> Found:
+    """Run a part and print its table; an error is its only row."""
+    has_engine = part in ("model", "graphs", "compiled", "waits", "eagle")
+    try:
+        with torch.inference_mode(not has_engine):
+            rows = PARTS[part].run(device, small)
+    except Exception as error:
+        traceback.print_exc()
+        rows = [{"failed": f"{type(error).__name__}: {error}"[:300]}]
+    print(f"\n{part}\n{table(rows)}", flush=True)
+    return [{"part": part, **row} for row in rows]
+
+
+def run_apart(part: str, args: argparse.Namespace) -> Found:
+    """The same in a process of its own, which a part that loses the device takes with it."""
+    command = [sys.executable, "-m", "benchmarks.gpu", "--in-process", "--parts", part]
+    command += ["--device", args.device, *(["--small"] if args.small else [])]
+    try:
+        done = subprocess.run(
+            command, cwd=ROOT, stdout=subprocess.PIPE, text=True, timeout=PARTS[part].limit
+        )
+        *shown, report = done.stdout.splitlines() or [""]
+        rows: Found = json.loads(report)["rows"]
+    except subprocess.TimeoutExpired:
+        shown, rows = [], [{"part": part, "failed": f"more than {PARTS[part].limit} s"}]
+    except (ValueError, LookupError):  # no report
+        shown, rows = [], [{"part": part, "failed": f"exit status {done.returncode}"}]
+    print("\n".join(shown or ["", *(f"{part}: {row['failed']}" for row in rows)]), flush=True)
+    return rows
+
+
+def main() -> int:
+    """The exit status."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
     parser.add_argument("--device", default="cuda:0")
     parser.add_argument("--small", action="store_true", help="sizes that a CPU manages in seconds")
+    parser.add_argument("--in-process", action="store_true", help="all parts in this process")
     args = parser.parse_args()
-    device = torch.device(args.device)
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
-    triton = importlib.util.find_spec("triton") is not None
-    print(f"{name}, torch {torch.__version__}, CUDA {torch.version.cuda}, triton {triton}")
-    found: list[dict[str, Any]] = []
+    device, found = torch.device(args.device), Found()
+    if not args.in_process:
+        triton = importlib.util.find_spec("triton") is not None
+        print(f"{device}, torch {torch.__version__}, CUDA {torch.version.cuda}, triton {triton}")
     for part in args.parts:
-        with torch.inference_mode(part not in ("model", "graphs", "waits", "eagle")):
-            rows = PARTS[part](device, args.small)
-        print(f"\n{part}\n{table(rows)}", flush=True)
-        found += [{"part": part, **row} for row in rows]
+        found += run_here(part, device, args.small) if args.in_process else run_apart(part, args)
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
     print_report("gpu", found, device_name=name)
+    return int(any("failed" in row for row in found))
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -9,7 +9,7 @@ of a split depends on the row's length alone: a row is computed the same way in 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from forethought.model.batch import Span
 
 Integers = NDArray[np.int64]
+Splitting = Callable[[int, int], tuple[int, int]]
+"""From a row's new and stored tokens to the stored tokens of a split, and the number of splits."""
 
 SPLIT_TOKENS, MAX_SPLITS = 256, 32
 """Stored tokens of a split, up to ``MAX_SPLITS`` of them; longer rows have larger splits."""
@@ -69,9 +71,17 @@ class PagedLayout:
     num_splits: int
 
     @classmethod
-    def of(cls, spans: Sequence[Span], device: torch.device | str) -> PagedLayout:
-        """The layout of rows, by one copy per array."""
-        arrays = LayoutArrays.of(spans)
+    def of(
+        cls, spans: Sequence[Span], device: torch.device | str, split: Splitting | None = None
+    ) -> PagedLayout:
+        """The layout of rows, by one copy per array.
+
+        Args:
+            spans: in order of their packed tokens.
+            device: of the tensors.
+            split: how rows are split; None: by ``split_of``.
+        """
+        arrays = LayoutArrays.of(spans, split=split)
         return arrays.layout([torch.from_numpy(part).to(device) for part in arrays.parts])
 
 
@@ -95,13 +105,17 @@ class LayoutArrays:
         return PagedLayout(rows, tokens, tiles, pages, words, partials, *sizes)
 
     @classmethod
-    def of(cls, spans: Sequence[Span], tile_tokens: int = 0) -> LayoutArrays:
+    def of(
+        cls, spans: Sequence[Span], tile_tokens: int = 0, split: Splitting | None = None
+    ) -> LayoutArrays:
         """Lay out rows.
 
         Args:
             spans: in order of their packed tokens.
             tile_tokens: new tokens of a tile; 0: by the longest row.
+            split: how rows are split; None: by ``split_of``.
         """
+        split = split or split_of
         rows, tiles, partials = list[int](), list[int](), list[int]()
         tokens, words = list[Integers](), list[Integers]()
         longest = max(span.length for span in spans)
@@ -109,7 +123,7 @@ class LayoutArrays:
         num_splits, num_words, num_partials = 1, 0, 0
         for row, span in enumerate(spans):
             size, begin = span.length, span.start
-            split, splits = split_of(size, span.kv_length)
+            split_size, splits = split(size, span.kv_length)
             record = np.empty((size, TOKEN_FIELDS), np.int64)
             record[:, 0], record[:, 1] = positions_of(span), DIRECT
             if splits > 1:
@@ -123,7 +137,7 @@ class LayoutArrays:
                 at = num_words
                 words.append(ancestor_words(span.tree.numpy()))
                 num_words += words[-1].size
-            rows += (begin, size, span.kv_length, span.seen_from, split, at)
+            rows += (begin, size, span.kv_length, span.seen_from, split_size, at)
             for first in range(0, size, tile_tokens):
                 tiles += (row, first)
             num_splits = max(num_splits, splits)

@@ -6,7 +6,7 @@ the kernels in Python on a CPU, which the tests do where triton is installed.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import triton
@@ -29,8 +29,24 @@ MIN_DOT = 16
 """Rows and columns that a matrix product of Triton has at least."""
 MAX_QUERIES = 64
 """Queries of a program, tokens times heads; with more, its registers do not hold them."""
-WARPS, STAGES = 4, 2
-"""Warps of a program, and blocks of keys that it has in flight."""
+
+
+class LaunchSettings(NamedTuple):
+    """How the kernels run, which changes the time they take and the order of their sums only."""
+
+    warps: int
+    """Of a program."""
+    stages: int
+    """Blocks of keys that a program has in flight."""
+    keys: int
+    """Of a block, a power of two from ``MIN_DOT`` on."""
+
+
+def settings_of(call: Operands) -> LaunchSettings:
+    """The settings for operands, by shape and dtype: blocks as large as shared memory holds."""
+    dim = max(call.q.shape[2], call.values.shape[2])
+    is_wide = call.q.dtype.itemsize > 2 or dim > 128
+    return LaunchSettings(warps=4, stages=2, keys=32 if is_wide else 64)
 
 
 @triton.jit(do_not_specialize=["pages_per_row", "window"])
@@ -231,8 +247,14 @@ def _merge_splits(
     )
 
 
-def launch(call: Operands) -> Tensor:
-    """Launch the kernels: one, and the second where a row is split. See ``paged.Operands``."""
+def launch(call: Operands, settings: LaunchSettings | None = None) -> Tensor:
+    """Launch the kernels: one, and the second where a row is split.
+
+    Args:
+        call: see ``paged.Operands``.
+        settings: None: those of ``settings_of``.
+    """
+    settings = settings or settings_of(call)
     q, values, sinks = call.q, call.values, call.sinks
     *first, partials = call.layout
     _, _, tiles, pages, _ = first
@@ -248,7 +270,7 @@ def launch(call: Operands) -> Tensor:
         "VALUE_BLOCK": max(MIN_DOT, next_power_of_2(value_dim)),
         "SPLITS": splits,
         "HAS_SINKS": sinks is not None,
-        "num_warps": WARPS,
+        "num_warps": settings.warps,
     }
     if sinks is None:
         sinks = lse  # any pointer: it is not read
@@ -259,7 +281,8 @@ def launch(call: Operands) -> Tensor:
         *(q, call.keys, values, *first, sinks, *results, *call.scores, window, *strides),
         **constants,
         **shared,
-        num_stages=STAGES,
+        KEYS=settings.keys,
+        num_stages=settings.stages,
     )
     if len(partials):
         _merge_splits[(len(partials), heads)](
@@ -274,7 +297,7 @@ def _tile_constants(call: Operands) -> tuple[dict[str, Any], int]:
     A program has a tile's tokens times some query heads of one key head, at most ``MAX_QUERIES``.
     """
     page_size, tile_tokens, _, window = call.sizes
-    (_, heads, key_dim), (_, kv_heads, value_dim) = call.q.shape, call.values.shape
+    (_, heads, key_dim), kv_heads = call.q.shape, call.values.shape[1]
     group = heads // kv_heads
     tile_heads = min(next_power_of_2(group), max(1, MAX_QUERIES // tile_tokens))
     constants = {
@@ -284,7 +307,6 @@ def _tile_constants(call: Operands) -> tuple[dict[str, Any], int]:
         "TILE": tile_tokens,
         "TILE_HEADS": tile_heads,
         "KEY_BLOCK": max(MIN_DOT, next_power_of_2(key_dim)),
-        "KEYS": _keys_of_block(call.q.dtype, max(key_dim, value_dim)),
         "QUERIES": max(MIN_DOT, tile_tokens * tile_heads),
         "HAS_WINDOW": window > 0,
         "HAS_SOFTCAP": call.scores[1] > 0,
@@ -294,9 +316,3 @@ def _tile_constants(call: Operands) -> tuple[dict[str, Any], int]:
         "BITS": WORD_BITS,
     }
     return constants, kv_heads * -(-group // tile_heads)
-
-
-def _keys_of_block(dtype: torch.dtype, dim: int) -> int:
-    """Keys of a block: as many as fit into shared memory beside those in flight."""
-    wide = dtype.itemsize > 2 or dim > 128
-    return 32 if wide else 64
