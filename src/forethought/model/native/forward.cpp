@@ -139,7 +139,7 @@ class Forward {
         const int heads = model.num_heads + 2 * model.num_kv_heads;
         rotate_and_store(model, layer, call, b, keys, values, thread.share(tokens * heads));
 #pragma omp barrier
-        attend<T>(model, layer, call, b, keys, values, thread);
+        Attention<T>(model, layer, call, b, keys, values, thread).attend();
 #pragma omp barrier
     }
 

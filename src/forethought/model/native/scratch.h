@@ -23,6 +23,18 @@ static inline int block_tokens(int group) {
     return MAX_ROWS * (passes > 1 ? passes : 1);
 }
 
+constexpr int CHUNK = 256; // tokens of the context that a few queries attend to at a time
+constexpr int SCORES_WIDTH = CHUNK + 2 * PANEL; // of a query, those of a chunk and what pads them
+constexpr int64_t MAX_PARTS = int64_t(1) << 22; // floats of chunks that are kept
+
+// Floats of a part: what a query attends to in a chunk.
+static inline int64_t part_size(int64_t dim) { return round_up(dim + 2); }
+
+// Floats that Together computes in.
+static inline int64_t together_size(int64_t dim, int64_t group) {
+    return larger(BLOCK_ROWS, group) * (SCORES_WIDTH + 2 * part_size(dim)) + 2 * SCORES_WIDTH;
+}
+
 constexpr int TILE_POSITIONS = 256; // whose keys and values a TileBlock packs together
 constexpr int TILE_QUERIES = 512;   // that it attends for, of at most so many tokens:
 constexpr int MAX_TILE_TOKENS = 128;
@@ -50,8 +62,11 @@ struct Scratch {
     float* wide;       // [T, wide_width]: activations of the MLP, or of the experts; see Activated
     float* joined;     // [T, 2 * hidden]: embeddings and states, in a draft module
     float* scores;     // [threads, scores_width]
+    float* parts;      // [T, max_chunks, heads, part_width]: of chunks, where they are kept
     uint16_t* tiles;   // the inputs of a product, rounded: see TileInput
-    int64_t qkv_width, mixed_width, wide_width, scores_width;
+    int64_t qkv_width, mixed_width, wide_width, scores_width, part_width;
+    int64_t max_chunks; // of a row
+    bool keeps_parts;   // there is room
     int64_t size = 0; // floats of all of them
 
     // `memory`: null where only the size is wanted.
@@ -68,11 +83,13 @@ struct Scratch {
             const int64_t inner = intermediate_size(layer);
             wide_width = larger(wide_width, logits + larger(inner, padded_inputs(inner) / 2));
         }
+        part_width = part_size(dim), max_chunks = (max_length + CHUNK - 1) / CHUNK;
+        const int64_t kept = tokens * max_chunks * model.num_heads * part_width;
+        keeps_parts = kept <= MAX_PARTS;
         // Scores of the queries that are attended together, and what is packed beside them.
         const int64_t rows = larger(BLOCK_ROWS, int64_t(group) * MAX_ROWS);
-        const int64_t packed = larger(PANEL * dim, 2 * max_length);
-        scores_width = larger(rows * max_length + packed, tile_block_size(dim, group));
-        scores_width = round_up(scores_width);
+        scores_width = larger(rows * max_length + PANEL * dim, tile_block_size(dim, group));
+        scores_width = round_up(larger(scores_width, together_size(dim, group)));
         const auto take = [&](int64_t count) {
             float* begin = memory ? memory + size : nullptr;
             size += round_up(count);
@@ -85,6 +102,7 @@ struct Scratch {
         wide = take(larger(tokens * wide_width, tiles_size(tokens, wide_width, 1)));
         joined = take(tokens * joined_width);
         scores = take(threads * scores_width);
+        parts = take(keeps_parts ? kept : MAX_PARTS);
         const int64_t widest = larger(larger(mixed_width, wide_width), joined_width);
         tiles = (uint16_t*)take(tiles_size(tokens, widest, threads));
     }

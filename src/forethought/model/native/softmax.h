@@ -18,9 +18,8 @@ static inline float maximum(const float* x, int length) {
     return result;
 }
 
-// scores [length] -> their softmax, not divided by the sum, which is returned.
-static float exponentials(float* scores, int length) {
-    const float highest = maximum(scores, length);
+// scores [length] -> their exponentials less `highest`; returns the sum.
+static float exponentials(float* scores, int length, float highest) {
     Vec total = {};
     int i = 0;
     for (; i + LANES <= length; i += LANES) {
@@ -28,11 +27,14 @@ static float exponentials(float* scores, int length) {
         store(scores + i, e);
         total += e;
     }
+    if (i == length) return sum(total);
+    const Vec e = exp(load_first(scores + i, length - i) - highest);
     float rest = 0;
-    for (; i < length; i++) {
-        const Vec e = exp(broadcast(scores[i] - highest));
-        scores[i] = e[0];
-        rest += e[0];
-    }
+    for (int lane = 0; lane < length - i; lane++) rest += scores[i + lane] = e[lane];
     return sum(total) + rest;
+}
+
+// scores [length] -> their softmax, not divided by the sum, which is returned.
+static float exponentials(float* scores, int length) {
+    return exponentials(scores, length, maximum(scores, length));
 }

@@ -4,7 +4,7 @@
 
 #include <cstdint>
 #include <cstring>
-#if defined(__AVX2__)
+#if defined(__AVX__)
 #include <immintrin.h>
 #endif
 
@@ -79,6 +79,13 @@ static inline Vec load_odd(const uint16_t* p) {
 
 static inline Vec load(const int8_t* p) { return __builtin_convertvector(widen(p), Vec); }
 
+// The first `count` lanes of a vector, fewer than all; the others are 0.
+template <class T> static inline Vec load_first(const T* p, int count) {
+    T lanes[LANES] = {};
+    memcpy(lanes, p, count * sizeof *p);
+    return load(lanes);
+}
+
 static inline float scalar(const float* p) { return *p; }
 
 static inline float scalar(const uint16_t* p) {
@@ -110,6 +117,33 @@ static inline float sum(Vec v) { // halves are added to each other, then their h
     for (int half = LANES / 2; half; half /= 2)
         for (int i = 0; i < half; i++) parts[i] += parts[i + half];
     return parts[0];
+}
+
+// The sums of LANES vectors, each by the same tree.
+static inline Vec sums(const Vec* v) {
+#if LANES == 16 && defined(__AVX512F__)
+    __m512 quads[4]; // of four vectors, beside each other in each quarter
+    for (int i = 0; i < 4; i++, v += 4) {
+        const auto halves = [](Vec a, Vec b) {
+            return _mm512_unpacklo_ps((__m512)a, (__m512)b) + _mm512_unpackhi_ps((__m512)a, (__m512)b);
+        };
+        const __m512d a = (__m512d)halves(v[0], v[1]), b = (__m512d)halves(v[2], v[3]);
+        quads[i] = (__m512)_mm512_unpacklo_pd(a, b) + (__m512)_mm512_unpackhi_pd(a, b);
+    }
+    const auto quarters = [](__m512 a, __m512 b) {
+        return _mm512_shuffle_f32x4(a, b, 0x88) + _mm512_shuffle_f32x4(a, b, 0xdd);
+    };
+    return (Vec)quarters(quarters(quads[0], quads[1]), quarters(quads[2], quads[3]));
+#elif LANES == 8 && defined(__AVX__)
+    const auto pairs = [](Vec a, Vec b) { return _mm256_hadd_ps((__m256)a, (__m256)b); };
+    const __m256 a = _mm256_hadd_ps(pairs(v[0], v[1]), pairs(v[2], v[3]));
+    const __m256 b = _mm256_hadd_ps(pairs(v[4], v[5]), pairs(v[6], v[7]));
+    return (Vec)(_mm256_permute2f128_ps(a, b, 0x20) + _mm256_permute2f128_ps(a, b, 0x31));
+#else
+    Vec found;
+    for (int i = 0; i < LANES; i++) found[i] = sum(v[i]);
+    return found;
+#endif
 }
 
 static inline Vec larger(Vec a, Vec b) {

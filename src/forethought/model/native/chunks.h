@@ -1,0 +1,354 @@
+// Attention of a few queries over chunks of the tokens that they see.
+
+#pragma once
+
+#include "norms.h"
+#include "products.h"
+#include "scratch.h"
+#include "sight.h"
+#include "softmax.h"
+#include "structures.h"
+#include "vectors.h"
+
+#include <cmath>
+#include <cstring>
+#include <type_traits>
+
+// Queries that share the keys and values which they read, in registers; at most MAX_QUERIES.
+constexpr int MAX_QUERIES = 4;
+constexpr int KEYS = LANES == 16 ? 4 : 2; // that are multiplied with them at a time
+constexpr int TOKENS_AHEAD = 16;          // whose keys and values are fetched in advance
+
+// Fetch `size` elements.
+template <class T> static inline void fetch(const T* from, int size) {
+    for (int d = 0; d < size; d += 64 / int(sizeof(T))) __builtin_prefetch(from + d);
+}
+
+// out [N] = the products of N queries with LANES keys. Those of one key are summed alike in all lanes.
+template <class T, int N>
+static inline void dots(
+    const float* const* q, const T* keys, const int64_t* offsets, int dim, Vec* out) {
+    Vec parts[N][LANES];
+    for (int j = 0; j < LANES; j += KEYS) {
+        for (int k = 0; k < KEYS; k++) fetch(keys + offsets[j + k + TOKENS_AHEAD], dim);
+        Vec total[N][KEYS] = {};
+        int d = 0;
+        for (; d + LANES <= dim; d += LANES)
+            for (int k = 0; k < KEYS; k++) {
+                const Vec key = load(keys + offsets[j + k] + d);
+                for (int n = 0; n < N; n++) total[n][k] += load(q[n] + d) * key;
+            }
+        for (int k = 0; k < KEYS && d < dim; k++) {
+            const Vec key = load_first(keys + offsets[j + k] + d, dim - d);
+            for (int n = 0; n < N; n++) total[n][k] += load_first(q[n] + d, dim - d) * key;
+        }
+        for (int n = 0; n < N; n++)
+            for (int k = 0; k < KEYS; k++) parts[n][j + k] = total[n][k];
+    }
+    for (int n = 0; n < N; n++) out[n] = sums(parts[n]);
+}
+
+// scores [N][count] of N queries for the keys at some offsets; the LANES - 1 behind the last are
+// read, and their scores written, too.
+template <class T, int N>
+static void score_keys(
+    const float* const* q, const T* keys, const int64_t* offsets, int count, int dim, float scale,
+    float cap, float* const* scores) {
+    Vec found[N];
+    for (int p = 0; p < count; p += LANES) {
+        dots<T, N>(q, keys, offsets + p, dim, found);
+        for (int n = 0; n < N; n++) store(scores[n] + p, found[n] * scale);
+    }
+    for (int n = 0; n < N && cap > 0; n++)
+        for (int p = 0; p < count; p++) scores[n][p] = cap * tanhf(scores[n][p] / cap);
+}
+
+// out [N][V * LANES] += the values at some offsets, each times its weight [N][count].
+template <class T, int N, int V>
+static inline void mix_vectors(
+    const float* const* weights, const T* values, const int64_t* offsets, int count,
+    float* const* out, int d) {
+    Vec acc[N][V];
+    for (int n = 0; n < N; n++)
+        for (int v = 0; v < V; v++) acc[n][v] = load(out[n] + d + v * LANES);
+    for (int p = 0; p < count; p++) {
+        fetch(values + offsets[p + TOKENS_AHEAD] + d, V * LANES);
+        for (int v = 0; v < V; v++) {
+            const Vec value = load(values + offsets[p] + d + v * LANES);
+            for (int n = 0; n < N; n++) acc[n][v] += value * weights[n][p];
+        }
+    }
+    for (int n = 0; n < N; n++)
+        for (int v = 0; v < V; v++) store(out[n] + d + v * LANES, acc[n][v]);
+}
+
+// The same of all dimensions.
+template <class T, int N>
+static void mix_values(
+    const float* const* weights, const T* values, const int64_t* offsets, int count, int dim,
+    float* const* out) {
+    constexpr int V = LANES == 16 ? 4 : 2; // vectors of an output that stay in registers
+    int d = 0;
+    for (; d + V * LANES <= dim; d += V * LANES)
+        mix_vectors<T, N, V>(weights, values, offsets, count, out, d);
+    if (V > 2 && d + 2 * LANES <= dim) {
+        mix_vectors<T, N, 2>(weights, values, offsets, count, out, d);
+        d += 2 * LANES;
+    }
+    if (d + LANES <= dim) {
+        mix_vectors<T, N, 1>(weights, values, offsets, count, out, d);
+        d += LANES;
+    }
+    for (int p = 0; p < count && d < dim; p++)
+        for (int n = 0; n < N; n++)
+            for (int i = d; i < dim; i++)
+                out[n][i] += scalar(values + offsets[p] + i) * weights[n][p];
+}
+
+// What a query attends to in some chunks: sums [dim] of values times exponentials of scores, the
+// total of these, and the highest score, which was taken from each before; -INFINITY: it sees none.
+struct Part {
+    float *sums, *total, *highest;
+
+    Part(float* memory, int dim) : sums(memory), total(memory + dim), highest(memory + dim + 1) {}
+};
+
+// into = what it and `part` attend to
+__attribute__((noinline)) static void merge(const Part& part, int dim, const Part& into) {
+    if (*part.highest == -INFINITY) return;
+    const float most = *part.highest > *into.highest ? *part.highest : *into.highest;
+    const float kept = exp(broadcast(*into.highest - most))[0];
+    const float added = exp(broadcast(*part.highest - most))[0];
+    int d = 0;
+    for (; d + LANES <= dim; d += LANES)
+        store(into.sums + d, load(into.sums + d) * kept + load(part.sums + d) * added);
+    for (; d < dim; d++) into.sums[d] = into.sums[d] * kept + part.sums[d] * added;
+    *into.total = *into.total * kept + *part.total * added;
+    *into.highest = most;
+}
+
+// Queries of `count` consecutive tokens of a row that see the same of its prefix, of the heads that
+// share a key head. Chunk c of a query has tokens [CHUNK c, CHUNK (c + 1)) of those that it sees, in
+// order of position; its sums run over them in this order, and chunks are merged in theirs. So they
+// depend neither on the queries beside it nor on the threads (as Flash-Decoding, Dao et al. 2023).
+template <class T> class Together {
+  public:
+    // scratch: together_size() floats.
+    Together(
+        const Model& model, const Layer& layer, const Call& call, const Scratch& b, const Row& row,
+        int n, int count, int kv_head, const T* keys, const T* values, float* scratch)
+        : layer(layer), b(b), row(row), n(n), count(count),
+          group(model.num_heads / model.num_kv_heads), dim(model.head_dim),
+          rotated(model.rotary_dim), page_size(call.page_size), num_heads(model.num_heads),
+          low(Sight(row, n, layer.window).low),
+          prefix(row.prefix > low ? int(row.prefix) - low : 0),
+          stride(int64_t(model.num_kv_heads) * dim), cap(model.score_cap), keys(keys + kv_head * dim),
+          values(values + kv_head * dim), scores(scratch), first_head(int64_t(kv_head) * group) {
+        own_parts = scores + int64_t(group) * count * SCORES_WIDTH;
+        offsets = (int64_t*)(own_parts + 2 * int64_t(group) * count * b.part_width);
+    }
+
+    // As many tokens as scratch memory and threads allow.
+    static int tokens(const Model& model, const Layer& layer, const Row& row, Thread thread) {
+        if (layer.window) return 1; // each sees another part of the prefix
+        const int64_t most = BLOCK_ROWS / (model.num_heads / model.num_kv_heads);
+        const int64_t shared = row.num_tokens * model.num_kv_heads / thread.count;
+        return int(most < 1 || shared < 1 ? 1 : most < shared ? most : shared);
+    }
+
+    int num_chunks() const { // of the token that sees the most
+        return (prefix + int(row.num_recent) + CHUNK - 1) / CHUNK;
+    }
+
+    void attend() const {
+        const int64_t width = int64_t(group) * b.part_width;
+        const Parts all{own_parts, width}, next{own_parts + count * width, width};
+        attend_chunk(0, all);
+        for (int chunk = 1; chunk < num_chunks(); chunk++) {
+            attend_chunk(chunk, next);
+            for (int i = 0; i < count * group; i++) merge(part(next, i), dim, part(all, i));
+        }
+        for (int i = 0; i < count * group; i++) write(i, part(all, i));
+    }
+
+    // One chunk, whose parts are kept for merge_kept().
+    void attend_kept(int chunk) const { attend_chunk(chunk, kept(chunk)); }
+
+    // The outputs, from the chunks that are kept.
+    void merge_kept() const {
+        for (int i = 0; i < count * group; i++) {
+            const Part all = part(kept(0), i);
+            for (int chunk = 1; chunk < num_chunks(); chunk++) merge(part(kept(chunk), i), dim, all);
+            write(i, all);
+        }
+    }
+
+  private:
+    struct Parts { // of one chunk of each query
+        float* first;
+        int64_t token_stride;
+    };
+
+    const Layer& layer;
+    const Scratch& b;
+    const Row& row;
+    const int n, count, group, dim, rotated, page_size, num_heads;
+    const int low, prefix; // the first token of the prefix that is seen, and how many are
+    const int64_t stride;
+    const float cap;
+    const T *keys, *values;
+    float *scores, *own_parts; // [count, group, SCORES_WIDTH], [2, count, group, part_width]
+    const int64_t first_head;
+    int64_t* offsets; // [SCORES_WIDTH]: of keys and values of a chunk, in elements
+
+    float* scores_of(int i) const { return scores + int64_t(i) * SCORES_WIDTH; }
+
+    const float* query_of(int i) const {
+        return b.qkv + (row.start + n + i / group) * b.qkv_width + (first_head + i % group) * dim;
+    }
+
+    Parts kept(int chunk) const {
+        const int64_t token_stride = b.max_chunks * num_heads * b.part_width;
+        const int64_t head = int64_t(chunk) * num_heads + first_head;
+        return {b.parts + (row.start + n) * token_stride + head * b.part_width, token_stride};
+    }
+
+    Part part(const Parts& parts, int i) const {
+        return Part(
+            parts.first + i / group * parts.token_stride + i % group * b.part_width, dim);
+    }
+
+    void write(int i, const Part& from) const {
+        float* out = b.mixed + (row.start + n + i / group) * b.mixed_width +
+                     (first_head + i % group) * dim;
+        for (int d = 0; d < dim; d++) out[d] = from.sums[d] / *from.total;
+    }
+
+    void attend_chunk(int chunk, const Parts& parts) const {
+        const int begin = chunk * CHUNK, left = prefix - begin;
+        const int shared = left < 0 ? 0 : left < CHUNK ? left : CHUNK, queries = count * group;
+        list_prefix(begin, shared);
+        if (!row.num_segments)
+            each_few(0, queries, [&](auto few, int i) { score<few()>(i, 0, shared); });
+        for (int m = 0; m < count; m++) {
+            const int size = list_recent(m, begin, shared);
+            score_own(m, begin, shared, size);
+            for (int i = m * group; i < (m + 1) * group; i++) weigh(i, size, part(parts, i));
+        }
+        each_few(0, queries, [&](auto few, int i) { mix<few()>(parts, i, 0, shared); });
+        for (int m = 0; m < count; m++) {
+            const int size = list_recent(m, begin, shared);
+            each_few(m * group, (m + 1) * group, [&](auto few, int i) {
+                mix<few()>(parts, i, shared, size);
+            });
+        }
+    }
+
+    // `size` tokens of the prefix, from one that is seen on.
+    void list_prefix(int begin, int size) const {
+        for (int i = 0, run; i < size; i += run) {
+            const int position = low + begin + i;
+            const int64_t slot = prefix_slot(row, position, page_size);
+            run = row.first_slot >= 0 ? size : page_size - position % page_size;
+            run = run < size - i ? run : size - i;
+            for (int j = 0; j < run; j++) offsets[i + j] = (slot + j) * stride;
+        }
+        pad_offsets(size);
+    }
+
+    // Those of the recent tokens that token `m` sees in the chunk that begins with token `begin` of
+    // them, of which `shared` are of the prefix; returns the size of the chunk.
+    int list_recent(int m, int begin, int shared) const {
+        const int before = begin + shared - prefix; // recent tokens of the chunks before
+        if (shared == CHUNK) return CHUNK;
+        const Sight sight(row, n + m, layer.window);
+        int size = shared, seen = 0;
+        for (int r = 0; r < row.num_recent && size < CHUNK; r++)
+            if (sight.sees(r) && seen++ >= before) offsets[size++] = row.slots[r] * stride;
+        pad_offsets(size);
+        return size;
+    }
+
+    // Vectors of them are read whole, and some in advance: behind the last one they read it again.
+    void pad_offsets(int size) const {
+        for (int i = 0; i < LANES + TOKENS_AHEAD && size > 0; i++) offsets[size + i] = offsets[size - 1];
+    }
+
+    void score_own(int m, int begin, int shared, int size) const {
+        if (row.num_segments) {
+            for (int i = m * group; i < (m + 1) * group; i++) score_segments(i, begin, begin + size);
+        } else {
+            each_few(m * group, (m + 1) * group, [&](auto few, int i) {
+                score<few()>(i, shared, size);
+            });
+        }
+    }
+
+    // Scores of tokens [begin, end) of those that a query sees, which is rotated for each segment.
+    void score_segments(int i, int begin, int end) const {
+        float turned[MAX_HEAD_DIM];
+        const float* q = query_of(i);
+        int first = 0; // of a segment
+        for (int s = 0; s <= row.num_segments; s++) { // what follows the segments is its own
+            const bool own = s == row.num_segments;
+            const int last = own ? end : first + int(row.segments[2 * s]);
+            const int from = first > begin ? first : begin, to = last < end ? last : end;
+            first = last;
+            if (from >= to) continue;
+            turn(q, own ? 0 : row.segments[2 * s + 1], turned);
+            const float* turned_q = turned;
+            float* scored = scores_of(i) + from - begin;
+            score_keys<T, 1>(
+                &turned_q, keys, offsets + from - begin, to - from, dim, layer.scale, cap, &scored);
+        }
+    }
+
+    // A rotated query, rotated by further positions. A factor of the table, its cosine at position
+    // 0, is in the query already.
+    void turn(const float* q, int64_t positions, float* turned) const {
+        memcpy(turned, q, dim * 4);
+        if (!positions) return;
+        const float* cosines = layer.rotary + positions * 2 * rotated;
+        const float* sines = cosines + rotated;
+        const int half = rotated / 2;
+        for (int d = 0; d < rotated; d++) {
+            const float other = d < half ? q[d + half] : q[d - half];
+            turned[d] = (q[d] * cosines[d] + other * sines[d]) / layer.rotary[0];
+        }
+    }
+
+    // Begin a part: nothing is summed yet but the exponentials of the scores, which take their place.
+    void weigh(int i, int size, const Part& to) const {
+        *to.highest = maximum(scores_of(i), size);
+        *to.total = exponentials(scores_of(i), size, *to.highest);
+        memset(to.sums, 0, dim * 4);
+    }
+
+    // Queries [begin, end), up to MAX_QUERIES at a time.
+    template <class F> static void each_few(int begin, int end, F&& compute) {
+        for (int i = begin; i < end; i += MAX_QUERIES) switch (end - i) {
+                case 1: compute(std::integral_constant<int, 1>(), i); break;
+                case 2: compute(std::integral_constant<int, 2>(), i); break;
+                case 3: compute(std::integral_constant<int, 3>(), i); break;
+                default: compute(std::integral_constant<int, MAX_QUERIES>(), i);
+            }
+    }
+
+    // Of tokens [begin, end) of the chunk.
+    template <int N> void score(int first, int begin, int end) const {
+        const float* q[N];
+        float* to[N];
+        for (int i = 0; i < N; i++) q[i] = query_of(first + i), to[i] = scores_of(first + i) + begin;
+        score_keys<T, N>(q, keys, offsets + begin, end - begin, dim, layer.scale, cap, to);
+    }
+
+    template <int N> void mix(const Parts& parts, int first, int begin, int end) const {
+        const float* weights[N];
+        float* out[N];
+        for (int i = 0; i < N; i++) {
+            weights[i] = scores_of(first + i) + begin;
+            out[i] = part(parts, first + i).sums;
+        }
+        mix_values<T, N>(weights, values, offsets + begin, end - begin, dim, out);
+    }
+};
