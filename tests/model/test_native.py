@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import gc
+import json
 import logging
 import random
 import re
+import shutil
 import subprocess
 from pathlib import Path
 
@@ -125,6 +127,46 @@ def test_a_path_of_a_draft_tree_is_the_same_to_the_last_bit_as_its_tokens_alone(
     parents = (-1, -1, 0, 0, 1, 3)
     found = runner.forward([Row(nodes, 20, table, parents)])
     assert torch.equal(found[[0, 3, 5]], logits(lm, 1)[20:23])
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("architecture", ["llama", "llama_mqa", "gemma3"])
+def test_behind_several_chunks_a_token_is_the_same_to_the_last_bit_however_it_is_computed(
+    monkeypatch, tmp_path: Path, architecture: str, dtype: str
+) -> None:
+    """Alone, in a chain, in a tree whose nodes cross the end of a chunk, and with other threads."""
+    directory = shutil.copytree(models.tiny(architecture), tmp_path / "model")
+    config = json.loads((directory / "config.json").read_text())
+    config["max_position_embeddings"] = 2048
+    (directory / "config.json").write_text(json.dumps(config))
+    lm = loader.load(directory, dtype=dtype, forward="native")
+    size = 1022  # chunks of 256 tokens, which threads share from four on: one ends behind two more
+    prompt, nodes = tokens(size), tokens(6)
+    found = []
+    for num_threads, shape in ((1, "alone"), (2, "alone"), (3, "chain"), (1, "tree"), (2, "tree")):
+        monkeypatch.setattr(torch, "get_num_threads", lambda count=num_threads: count)
+        runner, pool = new_runner(lm, size=4096)
+        if shape == "tree":
+            scatter(pool)
+        table = PageTable(pool)
+        for start in range(0, size, 73):
+            table.append(73)
+            runner.forward([Row(prompt[start : start + 73], start, table, logits_from=73)])
+        if shape == "alone":
+            rows = []
+            for index, node in enumerate(nodes):
+                table.append(1)
+                rows.append(runner.forward([Row([node], size + index, table)]))
+            found.append(torch.cat(rows))
+        elif shape == "chain":
+            table.append(6)
+            found.append(runner.forward([Row(nodes, size, table)]))
+        else:
+            table.append(12)
+            both = [token for node in nodes for token in (node, 7)]
+            parents = tuple(-1 if at < 2 else (at - 2) // 2 * 2 for at in range(12))
+            found.append(runner.forward([Row(both, size, table, parents)])[::2])
+    assert all(torch.equal(other, found[0]) for other in found[1:])
 
 
 def check_long_prefills(lm: CausalLM) -> None:

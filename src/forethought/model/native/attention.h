@@ -17,6 +17,7 @@
 #include <type_traits>
 
 constexpr int BLOCK_QUERIES = 32; // new tokens of a row from which queries go in blocks
+constexpr int SPLIT_CHUNKS = 4;   // of a row from which its chunks are dealt to the threads
 
 // Norm and rotate queries and keys, and store keys and values at the slots of their tokens.
 template <class T>
@@ -202,7 +203,7 @@ template <class T> class Attention {
         : model(model), layer(layer), call(call), b(b), keys(keys), values(values), thread(thread),
           scratch(b.scores + thread.index * b.scores_width) {}
 
-    // Runs of new tokens, with each key head, are dealt to the threads in turns, so that long and
+    // (Runs of new tokens, key head) pairs are dealt to the threads in turns, so that long and
     // short rows go to all of them; chunks of long rows instead where all can be kept.
     void attend() const {
         attend_blocks();
@@ -256,14 +257,15 @@ template <class T> class Attention {
         });
     }
 
-    // Whether a row has several chunks, and there is room to keep those of all rows.
+    // Whether a row has many chunks, and there is room to keep those of all rows. It decides who
+    // computes a chunk, and no bit of what is found.
     bool keeps_chunks() const {
         int most = 0;
         each_together([&](const Row& row, int n, int count) {
             const int chunks = together(row, n, count, 0).num_chunks();
             most = chunks > most ? chunks : most;
         });
-        return most > 1 && b.keeps_parts;
+        return most >= SPLIT_CHUNKS && b.keeps_parts;
     }
 
     // Each thread reads what follows each other in the cache: all heads of some chunks.

@@ -5,8 +5,8 @@
 // 8 and 4 bits that are dequantised in registers; keys and values are float32 or bf16.
 //
 // The sum of every output runs over its inputs in order, whatever the number of tokens, and a
-// query's attention over the tokens that it sees in order of position, whatever the layout of the
-// cache. So a token's result does not depend on the batch, to the last bit, up to BLOCK_QUERIES new
+// query's attention over the tokens that it sees in order of position, in chunks of CHUNK, whatever
+// the layout of the cache and the threads. So a token's result does not depend on the batch, to the last bit, up to BLOCK_QUERIES new
 // tokens of a row; longer runs (prefills) attend in another order, alike however they are cut, and
 // with AMX round queries and weights of positions to bf16.
 //
