@@ -13,10 +13,12 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from eagle_heads import random_head
 from engines import drain, engine, engine_over, expect_empty, outputs
 from forethought.assets import reasoner_dir
 from forethought.config.drafters import (
     DraftTargetDecodingConfig,
+    EagleDecodingConfig,
     NGramDecodingConfig,
     SuffixDecodingConfig,
 )
@@ -302,6 +304,25 @@ def test_what_is_decided_or_told_in_each_step_keeps_steps_single() -> None:
     assert largest(machine) <= 5
     machine = made(8, drafting(draft_len=4, synthetic_acceptance=0.5))
     assert largest(machine) <= 5
+
+
+@pytest.mark.parametrize("beside", ["suffix", "eagle"])
+def test_of_several_drafters_the_one_that_all_requests_have_chosen_drafts_for_several_steps(
+    beside: str,
+) -> None:
+    """But where another one reads hidden states, which are stored for it in single steps."""
+    other: DecodingBaseConfig = SuffixDecodingConfig(max_draft_len=4)
+    if beside == "eagle":
+        other = EagleDecodingConfig(max_draft_len=2, speculative_model=random_head("eagle3"))
+    machines = [engine(speculative=[other, drafting()], **LIMITS) for _ in range(2)]
+    chosen = SpeculationParams(drafter=machines[1].speculation.drafters[1].name)
+    machines[1].num_decode_steps = 8
+    each = [params.replace(speculation=chosen) for params in varied()]
+    expect_same(machines, [run(machine, each) for machine in machines])
+    assert machines[1].stats.accepted > 0
+    machines[1].add(PROMPTS[0], each[-1])
+    largest = max(len(event.tokens) for event in drain(machines[1]))
+    assert largest > 8 if beside == "suffix" else largest <= 5
 
 
 def test_requests_draft_as_far_as_each_asks_for() -> None:

@@ -13,7 +13,7 @@ import math
 from collections.abc import Sequence as List
 from itertools import chain
 
-from forethought.engine.drafting import Drafting
+from forethought.engine.drafting import DrafterEntry, Drafting
 from forethought.engine.packing import decode_row, end_ids, is_plain_decode
 from forethought.engine.scheduler import Plan, PlannedRow, Scheduler
 from forethought.kv.table import TableView
@@ -82,13 +82,14 @@ class ContinuousDecode:
 
     def _reserve_with_drafts(self, plan: Plan, num_steps: int) -> None:
         """The same for rows of which some have draft slots."""
-        if len(self._drafting.drafters) != 1 or not can_decode_chains(self._runner):
+        entry = self._only_drafter(plan.rows)
+        if entry is None or not can_decode_chains(self._runner):
             return
-        chains = self._drafting.drafters[0].drafter.chain_source
-        if chains is None or not self._holds(plan.rows):
+        chains = entry.drafter.chain_source
+        if chains is None or not self._holds(entry, plan.rows):
             return
         drafting = [row for row in plan.rows if row.num_nodes]
-        held = self._drafting.drafters[0].policy.hold()
+        held = entry.policy.hold()
         left = [_positions_left(chains, row) for row in drafting]
         num_steps = int(min(num_steps, held, *left))
         if num_steps < 2 or not self._can_follow(chains, drafting):
@@ -98,13 +99,24 @@ class ContinuousDecode:
         num_steps = self._scheduler.reserve_decode_slots(plan, num_steps)
         plan.num_chain_steps = num_steps if num_steps > 1 else 0
 
-    def _holds(self, rows: List[PlannedRow]) -> bool:
+    def _only_drafter(self, rows: List[PlannedRow]) -> DrafterEntry | None:
+        """The one that all of these rows have their drafts from; None: there are several.
+
+        Or another one reads hidden states, which only single steps store for all of them.
+        """
+        chosen = self._drafting.chosen_by(rows)
+        if len(chosen) != 1:
+            return None
+        own = chosen[0].drafter.draft_caches
+        stores_all = all(cache in own for cache in self._drafting.hidden_state_caches)
+        return chosen[0] if stores_all else None
+
+    def _holds(self, entry: DrafterEntry, rows: List[PlannedRow]) -> bool:
         """Whether single steps of the only drafter would draft alike, whatever becomes of others.
 
         In these a length may depend on the batch, a draft may be cut to what is left of the step's
         tokens, and a rule or a resource manager of the user's is asked.
         """
-        entry = self._drafting.drafters[0]
         rule, lengths = entry.rule, set(map(entry.schedule.length, range(1, len(rows) + 1)))
         is_lossy = rule is not None and any(rule.applies_to(row.sequence.params) for row in rows)
         is_cut = any(row.num_nodes < self._drafting.num_requested(row) for row in rows)
@@ -138,7 +150,8 @@ class ContinuousDecode:
 
     def _decode_chains(self, rows: List[PlannedRow], num_steps: int) -> DecodedTokens:
         """Make steps with drafts; sets ``steps`` of the rows, the longest drafts first."""
-        (entry,) = self._drafting.drafters
+        entry = self._only_drafter(rows)
+        assert entry is not None
         chains = entry.drafter.chain_source
         assert chains is not None
         decoded = decode_chains(self._runner, chains, list(map(self._row, rows)), num_steps)

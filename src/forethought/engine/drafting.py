@@ -243,6 +243,11 @@ class Drafting:
         self._num_running = num_running
         return bool(self._given or self._predicted)
 
+    def chosen_by(self, rows: List[PlannedRow]) -> list[DrafterEntry]:
+        """The drafters that may draft for one of these rows."""
+        params = [row.sequence.params.speculation for row in rows]
+        return [each for each in self.drafters if any(_may_draft(each, own) for own in params)]
+
     def _skips_all(self, running: List[Sequence]) -> bool:
         """Whether no other drafter than those that are skipped may draft for these."""
         others = [each for each in self._given if each not in self._skipping]
@@ -532,10 +537,8 @@ class Drafting:
             )
             self._learn(entry, record)
             self._learning_seconds[entry] = time.perf_counter() - began
-        params = [row.sequence.params.speculation for row in plan.rows]
-        self._skipping = [
-            each for each in self._given if any(_may_draft(each, own) for own in params)
-        ] or self._given
+        chosen = self.chosen_by(plan.rows)
+        self._skipping = [each for each in self._given if each in chosen] or self._given
         self._num_to_skip = min((entry.policy.skip() for entry in self._skipping), default=0)
         self._drafts, self._prefills = {}, {}
 
