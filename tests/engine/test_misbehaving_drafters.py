@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 import signal
 import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 from typing import Any
 
 import numpy
@@ -18,6 +20,7 @@ import drafters
 from engines import drain, engine, expect_empty, outputs
 from forethought.config.drafters import UserProvidedDecodingConfig
 from forethought.config.sampling import SamplingParams
+from forethought.speculative.chain_steps import TextChains
 from forethought.speculative.drafter import Drafter, DraftRequest
 from models import VOCAB, greedy, prompts, tiny
 
@@ -32,7 +35,9 @@ PLAIN = {
 def accepted_with(drafter: Drafter, **settings: Any) -> int:
     """Accepted tokens of requests that must say what they say without drafts."""
     config = UserProvidedDecodingConfig(max_draft_len=3, drafter=drafter)
+    num_steps = settings.pop("num_steps", 1)
     machine = engine(speculative=[config], **settings)
+    machine.num_decode_steps = num_steps
     samples = [machine.add(prompt, GREEDY)[0] for prompt in PROMPTS]
     assert all(event.error is None for event in drain(machine))
     assert outputs(samples) == list(PLAIN.values())
@@ -45,6 +50,30 @@ def test_ids_outside_the_vocabulary_are_logged_once(caplog: pytest.LogCaptureFix
     assert accepted_with(drafter) > 3
     [record] = [each for each in caplog.records if "proposed the id" in each.getMessage()]
     assert "the id 101, and the target's are 0 to 100" in record.getMessage()
+
+
+@pytest.mark.parametrize("name", ["chain_source", "can_follow", "draft"])
+def test_one_that_raises_about_several_steps_at_once_has_its_drafts_in_single_ones(
+    name: str,
+) -> None:
+    class Chains(drafters.PerRequest):
+        """Its drafts follow each other, but for what raises."""
+
+        @property
+        def chain_source(self) -> Any:
+            if name == "chain_source":
+                raise RuntimeError("unknown")
+            chains = TextChains(self)
+            return SimpleNamespace(
+                drafter=self,
+                learns_from_ends=False,
+                max_positions=math.inf,
+                draft_caches=(),
+                can_follow=chains.can_follow if name != "can_follow" else None,
+                draft=chains.draft if name != "draft" else None,
+            )
+
+    assert accepted_with(Chains(lambda request: drafters.truth(PLAIN, request)), num_steps=8) > 3
 
 
 def says_how_large(answer: Any) -> Drafter:

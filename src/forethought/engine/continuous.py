@@ -81,23 +81,33 @@ class ContinuousDecode:
         return 1 if asks_drafters else 1 + drafting.num_to_skip
 
     def _reserve_with_drafts(self, plan: Plan, num_steps: int) -> None:
-        """The same for rows of which some have draft slots."""
-        entry = self._only_drafter(plan.rows)
-        if entry is None or not can_decode_chains(self._runner):
+        """The same for rows of which some have draft slots; if a drafter cannot say whether its
+        drafts follow each other, the step is single."""
+        try:
+            num_steps = self._num_chain_steps(plan.rows, num_steps)
+        except Exception:
+            log.exception("steps with drafts stay single")
             return
-        chains = entry.drafter.chain_source
-        if chains is None or not self._holds(entry, plan.rows):
-            return
-        drafting = [row for row in plan.rows if row.num_nodes]
-        held = entry.policy.hold()
-        left = [_positions_left(chains, row) for row in drafting]
-        num_steps = int(min(num_steps, held, *left))
-        if num_steps < 2 or not self._can_follow(chains, drafting):
+        if num_steps < 2:
             return
         for row in plan.rows:
             row.draft_len = row.num_nodes
         num_steps = self._scheduler.reserve_decode_slots(plan, num_steps)
         plan.num_chain_steps = num_steps if num_steps > 1 else 0
+
+    def _num_chain_steps(self, rows: List[PlannedRow], num_steps: int) -> int:
+        """How many steps with drafts of these rows, from this one on, may be one call."""
+        entry = self._only_drafter(rows)
+        if entry is None or not can_decode_chains(self._runner):
+            return 1
+        chains = entry.drafter.chain_source
+        if chains is None or not self._holds(entry, rows):
+            return 1
+        drafting = [row for row in rows if row.num_nodes]
+        held = entry.policy.hold()
+        left = [_positions_left(chains, row) for row in drafting]
+        num_steps = int(min(num_steps, held, *left))
+        return num_steps if num_steps > 1 and self._can_follow(chains, drafting) else 1
 
     def _only_drafter(self, rows: List[PlannedRow]) -> DrafterEntry | None:
         """The one that all of these rows have their drafts from; None: there are several.
