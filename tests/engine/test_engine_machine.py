@@ -1,8 +1,9 @@
 """The engine under arbitrary sequences of calls: every token is the one of plain decoding.
 
 Forks of running, waiting and parked sequences, rewinds, extensions, aborts, samples, priorities and
-a cache that is too small for all of it, in any order, with drafters that are right now and then,
-forwards that have no memory for several rows, and one whose logits are NaN.
+a cache that is too small for all of it, in any order, in single or continuous decode steps, with
+drafters that are right now and then, forwards that have no memory for several rows, and one whose
+logits are NaN.
 """
 
 from __future__ import annotations
@@ -83,10 +84,18 @@ class EngineMachine(RuleBasedStateMachine):
         budget=st.integers(6, 30),
         batch=st.integers(2, 6),
         reuse=st.booleans(),
+        num_decode_steps=st.sampled_from([1, 8]),
         drafter=st.sampled_from(["none", "bush", "ngram", "draft model", "draft model, tree"]),
     )
     def start(
-        self, page_size: int, tokens: int, budget: int, batch: int, reuse: bool, drafter: str
+        self,
+        page_size: int,
+        tokens: int,
+        budget: int,
+        batch: int,
+        reuse: bool,
+        num_decode_steps: int,
+        drafter: str,
     ) -> None:
         self.engine = engine(
             page_size=page_size,
@@ -97,6 +106,7 @@ class EngineMachine(RuleBasedStateMachine):
             reuse=reuse,
             speculative=drafting(drafter),
         )
+        self.engine.num_decode_steps = num_decode_steps
         self.most_rows, self.stumbles, self.has_stumbled = 99, False, False
         forward = self.engine.runner.forward
 
