@@ -371,6 +371,15 @@ def test_a_rank_0_that_leaves_a_forward_ends_the_engine(
         llm.generate(PROMPTS[1], GREEDY)
 
 
+def test_signals_to_all_processes_of_a_program_are_for_rank_0(llm: LLM) -> None:
+    """It may have requests to finish first, as a server that is told to stop does."""
+    (other,), params = ranks_of(llm).process_ids, GREEDY.replace(max_tokens=20)
+    expected = llm.generate(PROMPTS[1], params).outputs[0].token_ids
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        os.kill(other, number)
+    assert llm.generate(PROMPTS[1], params).outputs[0].token_ids == expected
+
+
 async def last(stream: AsyncIterator[RequestOutput]) -> list[RequestOutput]:
     return [output async for output in stream]
 
@@ -405,6 +414,36 @@ def test_a_rank_that_cannot_load_says_why_and_leaves_no_process(tmp_path: Path) 
         started.connect(torch.device("cpu"), load_settings, PAGE_SIZE, 1)
     assert all(map(has_ended, started.process_ids))
     started.close()
+
+
+def test_a_rank_that_has_ended_after_loading_is_not_waited_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    started = Ranks(2)
+    receive = started._receive
+
+    def kill(process: ranks._Process) -> Any:
+        reply = receive(process)
+        process.popen.kill()
+        process.popen.wait()
+        return reply
+
+    monkeypatch.setattr(started, "_receive", kill)
+    monkeypatch.delattr(ranks, "Collectives")  # they would be waited for
+    with pytest.raises(EngineStopped, match=r"rank 1 of 2.*SIGKILL"):
+        started.connect(torch.device("cpu"), {"path": tiny("llama")}, PAGE_SIZE, 1)
+    assert all(map(has_ended, started.process_ids))
+
+
+def test_a_rank_that_was_told_nothing_removes_the_directory(tmp_path: Path) -> None:
+    """Rank 0 was killed before it could say what to load."""
+    directory = tmp_path / "ranks"
+    directory.mkdir()
+    process = ranks._Process.start(1, str(directory))
+    process.commands.close()
+    assert process.popen.wait(120) == 0
+    assert not directory.exists()
+    process.lifeline.close()
 
 
 PROGRAM = """

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import signal
 import sys
 from contextlib import suppress
 from multiprocessing.connection import Connection
@@ -28,9 +27,11 @@ _PATROL_SECONDS = 5.0
 
 
 def main() -> None:
-    """Serve the connections whose file descriptors are the program's arguments."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is rank 0's
-    commands, lifeline = (Connection(int(number)) for number in sys.argv[1:])
+    """Serve the connections whose file descriptors are the program's first two arguments.
+
+    The third one is the ranks' directory, which rank 0 removes, too, but where it was killed.
+    """
+    commands, lifeline = (Connection(int(number)) for number in sys.argv[1:3])
     status = 0
     try:
         serve(commands)
@@ -42,6 +43,7 @@ def main() -> None:
         status = 1
         with suppress(OSError):
             lifeline.send(f"{type(error).__name__}: {error}")
+    shutil.rmtree(sys.argv[3], ignore_errors=True)
     os._exit(status)  # nothing is to be saved, and a communicator may wait for a rank
 
 
@@ -53,15 +55,11 @@ def serve(commands: Connection) -> None:
         Exception: what a command has raised, with which this rank is of no further use.
     """
     parent = os.getppid()
-    setup = _receive(commands, parent)
-    try:
-        member = _member(setup, commands)
-        while True:
-            reply = _receive(commands, parent).run(member)
-            if reply is not None:
-                commands.send(reply)
-    finally:  # rank 0 does it, too, but where it was killed
-        shutil.rmtree(setup.meeting.parent, ignore_errors=True)
+    member = _member(commands, parent)
+    while True:
+        reply = _receive(commands, parent).run(member)
+        if reply is not None:
+            commands.send(reply)
 
 
 def _receive(commands: Connection, parent: int) -> Any:
@@ -72,8 +70,9 @@ def _receive(commands: Connection, parent: int) -> Any:
     return commands.recv()
 
 
-def _member(setup: Setup, commands: Connection) -> Member:
-    """Load the shard, tell rank 0, and meet the other ranks."""
+def _member(commands: Connection, parent: int) -> Member:
+    """Load the shard, tell rank 0, and meet the other ranks when all have loaded theirs."""
+    setup: Setup = _receive(commands, parent)
     torch.set_num_threads(setup.num_threads)
     device = setup.device
     if device.type == "cuda":
@@ -82,7 +81,7 @@ def _member(setup: Setup, commands: Connection) -> Member:
     assert isinstance(lm.network, FusedNetwork)
     return_freed_memory()
     commands.send(True)
-    collectives = Collectives(setup.meeting, setup.shard, device)
+    collectives = Collectives(_receive(commands, parent), setup.shard, device)
     collectives.meet()
     connect(lm.network, collectives)
     storage = KvStorage(lm.layer_shapes, 1, setup.page_size, lm.dtype, device)

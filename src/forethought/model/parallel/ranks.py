@@ -40,7 +40,16 @@ LOST = 3
 """Exit status of a rank that ends because another one has."""
 _VERDICT_SECONDS, _END_SECONDS = 5.0, 5.0
 """How long the reason of a failure is waited for, and the end of a process."""
-_MAIN = "from forethought.model.parallel.process import main; main()"
+_MAIN = """
+import signal
+for number in signal.SIGINT, signal.SIGTERM, signal.SIGHUP:
+    signal.signal(number, signal.SIG_IGN)
+from forethought.model.parallel.process import main
+main()
+"""
+"""What a rank's interpreter runs. Signals that reach all processes of a program are for rank 0: it
+may have requests to finish, and the ranks end with it. They are ignored before torch is imported,
+which takes seconds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +62,6 @@ class Setup:
         load: further arguments of ``loader.load``.
         page_size: tokens of a page of its KV storage.
         num_threads: that it computes with on a CPU.
-        meeting: file by which the ranks find each other.
     """
 
     shard: Shard
@@ -61,7 +69,6 @@ class Setup:
     load: Mapping[str, Any]
     page_size: int
     num_threads: int
-    meeting: Path
 
 
 @dataclass(slots=True, eq=False)
@@ -74,14 +81,15 @@ class _Process:
     lifeline: Connection
 
     @classmethod
-    def start(cls, rank: int) -> _Process:
-        """Start an interpreter that finds the same modules as this one."""
+    def start(cls, rank: int, directory: str) -> _Process:
+        """Start an interpreter that finds the same modules as this one, to remove a directory."""
         (here, there), (own_end, lifeline) = Pipe(), Pipe(duplex=False)
         path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
+        passed = there.fileno(), lifeline.fileno()
         try:
             popen = subprocess.Popen(
-                [sys.executable, "-P", "-c", _MAIN, str(there.fileno()), str(lifeline.fileno())],
-                pass_fds=(there.fileno(), lifeline.fileno()),
+                [sys.executable, "-P", "-c", _MAIN, *map(str, passed), directory],
+                pass_fds=passed,
                 stdin=subprocess.DEVNULL,
                 env={**os.environ, "PYTHONPATH": path},
             )
@@ -184,7 +192,7 @@ class Ranks:
         self._state = _State([], tempfile.mkdtemp(prefix="forethought-ranks-"))
         self._end = weakref.finalize(self, self._state.end)  # also when the interpreter ends
         for rank in range(1, size):
-            self._state.processes.append(_Process.start(rank))
+            self._state.processes.append(_Process.start(rank, self._state.directory))
         threading.Thread(target=self._state.watch, name="forethought-ranks", daemon=True).start()
 
     @property
@@ -217,13 +225,15 @@ class Ranks:
         Raises:
             EngineStopped: one could not.
         """
-        meeting = Path(self._state.directory) / "meeting"
-        for process in self._state.processes:
+        meeting, processes = Path(self._state.directory) / "meeting", self._state.processes
+        for process in processes:
             shard = Shard(process.rank, self.size)
             own = shard.device(device.type)
-            self._send(process, Setup(shard, own, load, page_size, num_threads, meeting))
-        for process in self._state.processes:
+            self._send(process, Setup(shard, own, load, page_size, num_threads))
+        for process in processes:
             self._receive(process)
+        for process in processes:  # raises where one has ended since: nobody waits for it
+            self._send(process, meeting)
         try:
             self._state.collectives = Collectives(meeting, self.shard, device)
             self._state.collectives.meet()
