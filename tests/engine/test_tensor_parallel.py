@@ -528,3 +528,16 @@ def test_a_torch_without_the_collectives_is_refused(monkeypatch: pytest.MonkeyPa
     args = LlmArgs(tensor_parallel_size=2, device="cpu")
     with pytest.raises(ParameterError, match=r"without torch\.distributed"):
         tensor_parallel.check(args, tiny("llama"), torch.device("cpu"))
+
+
+def test_a_machine_without_a_temporary_directory_is_told_so(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model_dir = tiny("llama")
+
+    def refuse(prefix: str) -> str:
+        raise FileNotFoundError("No usable temporary directory")
+
+    monkeypatch.setattr(ranks.tempfile, "mkdtemp", refuse)
+    with pytest.raises(ParameterError, match=r"No usable temporary directory.*TMPDIR"):
+        resolve.build(LlmArgs(tensor_parallel_size=2, device="cpu"), model_dir)

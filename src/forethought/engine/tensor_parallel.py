@@ -71,7 +71,15 @@ def starting(args: LlmArgs, model_dir: Path, device: torch.device) -> Iterator[R
         yield None
         return
     check(args, model_dir, device)
-    ranks = Ranks(args.tensor_parallel_size)
+    try:
+        ranks = Ranks(args.tensor_parallel_size)
+    except OSError as error:
+        raise ParameterError(
+            f"tensor_parallel_size={args.tensor_parallel_size} is not possible here",
+            f"its processes cannot be started: {error}",
+            "Let TMPDIR name a directory that can be written, or leave it out",
+            param="tensor_parallel_size",
+        ) from error
     try:
         yield ranks
     except BaseException:
