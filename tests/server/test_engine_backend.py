@@ -283,6 +283,18 @@ def test_a_client_that_leaves_gives_back_its_pages(server: Served, llm: AsyncLLM
         eventually(lambda: server.send("/v1/load").json["requests_unfinished"] == 0)
 
 
+def test_the_health_check_fails_once_the_engine_has_died() -> None:
+    def broken() -> Any:
+        raise ZeroDivisionError
+
+    with served(EngineBackend(AsyncLLM(kv_cache_config={"max_tokens": 512}), "reasoner")) as server:
+        assert server.send("/health").json == {"status": "ok"}
+        server.backend._engine._frontend.engine.step = broken
+        assert server.send(CHAT, ask(max_tokens=4)).status == 503
+        health = server.send("/health")
+        assert (health.status, health.json) == (503, {"status": "stopped"})
+
+
 def test_plain_requests_and_methods_share_the_places_of_running_requests(llm: AsyncLLM) -> None:
     """One is held by a stream that has not ended; what comes then waits for its end."""
     frontend = llm._frontend

@@ -220,6 +220,11 @@ class AsyncLLM:
         return self._checked().snapshots.names()
 
     @property
+    def has_ended(self) -> bool:
+        """Whether it was shut down, or the engine died: all further calls raise EngineStopped."""
+        return self._thread.has_ended
+
+    @property
     def stats(self) -> EngineStats:
         """A copy of the engine's counts."""
         return self._frontend.stats

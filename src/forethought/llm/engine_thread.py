@@ -238,6 +238,11 @@ class EngineThread:
         return future
 
     @property
+    def has_ended(self) -> bool:
+        """Whether it was stopped, or the engine died: no command is taken any more."""
+        return self._ended
+
+    @property
     def is_forked(self) -> bool:
         """Whether this is a forked child of the process that has the thread."""
         return os.getpid() != self._pid

@@ -220,8 +220,12 @@ def _add_monitoring(app: FastAPI) -> None:
     @app.get("/health", response_model=None)
     async def health(request: Request) -> Response:
         """Whether requests are taken."""
-        draining = _service(request).admission.draining
-        return JSONResponse({"status": "draining" if draining else "ok"}, 503 if draining else 200)
+        service, status = _service(request), "ok"
+        if service.backend.has_ended:
+            status = "stopped"
+        elif service.admission.draining:
+            status = "draining"
+        return JSONResponse({"status": status}, 200 if status == "ok" else 503)
 
     @app.get("/version", response_model=None)
     async def version() -> dict[str, str]:

@@ -209,6 +209,11 @@ class Backend(abc.ABC):
         return []
 
     @property
+    def has_ended(self) -> bool:
+        """Whether it can answer no request any more."""
+        return False
+
+    @property
     def max_length(self) -> int | None:
         """Tokens of the model's context; None: unknown."""
         return None
@@ -360,6 +365,11 @@ class EngineBackend(Backend):
             ParameterError: an id outside the vocabulary.
         """
         return self._engine.decode(ids)
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the engine died or was shut down."""
+        return self._engine.has_ended
 
     @property
     def max_length(self) -> int | None:
