@@ -110,6 +110,10 @@ def mtp_modules() -> list[DecodingBaseConfig]:
     return [MTPDecodingConfig(num_nextn_predict_layers=2, max_draft_len=3, speculative_model=saved)]
 
 
+def mtp_module() -> list[DecodingBaseConfig]:
+    return [MTPDecodingConfig(max_draft_len=3, speculative_model=mtp.saved("llama"))]
+
+
 def lossy() -> list[DecodingBaseConfig]:
     saved = mtp.saved("llama")
     return [MTPDecodingConfig(max_draft_len=3, speculative_model=saved, synthetic_acceptance=0.7)]
@@ -255,6 +259,58 @@ def test_continuous_decode_steps_wait_once(has_graphs: bool, launches: int, numb
         drain(machine)
     assert outputs(sequences) == outputs(expected)
     assert machine.stats.steps == on_cpu.stats.steps
+    machine.check_integrity()
+
+
+# Launches of a round, with and without graphs of them.
+ROUNDS: dict[str, tuple[Callable[[], list[DecodingBaseConfig]], int, int]] = {
+    "draft model": (draft_model, 2, 346),
+    "eagle3": (eagle3, 2, 249),
+    "mtp": (mtp_module, 2, 221),
+}
+
+
+@pytest.mark.parametrize("has_graphs", [True, False])
+@pytest.mark.parametrize("number", [1, 2])
+@pytest.mark.parametrize("kind", ROUNDS)
+def test_continuous_decode_steps_with_chain_drafts_wait_once(
+    kind: str, number: int, has_graphs: bool
+) -> None:
+    """Drafts, what is accepted of them, and positions stay on the device between the steps."""
+    configs, with_graphs, eager = ROUNDS[kind]
+    num_steps, drafters = 4, configs()
+    params = GREEDY.replace(max_tokens=60)
+    each = [params, params.replace(max_tokens=52)][:number]
+
+    def run(lm: CausalLM, graphs: GraphCapturer | None = None) -> tuple[Engine, list[LiveSequence]]:
+        machine = engine_over(lm, page_size=16, graphs=graphs, speculative=drafters)
+        made = [machine.add(*pair)[0] for pair in zip(prompts((9, 11)), each, strict=False)]
+        machine.step()
+        machine.num_decode_steps = num_steps
+        return machine, made
+
+    on_cpu, expected = run(load("llama"))
+    on_cpu.num_decode_steps = 1
+    drain(on_cpu)
+    with fake_cuda() as device:
+        graphs = GraphCapturer(FakeGraph, 64 if has_graphs else 0)
+        machine, sequences = run(on_device(PAGED), graphs)
+        machine.step()  # in which shapes are captured
+        device.reset()
+        before = machine.stats.steps
+        machine.step()
+        assert machine.stats.steps == before + num_steps
+        spent = dict(device.counts)
+        assert spent.pop("waits") == 1, device.sites
+        assert spent.pop("staged") == 4, device.sites  # of a call: three batches, and the rows
+        most = num_steps * (with_graphs if has_graphs else eager) + 1
+        assert spent.pop("launches") <= most, device.sites
+        assert not spent
+        drain(machine)
+    assert outputs(sequences) == outputs(expected)
+    assert machine.stats.accepted == on_cpu.stats.accepted
+    assert machine.stats.drafted == on_cpu.stats.drafted > 0
+    assert machine.stats.failed_forwards == machine.stats.draft_failures == 0
     machine.check_integrity()
 
 

@@ -98,10 +98,13 @@ class ContinuousDecode:
     def _num_chain_steps(self, rows: List[PlannedRow], num_steps: int) -> int:
         """How many steps with drafts of these rows, from this one on, may be one call."""
         entry = self._only_drafter(rows)
-        if entry is None or not can_decode_chains(self._runner):
+        if entry is None:
             return 1
         chains = entry.drafter.chain_source
         if chains is None or not self._holds(entry, rows):
+            return 1
+        sizes = [(len(row.sequence.tokens), row.num_nodes) for row in rows]
+        if not can_decode_chains(self._runner, chains, sizes):
             return 1
         drafting = [row for row in rows if row.num_nodes]
         held = entry.policy.hold()

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from forethought.kv.staging import StaticBuffer
 from forethought.kv.storage import KvStorage
-from forethought.model.batch import Batch, PackedRows, Row
+from forethought.model.batch import Batch, PackedRows, Row, Span
 from forethought.model.paged_layout import (
     CHAIN,
     DIRECT,
@@ -46,7 +46,7 @@ from forethought.model.paged_layout import (
 
 log = logging.getLogger(__name__)
 
-MAX_GRAPHS = 64
+MAX_GRAPHS = 80
 """Graphs that an engine captures at most; other shapes are computed eagerly."""
 GRAPH_BYTES = 4 * 2**20
 """Estimate of what a captured graph takes on the device beside the tensors that all share."""
@@ -275,7 +275,6 @@ class StaticBatch:
 
     def fill(self, packed: PackedRows, further: Mapping[str, Sequence[int]] | None = None) -> None:
         """Queue the copy of packed rows that fit into the bucket; the rest becomes padding."""
-        arrays = LayoutArrays.of(packed.spans, self.bucket.tile_tokens)
         index = packed.drafted_index()
         values: dict[str, Integers | Sequence[int]] = {
             "token_ids": packed.tokens,
@@ -284,10 +283,20 @@ class StaticBatch:
             "wanted": packed.wanted,
             "drafted": index,
             **(further or {}),
-            **dict(zip(_LAYOUT, arrays.parts, strict=True)),
+            **self._layout(packed.spans),
         }
         self._buffer.fill(values)
         packed.insert_drafted(self.batch.token_ids, self._buffer.tensors["drafted"][: len(index)])
+
+    def lay_out(self, spans: Sequence[Span], wanted: Sequence[int]) -> None:
+        """Queue the copy of where rows lie whose tokens, positions and slots the graph writes."""
+        self._buffer.fill({"wanted": wanted, **self._layout(spans)})
+
+    def _layout(self, spans: Sequence[Span]) -> dict[str, Integers]:
+        if not spans:
+            return {}
+        arrays = LayoutArrays.of(spans, self.bucket.tile_tokens)
+        return dict(zip(_LAYOUT, arrays.parts, strict=True))
 
     def clear(self) -> None:
         """Queue padding alone."""

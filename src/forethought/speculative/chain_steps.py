@@ -7,7 +7,8 @@ target, and keeps the drafted tokens as far as they are the most probable ones, 
     step     a b x           the next step goes on from x
 
 Each row goes on from its own position, until it has ended. What the engine does around a step is
-paid once for all of them. :func:`decode_by_forwards` is the reference for other implementations.
+paid once for all of them. :func:`decode_by_forwards` is the reference for other implementations:
+one call of C++, and rounds on a GPU (``chain_rounds``).
 """
 
 from __future__ import annotations
@@ -34,10 +35,12 @@ from forethought.model.native.forward import NativeForward
 from forethought.model.native.network import NativeNetwork
 from forethought.model.runner import ModelRunner
 from forethought.model.sampling import NO_TOKEN, most_probable
+from forethought.speculative.chain_rounds import ChainRounds, Round, RoundRow, can_begin, can_run
 from forethought.speculative.draft_model import DraftModel
 from forethought.speculative.draft_module import DraftModuleRunner, TokenRange
 from forethought.speculative.drafter import (
     NO_DRAFT,
+    Draft,
     Drafter,
     DraftRequest,
     ScheduledRequests,
@@ -111,6 +114,8 @@ class GreedyChains:
     builder: StaticTreeBuilder
     max_positions: float = math.inf
     learns_from_ends: bool = False
+    _rounds: dict[ModelRunner, ChainRounds] = field(default_factory=dict)
+    """By the runner of the target, which is the same in all calls of an engine."""
 
     @property
     def draft_caches(self) -> Sequence[DraftKvCache]:
@@ -125,6 +130,12 @@ class GreedyChains:
     def draft(self, requests: list[DraftRequest]) -> None:
         """See :class:`ChainSource`."""
         self.builder.grow(self.runner, requests)
+
+    def rounds(self, target: ModelRunner) -> ChainRounds:
+        """With its graphs, which are kept; see ``chain_rounds.can_run``."""
+        if target not in self._rounds:
+            self._rounds[target] = ChainRounds(target, self.runner, self.builder)
+        return self._rounds[target]
 
 
 @dataclass(slots=True, eq=False)
@@ -165,7 +176,7 @@ class DecodedChains:
         steps: of each row, none behind its end; none at all where the logits behind its last known
             token are not finite.
         num_forwards: of the target.
-        draft_seconds: of the call, spent on drafts.
+        draft_seconds: of the call, spent on drafts; 0 on a GPU, where they are not timed apart.
     """
 
     steps: list[list[ChainStep]]
@@ -173,9 +184,28 @@ class DecodedChains:
     draft_seconds: float
 
 
-def can_decode_chains(runner: ModelRunner) -> bool:
-    """Whether one call is worth it: on a GPU the host would wait for each draft."""
-    return runner.lm.device.type == "cpu"
+def can_decode_chains(
+    runner: ModelRunner, chains: ChainSource, sizes: Sequence[tuple[int, int]]
+) -> bool:
+    """Whether one call is worth it: on a GPU, if the host need not wait for each draft.
+
+    Args:
+        runner: of the target.
+        chains: what drafts.
+        sizes: known tokens, and tokens to draft in a step, of each row.
+    """
+    return runner.lm.device.type == "cpu" or _can_decode_on_device(runner, chains, sizes)
+
+
+def _can_decode_on_device(
+    runner: ModelRunner, chains: ChainSource, sizes: Sequence[tuple[int, int]]
+) -> bool:
+    if not isinstance(chains, GreedyChains) or chains.learns_from_ends:
+        return False
+    drafting, builder = chains.runner, chains.builder
+    return can_run(runner, drafting, builder, len(sizes)) and all(
+        can_begin(drafting, builder, *size) for size in sizes
+    )
 
 
 def decode_chains(
@@ -193,9 +223,13 @@ def decode_chains(
         num_steps: at most.
     """
     native = _Native.of(runner, chains) if rows[0].draft_len else None
-    if native is None:
-        return decode_by_forwards(runner, chains, rows, num_steps)
-    return native.decode(rows, num_steps)
+    if native is not None:
+        return native.decode(rows, num_steps)
+    sizes = [(len(row.request.tokens), row.draft_len) for row in rows]
+    if rows[0].draft_len and _can_decode_on_device(runner, chains, sizes):
+        assert isinstance(chains, GreedyChains)
+        return decode_on_device(runner, chains, rows, num_steps)
+    return decode_by_forwards(runner, chains, rows, num_steps)
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,7 +261,7 @@ class _Native:
             lambda states, known, _: [self._call(rows, states, known, num_steps)],
         )
         for row, steps in zip(rows, decoded[0].steps, strict=True):
-            self._mark(row, steps)
+            _mark(self.chains, row, steps)
         return decoded[0]
 
     def _call(
@@ -260,20 +294,21 @@ class _Native:
             token_ids = batch.token_ids.where(batch.token_ids < size, 0)
             known.batch = replace(batch, token_ids=token_ids)
 
-    def _mark(self, row: ChainRow, steps: Sequence[ChainStep]) -> None:
-        """Mark what is stored behind the root; what a plain step computes has no entry yet."""
-        runner, stores_drafted = self.chains.runner, self.chains.builder.stores_drafted
-        root = at = len(row.request.tokens) - 1
-        stop = root
-        for drafted, tokens in steps:
-            if drafted:
-                stop = at + (len(drafted) if stores_drafted else 1)
-            else:
-                stop = min(stop, at)
-            at += len(tokens)
-        if runner.hidden_states is not None:
-            runner.hidden_states.mark(row.table, root, at)
-        runner.mark([TokenRange((), row.table, root, max(root, stop))])
+
+def _mark(chains: GreedyChains, row: ChainRow, steps: Sequence[ChainStep]) -> None:
+    """Mark what is stored behind the root; what a plain step computes has no entry yet."""
+    runner, stores_drafted = chains.runner, chains.builder.stores_drafted
+    root = at = len(row.request.tokens) - 1
+    stop = root
+    for drafted, tokens in steps:
+        if drafted:
+            stop = at + (len(drafted) if stores_drafted else 1)
+        else:
+            stop = min(stop, at)
+        at += len(tokens)
+    if runner.hidden_states is not None:
+        runner.hidden_states.mark(row.table, root, at)
+    runner.mark([TokenRange((), row.table, root, max(root, stop))])
 
 
 def _root(row: ChainRow) -> Row:
@@ -290,6 +325,26 @@ def _native_row(row: ChainRow) -> NativeChainRow:
         num_left=row.num_left,
         ends=row.ends,
     )
+
+
+def decode_on_device(
+    runner: ModelRunner, chains: GreedyChains, rows: Sequence[ChainRow], num_steps: int
+) -> DecodedChains:
+    """All steps are queued, and their tokens are read at the end, up to the end of each row.
+
+    Every step is made by all rows, also by those that have ended.
+    """
+    num_steps = min(num_steps, max(row.num_left for row in rows))
+    rounds = chains.rounds(runner).run(
+        [RoundRow(row.request, row.table, row.draft_len) for row in rows], num_steps
+    )
+    decoding = [_Decoding.of(row) for row in rows]
+    for found in rounds:
+        for each, own in zip(decoding, found, strict=True):
+            each.accept_round(own)
+    for each in decoding:
+        _mark(chains, each.row, each.steps)
+    return DecodedChains([each.steps for each in decoding], num_steps, 0.0)
 
 
 def decode_by_forwards(
@@ -344,6 +399,14 @@ class _Decoding:
         start, drafted = len(self.tokens) - 1, list(self.request.draft.tokens)
         table = self.row.table.prefix(start + 1 + len(drafted))
         return Row([self.tokens[-1], *drafted], start, table)
+
+    def accept_round(self, found: Round) -> None:
+        """The same of a round, which knows of no ends, with its own draft."""
+        if self.has_ended:
+            return
+        size = max(0, self.limit_draft())
+        self.request.draft = Draft(found.drafted[:size])
+        self.accept(found.decoded[: size + 1])
 
     def accept(self, drawn: Sequence[int]) -> None:
         """Append what is accepted of the draft; drawn: behind the root and each of its tokens."""

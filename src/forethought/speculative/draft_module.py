@@ -304,6 +304,14 @@ class DraftModuleRunner:
         positions = upload([stop - self.offset for stop in stops], self._device)
         return RootOutput(workspace, known, positions, output)
 
+    def catch_up(self, requests: Sequence[DraftRequest], held_back: int) -> None:
+        """Compute and store the missing entries of known tokens but the last ``held_back``."""
+        ranges = list(map(self.missing, requests))
+        ranges = [each._replace(stop=each.stop - held_back) for each in ranges]
+        ranges = [each for each in ranges if each.start < each.stop]
+        if ranges:
+            compute_in_chunks(ranges, self._max_num_tokens, self._forward_pages)
+
     def draft_chains(
         self, requests: Sequence[DraftRequest], sizes: Sequence[int], stores_drafted: bool
     ) -> list[list[int]]:

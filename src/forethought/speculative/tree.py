@@ -62,6 +62,7 @@ class StaticTreeBuilder:
 
     Attributes:
         is_chain: whether the tree has no branches.
+        depth: levels of the tree.
         stores_drafted: as given.
     """
 
@@ -75,13 +76,13 @@ class StaticTreeBuilder:
         assert choices.is_chain or not stores_drafted
         self._choices, self._sampled, self.stores_drafted = choices, sampled, stores_drafted
         self.is_chain = choices.is_chain
-        self._num_nodes, self._depth = choices.num_nodes, choices.depth
+        self._num_nodes, self.depth = choices.num_nodes, choices.depth
         self._levels, self._device = _levels(choices, device), device
         self._graphs: dict[DraftModuleRunner, DraftGraphs] = {}
 
     def nodes(self, depth: int) -> int:
         """Nodes of the tree down to ``depth``."""
-        return self._num_nodes[min(depth, self._depth)]
+        return self._num_nodes[min(depth, self.depth)]
 
     def grow(self, runner: DraftModuleRunner, requests: Sequence[DraftRequest]) -> None:
         """See :class:`TreeBuilder`. Short drafts take no part in the forwards of deeper levels."""
@@ -93,7 +94,7 @@ class StaticTreeBuilder:
             for request, tokens in zip(requests, drafts, strict=True):
                 request.draft = Draft(tokens)
             return
-        levels = [level for level in self._levels if level.begin < sizes[0]]
+        levels = self._levels_of(sizes[0])
         samplers = SampledDrafts(sampled, self._choices, sizes, self._device)
         drafted = None if sampled else self._draft_by_graph(runner, requests, sizes, levels)
         if drafted is not None:
@@ -120,6 +121,28 @@ class StaticTreeBuilder:
             runner.store(requests, root, [size - 1 for size in sizes])
         self._finish(requests, sizes, samplers, drawn)
 
+    def draft_levels(
+        self, ids: Tensor | None, size: int, output: ModuleOutput, advance: Advance
+    ) -> Tensor:
+        """Draft the levels of the first ``size`` nodes: the target's ids, int64 ``[B, nodes]``.
+
+        Args:
+            ids: of the network; see ``DraftNetwork``.
+            size: nodes of the longest draft.
+            output: at the roots of B rows.
+            advance: computes the nodes of a level that go on.
+        """
+        drawn, levels = list[Tensor](), self._levels_of(size)
+        for depth, level in enumerate(levels, start=1):
+            drawn.append(level.draw(output.logits, ids))
+            if level is not levels[-1]:
+                output = advance(depth, *level.grown(drawn[-1], output.states), None)
+        return torch.cat(drawn, dim=1)
+
+    def _levels_of(self, size: int) -> list[_StaticLevel]:
+        """The levels of the first ``size`` nodes."""
+        return [level for level in self._levels if level.begin < size]
+
     def _draft_by_graph(
         self,
         runner: DraftModuleRunner,
@@ -134,12 +157,7 @@ class StaticTreeBuilder:
             self._graphs[runner] = DraftGraphs(runner, runner.graphs)
 
         def grow(output: ModuleOutput, advance: Advance) -> Tensor:
-            drawn: list[Tensor] = []
-            for depth, level in enumerate(levels, start=1):
-                drawn.append(level.draw(output.logits, runner.network.ids))
-                if level is not levels[-1]:
-                    output = advance(depth, *level.grown(drawn[-1], output.states), None)
-            return torch.cat(drawn, dim=1)
+            return self.draft_levels(runner.network.ids, sizes[0], output, advance)
 
         num_deeper = [sum(size > level.end for size in sizes) for level in levels[:-1]]
         drafted = self._graphs[runner].draft(requests, self._read_nodes(levels), num_deeper, grow)

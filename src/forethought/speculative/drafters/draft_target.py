@@ -10,6 +10,7 @@ accepted tokens are not computed again.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 
 from forethought.config.drafters import DraftTargetDecodingConfig
 from forethought.config.tree import TreeChoices
@@ -84,7 +85,7 @@ class DraftTargetDrafter(Drafter):
         """The draft model's keys and values."""
         return self._runner.draft_caches
 
-    @property
+    @cached_property
     def chain_source(self) -> GreedyChains | None:
         """See :class:`Drafter`."""
         if not self._trees.is_chain:

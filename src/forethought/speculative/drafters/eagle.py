@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from functools import cached_property
 from pathlib import Path
 
 import torch
@@ -71,7 +72,7 @@ class EagleDrafter(Drafter):
         """The target's states, and the head's keys and values."""
         return self._runner.draft_caches
 
-    @property
+    @cached_property
     def chain_source(self) -> GreedyChains | None:
         """See :class:`Drafter`."""
         if not isinstance(self._trees, StaticTreeBuilder) or not self._trees.is_chain:

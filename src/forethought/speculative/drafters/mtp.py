@@ -24,6 +24,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import cached_property
 from itertools import accumulate
 from pathlib import Path
 
@@ -128,7 +129,7 @@ class MTPDrafter(Drafter):
         """The target's hidden states, and the KV cache of each module."""
         return (self._hidden_states, *(runner.cache for runner in self._runners))
 
-    @property
+    @cached_property
     def chain_source(self) -> GreedyChains | None:
         """See :class:`Drafter`."""
         if len(self._runners) > 1:

@@ -1,0 +1,407 @@
+"""Greedy steps with chain drafts that follow each other on a GPU, without a wait between them.
+
+A round is a draft, a forward of the target over the roots and their drafts, and acceptance, one
+CUDA graph. How many tokens are accepted is known on the device alone. The numbers of round n + 1
+come from round n like this, for each row, where K tokens are drafted::
+
+    accepted   a: leading drafted tokens that are the target's most probable ones, at most its K
+    position   of the root: p + a + 1; the root is the most probable token behind the accepted ones
+    known      the last W tokens up to the root, which the draft network reads again, as many as it
+               may lack: 2 where the entries of drafted tokens are valid, else K + 1
+    slots      ``pages[position // page_size] * page_size + position % page_size``, by its table
+    lengths    of what attention reads: the last position of each forward, plus 1
+
+The host lays out tiles, pages and splits once, for the longest that a row may become, and queues
+all rounds. A row that has ended goes on, which nothing shows: what lies behind its table is written
+to the scratch page, and once its root is behind it, nothing else is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from forethought.kv.staging import StaticBuffer
+from forethought.kv.storage import HiddenStateCache, KvStorage
+from forethought.kv.table import PageTable
+from forethought.model.batch import Span
+from forethought.model.graph_runner import GraphRunner
+from forethought.model.graphs import (
+    MAX_GRAPH_TOKENS,
+    Bucket,
+    Graph,
+    StaticBatch,
+    capacity_of,
+    padded_tokens,
+)
+from forethought.model.paged_layout import WORD_BITS
+from forethought.model.runner import ModelRunner
+from forethought.model.sampling.sampler import mark_not_finite
+from forethought.speculative.draft_module import DraftModuleRunner, ModuleOutput
+from forethought.speculative.drafter import DraftRequest
+from forethought.speculative.tree import StaticTreeBuilder
+
+MAX_ROUND_GRAPHS = 16
+"""Graphs of an engine's that are rounds of a drafter."""
+
+
+class RoundRow(NamedTuple):
+    """A sequence to decode.
+
+    Attributes:
+        request: its known tokens.
+        table: with slots for all tokens that are wanted, but the last one.
+        draft_len: of its drafts; 0: it has none.
+    """
+
+    request: DraftRequest
+    table: PageTable
+    draft_len: int
+
+
+class Round(NamedTuple):
+    """What a round has found, of each row, on the host."""
+
+    drafted: list[int]
+    """K tokens."""
+    decoded: list[int]
+    """K + 1: the most probable token behind the root and each drafted one, or ``NO_TOKEN``."""
+
+
+def num_accepted(drafted: Tensor, decoded: Tensor, draft_lens: Tensor) -> Tensor:
+    """How many drafted tokens of each row are accepted, int64 ``[B]``.
+
+    Args:
+        drafted: int64 ``[B, K]``.
+        decoded: int64 ``[B, K + 1]``, the most probable tokens behind the root and each of them.
+        draft_lens: int64 ``[B]``, tokens of each draft that count.
+    """
+    size = drafted.shape[1]
+    counts = torch.arange(size, device=drafted.device) < draft_lens[:, None]
+    return ((drafted == decoded[:, :size]) & counts).long().cumprod(1).sum(1)
+
+
+def next_known(known: Tensor, decoded: Tensor, accepted: Tensor) -> Tensor:
+    """The last W tokens up to the next root, int64 ``[B, W]``.
+
+    Args:
+        known: int64 ``[B, W]``, those up to the root of this round.
+        decoded: int64 ``[B, K + 1]``.
+        accepted: int64 ``[B]``, from :func:`num_accepted`.
+    """
+    behind = torch.arange(1, 1 + known.shape[1], device=known.device)
+    tokens = torch.cat([known, decoded.clamp(min=0)], dim=1)  # what is behind NO_TOKEN is not used
+    return tokens.gather(1, accepted[:, None] + behind)
+
+
+class Places(NamedTuple):
+    """Consecutive positions of B rows and where they lie, int64 ``[B, n]`` each.
+
+    Attributes:
+        positions: as attention counts them; those of rows that have ended are of any tokens.
+        inside: the same where the row's table reaches, else the nearest such position.
+        slots: of ``inside``.
+        exists: bool ``[B, n]``, whether the table reaches there, and the row has not ended.
+    """
+
+    positions: Tensor
+    inside: Tensor
+    slots: Tensor
+    exists: Tensor
+
+    @classmethod
+    def of(cls, roots: Tensor, limits: Tensor, behind: Tensor, pages: Tensor, size: int) -> Places:
+        """Find them.
+
+        Args:
+            roots: int64 ``[B]``, positions of the roots.
+            limits: int64 ``[B]``, tokens that the row's table reaches to; 0: there is no row.
+            behind: int64 ``[n]``, what is added to the position of the root.
+            pages: int64 ``[B, pages]``, the table.
+            size: tokens of a page.
+        """
+        limits = limits[:, None]
+        roots = roots[:, None]
+        positions = torch.minimum(roots, limits) + behind
+        inside = torch.minimum(positions, limits - 1).clamp(min=0)
+        slots = pages.gather(1, inside // size) * size + inside % size
+        return cls(positions, inside, slots, (positions < limits) & (roots < limits))
+
+    def columns(self, begin: int, stop: int) -> Places:
+        """Those of some columns."""
+        return Places(*(part[:, begin:stop] for part in self))
+
+
+class PlacedBatch:
+    """A batch of equally many consecutive tokens of each row, which are placed on the device.
+
+    Args:
+        num_rows: of the batch, padding included.
+        size: tokens of a row.
+        capacity: stored tokens that a row may have.
+        storage: where they are stored, with a scratch page.
+        offset: the first position that is attended to, from which the network counts.
+        only_last: the logits of the last token of each row are wanted, not of all.
+    """
+
+    def __init__(
+        self,
+        num_rows: int,
+        size: int,
+        capacity: int,
+        storage: KvStorage,
+        *,
+        offset: int = 0,
+        only_last: bool = False,
+    ) -> None:
+        self._rows, self._size, self._offset = num_rows, size, offset
+        self._scratch_slot = storage.scratch_slot
+        self._page_size = storage.page_size
+        bucket = Bucket(num_rows * size, Bucket.tile_of(size), capacity)
+        self.static = StaticBatch(bucket, storage, num_rows if only_last else None)
+        last = range(size - 1, num_rows * size, size)
+        self._wanted = last if only_last else range(num_rows * size)
+
+    @property
+    def pages(self) -> Tensor:
+        """int64 ``[B, pages]``: the tables of the rows."""
+        return self.static.tensors["pages"][: self._rows]
+
+    def lay_out(self, tables: Sequence[PageTable], num_further: int) -> None:
+        """Queue the copy of where rows lie, the first ones; the rest is padding.
+
+        What attention reads behind a table, for tokens that are not used, is the row's first page.
+
+        Args:
+            tables: of the rows.
+            num_further: tokens behind the table of each that attention may read.
+        """
+        spans = []
+        for row, table in enumerate(tables):
+            length = max(table.length + num_further, self._size)
+            further = -(-length // self._page_size) - len(table.pages)
+            pages = (*table.pages, *table.pages[:1] * further)  # what padding stores may be NaN
+            begin, stop = row * self._size, (row + 1) * self._size
+            spans.append(Span(begin, stop, length, pages, None, None, self._offset))
+        self.static.lay_out(spans, self._wanted)
+
+    def clear(self) -> None:
+        """Queue padding alone."""
+        self.static.clear()
+
+    def place(self, tokens: Tensor, at: Places, is_row: Tensor) -> None:
+        """Write the numbers of the next forward.
+
+        Args:
+            tokens: int64 ``[B, size]``.
+            at: of the same shape.
+            is_row: bool ``[B]``, whether the row is laid out.
+        """
+        batch, layout = self.static.batch, self.static.tensors
+        batch.token_ids.copy_(tokens.flatten())
+        batch.positions.copy_((at.inside - self._offset).clamp(min=0).flatten())
+        is_missing = ~(at.exists & is_row[:, None])
+        batch.slots.copy_(at.slots.masked_fill(is_missing, self._scratch_slot).flatten())
+        layout["tokens"][:, 0].copy_(at.positions.flatten())
+        lengths = (at.positions[:, -1] + 1).masked_fill(~is_row, 0)
+        layout["rows"][: self._rows, 2].copy_(lengths)
+        self._count_splits(lengths)
+
+    def _count_splits(self, lengths: Tensor) -> None:
+        """Splits that have stored tokens: the others leave no partial results."""
+        partials, rows = self.static.tensors["partials"], self.static.tensors["rows"]
+        if len(partials):
+            split = rows[: self._rows, 4]
+            counts = (lengths + split - 1) // split
+            found = counts[partials[:, 0] // self._size]
+            partials[:, 1].copy_(found.masked_fill(partials[:, 1] == 0, 0))
+
+
+@dataclass(frozen=True, slots=True)
+class _Shape:
+    """Of a graph: rows with padding, tokens of the drafts, stored tokens that a row may have."""
+
+    num_rows: int
+    draft_len: int
+    capacity: int
+
+
+def num_known(builder: StaticTreeBuilder, draft_len: int) -> int:
+    """Tokens up to the root that the draft network may lack behind a round."""
+    return 2 if builder.stores_drafted else draft_len + 1
+
+
+def can_run(
+    runner: ModelRunner, drafting: DraftModuleRunner, builder: StaticTreeBuilder, rows: int
+) -> bool:
+    """Whether a GPU can be given rounds of so many rows: both networks run there by graphs."""
+    return (
+        type(runner) is GraphRunner
+        and drafting.graphs is not None
+        and drafting.cache.storage.has_scratch_page
+        and drafting.cache.storage.device == runner.storage.device
+        and builder.is_chain
+        and padded_tokens(rows) * (1 + builder.depth) <= MAX_GRAPH_TOKENS
+        and 1 + builder.depth <= WORD_BITS
+    )
+
+
+def can_begin(
+    drafting: DraftModuleRunner, builder: StaticTreeBuilder, num_tokens: int, draft_len: int
+) -> bool:
+    """Whether a row with so many known tokens has those that the draft network reads again."""
+    return num_tokens >= num_known(builder, builder.depth) + drafting.offset or not draft_len
+
+
+class _State:
+    """What a graph reads and writes: its batches and the numbers of each row."""
+
+    def __init__(
+        self, shape: _Shape, runner: ModelRunner, drafting: DraftModuleRunner, known: int
+    ) -> None:
+        rows, draft_len, capacity = shape.num_rows, shape.draft_len, shape.capacity
+        own, offset = drafting.cache.storage, drafting.offset
+        device, self.shape, self.known = runner.storage.device, shape, known
+        self.first = PlacedBatch(rows, known, capacity, own, offset=offset, only_last=True)
+        self.level = PlacedBatch(rows, 1, capacity, own, offset=offset)
+        self.target = PlacedBatch(rows, 1 + draft_len, capacity, runner.storage)
+        numbers = dict.fromkeys(("roots", "limits", "draft_lens"), np.zeros(rows, np.int64))
+        self._buffer = StaticBuffer({"known": np.zeros((rows, known), np.int64), **numbers}, device)
+        self.tensors = self._buffer.tensors
+        self.behind = torch.arange(1 - known - offset, 1 + draft_len, device=device)
+
+    def clear(self) -> None:
+        """Queue padding alone."""
+        for batch in (self.first, self.level, self.target):
+            batch.clear()
+        self._buffer.fill({})
+
+    def fill(self, rows: Sequence[RoundRow]) -> None:
+        """Queue the copies of rows, none of which has longer drafts than the one before it."""
+        tables, num_further = [row.table for row in rows], 1 + self.shape.draft_len
+        drafting = [row.table for row in rows if row.draft_len]
+        self.first.lay_out(drafting, num_further)
+        self.level.lay_out(drafting, num_further)
+        self.target.lay_out(tables, num_further)
+        lengths = [len(row.request.tokens) for row in rows]
+        known = [list(row.request.tokens[-self.known :]) for row in rows]
+        padding = [0] * (self.shape.num_rows - len(rows))
+        self._buffer.fill(
+            {
+                "known": np.array([[0] * (self.known - len(own)) + own for own in known]),
+                "roots": [length - 1 for length in lengths],
+                "limits": [table.length for table in tables],
+                "draft_lens": [row.draft_len for row in rows] + padding,
+            }
+        )
+
+
+class ChainRounds:
+    """Makes rounds with one target and one draft network, by graphs.
+
+    Args:
+        runner: of the target; see :func:`can_run`.
+        drafting: runs the draft network.
+        builder: of the drafts, chains.
+    """
+
+    def __init__(
+        self, runner: ModelRunner, drafting: DraftModuleRunner, builder: StaticTreeBuilder
+    ) -> None:
+        assert drafting.graphs is not None
+        self._runner, self._drafting, self._builder = runner, drafting, builder
+        self._graphs = drafting.graphs.split(MAX_ROUND_GRAPHS)
+        self._captured: dict[_Shape, tuple[_State, Graph | None]] = {}
+        states = drafting.hidden_states
+        self._readers: list[HiddenStateCache] = [] if states is None else [states]
+
+    def run(self, rows: Sequence[RoundRow], num_rounds: int) -> list[list[Round]]:
+        """Make so many rounds; the host waits once.
+
+        The draft network's entries of known tokens are marked as stored, nothing behind them.
+
+        Args:
+            rows: the first one has a draft, none a longer one than the one before it.
+            num_rounds: at least one.
+
+        Returns:
+            The rounds, each with all rows. Rows go on behind their end.
+        """
+        draft_len = rows[0].draft_len
+        state, graph = self._find(rows)
+        drafting = [row.request for row in rows if row.draft_len]
+        self._drafting.catch_up(drafting, held_back=state.known)
+        missing = list(map(self._drafting.missing, drafting))
+        state.fill(rows)
+        found = []
+        for _ in range(num_rounds):
+            with torch.inference_mode():
+                made = self._compute(state) if graph is None else self._graphs.replay(graph)
+                found.append(made[: len(rows)].clone())
+        self._drafting.mark(missing)
+        numbers: list[list[list[int]]] = torch.stack(found).tolist()
+        return [[Round(each[:draft_len], each[draft_len:]) for each in made] for made in numbers]
+
+    def _find(self, rows: Sequence[RoundRow]) -> tuple[_State, Graph | None]:
+        draft_len = rows[0].draft_len
+        longest = max(row.table.length for row in rows) + 1 + draft_len
+        shape = _Shape(padded_tokens(len(rows)), draft_len, capacity_of(longest))
+        if shape not in self._captured:
+            self._captured[shape] = self._capture(shape)
+        return self._captured[shape]
+
+    def _capture(self, shape: _Shape) -> tuple[_State, Graph | None]:
+        known = num_known(self._builder, shape.draft_len)
+        state = _State(shape, self._runner, self._drafting, known)
+        state.clear()
+        return state, self._graphs.try_capture(shape, lambda: self._compute(state))
+
+    def _compute(self, state: _State) -> Tensor:
+        """A round: int64 ``[B, 2 K + 1]``, drafted and decoded tokens."""
+        of = state.tensors
+        pages, size = state.target.pages, self._runner.storage.page_size
+        places = Places.of(of["roots"], of["limits"], state.behind, pages, size)
+        drafted = self._draft(state, places)
+        root = self._drafting.offset + state.known - 1
+        tokens = torch.cat([of["known"][:, -1:], drafted], dim=1)
+        at = places.columns(root, root + 1 + state.shape.draft_len)
+        state.target.place(tokens, at, of["limits"] > 0)
+        logits = self._runner.compute(state.target.static.batch, self._readers)
+        largest, ids = logits.max(dim=-1)
+        decoded = mark_not_finite(ids, largest).view(state.shape.num_rows, -1)
+        accepted = num_accepted(drafted, decoded, of["draft_lens"])
+        of["known"].copy_(next_known(of["known"], decoded, accepted))
+        of["roots"].add_(accepted + 1)
+        return torch.cat([drafted, decoded], dim=1)
+
+    def _states(self, at: Places) -> Tensor:
+        """What the entries read that are ``offset`` behind these places; see ``states_at``."""
+        states, slots = self._drafting.hidden_states, at.slots
+        if states is None:
+            return self._drafting.states_at(None, slots.numel())
+        slots = slots.masked_fill(~at.exists, states.storage.scratch_slot)
+        return self._drafting.states_at(slots.flatten(), slots.numel())
+
+    def _draft(self, state: _State, places: Places) -> Tensor:
+        """The drafts, int64 ``[B, K]``."""
+        runner, of, known = self._drafting, state.tensors, state.known
+        offset, drafts = runner.offset, of["draft_lens"] > 0
+        root = offset + known - 1
+        state.first.place(of["known"], places.columns(offset, offset + known), drafts)
+        states = self._states(places.columns(0, known))
+        output = runner.network(states, runner.paged_pass(state.first.static.batch))
+
+        def advance(
+            depth: int, token_ids: Tensor, states: Tensor, visible: Tensor | None
+        ) -> ModuleOutput:
+            at = places.columns(root + depth, root + depth + 1)
+            state.level.place(token_ids[:, None], at, drafts)
+            return runner.network(states, runner.paged_pass(state.level.static.batch))
+
+        size = state.shape.draft_len
+        return self._builder.draft_levels(runner.network.ids, size, output, advance)
