@@ -146,6 +146,23 @@ def test_graphs_generate_what_eager_forwards_do(
     assert dtype != "float32" or runs[0] == runs[1]
 
 
+@pytest.mark.parametrize("name", ["eagle3", "draft model"])
+def test_continuous_steps_with_chain_drafts_generate_what_single_ones_do(name: str) -> None:
+    drafters, lm, runs = DRAFTERS[name](), load("llama", "cuda"), []
+    for num_steps in (1, 8):
+        machine = engine_over(lm, speculative=drafters, page_size=16, graphs=graphs_on_cuda())
+        machine.num_decode_steps = num_steps
+        sequences = [
+            machine.add(prompt, GREEDY.replace(max_tokens=20 + 3 * number))[0]
+            for number, prompt in enumerate(PROMPTS)
+        ]
+        drain(machine)
+        assert machine.stats.draft_failures == machine.stats.failed_forwards == 0
+        expect_empty(machine)
+        runs.append((outputs(sequences), machine.stats.drafted, machine.stats.accepted))
+    assert runs[0] == runs[1]
+
+
 @pytest.mark.parametrize(
     "name", ["plain", "eagle3", "draft model", "mtp modules", "tree", "sampled tree"]
 )
