@@ -169,6 +169,22 @@ def test_behind_several_chunks_a_token_is_the_same_to_the_last_bit_however_it_is
     assert all(torch.equal(other, found[0]) for other in found[1:])
 
 
+def test_keys_that_are_not_numbers_show_in_the_logits_also_where_they_fill_a_chunk(
+    tmp_path: Path,
+) -> None:
+    config = loader.load(models.tiny("llama")).config
+    config.update({"max_position_embeddings": 1024})
+    models.save_random(config, tmp_path / "long")
+    lm = loader.load(tmp_path / "long", dtype="float32", forward="native")
+    runner, pool = new_runner(lm, size=1024)
+    table, prompt = PageTable(pool), tokens(601)
+    table.append(600)
+    runner.forward([Row(prompt[:600], 0, table, logits_from=600)])
+    runner.storage.keys[-1][table.slots(256, 512)] = float("nan")
+    table.append(1)
+    assert runner.forward([Row(prompt[600:], 600, table)]).isnan().all()
+
+
 def check_long_prefills(lm: CausalLM) -> None:
     """Where AMX attends, queries and weights are rounded as well, as inputs of products are."""
     alone = logits(lm, 1)

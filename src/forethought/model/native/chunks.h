@@ -2,8 +2,7 @@
 
 #pragma once
 
-#include "norms.h"
-#include "products.h"
+#include "panels.h"
 #include "scratch.h"
 #include "sight.h"
 #include "softmax.h"
@@ -106,16 +105,17 @@ static void mix_values(
 }
 
 // What a query attends to in some chunks: sums [dim] of values times exponentials of scores, the
-// total of these, and the highest score, which was taken from each before; -INFINITY: it sees none.
+// total of these, 0 where it sees none, and the highest score, which was taken from each before.
 struct Part {
     float *sums, *total, *highest;
 
     Part(float* memory, int dim) : sums(memory), total(memory + dim), highest(memory + dim + 1) {}
 };
 
-// into = what it and `part` attend to
+// into = what it and `part` attend to. Not inlined, so that it is rounded alike wherever it is
+// called. Scores that are all NaN have no highest one either, but a total, which is NaN.
 __attribute__((noinline)) static void merge(const Part& part, int dim, const Part& into) {
-    if (*part.highest == -INFINITY) return;
+    if (*part.total == 0) return;
     const float most = *part.highest > *into.highest ? *part.highest : *into.highest;
     const float kept = exp(broadcast(*into.highest - most))[0];
     const float added = exp(broadcast(*part.highest - most))[0];
@@ -262,8 +262,9 @@ template <class T> class Together {
         const int before = begin + shared - prefix; // recent tokens of the chunks before
         if (shared == CHUNK) return CHUNK;
         const Sight sight(row, n + m, layer.window);
-        int size = shared, seen = 0;
-        for (int r = 0; r < row.num_recent && size < CHUNK; r++)
+        const bool all = !row.visible && !layer.window; // up to its own are seen
+        int size = shared, seen = all ? before : 0;
+        for (int r = seen; r < row.num_recent && size < CHUNK; r++)
             if (sight.sees(r) && seen++ >= before) offsets[size++] = row.slots[r] * stride;
         pad_offsets(size);
         return size;

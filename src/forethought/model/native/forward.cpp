@@ -1,14 +1,15 @@
 // One forward of a Llama-like decoder on a CPU: a batch of packed tokens in, logits out.
 //
 // All layers run in one parallel region of OpenMP; between phases that read each other's results
-// the threads meet at a barrier. Activations are float32, which AMX rounds to bf16. Weights are float32, bf16, or integers in
-// 8 and 4 bits that are dequantised in registers; keys and values are float32 or bf16.
+// the threads meet at a barrier. Activations are float32, which AMX rounds to bf16. Weights are
+// float32, bf16, or integers in 8 and 4 bits that are dequantised in registers; keys and values are
+// float32 or bf16.
 //
 // The sum of every output runs over its inputs in order, whatever the number of tokens, and a
 // query's attention over the tokens that it sees in order of position, in chunks of CHUNK, whatever
-// the layout of the cache and the threads. So a token's result does not depend on the batch, to the last bit, up to BLOCK_QUERIES new
-// tokens of a row; longer runs (prefills) attend in another order, alike however they are cut, and
-// with AMX round queries and weights of positions to bf16.
+// the layout of the cache and the threads. So a token's result does not depend on the batch, to the
+// last bit, up to BLOCK_QUERIES new tokens of a row; longer runs (prefills) attend in another order,
+// alike however they are cut, and with AMX round queries and weights of positions to bf16.
 //
 // Weights W [out, in] are packed in panels of PANEL outputs: see panels.h.
 
