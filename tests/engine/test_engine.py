@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
+import signal
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -14,6 +17,7 @@ from forethought.config.sampling import SamplingParams
 from forethought.engine import step
 from forethought.engine.sequence import Status
 from forethought.errors import CapacityError, ContextLengthError, ParameterError, UsageError
+from forethought.interrupts import deferred_interrupts
 from forethought.outputs import FinishReason
 from models import ARCHITECTURES, greedy, prompts, tiny
 
@@ -691,6 +695,67 @@ def test_an_interrupted_step_can_be_repeated(monkeypatch: pytest.MonkeyPatch) ->
     machine.close(main)
     machine.close(child)
     expect_empty(machine)
+
+
+@pytest.fixture
+def interruptible() -> Iterator[None]:
+    """Ctrl-C raises KeyboardInterrupt; in a job in the background it is ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("interruptible")
+@pytest.mark.parametrize(
+    ("owner", "name"),
+    [
+        ("scheduler", "on_end"),
+        ("scheduler", "plan_decodes"),
+        ("index", "publish"),
+        ("scheduler", "_plan_row"),
+    ],
+)
+def test_ctrl_c_takes_effect_when_what_it_interrupts_is_complete(
+    monkeypatch: pytest.MonkeyPatch, owner: str, name: str
+) -> None:
+    """While rows are planned, pages published and sequences ended; each time in the middle."""
+    machine, calls = engine(page_size=3), itertools.count()
+    part = getattr(machine, owner)
+    whole = getattr(part, name)
+
+    def interrupted(*arguments: object) -> object:
+        if next(calls) % 7 == 1:  # so seldom that some steps are made
+            signal.raise_signal(signal.SIGINT)
+        return whole(*arguments)
+
+    monkeypatch.setattr(part, name, interrupted)
+    live, num_interrupts = [machine.add(prompt, GREEDY)[0] for prompt in PROMPTS[:3]], 0
+    for _ in range(60):
+        try:
+            machine.step()
+        except KeyboardInterrupt:
+            num_interrupts += 1
+        machine.check_integrity()
+    assert num_interrupts > 0
+    assert outputs(live) == greedy(tiny("llama"), PROMPTS[:3], 16)
+    expect_empty(machine)
+
+
+@pytest.mark.usefixtures("interruptible")
+def test_a_second_ctrl_c_takes_effect_at_once() -> None:
+    done = []
+
+    def interrupt_twice() -> None:
+        with deferred_interrupts():
+            signal.raise_signal(signal.SIGINT)
+            done.append("first")
+            signal.raise_signal(signal.SIGINT)
+            done.append("second")
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupt_twice()
+    assert done == ["first"]
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
 def test_what_can_never_run_is_refused_by_name() -> None:

@@ -44,6 +44,7 @@ from forethought.engine.sequence import (
     attach_to_parent,
 )
 from forethought.errors import EngineStopped, LogitsError, RequestError
+from forethought.interrupts import deferred_interrupts
 from forethought.kv.pool import PrefixIndex
 from forethought.kv.storage import DraftKvCache, KvStorage
 from forethought.kv.table import SlotMove
@@ -131,8 +132,9 @@ class Step:
         plan = Plan()
         self._asks_drafters = self._drafting.takes_part(self._scheduler.running)
         try:
-            self._schedule(plan)
-            self._prepare_pages(plan)
+            with deferred_interrupts():
+                self._schedule(plan)
+                self._prepare_pages(plan)
             num_forwards = self._decode(plan)
             if not num_forwards:
                 num_forwards = 1
@@ -146,7 +148,8 @@ class Step:
         except BaseException:
             plan.undo()
             raise
-        self._commit(plan)
+        with deferred_interrupts():
+            self._commit(plan)
         if plan.rows:
             if self._asks_drafters and not any(row.results for row in plan.rows):
                 self._timer.wait()  # nothing was read back, and length policies learn from times

@@ -20,8 +20,8 @@ import sys
 import tempfile
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
@@ -31,6 +31,7 @@ from typing import Any, TypeVar
 import torch
 
 from forethought.errors import EngineStopped
+from forethought.interrupts import deferred_interrupts
 from forethought.model.parallel.collectives import CollectiveError, Collectives
 from forethought.model.parallel.shard import Shard
 
@@ -253,7 +254,7 @@ class Ranks:
             EngineStopped: a rank has ended, or rank 0 failed; then there are no ranks any more.
         """
         self.check()
-        with _interrupts_deferred():
+        with deferred_interrupts():
             try:
                 for process in self._state.processes:
                     self._send(process, command)
@@ -322,22 +323,3 @@ class Ranks:
                 state.failure = "the engine has stopped", why
             self.close()
         return EngineStopped(*state.failure, "Build a new one")
-
-
-@contextmanager
-def _interrupts_deferred() -> Iterator[None]:
-    """Let SIGINT take effect at the end of the block; in other threads it never does."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before, received = signal.getsignal(signal.SIGINT), list[Any]()
-    if not callable(before):
-        yield
-        return
-    signal.signal(signal.SIGINT, lambda *arguments: received.append(arguments))
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)
-        if received:
-            before(*received[0])
