@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import signal
 from collections.abc import Iterator
 from typing import Any
@@ -709,9 +708,10 @@ def interruptible() -> Iterator[None]:
 @pytest.mark.parametrize(
     ("owner", "name"),
     [
-        ("scheduler", "on_end"),
-        ("scheduler", "plan_decodes"),
+        ("pool", "take"),
+        ("pool", "release"),
         ("index", "publish"),
+        ("scheduler", "on_end"),
         ("scheduler", "_plan_row"),
     ],
 )
@@ -719,18 +719,22 @@ def test_ctrl_c_takes_effect_when_what_it_interrupts_is_complete(
     monkeypatch: pytest.MonkeyPatch, owner: str, name: str
 ) -> None:
     """While rows are planned, pages published and sequences ended; each time in the middle."""
-    machine, calls = engine(page_size=3), itertools.count()
+    machine, is_due = engine(page_size=3), False
     part = getattr(machine, owner)
     whole = getattr(part, name)
 
-    def interrupted(*arguments: object) -> object:
-        if next(calls) % 7 == 1:  # so seldom that some steps are made
+    def interrupted(*arguments: Any, **named: Any) -> Any:
+        nonlocal is_due
+        result = whole(*arguments, **named)
+        if is_due:
+            is_due = False
             signal.raise_signal(signal.SIGINT)
-        return whole(*arguments)
+        return result
 
     monkeypatch.setattr(part, name, interrupted)
     live, num_interrupts = [machine.add(prompt, GREEDY)[0] for prompt in PROMPTS[:3]], 0
-    for _ in range(60):
+    for number in range(60):
+        is_due |= number % 3 == 1
         try:
             machine.step()
         except KeyboardInterrupt:

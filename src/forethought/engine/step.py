@@ -146,7 +146,8 @@ class Step:
         except Exception as error:  # a defect of the engine itself
             plan.fail_all(error)
         except BaseException:
-            plan.undo()
+            with deferred_interrupts():
+                plan.undo()
             raise
         with deferred_interrupts():
             self._commit(plan)
