@@ -98,6 +98,7 @@ bench: $(setup)
 	@$(PY) -m benchmarks.serving_vs_transformers
 
 gpu: $(setup)
+	@$(PY) -c 'import importlib.util, sys; importlib.util.find_spec("torch") or sys.exit("$(PY) has no torch: name a Python that has one for this GPU, as in make gpu PY=.venv/bin/python")'
 	@$(PY) -c 'import sys, torch; torch.cuda.is_available() or sys.exit("torch finds no CUDA device on this machine: nothing was run")'
 	@status=0; \
 	for benchmark in gpu generate_vs_transformers speculation_vs_transformers step_overhead "drafters --rounds 2"; do \
