@@ -346,11 +346,11 @@ def test_a_killed_rank_fails_all_requests_with_its_number_and_the_signal(llm: LL
 
 def test_the_rank_named_is_the_one_that_did_not_follow_another() -> None:
     followed, killed = f"its process ended with status {ranks.LOST}", "its process was killed"
-    state = ranks._State([], "", verdicts={1: followed, 2: killed, 3: followed})
+    state = ranks._State([], "", causes={1: followed, 2: killed, 3: followed})
     assert state.first_cause() == (2, killed)
-    state.verdicts = {1: followed}
+    state.causes = {1: followed}
     assert state.first_cause() == (1, followed)
-    state.verdicts = {}
+    state.causes = {}
     assert state.first_cause() is None
 
 

@@ -39,7 +39,7 @@ Result = TypeVar("Result")
 
 LOST = 3
 """Exit status of a rank that ends because another one has."""
-_VERDICT_SECONDS, _END_SECONDS = 5.0, 5.0
+_CAUSE_SECONDS, _END_SECONDS = 5.0, 5.0
 """How long the reason of a failure is waited for, and the end of a process."""
 _MAIN = """
 import signal
@@ -132,7 +132,7 @@ class _State:
     processes: list[_Process]
     directory: str
     pid: int = field(default_factory=os.getpid)
-    verdicts: dict[int, str] = field(default_factory=dict)
+    causes: dict[int, str] = field(default_factory=dict)
     """Why ranks have ended, by rank, in the order in which that was noticed."""
     changed: threading.Condition = field(default_factory=threading.Condition)
     failure: tuple[str, str] | None = None
@@ -149,7 +149,7 @@ class _State:
                 why = process.reason()
                 process.lifeline.close()
                 with self.changed:
-                    self.verdicts[process.rank] = why
+                    self.causes[process.rank] = why
                     self.changed.notify_all()
                 if not self.is_closing and self.collectives is not None:
                     self.collectives.abort()
@@ -157,13 +157,13 @@ class _State:
     def first_cause(self) -> tuple[int, str] | None:
         """The rank that ended for a reason of its own, else any that ended; None: all run."""
         followed = f"status {LOST}"
-        ended = sorted(self.verdicts.items(), key=lambda each: each[1].endswith(followed))
+        ended = sorted(self.causes.items(), key=lambda each: each[1].endswith(followed))
         return ended[0] if ended else None
 
     def wait_for_cause(self) -> tuple[int, str] | None:
         """The same, if a rank ends soon."""
         with self.changed:
-            self.changed.wait_for(lambda: bool(self.verdicts), _VERDICT_SECONDS)
+            self.changed.wait_for(lambda: bool(self.causes), _CAUSE_SECONDS)
             return self.first_cause()
 
     def end(self) -> None:
@@ -289,7 +289,7 @@ class Ranks:
             )
         if state.is_closing:
             raise EngineStopped("the engine has been shut down", fix="Build a new one")
-        if state.verdicts:
+        if state.causes:
             raise self._failed(None)
 
     def close(self) -> None:
