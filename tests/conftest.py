@@ -1,9 +1,13 @@
-"""Rules for the whole suite: no network, one thread per process, CUDA tests only where CUDA is."""
+"""Rules for the whole suite: no network, one thread per process, CUDA tests only where CUDA is.
+
+Ctrl-C raises KeyboardInterrupt, as in a terminal; a job in the background would ignore it.
+"""
 
 from __future__ import annotations
 
 import ipaddress
 import os
+import signal
 import socket
 from collections.abc import Iterator
 from typing import Any
@@ -72,6 +76,13 @@ def _loopback_only() -> Iterator[None]:
         patch.setattr(socket.socket, "connect_ex", guarded(connect_ex))
         patch.setattr(socket, "getaddrinfo", guarded_getaddrinfo)
         yield
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _ctrl_c_interrupts() -> Iterator[None]:
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

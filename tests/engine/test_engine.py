@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -696,15 +695,6 @@ def test_an_interrupted_step_can_be_repeated(monkeypatch: pytest.MonkeyPatch) ->
     expect_empty(machine)
 
 
-@pytest.fixture
-def interruptible() -> Iterator[None]:
-    """Ctrl-C raises KeyboardInterrupt; in a job in the background it is ignored."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
-
-
-@pytest.mark.usefixtures("interruptible")
 @pytest.mark.parametrize(
     ("owner", "name"),
     [
@@ -745,7 +735,6 @@ def test_ctrl_c_takes_effect_when_what_it_interrupts_is_complete(
     expect_empty(machine)
 
 
-@pytest.mark.usefixtures("interruptible")
 def test_a_second_ctrl_c_takes_effect_at_once() -> None:
     done = []
 

@@ -165,7 +165,7 @@ def test_every_sampling_field_reaches_the_engine(worker):
 
 
 def test_a_task_says_what_has_the_shape_that_it_asks_for(worker):
-    shape = GuidedDecodingParams(json={"type": "array", "items": {"enum": [1, 2]}, "maxItems": 3})
+    shape = GuidedDecodingParams(regex=r"\[([12](, [12]){0,2})?\]")  # JSON, of a limited length
     chat = ChatTask.create_from_prompt("hi")
     chat.guided_decoding = {"choice": ["yes!", "no!"]}
 
