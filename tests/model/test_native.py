@@ -186,7 +186,7 @@ def test_keys_that_are_not_numbers_show_in_the_logits_also_where_they_fill_a_chu
 
 
 def check_long_prefills(lm: CausalLM) -> None:
-    """Where AMX attends, queries and weights are rounded as well, as inputs of products are."""
+    """Where tiles are multiplied, queries and weights are rounded as well, as inputs of products are."""
     alone = logits(lm, 1)
     for size, scattered in ((LONG, False), (45, True)):
         error = (logits(lm, size, scattered) - alone).norm(dim=1) / alone.norm(dim=1)
@@ -391,7 +391,7 @@ def check_bf16_products() -> None:
     for num_inputs, num_outputs in ((1, 2), (31, 16), (32, 44), (33, 130), (64, 80), (700, 34)):
         for count in (1, 3, 5, 8, 9, 16, 17, 24, 33, 50, 90):
             weight, bias, x = bf16_factors(num_inputs, num_outputs, count)
-            rounded = x.to(torch.bfloat16).float() if library.uses_amx() else x
+            rounded = x.to(torch.bfloat16).float() if library.rounds_inputs() else x
             for gated in (False, True):
                 found = product(PackedLinear.pack(weight, bias, gated), x)
                 found = ungated(found, num_outputs // 2) if gated else found
@@ -409,7 +409,7 @@ def check_product(
 
 
 def test_a_product_with_bf16_is_that_of_the_inputs_rounded_to_bf16() -> None:
-    """By AMX; by vectors, of the inputs themselves."""
+    """By AMX and by dot products of bf16; by other vectors, of the inputs themselves."""
     check_bf16_products()
 
 
@@ -468,7 +468,7 @@ def test_products_of_torch_in_between_change_nothing() -> None:
 def test_logits_in_bf16_are_near_those_of_transformers_in_float32(
     tmp_path: Path, architecture: str
 ) -> None:
-    """Keys and values are rounded, and with AMX what products read."""
+    """Keys and values are rounded, and in tiles what products read."""
     config = loader.load(models.tiny(architecture)).config
     models.save_random(config, tmp_path / "rounded", dtype=torch.bfloat16)
     plain = logits(loader.load(tmp_path / "rounded", dtype="float32", fuse=False), 45)
@@ -742,7 +742,7 @@ def test_every_width_of_vectors_computes_the_same(monkeypatch, tmp_path, lanes: 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("flag", ["-DNO_AMX", "-DAMX_STATE=99"])
+@pytest.mark.parametrize("flag", ["-DNO_AMX", "-DAMX_STATE=99", "-DNO_DOT_PRODUCTS"])
 def test_without_amx_or_where_linux_refuses_it_vectors_compute_the_same(
     monkeypatch, tmp_path, flag: str
 ) -> None:

@@ -1,7 +1,7 @@
 // One forward of a Llama-like decoder on a CPU: a batch of packed tokens in, logits out.
 //
 // All layers run in one parallel region of OpenMP; between phases that read each other's results
-// the threads meet at a barrier. Activations are float32, which AMX rounds to bf16. Weights are
+// the threads meet at a barrier. Activations are float32, which tiles.h rounds to bf16. Weights are
 // float32, bf16, or integers in 8 and 4 bits that are dequantised in registers; keys and values are
 // float32 or bf16.
 //
@@ -9,7 +9,7 @@
 // query's attention over the tokens that it sees in order of position, in chunks of CHUNK, whatever
 // the layout of the cache and the threads. So a token's result does not depend on the batch, to the
 // last bit, up to BLOCK_QUERIES new tokens of a row; longer runs (prefills) attend in another order,
-// alike however they are cut, and with AMX round queries and weights of positions to bf16.
+// alike however they are cut, and in tiles round queries and weights of positions to bf16.
 //
 // Weights W [out, in] are packed in panels of PANEL outputs: see panels.h.
 
@@ -248,8 +248,10 @@ void structure_sizes(int32_t* sizes) {
     memcpy(sizes, found, sizeof found);
 }
 
-// Whether products with bf16 run on AMX.
-int32_t uses_amx() { return TileInput::is_possible(); }
+// Whether products with bf16 run on AMX, and whether their inputs are rounded to bf16.
+int32_t uses_amx() { return amx_allowed(); }
+
+int32_t rounds_inputs() { return TileInput::is_possible(); }
 
 // Float32 [count, in]: the embeddings of tokens, of which none is outside the vocabulary.
 void embed(const Linear* w, const int64_t* tokens, int32_t count, float* y) {

@@ -347,6 +347,15 @@ def uses_amx() -> bool:
     return bool(load_library().uses_amx())
 
 
+def rounds_inputs() -> bool:
+    """Whether inputs of weights in bf16 are rounded to it: AMX or AVX-512 multiplies such pairs.
+
+    Raises:
+        ModelError: as ``load_library``.
+    """
+    return bool(load_library().rounds_inputs())
+
+
 def _opened(path: Path) -> ctypes.CDLL | None:
     """The library, if it is there and whole."""
     if not path.exists():

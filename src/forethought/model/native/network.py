@@ -2,7 +2,7 @@
 
 See :class:`~forethought.model.causal_lm.Network`. The reference implementation is the module that
 the weights come from. Activations are float32 whatever the dtype of the weights; those that
-are multiplied by weights in bf16 are rounded where AMX multiplies (``amx.h``).
+are multiplied by weights in bf16 are rounded where the processor multiplies bf16 (``tiles.h``).
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 // Panels of packed weights, and what each thread computes of them.
 //
 // A panel holds PANEL outputs, of bf16 [in / 2, PANEL, 2], of every other type [in, PANEL]. The
-// inputs of bf16 are padded with zeros to a multiple of 32: 16 pairs of them are one tile of AMX,
+// inputs of bf16 are padded with zeros to a multiple of 32: 16 pairs of them are one tile,
 // and vectors read both of a pair with one load.
 
 #pragma once

@@ -2,7 +2,7 @@
 
 #pragma once
 
-#include "amx.h"
+#include "tiles.h"
 #include "panels.h"
 #include "structures.h"
 #include "vectors.h"
@@ -17,8 +17,8 @@ constexpr int REGISTERS = LANES == 16 ? 32 : 16; // for vectors
 constexpr int MAX_ROWS = 6;                      // tokens that one pass over a panel multiplies
 constexpr int AHEAD = 1024;                      // bytes of a panel that are fetched in advance
 constexpr int ROWS_AHEAD = 16;                   // of outputs that are fetched in advance
-// Sums of a pass: with AMX those of PASS_TOKENS with two panels, or of a tile with four.
-constexpr int PASS_SUMS = HAS_AMX ? PASS_TOKENS * 2 * PANEL : MAX_ROWS * 4 * PANEL;
+// Sums of a pass: in tiles those of PASS_TOKENS with two panels, or of a tile with four.
+constexpr int PASS_SUMS = HAS_DOT_PRODUCTS ? PASS_TOKENS * 2 * PANEL : MAX_ROWS * 4 * PANEL;
 
 // Whether registers hold the sums of a pass, and its weights and an input if they are used again.
 static constexpr bool fits(int rows, int panels) {
@@ -164,7 +164,7 @@ static inline int panels_at_once(const Linear& w, int tokens, int left) {
     return left >= 2 && fits(rows, 2) ? 2 : 1;
 }
 
-// Inputs x [T, in] and panels of w, ready to be multiplied: x rounded for AMX where it is there, w
+// Inputs x [T, in] and panels of w, ready to be multiplied: x rounded where there are tiles, w
 // converted from 4 bits to float32 where there are so many tokens that converting once pays. Those
 // values are the ones that multiply_tile computes with, so the sums are the same.
 class Factors {
@@ -175,7 +175,7 @@ class Factors {
         if (TileInput::takes(w)) tiles.emplace(x, tokens, w.num_inputs, thread);
     }
 
-    // Tokens of a pass. With AMX all panels pass by them before the next ones.
+    // Tokens of a pass. In tiles all panels pass by them before the next ones.
     int step() const { return tiles ? tiles->step() : rows_at_once(tokens); }
 
     // Tokens that are multiplied by all panels before the next ones, a multiple of step().

@@ -2,9 +2,9 @@
 
 #pragma once
 
-#include "amx.h"
 #include "products.h"
 #include "structures.h"
+#include "tiles.h"
 
 static inline int64_t round_up(int64_t count) { return (count + PANEL - 1) / PANEL * PANEL; }
 
@@ -47,7 +47,7 @@ static inline int tile_tokens(int group) {
 
 // Floats that a TileBlock packs and computes in.
 static inline int64_t tile_block_size(int64_t dim, int group) {
-    if (!HAS_AMX) return 0;
+    if (!HAS_DOT_PRODUCTS) return 0;
     const int64_t width = padded_inputs(dim), queries = int64_t(group) * tile_tokens(group);
     const int64_t packed = (queries + 2 * TILE_POSITIONS) * width / 2; // with keys and values
     return packed + queries * (width + 1 + PANEL) + 2 * TILE_ROWS * 2 * TILE_POSITIONS;

@@ -19,7 +19,7 @@ struct Linear {         // y = x W^T + b
     const float* zero;  // I4: as scale
     const float* bias;  // [out], or null
     int32_t num_inputs, num_outputs, type, group_size;
-    int32_t float32_input; // BF16: x is multiplied in float32, also where AMX is there
+    int32_t float32_input; // BF16: x is multiplied in float32, also where tiles.h would round it
 };
 
 struct Experts { // a mixture of experts in place of the MLP

@@ -1,20 +1,20 @@
-// Attention of long rows by AMX, over keys and values in bf16.
+// Attention of long rows in tiles, over keys and values in bf16.
 
 #pragma once
 
-#include "amx.h"
 #include "products.h"
 #include "scratch.h"
 #include "sight.h"
 #include "softmax.h"
 #include "structures.h"
+#include "tiles.h"
 #include "vectors.h"
 
 #include <cmath>
 #include <cstdint>
 #include <cstring>
 
-#if HAS_AMX
+#if HAS_DOT_PRODUCTS
 
 // rows [16, 16] of 32 bits -> their transpose
 static inline void transpose(__m512i* rows) {
@@ -70,7 +70,7 @@ static inline __m512 exp2_of(__m512 x) {
 // add zeros, so its sums do not depend on the queries beside it.
 class TileBlock {
   public:
-    static bool is_possible() { return amx_allowed(); }
+    static bool is_possible() { return true; }
 
     // scratch: tile_block_size() floats.
     TileBlock(
@@ -95,7 +95,7 @@ class TileBlock {
     }
 
     void attend() const {
-        configure_tiles(TILE_ROWS);
+        if (amx_allowed()) configure_tiles(TILE_ROWS);
         pack_queries();
         memset(sums, 0, int64_t(num_tiles) * TILE_ROWS * (width + PANEL) * 4); // and totals
         for (int i = 0; i < num_tiles * TILE_ROWS; i++) highest[i] = -INFINITY;
