@@ -186,7 +186,7 @@ def test_keys_that_are_not_numbers_show_in_the_logits_also_where_they_fill_a_chu
 
 
 def check_long_prefills(lm: CausalLM) -> None:
-    """Where tiles are multiplied, queries and weights are rounded as well, as inputs of products are."""
+    """Where tiles are multiplied, queries and weights are rounded, as inputs of products are."""
     alone = logits(lm, 1)
     for size, scattered in ((LONG, False), (45, True)):
         error = (logits(lm, size, scattered) - alone).norm(dim=1) / alone.norm(dim=1)
