@@ -35,6 +35,8 @@ SETTLED, EVERY = 32, 4
 """After this many observations only one in ``EVERY`` is used for the fit, to save time."""
 LEAST_RESIDUAL, FIRST_RESIDUAL = 0.01, 0.2
 """Relative: what is usual at least, and what is taken for usual at first."""
+LEAST_PREDICTED = 1 / 8
+"""Of the typical seconds: errors are relative to at least that."""
 
 
 class LinearLatency:
@@ -51,6 +53,7 @@ class LinearLatency:
         self._forgotten = 1.0 - forgetting
         self._information = np.zeros((len(shares), len(shares)))
         self._usual = FIRST_RESIDUAL
+        self._typical = 0.0  # seconds
         self._waiting: list[tuple[Vector, float]] = []
         self.observations = 0
         self._free: Vector = np.zeros(len(shares))  # the fit before what is below 0 is forbidden
@@ -87,6 +90,7 @@ class LinearLatency:
         """Fit to the median of the first observations, then to the others."""
         first = sorted(self._waiting, key=lambda each: each[1])
         terms, seconds = first.pop(FIRST // 2)
+        self._typical = seconds
         scale = np.maximum(np.abs(terms), 1.0)
         self._free = self._shares / scale * max(seconds, 1e-9)
         self._free_line = self._free.tolist()
@@ -96,11 +100,14 @@ class LinearLatency:
         self._waiting.clear()
 
     def _update(self, terms: Sequence[float] | Vector, seconds: float) -> float:
-        predicted = max(sum(map(mul, self._free_line, terms)), 1e-9)
-        limit = CLIP * self._usual
-        clipped = min(max(seconds / predicted - 1.0, -limit), limit)
+        free = sum(map(mul, self._free_line, terms))
+        # Where the free fit is far too low, or below 0, errors are not relative to it.
+        predicted = max(free, LEAST_PREDICTED * self._typical, 1e-9)
+        usual = predicted * (1.0 + self._clipped(seconds / predicted - 1.0))
+        clipped = self._clipped((seconds - free) / predicted)
+        self._typical += 0.1 * (usual - self._typical)
         if self.observations > SETTLED and self.observations % EVERY:
-            return predicted * (1.0 + clipped)
+            return usual
         self._usual = max(LEAST_RESIDUAL, 0.9 * self._usual + 0.1 * abs(clipped))
         row = np.asarray(terms, np.float64) / predicted
         self._information *= 1.0 - self._forgotten
@@ -109,7 +116,11 @@ class LinearLatency:
         self._free = self._free + np.linalg.solve(self._information, row) * clipped
         self.coefficients = self._constrained()
         self._free_line, self._line = self._free.tolist(), self.coefficients.tolist()
-        return predicted * (1.0 + clipped)
+        return usual
+
+    def _clipped(self, residual: float) -> float:
+        limit = CLIP * self._usual
+        return min(max(residual, -limit), limit)
 
     def _constrained(self) -> Vector:
         """The best fit without coefficients below 0: the lowest is fixed at 0 until none is left.
