@@ -498,19 +498,19 @@ MUTANTS = [
         "tests/speculative/test_tree.py",
     ),
     Mutant(
-        "speculative/length/goodput.py",
+        "speculative/length/acceptance.py",
         "tested = np.minimum(accepted + 1, depths)",
         "tested = depths",
         LENGTH,
     ),
     Mutant(
-        "speculative/length/goodput.py",
+        "speculative/length/acceptance.py",
         "len(self._slots) + len(new) > capacity",
         "False",
         LENGTH,
     ),
     Mutant(
-        "speculative/length/goodput.py",
+        "speculative/length/acceptance.py",
         "self._shown[:, [self._slots[number] for number in kept]]",
         "self._shown[:, : len(kept)]",
         LENGTH,

@@ -1,4 +1,5 @@
 import logging
+import math
 from itertools import pairwise
 
 import pytest
@@ -64,6 +65,18 @@ def test_every_draft_of_a_step_counts():
     guard = AcceptanceGate(window=6, threshold=0.5)
     step(guard, nothing, rows=6)
     assert step(guard, nothing, rows=6) == [0] * 6
+
+
+def test_open_it_holds_for_any_number_of_steps_and_closes_behind_a_call():
+    guard = AcceptanceGate(window=6, threshold=0.5)
+    assert guard.hold() == math.inf
+    lengths = guard.lengths(requests(2), 2)
+    drafts = [(row, length, 0) for row, length in enumerate(lengths)]
+    guard.observe(StepRecord(drafts * 2 + [(0, 0, 0)] * 2, 2, 12, 200, 0.01, 0.0, num_steps=3))
+    assert guard.open, "of the drafts of a call only those that came count"
+    guard.observe(StepRecord(drafts * 2, 2, 12, 200, 0.01, 0.0, num_steps=2))
+    assert not guard.open
+    assert guard.hold() == 1
 
 
 def test_steps_without_drafts_change_nothing_while_it_is_open():

@@ -153,6 +153,19 @@ def test_many_predictions_are_the_single_ones():
     assert model.predict_many(tokens, 4000.0) == pytest.approx(one_by_one, rel=1e-9)
 
 
+def test_single_steps_and_those_of_a_call_are_one_model():
+    """Predicted: a step of a size in a call, where that size was measured in single steps alone."""
+    model, rng = ForwardLatency(), np.random.default_rng(0)
+    for _ in range(300):
+        tokens, calls = [(1, 1.0), (1, 1 / 8), (9, 1 / 8), (5, 1.0)][int(rng.integers(4))]
+        noise = float(np.exp(rng.normal(0.0, 0.02)))
+        model.observe(tokens, 100, (0.01 + 1e-3 * tokens + 0.03 * calls) * noise, calls)
+    assert model.predict(5, 100, 1 / 8) == pytest.approx(0.01875, rel=0.1)
+    assert model.predict(9, 100, 1.0) == pytest.approx(0.049, rel=0.1)
+    many = model.predict_many(np.array([5.0, 9.0]), 100, 1 / 8)
+    assert many == pytest.approx([model.predict(n, 100, 1 / 8) for n in (5, 9)])
+
+
 def test_no_forward_takes_no_time_even_if_all_time_was_put_down_to_the_context():
     model = ForwardLatency()
     for context in range(1, 160):
