@@ -12,7 +12,7 @@ from forethought.speculative.length.gate import (
     PROBE_REQUESTS,
     AcceptanceGate,
 )
-from forethought.speculative.length.policy import CappedRequest, StepRecord
+from forethought.speculative.length.policy import CappedRequest, SkippedSteps, StepRecord
 
 FULL = 5
 
@@ -96,6 +96,21 @@ def test_closed_it_probes_with_a_few_short_drafts():
     for lengths in probes:
         assert sum(map(bool, lengths)) <= PROBE_REQUESTS
         assert max(lengths) == PROBE_DEPTH
+
+
+def test_closed_it_skips_the_steps_before_its_probes_and_none_while_it_is_open():
+    guard = AcceptanceGate(window=4, threshold=0.5)
+    assert guard.skip() == 0
+    step(guard, nothing, rows=4)
+    assert not guard.open
+    for _ in range(6):
+        count = guard.skip()
+        if count:
+            guard.skipped(SkippedSteps(num_steps=count))
+        assert any(step(guard, nothing, rows=4)), "it probes"
+        while not guard.skip():
+            step(guard, nothing, rows=4)
+    assert guard.skip() == LAST_PAUSE
 
 
 def test_probes_take_turns_among_the_requests():

@@ -121,6 +121,14 @@ def test_policies_behind_one_that_forbids_everything_choose_no_lengths_but_obser
     assert policy.reason == "spy"
 
 
+def test_a_step_that_one_policy_skips_is_skipped_and_all_are_told():
+    few, many = Skipping(2), Skipping(50)
+    policy = Shortest([few, many])
+    assert policy.skip() == 50
+    policy.skipped(SkippedSteps(num_steps=50))
+    assert few.told == many.told == [50]
+
+
 @pytest.mark.parametrize(
     ("fields", "kind"),
     [

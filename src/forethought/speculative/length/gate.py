@@ -120,15 +120,16 @@ class AcceptanceGate:
             self._maybe_open()
 
     def skip(self) -> int:
-        """None: it counts steps between probes."""
-        return 0
+        """While it is closed, the steps before the next probes."""
+        return 0 if self.open else max(self._pause.left, 0)
 
     def hold(self) -> float:
         """For all while it is open: it closes at the end of a call; for one while it probes."""
         return math.inf if self.open else 1
 
     def skipped(self, steps: SkippedSteps) -> None:
-        """Nothing to count."""
+        """Count them."""
+        self._pause.wait(steps.num_steps)
 
     def _count(self, depth: int, accepted: int) -> None:
         self._drafts.append((depth, accepted))

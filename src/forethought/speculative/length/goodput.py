@@ -66,7 +66,7 @@ class LossBudget:
 
 PRIOR_STEPS = 0.25
 """Steps that what is assumed of calls per step counts for."""
-STEP_MATTERS, STEP_PASSES = 0.97, 0.995
+CALLS_KEEP, CALLS_AGE = 0.97, 0.995
 """Weight that earlier calls keep per step: of the same kind, and of any other."""
 
 
@@ -82,11 +82,11 @@ class CallRate:
 
     def observe(self, num_calls: int, num_steps: int) -> None:
         """So many calls made so many steps."""
-        self.age(num_steps, STEP_MATTERS)
+        self.age(num_steps, CALLS_KEEP)
         self._num_calls += num_calls
         self._num_steps += num_steps
 
-    def age(self, num_steps: int, keeps: float = STEP_PASSES) -> None:
+    def age(self, num_steps: int, keeps: float = CALLS_AGE) -> None:
         """Steps of another kind have gone by."""
         self._num_calls *= keeps**num_steps
         self._num_steps *= keeps**num_steps
@@ -410,7 +410,8 @@ class Goodput:
         drafted = sum(float(self._sizes[depth]) for _, depth, _ in record.requests) / num_steps
         context = record.context + self._node_context * drafted * self._context
         known, calls = record.tokens - drafted, 1.0 / num_steps
-        plain = self.forward.predict(known, record.context, self._plain_calls)
+        plain_calls = 1.0 if known > record.batch_size else self._plain_calls  # prompts: single
+        plain = self.forward.predict(known, record.context, plain_calls)
         asked = self.forward.predict(known, record.context)
         predicted = self.forward.predict(record.tokens, context, calls)
         steps, self._num_skipped = num_steps + self._num_skipped, 0

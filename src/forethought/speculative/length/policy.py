@@ -197,15 +197,17 @@ class Shortest:
             policy.observe(record)
 
     def skip(self) -> int:
-        """None: a policy that skips steps would leave the others without them."""
-        return 0
+        """As many as any of them: what is plain for one is plain."""
+        return max(policy.skip() for policy in self._policies)
 
     def hold(self) -> float:
         """As long as all of them."""
         return min(policy.hold() for policy in self._policies)
 
     def skipped(self, steps: SkippedSteps) -> None:
-        """Nothing to count."""
+        """Passed on to all policies."""
+        for policy in self._policies:
+            policy.skipped(steps)
 
 
 class Schedule:
