@@ -517,8 +517,14 @@ MUTANTS = [
     ),
     Mutant(
         "speculative/length/goodput.py",
-        "return max(IDLE - 1, self._num_to_recover)",
-        "return IDLE - 1",
+        "return max(most, self._num_to_recover)",
+        "return most",
+        LENGTH,
+    ),
+    Mutant(
+        "speculative/length/goodput.py",
+        "self._checks.left, self.account.balance, self._enough_steps",
+        "self._checks.left, self._enough_steps",
         LENGTH,
     ),
     Mutant(
