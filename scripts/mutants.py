@@ -523,6 +523,18 @@ MUTANTS = [
     ),
     Mutant(
         "speculative/length/goodput.py",
+        "known > record.batch_size + 0.5",
+        "known > record.batch_size",
+        LENGTH,
+    ),
+    Mutant(
+        "speculative/length/goodput.py",
+        "max(record.batch_size, 1.0)",
+        "record.batch_size",
+        LENGTH,
+    ),
+    Mutant(
+        "speculative/length/goodput.py",
         "self._checks.left, self.account.balance, self._enough_steps",
         "self._checks.left, self._enough_steps",
         LENGTH,

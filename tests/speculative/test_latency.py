@@ -166,6 +166,17 @@ def test_single_steps_and_those_of_a_call_are_one_model():
     assert many == pytest.approx([model.predict(n, 100, 1 / 8) for n in (5, 9)])
 
 
+def test_steps_of_rows_that_have_ended_count_as_those_of_one_token():
+    """Of a call on a GPU that went on behind the end of its only row: less than a token a step."""
+    model = ForwardLatency()
+    for _ in range(100):
+        for tokens in (0.25, 0.5, 1, 4):
+            model.observe(tokens, 100, 0.01 + 1e-3 * max(tokens, 1), 1 / 8, 8)
+    assert model._where == sorted(model._where)
+    assert model.predict(1, 100, 1 / 8) == pytest.approx(0.011, rel=0.05)
+    assert model.predict(2, 100, 1 / 8) == pytest.approx(0.012, rel=0.05)
+
+
 def test_no_forward_takes_no_time_even_if_all_time_was_put_down_to_the_context():
     model = ForwardLatency()
     for context in range(1, 160):

@@ -541,6 +541,41 @@ def test_a_call_is_no_longer_than_the_plain_steps_that_may_be_lost():
     assert policy.hold() == 2
 
 
+@pytest.mark.parametrize("num_steps", [3, 4, 5, 6, 7, 8])
+def test_steps_of_a_call_are_compared_with_plain_steps_in_calls(num_steps):
+    """Also where the mean tokens less the mean draft is not exactly the batch."""
+    policy = Goodput(5)
+    plain = []
+    policy.forward = SimpleNamespace(
+        ready=True,
+        settled=True,
+        usual=0.01,
+        predict=lambda tokens, context, calls=1.0: plain.append(calls) or 0.01 + 0.01 * calls,
+        observe=lambda tokens, context, seconds, calls, steps: seconds,
+    )
+    policy.plain_calls.observe(8, 64)
+    for drafted in range(1, 5 * num_steps + 1):
+        tokens = (num_steps + drafted) / num_steps
+        plain.clear()
+        policy.observe(StepRecord([(0, 1, 0)] * drafted, 1, tokens, 9, 0.01, 0.0, num_steps))
+        assert plain[0] < 0.2, (tokens, drafted)
+
+
+def test_steps_behind_the_end_of_all_rows_gain_nothing():
+    """8 steps, of which the only row made 2: 6 tokens that plain decoding has in 6 steps."""
+    policy = Goodput(5)
+    policy.forward = SimpleNamespace(
+        ready=True,
+        settled=True,
+        predict=lambda tokens, context, calls=1.0: 0.01,
+        observe=lambda tokens, context, seconds, calls, steps: seconds,
+    )
+    policy._requested = {0: 4}
+    policy.observe(StepRecord([(0, 4, 2), (0, 4, 2)], 0.25, 1.25, 25.0, 0.01, 0.0, 8))
+    assert policy._gained == pytest.approx(6 - 8)
+    assert policy._context == 100.0, "tokens of the row while it ran"
+
+
 def test_one_record_of_a_call_teaches_what_those_of_its_steps_do():
     steps = [[(0, 3, 2), (1, 3, 0)], [(0, 3, 3), (1, 0, 0)], [(0, 3, 1)]]
     single, call = AcceptanceEstimate(3), AcceptanceEstimate(3)
@@ -774,6 +809,21 @@ def test_a_prediction_is_drafted_although_the_drafters_skip():
     assert parts(made, 8, 8) == [True, False]
     made._predicted.add(1)
     assert parts(made, 8) == [True]
+
+
+def test_a_policy_that_fails_over_skipped_steps_skips_none_and_others_are_told(caplog):
+    class Failing(Skipping):
+        def skipped(self, steps):
+            raise ValueError("cannot count")
+
+    other, failing = Skipping(2), Failing(2)
+    made = drafting(failing, other)
+    assert parts(made, 8, 8, 8, 8, 8) == [True, False, False, True, False]
+    assert other.told == [2]
+    assert "did not take in the steps it has skipped" in caplog.text
+    failing.skip = lambda: 1 // 0
+    assert parts(made, 4, 4, 4) == [True] * 3
+    assert "does not say what it would skip" in caplog.text
 
 
 def test_a_policy_that_skips_nothing_is_asked_in_every_step():

@@ -245,11 +245,20 @@ class Drafting:
             self._skipped.num_steps += 1
             return False
         if self._skipped.num_steps:
-            for entry in self._skipping:
-                entry.policy.skipped(self._skipped)
-            self._skipped = SkippedSteps()
+            self._tell_skipped()
         self._num_running = num_running
         return bool(self._given or self._predicted)
+
+    def _tell_skipped(self) -> None:
+        """Tell length policies of the steps that have gone by without them."""
+        steps, self._skipped = self._skipped, SkippedSteps()
+        for entry in self._skipping:
+            try:
+                entry.policy.skipped(steps)
+            except BaseException as error:
+                self._count_failure(
+                    entry, error, "its length policy did not take in the steps it has skipped"
+                )
 
     def chosen_by(self, rows: List[PlannedRow]) -> list[DrafterEntry]:
         """The drafters that may draft for one of these rows."""
@@ -555,8 +564,8 @@ class Drafting:
             self._learning_seconds[entry] = time.perf_counter() - began
         chosen = self.chosen_by(plan.rows)
         self._skipping = [each for each in self._given if each in chosen] or self._given
-        self._num_to_skip = min((entry.policy.skip() for entry in self._skipping), default=0)
         self._drafts, self._prefills = {}, {}
+        self._num_to_skip = min(map(self._num_skippable, self._skipping), default=0)
 
     def _verified(self, entry: DrafterEntry, plan: Plan) -> list[tuple[int, int, int]]:
         """What became of a drafter's drafts, as in ``StepRecord.requests``."""
@@ -582,6 +591,14 @@ class Drafting:
             self._count_failure(
                 entry, error, "its length policy did not take in what became of a step"
             )
+
+    def _num_skippable(self, entry: DrafterEntry) -> int:
+        """Steps that a length policy would skip; none if it raises."""
+        try:
+            return index(entry.policy.skip())
+        except BaseException as error:
+            self._count_failure(entry, error, "its length policy does not say what it would skip")
+            return 0
 
     def _update(
         self, entry: DrafterEntry, drafting: list[DraftRequest], prefilling: list[DraftRequest]

@@ -404,13 +404,14 @@ class Goodput:
     def observe(self, record: StepRecord) -> None:
         """Learn what the steps took and gave, and book it."""
         requested, self._requested = self._requested, {}
-        self._context = record.context / max(record.batch_size, 1)
+        self._context = record.context / (record.batch_size or 1.0)
         self._batch_size = record.batch_size
         num_steps = record.num_steps
         drafted = sum(float(self._sizes[depth]) for _, depth, _ in record.requests) / num_steps
         context = record.context + self._node_context * drafted * self._context
         known, calls = record.tokens - drafted, 1.0 / num_steps
-        plain_calls = 1.0 if known > record.batch_size else self._plain_calls  # prompts: single
+        # Prompts are computed in single steps; means of several are not exact.
+        plain_calls = 1.0 if known > record.batch_size + 0.5 else self._plain_calls
         plain = self.forward.predict(known, record.context, plain_calls)
         asked = self.forward.predict(known, record.context)
         predicted = self.forward.predict(record.tokens, context, calls)
@@ -426,7 +427,9 @@ class Goodput:
         self._gained = 0.0
         if requested and plain > 0.0:
             accepted = sum(accepted for _, _, accepted in record.requests)
-            self._gained = num_steps * (1.0 - seconds / plain) + accepted / record.batch_size
+            # On a GPU calls go on behind the end of all rows, which yields nothing.
+            decoded = (num_steps * record.batch_size + accepted) / max(record.batch_size, 1.0)
+            self._gained = decoded - num_steps * seconds / plain
         elif plain > 0.0:  # choosing and learning take time too
             self._gained = 1.0 - asked / plain - min(record.draft_seconds / plain, 1.0)
         self.account.book(self._gained, num_steps)

@@ -209,7 +209,8 @@ class ForwardLatency:
         """Learn that a step took so long.
 
         Args:
-            tokens: of its forward.
+            tokens: of its forward; less than 1 counts as 1: a mean over the steps of a call that
+                went on after all of its rows had ended, as on a GPU.
             context: tokens that were attended to, in all.
             seconds: that it took.
             calls: what part of a call it was, as one of several steps that took as long.
@@ -218,6 +219,7 @@ class ForwardLatency:
         Returns:
             ``seconds`` without what was clipped from them as an outlier.
         """
+        tokens = max(tokens, 1.0)
         if self.ready:
             predicted = max(self.predict(tokens, context, calls), LEAST_SECONDS)
             limit = CLIP * self._usual
