@@ -351,6 +351,13 @@ def test_a_tree_is_paid_for_by_its_nodes():
 # ---- goodput: in action --------------------------------------------------------------------------
 
 
+def test_levels_of_a_tree_that_add_no_tokens_are_free():
+    policy = Goodput(4, nodes=lambda depth: min(2 * depth, 4))
+    known(policy, [0.8], lambda tokens: 0.01 + 0.001 * np.maximum(tokens - 3.0, 0.0), [0.0] * 3)
+    with np.errstate(all="raise"):
+        assert policy.lengths(requests(4), 1) == [4]
+
+
 def asked_always(lengths, observe):
     """A policy that skips no step."""
     return SimpleNamespace(

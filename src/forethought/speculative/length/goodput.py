@@ -126,6 +126,8 @@ MAX_TRIED = 4
 """Greatest depths that are searched in a step."""
 FEW = 16
 """Levels of all requests that are searched one by one: numpy takes longer there."""
+LEAST_TOKENS = 1e-6
+"""Of a level, in the search: a tree of limited size may have levels that add none."""
 STRETCH = 2
 """How many times the most tokens seen in a forward the next one may have: costs of larger ones
 are estimates, so they are approached in steps."""
@@ -266,7 +268,7 @@ class Goodput:
         worth = survival
         if self._branches:
             # Of a tree whose later levels are cheaper, an earlier one never comes after a later.
-            worth = np.minimum.accumulate(worth / self._tokens, axis=1)
+            worth = np.minimum.accumulate(worth / np.maximum(self._tokens, LEAST_TOKENS), axis=1)
         search = self._search_few if survival.size <= FEW else self._search_many
         return search(survival, worth, caps, batch_size)
 

@@ -71,7 +71,8 @@ class SkippedSteps:
 
     Attributes:
         num_steps: that have gone by.
-        num_decodes: of these, steps of rows that all decode plainly.
+        num_decodes: steps of rows that all decode plainly. Some are not among ``num_steps``, where
+            a call went on for longer, as none of its rows may have drafts.
         num_calls: calls of the engine that made ``num_decodes``.
         tokens: in the forwards of ``num_decodes``, one per row.
         context: sum of the sequences' lengths in them.
@@ -129,7 +130,10 @@ class LengthPolicy(Protocol):
         """
 
     def skipped(self, steps: SkippedSteps) -> None:
-        """Steps have gone by without it, at most as many as ``skip`` has returned."""
+        """Steps have gone by without it.
+
+        At most as many as ``skip`` has returned, or that of another policy of the same drafter.
+        """
 
 
 class FixedLength:
