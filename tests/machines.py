@@ -11,7 +11,12 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from forethought.speculative.length.policy import CappedRequest, LengthPolicy, StepRecord
+from forethought.speculative.length.policy import (
+    CappedRequest,
+    LengthPolicy,
+    SkippedSteps,
+    StepRecord,
+)
 
 CONTEXT = 2e-7
 """Seconds per token of context."""
@@ -53,6 +58,20 @@ class Judgement:
         return self.fixed.min() / self.seconds
 
 
+@dataclass
+class Calls:
+    """How a machine makes steps: several in one call where nothing is decided between them."""
+
+    seconds: float = 0.0
+    """Of the host per call."""
+    most: int = 8
+    """Steps in a call."""
+    plain: bool = True
+    """Whether plain steps that skip the policy are made so."""
+    drafted: bool = True
+    """Whether steps with drafts are, while the policy holds its choice."""
+
+
 class Machine:
     """Runs a batch of requests that end and are replaced.
 
@@ -62,17 +81,19 @@ class Machine:
         rows: requests at a time.
         seed: of everything random.
         offers: chance that the drafter has a draft for a request at all.
-        skipped_share: time of a step that the policy skips, as a share of a plain one.
+        calls: how steps are made.
     """
 
-    def __init__(self, forward, draft, alpha, rows, seed, offers=1.0, levels=5, skipped_share=1.0):
+    def __init__(self, forward, draft, alpha, rows, seed, offers=1.0, levels=5, calls=None):
         self.forward, self.draft, self.alpha, self.offers = forward, draft, alpha, offers
         self.rng = np.random.default_rng(seed)
         self.levels, self.steps, self.next = levels, 0, rows
         self.requests = [CappedRequest(number, levels) for number in range(rows)]
         self.contexts = self.rng.integers(50, 500, rows)
-        self.to_skip = self.skipped = 0
-        self.skipped_share, self.skipped_seconds = skipped_share, 0.0
+        self.calls = calls or Calls()
+        self.to_skip, self.skipped = 0, SkippedSteps()
+        self.largest_call = 1
+        """Most steps with drafts that were one call."""
 
     def resize(self, rows: int) -> None:
         """From now on another number of requests."""
@@ -83,11 +104,15 @@ class Machine:
         self.contexts = np.resize(self.contexts, rows)
 
     def run(self, policy: LengthPolicy, steps: int) -> Judgement:
+        """At least so many steps, and the rest of the last call."""
         judged = Judgement(fixed=np.zeros(self.levels + 1))
-        for _ in range(steps):
+        stop = self.steps + steps
+        while self.steps < stop:
             self._replace()
-            self._step(policy, judged)
-            self.steps += 1
+            if self.to_skip > 0:
+                self._skip(judged)
+            else:
+                self._call(policy, judged)
         return judged
 
     def _new(self) -> CappedRequest:
@@ -98,54 +123,72 @@ class Machine:
         for row in np.flatnonzero(self.rng.random(len(self.requests)) < 1 / 400):
             self.requests[row], self.contexts[row] = self._new(), 100
 
-    def _step(self, policy: LengthPolicy, judged: Judgement) -> None:
+    def _skip(self, judged: Judgement) -> None:
+        """A call of plain steps that the policy is not asked about."""
+        size = min(self.to_skip, self.calls.most) if self.calls.plain else 1
+        self.to_skip -= size
+        rows, seconds, context = len(self.requests), 0.0, 0
+        for _ in range(size):
+            context += int(self.contexts.sum())
+            seconds += self._step(judged, np.zeros(rows, int), 1 / size)[1]
+        self.skipped.num_steps += size
+        self.skipped.measure(size, rows * size, context, seconds * self._noise(size))
+
+    def _call(self, policy: LengthPolicy, judged: Judgement) -> None:
+        """A step that the policy is asked about, with others for which its choice holds."""
         rows = len(self.requests)
-        is_asked = self._is_asked(policy)
-        asked = np.array(policy.lengths(self.requests, rows) if is_asked else [0] * rows)
+        if self.skipped.num_steps:
+            policy.skipped(self.skipped)
+            self.skipped = SkippedSteps()
+        asked = np.array(policy.lengths(self.requests, rows))
         assert len(asked) == rows
         assert 0 <= asked.min() <= asked.max() <= self.levels
+        size = 1
+        if asked.any() and self.calls.drafted:
+            size = int(min(policy.hold(), self.calls.most))
+        if asked.any():
+            self.largest_call = max(self.largest_call, size)
+        context, seconds, drafts = 0, 0.0, list[tuple[int, int, int]]()
+        for _ in range(size):
+            context += int(self.contexts.sum())
+            some, spent = self._step(judged, asked, 1 / size)
+            drafts += some
+            seconds += spent
+        policy.observe(
+            StepRecord(
+                requests=drafts,
+                batch_size=rows,
+                tokens=rows + sum(depth for _, depth, _ in drafts) / size,
+                context=context / size,
+                forward_seconds=seconds / size * self._noise(size),
+                draft_seconds=self._drafting(asked) * self._noise(size),
+                num_steps=size,
+            )
+        )
+        self.to_skip = policy.skip()
+
+    def _step(
+        self, judged: Judgement, asked: np.ndarray, calls: float
+    ) -> tuple[list[tuple[int, int, int]], float]:
+        """Its drafts, as in a record, and its true seconds but for drafting."""
+        rows = len(self.requests)
         alphas = np.array([self.alpha(r.request_id, self.steps) for r in self.requests])
         depths = np.where(self.rng.random(rows) < self.offers, asked, 0)
         passed = self.rng.random((rows, self.levels)) < alphas[:, None]
         accepted = np.minimum(np.cumprod(passed, axis=1).sum(axis=1), depths)
         context = int(self.contexts.sum())
-        forward = self.forward(rows + int(depths.sum()), context)
-        draft = self._drafting(asked)
-        if not is_asked:
-            forward *= self.skipped_share
-            self.skipped_seconds += forward * self._noise()
-        self._judge(judged, alphas, depths, forward + draft, context)
+        seconds = self.forward(rows + int(depths.sum()), context) + calls * self.calls.seconds
+        self._judge(judged, alphas, depths, seconds + self._drafting(asked), context)
         self.contexts += 1 + accepted
-        if not is_asked:
-            return
-        policy.observe(
-            StepRecord(
-                requests=[
-                    (request.request_id, depth, taken)
-                    for request, depth, taken in zip(
-                        self.requests, depths.tolist(), accepted.tolist(), strict=True
-                    )
-                    if depth
-                ],
-                batch_size=rows,
-                tokens=rows + int(depths.sum()),
-                context=context,
-                forward_seconds=forward * self._noise(),
-                draft_seconds=draft * self._noise(),
+        self.steps += 1
+        drafts = [
+            (request.request_id, depth, taken)
+            for request, depth, taken in zip(
+                self.requests, depths.tolist(), accepted.tolist(), strict=True
             )
-        )
-        self.to_skip = policy.skip()
-
-    def _is_asked(self, policy: LengthPolicy) -> bool:
-        """As in the engine: not in the steps that the policy skips."""
-        if self.to_skip > 0:
-            self.to_skip -= 1
-            self.skipped += 1
-            return False
-        if self.skipped:
-            policy.skipped(self.skipped, self.skipped_seconds)
-            self.skipped, self.skipped_seconds = 0, 0.0
-        return True
+            if depth
+        ]
+        return drafts, seconds
 
     def _drafting(self, asked: np.ndarray) -> float:
         if not asked.any():
@@ -162,11 +205,12 @@ class Machine:
         for length in range(self.levels + 1):
             drafted = round(self.offers * rows * length)
             each = rows + self.offers * float((gains[:, length] - 1.0).sum())
-            took = self.forward(rows + drafted, context) * (1.0 if length else self.skipped_share)
-            took += self._drafting(np.full(rows, length))
+            many = self.calls.drafted if length else self.calls.plain
+            took = self.forward(rows + drafted, context) + self._drafting(np.full(rows, length))
+            took += self.calls.seconds / (self.calls.most if many else 1)
             judged.fixed[length] += tokens * took / each
 
-    def _noise(self) -> float:
-        """3 % of noise, and one step in a hundred that takes several times as long."""
-        outlier = self.rng.uniform(3.0, 10.0) if self.rng.random() < 0.01 else 1.0
+    def _noise(self, size: int) -> float:
+        """3 % of noise, and in one call of a hundred a step that takes several times as long."""
+        outlier = 1.0 + (self.rng.uniform(2.0, 9.0) / size if self.rng.random() < 0.01 else 0.0)
         return float(np.exp(self.rng.normal(0.0, 0.03))) * outlier

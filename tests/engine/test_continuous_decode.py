@@ -26,7 +26,7 @@ from forethought.model import loader
 from forethought.model.runner import DecodedTokens, DecodeRow
 from forethought.model.sampling import NO_TOKEN
 from forethought.outputs import FinishReason
-from forethought.speculative.length.policy import FixedLength, LengthRequest
+from forethought.speculative.length.policy import FixedLength, LengthRequest, SkippedSteps
 from models import ARCHITECTURES, greedy, prompts, tiny, transformers_model
 
 PROMPTS = prompts((3, 17, 9, 30, 1))
@@ -345,8 +345,8 @@ class Skipping(FixedLength):
     def skip(self) -> int:
         return 5
 
-    def skipped(self, num_steps: int, seconds: float) -> None:
-        self.num_skipped.append(num_steps)
+    def skipped(self, steps: SkippedSteps) -> None:
+        self.num_skipped.append(steps.num_steps)
 
 
 def test_what_could_be_admitted_soon_does_not_wait_for_further_steps() -> None:

@@ -6,6 +6,7 @@ import functools
 import math
 import tempfile
 from collections.abc import Sequence as List
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +36,14 @@ from forethought.outputs import FinishReason
 from forethought.speculative import chain_steps
 from forethought.speculative.chain_steps import DecodedChains
 from forethought.speculative.drafter import ResourceManager
-from forethought.speculative.length.policy import FixedLength, LengthRequest
+from forethought.speculative.length.gate import AcceptanceGate
+from forethought.speculative.length.policy import (
+    FixedLength,
+    LengthPolicy,
+    LengthRequest,
+    SkippedSteps,
+    StepRecord,
+)
 from generations import expect_same
 from models import greedy, prompts, tiny, transformers_model
 from shipped import QUESTIONS, shipped
@@ -284,6 +292,91 @@ class PerStep(FixedLength):
 
     def hold(self) -> float:
         return 1
+
+
+class Told(FixedLength):
+    """Keeps the records."""
+
+    def __init__(self) -> None:
+        self.records: list[StepRecord] = []
+
+    def observe(self, record: StepRecord) -> None:
+        self.records.append(record)
+
+
+@pytest.mark.parametrize("number", [1, 5])
+def test_the_record_of_a_call_has_the_drafts_of_all_its_steps(number: int) -> None:
+    machines, policies = [made(1), made(8)], [Told(), Told()]
+    for machine, policy in zip(machines, policies, strict=True):
+        machine.speculation.drafters[0].policy = policy
+    expect_same(machines, [run(machine, varied()[-number:]) for machine in machines])
+    single, calls = (policy.records for policy in policies)
+    assert {record.num_steps for record in single} == {1}
+    assert max(record.num_steps for record in calls) > 4
+    assert sum(record.num_steps for record in calls) == sum(record.num_steps for record in single)
+    drafts = [
+        sorted(d for each in records for d in each.requests if d[1]) for records in (single, calls)
+    ]
+    assert drafts[0] == drafts[1]
+    for name in ("batch_size", "tokens", "context"):
+        sums = [sum(getattr(r, name) * r.num_steps for r in records) for records in (single, calls)]
+        assert sums[0] == pytest.approx(sums[1]), name
+    drafting = [record for record in calls if record.requests]
+    assert all(each.forward_seconds > 0.0 < each.draft_seconds for each in drafting)
+
+
+@pytest.mark.parametrize(
+    "control",
+    [
+        {"acceptance_rate_window_size": 20, "acceptance_rate_threshold": 0.1},
+        {"length_control": "goodput"},
+    ],
+)
+def test_under_measured_lengths_steps_with_drafts_are_continuous(control: dict[str, Any]) -> None:
+    """Told that a step takes as long however large it is, goodput control finds that drafts pay."""
+    machine = made(8, drafting(**control), pages=512, max_batch_size=2)
+    entry = machine.speculation.drafters[0]
+    calls = list[int]()
+    entry.policy = Clocked(entry.policy, calls)
+    for _ in range(6):
+        sequences = [machine.add(prompt, GREEDY)[0] for prompt in PROMPTS[:2]]
+        drain(machine)
+        assert outputs(sequences) == EXPECTED[:2]
+    assert max(calls) > 4
+    assert machine.stats.accepted > 0
+    expect_empty(machine)
+
+
+class Clocked:
+    """A policy that is told of the same times in each run: 1 ms per call and 1 ms per forward."""
+
+    def __init__(self, policy: LengthPolicy, calls: list[int]) -> None:
+        self._policy, self._calls = policy, calls
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._policy, name)
+
+    def observe(self, record: StepRecord) -> None:
+        if record.requests:
+            self._calls.append(record.num_steps)
+        seconds = 0.001 + 0.001 / record.num_steps
+        self._policy.observe(replace(record, forward_seconds=seconds, draft_seconds=1e-5))
+
+    def skipped(self, steps: SkippedSteps) -> None:
+        seconds = 0.001 * (steps.num_decodes + steps.num_calls)
+        self._policy.skipped(replace(steps, seconds=seconds))
+
+
+def test_a_gate_closes_behind_a_call_of_which_little_is_accepted() -> None:
+    gate = {"acceptance_rate_window_size": 10, "acceptance_rate_threshold": 1.0}
+    machine = made(8, drafting(**gate))
+    policy = machine.speculation.drafters[0].policy
+    assert isinstance(policy, AcceptanceGate)
+    (sequence,) = machine.add(PROMPTS[0], GREEDY)
+    drain(machine)
+    assert sequence.output == EXPECTED[0]
+    assert not policy.open
+    expect_empty(machine)
 
 
 def test_what_is_decided_or_told_in_each_step_keeps_steps_single() -> None:

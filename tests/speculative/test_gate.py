@@ -1,4 +1,5 @@
 import logging
+import math
 from itertools import pairwise
 
 import pytest
@@ -11,7 +12,7 @@ from forethought.speculative.length.gate import (
     PROBE_REQUESTS,
     AcceptanceGate,
 )
-from forethought.speculative.length.policy import CappedRequest, StepRecord
+from forethought.speculative.length.policy import CappedRequest, SkippedSteps, StepRecord
 
 FULL = 5
 
@@ -66,6 +67,18 @@ def test_every_draft_of_a_step_counts():
     assert step(guard, nothing, rows=6) == [0] * 6
 
 
+def test_open_it_holds_for_any_number_of_steps_and_closes_behind_a_call():
+    guard = AcceptanceGate(window=6, threshold=0.5)
+    assert guard.hold() == math.inf
+    lengths = guard.lengths(requests(2), 2)
+    drafts = [(row, length, 0) for row, length in enumerate(lengths)]
+    guard.observe(StepRecord(drafts * 2 + [(0, 0, 0)] * 2, 2, 12, 200, 0.01, 0.0, num_steps=3))
+    assert guard.open, "of the drafts of a call only those that came count"
+    guard.observe(StepRecord(drafts * 2, 2, 12, 200, 0.01, 0.0, num_steps=2))
+    assert not guard.open
+    assert guard.hold() == 1
+
+
 def test_steps_without_drafts_change_nothing_while_it_is_open():
     guard = AcceptanceGate(window=1, threshold=1.0)
     for _ in range(100):
@@ -83,6 +96,21 @@ def test_closed_it_probes_with_a_few_short_drafts():
     for lengths in probes:
         assert sum(map(bool, lengths)) <= PROBE_REQUESTS
         assert max(lengths) == PROBE_DEPTH
+
+
+def test_closed_it_skips_the_steps_before_its_probes_and_none_while_it_is_open():
+    guard = AcceptanceGate(window=4, threshold=0.5)
+    assert guard.skip() == 0
+    step(guard, nothing, rows=4)
+    assert not guard.open
+    for _ in range(6):
+        count = guard.skip()
+        if count:
+            guard.skipped(SkippedSteps(num_steps=count))
+        assert any(step(guard, nothing, rows=4)), "it probes"
+        while not guard.skip():
+            step(guard, nothing, rows=4)
+    assert guard.skip() == LAST_PAUSE
 
 
 def test_probes_take_turns_among_the_requests():

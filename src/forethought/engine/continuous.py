@@ -168,7 +168,7 @@ class ContinuousDecode:
         chains = entry.drafter.chain_source
         assert chains is not None
         decoded = decode_chains(self._runner, chains, list(map(self._row, rows)), num_steps)
-        self._stats.draft_seconds += decoded.draft_seconds
+        self._drafting.add_draft_seconds(entry, decoded.draft_seconds)
         self._stats.forward_seconds -= decoded.draft_seconds  # of the call, which is timed as one
         for row, steps in zip(rows, decoded.steps, strict=True):
             row.steps, row.drafter = steps, entry.name

@@ -50,7 +50,13 @@ from forethought.speculative.drafter import (
     TokenView,
     check_draft,
 )
-from forethought.speculative.length.policy import FixedLength, LengthPolicy, Schedule, StepRecord
+from forethought.speculative.length.policy import (
+    FixedLength,
+    LengthPolicy,
+    Schedule,
+    SkippedSteps,
+    StepRecord,
+)
 from forethought.speculative.verify.verify import AcceptanceRule
 
 log = logging.getLogger(__name__)
@@ -201,14 +207,16 @@ class Drafting:
         self._drafts: dict[int, _RequestDraft] = {}
         self._prefills: dict[DrafterEntry, list[DraftRequest]] = {}
         """The context requests that each drafter of this step was shown."""
-        self._num_to_skip = self._num_skipped = self._num_running = 0
-        """Coming steps of about the same batch in which no drafter and no policy is asked; how many
-        have gone by since one was; sequences that ran then."""
+        self._num_to_skip = self._num_running = 0
+        """Coming steps of about the same batch in which no drafter and no policy is asked;
+        sequences that ran when one was."""
+        self._skipped = SkippedSteps()
+        """Those that have gone by since then."""
         self._skipping = self._given
         """Those whose policies are not asked in these steps: all that may draft for a request."""
-        self._skipped_seconds = 0.0
         self._choosing_seconds: dict[DrafterEntry, float] = {}
-        """Of the length policies in this step."""
+        """Of the length policies in this step, and of drafters where it is one of several in a
+        call."""
         self._learning_seconds: dict[DrafterEntry, float] = {}
         """Of drafters and length policies after the step before."""
 
@@ -228,20 +236,29 @@ class Drafting:
         Args:
             running: the running batch.
         """
-        num_running = len(running)
+        num_running = len(running) or self._num_running  # none runs: all of this step prefill
         is_other_batch = abs(num_running - self._num_running) > self._num_running // 4
         if self._predicted or is_other_batch or not self._skips_all(running):
             self._num_to_skip = 0
         if self._num_to_skip:
             self._num_to_skip -= 1
-            self._num_skipped += 1
+            self._skipped.num_steps += 1
             return False
-        if self._num_skipped:
-            for entry in self._skipping:
-                entry.policy.skipped(self._num_skipped, self._skipped_seconds)
-            self._num_skipped, self._skipped_seconds = 0, 0.0
+        if self._skipped.num_steps:
+            self._tell_skipped()
         self._num_running = num_running
         return bool(self._given or self._predicted)
+
+    def _tell_skipped(self) -> None:
+        """Tell length policies of the steps that have gone by without them."""
+        steps, self._skipped = self._skipped, SkippedSteps()
+        for entry in self._skipping:
+            try:
+                entry.policy.skipped(steps)
+            except BaseException as error:
+                self._count_failure(
+                    entry, error, "its length policy did not take in the steps it has skipped"
+                )
 
     def chosen_by(self, rows: List[PlannedRow]) -> list[DrafterEntry]:
         """The drafters that may draft for one of these rows."""
@@ -259,12 +276,26 @@ class Drafting:
         """So many further steps have been made with this one."""
         num_steps = min(num_steps, self._num_to_skip)
         self._num_to_skip -= num_steps
-        self._num_skipped += num_steps
+        self._skipped.num_steps += num_steps
 
-    def observe_skipped(self, seconds: float) -> None:
-        """A step in which none was asked took so long, with all that was made in it."""
-        if self._num_skipped:
-            self._skipped_seconds += seconds
+    def observe_skipped(self, plan: Plan, seconds: float, num_steps: int) -> None:
+        """A call in which none was asked is over.
+
+        Args:
+            plan: its rows, with their results.
+            seconds: of the whole call.
+            num_steps: that it made.
+        """
+        if self._skipped.num_steps and all(row.num_tokens == 1 for row in plan.rows):
+            counts = [(row.stop, len(row.results[0][1].tokens)) for row in plan.rows if row.results]
+            context = sum(length * size + size * (size - 1) // 2 for length, size in counts)
+            num_tokens = sum(size for _, size in counts)
+            self._skipped.measure(num_steps, num_tokens, context, seconds)
+
+    def add_draft_seconds(self, entry: DrafterEntry, seconds: float) -> None:
+        """A drafter has drafted for so long in the steps of one call."""
+        self._stats.draft_seconds += seconds
+        self._choosing_seconds[entry] += seconds
 
     def begin(self, sequence: Sequence) -> None:
         """A sequence begins to generate."""
@@ -501,46 +532,56 @@ class Drafting:
 
     # ---- after the commit -------------------------------------------------------------------
 
-    def observe(self, plan: Plan, seconds: float) -> None:
-        """Report a committed step to drafters and length policies.
+    def observe(self, plan: Plan, seconds: float, num_steps: int = 1) -> None:
+        """Report a committed step, or several that were one call, to drafters and length policies.
 
         Args:
-            plan: the step's rows, with their results.
-            seconds: of the whole step.
+            plan: the rows, with their results.
+            seconds: of the whole call.
+            num_steps: that it made.
         """
-        accepted = {
-            row.sequence.id: len(row.results[0][1].path) for row in plan.rows if row.results
-        }
         self._stats.draft_seconds += self._timer.take()
         spent = dict(self._choosing_seconds)
         for entry in self._prefills:
             spent[entry] += self._timers[entry].take()
-        context, forward_seconds = sum(row.stop for row in plan.rows), seconds - sum(spent.values())
+        batch_size, num_tokens, context = _mean_sizes(plan, num_steps)
+        forward_seconds = (seconds - sum(spent.values())) / num_steps
         for entry in self.drafters:
             began = time.perf_counter()
-            drafts = [each for each in self._drafts.values() if entry in each.tried]
-            drafting = [each.request for each in drafts]
+            drafting = [each.request for each in self._drafts.values() if entry in each.tried]
             self._update(entry, drafting, self._prefills.get(entry, []))
+            draft_seconds = spent.get(entry, 0.0) + self._learning_seconds.get(entry, 0.0)
             record = StepRecord(
-                requests=[
-                    (number, each.draft.depth, accepted[number])
-                    for each in drafts
-                    if each.tried[-1] is entry
-                    and len(each.draft)
-                    and (number := each.request.request_id) in accepted
-                ],
-                batch_size=len(plan.rows),
-                tokens=plan.num_tokens,
+                requests=self._verified(entry, plan),
+                batch_size=batch_size,
+                tokens=num_tokens,
                 context=context,
                 forward_seconds=forward_seconds,
-                draft_seconds=spent.get(entry, 0.0) + self._learning_seconds.get(entry, 0.0),
+                draft_seconds=draft_seconds / num_steps,
+                num_steps=num_steps,
             )
             self._learn(entry, record)
             self._learning_seconds[entry] = time.perf_counter() - began
         chosen = self.chosen_by(plan.rows)
         self._skipping = [each for each in self._given if each in chosen] or self._given
-        self._num_to_skip = min((entry.policy.skip() for entry in self._skipping), default=0)
         self._drafts, self._prefills = {}, {}
+        self._num_to_skip = min(map(self._num_skippable, self._skipping), default=0)
+
+    def _verified(self, entry: DrafterEntry, plan: Plan) -> list[tuple[int, int, int]]:
+        """What became of a drafter's drafts, as in ``StepRecord.requests``."""
+        if plan.num_chain_steps:
+            return [
+                (row.sequence.id, len(drafted), len(tokens) - 1)
+                for row in plan.rows
+                if row.draft_len and row.drafter == entry.name
+                for drafted, tokens in row.steps
+            ]
+        results = {row.sequence.id: row.results[0][1] for row in plan.rows if row.results}
+        return [
+            (number, each.draft.depth, len(results[number].path))
+            for number, each in self._drafts.items()
+            if len(each.draft) and each.tried[-1] is entry and number in results
+        ]
 
     def _learn(self, entry: DrafterEntry, record: StepRecord) -> None:
         """Tell a drafter's length policy of a step."""
@@ -550,6 +591,14 @@ class Drafting:
             self._count_failure(
                 entry, error, "its length policy did not take in what became of a step"
             )
+
+    def _num_skippable(self, entry: DrafterEntry) -> int:
+        """Steps that a length policy would skip; none if it raises."""
+        try:
+            return index(entry.policy.skip())
+        except BaseException as error:
+            self._count_failure(entry, error, "its length policy does not say what it would skip")
+            return 0
 
     def _update(
         self, entry: DrafterEntry, drafting: list[DraftRequest], prefilling: list[DraftRequest]
@@ -623,6 +672,20 @@ class Drafting:
             call(*args)
         except BaseException as error:
             self._count_failure(entry, error, "it or its resource manager failed at the end")
+
+
+def _mean_sizes(plan: Plan, num_steps: int) -> tuple[float, float, float]:
+    """Sequences, tokens of the forward, and tokens of the sequences, of a step."""
+    if not plan.num_chain_steps:
+        return len(plan.rows), plan.num_tokens, sum(row.stop for row in plan.rows)
+    num_rows, num_tokens, context = 0, 0, 0
+    for row in plan.rows:
+        length = row.stop
+        for drafted, tokens in row.steps:
+            num_rows, num_tokens = num_rows + 1, num_tokens + 1 + len(drafted)
+            context += length
+            length += len(tokens)
+    return num_rows / num_steps, num_tokens / num_steps, context / num_steps
 
 
 def _may_draft(entry: DrafterEntry, own: SpeculationParams | None) -> bool:

@@ -154,7 +154,7 @@ class Step:
         if plan.rows:
             if self._asks_drafters and not any(row.results for row in plan.rows):
                 self._timer.wait()  # nothing was read back, and length policies learn from times
-            self._observe(plan, time.perf_counter() - began)
+            self._observe(plan, time.perf_counter() - began, num_forwards)
             self._stats.steps += num_forwards
             self._stats.forward_seconds += self._timer.take()
             self._stats.step_seconds += time.perf_counter() - began
@@ -222,13 +222,13 @@ class Step:
             log.exception("this step has no drafts")
             plan.drop_drafts()
 
-    def _observe(self, plan: Plan, seconds: float) -> None:
-        """Report the committed step to drafters and length policies."""
-        if not self._asks_drafters:
-            self._drafting.observe_skipped(seconds)
-            return
+    def _observe(self, plan: Plan, seconds: float, num_steps: int) -> None:
+        """Report the committed steps to drafters and length policies."""
         try:
-            self._drafting.observe(plan, seconds)
+            if self._asks_drafters:
+                self._drafting.observe(plan, seconds, num_steps)
+            else:
+                self._drafting.observe_skipped(plan, seconds, num_steps)
         except Exception:
             log.exception("the result of a step could not be reported to the drafters")
 

@@ -7,10 +7,11 @@ acceptance at full length. It does not measure time: see ``goodput.py``.
 from __future__ import annotations
 
 import logging
+import math
 from collections import deque
 from collections.abc import Sequence
 
-from forethought.speculative.length.policy import LengthRequest, StepRecord
+from forethought.speculative.length.policy import LengthRequest, SkippedSteps, StepRecord
 
 log = logging.getLogger(__name__)
 
@@ -63,10 +64,10 @@ class AcceptanceGate:
     """Allows drafts while enough of the drafted tokens are accepted.
 
     Open, it keeps the last ``window`` verified drafts of all requests. Once that many were verified
-    since it opened and fewer than ``threshold`` of their levels were accepted, it closes. (A chain
-    has as many levels as tokens; a tree has fewer.) Closed, it probes, and after each round of
-    probes it either opens or doubles the pause before the next one. A gate that closes soon after
-    it opened keeps its long pauses.
+    since it opened and fewer than ``threshold`` of their levels were accepted, it closes, at the
+    end of a call if several steps are one. (A chain has as many levels as tokens; a tree has
+    fewer.) Closed, it probes, and after each round of probes it either opens or doubles the pause
+    before the next one. A gate that closes soon after it opened keeps its long pauses.
 
     Args:
         window: number of drafts; at least 1.
@@ -105,11 +106,12 @@ class AcceptanceGate:
         return lengths
 
     def observe(self, record: StepRecord) -> None:
-        """Count the drafts of the step, and decide."""
+        """Count the drafts of the step, or of all steps of a call, and decide."""
         if not self._num_probed:
-            self._pause.wait()
+            self._pause.wait(record.num_steps)
         for _, depth, accepted in record.requests:
-            self._count(depth, accepted)
+            if depth:
+                self._count(depth, accepted)
         if self.open:
             self._maybe_close()
         elif (
@@ -118,15 +120,16 @@ class AcceptanceGate:
             self._maybe_open()
 
     def skip(self) -> int:
-        """None: it counts steps between probes."""
-        return 0
+        """While it is closed, the steps before the next probes."""
+        return 0 if self.open else max(self._pause.left, 0)
 
     def hold(self) -> float:
-        """For one: it counts drafts."""
-        return 1
+        """For all while it is open: it closes at the end of a call; for one while it probes."""
+        return math.inf if self.open else 1
 
-    def skipped(self, num_steps: int, seconds: float) -> None:
-        """Nothing to count."""
+    def skipped(self, steps: SkippedSteps) -> None:
+        """Count them."""
+        self._pause.wait(steps.num_steps)
 
     def _count(self, depth: int, accepted: int) -> None:
         self._drafts.append((depth, accepted))

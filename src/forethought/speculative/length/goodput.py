@@ -5,28 +5,29 @@ Using Goodput", 2024). Each step chooses the lengths k_i >= 0 that maximise
 
     sum_i (1 + expected accepted of k_i)  /  (forward + drafting seconds)
 
-with acceptance estimated per request and level, and both times fitted online.
+with acceptance estimated per request and level, and both times fitted online. A choice holds for
+several steps, which the engine may make in one call, as it does plain ones; so the host's work per
+call is a term of both times, and calls per step are counted, of steps with drafts and without.
 
-* ``AcceptanceEstimate``: the chance that each level is accepted. A drafter has a profile over
-  levels from all of its drafts; a request shifts the log-odds of that profile by its own record,
-  less the older that record is.
+* ``CallRate``: calls per step, as the engine made them.
 * ``LossBudget``: the loss against plain decoding, in plain steps (the time that one step of the
-  same rows takes without drafts). Over any stretch of steps it is at most ``ALLOWANCE`` of the
-  time, plus ``CEILING``, plus the loss of the step that overdrew it, however wrong the estimates
-  were: it relies on nothing but the time of a plain step.
+  same rows takes without drafts, as one of several in a call where they are). Over any stretch of
+  steps it is at most ``ALLOWANCE`` of the time, plus ``SAVINGS``, plus the loss of the call that
+  overdrew it, however wrong the estimates were: it relies on nothing but the time of a plain step.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
+from forethought.speculative.length.acceptance import AcceptanceEstimate
 from forethought.speculative.length.gate import Backoff
 from forethought.speculative.length.latency import ForwardLatency, LinearLatency
-from forethought.speculative.length.policy import LengthRequest, StepRecord
+from forethought.speculative.length.policy import LengthRequest, SkippedSteps, StepRecord
 
 ALLOWANCE = 0.01
 """Plain steps granted per step."""
@@ -63,146 +64,32 @@ class LossBudget:
             self._closed = False
 
 
-_Array = NDArray[np.float64]
-
-PRIOR = 0.7
-"""Chance of a token that nothing is known about: hopeful, so that it is tried."""
-WEIGHT, REQUEST_WEIGHT = 4.0, 8.0
-"""Tokens that the prior of the profile counts for, and the profile as the prior of a request."""
-DRAFT_KEEPS = 0.99
-"""Weight that the profile's past keeps per draft: it remembers about a hundred."""
-STEP_KEEPS = 0.98
-"""Weight that a request's past keeps per step: it remembers about fifty."""
-GATHERED = 8
-"""Drafts that are counted together, to save time, unless an estimate is asked for before."""
+PRIOR_STEPS = 0.25
+"""Steps that what is assumed of calls per step counts for."""
+CALLS_KEEP, CALLS_AGE = 0.97, 0.995
+"""Weight that earlier calls keep per step: of the same kind, and of any other."""
 
 
-class AcceptanceEstimate:
-    """Estimates for the drafts of one drafter.
+class CallRate:
+    """Calls of the engine per step, as they were of late."""
 
-    Args:
-        levels: greatest depth of a draft.
-    """
+    def __init__(self) -> None:
+        self._num_calls = self._num_steps = 0.0
 
-    def __init__(self, levels: int) -> None:
-        self._levels = np.arange(levels)
-        self._tested, self._passed = np.zeros(levels), np.zeros(levels)
-        self._requested, self._drafted = np.zeros(levels), np.zeros(levels)
-        self._slots: dict[int, int] = {}
-        self._found: tuple[list[int], NDArray[np.int64]] = ([], np.zeros(0, np.int64))
-        self._shown = np.zeros((4, 64))
-        """Per request: tokens passed and failed, and how many the profile let expect of each."""
-        self._pooled = PRIOR
-        self._profile: _Array = np.full(levels, PRIOR)
-        self._reach: _Array = np.ones(levels)
-        # Observed and not counted yet; ``_drafts`` are those that came, as in ``observe``.
-        self._steps = 0
-        self._asked, self._came = list[int](), list[int]()  # depths, of each requested draft
-        self._drafts: list[tuple[int, int, int]] = []
+    def per_step(self, assumed: float) -> float:
+        """Above 0 and at most 1: ``assumed`` where nothing was seen, or only long ago."""
+        return (self._num_calls + PRIOR_STEPS * assumed) / (self._num_steps + PRIOR_STEPS)
 
-    @property
-    def profile(self) -> _Array:
-        """[levels]: the chance of a token whose ancestors were all accepted."""
-        self._count()
-        return self._profile
+    def observe(self, num_calls: int, num_steps: int) -> None:
+        """So many calls made so many steps."""
+        self.age(num_steps, CALLS_KEEP)
+        self._num_calls += num_calls
+        self._num_steps += num_steps
 
-    @property
-    def reach(self) -> _Array:
-        """[levels]: the chance that a draft goes as deep as this if that is requested."""
-        self._count()
-        return self._reach
-
-    @property
-    def doubt(self) -> float:
-        """How many times its estimate a token's chance may well be: two standard errors more."""
-        self._count()
-        tested = self._tested.sum() + WEIGHT
-        return 1.0 + 2.0 * float(np.sqrt((1.0 - self._pooled) / (self._pooled * tested)))
-
-    def survival(self, request_ids: Sequence[int]) -> _Array:
-        """[requests, levels]: the chance that a level is accepted, in a draft that reaches it."""
-        self._count()
-        slots = self._find(request_ids)
-        passed, failed, passes, fails = self._shown.take(slots, axis=1)
-        likely = REQUEST_WEIGHT * self._pooled
-        unlikely = REQUEST_WEIGHT - likely
-        odds = (passed + likely) * (fails + unlikely) / ((failed + unlikely) * (passes + likely))
-        moved = odds[:, None] * self._profile
-        return (moved / (moved + (1.0 - self._profile))).cumprod(axis=1)
-
-    def observe(
-        self, requested: Mapping[int, int], drafts: Sequence[tuple[int, int, int]], steps: int = 1
-    ) -> None:
-        """Count the drafts of a step.
-
-        Args:
-            requested: request -> depth that was requested.
-            drafts: ``(request_id, depth, accepted)`` of those that came.
-            steps: how many have gone by, this one included.
-        """
-        self._steps += steps
-        came = {number: depth for number, depth, _ in drafts}
-        self._asked += requested.values()
-        self._came += [min(came.get(number, 0), depth) for number, depth in requested.items()]
-        self._drafts += drafts
-        if len(self._asked) >= GATHERED:
-            self._count()
-
-    def _count(self) -> None:
-        """Count what was gathered."""
-        self._shown *= STEP_KEEPS**self._steps
-        if self._asked:
-            keeps = DRAFT_KEEPS ** len(self._asked)
-            asked, came = self._reaching([self._asked, self._came])
-            self._requested = keeps * self._requested + asked
-            self._drafted = keeps * self._drafted + came
-            self._reach = np.minimum.accumulate((self._drafted + 1.0) / (self._requested + 1.0))
-        if self._drafts:
-            self._count_tokens()
-        self._steps, self._asked, self._came, self._drafts = 0, [], [], []
-
-    def _count_tokens(self) -> None:
-        numbers, depths, accepted = np.array(self._drafts, np.int64).T
-        slots = self._find(numbers.tolist())
-        tested = np.minimum(accepted + 1, depths)
-        expected = self._profile.cumsum()[tested - 1]
-        counts = (accepted, tested - accepted, expected, tested - expected)
-        np.add.at(self._shown.T, slots, np.array(counts).T)  # a request may be there twice
-        keeps = DRAFT_KEEPS ** len(depths)
-        num_tested, num_passed = self._reaching([tested, accepted])
-        self._tested = keeps * self._tested + num_tested
-        self._passed = keeps * self._passed + num_passed
-        self._pooled = float((self._passed.sum() + WEIGHT * PRIOR) / (self._tested.sum() + WEIGHT))
-        self._profile = (self._passed + WEIGHT * self._pooled) / (self._tested + WEIGHT)
-
-    def _reaching(self, depths: Sequence[Sequence[int] | NDArray[np.int64]]) -> _Array:
-        """[n, levels]: how many of each of n lists of depths go as deep as each level."""
-        deep = self._levels[:, None] < np.array(depths, np.int64)[:, None]
-        return deep.sum(axis=2).astype(np.float64)
-
-    def _find(self, request_ids: Sequence[int]) -> NDArray[np.int64]:
-        """The columns of ``_shown`` that hold these requests."""
-        ids = list(request_ids)
-        if ids != self._found[0]:  # mostly the same ones as in the step before
-            if not self._slots.keys() >= set(ids):
-                self._admit(ids)
-            self._found = ids, np.array([self._slots[number] for number in ids], np.int64)
-        return self._found[1]
-
-    def _admit(self, request_ids: Sequence[int]) -> None:
-        """Give a column to each request; when all are taken, only these keep theirs."""
-        request_ids = list(dict.fromkeys(request_ids))
-        new = [number for number in request_ids if number not in self._slots]
-        capacity = self._shown.shape[1]
-        if len(self._slots) + len(new) > capacity:
-            kept = [number for number in request_ids if number in self._slots]
-            shown = np.zeros((4, max(capacity, 4 * len(request_ids))))
-            shown[:, : len(kept)] = self._shown[:, [self._slots[number] for number in kept]]
-            self._shown = shown
-            self._slots.clear()
-            self._slots.update((number, slot) for slot, number in enumerate(kept))
-        for number in new:
-            self._slots[number] = len(self._slots)
+    def age(self, num_steps: int, keeps: float = CALLS_AGE) -> None:
+        """Steps of another kind have gone by."""
+        self._num_calls *= keeps**num_steps
+        self._num_steps *= keeps**num_steps
 
 
 log = logging.getLogger(__name__)
@@ -219,16 +106,16 @@ FIRST_PAUSE, LAST_PAUSE = 8, 64
 """Steps between probes, at first and at most."""
 FIRST_CHECK, LAST_CHECK = 8, 128
 """Steps between plain ones while it drafts, at first and at most."""
+CHECKED, PLAIN_AGE = 7, 512
+"""Steps that are skipped behind such a step, as they may be one call, where that many have gone by
+since any were; and behind one where a probe is due that would cost too much."""
 SURPRISE, USUALS = 0.1, 3.0
 """How far off the time of such a step must be for the next one to come soon: relatively, and in
 usual errors."""
-HOLD, HOLD_PLAIN = 4, 16
-"""Steps for which a choice is kept if nothing changes: to draft, and not to."""
-AVERAGED = 4
-"""Stretches of skipped steps that the time of one is averaged over, about."""
-STRETCH_STEPS, SHARE_AGE = 7, 256
-"""Steps that are skipped to measure that time of another batch, and the least between two of these
-measurements."""
+HOLD = 8
+"""Steps for which a choice is kept if nothing changes."""
+HOST_SHARE = 0.03
+"""What the host may do per step, relative to the rest of it, where a call could be longer."""
 IDLE = 64
 """While it does not draft, it is asked and told of at least one of so many steps, or of more where
 being asked costs more than half of their allowance, to recover."""
@@ -239,6 +126,8 @@ MAX_TRIED = 4
 """Greatest depths that are searched in a step."""
 FEW = 16
 """Levels of all requests that are searched one by one: numpy takes longer there."""
+LEAST_TOKENS = 1e-6
+"""Of a level, in the search: a tree of limited size may have levels that add none."""
 STRETCH = 2
 """How many times the most tokens seen in a forward the next one may have: costs of larger ones
 are estimates, so they are approached in steps."""
@@ -283,7 +172,8 @@ class Goodput:
         self._depths = np.arange(1, max_draft_len + 1)  # [levels]
         self.acceptance = AcceptanceEstimate(max_draft_len)
         self.forward = ForwardLatency()
-        self.drafting = LinearLatency((0.2, 0.4, 0.4))
+        self.drafting = LinearLatency((0.1, 0.4, 0.4, 0.1))
+        self.plain_calls, self.draft_calls = CallRate(), CallRate()
         self.account = LossBudget()
         self._probes = Backoff(FIRST_PAUSE, LAST_PAUSE)
         self._checks = Backoff(FIRST_CHECK, LAST_CHECK)
@@ -297,18 +187,18 @@ class Goodput:
         self._gained = 0.0  # plain steps, by the last step
         self._deepest = max_draft_len  # of the best lengths
         self._branches = bool((self._tokens != 1.0).any())
-        self._widest = 1
+        self._widest = 1.0
         self._context = 1.0  # tokens of context per row
-        self._batch_size = 1
+        self._batch_size = 1.0
         self._node_context = node_context
         self._requested: dict[int, int] = {}
         self._again: list[int] | None = None  # the probe that the next step repeats
+        self._waits = False  # whether a probe is due that the account cannot bear
         self._drafted_last = False  # whether the step before had drafts
         self._why: tuple[str, tuple[float, ...]] = ("nothing has been measured yet", ())
         self._held_why: tuple[str, tuple[float, ...]] = self._why
-        self._plain_share = 1.0
-        """What a plain step takes that skips the policy, as a share of one that is asked."""
-        self._share_batch, self._share_age = 0, 0  # where it was measured, and steps since
+        self._checks_plain = False  # whether the last lengths are 0 to measure a plain step
+        self._plain_age = PLAIN_AGE  # steps since any were skipped
 
     @property
     def reason(self) -> str:
@@ -330,13 +220,15 @@ class Goodput:
 
     def _choose(self, ids: list[int], max_lengths: list[int], batch_size: int) -> list[int]:
         plain, again, self._again = [0] * len(ids), self._again, None
+        self._waits = False
+        self._checks_plain = not self.forward.ready or (self._drafting and self._checks.due)
         if not ids or not self.forward.ready:
             self._why = ("plain: the time of a step is being measured", ())
             return plain
         if not self.account.open:
             self._why = (RECOVERING, (self.account.balance,))
             return plain
-        if self._drafting and self._checks.due:
+        if self._checks_plain:
             self._why = ("plain: to compare with", ())
             return plain
         if again is not None and len(again) == len(ids):
@@ -350,7 +242,7 @@ class Goodput:
         if drafting != self._drafting:
             log.debug("%d rows: drafting at %.2f times plain goodput", batch_size, ratio)
         self._drafting = drafting
-        self._held, self._left = (depths, HOLD) if drafting else (plain, HOLD_PLAIN)
+        self._held, self._left = depths if drafting else plain, HOLD
         self._why = self._held_why = (DRAFTS if drafting else PLAIN, (ratio,))
         if drafting:
             return depths
@@ -360,13 +252,13 @@ class Goodput:
             self._hopeful = self._search(hopeful, caps, batch_size)[1] >= SWITCH
             self._again = probe if self._hopeful else None
             return probe
+        self._waits = not drafting and self._probes.due
         return plain
 
     def _holds(self, ids: list[int], max_lengths: list[int], batch_size: int) -> bool:
         """Whether the last choice is kept, which saves time: if all is as then and nothing lost."""
         state = batch_size, ids, max_lengths
         same, self._state = state == self._state, state
-        self._left -= 1
         return same and self._left > 0 and (not self._drafting or self._gained >= 0.0)
 
     def _search(
@@ -376,10 +268,9 @@ class Goodput:
         worth = survival
         if self._branches:
             # Of a tree whose later levels are cheaper, an earlier one never comes after a later.
-            worth = np.minimum.accumulate(worth / self._tokens, axis=1)
+            worth = np.minimum.accumulate(worth / np.maximum(self._tokens, LEAST_TOKENS), axis=1)
         search = self._search_few if survival.size <= FEW else self._search_many
-        depths, ratio = search(survival, worth, caps, batch_size)
-        return depths, ratio * self._plain_share
+        return search(survival, worth, caps, batch_size)
 
     def _search_few(
         self, survival: Array, worth: Array, caps: NDArray[np.int64], batch_size: int
@@ -394,7 +285,7 @@ class Goodput:
         ]
         cells.sort(key=lambda cell: values[cell[0]][cell[1]], reverse=True)
         largest = STRETCH * self._widest + 1 - batch_size
-        plain = batch_size / self._seconds(batch_size, 0)
+        plain, calls = batch_size / self._plain_seconds(batch_size), self._calls_with_drafts
         best, chosen = 0.0, list[tuple[int, int]]()
         for deepest in self._deepest_tried().tolist():
             within = [cell for cell in cells if cell[1] < deepest]
@@ -404,8 +295,8 @@ class Goodput:
                 nodes += sizes[level] * reach[level]
                 if nodes > largest:
                     break
-                seconds = self._seconds(batch_size, int(nodes + 0.5))
-                seconds += self.drafting.predict((1.0, deepest, count))
+                seconds = self._seconds(batch_size, int(nodes + 0.5), calls)
+                seconds += self.drafting.predict((1.0, deepest, count, calls))
                 if tokens / seconds > best:
                     best, chosen, self._deepest = tokens / seconds, within[:count], deepest
         rows = [row for row, _ in chosen]
@@ -434,16 +325,17 @@ class Goodput:
         max_nodes = int(nodes[-1, -1]) + 1
         added = np.arange(max_nodes + 1.0)
         context = self._context * (batch_size + self._node_context * added)
-        forward = self.forward.predict_many(batch_size + added, context)
-        base, deeper, wider = self.drafting.coefficients
+        calls = self._calls_with_drafts
+        forward = self.forward.predict_many(batch_size + added, context, calls)
+        base, deeper, wider, call = self.drafting.coefficients
         goodput /= forward[(nodes + 0.5).astype(np.int64)] + (
-            (base + deeper * deepest[:, None]) + wider * requested
+            (base + call * calls + deeper * deepest[:, None]) + wider * requested
         )
         goodput[nodes > STRETCH * self._widest + 1 - batch_size] = 0.0
         tried, last = divmod(int(goodput.argmax()), cells)
         self._deepest = int(deepest[tried])
         taken = order[: last + 1][level[: last + 1] < self._deepest] // levels
-        ratio = float(goodput[tried, last] * forward[0]) / batch_size
+        ratio = float(goodput[tried, last]) * self._plain_seconds(batch_size) / batch_size
         return np.bincount(taken, minlength=requests).tolist(), ratio
 
     def _deepest_tried(self) -> NDArray[np.int64]:
@@ -483,63 +375,102 @@ class Goodput:
         nodes = float(self._sizes[depths].sum())
         if not nodes or nodes > max(self._widest, self._sizes.max()):
             return False
-        seconds = self._seconds(batch_size, nodes)
-        seconds += self.drafting.predict((1.0, depths.max(), depths.sum()))
+        seconds = self._seconds(batch_size, nodes, 1.0)
+        seconds += self.drafting.predict((1.0, depths.max(), depths.sum(), 1.0))
         gain = float(survival[self._depths <= depths[:, None]].sum()) / batch_size
-        plain = self._plain_share * self._seconds(batch_size, 0)
-        cost = seconds / plain - 1.0 - gain
+        cost = seconds / self._plain_seconds(batch_size) - 1.0 - gain
         share = PROBE_SHARE if np.count_nonzero(depths) > 1 else LAST_SHARE
         return cost <= share * min(self.account.balance, CREDIT)
 
-    def _seconds(self, batch_size: int, nodes: float) -> float:
-        """Of a forward of decodes with so many draft nodes."""
+    @property
+    def _plain_calls(self) -> float:
+        """Calls per plain step that it is not asked about."""
+        return self.plain_calls.per_step(1.0)
+
+    @property
+    def _calls_with_drafts(self) -> float:
+        """Calls per step with drafts, while a choice holds."""
+        return self.draft_calls.per_step(self._plain_calls)
+
+    def _plain_seconds(self, batch_size: float) -> float:
+        """Of a plain decode step."""
+        return self._seconds(batch_size, 0, self._plain_calls)
+
+    def _seconds(self, batch_size: float, nodes: float, calls: float) -> float:
+        """Of a step of decodes with so many draft nodes, without drafting."""
         context = self._context * (batch_size + self._node_context * nodes)
-        return self.forward.predict(batch_size + nodes, context)
+        return self.forward.predict(batch_size + nodes, context, calls)
 
     # ---- after the step ---------------------------------------------------------------------
 
     def observe(self, record: StepRecord) -> None:
-        """Learn what the step took and gave, and book it."""
+        """Learn what the steps took and gave, and book it."""
         requested, self._requested = self._requested, {}
-        self._context = record.context / max(record.batch_size, 1)
+        self._context = record.context / (record.batch_size or 1.0)
         self._batch_size = record.batch_size
-        drafted = sum(float(self._sizes[depth]) for _, depth, _ in record.requests)
+        num_steps = record.num_steps
+        drafted = sum(float(self._sizes[depth]) for _, depth, _ in record.requests) / num_steps
         context = record.context + self._node_context * drafted * self._context
-        asked = self.forward.predict(record.tokens - drafted, record.context)
-        plain = self._plain_share * asked
-        predicted = self.forward.predict(record.tokens, context)
-        steps, self._num_skipped = 1 + self._num_skipped, 0
-        self._share_age += steps
-        seconds = self.forward.observe(record.tokens, context, record.forward_seconds, steps)
+        known, calls = record.tokens - drafted, 1.0 / num_steps
+        # Prompts are computed in single steps; means of several are not exact.
+        plain_calls = 1.0 if known > record.batch_size + 0.5 else self._plain_calls
+        plain = self.forward.predict(known, record.context, plain_calls)
+        asked = self.forward.predict(known, record.context)
+        predicted = self.forward.predict(record.tokens, context, calls)
+        steps, self._num_skipped = num_steps + self._num_skipped, 0
+        seconds = self.forward.observe(record.tokens, context, record.forward_seconds, calls, steps)
         if requested:
-            seconds += self._observe_drafting(list(requested.values()), record.draft_seconds)
+            seconds += self._observe_drafting(list(requested.values()), record.draft_seconds, calls)
+            if self._hold > 1:
+                self.draft_calls.observe(1, num_steps)
         self._drafted_last = bool(requested)
         self._widest = max(self._widest, record.tokens)
         self.acceptance.observe(requested, record.requests, steps)
         self._gained = 0.0
         if requested and plain > 0.0:
             accepted = sum(accepted for _, _, accepted in record.requests)
-            self._gained = 1.0 + accepted / record.batch_size - seconds / plain
-        elif plain > 0.0 and self.forward.settled:  # choosing and learning take time too
+            # On a GPU calls go on behind the end of all rows, which yields nothing.
+            decoded = (num_steps * record.batch_size + accepted) / max(record.batch_size, 1.0)
+            self._gained = decoded - num_steps * seconds / plain
+        elif plain > 0.0:  # choosing and learning take time too
             self._gained = 1.0 - asked / plain - min(record.draft_seconds / plain, 1.0)
-        self.account.book(self._gained)
-        self._count_tries(bool(requested), predicted, record.forward_seconds)
+        self.account.book(self._gained, num_steps)
+        self._left -= num_steps
+        self._plain_age += num_steps
+        self._count_tries(record, bool(requested), predicted)
 
-    def _observe_drafting(self, depths: list[int], seconds: float) -> float:
+    def _observe_drafting(self, depths: list[int], seconds: float, calls: float) -> float:
         """Learn what drafts of these depths took, and return it without what is an outlier.
 
         Of a probe made twice only the second one is learned from: after plain steps the code and
-        data of drafting are out of the processor's caches.
+        data of drafting are out of the processor's caches. Of several steps in a call most are not.
         """
-        is_first = self._again is not None or self._drafting
+        is_first = calls == 1.0 and (self._again is not None or self._drafting)
         if is_first and not self._drafted_last and self.drafting.ready:
             return seconds
-        usual = self.drafting.observe((1.0, max(depths), sum(depths)), seconds)
+        usual = self.drafting.observe((1.0, max(depths), sum(depths), calls), seconds)
         return usual if self.drafting.observations > 1 else 0.0  # the first one sets things up
 
     def hold(self) -> float:
-        """For one, of which it measures the time."""
-        return 1
+        """While it drafts, what is left of the choice and before a check; else one.
+
+        No more than the account has plain steps, so that one call does not lose far more; and where
+        the host does little per call, so few that single steps, which teach more, cost little.
+        """
+        return self._hold
+
+    @property
+    def _hold(self) -> int:
+        if not self._drafting or self._checks_plain:
+            return 1
+        most = min(self._left, self._checks.left, self.account.balance, self._enough_steps)
+        return max(int(most), 1)
+
+    @property
+    def _enough_steps(self) -> float:
+        """Steps in a call with which the host does little per step."""
+        forward = self._seconds(self._batch_size, 0, 0.0)
+        return (self._seconds(self._batch_size, 0, 1.0) / forward - 1.0) / HOST_SHARE
 
     def skip(self) -> int:
         """While it does not draft, up to ``IDLE - 1`` steps, and none of those that probe.
@@ -547,18 +478,20 @@ class Goodput:
         More where they are so much faster than one that is asked that their allowance would not
         pay for it: the account would never allow a probe again.
 
-        A few now and then in any case, to know what they take: several may be one call.
+        A few behind a plain step among drafts, now and then, to know what they take, and behind
+        each plain step while little is known.
         """
         if self._again is not None:
             return 0
-        if self.forward.ready and self._is_share_old():
-            return STRETCH_STEPS
-        if not self.forward.settled:
-            return 0
+        is_old = self._plain_age >= PLAIN_AGE or not self.forward.settled
+        if self._checks_plain and is_old:
+            return CHECKED
+        most = IDLE - 1 if self.forward.settled else min(CHECKED, int(self._enough_steps))
         if not self.account.open:
             self._why = (RECOVERING, (self.account.balance,))
-            return max(IDLE - 1, self._num_to_recover)
-        count = 0 if self._drafting else max(min(IDLE - 1, self._probes.left - 1), 0)
+            return max(most, self._num_to_recover)
+        left = CHECKED if self._waits else self._probes.left - 1
+        count = 0 if self._drafting else max(min(most, left), 0)
         if count:
             self._why = self._held_why
         return count
@@ -569,32 +502,25 @@ class Goodput:
 
         No more than fill the account.
         """
-        loss = 1.0 / self._plain_share - 1.0
+        single = self._seconds(self._batch_size, 0, 1.0)
+        loss = single / self._plain_seconds(self._batch_size) - 1.0
         return int(2.0 * min(loss, CREDIT) / ALLOWANCE)
 
-    def skipped(self, num_steps: int, seconds: float) -> None:
+    def skipped(self, steps: SkippedSteps) -> None:
         """Count plain steps that it was not told of, and learn what they take."""
-        if seconds > 0.0:  # else they were interrupted, or there was nothing to compute
-            self._learn_share(seconds / (num_steps * self._seconds(self._batch_size, 0)))
-        self.account.book(0.0, num_steps)
-        self._probes.wait(num_steps)
-        self._left -= num_steps
-        self._num_skipped += num_steps
+        if steps.tokens:
+            size = steps.num_decodes
+            calls, seconds = steps.num_calls / size, steps.seconds / size
+            self.forward.observe(steps.tokens / size, steps.context / size, seconds, calls)
+            self.plain_calls.observe(steps.num_calls, size)
+        self.account.book(0.0, steps.num_steps)
+        self._probes.wait(steps.num_steps)
+        self.draft_calls.age(steps.num_steps)
+        self._plain_age = 0
+        self._left -= steps.num_steps
+        self._num_skipped += steps.num_steps
 
-    def _learn_share(self, share: float) -> None:
-        share = min(share, 1.0)
-        if self._is_share_old():
-            self._plain_share = share
-        self._plain_share += (share - self._plain_share) / AVERAGED
-        self._share_batch, self._share_age = self._batch_size, 0
-
-    def _is_share_old(self) -> bool:
-        """Whether what a skipped step takes was measured long ago, and of another batch."""
-        measured = self._share_batch
-        is_other = abs(self._batch_size - measured) > measured // 4
-        return is_other and (not measured or self._share_age > SHARE_AGE)
-
-    def _count_tries(self, drafted: bool, predicted: float, seconds: float) -> None:
+    def _count_tries(self, record: StepRecord, drafted: bool, predicted: float) -> None:
         if not self._drafting:
             if not drafted:
                 self._probes.wait()
@@ -602,7 +528,8 @@ class Goodput:
                 self._probes.tried(news=self._hopeful)
         elif drafted:
             self._probes.tried(news=True)
-            self._checks.wait()
+            self._checks.wait(record.num_steps)
         else:
             limit = max(SURPRISE, USUALS * self.forward.usual) * predicted
-            self._checks.tried(news=abs(seconds - predicted) > limit)
+            news = abs(record.forward_seconds - predicted) > limit
+            self._checks.tried(news)

@@ -6,10 +6,11 @@ times the usual one, so that an outlier moves little. And along each axis a litt
 never forgotten, so that a thousand steps of one kind neither erase the others nor leave the fit
 dominated by the next step.
 
-``ForwardLatency`` is the time of the target's forward: c0 + c1 tokens + c2 context where a size was
-not measured. Processors are not linear: the time is flat until their units are busy and jumps at
-tile borders. So a measurement outweighs the model at its size and, in proportion, between measured
-sizes, for as long as it is recent.
+``ForwardLatency`` is the time of a step with one forward of the target: c0 + c1 tokens + c2 context
++ c3 calls where a size was not measured. Of n steps that are one call of the engine, each is 1/n of
+a call; the last term is what the host does around each. Processors are not linear: the time is flat
+until their units are busy and jumps at tile borders. So a measurement outweighs the model at its
+size and, in proportion, between measured sizes, for as long as it is recent.
 """
 
 from __future__ import annotations
@@ -35,6 +36,8 @@ SETTLED, EVERY = 32, 4
 """After this many observations only one in ``EVERY`` is used for the fit, to save time."""
 LEAST_RESIDUAL, FIRST_RESIDUAL = 0.01, 0.2
 """Relative: what is usual at least, and what is taken for usual at first."""
+LEAST_PREDICTED = 1 / 8
+"""Of the typical seconds: errors are relative to at least that."""
 
 
 class LinearLatency:
@@ -51,12 +54,13 @@ class LinearLatency:
         self._forgotten = 1.0 - forgetting
         self._information = np.zeros((len(shares), len(shares)))
         self._usual = FIRST_RESIDUAL
+        self._typical = 0.0  # seconds
         self._waiting: list[tuple[Vector, float]] = []
         self.observations = 0
         self._free: Vector = np.zeros(len(shares))  # the fit before what is below 0 is forbidden
         self.coefficients: Vector = np.zeros(len(shares))
         """One per term, in seconds, none below 0."""
-        # The same as lists: with three terms numpy takes longer than Python.
+        # The same as lists: with four terms numpy takes longer than Python.
         self._free_line, self._line = self._free.tolist(), self.coefficients.tolist()
 
     @property
@@ -87,6 +91,7 @@ class LinearLatency:
         """Fit to the median of the first observations, then to the others."""
         first = sorted(self._waiting, key=lambda each: each[1])
         terms, seconds = first.pop(FIRST // 2)
+        self._typical = seconds
         scale = np.maximum(np.abs(terms), 1.0)
         self._free = self._shares / scale * max(seconds, 1e-9)
         self._free_line = self._free.tolist()
@@ -96,11 +101,14 @@ class LinearLatency:
         self._waiting.clear()
 
     def _update(self, terms: Sequence[float] | Vector, seconds: float) -> float:
-        predicted = max(sum(map(mul, self._free_line, terms)), 1e-9)
-        limit = CLIP * self._usual
-        clipped = min(max(seconds / predicted - 1.0, -limit), limit)
+        free = sum(map(mul, self._free_line, terms))
+        # Where the free fit is far too low, or below 0, errors are not relative to it.
+        predicted = max(free, LEAST_PREDICTED * self._typical, 1e-9)
+        usual = predicted * (1.0 + self._clipped(seconds / predicted - 1.0))
+        clipped = self._clipped((seconds - free) / predicted)
+        self._typical += 0.1 * (usual - self._typical)
         if self.observations > SETTLED and self.observations % EVERY:
-            return predicted * (1.0 + clipped)
+            return usual
         self._usual = max(LEAST_RESIDUAL, 0.9 * self._usual + 0.1 * abs(clipped))
         row = np.asarray(terms, np.float64) / predicted
         self._information *= 1.0 - self._forgotten
@@ -109,7 +117,11 @@ class LinearLatency:
         self._free = self._free + np.linalg.solve(self._information, row) * clipped
         self.coefficients = self._constrained()
         self._free_line, self._line = self._free.tolist(), self.coefficients.tolist()
-        return predicted * (1.0 + clipped)
+        return usual
+
+    def _clipped(self, residual: float) -> float:
+        limit = CLIP * self._usual
+        return min(max(residual, -limit), limit)
 
     def _constrained(self) -> Vector:
         """The best fit without coefficients below 0: the lowest is fixed at 0 until none is left.
@@ -136,17 +148,18 @@ LEAST_SECONDS = 1e-9
 """No forward is predicted to take less: where all time was put down to the context, one without any
 would take none."""
 WINDOW = 9
-"""Measurements of a size that are kept; their median counts, so that outliers do not."""
+"""Measurements of a size that are kept; their median, relative to the linear model, counts, so that
+outliers do not."""
 
 
 class ForwardLatency:
-    """Seconds of a forward; fitted while it is used."""
+    """Seconds of a step; fitted while it is used. ``calls`` are those of the engine per step."""
 
     def __init__(self) -> None:
-        self.linear = LinearLatency((0.8, 0.1, 0.1))
-        self._windows: dict[int, deque[tuple[float, float, float]]] = {}  # by size
-        self._medians = np.ones((3, SIZES))  # of seconds, tokens and context of each size's window
-        self._coefficients: tuple[float, ...] = (0.0, 0.0, 0.0)
+        self.linear = LinearLatency((0.7, 0.1, 0.1, 0.1))
+        self._windows: dict[int, deque[tuple[float, ...]]] = {}  # by size
+        self._medians = np.ones((4, SIZES))  # seconds, tokens, context and calls, by size
+        self._coefficients: tuple[float, ...] = (0.0, 0.0, 0.0, 0.0)
         self._steps = np.full(SIZES, -np.inf)  # when each size was last measured
         self._step = self._num_measured = 0  # steps gone by, and measurements taken of them
         self._usual = FIRST_RESIDUAL
@@ -168,10 +181,9 @@ class ForwardLatency:
         """How far off a prediction usually is, relative to it."""
         return self._usual
 
-    def predict(self, tokens: float, context: float) -> float:
-        """Seconds of one forward."""
-        fixed, each, distant = self._coefficients
-        line = max(fixed + each * tokens + distant * context, LEAST_SECONDS)
+    def predict(self, tokens: float, context: float, calls: float = 1.0) -> float:
+        """Seconds of one step."""
+        line = self._line(tokens, context, calls)
         where, factor = self._where, self._factor
         after = bisect(where, tokens)
         if not 0 < after < len(where):
@@ -180,37 +192,47 @@ class ForwardLatency:
         part = (tokens - left) / (right - left)
         return line * (factor[after - 1] + part * (factor[after] - factor[after - 1]))
 
-    def predict_many(self, tokens: Array, context: Array) -> Array:
-        """[n]: seconds of forwards of so many tokens and context each, tokens at least 1."""
-        fixed, each, distant = self._coefficients
-        line = np.maximum(fixed + distant * context + each * tokens, LEAST_SECONDS)
+    def _line(self, tokens: float, context: float, calls: float) -> float:
+        """Seconds by the linear model."""
+        fixed, each, distant, call = self._coefficients
+        return max(fixed + each * tokens + distant * context + call * calls, LEAST_SECONDS)
+
+    def predict_many(self, tokens: Array, context: Array, calls: float = 1.0) -> Array:
+        """[n]: seconds of steps of so many tokens and context each, tokens at least 1."""
+        fixed, each, distant, call = self._coefficients
+        line = np.maximum(fixed + distant * context + each * tokens + call * calls, LEAST_SECONDS)
         return line * np.interp(tokens, self._where, self._factor)
 
-    def observe(self, tokens: int, context: float, seconds: float, steps: int = 1) -> float:
-        """Learn that a forward took so long.
+    def observe(
+        self, tokens: float, context: float, seconds: float, calls: float = 1.0, steps: int = 1
+    ) -> float:
+        """Learn that a step took so long.
 
         Args:
-            tokens: of the forward.
+            tokens: of its forward; less than 1 counts as 1: a mean over the steps of a call that
+                went on after all of its rows had ended, as on a GPU.
             context: tokens that were attended to, in all.
             seconds: that it took.
+            calls: what part of a call it was, as one of several steps that took as long.
             steps: how many have gone by, this one included.
 
         Returns:
             ``seconds`` without what was clipped from them as an outlier.
         """
+        tokens = max(tokens, 1.0)
         if self.ready:
-            predicted = max(self.predict(tokens, context), LEAST_SECONDS)
+            predicted = max(self.predict(tokens, context, calls), LEAST_SECONDS)
             limit = CLIP * self._usual
             residual = min(max(seconds / predicted - 1.0, -limit), limit)
             self._usual = max(LEAST_RESIDUAL, 0.9 * self._usual + 0.1 * abs(residual))
             seconds = predicted * (1.0 + residual)
-        self.linear.observe((1.0, tokens, context), seconds)
+        self.linear.observe((1.0, tokens, context, calls), seconds)
         self._coefficients = tuple(self.linear.coefficients.tolist())
         self._step += steps
-        self._measure(tokens, context, seconds)
+        self._measure(tokens, context, calls, seconds)
         return seconds
 
-    def _measure(self, tokens: int, context: float, seconds: float) -> None:
+    def _measure(self, tokens: float, context: float, calls: float, seconds: float) -> None:
         size = min(round(PER_OCTAVE * log2(tokens)), SIZES - 1)
         if self._step - self._steps[size] > FRESH:
             self._windows[size] = deque(maxlen=WINDOW)
@@ -218,8 +240,9 @@ class ForwardLatency:
         if len(window) == WINDOW and self._step - self._steps[size] < EVERY:
             return
         self._steps[size] = self._step
-        window.append((seconds, tokens, context))
-        self._medians[:, size] = sorted(window)[len(window) // 2]
+        window.append((seconds, tokens, context, calls))
+        excess = sorted(window, key=lambda each: each[0] / self._line(*each[1:]))
+        self._medians[:, size] = excess[len(window) // 2]
         self._num_measured += 1
         if self.ready and (self._num_measured < SETTLED or self._num_measured % EVERY == 0):
             self._compare()
@@ -228,8 +251,8 @@ class ForwardLatency:
         """Where, and by how much, the fresh measurements differ from the linear model."""
         fresh = np.exp((self._steps - self._step) / FRESH)
         sizes = np.flatnonzero(fresh > LEAST_FRESH)
-        seconds, tokens, context = self._medians[:, sizes]
-        fixed, each, distant = self._coefficients
-        line = np.maximum(fixed + each * tokens + distant * context, LEAST_SECONDS)
+        seconds, tokens, context, calls = self._medians[:, sizes]
+        fixed, each, distant, call = self._coefficients
+        line = np.maximum(fixed + each * tokens + distant * context + call * calls, LEAST_SECONDS)
         self._where = tokens.tolist()
         self._factor = (1.0 + fresh[sizes] * (seconds / line - 1.0)).tolist()

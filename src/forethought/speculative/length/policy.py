@@ -39,25 +39,60 @@ class CappedRequest(NamedTuple):
 
 @dataclass(slots=True)
 class StepRecord:
-    """What one drafter's policy learns about a finished step; never changed.
+    """What one drafter's policy learns about a finished call of the engine; never changed.
+
+    That is one step, or several steps with drafts that were made at once: then sizes and seconds
+    are means over these.
 
     Args:
-        requests: ``(request_id, depth, accepted)`` of every draft of this drafter that was
-            verified: its levels, at least 1, and its accepted tokens. A request that is missing
-            here got no draft, although one was requested.
-        batch_size: sequences of the step.
-        tokens: tokens in the forward: roots, draft nodes and prompts.
+        requests: ``(request_id, depth, accepted)`` for every request and step with a draft of this
+            drafter that was verified: its levels and its accepted tokens. The depth is 0 in a step
+            of a call in which the request got no draft; one that is missing here got none at all.
+        batch_size: sequences of a step.
+        tokens: tokens in a forward: roots, draft nodes and prompts.
         context: sum of the sequences' lengths in the KV cache.
-        forward_seconds: duration of the step without any drafting.
-        draft_seconds: duration of this drafter's work, and of its length policy's.
+        forward_seconds: duration of a step without any drafting.
+        draft_seconds: duration of this drafter's work in a step, and of its length policy's.
+        num_steps: forwards that were made.
     """
 
     requests: Sequence[tuple[int, int, int]]
-    batch_size: int
-    tokens: int
-    context: int
+    batch_size: float
+    tokens: float
+    context: float
     forward_seconds: float
     draft_seconds: float
+    num_steps: int = 1
+
+
+@dataclass(slots=True)
+class SkippedSteps:
+    """Steps that a length policy was not asked about; those that only decode are measured.
+
+    Attributes:
+        num_steps: that have gone by.
+        num_decodes: steps of rows that all decode plainly. Some are not among ``num_steps``, where
+            a call went on for longer, as none of its rows may have drafts.
+        num_calls: calls of the engine that made ``num_decodes``.
+        tokens: in the forwards of ``num_decodes``, one per row.
+        context: sum of the sequences' lengths in them.
+        seconds: of them.
+    """
+
+    num_steps: int = 0
+    num_decodes: int = 0
+    num_calls: int = 0
+    tokens: int = 0
+    context: int = 0
+    seconds: float = 0.0
+
+    def measure(self, num_decodes: int, tokens: int, context: int, seconds: float) -> None:
+        """Add a call that made so many plain decode steps."""
+        self.num_calls += 1
+        self.num_decodes += num_decodes
+        self.tokens += tokens
+        self.context += context
+        self.seconds += seconds
 
 
 class LengthPolicy(Protocol):
@@ -79,7 +114,7 @@ class LengthPolicy(Protocol):
         """
 
     def observe(self, record: StepRecord) -> None:
-        """Learn from a finished step."""
+        """Learn from a finished step, or from several that were one call."""
 
     def skip(self) -> int:
         """How many coming steps of about the same batch are plain; called after ``observe``.
@@ -90,16 +125,14 @@ class LengthPolicy(Protocol):
     def hold(self) -> float:
         """For how many steps, from the one that the last lengths are of, it would choose the same.
 
-        In these, with drafts each as long as its request allows, it need not be asked or told of
-        anything.
+        In these, with drafts each as long as its request allows, it need not be asked, and is told
+        of all of them at once.
         """
 
-    def skipped(self, num_steps: int, seconds: float) -> None:
-        """So many steps have gone by without it, at most as many as ``skip`` has returned.
+    def skipped(self, steps: SkippedSteps) -> None:
+        """Steps have gone by without it.
 
-        Args:
-            num_steps: plain decode steps, several of which may have been one call of the engine.
-            seconds: that they took together.
+        At most as many as ``skip`` has returned, or that of another policy of the same drafter.
         """
 
 
@@ -123,7 +156,7 @@ class FixedLength:
         """For all."""
         return math.inf
 
-    def skipped(self, num_steps: int, seconds: float) -> None:
+    def skipped(self, steps: SkippedSteps) -> None:
         """Nothing to count."""
 
 
@@ -168,15 +201,17 @@ class Shortest:
             policy.observe(record)
 
     def skip(self) -> int:
-        """None: a policy that skips steps would leave the others without them."""
-        return 0
+        """As many as any of them: what is plain for one is plain."""
+        return max(policy.skip() for policy in self._policies)
 
     def hold(self) -> float:
         """As long as all of them."""
         return min(policy.hold() for policy in self._policies)
 
-    def skipped(self, num_steps: int, seconds: float) -> None:
-        """Nothing to count."""
+    def skipped(self, steps: SkippedSteps) -> None:
+        """Passed on to all policies."""
+        for policy in self._policies:
+            policy.skipped(steps)
 
 
 class Schedule:
