@@ -758,6 +758,21 @@ def test_without_amx_or_where_linux_refuses_it_vectors_compute_the_same(
 
 
 @pytest.mark.slow
+def test_tuned_for_zen_3_a_token_is_the_same_to_the_last_bit_in_every_batch(
+    monkeypatch, tmp_path
+) -> None:
+    """GCC's tuning for it would leave some multiplications and additions apart."""
+    monkeypatch.setenv("FORETHOUGHT_CACHE", str(tmp_path))
+    monkeypatch.setattr(library, "FLAGS", (*library.FLAGS, "-mno-avx512f", "-mtune=znver3"))
+    library.load_library.cache_clear()
+    try:
+        lm = native("llama_mha")
+        assert torch.equal(logits(lm, 7), logits(lm, 1))
+    finally:
+        library.load_library.cache_clear()
+
+
+@pytest.mark.slow
 def test_the_source_compiles_for_processors_with_wider_vectors(tmp_path: Path) -> None:
     compiler = library.find_compiler()
     assert compiler is not None

@@ -2,9 +2,9 @@
 
 #pragma once
 
-#include "tiles.h"
 #include "panels.h"
 #include "structures.h"
+#include "tiles.h"
 #include "vectors.h"
 
 #include <cstdint>
