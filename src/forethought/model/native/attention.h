@@ -2,17 +2,15 @@
 
 #pragma once
 
+#include "block.h"
 #include "chunks.h"
 #include "norms.h"
-#include "products.h"
 #include "scratch.h"
 #include "sight.h"
-#include "softmax.h"
 #include "structures.h"
 #include "tile_block.h"
 #include "vectors.h"
 
-#include <cmath>
 #include <cstring>
 #include <type_traits>
 
@@ -50,149 +48,6 @@ static void rotate_and_store(
         }
     }
 }
-
-// tile [rows, PANEL] += x [rows, num_inputs] times one panel; rows: at most MAX_ROWS.
-template <class T>
-static void multiply_some(
-    int rows, const T* w, int64_t stride, const float* x, int64_t ldx, int num_inputs,
-    float* tile) {
-    switch (rows) {
-        case 1: return multiply<T, 1, 1>(w, 0, stride, x, ldx, num_inputs, tile);
-        case 2: return multiply<T, 2, 1>(w, 0, stride, x, ldx, num_inputs, tile);
-        case 3: return multiply<T, 3, 1>(w, 0, stride, x, ldx, num_inputs, tile);
-        case 4: return multiply<T, 4, 1>(w, 0, stride, x, ldx, num_inputs, tile);
-        case 5: return multiply<T, 5, 1>(w, 0, stride, x, ldx, num_inputs, tile);
-        default: return multiply<T, 6, 1>(w, 0, stride, x, ldx, num_inputs, tile);
-    }
-}
-
-// Queries of `count` consecutive tokens of a causal row, at most block_tokens(), of the heads that
-// share a key head: keys and values of PANEL positions at a time, as products of matrices. Passes
-// take up to MAX_ROWS tokens of one head; each multiplies the positions that it sees.
-template <class T> class Block {
-  public:
-    Block(
-        const Model& model, const Layer& layer, const Call& call, const Scratch& b, const Row& row,
-        int n, int count, int kv_head, const T* keys, const T* values, float* scratch)
-        : model(model), layer(layer), call(call), b(b), row(row), n(n), count(count),
-          group(model.num_heads / model.num_kv_heads), dim(model.head_dim),
-          capacity(call.max_length), stride(int64_t(model.num_kv_heads) * dim),
-          keys(keys + kv_head * dim), values(values + kv_head * dim), scores(scratch),
-          packed(scratch + int64_t(group) * count * capacity) {
-        const int64_t token = row.start + n, head = int64_t(kv_head) * group;
-        queries = b.qkv + token * b.qkv_width + head * dim;
-        out = b.mixed + token * b.mixed_width + head * dim;
-    }
-
-    void attend() const {
-        score();
-        for (int g = 0; g < group; g++)
-            for (int m = 0; m < count; m += MAX_ROWS) mix(g, m);
-    }
-
-  private:
-    const Model& model;
-    const Layer& layer;
-    const Call& call;
-    const Scratch& b;
-    const Row& row;
-    const int n, count, group, dim, capacity;
-    const int64_t stride;
-    const T *keys, *values;
-    float *scores, *packed; // [group, count, capacity], [dim, PANEL]
-    const float* queries;
-    float* out;
-
-    int rows_of(int m) const { return count - m < MAX_ROWS ? count - m : MAX_ROWS; }
-
-    int seen_from(int m) const { return Sight(row, n + m, layer.window).low; }
-
-    int seen_to(int m) const { return row.prefix + n + m + 1; } // recent tokens follow the prefix
-
-    float* scores_of(int g, int m) const { return scores + int64_t(g * count + m) * capacity; }
-
-    int64_t slot(int p) const {
-        return p < row.prefix ? prefix_slot(row, p, call.page_size) : row.slots[p - row.prefix];
-    }
-
-    void score() const {
-        const int length = seen_to(count - 1);
-        for (int p = seen_from(0); p < length; p += PANEL) { // no other slot is read
-            const int valid = length - p < PANEL ? length - p : PANEL;
-            pack(p, valid);
-            for (int m = 0; m < count; m += MAX_ROWS)
-                if (p < seen_to(m + rows_of(m) - 1))
-                    for (int g = 0; g < group; g++) score_pass(p, valid, g, m);
-        }
-    }
-
-    void pack(int p, int valid) const {
-        for (int i = 0; i < PANEL; i++) {
-            if (i < valid) {
-                const T* key = keys + slot(p + i) * stride;
-                for (int d = 0; d < dim; d++) packed[d * PANEL + i] = scalar(key + d);
-            } else {
-                for (int d = 0; d < dim; d++) packed[d * PANEL + i] = 0;
-            }
-        }
-    }
-
-    void score_pass(int p, int valid, int g, int m) const {
-        alignas(64) float tile[MAX_ROWS * PANEL] = {};
-        const float* q = queries + m * b.qkv_width + g * dim;
-        multiply_some<float>(rows_of(m), packed, PANEL, q, b.qkv_width, dim, tile);
-        for (int i = 0; i < rows_of(m); i++) {
-            float* x = tile + i * PANEL;
-            for (int j = 0; j < PANEL; j += LANES) store(x + j, load(x + j) * layer.scale);
-            if (model.score_cap > 0)
-                for (int j = 0; j < valid; j++)
-                    x[j] = model.score_cap * tanhf(x[j] / model.score_cap);
-            memcpy(scores_of(g, m + i) + p, x, valid * 4);
-        }
-    }
-
-    // The outputs of one pass, from its scores.
-    void mix(int g, int m) const {
-        const int rows = rows_of(m), low = seen_from(m), length = seen_to(m + rows - 1);
-        float totals[MAX_ROWS];
-        for (int i = 0; i < rows; i++) {
-            float* own = scores_of(g, m + i);
-            const int begin = seen_from(m + i), stop = seen_to(m + i);
-            totals[i] = exponentials(own + begin, stop - begin);
-            for (int p = low; p < begin; p++) own[p] = 0;
-            for (int p = stop; p < length; p++) own[p] = 0;
-        }
-        for (int d = 0; d < dim; d += PANEL) {
-            alignas(64) float tile[MAX_ROWS * PANEL] = {};
-            mix_panel(scores_of(g, m), rows, low, length, d, tile);
-            for (int i = 0; i < rows; i++) {
-                float* y = out + (m + i) * b.mixed_width + g * dim + d;
-                for (int j = 0; j < PANEL && d + j < dim; j++)
-                    y[j] = tile[i * PANEL + j] / totals[i];
-            }
-        }
-    }
-
-    // tile [rows, PANEL] += scores of positions [low, length) times their values from `d` on
-    void mix_panel(const float* own, int rows, int low, int length, int d, float* tile) const {
-        if (d + PANEL <= dim) {
-            for (int p = low; p < length;) { // runs of tokens whose slots follow each other
-                const int64_t begin = slot(p);
-                int end = p + 1;
-                while (end < length && slot(end) == begin + end - p) end++;
-                multiply_some<T>(
-                    rows, values + begin * stride + d, stride, own + p, capacity, end - p, tile);
-                p = end;
-            }
-        } else {
-            for (int p = low; p < length; p++)
-                for (int i = 0; i < rows; i++)
-                    for (int j = 0; j < dim - d; j++)
-                        tile[i * PANEL + j] +=
-                            own[i * capacity + p] * scalar(values + slot(p) * stride + d + j);
-        }
-    }
-};
 
 // The attention of the new tokens of a batch.
 template <class T> class Attention {

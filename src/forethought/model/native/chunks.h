@@ -151,7 +151,7 @@ template <class T> class Together {
     // As many tokens as scratch memory and threads allow.
     static int tokens(const Model& model, const Layer& layer, const Row& row, Thread thread) {
         if (layer.window) return 1; // each sees another part of the prefix
-        const int64_t most = BLOCK_ROWS / (model.num_heads / model.num_kv_heads);
+        const int64_t most = TOGETHER_ROWS / (model.num_heads / model.num_kv_heads);
         const int64_t shared = row.num_tokens * model.num_kv_heads / thread.count;
         return int(most < 1 || shared < 1 ? 1 : most < shared ? most : shared);
     }

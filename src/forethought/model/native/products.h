@@ -16,6 +16,8 @@ constexpr int VECS = PANEL / LANES;              // vectors of a panel
 constexpr int REGISTERS = LANES == 16 ? 32 : 16; // for vectors
 constexpr int MAX_ROWS = 6;                      // tokens that one pass over a panel multiplies
 constexpr int AHEAD = 1024;                      // bytes of a panel that are fetched in advance
+constexpr int BLOCK_FLOATS = 1 << 14; // of inputs that all panels pass by: they stay in an L2 cache
+constexpr int BLOCK_TOKENS = 24;      // as many at least: weights are read once for each block
 constexpr int ROWS_AHEAD = 16;                   // of outputs that are fetched in advance
 // Sums of a pass: in tiles those of PASS_TOKENS with two panels, or of a tile with four.
 constexpr int PASS_SUMS = HAS_DOT_PRODUCTS ? PASS_TOKENS * 2 * PANEL : MAX_ROWS * 4 * PANEL;
@@ -58,6 +60,13 @@ static inline void multiply(
         for (int j = 0; j < N; j++) store(tile + (m * N + j) * LANES, acc[m][j]);
 }
 
+// The same address, which the compiler does not know to be the same: what was loaded from it is
+// loaded again instead of kept in registers, of which sums need nearly all.
+template <class T> static inline const T* read_again(const T* p) {
+    asm("" : "+r"(p));
+    return p;
+}
+
 // The same for panels of bf16: pairs [in / 2, PANEL, 2] of inputs.
 template <int ROWS, int NP>
 static inline void multiply_pairs(
@@ -82,7 +91,7 @@ static inline void multiply_pairs(
     for (int k = 0; k < num_inputs; k += 2, w += 2 * PANEL) {
         if (ROWS > 1 && NP == 1) __builtin_prefetch((const char*)w + AHEAD);
         add(k, w, even);
-        if (k + 1 < num_inputs) add(k + 1, w, odd);
+        if (k + 1 < num_inputs) add(k + 1, read_again(w), odd);
     }
     for (int m = 0; m < ROWS; m++)
         for (int j = 0; j < N; j++) store(tile + (m * N + j) * LANES, acc[m][j]);
@@ -176,10 +185,14 @@ class Factors {
     }
 
     // Tokens of a pass. In tiles all panels pass by them before the next ones.
-    int step() const { return tiles ? tiles->step() : rows_at_once(tokens); }
+    int step() const { return tiles ? tiles->step() : tokens > 0 ? rows_at_once(tokens) : 1; }
 
     // Tokens that are multiplied by all panels before the next ones, a multiple of step().
-    int block() const { return tiles ? tiles->step() : tokens > 0 ? tokens : 1; }
+    int block() const {
+        if (tiles) return tiles->step();
+        const int most = BLOCK_FLOATS / source.num_inputs;
+        return (most > BLOCK_TOKENS ? most : BLOCK_TOKENS) / step() * step();
+    }
 
     // How many of the panels that are left go together, at most 4.
     int panels(int left) const {

@@ -15,7 +15,8 @@ static inline int intermediate_size(const Layer& layer) {
     return layer.experts ? layer.experts->down[0].num_inputs : layer.down.num_inputs;
 }
 
-constexpr int BLOCK_ROWS = 48; // queries that attend together, for which keys are packed once
+constexpr int BLOCK_ROWS = 96;       // queries of a Block, for which keys are packed once
+constexpr int BLOCK_POSITIONS = 256; // whose scores it has at a time
 
 // Tokens whose queries are attended together, those of `group` heads, which share keys: whole passes.
 static inline int block_tokens(int group) {
@@ -23,6 +24,13 @@ static inline int block_tokens(int group) {
     return MAX_ROWS * (passes > 1 ? passes : 1);
 }
 
+// Floats that a Block computes in.
+static inline int64_t block_size(int64_t dim, int group) {
+    const int64_t rows = int64_t(group) * block_tokens(group);
+    return rows * (BLOCK_POSITIONS + round_up(dim) + 2) + PANEL * round_up(dim);
+}
+
+constexpr int TOGETHER_ROWS = 48; // queries of a Together, which share what they read
 constexpr int CHUNK = 256; // tokens of the context that a few queries attend to at a time
 constexpr int SCORES_WIDTH = CHUNK + 2 * PANEL; // of a query, those of a chunk and what pads them
 constexpr int64_t MAX_PARTS = int64_t(1) << 22; // floats of chunks that are kept
@@ -32,7 +40,7 @@ static inline int64_t part_size(int64_t dim) { return round_up(dim + 2); }
 
 // Floats that Together computes in.
 static inline int64_t together_size(int64_t dim, int64_t group) {
-    return larger(BLOCK_ROWS, group) * (SCORES_WIDTH + 2 * part_size(dim)) + 2 * SCORES_WIDTH;
+    return larger(TOGETHER_ROWS, group) * (SCORES_WIDTH + 2 * part_size(dim)) + 2 * SCORES_WIDTH;
 }
 
 constexpr int TILE_POSITIONS = 256; // whose keys and values a TileBlock packs together
@@ -61,7 +69,7 @@ struct Scratch {
     float* mixed;      // [T, mixed_width]: what attention returns
     float* wide;       // [T, wide_width]: activations of the MLP, or of the experts; see Activated
     float* joined;     // [T, 2 * hidden]: embeddings and states, in a draft module
-    float* scores;     // [threads, scores_width]
+    float* scores;     // [threads, scores_width]: of queries that attend together, and their sums
     float* parts;      // [T, max_chunks, heads, part_width]: of chunks, where they are kept
     uint16_t* tiles;   // the inputs of a product, rounded: see TileInput
     int64_t qkv_width, mixed_width, wide_width, scores_width, part_width;
@@ -86,9 +94,7 @@ struct Scratch {
         part_width = part_size(dim), max_chunks = (max_length + CHUNK - 1) / CHUNK;
         const int64_t kept = tokens * max_chunks * model.num_heads * part_width;
         keeps_parts = kept <= MAX_PARTS;
-        // Scores of the queries that are attended together, and what is packed beside them.
-        const int64_t rows = larger(BLOCK_ROWS, int64_t(group) * MAX_ROWS);
-        scores_width = larger(rows * max_length + PANEL * dim, tile_block_size(dim, group));
+        scores_width = larger(block_size(dim, group), tile_block_size(dim, group));
         scores_width = round_up(larger(scores_width, together_size(dim, group)));
         const auto take = [&](int64_t count) {
             float* begin = memory ? memory + size : nullptr;

@@ -1,0 +1,241 @@
+// Attention of long rows in float32.
+
+#pragma once
+
+#include "products.h"
+#include "scratch.h"
+#include "sight.h"
+#include "softmax.h"
+#include "structures.h"
+#include "vectors.h"
+
+#include <cmath>
+#include <cstring>
+
+// tile [rows, PANEL] += x [rows, num_inputs] times one panel; rows: at most MAX_ROWS.
+template <class T>
+static inline void multiply_some(
+    int rows, const T* w, int64_t stride, const float* x, int64_t ldx, int num_inputs,
+    float* tile) {
+    switch (rows) {
+        case 1: return multiply<T, 1, 1>(w, 0, stride, x, ldx, num_inputs, tile);
+        case 2: return multiply<T, 2, 1>(w, 0, stride, x, ldx, num_inputs, tile);
+        case 3: return multiply<T, 3, 1>(w, 0, stride, x, ldx, num_inputs, tile);
+        case 4: return multiply<T, 4, 1>(w, 0, stride, x, ldx, num_inputs, tile);
+        case 5: return multiply<T, 5, 1>(w, 0, stride, x, ldx, num_inputs, tile);
+        default: return multiply<T, 6, 1>(w, 0, stride, x, ldx, num_inputs, tile);
+    }
+}
+
+#if LANES == 8 && defined(__AVX__)
+
+// v [8] of 8 lanes -> their transpose
+static inline void transpose(Vec* v) {
+    __m256 pairs[8], quads[8];
+    for (int i = 0; i < 8; i += 2) {
+        pairs[i] = _mm256_unpacklo_ps((__m256)v[i], (__m256)v[i + 1]);
+        pairs[i + 1] = _mm256_unpackhi_ps((__m256)v[i], (__m256)v[i + 1]);
+    }
+    for (int i = 0; i < 8; i += 4)
+        for (int j = 0; j < 2; j++) {
+            const __m256d a = (__m256d)pairs[i + j], b = (__m256d)pairs[i + 2 + j];
+            quads[i + 2 * j] = (__m256)_mm256_unpacklo_pd(a, b);
+            quads[i + 2 * j + 1] = (__m256)_mm256_unpackhi_pd(a, b);
+        }
+    for (int i = 0; i < 4; i++) {
+        v[i] = (Vec)_mm256_permute2f128_ps(quads[i], quads[4 + i], 0x20);
+        v[4 + i] = (Vec)_mm256_permute2f128_ps(quads[i], quads[4 + i], 0x31);
+    }
+}
+
+#endif
+
+// Queries of `count` consecutive tokens of a causal row, at most block_tokens(), of the heads that
+// share a key head, over BLOCK_POSITIONS at a time, with a softmax that is corrected as higher
+// scores are found (FlashAttention, Dao et al. 2022, algorithm 1). Passes take up to MAX_ROWS tokens
+// of one head.
+//
+// The positions of a block begin at a multiple of BLOCK_POSITIONS, and those that a query does not
+// see add zeros, so its sums do not depend on the queries beside it.
+template <class T> class Block {
+  public:
+    // scratch: block_size() floats.
+    Block(
+        const Model& model, const Layer& layer, const Call& call, const Scratch& b, const Row& row,
+        int n, int count, int kv_head, const T* keys, const T* values, float* scratch)
+        : model(model), layer(layer), call(call), b(b), row(row), n(n), count(count),
+          group(model.num_heads / model.num_kv_heads), dim(model.head_dim),
+          width(int(round_up(dim))), stride(int64_t(model.num_kv_heads) * dim),
+          keys(keys + kv_head * dim), values(values + kv_head * dim) {
+        const int64_t token = row.start + n, head = int64_t(kv_head) * group, rows = group * count;
+        queries = b.qkv + token * b.qkv_width + head * dim;
+        out = b.mixed + token * b.mixed_width + head * dim;
+        scores = scratch;
+        sums = scores + rows * BLOCK_POSITIONS;
+        packed = sums + rows * width;
+        totals = packed + PANEL * width;
+        highest = totals + rows;
+    }
+
+    void attend() const {
+        const int rows = group * count, begin = seen_from(0), end = seen_to(count - 1);
+        memset(sums, 0, int64_t(rows) * width * 4);
+        memset(totals, 0, rows * 4);
+        for (int i = 0; i < rows; i++) highest[i] = -INFINITY;
+        for (int p = begin / BLOCK_POSITIONS * BLOCK_POSITIONS; p < end; p += BLOCK_POSITIONS)
+            add(p, p < begin ? begin : p, p + BLOCK_POSITIONS < end ? p + BLOCK_POSITIONS : end);
+        for (int i = 0; i < rows; i++) write(i);
+    }
+
+  private:
+    const Model& model;
+    const Layer& layer;
+    const Call& call;
+    const Scratch& b;
+    const Row& row;
+    const int n, count, group, dim, width;
+    const int64_t stride;
+    const T *keys, *values;
+    float* scores;           // [group * count, BLOCK_POSITIONS]
+    float* sums;             // of each pass [width / PANEL, its rows, PANEL]
+    float* packed;           // [dim, PANEL]: keys
+    float *totals, *highest; // [group * count]: of the exponentials, of the scores
+    const float* queries;
+    float* out;
+
+    int rows_of(int m) const { return count - m < MAX_ROWS ? count - m : MAX_ROWS; }
+
+    int seen_from(int m) const { return Sight(row, n + m, layer.window).low; }
+
+    int seen_to(int m) const { return row.prefix + n + m + 1; } // recent tokens follow the prefix
+
+    float* sums_of(int i) const { // PANEL of them; the next are rows_of() * PANEL further
+        const int pass = i % count / MAX_ROWS * MAX_ROWS;
+        return sums + int64_t(i - i % count + pass) * width + (i % count - pass) * PANEL;
+    }
+
+    // Call `visit` with each pass: the head and the first token.
+    template <class F> void each_pass(F&& visit) const {
+        for (int g = 0; g < group; g++)
+            for (int m = 0; m < count; m += MAX_ROWS) visit(g, m);
+    }
+
+    // What the queries see of positions [begin, end), of those from `first` on.
+    void add(int first, int begin, int end) const {
+        int64_t places[BLOCK_POSITIONS]; // of keys and values, in elements
+        for (int p = begin; p < end; p++) places[p - first] = slot(p) * stride;
+        for (int p = begin; p < end; p += PANEL) { // no other slot is read
+            const int valid = end - p < PANEL ? end - p : PANEL;
+            pack(places + p - first, valid);
+            each_pass([&](int g, int m) {
+                if (p < seen_to(m + rows_of(m) - 1)) score(p - first, valid, g, m);
+            });
+        }
+        each_pass([&](int g, int m) {
+            const int low = seen_from(m), high = seen_to(m + rows_of(m) - 1);
+            const int from = (low > begin ? low : begin) - first;
+            const int to = (high < end ? high : end) - first;
+            if (from >= to) return;
+            for (int i = 0; i < rows_of(m); i++) weigh(g * count + m + i, first, from, to);
+            mix(g, m, places, from, to);
+        });
+    }
+
+    int64_t slot(int p) const {
+        return p < row.prefix ? prefix_slot(row, p, call.page_size) : row.slots[p - row.prefix];
+    }
+
+    // packed = so many keys, and zeros
+    void pack(const int64_t* places, int valid) const {
+        int d = 0;
+#if LANES == 8 && defined(__AVX__)
+        for (; d + LANES <= dim; d += LANES)
+            for (int i = 0; i < PANEL; i += LANES) {
+                Vec part[LANES];
+                for (int j = 0; j < LANES; j++)
+                    part[j] = i + j < valid ? load(keys + places[i + j] + d) : Vec{};
+                transpose(part);
+                for (int j = 0; j < LANES; j++) store(packed + (d + j) * PANEL + i, part[j]);
+            }
+#endif
+        for (int i = 0; i < PANEL; i++)
+            for (int k = d; k < dim; k++)
+                packed[k * PANEL + i] = i < valid ? scalar(keys + places[i] + k) : 0;
+    }
+
+    // The scores of one pass and so many of PANEL positions, the first of which is `at`.
+    void score(int at, int valid, int g, int m) const {
+        alignas(64) float tile[MAX_ROWS * PANEL] = {};
+        const float* q = queries + m * b.qkv_width + g * dim;
+        multiply_some<float>(rows_of(m), packed, PANEL, q, b.qkv_width, dim, tile);
+        for (int i = 0; i < rows_of(m); i++) {
+            float *x = tile + i * PANEL, *to = scores + (g * count + m + i) * BLOCK_POSITIONS + at;
+            for (int j = 0; j < PANEL; j += LANES) store(x + j, load(x + j) * layer.scale);
+            if (model.score_cap > 0)
+                for (int j = 0; j < valid; j++)
+                    x[j] = model.score_cap * tanhf(x[j] / model.score_cap);
+            copy_row(x, valid, to);
+        }
+    }
+
+    // The weights of a query for positions [begin, end) from `first` on, in place of its scores.
+    void weigh(int i, int first, int begin, int end) const {
+        float* own = scores + int64_t(i) * BLOCK_POSITIONS;
+        const int low = seen_from(i % count) - first, high = seen_to(i % count) - first;
+        const int from = low > begin ? low : begin, to = high < end ? high : end;
+        if (from >= to) return (void)memset(own + begin, 0, (end - begin) * 4);
+        const float found = maximum(own + from, to - from);
+        if (found > highest[i]) {
+            correct(i, found);
+            highest[i] = found;
+        }
+        totals[i] += exponentials(own + from, to - from, highest[i]);
+        for (int p = begin; p < from; p++) own[p] = 0;
+        for (int p = to; p < end; p++) own[p] = 0;
+    }
+
+    // What was summed with a highest score that was lower.
+    void correct(int i, float found) const {
+        const float factor = exp(broadcast(highest[i] - found))[0];
+        const int next = rows_of(i % count / MAX_ROWS * MAX_ROWS) * PANEL;
+        float* own = sums_of(i);
+        totals[i] *= factor;
+        for (int d = 0; d < width; d += PANEL, own += next)
+            for (int j = 0; j < PANEL; j += LANES) store(own + j, load(own + j) * factor);
+    }
+
+    // sums += weights times the values of positions [begin, end), of one pass
+    void mix(int g, int m, const int64_t* places, int begin, int end) const {
+        const int rows = rows_of(m);
+        const float* weights = scores + int64_t(g * count + m) * BLOCK_POSITIONS;
+        float* own = sums_of(g * count + m);
+        for (int p = begin, last; p < end; p = last) { // runs of tokens that follow each other
+            for (last = p + 1; last < end && places[last] == places[last - 1] + stride;) last++;
+            const T* from = values + places[p];
+            int d = 0;
+            for (; d + PANEL <= dim; d += PANEL)
+                multiply_some<T>(
+                    rows, from + d, stride, weights + p, BLOCK_POSITIONS, last - p, own + d * rows);
+            if (d < dim) mix_rest(rows, from + d, dim - d, weights + p, last - p, own + d * rows);
+        }
+    }
+
+    // The same of the dimensions that are no whole panel.
+    void mix_rest(
+        int rows, const T* from, int size, const float* weights, int num_tokens,
+        float* own) const {
+        for (int p = 0; p < num_tokens; p++)
+            for (int i = 0; i < rows; i++)
+                for (int j = 0; j < size; j++)
+                    own[i * PANEL + j] +=
+                        weights[i * BLOCK_POSITIONS + p] * scalar(from + p * stride + j);
+    }
+
+    void write(int i) const {
+        const int next = rows_of(i % count / MAX_ROWS * MAX_ROWS) * PANEL;
+        const float* own = sums_of(i);
+        float* y = out + i % count * b.mixed_width + i / count * dim;
+        for (int d = 0; d < dim; d += PANEL, own += next)
+            for (int j = 0; j < PANEL && d + j < dim; j++) y[d + j] = own[j] / totals[i];
+    }
+};
