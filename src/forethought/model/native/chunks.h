@@ -15,8 +15,14 @@
 
 // Queries that share the keys and values which they read, in registers; at most MAX_QUERIES.
 constexpr int MAX_QUERIES = 4;
-constexpr int KEYS = LANES == 16 ? 4 : 2; // that are multiplied with them at a time
-constexpr int TOKENS_AHEAD = 16;          // whose keys and values are fetched in advance
+constexpr int TOKENS_AHEAD = 16; // whose keys and values are fetched in advance
+
+// Vectors of sums that each of so many queries has in registers: as many in all as hide how long an
+// addition takes.
+static constexpr int sums_at_once(int queries) {
+    const int all = LANES == 16 ? 16 : 8;
+    return queries == 1 ? all : queries == 2 ? all / 2 : all / 4;
+}
 
 // Fetch `size` elements.
 template <class T> static inline void fetch(const T* from, int size) {
@@ -27,6 +33,7 @@ template <class T> static inline void fetch(const T* from, int size) {
 template <class T, int N>
 static inline void dots(
     const float* const* q, const T* keys, const int64_t* offsets, int dim, Vec* out) {
+    constexpr int KEYS = sums_at_once(N) < LANES ? sums_at_once(N) : LANES;
     Vec parts[N][LANES];
     for (int j = 0; j < LANES; j += KEYS) {
         for (int k = 0; k < KEYS; k++) fetch(keys + offsets[j + k + TOKENS_AHEAD], dim);
@@ -81,27 +88,21 @@ static inline void mix_vectors(
         for (int v = 0; v < V; v++) store(out[n] + d + v * LANES, acc[n][v]);
 }
 
-// The same of all dimensions.
-template <class T, int N>
+// The same of all dimensions from `d` on, V vectors at a time, then fewer.
+template <class T, int N, int V = sums_at_once(N)>
 static void mix_values(
     const float* const* weights, const T* values, const int64_t* offsets, int count, int dim,
-    float* const* out) {
-    constexpr int V = LANES == 16 ? 4 : 2; // vectors of an output that stay in registers
-    int d = 0;
+    float* const* out, int d = 0) {
     for (; d + V * LANES <= dim; d += V * LANES)
         mix_vectors<T, N, V>(weights, values, offsets, count, out, d);
-    if (V > 2 && d + 2 * LANES <= dim) {
-        mix_vectors<T, N, 2>(weights, values, offsets, count, out, d);
-        d += 2 * LANES;
+    if constexpr (V > 1) {
+        mix_values<T, N, V / 2>(weights, values, offsets, count, dim, out, d);
+    } else {
+        for (int p = 0; p < count && d < dim; p++)
+            for (int n = 0; n < N; n++)
+                for (int i = d; i < dim; i++)
+                    out[n][i] += scalar(values + offsets[p] + i) * weights[n][p];
     }
-    if (d + LANES <= dim) {
-        mix_vectors<T, N, 1>(weights, values, offsets, count, out, d);
-        d += LANES;
-    }
-    for (int p = 0; p < count && d < dim; p++)
-        for (int n = 0; n < N; n++)
-            for (int i = d; i < dim; i++)
-                out[n][i] += scalar(values + offsets[p] + i) * weights[n][p];
 }
 
 // What a query attends to in some chunks: sums [dim] of values times exponentials of scores, the
