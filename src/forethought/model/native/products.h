@@ -38,7 +38,7 @@ static inline int rows_at_once(int tokens) {
 // tile [ROWS, NP * PANEL] += x [ROWS, num_inputs] times NP panels of w. Panels are `panel_stride`
 // elements apart, inputs `stride`.
 template <class T, int ROWS, int NP>
-static inline void multiply(
+static __attribute__((noinline)) void multiply(
     const T* w, int64_t panel_stride, int64_t stride, const float* x, int64_t ldx, int num_inputs,
     float* tile) {
     constexpr int N = NP * VECS;
@@ -69,7 +69,7 @@ template <class T> static inline const T* read_again(const T* p) {
 
 // The same for panels of bf16: pairs [in / 2, PANEL, 2] of inputs.
 template <int ROWS, int NP>
-static inline void multiply_pairs(
+static __attribute__((noinline)) void multiply_pairs(
     const uint16_t* w, int64_t panel_stride, const float* x, int64_t ldx, int num_inputs,
     float* tile) {
     constexpr int N = NP * VECS;
@@ -97,29 +97,40 @@ static inline void multiply_pairs(
         for (int j = 0; j < N; j++) store(tile + (m * N + j) * LANES, acc[m][j]);
 }
 
-// The same for one panel in 4 bits: bytes [in / 2, PANEL], the even input in the low half.
-template <int ROWS>
-static inline void multiply4(
-    const uint8_t* w, const float* scale, const float* zero, int group, const float* x, int64_t ldx,
-    int num_inputs, float* tile) {
-    Vec acc[ROWS][VECS];
+// The same for panels in 4 bits: bytes [in / 2, PANEL], the even input in the low half. They are
+// `panel_stride` inputs apart, their scales and zeros [groups, PANEL] `next_groups`.
+template <int ROWS, int NP>
+static __attribute__((noinline)) void multiply4(
+    const int8_t* w, int64_t panel_stride, const float* scale, const float* zero,
+    int64_t next_groups, int group, const float* x, int64_t ldx, int num_inputs, float* tile) {
+    constexpr int N = NP * VECS;
+    Vec acc[ROWS][N];
     for (int m = 0; m < ROWS; m++)
-        for (int v = 0; v < VECS; v++) acc[m][v] = load(tile + (m * VECS + v) * LANES);
-    for (int k = 0; k < num_inputs; k += 2) {
-        const int at = k / group * PANEL;
-        for (int v = 0; v < VECS; v++) {
-            const IntVec both = widen((const int8_t*)w + k / 2 * PANEL + v * LANES);
-            const Vec s = load(scale + at + v * LANES), z = load(zero + at + v * LANES);
-            const Vec even = (__builtin_convertvector(both & 15, Vec) - z) * s;
-            const Vec odd = (__builtin_convertvector(both >> 4 & 15, Vec) - z) * s;
-            for (int m = 0; m < ROWS; m++) {
-                acc[m][v] += broadcast(x[m * ldx + k]) * even;
-                acc[m][v] += broadcast(x[m * ldx + k + 1]) * odd;
+        for (int j = 0; j < N; j++) acc[m][j] = load(tile + (m * N + j) * LANES);
+    for (int begin = 0; begin < num_inputs; begin += group, scale += PANEL, zero += PANEL)
+        for (int k = begin; k < begin + group; k += 2, w += PANEL)
+            for (int j = 0; j < N; j++) {
+                const int64_t p = j / VECS, v = j % VECS * LANES;
+                const IntVec both = widen(w + p * panel_stride / 2 + v);
+                const Vec s = load(scale + p * next_groups + v), z = load(zero + p * next_groups + v);
+                const Vec even = (__builtin_convertvector(both & 15, Vec) - z) * s;
+                const Vec odd = (__builtin_convertvector(both >> 4 & 15, Vec) - z) * s;
+                for (int m = 0; m < ROWS; m++) {
+                    acc[m][j] += broadcast(x[m * ldx + k]) * even;
+                    acc[m][j] += broadcast(x[m * ldx + k + 1]) * odd;
+                }
             }
-        }
-    }
     for (int m = 0; m < ROWS; m++)
-        for (int v = 0; v < VECS; v++) store(tile + (m * VECS + v) * LANES, acc[m][v]);
+        for (int j = 0; j < N; j++) store(tile + (m * N + j) * LANES, acc[m][j]);
+}
+
+template <int ROWS, int NP>
+static inline void multiply4_panels(
+    const Linear& w, int panel, const float* x, int64_t ldx, float* tile) {
+    const int64_t size = panel_size(w), groups = int64_t(w.num_inputs) / w.group_size * PANEL;
+    multiply4<ROWS, NP>(
+        (const int8_t*)w.weight + panel * size / 2, size, w.scale + panel * groups,
+        w.zero + panel * groups, groups, w.group_size, x, ldx, w.num_inputs, tile);
 }
 
 template <int ROWS, int NP>
@@ -130,20 +141,16 @@ static void multiply_panels(const Linear& w, int panel, const float* x, int64_t 
         multiply<float, ROWS, NP>((const float*)w.weight + at, size, PANEL, x, ldx, inputs, tile);
     else if (w.type == BF16)
         multiply_pairs<ROWS, NP>((const uint16_t*)w.weight + at, size, x, ldx, inputs, tile);
-    else
+    else if (w.type == I8)
         multiply<int8_t, ROWS, NP>((const int8_t*)w.weight + at, size, PANEL, x, ldx, inputs, tile);
+    else
+        multiply4_panels<ROWS, NP>(w, panel, x, ldx, tile);
 }
 
 template <int ROWS>
 static void multiply_rows(
     const Linear& w, int panel, int count, const float* x, int64_t ldx, float* tile) {
-    if (w.type == I4) {
-        const int64_t size = int64_t(w.num_inputs) * PANEL / 2;
-        const int64_t groups = int64_t(w.num_inputs) / w.group_size * PANEL;
-        multiply4<ROWS>(
-            (const uint8_t*)w.weight + panel * size, w.scale + panel * groups,
-            w.zero + panel * groups, w.group_size, x, ldx, w.num_inputs, tile);
-    } else if (count == 4) {
+    if (count == 4) {
         if constexpr (fits(ROWS, 4)) multiply_panels<ROWS, 4>(w, panel, x, ldx, tile);
     } else if (count == 2) {
         if constexpr (fits(ROWS, 2)) multiply_panels<ROWS, 2>(w, panel, x, ldx, tile);
@@ -166,9 +173,8 @@ static void multiply_tile(
 }
 
 // How many panels go together: as many as have registers for their sums.
-static inline int panels_at_once(const Linear& w, int tokens, int left) {
+static inline int panels_at_once(int tokens, int left) {
     const int rows = rows_at_once(tokens);
-    if (w.type == I4 && tokens <= MAX_ROWS) return 1;
     if (left >= 4 && fits(rows, 4)) return 4;
     return left >= 2 && fits(rows, 2) ? 2 : 1;
 }
@@ -196,7 +202,7 @@ class Factors {
 
     // How many of the panels that are left go together, at most 4.
     int panels(int left) const {
-        return tiles ? tiles->panels(tokens, left) : panels_at_once(source, tokens, left);
+        return tiles ? tiles->panels(tokens, left) : panels_at_once(tokens, left);
     }
 
     // Make panels [panel, panel + count), at most 4, ready to be multiplied.
