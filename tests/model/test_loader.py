@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import io
 import json
 import logging
@@ -33,6 +34,7 @@ from forethought.kv.storage import LayerShape
 from forethought.model.attention.base import Capability
 from forethought.model.attention.sdpa import SdpaAttention
 from forethought.model.loader import load
+from forethought.model.native.library import find_compiler
 from forethought.silence import without_progress_bars
 
 SMALL = {
@@ -142,6 +144,22 @@ def test_sharded_checkpoints_load(tmp_path: Path) -> None:
     whole.save_pretrained(tmp_path / "sharded", max_shard_size="20KB")
     assert len(list((tmp_path / "sharded").glob("*.safetensors"))) > 1
     assert load(tmp_path / "sharded").vocab_size == models.VOCAB
+
+
+@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="needs Linux")
+@pytest.mark.parametrize("architecture", ["llama", "llama_tied_biased"])
+@pytest.mark.parametrize("quantization", [None, "int8"])
+@pytest.mark.parametrize("forward", ["native", "torch"])
+def test_a_loaded_model_no_longer_maps_the_file_of_its_weights(
+    tmp_path: Path, architecture: str, quantization: Any, forward: Any
+) -> None:
+    if forward == "native" and find_compiler() is None:
+        pytest.skip("there is no C++ compiler")
+    path = Path(shutil.copytree(models.tiny(architecture), tmp_path / architecture))
+    lm = load(path, dtype="float32", quantization=quantization, forward=forward)
+    gc.collect()
+    assert lm.path.taken == ("native" if forward == "native" else "fused")
+    assert str(path) not in Path("/proc/self/maps").read_text(errors="replace")
 
 
 def test_all_end_of_sequence_ids_of_the_generation_config_count(llama: Path) -> None:

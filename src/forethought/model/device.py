@@ -89,6 +89,15 @@ def return_freed_memory() -> None:
             trim(0)
 
 
+def owned(weight: torch.Tensor) -> torch.Tensor:
+    """A copy on a CPU, where weights as they are loaded may be parts of a mapped file.
+
+    A network that copies most of its weights, merged or packed, would otherwise keep the whole file
+    in memory beside them for the sake of the rest.
+    """
+    return weight.detach().clone() if weight.device.type == "cpu" else weight
+
+
 def _available_memory(system: Path) -> int:
     try:
         lines = (system / "proc/meminfo").read_text().splitlines()

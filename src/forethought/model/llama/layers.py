@@ -22,19 +22,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from forethought.model.attention.base import ForwardPass, Scoring
-from forethought.model.device import has_fast_matmul
+from forethought.model.device import has_fast_matmul, owned
 from forethought.model.quantization import QuantizedProjection, QuantizedWeight, concatenated
 
 MAX_LAYER_NORM = 16 * 1024  # elements up to which a CPU is faster through layer norm
-
-
-def owned(weight: Tensor) -> Tensor:
-    """A copy on a CPU, where weights as they are loaded may be parts of a mapped file.
-
-    A network that copies most of its weights, merged or packed, would otherwise keep the whole file
-    in memory beside them for the sake of the rest.
-    """
-    return weight.detach().clone() if weight.device.type == "cpu" else weight
 
 
 class Norm:
@@ -305,12 +296,12 @@ class FusedLayer:
             batch_invariant=batch_invariant,
         )
         self.head_norm = self._head_norm(attention, batch_invariant)
-        self.out = _own_projection(attention.o_proj, batch_invariant)
+        self.out = own_projection(attention.o_proj, batch_invariant)
         self.mlp_norm = fused_norm(layer.post_attention_layernorm, batch_invariant=batch_invariant)
         self.gate_up = gated_activation(
             *_merged(mlp.gate_proj, mlp.up_proj), batch_invariant=batch_invariant
         )
-        self.down = _own_projection(mlp.down_proj, batch_invariant)
+        self.down = own_projection(mlp.down_proj, batch_invariant)
 
     def __call__(
         self,
@@ -379,10 +370,21 @@ def rotary_table(rotary: Callable[..., tuple[Tensor, Tensor]], length: int, like
     return torch.stack([cos[0], sin[0]], 1).unsqueeze(2)
 
 
-def _own_projection(linear: nn.Module, batch_invariant: bool) -> Projection:
-    """The product of a linear that is not merged with others."""
-    weight = linear.weight if isinstance(linear.weight, QuantizedWeight) else owned(linear.weight)
-    return projection(weight, linear.bias, batch_invariant=batch_invariant)
+def own_projection(
+    linear: nn.Module, batch_invariant: bool, tied: Tensor | None = None
+) -> Projection:
+    """The product of a linear that is not merged with others.
+
+    Args:
+        linear: its weight and bias are copied.
+        batch_invariant: see ``projection``.
+        tied: its weight, where something else has a copy of it already.
+    """
+    weight = linear.weight if tied is None else tied
+    if tied is None and not isinstance(weight, QuantizedWeight):
+        weight = owned(weight)
+    bias = None if linear.bias is None else owned(linear.bias)
+    return projection(weight, bias, batch_invariant=batch_invariant)
 
 
 def _merged(*linears: nn.Module) -> tuple[Tensor | QuantizedWeight, Tensor | None]:

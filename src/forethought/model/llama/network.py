@@ -23,12 +23,12 @@ from transformers import (
 from forethought.model.attention.base import ForwardPass
 from forethought.model.batch import Batch
 from forethought.model.causal_lm import FINAL
+from forethought.model.device import owned
 from forethought.model.llama.layers import (
     FusedLayer,
     Norm,
     fused_norm,
-    owned,
-    projection,
+    own_projection,
     rotary_table,
 )
 from forethought.model.quantization import QuantizedLinear, QuantizedWeight
@@ -54,8 +54,8 @@ class FusedNetwork:
             self.layers.append((norm, FusedLayer(layer, batch_invariant=invariant)))
             model.layers[index] = nn.Identity()  # frees the layer's own weights
         self.norm = fused_norm(model.norm, batch_invariant=invariant)
-        head = self.embedding if is_tied else module.lm_head.weight
-        self.head = projection(head, module.lm_head.bias, batch_invariant=invariant)
+        tied = self.embedding if is_tied else None
+        self.head = own_projection(module.lm_head, invariant, tied)
         del module.lm_head, model.embed_tokens
 
     @torch.inference_mode()

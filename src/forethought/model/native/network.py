@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 from forethought.model.attention.base import ForwardPass
 from forethought.model.batch import Batch
 from forethought.model.causal_lm import FINAL
+from forethought.model.device import owned
 from forethought.model.native.forward import NativeForward, Wanted, unknown_token
 from forethought.model.native.library import LayerStruct, ModelStruct, load_library
 from forethought.model.native.weights import (
@@ -65,6 +66,9 @@ class NativeNetwork:
         if self._tied:  # it is read from the packed output projection
             model.embed_tokens = self._embedding = nn.Identity()
         else:
+            model.embed_tokens.weight = nn.Parameter(
+                owned(model.embed_tokens.weight), requires_grad=False
+            )
             table = model.embed_tokens.weight.detach().contiguous()
             table = table if table.dtype in TYPES else table.float()
         structs = (LayerStruct * len(layers))(*(layer.struct for layer in layers))
