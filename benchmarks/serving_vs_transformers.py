@@ -7,8 +7,9 @@ All have the embedded reasoner, or the model of ``--model``, in the same dtype, 
 questions, greedily. Servers are processes of their own, with as many threads each, and are asked in
 turn in every round, so that other load of the machine falls on all of them: ``--streams`` streams
 at once for throughput, then one after the other for the time to the first token. ``AsyncLLM alone``
-is the engine in this process, with as many streams. Prints a table of medians over the rounds and,
-last, one JSON line.
+is the engine in this process, with as many streams. ``transformers serve`` needs ``accelerate``;
+where it does not start it is left out, and the reason is printed. Prints a table of medians over
+the rounds and, last, one JSON line.
 
 *CPU* is the processor time of the server's process for a token of the streams at once: the client
 of the measurement counts in tokens/s, where it is on the same cores, and not there.
@@ -24,6 +25,7 @@ import re
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 import urllib.error
 import urllib.request
@@ -76,6 +78,10 @@ def forethought_server(threads: int, options: Sequence[str] = ()) -> Iterator[tu
     drain.wait()
 
 
+class NotStarted(Exception):
+    """``transformers serve`` ended, or did not answer; with the last line that it said."""
+
+
 @contextmanager
 def transformers_server(
     program: str, model: str, threads: int, options: Sequence[str] = ()
@@ -87,8 +93,12 @@ def transformers_server(
     command = [program, "serve", model]
     command += ["--port", str(port), "--host", "127.0.0.1", "--device", "cpu"]
     command += options
-    quiet = subprocess.DEVNULL
-    with subprocess.Popen(command, stdout=quiet, stderr=quiet, env=environment(threads)) as process:
+    with (
+        tempfile.TemporaryFile("w+") as said,
+        subprocess.Popen(
+            command, stdout=subprocess.DEVNULL, stderr=said, env=environment(threads)
+        ) as process,
+    ):
         try:
             url = f"http://127.0.0.1:{port}"
             until = time.monotonic() + 300
@@ -98,7 +108,8 @@ def transformers_server(
                         break
                 except (urllib.error.URLError, OSError):
                     if process.poll() is not None or time.monotonic() > until:
-                        raise SystemExit("transformers serve did not start") from None
+                        said.seek(0)
+                        raise NotStarted(" ".join(said.read().splitlines()[-1:])) from None
                     time.sleep(0.5)
             yield f"{url}/v1", model, process.pid
         finally:
@@ -240,7 +251,10 @@ def main() -> None:
         }
         if not args.ours_only:
             server = transformers_server(args.transformers, args.model, args.threads, flags)
-            contestants[THEIRS] = serve(*opened.enter_context(server), prompts, args)
+            try:
+                contestants[THEIRS] = serve(*opened.enter_context(server), prompts, args)
+            except NotStarted as reason:
+                print(f"{THEIRS} is left out, as it does not start: {reason}")
         rows = run(contestants, args.rounds)
     head = ("server", "tokens/s", "ours / it", "CPU us", "ours / its", "TTFT p50 ms", "p95 ms")
     print(aligned([head, *([str(value) for value in row.values()] for row in rows)]))
