@@ -13,7 +13,8 @@ import math
 from collections.abc import Sequence as List
 from itertools import chain
 
-from forethought.engine.drafting import DrafterEntry, Drafting
+from forethought.engine.drafter_entry import DrafterEntry
+from forethought.engine.drafting import Drafting
 from forethought.engine.packing import decode_row, end_ids, is_plain_decode
 from forethought.engine.scheduler import Plan, PlannedRow, Scheduler
 from forethought.kv.table import TableView

@@ -18,21 +18,16 @@ these requests gets another draft. A length policy that raises costs the drafts 
 from __future__ import annotations
 
 import logging
-import signal
-import threading
 import time
-import traceback
 from collections.abc import Callable
 from collections.abc import Sequence as List
 from dataclasses import dataclass, field
-from functools import partial
 from operator import index
-from types import CodeType
 from typing import NamedTuple
 
 import torch
 
-from forethought.config.sampling import SpeculationParams
+from forethought.engine.drafter_entry import DrafterEntry, ManagedResources, is_interrupt
 from forethought.engine.scheduler import Plan, PlannedRow
 from forethought.engine.sequence import Sequence
 from forethought.kv.storage import DraftKvCache, HiddenStateCache
@@ -43,87 +38,19 @@ from forethought.speculative import prediction
 from forethought.speculative.drafter import (
     NO_DRAFT,
     Draft,
-    Drafter,
     DraftRequest,
-    ResourceManager,
     ScheduledRequests,
     TokenView,
     check_draft,
 )
 from forethought.speculative.length.policy import (
     FixedLength,
-    LengthPolicy,
     Schedule,
     SkippedSteps,
     StepRecord,
 )
-from forethought.speculative.verify.verify import AcceptanceRule
 
 log = logging.getLogger(__name__)
-
-
-class ManagedResources:
-    """The units of a user's resource manager that requests hold.
-
-    Each request is asked for its units until they are available, and freed once.
-
-    Args:
-        manager: the user's; None: every request has what it needs.
-    """
-
-    def __init__(self, manager: ResourceManager | None) -> None:
-        self.manager = manager
-        self._held: dict[int, int] = {}
-
-    def take(self, request: DraftRequest) -> bool:
-        """Whether the request holds the units it may need; if not, a later step may try again."""
-        if self.manager is None or request.request_id in self._held:
-            return True
-        needed = index(self.manager.get_needed_resource_to_completion(request))
-        if needed < 0:
-            raise ValueError(f"a request cannot need {needed} units")
-        if sum(self._held.values()) + needed > self.manager.get_max_resource_count():
-            return False
-        self._held[request.request_id] = needed
-        return True
-
-    def prepare(self, batch: ScheduledRequests) -> None:
-        """The drafter is about to draft."""
-        if self.manager is not None:
-            self.manager.prepare_resources(batch)
-
-    def update(self, batch: ScheduledRequests) -> None:
-        """The step is over."""
-        if self.manager is not None:
-            self.manager.update_resources(batch)
-
-    def free(self, request: DraftRequest) -> None:
-        """The request is over; the manager is called if the request held units."""
-        if self._held.pop(request.request_id, None) is not None:
-            assert self.manager is not None
-            self.manager.free_resources(request)
-
-    def shutdown(self) -> None:
-        """The engine is going away."""
-        if self.manager is not None:
-            self.manager.shutdown()
-
-
-@dataclass(eq=False, slots=True)
-class DrafterEntry:
-    """A drafter and its settings in the engine."""
-
-    name: str
-    """By which requests choose it."""
-    drafter: Drafter
-    policy: LengthPolicy
-    schedule: Schedule
-    """Max draft length by the number of running sequences."""
-    max_nodes: int
-    """Max tokens of a draft, whatever ``drafter.nodes`` returns."""
-    resource_manager: ResourceManager | None = None
-    rule: AcceptanceRule | None = None
-    """Accepts or rejects its drafts where it applies; None: the exact rule."""
 
 
 class _Limits(NamedTuple):
@@ -263,13 +190,13 @@ class Drafting:
     def chosen_by(self, rows: List[PlannedRow]) -> list[DrafterEntry]:
         """The drafters that may draft for one of these rows."""
         params = [row.sequence.params.speculation for row in rows]
-        return [each for each in self.drafters if any(_may_draft(each, own) for own in params)]
+        return [each for each in self.drafters if any(each.may_draft(own) for own in params)]
 
     def _skips_all(self, running: List[Sequence]) -> bool:
         """Whether no other drafter than those that are skipped may draft for these."""
         others = [each for each in self._given if each not in self._skipping]
         return not any(
-            _may_draft(each, sequence.params.speculation) for each in others for sequence in running
+            each.may_draft(sequence.params.speculation) for each in others for sequence in running
         )
 
     def skip(self, num_steps: int) -> None:
@@ -398,7 +325,7 @@ class Drafting:
         if entry is self._prediction and sequence.id not in self._predicted:
             return 0
         length, own = min(left, max_draft_len), sequence.params.speculation
-        if not _may_draft(entry, own):
+        if not entry.may_draft(own):
             return 0
         if own is None or own.max_draft_len is None:
             return length
@@ -625,9 +552,9 @@ class Drafting:
         """Log and count what a drafter, its policy or its manager has raised, even ``SystemExit``.
 
         Raises:
-            BaseException: the error, if it is not the drafter's own; see ``_is_interrupt``.
+            BaseException: the error, if it is not the drafter's own; see ``is_interrupt``.
         """
-        if _is_interrupt(error):
+        if is_interrupt(error):
             raise error
         log.warning("drafter %r: %s", entry.name, why, exc_info=error)
         self._stats.draft_failures += 1
@@ -686,34 +613,6 @@ def _mean_sizes(plan: Plan, num_steps: int) -> tuple[float, float, float]:
             context += length
             length += len(tokens)
     return num_rows / num_steps, num_tokens / num_steps, context / num_steps
-
-
-def _may_draft(entry: DrafterEntry, own: SpeculationParams | None) -> bool:
-    """Whether a request with these params may have drafts of this drafter."""
-    return own is None or (own.enabled and own.drafter in (None, entry.name))
-
-
-def _is_interrupt(error: BaseException) -> bool:
-    """Whether an error is meant for the program, and was raised while a drafter was running.
-
-    Signals are handled in the main thread. There a KeyboardInterrupt is taken for Ctrl-C, and what
-    a signal handler has raised, such as SystemExit on SIGTERM, is the program's as well.
-    """
-    if threading.current_thread() is not threading.main_thread():
-        return False
-    if isinstance(error, KeyboardInterrupt):
-        return True
-    handlers = map(signal.getsignal, signal.valid_signals())
-    codes = {_code(handler) for handler in handlers if callable(handler)}
-    return any(frame.f_code in codes for frame, _ in traceback.walk_tb(error.__traceback__))
-
-
-def _code(handler: Callable[..., object]) -> CodeType | None:
-    """The code that runs when a handler is called; None if that is not Python."""
-    while isinstance(handler, partial):
-        handler = handler.func
-    called = handler if hasattr(handler, "__code__") else type(handler).__call__
-    return getattr(called, "__code__", None)
 
 
 def _batch(drafts: List[_RequestDraft], prefilling: list[DraftRequest]) -> ScheduledRequests:

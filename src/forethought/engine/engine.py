@@ -19,7 +19,8 @@ import torch
 
 from forethought.config.sampling import SamplingParams
 from forethought.engine import snapshot
-from forethought.engine.drafting import DrafterEntry, Drafting
+from forethought.engine.drafter_entry import DrafterEntry
+from forethought.engine.drafting import Drafting
 from forethought.engine.scheduler import Limits, Scheduler
 from forethought.engine.sequence import (
     OtherSequence,
