@@ -28,7 +28,7 @@ from forethought.model.causal_lm import CausalLM
 from forethought.model.native import library, weights
 from forethought.model.native.network import NativeNetwork
 from forethought.model.native.weights import PackedLinear
-from forethought.model.quantization import quantize
+from forethought.model.quantization import QuantizedLinear, QuantizedWeight, quantize
 from forethought.model.runner import ModelRunner
 
 FAMILIES = (
@@ -406,6 +406,27 @@ def check_product(
     error = (found - (exact @ wide.t() + bias)).abs()
     size = exact.abs() @ wide.abs().t() + bias.abs()
     assert (error <= (x.shape[1] + 2) * 2**-24 * size).all(), (weight.shape, len(x))
+
+
+@pytest.mark.parametrize(("inputs", "groups"), [(98, 4), (66, 2)])
+def test_weights_in_4_bits_in_groups_that_cannot_be_read_in_pairs_are_not_native(
+    inputs: int, groups: int
+) -> None:
+    """98 inputs in 4 groups: two would be in none of them. 33 inputs of a group are no pairs."""
+    values = torch.zeros(16, inputs, dtype=torch.uint8)
+    linear = QuantizedLinear(QuantizedWeight(values, torch.ones(16, groups), None, 4))
+    why = weights._linear_refusal(linear, torch.float32) or ""
+    assert why.startswith("4 bits in groups of ")
+
+
+def test_a_long_product_is_that_of_its_tokens_in_blocks() -> None:
+    """More inputs than are multiplied by all panels at a time, the last block not a whole one."""
+    weight, _, _ = bf16_factors(4096, 40, 1)
+    x = torch.randn(300, 4096, generator=torch.Generator().manual_seed(1))
+    packed = PackedLinear.pack(weight.float(), None)
+    found = packed.multiply(x)
+    assert torch.equal(found[137:], packed.multiply(x[137:]))
+    assert torch.allclose(found, x @ weight.float().T, rtol=1e-4, atol=1e-3)
 
 
 def test_a_product_with_bf16_is_that_of_the_inputs_rounded_to_bf16() -> None:

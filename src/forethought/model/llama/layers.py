@@ -376,7 +376,7 @@ def own_projection(
     """The product of a linear that is not merged with others.
 
     Args:
-        linear: its weight and bias are copied.
+        linear: its bias is copied, and its weight if that is not quantised.
         batch_invariant: see ``projection``.
         tied: its weight, where something else has a copy of it already.
     """

@@ -6,7 +6,6 @@
 #include "chunks.h"
 #include "norms.h"
 #include "scratch.h"
-#include "sight.h"
 #include "structures.h"
 #include "tile_block.h"
 #include "vectors.h"

@@ -56,7 +56,8 @@ static inline void transpose(Vec* v) {
 // of one head.
 //
 // The positions of a block begin at a multiple of BLOCK_POSITIONS, and those that a query does not
-// see add zeros, so its sums do not depend on the queries beside it.
+// see add zeros, as long as their values are finite, so its sums do not depend on the queries beside
+// it.
 template <class T> class Block {
   public:
     // scratch: block_size() floats.

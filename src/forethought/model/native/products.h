@@ -16,8 +16,7 @@ constexpr int VECS = PANEL / LANES;              // vectors of a panel
 constexpr int REGISTERS = LANES == 16 ? 32 : 16; // for vectors
 constexpr int MAX_ROWS = 6;                      // tokens that one pass over a panel multiplies
 constexpr int AHEAD = 1024;                      // bytes of a panel that are fetched in advance
-constexpr int BLOCK_FLOATS = 1 << 14; // of inputs that all panels pass by: they stay in an L2 cache
-constexpr int BLOCK_TOKENS = 24;      // as many at least: weights are read once for each block
+constexpr int BLOCK_FLOATS = 1 << 19;            // of inputs that all panels pass by: 2 MiB of L3
 constexpr int ROWS_AHEAD = 16;                   // of outputs that are fetched in advance
 // Sums of a pass: in tiles those of PASS_TOKENS with two panels, or of a tile with four.
 constexpr int PASS_SUMS = HAS_DOT_PRODUCTS ? PASS_TOKENS * 2 * PANEL : MAX_ROWS * 4 * PANEL;
@@ -191,13 +190,13 @@ class Factors {
     }
 
     // Tokens of a pass. In tiles all panels pass by them before the next ones.
-    int step() const { return tiles ? tiles->step() : tokens > 0 ? rows_at_once(tokens) : 1; }
+    int step() const { return tiles ? tiles->step() : rows_at_once(tokens); }
 
     // Tokens that are multiplied by all panels before the next ones, a multiple of step().
     int block() const {
         if (tiles) return tiles->step();
-        const int most = BLOCK_FLOATS / source.num_inputs;
-        return (most > BLOCK_TOKENS ? most : BLOCK_TOKENS) / step() * step();
+        const int most = BLOCK_FLOATS / source.num_inputs / step();
+        return step() * (most > 1 ? most : 1);
     }
 
     // How many of the panels that are left go together, at most 4.

@@ -15,7 +15,7 @@ static inline int intermediate_size(const Layer& layer) {
     return layer.experts ? layer.experts->down[0].num_inputs : layer.down.num_inputs;
 }
 
-constexpr int BLOCK_ROWS = 96;       // queries of a Block, for which keys are packed once
+constexpr int BLOCK_ROWS = 96;       // queries of a Block, or one pass of each head that shares a key
 constexpr int BLOCK_POSITIONS = 256; // whose scores it has at a time
 
 // Tokens whose queries are attended together, those of `group` heads, which share keys: whole passes.

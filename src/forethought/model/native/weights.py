@@ -100,6 +100,8 @@ def _linear_refusal(linear: nn.Module, dtype: torch.dtype) -> str | None:
             return "8 bits in groups or with zero points"
         if weight.bits == 4 and (weight.shape[1] % 2 or weight.group_size % 2):
             return "4 bits in groups of odd size"
+        if weight.bits == 4 and weight.shape[1] % weight.scales.shape[1]:
+            return "4 bits in groups of unequal size"
         return None
     return None if weight.dtype == dtype else f"weights in {weight.dtype}"
 
