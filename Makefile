@@ -8,7 +8,7 @@
 #   make test-page the server's page in Chromium, its types and its accessibility
 #   make lint      only the first half of that
 #   make format    let ruff fix what it can
-#   make bench     speed on this machine, in some twenty minutes: against transformers, and of every drafter
+#   make bench     speed on this machine, in ten to twenty minutes: against transformers, and of every drafter
 #   make gpu       what needs a CUDA device: its tests, then the benchmarks; with python3 as it is, no network
 #   make reasoner  train the embedded reasoner again from its seed
 #   make drafter   train its draft model again from its seed, on texts that it writes
@@ -90,8 +90,8 @@ soak: $(setup)
 	@$(PY) scripts/soak.py
 
 bench: $(setup)
-	@$(PY) -m benchmarks.generate_vs_transformers --rounds 3 --new 64
-	@$(PY) -m benchmarks.speculation_vs_transformers --rounds 3 --prompts 2
+	@$(PY) -m benchmarks.generate_vs_transformers --rounds 2 --new 64
+	@$(PY) -m benchmarks.speculation_vs_transformers --rounds 2 --prompts 1
 	@$(PY) -m benchmarks.step_overhead
 	@$(PY) -m benchmarks.drafters
 	@$(PY) -m benchmarks.goodput

@@ -191,8 +191,8 @@ def test_a_score_is_the_product_of_what_the_plain_model_says_at_the_separators(w
             good = model(ids).logits[0].softmax(-1)[:, 1]
         mark = worker.tokenizer.convert_tokens_to_ids(SEPARATOR)
         expected.append(math.prod(good[ids[0] == mark].tolist()))
-    assert scores(worker, STEPS) == pytest.approx(expected, abs=1e-6)
-    assert scores(worker, STEPS[::-1]) == pytest.approx(expected[::-1], abs=1e-6)
+    assert scores(worker, STEPS) == pytest.approx(expected, abs=1e-5)
+    assert scores(worker, STEPS[::-1]) == pytest.approx(expected[::-1], abs=1e-5)
 
 
 def test_a_step_without_any_probability_does_not_shift_the_others(worker, monkeypatch):
