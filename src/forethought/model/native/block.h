@@ -123,11 +123,11 @@ template <class T> class Block {
 
     // What the queries see of positions [begin, end), of those from `first` on.
     void add(int first, int begin, int end) const {
-        int64_t places[BLOCK_POSITIONS]; // of keys and values, in elements
-        for (int p = begin; p < end; p++) places[p - first] = slot(p) * stride;
+        int64_t offsets[BLOCK_POSITIONS]; // of keys and values, in elements
+        for (int p = begin; p < end; p++) offsets[p - first] = slot(p) * stride;
         for (int p = begin; p < end; p += PANEL) { // no other slot is read
             const int valid = end - p < PANEL ? end - p : PANEL;
-            pack(places + p - first, valid);
+            pack(offsets + p - first, valid);
             each_pass([&](int g, int m) {
                 if (p < seen_to(m + rows_of(m) - 1)) score(p - first, valid, g, m);
             });
@@ -138,7 +138,7 @@ template <class T> class Block {
             const int to = (high < end ? high : end) - first;
             if (from >= to) return;
             for (int i = 0; i < rows_of(m); i++) weigh(g * count + m + i, first, from, to);
-            mix(g, m, places, from, to);
+            mix(g, m, offsets, from, to);
         });
     }
 
@@ -147,21 +147,21 @@ template <class T> class Block {
     }
 
     // packed = so many keys, and zeros
-    void pack(const int64_t* places, int valid) const {
+    void pack(const int64_t* offsets, int valid) const {
         int d = 0;
 #if LANES == 8 && defined(__AVX__)
         for (; d + LANES <= dim; d += LANES)
             for (int i = 0; i < PANEL; i += LANES) {
                 Vec part[LANES];
                 for (int j = 0; j < LANES; j++)
-                    part[j] = i + j < valid ? load(keys + places[i + j] + d) : Vec{};
+                    part[j] = i + j < valid ? load(keys + offsets[i + j] + d) : Vec{};
                 transpose(part);
                 for (int j = 0; j < LANES; j++) store(packed + (d + j) * PANEL + i, part[j]);
             }
 #endif
         for (int i = 0; i < PANEL; i++)
             for (int k = d; k < dim; k++)
-                packed[k * PANEL + i] = i < valid ? scalar(keys + places[i] + k) : 0;
+                packed[k * PANEL + i] = i < valid ? scalar(keys + offsets[i] + k) : 0;
     }
 
     // The scores of one pass and so many of PANEL positions, the first of which is `at`.
@@ -206,13 +206,13 @@ template <class T> class Block {
     }
 
     // sums += weights times the values of positions [begin, end), of one pass
-    void mix(int g, int m, const int64_t* places, int begin, int end) const {
+    void mix(int g, int m, const int64_t* offsets, int begin, int end) const {
         const int rows = rows_of(m);
         const float* weights = scores + int64_t(g * count + m) * BLOCK_POSITIONS;
         float* own = sums_of(g * count + m);
         for (int p = begin, last; p < end; p = last) { // runs of tokens that follow each other
-            for (last = p + 1; last < end && places[last] == places[last - 1] + stride;) last++;
-            const T* from = values + places[p];
+            for (last = p + 1; last < end && offsets[last] == offsets[last - 1] + stride;) last++;
+            const T* from = values + offsets[p];
             int d = 0;
             for (; d + PANEL <= dim; d += PANEL)
                 multiply_some<T>(
