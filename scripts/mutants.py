@@ -2,17 +2,17 @@
 
 Each mutant replaces a short text that stands exactly once in its file, in a temporary copy of the
 tracked files; the tests named with it run there, up to the first failure. A mutant that no test
-notices is *alive*: either a test is missing, or the line has no effect and can go. A text that is
-not in its file any more, or whose replacement does not compile there, is reported as *not found*,
-and has to be written anew here.
+notices is *alive*: either a test is missing, or the line has no effect and can go. Where a text is
+not in its file any more, or its replacement does not compile there, nothing runs: the mutant has to
+be written anew here. tests/test_mutants.py looks for the texts of all of them.
 
     python scripts/mutants.py                      all of them, one after the other
     python scripts/mutants.py kv/ scheduler        those with one of these in path or broken line
     python scripts/mutants.py --jobs 2             two at a time
     python scripts/mutants.py --list               what there is
 
-Prints one line per mutant and one JSON line last. Leaves 1 if one is alive or its tests do not pass
-without it.
+Prints one line per mutant and one JSON line last. Leaves 1 if one is alive, is not applicable, or
+its tests do not pass without it.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Mutant:
 
 @dataclass(frozen=True)
 class Finding:
-    """What became of a mutant: ``outcome`` is killed, alive, not found or broken tests."""
+    """What became of a mutant: ``outcome`` is killed, alive, not applicable or broken tests."""
 
     mutant: Mutant
     outcome: str
@@ -68,7 +68,7 @@ class Finding:
     def __str__(self) -> str:
         mutant = self.mutant
         change = f"{_line(mutant.original)} -> {_line(mutant.replacement)}"
-        return f"{self.outcome:12} {self.seconds:5.1f} s  {mutant.file}: {change}  {self.detail}"
+        return f"{self.outcome:14} {self.seconds:5.1f} s  {mutant.file}: {change}  {self.detail}"
 
 
 KV = "tests/kv"
@@ -333,8 +333,8 @@ MUTANTS = [
     ),
     Mutant(
         "engine/packing.py",
-        "return takes_argmax(row) and row.is_decode and is_apart and not is_read",
-        "return takes_argmax(row) and row.is_decode and is_apart",
+        "row.is_decode and is_apart and not is_read",
+        "row.is_decode and is_apart",
         "tests/engine/test_continuous_decode.py -k 'token_by_token'",
     ),
     Mutant(
@@ -345,8 +345,8 @@ MUTANTS = [
     ),
     Mutant(
         "engine/scheduler.py",
-        "if sum(needed) <= self._pool.num_free:",
-        "if sum(needed) <= self._pool.available:",
+        "free = min(num_steps, max(left, default=1)), self._pool.num_free",
+        "free = min(num_steps, max(left, default=1)), self._pool.available",
         "tests/engine/test_continuous_decode.py -k 'evicted'",
     ),
     Mutant(
@@ -363,8 +363,8 @@ MUTANTS = [
     ),
     Mutant(
         "engine/packing.py",
-        "sequence.takes_argmax and not row.num_nodes and not sequence.dependents",
-        "sequence.takes_argmax and not row.num_nodes",
+        "sequence.takes_argmax and row.rule is None and not sequence.dependents",
+        "sequence.takes_argmax and row.rule is None",
         "tests/engine/test_engine.py -k 'argmax'",
     ),
     Mutant(
@@ -671,8 +671,8 @@ MUTANTS = [
     ),
     Mutant(
         "model/sampling/distribution.py",
-        "if len(context.output) < params.min_tokens:",
-        "if len(context.output) <= params.min_tokens:",
+        "if context.num_output < params.min_tokens:",
+        "if context.num_output <= params.min_tokens:",
         SAMPLING,
     ),
     Mutant(
@@ -706,8 +706,8 @@ MUTANTS = [
     ),
     Mutant(
         "scaffolding/budget.py",
-        "max(0, self.usage.completion_tokens - limit)",
-        "max(0, self.usage.completion_tokens - limit - 1)",
+        "self._num_beyond = max(0, drawn - limit)",
+        "self._num_beyond = max(0, drawn - limit - 1)",
         DRIVER,
     ),
     Mutant(
@@ -1076,13 +1076,35 @@ def main() -> int:
         for mutant in wanted:
             print(f"{mutant.file}: {_line(mutant.original)} -> {_line(mutant.replacement)}")
         return 0
-    findings = run(wanted, max(1, arguments.jobs), arguments.unchecked)
+    findings = not_applicable(wanted) or run(wanted, max(1, arguments.jobs), arguments.unchecked)
     counts = Counter(finding.outcome for finding in findings)
     for finding in findings:
         if finding.outcome != "killed":
             print(finding)
     print(json.dumps({"script": "mutants", "mutants": len(wanted), **counts}))
-    return int(bool(counts["alive"] or counts["broken tests"]))
+    return int(counts["killed"] < len(findings))
+
+
+def not_applicable(mutants: Sequence[Mutant]) -> list[Finding]:
+    """The mutants whose line is not in the working tree any more, with the reason."""
+    reasons = [(mutant, _mutated(ROOT, mutant)[1]) for mutant in mutants]
+    return [Finding(mutant, "not applicable", 0.0, reason) for mutant, reason in reasons if reason]
+
+
+def _mutated(tree: Path, mutant: Mutant) -> tuple[str, str]:
+    """The text of the file with the mutant; or no text, and why there is none."""
+    path = tree / PACKAGE / mutant.file
+    if not path.is_file():
+        return "", "there is no such file"
+    text = path.read_text(encoding="utf-8")
+    if (count := text.count(mutant.original)) != 1:
+        return "", f"its text is there {count} times, not once"
+    mutated = text.replace(mutant.original, mutant.replacement)
+    try:
+        compile(mutated, str(path), "exec")  # what does not would count as killed
+    except SyntaxError as error:
+        return "", f"it does not compile: {error}"
+    return mutated, ""
 
 
 def run(mutants: Sequence[Mutant], jobs: int, unchecked: bool) -> list[Finding]:
@@ -1125,22 +1147,17 @@ def run(mutants: Sequence[Mutant], jobs: int, unchecked: bool) -> list[Finding]:
 def _try(copy: Path, mutant: Mutant, passes: bool) -> Finding:
     """Apply one mutant, run its tests, put the file back."""
     path = copy / PACKAGE / mutant.file
-    text = path.read_text() if path.exists() else ""
-    if text.count(mutant.original) != 1:
-        return Finding(mutant, "not found", 0.0)
-    broken = text.replace(mutant.original, mutant.replacement)
-    try:
-        compile(broken, str(path), "exec")  # what does not would count as killed
-    except SyntaxError as error:
-        return Finding(mutant, "not found", 0.0, f"it does not compile: {error}")
+    text, (mutated, reason) = path.read_text(encoding="utf-8"), _mutated(copy, mutant)
+    if reason:  # the file was changed since the script began
+        return Finding(mutant, "not applicable", 0.0, reason)
     if not passes:
         return Finding(mutant, "broken tests", 0.0, f"without the mutant: {mutant.tests}")
     began = time.perf_counter()
     try:
-        path.write_text(broken)
+        path.write_text(mutated, encoding="utf-8")
         code, detail = _pytest(copy, mutant.tests)
     finally:
-        path.write_text(text)
+        path.write_text(text, encoding="utf-8")
     if code == _NO_TESTS_FAILED:
         outcome = "alive"
     else:
