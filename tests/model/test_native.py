@@ -664,10 +664,28 @@ def test_more_experts_per_token_than_it_has_room_for_are_refused(monkeypatch) ->
     assert "2 experts per token" in str(lm.path.reason)
 
 
-def test_without_a_compiler_torch_computes_and_the_reason_is_told(monkeypatch) -> None:
+def test_without_a_compiler_torch_computes_and_one_warning_says_why(monkeypatch, caplog) -> None:
     monkeypatch.setattr(loader, "find_compiler", lambda: None)
-    lm = loader.load(models.tiny("llama"), forward="auto")
-    assert (lm.path.taken, "no C++ compiler" in str(lm.path.reason)) == ("fused", True)
+    library.warn_unavailable.cache_clear()
+    for _ in range(2):
+        lm = loader.load(models.tiny("llama"), forward="auto")
+        assert (lm.path.taken, "no C++ compiler" in str(lm.path.reason)) == ("fused", True)
+    [warning] = caplog.records
+    assert "torch computes in its place" in warning.message
+    assert "2 to 3 times" in warning.message
+    assert "apt-get install g++" in warning.message
+
+
+@pytest.mark.parametrize(
+    ("architecture", "settings"), [("gpt2", {}), ("llama", {"forward": "torch"})]
+)
+def test_where_a_compiler_would_change_nothing_none_is_missed(
+    monkeypatch, caplog, architecture: str, settings: dict[str, str]
+) -> None:
+    monkeypatch.setattr(loader, "find_compiler", lambda: None)
+    library.warn_unavailable.cache_clear()
+    loader.load(models.tiny(architecture), **settings)
+    assert not caplog.records
 
 
 def test_with_a_failing_compiler_torch_computes_and_a_warning_tells_why(
@@ -681,6 +699,7 @@ def test_with_a_failing_compiler_torch_computes_and_a_warning_tells_why(
     monkeypatch.setenv("CXX", str(compiler))
     monkeypatch.setenv("FORETHOUGHT_CACHE", str(tmp_path / "cache"))
     library.load_library.cache_clear()
+    library.warn_unavailable.cache_clear()
     try:
         with caplog.at_level(logging.WARNING):
             lm = loader.load(models.tiny("llama"), forward="auto")
@@ -704,7 +723,6 @@ def test_where_nothing_can_be_kept_or_it_is_damaged_it_is_compiled_again(
     compiled = []
 
     def compile_again(compiler: str, path: Path) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(whole.read_bytes())
         compiled.append(path)
 

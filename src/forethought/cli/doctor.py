@@ -199,13 +199,15 @@ def _fast_paths(torch: Any) -> dict[str, str]:
 
 def _native() -> str:
     """Whether the forward in C++ can be compiled, and has been."""
-    from forethought.model.native.library import find_compiler, library_path
+    from forethought.model.native.cache import cache_directories
+    from forethought.model.native.library import NO_COMPILER, find_compiler, library_name
 
     compiler = find_compiler()
     if compiler is None:
-        return "torch; for the native forward install a C++ compiler (c++, g++ or clang++)"
-    path = library_path(compiler)
-    done = f"compiled, {path}" if path.exists() else "compiled at the first start"
+        return f"torch, 2 to 3 times slower than the native forward: {NO_COMPILER}"
+    name = library_name(compiler)
+    stored = [path for place in cache_directories() if (path := place / name).exists()]
+    done = f"compiled, {stored[0]}" if stored else "compiled at the first start"
     return f"native forward, also of draft heads, by {compiler}: {done}"
 
 

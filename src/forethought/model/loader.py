@@ -42,7 +42,12 @@ from forethought.model.causal_lm import (
 )
 from forethought.model.device import free_host_memory, has_fast_matmul
 from forethought.model.llama.network import FusedNetwork, is_fusable
-from forethought.model.native.library import find_compiler, uses_amx
+from forethought.model.native.library import (
+    NO_COMPILER,
+    find_compiler,
+    uses_amx,
+    warn_unavailable,
+)
 from forethought.model.native.network import NativeNetwork
 from forethought.model.native.weights import FAMILIES, refusal
 from forethought.model.parallel import shard as sharding
@@ -195,7 +200,7 @@ def _native_setting_refusal(
         return "fuse=False asks for the module of transformers"
     if attention != "auto":
         return f"attention={attention!r} asks for another backend"
-    return None if find_compiler() else "there is no C++ compiler (c++, g++ or clang++)"
+    return None if find_compiler() else NO_COMPILER
 
 
 def _network(
@@ -219,11 +224,13 @@ def _network(
             windows = [layer.window for layer in traits.layers]
             native = NativeNetwork(module, traits.max_positions, windows)
             return native, ForwardPath(forward, "native")
+        if reason == NO_COMPILER and forward == "auto" and refusal(module) is None:
+            warn_unavailable(reason)
     except ModelError as error:  # the compiler fails
         if forward == "native":
             raise
         reason = error.why
-        logger.warning("no native forward: %s", reason)
+        warn_unavailable(reason, error.fix)
     if forward == "native":
         raise ModelError(
             'forward="native" is not possible for this model',

@@ -1,8 +1,8 @@
 """Compiles ``forward.cpp`` for this processor, keeps the result on disk, and loads it.
 
-The first start on a machine takes some ten seconds for it. Later ones load the library from
-``$FORETHOUGHT_CACHE``, or ``~/.cache/forethought``. It is compiled again when the source, its
-headers, the compiler or the processor changes.
+The first start on a machine takes some ten seconds for it. Later ones load the library from a
+directory of ``cache``. It is compiled again when the source, its headers, the compiler or the
+processor changes.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ import os
 import platform
 import shutil
 import subprocess
-import tempfile
 import time
 from contextlib import suppress
-from functools import lru_cache
+from functools import cache, lru_cache, partial
 from pathlib import Path
 
 import torch
 
 from forethought.errors import ModelError
+from forethought.model.native.cache import cache_directories, load_or_compile
 
 logger = logging.getLogger(__name__)
 
@@ -35,7 +35,10 @@ FLAGS = (
 )
 """GCC, tuned for AMD's Zen, multiplies and adds in two instructions where it finds a chain of them:
 in some instances of a template and not in others, which would then round differently."""
-TIMEOUT_S = 300
+NO_COMPILER = "there is no C++ compiler (c++, g++ or clang++) on the path"
+FIX = "Install one (Debian, Ubuntu: apt-get install g++; Fedora: dnf install gcc-c++)"
+MAX_COMPILE_SECONDS = 300
+"""Of processor time, of each process of the compiler: a busy machine may take longer."""
 
 
 class LinearStruct(ctypes.Structure):
@@ -309,16 +312,16 @@ def load_library() -> ctypes.CDLL:
     compiler = find_compiler()
     if compiler is None:
         raise ModelError(
-            "the native forward cannot be compiled",
-            "there is no C++ compiler (c++, g++ or clang++) on the path",
-            'Install one, or set forward="torch"',
+            "the native forward cannot be compiled", NO_COMPILER, f'{FIX}, or set forward="torch"'
         )
-    path = library_path(compiler)
     try:
-        library = _opened(path) or _compiled(compiler, path)
-    except OSError as error:  # a read-only or full file system
-        logger.info("the native forward cannot be kept on disk (%s)", error)
-        library = _compiled_elsewhere(compiler, path.name)
+        library = load_or_compile(library_name(compiler), partial(compile_library, compiler))
+    except OSError as error:
+        raise ModelError(
+            "the native forward cannot be loaded",
+            f"neither from its cache nor from a temporary directory ({error})",
+            'Set FORETHOUGHT_CACHE to a directory that is not mounted noexec, or forward="torch"',
+        ) from error
     library.scratch_size.restype = ctypes.c_int64
     sizes = (ctypes.c_int32 * len(STRUCTURES))()
     library.structure_sizes(sizes)
@@ -326,21 +329,20 @@ def load_library() -> ctypes.CDLL:
     return library
 
 
-def _compiled_elsewhere(compiler: str, name: str) -> ctypes.CDLL:
-    """The library, compiled in a directory for temporary files.
+@cache
+def warn_unavailable(reason: str, fix: str = FIX) -> None:
+    """Warn that torch computes in place of the native forward, once in a process for each reason.
 
-    Raises:
-        ModelError: the compiler fails, or nothing there may be loaded.
+    Args:
+        reason: why.
+        fix: what to do about it.
     """
-    try:
-        with tempfile.TemporaryDirectory() as directory:
-            return _compiled(compiler, Path(directory) / name)
-    except OSError as error:
-        raise ModelError(
-            "the native forward cannot be loaded",
-            f"neither from its cache nor from a temporary directory ({error})",
-            'Set FORETHOUGHT_CACHE to a directory that is not mounted noexec, or forward="torch"',
-        ) from error
+    logger.warning(
+        "no native forward: %s. torch computes in its place, which takes about 2 to 3 times as "
+        "long. %s",
+        reason,
+        fix,
+    )
 
 
 def uses_amx() -> bool:
@@ -361,68 +363,58 @@ def rounds_inputs() -> bool:
     return bool(load_library().rounds_inputs())
 
 
-def _opened(path: Path) -> ctypes.CDLL | None:
-    """The library, if it is there and whole."""
-    if not path.exists():
-        return None
-    try:
-        return ctypes.CDLL(str(path))
-    except OSError:
-        logger.warning("%s cannot be loaded, and is compiled again", path)
-        return None
-
-
-def _compiled(compiler: str, path: Path) -> ctypes.CDLL:
-    compile_library(compiler, path)
-    return ctypes.CDLL(str(path))
-
-
 def find_compiler() -> str | None:
     """The C++ compiler: ``$CXX``, or the first of c++, g++ and clang++ on the path."""
     names = [os.environ.get("CXX", ""), "c++", "g++", "clang++"]
     return next((found for name in names if name and (found := shutil.which(name))), None)
 
 
-def library_path(compiler: str) -> Path:
-    """Where the library for this source, compiler and processor is kept."""
-    root = os.environ.get("FORETHOUGHT_CACHE") or Path.home() / ".cache" / "forethought"
+def library_name(compiler: str) -> str:
+    """The file name of the library for this source, compiler and processor."""
     digest = hashlib.sha256()
     for source in SOURCES:
         digest.update(f"{source.name}\0".encode() + source.read_bytes() + b"\0")
     for part in (*FLAGS, _version(compiler), _processor()):
         digest.update(part.encode() + b"\0")
-    return Path(root) / "native" / f"forward-{digest.hexdigest()[:16]}.so"
+    return f"forward-{digest.hexdigest()[:16]}.so"
+
+
+def library_path(compiler: str) -> Path:
+    """Where the library for this source, compiler and processor is stored, if that is possible."""
+    return cache_directories()[0] / library_name(compiler)
 
 
 def compile_library(compiler: str, path: Path) -> None:
-    """Compile to a file beside ``path`` and move it there, so that no other process reads half.
+    """Compile to a file.
 
     Raises:
         ModelError: the compiler fails.
-        OSError: the directory cannot be written.
     """
-    logger.info("compiling the native forward for this processor with %s, once", compiler)
+    # A warning, as it is shown where nobody has configured logging: the start waits for it.
+    logger.warning("compiling the native forward for this processor with %s, once", compiler)
     began = time.monotonic()
-    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=path.parent) as directory:
-        target = Path(directory) / path.name
-        command = [compiler, *FLAGS, str(SOURCE), "-o", str(target), *_openmp()]
-        try:
-            subprocess.run(command, check=True, capture_output=True, timeout=TIMEOUT_S)
-        except (OSError, subprocess.SubprocessError) as error:
-            said = (getattr(error, "stderr", None) or b"").decode(errors="replace").strip()
-            raise ModelError(
-                "the native forward cannot be compiled",
-                f"{compiler} failed: {_first_error(said) or error}",
-                'Install a working compiler with OpenMP, or set forward="torch"',
-            ) from error
-        os.replace(target, path)
-    logger.info("compiled in %.1f s: %s", time.monotonic() - began, path)
+    limit = f'ulimit -t {MAX_COMPILE_SECONDS} 2>/dev/null; exec "$0" "$@"'
+    command = [compiler, *FLAGS, str(SOURCE), "-o", str(path), *_openmp()]
+    try:
+        subprocess.run(
+            ["/bin/sh", "-c", limit, *command],
+            check=True,
+            capture_output=True,
+            stdin=subprocess.DEVNULL,
+        )
+    except (OSError, subprocess.SubprocessError) as error:
+        printed = (getattr(error, "stderr", None) or b"").decode(errors="replace").strip()
+        raise ModelError(
+            "the native forward cannot be compiled",
+            f"{compiler} failed: {_first_error(printed) or error}",
+            'Install a working compiler with OpenMP, or set forward="torch"',
+        ) from error
+    logger.info("compiled in %.1f s", time.monotonic() - began)
 
 
-def _first_error(said: str) -> str:
+def _first_error(printed: str) -> str:
     """Of what a compiler has printed; with headers other lines come before it."""
-    lines = said.splitlines()
+    lines = printed.splitlines()
     return next((line for line in lines if "error" in line), lines[0] if lines else "")
 
 
@@ -434,8 +426,8 @@ def _openmp() -> list[str]:
 
 def _version(compiler: str) -> str:
     with suppress(OSError, subprocess.SubprocessError):
-        found = subprocess.run([compiler, "--version"], capture_output=True, timeout=60, text=True)
-        return f"{compiler} {found.stdout}"
+        printed = subprocess.run([compiler, "--version"], capture_output=True, text=True)
+        return f"{compiler} {printed.stdout}"
     return compiler
 
 

@@ -8,7 +8,6 @@ copied. What runs beside a row, and where it was cut, changes no more than the r
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Callable, Iterable, Sequence
 from itertools import chain
@@ -25,7 +24,7 @@ from forethought.model.attention.base import PagedPass
 from forethought.model.batch import Batch, Span
 from forethought.model.causal_lm import FINAL
 from forethought.model.loader import native_refusal
-from forethought.model.native.library import find_compiler
+from forethought.model.native.library import NO_COMPILER, find_compiler, warn_unavailable
 from forethought.model.native.network import NativeNetwork
 from forethought.model.native.weights import FAMILIES
 from forethought.scaffolding.workers.reward_cache import SegmentForward
@@ -33,7 +32,6 @@ from forethought.scaffolding.workers.reward_cache import SegmentForward
 Head = Callable[[Tensor], Tensor]
 """Hidden states [..., hidden] -> scores [...] float32."""
 _LEAST_SLOTS = 1024
-_logger = logging.getLogger(__name__)
 
 
 def native_forward(backbone: Any, head: Head) -> NativeRewardForward | None:
@@ -43,7 +41,10 @@ def native_forward(backbone: Any, head: Head) -> NativeRewardForward | None:
     """
     config, device = backbone.config, backbone.device
     family = next((each for each in FAMILIES if each.config_class is type(config)), None)
-    if family is None or device.type != "cpu" or find_compiler() is None:
+    if family is None or device.type != "cpu":
+        return None
+    if find_compiler() is None:
+        warn_unavailable(NO_COMPILER)
         return None
     with torch.device("meta"):
         module: Any = family(config)
@@ -51,7 +52,7 @@ def native_forward(backbone: Any, head: Head) -> NativeRewardForward | None:
     try:
         return None if native_refusal(module) else NativeRewardForward(module, head)
     except ModelError as error:  # the compiler fails
-        _logger.warning("no native forward of the reward model: %s", error.why)
+        warn_unavailable(error.why, error.fix)
         return None
 
 
