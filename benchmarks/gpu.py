@@ -14,6 +14,7 @@ Needs no network and no checkpoint: weights are random and made on the device. P
     model       decode tokens/s of Llama 3 8B's shape at batch 1, 16, 64, and of each backend
     graphs      the same by CUDA graphs: first that they give the tokens of eager steps, then speed
                 and share of the bandwidth
+    profile     which kernels take the time of a step by graphs, at batch 1 and 16
     compiled    the same where Inductor compiles each layer inside the graph, with its first norm
     waits       that neither a decode nor a draft waits inside a forward
     eagle       an EAGLE-3 chain of 2, 4, 8 with a random head and synthetic acceptance of 0.7 per
@@ -233,6 +234,45 @@ def graphs(device: torch.device, small: bool) -> Found:
             }
         )
     return rows
+
+
+PROFILED_STEPS = 8
+
+
+def profile(device: torch.device, small: bool) -> Found:
+    """Kernels of a step by graphs: launches and microseconds per step, those of most time first."""
+    lm = random_model(TINY if small else EIGHT_BILLION, device, paged_attention(device))
+    (prompt, tokens), rows = lengths(small), []
+    for batch_size in (1,) if small else (1, 16):
+        engine = engine_for(lm, batch_size, prompt + tokens + 1, has_graphs=True)
+        prefill(engine, prompt, tokens)
+        synchronize(device)
+        with torch.profiler.profile() as trace:
+            for _ in range(PROFILED_STEPS):
+                engine.step()
+            synchronize(device)
+        rows += [{"batch": batch_size, **row} for row in kernel_times(trace, device)]
+    return rows
+
+
+def kernel_times(trace: torch.profiler.profile, device: torch.device) -> Found:
+    """The 24 kernels of most time (on a CPU: operations), and the sum of all."""
+    spent = dict[str, tuple[int, float]]()
+    for event in trace.key_averages():
+        is_kernel = event.device_type == torch.autograd.DeviceType.CUDA
+        time_us = event.self_device_time_total if is_kernel else event.self_cpu_time_total
+        if is_kernel == (device.type == "cuda") and time_us:
+            spent[event.key] = event.count, time_us
+    spent["all"] = tuple(map(sum, zip(*spent.values(), strict=True)))  # type: ignore[assignment]
+    rows = sorted(spent.items(), key=lambda item: -item[1][1])[:25]
+    return [
+        {
+            "kernel": name[:90],
+            "launches": round(count / PROFILED_STEPS, 2),
+            "us": round(time_us / PROFILED_STEPS, 1),
+        }
+        for name, (count, time_us) in rows
+    ]
 
 
 class CompiledLayer:
@@ -457,6 +497,7 @@ PARTS = {
     "gemv": Part(gemv, 120),
     "model": Part(model, 180),
     "graphs": Part(graphs, 180),
+    "profile": Part(profile, 90),
     "compiled": Part(compiled, 240),
     "waits": Part(waits, 80),
     "eagle": Part(eagle, 200),
@@ -475,7 +516,7 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
 
 def run_here(part: str, device: torch.device, small: bool) -> Found:
     """Run a part and print its table; an error is its only row."""
-    has_engine = part in ("model", "graphs", "compiled", "waits", "eagle")
+    has_engine = part in ("model", "graphs", "profile", "compiled", "waits", "eagle")
     try:
         with torch.inference_mode(not has_engine):
             rows = PARTS[part].run(device, small)

@@ -435,6 +435,26 @@ def test_attention_on_cuda_leaves_cudnn_out_and_the_setting_as_it_was(
     assert found == [True, True]
 
 
+def test_attention_on_cuda_gets_a_mask_that_begins_at_a_multiple_of_16_bytes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """torch's memory-efficient kernel raises where it does not."""
+    offsets: list[int] = []
+    original = torch.nn.functional.scaled_dot_product_attention
+
+    def watched(*args: Any, attn_mask: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+        offsets.append(attn_mask.storage_offset() * attn_mask.element_size() % 16)
+        return original(*args, attn_mask=attn_mask, **kwargs)
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", watched)
+    with fake_cuda():
+        q = torch.ones(1, 2, 3, 8, device=DEVICE)
+        mask = torch.zeros(1, 1, 1, 8, device=DEVICE)[..., 5:]
+        for invariant in (True, False):
+            softmax_attention(q, q, q, mask, Scoring(1.0), batch_invariant=invariant)
+    assert offsets == [0, 0]
+
+
 def test_the_kv_cache_leaves_memory_for_steps_on_a_gpu() -> None:
     config = KvCacheConfig(free_gpu_memory_fraction=1.0)
     for free, kept in ((10 * 2**30, 2**30), (100 * 2**30, 2 * 2**30)):

@@ -19,6 +19,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -396,8 +397,7 @@ def softmax_attention(
     if scoring.softcap is None and scoring.sinks is None:
         if batch_invariant:
             return batch_invariant_attention(q, k, v, mask, scoring)
-        with without_cudnn(q.device):
-            return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scoring.scale)
+        return _scaled_dot_product(q, k, v, mask, scale=scoring.scale)
     scores = q.float() @ k.float().transpose(-1, -2) * scoring.scale
     if scoring.softcap is not None:
         scores = scoring.softcap * torch.tanh(scores / scoring.softcap)
@@ -410,6 +410,24 @@ def softmax_attention(
         scores = torch.cat([scores, sinks], -1)
     weights = scores.softmax(-1)[..., : k.shape[2]]
     return (weights @ v.float()).to(q.dtype)
+
+
+def _scaled_dot_product(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, **settings: Any
+) -> Tensor:
+    """torch's attention: without cuDNN, and with a mask that begins where CUDA kernels can read.
+
+    The memory-efficient kernel raises where the mask is a slice that begins between multiples of
+    ``MASK_ALIGNMENT``; strides torch pads itself.
+    """
+    if mask is not None and mask.storage_offset() * mask.element_size() % MASK_ALIGNMENT:
+        mask = mask.clone() if mask.device.type == "cuda" else mask
+    with without_cudnn(q.device):
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, **settings)
+
+
+MASK_ALIGNMENT = 16
+"""Bytes."""
 
 
 def batch_invariant_attention(
@@ -430,10 +448,7 @@ def batch_invariant_attention(
     size, scale, gqa = q.shape[2], scoring.scale, q.shape[1] != k.shape[1]
     fewest = MIN_QUERIES_WITHOUT_AMX if q.dtype == torch.float16 else MIN_QUERIES
     if size >= fewest or causal or q.device.type != "cpu" or q.dtype.itemsize != 2:
-        with without_cudnn(q.device):
-            return F.scaled_dot_product_attention(
-                q, k, v, attn_mask=mask, is_causal=causal, scale=scale, enable_gqa=gqa
-            )
+        return _scaled_dot_product(q, k, v, mask, is_causal=causal, scale=scale, enable_gqa=gqa)
     more = (0, 0, 0, fewest - size)
     if mask is not None and mask.shape[-2] > 1:
         mask = F.pad(mask, more)
