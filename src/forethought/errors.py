@@ -11,6 +11,7 @@ Errors of other libraries are translated once, where they enter; ``__cause__`` k
     │   ├── UnknownNameError              a method, worker, backend, ... that is not in its table
     │   ├── ModelError                    a model directory that is missing, broken or not supported
     │   ├── SnapshotError                 a KV snapshot that is broken or of another model
+    │   ├── TraceError                    a trace that is damaged, or of another controller
     │   ├── ContextLengthError            more tokens than the model's context holds
     │   ├── CapacityError                 more tokens than the KV cache holds
     │   ├── WorkerTagError                a task whose worker_tag no worker serves
@@ -22,6 +23,7 @@ Errors of other libraries are translated once, where they enter; ``__cause__`` k
     ├── RequestTimeout (TimeoutError)     a deadline passed; the request was aborted
     ├── RequestCancelled                  the request was cancelled by its owner
     ├── BudgetExceeded                    a method wanted more than its budget allows
+    ├── FileError (also OSError)          a file cannot be written, such as on a full disk
     └── EngineStopped                     the engine has shut down or died; nothing more will run
 """
 
@@ -114,6 +116,10 @@ class SnapshotError(UsageError):
     """A KV snapshot that cannot be read or written, or is of another model, dtype or layout."""
 
 
+class TraceError(UsageError):
+    """A trace that cannot be read or replayed: it is damaged, or of another controller."""
+
+
 class ContextLengthError(UsageError):
     """More tokens than the model's context holds."""
 
@@ -177,6 +183,10 @@ class RequestCancelled(ForethoughtError):
 
 class BudgetExceeded(ForethoughtError):
     """A method wanted more tokens, calls or seconds than its budget allows."""
+
+
+class FileError(ForethoughtError, OSError):
+    """A file cannot be written; what had its name is as it was."""
 
 
 class EngineStopped(ForethoughtError):

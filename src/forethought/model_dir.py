@@ -3,15 +3,13 @@
 Whatever names a model (``LLM``, ``--model``, ``speculative_model``, ``RewardWorker``, ``--target``)
 is a local directory, the name of an embedded model such as ``"forethought/countdown"``, or a Hub id
 such as ``"Qwen/Qwen3-0.6B"``; :func:`find_model_dir` makes a directory of each.
-:func:`check_model_dir` says what a directory holds where that is no model, and
-:func:`replace_file` puts a file into one that is whole whenever it is read.
+:func:`check_model_dir` says what a directory holds where that is no model.
 Imports ``huggingface_hub`` only where a Hub id is given.
 """
 
 from __future__ import annotations
 
 import json
-import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -212,22 +210,6 @@ def check_model_dir(directory: Path, kind: str = "model") -> None:
                 f"{file.name} is a pointer of Git LFS to a file that was not fetched",
                 f"Run 'git lfs pull' in {directory}",
             )
-
-
-def replace_file(written: Path, file: Path) -> None:
-    """Give the finished file ``written`` the name ``file``, whatever has it now.
-
-    Its bytes reach the disk before the name does: a machine that loses power leaves the older file
-    or the newer one, and never an empty one.
-    """
-    for path in (written, file.parent):
-        descriptor = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
-        if path is written:
-            os.replace(written, file)
 
 
 _GGUF_FIX = "Give the safetensors that it was made from, as a Hugging Face directory"

@@ -1,10 +1,11 @@
 """The journal: what a killed run keeps, and when it is refused."""
 
 import json
+from pathlib import Path
 
 import pytest
 
-from forethought.errors import ParameterError, UsageError
+from forethought.errors import FileError, ParameterError, UsageError
 from forethought.evaluation.journal import (
     Attempt,
     Journal,
@@ -140,3 +141,27 @@ def test_the_hash_of_problems_is_of_what_is_asked_and_in_which_order():
     renamed = [Problem("x", problem.question, problem.answer) for problem in PROBLEMS]
     assert problems_hash(renamed) == problems_hash(PROBLEMS)
     assert problems_hash(PROBLEMS[::-1]) != problems_hash(PROBLEMS)
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no device that is always full")
+def test_a_full_disk_is_named_and_leaves_whole_lines(tmp_path, monkeypatch):
+    path = tmp_path / "journal.jsonl"
+    with Journal(path, {"seed": 1}) as journal:
+        journal.append("note", {"text": "a"})
+        before = path.read_bytes()
+        with open("/dev/full", "wb", buffering=0) as full, monkeypatch.context() as patched:
+            patched.setattr(journal, "_file", HalfFull(journal._file, full))
+            with pytest.raises(FileError, match="No space left"):
+                journal.append("note", {"text": "b"})
+    assert path.read_bytes() == before
+
+
+class HalfFull:
+    """Writes half of what it is given, as a disk that is full then."""
+
+    def __init__(self, file, full):
+        self.seek, self.truncate, self._file, self._full = file.seek, file.truncate, file, full
+
+    def write(self, data):
+        self._file.write(data[: len(data) // 2])
+        return self._full.write(data)

@@ -26,6 +26,7 @@ from forethought.config.speculation import DecodingBaseConfig
 from forethought.evaluation.report import aligned, new_figure
 from forethought.llm.llm import LLM
 from forethought.model.device import usable_processors
+from forethought.saved_file import saving
 
 AS_STORED = "as stored"
 """The form of the weights that the checkpoint has, or that the given fields ask for."""
@@ -254,7 +255,8 @@ def save_auto_plot(choice: Choice, batches: Sequence[int], path: Path, title: st
         axes.grid(True, alpha=0.25)
         axes.legend(fontsize="small")
     figure.suptitle(title)
-    figure.savefig(path, dpi=150)
+    with saving(path, "plot") as file:
+        figure.savefig(file, dpi=150)
     return path
 
 

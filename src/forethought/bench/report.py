@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from forethought.bench.variant import PLAIN, Variant
 from forethought.evaluation.report import ProgressBar, aligned, new_figure
 from forethought.outputs import SpeculationMetrics
+from forethought.saved_file import saving
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -203,7 +204,8 @@ def save_plot(rows: Sequence[BenchRow], path: Path, title: str = "") -> Path:
     Raises:
         DependencyError: matplotlib is not installed.
     """
-    draw(rows, title).savefig(path, dpi=150)
+    with saving(path, "plot") as file:
+        draw(rows, title).savefig(file, dpi=150)
     return path
 
 

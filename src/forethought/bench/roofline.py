@@ -22,6 +22,7 @@ import torch
 from forethought.config.sampling import SamplingParams
 from forethought.errors import ParameterError
 from forethought.evaluation.report import aligned, new_figure
+from forethought.saved_file import saving
 
 if TYPE_CHECKING:
     from forethought.llm.llm import LLM
@@ -253,7 +254,8 @@ def save_roofline(rows: Sequence[RooflineRow], path: Path, title: str) -> Path:
     axes.set_xlabel("sequences in a step")
     axes.set_ylabel("milliseconds (dashed: the floor)")
     axes.set_title(title)
-    figure.savefig(path, dpi=150)
+    with saving(path, "plot") as file:
+        figure.savefig(file, dpi=150)
     return path
 
 

@@ -41,6 +41,7 @@ from forethought.evaluation.report import (
 from forethought.evaluation.runner import EvaluationProgress, EvaluationRunner
 from forethought.evaluation.statistics import compare_pairs
 from forethought.evaluation.tasks import task
+from forethought.saved_file import save_text, saving
 from forethought.scaffolding.verifier import read_countdown
 
 if TYPE_CHECKING:
@@ -262,8 +263,9 @@ def show(findings: Findings, folder: Path, out: TextIO | None = None) -> None:
     out = out or sys.stdout
     prepare(folder)
     picture, line = folder / "demo.png", json.dumps(findings.to_dict())
-    draw(findings).savefig(picture, dpi=150)
-    picture.with_suffix(".json").write_text(line + "\n", encoding="utf-8")
+    with saving(picture, "picture") as file:
+        draw(findings).savefig(file, dpi=150)
+    save_text(picture.with_suffix(".json"), line + "\n", "findings")
     out.write(f"{text_of(findings)}\npicture: {picture}\n{NEXT}\n{line}\n")
 
 

@@ -17,15 +17,17 @@ run with another ``in_flight``.
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import json
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from forethought.errors import ParameterError, UsageError
+from forethought.errors import FileError, ParameterError, UsageError
 from forethought.evaluation.problems import Problem
 from forethought.outputs import Usage
 
@@ -106,7 +108,7 @@ class Journal:
     def __init__(self, path: Path, settings: Mapping[str, Any], is_fresh: bool = False) -> None:
         self._path, self._settings = path, json.loads(json.dumps(settings))
         self._records: dict[str, list[dict[str, Any]]] = {}
-        self._file = path.open("a+b")
+        self._file = path.open("a+b", buffering=0)
         try:
             self._lock()
             if is_fresh:
@@ -138,7 +140,7 @@ class Journal:
     def _attempt(self, record: Mapping[str, Any], problems: Sequence[Problem]) -> Attempt:
         try:
             return Attempt.from_dict(record, problems)
-        except (KeyError, IndexError, TypeError) as error:
+        except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
             raise self._damaged(f"a record of an attempt is incomplete ({error!r})") from error
 
     def close(self) -> None:
@@ -215,8 +217,17 @@ class Journal:
         return UsageError(f"cannot read the journal {self._path}", why, _BEGIN_ANEW)
 
     def _write(self, line: Mapping[str, Any]) -> None:
-        self._file.write(json.dumps(line).encode() + b"\n")
-        self._file.flush()
+        data, size = json.dumps(line).encode() + b"\n", self._file.seek(0, os.SEEK_END)
+        try:
+            if self._file.write(data) < len(data):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        except OSError as error:
+            self._file.truncate(size)
+            raise FileError(
+                f"cannot write the journal {self._path}",
+                error.strerror or str(error),
+                "Make space and run the command again: it goes on with what is in the journal",
+            ) from error
 
 
 def hash_of(value: Any) -> str:

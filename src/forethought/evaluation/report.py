@@ -26,6 +26,7 @@ from forethought.evaluation.statistics import (
     mean_pass_at_k,
     pareto_front,
 )
+from forethought.saved_file import save_text, saving
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -291,7 +292,8 @@ def save_plot(rows: Sequence[ReportRow], path: Path, title: str = "") -> Path:
     Raises:
         DependencyError: matplotlib is not installed.
     """
-    draw(rows, title).savefig(path, dpi=150)
+    with saving(path, "plot") as file:
+        draw(rows, title).savefig(file, dpi=150)
     return path
 
 
@@ -443,7 +445,7 @@ class Report:
         plot = save_plot(self.rows, folder / "comparison.png", self.title)
         texts = {"html": self.html(), "md": self.markdown(plot.name), "json": self.json_line()}
         for suffix, text in texts.items():
-            plot.with_suffix(f".{suffix}").write_text(text, encoding="utf-8")
+            save_text(plot.with_suffix(f".{suffix}"), text, "report")
         return plot
 
     def json_line(self) -> str:

@@ -35,7 +35,7 @@ from forethought.config.sampling import SamplingParams
 from forethought.engine.snapshot import SequenceSnapshot
 from forethought.errors import ParameterError, SnapshotError, UnknownNameError
 from forethought.kv.storage import LayerShape
-from forethought.model_dir import replace_file
+from forethought.saved_file import replace_file
 
 PREFILL = SamplingParams(max_tokens=1, temperature=0.0, seed=0)
 """The shortest generation, of a fork that is to be computed before it is saved."""

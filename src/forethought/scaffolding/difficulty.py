@@ -26,6 +26,7 @@ from typing import Any, Literal
 from pydantic import TypeAdapter, ValidationError
 
 from forethought.errors import ParameterError
+from forethought.saved_file import save_text
 from forethought.scaffolding import answer_spaces
 from forethought.scaffolding.answer_spaces import AnswerSpace
 from forethought.scaffolding.answers import AnswerPool
@@ -74,7 +75,7 @@ class Policy:
 
     def save(self, path: str | Path) -> None:
         """Write it as JSON."""
-        Path(path).write_text(json.dumps(asdict(self), indent=2) + "\n", encoding="utf-8")
+        save_text(path, json.dumps(asdict(self), indent=2) + "\n", "policy")
 
     @classmethod
     def load(cls, given: Policy | Mapping[str, Any] | str | Path) -> Policy:

@@ -53,7 +53,8 @@ from forethought.scaffolding.task import (
     Task,
     TaskStatus,
 )
-from forethought.scaffolding.trace import Span, Tracer
+from forethought.scaffolding.trace import Span
+from forethought.scaffolding.tracer import GuardedTracer
 from forethought.scaffolding.worker import Worker
 
 _logger = logging.getLogger(__name__)
@@ -124,7 +125,7 @@ class Run:
     """Running ``ComputeTask``s, in all frames."""
     text: StreamedText = field(default_factory=StreamedText)
     """What the request itself streams."""
-    tracer: Tracer | None = None
+    tracer: GuardedTracer | None = None
     """Records the tasks and branches, or repeats the order of a recording."""
 
     def publish(self, event: StreamEvent | None = None) -> None:
@@ -326,17 +327,19 @@ class Frame:
 
     def _on_ended(self, item: Item, span: Span | None, job: asyncio.Task[None]) -> None:
         """Say and record that ``item`` is over."""
-        why = self._why_ended(item, job)
-        if isinstance(item, GenerationTask) and item.attention_group is not None:
-            item.attention_group.ended(item, None if job.cancelled() else job.exception())
-        if isinstance(item, Branch):
-            self._tell(Stage("ended", why, item.path))
-        elif isinstance(item, RewardTask) and why == "done":
-            fields = {"score": item.score, "steps": list(item.step_scores)}
-            self._tell(Stage("scored", fields=fields))
-        if span is not None and self.run.tracer is not None:
-            self.run.tracer.ended(span, item, why)
-        self._forget(job)
+        try:
+            why = self._why_ended(item, job)
+            if isinstance(item, GenerationTask) and item.attention_group is not None:
+                item.attention_group.ended(item, None if job.cancelled() else job.exception())
+            if isinstance(item, Branch):
+                self._tell(Stage("ended", why, item.path))
+            elif isinstance(item, RewardTask) and why == "done":
+                fields = {"score": item.score, "steps": list(item.step_scores)}
+                self._tell(Stage("scored", fields=fields))
+            if self.run.tracer is not None:
+                self.run.tracer.ended(span, item, why)
+        finally:
+            self._forget(job)
 
     def _why_ended(self, item: Item, job: asyncio.Task[None]) -> str:
         """``done``, ``failed``, ``cancelled`` or ``budget``."""
@@ -365,7 +368,7 @@ class Frame:
 
     async def _turn(self, span: Span | None) -> None:
         """Wait until ``span`` may end: at once, unless a recording is repeated."""
-        if span is not None and self.run.tracer is not None:
+        if self.run.tracer is not None:
             await self.run.tracer.turn(span)
 
     async def _execute(self, task: Task, span: Span | None) -> None:

@@ -10,6 +10,7 @@ import asyncio
 import concurrent.futures
 import contextlib
 import dataclasses
+import logging
 import threading
 import time
 from collections import deque
@@ -33,6 +34,8 @@ from forethought.outputs import (
     TokenLogprobs,
     Usage,
 )
+
+_logger = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
@@ -387,6 +390,7 @@ class ScaffoldingResult:
         self._done: concurrent.futures.Future[list[ScaffoldingOutput]] = concurrent.futures.Future()
         self._streamed: list[StreamedItem] = []
         self._lock = threading.Lock()
+        self._is_over = False
         self._changed: concurrent.futures.Future[None] | None = None
         self._current: ScaffoldingOutput | None = None
         self.loop_thread: int | None = None
@@ -586,18 +590,27 @@ class ScaffoldingResult:
             self._notify()
 
     def on_finish(self, call: Callable[[], Any]) -> None:
-        """``call`` once the request is over; at once if it is."""
-        self._done.add_done_callback(lambda _: call())
+        """``call`` once the request is over; at once if it is. What it raises is logged."""
+
+        def run(_: object) -> None:
+            try:
+                call()
+            except BaseException as error:  # of any kind: others wait for the end, too
+                _logger.error("a callback of %s failed", self.id, exc_info=error)
+
+        self._done.add_done_callback(run)
 
     def finish(self, outcome: list[ScaffoldingOutput] | Exception) -> None:
         """Set the outcome of the request; only the first call counts."""
         with self._lock:
-            if self._done.done():
+            if self._is_over:
                 return
-            if isinstance(outcome, Exception):
-                self._done.set_exception(outcome)
-            else:
-                self._done.set_result(outcome)
+            self._is_over = True
+        if isinstance(outcome, Exception):  # without the lock: callbacks may read the stream
+            self._done.set_exception(outcome)
+        else:
+            self._done.set_result(outcome)
+        with self._lock:
             self._notify()
 
 

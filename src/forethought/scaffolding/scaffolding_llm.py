@@ -41,7 +41,8 @@ from forethought.scaffolding.result import ScaffoldingOutput, ScaffoldingResult
 from forethought.scaffolding.settings import ANY_TEXT, BOOL, POSITIVE_INT, SECONDS, validated
 from forethought.scaffolding.sympy_pool import SympyPool
 from forethought.scaffolding.task import Task
-from forethought.scaffolding.trace import Recorder, Trace, Tracer
+from forethought.scaffolding.trace import Trace
+from forethought.scaffolding.tracer import GuardedTracer, Recorder, Tracer
 from forethought.scaffolding.worker import Worker
 
 _logger = logging.getLogger(__name__)
@@ -328,11 +329,12 @@ class ScaffoldingLlm:
         controller = self.prototype_controller.clone()
         result.task_collections = controller.task_collections
         account = BudgetAccount(request.budget)
-        tracer = self._tracer(request, account)
+        recorder = self._tracer(request, account)
+        tracer = None if recorder is None else GuardedTracer(recorder)
         run = Run(self._routes, account, result.stream, self._compute, tracer=tracer)
         run.account.on_exhausted = run.stop_executions
-        if tracer is not None:
-            result.trace = tracer.trace
+        if recorder is not None and tracer is not None:
+            result.trace = recorder.trace
             run.account.on_exhausted = partial(tracer.exhausted, run.stop_executions)
         result.usage = run.account.usage
         timer = None
@@ -351,12 +353,13 @@ class ScaffoldingLlm:
             checked_process(controller, "generate", process)
             output = await Frame(run, scope).drive(process)
             outputs = _outputs(controller, output)
-            if tracer is not None:
-                tracer.finish(outputs)
         except BaseException as error:
             if tracer is not None:
                 tracer.finish(request.stopped or error, stopped=request.stopped is not None)
             raise
+        else:
+            if tracer is not None:
+                tracer.finish(outputs)
         finally:
             result.metrics, result.spent_budget = run.account.metrics, run.account.spent
             result.generations = run.account.generated_in("")

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from forethought.outputs import Usage
+from forethought.saved_file import save_text
 from forethought.scaffolding.controller import Cloneable
 from forethought.scaffolding.parallel import (
     AsCompleted,
@@ -355,7 +356,7 @@ class TaskMetricsCollector(_Clock):
     def export_to_json(self, path: str | Path) -> None:
         """Write all records to a file."""
         records = [asdict(record) for record in self._records]
-        Path(path).write_text(json.dumps(records, indent=2), encoding="utf-8")
+        save_text(path, json.dumps(records, indent=2), "statistics of tasks")
 
     def reset(self) -> None:
         """Forget all records."""

@@ -12,52 +12,34 @@ answered with, and the order in which tasks and branches ended.
 
 from __future__ import annotations
 
-import copy
-import hashlib
 import json
-import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+import math
+from collections.abc import Collection, Mapping
+from dataclasses import asdict, dataclass, field, fields
+from numbers import Real
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Self
 
-from forethought.errors import ForethoughtError, UsageError
+from forethought.errors import TraceError
 from forethought.outputs import Usage
-from forethought.scaffolding import sampling
-from forethought.scaffolding.budget import BudgetAccount
-from forethought.scaffolding.parallel import Branch, Item
-from forethought.scaffolding.result import ScaffoldingOutput, Stage
+from forethought.saved_file import save_text
+from forethought.scaffolding.budget import Budget
+from forethought.scaffolding.result import ScaffoldingOutput
 from forethought.scaffolding.settings import NON_NEGATIVE_FLOAT, validated
-from forethought.scaffolding.task import (
-    ChatTask,
-    ComputeTask,
-    GenerationTask,
-    MCPCallTask,
-    RestoreSessionTask,
-    RewardTask,
-    SaveSessionTask,
-    StreamGenerationTask,
-    Task,
-)
-from forethought.scaffolding.trace_values import decoded, encoded
+from forethought.scaffolding.trace_values import checked, decoded
 
 VERSION = 1
-_NOT_RESULTS = frozenset(
-    {
-        "attention_group",
-        "draft_spans",
-        "error",
-        "fork_point",
-        "request_handle",
-        "result",
-        "status",
-        "streaming_output_flag",
-        "streaming_output_list",
-        "usage",
-        "worker_tag",
-    }
+
+
+_KINDS = frozenset({"task", "branch", "budget"})
+_OUTCOMES = frozenset({"done", "failed", "cancelled", "budget"})
+_COUNTS = frozenset(field.name for field in fields(Usage))
+_ERROR_FIELDS = frozenset({"type", "what", "why", "fix"})
+_STAGE_FIELDS: Mapping[str, type[Any]] = MappingProxyType(
+    {"at": Real, "branch": str, "name": str, "why": str, "fields": dict}
 )
-"""Attributes of tasks that the driver sets, or that belong to one process alone."""
+_GROWN = frozenset({"$", "kept", "items", "in_place"})
 
 
 @dataclass(slots=True)
@@ -96,6 +78,48 @@ class Span:
     error: dict[str, str] | None = None
     """``type``, ``what``, ``why`` and ``fix`` of a failure."""
 
+    def check(self, number: int, branches: Collection[str]) -> None:
+        """Check what the types of the fields leave open.
+
+        Args:
+            number: its position among the spans.
+            branches: paths of the branches of the trace.
+
+        Raises:
+            ValueError: a value cannot be; says which.
+        """
+        place = f"spans.{number}"
+        has_ended = self.outcome is not None
+        for name, is_right in (
+            ("number", self.number == number),
+            ("kind", self.kind in _KINDS),
+            ("outcome", not has_ended or self.outcome in _OUTCOMES),
+            ("order", (self.order is not None) == has_ended),
+            ("end", (self.end is not None) == has_ended),
+            ("branch", self.branch in branches),
+            ("fork_of", self.fork_of is None or 0 <= self.fork_of < number),
+            ("step_of", self.step_of is None or 0 <= self.step_of < number),
+            ("usage", self.usage.keys() <= _COUNTS),
+            ("error", self.error is None or self.error.keys() == _ERROR_FIELDS),
+        ):
+            if not is_right:
+                raise ValueError(f"{place}.{name} cannot be {getattr(self, name)!r}")
+
+    def check_results(self) -> None:
+        """Decode what its execution changed.
+
+        Raises:
+            ValueError: something is nothing that a trace holds; says where.
+        """
+        place = f"spans.{self.number}"
+        for name, value in self.results.items():
+            grown = isinstance(value, dict) and value.get("$") == "grown"
+            if grown and value.keys() != _GROWN:
+                raise ValueError(f"{place}.results.{name} has not the fields {sorted(_GROWN)}")
+            if grown and not (_is_count(value["kept"]) and isinstance(value["items"], str | list)):
+                raise ValueError(f"{place}.results.{name} has not grown by {value['items']!r}")
+            decoded(value["items"] if grown else value, f"{place}.results.{name}")
+
     @property
     def seconds(self) -> float:
         """How long it took; 0.0 if it had not ended."""
@@ -112,6 +136,10 @@ class Span:
         """What a task was given: text, ids, messages, or the suffix of a fork."""
         names = ("messages", "suffix", "prompt", "answer")
         return next((self.request[name] for name in names if self.request.get(name)), None)
+
+
+def _is_count(value: Any, limit: float = math.inf) -> bool:
+    return type(value) is int and 0 <= value <= limit
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,33 +205,88 @@ class Trace:
 
     @property
     def scaffolding_outputs(self) -> list[ScaffoldingOutput]:
-        """What the request returned."""
-        return [decoded(output) for output in self.outputs]
+        """What the request returned.
+
+        Raises:
+            TraceError: the record of one is damaged.
+        """
+        try:
+            return [decoded(output, f"outputs.{n}") for n, output in enumerate(self.outputs)]
+        except ValueError as error:
+            raise _damaged(error) from error
 
     def save(self, path: str | Path) -> None:
-        """Write the trace as JSON."""
-        Path(path).write_text(json.dumps(asdict(self), ensure_ascii=False), encoding="utf-8")
+        """Write the trace as JSON; what was there stays as it is until all of it is written.
+
+        Raises:
+            FileError: the file cannot be written.
+        """
+        save_text(path, json.dumps(asdict(self), ensure_ascii=False), "trace")
 
     @classmethod
     def load(cls, path: str | Path) -> Self:
         """Read what ``save`` has written.
 
         Raises:
-            UsageError: there is no such file, or it is no trace of this version.
+            TraceError: there is no such file, or it is no trace of this version.
         """
         try:
             values = json.loads(Path(path).read_text(encoding="utf-8"))
             if not isinstance(values, dict) or values.get("version") != VERSION:
                 raise ValueError(f"it is no trace of version {VERSION}")
-            values["spans"] = [Span(**span) for span in values["spans"]]
-            for branch, num_ended in values.get("resumed", []):
-                if not isinstance(branch, str) or not isinstance(num_ended, int):
-                    raise ValueError(f"{branch!r} does not go on behind {num_ended!r} tasks")
-            return cls(**values)
-        except (OSError, ValueError, TypeError, KeyError) as error:
-            raise UsageError(
+            spans = values.get("spans")
+            if isinstance(spans, list):
+                values["spans"] = [
+                    checked(Span, span, f"spans.{number}.") for number, span in enumerate(spans)
+                ]
+            trace = checked(cls, values)
+            trace._check_order()
+            return trace
+        except (OSError, ValueError, RecursionError) as error:
+            raise TraceError(
                 f"cannot read the trace {path}", str(error), "Give a file that Trace.save wrote"
             ) from error
+
+    def check(self) -> None:
+        """Check the values that a replay reads; ``load`` has checked the rest.
+
+        Raises:
+            TraceError: one is damaged; says which.
+        """
+        try:
+            Budget(**self.budget)
+            for name in ("prompt", "kwargs", "outputs"):
+                decoded(getattr(self, name), name)
+            for span in self.spans:
+                span.check_results()
+        except (ValueError, TypeError, RecursionError) as error:
+            raise _damaged(error) from error
+
+    def _check_order(self) -> None:
+        """Check what the types of the fields leave open.
+
+        Raises:
+            ValueError: a span or an order cannot be; says which.
+        """
+        paths = {"", *(span.branch for span in self.spans if span.kind == "branch")}
+        for number, span in enumerate(self.spans):
+            span.check(number, paths)
+        orders = sorted(span.order for span in self.spans if span.order is not None)
+        if orders != list(range(len(orders))):
+            raise ValueError(f"spans.order: {orders[:20]} do not number what has ended")
+        if self.error is not None and self.error.keys() != _ERROR_FIELDS:
+            raise ValueError(f"error has not the fields {sorted(_ERROR_FIELDS)}")
+        for number, stage in enumerate(self.stages):
+            if stage.keys() != _STAGE_FIELDS.keys():
+                raise ValueError(f"stages.{number} has not the fields {sorted(_STAGE_FIELDS)}")
+            for name, kind in _STAGE_FIELDS.items():
+                if not isinstance(stage[name], kind):
+                    raise ValueError(f"stages.{number}.{name} cannot be {stage[name]!r}")
+        for number, wait in enumerate(self.resumed):
+            branch, num_ended = wait if len(wait) == 2 else (None, None)
+            is_path = isinstance(branch, str) and branch in paths
+            if not (is_path and _is_count(num_ended, len(orders))):
+                raise ValueError(f"resumed.{number}: {wait!r} is no branch and how much had ended")
 
     # ---- reading it ---------------------------------------------------------------------------
 
@@ -254,6 +337,10 @@ class Trace:
         return [f"  {line}" for _, _, lines in sorted(entries) for line in lines]
 
 
+def _damaged(error: Exception) -> TraceError:
+    return TraceError("the trace is damaged", str(error), "Record the request anew")
+
+
 def parent_path(branch: str) -> str:
     """The path of the branch that spawned ``branch``; ``""`` is the request itself."""
     return branch.rpartition(".")[0]
@@ -296,228 +383,3 @@ def _tokens(usage: Mapping[str, int]) -> str:
 def _short(value: Any, width: int, quote: bool = True) -> str:
     text = json.dumps(value, ensure_ascii=False) if quote else str(value)
     return text if len(text) <= width else text[: max(1, width - 3)] + "..."
-
-
-class Tracer:
-    """What the driver shows of a request: spans as they begin and end, and stages.
-
-    Attributes:
-        trace: where they are recorded.
-    """
-
-    trace: Trace
-
-    def begin(self, branch: str, item: Item) -> Span:
-        """``item`` is about to run: a task in ``branch``, or the branch of this path itself."""
-        raise NotImplementedError
-
-    async def turn(self, span: Span) -> None:
-        """Returns once ``span`` may end. Only a branch or a computation waits for it."""
-
-    async def resume(self, branch: str) -> None:
-        """The wait of the controller of ``branch`` is over; returns once it may go on."""
-
-    def ended(self, span: Span, item: Item, outcome: str) -> None:
-        """The job of ``item`` is over, however."""
-
-    def stage(self, branch: str, stage: Stage) -> None:
-        """A stage of ``branch``."""
-
-    def exhausted(self, then: Callable[[], None]) -> None:
-        """The budget has run out under way; ``then`` stops what goes on."""
-
-    def finish(self, outcome: Sequence[Any] | BaseException, *, stopped: bool = False) -> None:
-        """The request is over: with its outputs, or failed; ``stopped`` from outside or not."""
-
-
-class Recorder(Tracer):
-    """Records a request.
-
-    Args:
-        trace: filled.
-        account: of the request.
-        prompt: of the request.
-        kwargs: other arguments of ``generate`` of the controller.
-    """
-
-    def __init__(
-        self, trace: Trace, account: BudgetAccount, prompt: Any, kwargs: Mapping[str, Any]
-    ) -> None:
-        self.trace, self._account = trace, account
-        trace.prompt = encoded(prompt, lenient=True)
-        trace.kwargs = encoded(dict(kwargs), lenient=True)
-        self._began, self._num_ended = time.perf_counter(), 0
-        self._before: dict[int, dict[str, Any]] = {}
-        self._handles: dict[int, tuple[Any, int]] = {}  # holding the first keeps its id its own
-        self._streams: dict[int, tuple[Task, int]] = {}
-
-    def begin(self, branch: str, item: Item) -> Span:
-        """Record what is asked for."""
-        kind = "branch" if isinstance(item, Branch) else "task"
-        name = type(item.controller if isinstance(item, Branch) else item).__name__
-        span = self._new(kind, name, branch)
-        if isinstance(item, Task):
-            self._describe(span, item)
-            self._before[span.number] = _snapshot(item)
-        return span
-
-    async def resume(self, branch: str) -> None:
-        """Record what had ended by then."""
-        self.trace.resumed.append([branch, self._num_ended])
-
-    def ended(self, span: Span, item: Item, outcome: str) -> None:
-        """Record the results."""
-        self._end(span, outcome)
-        if item.error is not None and outcome != "done":
-            span.error = described(item.error)
-        if not isinstance(item, Task):
-            return
-        span.usage = _counts(item.usage)
-        before = self._before.pop(span.number)
-        if not isinstance(item, ComputeTask):
-            _record_results(span, before, vars(item))
-        handle = getattr(item, "request_handle", None)
-        if handle is not None:
-            self._handles[id(handle)] = handle, span.number
-
-    def stage(self, branch: str, stage: Stage) -> None:
-        """Record the stage."""
-        fields = encoded(dict(stage.fields), lenient=True)
-        values = {"branch": branch, "name": stage.name, "why": stage.why, "fields": fields}
-        self.trace.stages.append({"at": self._now(), **values})
-
-    def exhausted(self, then: Callable[[], None]) -> None:
-        """Record when the budget ran out."""
-        what = "seconds" if self._account.expired else "tokens"
-        span = self._new("budget", what, "")
-        self._end(span, "budget")
-        if self._account.exhausted is not None:
-            span.error = described(self._account.exhausted)
-        then()
-
-    def finish(self, outcome: Sequence[Any] | BaseException, *, stopped: bool = False) -> None:
-        """Record how the request ended."""
-        self.trace.seconds, self.trace.usage = self._now(), _counts(self._account.usage)
-        self.trace.stopped = stopped or isinstance(outcome, GeneratorExit)
-        if isinstance(outcome, BaseException):
-            self.trace.error = described(outcome)
-        else:
-            self.trace.outputs = [encoded(output, lenient=True) for output in outcome]
-
-    def _now(self) -> float:
-        return round(time.perf_counter() - self._began, 6)
-
-    def _new(self, kind: str, name: str, branch: str) -> Span:
-        span = Span(len(self.trace.spans), kind, name, branch, self._now())
-        self.trace.spans.append(span)
-        return span
-
-    def _end(self, span: Span, outcome: str) -> None:
-        span.end, span.outcome, span.order = self._now(), outcome, self._num_ended
-        self._num_ended += 1
-
-    def _describe(self, span: Span, task: Task) -> None:
-        """Record what ``task`` asks for."""
-        tag = getattr(task.worker_tag, "value", task.worker_tag)
-        span.tag = None if tag is None else str(tag)
-        if isinstance(task, StreamGenerationTask) and task.under_way:
-            span.step_of = self._streams.get(id(task), (task, None))[1]
-            span.request = {"step": task.streaming_step, "cancel": task.cancel_flag}
-            return
-        self._streams[id(task)] = task, span.number
-        if isinstance(task, GenerationTask):
-            span.request = self._asked(span, task)
-        elif isinstance(task, RewardTask):
-            span.request = {
-                "prompt": encoded(task.input_tokens or task.input_str, lenient=True),
-                "answer": task.output_str,
-            }
-        elif isinstance(task, MCPCallTask):
-            span.request = {"tool": task.tool_name, "args": encoded(task.args, lenient=True)}
-        elif isinstance(task, SaveSessionTask | RestoreSessionTask):
-            span.request = {"snapshot": task.name}
-        elif isinstance(task, ComputeTask):
-            span.request = {"function": getattr(task.function, "__qualname__", "")}
-
-    def _asked(self, span: Span, task: GenerationTask) -> dict[str, Any]:
-        own = {name: getattr(task, name) for name in sampling.FIELDS if sampling.is_set(task, name)}
-        asked = {"sampling": encoded(own, lenient=True)}
-        point = task.fork_point
-        if isinstance(task, ChatTask):
-            return {**asked, "messages": encoded(task.messages_to_dict_content(), lenient=True)}
-        if point is not None and point.input_str == task.input_str:
-            handle, number = self._handles.get(id(point.handle), (None, None))
-            span.fork_of = number if handle is point.handle else None
-            digest = hashlib.blake2b((task.input_str or "").encode(), digest_size=8).hexdigest()
-            asked |= {"suffix": point.suffix, "kept": point.kept, "digest": digest}
-        if span.fork_of is None:
-            asked["prompt"] = encoded(task.input_tokens or task.input_str, lenient=True)
-        return asked
-
-
-def _counts(usage: Usage) -> dict[str, int]:
-    return asdict(usage)
-
-
-def _snapshot(task: Task) -> dict[str, Any]:
-    """The attributes of ``task``, containers copied, each with the object itself."""
-    return {
-        name: (value, copy.copy(value) if isinstance(value, list | dict | set) else value)
-        for name, value in vars(task).items()
-        if name not in _NOT_RESULTS
-    }
-
-
-def _record_results(span: Span, before: Mapping[str, Any], after: Mapping[str, Any]) -> None:
-    for name, value in after.items():
-        if name in _NOT_RESULTS:
-            continue
-        same, old = before.get(name, (None, None))
-        try:
-            if name in before and (same is value or old == value) and bool(old == value):
-                continue
-            span.results[name] = _change(same, old, value)
-        except (TypeError, ValueError, RuntimeError):
-            span.omitted.append(name)
-
-
-def _change(same: Any, old: Any, value: Any) -> Any:
-    """``value`` as encoded, or only what it has grown by."""
-    extends = type(old) is type(value) and isinstance(value, str | list) and bool(old)
-    if extends and value[: len(old)] == old:
-        grown = {"kept": len(old), "items": encoded(value[len(old) :])}
-        return {"$": "grown", **grown, "in_place": same is value}
-    return encoded(value)
-
-
-def apply_results(span: Span, task: Task) -> None:
-    """Put what the execution of ``span`` changed on ``task``.
-
-    Raises:
-        UsageError: the trace lacks some of it.
-    """
-    if span.omitted:
-        raise UsageError(
-            f"the trace cannot answer span {span.number}",
-            f"it lacks {', '.join(span.omitted)} of its {span.name}",
-            "Replay methods whose tasks have plain results",
-        )
-    for name, value in span.results.items():
-        if isinstance(value, dict) and value.get("$") == "grown":
-            old, items = getattr(task, name), decoded(value["items"])
-            if value["in_place"] and isinstance(old, list):
-                old[value["kept"] :] = items
-            else:
-                setattr(task, name, old[: value["kept"]] + items)
-        else:
-            setattr(task, name, decoded(value))
-
-
-def described(error: BaseException) -> dict[str, str]:
-    """An error as plain values; of a failed task, what its worker raised."""
-    cause = error.__cause__ or error
-    if isinstance(cause, ForethoughtError):
-        texts = {"what": cause.what, "why": cause.why, "fix": cause.fix}
-    else:
-        texts = {"what": str(cause), "why": "", "fix": ""}
-    return {"type": type(cause).__name__, **texts}

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from forethought.saved_file import save_text
 from forethought.scaffolding.trace import Prices, Span, Trace, shown_cost
 from forethought.scaffolding.trace_requests import TracedRequest, requests
 from forethought.scaffolding.trace_values import decoded
@@ -63,7 +64,7 @@ def trace_html(trace: Trace, prices: Prices | None = None) -> str:
 
 def save_html(trace: Trace, path: str | Path, prices: Prices | None = None) -> None:
     """Write the page."""
-    Path(path).write_text(trace_html(trace, prices), encoding="utf-8")
+    save_text(path, trace_html(trace, prices), "timeline")
 
 
 class _Page:

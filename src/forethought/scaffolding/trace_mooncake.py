@@ -26,6 +26,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from forethought.saved_file import save_text
 from forethought.scaffolding.settings import POSITIVE_INT, validated
 from forethought.scaffolding.trace import Trace
 from forethought.scaffolding.trace_requests import TracedRequest, requests
@@ -69,7 +70,7 @@ def mooncake_requests(
 def save_mooncake(traces: Iterable[Trace], path: str | Path, block_size: int = BLOCK_SIZE) -> None:
     """Write ``mooncake_requests`` as JSONL."""
     lines = [json.dumps(line) + "\n" for line in mooncake_requests(traces, block_size)]
-    Path(path).write_text("".join(lines), encoding="utf-8")
+    save_text(path, "".join(lines), "Mooncake load")
 
 
 class _Blocks:

@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 
 from forethought import __version__
 from forethought.errors import DependencyError, RequestError
+from forethought.saved_file import save_text
 from forethought.scaffolding.trace import Span, Trace, parent_path
 from forethought.scaffolding.trace_requests import TracedRequest, requests
 from forethought.scaffolding.trace_values import decoded
@@ -120,7 +121,7 @@ def save_otel(
 ) -> None:
     """Write ``otlp`` as JSON, for a collector's file receiver or an HTTP endpoint."""
     text = json.dumps(otlp(trace, model=model, content=content), ensure_ascii=False)
-    Path(path).write_text(text, encoding="utf-8")
+    save_text(path, text, "OpenTelemetry spans")
 
 
 def send_otel(

@@ -22,17 +22,21 @@ from functools import partial
 from typing import Any
 
 from forethought import errors
-from forethought.errors import BudgetExceeded, ForethoughtError, UsageError
+from forethought.errors import BudgetExceeded, ForethoughtError, TraceError
 from forethought.scaffolding.budget import Budget, BudgetAccount
 from forethought.scaffolding.controller import Controller
 from forethought.scaffolding.driver import Routes
 from forethought.scaffolding.parallel import Branch, Item
 from forethought.scaffolding.result import ScaffoldingResult
 from forethought.scaffolding.scaffolding_llm import ScaffoldingLlm
-from forethought.scaffolding.task import GenerationTask, Task, TaskStatus
-from forethought.scaffolding.trace import Recorder, Span, Trace, Tracer, apply_results
+from forethought.scaffolding.task import ComputeTask, GenerationTask, Task, TaskStatus
+from forethought.scaffolding.trace import Span, Trace
 from forethought.scaffolding.trace_values import decoded
+from forethought.scaffolding.tracer import Recorder, Tracer, apply_results
 from forethought.scaffolding.worker import Worker
+
+_IDLE_TURNS = 100
+"""Turns of the event loop in which whatever has been released reaches its next event."""
 
 
 def replay(
@@ -52,16 +56,17 @@ def replay(
         one: see ``error``.
 
     Raises:
-        UsageError: the trace is incomplete, or the controller asks for something else than the
-            one that was recorded.
-        RequestTimeout: the controller waits for something that the trace does not have.
+        TraceError: the trace is incomplete or damaged, or the controller asks for something else
+            than the one that was recorded.
+        RequestTimeout: it takes longer, such as a function of a ``ComputeTask``.
     """
     if trace.stopped or trace.seconds is None:
-        raise UsageError(
+        raise TraceError(
             "this trace cannot be replayed",
             "its request was ended from outside, before its method had ended",
             "Replay the trace of a request that ended by itself",
         )
+    trace.check()
     budget = Budget(trace.budget.get("tokens"), trace.budget.get("calls"))
     arguments = {**decoded(trace.kwargs), **kwargs}
     with _ReplayLlm(controller, trace) as llm:
@@ -70,16 +75,12 @@ def replay(
         )
         try:
             result.result()
-        except (_Divergence, errors.RequestTimeout):
+        except (TraceError, errors.RequestTimeout):
             raise
         except Exception:
             if trace.error is None:
                 raise
     return result
-
-
-class _Divergence(UsageError):
-    """The controller does something else than the one that was recorded."""
 
 
 class _ReplayLlm(ScaffoldingLlm):
@@ -157,6 +158,8 @@ class Replay(Recorder):
         self._over: set[int] = set()
         self._ended_branches: set[str] = set()
         self._waiting: dict[int, asyncio.Future[None]] = {}
+        self._computing: set[int] = set()
+        self._num_events = 0
 
     def recorded(self, task: Task) -> tuple[Span, Span]:
         """The span of the present execution of ``task``, and the recorded one."""
@@ -166,10 +169,13 @@ class Replay(Recorder):
     def begin(self, branch: str, item: Item) -> Span:
         """Find the recorded span."""
         span = super().begin(branch, item)
+        self._happened()
         spans = self._by_branch[branch, span.kind]
         match = spans.pop(0) if spans else None
         if isinstance(item, Task):
             self._spans[id(item)] = item, span
+        if isinstance(item, ComputeTask):
+            self._computing.add(span.number)
         if match is None or _asked(match) != _asked(span):
             self._fail(_divergence(span, match))
         else:
@@ -179,6 +185,8 @@ class Replay(Recorder):
     async def turn(self, span: Span) -> None:
         """Wait until all that ended before ``span`` in the recording has ended."""
         match = self._match(span)
+        self._computing.discard(span.number)
+        self._happened()
         self._advance()
         if self._pending and self._pending[0] is match and not self._has_to_wait(match):
             await asyncio.sleep(0)  # behind the end of the budget, if that came first
@@ -190,6 +198,7 @@ class Replay(Recorder):
     async def resume(self, branch: str) -> None:
         """Wait until what had ended by then in the recording has ended."""
         await super().resume(branch)
+        self._happened()
         waits = self._waits_of[branch]
         if not waits:
             return  # an old trace, or a controller that is about to be found out
@@ -205,6 +214,8 @@ class Replay(Recorder):
     def ended(self, span: Span, item: Item, outcome: str) -> None:
         """Let the next one end."""
         super().ended(span, item, outcome)
+        self._computing.discard(span.number)
+        self._happened()
         if isinstance(item, Branch):
             self._ended_branches.add(span.branch)
         if span.number in self._matches:
@@ -214,7 +225,43 @@ class Replay(Recorder):
     def exhausted(self, then: Callable[[], None]) -> None:
         """The budget has run out."""
         super().exhausted(then)
+        self._happened()
         self._advance()
+
+    def finish(self, outcome: Any, *, stopped: bool = False) -> None:
+        """The request is over."""
+        super().finish(outcome, stopped=stopped)
+        self._num_events += 1
+
+    def failed(self, error: BaseException) -> None:
+        """Ends the request: without the order of the recording nothing would be repeated."""
+        why = f"{error.what}: {error.why}" if isinstance(error, TraceError) else repr(error)
+        failure = TraceError("this trace cannot be replayed", why, "Record the request anew")
+        failure.__cause__ = error
+        self._fail(failure)
+
+    def _happened(self) -> None:
+        """Something begins, waits or ends; if nothing comes of it, nothing ever will."""
+        self._num_events += 1
+        asyncio.get_running_loop().call_soon(self._expect_event, self._num_events, _IDLE_TURNS)
+
+    def _expect_event(self, num_events: int, turns: int) -> None:
+        """Look for something new in the next turns of the event loop, which has no other work."""
+        if num_events != self._num_events or self._computing:
+            return
+        if turns:
+            asyncio.get_running_loop().call_soon(self._expect_event, num_events, turns - 1)
+            return
+        pending = f"span {self._pending[0].number}" if self._pending else "no span"
+        wait = self._first_wait()
+        branch = "no controller" if wait is None else f"the controller of branch {wait.branch!r}"
+        self._fail(
+            TraceError(
+                "this trace cannot be replayed",
+                f"{pending} is to end next and {branch} to go on, and what runs is something else",
+                "Its record of what ended when is damaged: record the request anew",
+            )
+        )
 
     def exhaust(self, recorded: Span) -> None:
         """The budget ends here, with the error of a recorded span."""
@@ -294,7 +341,7 @@ class ReplayWorker(Worker):
         finally:
             for name, count in match.usage.items():
                 setattr(task.usage, name, count)
-            apply_results(match, task)  # also of what is stopped as the budget is spent
+            self._answer(match, task)  # also of what is stopped as the budget is spent
         if isinstance(task, GenerationTask) and task.request_handle is None:
             task.request_handle = _Sequence()
         if match.outcome == "budget":
@@ -302,6 +349,18 @@ class ReplayWorker(Worker):
         if match.error is not None:
             raise _rebuilt(match.error)
         return TaskStatus.SUCCESS
+
+    def _answer(self, match: Span, task: Task) -> None:
+        """Put the recorded results on ``task``; no controller may take a damaged one for a failure.
+
+        Raises:
+            TraceError: the trace lacks some of them, or they are damaged.
+        """
+        try:
+            apply_results(match, task)
+        except TraceError as error:
+            self._tracer.failed(error)
+            raise
 
 
 class _Sequence:
@@ -316,11 +375,11 @@ def _asked(span: Span) -> tuple[Any, ...]:
     return span.kind, span.name, span.tag, request
 
 
-def _divergence(span: Span, match: Span | None) -> _Divergence:
+def _divergence(span: Span, match: Span | None) -> TraceError:
     where = f"in branch {span.branch}" if span.branch else "in the request itself"
     wanted = f"{span.name} {span.request or ''}".strip()
     recorded = "nothing more" if match is None else f"{match.name} {match.request or ''}".strip()
-    return _Divergence(
+    return TraceError(
         "the controller does something else than the recorded one",
         f"{where} it runs {wanted[:300]}, and the trace has {recorded[:300]}",
         "Give a controller with the settings of the recorded one",

@@ -6,11 +6,14 @@ A value that JSON lacks is an object with the key ``"$"``: the name of its class
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Mapping
 from enum import Enum
 from types import MappingProxyType
-from typing import Any
+from typing import Any, TypeVar, cast, get_type_hints
+
+from pydantic import ConfigDict, PydanticUserError, TypeAdapter, ValidationError
 
 from forethought import outputs
 from forethought.scaffolding import messages
@@ -105,32 +108,149 @@ _PLAIN: Mapping[str, Callable[[Any], Any]] = MappingProxyType(
 )
 
 
-def decoded(value: Any) -> Any:
+def decoded(value: Any, place: str = "") -> Any:
     """The value that ``encoded`` was given; None for what it could not hold.
 
+    Args:
+        value: as it is in the trace.
+        place: where that is, for errors.
+
     Raises:
-        ValueError: an object of a class that no trace holds.
+        ValueError: it is nothing that ``encoded`` returns; says where.
     """
     if isinstance(value, list):
-        return [decoded(item) for item in value]
+        return [decoded(item, f"{place}.{number}") for number, item in enumerate(value)]
     if not isinstance(value, dict):
         return value
     if "$" not in value:
-        return {key: decoded(item) for key, item in value.items()}
-    name, content = value["$"], decoded(value["value"])
-    if name in _PLAIN:
-        return _PLAIN[name](content)
-    if name not in _CLASSES:
-        raise ValueError(f"a trace holds no {name}")
-    return _object(_CLASSES[name], content)
+        return {key: decoded(item, f"{place}.{key}") for key, item in value.items()}
+    name = value["$"]
+    if not isinstance(name, str) or not (name in _PLAIN or name in _CLASSES):
+        raise ValueError(f"{place} is of the class {name!r}, of which a trace has no objects")
+    if value.keys() != {"$", "value"}:
+        raise ValueError(f"{place} has not the two fields of an encoded {name}")
+    content = decoded(value["value"], place)
+    try:
+        return _PLAIN[name](content) if name in _PLAIN else _object(_CLASSES[name], content)
+    except (AttributeError, TypeError, ValueError) as error:
+        raise ValueError(f"{place} is no {name}: {_reason(error)}") from error
 
 
-def _object(kind: type[Any], content: Any) -> Any:
+def _object(kind: Any, content: Any) -> Any:
+    """An object of the class with exactly its attributes.
+
+    Raises:
+        ValueError: one is missing, unknown or of another type.
+    """
     if issubclass(kind, Enum):
         return kind(content)
+    attributes = _attributes(kind)
+    for why, names in (
+        ("it lacks", attributes - content.keys()),
+        ("it has unknown", content.keys() - attributes - _OPTIONAL),
+    ):
+        if names:
+            raise ValueError(f"{why} {', '.join(sorted(map(str, names)))}")
+    if kind.__name__ not in _MESSAGES:
+        _whole_adapter(kind).validate_python(content)
     if issubclass(kind, tuple):
         return kind(**content)
     made = object.__new__(kind)
     for name, item in content.items():
         object.__setattr__(made, name, item)
     return made
+
+
+@functools.lru_cache(maxsize=64)
+def _whole_adapter(kind: type[Any]) -> TypeAdapter[Any]:
+    return TypeAdapter(kind)
+
+
+_MESSAGES: Mapping[str, messages.RoleMessage] = MappingProxyType(
+    {
+        type(example).__name__: example
+        for example in (
+            messages.AssistantMessage(None),
+            messages.RoleMessage("user", None),
+            messages.SystemMessage(""),
+            messages.ToolMessage("", None),
+            messages.UserMessage(""),
+        )
+    }
+)
+"""An example of each class whose attributes are not the arguments of its constructor."""
+
+_OPTIONAL = frozenset({"unreadable_call"})
+
+
+def _attributes(kind: type[Any]) -> frozenset[str]:
+    """Names of the attributes that an object of a class has."""
+    if kind.__name__ in _MESSAGES:
+        return frozenset(vars(_MESSAGES[kind.__name__]))
+    if issubclass(kind, tuple):
+        return frozenset(kind._fields)  # type: ignore[attr-defined]  # a NamedTuple
+    return frozenset(field.name for field in dataclasses.fields(kind))
+
+
+def _reason(error: Exception) -> str:
+    """The first thing wrong, with the path of its field."""
+    if not isinstance(error, ValidationError):
+        return str(error)
+    first = error.errors()[0]
+    path = "".join(f".{name}" for name in first["loc"])
+    return f"{path}: {first['msg']}"
+
+
+def expect_type(kind: Any, name: str, value: Any) -> None:
+    """Check an attribute of an object against the class, where that says its type.
+
+    Raises:
+        ValueError: it is of another type.
+    """
+    if isinstance(getattr(kind, name, None), property):
+        raise ValueError(f"{name} cannot be set")
+    try:
+        _adapter(kind, name).validate_python(value)
+    except ValidationError as error:
+        raise ValueError(f"{name}{_reason(error)}") from error
+
+
+@functools.lru_cache(maxsize=512)
+def _adapter(kind: type[Any], name: str) -> TypeAdapter[Any]:
+    """Checks an attribute of a class."""
+    hint = get_type_hints(kind).get(name, Any)
+    try:
+        return TypeAdapter(hint, config=ConfigDict(arbitrary_types_allowed=True))
+    except PydanticUserError:  # a type with a configuration of its own
+        return TypeAdapter(hint)
+
+
+Kind = TypeVar("Kind")
+
+
+def checked(kind: type[Kind], values: Any, place: str = "") -> Kind:
+    """A dataclass of JSON values, each of the type of its field.
+
+    Args:
+        kind: the dataclass.
+        values: by the names of its fields; those that have defaults may be left out.
+        place: where they are, for errors.
+
+    Raises:
+        ValueError: one is missing, unknown or of another type; says which.
+    """
+    fields = {field.name: field for field in dataclasses.fields(kind)}  # type: ignore[arg-type]
+    if not isinstance(values, dict):
+        raise ValueError(f"{place or 'it'} is no object")
+    if unknown := values.keys() - fields.keys():
+        raise ValueError(f"{place}{min(unknown)}: {kind.__name__} has no such field")
+    for name, field in fields.items():
+        if name in values:
+            try:
+                adapter: TypeAdapter[Any] = _adapter(cast(Any, kind), name)
+                adapter.validate_python(values[name], strict=True)
+            except ValidationError as error:
+                raise ValueError(f"{place}{name}{_reason(error)}") from error
+        elif field.default is field.default_factory is dataclasses.MISSING:
+            raise ValueError(f"{place}{name} is missing")
+    return kind(**values)

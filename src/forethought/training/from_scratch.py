@@ -24,7 +24,7 @@ from torch import Tensor
 
 from forethought.errors import ParameterError
 from forethought.model.device import has_fast_matmul
-from forethought.model_dir import replace_file
+from forethought.saved_file import replace_file
 from forethought.training.chat_tokenizer import END, save_tokenizer
 from forethought.training.llama import Llama, LlamaShape, muon_groups
 from forethought.training.trainer import build_optimizers, log_fields

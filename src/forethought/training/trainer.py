@@ -31,7 +31,7 @@ from torch import Tensor, nn
 
 from forethought.config.base import StrictModel
 from forethought.errors import ModelError, ParameterError, UsageError
-from forethought.model_dir import replace_file
+from forethought.saved_file import replace_file
 
 logger = logging.getLogger(__name__)
 

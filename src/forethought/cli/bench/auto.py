@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from forethought.cli import options as model
 from forethought.errors import ParameterError
+from forethought.saved_file import save_text
 
 if TYPE_CHECKING:
     from forethought.bench.auto import Choice
@@ -122,7 +123,7 @@ def _report(args: argparse.Namespace, name: str, choice: Choice) -> None:
     from forethought.bench.report import table
 
     path = args.out / "config.yaml"
-    path.write_text(yaml.safe_dump(choice.config, sort_keys=False), encoding="utf-8")
+    save_text(path, yaml.safe_dump(choice.config, sort_keys=False), "configuration")
     plot = auto.save_auto_plot(choice, args.batch, args.out / "auto.png", f"choices for {name}")
     report = {
         "benchmark": "auto",

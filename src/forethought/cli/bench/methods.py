@@ -17,6 +17,7 @@ from forethought.cli import machine
 from forethought.cli import options as model
 from forethought.cli.judge import open_local_judge
 from forethought.errors import ParameterError
+from forethought.saved_file import save_text
 
 if TYPE_CHECKING:
     from forethought.evaluation.problems import Problem
@@ -138,8 +139,8 @@ def measure(args: argparse.Namespace) -> int:
             rows = table.rows(recipes, folder, is_fresh=args.fresh, bar=bar, against=against)
     measured_on = machine.measured_on(fields)
     line = bench.json_line(rows, made.left_out, machine=measured_on, tokens=args.tokens, **settings)
-    (folder / "methods.md").write_text(bench.markdown(rows), encoding="utf-8")
-    (folder / "methods.json").write_text(line, encoding="utf-8")
+    save_text(folder / "methods.md", bench.markdown(rows), "report")
+    save_text(folder / "methods.json", line, "report")
     if not args.json:
         print(bench.text(rows, made.left_out))
     print(line, end="")

@@ -17,6 +17,7 @@ from forethought.cli import machine
 from forethought.cli import options as model
 from forethought.errors import ParameterError
 from forethought.evaluation.report import count_of
+from forethought.saved_file import save_text
 
 
 def configure(measured: Any) -> None:
@@ -90,7 +91,7 @@ def measure(args: argparse.Namespace) -> int:
         "rows": [row.to_dict() for row in rows],
     }
     line = json.dumps(report, ensure_ascii=False)
-    (args.out / "roofline.json").write_text(line + "\n", encoding="utf-8")
+    save_text(args.out / "roofline.json", line + "\n", "report")
     plot = roofline.save_roofline(rows, args.out / "roofline.png", f"roofline of {report['model']}")
     if not args.json:
         print("\n".join([roofline.roofline_table(rows), "", *_notes(report), f"plot: {plot}"]))

@@ -14,6 +14,7 @@ from typing import Any
 
 from forethought.cli import machine
 from forethought.cli import options as model
+from forethought.saved_file import save_text
 
 
 def configure(measured: Any) -> None:
@@ -101,7 +102,7 @@ def measure(args: argparse.Namespace) -> int:
         temperature=args.temperature,
         settings=settings,
     )
-    (args.out / "specreason.json").write_text(line, encoding="utf-8")
+    save_text(args.out / "specreason.json", line, "report")
     if not args.json:
         print(bench.text(table))
     print(line, end="")

@@ -13,6 +13,7 @@ from forethought.cli import options as model
 from forethought.config.sampling import SamplingParams
 from forethought.errors import ParameterError
 from forethought.evaluation.report import count_of
+from forethought.saved_file import save_text
 
 if TYPE_CHECKING:
     from forethought.bench.report import BenchRow
@@ -187,7 +188,7 @@ def _report(
         "recommendation": advice.to_dict() | {"speculative_config": block},
     }
     line = json.dumps(report, ensure_ascii=False)
-    (folder / "speculation.json").write_text(line + "\n", encoding="utf-8")
+    save_text(folder / "speculation.json", line + "\n", "report")
     plot = save_plot(rows, folder / "speculation.png", f"speculation on {name}")
     if not args.json:
         print(f"{table(rows)}\n")

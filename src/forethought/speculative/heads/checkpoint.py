@@ -13,7 +13,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from forethought.errors import ModelError
-from forethought.model_dir import check_model_dir, replace_file
+from forethought.model_dir import check_model_dir
+from forethought.saved_file import save_text, saving
 
 _FORMATS = ("*.safetensors", "pytorch_model*.bin", "*.pt")
 
@@ -56,12 +57,11 @@ class Checkpoint:
         """Create the directory with ``config.json`` and ``model.safetensors``."""
         self.directory.mkdir(parents=True, exist_ok=True)
         text = json.dumps(self.config, indent=2) + "\n"
-        (self.directory / "config.json").write_text(text, encoding="utf-8")
-        weights = self.directory / "model.safetensors"
-        draft = weights.with_suffix(".tmp")
+        save_text(self.directory / "config.json", text, "config.json of a head")
         kept = {name: x.detach().cpu().contiguous() for name, x in self.tensors.items()}
-        save_file(kept, draft, metadata={"format": "pt"})
-        replace_file(draft, weights)
+        weights = self.directory / "model.safetensors"
+        with saving(weights, "weights of a head") as file:
+            save_file(kept, file, metadata={"format": "pt"})
         weights.chmod(0o644)
 
     def fill(self, module: nn.Module, tensors: Mapping[str, Tensor]) -> None:
