@@ -76,7 +76,8 @@ def test_a_malformed_body_is_refused_and_the_server_lives(
 def test_a_body_that_is_not_called_json_is_refused(server: Served, name: str) -> None:
     """A page of another site may send such bodies without asking."""
     answer = server.send(CHAT, say("hello"), headers={"content-type": name})
-    assert (answer.status, answer.error["code"]) == (400, "invalid_json")
+    assert (answer.status, answer.error["code"]) == (415, "unsupported_content_type")
+    assert f"Content-Type is {name!r}" in answer.error["message"]
 
 
 @pytest.mark.parametrize("name", ["application/json; charset=utf-8", "application/vnd.api+json"])
@@ -108,6 +109,10 @@ def test_a_large_body_without_a_length_is_refused(server: Served) -> None:
 def test_unknown_paths_and_methods_are_told(server: Served) -> None:
     assert server.send("/v1/nonsense").status == 404
     assert server.send(CHAT, method="GET").status == 405
+    assert server.send("/style.css", b"{}", method="POST").status == 405
+    for path in ("/completions", "/nothing", "/v1", "/a/b"):
+        for method in ("GET", "POST", "PUT", "DELETE", "PATCH"):
+            assert server.send(path, b"{}", method=method).status == 404, (method, path)
     for path in ("/../pyproject.toml", "/%2e%2e/app.py", "/app.py", "/nothing.js"):
         answer = server.send(path)
         assert (answer.status, set(answer.json)) == (404, {"error"})
@@ -409,3 +414,15 @@ def test_the_last_events_of_a_stream_end_the_body_of_its_response(fails: bool) -
     assert [message["more_body"] for message in sent[1:]] == [True, False]
     last = sent[2]["body"]
     assert last.endswith(b"data: [DONE]\n\n") if fails else last == b"data: 2\n\n"
+
+
+def test_a_method_that_would_begin_too_many_generations_is_refused_before_any_begins() -> None:
+    with scripted(answers) as running:
+        for spec in ("majority_vote@1024+" * 3)[:-1], "majority_vote@300+majority_vote@300":
+            answer = running.send(CHAT, say("x", method=spec))
+            assert (answer.status, answer.error["param"]) == (400, "method")
+            assert "allows 65,536" in answer.error["message"]
+        assert not running.backend.worker.calls
+    with scripted(answers, Settings(max_generations=8)) as running:
+        assert running.send(CHAT, say("x", method="majority_vote@8")).status == 200
+        assert running.send(CHAT, say("x", method="majority_vote@8", n=2)).status == 400

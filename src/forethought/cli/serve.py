@@ -45,6 +45,7 @@ _SETTINGS = (
     "timeout",
     "drain_seconds",
     "max_body_bytes",
+    "max_generations",
     "stream_interval",
     "reasoning_in_content",
     "otlp_endpoint",
@@ -131,6 +132,13 @@ def _add_server_options(server: argparse._ArgumentGroup) -> None:
     server.add_argument("--timeout", type=float, metavar="S", help="seconds for a request")
     server.add_argument("--drain-seconds", type=float, metavar="S", help="to finish at the end")
     server.add_argument("--max-body-bytes", type=int, metavar="N", help="of a request")
+    server.add_argument(
+        "--max-generations",
+        type=int,
+        metavar="N",
+        help="that the methods of one request may begin: the product of their samples, branches "
+        "and steps",
+    )
     server.add_argument(
         "--stream-interval", type=float, metavar="S", help="in which new tokens are gathered"
     )

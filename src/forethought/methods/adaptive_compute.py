@@ -106,6 +106,10 @@ class AdaptiveComputeController(Controller):
         self.annealing = validated("annealing", annealing, BOOL)
         self.restart_prompt = validated("restart_prompt", restart_prompt, TEXT)
 
+    def fan_out(self) -> int:
+        """The samples, each of which may begin again."""
+        return 2 * self.default_sample_num
+
     def process(
         self, tasks: Sequence[GenerationTask], sample_num: int | None = None, **kwargs: Any
     ) -> Process:

@@ -91,6 +91,10 @@ class ArchonController(Controller):
         self.pipeline = archon_config.load(pipeline)
         self.worker_tags = self.pipeline.models
 
+    def fan_out(self) -> int:
+        """The calls of all components; a fuser counts each candidate that it reads."""
+        return self.pipeline.num_calls
+
     def process(self, tasks: Sequence[GenerationTask], **kwargs: Any) -> Process:
         """Run the layers, and leave the answer on the task.
 

@@ -126,6 +126,19 @@ class Pipeline:
         named = [each.model for layer in self.layers for each in layer if each.model is not None]
         return list(dict.fromkeys(named))
 
+    @property
+    def num_calls(self) -> int:
+        """Calls of the model at most; a fuser counts each candidate that it reads."""
+        total, candidates = 0, 1
+        for layer in self.layers:
+            samples = sum(each.samples for each in layer if isinstance(each, Generator | Fuser))
+            reads = [
+                isinstance(each, Fuser | Critic | Verifier | UnitTestEvaluator) for each in layer
+            ]
+            total += max(1, samples) * (candidates * sum(reads) if any(reads) else len(layer))
+            candidates = samples or candidates
+        return total
+
     def to_dict(self) -> dict[str, Any]:
         """What it was read from, without what is not set."""
         return {

@@ -81,6 +81,10 @@ class BestOfNController(Controller):
         self.choice = validated("choice", choice, _CHOICE)
         self.answer_space = answer_spaces.answer_space(answer_space)
 
+    def fan_out(self) -> int:
+        """The samples."""
+        return self.default_sample_num
+
     def process(
         self,
         tasks: Sequence[GenerationTask],

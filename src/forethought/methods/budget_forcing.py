@@ -100,6 +100,10 @@ class BudgetForcingController(Controller):
         self.answer_prefix = validated("answer_prefix", answer_prefix, ANY_TEXT)
         self.streaming = validated("streaming", streaming, BOOL)
 
+    def fan_out(self) -> int:
+        """The thought, its continuations and the answer."""
+        return 2 + self.num_waits
+
     def process(self, tasks: Sequence[GenerationTask], **kwargs: Any) -> Process:
         """Solve the tasks concurrently.
 

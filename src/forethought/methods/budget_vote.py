@@ -84,6 +84,10 @@ class BudgetVoteController(Controller):
         self.extract_answer = validated("extract_answer", extract_answer, FUNCTION)
         self.equivalence = checked_equivalence(equivalence)
 
+    def fan_out(self) -> int:
+        """The samples, each with a thought and an answer."""
+        return 2 * max(self.default_sample_num, self.max_sample_num)
+
     def process(
         self, tasks: Sequence[GenerationTask], sample_num: int | None = None, **kwargs: Any
     ) -> Process:

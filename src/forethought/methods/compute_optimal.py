@@ -100,6 +100,10 @@ class ComputeOptimalController(Controller):
             if name != PROBES
         }
 
+    def fan_out(self) -> int:
+        """The probes."""
+        return self.policy.num_probes
+
     def process(self, tasks: Sequence[GenerationTask], **kwargs: Any) -> Process:
         """Draw the probes, and leave the results of the chosen method on the task.
 

@@ -121,6 +121,10 @@ class DeepConfController(Controller):
         self.equivalence = checked_equivalence(equivalence)
         self.on_failure = validated("on_failure", on_failure, ON_FAILURE)
 
+    def fan_out(self) -> int:
+        """The samples."""
+        return self.default_sample_num
+
     def process(
         self, tasks: Sequence[GenerationTask], sample_num: int | None = None, **kwargs: Any
     ) -> Process:

@@ -133,6 +133,10 @@ class DynasorGenerationController(Controller):
             validated("generation_dir", generation_dir, DIRECTORY)
         self._tokenizer = None if generation_dir is None else AnswerTokenizer(generation_dir)
 
+    def fan_out(self) -> int:
+        """The chain, and a probe for each of its chunks."""
+        return 1 + self.max_tokens // self.chunk_size
+
     def process(self, tasks: Sequence[GenerationTask], **kwargs: Any) -> Process:
         """Solve the tasks concurrently.
 

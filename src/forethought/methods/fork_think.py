@@ -100,6 +100,10 @@ class ForkThinkController(Controller):
         self.answer_space = answer_spaces.answer_space(answer_space)
         self.on_failure = validated("on_failure", on_failure, ON_FAILURE)
 
+    def fan_out(self) -> int:
+        """The samples, and the first answer."""
+        return 1 + self.default_sample_num
+
     def process(
         self, tasks: Sequence[GenerationTask], sample_num: int | None = None, **kwargs: Any
     ) -> Process:

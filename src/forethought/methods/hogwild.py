@@ -129,6 +129,10 @@ class HogwildController(Controller):
         self.final = validated("final", final, ANY_TEXT)
         self.extract_answer = validated("extract_answer", extract_answer, FUNCTION)
 
+    def fan_out(self) -> int:
+        """A turn of each worker at a time, and the answer."""
+        return 1 + len(self.workers) * self.max_turns
+
     def process(self, tasks: Sequence[GenerationTask], **kwargs: Any) -> Process:
         """Answer the questions side by side.
 

@@ -97,6 +97,10 @@ class IterDRAGController(RetrievalController):
         self.max_iterations = validated("max_iterations", max_iterations, NON_NEGATIVE_INT)
         self.line_tokens = validated("line_tokens", line_tokens, POSITIVE_INT)
 
+    def fan_out(self) -> int:
+        """The follow-up questions, each with its answer, and the last answer."""
+        return 1 + 2 * self.max_iterations
+
     def _solve(self, task: GenerationTask) -> Process:
         sampling.refuse(task, _REFUSED, "iterdrag", "Leave it out, or put the method into a vote")
         question = task.question_text or ""

@@ -37,7 +37,6 @@ Paper: Wang et al., "Self-Consistency Improves Chain of Thought Reasoning in Lan
 from __future__ import annotations
 
 import contextlib
-import math
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Annotated, Any
@@ -142,6 +141,10 @@ class MajorityVoteController(Controller):
         self.concurrency = validated("concurrency", concurrency, CONCURRENCY)
         self.on_failure = validated("on_failure", on_failure, ON_FAILURE)
 
+    def fan_out(self) -> int:
+        """The samples."""
+        return self.default_sample_num
+
     def process(
         self,
         tasks: Sequence[GenerationTask],
@@ -172,7 +175,8 @@ class MajorityVoteController(Controller):
         branches = sampled(self.generation_controller, tasks, count, options, self.on_failure)
         pool = AnswerPool(self.equivalence)
         ended = yield from self._run(branches, pool)
-        voters = [branch for branch in branches if branch in ended and branch.error is None]
+        whole = {*ended}
+        voters = [branch for branch in branches if branch in whole and branch.error is None]
         if not voters:
             voters = yield from self._cut_voters(branches, ended, pool)
         if self._overridden:
@@ -181,7 +185,8 @@ class MajorityVoteController(Controller):
             winner = pool.winner
             chosen = voters[0] if winner is None else branches[winner.first]
             answer = None if winner is None else winner.answer
-        samples = [branch.tasks if branch in voters else None for branch in branches]
+        votes = {*voters}
+        samples = [branch.tasks if branch in votes else None for branch in branches]
         _store(tasks, chosen.tasks, samples)
         yield Stage("voted", fields={"answer": answer, "tally": pool.tally})
         info = {"answer": answer, "samples": count, "finished": len(voters)}
@@ -251,7 +256,7 @@ class MajorityVoteController(Controller):
                     yield from self._count(pool, said, branches, pending)
                 except BudgetExceeded:
                     break  # vote with the samples that have ended
-                if pool.lead_probability >= (self.statistical_stop or math.inf):
+                if self.statistical_stop and pool.lead_probability >= self.statistical_stop:
                     break
                 if self.early_stop and pool.decided([*pending, *said]):
                     waiting.clear()  # they come after all that have begun
@@ -278,7 +283,8 @@ class MajorityVoteController(Controller):
         failed = [each.error for each in (*ended, *branches) if each.error is not None]
         assert failed, "a sample that does not vote has failed, or the budget has ended it"
         spent = [error for error in failed if isinstance(error, BudgetExceeded)]
-        cut = [each for each in branches if getattr(each.tasks[0], "output_str", None)]
+        begun = [each for each in branches if each.path is not None]
+        cut = [each for each in begun if getattr(each.tasks[0], "output_str", None)]
         if not spent or not cut:
             raise (spent or failed)[0]
         if not self._overridden:

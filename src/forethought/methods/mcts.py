@@ -149,6 +149,10 @@ class MCTSController(SearchController):
         self.exploration = validated("exploration", exploration, _EXPLORATION)
         self.rollouts = validated("rollouts", rollouts, NON_NEGATIVE_INT)
 
+    def fan_out(self) -> int:
+        """The children of each expanded node, with their rollouts."""
+        return self.default_sample_num * self.width * (1 + self.rollouts)
+
     def search(self, search: Search, count: int) -> Process:
         """See ``SearchController``."""
         root = _Node(search.root)

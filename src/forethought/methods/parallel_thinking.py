@@ -57,6 +57,8 @@ from forethought.scaffolding.task import GenerationTask
 from forethought.scaffolding.threads import ThreadFormat, ThreadProgress, format_of
 
 _JOIN: TypeAdapter[Literal["text", "pages"]] = TypeAdapter(Literal["text", "pages"])
+_MANY = 1 << 32
+"""Threads beyond which they are not counted."""
 
 
 class ParallelThinkingController(Controller):
@@ -113,6 +115,15 @@ class ParallelThinkingController(Controller):
                 "that spawn no others, can be read in their pages",
                 'Set join="text"',
             )
+
+    def fan_out(self) -> int:
+        """The threads of all levels, which go on after each spawn."""
+        spawned, total = self.max_spawns * self.max_threads, 1
+        for _ in range(self.max_depth if spawned else 0):
+            total = 1 + spawned * total
+            if total > _MANY:
+                break
+        return total + self.max_spawns
 
     def process(self, tasks: Sequence[GenerationTask], **kwargs: Any) -> Process:
         """Think about the tasks side by side.

@@ -101,6 +101,10 @@ class ParticleGibbsController(SearchController):
                 "Give more particles than num_references",
             )
 
+    def fan_out(self) -> int:
+        """The particles at each step of each iteration."""
+        return super().fan_out() * self.num_iterations
+
     def search(self, search: Search, count: int) -> Process:
         """See ``SearchController``."""
         references: list[Beam] = []

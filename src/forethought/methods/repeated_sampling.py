@@ -100,6 +100,10 @@ class RepeatedSamplingController(Controller):
         self.fallback = validated("fallback", fallback, _FALLBACK)
         self.on_failure = validated("on_failure", on_failure, ON_FAILURE)
 
+    def fan_out(self) -> int:
+        """The samples."""
+        return self.default_sample_num
+
     def process(
         self,
         tasks: Sequence[GenerationTask],

@@ -78,6 +78,10 @@ class SelfRefineController(RevisingController):
         self.feedback_tokens = validated("feedback_tokens", feedback_tokens, OPTIONAL_POSITIVE_INT)
         self._critic = NativeGenerationController()
 
+    def fan_out(self) -> int:
+        """The answers; each but the last is criticised."""
+        return 1 + self.num_refinements
+
     def _revise(
         self, answers: list[GenerationTask], info: dict[str, Any], options: Mapping[str, Any]
     ) -> Process:

@@ -81,6 +81,10 @@ class SequentialRevisionController(RevisingController):
         self.revise_prompt = validated("revise_prompt", revise_prompt, TEXT)
         self.extract_answer = validated("extract_answer", extract_answer, FUNCTION)
 
+    def fan_out(self) -> int:
+        """The answers."""
+        return 1 + self.num_revisions
+
     def _revise(
         self, answers: list[GenerationTask], info: dict[str, Any], options: Mapping[str, Any]
     ) -> Process:

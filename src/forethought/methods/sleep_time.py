@@ -170,6 +170,10 @@ class SleepTimeController(Controller):
         self.memory = SleepMemory() if memory is None else memory
         self._thinker = NativeGenerationController()
 
+    def fan_out(self) -> int:
+        """The thoughts about the context, and the answer."""
+        return 1 + self.num_thoughts
+
     def process(
         self, tasks: Sequence[GenerationTask], *, sleep_only: bool = False, **kwargs: Any
     ) -> Process:

@@ -119,6 +119,10 @@ class SPCTRewardController(NativeRewardController):
         self.votes: list[list[int] | None] = []
         self.voters: list[int] = []
 
+    def fan_out(self) -> int:
+        """The critiques."""
+        return self.num_critiques
+
     def process(self, tasks: Sequence[GenerationTask | RewardTask], **kwargs: Any) -> Process:
         """Score all tasks, which answer the same question.
 

@@ -155,6 +155,10 @@ class SpecReasonController(Controller):
         self.score_prompt = validated("score_prompt", score_prompt, TEXT)
         self.pipelined = validated("pipelined", pipelined, BOOL)
 
+    def fan_out(self) -> int:
+        """The steps, each drafted, scored and perhaps written again."""
+        return 3 * self.max_steps
+
     def process(self, tasks: Sequence[GenerationTask], **kwargs: Any) -> Process:
         """Solve the tasks concurrently.
 

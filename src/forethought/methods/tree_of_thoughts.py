@@ -122,6 +122,12 @@ class TreeOfThoughtsController(SearchController):
         self.threshold = validated("threshold", threshold, _KINDS["threshold"])
         self.prompts = _checked_prompts(prompts or {})
 
+    def fan_out(self) -> int:
+        """The thoughts, each with its evaluations."""
+        steps = self.default_sample_num * self.settings.max_steps
+        expanded = steps if self.strategy == "bfs" else self.max_expansions
+        return expanded * self.num_thoughts * (1 + self.num_evaluations)
+
     def search(self, search: Search, count: int) -> Process:
         """See ``SearchController``."""
         if self.strategy == "bfs":

@@ -219,6 +219,10 @@ class ConfidenceRewardController(NativeRewardController):
         self.top_k = validated("top_k", top_k, _TOP_K)
         self.sample_params = {"confidence": self.top_k}
 
+    def fan_out(self) -> int:
+        """It asks nothing."""
+        return 0
+
     def process(self, tasks: Sequence[GenerationTask | RewardTask], **kwargs: Any) -> Process:
         """Score all tasks.
 

@@ -16,6 +16,7 @@ import inspect
 from collections import deque
 from collections.abc import Callable, Generator, Mapping, Sequence
 from enum import Enum
+from functools import partial
 from types import MappingProxyType
 from typing import Any, ClassVar, Self, TypeVar
 
@@ -172,6 +173,25 @@ class Controller(Cloneable):
                 raise
             return answer
         return task.samples if len(task.samples) > 1 else task.create_scaffolding_output()
+
+    def fan_out(self) -> int:
+        """How many times at most it asks each controller inside it, or the model, about a task."""
+        return 1
+
+    def num_generations(self) -> int:
+        """At most how many generations it begins for a task, by the controllers inside included."""
+        inner = sum(each.num_generations() for each in self.inner_controllers())
+        return self.fan_out() * max(1, inner)
+
+    def inner_controllers(self) -> list[Controller]:
+        """The controllers among its attributes, also within lists and mappings, each once."""
+        found: dict[int, Controller] = {}
+        for value in vars(self).values():
+            items = value.values() if isinstance(value, dict) else value
+            for item in items if isinstance(value, list | tuple | dict) else [value]:
+                if isinstance(item, Controller):
+                    found[id(item)] = item
+        return list(found.values())
 
     def process(self, tasks: Sequence[Any], **kwargs: Any) -> Generator[Any, Any, Any]:
         """Work on ``tasks``, leaving the results on them."""
@@ -473,6 +493,8 @@ def sampled(
 ) -> list[Branch]:
     """Branches that draw samples: each runs a clone of a controller on copies of the tasks.
 
+    Both are made when a branch begins, so that those that never do cost nothing.
+
     Args:
         controller: generates one sample.
         tasks: of the request; the copies of each sample differ in what they draw, under a seed too.
@@ -480,13 +502,16 @@ def sampled(
         options: keyword arguments of its ``process``.
         on_failure: see ``Branch``.
     """
-    branches = []
-    for number in range(num_samples):
+
+    def sample(number: int) -> tuple[Controller, list[Any]]:
         copies = [task.copy() for task in tasks]
         for task in copies:
             sampling.vary(task, number)
-        branches.append(Branch(controller.clone(), copies, options, on_failure))
-    return branches
+        return controller.clone(), copies
+
+    return [
+        Branch.later(partial(sample, number), options, on_failure) for number in range(num_samples)
+    ]
 
 
 def answer_by(controller: Controller, task: GenerationTask, asked: GenerationTask) -> Process:

@@ -10,6 +10,7 @@ import asyncio
 import dataclasses
 import itertools
 import logging
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
@@ -109,6 +110,85 @@ def _value(tag: Any) -> Any:
     return tag.value if isinstance(tag, Enum) else tag
 
 
+MAX_BRANCHES = 1024
+"""Branches of a request that are under way at once, but for one of each that waits for others."""
+_STARTS = 16
+"""Items that are started, or cancelled, before the event loop serves other requests."""
+
+
+class StartPace:
+    """Lets all frames together start a few items in each turn of the event loop.
+
+    Each item is made and run up to its first wait: a thousand at once would hold up everything else
+    on the loop.
+    """
+
+    def __init__(self) -> None:
+        self._num_left = _STARTS
+
+    async def step(self) -> None:
+        """An item has been started; returns in another turn of the loop if it was the last one."""
+        if self._num_left == _STARTS:
+            asyncio.get_running_loop().call_soon(self._next_turn)
+        self._num_left -= 1
+        while self._num_left <= 0:
+            await asyncio.sleep(0)
+
+    def _next_turn(self) -> None:
+        self._num_left = _STARTS
+
+
+class BranchLimit:
+    """How many branches of a request are under way. Others begin when one of them ends.
+
+    A frame without a branch under way may always begin one, so that the innermost ones end.
+
+    Args:
+        max_branches: under way at once, beside those.
+    """
+
+    def __init__(self, max_branches: int) -> None:
+        self._max_branches, self._num_branches = max_branches, 0
+        self._num_of: Counter[Frame] = Counter()
+        self._waiting: dict[Frame, asyncio.Future[None]] = {}
+
+    def admits(self, frame: Frame) -> bool:
+        """Whether a frame may begin a branch now."""
+        return self._num_branches < self._max_branches or not self._num_of[frame]
+
+    async def wait(self, frame: Frame) -> None:
+        """Until a frame may begin a branch."""
+        while not self.admits(frame):
+            waiter = self._waiting[frame] = asyncio.get_running_loop().create_future()
+            try:
+                await waiter
+            finally:
+                del self._waiting[frame]
+
+    def begun(self, frame: Frame) -> None:
+        """A branch of a frame has begun."""
+        self._num_branches += 1
+        self._num_of[frame] += 1
+
+    def ended(self, frame: Frame) -> None:
+        """A branch of a frame has ended: that frame may go on, or the one that waits longest."""
+        self._num_branches -= 1
+        self._num_of[frame] -= 1
+        if not self._num_of[frame]:
+            del self._num_of[frame]
+        if frame in self._waiting and self.admits(frame):
+            _wake(self._waiting[frame])
+        elif self._num_branches < self._max_branches:
+            next_one = next((each for each in self._waiting.values() if not each.done()), None)
+            if next_one is not None:
+                _wake(next_one)
+
+
+def _wake(waiter: asyncio.Future[None]) -> None:
+    if not waiter.done():
+        waiter.set_result(None)
+
+
 @dataclass
 class Run:
     """What all frames of one request share."""
@@ -127,6 +207,10 @@ class Run:
     """What the request itself streams."""
     tracer: GuardedTracer | None = None
     """Records the tasks and branches, or repeats the order of a recording."""
+    branches: BranchLimit = field(default_factory=lambda: BranchLimit(MAX_BRANCHES))
+    """Of all frames."""
+    pace: StartPace = field(default_factory=StartPace)
+    """Of all requests on the event loop."""
 
     def publish(self, event: StreamEvent | None = None) -> None:
         """Pass ``event`` and the new text to the result."""
@@ -221,18 +305,44 @@ class Frame:
 
         Where it is only that the budget of calls is spent, those that have begun run to their end.
         """
-        jobs = {self._start(item): item for item in items}
-        pending: set[Job] = {*jobs}
+        jobs: dict[asyncio.Task[None], Item] = {}
+        pending: set[Job] = set()
         try:
-            while pending:
+            goes_on = await self._start_all(items, jobs)
+            pending |= jobs.keys()
+            while pending and goes_on:
                 done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_EXCEPTION)
-                if not all(self._goes_on_beside(job) for job in done):
-                    break
+                goes_on = all(self._goes_on_beside(job) for job in done)
+            pending = {job for job in pending if not job.done()}
         finally:
             await _end([job for job in jobs if not job.done()])
         for job, item in jobs.items():
             if job not in pending:
                 self._raise_error(item, job)
+
+    async def _start_all(self, items: Iterable[Item], jobs: dict[Any, Item]) -> bool:
+        """Start items as far as the limit of branches allows; whether none of them stops the rest.
+
+        Args:
+            items: to be started.
+            jobs: gets each item by its job.
+        """
+        stopping: list[Job] = []
+
+        def on_done(job: Job) -> None:
+            if not self._goes_on_beside(job):
+                stopping.append(job)
+
+        for item in items:
+            if isinstance(item, Branch):
+                await self.run.branches.wait(self)
+            if stopping:
+                break
+            job = self._start(item)
+            jobs[job] = item
+            job.add_done_callback(on_done)
+            await self.run.pace.step()
+        return not stopping
 
     def _goes_on_beside(self, job: Job) -> bool:
         """Whether what runs beside a job that is done is to go on."""
@@ -245,9 +355,13 @@ class Frame:
         if not any(known is race for known in self._races):
             self._races.append(race)
         for item in race.new:
+            is_full = isinstance(item, Branch) and not self.run.branches.admits(self)
+            if is_full or race.has_finished:
+                break  # it begins when the controller waits again
             job = self._start(item)
             race.started(item, job)
             job.add_done_callback(partial(self._finished, race, item))
+            await self.run.pace.step()
         while True:
             done = race.take()
             if done is not None:
@@ -313,6 +427,7 @@ class Frame:
         if isinstance(item, Branch):
             scope = self.scope.child(next(self._branch_numbers))
             item.path = scope.path
+            self.run.branches.begun(self)
             self._tell(Stage("spawned", type(item.controller).__name__, scope.path))
         span = None if self.run.tracer is None else self.run.tracer.begin(scope.path, item)
         work = (
@@ -339,6 +454,8 @@ class Frame:
             if self.run.tracer is not None:
                 self.run.tracer.ended(span, item, why)
         finally:
+            if isinstance(item, Branch):
+                self.run.branches.ended(self)
             self._forget(job)
 
     def _why_ended(self, item: Item, job: asyncio.Task[None]) -> str:
@@ -358,7 +475,7 @@ class Frame:
     async def _branch(self, branch: Branch, scope: ExecutionScope, span: Span | None) -> None:
         frame = Frame(self.run, scope)
         try:
-            branch.result = await frame.drive(branch.process)
+            branch.result = await frame.drive(branch.begin())
         except Exception as error:
             branch.error = error
         await self._turn(span)
@@ -606,8 +723,19 @@ def _unsuccessful(task: Task, status: Any, worker: Worker) -> TaskError:
 
 async def _end(jobs: Sequence[asyncio.Task[None]]) -> None:
     """Cancel and wait until they are gone. A second cancellation would disturb their clean-up."""
-    for job in jobs:
-        if not job.cancelling():
-            job.cancel()
+    remaining = iter(jobs)
+    try:
+        for number, job in enumerate(remaining, 1):
+            _cancel(job)
+            if number % _STARTS == 0:
+                await asyncio.sleep(0)
+    finally:
+        for job in remaining:
+            _cancel(job)
     if jobs:
         await asyncio.wait(jobs)
+
+
+def _cancel(job: asyncio.Task[None]) -> None:
+    if not job.cancelling():
+        job.cancel()

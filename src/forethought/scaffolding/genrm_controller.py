@@ -82,6 +82,10 @@ class GenRMController(Controller):
         self.scores: list[float | None] | None = None
         self.votes: list[list[float]] | None = None
 
+    def fan_out(self) -> int:
+        """The verifications, each with a verdict."""
+        return max(1, 2 * self.num_verifications)
+
     def process(self, tasks: Sequence[GenerationTask], **kwargs: Any) -> Process:
         """Verify all tasks at once.
 

@@ -16,6 +16,7 @@ import asyncio
 import itertools
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from functools import cached_property
 from types import TracebackType
 from typing import Any, Protocol, Self
 
@@ -60,7 +61,10 @@ class Branch:
             ``"drop"`` only notes it in ``error``.
 
     Attributes:
-        result: what ``process`` returned.
+        controller: as given.
+        tasks: as given.
+        process: what ``process`` of the controller returned.
+        result: what that returned in the end.
         error: why it failed; None if it did not.
         path: its place in the request, once it has begun: ``"2"``, or ``"2.0"`` inside of ``"2"``.
 
@@ -75,15 +79,73 @@ class Branch:
         kwargs: Mapping[str, Any] | None = None,
         on_failure: OnFailure = "raise",
     ) -> None:
-        self.controller = controller
-        self.tasks: Sequence[Any] = tasks
+        self._expect(kwargs, on_failure)
+        self.controller, self.tasks = controller, tasks
+        self.process = self._checked(controller, tasks)
+
+    @classmethod
+    def later(
+        cls,
+        make: Callable[[], tuple[TaskProcessor, Sequence[Task]]],
+        kwargs: Mapping[str, Any] | None = None,
+        on_failure: OnFailure = "raise",
+    ) -> Self:
+        """A branch whose controller and tasks are made when it begins, or when they are read.
+
+        Args:
+            make: returns both.
+            kwargs: as of the constructor.
+            on_failure: as of the constructor.
+        """
+        branch = cls.__new__(cls)
+        branch._expect(kwargs, on_failure)
+        branch._make = make
+        return branch
+
+    def _expect(self, kwargs: Mapping[str, Any] | None, on_failure: OnFailure) -> None:
+        self._kwargs = kwargs or {}
+        self._make: Callable[[], tuple[TaskProcessor, Sequence[Task]]] | None = None
         self.on_failure = validated("on_failure", on_failure, ON_FAILURE)
-        self.process = checked_process(
-            controller, "process", controller.process(tasks, **(kwargs or {}))
-        )
+        self.observers: list[tuple[object, Callable[[Process], Process]]] = []
         self.result: Any = None
         self.error: Exception | None = None
         self.path: str | None = None
+
+    def _checked(self, controller: TaskProcessor, tasks: Sequence[Task]) -> Process:
+        process = controller.process(tasks, **self._kwargs)
+        return checked_process(controller, "process", process)
+
+    @cached_property
+    def _made(self) -> tuple[TaskProcessor, Sequence[Any]]:
+        assert self._make is not None, "without it, the attributes are set"
+        return self._make()
+
+    @cached_property
+    def controller(self) -> TaskProcessor:
+        """Made now, if it was not before."""
+        return self._made[0]
+
+    @cached_property
+    def tasks(self) -> Sequence[Any]:
+        """Made now, if they were not before."""
+        return self._made[1]
+
+    @cached_property
+    def process(self) -> Process:
+        """Made now, if it was not before."""
+        return self._checked(self.controller, self.tasks)
+
+    def observe(self, owner: object, wrap: Callable[[Process], Process]) -> None:
+        """Have ``wrap`` around the process once it begins, once for each owner."""
+        if all(known is not owner for known, _ in self.observers):
+            self.observers.append((owner, wrap))
+
+    def begin(self) -> Process:
+        """The process, with all that observe it."""
+        process = self.process
+        for _, wrap in self.observers:
+            process = wrap(process)
+        return process
 
 
 def num_to_begin(
@@ -170,7 +232,7 @@ class AsCompleted:
     """
 
     def __init__(self, items: Iterable[Item] = ()) -> None:
-        self._new: list[Item] = []
+        self._new: dict[int, Item] = {}
         self._running: dict[int, tuple[Item, Job]] = {}
         self._finished: deque[tuple[Item, Job]] = deque()
         self._cancelled: list[Item] = []
@@ -179,21 +241,23 @@ class AsCompleted:
     def add(self, *items: Item) -> None:
         """Add items; they start at the next ``yield``."""
         for item in items:
-            if id(item) in self._running or any(item is other for other in self._new):
+            if id(item) in self._running or id(item) in self._new:
                 raise UsageError(
                     "the same item is in flight twice",
                     f"{type(item).__name__} was added before it finished",
                     "Wait for it, or use a copy",
                 )
-            self._cancelled = [other for other in self._cancelled if other is not item]
-            self._new.append(item)
+            if self._cancelled:
+                self._cancelled = [other for other in self._cancelled if other is not item]
+            self._new[id(item)] = item
 
     def cancel(self, *items: Item) -> None:
         """Cancel the given items, or all; they are not returned any more."""
         pending = self.pending
         unwanted = {id(item) for item in items or pending}
         self._cancelled += [item for item in pending if id(item) in unwanted]
-        self._new = [item for item in self._new if id(item) not in unwanted]
+        for key in unwanted & self._new.keys():
+            del self._new[key]
         self._finished = deque(done for done in self._finished if id(done[0]) not in unwanted)
         for key in unwanted & self._running.keys():
             self._running.pop(key)[1].cancel()
@@ -202,7 +266,7 @@ class AsCompleted:
     def pending(self) -> list[Item]:
         """Items that have not been returned yet, in no particular order."""
         started = (*self._finished, *self._running.values())
-        return [*(item for item, _ in started), *self._new]
+        return [*(item for item, _ in started), *self._new.values()]
 
     def __len__(self) -> int:
         return len(self._finished) + len(self._running) + len(self._new)
@@ -223,11 +287,11 @@ class AsCompleted:
     @property
     def new(self) -> tuple[Item, ...]:
         """Items that the next ``yield`` will start."""
-        return tuple(self._new)
+        return tuple(self._new.values())
 
     def started(self, item: Item, job: Job) -> None:
         """The driver has put ``item`` in flight."""
-        self._new = [other for other in self._new if other is not item]
+        self._new.pop(id(item), None)
         self._running[id(item)] = item, job
 
     def finished(self, item: Item) -> None:
@@ -235,6 +299,11 @@ class AsCompleted:
         done = self._running.pop(id(item), None)
         if done is not None:
             self._finished.append(done)
+
+    @property
+    def has_finished(self) -> bool:
+        """Whether something has finished that was not returned yet."""
+        return bool(self._finished)
 
     def take_cancelled(self) -> list[Item]:
         """Items cancelled since the last call."""

@@ -34,7 +34,7 @@ from forethought.errors import EngineStopped, ParameterError, RequestTimeout, Us
 from forethought.scaffolding import sampling
 from forethought.scaffolding.budget import Budget, BudgetAccount
 from forethought.scaffolding.controller import Controller
-from forethought.scaffolding.driver import Frame, Routes, Run, controller_quit
+from forethought.scaffolding.driver import Frame, Routes, Run, StartPace, controller_quit
 from forethought.scaffolding.execution_scope import ExecutionScope
 from forethought.scaffolding.parallel import checked_process
 from forethought.scaffolding.result import ScaffoldingOutput, ScaffoldingResult
@@ -127,7 +127,7 @@ class ScaffoldingLlm:
         self._waiting: list[_Request | _Place] = []
         self._num_held = 0
         self._running: dict[asyncio.Task[None], _Request] = {}
-        self._arrivals = itertools.count()
+        self._arrivals, self._pace = itertools.count(), StartPace()
         self._stopped = False
         self._pool = ThreadPoolExecutor(_COMPUTE_THREADS, "forethought-compute")
         self._sympy = SympyPool()
@@ -331,7 +331,9 @@ class ScaffoldingLlm:
         account = BudgetAccount(request.budget)
         recorder = self._tracer(request, account)
         tracer = None if recorder is None else GuardedTracer(recorder)
-        run = Run(self._routes, account, result.stream, self._compute, tracer=tracer)
+        run = Run(
+            self._routes, account, result.stream, self._compute, tracer=tracer, pace=self._pace
+        )
         run.account.on_exhausted = run.stop_executions
         if recorder is not None and tracer is not None:
             result.trace = recorder.trace

@@ -407,6 +407,10 @@ class SearchController(Controller):
             validated("on_failure", settings.get("on_failure", "raise"), ON_FAILURE),
         )
 
+    def fan_out(self) -> int:
+        """The beams at each step, with those that look ahead."""
+        return self.default_sample_num * self.settings.max_steps * (1 + self.settings.lookahead)
+
     def process(
         self, tasks: Sequence[GenerationTask], sample_num: int | None = None, **kwargs: Any
     ) -> Process:

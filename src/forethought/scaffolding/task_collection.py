@@ -125,7 +125,7 @@ def _after(wanted: Any, value: Any, collection: TaskCollection) -> None:
 
 def _watch_branches(branches: Sequence[Branch], collection: TaskCollection) -> None:
     for branch in branches:
-        branch.process = observed(branch.process, collection)
+        branch.observe(collection, partial(observed, collection=collection))
 
 
 _logger = logging.getLogger(__name__)

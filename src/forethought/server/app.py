@@ -14,6 +14,7 @@ import re
 import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, get_type_hints
 
@@ -239,24 +240,17 @@ def _add_monitoring(app: FastAPI) -> None:
 
 
 def _add_page(app: FastAPI) -> None:
-    """The page of the server; last, as ``/{name}`` takes any name that has no endpoint."""
-
-    @app.get("/", include_in_schema=False)
-    async def index() -> Response:
-        """The page."""
-        return _file("index.html")
-
-    @app.get("/{name}", include_in_schema=False)
-    async def file(name: str) -> Response:
-        """A file of the page."""
-        return _file(name)
+    """The page of the server. Each file has a route of its own: other paths have none."""
+    for path in (path for path in PAGE.iterdir() if path.suffix in _TYPES):
+        names = ["/", f"/{path.name}"] if path.name == "index.html" else [f"/{path.name}"]
+        for name in names:
+            app.router.add_api_route(
+                name, partial(_file, path), methods=["GET"], include_in_schema=False
+            )
 
 
-def _file(name: str) -> Response:
+async def _file(path: Path) -> Response:
     """A file of the page, with what the browser may do with it."""
-    path = PAGE / name
-    if not _NAME.fullmatch(name) or path.suffix not in _TYPES or not path.is_file():
-        raise HttpError(404, "there is no such file", code="not_found")
     headers = {"content-security-policy": POLICY, "referrer-policy": "no-referrer"}
     return FileResponse(path, media_type=_TYPES[path.suffix], headers=headers)
 
@@ -341,9 +335,11 @@ class BodyRoute(APIRoute):
         Raises:
             RequestValidationError: it is no JSON, or not what the model takes.
         """
+        if not _is_json(request):
+            raise _no_json(request)
         content = await request.body()
         try:
-            given = json.loads(content) if _is_json(request) else content
+            given = json.loads(content)
         except (ValueError, RecursionError) as error:
             complaint = {"type": "json_invalid", "loc": ("body",), "msg": str(error)}
             raise RequestValidationError([complaint]) from error
@@ -359,6 +355,13 @@ def _is_json(request: Request) -> bool:
     """Whether the sender calls the body JSON; a page of another site cannot without being asked."""
     name = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     return name == "application/json" or (name.startswith("application/") and name[-5:] == "+json")
+
+
+def _no_json(request: Request) -> HttpError:
+    """The refusal of a body that is not called JSON."""
+    shown = repr(request.headers.get("content-type", "")[:80])
+    message = f"the header Content-Type is {shown}, and it has to be application/json"
+    return HttpError(415, message, code="unsupported_content_type")
 
 
 class Guard:

@@ -211,6 +211,34 @@ def compose(
     return choices[0] if len(choices) == 1 else Choices(choices)
 
 
+def check_generations(controller: Controller, limit: int) -> None:
+    """Refuse a composition that could begin too many generations, before any is made.
+
+    Raises:
+        ParameterError: the product of its samples, branches and steps is above ``limit``.
+    """
+    if (count := controller.num_generations()) > limit:
+        factors = " x ".join(f"{factor:,}" for factor in _factors(controller)) or "1"
+        raise ParameterError(
+            "the method would begin too many generations",
+            f"{factors} make up to {count:,}, and this server allows {limit:,} for a request",
+            "Ask for fewer samples, branches or steps (the server's --max-generations)",
+            param="method",
+        )
+
+
+def _factors(controller: Controller) -> list[int]:
+    """The numbers along its largest chain of controllers, the outermost first; those of 1 not."""
+    inner = controller.inner_controllers()
+    largest = max(inner, key=lambda each: each.num_generations(), default=None)
+    number = controller.fan_out()
+    if largest is not None and len(inner) > 1:
+        total = sum(each.num_generations() for each in inner)
+        number *= -(-total // max(1, largest.num_generations()))
+    rest = [] if largest is None else _factors(largest)
+    return [number, *rest] if number > 1 else rest
+
+
 def streams_truly(composition: Composition) -> bool:
     """Whether the text that its methods stream is the answer, as far as it is certain.
 

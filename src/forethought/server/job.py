@@ -33,9 +33,15 @@ from forethought.scaffolding.task import GenerationTask
 from forethought.scaffolding.trace import Trace
 from forethought.scaffolding.trace_otel import TraceParent
 from forethought.server.backends import Backend, Prompted
-from forethought.server.composition import compose, needs_text, streams_truly
+from forethought.server.composition import (
+    check_generations,
+    compose,
+    needs_text,
+    streams_truly,
+)
 from forethought.server.names import Composition
 from forethought.server.reasoning import split
+from forethought.server.settings import DEFAULT_MAX_GENERATIONS
 from forethought.server.usage import chat_usage, speculation
 
 
@@ -56,6 +62,7 @@ class Ask:
         budget: limits of all that runs inside.
         cache_salt: of the tenant.
         timeout: seconds until the request fails; None: never.
+        max_generations: that its methods may begin.
         priority: lower runs first.
         streaming: whether text is wanted as it comes.
         events: whether stages and the text of branches are wanted as well.
@@ -74,6 +81,7 @@ class Ask:
     budget: Budget = field(default_factory=Budget)
     cache_salt: str = ""
     timeout: float | None = None
+    max_generations: int = DEFAULT_MAX_GENERATIONS
     priority: int = 0
     streaming: bool = False
     events: bool = False
@@ -283,6 +291,7 @@ class MethodJob(Job):
                 num_choices=ask.num_choices,
                 pipeline=(asking, self._visible),
             )
+            check_generations(controller, ask.max_generations)
         except ParameterError as error:
             error.param = _field_of(error.param, ask)
             raise

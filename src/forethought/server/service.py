@@ -259,6 +259,7 @@ class Service:
             budget=Budget(**budget),
             cache_salt=cache_salt,
             timeout=self.settings.timeout,
+            max_generations=self.settings.max_generations,
             priority=priority,
             streaming=bool(body.stream),
             events=bool(body.events),

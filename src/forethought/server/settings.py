@@ -11,6 +11,8 @@ from forethought.errors import ParameterError
 from forethought.scaffolding.settings import NON_NEGATIVE_INT, POSITIVE_INT, SECONDS, validated
 from forethought.scaffolding.workers.routing import url_error
 
+DEFAULT_MAX_GENERATIONS = 1 << 16
+
 
 @dataclass(frozen=True, slots=True)
 class Settings:
@@ -25,6 +27,8 @@ class Settings:
     ``drain_seconds``            at the end, how long running requests may take to finish
     ``max_body_bytes``           of a request; a larger one is refused with status 413
     ``max_choices``              answers to one request: ``n`` times the methods joined by ``|``
+    ``max_generations``          that the methods of one request may begin: the product of all their
+                                 samples, branches and steps; more are refused with status 400
     ``stream_interval``          seconds in which new tokens of a stream are gathered; 0: none
     ``reasoning_in_content``     leave a thought in the content, with its markers
     ``cors_origins``             origins whose pages may call the server; empty: none but its own
@@ -47,6 +51,7 @@ class Settings:
     drain_seconds: float = 30.0
     max_body_bytes: int = 8 * 2**20
     max_choices: int = 128
+    max_generations: int = DEFAULT_MAX_GENERATIONS
     stream_interval: float = 0.05
     reasoning_in_content: bool = False
     cors_origins: Sequence[str] = ()
@@ -56,7 +61,10 @@ class Settings:
     otlp_endpoint: str | None = None
 
     def __post_init__(self) -> None:
-        counts = ("max_running", "max_body_bytes", "max_choices", "max_stored", "max_stored_bytes")
+        counts = (
+            *("max_running", "max_body_bytes", "max_choices", "max_generations"),
+            *("max_stored", "max_stored_bytes"),
+        )
         for name in counts:
             validated(name, getattr(self, name), POSITIVE_INT)
         validated("max_waiting", self.max_waiting, NON_NEGATIVE_INT)
