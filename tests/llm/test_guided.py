@@ -557,3 +557,53 @@ def test_a_stream_that_is_left_when_the_engine_has_ended_says_so(monkeypatch):
 
     with clients(monkeypatch) as (llm, slow):
         asyncio.run(main(llm, slow))
+
+
+def test_a_small_grammar_does_not_wait_for_all_large_ones_before_it(monkeypatch):
+    large = [{"regex": f"[a-z]{{3}} !|{n}" + "x" * 500} for n in range(6)]
+
+    async def main(llm, slow):
+        tasks = [asyncio.create_task(llm.generate(PROMPTS[0], params(s))) for s in large]
+        for _ in range(MAX_COMPILERS):
+            await asyncio.to_thread(slow.entered.acquire)
+        tasks.append(asyncio.create_task(llm.generate(PROMPTS[0], params(WORD))))
+        while len(llm._frontend.grammars._queue) < 5:
+            await asyncio.sleep(0)
+        slow.leave.set()
+        await asyncio.gather(*tasks)
+        order = [shape.regex for shape in slow.compiled]
+        assert order.index(WORD["regex"]) <= MAX_COMPILERS + 1
+        assert order.index(large[2]["regex"]) <= MAX_COMPILERS + 1, "the oldest comes by turns"
+
+    with clients(monkeypatch) as (llm, slow):
+        asyncio.run(main(llm, slow))
+
+
+def test_a_tenant_with_many_grammars_does_not_hold_up_another(monkeypatch):
+    own = [{"regex": f"[a-z]{{3}} !|{n}"} for n in range(6)]
+    other = params({"regex": "[a-z]{3} !|" + "y" * 900}, cache_salt="other")
+
+    async def main(llm, slow):
+        tasks = [asyncio.create_task(llm.generate(PROMPTS[0], params(s))) for s in own]
+        for _ in range(MAX_COMPILERS):
+            await asyncio.to_thread(slow.entered.acquire)
+        tasks.append(asyncio.create_task(llm.generate(PROMPTS[0], other)))
+        while len(llm._frontend.grammars._queue) < 5:
+            await asyncio.sleep(0)
+        slow.leave.set()
+        await asyncio.gather(*tasks)
+        order = [shape.regex for shape in slow.compiled]
+        assert order.index(other.guided_decoding.regex) <= MAX_COMPILERS
+
+    with clients(monkeypatch) as (llm, slow):
+        asyncio.run(main(llm, slow))
+
+
+@pytest.mark.parametrize("num_parts", [1_500, 3_000, 6_000])
+def test_a_grammar_whose_masks_would_take_long_is_refused(num_parts):
+    parts = " ".join(['("a"|"b")*'] * num_parts)
+    with (
+        LLM(speaking("byte_level"), **SETTINGS) as llm,
+        pytest.raises(ParameterError, match="item"),
+    ):
+        llm.generate(PROMPTS[0], params({"grammar": f"start: {parts}"}))

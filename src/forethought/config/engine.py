@@ -46,7 +46,7 @@ class GuidedDecodingConfig(StrictModel):
     max_grammar_bytes: int = Field(default=2**20, ge=1, le=2**20)
     """Bytes of a schema, expression or grammar, or of all choices together. Beyond a megabyte the
     stack of llguidance's compiler would not be safe."""
-    compile_timeout: float = Field(default=10.0, gt=0.0, le=3600.0)
+    compile_timeout: float = Field(default=60.0, gt=0.0, le=3600.0)
     """Seconds until a request whose grammar is not compiled fails."""
 
 

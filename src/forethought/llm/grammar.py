@@ -22,7 +22,7 @@ import threading
 import time
 import weakref
 from bisect import bisect_left
-from collections import OrderedDict, deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -172,8 +172,7 @@ def _shared(path: list[int], output: list[int]) -> int:
 COMPILED = 64
 """Compiled grammars that are cached."""
 MAX_COMPILERS = 2
-"""Grammars compiled at the same time for requests that wait for them; further ones wait in order of
-arrival."""
+"""Grammars compiled at once for requests that wait for them; further ones wait (``_next``)."""
 MAX_COMPILER_THREADS = 8
 """Threads that compile, those included that have exceeded the time limit."""
 MAX_INTERSECTIONS = 16
@@ -186,6 +185,8 @@ EXIT_SECONDS = 10.0
 MAX_ROW_ITEMS = 2_000
 """Alternatives that a grammar may have open at once. The time for a mask grows with them, and masks
 are computed between the steps of all requests. A choice, and an enum of strings, count as one."""
+MAX_STEP_ITEMS = 10_000
+"""Alternatives that one mask may look at in all, which bounds its work and that of compiling."""
 
 _stack_size_lock = threading.RLock()
 """Held while ``threading.stack_size``, which is that of the whole process, is ``STACK_BYTES``."""
@@ -204,6 +205,8 @@ class _Compilation:
 
     key: _Key
     future: Future[GrammarConstraint] = field(default_factory=Future)
+    salt: str = ""
+    """The ``cache_salt`` of the request that asked for it first: a tenant of a server."""
     num_waiting: int = 0
     """Requests that wait for it."""
     began: float = math.inf
@@ -235,6 +238,8 @@ class GrammarCompiler:
         self._compilations: OrderedDict[_Key, _Compilation] = OrderedDict()
         """The least recently used first."""
         self._queue: deque[_Compilation] = deque()
+        self._num_taken = 0
+        """Compilations that have begun."""
         self._compilers: set[threading.Thread] = set()
         self._compiling_now: set[_Compilation] = set()
         weakref.finalize(self, _await_compilers, self._compilers)
@@ -311,7 +316,7 @@ class GrammarCompiler:
         """The compilation of a grammar; cancelled if no request waits for it before it begins."""
         self.check(params)
         with self._lock:
-            compilation = self._find(_key(params))
+            compilation = self._find(_key(params), params.cache_salt)
             compilation.num_waiting += 1
         try:
             yield compilation.future
@@ -326,12 +331,12 @@ class GrammarCompiler:
                     with contextlib.suppress(RequestError):  # those that wait are told in time
                         self._start_compiler()
 
-    def _find(self, key: _Key) -> _Compilation:
+    def _find(self, key: _Key, salt: str) -> _Compilation:
         """Found or started; with the lock held."""
         found = self._compilations.get(key)
         if found is None:
             self._start_compiler()
-            found = self._compilations[key] = _Compilation(key)
+            found = self._compilations[key] = _Compilation(key, salt=salt)
             self._queue.append(found)
         self._compilations.move_to_end(key)
         return found
@@ -375,13 +380,28 @@ class GrammarCompiler:
         """The next in the queue; None ends the thread that asks."""
         with self._lock:
             if self._queue:
-                compilation = self._queue.popleft()
+                compilation = self._next()
+                self._queue.remove(compilation)
                 compilation.future.set_running_or_notify_cancel()
                 compilation.began = time.monotonic()
                 self._compiling_now.add(compilation)
                 return compilation
             self._compilers.discard(threading.current_thread())
             return None
+
+    def _next(self) -> _Compilation:
+        """What is compiled next: of the tenant of which the fewest are being compiled, by turns the
+        smallest grammar and the one that has waited longest.
+
+        So a small one does not wait for all large ones before it, and a large one not for ever.
+        """
+        running = Counter(compilation.salt for compilation in self._compiling_now)
+        fewest = min(running[compilation.salt] for compilation in self._queue)
+        waiting = [each for each in self._queue if running[each.salt] == fewest]
+        self._num_taken += 1
+        return (
+            min(waiting, key=lambda each: _size(each.key[0])) if self._num_taken % 2 else waiting[0]
+        )
 
     def _drop(self, compilation: _Compilation) -> None:
         if self._compilations.get(compilation.key) is compilation:
@@ -411,7 +431,9 @@ class GrammarCompiler:
             grammar = _grammar(shape)
         except ValueError as error:
             raise _refuse(shape, str(error)) from error
-        limits = LLParserLimits(verbose_errors=False, max_items_in_row=MAX_ROW_ITEMS)
+        limits = LLParserLimits(
+            verbose_errors=False, max_items_in_row=MAX_ROW_ITEMS, step_max_items=MAX_STEP_ITEMS
+        )
         start = LLMatcher(tokens, grammar, log_level=0, limits=limits)
         if start.is_error():
             raise _refuse(shape, _reason(read_error(start)))
