@@ -33,6 +33,9 @@ import difflib
 from collections.abc import Iterable
 from typing import Any
 
+_SHOWN = 200
+"""Characters of an unknown name that a message holds, and that are compared with known ones."""
+
 
 class ForethoughtError(Exception):
     """Base of the tree.
@@ -79,8 +82,8 @@ class ParameterError(UsageError):
         """Refuse keyword names that ``owner`` does not have, naming those that it has."""
         unknown, known = sorted(names), sorted(allowed)
         return cls(
-            f"{owner} has no parameter {', '.join(map(repr, unknown))}",
-            _nearest(unknown[0], known) or "the name is unknown",
+            f"{owner} has no parameter {', '.join(map(repr, unknown)):.{_SHOWN}}",
+            _nearest(unknown[0][:_SHOWN], known) or "the name is unknown",
             f"Allowed: {', '.join(known) or 'none'}",
             param=unknown[0],
         )
@@ -98,8 +101,8 @@ class UnknownNameError(UsageError):
     def __init__(self, kind: str, name: str, allowed: Iterable[str]) -> None:
         known = sorted(allowed)
         super().__init__(
-            f"unknown {kind} {name!r}",
-            _nearest(str(name), known) or f"no {kind} has this name",
+            f"unknown {kind} {name!r:.{_SHOWN}}",
+            _nearest(str(name)[:_SHOWN], known) or f"no {kind} has this name",
             f"Allowed: {', '.join(known) or 'none'}",
         )
         self.kind, self.name, self.allowed = kind, name, known

@@ -71,10 +71,10 @@ def test_samples_behind_a_name_are_that_methods():
 @pytest.mark.parametrize(
     ("spec", "said"),
     [
-        ("majority_vote@", "behind @"),
-        ("majority_vote@0", "behind @"),
-        ("majority_vote@-1", "behind @"),
-        ("majority_vote@2@3", "behind @"),
+        ("majority_vote@", "follows @"),
+        ("majority_vote@0", "follows @"),
+        ("majority_vote@-1", "follows @"),
+        ("majority_vote@2@3", "follows @"),
         ("plain@3", "'plain' draws no samples"),
     ],
 )

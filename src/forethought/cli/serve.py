@@ -35,6 +35,7 @@ _SECTION = "server"
 """Of the file of ``--config``: settings of the server."""
 _LISTS = {
     "served_model_name": "served_model_names",
+    "allow_method": "allowed_methods",
     "api_key": "api_keys",
     "cors_origin": "cors_origins",
 }
@@ -124,6 +125,13 @@ def _add_server_options(server: argparse._ArgumentGroup) -> None:
         metavar="KEY",
         help="require one of these keys (again for more); FORETHOUGHT_API_KEYS holds them too, "
         "with commas between",
+    )
+    server.add_argument(
+        "--allow-method",
+        action="append",
+        metavar="NAME",
+        help="let clients name this method, too (again for more): a plug-in, or module:Name; it "
+        "runs in this process",
     )
     server.add_argument("--served-model-name", nargs="+", metavar="NAME", help="names for clients")
     server.add_argument("--cors-origin", action="append", metavar="ORIGIN")

@@ -2,12 +2,16 @@
 
 A name resolves to the object that it is written down for, imported only when asked for; so does
 ``"module:Name"`` for the user's own; anything that is not a string is taken as it is.
+
+Names from outside of the program (a request, a policy file) resolve in a ``ClosedRegistry``, which
+imports nothing after it is made.
 """
 
 from __future__ import annotations
 
+import functools
 import importlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from importlib.metadata import entry_points
 from typing import Any
 
@@ -22,7 +26,12 @@ class Registry:
     Args:
         kind: what the table holds, in the singular: ``"method"``.
         table: short name -> ``"module:Name"``.
+
+    Attributes:
+        is_closed: whether it resolves the names of its table alone.
     """
+
+    is_closed = False
 
     def __init__(self, kind: str, table: Mapping[str, str]) -> None:
         self.kind, self._table = kind, dict(table)
@@ -38,8 +47,24 @@ class Registry:
             UnknownNameError: no such short name.
             UsageError: a ``"module:Name"`` that cannot be imported.
         """
-        if not isinstance(spec, str):
-            return spec
+        return self._load(spec) if isinstance(spec, str) else spec
+
+    def create(self, spec: Any, *args: Any, **settings: Any) -> Any:
+        """Resolve ``spec`` and call it, unless it is an instance already."""
+        target = self.resolve(spec)
+        return target(*args, **settings) if callable(target) else target
+
+    def closed(self, allowed: Iterable[str] = ()) -> ClosedRegistry:
+        """The names of the table, and ``allowed`` ones: plug-ins, or ``"module:Name"``.
+
+        Raises:
+            UnknownNameError: an allowed name that there is not.
+            UsageError: one that cannot be imported.
+        """
+        names = dict.fromkeys([*self._table, *allowed])
+        return ClosedRegistry(self.kind, {name: self._load(name) for name in names})
+
+    def _load(self, spec: str) -> Any:
         target = spec if ":" in spec else {**self._plugins(), **self._table}.get(spec)
         if target is None:
             raise UnknownNameError(self.kind, spec, self.names())
@@ -55,10 +80,35 @@ class Registry:
                 "Write it as module:Name, with the module on the import path",
             ) from error
 
-    def create(self, spec: Any, *args: Any, **settings: Any) -> Any:
-        """Resolve ``spec`` and call it, unless it is an instance already."""
-        target = self.resolve(spec)
-        return target(*args, **settings) if callable(target) else target
+    def _plugins(self) -> Mapping[str, str]:
+        return _plugins(f"forethought.{self.kind}")
 
-    def _plugins(self) -> dict[str, str]:
-        return {point.name: point.value for point in entry_points(group=f"forethought.{self.kind}")}
+
+class ClosedRegistry(Registry):
+    """Names and their objects, and no others: no plug-in, and nothing is imported for a name.
+
+    Args:
+        kind: as of ``Registry``.
+        objects: by name.
+    """
+
+    is_closed = True
+
+    def __init__(self, kind: str, objects: Mapping[str, Any]) -> None:
+        super().__init__(kind, {})
+        self._objects = dict(objects)
+
+    def names(self) -> list[str]:
+        """All names that it resolves."""
+        return list(self._objects)
+
+    def _load(self, spec: str) -> Any:
+        if spec not in self._objects:
+            raise UnknownNameError(self.kind, spec, self._objects)
+        return self._objects[spec]
+
+
+@functools.cache
+def _plugins(group: str) -> Mapping[str, str]:
+    """Name -> ``"module:Name"`` of the entry points; a scan of all installed distributions."""
+    return {point.name: point.value for point in entry_points(group=group)}

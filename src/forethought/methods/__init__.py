@@ -3,19 +3,20 @@
 A method is created by name, ``create("dynasor", certainty_threshold=2)``; one inside another is
 given by name too, ``create("majority_vote", generation_controller="dynasor")``, or as a mapping
 with its settings, or as a controller. Nothing here needs torch.
+
+``create`` and ``describe`` are for Python and the command line: they take ``"module:Class"`` and
+plug-ins too. Names in requests and files resolve in a ``closed`` table.
 """
 
 from __future__ import annotations
 
+import functools
 import importlib
-import inspect
-import re
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from forethought.config.registry import Registry
-from forethought.errors import ParameterError
+from forethought.methods.table import Method, MethodTable
 
 if TYPE_CHECKING:
     from forethought.methods.adaptive_compute import AdaptiveComputeController
@@ -94,8 +95,7 @@ _REGISTRY = Registry(
 REWARDS = ("genrm", "checker", "judge", "compare", "confidence", "spct")
 """Names of those that score the answers of others, as their ``reward_controller``, and answer
 nothing by themselves."""
-_NESTED = ("generation_controller", "reward_controller", "meta_reward_controller")
-"""Parameters that are controllers."""
+_OPEN = MethodTable(_REGISTRY)
 
 _HOMES = {
     "ParticleFilteringController": "particle_filtering",
@@ -153,6 +153,7 @@ __all__ = [
     "MCTSController",
     "MajorityVoteController",
     "Method",
+    "MethodTable",
     "NoThinkingController",
     "OnlineDeepConfController",
     "ParallelThinkingController",
@@ -167,34 +168,46 @@ __all__ = [
     "SpecReasonController",
     "ThreadFormat",
     "TreeOfThoughtsController",
+    "closed",
     "create",
     "describe",
     "names",
+    "open_table",
+    "shipped",
     "tags",
     "worker_tags",
 ]
 
 
-@dataclass(frozen=True, slots=True)
-class Method:
-    """What there is to know about a method before using it."""
+def open_table() -> MethodTable:
+    """The methods that Python and the command line name: shipped ones, plug-ins, module:Class."""
+    return _OPEN
 
-    name: str
-    description: str
-    """One line."""
-    paper: str
-    """The paper that it follows; empty if there is none."""
-    parameters: Mapping[str, Any]
-    """Name -> default; ``REQUIRED`` where there is none."""
-    explanations: Mapping[str, str] = field(default_factory=dict)
-    """Name -> what it means, from the docstring of its class, as far as explained there."""
 
-    REQUIRED = inspect.Parameter.empty
+def closed(allowed: Iterable[str] = ()) -> MethodTable:
+    """The methods that are shipped and those that are allowed by name; no others have a name.
+
+    All are imported now, and nothing is imported for a name later.
+
+    Args:
+        allowed: names of plug-ins, or ``"module:Class"``, by which they are named then.
+
+    Raises:
+        UnknownNameError: an allowed name that there is not.
+        UsageError: one that cannot be imported.
+    """
+    return MethodTable(_REGISTRY.closed(allowed))
+
+
+@functools.cache
+def shipped() -> MethodTable:
+    """The closed table of the methods that are shipped."""
+    return closed()
 
 
 def names() -> list[str]:
     """The names of all methods, those of plug-ins included."""
-    return _REGISTRY.names()
+    return _OPEN.names()
 
 
 def describe(name: str) -> Method:
@@ -203,10 +216,7 @@ def describe(name: str) -> Method:
     Raises:
         UnknownNameError: there is no such method.
     """
-    method = _REGISTRY.resolve(name)
-    text, found = inspect.getdoc(method) or "", _parameters(method)
-    first_line = text.partition("\n")[0].replace("``", "")
-    return Method(name, first_line, _paper(method), found, _explanations(text, found))
+    return _OPEN.describe(name)
 
 
 def create(spec: str | Controller, **settings: Any) -> Controller:
@@ -221,28 +231,7 @@ def create(spec: str | Controller, **settings: Any) -> Controller:
         UnknownNameError: there is no such method.
         ParameterError: a setting that the method does not have, or one that is missing.
     """
-    method = _REGISTRY.resolve(spec)
-    if not callable(method):
-        if settings:
-            raise ParameterError.unknown("a finished controller", settings, ())
-        controller: Controller = method
-        return controller
-    allowed = _parameters(method)
-    unknown = settings.keys() - allowed.keys()
-    if unknown:
-        raise ParameterError.unknown(f"method {spec!r}", unknown, allowed)
-    given = {**settings}
-    if "generation_controller" in allowed:
-        given.setdefault("generation_controller", allowed["generation_controller"])
-    for name in _NESTED:
-        if name in given:
-            given[name] = _nested(given[name])
-    missing = [n for n, default in allowed.items() if default is Method.REQUIRED and n not in given]
-    if missing:
-        what, fix = f"method {spec!r} needs {missing[0]!r}", f"Set {missing[0]}=..."
-        raise ParameterError(what, "it has no default", fix, param=missing[0])
-    created: Controller = method(**given)
-    return created
+    return _OPEN.create(spec, **settings)
 
 
 def worker_tags(controller: Controller) -> list[Any]:
@@ -262,43 +251,8 @@ def worker_tags(controller: Controller) -> list[Any]:
 
 
 def tags() -> list[str]:
-    """The worker tags of all methods, by value: what a server of every method has workers for."""
-    found = (getattr(_REGISTRY.resolve(name), "WorkerTag", ()) for name in names())
-    return list(dict.fromkeys(str(tag.value) for tags_of in found for tag in tags_of))
-
-
-def _nested(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        settings = dict(value)
-        return create(settings.pop("method", "plain"), **settings)
-    return create(value)
-
-
-def _paper(method: Any) -> str:
-    """What the docstring of the method's module says behind ``Paper:``, to the end of the entry."""
-    text = inspect.getdoc(inspect.getmodule(method)) or ""
-    found = re.search(r"^Paper: (.*?\d{4})\.", text, re.MULTILINE | re.DOTALL)
-    return " ".join(found[1].split()) if found else ""
-
-
-def _explanations(docstring: str, parameters: Iterable[str]) -> dict[str, str]:
-    """What the ``Args`` of a docstring say about each parameter that they name."""
-    section = re.search(r"^Args:\n((?:[ \t]+.*\n?|\n)+)", docstring, re.MULTILINE)
-    entries = re.split(r"^    (?=\w+:)", section[1], flags=re.MULTILINE) if section else []
-    found = {}
-    for entry in entries:
-        name, _, meaning = entry.partition(":")
-        if name in parameters:
-            found[name] = " ".join(meaning.split()).replace("``", "")
-    return found
-
-
-def _parameters(method: Any) -> dict[str, Any]:
-    signature = inspect.signature(method)
-    found = {name: parameter.default for name, parameter in signature.parameters.items()}
-    if "generation_controller" in found:
-        found["generation_controller"] = "plain"
-    return found
+    """The worker tags of all methods, by value."""
+    return _OPEN.tags()
 
 
 def __getattr__(name: str) -> Any:

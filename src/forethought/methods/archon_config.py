@@ -197,7 +197,7 @@ def _component(name: str, given: Any) -> Component:
     if not isinstance(given, Mapping) or "type" not in given:
         raise _invalid(name, f"got {given!r}", 'Give a mapping with "type"')
     kind = given["type"]
-    if kind not in COMPONENTS:
+    if not isinstance(kind, str) or kind not in COMPONENTS:
         raise UnknownNameError(f"type in {name}", str(kind), COMPONENTS)
     try:
         return COMPONENTS[kind](**given)

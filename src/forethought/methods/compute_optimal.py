@@ -24,8 +24,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from forethought import methods
 from forethought.errors import BudgetExceeded, ParameterError
-from forethought.methods.stack import stack
+from forethought.methods.stack import split, stack
+from forethought.methods.table import MethodTable, SettingsByMethod
 from forethought.scaffolding import answer_spaces, sampling
 from forethought.scaffolding.answer_spaces import AnswerSpace
 from forethought.scaffolding.answers import AnswerPool
@@ -57,10 +59,13 @@ class ComputeOptimalController(Controller):
             ``majority_vote``.
         settings: by method of the policy: its further settings.
         reward_controller: scores the probes from 0 to 1, for a policy that was fitted on scores.
+        method_table: where the policy's methods, and those in ``settings``, have their names. A
+            policy may come from a file, and names no code: by default its methods are those that
+            are shipped. ``methods.closed([NAME])`` has a plug-in or ``"module:Class"`` too.
 
     Raises:
         ParameterError: a setting of the wrong kind, or no policy.
-        UnknownNameError: the policy names a method that does not exist.
+        UnknownNameError: the policy names a method that is not in the table.
     """
 
     draws_samples = True
@@ -72,8 +77,9 @@ class ComputeOptimalController(Controller):
         generation_controller: Controller,
         *,
         answer_space: AnswerSpace | str = "math",
-        settings: Mapping[str, Mapping[str, Any]] | None = None,
+        settings: SettingsByMethod | None = None,
         reward_controller: Controller | None = None,
+        method_table: MethodTable | None = None,
     ) -> None:
         super().__init__()
         self.policy = Policy.load(policy)
@@ -94,8 +100,9 @@ class ComputeOptimalController(Controller):
         unknown = (settings or {}).keys() - {*self.policy.methods}
         if unknown:
             raise ParameterError.unknown("the policy", unknown, self.policy.methods)
+        _check_names(self.policy, methods.shipped() if method_table is None else method_table)
         self.controllers = {
-            name: stack(name, **(settings or {}).get(name, {}))
+            name: stack(name, method_table=method_table, **(settings or {}).get(name, {}))
             for name in self.policy.methods
             if name != PROBES
         }
@@ -167,3 +174,10 @@ class ComputeOptimalController(Controller):
         scores = [score or 0.0 for score in getattr(reward, "scores", None) or [0.0] * len(probes)]
         best = max(range(len(probes)), key=scores.__getitem__)
         return probes[best], score_difficulty(scores, self.policy.num_probes)
+
+
+def _check_names(policy: Policy, table: MethodTable) -> None:
+    """Refuse a policy with methods that are not in the table."""
+    for spec in policy.methods:
+        for method in split(spec, table) if spec != PROBES else ():
+            table.resolve(method.name)

@@ -46,6 +46,7 @@ from forethought.scaffolding.settings import (
     POSITIVE_INT,
     TEXT,
     WORDS,
+    FileName,
     validated,
 )
 from forethought.scaffolding.task import (
@@ -148,7 +149,7 @@ class SleepTimeController(Controller):
         anticipated: Sequence[str] = (),
         sleep_tokens: int = 512,
         num_thoughts: int = 1,
-        snapshot: str | None = None,
+        snapshot: FileName | None = None,
         *,
         sleep_prompt: str = SLEEP_PROMPT,
         question_prefix: str = "\n\nQuestion: ",

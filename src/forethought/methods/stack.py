@@ -1,16 +1,18 @@
 """Methods inside methods, as one name: ``dynasor+majority_vote`` is Dynasor-CoT under a vote.
 
-``name@N`` sets the samples of one of them: ``dynasor+majority_vote@8``.
+``name@N`` sets the samples of one of them: ``dynasor+majority_vote@8``. Names resolve in a
+``MethodTable``, by default the open one of Python and the command line.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from forethought import methods
 from forethought.errors import ParameterError
+from forethought.methods.table import MethodTable
 from forethought.scaffolding.controller import Controller
 
 _INNER = "generation_controller"
@@ -24,12 +26,14 @@ class StackedMethod:
 
     name: str
     samples: int | None = None
-    """The number behind ``@``."""
+    """The number after ``@``."""
+    table: MethodTable = field(default_factory=methods.open_table, compare=False, repr=False)
+    """Where it has its name."""
 
     @property
     def parameters(self) -> Mapping[str, Any]:
         """Name -> default of its parameters."""
-        return methods.describe(self.name).parameters
+        return self.table.describe(self.name).parameters
 
     @property
     def draws_samples(self) -> bool:
@@ -37,34 +41,46 @@ class StackedMethod:
         return SAMPLES in self.parameters
 
 
-def split(spec: str) -> list[StackedMethod]:
+def split(spec: str, table: MethodTable | None = None) -> list[StackedMethod]:
     """The methods of ``"inner+outer@8"``, the innermost first.
 
+    Args:
+        spec: as for ``stack``.
+        table: where they have their names; None: the open one.
+
     Raises:
-        ParameterError: what stands behind ``@`` is no number above 0.
+        ParameterError: what stands after ``@`` is no number above 0.
     """
-    return [_stacked(part) for part in spec.split("+")]
+    names = methods.open_table() if table is None else table
+    return [_stacked(part, names) for part in spec.split("+")]
 
 
-def _stacked(part: str) -> StackedMethod:
+def _stacked(part: str, table: MethodTable) -> StackedMethod:
     name, at, number = part.partition("@")
     if not at:
-        return StackedMethod(name)
+        return StackedMethod(name, table=table)
     if not number.isdecimal() or not int(number):
         raise ParameterError(
             f"invalid method {part!r}",
-            "behind @ stands the number of its samples",
+            "the number of its samples follows @",
             "Write it as in majority_vote@8",
         )
-    return StackedMethod(name, int(number))
+    return StackedMethod(name, int(number), table)
 
 
-def stack(spec: str, *, innermost: Controller | None = None, **settings: Any) -> Controller:
+def stack(
+    spec: str,
+    *,
+    innermost: Controller | None = None,
+    method_table: MethodTable | None = None,
+    **settings: Any,
+) -> Controller:
     """A controller for ``"inner+outer"`` (any depth; one name alone is that method).
 
     Args:
         spec: names of methods, the innermost first, each perhaps with its samples.
         innermost: what generates in place of plain decoding, such as a chat.
+        method_table: where the names are; None: the open one.
         **settings: each goes to the outermost method that has a parameter of this name.
 
     Raises:
@@ -73,11 +89,12 @@ def stack(spec: str, *, innermost: Controller | None = None, **settings: Any) ->
             setting; or a method takes none inside it, or is given two; or samples are set twice, or
             for a method that draws none.
     """
-    stacked = split(spec)
+    table = methods.open_table() if method_table is None else method_table
+    stacked = split(spec, table)
     _refuse_rewards(stacked)
     settings_of = _split_settings(spec, stacked, settings)
     if innermost is None:
-        controller = methods.create(stacked[0].name, **settings_of[0])
+        controller = table.create(stacked[0].name, **settings_of[0])
     else:
         controller = _around(innermost, stacked[0], settings_of[0])
     for method, share in zip(stacked[1:], settings_of[1:], strict=True):
@@ -94,7 +111,7 @@ def stack(spec: str, *, innermost: Controller | None = None, **settings: Any) ->
                 f"{_INNER} is set, and {spec!r} names another",
                 "Do one of the two",
             )
-        controller = methods.create(name, **{_INNER: controller}, **share)
+        controller = table.create(name, **{_INNER: controller}, **share)
     return controller
 
 
@@ -120,19 +137,27 @@ def _around(innermost: Controller, method: StackedMethod, settings: dict[str, An
             "it generates by itself" if _INNER not in settings else f"{_INNER} is set too",
             "Use plain, or a method that has another one inside",
         )
-    return methods.create(method.name, **{_INNER: innermost}, **settings)
+    return method.table.create(method.name, **{_INNER: innermost}, **settings)
 
 
-def parameters(spec: str) -> dict[str, Any]:
+def parameters(spec: str, table: MethodTable | None = None) -> dict[str, Any]:
     """Name -> default of every parameter that ``stack(spec, ...)`` takes.
+
+    Args:
+        spec: as for ``stack``.
+        table: where the names are; None: the open one.
 
     Raises:
         UnknownNameError: there is no such method.
     """
-    found: dict[str, Any] = {}
-    for method in split(spec):
-        found |= method.parameters
-    return found
+    return _parameters(split(spec, table))
+
+
+def _parameters(stacked: Sequence[StackedMethod]) -> dict[str, Any]:
+    parameters: dict[str, Any] = {}
+    for method in stacked:
+        parameters |= method.parameters
+    return parameters
 
 
 def refuse_greedy_samples(controller: Controller, temperature: float | None) -> None:
@@ -163,9 +188,10 @@ def _split_settings(
 ) -> list[dict[str, Any]]:
     """The settings of each method."""
     known = [method.parameters for method in stacked]
-    unknown = settings.keys() - parameters(spec).keys()
+    allowed = _parameters(stacked)
+    unknown = settings.keys() - allowed.keys()
     if unknown:
-        raise ParameterError.unknown(f"method {spec!r}", unknown, parameters(spec))
+        raise ParameterError.unknown(f"method {spec!r}", unknown, allowed)
     settings_of = [_samples_of(method) for method in stacked]
     for key, value in settings.items():
         owner = max(number for number, taken in enumerate(known) if key in taken)

@@ -7,6 +7,7 @@ microsecond. Types are strict: neither ``True`` nor ``"2"`` is a number.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -15,6 +16,22 @@ from pydantic import DirectoryPath, Field, TypeAdapter, ValidationError
 from forethought.config.base import refusal, rule
 
 _T = TypeVar("_T")
+
+
+@dataclass(frozen=True, slots=True)
+class NotInRequests:
+    """Marks, in ``Annotated``, a type of settings that a server's clients may not give.
+
+    Paths, functions and objects are none of theirs without it.
+    """
+
+    reason: str
+    """Why not, as a clause about the setting."""
+
+
+NAMES_A_FILE = "it names a file of the server"
+FileName = Annotated[str, NotInRequests(NAMES_A_FILE)]
+"""A name under which something is read from or written to a directory of this machine."""
 
 OnFailure = Literal["raise", "drop"]
 """What happens to a failure: it is raised in the controller that waits, or only recorded."""

@@ -243,8 +243,8 @@ def opens_thought(text: str, markers: tuple[str, str] | None) -> bool:
 
 
 def worker_table(worker: Worker, reward: Worker | None) -> dict[Any, Worker]:
-    """The worker of every tag of every method."""
-    table = dict.fromkeys([tag for tag in methods.tags() if tag != "small_model"], worker)
+    """The worker of every tag of every method that is shipped."""
+    table = dict.fromkeys([tag for tag in methods.shipped().tags() if tag != "small_model"], worker)
     if reward is not None:
         table[NativeRewardController.WorkerTag.REWARD.value] = _Judging(worker, reward)
     return table

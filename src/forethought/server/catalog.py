@@ -10,11 +10,14 @@ from forethought.errors import ParameterError
 from forethought.methods import Method
 from forethought.server.backends import Conversation
 from forethought.server.composition import NUM_SAMPLES
+from forethought.server.method_settings import schema_of
 from forethought.server.names import read_model
 from forethought.server.protocol import DetokenizeRequest, TokenizeRequest, message_dict
 from forethought.server.service import Service
 
 _TITLES = {"dvts": "DVTS", "mcts": "MCTS", "deepconf": "DeepConf", "genrm": "GenRM"}
+_UNLISTED = ("sampling_params", "custom_sampling_params", "streaming")
+"""Settings that fields of a request stand for."""
 _CONTEXT: Mapping[str, int] = {"archon": 4096}
 """Tokens of context that methods need whose prompts hold several whole answers."""
 
@@ -30,7 +33,7 @@ def model(service: Service, name: str) -> dict[str, Any]:
     Raises:
         UnknownNameError: there is no such model.
     """
-    read_model(name, service.models)
+    read_model(name, service.models, service.methods)
     return _model(service, name)
 
 
@@ -46,12 +49,12 @@ def _model(service: Service, name: str) -> dict[str, Any]:
 
 def method_list(service: Service) -> dict[str, Any]:
     """The body of ``GET /v1/methods``."""
-    names = [name for name in methods.names() if name not in methods.REWARDS]
+    names = [name for name in service.methods.names() if name not in methods.REWARDS]
     return {"object": "list", "data": [_method(service, name) for name in names]}
 
 
 def _method(service: Service, name: str) -> dict[str, Any]:
-    found = methods.describe(name)
+    found, settable = service.methods.describe(name), schema_of(service.methods).settable(name)
     defaults = dict(found.parameters)
     if defaults.get("default_sample_num") == 1:
         defaults["default_sample_num"] = NUM_SAMPLES
@@ -71,7 +74,7 @@ def _method(service: Service, name: str) -> dict[str, Any]:
                 "description": found.explanations.get(parameter, ""),
             }
             for parameter, default in defaults.items()
-            if parameter not in ("sampling_params", "custom_sampling_params", "streaming")
+            if parameter in settable and parameter not in _UNLISTED
         ],
     }
 
@@ -148,4 +151,4 @@ def detokenize(service: Service, body: DetokenizeRequest) -> dict[str, Any]:
 def _check_model(service: Service, name: str | None) -> None:
     """Raises ``UnknownNameError`` for a model that is not served."""
     if name:
-        read_model(name, service.models)
+        read_model(name, service.models, service.methods)

@@ -7,25 +7,23 @@ all parts of a request share its budget.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from forethought import methods
 from forethought.errors import BudgetExceeded, ParameterError
-from forethought.methods import Method
-from forethought.methods.stack import SAMPLES, parameters, split, stack
+from forethought.methods import Method, MethodTable
+from forethought.methods.stack import SAMPLES, StackedMethod, parameters, split, stack
 from forethought.scaffolding import sampling
 from forethought.scaffolding.controller import Controller, NativeGenerationController
 from forethought.scaffolding.parallel import ParallelProcess, Process
 from forethought.scaffolding.result import ScaffoldingOutput
 from forethought.scaffolding.task import Task
+from forethought.server.method_settings import schema_of
 from forethought.server.names import Composition
 
 NUM_SAMPLES = 8
 """Samples of a method that would draw a single one, as on the command line."""
-_MAX_SAMPLES, _MAX_NUMBER = 1024, 1 << 17
-"""Of a method's samples, and of any number among its settings, as clients may set them."""
 _TEXT_PROMPTS = ("hogwild", "hogwild_turns")
 """Methods that put texts together, and take no prompt of token ids."""
 _CONTINUING = (
@@ -33,10 +31,6 @@ _CONTINUING = (
     *("particle_filtering", "particle_gibbs"),
 )
 """Methods that continue or stop the generations of the method inside them."""
-_FILES = ("generation_dir", "policy")
-"""Settings that name files."""
-_CODE = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
-"""``module:Name``, which a method would import."""
 _INNER, _REWARD, _STREAMING = "generation_controller", "reward_controller", "streaming"
 
 Asking = Callable[[str], Any]
@@ -194,7 +188,6 @@ def compose(
     Raises:
         UsageError: an unknown method or setting, or methods that do not go together.
     """
-    _check_settings(settings)
     if settings and not composition.is_one_stack:
         raise ParameterError(
             "method_params with several methods",
@@ -202,9 +195,13 @@ def compose(
             "Leave them out, or use one method",
             param="method_params",
         )
+    table = composition.table
+    for stages in composition.choices:
+        for stage in stages:
+            schema_of(table).check(stage, settings)
 
     def answering(stages: Sequence[str]) -> Controller:
-        made = [_stacked(stage, settings, innermost, reward, streaming) for stage in stages]
+        made = [_stacked(stage, table, settings, innermost, reward, streaming) for stage in stages]
         return made[0] if len(made) == 1 else Pipeline(made, *pipeline)
 
     choices = [answering(stages) for stages in composition.choices for _ in range(num_choices)]
@@ -245,36 +242,38 @@ def streams_truly(composition: Composition) -> bool:
     Of others, such as votes, the answer is certain at their end; what they stream is what their
     samples are.
     """
-    return all(_STREAMING in split(stages[-1])[-1].parameters for stages in composition.choices)
+    last = (composition.split(stages[-1])[-1] for stages in composition.choices)
+    return all(_STREAMING in method.parameters for method in last)
 
 
-def continues_text(name: str) -> bool:
+def continues_text(method: StackedMethod) -> bool:
     """Whether a method continues parts of answers, which a chat does not take."""
-    return name in _CONTINUING or _generates(name)
+    return method.name in _CONTINUING or _generates(method)
 
 
-def _generates(name: str) -> bool:
+def _generates(method: StackedMethod) -> bool:
     """Whether a method generates by itself, without another one inside."""
-    return name != "plain" and _INNER not in methods.describe(name).parameters
+    return method.name != "plain" and _INNER not in method.parameters
 
 
 def needs_text(composition: Composition) -> bool:
     """Whether one of its methods takes no prompt of token ids."""
     stages = [stage for stages in composition.choices for stage in stages]
-    return any(method.name in _TEXT_PROMPTS for stage in stages for method in split(stage))
+    stacked = (method for stage in stages for method in composition.split(stage))
+    return any(method.name in _TEXT_PROMPTS for method in stacked)
 
 
 def _stacked(
     spec: str,
+    table: MethodTable,
     settings: Mapping[str, Any],
     innermost: Callable[[], Controller],
     reward: Controller | None,
     streaming: bool,
 ) -> Controller:
-    known, given = parameters(spec), dict(settings)
-    stacked = split(spec)
+    known, given = parameters(spec, table), dict(settings)
+    stacked = split(spec, table)
     drawing = [method for method in stacked if method.draws_samples]
-    _check_settings({SAMPLES: max((method.samples or 1 for method in stacked), default=1)})
     if drawing and drawing[-1].samples is None and drawing[-1].parameters[SAMPLES] == 1:
         given.setdefault(SAMPLES, NUM_SAMPLES)
     if _REWARD in known and _REWARD not in given:
@@ -299,7 +298,7 @@ def _stacked(
         return innermost()
     if streaming and _STREAMING in known and first.name != "plain":
         given.setdefault(_STREAMING, True)
-    own, continuing = innermost(), [m.name for m in stacked if continues_text(m.name)]
+    own, continuing = innermost(), [m.name for m in stacked if continues_text(m)]
     is_chat = type(own) is not NativeGenerationController
     if is_chat and (continuing or _INNER in given):
         raise ParameterError(
@@ -309,31 +308,5 @@ def _stacked(
             "reasoning_effort), use /v1/completions with a prompt in the model's own format, or a "
             "method that draws whole answers, such as majority_vote",
         )
-    if _generates(first.name) or _INNER in given:
-        return stack(spec, **given)
-    return stack(spec, innermost=own, **given)
-
-
-def _check_settings(settings: Mapping[str, Any]) -> None:
-    """Refuse what a client may not set: code, files and sizes that only the server's owner may.
-
-    Raises:
-        ParameterError: there is any.
-    """
-    for name, value in settings.items():
-        refused = ""
-        if name in _FILES and not isinstance(value, Mapping | None):
-            refused = "it names a file of the server"
-        elif isinstance(value, str) and _CODE.fullmatch(value):
-            refused = "it names code, which only the owner of the server may"
-        elif isinstance(value, int) and value > (_MAX_SAMPLES if name == SAMPLES else _MAX_NUMBER):
-            refused = f"at most {_MAX_SAMPLES if name == SAMPLES else _MAX_NUMBER} are allowed here"
-        if refused:
-            raise ParameterError(
-                f"method_params.{name} is not allowed",
-                f"got {value!r:.80}, and {refused}",
-                "",
-                param=f"method_params.{name}",
-            )
-        if isinstance(value, Mapping):
-            _check_settings(value)
+    inner = None if _generates(first) or _INNER in given else own
+    return stack(spec, innermost=inner, method_table=table, **given)

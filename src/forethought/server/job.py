@@ -420,7 +420,9 @@ def _field_of(setting: str | None, ask: Ask) -> str:
     if setting is None:
         return "method"
     stacks = [stack for stages in ask.composition.choices for stack in stages]
-    is_setting = any(setting in (*ask.settings, *parameters(stack)) for stack in stacks)
+    is_setting = any(
+        setting in (*ask.settings, *parameters(stack, ask.composition.table)) for stack in stacks
+    )
     return f"method_params.{setting}" if is_setting else setting
 
 

@@ -9,20 +9,22 @@
     dynasor&self_refine-reasoner           one after the other: the second asks the first's answer
     dynasor|majority_vote-reasoner         each gives a choice
 
-A method's name may hold a ``-``, so the longest registered name in front of one is taken.
+A method's name may hold a ``-``, so the longest registered name in front of one is taken. Names are
+those of a closed ``MethodTable``: nothing is imported for them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from forethought import methods
 from forethought.errors import ParameterError, UnknownNameError, UsageError
-from forethought.methods.stack import split
+from forethought.methods import MethodTable
+from forethought.methods.stack import StackedMethod, split
 
 PLAIN = "plain"
-_MAX_METHODS = 16
+_MAX_METHODS, _MAX_LENGTH = 16, 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,9 +34,11 @@ class Composition:
     Attributes:
         choices: one entry per choice: the stacks of methods that run one after the other, each
             written as for ``methods.stack``.
+        table: where they have their names.
     """
 
     choices: tuple[tuple[str, ...], ...] = ((PLAIN,),)
+    table: MethodTable = field(default_factory=methods.shipped, compare=False, repr=False)
 
     @property
     def spec(self) -> str:
@@ -51,14 +55,26 @@ class Composition:
         """Whether there is a single stack of methods, to which settings belong."""
         return len(self.choices) == 1 and len(self.choices[0]) == 1
 
+    def split(self, stack: str) -> list[StackedMethod]:
+        """The methods of one of its stacks."""
+        return split(stack, self.table)
 
-def read_method(spec: str) -> Composition:
+
+def read_method(spec: str, table: MethodTable | None = None) -> Composition:
     """The composition that a text describes.
+
+    Args:
+        spec: as above, without a model.
+        table: of the methods that have a name; None: those that are shipped.
 
     Raises:
         UnknownNameError: there is no such method.
         ParameterError: it is written wrongly, or has too many methods.
     """
+    known = methods.shipped() if table is None else table
+    if len(spec) > _MAX_LENGTH:
+        what, why = "the name of the method is too long", f"more than {_MAX_LENGTH} characters"
+        raise ParameterError(what, why, "", param="method")
     choices = tuple(tuple(choice.split("&")) for choice in spec.split("|"))
     stacked = [stack for stages in choices for stack in stages]
     if sum(len(stack.split("+")) for stack in stacked) > _MAX_METHODS:
@@ -69,18 +85,20 @@ def read_method(spec: str) -> Composition:
             param="method",
         )
     for stack in stacked:
-        for method in split(stack):
-            if method.name not in methods.names():  # not module:Class, which would be imported
-                raise UnknownNameError("method", method.name, methods.names())
-    return Composition(choices)
+        for method in split(stack, known):
+            known.resolve(method.name)
+    return Composition(choices, known)
 
 
-def read_model(model: str, served: Sequence[str]) -> tuple[str, Composition | None]:
+def read_model(
+    model: str, served: Sequence[str], table: MethodTable | None = None
+) -> tuple[str, Composition | None]:
     """The served name that a client's ``model`` ends with, and the methods in front of it.
 
     Args:
         model: as the client gives it.
         served: names of the served model.
+        table: of the methods that have a name; None: those that are shipped.
 
     Returns:
         The name, and the composition; None if there is none in front of it.
@@ -96,7 +114,7 @@ def read_model(model: str, served: Sequence[str]) -> tuple[str, Composition | No
     for spec, name in found:  # the longest spec first
         if spec != model:
             try:
-                return name, read_method(spec)
+                return name, read_method(spec, table)
             except UsageError as error:
                 refusal = refusal or error
     raise refusal or UnknownNameError("model", model[:200], served)

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 from forethought.config.guided import GuidedDecodingParams
 from forethought.config.sampling import SpeculationParams
 from forethought.errors import ParameterError, UsageError
+from forethought.methods.stack import StackedMethod
 from forethought.scaffolding import sampling
 from forethought.scaffolding.controller import NativeChatController
 from forethought.scaffolding.messages import RoleMessage, UserMessage
@@ -135,7 +136,7 @@ class RemoteBackend(Backend):
         if method == "hogwild":
             return "it needs the sequences of the built-in engine; see hogwild_turns"
         has_field = self.worker.thinking_field is not None
-        if continues_text(method) and self._tokenizer is None:
+        if continues_text(StackedMethod(method)) and self._tokenizer is None:
             return f"it continues a text, which a chat does not take: {_RESTART} --tokenizer"
         if method == "no_thinking" and (has_field or not self._closes_thoughts):
             return f"it closes a thought itself: {_CLOSING}, and without --thinking-field"

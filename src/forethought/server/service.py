@@ -15,19 +15,22 @@ from functools import partial
 from types import MappingProxyType
 from typing import Any
 
+from forethought import methods
 from forethought.config.guided import GuidedDecodingParams
 from forethought.config.sampling import SamplingParams, SpeculationParams
 from forethought.errors import ParameterError
-from forethought.methods.stack import split
 from forethought.outputs import SpeculationMetrics, Usage
 from forethought.scaffolding.budget import Budget
+from forethought.scaffolding.controller import NativeGenerationController
 from forethought.scaffolding.scaffolding_llm import ScaffoldingLlm
+from forethought.scaffolding.worker import Worker
 from forethought.server.backends import Backend, Prompted
 from forethought.server.composition import Dispatch
 from forethought.server.engine_job import EngineJob
 from forethought.server.http import Caller
 from forethought.server.job import Ask, Job, MethodJob, Outcome, Update
 from forethought.server.limits import Admission, Overloaded
+from forethought.server.method_settings import schema_of
 from forethought.server.metrics import RequestMetrics, ServerMetrics
 from forethought.server.names import Composition, read_method, read_model
 from forethought.server.protocol import ChatRequest, Generating, Penalised
@@ -124,6 +127,7 @@ class Service:
         ids: random, of 128 bits, in hexadecimal.
         started: time of its start.
         models: the names under which clients know the model.
+        methods: those that clients may name: closed.
     """
 
     def __init__(self, backend: Backend, settings: Settings) -> None:
@@ -133,8 +137,10 @@ class Service:
         self.started, self.totals, self.ids = time.time(), Totals(), _random_ids()
         endpoint = settings.otlp_endpoint
         self.telemetry = None if endpoint is None else Telemetry.to(endpoint, self.models[0])
+        self.methods = methods.closed(settings.allowed_methods)
+        schema_of(self.methods)  # all modules are imported and all types are read by now
         self.llm = ScaffoldingLlm(
-            Dispatch(), backend.workers, settings.max_running, trace=endpoint is not None
+            Dispatch(), self._workers(), settings.max_running, trace=endpoint is not None
         )
         self.store = ResponseStore(
             settings.max_stored,
@@ -150,6 +156,13 @@ class Service:
         if servers:
             self.metrics.observe_upstream(servers)
         self._tenants = [(key.encode(), _salt(key)) for key in settings.api_keys]
+
+    def _workers(self) -> Mapping[Any, Worker]:
+        """The backend's, and that of the model for what else allowed methods ask."""
+        workers = self.backend.workers
+        model = workers[NativeGenerationController.WorkerTag.GENERATION.value]
+        others = set(self.methods.tags()) - set(methods.shipped().tags())
+        return {**dict.fromkeys(others, model), **workers}
 
     async def finish(self) -> None:
         """Take no further request, let the others finish for a while, and end what is left."""
@@ -197,9 +210,9 @@ class Service:
         """
         model, named = (self.models[0], None)
         if body.model:
-            model, named = read_model(body.model, self.models)
+            model, named = read_model(body.model, self.models, self.methods)
         if body.method is None:
-            return model, named or Composition()
+            return model, named or Composition(table=self.methods)
         if named is not None:
             raise ParameterError(
                 "the method is given twice",
@@ -207,7 +220,7 @@ class Service:
                 "Give it once",
                 param="method",
             )
-        return model, read_method(body.method)
+        return model, read_method(body.method, self.methods)
 
     def ask(
         self,
@@ -329,7 +342,7 @@ class Service:
     def _counted(self, job: Job) -> Iterator[_Counting]:
         """Count a job when it is over, however it ends."""
         spec = job.ask.composition
-        method = "none" if spec.is_plain else split(spec.choices[0][-1])[-1].name
+        method = "none" if spec.is_plain else spec.split(spec.choices[0][-1])[-1].name
         counting = _Counting(job, self.metrics.request_started(job.ask.served, method))
         reason = "abort"
         try:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from pydantic import TypeAdapter
 
+from forethought import methods
 from forethought.errors import ParameterError
 from forethought.scaffolding.settings import NON_NEGATIVE_INT, POSITIVE_INT, SECONDS, validated
 from forethought.scaffolding.workers.routing import url_error
@@ -20,6 +21,8 @@ class Settings:
 
     ===========================  ===================================================================
     ``served_model_names``       names that clients give; empty: the model's own
+    ``allowed_methods``          what clients may name as methods beside those that are shipped:
+                                 plug-ins, or ``"module:Name"``
     ``api_keys``                 of which each request must show one; empty: none is needed
     ``max_running``              requests that run at once; further ones wait
     ``max_waiting``              requests that wait; further ones are refused with status 429
@@ -41,9 +44,11 @@ class Settings:
 
     Raises:
         ParameterError: a value outside its range, or an empty name, key or origin.
+        UsageError: a method that there is not, or that cannot be imported.
     """
 
     served_model_names: Sequence[str] = ()
+    allowed_methods: Sequence[str] = ()
     api_keys: Sequence[str] = ()
     max_running: int = 64
     max_waiting: int = 256
@@ -83,6 +88,7 @@ class Settings:
             raise ParameterError(
                 "invalid otlp_endpoint", reason, "Write it as in http://127.0.0.1:4318"
             )
-        for name in ("served_model_names", "api_keys", "cors_origins"):
+        for name in ("served_model_names", "allowed_methods", "api_keys", "cors_origins"):
             if any(not text.strip() for text in getattr(self, name)):
                 raise ParameterError(f"invalid {name}", "one of them is empty", "Leave it out")
+        methods.closed(self.allowed_methods)
