@@ -8,7 +8,7 @@ import pytest
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
-from forethought.errors import ModelError, ParameterError, UsageError
+from forethought.errors import ContextLengthError, ModelError, ParameterError, UsageError
 from forethought.llm.detokenizer import KEEP, Detokenizer, count_held, find_stop
 from forethought.llm.tokenizer import Tokenizer
 from models import tiny
@@ -236,3 +236,66 @@ def test_only_a_possible_beginning_of_a_stop_string_is_held_back():
     assert count_held("the end\n ", ["\n\n"]) == 0
     assert count_held("aab", ["aabaa", "bb"]) == 3
     assert count_held("the end", []) == 0
+
+
+# --- lengths and threads -------------------------------------------------------------------------
+
+
+def counting(tokenizer, monkeypatch):
+    """The lengths of the texts that it is given from now on."""
+    lengths, ids = [], tokenizer._ids
+
+    def counted(text, *args, **kwargs):
+        lengths.append(len(text))
+        return ids(text, *args, **kwargs)
+
+    monkeypatch.setattr(tokenizer, "_ids", counted)
+    return lengths
+
+
+def test_a_text_with_more_characters_than_the_context_may_hold_is_refused_unread(monkeypatch):
+    tokenizer = Tokenizer(byte_level())
+    lengths = counting(tokenizer, monkeypatch)
+    tokenizer.check_length("a" * 10 * tokenizer.longest_token, 10)
+    with pytest.raises(ContextLengthError, match="the context holds 10 tokens"):
+        tokenizer.check_length("a" * (10 * tokenizer.longest_token + 1), 10)
+    assert not [length for length in lengths if length > 160]
+
+
+def test_of_a_dense_text_a_beginning_is_read_and_no_more(monkeypatch):
+    tokenizer = Tokenizer(byte_level())
+    monkeypatch.setattr(tokenizer, "longest_token", 1000)
+    lengths = counting(tokenizer, monkeypatch)
+    with pytest.raises(ContextLengthError, match="the first 160 have"):
+        tokenizer.check_length("1 2 " * 2000, 10)
+    assert lengths == [160]
+
+
+def test_a_text_that_fits_is_never_refused():
+    for tokenizer in (BYTES, PIECES):
+        for text in ("a", "he ll" * 50, " " * 300, "é" * 100, "\n" * 200):
+            tokenizer.check_length(text, len(tokenizer.encode(text)))
+
+
+@BOTH
+def test_the_library_in_rust_makes_the_ids_of_hf(tokenizer):
+    assert not tokenizer._encodes_itself
+    for text in ("he ll", " he", "", "\n\n a", "é \t1 23", "<s>he</s>"):
+        assert tokenizer.encode(text) == tokenizer.hf(text).input_ids
+        assert tokenizer.encode_more(text).__class__ is list
+
+
+@BOTH
+def test_a_tokenizer_that_cuts_or_pads_is_told_not_to(tokenizer):
+    expected = tokenizer.encode("he ll he ll")
+    tokenizer.hf.backend_tokenizer.enable_truncation(2)
+    assert tokenizer.encode("he ll he ll") == expected
+    assert tokenizer.encode("he ll he ll") == expected
+    tokenizer.hf.backend_tokenizer.no_truncation()
+
+
+def test_a_short_text_does_not_wait_for_a_long_one_in_another_thread():
+    tokenizer = Tokenizer(byte_level())
+    tokenizer.encode("x")
+    with tokenizer._lock:
+        assert tokenizer.encode("he")

@@ -291,6 +291,8 @@ class Frontend:
         Raises:
             ParameterError, ContextLengthError, CapacityError: see ``Engine.check_prompt``.
         """
+        if isinstance(prompt, str):
+            self.tokenizer.check_length(prompt, self.engine.limits.max_length)
         read, checked = read_prompt(prompt, self.tokenizer), self.read_params(params)
         self.engine.check_prompt(read.token_ids, checked)
         return read, checked
@@ -312,6 +314,7 @@ class Frontend:
         own = params.speculation
         if own is None or not isinstance(own.prediction, str):
             return params
+        self.tokenizer.check_length(own.prediction, self.engine.limits.max_length)
         ids = tuple(self.tokenizer.encode_more(own.prediction)) or None
         return params.replace(speculation=own.replace(prediction=ids))
 
@@ -334,13 +337,17 @@ class Frontend:
 
     def read_more(self, more: str | List[int]) -> list[int]:
         """The tokens of a text or of ids that continue a live sequence."""
-        return self.tokenizer.encode_more(more) if isinstance(more, str) else read_ids(more)
+        if not isinstance(more, str):
+            return read_ids(more)
+        self.tokenizer.check_length(more, self.engine.limits.max_length)
+        return self.tokenizer.encode_more(more)
 
     def render(
         self, messages: Any, template_args: Mapping[str, Any] | None
     ) -> tuple[str, list[int]]:
         """The prompt of a conversation, as text and in tokens."""
         text = self.tokenizer.render(messages, template_args)
+        self.tokenizer.check_length(text, self.engine.limits.max_length)
         return text, self.tokenizer.encode_more(text)  # the template wrote all special tokens
 
     def abandon(self, left: Sequence | Generation) -> None:

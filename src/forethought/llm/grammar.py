@@ -22,7 +22,7 @@ import threading
 import time
 import weakref
 from bisect import bisect_left
-from collections import Counter, OrderedDict, deque
+from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -41,6 +41,7 @@ from forethought.errors import (
     RequestError,
     RequestTimeout,
 )
+from forethought.llm.fair_queue import FairQueue
 from forethought.llm.tokenizer import Tokenizer
 from forethought.model.sampling import Constraints
 
@@ -172,7 +173,7 @@ def _shared(path: list[int], output: list[int]) -> int:
 COMPILED = 64
 """Compiled grammars that are cached."""
 MAX_COMPILERS = 2
-"""Grammars compiled at once for requests that wait for them; further ones wait (``_next``)."""
+"""Grammars compiled at once for requests that wait for them; further ones wait in fair turns."""
 MAX_COMPILER_THREADS = 8
 """Threads that compile, those included that have exceeded the time limit."""
 MAX_INTERSECTIONS = 16
@@ -207,6 +208,8 @@ class _Compilation:
     future: Future[GrammarConstraint] = field(default_factory=Future)
     salt: str = ""
     """The ``cache_salt`` of the request that asked for it first: a tenant of a server."""
+    size: int = 0
+    """Bytes of the grammar."""
     num_waiting: int = 0
     """Requests that wait for it."""
     began: float = math.inf
@@ -237,9 +240,7 @@ class GrammarCompiler:
         self._vocabulary_lock = threading.Lock()
         self._compilations: OrderedDict[_Key, _Compilation] = OrderedDict()
         """The least recently used first."""
-        self._queue: deque[_Compilation] = deque()
-        self._num_taken = 0
-        """Compilations that have begun."""
+        self._queue = FairQueue[_Compilation](lambda each: each.salt, lambda each: each.size)
         self._compilers: set[threading.Thread] = set()
         self._compiling_now: set[_Compilation] = set()
         weakref.finalize(self, _await_compilers, self._compilers)
@@ -336,8 +337,8 @@ class GrammarCompiler:
         found = self._compilations.get(key)
         if found is None:
             self._start_compiler()
-            found = self._compilations[key] = _Compilation(key, salt=salt)
-            self._queue.append(found)
+            found = self._compilations[key] = _Compilation(key, salt=salt, size=_size(key[0]))
+            self._queue.push(found)
         self._compilations.move_to_end(key)
         return found
 
@@ -366,13 +367,13 @@ class GrammarCompiler:
                 constraint = self._compile(*compilation.key)
             except BaseException as error:
                 with self._lock:
-                    self._compiling_now.discard(compilation)
+                    self._leave(compilation)
                     self._drop(compilation)
                 compilation.future.set_exception(_wrapped(error))
             else:
                 compilation.future.set_result(constraint)
                 with self._lock:
-                    self._compiling_now.discard(compilation)
+                    self._leave(compilation)
                     self._evict()
             del compilation
 
@@ -380,8 +381,7 @@ class GrammarCompiler:
         """The next in the queue; None ends the thread that asks."""
         with self._lock:
             if self._queue:
-                compilation = self._next()
-                self._queue.remove(compilation)
+                compilation = self._queue.take()
                 compilation.future.set_running_or_notify_cancel()
                 compilation.began = time.monotonic()
                 self._compiling_now.add(compilation)
@@ -389,19 +389,11 @@ class GrammarCompiler:
             self._compilers.discard(threading.current_thread())
             return None
 
-    def _next(self) -> _Compilation:
-        """What is compiled next: of the tenant of which the fewest are being compiled, by turns the
-        smallest grammar and the one that has waited longest.
-
-        So a small one does not wait for all large ones before it, and a large one not for ever.
-        """
-        running = Counter(compilation.salt for compilation in self._compiling_now)
-        fewest = min(running[compilation.salt] for compilation in self._queue)
-        waiting = [each for each in self._queue if running[each.salt] == fewest]
-        self._num_taken += 1
-        return (
-            min(waiting, key=lambda each: _size(each.key[0])) if self._num_taken % 2 else waiting[0]
-        )
+    def _leave(self, compilation: _Compilation) -> None:
+        """It is compiled no more; with the lock held."""
+        if compilation in self._compiling_now:  # else this is a forked child
+            self._compiling_now.discard(compilation)
+            self._queue.ended(compilation)
 
     def _drop(self, compilation: _Compilation) -> None:
         if self._compilations.get(compilation.key) is compilation:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from numbers import Integral
 from pathlib import Path
 from typing import Any, TypeGuard
@@ -12,8 +13,16 @@ from typing import Any, TypeGuard
 from transformers import AutoTokenizer
 
 from forethought.config.sampling import SamplingParams
-from forethought.errors import ModelError, ParameterError, RequestError, UsageError
+from forethought.errors import (
+    ContextLengthError,
+    ModelError,
+    ParameterError,
+    RequestError,
+    UsageError,
+)
 
+_DENSE = 16
+"""Characters for each token of the context that are tokenised to see whether a text is too long."""
 _NO_FILES = (
     "The directory needs the tokenizer's files, such as tokenizer.json; if they are in another "
     "one, name it with tokenizer=..."
@@ -29,7 +38,10 @@ class Tokenizer:
 
     def __init__(self, hf: Any) -> None:
         self.hf = hf
-        self._lock = threading.Lock()  # encoding may reset padding and truncation of hf
+        self._lock = threading.Lock()  # encoding by hf may reset its padding and truncation
+        self.longest_token = max(map(len, hf.get_vocab()), default=1)
+        """Most characters of a text that one token stands for, but for unknown words and spaces
+        that a tokenizer drops."""
         added = hf.added_tokens_decoder.items()
         self.special_ids = frozenset(token for token, entry in added if entry.special)
         """The ids that ``skip_special_tokens`` leaves out of a text."""
@@ -78,6 +90,31 @@ class Tokenizer:
             RequestError: the tokenizer failed.
         """
         return self._ids(text, add_special_tokens=True)
+
+    def check_length(self, text: str, max_length: int) -> None:
+        """Refuse a text that is certain to have too many tokens, at the cost of a beginning of it.
+
+        Args:
+            text: of any length.
+            max_length: tokens that it may have.
+
+        Raises:
+            ContextLengthError: it has more.
+            ParameterError, RequestError: as ``encode``.
+        """
+        why = ""
+        if len(text) > max_length * self.longest_token:
+            why = f"no token has more than {self.longest_token}"
+        elif len(text) > _DENSE * max_length:
+            count = len(self._ids(text[: _DENSE * max_length]))
+            if count > 2 * max_length:
+                why = f"the first {_DENSE * max_length:,} have {count:,} tokens"
+        if why:
+            raise ContextLengthError(
+                f"the prompt has {len(text):,} characters",
+                f"{why}, and the context holds {max_length:,} tokens",
+                "Shorten the prompt",
+            )
 
     def encode_more(self, text: str) -> list[int]:
         """Ids of a text that continues another one: nothing is added at its beginning.
@@ -166,11 +203,7 @@ class Tokenizer:
 
     def _ids(self, text: str, add_special_tokens: bool = False) -> list[int]:
         try:
-            with self._lock:
-                # verbose: admission refuses a text that is too long, without a warning
-                ids: list[int] = self.hf(
-                    text, add_special_tokens=add_special_tokens, verbose=False
-                ).input_ids
+            ids = self._encoded(text, add_special_tokens)
         except (TypeError, UnicodeError) as error:
             raise ParameterError(
                 "the text cannot be tokenised", _invalidity(text) or str(error), "Give Unicode text"
@@ -178,6 +211,31 @@ class Tokenizer:
         except Exception as error:
             raise _failure("encode a text", error) from error
         return ids
+
+    def _encoded(self, text: str, add_special_tokens: bool) -> list[int]:
+        """By the library in Rust alone, without the GIL and beside other threads, where hf does no
+        more than to call it: so no short text waits for a long one."""
+        backend: Any = self.hf.backend_tokenizer if self.hf.is_fast else None
+        cuts = (getattr(backend, name, "unknown") for name in ("truncation", "padding"))
+        ids: list[int]
+        if all(cut is None for cut in cuts) and not self._encodes_itself:
+            ids = backend.encode(text, add_special_tokens=add_special_tokens).ids
+        else:
+            with self._lock:  # verbose: admission refuses what is too long, without a warning
+                ids = self.hf(text, add_special_tokens=add_special_tokens, verbose=False).input_ids
+        return ids
+
+    @cached_property
+    def _encodes_itself(self) -> bool:
+        """Whether hf makes other ids of a text than the library in Rust."""
+        sample = " A sample,\n of  text: 12 \u00e9 "
+        with self._lock:
+            wanted = [
+                self.hf(sample, add_special_tokens=s, verbose=False).input_ids
+                for s in (True, False)
+            ]
+        encode = self.hf.backend_tokenizer.encode
+        return wanted != [encode(sample, add_special_tokens=s).ids for s in (True, False)]
 
     def _find_byte_values(self) -> dict[int, int]:
         vocabulary = self.hf.get_vocab()
