@@ -121,7 +121,7 @@ def test_an_existing_directory_wins_over_the_hub_and_has_no_revisions(
         find_model_dir(tmp_path, "v1")
 
 
-@pytest.mark.parametrize("name", assets.names())
+@pytest.mark.parametrize("name", [*assets.names(), "forethought/drafter", "forethought/medusa"])
 def test_an_embedded_model_is_found_by_name_without_the_hub(
     name: str, hub: HubServer, tmp_path: Path
 ) -> None:

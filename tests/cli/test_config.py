@@ -137,8 +137,8 @@ def test_a_file_that_is_no_configuration_is_refused(write, text, said):
     [
         ("max_batchsize: 3", "did you mean 'max_batch_size'?"),
         ("max_batch_size: many", "invalid max_batch_size"),
-        ("disable_overlap_scheduler: false", "disable_overlap_scheduler"),
-        ("speculative_config: ngram", "invalid speculative_config"),
+        ("pipeline_parallel_size: 2", "only 1 is taken, not 2"),
+        ("speculative_config: telepathy", "unknown decoding_type 'telepathy'"),
         ("speculative_config: {max_draft_len: 3}", "needs decoding_type"),
         ("speculative_config: {decoding_type: Telepathy}", "Allowed: AUTO"),
         ("speculative_config: {decoding_type: NGram, max_draft: 3}", "'max_draft_len'?"),

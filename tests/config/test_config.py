@@ -42,8 +42,8 @@ def test_null_in_a_file_is_not_given() -> None:
     expected = LlmArgs(kv_cache_config=KvCacheConfig(max_tokens=64))
     assert LlmArgs.from_dict(file) == LlmArgs(**file) == expected
     assert LlmArgs.from_dict({"kv_cache_config": None}) == LlmArgs()
-    with pytest.raises(ParameterError, match="no parameter 'cuda_graph_config'"):
-        LlmArgs(cuda_graph_config={})  # type: ignore[call-arg]
+    with pytest.raises(ParameterError, match="no parameter 'swap_space'"):
+        LlmArgs(swap_space=4)  # type: ignore[call-arg]
 
 
 @pytest.mark.parametrize(
@@ -91,7 +91,7 @@ def test_the_keyword_arguments_of_an_llm_are_the_fields_of_its_arguments(
         {"speculative_config": NGramDecodingConfig(max_draft_len=2)},
         {"speculative_config": [{"decoding_type": "ngram", "max_draft_len": 2}]},
         *[{"dtype": name} for name in sorted(members(get_type_hints(LlmArgs)["dtype"]))],
-        *[{"dtype": name} for name in ("fp32", "bf16", "fp16", "half")],
+        *[{"dtype": name} for name in ("fp32", "bf16", "fp16", "half", "float")],
     ],
 )
 def test_what_the_types_of_the_keyword_arguments_allow_is_accepted(options: Any) -> None:
@@ -105,9 +105,11 @@ def test_a_type_checker_knows_the_keyword_arguments_of_an_llm(tmp_path: Path) ->
         "from forethought import AsyncLLM, LLM, NGramDecodingConfig\n"
         'LLM("model", dtype="bf16", kv_cache_config={"page_size": 4}, max_seq_len=None)\n'
         "LLM(speculative_config=NGramDecodingConfig(max_draft_len=2))\n"
-        "LLM(tensor_parallel_size=2)\n"
-        "AsyncLLM(max_pending=3, tensor_parallel_size=2)\n"
+        "LLM(swap_space=2)\n"
+        "AsyncLLM(max_pending=3, swap_space=2)\n"
         'LLM(max_batch_size="many")\n'
+        'LLM("model", "tokenizer")\n'
+        'AsyncLLM("model", "tokenizer")\n'
     )
     settings = tmp_path / "mypy.ini"
     settings.write_text(
@@ -123,6 +125,7 @@ def test_a_type_checker_knows_the_keyword_arguments_of_an_llm(tmp_path: Path) ->
         check=False,
     )
     errors = [line for line in done.stdout.splitlines() if "error:" in line]
-    assert [line.split(":")[1] for line in errors] == ["4", "5", "6"], done.stdout + done.stderr
-    assert all('"tensor_parallel_size"' in line for line in errors[:2])
+    lines = [line.split(":")[1] for line in errors]
+    assert list(dict.fromkeys(lines)) == ["4", "5", "6", "7", "8"], done.stdout + done.stderr
+    assert all('"swap_space"' in line for line in errors[:2])
     assert '"max_batch_size"' in errors[2]

@@ -369,6 +369,12 @@ def test_auto_hands_on_what_it_is_given():
         ({"decoding_type": "NGram"}, ["ngram"]),
         ([{"decoding_type": "Suffix"}, NGramDecodingConfig()], ["suffix", "ngram"]),
         ([NGramDecodingConfig(), NGramDecodingConfig(name="short")], ["ngram", "short"]),
+        ("ngram", ["ngram"]),
+        (
+            ["Suffix", "draft_target", {"decoding_type": "Ngram"}],
+            ["suffix", "draft_target", "ngram"],
+        ),
+        ({"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 4}, ["ngram"]),
     ],
 )
 def test_an_engine_takes_one_config_or_several_in_order(given, names):
@@ -383,7 +389,9 @@ def test_an_engine_takes_one_config_or_several_in_order(given, names):
         ({"speculative_config": {"decoding_type": "Seer"}}, "^unknown decoding_type 'Seer'"),
         ({"speculative_config": {"decoding_type": "NGram", "k": 1}}, "^NGramDecodingConfig has no"),
         ({"speculative_config": [NGramDecodingConfig()] * 2}, "have one name"),
-        ({"disable_overlap_scheduler": False}, "invalid disable_overlap_scheduler"),
+        ({"speculative_config": "telepathy"}, "^unknown decoding_type 'telepathy'"),
+        ({"speculative_config": ["user_provided"]}, "UserProvidedDecodingConfig needs drafter"),
+        ({"speculative_config": "eagle3", "model": "other"}, "the drafter needs a model"),
     ],
 )
 def test_an_engine_refuses_what_is_no_config(values, message):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import shlex
 import subprocess
@@ -16,11 +17,14 @@ from bigram_drafter import SPEC, BigramDecodingConfig
 from forethought import assets
 from forethought.bench.variant import variants_of
 from forethought.cli.main import main
+from forethought.cli.options import add_model_options, llm_args_of
 from forethought.config import drafter_table
 from forethought.config.drafter_table import DRAFTERS, DrafterSpec, find_drafter, options
+from forethought.config.engine import LlmArgs
 from forethought.config.registry import Registry
 from forethought.config.speculation import find_config_class, read_configs
-from forethought.errors import UnknownNameError
+from forethought.errors import ParameterError, UnknownNameError
+from forethought.model_dir import find_model_dir
 
 DRAFT = ["--json", "--max-tokens", "12", "--dtype", "float32"]
 
@@ -39,6 +43,25 @@ def test_every_entry_names_what_there_is(spec: DrafterSpec) -> None:
         assert callable(classes.resolve(recipe).build)
     if spec.embedded_model is not None:
         assert (assets.heads_dir(spec.embedded_model) / "config.json").is_file()
+        assert find_model_dir(assets.PREFIX + spec.embedded_model) == spec.embedded_dir()
+
+
+@pytest.mark.parametrize("name", options())
+def test_a_name_alone_is_the_drafter_that_the_command_line_makes_of_it(name: str) -> None:
+    parser = argparse.ArgumentParser()
+    add_model_options(parser)
+    fields = llm_args_of(parser.parse_args(["--speculative", name]))
+    for model in (None, assets.REASONER, assets.reasoner_dir()):
+        args = LlmArgs.from_dict({"model": model, "speculative_config": name})
+        assert args.speculative_config == fields["speculative_config"]
+
+
+def test_the_embedded_drafters_are_those_of_the_table_and_found_by_name() -> None:
+    assert {spec.embedded_model for spec in DRAFTERS} - {None} == set(assets.DRAFTERS)
+    for head in assets.HEADS:
+        with pytest.raises(ParameterError, match=f"is no model.*speculative_config='{head}'"):
+            LlmArgs(model=assets.PREFIX + head)  # type: ignore[arg-type]
+        assert head in options()
 
 
 def test_options_and_aliases_are_spellings_of_one_entry_each() -> None:

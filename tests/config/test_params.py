@@ -71,11 +71,22 @@ def test_an_unknown_field_is_refused_with_the_nearest_and_all_allowed_ones() -> 
         SamplingParams(best_of=3)
 
 
-def test_values_beyond_the_fields_are_a_type_error_as_of_any_function() -> None:
-    with pytest.raises(TypeError, match="two values for max_tokens"):
-        SamplingParams(3, max_tokens=4)
-    with pytest.raises(TypeError, match="at most"):
-        SamplingParams(*[None] * 99)
+@pytest.mark.parametrize(
+    ("value", "example"),
+    [
+        (0.7, r"SamplingParams\(temperature=0.7\)"),
+        (3, r"SamplingParams\(max_tokens=3\)"),
+        ("###", r"SamplingParams\(stop='###'\)"),
+        (object(), r"SamplingParams\(max_tokens=<object"),
+    ],
+)
+def test_a_value_without_a_name_is_refused_with_a_field_that_it_fits(
+    value: object, example: str
+) -> None:
+    with pytest.raises(ParameterError, match=f"takes its fields by name.*{example}"):
+        SamplingParams(value)  # type: ignore[misc]
+    with pytest.raises(ParameterError, match="takes its fields by name"):
+        SamplingParams(value, seed=3)  # type: ignore[misc]
 
 
 def test_stop_may_be_a_string_or_several() -> None:
@@ -85,7 +96,7 @@ def test_stop_may_be_a_string_or_several() -> None:
 
 
 def test_params_know_which_fields_they_were_given_and_it_shows_nowhere_else() -> None:
-    params = SamplingParams(5, temperature=1.0)
+    params = SamplingParams(max_tokens=5, temperature=1.0)
     assert params.given == {"max_tokens", "temperature"}
     assert SamplingParams().given == frozenset()
     assert params == SamplingParams(max_tokens=5)
@@ -137,3 +148,8 @@ def test_an_impossible_speculation_is_refused_by_name(values: dict[str, Any], me
 def test_what_is_no_speculation_is_refused(value: Any) -> None:
     with pytest.raises(ParameterError, match="invalid speculation"):
         SamplingParams(speculation=value)
+
+
+def test_params_have_no_fields_but_those_of_their_documentation() -> None:
+    assert SpeculationParams.names() == {"enabled", "max_draft_len", "drafter", "prediction"}
+    assert all(f"``{name}``" in str(SamplingParams.__doc__) for name in SamplingParams.names())

@@ -845,7 +845,7 @@ def test_a_stream_that_cannot_be_is_refused_when_it_is_asked_for(llm):
     with llm.start(PROMPTS[0]) as session:
         with pytest.raises(ParameterError, match="invalid n"):
             session.stream(GREEDY.replace(n=2))
-        with pytest.raises(ParameterError, match="invalid params"):
+        with pytest.raises(ParameterError, match="invalid sampling_params"):
             session.stream({"max_tokens": 3})
         session.stream(GREEDY)  # not iterated, so nothing runs
         assert len(session.generate(GREEDY).token_ids) == GREEDY.max_tokens
@@ -916,3 +916,18 @@ def test_tokens_behind_a_stop_string_in_an_accepted_draft_are_discarded() -> Non
         assert session.tokens == other.tokens
     llm.shutdown()
     plain.shutdown()
+
+
+def test_an_llm_takes_the_model_alone_without_a_name() -> None:
+    with pytest.raises(ParameterError, match=r"got 'tokenizer' after it.*LLM\(model, dtype="):
+        LLM("model", "tokenizer")  # type: ignore[call-arg]
+
+
+def test_sampling_params_are_given_by_the_name_that_other_engines_have_for_them() -> None:
+    with build() as llm:
+        prompt, expected = PROMPTS[0], llm.generate(PROMPTS[0], GREEDY).outputs[0].token_ids
+        assert llm.generate(prompt, sampling_params=GREEDY).outputs[0].token_ids == expected
+        *_, last = llm.stream(prompt, sampling_params=GREEDY)
+        assert last.outputs[0].token_ids == expected
+        with llm.start(prompt) as session:
+            assert session.generate(sampling_params=GREEDY).token_ids == expected

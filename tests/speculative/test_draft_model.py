@@ -11,6 +11,7 @@ import torch
 from transformers import AutoConfig
 
 from engines import drain, engine
+from forethought import LLM
 from forethought.config.drafters import DraftTargetDecodingConfig, PearlDecodingConfig
 from forethought.config.sampling import SamplingParams, SpeculationParams
 from forethought.config.speculation import DecodingBaseConfig
@@ -76,6 +77,25 @@ def test_ids_that_only_one_model_has_fail_no_request(
     assert machine.stats.draft_failures == 0
     if kind != "sampled":
         assert said[0].output == said[1].output
+
+
+@pytest.mark.parametrize(
+    "kind", [DraftTargetDecodingConfig, PearlDecodingConfig], ids=lambda kind: kind.decoding_type
+)
+def test_a_draft_model_is_stored_in_as_many_bits_as_its_own_configuration_says(
+    kind: type[DecodingBaseConfig],
+) -> None:
+    def num_bytes(**fields: Any) -> int:
+        config = kind(max_draft_len=3, speculative_model="forethought/drafter", **fields)
+        with LLM(speculative_config=config, max_batch_size=1) as llm:
+            drafter: Any = llm._running().engine.speculation.drafters[0].drafter
+            assert drafter.forward_path
+            output = llm.generate("What is 3 plus 4?", SamplingParams(temperature=0, max_tokens=9))
+            assert output.outputs[0].metrics is not None
+            assert output.outputs[0].metrics.drafted > 0
+            return sum(size.num_bytes for size in drafter._model.runner.lm.traits.weights)
+
+    assert num_bytes(quantization="int8") < num_bytes()
 
 
 def test_a_draft_may_reach_the_end_of_the_draft_models_context_and_no_further(

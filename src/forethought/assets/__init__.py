@@ -15,6 +15,10 @@ MODELS = ("reasoner", "countdown", "instruct")
 """The models that answer questions; the directories beside them hold what drafts for these."""
 REWARD_MODELS = ("prm",)
 """The models that judge answers: ``RewardWorker("forethought/prm")`` those of the reasoner."""
+HEADS = ("eagle3", "mtp", "medusa", "redrafter")
+"""The heads that draft for the reasoner from its hidden states, each with a drafter's name."""
+DRAFTERS = ("drafter", *HEADS)
+"""What drafts for the reasoner: its draft model, and the heads."""
 REASONER = PREFIX + "reasoner"
 """The model where none is named."""
 
@@ -29,20 +33,24 @@ def is_embedded(model: object) -> bool:
     return str(model).startswith(PREFIX)
 
 
+def is_reasoner(model: object) -> bool:
+    """Whether this is the embedded reasoner, by its name, its directory or by default."""
+    return str(model or REASONER) in (REASONER, str(reasoner_dir()))
+
+
 def embedded_dir(name: str) -> Path:
-    """Directory of an embedded model in the Hugging Face layout.
+    """Directory of an embedded model, or of embedded heads, in the Hugging Face layout.
 
     Args:
-        name: of one that answers or judges, with or without the prefix:
-            ``"forethought/countdown"``, ``"countdown"``.
+        name: of one that answers, judges or drafts, with or without the prefix:
+            ``"forethought/countdown"``, ``"countdown"``, ``"forethought/medusa"``.
 
     Raises:
         UnknownNameError: there is no such model.
     """
-    short = name.removeprefix(PREFIX)
-    if short not in (*MODELS, *REWARD_MODELS):
-        known = [*names(), *(PREFIX + model for model in REWARD_MODELS)]
-        raise UnknownNameError("embedded model", name, known)
+    short, known = name.removeprefix(PREFIX), (*MODELS, *REWARD_MODELS, *DRAFTERS)
+    if short not in known:
+        raise UnknownNameError("embedded model", name, [PREFIX + model for model in known])
     return Path(__file__).parent / short
 
 
@@ -53,7 +61,7 @@ def reasoner_dir() -> Path:
 
 def drafter_dir() -> Path:
     """Directory of the reasoner's draft model, in the same layout and with the same tokenizer."""
-    return Path(__file__).parent / "drafter"
+    return embedded_dir("drafter")
 
 
 def heads_dir(kind: str) -> Path:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from forethought import assets
 from forethought.config import drafter_table
 from forethought.config.engine import LlmArgs
-from forethought.config.speculation import DecodingBaseConfig, find_config_class
+from forethought.config.speculation import DecodingBaseConfig, find_config_class, named_config
 from forethought.errors import DependencyError, ParameterError, UsageError
 from forethought.methods.stack import SAMPLES as SAMPLE_NUM
 from forethought.methods.stack import split
@@ -168,20 +168,18 @@ def embedded_draft_model(name: str | None = "draft_target") -> Path | None:
         name: of ``--speculative``.
     """
     spec = drafter_table.options().get(name or "")
-    if spec is None or spec.embedded_model is None:
-        return None
-    folder = assets.heads_dir(spec.embedded_model)
-    return folder if folder.is_dir() else None
+    return None if spec is None else spec.embedded_dir()
 
 
 def speculative_config_of(
-    args: argparse.Namespace, draft_model: Path | None = None
+    args: argparse.Namespace, model: object = None
 ) -> DecodingBaseConfig | None:
     """The configuration that the options stand for; None if none is given.
 
     Args:
         args: the options.
-        draft_model: default of ``--draft-model``.
+        model: that is drafted for; None: the embedded reasoner, for which ``--draft-model`` has a
+            default.
 
     Raises:
         UsageError: an impossible value, or an option without what it belongs to.
@@ -199,27 +197,21 @@ def speculative_config_of(
                 f"Add --speculative with one of {', '.join(drafter_table.options())}",
             )
         return None
-    spec = drafter_table.options()[args.speculative]
-    defaults = dict(spec.option_defaults)
-    uses_model = find_config_class(spec.decoding_type).uses_model
-    if uses_model is not False and args.draft_model is None:
-        defaults |= {"speculative_model": draft_model, **spec.embedded_defaults}
+    uses_model = find_config_class(args.speculative).uses_model
     if uses_model is False and args.draft_model is not None:
         raise ParameterError(
             f"--speculative {args.speculative} has no draft model",
             "it drafts from the tokens alone",
             "Leave out --draft-model",
         )
-    if uses_model and (args.draft_model or draft_model) is None:
+    embedded = embedded_draft_model(args.speculative) if assets.is_reasoner(model) else None
+    if uses_model and (args.draft_model or embedded) is None:
         raise ParameterError(
             f"--speculative {args.speculative} needs --draft-model",
             "there is nothing to draft with",
             "Give a smaller model with the same vocabulary, or heads: a directory or Hub id",
         )
-    config: DecodingBaseConfig = DecodingBaseConfig.from_dict(
-        {"decoding_type": spec.decoding_type, **defaults, **given}
-    )
-    return config
+    return named_config(args.speculative, model, **given)
 
 
 INTRODUCTION = (
@@ -332,12 +324,11 @@ def llm_args_of(
     """
     if config is None:
         config = {} if args.config is None else load_config_file(args.config)
-    fields = defaults | dict(config)
+    fields = defaults | LlmArgs.translated(config)
     given = {name: getattr(args, name) for name in _OPTIONS}
     fields |= {name: value for name, value in given.items() if value is not None}
     _check_revision(fields)
-    own = embedded_draft_model(args.speculative) if is_reasoner(fields) else None
-    speculative = speculative_config_of(args, own)
+    speculative = speculative_config_of(args, fields.get("model"))
     if speculative is not None:
         fields["speculative_config"] = speculative
     checked = LlmArgs.from_dict(fields)
@@ -405,11 +396,6 @@ def expect_positive(args: argparse.Namespace, *names: str) -> None:
             raise ParameterError(f"invalid {option}", f"got {value}", "Give numbers of at least 1")
 
 
-def is_reasoner(fields: Mapping[str, Any]) -> bool:
-    """Whether the chosen model is the embedded reasoner, by name or by default."""
-    return str(fields.get("model") or assets.REASONER) == assets.REASONER
-
-
 def introduction(fields: Mapping[str, Any]) -> str:
     """One line about the embedded model if the user has named no other; else empty."""
     return INTRODUCTION if fields.get("model") is None else ""
@@ -417,4 +403,5 @@ def introduction(fields: Mapping[str, Any]) -> str:
 
 def model_label(fields: Mapping[str, Any]) -> str:
     """Name of the chosen model in reports."""
-    return "embedded reasoner" if is_reasoner(fields) else str(fields["model"])
+    model = fields.get("model")
+    return "embedded reasoner" if assets.is_reasoner(model) else str(model)

@@ -417,7 +417,7 @@ async def _first_model(worker: UpstreamWorker) -> str:
 def _engine(args: argparse.Namespace, config: Mapping[str, Any] | None) -> Callable[[], Backend]:
     fields = options.llm_args_of(args, config)
     open_llm = options.llm_opener(fields)
-    is_reasoner = options.is_reasoner(fields)
+    is_reasoner = assets.is_reasoner(fields.get("model"))
     open_judge = _judge_opener(args, assets.PREFIX + "prm" if is_reasoner else "none")
 
     def open_backend() -> Backend:

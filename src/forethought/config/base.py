@@ -7,13 +7,14 @@ given. Both raise ``ParameterError`` where pydantic would raise its own error.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, KeysView, Mapping
-from typing import TYPE_CHECKING, Any, TypeVar
+from collections.abc import Callable, Collection, KeysView, Mapping
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import pydantic
 from pydantic import AliasChoices, BaseModel, ConfigDict
 from pydantic_core import ErrorDetails
 
+from forethought.config.foreign_arguments import ForeignArgument, translate
 from forethought.errors import ParameterError, UsageError
 
 _Model = TypeVar("_Model", bound="StrictModel")
@@ -23,7 +24,6 @@ _Class = TypeVar("_Class", bound="type[Any]")
 STRICT = ConfigDict(strict=True, extra="forbid")
 """The pydantic configuration of ``RequestParams``: neither ``True`` nor ``"2"`` is a number."""
 
-_UNKNOWN = "unexpected_keyword_argument"
 _OUR_WORDS = {
     "Input should": "it must",
     "String should have at least 1 character": "it must be a non-empty string",
@@ -53,16 +53,17 @@ class StrictModel(BaseModel):
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, populate_by_name=True)
+    foreign_arguments: ClassVar[Mapping[str, ForeignArgument]] = {}
+    """What becomes of the arguments of other engines."""
 
     if not TYPE_CHECKING:  # checkers and editors see pydantic's own, which knows the fields
 
-        def __init__(self, **values: Any) -> None:
+        def __init__(self, *args: Any, **values: Any) -> None:
+            if args:
+                raise _unnamed(type(self), type(self).model_fields, args[0])
             values = {name: value for name, value in values.items() if value is not None}
-            known = set(type(self).model_fields)
-            for info in type(self).model_fields.values():
-                if isinstance(info.validation_alias, AliasChoices):
-                    known |= {str(choice) for choice in info.validation_alias.choices}
-            unknown = set(values) - known
+            values = self.translated(values)
+            unknown = set(values) - self._known_names()
             if unknown:
                 raise ParameterError.unknown(type(self).__name__, unknown, type(self).model_fields)
             try:
@@ -70,6 +71,24 @@ class StrictModel(BaseModel):
             except pydantic.ValidationError as error:
                 owner = type(self).__name__
                 raise _refusal(owner, f"{{}} in {owner}", error) from error
+
+    @classmethod
+    def translated(cls, values: Mapping[str, Any]) -> dict[str, Any]:
+        """Values by the names of our fields, where they have those of other engines.
+
+        Raises:
+            ParameterError: an argument of another engine that cannot be honoured.
+        """
+        return translate(cls.__name__, values, cls._known_names(), cls.foreign_arguments)
+
+    @classmethod
+    def _known_names(cls) -> set[str]:
+        """The names of the fields, and their aliases."""
+        names = set(cls.model_fields)
+        for info in cls.model_fields.values():
+            if isinstance(info.validation_alias, AliasChoices):
+                names |= {str(choice) for choice in info.validation_alias.choices}
+        return names
 
     @classmethod
     def from_dict(cls: type[_Model], values: dict[str, Any]) -> _Model:
@@ -91,7 +110,6 @@ class RequestParams:
     """
 
     __slots__ = ("given",)
-
     given: frozenset[str]
 
     def to_dict(self) -> dict[str, Any]:
@@ -129,24 +147,35 @@ class RequestParams:
         return cls(**values)
 
 
-def request_params(shown: str = "{}") -> Callable[[_Class], _Class]:
+def request_params(
+    shown: str = "{}", foreign_arguments: Mapping[str, ForeignArgument] | None = None
+) -> Callable[[_Class], _Class]:
     """Decorate a pydantic dataclass: note in ``given`` what is given, raise ``ParameterError``.
+
+    Its fields are given by name: other engines have other ones first.
 
     Args:
         shown: how a field is called in messages, with ``{}`` for its name.
+        foreign_arguments: what becomes of the arguments of other engines.
     """
+    foreign = foreign_arguments or {}
 
     def decorate(cls: _Class) -> _Class:
         construct: Callable[..., None] = cls.__init__
-        names = tuple(cls.names())
+        names = frozenset(cls.names())
 
         @functools.wraps(construct)
         def __init__(self: RequestParams, *args: Any, **values: Any) -> None:
-            object.__setattr__(self, "given", frozenset((*names[: len(args)], *values)))
+            if args:
+                raise _unnamed(cls, cls.names(), args[0])
+            if not values.keys() <= names:
+                values = translate(cls.__name__, values, names, foreign)
+                if unknown := values.keys() - names:
+                    raise ParameterError.unknown(cls.__name__, unknown, names)
+            object.__setattr__(self, "given", frozenset(values))
             try:
-                construct(self, *args, **values)
+                construct(self, **values)
             except pydantic.ValidationError as error:
-                _check_arguments(cls.__name__, names, error)
                 raise _refusal(cls.__name__, shown, error) from error
 
         cls.__init__ = __init__  # type: ignore[method-assign, assignment]
@@ -155,24 +184,23 @@ def request_params(shown: str = "{}") -> Callable[[_Class], _Class]:
     return decorate
 
 
-def _check_arguments(owner: str, names: tuple[str, ...], error: pydantic.ValidationError) -> None:
-    """Report wrong arguments before wrong values.
+def _unnamed(cls: type[Any], names: Collection[str], value: Any) -> ParameterError:
+    """The error for a value without the name of its field, with a field that it fits."""
+    fitting = (name for name in names if _fits(cls, name, value))
+    name = next(fitting, next(iter(names)))
+    return ParameterError(
+        f"{cls.__name__} takes its fields by name",
+        f"got {_shown(value)} without one",
+        f"Write it with its name, such as {cls.__name__}({name}={_shown(value)})",
+    )
 
-    Raises:
-        ParameterError: a name is not a field.
-        TypeError: more values than fields, or two for the same one.
-    """
-    complaints = error.errors(include_url=False)
-    kinds = {one["type"]: one["loc"][0] for one in complaints if one["loc"]}
-    unknown = [str(one["loc"][0]) for one in complaints if one["type"] == _UNKNOWN]
-    if unknown:
-        raise ParameterError.unknown(owner, unknown, names) from error
-    if "unexpected_positional_argument" in kinds:
-        raise TypeError(f"{owner} takes at most {len(names)} values") from error
-    if "multiple_argument_values" in kinds:
-        raise TypeError(
-            f"{owner} got two values for {kinds['multiple_argument_values']}"
-        ) from error
+
+def _fits(cls: type[Any], name: str, value: Any) -> bool:
+    try:
+        cls(**{name: value})
+    except (UsageError, TypeError):
+        return False
+    return True
 
 
 def rule(complaint: ErrorDetails) -> str:
@@ -185,14 +213,17 @@ def rule(complaint: ErrorDetails) -> str:
 
 def refusal(name: str, value: Any, reason: str) -> ParameterError:
     """The error of an impossible value of a field; long values are cut."""
-    try:
-        got = repr(value)
-    except RecursionError:
-        got = f"a deep {type(value).__name__}"
-    got = got if len(got) <= 200 else f"{got[:200]} ..."
     return ParameterError(
-        f"invalid {name}", f"got {got}, but {reason}", f"Change {name}", param=name
+        f"invalid {name}", f"got {_shown(value)}, but {reason}", f"Change {name}", param=name
     )
+
+
+def _shown(value: Any) -> str:
+    try:
+        text = repr(value)
+    except RecursionError:
+        return f"a deep {type(value).__name__}"
+    return text if len(text) <= 200 else f"{text[:200]} ..."
 
 
 def _refusal(owner: str, shown: str, error: pydantic.ValidationError) -> UsageError:

@@ -5,7 +5,7 @@ What reads which field::
     decoding_type, aliases, config    speculative_config: config/speculation.py
     drafter                           the engine: speculative/registry.py
     recipes                           forethought train: training/recipes/table.py, cli/train.py
-    option..., embedded_...           --speculative: cli/options.py
+    option..., embedded_...           a drafter's name alone: config/speculation.py, cli/options.py
 
 Classes are written ``"module:Class"`` and imported when they are first asked for, so that the table
 costs no import of torch. CONTRIBUTING.md, "Adding a drafter", lists what else a drafter needs.
@@ -15,8 +15,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
+from forethought import assets
 from forethought.errors import UnknownNameError
 
 _CONFIG = "forethought.config.drafters"
@@ -49,6 +51,11 @@ class DrafterSpec:
     """As ``option_defaults``, where no ``--draft-model`` is given; these win."""
     recipes: Mapping[str, str] = field(default_factory=dict)
     """Name for ``forethought train`` -> class of the training recipe."""
+
+    def embedded_dir(self) -> Path | None:
+        """Directory of the embedded reasoner's weights for it; None: it has none here."""
+        folder = None if self.embedded_model is None else assets.heads_dir(self.embedded_model)
+        return folder if folder is not None and folder.is_dir() else None
 
 
 DRAFTERS: tuple[DrafterSpec, ...] = (

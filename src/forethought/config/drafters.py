@@ -55,7 +55,8 @@ class NGramDecodingConfig(DecodingBaseConfig):
     is_keep_all: bool = True
     """Keep every continuation of an n-gram; else only one, the longest."""
     is_use_oldest: bool = True
-    """Propose the oldest continuation of an n-gram; else the newest."""
+    """Propose the oldest continuation of an n-gram; else the newest. Without ``is_keep_all`` there
+    is one for each n-gram, and this has no effect."""
     is_public_pool: bool = True
     """Look up the tokens of all requests of one ``cache_salt``; else only the request's own."""
     max_pool_size: int = Field(default=1 << 17, ge=1, le=MAX_ENTRIES)
@@ -148,6 +149,9 @@ class DraftTargetDecodingConfig(DecodingBaseConfig):
     draft_choices: TreePaths | None = None
     """A tree instead of a chain: paths of ranks; ``[1, 0]`` is the most probable token after the
     second most probable one. See ``config.speculation``."""
+    quantization: Literal["int8", "int4"] | None = None
+    """Store the draft model's weights in 8 or 4 bits, rounded at load; None: as its checkpoint has
+    them, whatever the target's."""
 
     def _settle_lengths(self) -> None:
         """A tree determines both lengths; other values beside it are refused."""
@@ -174,6 +178,8 @@ class PearlDecodingConfig(DecodingBaseConfig):
     """Tokens of a block, which PEARL calls gamma."""
     draft_device: str | None = None
     """Device of the draft model; None: the target's."""
+    quantization: Literal["int8", "int4"] | None = None
+    """Store the draft model's weights in 8 or 4 bits; None: as its checkpoint has them."""
     overlap: bool = True
     """Draft in a separate thread; False: draft the same blocks in turn with the target."""
 
@@ -581,8 +587,8 @@ class UserProvidedDecodingConfig(DecodingBaseConfig):
 
     if not TYPE_CHECKING:  # see DecodingBaseConfig
 
-        def __init__(self, **values: Any) -> None:
-            super().__init__(**values)
+        def __init__(self, *args: Any, **values: Any) -> None:
+            super().__init__(*args, **values)
             for name in ("drafter", "resource_manager"):
                 if isinstance(values.get(name), str):
                     self._names[name] = values[name]

@@ -7,23 +7,41 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypedDict
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypedDict
 
 import pydantic
 from pydantic import AliasChoices, Field, SerializeAsAny
 
+from forethought import assets
 from forethought.config.base import StrictModel
+from forethought.config.foreign_arguments import (
+    KV_CACHE_ARGUMENTS,
+    LLM_ARGUMENTS,
+    ForeignArgument,
+)
 from forethought.config.speculation import DecodingBaseConfig, read_configs
+from forethought.errors import ParameterError
 
 if TYPE_CHECKING:
     import torch
 
-DtypeName = Literal["auto", "float32", "bfloat16", "float16", "fp32", "bf16", "fp16", "half"]
+_SHORT_NAMES = {
+    "bf16": "bfloat16",
+    "fp16": "float16",
+    "fp32": "float32",
+    "half": "float16",
+    "float": "float32",
+}
+DtypeName = Literal[
+    "auto", "float32", "bfloat16", "float16", "fp32", "bf16", "fp16", "half", "float"
+]
 """The names that ``dtype`` may have; ``torch.bfloat16`` and its like will do as well."""
 
 
 class KvCacheConfig(StrictModel):
     """The KV cache: its page size, how large it is, whether prefixes are reused."""
+
+    foreign_arguments: ClassVar[Mapping[str, ForeignArgument]] = KV_CACHE_ARGUMENTS
 
     tokens_per_block: int = Field(
         default=16, ge=1, le=4096, validation_alias=AliasChoices("tokens_per_block", "page_size")
@@ -51,7 +69,9 @@ class GuidedDecodingConfig(StrictModel):
 
 
 class LlmArgs(StrictModel):
-    """Everything that ``LLM`` and ``AsyncLLM`` accept."""
+    """Everything that ``LLM`` and ``AsyncLLM`` accept, beside ``config.foreign_arguments``."""
+
+    foreign_arguments: ClassVar[Mapping[str, ForeignArgument]] = LLM_ARGUMENTS
 
     model: Path | None = None
     """Local Hugging Face directory, or Hub id such as ``Qwen/Qwen3-0.6B``; None: the embedded
@@ -113,19 +133,42 @@ class LlmArgs(StrictModel):
     trust_remote_code: bool = False
     speculative_config: tuple[SerializeAsAny[DecodingBaseConfig], ...] = ()
     """The drafter, or several, each asked where those before it propose nothing. Dictionaries will
-    do, with ``decoding_type`` as in YAML."""
-    disable_overlap_scheduler: Literal[True] = True
-    """Accepted from configurations that must say so elsewhere: what is scheduled never overlaps
-    here. Continuous decode steps, which do on CUDA, have a number of their own."""
+    do, with ``decoding_type`` as in YAML, and names alone: ``"draft_target"``, as for
+    ``--speculative``."""
+
+    @pydantic.field_validator("model")
+    @classmethod
+    def _no_heads(cls, value: Path | None) -> Path | None:
+        """Refuse embedded heads by what they are."""
+        short = str(value).removeprefix(assets.PREFIX)
+        if assets.is_embedded(value) and short in assets.HEADS:
+            raise ParameterError(
+                f"{value} is no model",
+                f"it is a head that drafts for {assets.REASONER}",
+                f"Give it as speculative_config={short!r}, or as a speculative_model",
+            )
+        return value
 
     @pydantic.field_validator("dtype", mode="before")
     @classmethod
     def _dtype_name(cls, value: Any) -> Any:
         """Accept ``torch.bfloat16`` and the short names as well, without importing torch."""
         name = str(value).removeprefix("torch.")
-        return {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "half": "float16"}.get(
-            name, name
-        )
+        return _SHORT_NAMES.get(name, name)
+
+    @pydantic.field_validator("quantization", mode="before")
+    @classmethod
+    def _quantization_name(cls, value: Any) -> Any:
+        """Explain the names of formats, which other engines take here."""
+        if isinstance(value, str) and value not in ("int8", "int4"):
+            raise ParameterError(
+                "invalid quantization in LlmArgs",
+                f"got {value!r}, but it must be 'int8' or 'int4', in which weights are stored that "
+                "the checkpoint has in full",
+                "Leave it out for a checkpoint in AWQ, GPTQ, compressed-tensors or fp8, which says "
+                "itself how it is quantised",
+            )
+        return value
 
     @pydantic.field_validator("num_threads")
     @classmethod
@@ -146,8 +189,8 @@ class LlmArgs(StrictModel):
 
     @pydantic.field_validator("speculative_config", mode="before")
     @classmethod
-    def _read_speculative(cls, value: Any) -> Any:
-        return read_configs(value)
+    def _read_speculative(cls, value: Any, info: pydantic.ValidationInfo) -> Any:
+        return read_configs(value, info.data.get("model"))
 
 
 class LlmOptions(TypedDict, total=False):
@@ -180,8 +223,8 @@ class LlmOptions(TypedDict, total=False):
     speculative_config: (
         DecodingBaseConfig
         | Mapping[str, Any]
-        | Sequence[DecodingBaseConfig | Mapping[str, Any]]
+        | str
+        | Sequence[DecodingBaseConfig | Mapping[str, Any] | str]
         | None
     )
     guided_decoding_config: GuidedDecodingConfig | Mapping[str, Any]
-    disable_overlap_scheduler: Literal[True]

@@ -46,7 +46,7 @@ _Choices = Annotated[tuple[_Text, ...], BeforeValidator(_distinct), Field(min_le
 
 
 @request_params(_SHOWN)
-@dataclass(frozen=True, slots=True, config=STRICT)
+@dataclass(frozen=True, slots=True, kw_only=True, config=STRICT)
 class GuidedDecodingParams(RequestParams):
     """The shape of the whole output of one generation. Exactly one field is set.
 

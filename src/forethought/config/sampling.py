@@ -10,6 +10,7 @@ from pydantic import BeforeValidator, Field
 from pydantic.dataclasses import dataclass
 
 from forethought.config.base import STRICT, RequestParams, refusal, request_params
+from forethought.config.foreign_arguments import SAMPLING_ARGUMENTS
 from forethought.config.guided import GuidedDecodingParams
 
 MAX_LOGPROBS = 64
@@ -79,7 +80,7 @@ def _from_dict(cls: type[RequestParams]) -> BeforeValidator:
 
 
 @request_params("speculation.{}")
-@dataclass(frozen=True, slots=True, config=STRICT)
+@dataclass(frozen=True, slots=True, kw_only=True, config=STRICT)
 class SpeculationParams(RequestParams):
     """Speculative decoding of one request. It never changes the output, only the speed.
 
@@ -108,8 +109,8 @@ class SpeculationParams(RequestParams):
             raise refusal("speculation.prediction", "a prediction", f"{reason}: none is drafted")
 
 
-@request_params()
-@dataclass(frozen=True, slots=True, config=STRICT)
+@request_params(foreign_arguments=SAMPLING_ARGUMENTS)
+@dataclass(frozen=True, slots=True, kw_only=True, config=STRICT)
 class SamplingParams(RequestParams):
     """How to draw the tokens of one request, and when to stop.
 

@@ -19,8 +19,10 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 import pydantic
 from pydantic import AliasChoices, Field
 
+from forethought.assets import is_reasoner
 from forethought.config.base import StrictModel
 from forethought.config.drafter_table import decoding_types, find_drafter
+from forethought.config.foreign_arguments import DRAFTING_ARGUMENTS, ForeignArgument
 from forethought.config.registry import Registry
 from forethought.config.tree import all_nodes, missing_path
 from forethought.errors import ParameterError
@@ -57,6 +59,33 @@ def find_config_class(kind: Any) -> type[DecodingBaseConfig]:
     return found
 
 
+def named_config(name: str, model: object = None, **fields: Any) -> DecodingBaseConfig:
+    """The configuration of a drafter that is given by its name alone, as ``--speculative`` does.
+
+    Its lengths are those of the table of drafters. For the embedded reasoner it drafts with the
+    weights that are shipped for it.
+
+    Args:
+        name: a ``decoding_type``; case, ``_`` and ``-`` do not matter.
+        model: that it drafts for; None: the embedded reasoner.
+        **fields: of the configuration; these win.
+
+    Raises:
+        UnknownNameError: there is no such drafter.
+        ParameterError: it needs more than its name, or a field is wrong.
+    """
+    spec = find_drafter(name)
+    defaults = dict(spec.option_defaults)
+    if find_config_class(name).uses_model is not False and "speculative_model" not in fields:
+        folder = spec.embedded_dir() if is_reasoner(model) else None
+        if folder is not None:
+            defaults |= {"speculative_model": folder, **spec.embedded_defaults}
+    config: DecodingBaseConfig = DecodingBaseConfig.from_dict(
+        {"decoding_type": spec.decoding_type, **defaults, **fields}
+    )
+    return config
+
+
 def missing_decoding_type() -> ParameterError:
     """The error for a configuration without ``decoding_type``."""
     return ParameterError(
@@ -69,6 +98,7 @@ def missing_decoding_type() -> ParameterError:
 class DecodingBaseConfig(StrictModel):
     """The fields of every drafter. ``from_dict`` builds the class that ``decoding_type`` names."""
 
+    foreign_arguments: ClassVar[Mapping[str, ForeignArgument]] = DRAFTING_ARGUMENTS
     decoding_type: ClassVar[str] = ""
     """Its name in a dictionary or YAML file, where case, ``_`` and ``-`` do not matter."""
     uses_model: ClassVar[bool | None] = False
@@ -121,11 +151,11 @@ class DecodingBaseConfig(StrictModel):
 
     if not TYPE_CHECKING:  # checkers and editors see pydantic's own, which knows the fields
 
-        def __init__(self, **values: Any) -> None:
+        def __init__(self, *args: Any, **values: Any) -> None:
             kind = values.pop("decoding_type", None)  # of a dump
             if kind is not None:
                 self._expect(kind)
-            super().__init__(**values)
+            super().__init__(*args, **values)
 
     @pydantic.model_serializer(mode="wrap")
     def _dump_decoding_type(self, dump: pydantic.SerializerFunctionWrapHandler) -> dict[str, Any]:
@@ -268,7 +298,8 @@ class DecodingBaseConfig(StrictModel):
             ParameterError: an unknown name, or a value of the wrong type or outside its range.
         """
         fields = dict(values)
-        kind = fields.pop("decoding_type", cls.decoding_type)
+        kind = fields.pop("decoding_type", None) or fields.pop("method", None)  # vLLM's name of it
+        kind = kind or cls.decoding_type
         if not kind:
             raise missing_decoding_type()
         return cls._expect(kind)(**fields)
@@ -286,17 +317,19 @@ class DecodingBaseConfig(StrictModel):
         return found
 
 
-def read_configs(value: Any) -> tuple[DecodingBaseConfig, ...]:
+def read_configs(value: Any, model: object = None) -> tuple[DecodingBaseConfig, ...]:
     """The configurations in a ``speculative_config``, in order.
 
     Args:
-        value: a configuration, a dictionary for ``from_dict``, a list of them, or None.
+        value: a configuration, a dictionary for ``from_dict``, a drafter's name, a list of these,
+            or None.
+        model: that they draft for; None: the embedded reasoner.
 
     Raises:
         UsageError: something else, a bad dictionary, or two with one name.
     """
     items: Sequence[Any] = value if isinstance(value, list | tuple) else [value]
-    configs = [_read(item) for item in items if item is not None]
+    configs = [_read(item, model) for item in items if item is not None]
     names = [config.name for config in configs]
     if len(set(names)) < len(names):
         raise ParameterError(
@@ -307,7 +340,9 @@ def read_configs(value: Any) -> tuple[DecodingBaseConfig, ...]:
     return tuple(configs)
 
 
-def _read(item: Any) -> DecodingBaseConfig:
+def _read(item: Any, model: object) -> DecodingBaseConfig:
+    if isinstance(item, str):
+        return named_config(item, model)
     if isinstance(item, Mapping):
         config: DecodingBaseConfig = DecodingBaseConfig.from_dict(item)
         return config
@@ -315,6 +350,7 @@ def _read(item: Any) -> DecodingBaseConfig:
         raise ParameterError(
             "invalid speculative_config",
             f"got {item!r}",
-            "Give a configuration such as NGramDecodingConfig(), a dictionary, or a list of them",
+            "Give a drafter's name such as 'ngram', a configuration such as NGramDecodingConfig(), "
+            "a dictionary, or a list of them",
         )
     return item

@@ -11,7 +11,7 @@ import weakref
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Unpack
+from typing import Any, Never, Unpack
 
 from forethought.config.engine import LlmOptions
 from forethought.config.sampling import SamplingParams
@@ -103,12 +103,12 @@ class AsyncLLM:
     def __init__(
         self,
         model: str | Path | None = None,
-        *,
+        *args: Never,
         max_pending: int = MAX_PENDING,
         **fields: Unpack[LlmOptions],
     ) -> None:
         _check(max_pending)
-        self._run(Frontend.build(model, fields), max_pending)
+        self._run(Frontend.build(model, fields, *args), max_pending)
 
     @classmethod
     def over(cls, llm: LLM, *, max_pending: int = MAX_PENDING) -> AsyncLLM:
@@ -130,7 +130,7 @@ class AsyncLLM:
         self._shutdown = weakref.finalize(self, _stop, self._thread, lender)
 
     async def generate(
-        self, prompt: str | Sequence[int], params: SamplingParams | None = None
+        self, prompt: str | Sequence[int], sampling_params: SamplingParams | None = None
     ) -> RequestOutput:
         """Continue one prompt. For several, gather several calls.
 
@@ -141,12 +141,12 @@ class AsyncLLM:
             RequestError: the request failed in the engine; others go on.
             EngineStopped: the engine has ended.
         """
-        return await self._generate(*self._checked().read(prompt, params))
+        return await self._generate(*self._checked().read(prompt, sampling_params))
 
     async def chat(
         self,
         messages: Sequence[Mapping[str, Any]],
-        params: SamplingParams | None = None,
+        sampling_params: SamplingParams | None = None,
         *,
         template_args: Mapping[str, Any] | None = None,
     ) -> RequestOutput:
@@ -154,7 +154,7 @@ class AsyncLLM:
 
         Args:
             messages: mappings with ``role`` and ``content``.
-            params: how to sample and when to stop.
+            sampling_params: how to sample and when to stop.
             template_args: further arguments of the template.
 
         Raises:
@@ -162,7 +162,7 @@ class AsyncLLM:
         """
         frontend = self._checked()
         text, token_ids = frontend.render(messages, template_args)
-        _, checked = frontend.read(token_ids, params)
+        _, checked = frontend.read(token_ids, sampling_params)
         return await self._generate(Prompt(text, token_ids), checked)
 
     def chat_prompt(
@@ -176,7 +176,7 @@ class AsyncLLM:
     def stream(
         self,
         prompt: str | Sequence[int],
-        params: SamplingParams | None = None,
+        sampling_params: SamplingParams | None = None,
         *,
         gather: float = 0.0,
     ) -> AsyncGenerator[RequestOutput, None]:
@@ -188,11 +188,11 @@ class AsyncLLM:
 
         Args:
             prompt: text or token ids.
-            params: how to sample and when to stop.
+            sampling_params: how to sample and when to stop.
             gather: seconds between the ticks of a clock; from one to the next comes one item at
                 most, unless the request ends: fewer, larger ones.
         """
-        return self._stream(*self._checked().read(prompt, params), gather)
+        return self._stream(*self._checked().read(prompt, sampling_params), gather)
 
     def start(self, prompt: str | Sequence[int]) -> AsyncSession:
         """A live sequence that holds the prompt; it generates when its methods are called.
@@ -254,9 +254,11 @@ class AsyncLLM:
         """What opens and closes a thought of the model; None: it has no such markers."""
         return self._frontend.thinking.markers
 
-    def check(self, prompt: str | Sequence[int], params: SamplingParams | None = None) -> None:
+    def check(
+        self, prompt: str | Sequence[int], sampling_params: SamplingParams | None = None
+    ) -> None:
         """Raise as ``generate`` would for a prompt and params that it refuses before it begins."""
-        self._checked().read(prompt, params)
+        self._checked().read(prompt, sampling_params)
 
     def encode(self, text: str, *, special: bool = True) -> list[int]:
         """The ids of a text.

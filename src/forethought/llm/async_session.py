@@ -101,7 +101,7 @@ class AsyncSession:
         if sequence is None:
             thread.call(_open, thread.frontend, self._handle)
 
-    async def generate(self, params: SamplingParams | None = None) -> CompletionOutput:
+    async def generate(self, sampling_params: SamplingParams | None = None) -> CompletionOutput:
         """Continue the sequence; the new tokens become part of it.
 
         Cancelling the awaiting task ends the generation; its tokens so far stay.
@@ -113,13 +113,13 @@ class AsyncSession:
             RequestError: it failed in the engine; the session is closed.
             EngineStopped: the engine has ended.
         """
-        stream = self.stream(params)
+        stream = self.stream(sampling_params)
         try:
             return await stream.finish()
         finally:
             stream.leave()
 
-    def stream(self, params: SamplingParams | None = None) -> SessionStream:
+    def stream(self, sampling_params: SamplingParams | None = None) -> SessionStream:
         """Continue the sequence; iterate for everything so far, as often as you ask.
 
         The generation begins at once and runs on, iterated or not, until it ends or
@@ -128,7 +128,7 @@ class AsyncSession:
         """
         handle, thread = self._handle, self._thread
         thread.check_process()
-        checked = thread.frontend.read_params(params)
+        checked = thread.frontend.read_params(sampling_params)
         stream = OutputStream(Generation.completion)
         reservation = _Reservation(stream, checked)
         found = thread.frontend.grammars.find(checked)

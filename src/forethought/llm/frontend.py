@@ -29,7 +29,7 @@ from forethought.engine.engine import Engine
 from forethought.engine.sequence import Sequence
 from forethought.engine.snapshot import SequenceSnapshot
 from forethought.engine.step import Event
-from forethought.errors import RequestError
+from forethought.errors import ParameterError, RequestError
 from forethought.llm.detokenizer import Transcript, name_tokens
 from forethought.llm.grammar import GrammarCompiler
 from forethought.llm.snapshot import PREFILL, SnapshotStore
@@ -247,16 +247,25 @@ class Frontend:
         ``step``, and after an interrupt there."""
 
     @classmethod
-    def build(cls, model: str | Path | None, fields: Mapping[str, Any]) -> Frontend:
+    def build(
+        cls, model: str | Path | None, fields: Mapping[str, Any], *unnamed: object
+    ) -> Frontend:
         """Load tokenizer and model.
 
         Args:
             model: as ``find_model_dir`` takes it; None: the embedded reasoner.
             fields: of ``LlmArgs``.
+            unnamed: what a caller has given after the model without a name, which is refused.
 
         Raises:
             UsageError: an unknown field, a bad value, or a directory that cannot be loaded.
         """
+        if unnamed:
+            raise ParameterError(
+                "an LLM takes the model alone without a name",
+                f"got {unnamed[0]!r} after it",
+                "Write further arguments with their names, such as LLM(model, dtype='bfloat16')",
+            )
         args = LlmArgs.from_dict({"model": model, **fields})
         code = args.trust_remote_code
         model_dir = find_model_dir(args.model or reasoner_dir(), args.revision, code=code)

@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar, Unpack, overload
+from typing import Any, Never, TypeVar, Unpack, overload
 
 import torch
 
@@ -146,8 +146,10 @@ class LLM:
         CapacityError: the KV cache would not hold a single sequence.
     """
 
-    def __init__(self, model: str | Path | None = None, **fields: Unpack[LlmOptions]) -> None:
-        self._frontend: Frontend | None = Frontend.build(model, fields)
+    def __init__(
+        self, model: str | Path | None = None, *args: Never, **fields: Unpack[LlmOptions]
+    ) -> None:
+        self._frontend: Frontend | None = Frontend.build(model, fields, *args)
         self.model_dir, self.tokenizer = self._frontend.model_dir, self._frontend.tokenizer.hf
         self._borrower: str | None = None
         self._lock, self._pid = FifoLock(), os.getpid()
@@ -156,21 +158,25 @@ class LLM:
 
     @overload
     def generate(
-        self, prompts: str | list[int], params: Params = None, *, use_tqdm: bool = False
+        self, prompts: str | list[int], sampling_params: Params = None, *, use_tqdm: bool = False
     ) -> RequestOutput: ...
     @overload
     def generate(
-        self, prompts: list[str] | list[list[int]], params: Params = None, *, use_tqdm: bool = False
+        self,
+        prompts: list[str] | list[list[int]],
+        sampling_params: Params = None,
+        *,
+        use_tqdm: bool = False,
     ) -> list[RequestOutput]: ...
 
     def generate(
-        self, prompts: Any, params: Params = None, *, use_tqdm: bool = False
+        self, prompts: Any, sampling_params: Params = None, *, use_tqdm: bool = False
     ) -> RequestOutput | list[RequestOutput]:
         """Continue one prompt or many.
 
         Args:
             prompts: a string or a list of token ids; or a list of such, for a list of results.
-            params: for all prompts, or one for each.
+            sampling_params: for all prompts, or one for each.
             use_tqdm: show a progress bar of the prompts, in their order, on standard error.
 
         Raises:
@@ -184,8 +190,8 @@ class LLM:
         """
         bar = _progress_bar(use_tqdm)
         if not is_batch(prompts):
-            return self._run([self._read(prompts, params)], bar)[0]
-        each = self._params_of_each(params, len(prompts))
+            return self._run([self._read(prompts, sampling_params)], bar)[0]
+        each = self._params_of_each(sampling_params, len(prompts))
         pairs = zip(prompts, each, strict=True)
         requests = [self._read_one(index, *pair) for index, pair in enumerate(pairs)]
         return self._run(requests, bar)
@@ -193,7 +199,7 @@ class LLM:
     def chat(
         self,
         messages: Sequence[Mapping[str, Any]],
-        params: SamplingParams | None = None,
+        sampling_params: SamplingParams | None = None,
         *,
         template_args: Mapping[str, Any] | None = None,
     ) -> RequestOutput:
@@ -201,14 +207,14 @@ class LLM:
 
         Args:
             messages: mappings with ``role`` and ``content``.
-            params: how to sample and when to stop.
+            sampling_params: how to sample and when to stop.
             template_args: further arguments of the template.
 
         Raises:
             UsageError: there is no template, or it refuses the messages; else as ``generate``.
         """
         text, token_ids = self._checked().render(messages, template_args)
-        _, checked, constraints = self._read(token_ids, params)
+        _, checked, constraints = self._read(token_ids, sampling_params)
         return self._run([(Prompt(text, token_ids), checked, constraints)])[0]
 
     def chat_prompt(
@@ -220,13 +226,13 @@ class LLM:
         return self._checked().render(messages, template_args)[1]
 
     def stream(
-        self, prompt: str | Sequence[int], params: SamplingParams | None = None
+        self, prompt: str | Sequence[int], sampling_params: SamplingParams | None = None
     ) -> Iterator[RequestOutput]:
         """Continue one prompt; everything so far after each step. Raises as ``generate``.
 
         The request begins with the first item. Leaving the iterator early aborts it.
         """
-        return self._stream(self._read(prompt, params))
+        return self._stream(self._read(prompt, sampling_params))
 
     def start(self, prompt: str | Sequence[int]) -> Session:
         """A live sequence that holds the prompt and generates when its methods are called.
@@ -403,8 +409,8 @@ class LLM:
             return [params] * count
         if len(params) != count:
             raise ParameterError(
-                "params do not match the prompts",
-                f"given: params {len(params)}, prompts {count}",
+                "sampling_params do not match the prompts",
+                f"given: sampling_params {len(params)}, prompts {count}",
                 "Give one for each, or a single one for all",
             )
         return params
@@ -474,7 +480,7 @@ class Session:
         self._finalizer = weakref.finalize(self, llm._drop, sequence)
         self._finalizer.atexit = False
 
-    def generate(self, params: SamplingParams | None = None) -> CompletionOutput:
+    def generate(self, sampling_params: SamplingParams | None = None) -> CompletionOutput:
         """Continue the sequence; the new tokens become part of it.
 
         Raises:
@@ -483,19 +489,19 @@ class Session:
             RequestTimeout: the grammar of ``guided_decoding`` was not compiled in time.
             RequestError: it failed in the engine; the session is closed.
         """
-        generation = self._resume(*self._read(params))
+        generation = self._resume(*self._read(sampling_params))
         try:
             return self._llm._last(generation, Generation.completion)
         finally:
             self._llm._abort(generation)
 
-    def stream(self, params: SamplingParams | None = None) -> Iterator[CompletionOutput]:
+    def stream(self, sampling_params: SamplingParams | None = None) -> Iterator[CompletionOutput]:
         """Continue the sequence; everything so far after each step. Raises as ``generate``.
 
         The generation begins with the first item. Leaving the iterator early ends it; its
         tokens so far stay.
         """
-        checked, constraints = self._read(params)
+        checked, constraints = self._read(sampling_params)
         with self._llm._exclusive() as frontend:
             frontend.engine.check_resume(self._sequence, checked)
         return self._stream(checked, constraints)

@@ -331,7 +331,7 @@ def read_params(params: Any) -> SamplingParams:
         return SamplingParams()
     if not isinstance(params, SamplingParams):
         raise ParameterError(
-            "invalid params",
+            "invalid sampling_params",
             f"expected SamplingParams, got {type(params).__name__}",
             "Build them with SamplingParams(...) or SamplingParams.from_dict({...})",
         )

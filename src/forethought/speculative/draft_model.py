@@ -77,7 +77,13 @@ class DraftModel:
         return network.forward.draft_chains(forward_pass, None, slots, num_choices=choices)
 
     @classmethod
-    def load(cls, directory: Path, target: Target, device: str | None = None) -> DraftModel:
+    def load(
+        cls,
+        directory: Path,
+        target: Target,
+        device: str | None = None,
+        quantization: loader.Quantization | None = None,
+    ) -> DraftModel:
         """Load a model for ``target``, in the dtype of its own, with a storage of as many pages.
 
         Where the target attends over pages in place, so does a draft model on its device.
@@ -86,6 +92,7 @@ class DraftModel:
             directory: local Hugging Face directory.
             target: the model to draft for.
             device: name of the draft model's; None: the target's.
+            quantization: of its weights at load; None: as its checkpoint has them.
 
         Raises:
             ModelError: it cannot be loaded.
@@ -100,6 +107,7 @@ class DraftModel:
             dtype="auto",
             device=own_device,
             attention=lm.backend if is_paged else "auto",
+            quantization=quantization,
             forward=forward,
         )
         _check_sizes(directory, model, lm)

@@ -70,7 +70,7 @@ class DraftTargetDrafter(Drafter):
         if config.draft_choices:
             choices = TreeChoices.parse(config.draft_choices)
             choices.expect_ranks_below(target.runner.lm.vocab_size, "draft_choices")
-        model = DraftModel.load(config.speculative_model, target)
+        model = DraftModel.load(config.speculative_model, target, quantization=config.quantization)
         has_graphs = model.runner.storage.has_scratch_page and model.forward_path == "fused"
         graphs = target.runner.graphs if has_graphs else None
         return cls(model, choices, sampled=config.draft_sampling == "sampled", graphs=graphs)

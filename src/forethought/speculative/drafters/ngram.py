@@ -54,8 +54,10 @@ class NGramPool:
     Args:
         max_ngram: N, tokens of the longest pattern.
         max_match: D, tokens of a complete match.
-        keep_all: keep up to ``MAX_MATCHES`` matches of a pattern; else only the one to return.
-        use_oldest: return the match that was seen first, else the newest one.
+        keep_all: keep up to ``MAX_MATCHES`` matches of a pattern; else only the longest that was
+            seen first.
+        use_oldest: return the match that was seen first, else the newest one; without ``keep_all``
+            of no effect.
         max_size: matches of all patterns of all owners at most.
     """
 
@@ -63,7 +65,7 @@ class NGramPool:
         self, max_ngram: int, max_match: int, keep_all: bool, use_oldest: bool, max_size: int
     ) -> None:
         self.max_ngram, self.max_match = max_ngram, max_match
-        self._use_oldest, self._max_size = use_oldest, max_size
+        self._use_oldest, self._max_size = use_oldest or not keep_all, max_size
         self._max_matches = MAX_MATCHES if keep_all else 1
         self._buckets: OrderedDict[Hashable, _Bucket] = OrderedDict()
         self._size = 0
@@ -187,8 +189,9 @@ class NGramDrafter(Drafter):
     Args:
         max_draft_len: tokens of a draft at most, at least 1.
         max_matching_ngram_size: tokens of the longest n-gram that is looked up, at least 1.
-        is_keep_all: keep all matches of an n-gram, else the one that would be proposed.
-        is_use_oldest: propose the match seen first, else the newest.
+        is_keep_all: keep all matches of an n-gram, else only the longest that was seen first.
+        is_use_oldest: propose the match seen first, else the newest; without ``is_keep_all`` of no
+            effect.
         is_public_pool: one pool for all requests of the same ``cache_salt``, which outlives them;
             else one per request, dropped with it.
         max_pool_size: matches in all pools together, of about 0.4 KB each; the least recently used

@@ -126,7 +126,9 @@ class PearlDrafter(Drafter):
             ParameterError: its vocabulary is not the target's.
         """
         assert config.speculative_model is not None
-        model = DraftModel.load(config.speculative_model, target, config.draft_device)
+        model = DraftModel.load(
+            config.speculative_model, target, config.draft_device, config.quantization
+        )
         return cls(model, config.max_draft_len, overlap=config.overlap)
 
     @property
