@@ -142,7 +142,7 @@ def test_graphs_generate_what_eager_forwards_do(
         expect_empty(machine)
         runs.append(outputs(sequences))
     assert graphs is not None
-    assert graphs.num_replays > 10
+    assert graphs.num_replays > 5
     assert dtype != "float32" or runs[0] == runs[1]
 
 

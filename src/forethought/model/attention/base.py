@@ -19,6 +19,7 @@ from torch import Tensor
 
 from forethought.kv.storage import KvStorage
 from forethought.model.batch import Batch
+from forethought.model.fused_ops import has_kernels, rotate, rotate_and_store
 
 
 class Capability(StrEnum):
@@ -175,6 +176,27 @@ class ForwardPass(ABC):
             scoring: the layer's scale, softcap and sinks.
         """
 
+    def rotate_and_attend(
+        self,
+        layer: int,
+        qk: Tensor,
+        v: Tensor,
+        rotation: tuple[Tensor, Tensor],
+        scoring: Scoring,
+    ) -> Tensor:
+        """Rotate queries and keys, store the keys and v, and attend: as ``attend``.
+
+        Args:
+            layer: index of the attention layer.
+            qk: ``[T, heads + kv_heads, dim]``, not rotated.
+            v: ``[T, kv_heads, dim]``.
+            rotation: cosines and signed sines ``[T, 1, dim]`` of the tokens' positions.
+            scoring: the layer's scale, softcap and sinks.
+        """
+        kv_heads = v.shape[1]
+        q, k = rotate(qk, *rotation).split_with_sizes([qk.shape[1] - kv_heads, kv_heads], 1)
+        return self.attend(layer, q, k, v, scoring)
+
 
 class PagedPass(ForwardPass):
     """A forward pass over the paged KV cache.
@@ -238,7 +260,25 @@ class PagedPass(ForwardPass):
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scoring: Scoring) -> Tensor:
         """See :class:`ForwardPass`."""
-        storage = self.storage
-        storage.write(layer, self.batch.slots, k, v)
-        keys, values = storage.keys[layer], storage.values[layer]
+        self.storage.write(layer, self.batch.slots, k, v)
+        return self.attend_stored(layer, q, scoring)
+
+    def rotate_and_attend(
+        self,
+        layer: int,
+        qk: Tensor,
+        v: Tensor,
+        rotation: tuple[Tensor, Tensor],
+        scoring: Scoring,
+    ) -> Tensor:
+        """Where there are kernels, one rotates and stores; see :class:`ForwardPass`."""
+        if not has_kernels(qk.device):
+            return super().rotate_and_attend(layer, qk, v, rotation, scoring)
+        keys, values = self.storage.keys[layer], self.storage.values[layer]
+        q: Tensor = rotate_and_store(qk, v, list(rotation), self.batch.slots, keys, values)
+        return self.attend_stored(layer, q, scoring)
+
+    def attend_stored(self, layer: int, q: Tensor, scoring: Scoring) -> Tensor:
+        """As ``attend``, where the new tokens' keys and values are stored already."""
+        keys, values = self.storage.keys[layer], self.storage.values[layer]
         return self.backend.attend(q, keys, values, self._plans[layer], scoring)

@@ -63,9 +63,9 @@ class ConcurrentPass(PagedPass):
             if span.concurrent is not None
         ]
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scoring: Scoring) -> Tensor:
-        """See :class:`~forethought.model.attention.base.ForwardPass`."""
-        attended = super().attend(layer, q, k, v, scoring)
+    def attend_stored(self, layer: int, q: Tensor, scoring: Scoring) -> Tensor:
+        """See :class:`~forethought.model.attention.base.PagedPass`."""
+        attended = super().attend_stored(layer, q, scoring)
         for span, slots in self._views:
             keys = self.storage.keys[layer][slots].float()
             values = self.storage.values[layer][slots].float()

@@ -94,19 +94,21 @@ class KvWorkspace:
         self._positions: Tensor | None = None
         """int64 [B, columns]: position of each column in its sequence; None: no window matters."""
         self._mask: Tensor | None = None
-        """[B, 1, 1, columns], additive: masks the padding; None: there is none."""
+        """[B, 1, 1, columns], additive, from column ``seen_from`` on: masks the padding; None:
+        there is none. As wide as the pages, so that its rows begin where CUDA kernels can read."""
         narrowest = min((window for window in windows if window is not None), default=None)
         bounded = narrowest is not None and max(lengths) + capacity > narrowest
         padded = any(length != self._prefix for length in lengths)
         if bounded or padded:
             self._ends = upload(lengths, device)[:, None]
-            columns = torch.arange(num_pages * size, device=device)
+            width = num_pages * size
             if padded:
+                columns = torch.arange(seen_from, seen_from + width, device=device)
                 hidden = (columns >= self._ends) & (columns < self._prefix)
                 mask = torch.zeros(hidden.shape, dtype=self._dtype, device=device)
                 self._mask = mask.masked_fill_(hidden, -torch.inf)[:, None, None]
             if bounded:
-                self._positions = columns.repeat(len(tables), 1)
+                self._positions = torch.arange(width, device=device).repeat(len(tables), 1)
 
     @property
     def rows(self) -> int:
@@ -248,7 +250,7 @@ class KvWorkspace:
         Additive ``[B, 1, n or 1, columns]``; None: no mask.
         """
         stop, size = self._prefix + self.added, len(depths)
-        mask = None if self._mask is None else self._mask[..., self._begin : stop]
+        mask = None if self._mask is None else self._mask[..., : stop - self._begin]
         if seen is not None:
             shape = (self.rows, 1, size, stop - self._begin)
             tree = torch.zeros(shape, dtype=self._dtype, device=seen.device)

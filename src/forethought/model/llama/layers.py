@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from forethought.model.attention.base import ForwardPass, Scoring
 from forethought.model.device import has_fast_matmul, owned
+from forethought.model.fused_ops import has_kernels, rms_norm, silu_and_mul
 from forethought.model.quantization import QuantizedProjection, QuantizedWeight, concatenated
 
 MAX_LAYER_NORM = 16 * 1024  # elements up to which a CPU is faster through layer norm
@@ -50,7 +51,10 @@ class Norm:
         return self.through_layer_norm(x) if few else self.in_float32(x)
 
     def plain(self, x: Tensor) -> Tensor:
-        """One kernel on CUDA for a weight of one dimension, else two."""
+        """One kernel on CUDA where triton is installed, else torch's own and a product."""
+        if has_kernels(x.device) and x.shape[-self.weight.dim() :] == self.weight.shape:
+            normal: Tensor = rms_norm(x, self.weight, self.eps)
+            return normal
         if self.weight.dim() == 1:
             return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
         return F.rms_norm(x, self.weight.shape[-1:], None, self.eps) * self.weight
@@ -207,7 +211,11 @@ class MergedGatedActivation:
 
     def __call__(self, x: Tensor) -> Tensor:
         """See :class:`GatedActivation`."""
-        gated, up = self.product(x).chunk(2, -1)
+        both = self.product(x)
+        if has_kernels(both.device):
+            result: Tensor = silu_and_mul(both)
+            return result
+        gated, up = both.chunk(2, -1)
         return F.silu(gated).mul_(up)
 
 
@@ -323,14 +331,13 @@ class FusedLayer:
             kept: int64 ``[R]``, the tokens whose output is needed; None: all. Each token's keys and
                 values are stored.
         """
-        (cos, sin), tokens = rotation, x.shape[0]
+        tokens = x.shape[0]
         qkv = self.qkv(x).view(tokens, -1, self.head_dim)
         qk, v = qkv.split_with_sizes([self.num_heads + self.num_kv_heads, self.num_kv_heads], 1)
         if self.head_norm is not None:
             qk = self.head_norm(qk)
-        qk = torch.addcmul(qk * cos, qk.roll(self.head_dim // 2, -1), sin)
-        q, k = qk.split_with_sizes([self.num_heads, self.num_kv_heads], 1)
-        mixed = forward_pass.attend(index, q, k, v, self.scoring).view(tokens, -1)
+        mixed = forward_pass.rotate_and_attend(index, qk, v, rotation, self.scoring)
+        mixed = mixed.view(tokens, -1)
         if kept is not None:  # what follows is per token
             mixed, residual = mixed[kept], residual[kept]
         x = self.out.plus(mixed, residual)
