@@ -96,7 +96,12 @@ class UnknownNameError(UsageError):
         kind: what the name should have named, such as ``"method"``.
         name: the name as given.
         allowed: the names there are.
+
+    Attributes:
+        param: the field that has the name; None: not known.
     """
+
+    param: str | None = None
 
     def __init__(self, kind: str, name: str, allowed: Iterable[str]) -> None:
         known = sorted(allowed)

@@ -104,6 +104,40 @@ def test_nothing_is_sampled_before_the_end_of_a_prompt_that_is_scored_token_by_t
     expect_empty(machine)
 
 
+@pytest.mark.parametrize("drafter", [None, "chains"])
+@pytest.mark.parametrize("n", [1, 2])
+def test_a_prompt_is_scored_without_a_token_behind_it(n: int, drafter: str | None) -> None:
+    known = {tuple(PROMPTS[0]): greedy(tiny("llama"), PROMPTS[:1], 16)[0]}
+    drafting = (
+        []
+        if drafter is None
+        else [UserProvidedDecodingConfig(drafter=oracle(known), max_draft_len=3)]
+    )
+    machine = engine(pages=64, page_size=4, speculative=drafting, max_length=32)
+    whole = [5 + number % 40 for number in range(32)]
+    scored = [PROMPTS[3], [7], whole, [7]]
+    params = GREEDY.replace(prompt_logprobs=1, max_tokens=0, n=n)
+    samples = [machine.add(prompt, params) for prompt in scored]
+    (beside,) = machine.add(PROMPTS[0], GREEDY)
+    ended = [event for event in drain(machine) if event.sequence is not beside]
+    assert all((event.tokens, event.finish_reason) == ([], FinishReason.LENGTH) for event in ended)
+    assert len(ended) == n * len(scored)
+    assert outputs([beside]) == [known[tuple(PROMPTS[0])]]
+    for prompt, sequences in zip(scored, samples, strict=True):
+        for sequence in sequences:
+            assert (sequence.tokens, sequence.usage.decoded) == (prompt, 0)
+            assert len(sequence.prompt_logprobs) == len(prompt)
+    expect_empty(machine)
+
+
+def test_a_prompt_that_is_not_scored_leaves_capacity_for_a_token() -> None:
+    machine = engine(max_length=8)
+    machine.check_prompt([5] * 8, GREEDY.replace(prompt_logprobs=0, max_tokens=0))
+    for params in (GREEDY, GREEDY.replace(prompt_logprobs=0)):
+        with pytest.raises(ContextLengthError):
+            machine.check_prompt([5] * 8, params)
+
+
 @pytest.mark.parametrize(
     "fields",
     [

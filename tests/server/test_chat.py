@@ -328,7 +328,7 @@ def deep(levels: int) -> dict[str, Any]:
     ("change", "param"),
     [
         ({"best_of": 2}, "best_of"),
-        ({"nonsense": None}, "nonsense"),
+        ({"nonsense": 0}, "nonsense"),
         ({"temperature": "warm"}, "temperature"),
         ({"temperature": "1"}, "temperature"),
         ({"n": 0}, "n"),

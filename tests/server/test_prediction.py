@@ -6,13 +6,13 @@ from pydantic import ValidationError
 from forethought.config.sampling import SpeculationParams
 from forethought.errors import ParameterError
 from forethought.server.protocol import ChatRequest
-from forethought.server.service import sampling_of
+from forethought.server.sampling import sampling_of
 
 ASK = {"messages": [{"role": "user", "content": "Write it again."}]}
 
 
 def speculation(**fields):
-    return sampling_of(ChatRequest(**ASK, **fields)).get("speculation")
+    return sampling_of(ChatRequest(**ASK, **fields)).params.get("speculation")
 
 
 def test_the_predicted_text_goes_to_the_drafter_in_one_piece():

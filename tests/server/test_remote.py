@@ -187,7 +187,7 @@ def test_a_field_that_the_server_behind_may_not_take_is_refused_by_its_name(
     assert refused.status == 400
     message = refused.error["message"]
     assert all(text in message for text in told)
-    assert refused.error["param"] in fields
+    assert refused.error["param"].split(".")[0] in fields
     assert "OpenaiWorker" not in message
 
 

@@ -79,6 +79,7 @@ class GuidedDecodingParams(RequestParams):
                 "invalid guided_decoding",
                 f"one shape is needed, and {' and '.join(given) or 'none'} is given",
                 f"Set one of {', '.join(self.names())}",
+                param="guided_decoding",
             )
 
     @property

@@ -20,7 +20,7 @@ MAX_SAMPLES = 4096
 """Most samples of one prompt, all of which the engine holds at once."""
 
 _Count = Annotated[int, Field(ge=0)]
-_Positive = Annotated[int, Field(ge=1)]
+_Seed = Annotated[int, Field(ge=0, le=2**64 - 1)]
 _Logprobs = Annotated[int, Field(ge=0, le=MAX_LOGPROBS)]
 _Fraction = Annotated[float, Field(ge=0.0, le=1.0, allow_inf_nan=False)]
 _Penalty = Annotated[float, Field(ge=-100.0, le=100.0, allow_inf_nan=False)]
@@ -29,6 +29,18 @@ _Ids = Annotated[tuple[_Count, ...], Field(min_length=1)]
 
 _Encodable = Annotated[str, Field(min_length=0)]
 """Text that UTF-8 can encode: with any constraint, pydantic refuses lone surrogates."""
+
+
+def seed_of(seed: Any) -> Any:
+    """A seed as vLLM's clients write it: -1 is none, and other negative ones count modulo 2^64."""
+    if type(seed) is not int or not -(2**63) <= seed < 0:
+        return seed
+    return None if seed == -1 else seed + 2**64
+
+
+def top_k_of(top_k: Any) -> Any:
+    """``top_k`` as vLLM's clients write it: -1 is no limit."""
+    return 0 if type(top_k) is int and top_k == -1 else top_k
 
 
 def _as_tuple(values: Any) -> Any:
@@ -115,12 +127,14 @@ class SamplingParams(RequestParams):
     """How to draw the tokens of one request, and when to stop.
 
     =========================  =====================================================================
-    ``max_tokens``             most new tokens; None: up to the end of the context
+    ``max_tokens``             most new tokens; None: up to the end of the context; 0, with
+                               ``prompt_logprobs`` alone: the prompt is scored, no token generated
     ``min_tokens``             end-of-sequence and stop tokens cannot be drawn before this many
     ``n``                      samples of the one prompt; the prompt is prefilled once
-    ``seed``                   same seed, same tokens, in any batch (see below); None: fresh
+    ``seed``                   same seed, same tokens, in any batch (see below); None, -1: fresh
     ``temperature``            0 is greedy
-    ``top_k`` ``top_p``        keep the k most probable; the smallest set of mass p (off: 0, 1.0)
+    ``top_k`` ``top_p``        keep the k most probable; the smallest set of mass p (off: 0 or -1,
+                               and 1.0)
     ``min_p``                  keep tokens with this fraction of the highest probability
     ``repetition_penalty``     divides positive, multiplies negative logits of tokens seen
     ``presence_penalty``       subtracted once from the logit of a token generated before
@@ -155,12 +169,12 @@ class SamplingParams(RequestParams):
         ParameterError: a value is outside its range.
     """
 
-    max_tokens: _Positive | None = None
+    max_tokens: _Count | None = None
     min_tokens: _Count = 0
     n: Annotated[int, Field(ge=1, le=MAX_SAMPLES)] = 1
-    seed: Annotated[int, Field(ge=0, le=2**64 - 1)] | None = None
+    seed: Annotated[_Seed | None, BeforeValidator(seed_of)] = None
     temperature: Annotated[float, Field(ge=0.0, le=100.0, allow_inf_nan=False)] = 1.0
-    top_k: _Count = 0
+    top_k: Annotated[_Count, BeforeValidator(top_k_of)] = 0
     top_p: Annotated[float, Field(gt=0.0, le=1.0, allow_inf_nan=False)] = 1.0
     min_p: _Fraction = 0.0
     repetition_penalty: Annotated[float, Field(gt=0.0, le=100.0, allow_inf_nan=False)] = 1.0
@@ -184,6 +198,8 @@ class SamplingParams(RequestParams):
     thinking_end: Annotated[_Text | _Ids | None, _text_or_ids("thinking_end")] = None
 
     def __post_init__(self) -> None:
+        if self.max_tokens == 0 and self.prompt_logprobs is None:
+            raise refusal("max_tokens", 0, "without prompt_logprobs it must be at least 1")
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             reason = f"it exceeds max_tokens={self.max_tokens}"
             raise refusal("min_tokens", self.min_tokens, reason)

@@ -136,7 +136,7 @@ class Engine:
             raise ParameterError("empty prompt", "there is no token to continue", "Give some text")
         self._check_ids("prompt", prompt_ids)
         self._check_params(params)
-        self._check_length(len(prompt_ids) + 1)
+        self._check_length(len(prompt_ids) + (params.max_tokens != 0))
         step = self.limits.max_num_tokens
         if not self.limits.chunked_prefill and len(prompt_ids) > step:
             raise CapacityError(
@@ -159,7 +159,7 @@ class Engine:
                 "Ask for them when generating from a prompt, or behind an extension",
             )
         self._check_params(params)
-        self._check_length(len(sequence.tokens) + 1)
+        self._check_length(len(sequence.tokens) + (params.max_tokens != 0))
 
     def _check_params(self, params: SamplingParams) -> None:
         self._check_ids("logit_bias", params.logit_bias or ())
@@ -186,6 +186,7 @@ class Engine:
                 f"token id {bad} in {what}",
                 f"the model's vocabulary has the ids 0 to {size - 1}",
                 "Use the model's own tokenizer",
+                param=what,
             )
 
     def _check_length(self, length: int) -> None:
@@ -505,7 +506,8 @@ class Engine:
         left = self.limits.max_length - len(sequence.tokens)
         sequence.params, sequence.arrival, sequence.seed = params, arrival, seed
         sequence.prompt_length = len(sequence.tokens)
-        sequence.limit = len(sequence.tokens) + min(left, params.max_tokens or left)
+        most = left if params.max_tokens is None else min(left, params.max_tokens)
+        sequence.limit = len(sequence.tokens) + most
         sequence.table.longest = sequence.limit
         sequence.finish_reason = sequence.stop_reason = None
         sequence.constraint, sequence.had_nonfinite_logits = constraint, False

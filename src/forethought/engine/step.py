@@ -400,6 +400,9 @@ class Step:
     def _truncate(self, sequence: Sequence, result: VerificationResult) -> End:
         """Cut a result behind the token that ends the generation."""
         tokens, left = result.tokens, sequence.limit - len(sequence.tokens)
+        if not left:  # only the prompt was to be scored
+            del tokens[:], result.path[:]
+            return FinishReason.LENGTH, None
         assert len(tokens) <= left, "drafts are shorter than this"
         goes_on = self._eos_ids.isdisjoint(tokens) and not sequence.params.stop_token_ids
         if goes_on and len(tokens) < left and sequence.constraint is None:  # in most steps

@@ -15,6 +15,7 @@ import asyncio
 import contextlib
 import copy
 import functools
+import json
 import math
 import os
 import re
@@ -41,6 +42,7 @@ from forethought.errors import (
     RequestError,
     RequestTimeout,
 )
+from forethought.llm.exact_bounds import with_exact_bounds
 from forethought.llm.fair_queue import FairQueue
 from forethought.llm.tokenizer import Tokenizer
 from forethought.model.sampling import Constraints
@@ -258,6 +260,7 @@ class GrammarCompiler:
             f"the {shape.kind} in guided_decoding is too large",
             f"it has {size:,} bytes, and guided_decoding_config.max_grammar_bytes is {max_bytes:,}",
             f"Shorten the {shape.kind}",
+            param="guided_decoding",
         )
 
     def constraints(self, params: SamplingParams) -> Constraints | None:
@@ -484,7 +487,8 @@ def _grammar(shape: GuidedDecodingParams) -> str:
     from llguidance import LLMatcher, grammar_from
 
     if shape.json is not None:
-        return LLMatcher.grammar_from_json_schema(str(shape.json))
+        schema = with_exact_bounds(json.loads(str(shape.json)))
+        return LLMatcher.grammar_from_json_schema(json.dumps(schema))
     if shape.json_object:
         return LLMatcher.grammar_from_json_schema('{"type": "object"}')
     if shape.regex is not None:
@@ -607,6 +611,5 @@ def _await_compilers(compilers: set[threading.Thread]) -> None:
 
 
 def _refuse(shape: GuidedDecodingParams, reason: str) -> ParameterError:
-    return ParameterError(
-        f"invalid {shape.kind} in guided_decoding", reason, f"Change the {shape.kind}"
-    )
+    what, fix = f"invalid {shape.kind} in guided_decoding", f"Change the {shape.kind}"
+    return ParameterError(what, reason, fix, param="guided_decoding")

@@ -43,6 +43,7 @@ from forethought.server.protocol import (
     DetokenizeRequest,
     ResponseRequest,
     TokenizeRequest,
+    path_of,
 )
 from forethought.server.responses import create_response, resumed
 from forethought.server.service import Service
@@ -62,8 +63,6 @@ _OPEN = ("/health", "/version")
 _NAME = re.compile(r"[a-z0-9_-]+\.[a-z0-9]+")
 """Of a file of the page."""
 _ID = re.compile(r"[\x21-\x7e]{1,128}")
-_KINDS = {"str", "int", "bool", "message", "function_call", "function_call_output", "reasoning"}
-"""What pydantic puts between fields where a value may be of several kinds."""
 _TYPES = {
     ".html": "text/html; charset=utf-8",
     ".js": "text/javascript; charset=utf-8",
@@ -280,8 +279,7 @@ async def _failed(request: Request, error: Exception) -> Response:
 def _invalid(complaints: Any) -> HttpError:
     """The first complaint about a body, with the name of its field."""
     first = _foremost(complaints)
-    kind, where = first["type"], [each for each in map(str, first["loc"][1:]) if _is_field(each)]
-    param = ".".join(where) or None
+    kind, param = first["type"], ".".join(map(str, first["loc"][1:])) or None
     if kind == "json_invalid":
         return HttpError(400, "the body is no valid JSON", code="invalid_json")
     if param is None:
@@ -299,11 +297,6 @@ def _foremost(complaints: Any) -> Mapping[str, Any]:
     unknown = [each for each in complaints if each["type"] == "extra_forbidden"]
     found: Mapping[str, Any] = max(unknown or complaints, key=lambda each: len(each["loc"]))
     return found
-
-
-def _is_field(step: str) -> bool:
-    """Whether a step of the way to a value is a field or an index, and no kind of value."""
-    return step not in _KINDS and step.isascii() and not set(step) & set("[(-")
 
 
 class BodyRoute(APIRoute):
@@ -347,7 +340,7 @@ class BodyRoute(APIRoute):
             return self._model.model_validate(given)
         except ValidationError as error:
             found = error.errors(include_url=False, include_context=False)
-            complaints = [{**each, "loc": ("body", *each["loc"])} for each in found]
+            complaints = [{**each, "loc": ("body", *path_of(each, given))} for each in found]
             raise RequestValidationError(complaints) from error
 
 

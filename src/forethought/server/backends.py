@@ -57,14 +57,16 @@ class Conversation:
         messages: in OpenAI's form.
         tools: that may be called.
         template_args: further arguments of the chat template.
-        without_thought: the answer begins at once: a grammar holds from its first token on.
+        has_shape: a grammar holds for the answer.
+        thinks_first: a thought is asked for in front of that; else the answer begins at once.
         reasoning_effort: how much to think, for other servers; None: left to them.
     """
 
     messages: Sequence[Mapping[str, Any]]
     tools: Tools = field(default_factory=Tools)
     template_args: Mapping[str, Any] = field(default_factory=dict)
-    without_thought: bool = False
+    has_shape: bool = False
+    thinks_first: bool = False
     reasoning_effort: str | None = None
 
     @property
@@ -91,6 +93,7 @@ class Prompted:
         asking: the prompt for another question.
         is_open: whether the prompt has opened a thought.
         is_chat: whether the answer is a message.
+        keeps_thought: whether a thought is left in the content, with its markers.
         reader: reads a message as the tokenizer's response template says, with the thought in its
             content or without; None: there is no template, or a grammar forces a call.
     """
@@ -101,6 +104,7 @@ class Prompted:
     asking: Callable[[str], Any]
     is_open: bool = False
     is_chat: bool = True
+    keeps_thought: bool = False
     reader: Callable[[bool], ResponseStream] | None = None
 
 
@@ -166,6 +170,10 @@ class Backend(abc.ABC):
     def count(self, text: str) -> int:
         """Tokens of a text, as exactly as they are known."""
         return len(self.tokenize(text, special=False))
+
+    def length(self, prompt: str | Sequence[int]) -> int:
+        """Tokens of a prompt, as exactly as they are known."""
+        return len(self.tokenize(prompt) if isinstance(prompt, str) else prompt)
 
     def count_thought(self, thought: str, ids: Sequence[int] | None) -> int:
         """Tokens of the thought that an answer begins with.
@@ -337,7 +345,8 @@ class EngineBackend(Backend):
         """
         arguments = template_args(self._engine.tokenizer, conversation)
         ids = self._engine.chat_prompt(conversation.messages, arguments)
-        tail = self._engine.decode(ids[-_TAIL:]) if conversation.without_thought else ""
+        is_closed = conversation.has_shape and not conversation.thinks_first
+        tail = self._engine.decode(ids[-_TAIL:]) if is_closed else ""
         if self.markers is not None and opens_thought(tail, self.markers):
             return [*ids, *self.tokenize(f"{self.markers[1]}\n\n", special=False)]
         return ids

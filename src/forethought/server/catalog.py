@@ -12,7 +12,7 @@ from forethought.server.backends import Conversation
 from forethought.server.composition import NUM_SAMPLES
 from forethought.server.method_settings import schema_of
 from forethought.server.names import read_model
-from forethought.server.protocol import DetokenizeRequest, TokenizeRequest, message_dict
+from forethought.server.protocol import DetokenizeRequest, TokenizeRequest, message_dicts
 from forethought.server.service import Service
 
 _TITLES = {"dvts": "DVTS", "mcts": "MCTS", "deepconf": "DeepConf", "genrm": "GenRM"}
@@ -132,7 +132,7 @@ def tokenize(service: Service, body: TokenizeRequest) -> dict[str, Any]:
         )
     backend = service.backend
     if body.messages is not None:
-        tokens = backend.render(Conversation([message_dict(each) for each in body.messages]))
+        tokens = backend.render(Conversation(message_dicts(body.messages)))
     else:
         assert body.prompt is not None, "checked above"
         tokens = backend.tokenize(body.prompt, body.add_special_tokens) if body.prompt else []

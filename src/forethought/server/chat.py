@@ -10,7 +10,6 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from forethought.errors import ParameterError
 from forethought.outputs import TokenLogprobs
 from forethought.scaffolding.result import ScaffoldingOutput
 from forethought.server.backends import Conversation
@@ -26,14 +25,8 @@ from forethought.server.http import (
 from forethought.server.job import Ask, Job, Outcome, Piece
 from forethought.server.logprobs import chat_logprobs
 from forethought.server.message import Answer, AnswerStream, answer_of, num_thought_tokens
-from forethought.server.protocol import ChatRequest, message_dict, shape_of, tools_of
-from forethought.server.service import (
-    Service,
-    max_tokens_of,
-    sampling_of,
-    with_effort,
-    with_shape,
-)
+from forethought.server.protocol import ChatRequest, message_dicts, tools_of
+from forethought.server.service import Service
 from forethought.server.tool_calls import Call, Tools
 from forethought.server.usage import chat_usage
 
@@ -49,12 +42,13 @@ async def chat_completions(service: Service, body: ChatRequest, request: Request
         Exception: what ``http_error`` makes a response of.
     """
     tools = tools_of(body)
-    params = _params(service, body, tools)
+    asked = service.sampling_of(body, tools)
     conversation = Conversation(
-        [message_dict(message) for message in body.messages],
+        message_dicts(body.messages),
         tools,
         body.chat_template_kwargs or {},
-        without_thought="guided_decoding" in params,
+        has_shape=asked.has_shape,
+        thinks_first=asked.thinks_first,
         reasoning_effort=body.reasoning_effort,
     )
     with ExitStack() as held:
@@ -64,7 +58,7 @@ async def chat_completions(service: Service, body: ChatRequest, request: Request
             "chatcmpl",
             body,
             prompted,
-            params,
+            asked,
             num_choices=body.n or 1,
             caller=request.state.caller,
         )
@@ -73,22 +67,6 @@ async def chat_completions(service: Service, body: ChatRequest, request: Request
         if body.stream:
             return EventStream(chat.events(), held.pop_all())
         return await until_gone(request.receive, chat.whole())
-
-
-def _params(service: Service, body: ChatRequest, tools: Tools) -> dict[str, Any]:
-    params = sampling_of(body)
-    limits = {"max_completion_tokens": body.max_completion_tokens, "max_tokens": body.max_tokens}
-    params |= max_tokens_of(**limits)
-    params = with_shape(params, shape_of(body.response_format))
-    if not service.backend.passes_chats_on:
-        params = with_effort(params, body.reasoning_effort, service.backend.markers is not None)
-        params = with_shape(params, tools.shape if tools.forced else None)
-    if body.top_logprobs is not None and not body.logprobs:
-        why, fix = "it is not true", "Set logprobs: true"
-        raise ParameterError("top_logprobs needs logprobs", why, fix, param="top_logprobs")
-    if body.logprobs:
-        params["num_logprobs"] = body.top_logprobs or 0
-    return params
 
 
 class _Chat:

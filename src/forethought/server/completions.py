@@ -27,7 +27,7 @@ from forethought.server.http import (
 from forethought.server.job import Job, Outcome, Piece, Update
 from forethought.server.logprobs import completion_logprobs
 from forethought.server.protocol import CompletionRequest
-from forethought.server.service import Service, max_tokens_of, sampling_of
+from forethought.server.service import Service
 from forethought.server.usage import chat_usage
 
 
@@ -38,12 +38,7 @@ async def completions(service: Service, body: CompletionRequest, request: Reques
         Exception: what ``http_error`` makes a response of.
     """
     prompts = prompts_of(body)
-    params = sampling_of(body) | max_tokens_of(max_tokens=body.max_tokens)
-    echoes_only = body.max_tokens == 0 and bool(body.echo)
-    if echoes_only:
-        params["max_tokens"] = 1
-    if body.logprobs is not None:
-        params["num_logprobs"] = body.logprobs
+    asked = service.sampling_of(body)
     if len(prompts) * (body.n or 1) > service.settings.max_choices:
         raise ParameterError(
             "too many prompts",
@@ -58,15 +53,14 @@ async def completions(service: Service, body: CompletionRequest, request: Reques
                 "cmpl",
                 body,
                 raw_prompt(prompt),
-                params,
+                asked,
                 num_choices=body.n or 1,
                 caller=request.state.caller,
             )
             for prompt in prompts
         ]
-        scored = body.logprobs if body.echo else None
-        jobs = [service.start(ask, scored) for ask in asks]
-        answer = _Completions(service, jobs, body, prompts, echoes_only)
+        jobs = [service.start(ask) for ask in asks]
+        answer = _Completions(service, jobs, body, prompts)
         if body.stream:
             return EventStream(answer.events(), held.pop_all())
         return await until_gone(request.receive, answer.whole())
@@ -99,10 +93,8 @@ class _Completions:
         jobs: Sequence[Job],
         body: CompletionRequest,
         prompts: Sequence[str | list[int]],
-        echoes_only: bool,
     ) -> None:
         self._service, self._jobs, self._body, self._prompts = service, jobs, body, prompts
-        self._echoes_only = echoes_only
         self._head = {
             "id": f"cmpl-{next(service.ids)}",
             "object": "text_completion",
@@ -143,8 +135,7 @@ class _Completions:
         """Choice ``index`` of prompt ``number``."""
         output, text = outcome.outputs[index], self._echoed(number)
         logprobs = self._logprobs(output, outcome, len(text))
-        if not self._echoes_only:
-            text += output.text or ""
+        text += output.text or ""
         return self._chosen(number, index, text, logprobs, _reason(output))
 
     def _chosen(
@@ -176,8 +167,6 @@ class _Completions:
             return None
         entries: list[TokenLogprobs | None] = list(output.logprobs)
         ids = list(output.token_ids or ())
-        if self._echoes_only:
-            entries, ids = [], []
         if outcome.prompt_logprobs is not None:
             entries = [*outcome.prompt_logprobs, *entries]
             ids, offset = [*outcome.prompt_ids, *ids], 0
@@ -223,8 +212,6 @@ class _Completions:
 
     def _piece(self, number: int, piece: Piece, offsets: dict[tuple[int, int], int]) -> bytes:
         key, text = (number, piece.index), piece.text
-        if self._echoes_only:
-            return b""
         if key not in offsets:
             text = self._echoed(number) + text
             offsets[key] = len(text) - len(piece.text)
@@ -240,8 +227,7 @@ class _Completions:
         lines, outcomes = [], [job.ended() for job in self._jobs]
         for number, outcome in enumerate(outcomes):
             for index, output in enumerate(outcome.outputs):
-                rest = self._jobs[number].rest(index, output.text or "")
-                text = "" if self._echoes_only else rest
+                text = self._jobs[number].rest(index, output.text or "")
                 if (number, index) not in offsets:
                     text = self._echoed(number) + text
                 logprobs = None

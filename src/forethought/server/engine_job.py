@@ -30,7 +30,6 @@ class EngineJob(Job):
         ask: what to run; its composition is plain.
         place: opens a place among the running requests, for which it waits.
         gather: seconds in which new tokens are gathered.
-        prompt_logprobs: top log-probabilities of the prompt's tokens; None: none.
     """
 
     streams_logprobs = True
@@ -42,14 +41,11 @@ class EngineJob(Job):
         ask: Ask,
         place: Callable[[int], AbstractAsyncContextManager[None]],
         gather: float = 0.0,
-        prompt_logprobs: int | None = None,
     ) -> None:
         super().__init__(ask, backend)
         self._llm, self._gather, self._place = llm, gather, place
         self._queue_seconds: float | None = None
         self._params = ask.sampling
-        if prompt_logprobs is not None:
-            self._params = ask.sampling.replace(prompt_logprobs=prompt_logprobs)
         self._last: RequestOutput | None = None
         self._num_shown = [0] * self.num_choices
 

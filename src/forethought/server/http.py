@@ -117,7 +117,7 @@ def http_error(error: BaseException) -> HttpError:
         return HttpError(
             404 if is_model else 400,
             str(error),
-            param="speculation" if error.kind == "drafter" else error.kind,
+            param=error.param or ("speculation" if error.kind == "drafter" else error.kind),
             code=f"{error.kind}_not_found",
         )
     if isinstance(error, ContextLengthError):

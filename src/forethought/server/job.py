@@ -4,7 +4,8 @@
 
     ChatRequest, CompletionRequest, ResponseRequest --> Ask --> Job --> Update, Update, ... Outcome
 
-A ``MethodJob`` runs methods on workers; an ``EngineJob`` decodes plainly on this machine's engine.
+A ``MethodJob`` runs methods on workers; an ``EngineJob`` decodes plainly on this machine's engine;
+an ``EchoJob`` generates nothing.
 """
 
 from __future__ import annotations
@@ -57,7 +58,9 @@ class Ask:
         composition: the methods.
         settings: of the method, if there is one.
         params: sampling fields that the client sets, by the names of tasks.
-        sampling: the same as the engine takes them, with choices, priority and salt.
+        fields: path of the body's field by the name of the sampling parameter that it sets, where
+            the two differ.
+        sampling: the sampling fields as the engine takes them, with choices, priority and salt.
         num_choices: answers of each of the composition's choices.
         budget: limits of all that runs inside.
         cache_salt: of the tenant.
@@ -76,6 +79,7 @@ class Ask:
     composition: Composition = field(default_factory=Composition)
     settings: Mapping[str, Any] = field(default_factory=dict)
     params: Mapping[str, Any] = field(default_factory=dict)
+    fields: Mapping[str, str] = field(default_factory=dict)
     sampling: SamplingParams = field(default_factory=SamplingParams)
     num_choices: int = 1
     budget: Budget = field(default_factory=Budget)
@@ -255,6 +259,33 @@ class Job(abc.ABC):
 
     def _at(self) -> float:
         return round(self.seconds, 4)
+
+
+class EchoJob(Job):
+    """A request that generates nothing: its answers are empty texts behind the echoed prompt."""
+
+    @property
+    def usage(self) -> Usage:
+        """The tokens of the prompt."""
+        return Usage(prompt_tokens=self._backend.length(self.ask.prompted.prompt))
+
+    @property
+    def metrics(self) -> SpeculationMetrics:
+        """There are no drafts."""
+        return SpeculationMetrics()
+
+    async def outcome(self) -> Outcome:
+        """The end."""
+        return self.ended()
+
+    async def updates(self) -> AsyncGenerator[Update, None]:
+        """The last one, without anything new."""
+        yield Update([], [], is_last=True)
+
+    def ended(self) -> Outcome:
+        """The end."""
+        outputs = [ScaffoldingOutput("", finish_reason="length") for _ in self.choices]
+        return Outcome(outputs, self.usage, self.metrics, self.seconds)
 
 
 class MethodJob(Job):

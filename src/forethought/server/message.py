@@ -34,7 +34,7 @@ def answer_of(
 ) -> Answer:
     """An output as a message."""
     text, thought = output.text or "", _thought_of(output)
-    if service.settings.reasoning_in_content:
+    if prompted.keeps_thought:
         text, thought = _KeptThought(service.backend.markers).push(thought, text), ""
     reasoning, content, calls = _read(text, service, prompted, tools)
     calls = [*calls, *map(_given, output.meta.get("tool_calls", ()))]
@@ -52,7 +52,7 @@ def num_thought_tokens(service: Service, job: Job, answers: Sequence[Answer]) ->
     counted, which may give more than were generated: then it is those that were.
     """
     found = sum(answer.num_reasoning_tokens for answer in answers)
-    is_whole = len(job.generations) <= len(answers) or service.settings.reasoning_in_content
+    is_whole = len(job.generations) <= len(answers) or job.ask.prompted.keeps_thought
     if not is_whole:
         found = sum(_num_thought_in(each, service, job.ask.prompted) for each in job.generations)
     return min(found, job.usage.completion_tokens)
@@ -84,14 +84,13 @@ def _read(
     text: str, service: Service, prompted: Prompted, tools: Tools
 ) -> tuple[str, str, Sequence[Call]]:
     """Thought, content and calls of a text."""
-    keeps = service.settings.reasoning_in_content
     if prompted.reader is not None:
-        reader = prompted.reader(keeps)
+        reader = prompted.reader(prompted.keeps_thought)
         pieces = [reader.push(text), reader.finish()]
         reasoning, content = ("".join(parts) for parts in zip(*pieces, strict=True))
         calls = [Call.create(name, arguments) for name, arguments in reader.calls]
         return reasoning, content, calls if tools.several else calls[:1]
-    if keeps or not prompted.is_chat:
+    if prompted.keeps_thought or not prompted.is_chat:
         reasoning, content = "", text
     else:
         reasoning, content = split(text, service.backend.markers, prompted.is_open)
@@ -123,7 +122,7 @@ class AnswerStream:
     """
 
     def __init__(self, service: Service, prompted: Prompted, tools: Tools) -> None:
-        keeps = service.settings.reasoning_in_content
+        keeps = prompted.keeps_thought
         has_markers = not keeps and prompted.is_chat
         markers = service.backend.markers if has_markers else None
         self._splitter = ReasoningSplitter(markers, prompted.is_open)

@@ -2,18 +2,26 @@
 
 Names, types and ranges are OpenAI's; behind them stand the extensions that vLLM's clients send, and
 those of this server: ``method``, ``method_params``, ``budget``, ``speculation``, ``events``.
-At the end: messages, tools and shapes as chat templates and the engine take them.
+At the end: messages and tools as chat templates take them.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Discriminator, Field, Tag
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Discriminator,
+    Field,
+    Tag,
+    model_validator,
+)
 
-from forethought.config.guided import GuidedDecodingParams
+from forethought.config.sampling import seed_of, top_k_of
 from forethought.errors import ParameterError
 from forethought.server.tool_calls import Tools
 
@@ -52,13 +60,27 @@ Free = Annotated[dict[Text, Any], AfterValidator(_shallow)]
 """Any JSON object."""
 Few = Annotated[Free, Field(max_length=64)]
 Stop = Annotated[str, Field(max_length=1024)]
+Seed = Annotated[int, Field(ge=-(2**63), le=2**64 - 1), AfterValidator(seed_of)]
+"""Any integer of 64 bits; -1: fresh, as vLLM and llama.cpp have it."""
+TopK = Annotated[int, AfterValidator(top_k_of)]
+"""-1 is no limit, as 0 is."""
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
 
 
 class Body(BaseModel):
-    """Base of everything that clients send: no field is unknown, no value is converted."""
+    """Base of everything that clients send: no field is unknown, no value is converted.
+
+    A field whose value is ``null`` is not given, whether it is known or not.
+    """
 
     model_config = ConfigDict(extra="forbid", strict=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_nulls(cls, values: Any) -> Any:
+        if isinstance(values, dict) and None in values.values():
+            return {name: value for name, value in values.items() if value is not None}
+        return values
 
 
 # ---- what the generating APIs have in common ---------------------------------------------------
@@ -107,7 +129,7 @@ class Generating(Body):
     temperature: float | None = None
     top_p: float | None = None
     # extensions that vLLM's clients send too
-    top_k: int | None = None
+    top_k: TopK | None = None
     min_p: float | None = None
     repetition_penalty: float | None = None
     min_tokens: Count | None = None
@@ -138,7 +160,7 @@ class Penalised(Generating):
     """Fields of chats and completions."""
 
     n: Positive | None = None
-    seed: int | None = None
+    seed: Seed | None = None
     stop: Stop | Annotated[list[Stop], Field(max_length=32)] | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
@@ -383,15 +405,15 @@ class ReasoningOptions(Body):
 
 
 def _kind(item: Any) -> str:
-    """The type of an item; a message need not name it."""
-    return str(item.get("type", "message")) if isinstance(item, dict) else "message"
+    """The tag of an item's type, which is no name of a field; a message need not name its type."""
+    return f"<{item.get('type') or 'message'}>" if isinstance(item, dict) else "<message>"
 
 
 InputItem = Annotated[
-    Annotated[InputMessage, Tag("message")]
-    | Annotated[FunctionCallItem, Tag("function_call")]
-    | Annotated[FunctionCallOutput, Tag("function_call_output")]
-    | Annotated[ReasoningItem, Tag("reasoning")],
+    Annotated[InputMessage, Tag("<message>")]
+    | Annotated[FunctionCallItem, Tag("<function_call>")]
+    | Annotated[FunctionCallOutput, Tag("<function_call_output>")]
+    | Annotated[ReasoningItem, Tag("<reasoning>")],
     Discriminator(_kind),
 ]
 
@@ -410,7 +432,7 @@ class ResponseRequest(Generating):
     parallel_tool_calls: bool | None = None
     text: TextOptions | None = None
     reasoning: ReasoningOptions | None = None
-    seed: int | None = None
+    seed: Seed | None = None
     truncation: Literal["disabled"] | None = None
 
 
@@ -434,7 +456,29 @@ class DetokenizeRequest(Body):
     tokens: Ids
 
 
-# ---- as chat templates and the engine take them -----------------------------------------------
+# ---- errors ------------------------------------------------------------------------------------
+
+
+def path_of(complaint: Mapping[str, Any], body: Any) -> list[str | int]:
+    """The path of the field that a complaint of pydantic is about.
+
+    Where a value may be of several kinds, pydantic names the kind among the steps of the path.
+
+    Args:
+        complaint: with ``loc`` and ``type``.
+        body: as it was sent.
+    """
+    path: list[str | int] = []
+    is_missing = complaint["type"] == "missing"
+    for step in complaint["loc"][:-1] if is_missing else complaint["loc"]:
+        is_index = isinstance(body, list) and isinstance(step, int) and step < len(body)
+        if is_index or (isinstance(body, dict) and step in body):
+            body = body[step]
+            path.append(step)
+    return [*path, complaint["loc"][-1]] if is_missing else path
+
+
+# ---- as chat templates take them ---------------------------------------------------------------
 
 
 def tools_of(body: ChatRequest) -> Tools:
@@ -457,12 +501,16 @@ def make_tools(tools: Sequence[Tool], choice: str, named: bool, several: bool) -
     return Tools(given, choice, several, named)
 
 
-def message_dict(message: Message) -> dict[str, Any]:
-    """A message as chat templates take it.
+def message_dicts(messages: Sequence[Message]) -> list[dict[str, Any]]:
+    """Messages as chat templates take them.
 
     Raises:
-        ParameterError: it lacks what its role needs.
+        ParameterError: one lacks what its role needs.
     """
+    return [_message_dict(message, index) for index, message in enumerate(messages)]
+
+
+def _message_dict(message: Message, index: int) -> dict[str, Any]:
     content = message.content
     if isinstance(content, list):
         content = "".join(part.text for part in content)
@@ -470,14 +518,13 @@ def message_dict(message: Message) -> dict[str, Any]:
     made: dict[str, Any] = {"role": role, "content": content if content is not None else ""}
     if message.content is None and (role != "assistant" or not message.tool_calls):
         what, why = f"a message of the {role} needs content", "it is null"
-        raise ParameterError(what, why, "Give text", param="messages")
+        raise ParameterError(what, why, "Give text", param=f"messages.{index}.content")
     if message.name is not None:
         made["name"] = message.name
     if role == "tool":
         if message.tool_call_id is None:
-            raise ParameterError(
-                "a tool's message needs tool_call_id", "it is missing", "", param="messages"
-            )
+            path = f"messages.{index}.tool_call_id"
+            raise ParameterError(f"a tool's message needs {path}", "it is missing", "", param=path)
         made["tool_call_id"] = message.tool_call_id
     thought = message.reasoning_content or message.reasoning
     if thought and role == "assistant":
@@ -487,20 +534,3 @@ def message_dict(message: Message) -> dict[str, Any]:
             call.model_dump(exclude={"index"}, exclude_none=True) for call in message.tool_calls
         ]
     return made
-
-
-def shape_of(given: ResponseFormat | None) -> GuidedDecodingParams | None:
-    """The shape that a ``response_format`` demands; None for text."""
-    if given is None or given.type == "text":
-        return None
-    if given.type == "json_object":
-        return GuidedDecodingParams(json_object=True)
-    schema = given.json_schema.schema_ if given.json_schema else None
-    if schema is None:
-        raise ParameterError(
-            "response_format needs json_schema.schema",
-            "it is missing",
-            "Give it",
-            param="response_format.json_schema.schema",
-        )
-    return GuidedDecodingParams(json=schema)

@@ -88,7 +88,7 @@ class RemoteBackend(Backend):
 
     async def open(self, conversation: Conversation) -> Prompted:
         """The text that the chat template makes, or the last question of a chat."""
-        is_chat = conversation.tools.forced or conversation.without_thought
+        is_chat = conversation.tools.forced or conversation.has_shape
         if self._tokenizer is None or is_chat or conversation.reasoning_effort is not None:
             return _chat_prompt(conversation)
         await self._ask_length()
@@ -177,8 +177,7 @@ class RemoteBackend(Backend):
             return self._shape_refusal(value, is_completion)
         if name == "thinking_budget" and not is_completion and self.worker.thinking_field is None:
             return (
-                "a thinking budget (thinking_budget, thinking_token_budget, reasoning_budget) is "
-                "not supported here",
+                "thinking_budget is not supported here",
                 "the server behind has a field of its own for it, which is not known",
                 f"Use reasoning_effort, or {_RESTART} --thinking-field NAME",
             )
@@ -236,6 +235,11 @@ class RemoteBackend(Backend):
     def count(self, text: str) -> int:
         """Without a tokenizer: about one token for four characters."""
         return -(-len(text) // 4) if self._tokenizer is None else super().count(text)
+
+    def length(self, prompt: str | Sequence[int]) -> int:
+        """Without a tokenizer: about one token for four characters."""
+        has_no_count = self._tokenizer is None and isinstance(prompt, str)
+        return self.count(str(prompt)) if has_no_count else super().length(prompt)
 
     def _own_tokenizer(self) -> Tokenizer:
         if self._tokenizer is None:

@@ -18,7 +18,6 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from forethought.config.guided import GuidedDecodingParams
 from forethought.errors import ParameterError
 from forethought.server.backends import Conversation
 from forethought.server.http import EventStream, encode, http_error, until_gone
@@ -36,13 +35,7 @@ from forethought.server.protocol import (
     make_tools,
 )
 from forethought.server.response_store import Record
-from forethought.server.service import (
-    Service,
-    max_tokens_of,
-    sampling_of,
-    with_effort,
-    with_shape,
-)
+from forethought.server.service import Service
 from forethought.server.tool_calls import Call, Tools
 from forethought.server.usage import response_usage
 
@@ -61,18 +54,19 @@ async def create_response(service: Service, body: ResponseRequest, request: Requ
         raise ParameterError("background needs store", why, fix, param="background")
     tools = _tools(body)
     messages = conversation_of(service, body, caller.tenant)
-    params = _params(service, body, tools)
+    asked = service.sampling_of(body, tools)
     with ExitStack() as held:
         held.enter_context(service.admitted())
         opening = [{"role": "system", "content": body.instructions}] if body.instructions else []
         conversation = Conversation(
             [*opening, *messages],
             tools,
-            without_thought="guided_decoding" in params,
-            reasoning_effort=_effort(body),
+            has_shape=asked.has_shape,
+            thinks_first=asked.thinks_first,
+            reasoning_effort=body.reasoning.effort if body.reasoning else None,
         )
         prompted = await service.backend.open(conversation)
-        ask = service.ask("resp", body, prompted, params, num_choices=1, caller=caller)
+        ask = service.ask("resp", body, prompted, asked, num_choices=1, caller=caller)
         if len(ask.composition.choices) > 1:
             raise ParameterError(
                 "a response has one answer",
@@ -204,34 +198,6 @@ def _tools(body: ResponseRequest) -> Tools:
     return make_tools(tools, name, named, body.parallel_tool_calls is not False)
 
 
-def _params(service: Service, body: ResponseRequest, tools: Tools) -> dict[str, Any]:
-    params = sampling_of(body) | max_tokens_of(max_output_tokens=body.max_output_tokens)
-    if body.seed is not None:
-        params["seed"] = body.seed
-    params = with_shape(params, _shape(body))
-    if service.backend.passes_chats_on:
-        return params
-    params = with_effort(params, _effort(body), service.backend.markers is not None)
-    return with_shape(params, tools.shape if tools.forced else None)
-
-
-def _effort(body: ResponseRequest) -> str | None:
-    return body.reasoning.effort if body.reasoning else None
-
-
-def _shape(body: ResponseRequest) -> GuidedDecodingParams | None:
-    given = body.text.format if body.text else None
-    if given is None or given.type == "text":
-        return None
-    if given.type == "json_object":
-        return GuidedDecodingParams(json_object=True)
-    if given.schema_ is None:
-        raise ParameterError(
-            "text.format needs schema", "it is missing", "Give it", param="text.format.schema"
-        )
-    return GuidedDecodingParams(json=given.schema_)
-
-
 def _response(body: ResponseRequest, name: str, model: str, stored: bool) -> dict[str, Any]:
     """A response that has not begun, with what was asked for."""
     tools = [tool.model_dump(exclude_none=True) for tool in body.tools or []]
@@ -253,7 +219,7 @@ def _response(body: ResponseRequest, name: str, model: str, stored: bool) -> dic
         "output": [],
         "parallel_tool_calls": body.parallel_tool_calls is not False,
         "previous_response_id": body.previous_response_id,
-        "reasoning": {"effort": _effort(body), "summary": None},
+        "reasoning": {"effort": body.reasoning.effort if body.reasoning else None, "summary": None},
         "service_tier": "default",
         "store": stored,
         "temperature": body.temperature,

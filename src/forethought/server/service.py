@@ -5,19 +5,15 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import hmac
-import json
 import os
 import time
 from collections.abc import AsyncGenerator, Coroutine, Iterator, Mapping
 from contextlib import ExitStack, aclosing, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
-from types import MappingProxyType
 from typing import Any
 
 from forethought import methods
-from forethought.config.guided import GuidedDecodingParams
-from forethought.config.sampling import SamplingParams, SpeculationParams
 from forethought.errors import ParameterError
 from forethought.outputs import SpeculationMetrics, Usage
 from forethought.scaffolding.budget import Budget
@@ -28,55 +24,26 @@ from forethought.server.backends import Backend, Prompted
 from forethought.server.composition import Dispatch
 from forethought.server.engine_job import EngineJob
 from forethought.server.http import Caller
-from forethought.server.job import Ask, Job, MethodJob, Outcome, Update
+from forethought.server.job import Ask, EchoJob, Job, MethodJob, Outcome, Update
 from forethought.server.limits import Admission, Overloaded
 from forethought.server.method_settings import schema_of
 from forethought.server.metrics import RequestMetrics, ServerMetrics
 from forethought.server.names import Composition, read_method, read_model
-from forethought.server.protocol import ChatRequest, Generating, Penalised
+from forethought.server.protocol import ChatRequest, Generating
 from forethought.server.response_store import ResponseStore
+from forethought.server.sampling import (
+    RequestSampling,
+    compact,
+    named_by_client,
+    sampling_of,
+    sampling_params,
+)
 from forethought.server.settings import Settings
 from forethought.server.telemetry import Telemetry, plain_trace
+from forethought.server.tool_calls import Tools
 
-EFFORTS: Mapping[str, int | None] = {
-    "none": 0,
-    "minimal": 128,
-    "low": 1024,
-    "medium": 4096,
-    "high": 16384,
-    "xhigh": None,
-}
-"""Tokens of thought that a ``reasoning_effort`` stands for; None: no limit."""
-
-_SAME = (
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "repetition_penalty",
-    "min_tokens",
-    "ignore_eos",
-    "stop_token_ids",
-    "include_stop_str_in_output",
-    "skip_special_tokens",
-    "thinking_soft",
-)
-_SAME_PENALISED = ("seed", "stop", "presence_penalty", "frequency_penalty")
 _NUM_IDS = 256
 """Whose random bytes are read together."""
-_WHITE_SPACE = " ?"
-"""Between the tokens of JSON."""
-_BUDGETS = ("thinking_budget", "thinking_token_budget", "reasoning_budget")
-_CALLED: Mapping[str, tuple[str, ...]] = MappingProxyType(
-    {
-        "max_tokens": ("max_tokens", "max_completion_tokens", "max_output_tokens"),
-        "logprobs": ("top_logprobs", "logprobs"),
-        "thinking_budget": _BUDGETS,
-        "guided_decoding": ("structured_outputs", "response_format", "text"),
-        "speculation": ("prediction", "speculation"),
-    }
-)
-"""Fields of requests that set a sampling parameter of another name."""
 
 
 @dataclass(slots=True)
@@ -227,7 +194,7 @@ class Service:
         kind: str,
         body: Generating,
         prompted: Prompted,
-        params: Mapping[str, Any],
+        asked: RequestSampling,
         *,
         num_choices: int,
         caller: Caller,
@@ -246,18 +213,25 @@ class Service:
                 "Leave it out",
                 param="cache_salt",
             )
-        if self.backend.llm is not None:
-            params = _compact(params)
+        params = compact(asked.params) if self.backend.llm is not None else asked.params
+        wants_thought = not isinstance(body, ChatRequest) or body.include_reasoning is not False
+        keeps_thought = self.settings.reasoning_in_content and wants_thought
+        prompted = replace(prompted, keeps_thought=keeps_thought)
         if prompted.reader is not None:  # special tokens may mark thoughts and calls
             params = {"skip_special_tokens": False, **params}
         cache_salt = f"{caller.tenant}/{body.cache_salt}" if body.cache_salt else caller.tenant
         priority = body.priority or 0
-        with _named_as_in(body):
-            sampling = sampling_params(
-                params, n=num_choices, priority=priority, cache_salt=cache_salt
-            )
+        with named_by_client(asked.fields):
+            further: dict[str, Any] = {
+                "n": num_choices,
+                "priority": priority,
+                "cache_salt": cache_salt,
+            }
+            if asked.prompt_logprobs is not None:
+                further["prompt_logprobs"] = asked.prompt_logprobs
+            sampling = sampling_params(params, **further)
             params = self.backend.task_params(prompted, params)
-        self.backend.check(prompted.prompt, sampling)
+            self.backend.check(prompted.prompt, sampling)
         budget = body.budget.model_dump(exclude_none=True) if body.budget else {}
         return Ask(
             id=f"{kind}-{next(self.ids)}",
@@ -267,6 +241,7 @@ class Service:
             composition=composition,
             settings=body.method_params or {},
             params=params,
+            fields=asked.fields,
             sampling=sampling,
             num_choices=num_choices,
             budget=Budget(**budget),
@@ -279,6 +254,15 @@ class Service:
             parent=caller.parent,
         )
 
+    def sampling_of(self, body: Generating, tools: Tools | None = None) -> RequestSampling:
+        """What a body and its tools ask of the sampling.
+
+        Raises:
+            ParameterError: fields that contradict each other.
+        """
+        thinks, passes = self.backend.markers is not None, self.backend.passes_chats_on
+        return sampling_of(body, tools, thinks=thinks, passes_chats_on=passes)
+
     def _check_choices(self, num_choices: int, num_methods: int) -> None:
         if num_choices * num_methods > self.settings.max_choices:
             raise ParameterError(
@@ -288,30 +272,32 @@ class Service:
                 param="n",
             )
 
-    def start(self, ask: Ask, prompt_logprobs: int | None = None) -> Job:
+    def start(self, ask: Ask) -> Job:
         """Begin a request that has been admitted.
-
-        Args:
-            ask: what it asks for.
-            prompt_logprobs: top log-probabilities of the prompt's tokens; None: none.
 
         Raises:
             UsageError: its methods cannot run, or the prompt's log-probabilities are not known.
         """
         gather, engine = self.settings.stream_interval, self.backend.llm
         is_plain = ask.composition.is_plain and not ask.is_limited and not ask.settings
-        scored = prompt_logprobs is not None or "num_logprobs" in ask.params
+        scores_prompt = ask.sampling.prompt_logprobs is not None
+        if ask.sampling.max_tokens == 0 and (ask.settings or not ask.composition.is_plain):
+            what, why = "a method generates tokens", "max_tokens is 0"
+            raise ParameterError(what, why, "Leave one of them out", param="method")
+        if ask.sampling.max_tokens == 0 and "num_logprobs" not in ask.params:
+            return EchoJob(ask, self.backend)
+        scored = scores_prompt or "num_logprobs" in ask.params
         if engine is not None and is_plain and (scored or not ask.events):  # a worker tells drafts
-            place = self.llm.place
-            return EngineJob(engine, self.backend, ask, place, gather, prompt_logprobs)
-        if prompt_logprobs is not None:
+            return EngineJob(engine, self.backend, ask, self.llm.place, gather)
+        if scores_prompt:
             raise ParameterError(
                 "echo and logprobs exclude each other here",
                 "only plain decoding on this machine knows the log-probabilities of a prompt",
                 "Leave one of them out",
                 param="echo",
             )
-        return MethodJob(self.llm, self.backend, ask, gather)
+        with named_by_client(ask.fields):
+            return MethodJob(self.llm, self.backend, ask, gather)
 
     @contextmanager
     def admitted(self) -> Iterator[None]:
@@ -325,13 +311,13 @@ class Service:
 
     async def outcome(self, job: Job) -> Outcome:
         """The end of a job, counted. Raises what it failed with."""
-        with self._counted(job) as counting:
+        with self._counted(job) as counting, named_by_client(job.ask.fields):
             outcome = counting.outcome = await job.outcome()
         return outcome
 
     async def updates(self, job: Job) -> AsyncGenerator[Update, None]:
         """The updates of a job, counted. Raises what it failed with."""
-        with self._counted(job) as counting:
+        with self._counted(job) as counting, named_by_client(job.ask.fields):
             async with aclosing(job.updates()) as updates:
                 async for update in updates:
                     counting.count(sum(piece.num_tokens for piece in update.pieces))
@@ -411,153 +397,3 @@ def _saved(meta: Mapping[str, Any]) -> int:
     """Tokens that methods report to have saved."""
     found = [each.get("tokens_saved") for each in meta.values() if isinstance(each, Mapping)]
     return sum(count for count in found if isinstance(count, int))
-
-
-# ---- sampling ------------------------------------------------------------------------------------
-
-
-def sampling_of(body: Generating) -> dict[str, Any]:
-    """The sampling fields that a body sets, by the names of tasks.
-
-    Raises:
-        UsageError: fields that contradict each other.
-    """
-    names = (*_SAME, *(_SAME_PENALISED if isinstance(body, Penalised) else ()))
-    params = {name: getattr(body, name) for name in names if getattr(body, name) is not None}
-    if isinstance(body, Penalised) and body.logit_bias:
-        params["logit_bias"] = body.logit_bias
-    if body.speculation is not None:
-        params["speculation"] = _speculation(body.speculation)
-    if isinstance(body, ChatRequest) and body.prediction is not None and body.prediction.text:
-        speculation = params.get("speculation") or SpeculationParams()
-        params["speculation"] = speculation.replace(prediction=body.prediction.text)
-    if (budget := _thinking_budget(body)) is not None:
-        params["thinking_budget"] = budget
-    if body.structured_outputs is not None:
-        given = body.structured_outputs.model_dump(by_alias=True, exclude_none=True)
-        params["guided_decoding"] = GuidedDecodingParams(**given)
-    return params
-
-
-def with_effort(params: dict[str, Any], effort: str | None, thinks: bool) -> dict[str, Any]:
-    """``params`` with the thinking budget that a ``reasoning_effort`` stands for.
-
-    Raises:
-        ParameterError: there is a budget too, or the model does not think.
-    """
-    if effort is None:
-        return params
-    if "thinking_budget" in params:
-        raise ParameterError(
-            "reasoning_effort and a thinking budget exclude each other",
-            "both limit the thought",
-            "Give one of them",
-            param="reasoning_effort",
-        )
-    if not thinks:
-        if effort == "none":
-            return params
-        raise ParameterError(
-            "invalid reasoning_effort",
-            "this model has no thoughts to limit",
-            "Leave it out",
-            param="reasoning_effort",
-        )
-    budget = EFFORTS[effort]
-    return params if budget is None else {**params, "thinking_budget": budget}
-
-
-def with_shape(params: dict[str, Any], shape: GuidedDecodingParams | None) -> dict[str, Any]:
-    """``params`` with the shape of the output.
-
-    Raises:
-        ParameterError: they have one already.
-    """
-    if shape is None:
-        return params
-    if "guided_decoding" in params:
-        raise ParameterError(
-            "two shapes of the output",
-            "structured_outputs, response_format and a forced tool each demand one",
-            "Give one of them",
-            param="structured_outputs",
-        )
-    return {**params, "guided_decoding": shape}
-
-
-def sampling_params(params: Mapping[str, Any], **further: Any) -> SamplingParams:
-    """The sampling fields of a task, and further ones, as the engine takes them.
-
-    Raises:
-        ParameterError: a value outside its range; a temperature of None and such.
-    """
-    given = {("logprobs" if name == "num_logprobs" else name): v for name, v in params.items()}
-    return SamplingParams(**given, **further)
-
-
-@contextmanager
-def _named_as_in(body: Generating) -> Iterator[None]:
-    """A ``ParameterError`` raised inside is about the field as the client calls it."""
-    try:
-        yield
-    except ParameterError as error:
-        names = _CALLED.get(error.param or "", ())
-        error.param = next((n for n in names if getattr(body, n, None) is not None), error.param)
-        raise
-
-
-def _compact(params: Mapping[str, Any]) -> Mapping[str, Any]:
-    """``params`` whose JSON has little white space: a model can get lost where any is allowed."""
-    shape = params.get("guided_decoding")
-    if not isinstance(shape, GuidedDecodingParams) or not (shape.json or shape.json_object):
-        return params
-    schema = {"type": "object"} if shape.json_object else json.loads(str(shape.json))
-    if not isinstance(schema, dict) or "x-guidance" in schema:
-        return params
-    schema = {**schema, "x-guidance": {"whitespace_pattern": _WHITE_SPACE}}
-    return {**params, "guided_decoding": GuidedDecodingParams(json=schema)}
-
-
-def max_tokens_of(**given: int | None) -> dict[str, int]:
-    """``max_tokens``, which some clients call otherwise.
-
-    Raises:
-        ParameterError: two names with different values.
-    """
-    values = {name: value for name, value in given.items() if value is not None}
-    if len(set(values.values())) > 1:
-        raise ParameterError(
-            "the limit of tokens is given twice",
-            f"{values}",
-            "Give max_completion_tokens alone",
-            param="max_tokens",
-        )
-    return {"max_tokens": next(iter(values.values()))} if values else {}
-
-
-def _speculation(given: Any) -> SpeculationParams:
-    """Of a request: fields, or the name of a drafter; ``none``: no drafts."""
-    fields = {"drafter": given} if isinstance(given, str) else given.model_dump(exclude_none=True)
-    if fields.get("drafter") == "none":
-        fields = {**fields, "drafter": None, "enabled": False}
-    return SpeculationParams(**fields)
-
-
-def _thinking_budget(body: Generating) -> int | None:
-    given = {name: getattr(body, name) for name in _BUDGETS if getattr(body, name) is not None}
-    if len(set(given.values())) > 1:
-        raise ParameterError(
-            "the thinking budget is given twice",
-            f"{given}",
-            "Give one of them",
-            param=next(iter(given)),
-        )
-    budget: int | None = next(iter(given.values()), None)
-    if budget is not None and budget < -1:
-        raise ParameterError(
-            "invalid reasoning_budget",
-            f"got {budget}",
-            "-1 stands for no limit",
-            param=next(iter(given)),
-        )
-    return None if budget == -1 else budget
