@@ -169,7 +169,7 @@ def _renamed(error: ForethoughtError, fields: Mapping[str, str]) -> ForethoughtE
     renamed.what, renamed.why = _in_words(error.what, fields), _in_words(error.why, fields)
     renamed.fix = _in_words(error.fix, fields)
     if isinstance(renamed, ParameterError) and renamed.param is not None:
-        name = "guided_decoding" if "guided_decoding" in renamed.param else renamed.param
+        name = renamed.param.rpartition(" in ")[2]  # as "json in guided_decoding"
         renamed.param = fields.get(name, name)
     if isinstance(renamed, UnknownNameError):
         renamed.param = fields.get(renamed.kind)
