@@ -10,9 +10,12 @@ Imports ``huggingface_hub`` only where a Hub id is given.
 from __future__ import annotations
 
 import json
+import math
 import re
-from collections.abc import Sequence
+import zipfile
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from forethought import assets
 from forethought.errors import DependencyError, ModelError, ParameterError
@@ -212,6 +215,187 @@ def check_model_dir(directory: Path, kind: str = "model") -> None:
             )
 
 
+def read_json(file: Path, kind: str = "model") -> dict[str, Any]:
+    """The object in a JSON file of a model's directory.
+
+    Raises:
+        ModelError: it cannot be read, or is no object.
+    """
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise _broken(file.parent, kind, f"{file.name} cannot be read ({error})") from error
+    if not isinstance(content, dict):
+        raise _broken(file.parent, kind, f"{file.name} holds no object, but {content!r:.40}")
+    return content
+
+
+_SIZES = (
+    *("vocab_size", "hidden_size", "intermediate_size", "moe_intermediate_size", "head_dim"),
+    *("num_hidden_layers", "num_attention_heads", "num_key_value_heads", "sliding_window"),
+    *("max_position_embeddings", "n_embd", "n_layer", "n_head", "n_positions", "n_inner"),
+)
+_NUMBERS = ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "rope_theta")
+_SWITCHES = ("tie_word_embeddings", "attention_bias", "mlp_bias", "use_sliding_window")
+_NAMES = ("model_type", "dtype", "torch_dtype", "hidden_act", "activation_function")
+_MAX_SIZE = 2**27
+_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
+
+
+def check_config(written: Mapping[str, Any], directory: Path, kind: str = "model") -> None:
+    """Refuse a ``config.json`` with a field of the wrong type, or a size that cannot be.
+
+    Args:
+        written: its content; nested configurations are checked, too.
+        directory: where it is.
+        kind: what that should hold, as messages say it.
+
+    Raises:
+        ModelError: there is such a field; says which.
+    """
+    for prefix, part in (("", written), ("text_config.", written.get("text_config"))):
+        if not isinstance(part, Mapping):
+            continue
+        for names, allowed, check in (
+            (_SIZES, f"a whole number from 1 to {_MAX_SIZE}", _is_size),
+            (_NUMBERS, "a number above zero", _is_positive),
+            (_SWITCHES, "true or false", lambda value: isinstance(value, bool)),
+            (_NAMES, "a name", lambda value: isinstance(value, str)),
+            (_TOKENS, "the id of a token, or a list of ids", _is_ids),
+        ):
+            for name in names:
+                value = part.get(name)
+                if value is not None and not check(value):
+                    raise _bad_field(directory, kind, f"{prefix}{name}", value, allowed)
+        for name in ("eos_token_id", "pad_token_id"):
+            size, value = part.get("vocab_size"), part.get(name)
+            if size is not None and value is not None and max(_listed(value)) >= size:
+                allowed = f"the id of one of {size} tokens"
+                raise _bad_field(directory, kind, f"{prefix}{name}", value, allowed)
+
+
+def _bad_field(
+    directory: Path, kind: str, name: str, value: Any, allowed: str, file: str = "config.json"
+) -> ModelError:
+    why = f"{name} of its {file} is {value!r:.60}, not {allowed}"
+    return _broken(directory, kind, why, "Correct the field")
+
+
+def _listed(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else [value]
+
+
+def _is_size(value: Any) -> bool:
+    if isinstance(value, list):  # one for each layer
+        return all(type(one) is int and one >= 0 for one in value)
+    return type(value) is int and 0 < value <= _MAX_SIZE
+
+
+def _is_positive(value: Any) -> bool:
+    return type(value) in (int, float) and 0 < value < math.inf
+
+
+def _is_ids(value: Any) -> bool:
+    ids = _listed(value)
+    return bool(ids) and all(type(one) is int and one >= -1 for one in ids)
+
+
+def check_generation_config(directory: Path, vocab_size: int, kind: str = "model") -> None:
+    """Refuse a ``generation_config.json`` that cannot be read, or whose ids are no tokens.
+
+    Raises:
+        ModelError: it is so; says what is wrong.
+    """
+    file = directory / "generation_config.json"
+    if not file.exists():
+        return
+    written = read_json(file, kind)
+    for name in _TOKENS:
+        value = written.get(name)
+        if value is None:
+            continue
+        if not _is_ids(value) or (name == "eos_token_id" and max(_listed(value)) >= vocab_size):
+            allowed = f"the id of one of {vocab_size} tokens, or a list of ids"
+            raise _bad_field(directory, kind, name, value, allowed, file.name)
+
+
+def check_weight_files(directory: Path, kind: str = "model") -> dict[str, tuple[int, ...]]:
+    """Refuse weights of which a file is missing or cut short; reads the heads of the files.
+
+    Returns:
+        The shapes of the tensors by their names, as the safetensors have them.
+
+    Raises:
+        ModelError: a file is missing or cut short; says which.
+    """
+    single, index = directory / "model.safetensors", directory / "model.safetensors.index.json"
+    if index.is_file() and not single.is_file():
+        return _indexed_shapes(index, kind)
+    files = [single] if single.is_file() else sorted(directory.glob("*.safetensors"))
+    if not files:
+        _check_archives(directory, kind)
+    return {name: shape for file in files for name, shape in tensor_shapes(file, kind).items()}
+
+
+def _indexed_shapes(index: Path, kind: str) -> dict[str, tuple[int, ...]]:
+    """The shapes of the tensors in the shards that an index names."""
+    directory, files = index.parent, read_json(index, kind).get("weight_map")
+    if not isinstance(files, dict) or not all(isinstance(file, str) for file in files.values()):
+        raise _broken(directory, kind, f"{index.name} has no weight_map of tensors to files")
+    stored: dict[str, dict[str, tuple[int, ...]]] = {}
+    for name in sorted(set(files.values())):
+        if Path(name).name != name or not (directory / name).is_file():
+            raise _broken(directory, kind, f"{index.name} names {name}, and there is no such file")
+        stored[name] = tensor_shapes(directory / name, kind)
+    for tensor, name in files.items():
+        if tensor not in stored[name]:
+            raise _broken(directory, kind, f"{index.name} has {tensor} in {name}, which lacks it")
+    return {tensor: stored[name][tensor] for tensor, name in files.items()}
+
+
+def tensor_shapes(file: Path, kind: str = "model") -> dict[str, tuple[int, ...]]:
+    """The shapes of the tensors in a safetensors file, all of whose bytes are there.
+
+    Raises:
+        ModelError: the file is cut short, or is none.
+    """
+    size = file.stat().st_size
+    with file.open("rb") as stream:
+        length = int.from_bytes(stream.read(8), "little")
+        if size < 8 + length:
+            why = f"{file.name} is cut short or no safetensors file: it has {size} bytes"
+            raise _broken(file.parent, kind, why)
+        try:
+            tensors = json.loads(stream.read(length))
+            tensors.pop("__metadata__", None)
+            shapes = {name: tuple(entry["shape"]) for name, entry in tensors.items()}
+            ends = [entry["data_offsets"][1] for entry in tensors.values()]
+            end = 8 + length + max(ends, default=0)
+        except (ValueError, AttributeError, KeyError, IndexError, TypeError) as error:
+            why = f"{file.name} is no safetensors file: its header cannot be read ({error!r:.60})"
+            raise _broken(file.parent, kind, why) from error
+    if size != end:
+        why = f"{file.name} has {size} bytes, and its tensors end at {end}"
+        raise _broken(file.parent, kind, why)
+    return shapes
+
+
+def _check_archives(directory: Path, kind: str) -> None:
+    """Refuse files of ``torch.save`` that are cut short: the table of a zip archive is its end."""
+    for file in sorted(directory.glob("pytorch_model*.bin")):
+        with file.open("rb") as stream:
+            is_archive = stream.read(2) == b"PK"
+        if file.stat().st_size == 0 or (is_archive and not zipfile.is_zipfile(file)):
+            raise _broken(directory, kind, f"{file.name} is cut short")
+
+
+def first_words(error: BaseException) -> str:
+    """The message of another library's error on one line, cut to its beginning."""
+    words = " ".join(str(error).split()) or type(error).__name__
+    return words if len(words) <= _MAX_WORDS else f"{words[:_MAX_WORDS]}..."
+
+
+_MAX_WORDS = 300
 _GGUF_FIX = "Give the safetensors that it was made from, as a Hugging Face directory"
 
 

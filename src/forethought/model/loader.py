@@ -8,17 +8,18 @@ of :mod:`~forethought.model.attention.interface`, and not by the model's name.
 from __future__ import annotations
 
 import inspect
-import json
 import logging
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 import transformers
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers.activations import ACT2FN
 from transformers.quantizers.auto import AutoHfQuantizer
 
 from forethought.errors import ModelError, ParameterError
@@ -42,6 +43,7 @@ from forethought.model.causal_lm import (
 )
 from forethought.model.device import free_host_memory, has_fast_matmul
 from forethought.model.llama.network import FusedNetwork, is_fusable
+from forethought.model.loaded_weights import check_report, check_shapes, check_values
 from forethought.model.native.library import (
     NO_COMPILER,
     find_compiler,
@@ -58,7 +60,14 @@ from forethought.model.quantization import (
     pack_linears,
     quantize_linears,
 )
-from forethought.model_dir import check_model_dir
+from forethought.model_dir import (
+    check_config,
+    check_generation_config,
+    check_model_dir,
+    check_weight_files,
+    first_words,
+    read_json,
+)
 from forethought.silence import without_progress_bars
 
 logger = logging.getLogger(__name__)
@@ -127,6 +136,7 @@ def load(
         )
     module = _module(directory, config, dtype, trust_remote_code)
     _check_module(module, directory)
+    check_values(module.named_parameters(), directory, "model")
     with _refusing(directory, "loading"):
         module = module.eval().requires_grad_(False).to("cpu" if shard else device)
     layers, vocab_size = _probe(module, directory)
@@ -292,9 +302,10 @@ def _num_weights(module: PreTrainedModel) -> int:
 def _config(directory: Path, trust_remote_code: bool) -> Any:
     """The configuration; refuses what can be refused by it."""
     check_model_dir(directory)
-    with _refusing(directory, "reading its config.json"):
-        written = json.loads((directory / "config.json").read_text(encoding="utf-8"))
+    written = read_json(directory / "config.json")
+    check_config(written, directory)
     _check_model_type(directory, written, trust_remote_code)
+    _check_names(directory, written)
     with _refusing(directory, "reading its config.json"):
         config = AutoConfig.from_pretrained(
             directory, local_files_only=True, trust_remote_code=trust_remote_code
@@ -303,6 +314,15 @@ def _config(directory: Path, trust_remote_code: bool) -> Any:
         raise _unsupported(directory, "it is an encoder-decoder; only decoders are served")
     if not any(found for pattern in _WEIGHT_FILES for found in directory.glob(pattern)):
         raise _broken(directory, f"it has no weights ({', '.join(_WEIGHT_FILES)})")
+    text = config.get_text_config(decoder=True)
+    check_generation_config(directory, text.vocab_size)
+    shapes = check_weight_files(directory)
+    if shapes and getattr(config, "quantization_config", None) is None:
+        make = partial(
+            AutoModelForCausalLM.from_config, config, trust_remote_code=trust_remote_code
+        )
+        with _refusing(directory, "reading its config.json"):
+            check_shapes(make, text.num_hidden_layers, shapes, directory)
     return config
 
 
@@ -318,6 +338,16 @@ def _check_model_type(directory: Path, written: Mapping[str, Any], trust_remote_
     if name is None:
         why, fix = "its config.json has no model_type", "Choose a directory that transformers wrote"
     raise ModelError(f"the model in {directory} is not supported", why, fix)
+
+
+def _check_names(directory: Path, written: Mapping[str, Any]) -> None:
+    """Refuse a dtype that torch, or an activation that transformers does not have."""
+    for name in ("dtype", "torch_dtype", "hidden_act", "activation_function"):
+        value = str(written.get(name) or "")
+        dtype = getattr(torch, value.removeprefix("torch."), None)
+        if value and not (isinstance(dtype, torch.dtype) if "dtype" in name else value in ACT2FN):
+            why = f"{name} of its config.json is {value!r}, which is unknown"
+            raise _broken(directory, why, "Correct the field")
 
 
 def _auto_dtype(
@@ -376,18 +406,14 @@ def _module(
             attn_implementation=PROBE,
             local_files_only=True,
             trust_remote_code=trust_remote_code,
+            ignore_mismatched_sizes=True,  # they are in the report
             output_loading_info=True,
         )
-    # transformers initialises missing weights at random and only warns.
-    for kind, why in (("missing_keys", "lacks"), ("mismatched_keys", "has the wrong shape for")):
-        if report.get(kind):
-            names = sorted(str(name) for name in report[kind])
-            more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-            raise _broken(directory, f"its checkpoint {why} {', '.join(names[:3])}{more}")
     scales = [name for name in report.get("unexpected_keys", ()) if _SCALES.search(str(name))]
     if scales:  # transformers only warns, and reads the weights without them
         why = f"its checkpoint has {min(map(str, scales))}, which its config.json does not explain"
         raise ModelError(f"the model in {directory} is quantised", why, _UNQUANTISED)
+    check_report(report, directory)
     return module
 
 
@@ -551,7 +577,7 @@ def _refusing(directory: Path, doing: str) -> Iterator[None]:
         why = "its attention is not called through transformers' attention interface"
         raise _unsupported(directory, why) from error
     except Exception as error:  # transformers, safetensors and remote code raise any type
-        reason = str(error).strip().split("\n")[0] or type(error).__name__
+        reason = first_words(error)
         fix = f"{_UNQUANTISED}, or install what is missing" if "quantised" in doing else ""
         raise _broken(directory, f"{doing} failed: {reason}", fix) from error
 

@@ -1,0 +1,120 @@
+"""Weights that transformers loads, checked before anything is computed with them.
+
+transformers fills what is missing or misshapen at random, leaves out what it does not expect, and
+only logs it.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from forethought.errors import ModelError
+
+_NUM_SHOWN = 3
+_FIX = "Check that config.json and the weights are of one model, and all of it"
+_AROUND = re.compile(
+    r"(^|[._])mtp[._]|(^|\.)(v_head|vision\w*|visual|audio\w*|image\w*|multi_modal\w*)\.|inv_freq$"
+)
+"""Tensors that may be beside those of a language model: modules that predict further tokens, a
+value head, other modalities, and frequencies, which are computed."""
+_MTP_PART = re.compile(r"^(.*\.layers\.\d+\.)(enorm|hnorm|eh_proj|shared_head)\.")
+"""What a layer has that is such a module, numbered on from the others."""
+
+
+def check_shapes(
+    make: Callable[[], nn.Module],
+    num_layers: int,
+    shapes: Mapping[str, tuple[int, ...]],
+    directory: Path,
+    kind: str = "model",
+) -> None:
+    """Refuse weights that do not fit the sizes of a config, before memory is taken for these.
+
+    Args:
+        make: makes the module; called where tensors take no memory.
+        num_layers: of the module.
+        shapes: of the stored tensors, by name. Those that transformers renames are not compared.
+        directory: of the checkpoint.
+        kind: what it should hold, as messages say it.
+
+    Raises:
+        ModelError: a tensor has another shape than the module's; says which.
+    """
+    if num_layers > len(shapes):
+        raise ModelError(
+            f"cannot load the {kind} in {directory}",
+            f"num_hidden_layers of its config.json is {num_layers}, and its checkpoint has "
+            f"{len(shapes)} tensors",
+            _FIX,
+        )
+    with torch.device("meta"):
+        wanted = make().state_dict()
+    wrong = (
+        f"{name} {list(shapes[name])}, not {list(tensor.shape)}"
+        for name, tensor in wanted.items()
+        if shapes.get(name, tensor.shape) != tensor.shape
+    )
+    _refuse(directory, kind, "has the wrong shape for", wrong)
+
+
+def check_report(report: Mapping[str, Any], directory: Path, kind: str = "model") -> None:
+    """Refuse a checkpoint whose tensors are not those of the module.
+
+    Args:
+        report: the ``loading_info`` of transformers, with ``ignore_mismatched_sizes``.
+        directory: of the checkpoint.
+        kind: what it should hold, as messages say it.
+
+    Raises:
+        ModelError: tensors are missing, of another shape, or unexpected; says which.
+    """
+    _refuse(directory, kind, "lacks", map(str, report["missing_keys"]))
+    shapes = (
+        f"{name} {list(stored)}, not {list(wanted)}"
+        for name, stored, wanted in report.get("mismatched_keys", ())
+    )
+    _refuse(directory, kind, "has the wrong shape for", shapes)
+    names = sorted(map(str, report.get("unexpected_keys", ())))
+    mtp = tuple({match[1] for name in names if (match := _MTP_PART.match(name))})
+    strays = [n for n in names if not _AROUND.search(n) and not n.startswith(mtp)]
+    _refuse(directory, kind, "has tensors that its config.json does not explain:", strays)
+
+
+def check_values(tensors: Iterable[tuple[str, Tensor]], directory: Path, kind: str) -> None:
+    """Refuse weights among which a number is NaN or infinite.
+
+    Args:
+        tensors: by name; those that are not of floating point, or of 8 bits, are left out.
+        directory: of the checkpoint.
+        kind: what it should hold, as messages say it.
+
+    Raises:
+        ModelError: there is one; says in which tensor.
+    """
+    broken = (name for name, tensor in tensors if not _is_finite(tensor))
+    _refuse(directory, kind, "has numbers that are NaN or infinite in", broken)
+
+
+def _is_finite(tensor: Tensor) -> bool:
+    if not tensor.numel() or not tensor.is_floating_point() or tensor.itemsize < 2:
+        return True
+    with torch.inference_mode():
+        return all(math.isfinite(extreme) for extreme in torch.aminmax(tensor.detach()))
+
+
+def _refuse(directory: Path, kind: str, trouble: str, names: Iterable[str]) -> None:
+    listed = sorted(names)
+    if listed:
+        more = f" and {len(listed) - _NUM_SHOWN} more" if len(listed) > _NUM_SHOWN else ""
+        raise ModelError(
+            f"cannot load the {kind} in {directory}",
+            f"its checkpoint {trouble} {', '.join(listed[:_NUM_SHOWN])}{more}",
+            _FIX,
+        )
