@@ -21,6 +21,7 @@ from forethought.bench.methods import (
     cells,
     chosen,
     fit_policy,
+    journal_path,
     json_line,
     markdown,
     text,
@@ -175,7 +176,8 @@ def test_a_fitted_policy_has_at_most_half_of_the_tokens_of_best_of_n(tmp_path):
     reward = {"reward_controller": CheckerController(lambda _, said: said == "right")}
     probe, best = recipe("plain"), recipe("best_of_n@4", settings=reward)
     table, _ = rows(tmp_path, says, [replace(probe, name=PROBE), best])
-    policy = fit_policy(table, tmp_path)
+    journals = {one.row.method: journal_path(tmp_path, one.row.method) for one in table}
+    policy = fit_policy(table, journals)
     assert (policy.num_probes, policy.difficulty, policy.methods) == (1, "score", ("probes",) * 2)
     assert policy.tokens <= table[1].row.tokens_per_attempt / 2
     made = MethodBench(method_task("countdown"), 820, policy=policy).recipes()
@@ -210,8 +212,14 @@ def test_rows_go_on_where_they_were_ended_and_refuse_other_settings(tmp_path):
     again, worker = rows(tmp_path, right)
     assert worker.calls == []
     assert [one.row.correct.value for one in again] == [1.0] * 3
-    with pytest.raises(ParameterError, match="another evaluation"):
+    (journal,) = tmp_path.glob("plain.jsonl")
+    finished = journal.read_text()
+    journal.write_text("".join(finished.splitlines(keepends=True)[:2]))
+    with pytest.raises(ParameterError, match=r"not finished: seed: 0 -> 1"):
         rows(tmp_path, right, settings={"seed": 1})
+    journal.write_text(finished)
+    _, worker = rows(tmp_path, right, settings={"seed": 1})
+    assert worker.calls
 
 
 def test_what_cannot_be_is_refused_before_anything_is_loaded(capsys, tmp_path):

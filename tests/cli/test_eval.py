@@ -1,7 +1,9 @@
 """``forethought eval``: tasks, budgets, samples of one method, search, and what it refuses."""
 
+import importlib.util
 import json
 import shlex
+import sys
 
 import pytest
 
@@ -115,9 +117,61 @@ def test_a_search_proposes_a_command(server, own, capsys):
     assert command[command.index("--seed") + 1] == "5"
     assert "--all-samples" in command
     assert "--unsafe-code" not in command
-    assert main([*command[1:], *own[2:]]) == 2  # the journal there is the search's
-    assert "methods was" in capsys.readouterr().err
-    assert main([*command[1:], *own[2:], "--fresh"]) == 0
+    assert main([*command[1:], *own[2:]]) == 0  # the search is finished
+    assert [row["method"] for row in rows(capsys)] == ["plain"]
+
+
+def test_each_evaluation_has_a_folder_of_its_own(server, own, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    command = ["eval", *on(server), *own[:2], "--methods"]
+    assert main([*command, "plain"]) == 0
+    assert main([*command, "plain,majority_vote@2", "--seed", "3"]) == 0
+    folders = sorted(path.name.rpartition("-")[0] for path in (tmp_path / "runs/eval").iterdir())
+    assert folders == ["own-m-plain", "own-m-plain-majority_vote@2"]
+    capsys.readouterr()
+    num_requests = len(server.requests)
+    assert main([*command, "plain"]) == 0
+    output = capsys.readouterr().out
+    assert "complete before" in output
+    assert json.loads(output.splitlines()[-1])["rows"][0]["accuracy"] == 0.8333
+    assert len(server.requests) == num_requests
+    assert main([*command, "plain", "--fresh"]) == 0
+    assert "complete before" not in capsys.readouterr().out
+    assert len(server.requests) == num_requests + 6
+
+
+def test_an_unfinished_evaluation_in_the_folder_is_named_in_words(server, own, tmp_path, capsys):
+    command = ["eval", *on(server), *own, "--methods"]
+    assert main([*command, "plain"]) == 0
+    journal = tmp_path / "out" / "journal.jsonl"
+    journal.write_text("".join(journal.read_text().splitlines(keepends=True)[:3]))
+    assert main([*command, "majority_vote@2", "--seed", "1"]) == 2
+    error = capsys.readouterr().err
+    assert "not finished: methods: plain -> majority_vote@2; seed: 0 -> 1." in error
+    assert "--fresh" in error
+    assert main([*command, "plain"]) == 0  # which is resumed
+    assert main([*command, "majority_vote@2", "--seed", "1"]) == 0
+
+
+def test_without_matplotlib_and_tqdm_there_is_a_report_without_a_plot(
+    server, own, tmp_path, monkeypatch, capsys
+):
+    found = importlib.util.find_spec
+    missing = ("matplotlib", "tqdm")
+
+    def find_spec(name, *rest):
+        return None if name in missing else found(name, *rest)
+
+    monkeypatch.setattr(importlib.util, "find_spec", find_spec)
+    for name in missing:
+        monkeypatch.setitem(sys.modules, name, None)
+    assert main(["eval", *on(server), *own, "--methods", "plain"]) == 0
+    assert "plot: none, as matplotlib is not installed" in capsys.readouterr().out
+    page, markdown = ((tmp_path / f"out/comparison.{end}").read_text() for end in ("html", "md"))
+    assert "<table>" in page
+    assert "<svg" not in page
+    assert "![" not in markdown
+    assert not (tmp_path / "out/comparison.png").exists()
 
 
 def test_a_search_for_a_pipeline_proposes_a_command_that_runs(server, own, capsys):
@@ -141,7 +195,7 @@ def test_a_search_for_a_pipeline_proposes_a_command_that_runs(server, own, capsy
     [
         (["--task", "nonsense"], "nonsense"),
         (["--methods", "plain@3"], "draws no samples"),
-        (["--methods", "majority_vote@x"], "behind @"),
+        (["--methods", "majority_vote@x"], "follows @"),
         (["--budget", "tokens=0"], "budget of tokens"),
         (["--budget", "tokens"], "Write --budget key=value"),
         (["--budget", "token=5"], "did you mean 'tokens'"),

@@ -263,15 +263,17 @@ def test_an_evaluation_killed_in_the_middle_goes_on_to_the_same_rows(tmp_path, c
         with (killed / "journal.jsonl").open("ab") as journal:
             journal.write(b'{"attempt": {"method": "pl')  # torn
         first = len(server.requests)
+        # Other arguments are refused by name, and what is there is kept.
+        assert main(["eval", *options, "--seed", "4", "--out", str(killed)]) == 2
+        assert "not finished: seed: 3 -> 4" in capsys.readouterr().err
         assert main(["eval", *options, "--out", str(killed)]) == 0
         plain, vote = (sum(name in line for line in lines) for name in (b'"plain"', b"vote"))
         assert len(server.requests) - first == 12 - plain + 3 * (12 - vote)
         assert main(["eval", *options, "--out", str(whole)]) == 0
         assert rows_of(killed) == rows_of(whole)
-        # Other arguments are refused by name, and what is there is kept.
+        # A finished one makes way for one with other arguments, and is kept.
+        assert main(["eval", *options, "--seed", "4", "--out", str(killed)]) == 0
         capsys.readouterr()
-        assert main(["eval", *options, "--seed", "4", "--out", str(killed)]) == 2
-        assert "seed was 3, is 4" in capsys.readouterr().err
         assert main(["eval", *options, "--out", str(killed), "--json"]) == 0
         out, err = capsys.readouterr()
         assert out == (killed / "comparison.json").read_text()

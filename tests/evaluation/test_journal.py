@@ -1,6 +1,7 @@
 """The journal: what a killed run keeps, and when it is refused."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -11,13 +12,15 @@ from forethought.evaluation.journal import (
     Journal,
     differences,
     fingerprint,
+    folder_name,
     problems_hash,
 )
 from forethought.evaluation.problems import Problem
 from forethought.outputs import Usage
 
 PROBLEMS = [Problem(str(i), f"{i}?", str(i)) for i in range(3)]
-SETTINGS = {"seed": 0, "methods": ["plain"], "model": {"path": "m", "dtype": "float32"}}
+PLAIN = {"name": "plain", "settings": {}, "sampling_params": {"max_tokens": 9}}
+SETTINGS = {"seed": 0, "methods": [PLAIN], "model": {"path": "m", "dtype": "float32"}}
 
 
 def attempt(number, **changes):
@@ -70,10 +73,9 @@ def test_an_attempt_that_was_made_twice_counts_once(tmp_path):
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"seed": 1}, "seed was 0, is 1"),
-        ({"methods": ["plain", "dynasor"]}, 'methods was ["plain"], is ["plain", "dynasor"]'),
-        ({"model": {"path": "m", "dtype": "bfloat16"}}, 'model.dtype was "float32", is "bfloat16"'),
-        ({"budget": 5}, "budget was null, is 5"),
+        ({"seed": 1}, "not finished: seed: 0 -> 1. Begin anew"),
+        ({"model": {"path": "m", "dtype": "bfloat16"}}, "model.dtype: float32 -> bfloat16"),
+        ({"task": "countdown"}, "task: none -> countdown"),
     ],
 )
 def test_other_settings_are_refused_by_name_unless_one_begins_anew(tmp_path, change, said):
@@ -118,12 +120,69 @@ def test_two_evaluations_do_not_write_to_one_journal(tmp_path):
     Journal(path, SETTINGS).close()
 
 
-def test_differences_are_named_one_by_one():
-    assert differences({"a": 1, "b": {"c": 2}}, {"b": {"c": 3}, "d": [0] * 99}) == [
-        "a was 1, is null",
-        "b.c was 2, is 3",
-        "d was null, is [" + "0, " * 19 + "0,...",
-    ]
+@pytest.mark.parametrize(
+    ("old", "new", "changes"),
+    [
+        ({"a": 1, "b": {"c": 2}}, {"b": {"c": 3}}, ["a: 1 -> none", "b.c: 2 -> 3"]),
+        ({}, {"d": [0] * 99}, ["d: none -> [" + "0, " * 19 + "0,..."]),
+        (
+            {"methods": [PLAIN]},
+            {"methods": [PLAIN, {"name": "dynasor"}]},
+            ["methods: plain -> plain, dynasor"],
+        ),
+        (
+            {"methods": [PLAIN]},
+            {"methods": [{**PLAIN, "sampling_params": {"max_tokens": 20}}]},
+            ["plain sampling_params.max_tokens: 9 -> 20"],
+        ),
+        (
+            {"problems": "a" * 64, "num_problems": 40},
+            {"problems": "b" * 64, "num_problems": 64},
+            ["num_problems: 40 -> 64"],
+        ),
+        (
+            {"problems": "a" * 64, "num_problems": 40},
+            {"problems": "b" * 64, "num_problems": 40},
+            ["problems: others, or in another order"],
+        ),
+        (
+            {"model": {"files": {"config.json": "c" * 16, "a": [1, 2], "b": [3, 4]}}},
+            {"model": {"files": {"config.json": "d" * 16, "a": [1, 5], "b": [3, 4]}}},
+            ["model.files that have changed: a, config.json"],
+        ),
+        ({"instruction": ""}, {"instruction": "Box it."}, ["instruction: none -> Box it."]),
+    ],
+)
+def test_what_differs_is_said_in_words_and_without_hashes(old, new, changes):
+    assert differences(old, new) == changes
+
+
+def test_a_finished_evaluation_makes_way_for_another_one_and_is_read_again(tmp_path):
+    path, other = tmp_path / "journal.jsonl", SETTINGS | {"seed": 1}
+    with Journal(path, SETTINGS) as journal:
+        journal.append("attempt", attempt(0).to_dict())
+        journal.finish()
+    with Journal(path, other) as journal:
+        assert (journal.attempts("plain", PROBLEMS), journal.is_finished) == ([], False)
+        assert journal.path.parent == tmp_path
+        journal.append("attempt", attempt(1).to_dict())
+    with Journal(path, SETTINGS) as journal:
+        assert (journal.path, journal.is_finished, journal.num_appended) == (path, True, 0)
+        assert journal.attempts("plain", PROBLEMS) == [attempt(0)]
+    with Journal(path, other) as journal:
+        assert journal.attempts("plain", PROBLEMS) == [attempt(1)]
+    with Journal(path, other, is_fresh=True) as journal:
+        assert journal.attempts("plain", PROBLEMS) == []
+    with Journal(path, SETTINGS) as journal:
+        assert journal.attempts("plain", PROBLEMS) == [attempt(0)]
+
+
+def test_a_folder_is_named_for_readers_and_by_all_settings():
+    name = folder_name("count down-plain,majority_vote@8", SETTINGS)
+    assert re.fullmatch(r"count-down-plain-majority_vote@8-[0-9a-f]{8}", name)
+    assert folder_name("a", SETTINGS) != folder_name("a", SETTINGS | {"seed": 1})
+    assert len(folder_name("x" * 999, SETTINGS)) < 80
+    assert "/" not in folder_name("../../etc", SETTINGS)
 
 
 def test_a_changed_model_has_another_fingerprint(tmp_path):

@@ -202,7 +202,9 @@ def test_the_page_is_complete_in_itself():
 
 def test_the_report_is_four_files(tmp_path):
     report = made_up()
-    plot = report.save(tmp_path / "new")
+    page, plot = report.save(tmp_path / "new")
+    assert plot is not None
+    assert page.suffix == ".html"
     assert plot.read_bytes().startswith(b"\x89PNG")
     assert sorted(path.name for path in plot.parent.iterdir()) == [
         f"comparison.{suffix}" for suffix in ("html", "json", "md", "png")

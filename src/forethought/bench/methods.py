@@ -264,8 +264,8 @@ def chosen(recipes: Sequence[Recipe], only: str | None, against: str | None = No
 class MethodTable:
     """Runs the recipes, and compares each with plain decoding, a vote, and others by name.
 
-    Every row has a journal of its own, so that rows can be added, and a row whose settings have
-    changed is refused.
+    Every row has a journal of its own, so that rows can be added; a row whose settings have
+    changed is refused while the older one is not finished.
 
     Args:
         runner: solves the problems.
@@ -273,6 +273,9 @@ class MethodTable:
         task: whose groups the rows have.
         settings: everything but recipe and reward model that decides the results, as plain values.
         judge: what tells the reward model from another, of the rows that have one.
+
+    Attributes:
+        journals: path of each row's journal, by name.
     """
 
     def __init__(
@@ -285,6 +288,7 @@ class MethodTable:
     ) -> None:
         self._runner, self._problems = runner, problems
         self._task, self._settings, self._judge = task, settings, judge
+        self.journals: dict[str, Path] = {}
 
     def rows(
         self,
@@ -305,7 +309,7 @@ class MethodTable:
             against: names of further ones that each is compared with.
 
         Raises:
-            ParameterError: a journal is that of a row with other settings.
+            ParameterError: a journal is that of a row with other settings, and not finished.
             Exception: of the first attempt that fails; those that are finished are in the journals.
         """
         made = {}
@@ -316,6 +320,8 @@ class MethodTable:
             with Journal(path, settings, is_fresh) as journal:
                 comparison = Comparison(self._runner, self._problems, journal, bar=bar)
                 made[one.name] = comparison.attempts(one)
+                journal.finish()
+                self.journals[one.name] = journal.path
         baselines = list(dict.fromkeys([*(one.name for one in recipes[:2]), *against]))
         return [self._row(name, made, baselines) for name in made]
 
@@ -349,16 +355,16 @@ def journal_path(folder: Path, name: str) -> Path:
     return folder / f"{re.sub(r'[^a-z0-9_]+', '-', name.lower())}.jsonl"
 
 
-def fit_policy(rows: Sequence[MethodRow], folder: Path) -> Policy:
+def fit_policy(rows: Sequence[MethodRow], journals: Mapping[str, Path]) -> Policy:
     """The most accurate policy with at most half of the tokens of best of N.
 
     Args:
         rows: of ``MethodBench.calibration_recipes``.
-        folder: of their journals.
+        journals: of their methods, as ``MethodTable.journals``.
     """
     best_of_n = next(one.row for one in rows if one.row.method.startswith("best_of_n"))
     return fit(
-        [journal_path(folder, one.row.method) for one in rows],
+        [journals[one.row.method] for one in rows],
         best_of_n.tokens_per_attempt / 2,
         num_probes=1,
         probe=PROBE,

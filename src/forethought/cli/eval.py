@@ -9,9 +9,10 @@ dynasor+majority_vote@8. A method that verifies its samples does so with the tas
 text needs --prompt-format there. best_of_n needs a judge: --reward-model DIR, or --reward-url URL
 on a server, which reads the question and each answer.
 
-Every finished attempt is written to a journal in --out: started again with the same arguments, the
-command goes on where it was ended. The report is written there as PNG, HTML, Markdown and JSON, and
-the last line of the output is the same JSON object.
+Every finished attempt is written to a journal in the evaluation's folder: started again with the
+same arguments, the command goes on where it was ended. The report is written there as HTML,
+Markdown, JSON and, where matplotlib is installed, PNG, and the last line of the output is the same
+JSON object.
 """
 
 from __future__ import annotations
@@ -55,10 +56,10 @@ from forethought.config.sampling import SamplingParams
 from forethought.errors import ParameterError, UsageError
 from forethought.evaluation import IN_FLIGHT, problems, tasks
 from forethought.evaluation.graders import MathGrader
-from forethought.evaluation.journal import Journal, fingerprint, problems_hash
+from forethought.evaluation.journal import Journal, fingerprint, folder_name, problems_hash
 from forethought.evaluation.problems import Grader, Problem
 from forethought.evaluation.recipe import Recipe, recipe, with_each_count, within_each
-from forethought.evaluation.report import Report, check_installed, count_of, make_folder
+from forethought.evaluation.report import Report, count_of, has_progress_bars, make_folder
 from forethought.methods.stack import parameters
 from forethought.model_dir import find_model_dir
 from forethought.scaffolding.budget import Budget
@@ -77,6 +78,8 @@ if TYPE_CHECKING:
 
 _METHODS, _CHAT_METHODS = "plain,dynasor,majority_vote", "plain,majority_vote"
 _EARLY_STOP, _VERIFIER = "early_stop", "verifier"
+FOLDER = Path("runs/eval")
+_WAS_COMPLETE = "This evaluation was complete before, and nothing was run. --fresh runs it again."
 STOP_LEVEL = 0.05
 SEARCH_SAMPLES, _NO_LIMIT = "2,4,8,16", "none"
 SEARCH_TRIALS = 20
@@ -184,9 +187,9 @@ def _configure_run(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--out",
         type=Path,
-        default=Path("runs/eval"),
         metavar="DIR",
-        help="where journal and report are written (default: runs/eval)",
+        help="where journal and report are written (default: a folder in runs/eval, which is named "
+        "after task and methods)",
     )
     parser.add_argument(
         "--trace",
@@ -243,34 +246,49 @@ def _configure_search(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Run the comparison, or the search."""
     plan = _plan(args)
-    check_installed()
     from forethought.evaluation.comparison import Comparison
     from forethought.evaluation.runner import EvaluationProgress
 
     runner, options = _runner(args, plan), _options(args)
-    make_folder(args.out)
+    folder = _folder(args, plan)
+    make_folder(folder)
     if args.trace is not None:
         make_folder(args.trace)
         runner.trace_dir = args.trace
     with (
         closing(plan.grader),
         open_judge(args) as judge,
-        Journal(args.out / "journal.jsonl", plan.settings, args.fresh) as journal,
+        Journal(folder / "journal.jsonl", plan.settings, args.fresh) as journal,
     ):
         recipes = _recipes(args, judge.controller if judge else None)
         if judge is not None:
             recipes = [replace(recipe, workers=judge.workers) for recipe in recipes]
         total = sum(recipe.repeats for recipe in recipes) * len(plan.problems)
-        with nullcontext() if args.json else EvaluationProgress(total) as bar:
+        shows_bar = has_progress_bars() and not args.json
+        with EvaluationProgress(total) if shows_bar else nullcontext() as bar:
             comparison = Comparison(runner, plan.problems, journal, options, bar)
             report = _searched(args, plan, _proposal(args, plan, recipes, comparison))
             if report is None:
                 report = _compared(args, plan, comparison.rows(recipes), options)
-    plot = report.save(args.out)
+        page, plot = report.save(folder)
+        was_complete = journal.is_finished and journal.num_appended == 0
+        journal.finish()
     if not args.json:
-        sys.stdout.write(f"{report.text()}\nreport: {plot.with_suffix('.html')}\nplot: {plot}\n")
+        note = f"{_WAS_COMPLETE}\n\n" if was_complete else ""
+        shown = plot or "none, as matplotlib is not installed"
+        sys.stdout.write(f"{note}{report.text()}\nreport: {page}\nplot: {shown}\n")
     sys.stdout.write(report.json_line())
     return 0
+
+
+def _folder(args: argparse.Namespace, plan: _Plan) -> Path:
+    """Where journal and report are written."""
+    if args.out is not None:
+        return Path(args.out)
+    source = args.task or (Path(args.data).stem if args.data else "arithmetic")
+    model = args.api_model or args.model
+    words = [source, *([Path(model).name] if model else []), *plan.method_names]
+    return FOLDER / folder_name("-".join(words), plan.settings)
 
 
 # ---- what the options stand for, checked before anything is loaded -------------------------------
@@ -286,6 +304,11 @@ class _Plan:
     instruction: str
     settings: Mapping[str, Any]
     """Everything that decides the results, as plain values."""
+
+    @property
+    def method_names(self) -> list[str]:
+        """The methods that are compared or searched, in their order."""
+        return [str(method["name"]) for method in self.settings["methods"]]
 
     def title(self, task: str | None) -> str:
         """One line for the report."""
@@ -316,6 +339,7 @@ def _plan(args: argparse.Namespace) -> _Plan:
         "model": model,
         "task": args.task,
         "problems": problems_hash(chosen),
+        "num_problems": len(chosen),
         "methods": [recipe.to_dict() for recipe in recipes],
         "reward_model": judge_settings(args),
         "instruction": instruction,

@@ -5,9 +5,11 @@ loses the attempts under way and nothing else.
 
     {"journal": 1, "hash": "5f2c...", "settings": {"model": ..., "seed": 0, ...}}
     {"attempt": {"method": "plain", "number": 3, "sample": 0, "correct": true, ...}}
+    {"finished": {}}
 
 The first line holds everything that decides the results. A run with the same settings takes over
-the attempts that are there and makes the others; one with other settings is refused. Seeds belong
+the attempts that are there and makes the others. A run with other settings gets a file of its own
+beside a journal that is finished, and is refused beside one that is not. Seeds belong
 to problem and sample, so it does not matter which attempts run beside which: in float32 the resumed
 run gives the answers of an uninterrupted one. In 16 bits the rows of a batch may round differently
 when other rows are beside them, and near-ties between tokens may fall the other way, as from run to
@@ -21,6 +23,7 @@ import errno
 import hashlib
 import json
 import os
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -33,6 +36,8 @@ from forethought.outputs import Usage
 
 _FORMAT = 1
 _BEGIN_ANEW = "Begin anew with --fresh, or give another --out"
+_SHORT_HASH = 8  # hexadecimal digits
+_FINISHED = "finished"
 _TOKENS = ("prefilled", "decoded", "discarded", "cached")
 
 
@@ -96,19 +101,26 @@ class Journal:
     """Reads and appends to the journal in a folder.
 
     Args:
-        path: of the file; its folder exists.
+        path: of the file; its folder exists. Where the finished journal of an evaluation with
+            other settings has this name, a hash of the settings is added to it.
         settings: everything that decides the results, as plain values by name.
         is_fresh: forget what is there.
 
+    Attributes:
+        path: of the file.
+        num_appended: records written since it was opened.
+
     Raises:
-        ParameterError: the file belongs to an evaluation with other settings.
+        ParameterError: the file belongs to an evaluation with other settings that is not finished.
         UsageError: the file is no journal, is damaged, or another process writes to it.
     """
 
     def __init__(self, path: Path, settings: Mapping[str, Any], is_fresh: bool = False) -> None:
-        self._path, self._settings = path, json.loads(json.dumps(settings))
+        self._settings = json.loads(json.dumps(settings))
+        self.path = _path_of(path, hash_of(self._settings))
+        self.num_appended = 0
         self._records: dict[str, list[dict[str, Any]]] = {}
-        self._file = path.open("a+b", buffering=0)
+        self._file = self.path.open("a+b", buffering=0)
         try:
             self._lock()
             if is_fresh:
@@ -126,7 +138,18 @@ class Journal:
         """Write a record; it is in the file when this returns."""
         line = {kind: dict(record)}
         self._write(line)
+        self.num_appended += 1
         self._records.setdefault(kind, []).append(line[kind])
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether a run has made all of its attempts."""
+        return bool(self.records(_FINISHED))
+
+    def finish(self) -> None:
+        """Note that all attempts were made."""
+        if not self.is_finished:
+            self.append(_FINISHED, {})
 
     def attempts(self, method: str, problems: Sequence[Problem]) -> list[Attempt]:
         """The attempts of a method that are there, one for each problem and sample."""
@@ -169,7 +192,7 @@ class Journal:
                 fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError as error:
                 raise UsageError(
-                    f"another evaluation writes to {self._path}",
+                    f"another evaluation writes to {self.path}",
                     "it holds the lock of the file",
                     "Wait for it, or give another --out",
                 ) from error
@@ -206,15 +229,15 @@ class Journal:
         if header.get("journal") != _FORMAT or not isinstance(header.get("settings"), dict):
             raise self._damaged("its first line is not that of a journal of this version")
         if header.get("hash") != hash_of(self._settings):
-            found = "; ".join(differences(header["settings"], self._settings))
+            changes = "; ".join(differences(header["settings"], self._settings))
             raise ParameterError(
-                f"{self._path} is the journal of another evaluation",
-                found or "its settings were edited",
+                f"{self.path} is the journal of another evaluation, which is not finished",
+                changes or "its settings were edited",
                 _BEGIN_ANEW,
             )
 
     def _damaged(self, why: str) -> UsageError:
-        return UsageError(f"cannot read the journal {self._path}", why, _BEGIN_ANEW)
+        return UsageError(f"cannot read the journal {self.path}", why, _BEGIN_ANEW)
 
     def _write(self, line: Mapping[str, Any]) -> None:
         data, size = json.dumps(line).encode() + b"\n", self._file.seek(0, os.SEEK_END)
@@ -224,7 +247,7 @@ class Journal:
         except OSError as error:
             self._file.truncate(size)
             raise FileError(
-                f"cannot write the journal {self._path}",
+                f"cannot write the journal {self.path}",
                 error.strerror or str(error),
                 "Make space and run the command again: it goes on with what is in the journal",
             ) from error
@@ -235,23 +258,75 @@ def hash_of(value: Any) -> str:
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
 
 
+def _path_of(path: Path, settings_hash: str) -> Path:
+    """The journal of an evaluation with these settings: ``path``, unless a finished one of other
+    settings has that name."""
+    named = path.with_name(f"{path.stem}-{settings_hash[:_SHORT_HASH]}{path.suffix}")
+    if named.exists():
+        return named
+    try:
+        first, *others = path.read_bytes().splitlines()
+        is_other = json.loads(first)["hash"] != settings_hash
+        is_finished = any(_FINISHED in json.loads(line) for line in others)
+    except (OSError, ValueError, LookupError, TypeError):  # there is none, or opening it says why
+        return path
+    return named if is_other and is_finished else path
+
+
+def folder_name(label: str, settings: Mapping[str, Any]) -> str:
+    """The name of the folder of one evaluation.
+
+    Args:
+        label: for readers; other characters than letters, digits and a few signs become dashes.
+        settings: everything that decides the results; a hash of them follows the label.
+    """
+    readable = re.sub(r"[^\w@+.]+", "-", label, flags=re.ASCII)[:_LABEL_CHARACTERS].strip("-")
+    return f"{readable}-{hash_of(settings)[:_SHORT_HASH]}"
+
+
+_LABEL_CHARACTERS = 60
 _SHOWN_CHARACTERS = 60
 
 
 def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
-    """What differs between two nested mappings, as "name was ..., is ..."."""
-    found = []
+    """What differs between the settings of two evaluations, in words: "seed: 0 -> 1"."""
+    changes: list[str] = []
     for name in dict.fromkeys([*old, *new]):
         before, after = old.get(name), new.get(name)
-        if isinstance(before, dict) and isinstance(after, dict):
-            found += [f"{name}.{inner}" for inner in differences(before, after)]
-        elif before != after:
-            found.append(f"{name} was {_shown(before)}, is {_shown(after)}")
-    return found
+        if before != after:
+            changes += _changes(name, before, after)
+    counts = [settings.get("num_problems") for settings in (old, new)]
+    if counts[0] != counts[1]:  # the hash of the problems says no more
+        return [change for change in changes if change != _OTHER_PROBLEMS]
+    return changes
+
+
+_OTHER_PROBLEMS = "problems: others, or in another order"
+
+
+def _changes(name: str, before: Any, after: Any) -> list[str]:
+    """What has become of the setting of this name."""
+    if name == "problems":
+        return [_OTHER_PROBLEMS]
+    if name == "files":
+        before, after = before or {}, after or {}
+        changed = sorted(one for one in {**before, **after} if before.get(one) != after.get(one))
+        return [f"files that have changed: {', '.join(changed)}"]
+    if isinstance(before, dict) and isinstance(after, dict):
+        return [f"{name}.{inner}" for inner in differences(before, after)]
+    if name == "methods" and before and after:
+        names = [[one.get("name") for one in methods] for methods in (before, after)]
+        if names[0] == names[1]:
+            pairs = zip(names[0], before, after, strict=True)
+            return [f"{name} {inner}" for name, *pair in pairs for inner in differences(*pair)]
+        before, after = (", ".join(map(str, some)) for some in names)
+    return [f"{name}: {_shown(before)} -> {_shown(after)}"]
 
 
 def _shown(value: Any) -> str:
-    text = json.dumps(value)
+    """A value in words; long ones are cut."""
+    text = value if isinstance(value, str) else json.dumps(value)
+    text = "none" if value in (None, "") else text
     return text if len(text) <= _SHOWN_CHARACTERS else f"{text[:_SHOWN_CHARACTERS]}..."
 
 

@@ -234,13 +234,23 @@ def _against(row: ReportRow, other: ReportRow) -> str:
     return f"{compared} {'as' if compared == 'the same' else 'than'} {other.method}"
 
 
+def has_plots() -> bool:
+    """Whether plots can be drawn: matplotlib is installed."""
+    return importlib.util.find_spec("matplotlib") is not None
+
+
+def has_progress_bars() -> bool:
+    """Whether progress bars can be shown: tqdm is installed."""
+    return importlib.util.find_spec("tqdm") is not None
+
+
 def check_installed() -> None:
     """Check for the plot's package before anything runs.
 
     Raises:
         DependencyError: matplotlib is not installed.
     """
-    if importlib.util.find_spec("matplotlib") is None:
+    if not has_plots():
         raise DependencyError.missing("matplotlib", "the plot", "eval")
 
 
@@ -416,37 +426,43 @@ class Report:
         parts = [f"{self.title}:", *(aligned(cells) for cells in self.tables()), *self.notes]
         return "\n\n".join(parts) + "\n"
 
-    def markdown(self, plot: str) -> str:
-        """For a page that has the plot, a file of this name, beside it."""
+    def markdown(self, plot: str | None) -> str:
+        """For a page that has the plot, a file of this name, beside it; None: there is none."""
         parts = [f"# {self.title}", *map(_markdown_table, self.tables())]
-        parts += [f"![accuracy over tokens]({plot})", *self.notes]
+        parts += [] if plot is None else [f"![accuracy over tokens]({plot})"]
+        parts += self.notes
         parts.append(f"```json\n{json.dumps(self.settings, indent=2)}\n```")
         return "\n\n".join(parts) + "\n"
 
     def html(self) -> str:
-        """A self-contained page: the plot is part of it, and there are no scripts."""
+        """A self-contained page without scripts; the plot is part of it where it can be drawn."""
         title = escape(self.title)
-        parts = [f"<h1>{title}</h1>", *map(_html_table, self.tables()), plot_svg(self.rows)]
+        parts = [f"<h1>{title}</h1>", *map(_html_table, self.tables())]
+        parts += [plot_svg(self.rows)] if has_plots() else []
         parts += [f"<p>{escape(note)}</p>" for note in self.notes]
         parts.append(f"<pre>{escape(json.dumps(self.settings, indent=2))}</pre>")
         head = f'<meta charset="utf-8"><title>{title}</title><style>{_STYLE}</style>'
         begin = f'<!DOCTYPE html>\n<html lang="en"><head>{head}</head>\n<body>'
         return "\n".join([begin, *parts, "</body></html>\n"])
 
-    def save(self, folder: Path) -> Path:
-        """Write ``comparison.png``, ``.html``, ``.md`` and ``.json``; the path of the first.
+    def save(self, folder: Path) -> tuple[Path, Path | None]:
+        """Write ``comparison.html``, ``.md``, ``.json`` and, where it can be drawn, ``.png``.
+
+        Returns:
+            The page, and the plot.
 
         Raises:
-            DependencyError: matplotlib is not installed.
             UsageError: the folder cannot be made.
         """
-        check_installed()
         make_folder(folder)
-        plot = save_plot(self.rows, folder / "comparison.png", self.title)
-        texts = {"html": self.html(), "md": self.markdown(plot.name), "json": self.json_line()}
+        page, plot = folder / "comparison.html", folder / "comparison.png"
+        plot.unlink(missing_ok=True)  # of an earlier run, in whose place there may be none
+        drawn = save_plot(self.rows, plot, self.title) if has_plots() else None
+        markdown = self.markdown(None if drawn is None else drawn.name)
+        texts = {"html": self.html(), "md": markdown, "json": self.json_line()}
         for suffix, text in texts.items():
-            save_text(plot.with_suffix(f".{suffix}"), text, "report")
-        return plot
+            save_text(page.with_suffix(f".{suffix}"), text, "report")
+        return page, drawn
 
     def json_line(self) -> str:
         """The JSON object on one line, with its end."""

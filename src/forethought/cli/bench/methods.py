@@ -145,7 +145,7 @@ def measure(args: argparse.Namespace) -> int:
         print(bench.text(rows, made.left_out))
     print(line, end="")
     if args.calibrate is not None:
-        bench.fit_policy(rows, folder).save(args.calibrate)
+        bench.fit_policy(rows, table.journals).save(args.calibrate)
     return 0
 
 
