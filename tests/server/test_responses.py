@@ -22,6 +22,7 @@ def answers(prompt: str, index: int) -> str | Reply:
     table: dict[str, str | Reply] = {
         "think": "<think>\nhm\n</think>\n\nthe answer",
         "call": as_text("add", {"a": 1}),
+        "think call": "<think>hm</think>so" + as_text("add", {"a": 1}),
         "json": '{"age": 7}',
         "slow": Reply("a" * 10_000, seconds_per_token=0.01),
         "steady": Reply("abcdefghij", seconds_per_token=0.01),
@@ -247,7 +248,9 @@ def test_responses_that_take_much_memory_make_room_earlier() -> None:
         {"background": True, "store": False},
         {"previous_response_id": "resp-nothing"},
         {"model": "plain|plain-scripted"},
-        {"truncation": "auto"},
+        {"truncation": "always"},
+        {"max_tool_calls": 1},
+        {"input": [{"type": "item_reference", "id": "msg_nothing"}]},
         {"include": ["x"]},
         {"tools": [{"type": "web_search"}]},
         {"text": {"format": {"type": "json_schema", "name": "x"}}},
@@ -257,3 +260,72 @@ def test_what_cannot_be_is_refused(server: Served, change: dict[str, Any]) -> No
     answer = server.send("/v1/responses", {"input": "x", **change})
     assert answer.status in (400, 404), answer.text
     assert answer.error["message"]
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"include": []},
+        {"include": ["reasoning.encrypted_content", "web_search_call.results"]},
+        {"prompt_cache_key": "k", "prompt_cache_retention": "24h", "safety_identifier": "s"},
+        {"reasoning": {"summary": "auto"}},
+        {"reasoning": {"generate_summary": "concise"}},
+        {"text": {"verbosity": "low"}},
+        {"truncation": "auto"},
+        {"stream_options": {"include_obfuscation": False}},
+    ],
+    ids=str,
+)
+def test_what_changes_nothing_is_accepted(server: Served, fields: dict[str, Any]) -> None:
+    plain, answer = (server.send("/v1/responses", {"input": "x", **f}) for f in ({}, fields))
+    assert answer.status == 200, answer.text
+    texts = [each.json["output"][0]["content"][0]["text"] for each in (plain, answer)]
+    assert texts[0] == texts[1]
+
+
+def said(server: Served, response_id: str) -> list[Any]:
+    kept = server.service.store.find(response_id, "")
+    return [(each["role"], each["content"], "tool_calls" in each) for each in kept.messages]
+
+
+@pytest.mark.parametrize("form", ["reference", "short reference", "dump", "dump by alias", "dict"])
+def test_the_items_of_a_response_are_the_input_of_the_next(server: Served, form: str) -> None:
+    client = server.client
+    first = client.responses.create(model="scripted", input="think call", tools=[ADD])
+    assert [item.type for item in first.output] == ["reasoning", "message", "function_call"]
+    forms: dict[str, Any] = {
+        "reference": [{"type": "item_reference", "id": item.id} for item in first.output],
+        "short reference": [{"id": item.id} for item in first.output],
+        "dump": [item.model_dump() for item in first.output],
+        "dump by alias": [item.model_dump(by_alias=True) for item in first.output],
+        "dict": [item.to_dict() for item in first.output],
+    }
+    call: Any = first.output[2]
+    output: Any = {"type": "function_call_output", "call_id": call.call_id, "output": "2"}
+    again: list[Any] = [{"role": "user", "content": "think call"}, *forms[form], output]
+    second = client.responses.create(model="scripted", input=again, tools=[ADD])
+    assert second.output_text == "you said 2"
+    assert said(server, second.id) == [
+        ("user", "think call", False),
+        ("assistant", "so", True),
+        ("tool", "2", False),
+    ]
+
+
+def test_an_item_is_found_by_its_key_alone_and_as_long_as_its_response_is_kept() -> None:
+    keys = [{"authorization": f"Bearer {name}"} for name in ("one", "two")]
+    with scripted(answers, Settings(api_keys=("one", "two"))) as running:
+        made = running.send("/v1/responses", {"input": "x"}, headers=keys[0]).json
+        item = {"type": "item_reference", "id": made["output"][0]["id"]}
+        body = {"input": [item, {"role": "user", "content": "y"}]}
+        assert running.send("/v1/responses", body, headers=keys[0]).status == 200
+        refused = running.send("/v1/responses", body, headers=keys[1])
+        assert (refused.status, refused.error["param"]) == (404, "input.0.id")
+        running.send(f"/v1/responses/{made['id']}", method="DELETE", headers=keys[0])
+        assert running.send("/v1/responses", body, headers=keys[0]).status == 404
+
+
+def test_the_id_of_a_response_is_written_as_openais(server: Served) -> None:
+    made = server.send("/v1/responses", {"input": "x"}).json
+    assert made["id"].startswith("resp_")
+    assert server.send(f"/v1/responses/{made['id']}").json == made

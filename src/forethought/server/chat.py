@@ -55,7 +55,7 @@ async def chat_completions(service: Service, body: ChatRequest, request: Request
         held.enter_context(service.admitted())
         prompted = await service.backend.open(conversation)
         ask = service.ask(
-            "chatcmpl",
+            "chatcmpl-",
             body,
             prompted,
             asked,

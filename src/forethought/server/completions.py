@@ -50,7 +50,7 @@ async def completions(service: Service, body: CompletionRequest, request: Reques
         held.enter_context(service.admitted())
         asks = [
             service.ask(
-                "cmpl",
+                "cmpl-",
                 body,
                 raw_prompt(prompt),
                 asked,

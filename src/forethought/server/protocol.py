@@ -64,6 +64,8 @@ Seed = Annotated[int, Field(ge=-(2**63), le=2**64 - 1), AfterValidator(seed_of)]
 """Any integer of 64 bits; -1: fresh, as vLLM and llama.cpp have it."""
 TopK = Annotated[int, AfterValidator(top_k_of)]
 """-1 is no limit, as 0 is."""
+Verbosity = Literal["low", "medium", "high"]
+Summary = Literal["auto", "concise", "detailed"]
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
 
 
@@ -154,6 +156,9 @@ class Generating(Body):
     user: Text | None = None
     metadata: Few | None = None
     service_tier: Literal["auto", "default"] | None = None
+    safety_identifier: Text | None = None
+    prompt_cache_key: Text | None = None
+    prompt_cache_retention: Literal["in_memory", "24h"] | None = None
 
 
 class Penalised(Generating):
@@ -288,6 +293,7 @@ class ChatRequest(Penalised):
     chat_template_kwargs: Few | None = None
     store: Literal[False] | None = None
     modalities: list[Literal["text"]] | None = None
+    verbosity: Verbosity | None = None
 
 
 # ---- completions -------------------------------------------------------------------------------
@@ -310,7 +316,7 @@ class InputText(Body):
     type: Literal["input_text", "output_text", "text"]
     text: Text
     annotations: list[Any] | None = Field(default=None, max_length=0)
-    logprobs: list[Any] | None = Field(default=None, max_length=0)
+    logprobs: list[Free] | None = None
 
 
 class InputMessage(Body):
@@ -321,7 +327,7 @@ class InputMessage(Body):
     content: Text | list[InputText]
     id: Text | None = None
     status: Text | None = None
-    phase: None = None
+    phase: Literal["commentary", "final_answer"] | None = None
 
 
 class FunctionCallItem(Body):
@@ -333,8 +339,6 @@ class FunctionCallItem(Body):
     arguments: Text
     id: Text | None = None
     status: Text | None = None
-    namespace: None = None
-    caller: None = None
 
 
 class FunctionCallOutput(Body):
@@ -348,9 +352,9 @@ class FunctionCallOutput(Body):
 
 
 class ReasoningText(Body):
-    """A thought."""
+    """A thought, or its summary."""
 
-    type: Literal["reasoning_text"]
+    type: Literal["reasoning_text", "summary_text"]
     text: Text
 
 
@@ -359,10 +363,17 @@ class ReasoningItem(Body):
 
     type: Literal["reasoning"]
     id: Text | None = None
-    summary: list[Any] | None = Field(default=None, max_length=0)
+    summary: list[ReasoningText] | None = None
     content: list[ReasoningText] | None = None
-    encrypted_content: None = None
+    encrypted_content: Text | None = None
     status: Text | None = None
+
+
+class ItemReference(Body):
+    """An output item of a response that is kept."""
+
+    type: Literal["item_reference"] = "item_reference"
+    id: Text
 
 
 class ResponseTool(Body):
@@ -393,29 +404,58 @@ class TextFormat(Body):
 
 
 class TextOptions(Body):
-    """Of a response's text."""
+    """Of a response's text; the model writes as much as it does."""
 
     format: TextFormat | None = None
+    verbosity: Verbosity | None = None
 
 
 class ReasoningOptions(Body):
-    """Of a response's thought."""
+    """Of a response's thought, which is in its item whole, and not summarised."""
 
     effort: Effort | None = None
+    summary: Summary | None = None
+    generate_summary: Summary | None = None
+
+
+Includable = Literal[
+    "reasoning.encrypted_content",
+    "message.output_text.logprobs",
+    "message.input_image.image_url",
+    "file_search_call.results",
+    "web_search_call.results",
+    "web_search_call.action.sources",
+    "computer_call_output.output.image_url",
+    "code_interpreter_call.outputs",
+]
+"""What a response may show beside its items; of most kinds there is nothing here to show."""
 
 
 def _kind(item: Any) -> str:
-    """The tag of an item's type, which is no name of a field; a message need not name its type."""
-    return f"<{item.get('type') or 'message'}>" if isinstance(item, dict) else "<message>"
+    """The tag of an item's type, which is no name of a field.
+
+    Neither messages nor references need to name their type.
+    """
+    if not isinstance(item, dict):
+        return "<message>"
+    is_reference = "id" in item and "role" not in item
+    return f"<{item.get('type') or ('item_reference' if is_reference else 'message')}>"
 
 
 InputItem = Annotated[
     Annotated[InputMessage, Tag("<message>")]
     | Annotated[FunctionCallItem, Tag("<function_call>")]
     | Annotated[FunctionCallOutput, Tag("<function_call_output>")]
-    | Annotated[ReasoningItem, Tag("<reasoning>")],
+    | Annotated[ReasoningItem, Tag("<reasoning>")]
+    | Annotated[ItemReference, Tag("<item_reference>")],
     Discriminator(_kind),
 ]
+
+
+class ResponseStreamOptions(Body):
+    """Of a stream of a response's events."""
+
+    include_obfuscation: Literal[False] | None = None
 
 
 class ResponseRequest(Generating):
@@ -433,7 +473,10 @@ class ResponseRequest(Generating):
     text: TextOptions | None = None
     reasoning: ReasoningOptions | None = None
     seed: Seed | None = None
-    truncation: Literal["disabled"] | None = None
+    include: Annotated[list[Includable], Field(max_length=32)] | None = None
+    top_logprobs: Count | None = None
+    truncation: Literal["disabled", "auto"] | None = None
+    stream_options: ResponseStreamOptions | None = None
 
 
 # ---- tokens ------------------------------------------------------------------------------------

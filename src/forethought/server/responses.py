@@ -11,26 +11,31 @@ import asyncio
 import logging
 import time
 import uuid
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from contextlib import ExitStack, aclosing
 from typing import Any
 
+from pydantic import TypeAdapter
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from forethought.errors import ParameterError
 from forethought.server.backends import Conversation
-from forethought.server.http import EventStream, encode, http_error, until_gone
+from forethought.server.http import EventStream, HttpError, encode, http_error, until_gone
 from forethought.server.job import Job
 from forethought.server.message import AnswerStream, answer_of, num_thought_tokens
 from forethought.server.protocol import (
     Function,
     FunctionCallItem,
     FunctionCallOutput,
+    InputItem,
     InputMessage,
     InputText,
+    ItemReference,
     ReasoningItem,
+    ReasoningOptions,
     ResponseRequest,
+    TextOptions,
     Tool,
     make_tools,
 )
@@ -40,6 +45,9 @@ from forethought.server.tool_calls import Call, Tools
 from forethought.server.usage import response_usage
 
 log = logging.getLogger(__name__)
+_ERROR_CODES = {400: "invalid_prompt", 429: "rate_limit_exceeded"}
+"""OpenAI's words for the error of a response, by status."""
+_ITEM: TypeAdapter[Any] = TypeAdapter(InputItem)
 
 
 async def create_response(service: Service, body: ResponseRequest, request: Request) -> Response:
@@ -66,7 +74,7 @@ async def create_response(service: Service, body: ResponseRequest, request: Requ
             reasoning_effort=body.reasoning.effort if body.reasoning else None,
         )
         prompted = await service.backend.open(conversation)
-        ask = service.ask("resp", body, prompted, asked, num_choices=1, caller=caller)
+        ask = service.ask("resp_", body, prompted, asked, num_choices=1, caller=caller)
         if len(ask.composition.choices) > 1:
             raise ParameterError(
                 "a response has one answer",
@@ -132,13 +140,31 @@ def conversation_of(service: Service, body: ResponseRequest, tenant: str) -> lis
         messages += _said(record.response["output"])
     if isinstance(body.input, str):
         return [*messages, {"role": "user", "content": body.input}]
-    for item in body.input:
+    for item in _resolved(service, body.input, tenant):
         _append(messages, item)
     if not messages:
         raise ParameterError(
             "empty input", "there is nothing to answer", "Give some text", param="input"
         )
     return messages
+
+
+def _resolved(service: Service, items: Sequence[Any], tenant: str) -> Iterator[Any]:
+    """The items, with those in place of the references that are kept for the tenant.
+
+    Raises:
+        HttpError: there is none of this id.
+    """
+    kept: dict[str, dict[str, Any]] | None = None
+    for index, item in enumerate(items):
+        if not isinstance(item, ItemReference):
+            yield item
+            continue
+        kept = service.store.items(tenant) if kept is None else kept
+        if item.id not in kept:
+            message, param = f"there is no item {item.id[:80]!r}", f"input.{index}.id"
+            raise HttpError(404, message, param=param, code="item_not_found")
+        yield _ITEM.validate_python(kept[item.id])
 
 
 def _append(messages: list[dict[str, Any]], item: Any) -> None:
@@ -157,7 +183,9 @@ def _append(messages: list[dict[str, Any]], item: Any) -> None:
         content = _plain(item.output)
         messages.append({"role": "tool", "tool_call_id": item.call_id, "content": content})
     else:
-        assert isinstance(item, ReasoningItem), "there are four kinds; thoughts are not shown again"
+        assert isinstance(item, ReasoningItem), (
+            "there is no other kind; thoughts are not shown again"
+        )
 
 
 def _plain(content: str | Sequence[InputText]) -> str:
@@ -201,36 +229,51 @@ def _tools(body: ResponseRequest) -> Tools:
 def _response(body: ResponseRequest, name: str, model: str, stored: bool) -> dict[str, Any]:
     """A response that has not begun, with what was asked for."""
     tools = [tool.model_dump(exclude_none=True) for tool in body.tools or []]
-    choice = body.tool_choice or "auto"
-    given = body.text.format if body.text else None
-    shape = given.model_dump(by_alias=True, exclude_none=True) if given else None
+    choice, reasoning = body.tool_choice or "auto", body.reasoning or ReasoningOptions()
     return {
         "id": name,
         "object": "response",
         "created_at": int(time.time()),
+        "completed_at": None,
         "status": "queued" if body.background else "in_progress",
         "background": bool(body.background),
         "error": None,
         "incomplete_details": None,
         "instructions": body.instructions,
         "max_output_tokens": body.max_output_tokens,
+        "max_tool_calls": None,
         "metadata": body.metadata or {},
         "model": model,
         "output": [],
         "parallel_tool_calls": body.parallel_tool_calls is not False,
         "previous_response_id": body.previous_response_id,
-        "reasoning": {"effort": body.reasoning.effort if body.reasoning else None, "summary": None},
+        "prompt_cache_key": body.prompt_cache_key,
+        "reasoning": {"effort": reasoning.effort, "summary": None},
+        "safety_identifier": body.safety_identifier,
         "service_tier": "default",
         "store": stored,
         "temperature": body.temperature,
-        "text": {"format": shape or {"type": "text"}},
+        "text": _text(body),
         "tool_choice": choice if isinstance(choice, str) else choice.model_dump(),
         "tools": [{"parameters": None, "strict": None, **tool} for tool in tools],
+        "top_logprobs": body.top_logprobs or 0,
         "top_p": body.top_p,
-        "truncation": "disabled",
+        "truncation": body.truncation or "disabled",
         "usage": None,
         "user": body.user,
     }
+
+
+def _text(body: ResponseRequest) -> dict[str, Any]:
+    """The field ``text`` of a response."""
+    options = body.text or TextOptions()
+    if options.format is None:
+        shape: dict[str, Any] = {"type": "text"}
+    else:
+        shape = options.format.model_dump(by_alias=True, exclude_none=True)
+    if shape["type"] == "json_schema":
+        shape = {"name": "response", **shape}
+    return {"format": shape, "verbosity": options.verbosity or "medium"}
 
 
 # ---- the run -------------------------------------------------------------------------------------
@@ -321,14 +364,15 @@ class _Run:
                         self._push(*self._stream.push(piece.text, piece.thought))
             self._finish()
         except asyncio.CancelledError:
-            self._fail("cancelled", "response.cancelled", None)
+            self._fail("cancelled", "response.incomplete", None)
             raise
         except Exception as error:
             self.error = error
             failure = http_error(error)
             if failure.status == 500:
                 log.exception("response %s failed", record.id)
-            shown = {"code": "server_error", "message": failure.message}
+            code = _ERROR_CODES.get(failure.status, "server_error")
+            shown = {"code": code, "message": failure.message, "param": failure.param}
             self._fail("failed", "response.failed", shown)
         finally:
             record.finish()
@@ -371,6 +415,7 @@ class _Run:
         if self._job.ask.events:
             record.add("forethought", event=self._job.finished(outcome))
         record.response["status"] = "incomplete" if is_cut else "completed"
+        record.response["completed_at"] = None if is_cut else int(time.time())
         if is_cut:
             record.response["incomplete_details"] = {"reason": "max_output_tokens"}
         self._snapshot("response.incomplete" if is_cut else "response.completed")

@@ -234,7 +234,7 @@ class Service:
             self.backend.check(prompted.prompt, sampling)
         budget = body.budget.model_dump(exclude_none=True) if body.budget else {}
         return Ask(
-            id=f"{kind}-{next(self.ids)}",
+            id=f"{kind}{next(self.ids)}",
             model=body.model or model,
             served=model,
             prompted=prompted,

@@ -48,7 +48,7 @@ def response_usage(
     """``usage`` of a response. Args: as ``chat_usage``."""
     return {
         "input_tokens": usage.prompt_tokens,
-        "input_tokens_details": {"cached_tokens": usage.cached},
+        "input_tokens_details": {"cached_tokens": usage.cached, "cache_write_tokens": 0},
         "output_tokens": usage.completion_tokens,
         "output_tokens_details": {
             "reasoning_tokens": reasoning_tokens,
