@@ -69,6 +69,16 @@ def build(method: str, settings: dict[str, Any], table: methods.MethodTable | No
             {"reward_controller": {"method": "judge", "sampling_params": {"n": 1000}}},
             "reward_controller.sampling_params.n",
         ),
+        (
+            "best_of_n",
+            {
+                "reward_controller": {
+                    "method": "judge",
+                    "sampling_params": {"guided_decoding": {"path": "/etc/passwd"}},
+                }
+            },
+            "reward_controller.sampling_params.guided_decoding.path",
+        ),
         ("majority_vote", {"extract_answer": "os:system"}, "extract_answer"),
         ("majority_vote", {"equivalence": {"a": 1}}, "equivalence"),
         ("majority_vote", {"default_sample_num": 1025}, "default_sample_num"),
@@ -97,6 +107,15 @@ def test_a_setting_that_is_none_of_a_clients_is_refused_with_the_whole_way_to_it
         ("majority_vote", {"equivalence": None, "concurrency": None, "on_failure": "drop"}),
         ("best_of_n", {"reward_controller": {"method": "judge", "highest": 5}}),
         ("best_of_n", {"reward_controller": {"method": "spct", "meta_reward_controller": "judge"}}),
+        (
+            "best_of_n",
+            {
+                "reward_controller": {
+                    "method": "compare",
+                    "sampling_params": {"stop": ["x"], "guided_decoding": {"regex": "Best: 1"}},
+                }
+            },
+        ),
         ("repeated_sampling", {"verifier": "countdown", "concurrency": "doubling"}),
         ("compute_optimal", {"policy": {**POLICY, "edges": [0.5], "methods": ["probes", "mcts"]}}),
         (

@@ -87,13 +87,16 @@ class Policy:
         try:
             if isinstance(given, str | Path):
                 given = json.loads(Path(given).read_text(encoding="utf-8"))
-            return TypeAdapter(cls).validate_python(given)
+            return _POLICY.validate_python(given)
         except (OSError, ValueError, ValidationError) as error:
             if isinstance(error, ParameterError):
                 raise
             raise ParameterError(
                 "invalid policy", f"{given!r}: {error}", "Give what Policy.save has written"
             ) from error
+
+
+_POLICY = TypeAdapter(Policy)
 
 
 def score_difficulty(scores: Sequence[float], num_probes: int) -> float:

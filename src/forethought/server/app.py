@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import linecache
 import logging
 import re
 import time
@@ -82,6 +83,7 @@ def create_app(backend: Backend, settings: Settings | None = None) -> FastAPI:
         settings: of the server.
     """
     chosen = settings or Settings()
+    linecache.getlines(__file__)  # FastAPI looks up the lines of each endpoint at its first request
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import abc
 import asyncio
+import contextlib
 import dataclasses
+import importlib
 import inspect
 import itertools
 import json
@@ -157,6 +159,11 @@ class Backend(abc.ABC):
     @abc.abstractmethod
     def render(self, conversation: Conversation) -> list[int]:
         """The ids of a conversation."""
+
+    def warm_up(self) -> None:
+        """Have imported and compiled what requests need, so that none of them does it."""
+        with contextlib.suppress(UsageError):  # no tokenizer, or a template that wants more
+            self.render(Conversation([{"role": "user", "content": "?"}]))
 
     def as_text(self, prompt: str | Sequence[int]) -> str:
         """A prompt as text that is tokenised into the same ids."""
@@ -308,6 +315,12 @@ class EngineBackend(Backend):
         self._marker_ids = [self.tokenize(each, special=False) for each in self.markers or ()]
         self._responses = response_parser(llm.tokenizer)
         self._examples = [dict(example) for example in examples]
+
+    def warm_up(self) -> None:
+        """Have the chat template compiled, and the compiler of grammars imported."""
+        super().warm_up()
+        with contextlib.suppress(ImportError):
+            importlib.import_module("llguidance.hf")
 
     def missing(self, method: str) -> str | None:
         """What the attention of the model cannot do."""

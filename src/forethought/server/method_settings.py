@@ -39,6 +39,7 @@ from forethought.methods.table import BY_METHOD, parameters_of
 from forethought.scaffolding.controller import Controller
 from forethought.scaffolding.difficulty import PROBES, Policy
 from forethought.scaffolding.settings import NAMES_A_FILE, NotInRequests
+from forethought.server.protocol import StructuredOutputs
 
 MAX_SAMPLES, MAX_NUMBER = 1024, 1 << 17
 """Of a method's samples, and of any whole number among its settings, as clients may set them."""
@@ -54,10 +55,11 @@ _ROOT = "method_params"
 _KINDS = ("bool", "int", "float", "str", "none")
 """What pydantic puts into the way to a value that may be of several kinds."""
 _NO_VALUE = "it takes an object of Python, which a request cannot hold"
+_SHAPE = "guided_decoding"
 _SAMPLING = (
     *("temperature", "top_p", "top_k", "min_p", "max_tokens", "min_tokens", "seed", "stop"),
     *("presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias", "ignore_eos"),
-    *("thinking_budget", "thinking_soft"),
+    *("thinking_budget", "thinking_soft", _SHAPE),
 )
 """Sampling fields that a method may be given for what it generates."""
 
@@ -252,6 +254,8 @@ def _check_sampling(value: Any, path: str) -> None:
         error = ParameterError.unknown(path, unknown[:1], _SAMPLING)
         error.param = f"{path}.{unknown[0]}"
         raise error
+    if fields.get(_SHAPE) is not None:
+        _validate(_STRUCTURED, fields[_SHAPE], f"{path}.{_SHAPE}")
     try:
         SamplingParams(**fields)
     except ParameterError as error:
@@ -371,6 +375,7 @@ def _union(schemas: Sequence[Any]) -> Any:
     return _UNION[tuple(schemas)]
 
 
+_STRUCTURED = TypeAdapter(StructuredOutputs)
 _POLICY: Mapping[str, TypeAdapter[Any]] = types.MappingProxyType(
     {
         **{

@@ -106,6 +106,7 @@ class Service:
         self.telemetry = None if endpoint is None else Telemetry.to(endpoint, self.models[0])
         self.methods = methods.closed(settings.allowed_methods)
         schema_of(self.methods)  # all modules are imported and all types are read by now
+        backend.warm_up()
         self.llm = ScaffoldingLlm(
             Dispatch(), self._workers(), settings.max_running, trace=endpoint is not None
         )
