@@ -265,13 +265,25 @@ def check_config(written: Mapping[str, Any], directory: Path, kind: str = "model
         ):
             for name in names:
                 value = part.get(name)
-                if value is not None and not check(value):
+                is_flat = name == "num_hidden_layers" and value == 0 and kind == "head"
+                if value is not None and not check(value) and not is_flat:
                     raise _bad_field(directory, kind, f"{prefix}{name}", value, allowed)
+
+
+def check_token_ids(written: Mapping[str, Any], directory: Path) -> None:
+    """Refuse a ``config.json`` that has passed ``check_config``, with an id that is no token.
+
+    Raises:
+        ModelError: there is one; says which.
+    """
+    for prefix, part in (("", written), ("text_config.", written.get("text_config"))):
+        if not isinstance(part, Mapping):
+            continue
         for name in ("eos_token_id", "pad_token_id"):
             size, value = part.get("vocab_size"), part.get(name)
             if size is not None and value is not None and max(_listed(value)) >= size:
                 allowed = f"the id of one of {size} tokens"
-                raise _bad_field(directory, kind, f"{prefix}{name}", value, allowed)
+                raise _bad_field(directory, "model", f"{prefix}{name}", value, allowed)
 
 
 def _bad_field(
@@ -387,6 +399,23 @@ def _check_archives(directory: Path, kind: str) -> None:
             is_archive = stream.read(2) == b"PK"
         if file.stat().st_size == 0 or (is_archive and not zipfile.is_zipfile(file)):
             raise _broken(directory, kind, f"{file.name} is cut short")
+
+
+def check_tokenizer_files(directory: Path, kind: str = "tokenizer") -> None:
+    """Refuse a tokenizer of which a JSON file cannot be read.
+
+    Raises:
+        ModelError: it is so; says which file.
+    """
+    for name in _TOKENIZER_FILES:
+        if (directory / name).is_file():
+            read_json(directory / name, kind)
+
+
+_TOKENIZER_FILES = (
+    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"),
+    *("added_tokens.json", "vocab.json", "chat_template.json"),
+)
 
 
 def first_words(error: BaseException) -> str:

@@ -5,6 +5,7 @@ import asyncio
 import json
 import math
 import random
+import re
 
 import pytest
 import torch
@@ -150,7 +151,7 @@ def test_what_cannot_be_read_is_refused_by_name(tmp_path):
     head = process_head()
     del head["score.2.bias"]
     directory = with_head(tmp_path / "partly", "Qwen2ForProcessRewardModel", head)
-    with pytest.raises(ModelError, match=r"it lacks score\.2\.bias"):
+    with pytest.raises(ModelError, match=r"its checkpoint lacks score\.2\.bias"):
         RewardWorker(directory)
     with pytest.raises(ModelError, match="Qwen2ForRewardModel"):
         RewardWorker(with_head(tmp_path / "other", "Qwen2ForRewardModel", head))
@@ -161,6 +162,51 @@ def test_what_cannot_be_read_is_refused_by_name(tmp_path):
         RewardWorker(causal, step_format="unheard of")
     assert not is_reward_model(causal)
     assert is_reward_model(directory)
+
+
+def rewrite(change):
+    def damage(directory):
+        tensors = load_file(directory / "model.safetensors")
+        change(tensors)
+        save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+
+    return damage
+
+
+@pytest.mark.parametrize(
+    ("damage", "named"),
+    [
+        (lambda path: (path / "config.json").write_text("{"), "config.json "),
+        (lambda path: edit_config(path, hidden_size="big"), "hidden_size"),
+        (lambda path: edit_config(path, architectures="one"), "architectures"),
+        (lambda path: edit_config(path, **layers(1)), "layers.1."),
+        (lambda path: edit_config(path, **layers(3)), "lacks model.layers.2."),
+        (lambda path: edit_config(path, intermediate_size=52), "[32, 48], not [32, 52]"),
+        (lambda path: cut(path / "model.safetensors"), "model.safetensors"),
+        (rewrite(lambda x: x["score.weight"].fill_(torch.nan)), "NaN or infinite in score.weight"),
+        (rewrite(lambda x: x.update({"model.extra": torch.zeros(1)})), "model.extra"),
+        (lambda path: (path / "tokenizer.json").write_text("{"), "tokenizer.json"),
+    ],
+)
+def test_what_is_damaged_in_a_reward_model_is_named(damage, named, tmp_path):
+    path = save(tmp_path, Qwen2ForTokenClassification)
+    damage(path)
+    with pytest.raises(ModelError, match=re.escape(named)) as refused:
+        RewardWorker(path)
+    assert str(path) in refused.value.what
+
+
+def layers(count):
+    return {"num_hidden_layers": count, "layer_types": ["full_attention"] * count}
+
+
+def edit_config(directory, **fields):
+    file = directory / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | fields))
+
+
+def cut(file):
+    file.write_bytes(file.read_bytes()[:-9])
 
 
 # ---- prefixes ----------------------------------------------------------------------------------

@@ -275,6 +275,7 @@ class Frontend:
         engine = resolve.build(args, model_dir)  # first: a wrong directory is about the model
         tokenizer = Tokenizer.load(tokenizer_dir, code)
         lm, config = engine.runner.lm, args.guided_decoding_config
+        tokenizer.expect_ids_below(lm.vocab_size, tokenizer_dir)
         grammars = GrammarCompiler(tokenizer, lm.vocab_size, lm.eos_token_ids, config)
         thinking = ThinkingBudgets(tokenizer, lm.vocab_size, lm.eos_token_ids)
         layers = engine.runner.storage.whole_layers

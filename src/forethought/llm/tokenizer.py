@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -10,6 +11,7 @@ from numbers import Integral
 from pathlib import Path
 from typing import Any, TypeGuard
 
+from jinja2 import TemplateSyntaxError
 from transformers import AutoTokenizer
 
 from forethought.config.sampling import SamplingParams
@@ -20,13 +22,35 @@ from forethought.errors import (
     RequestError,
     UsageError,
 )
+from forethought.model_dir import check_tokenizer_files, first_words
 
+_logger = logging.getLogger(__name__)
 _DENSE = 16
 """Characters for each token of the context that are tokenised to see whether a text is too long."""
 _NO_FILES = (
     "The directory needs the tokenizer's files, such as tokenizer.json; if they are in another "
     "one, name it with tokenizer=..."
 )
+
+
+def _check_template(hf: Any, path: Path) -> None:
+    """Refuse a chat template that is no template; what one says to a message is not looked at.
+
+    Raises:
+        ModelError: it is so; says where.
+    """
+    if not hf.chat_template:
+        return
+    try:
+        hf.apply_chat_template([{"role": "user", "content": ""}], tokenize=False)
+    except TemplateSyntaxError as error:
+        raise ModelError(
+            f"cannot load the tokenizer of {path}",
+            f"its chat template cannot be read (line {error.lineno}: {error.message})",
+            "Correct it: chat_template.jinja, or chat_template in tokenizer_config.json",
+        ) from error
+    except Exception:
+        _logger.debug("the chat template of %s refuses an empty message", path, exc_info=True)
 
 
 class Tokenizer:
@@ -63,17 +87,16 @@ class Tokenizer:
                 "there is no such directory",
                 "Give the path of a local Hugging Face directory",
             )
+        check_tokenizer_files(path)
         try:
             hf = AutoTokenizer.from_pretrained(
                 path, local_files_only=True, trust_remote_code=trust_remote_code
             )
         except Exception as error:
-            reason = str(error).strip().splitlines() or [type(error).__name__]
             raise ModelError(
-                f"cannot load the tokenizer of {path}",
-                reason[0],
-                _NO_FILES,
+                f"cannot load the tokenizer of {path}", first_words(error), _NO_FILES
             ) from error
+        _check_template(hf, path)
         if len(hf.get_vocab()) <= len(hf.added_tokens_decoder):
             raise ModelError(
                 f"cannot load the tokenizer of {path}",
@@ -81,6 +104,21 @@ class Tokenizer:
                 _NO_FILES,
             )
         return cls(hf)
+
+    def expect_ids_below(self, vocab_size: int, path: Path) -> None:
+        """Refuse the tokenizer of a model that has fewer tokens than its vocabulary.
+
+        Tokens that were added to it may be beyond: a prompt that has them is refused.
+
+        Raises:
+            ModelError: it is another model's.
+        """
+        if self.hf.vocab_size > vocab_size:
+            raise ModelError(
+                f"the tokenizer of {path} is not the model's",
+                f"it has {self.hf.vocab_size} tokens, and the model {vocab_size}",
+                "Give the tokenizer that the model was trained with",
+            )
 
     def encode(self, text: str) -> list[int]:
         """Ids of a whole text, with the special tokens that the model's own tokenizer adds.

@@ -64,6 +64,7 @@ from forethought.model_dir import (
     check_config,
     check_generation_config,
     check_model_dir,
+    check_token_ids,
     check_weight_files,
     first_words,
     read_json,
@@ -304,6 +305,7 @@ def _config(directory: Path, trust_remote_code: bool) -> Any:
     check_model_dir(directory)
     written = read_json(directory / "config.json")
     check_config(written, directory)
+    check_token_ids(written, directory)
     _check_model_type(directory, written, trust_remote_code)
     _check_names(directory, written)
     with _refusing(directory, "reading its config.json"):

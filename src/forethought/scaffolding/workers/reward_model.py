@@ -22,8 +22,8 @@ Encoders (as BERT) score whole rows.
 from __future__ import annotations
 
 import inspect
-import json
 import math
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -33,7 +33,15 @@ import transformers
 from torch import Tensor
 
 from forethought.errors import ContextLengthError, ModelError, ParameterError
-from forethought.model_dir import check_model_dir
+from forethought.model.loaded_weights import check_report, check_values
+from forethought.model_dir import (
+    check_config,
+    check_model_dir,
+    check_tokenizer_files,
+    check_weight_files,
+    first_words,
+    read_json,
+)
 from forethought.scaffolding.step_format import STEP_FORMATS
 from forethought.scaffolding.workers.reward_cache import RewardPrefixCache
 from forethought.scaffolding.workers.reward_forward import (
@@ -44,6 +52,9 @@ from forethought.scaffolding.workers.reward_forward import (
 )
 from forethought.silence import without_progress_bars
 
+_KIND = "reward model"
+_UNREAD = re.compile(r"^(lm_head|cls)\.|(^|\.)pooler\.|^(score|v_head)\.")
+"""Heads of another purpose that a checkpoint may have kept, and those that are read here."""
 _DTYPES = ("auto", "float32", "bfloat16", "float16")
 _CLASSIFIERS = {"ForTokenClassification": True, "ForSequenceClassification": False}
 """Suffix of the architecture -> whether it scores steps."""
@@ -286,16 +297,12 @@ def find_step_format(directory: Path, chosen: str | None = None) -> str | None:
 
 
 def _config(directory: Path) -> dict[str, Any]:
-    try:
-        config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
-        config.get("architectures")
-    except (OSError, ValueError, AttributeError) as error:
-        raise ModelError(
-            f"no model at {directory}",
-            f"its config.json cannot be read ({type(error).__name__})",
-            "Give the path of a local Hugging Face model directory",
-        ) from error
-    return dict(config)
+    config = read_json(directory / "config.json", _KIND)
+    check_config(config, directory, _KIND)
+    named = config.get("architectures")
+    if named is not None and not (isinstance(named, list) and all(type(n) is str for n in named)):
+        raise _refused(directory, f"architectures of its config.json is {named!r:.60}, not names")
+    return config
 
 
 def _load(directory: Path, step_format: str | None, dtype: str) -> _Network:
@@ -372,19 +379,21 @@ def _plus_minus(network: _Network, tokenizer: Any, directory: Path) -> _Network:
 
 def _pretrained(kind: Any, directory: Path, dtype: str) -> Any:
     """A model of a class of transformers, all of whose weights are there."""
+    check_weight_files(directory, _KIND)
     try:
         with without_progress_bars():
             model, report = kind.from_pretrained(
-                directory, dtype=dtype, local_files_only=True, output_loading_info=True
+                directory,
+                dtype=dtype,
+                local_files_only=True,
+                ignore_mismatched_sizes=True,  # they are in the report
+                output_loading_info=True,
             )
     except Exception as error:
         raise _unreadable(directory, error) from error
-    if report["missing_keys"]:
-        raise ModelError(
-            f"cannot load the reward model in {directory}",
-            f"it lacks {', '.join(sorted(report['missing_keys'])[:3])}, which would be random",
-            "Check that the directory is complete",
-        )
+    names = [name for name in report["unexpected_keys"] if not _UNREAD.search(name)]
+    check_report({**report, "unexpected_keys": names}, directory, _KIND)
+    check_values(model.named_parameters(), directory, _KIND)
     return model
 
 
@@ -406,11 +415,8 @@ def _read_tensors(directory: Path, names: Sequence[str]) -> list[Tensor]:
         raise _unreadable(directory, error) from error
     missing = [name for name in names if name not in found]
     if missing:
-        raise ModelError(
-            f"cannot load the reward model in {directory}",
-            f"it lacks {', '.join(missing)}",
-            "Check that the directory is complete",
-        )
+        raise _refused(directory, f"its checkpoint lacks {', '.join(missing)}")
+    check_values(found.items(), directory, _KIND)
     return [found[name] for name in names]
 
 
@@ -419,6 +425,7 @@ def _weight_files(directory: Path) -> list[Path]:
 
 
 def _tokenizer(directory: Path) -> Any:
+    check_tokenizer_files(directory, _KIND)
     try:
         return transformers.AutoTokenizer.from_pretrained(
             directory, local_files_only=True, trust_remote_code=False
@@ -428,11 +435,12 @@ def _tokenizer(directory: Path) -> Any:
 
 
 def _unreadable(directory: Path, error: Exception) -> ModelError:
-    reason = str(error).strip().splitlines() or [type(error).__name__]
+    return _refused(directory, first_words(error))
+
+
+def _refused(directory: Path, why: str) -> ModelError:
     return ModelError(
-        f"cannot load the reward model in {directory}",
-        reason[0],
-        "Check that the directory is complete",
+        f"cannot load the {_KIND} in {directory}", why, "Check that the directory is complete"
     )
 
 

@@ -3,19 +3,27 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from forethought.errors import ModelError
-from forethought.model_dir import check_model_dir
+from forethought.model.loaded_weights import check_values
+from forethought.model_dir import (
+    check_config,
+    check_model_dir,
+    check_weight_files,
+    first_words,
+    read_json,
+)
 from forethought.saved_file import save_text, saving
 
+Module = TypeVar("Module", bound=nn.Module)
 _FORMATS = ("*.safetensors", "pytorch_model*.bin", "*.pt")
 
 
@@ -41,16 +49,17 @@ class Checkpoint:
             ModelError: one of them is missing or broken.
         """
         check_model_dir(directory, "head")
-        try:
-            config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
-            files = next(found for form in _FORMATS if (found := sorted(directory.glob(form))))
-            tensors: dict[str, Tensor] = {}
-            for file in files:
-                tensors |= _load(file)
-        except StopIteration:
-            raise refused(directory, f"it has no weights ({', '.join(_FORMATS)})") from None
-        except Exception as error:  # json, torch and safetensors raise anything
-            raise refused(directory, str(error).split("\n")[0]) from error
+        config = read_json(directory / "config.json", "head")
+        check_config(config, directory, "head")
+        forms = (sorted(directory.glob(form)) for form in _FORMATS)
+        files = next((files for files in forms if files), None)
+        if files is None:
+            raise refused(directory, f"it has no weights ({', '.join(_FORMATS)})")
+        check_weight_files(directory, "head")
+        tensors: dict[str, Tensor] = {}
+        for file in files:
+            tensors |= _load(file)
+        check_values(tensors.items(), directory, "head")
         return cls(directory, config, tensors)
 
     def write(self) -> None:
@@ -64,14 +73,22 @@ class Checkpoint:
             save_file(kept, file, metadata={"format": "pt"})
         weights.chmod(0o644)
 
-    def fill(self, module: nn.Module, tensors: Mapping[str, Tensor]) -> None:
-        """Copy ``tensors``, under the module's own names, into all parameters and buffers.
+    def build(self, make: Callable[[], Module], tensors: Mapping[str, Tensor]) -> Module:
+        """The module that ``make`` makes, with ``tensors`` as its parameters and buffers.
+
+        Args:
+            make: called where tensors take no memory, and again once they have been compared.
+            tensors: under the module's own names.
 
         Raises:
             ModelError: one is missing, unexpected, or of another shape.
         """
-        self.expect_fit(tensors, module.state_dict())
+        with torch.device("meta"):
+            shapes = make().state_dict()
+        self.expect_fit(tensors, shapes)
+        module = make()
         module.load_state_dict(dict(tensors))
+        return module
 
     def expect_fit(self, tensors: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> None:
         """Refuse the checkpoint unless ``tensors`` have the names and shapes of ``own``."""
@@ -100,8 +117,18 @@ def refused(directory: Path, why: str, fix: str = "") -> ModelError:
 
 
 def _load(file: Path) -> dict[str, Tensor]:
-    if file.suffix == ".safetensors":
-        loaded: dict[str, Tensor] = load_file(file)
-        return loaded
-    stored: dict[str, Tensor] = torch.load(file, map_location="cpu", weights_only=True)
+    """The tensors of a file.
+
+    Raises:
+        ModelError: it cannot be read, or holds something else.
+    """
+    try:
+        if file.suffix == ".safetensors":
+            loaded: dict[str, Tensor] = load_file(file)
+            return loaded
+        stored: dict[str, Tensor] = torch.load(file, map_location="cpu", weights_only=True)
+    except Exception as error:  # torch and safetensors raise anything
+        raise refused(file.parent, f"{file.name} cannot be read ({first_words(error)})") from error
+    if not isinstance(stored, dict) or not all(isinstance(x, Tensor) for x in stored.values()):
+        raise refused(file.parent, f"{file.name} holds no tensors by name")
     return stored

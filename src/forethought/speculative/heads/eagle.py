@@ -70,9 +70,8 @@ class EagleHead(nn.Module):
         tensors = {name.removeprefix("model."): x for name, x in stored.tensors.items()}
         tensors.pop("lm_head.weight", None)  # a copy of the target's
         config = llama_config(directory, stored.config)
-        head = cls(config, "fc.bias" in tensors, "embed_tokens.weight" in tensors)
-        stored.fill(head, tensors)
-        return head
+        traits = "fc.bias" in tensors, "embed_tokens.weight" in tensors
+        return stored.build(lambda: cls(config, *traits), tensors)
 
     def save(self, directory: Path) -> None:
         """Write it as :meth:`load` reads it, in the weights' dtype."""

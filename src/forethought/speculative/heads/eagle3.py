@@ -193,9 +193,11 @@ class Eagle3Head(nn.Module):
             for name, tensor in stored.tensors.items()
         }
         config = llama_config(directory, stored.config)
-        head = cls(config, _traits(stored, config, tensors))
-        _complete_vocabulary(head, tensors)
-        stored.fill(head, tensors)
+        traits = _traits(stored, config, tensors)
+        with torch.device("meta"):
+            shapes = cls(config, traits)
+        _complete_vocabulary(directory, shapes, tensors)
+        head = stored.build(lambda: cls(config, traits), tensors)
         if not torch.equal(head.ids[head.ids.argsort()], head.t2d.nonzero()[:, 0]):
             raise refused(directory, "d2t and t2d name different draft tokens")
         return head
@@ -369,14 +371,21 @@ def rising(layer_ids: Iterable[int]) -> tuple[int, ...]:
     return tuple(sorted(layer_ids, key=lambda layer_id: (layer_id == FINAL, layer_id)))
 
 
-def _complete_vocabulary(head: Eagle3Head, tensors: dict[str, Tensor]) -> None:
-    """Checkpoints may leave out t2d, and d2t too where the draft vocabulary is the target's."""
-    if head.traits.draft_vocab_size == head.config.vocab_size:
-        tensors.setdefault("d2t", head.d2t)
+def _complete_vocabulary(directory: Path, head: Eagle3Head, tensors: dict[str, Tensor]) -> None:
+    """Checkpoints may leave out t2d, and d2t too where the draft vocabulary is the target's.
+
+    Raises:
+        ModelError: d2t names a token that the target does not have.
+    """
+    size = head.config.vocab_size
+    if head.traits.draft_vocab_size == size:
+        tensors.setdefault("d2t", torch.zeros(size, dtype=head.d2t.dtype))
     if "d2t" in tensors and "t2d" not in tensors:
-        marks = torch.zeros_like(head.t2d)
-        offsets = tensors["d2t"]
-        marks[offsets + torch.arange(len(offsets))] = True
+        ids = tensors["d2t"].long() + torch.arange(len(tensors["d2t"]))
+        if not bool(((ids >= 0) & (ids < size)).all()):
+            raise refused(directory, f"its d2t names tokens that are none of the target's {size}")
+        marks = torch.zeros(size, dtype=head.t2d.dtype)
+        marks[ids] = True
         tensors["t2d"] = marks
     for name in ("d2t", "t2d"):
         if name in tensors:

@@ -113,8 +113,8 @@ class MedusaHeads(nn.ModuleList):
                 f"its heads have {shape.vocab} tokens, the target has {vocab}",
                 "Use heads that were trained for this target",
             )
-        heads = cls(shape, None if token_map is None else token_map.long())
-        stored.fill(heads, tensors)
+        ids = None if token_map is None else token_map.long()
+        heads = stored.build(lambda: cls(shape, ids), tensors)
         _warn_of_wrong_config(stored, shape)
         if max_heads is not None and max_heads < shape.heads:
             del heads[max_heads:]

@@ -16,6 +16,8 @@ from safetensors import safe_open
 from torch import Size, Tensor
 
 from forethought.errors import ModelError
+from forethought.model.loaded_weights import check_values
+from forethought.model_dir import tensor_shapes
 from forethought.speculative.heads.checkpoint import refused
 
 PARTS = ("enorm", "hnorm", "eh_proj", "norm")
@@ -177,6 +179,7 @@ class _Tensors:
                 for name in names:
                     if self._files[name] == file:
                         found[name.removeprefix(prefix)] = stored.get_tensor(name)
+        check_values(found.items(), self.directory, "MTP modules")
         return found
 
 
@@ -238,12 +241,8 @@ def _expect_no_strays(
 def _names(directory: Path) -> dict[str, Path]:
     """Which file of a directory holds each tensor."""
     names: dict[str, Path] = {}
-    try:
-        for file in sorted(directory.glob("*.safetensors")):
-            with safe_open(file, framework="pt") as stored:
-                names |= dict.fromkeys(stored.keys(), file)
-    except Exception as error:  # safetensors raises its own kind
-        raise refused(directory, str(error).split("\n")[0]) from error
+    for file in sorted(directory.glob("*.safetensors")):
+        names |= dict.fromkeys(tensor_shapes(file, "MTP modules"), file)
     if not names:
         raise ModelError(
             f"no MTP modules at {directory}",

@@ -120,9 +120,7 @@ class ReDrafterHead(nn.Module):
                 f"target has {hidden} and {vocab}",
                 "Use a head that was trained for this target",
             )
-        head = cls(shape)
-        stored.fill(head, stored.tensors)
-        return head
+        return stored.build(lambda: cls(shape), stored.tensors)
 
     def save(self, directory: Path) -> None:
         """Write it as :meth:`load` reads it, in the weights' dtype."""
