@@ -63,7 +63,7 @@ template <class T> class Attention {
         attend_blocks();
         if (!keeps_chunks()) return attend_whole();
         attend_chunks();
-#pragma omp barrier
+        thread.wait();
         merge_chunks();
     }
 

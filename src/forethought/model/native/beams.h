@@ -37,12 +37,12 @@ class BeamLevels {
             embed_token(model, tokens[r], in);
             memcpy(in + hidden, &states[r * hidden], hidden * 4);
         }
-#pragma omp barrier
+        thread.wait();
         if (search.recur)
             product(
                 *search.recur, {joined.data(), 2 * hidden, nullptr}, rows, next.data(), hidden,
                 false, thread);
-#pragma omp barrier
+        thread.wait();
         for (int64_t r = own.begin; r < own.end; r++) {
             float *in = &joined[r * 2 * hidden], *state = &next[r * hidden];
             for (int64_t k = 0; k < hidden; k++)
@@ -51,12 +51,12 @@ class BeamLevels {
             memcpy(in, search.contexts + r / kept * hidden, hidden * 4);
             memcpy(in + hidden, state, hidden * 4);
         }
-#pragma omp barrier
+        thread.wait();
         if (search.enter)
             product(
                 *search.enter, {joined.data(), 2 * hidden, nullptr}, rows, entered.data(), exit,
                 false, thread);
-#pragma omp barrier
+        thread.wait();
         run_heads(
             search.head, 1, search.num_blocks, search.enter ? entered.data() : joined.data(), rows,
             x.data(), y.data(), logits.data(), thread);

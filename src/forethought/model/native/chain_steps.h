@@ -7,11 +7,12 @@
 #include "drafts.h"
 #include "norms.h"
 #include "structures.h"
+#include "team.h"
 #include "vectors.h"
 
 #include <algorithm>
+#include <chrono>
 #include <cstdint>
-#include <omp.h>
 #include <vector>
 
 extern "C" void linear(
@@ -76,9 +77,10 @@ class ChainDecoder {
             std::stable_sort(going.begin(), going.end(), [](const Going& a, const Going& b) {
                 return a.size > b.size;
             });
-            const double began = omp_get_wtime();
+            const auto began = Clock::now();
             if (going[0].size > 0 && !draft_behind(step == 0)) return -1;
-            *steps.draft_seconds += omp_get_wtime() - began;
+            const std::chrono::duration<double> passed = Clock::now() - began;
+            *steps.draft_seconds += passed.count();
             if (!verify(step)) return -1;
         }
         return steps.num_steps;

@@ -62,7 +62,7 @@ static void run_experts(
     const int hidden = model.hidden, inner = experts.down[0].num_inputs;
     const Input input{b.normed, hidden, nullptr};
     product(*experts.router, input, tokens, b.wide, b.wide_width, false, thread);
-#pragma omp barrier
+    thread.wait();
     for (int t = 0; t < tokens; t++) {
         float* logits = b.wide + t * b.wide_width;
         float* activated = logits + round_up(experts.num_experts); // of one expert at a time
@@ -73,11 +73,11 @@ static void run_experts(
             gated_product(
                 experts.gate_up[chosen], {b.normed + int64_t(t) * hidden, hidden, nullptr}, 1, y,
                 inner, model.activation, thread);
-#pragma omp barrier
+            thread.wait();
             add_expert(
                 experts.down[chosen], y.input(), choice.weights[k], b.x + int64_t(t) * hidden,
                 thread);
-#pragma omp barrier
+            thread.wait();
         }
     }
 }

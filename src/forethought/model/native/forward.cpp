@@ -1,6 +1,6 @@
 // One forward of a Llama-like decoder on a CPU: a batch of packed tokens in, logits out.
 //
-// All layers run in one parallel region of OpenMP; between phases that read each other's results
+// All layers run in one parallel region of a Team; between phases that read each other's results
 // the threads meet at a barrier. Activations are float32, which tiles.h rounds to bf16. Weights are
 // float32, bf16, or integers in 8 and 4 bits that are dequantised in registers; keys and values are
 // float32 or bf16.
@@ -23,12 +23,12 @@
 #include "products.h"
 #include "scratch.h"
 #include "structures.h"
+#include "team.h"
 #include "vectors.h"
 
 #include <cmath>
 #include <cstdint>
 #include <cstring>
-#include <omp.h>
 #include <vector>
 
 // What one thread does in a forward. Each phase ends with a barrier unless it says otherwise.
@@ -37,7 +37,7 @@ class Forward {
     Forward(const Model& model, const Call& call, Thread thread)
         : model(model), call(call),
           b(model, call.num_tokens, call.max_length, thread.count, call.scratch),
-          thread{thread.index, thread.count, b.tiles}, hidden(model.hidden),
+          thread{thread.index, thread.count, b.tiles, thread.barrier}, hidden(model.hidden),
           tokens(call.num_tokens), narrow(is_narrow()) {}
 
     void run() {
@@ -101,11 +101,11 @@ class Forward {
             if (join.state_norm) norm(state, join.state_norm, hidden, model.eps, state);
             if (!join.project) memcpy(x, join.norm_residual ? state : from, hidden * 4);
         }
-#pragma omp barrier
+        thread.wait();
         if (!join.project) return;
         const Input both{b.joined, 2 * hidden, nullptr};
         product(*join.project, both, tokens, b.x, hidden, false, thread);
-#pragma omp barrier
+        thread.wait();
     }
 
     // b.normed = norm of b.x; b.tiles instead, if that is what the next product takes.
@@ -118,7 +118,7 @@ class Forward {
             norm(b.x + t * hidden, weight, hidden, model.eps, y);
             if (tiles) round_row(y, hidden, layout.per_tile, b.tiles + layout.at(t));
         }
-#pragma omp barrier
+        thread.wait();
         return {b.normed, hidden, tiles ? b.tiles : nullptr};
     }
 
@@ -136,12 +136,12 @@ class Forward {
         if (model.join && !model.join->project) input = {b.joined, 2 * hidden, nullptr};
         keep_state(index, b.x);
         product(layer.qkv, input, tokens, b.qkv, b.qkv_width, false, thread);
-#pragma omp barrier
+        thread.wait();
         const int heads = model.num_heads + 2 * model.num_kv_heads;
         rotate_and_store(model, layer, call, b, keys, values, thread.share(tokens * heads));
-#pragma omp barrier
+        thread.wait();
         Attention<T>(model, layer, call, b, keys, values, thread).attend();
-#pragma omp barrier
+        thread.wait();
     }
 
     // Move the tokens with logits to the front, and go on with these.
@@ -154,7 +154,7 @@ class Forward {
                     b.mixed + r * b.mixed_width, b.mixed + t * b.mixed_width, b.mixed_width * 4);
             }
         tokens = call.num_logits;
-#pragma omp barrier
+        thread.wait();
     }
 
     // b.x += the product of `from`, normed if `weight` is given; `place` is free memory
@@ -163,7 +163,7 @@ class Forward {
             product(w, from, tokens, b.x, hidden, true, thread);
         } else {
             product(w, from, tokens, place, hidden, false, thread);
-#pragma omp barrier
+            thread.wait();
             const Share share = thread.share(tokens);
             for (int64_t t = share.begin; t < share.end; t++) {
                 float *x = b.x + t * hidden, *y = place + t * hidden;
@@ -171,7 +171,7 @@ class Forward {
                 for (int i = 0; i < hidden; i++) x[i] += y[i];
             }
         }
-#pragma omp barrier
+        thread.wait();
     }
 
     void add_attention(const Layer& layer) {
@@ -183,7 +183,7 @@ class Forward {
         const int inner = intermediate_size(layer);
         const Activated y(b.wide, tokens, inner, layer.down);
         gated_product(layer.gate_up, normed, tokens, y, inner, model.activation, thread);
-#pragma omp barrier
+        thread.wait();
         add_product(layer.down, y.input(), layer.output_norm, b.mixed);
     }
 
@@ -209,13 +209,13 @@ class Forward {
         if (!call.logits) return;
         if (picks) {
             last = b.x;
-#pragma omp barrier
+            thread.wait();
         }
         const int64_t vocab = model.head->num_outputs;
         const Input states{last, hidden, nullptr};
         product(*model.head, states, call.num_logits, call.logits, vocab, false, thread);
         if (model.logit_cap <= 0) return;
-#pragma omp barrier
+        thread.wait();
         const Share share = thread.share(call.num_logits);
         for (int64_t i = share.begin * vocab; i < share.end * vocab; i++)
             call.logits[i] = model.logit_cap * tanhf(call.logits[i] / model.logit_cap);
@@ -270,11 +270,10 @@ int32_t first_unknown(const Model* model, const int64_t* tokens, int32_t count) 
 int32_t forward(const Model* model, const Call* call) {
     const int known = first_unknown(model, call->token_ids, call->num_tokens);
     if (known < call->num_tokens) return known;
-#pragma omp parallel num_threads(call->num_threads)
-    {
+    Team::run(call->num_threads, [&](int index, int count, Barrier& barrier) {
         const TilesGuard guard;
-        Forward(*model, *call, {omp_get_thread_num(), omp_get_num_threads(), nullptr}).run();
-    }
+        Forward(*model, *call, {index, count, nullptr, barrier}).run();
+    });
     return call->num_tokens;
 }
 
@@ -302,12 +301,10 @@ int32_t search_beams(const Model* model, const Beams* search) {
     BeamLevels levels(*model, *search);
     Memory memory(tiles_size(levels.max_rows, levels.widest, search->num_threads));
     for (int32_t level = 0; level < search->length; level++) {
-#pragma omp parallel num_threads(search->num_threads)
-        {
+        Team::run(search->num_threads, [&](int index, int count, Barrier& barrier) {
             const TilesGuard guard;
-            levels.predict(
-                {omp_get_thread_num(), omp_get_num_threads(), (uint16_t*)memory.begin});
-        }
+            levels.predict({index, count, (uint16_t*)memory.begin, barrier});
+        });
         if (!levels.extend(level)) return level + 1;
     }
     return search->length;
@@ -326,13 +323,12 @@ void norm_rows(
 
 void linear(const Linear* w, const float* x, int32_t tokens, float* y, int32_t num_threads) {
     Memory memory(tiles_size(tokens, w->num_inputs, num_threads));
-#pragma omp parallel num_threads(num_threads)
-    {
+    Team::run(num_threads, [&](int index, int count, Barrier& barrier) {
         const TilesGuard guard;
         product(
             *w, {x, w->num_inputs, nullptr}, tokens, y, w->num_outputs, false,
-            {omp_get_thread_num(), omp_get_num_threads(), (uint16_t*)memory.begin});
-    }
+            {index, count, (uint16_t*)memory.begin, barrier});
+    });
 }
 
 // See run_heads().
@@ -343,12 +339,11 @@ void residual_heads(
     Memory memory(2 * size + tiles_size(tokens, width, num_threads));
     float *x = memory.begin, *y = x + size;
     uint16_t* tiles = (uint16_t*)(y + size);
-#pragma omp parallel num_threads(num_threads)
-    {
+    Team::run(num_threads, [&](int index, int count, Barrier& barrier) {
         const TilesGuard guard;
         run_heads(
             linears, num_heads, num_blocks, states, tokens, x, y, logits,
-            {omp_get_thread_num(), omp_get_num_threads(), tiles});
-    }
+            {index, count, tiles, barrier});
+    });
 }
 }

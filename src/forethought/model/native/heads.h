@@ -28,14 +28,14 @@ static void run_heads(
         const float* from = states;
         for (int block = 0; block < num_blocks; block++) {
             product(linears[block], {from, width, nullptr}, tokens, y, width, false, thread);
-#pragma omp barrier
+            thread.wait();
             add_silu(from, y, thread.share(tokens * width), x);
-#pragma omp barrier
+            thread.wait();
             from = x;
         }
         float* own = logits + int64_t(head) * tokens * outputs;
         product(
             linears[num_blocks], {from, width, nullptr}, tokens, own, outputs, false, thread);
-#pragma omp barrier  // the next product writes its inputs where this one reads them
+        thread.wait(); // the next product writes its inputs where this one reads them
     }
 }

@@ -19,8 +19,6 @@ from contextlib import suppress
 from functools import cache, lru_cache, partial
 from pathlib import Path
 
-import torch
-
 from forethought.errors import ModelError
 from forethought.model.native.cache import cache_directories, load_or_compile
 
@@ -30,7 +28,7 @@ SOURCE = Path(__file__).with_name("forward.cpp")
 SOURCES = (SOURCE, *sorted(SOURCE.parent.glob("*.h")))
 """With the headers that it includes."""
 FLAGS = (
-    *("-std=c++17", "-O3", "-march=native", "-fopenmp", "-shared", "-fPIC", "-Wno-psabi"),
+    *("-std=c++17", "-O3", "-march=native", "-pthread", "-shared", "-fPIC", "-Wno-psabi"),
     "--param=avoid-fma-max-bits=0",
 )
 """GCC, tuned for AMD's Zen, multiplies and adds in two instructions where it finds a chain of them:
@@ -394,7 +392,7 @@ def compile_library(compiler: str, path: Path) -> None:
     logger.warning("compiling the native forward for this processor with %s, once", compiler)
     began = time.monotonic()
     limit = f'ulimit -t {MAX_COMPILE_SECONDS} 2>/dev/null; exec "$0" "$@"'
-    command = [compiler, *FLAGS, str(SOURCE), "-o", str(path), *_openmp()]
+    command = [compiler, *FLAGS, str(SOURCE), "-o", str(path)]
     try:
         subprocess.run(
             ["/bin/sh", "-c", limit, *command],
@@ -407,7 +405,7 @@ def compile_library(compiler: str, path: Path) -> None:
         raise ModelError(
             "the native forward cannot be compiled",
             f"{compiler} failed: {_first_error(printed) or error}",
-            'Install a working compiler with OpenMP, or set forward="torch"',
+            'Install a working compiler, or set forward="torch"',
         ) from error
     logger.info("compiled in %.1f s", time.monotonic() - began)
 
@@ -416,12 +414,6 @@ def _first_error(printed: str) -> str:
     """Of what a compiler has printed; with headers other lines come before it."""
     lines = printed.splitlines()
     return next((line for line in lines if "error" in line), lines[0] if lines else "")
-
-
-def _openmp() -> list[str]:
-    """Look first for torch's own OpenMP library: with two of them threads would compete."""
-    directory = Path(torch.__file__).parent / "lib"
-    return [f"-L{directory}", f"-Wl,-rpath,{directory}"] if directory.is_dir() else []
 
 
 def _version(compiler: str) -> str:

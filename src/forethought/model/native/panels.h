@@ -7,6 +7,7 @@
 #pragma once
 
 #include "structures.h"
+#include "team.h"
 
 #include <cstdint>
 
@@ -20,6 +21,12 @@ struct Share { // of items for one thread
 struct Thread { // one of those of the parallel region
     int index, count;
     uint16_t* tiles; // memory of all of them: see TileInput
+    Barrier& barrier;
+
+    // Wait for the others.
+    void wait() const {
+        if (count > 1) barrier.wait(index, count);
+    }
 
     Share share(int items) const {
         return {int(int64_t(items) * index / count), int(int64_t(items) * (index + 1) / count)};

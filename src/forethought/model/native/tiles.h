@@ -96,9 +96,7 @@ class TileInput {
             for (int64_t t = share.begin; t < share.end; t++)
                 round_row(x.floats + t * x.stride, num_inputs, layout.per_tile, to + layout.at(t));
             data = to;
-            if (!own) {
-#pragma omp barrier
-            }
+            if (!own) thread.wait();
         }
         finish_stores(data);
         if (amx_allowed()) configure_tiles(layout.per_tile);
