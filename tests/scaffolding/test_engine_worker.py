@@ -1018,7 +1018,7 @@ def test_a_task_that_is_cancelled_while_others_leave_for_it_leaves_none_behind(w
         branch._capacity = 1
         endless = ask("Hello", max_tokens=240)
         with AsCompleted([endless, ComputeTask(time.sleep, 0.005)]) as running:
-            pending = [one.live for kept in branch._requests.values() for one in kept]
+            pending = [*branch._held]
             close = pending[0].session.close
 
             async def slowly():

@@ -52,7 +52,14 @@ _SETTINGS = (
     "otlp_endpoint",
 )
 """Options that are settings."""
-_FILE_ONLY = ("max_choices", "max_stored", "max_stored_bytes", "store_seconds")
+_FILE_ONLY = (
+    "max_body_values",
+    "receive_seconds",
+    "max_choices",
+    "max_stored",
+    "max_stored_bytes",
+    "store_seconds",
+)
 """Settings without an option."""
 _OF_UPSTREAM = ("api_model", "tokenizer", "thinking_field", "upstream_fields")
 """Options that belong to ``--upstream``."""

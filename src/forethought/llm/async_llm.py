@@ -256,9 +256,10 @@ class AsyncLLM:
 
     def check(
         self, prompt: str | Sequence[int], sampling_params: SamplingParams | None = None
-    ) -> None:
-        """Raise as ``generate`` would for a prompt and params that it refuses before it begins."""
-        self._checked().read(prompt, sampling_params)
+    ) -> list[int]:
+        """The tokens of a prompt; raises as ``generate`` would for a prompt and params that it
+        refuses before it begins."""
+        return self._checked().read(prompt, sampling_params)[0].token_ids
 
     def encode(self, text: str, *, special: bool = True) -> list[int]:
         """The ids of a text.

@@ -257,7 +257,8 @@ class Tokenizer:
         cuts = (getattr(backend, name, "unknown") for name in ("truncation", "padding"))
         ids: list[int]
         if all(cut is None for cut in cuts) and not self._encodes_itself:
-            ids = backend.encode(text, add_special_tokens=add_special_tokens).ids
+            batch = backend.encode_batch([text], add_special_tokens=add_special_tokens)
+            ids = batch[0].ids  # as a batch: ``encode`` holds the GIL
         else:
             with self._lock:  # verbose: admission refuses what is too long, without a warning
                 ids = self.hf(text, add_special_tokens=add_special_tokens, verbose=False).input_ids

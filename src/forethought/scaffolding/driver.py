@@ -270,6 +270,7 @@ class Frame:
 
     async def _perform(self, wanted: Any) -> Any:
         """Do what a controller yielded; returns what its ``yield`` evaluates to."""
+        await self._cancel_stopped()
         self._end_cancelled_streams()
         if isinstance(wanted, Sequence) and all(isinstance(item, Task) for item in wanted):
             return await self._all(wanted)
@@ -278,8 +279,11 @@ class Frame:
         if isinstance(wanted, AsCompleted):
             return await self._next(wanted)
         if isinstance(wanted, FirstDone):
-            with wanted.race:
-                return await self._next(wanted.race)
+            try:
+                with wanted.race:
+                    return await self._next(wanted.race)
+            finally:
+                await _cancel_all(wanted.race.take_stopped())
         if isinstance(wanted, Delta):
             self._stream(None, wanted)
             return None
@@ -390,6 +394,11 @@ class Frame:
                 item.status = TaskStatus.WORKER_EXECEPTION
             if item.on_failure == "raise":
                 raise item.error from error
+
+    async def _cancel_stopped(self) -> None:
+        """Cancel the jobs of items that controllers have cancelled."""
+        for race in self._races:
+            await _cancel_all(race.take_stopped())
 
     def _end_cancelled_streams(self) -> None:
         """End the generations of cancelled streams.
@@ -723,6 +732,13 @@ def _unsuccessful(task: Task, status: Any, worker: Worker) -> TaskError:
 
 async def _end(jobs: Sequence[asyncio.Task[None]]) -> None:
     """Cancel and wait until they are gone. A second cancellation would disturb their clean-up."""
+    await _cancel_all(jobs)
+    if jobs:
+        await asyncio.wait(jobs)
+
+
+async def _cancel_all(jobs: Iterable[asyncio.Future[None]]) -> None:
+    """Cancel them, a few in each turn of the event loop; all at once if this is cancelled."""
     remaining = iter(jobs)
     try:
         for number, job in enumerate(remaining, 1):
@@ -732,10 +748,8 @@ async def _end(jobs: Sequence[asyncio.Task[None]]) -> None:
     finally:
         for job in remaining:
             _cancel(job)
-    if jobs:
-        await asyncio.wait(jobs)
 
 
-def _cancel(job: asyncio.Task[None]) -> None:
-    if not job.cancelling():
+def _cancel(job: asyncio.Future[None]) -> None:
+    if not isinstance(job, asyncio.Task) or not job.cancelling():
         job.cancel()

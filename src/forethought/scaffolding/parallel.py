@@ -236,6 +236,7 @@ class AsCompleted:
         self._running: dict[int, tuple[Item, Job]] = {}
         self._finished: deque[tuple[Item, Job]] = deque()
         self._cancelled: list[Item] = []
+        self._stopped: list[Job] = []
         self.add(*items)
 
     def add(self, *items: Item) -> None:
@@ -260,7 +261,7 @@ class AsCompleted:
             del self._new[key]
         self._finished = deque(done for done in self._finished if id(done[0]) not in unwanted)
         for key in unwanted & self._running.keys():
-            self._running.pop(key)[1].cancel()
+            self._stopped.append(self._running.pop(key)[1])
 
     @property
     def pending(self) -> list[Item]:
@@ -304,6 +305,11 @@ class AsCompleted:
     def has_finished(self) -> bool:
         """Whether something has finished that was not returned yet."""
         return bool(self._finished)
+
+    def take_stopped(self) -> list[Job]:
+        """The jobs of items cancelled since the last call, which the driver has yet to end."""
+        stopped, self._stopped = self._stopped, []
+        return stopped
 
     def take_cancelled(self) -> list[Item]:
         """Items cancelled since the last call."""

@@ -8,7 +8,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import linecache
 import logging
 import re
@@ -23,6 +22,7 @@ from fastapi import FastAPI, Query, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.routing import APIRoute
 from pydantic import BaseModel, ValidationError
+from pydantic_core import from_json
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
@@ -44,6 +44,7 @@ from forethought.server.protocol import (
     DetokenizeRequest,
     ResponseRequest,
     TokenizeRequest,
+    check_values,
     path_of,
 )
 from forethought.server.responses import create_response, resumed
@@ -64,6 +65,8 @@ _OPEN = ("/health", "/version")
 _NAME = re.compile(r"[a-z0-9_-]+\.[a-z0-9]+")
 """Of a file of the page."""
 _ID = re.compile(r"[\x21-\x7e]{1,128}")
+_MAX_COMPLAINTS = 1000
+"""Of the fields of a body; more are counted and not described."""
 _TYPES = {
     ".html": "text/html; charset=utf-8",
     ".js": "text/javascript; charset=utf-8",
@@ -141,11 +144,15 @@ def _add_bodies(app: FastAPI) -> None:
 
     async def tokenize(body: TokenizeRequest, request: Request) -> Response:
         """The ids of a text or a conversation."""
-        return JSONResponse(await asyncio.to_thread(catalog.tokenize, _service(request), body))
+        return await _service(request).prepared(
+            request, lambda: JSONResponse(catalog.tokenize(_service(request), body))
+        )
 
     async def detokenize(body: DetokenizeRequest, request: Request) -> Response:
         """The text of ids."""
-        return JSONResponse(await asyncio.to_thread(catalog.detokenize, _service(request), body))
+        return await _service(request).prepared(
+            request, lambda: JSONResponse(catalog.detokenize(_service(request), body))
+        )
 
     endpoints: dict[str, Callable[..., Any]] = {
         "/v1/chat/completions": chat,
@@ -332,18 +339,39 @@ class BodyRoute(APIRoute):
         """
         if not _is_json(request):
             raise _no_json(request)
-        content = await request.body()
+        service = _service(request)
+        content = await _received(request, service.settings.receive_seconds)
+        size = request.state.num_bytes = len(content)
+        read = partial(self._read, content, service.settings.max_body_values)
+        return await service.workers.run(read, request.state.caller.tenant, size)
+
+    def _read(self, content: bytes, max_values: int) -> BaseModel:
+        """The body in ``content``. Raises as ``_body``, and HttpError: it has too many values."""
         try:
-            given = json.loads(content)
-        except (ValueError, RecursionError) as error:
+            check_values(content, max_values)
+            given = from_json(content, cache_strings="keys")
+        except ValueError as error:
             complaint = {"type": "json_invalid", "loc": ("body",), "msg": str(error)}
             raise RequestValidationError([complaint]) from error
         try:
             return self._model.model_validate(given)
         except ValidationError as error:
+            if error.error_count() > _MAX_COMPLAINTS:
+                message = f"the body has {error.error_count():,} invalid or unknown fields"
+                raise HttpError(400, message, code="invalid_value") from None
             found = error.errors(include_url=False, include_context=False)
             complaints = [{**each, "loc": ("body", *path_of(each, given))} for each in found]
             raise RequestValidationError(complaints) from error
+
+
+async def _received(request: Request, seconds: float) -> bytes:
+    """The whole body, if it comes in time."""
+    try:
+        async with asyncio.timeout(seconds):
+            return await request.body()
+    except TimeoutError:
+        message = f"the body did not come within {seconds:g} seconds"
+        raise HttpError(408, message, code="timeout", headers={"Connection": "close"}) from None
 
 
 def _is_json(request: Request) -> bool:

@@ -8,7 +8,6 @@ A ``Backend`` has the workers for all tasks of all methods. ``open`` turns a con
 from __future__ import annotations
 
 import abc
-import asyncio
 import contextlib
 import dataclasses
 import importlib
@@ -45,8 +44,6 @@ log = logging.getLogger(__name__)
 
 Innermost = Callable[[bool], Controller]
 """Makes what generates inside methods; told whether it streams."""
-_LARGE = 1 << 14
-"""Characters of a prompt that is tokenised beside the event loop."""
 _TAIL = 64
 """Tokens at the end of a prompt in which a thought may be opened."""
 
@@ -144,9 +141,12 @@ class Backend(abc.ABC):
     servers: Sequence[Any] = ()
     passes_chats_on: bool = False
 
+    async def prepare(self) -> None:
+        """Learn what ``open`` needs, if it is not known yet."""
+
     @abc.abstractmethod
-    async def open(self, conversation: Conversation) -> Prompted:
-        """The prompt of a conversation."""
+    def open(self, conversation: Conversation) -> Prompted:
+        """The prompt of a conversation; from any thread."""
 
     @abc.abstractmethod
     def tokenize(self, text: str, special: bool = True) -> list[int]:
@@ -191,13 +191,17 @@ class Backend(abc.ABC):
         """
         return self.count(thought) if thought else 0
 
-    def check(self, prompt: str | list[int], params: SamplingParams) -> None:
+    def check(self, prompt: str | list[int], params: SamplingParams) -> str | list[int]:
         """Raise ``UsageError`` for what it cannot honour, before anything runs.
 
         Args:
             prompt: of a method.
             params: of the request.
+
+        Returns:
+            The prompt, in tokens if they are known now.
         """
+        return prompt
 
     def task_params(self, prompted: Prompted, params: Mapping[str, Any]) -> Mapping[str, Any]:
         """The sampling fields of a request as its workers take them.
@@ -326,13 +330,9 @@ class EngineBackend(Backend):
         """What the attention of the model cannot do."""
         return self._engine.why_not_concurrent() if method == "hogwild" else None
 
-    async def open(self, conversation: Conversation) -> Prompted:
+    def open(self, conversation: Conversation) -> Prompted:
         """The prompt that the chat template makes of a conversation."""
-        size = sum(len(str(message.get("content") or "")) for message in conversation.messages)
-        if size > _LARGE:
-            ids = await asyncio.to_thread(self.render, conversation)
-        else:
-            ids = self.render(conversation)
+        ids = self.render(conversation)
         tail = self._engine.decode(ids[-_TAIL:])
         return Prompted(
             ids,
@@ -364,9 +364,9 @@ class EngineBackend(Backend):
             return [*ids, *self.tokenize(f"{self.markers[1]}\n\n", special=False)]
         return ids
 
-    def check(self, prompt: str | list[int], params: SamplingParams) -> None:
-        """Raise ``UsageError`` for a prompt or params that the engine cannot honour."""
-        self._engine.check(prompt, params)
+    def check(self, prompt: str | list[int], params: SamplingParams) -> list[int]:
+        """The tokens of a prompt; raises ``UsageError`` for what the engine cannot honour."""
+        return self._engine.check(prompt, params)
 
     def tokenize(self, text: str, special: bool = True) -> list[int]:
         """The ids of a text."""
@@ -497,12 +497,12 @@ class ScriptedBackend(Backend):
         self.worker.calls = calls  # a server runs for long
         self.workers: Mapping[Any, Worker] = worker_table(self.worker, None)
 
-    async def open(self, conversation: Conversation) -> Prompted:
+    def open(self, conversation: Conversation) -> Prompted:
         """The text of the last message."""
         last = str(conversation.messages[-1].get("content") or "")
         return Prompted(last, conversation.question, NativeGeneration, lambda text: text)
 
-    def check(self, prompt: str | list[int], params: SamplingParams) -> None:
+    def check(self, prompt: str | list[int], params: SamplingParams) -> str | list[int]:
         """Raises ``ParameterError``: log-probabilities are asked for, and a script has none."""
         if params.logprobs is not None:
             raise ParameterError(
@@ -511,6 +511,7 @@ class ScriptedBackend(Backend):
                 "Leave them out",
                 param="logprobs",
             )
+        return prompt
 
     def render(self, conversation: Conversation) -> list[int]:
         """The ids of the last message."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import ExitStack, aclosing
+from functools import partial
 from typing import Any
 
 from starlette.requests import Request
@@ -14,6 +15,7 @@ from forethought.outputs import TokenLogprobs
 from forethought.scaffolding.result import ScaffoldingOutput
 from forethought.server.backends import Conversation
 from forethought.server.http import (
+    Caller,
     ChunkEncoder,
     EventStream,
     LastEvents,
@@ -41,6 +43,17 @@ async def chat_completions(service: Service, body: ChatRequest, request: Request
     Raises:
         Exception: what ``http_error`` makes a response of.
     """
+    with ExitStack() as held:
+        held.enter_context(service.admitted())
+        prepare = partial(_prepared, service, body, request.state.caller)
+        chat = await service.prepared(request, prepare)
+        if body.stream:
+            return EventStream(chat.events(), held.pop_all())
+        return await until_gone(request.receive, chat.whole())
+
+
+def _prepared(service: Service, body: ChatRequest, caller: Caller) -> _Chat:
+    """The answer to a body, before it begins."""
     tools = tools_of(body)
     asked = service.sampling_of(body, tools)
     conversation = Conversation(
@@ -51,22 +64,10 @@ async def chat_completions(service: Service, body: ChatRequest, request: Request
         thinks_first=asked.thinks_first,
         reasoning_effort=body.reasoning_effort,
     )
-    with ExitStack() as held:
-        held.enter_context(service.admitted())
-        prompted = await service.backend.open(conversation)
-        ask = service.ask(
-            "chatcmpl-",
-            body,
-            prompted,
-            asked,
-            num_choices=body.n or 1,
-            caller=request.state.caller,
-        )
-        job = service.start(ask)
-        chat = _Chat(service, job, body, tools)
-        if body.stream:
-            return EventStream(chat.events(), held.pop_all())
-        return await until_gone(request.receive, chat.whole())
+    prompted = service.backend.open(conversation)
+    num_choices = body.n or 1
+    ask = service.ask("chatcmpl-", body, prompted, asked, num_choices=num_choices, caller=caller)
+    return _Chat(service, service.start(ask), body, tools)
 
 
 class _Chat:

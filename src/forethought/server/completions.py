@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import ExitStack, aclosing
+from functools import partial
 from typing import Any
 
 from starlette.requests import Request
@@ -16,6 +17,7 @@ from forethought.outputs import SpeculationMetrics, TokenLogprobs, Usage
 from forethought.scaffolding.result import ScaffoldingOutput
 from forethought.server.backends import raw_prompt
 from forethought.server.http import (
+    Caller,
     ChunkEncoder,
     EventStream,
     LastEvents,
@@ -37,6 +39,17 @@ async def completions(service: Service, body: CompletionRequest, request: Reques
     Raises:
         Exception: what ``http_error`` makes a response of.
     """
+    with ExitStack() as held:
+        held.enter_context(service.admitted())
+        prepare = partial(_prepared, service, body, request.state.caller)
+        answer = await service.prepared(request, prepare)
+        if body.stream:
+            return EventStream(answer.events(), held.pop_all())
+        return await until_gone(request.receive, answer.whole())
+
+
+def _prepared(service: Service, body: CompletionRequest, caller: Caller) -> _Completions:
+    """The answer to a body, before it begins."""
     prompts = prompts_of(body)
     asked = service.sampling_of(body)
     if len(prompts) * (body.n or 1) > service.settings.max_choices:
@@ -46,24 +59,12 @@ async def completions(service: Service, body: CompletionRequest, request: Reques
             f"Send at most {service.settings.max_choices} in one request",
             param="prompt",
         )
-    with ExitStack() as held:
-        held.enter_context(service.admitted())
-        asks = [
-            service.ask(
-                "cmpl-",
-                body,
-                raw_prompt(prompt),
-                asked,
-                num_choices=body.n or 1,
-                caller=request.state.caller,
-            )
-            for prompt in prompts
-        ]
-        jobs = [service.start(ask) for ask in asks]
-        answer = _Completions(service, jobs, body, prompts)
-        if body.stream:
-            return EventStream(answer.events(), held.pop_all())
-        return await until_gone(request.receive, answer.whole())
+    num_choices, raw = body.n or 1, [raw_prompt(prompt) for prompt in prompts]
+    asks = [
+        service.ask("cmpl-", body, each, asked, num_choices=num_choices, caller=caller)
+        for each in raw
+    ]
+    return _Completions(service, [service.start(ask) for ask in asks], body, prompts)
 
 
 def prompts_of(body: CompletionRequest) -> list[str | list[int]]:

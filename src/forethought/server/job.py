@@ -14,6 +14,7 @@ import abc
 import time
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property, partial
 from typing import Any
 
 from forethought.config.sampling import SamplingParams
@@ -326,7 +327,8 @@ class MethodJob(Job):
         except ParameterError as error:
             error.param = _field_of(error.param, ask)
             raise
-        self._result: ScaffoldingResult = llm.generate_async(
+        self._submit = partial(
+            llm.generate_async,
             prompt,
             sampling_params=ask.params,
             timeout=ask.timeout,
@@ -336,6 +338,11 @@ class MethodJob(Job):
             controller=controller,
             question=prompted.question,
         )
+
+    @cached_property
+    def _result(self) -> ScaffoldingResult:
+        """Submitted when it is first asked for: a job that nobody runs does not begin."""
+        return self._submit()
 
     @property
     def queue_seconds(self) -> float | None:

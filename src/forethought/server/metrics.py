@@ -9,6 +9,7 @@ read when ``/metrics`` is asked for.
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -45,6 +46,9 @@ _REQUEST = (
     *(0.05, 0.1, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0),
     *(40.0, 50.0, 60.0, 120.0, 240.0, 480.0, 960.0),
 )
+_LAG = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
+_LAG_SECONDS = 0.25
+"""Between two measurements of the event loop's lag."""
 _COUNT = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000, 50_000)
 
 _Metric = TypeVar("_Metric", Counter, Histogram)
@@ -105,6 +109,9 @@ class ServerMetrics:
         )
         self.prompt_size = self._histogram(
             "request_prompt_tokens", "Prompt tokens of a request.", both, _COUNT
+        )
+        self.loop_lag = self._histogram(
+            "event_loop_lag_seconds", "How late the event loop calls what is due.", [], _LAG
         )
         self.generated = self._histogram(
             "request_generation_tokens", "Tokens generated for a request.", both, _COUNT
@@ -177,6 +184,17 @@ class ServerMetrics:
     def observe_upstream(self, servers: Sequence[Upstream]) -> None:
         """Show the servers behind this one."""
         self._observed.servers = servers
+
+    def observe_loop(self, loop: asyncio.AbstractEventLoop) -> Callable[[], object]:
+        """Measure how late an event loop calls what is due; returns a function that ends it."""
+
+        async def measure() -> None:
+            while True:
+                due = loop.time() + _LAG_SECONDS
+                await asyncio.sleep(_LAG_SECONDS)
+                self.loop_lag.observe(max(0.0, loop.time() - due))
+
+        return loop.create_task(measure()).cancel
 
     def render(self) -> bytes:
         """The metrics in Prometheus' text format, of type ``CONTENT_TYPE``."""

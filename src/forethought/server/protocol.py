@@ -14,6 +14,7 @@ from typing import Annotated, Any, Literal
 from pydantic import (
     AfterValidator,
     BaseModel,
+    BeforeValidator,
     ConfigDict,
     Discriminator,
     Field,
@@ -25,16 +26,43 @@ from forethought.config.sampling import seed_of, top_k_of
 from forethought.errors import ParameterError
 from forethought.server.tool_calls import Tools
 
-MAX_DEPTH = 64
-"""Levels of the JSON that is passed on as it is: schemas, settings of methods, metadata."""
+MAX_DEPTH, MAX_VALUES = 64, 1 << 16
+"""Levels and values of the JSON that is passed on as it is: schemas, settings of methods."""
+
+
+def check_values(content: bytes, limit: int) -> None:
+    """Refuse JSON that holds more values than can be read while others wait.
+
+    Raises:
+        ValueError: it has more than ``limit``, as the commas, braces and brackets outside of its
+            strings tell.
+    """
+    if sum(map(content.count, _BEFORE_VALUES)) <= limit:
+        return
+    text = content.replace(b"\\\\", b"").replace(b'\\"', b"")
+    count, end = 0, 0
+    while end >= 0 and count <= limit:
+        start = text.find(b'"', end)
+        stop = len(text) if start < 0 else start
+        count += sum(text.count(mark, end, stop) for mark in _BEFORE_VALUES)
+        end = -1 if start < 0 else text.find(b'"', start + 1)
+        end += end >= 0
+    if count > limit:
+        raise ValueError(f"it holds more than {limit:,} values")
+
+
+_BEFORE_VALUES = (b",", b"{", b"[")
 
 
 def _shallow(value: Any) -> Any:
     """Refuses what is nested too deeply for those who walk through it."""
-    level = [value]
+    level, count = [value], 0
     for _ in range(MAX_DEPTH):
         inner = [each for each in level if isinstance(each, dict | list)]
         level = [c for each in inner for c in (each.values() if isinstance(each, dict) else each)]
+        count += len(level)
+        if count > MAX_VALUES:
+            raise ValueError(f"it holds more than {MAX_VALUES:,} values")
         if not level:
             return value
     raise ValueError(f"it is nested deeper than {MAX_DEPTH} levels")
@@ -55,7 +83,7 @@ Count = Annotated[int, Field(ge=0)]
 Positive = Annotated[int, Field(ge=1)]
 Text = Annotated[str, Field(min_length=0)]
 """Text that UTF-8 can encode: with any constraint, pydantic refuses lone surrogates."""
-Ids = list[Count]
+Ids = Annotated[list[Count], Field(fail_fast=True)]
 Free = Annotated[dict[Text, Any], AfterValidator(_shallow)]
 """Any JSON object."""
 Few = Annotated[Free, Field(max_length=64)]
@@ -66,6 +94,16 @@ TopK = Annotated[int, AfterValidator(top_k_of)]
 """-1 is no limit, as 0 is."""
 Verbosity = Literal["low", "medium", "high"]
 Summary = Literal["auto", "concise", "detailed"]
+
+
+def _itself(value: Any) -> Any:
+    """``value``. Where pydantic calls Python for each item of a list, other threads get a turn."""
+    return value
+
+
+Interruptible = BeforeValidator(_itself)
+MAX_ITEMS = 1 << 13
+"""Messages of a conversation, and parts of one."""
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
 
 
@@ -184,6 +222,11 @@ class TextPart(Body):
     text: Text
 
 
+Parts = Annotated[
+    list[Annotated[TextPart, Interruptible]], Field(fail_fast=True, max_length=MAX_ITEMS)
+]
+
+
 class CalledFunction(Body):
     """The function of a call."""
 
@@ -204,7 +247,7 @@ class Message(Body):
     """A message of a conversation."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: Text | list[TextPart] | None = None
+    content: Text | Parts | None = None
     name: Text | None = None
     tool_calls: list[CalledTool] | None = None
     tool_call_id: Text | None = None
@@ -215,6 +258,12 @@ class Message(Body):
     annotations: list[Any] | None = Field(default=None, max_length=0)
     audio: None = None
     function_call: None = None
+
+
+Messages = Annotated[
+    list[Annotated[Message, Interruptible]],
+    Field(fail_fast=True, min_length=1, max_length=MAX_ITEMS),
+]
 
 
 class Function(Body):
@@ -279,7 +328,7 @@ class Prediction(Body):
 class ChatRequest(Penalised):
     """``POST /v1/chat/completions``."""
 
-    messages: Annotated[list[Message], Field(min_length=1)]
+    messages: Messages
     prediction: Prediction | None = None
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
@@ -299,10 +348,19 @@ class ChatRequest(Penalised):
 # ---- completions -------------------------------------------------------------------------------
 
 
+Texts = Annotated[list[Text], Field(fail_fast=True)]
+IdLists = Annotated[list[Ids], Field(fail_fast=True)]
+
+
 class CompletionRequest(Penalised):
     """``POST /v1/completions``."""
 
-    prompt: Text | Ids | list[Text] | list[Ids]
+    prompt: (
+        Text
+        | Ids
+        | Annotated[list[Text], Field(fail_fast=True)]
+        | Annotated[list[Ids], Field(fail_fast=True)]
+    )
     echo: bool | None = None
     logprobs: Count | None = None
 
@@ -319,12 +377,17 @@ class InputText(Body):
     logprobs: list[Free] | None = None
 
 
+InputTexts = Annotated[
+    list[Annotated[InputText, Interruptible]], Field(fail_fast=True, max_length=MAX_ITEMS)
+]
+
+
 class InputMessage(Body):
     """A message among the input items."""
 
     type: Literal["message"] = "message"
     role: Literal["system", "developer", "user", "assistant"]
-    content: Text | list[InputText]
+    content: Text | InputTexts
     id: Text | None = None
     status: Text | None = None
     phase: Literal["commentary", "final_answer"] | None = None
@@ -346,7 +409,7 @@ class FunctionCallOutput(Body):
 
     type: Literal["function_call_output"]
     call_id: Text
-    output: Text | list[InputText]
+    output: Text | InputTexts
     id: Text | None = None
     status: Text | None = None
 
@@ -461,7 +524,7 @@ class ResponseStreamOptions(Body):
 class ResponseRequest(Generating):
     """``POST /v1/responses``."""
 
-    input: Text | list[InputItem]
+    input: Text | Annotated[list[InputItem], Field(fail_fast=True, max_length=MAX_ITEMS)]
     instructions: Text | None = None
     max_output_tokens: int | None = None
     background: bool | None = None
@@ -482,12 +545,16 @@ class ResponseRequest(Generating):
 # ---- tokens ------------------------------------------------------------------------------------
 
 
+MAX_TOKENIZED = 1 << 19
+"""Characters of a text that is tokenised for its tokens alone."""
+
+
 class TokenizeRequest(Body):
     """``POST /tokenize``: a text, or a conversation through the chat template."""
 
     model: Text | None = None
-    prompt: Text | None = None
-    messages: Annotated[list[Message], Field(min_length=1)] | None = None
+    prompt: Annotated[str, Field(max_length=MAX_TOKENIZED)] | None = None
+    messages: Messages | None = None
     add_special_tokens: bool = True
     return_token_strs: bool = False
 

@@ -86,12 +86,16 @@ class RemoteBackend(Backend):
         if tokenizer is not None:
             worker.num_left = self._num_left
 
-    async def open(self, conversation: Conversation) -> Prompted:
+    async def prepare(self) -> None:
+        """Ask the servers, once, for the context of the model."""
+        if self._tokenizer is not None:
+            await self._ask_length()
+
+    def open(self, conversation: Conversation) -> Prompted:
         """The text that the chat template makes, or the last question of a chat."""
         is_chat = conversation.tools.forced or conversation.has_shape
         if self._tokenizer is None or is_chat or conversation.reasoning_effort is not None:
             return _chat_prompt(conversation)
-        await self._ask_length()
         ids = self.render(conversation)
         text = self.as_text(ids)
         return Prompted(

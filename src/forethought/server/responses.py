@@ -13,6 +13,7 @@ import time
 import uuid
 from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from contextlib import ExitStack, aclosing
+from functools import partial
 from typing import Any
 
 from pydantic import TypeAdapter
@@ -21,7 +22,14 @@ from starlette.responses import JSONResponse, Response
 
 from forethought.errors import ParameterError
 from forethought.server.backends import Conversation
-from forethought.server.http import EventStream, HttpError, encode, http_error, until_gone
+from forethought.server.http import (
+    Caller,
+    EventStream,
+    HttpError,
+    encode,
+    http_error,
+    until_gone,
+)
 from forethought.server.job import Job
 from forethought.server.message import AnswerStream, answer_of, num_thought_tokens
 from forethought.server.protocol import (
@@ -60,34 +68,14 @@ async def create_response(service: Service, body: ResponseRequest, request: Requ
     if body.background and not stored:
         why, fix = "store is false", "Leave store out"
         raise ParameterError("background needs store", why, fix, param="background")
-    tools = _tools(body)
     messages = conversation_of(service, body, caller.tenant)
-    asked = service.sampling_of(body, tools)
+    num_bytes = sum(len(str(message.get("content") or "")) for message in messages)
     with ExitStack() as held:
         held.enter_context(service.admitted())
-        opening = [{"role": "system", "content": body.instructions}] if body.instructions else []
-        conversation = Conversation(
-            [*opening, *messages],
-            tools,
-            has_shape=asked.has_shape,
-            thinks_first=asked.thinks_first,
-            reasoning_effort=body.reasoning.effort if body.reasoning else None,
-        )
-        prompted = await service.backend.open(conversation)
-        ask = service.ask("resp_", body, prompted, asked, num_choices=1, caller=caller)
-        if len(ask.composition.choices) > 1:
-            raise ParameterError(
-                "a response has one answer",
-                f"{ask.composition.spec!r} gives several",
-                "Use chats",
-                param="method",
-            )
+        prepare = partial(_prepared, service, body, caller, messages)
+        job, record, tools = await service.prepared(request, prepare, num_bytes)
         if stored:
             service.store.make_room(caller.tenant)
-        job = service.start(ask)
-        response = _response(body, ask.id, ask.model, stored)
-        record = Record(response, caller.tenant, messages)
-        if stored:
             service.store.add(record)
         run = _Run(service, job, record, tools)
         record.task = service.spawn(run.run(), held.pop_all())
@@ -103,6 +91,34 @@ async def create_response(service: Service, body: ResponseRequest, request: Requ
     if run.error is not None:
         raise run.error
     return JSONResponse(record.response)
+
+
+def _prepared(
+    service: Service, body: ResponseRequest, caller: Caller, messages: Sequence[dict[str, Any]]
+) -> tuple[Job, Record, Tools]:
+    """The answer to a conversation, before it begins, and the record of it."""
+    tools = _tools(body)
+    asked = service.sampling_of(body, tools)
+    opening = [{"role": "system", "content": body.instructions}] if body.instructions else []
+    conversation = Conversation(
+        [*opening, *messages],
+        tools,
+        has_shape=asked.has_shape,
+        thinks_first=asked.thinks_first,
+        reasoning_effort=body.reasoning.effort if body.reasoning else None,
+    )
+    prompted = service.backend.open(conversation)
+    ask = service.ask("resp_", body, prompted, asked, num_choices=1, caller=caller)
+    if len(ask.composition.choices) > 1:
+        raise ParameterError(
+            "a response has one answer",
+            f"{ask.composition.spec!r} gives several",
+            "Use chats",
+            param="method",
+        )
+    job = service.start(ask)
+    response = _response(body, ask.id, ask.model, body.store is not False)
+    return job, Record(response, caller.tenant, messages), tools
 
 
 def resumed(record: Record, after: int | None) -> Response:

@@ -118,13 +118,13 @@ def serve(
         shown = f"[{host}]" if ":" in host else host
         announce(f"http://{shown}:{bound}")
         server = Server(app, drain_seconds)
-        with _rare_collections():
+        with rare_collections():
             server.run(sockets=[opened])
     return 0 if server.started and not server.force_exit else 1
 
 
 @contextlib.contextmanager
-def _rare_collections() -> Iterator[None]:
+def rare_collections() -> Iterator[None]:
     """Garbage collections are rarer inside, and leave out what is there already.
 
     Each step of the engine and each request makes objects, for which Python's own thresholds would

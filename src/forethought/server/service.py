@@ -7,11 +7,14 @@ import hashlib
 import hmac
 import os
 import time
-from collections.abc import AsyncGenerator, Coroutine, Iterator, Mapping
+from collections import deque
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator, Mapping
 from contextlib import ExitStack, aclosing, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
+
+from starlette.requests import Request
 
 from forethought import methods
 from forethought.errors import ParameterError
@@ -21,9 +24,9 @@ from forethought.scaffolding.controller import NativeGenerationController
 from forethought.scaffolding.scaffolding_llm import ScaffoldingLlm
 from forethought.scaffolding.worker import Worker
 from forethought.server.backends import Backend, Prompted
-from forethought.server.composition import Dispatch
+from forethought.server.composition import Dispatch, needs_text
 from forethought.server.engine_job import EngineJob
-from forethought.server.http import Caller
+from forethought.server.http import Caller, until_gone
 from forethought.server.job import Ask, EchoJob, Job, MethodJob, Outcome, Update
 from forethought.server.limits import Admission, Overloaded
 from forethought.server.method_settings import schema_of
@@ -41,9 +44,13 @@ from forethought.server.sampling import (
 from forethought.server.settings import Settings
 from forethought.server.telemetry import Telemetry, plain_trace
 from forethought.server.tool_calls import Tools
+from forethought.server.workers import SMALL, Workers
 
 _NUM_IDS = 256
 """Whose random bytes are read together."""
+
+
+Result = TypeVar("Result")
 
 
 @dataclass(slots=True)
@@ -101,7 +108,8 @@ class Service:
         self.backend, self.settings, self.metrics = backend, settings, ServerMetrics()
         self.models = list(settings.served_model_names) or [backend.name]
         self.admission = Admission(settings.max_running, settings.max_waiting)
-        self.started, self.totals, self.ids = time.time(), Totals(), _random_ids()
+        self.started, self.totals, self.ids = time.time(), Totals(), _RandomIds()
+        self.workers = Workers()
         endpoint = settings.otlp_endpoint
         self.telemetry = None if endpoint is None else Telemetry.to(endpoint, self.models[0])
         self.methods = methods.closed(settings.allowed_methods)
@@ -120,6 +128,7 @@ class Service:
         engine = backend.llm
         stats = None if engine is None else (lambda: engine.stats)
         self.metrics.observe_engine(self.load, stats)
+        self._end_measuring = self.metrics.observe_loop(asyncio.get_running_loop())
         servers = getattr(backend, "servers", ())
         if servers:
             self.metrics.observe_upstream(servers)
@@ -140,6 +149,8 @@ class Service:
         if self._tasks:
             await asyncio.wait(self._tasks)
         await self.llm.ashutdown()
+        self.workers.close()
+        self._end_measuring()
         if self.telemetry is not None:
             await asyncio.to_thread(self.telemetry.close)
 
@@ -190,6 +201,28 @@ class Service:
             )
         return model, read_method(body.method, self.methods)
 
+    async def prepared(
+        self, request: Request, work: Callable[[], Result], num_bytes: int = 0
+    ) -> Result:
+        """What ``work`` makes of a body: templates, tokens, schemas.
+
+        It is called on the event loop if the body is small, else by a worker, while the client is
+        there.
+
+        Args:
+            request: whose body it is.
+            work: raises what is wrong with it.
+            num_bytes: that are read beside the body.
+
+        Raises:
+            HttpError: the client has gone.
+        """
+        await self.backend.prepare()
+        size, tenant = request.state.num_bytes + num_bytes, request.state.caller.tenant
+        if size <= SMALL:
+            return work()
+        return await until_gone(request.receive, self.workers.run(work, tenant, size))
+
     def ask(
         self,
         kind: str,
@@ -232,7 +265,9 @@ class Service:
                 further["prompt_logprobs"] = asked.prompt_logprobs
             sampling = sampling_params(params, **further)
             params = self.backend.task_params(prompted, params)
-            self.backend.check(prompted.prompt, sampling)
+            prompt = self.backend.check(prompted.prompt, sampling)
+        if not needs_text(composition):
+            prompted = replace(prompted, prompt=prompt)
         budget = body.budget.model_dump(exclude_none=True) if body.budget else {}
         return Ask(
             id=f"{kind}{next(self.ids)}",
@@ -387,11 +422,23 @@ def _salt(key: str) -> str:
     return hashlib.blake2b(key.encode(), digest_size=16, person=b"forethought").hexdigest()
 
 
-def _random_ids() -> Iterator[str]:
-    """Endless. Bytes for many are read at once: each read offers the GIL to the engine's thread."""
-    while True:
-        read = os.urandom(16 * _NUM_IDS).hex()
-        yield from (read[start : start + 32] for start in range(0, len(read), 32))
+class _RandomIds:
+    """Endless, for all threads. Bytes for many are read at once: each read offers the GIL to the
+    engine's thread."""
+
+    def __init__(self) -> None:
+        self._ids: deque[str] = deque()
+
+    def __iter__(self) -> _RandomIds:
+        return self
+
+    def __next__(self) -> str:
+        while True:
+            try:
+                return self._ids.popleft()
+            except IndexError:
+                read = os.urandom(16 * _NUM_IDS).hex()
+                self._ids.extend(read[start : start + 32] for start in range(0, len(read), 32))
 
 
 def _saved(meta: Mapping[str, Any]) -> int:

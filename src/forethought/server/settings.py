@@ -29,6 +29,8 @@ class Settings:
     ``timeout``                  seconds that one request may take, waiting included; None: any
     ``drain_seconds``            at the end, how long running requests may take to finish
     ``max_body_bytes``           of a request; a larger one is refused with status 413
+    ``max_body_values``          JSON values in it; more are refused with status 400
+    ``receive_seconds``          that a request may take to arrive, its headers and its body each
     ``max_choices``              answers to one request: ``n`` times the methods joined by ``|``
     ``max_generations``          that the methods of one request may begin: the product of all their
                                  samples, branches and steps; more are refused with status 400
@@ -55,6 +57,8 @@ class Settings:
     timeout: float | None = None
     drain_seconds: float = 30.0
     max_body_bytes: int = 8 * 2**20
+    max_body_values: int = 1 << 18
+    receive_seconds: float = 60.0
     max_choices: int = 128
     max_generations: int = DEFAULT_MAX_GENERATIONS
     stream_interval: float = 0.05
@@ -68,6 +72,7 @@ class Settings:
     def __post_init__(self) -> None:
         counts = (
             *("max_running", "max_body_bytes", "max_choices", "max_generations"),
+            "max_body_values",
             *("max_stored", "max_stored_bytes"),
         )
         for name in counts:
@@ -75,7 +80,7 @@ class Settings:
         validated("max_waiting", self.max_waiting, NON_NEGATIVE_INT)
         if self.timeout is not None:
             validated("timeout", self.timeout, SECONDS)
-        for name in ("drain_seconds", "store_seconds"):
+        for name in ("drain_seconds", "store_seconds", "receive_seconds"):
             validated(name, getattr(self, name), SECONDS)
         validated("stream_interval", self.stream_interval, TypeAdapter(float))
         if not 0 <= self.stream_interval <= 1:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import asyncio
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import NamedTuple
@@ -294,12 +294,6 @@ class Continuation(NamedTuple):
     """Text to append to them."""
 
 
-class _CachedSession(NamedTuple):
-    path: str
-    """Path of the scope that it was started in."""
-    live: LiveSession
-
-
 class SessionCache:
     """The live sequences of each request, kept until their scope is over.
 
@@ -310,72 +304,87 @@ class SessionCache:
 
     def __init__(self, capacity: int) -> None:
         self._capacity = capacity
-        self._requests: dict[str, list[_CachedSession]] = {}
-        """Least recently used first."""
+        self._requests: dict[str, dict[str, list[LiveSession]]] = {}
+        """By request and path of the scope that they were started in; least recently used first."""
+        self._held: set[LiveSession] = set()
 
     def add(self, scope: ExecutionScope | None, live: LiveSession) -> list[LiveSession]:
         """Keep a sequence that has been started. Returns those that are evicted."""
         request, path = _where(scope)
-        kept = self._requests.setdefault(request, [])
-        read = live.session.reads.union(*(entry.live.session.reads for entry in kept))
-        ended = [
-            entry
-            for entry in kept
-            if entry.path == path and entry.live.over and entry.live.session.sequence_id not in read
-        ]
-        evicted = ended[: max(0, len(ended) - self._capacity + 1)]
-        self._requests[request] = [entry for entry in kept if entry not in evicted] + [
-            _CachedSession(path, live)
-        ]
-        return [entry.live for entry in evicted]
+        paths = self._requests.setdefault(request, {})
+        kept, evicted = paths.setdefault(path, []), list[LiveSession]()
+        ended = [other for other in kept if other.over]
+        if len(ended) >= self._capacity:
+            every = [other for others in paths.values() for other in others]
+            read = live.session.reads.union(*(other.session.reads for other in every))
+            ended = [other for other in ended if other.session.sequence_id not in read]
+            evicted = ended[: max(0, len(ended) - self._capacity + 1)]
+            for other in evicted:
+                kept.remove(other)
+        kept.append(live)
+        self._held.add(live)
+        self._held.difference_update(evicted)
+        return evicted
 
     def end_scope(self, scope_id: str) -> list[LiveSession]:
         """Remove and return the sequences of a scope that is over."""
         request, _, path = scope_id.partition(":")
-        kept = self._requests.pop(request, [])
-        staying = [entry for entry in kept if path and entry.path != path]
-        if staying:
-            self._requests[request] = staying
-        return [entry.live for entry in kept if entry not in staying]
+        paths = self._requests.get(request, {})
+        removed = [*paths.values()] if not path else [paths.pop(path, [])]
+        if not path or not paths:
+            self._requests.pop(request, None)
+        sessions = [live for kept in removed for live in kept]
+        self._held.difference_update(sessions)
+        return sessions
 
     def clear(self) -> list[LiveSession]:
         """Remove and return all sequences."""
-        sessions = [entry.live for kept in self._requests.values() for entry in kept]
+        sessions = [*self._held]
         self._requests.clear()
+        self._held.clear()
         return sessions
 
     def holds(self, live: LiveSession) -> bool:
         """Whether the sequence is kept and can be continued."""
-        return not live.closed and any(
-            entry.live is live for kept in list(self._requests.values()) for entry in kept
-        )
+        return not live.closed and live in self._held
 
     def find(self, scope: ExecutionScope | None, prompt: Prompt) -> Continuation | None:
         """The sequence that a task with this prompt continues; None if there is none."""
         request, path = _where(scope)
-        kept = [entry for entry in self._requests.get(request, ()) if not entry.live.closed]
-        best: tuple[int, _CachedSession, Continuation] | None = None
-        for entry in kept:
-            # A task continues its own branch or an enclosing one, never a parallel one.
-            inside = entry.path in ("", path) or path.startswith(f"{entry.path}.")
-            spelled = entry.live.spelled
-            if inside and spelled is not None and isinstance(prompt, str):
-                size = len(spelled.text)
-                if prompt.startswith(spelled.text) and (best is None or size > best[0]):
-                    best = size, entry, Continuation(entry.live, spelled.length, prompt[size:])
-        if best is not None:
-            self._use(request, best[1])
-            return best[2]
-        same_prompt = next((entry for entry in kept if entry.live.prompt == prompt), None)
-        return (
-            None
-            if same_prompt is None
-            else Continuation(same_prompt.live, same_prompt.live.prompt_length, "")
-        )
+        paths = self._requests.get(request, {})
+        if isinstance(prompt, str) and (found := self._continued(paths, path, prompt)) is not None:
+            return found
+        every = (live for kept in paths.values() for live in kept)
+        same = next((live for live in every if not live.closed and live.prompt == prompt), None)
+        return None if same is None else Continuation(same, same.prompt_length, "")
 
-    def _use(self, request: str, used: _CachedSession) -> None:
-        others = [entry for entry in self._requests[request] if entry is not used]
-        self._requests[request] = [*others, used]
+    def _continued(
+        self, paths: Mapping[str, list[LiveSession]], path: str, prompt: str
+    ) -> Continuation | None:
+        """The longest text that a prompt begins with."""
+        best: tuple[int, list[LiveSession], Continuation] | None = None
+        for scope in _enclosing(path):  # its own branch or an enclosing one, never a parallel one
+            for live in paths.get(scope, ()):
+                spelled = None if live.closed else live.spelled
+                if spelled is not None and prompt.startswith(spelled.text):
+                    size = len(spelled.text)
+                    if best is None or size > best[0]:
+                        best = size, paths[scope], Continuation(live, spelled.length, prompt[size:])
+        if best is None:
+            return None
+        _, kept, found = best
+        kept.remove(found.live)
+        kept.append(found.live)
+        return found
+
+
+def _enclosing(path: str) -> Iterator[str]:
+    """The paths of the request, of the branches around a branch, and its own."""
+    yield ""
+    end = 0
+    while path and end >= 0:
+        end = path.find(".", end + 1)
+        yield path if end < 0 else path[:end]
 
 
 def _where(scope: ExecutionScope | None) -> tuple[str, str]:
