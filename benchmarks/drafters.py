@@ -4,6 +4,9 @@
     python -m benchmarks.drafters --only mtp eagle3 --rounds 9 --threads 1
     python -m benchmarks.drafters --batch 16 --prompts 16 --rounds 3
 
+The rows with fixed lengths have the settings of ``DRAFTERS``; those with ``default`` are what
+``--speculative NAME`` makes of the drafter, whose lengths goodput control chooses.
+
 Greedy, bf16, one engine each, all loaded at once, ``--batch`` requests at a time. In every round
 plain decoding and each drafter answer the same held-out problems, beginning with another one each
 time; the prompts of a round are new. Figures are medians over the rounds; a ratio is taken within
@@ -24,6 +27,7 @@ from benchmarks.report import print_report
 
 from forethought import LLM, SamplingParams
 from forethought.assets import drafter_dir, reasoner_dir
+from forethought.config import drafter_table
 from forethought.config.drafters import (
     DraftTargetDecodingConfig,
     EagleDecodingConfig,
@@ -34,7 +38,7 @@ from forethought.config.drafters import (
     ReDrafterDecodingConfig,
     SuffixDecodingConfig,
 )
-from forethought.config.speculation import DecodingBaseConfig
+from forethought.config.speculation import DecodingBaseConfig, named_config
 from forethought.evaluation.problems import shipped
 
 HEADS = reasoner_dir().parent
@@ -64,6 +68,16 @@ DRAFTERS: dict[str, DecodingBaseConfig] = {
         max_total_draft_tokens=12,
     ),
 }
+
+
+def with_defaults(names: list[str]) -> dict[str, DecodingBaseConfig]:
+    """The drafters of these names, each with its default beside it."""
+    configs: dict[str, DecodingBaseConfig] = {}
+    for name in names:
+        configs[name] = DRAFTERS[name]
+        if name in drafter_table.options():
+            configs[f"{name}, default"] = named_config(name)
+    return configs
 
 
 class Contestant:
@@ -125,7 +139,8 @@ def main() -> None:
     if (args.rounds + 1) * args.prompts > len(questions):
         parser.error(f"there are {len(questions)} problems, too few for new ones in every round")
     contestants = {PLAIN: Contestant(None, args.batch)}
-    contestants |= {name: Contestant(DRAFTERS[name], args.batch) for name in args.only}
+    drafters = with_defaults(args.only)
+    contestants |= {name: Contestant(config, args.batch) for name, config in drafters.items()}
     plain = contestants[PLAIN]
     for number in range(args.rounds + 1):
         start = number * args.prompts
@@ -136,9 +151,9 @@ def main() -> None:
         for contestant in order[first:] + order[:first]:
             contestant.answer(prompts, counts=number > 0)
     rows = [contestant.row(name, plain) for name, contestant in contestants.items()]
-    print("".join(f"{name:>19}" for name in rows[0]))
+    print("".join(f"{name:>21}" for name in rows[0]))
     for row in rows:
-        print("".join(f"{value:>19}" for value in row.values()))
+        print("".join(f"{value:>21}" for value in row.values()))
     settings = {"threads": args.threads, "rounds": args.rounds, "batch": args.batch}
     print_report("drafters", rows, **settings)
 

@@ -69,9 +69,7 @@ class BigramDrafter(Drafter):
         vocab_size = target.runner.lm.vocab_size
         if stored.config["vocab_size"] != vocab_size:
             raise ModelError("the head is another target's", "its vocabulary differs", "Train one")
-        head = BigramHead(vocab_size)
-        stored.fill(head, stored.tensors)
-        return cls(head)
+        return cls(stored.build(lambda: BigramHead(vocab_size), stored.tensors))
 
     def prepare_draft_tokens(
         self,

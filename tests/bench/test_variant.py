@@ -16,7 +16,7 @@ from forethought.config.drafters import (
     SuffixDecodingConfig,
     UserProvidedDecodingConfig,
 )
-from forethought.config.speculation import DecodingBaseConfig
+from forethought.config.speculation import DecodingBaseConfig, named_config
 from forethought.errors import ParameterError
 
 
@@ -60,6 +60,20 @@ def test_auto_is_settled_and_nothing_given_means_the_drafters_without_a_model():
     assert {"ngram", "suffix"} <= {config.name for config in settled([], 4)}
     assert all(config.speculative_model is None for config in settled([], 4))
     assert settled([], 4, "d")[-1].speculative_model == Path("d")
+
+
+@pytest.mark.parametrize("name", ["ngram", "medusa", "eagle3", "auto"])
+def test_beside_a_drafter_under_goodput_control_the_same_at_fixed_lengths_is_measured(name):
+    config = named_config(name)
+    controlled, fixed = settled([config], 4)
+    assert (controlled.length_control, fixed.length_control) == ("goodput", "fixed")
+    assert (controlled.name, fixed.name) == (config.name, f"{config.name}_fixed")
+    assert controlled.max_draft_len == fixed.max_draft_len
+    variants = variants_of([controlled, fixed])
+    assert variants[0] == Variant(config.name, controlled.max_draft_len)
+    assert {variant.drafter for variant in variants[1:]} == {fixed.name}
+    block = json.loads(json.dumps(written(variants[-1], [controlled, fixed])))
+    assert DecodingBaseConfig.from_dict(block) == fixed
 
 
 def test_a_variant_is_written_as_the_block_that_makes_it():

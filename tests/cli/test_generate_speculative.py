@@ -17,6 +17,7 @@ from forethought.assets import drafter_dir, heads_dir
 from forethought.cli.main import main
 from forethought.cli.options import speculative_config_of
 from forethought.config.drafters import MedusaDecodingConfig
+from forethought.config.speculation import named_config
 
 QUESTION = "Tom has 3 pens. He buys 4 more. How many?"
 OPTIONS = ["--json", "--dtype", "float32", "--max-tokens", "60"]
@@ -101,10 +102,28 @@ def plain() -> str:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_each_name_drafts_with_what_is_shipped_and_says_the_same(name: str) -> None:
-    text, metrics = generated("--speculative", name)
+    longest = named_config(name).max_draft_len or 5  # auto has none before it is resolved
+    text, metrics = generated("--speculative", name, "--max-draft-len", str(longest))
     assert text == plain()
     assert metrics["drafted"] > 0
     assert metrics["mean_acceptance_length"] >= NAMES[name]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_without_a_length_each_name_is_under_goodput_control(name: str) -> None:
+    args = argparse.Namespace(speculative=name, max_draft_len=None, draft_model=None)
+    config = speculative_config_of(args)
+    assert config == named_config(name)
+    assert config.length_control == "goodput"
+    args.max_draft_len = 2
+    assert speculative_config_of(args) == named_config(name, max_draft_len=2)
+    assert named_config(name, max_draft_len=2).length_control == "fixed"
+    assert named_config(name, draft_len_schedule={4: 2}).length_control == "fixed"
+
+
+@pytest.mark.parametrize("name", ["ngram", "medusa"])
+def test_under_goodput_control_the_text_is_that_of_plain_decoding(name: str) -> None:
+    assert generated("--speculative", name)[0] == plain()
 
 
 @pytest.mark.parametrize("name", BLOCKS)

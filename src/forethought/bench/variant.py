@@ -68,6 +68,8 @@ def settled(
 ) -> tuple[DecodingBaseConfig, ...]:
     """The given drafters, or the default ones, with every length settled.
 
+    A given drafter under goodput control has itself at fixed lengths beside it.
+
     Args:
         configs: as they were written; none: the default ones.
         max_batch_size: of the engine, which ``AutoDecodingConfig`` goes by.
@@ -75,8 +77,18 @@ def settled(
     """
     return tuple(
         config.resolve(max_batch_size) if isinstance(config, AutoDecodingConfig) else config
-        for config in configs or default_configs(draft_model)
+        for config in _with_fixed(configs) or default_configs(draft_model)
     )
+
+
+def _with_fixed(configs: Sequence[DecodingBaseConfig]) -> list[DecodingBaseConfig]:
+    found = []
+    for config in configs:
+        found.append(config)
+        if config.length_control == "goodput":
+            fixed = {"name": f"{config.name}_fixed", "length_control": "fixed"}
+            found.append(config.model_copy(update=fixed))
+    return found
 
 
 def variants_of(

@@ -137,7 +137,10 @@ def add_speculation_options(parser: argparse.ArgumentParser) -> None:
         "drafts with (default: for the embedded reasoner, its own)",
     )
     parser.add_argument(
-        "--max-draft-len", type=int, metavar="K", help="most tokens to draft in a row"
+        "--max-draft-len",
+        type=int,
+        metavar="K",
+        help="tokens to draft in a row, each time (default: as many as pay, none where none do)",
     )
 
 

@@ -43,6 +43,9 @@ MAX_ENTRIES = 1 << 24
 MAX_WINDOW = 1 << 16
 """Drafts over which an acceptance gate averages."""
 
+LENGTHS = frozenset({"max_draft_len", "length_control", "draft_len_schedule"})
+"""Fields that say how long drafts are."""
+
 Levels = Annotated[int, Field(ge=0, le=MAX_LEVELS)]
 Nodes = Annotated[int, Field(ge=0, le=MAX_NODES)]
 
@@ -62,7 +65,8 @@ def find_config_class(kind: Any) -> type[DecodingBaseConfig]:
 def named_config(name: str, model: object = None, **fields: Any) -> DecodingBaseConfig:
     """The configuration of a drafter that is given by its name alone, as ``--speculative`` does.
 
-    Its lengths are those of the table of drafters. For the embedded reasoner it drafts with the
+    Its longest drafts are those of the table of drafters, and goodput control chooses the length of
+    each, unless the fields say how long drafts are. For the embedded reasoner it drafts with the
     weights that are shipped for it.
 
     Args:
@@ -76,6 +80,8 @@ def named_config(name: str, model: object = None, **fields: Any) -> DecodingBase
     """
     spec = find_drafter(name)
     defaults = dict(spec.option_defaults)
+    if LENGTHS.isdisjoint(fields):
+        defaults["length_control"] = "goodput"
     if find_config_class(name).uses_model is not False and "speculative_model" not in fields:
         folder = spec.embedded_dir() if is_reasoner(model) else None
         if folder is not None:
