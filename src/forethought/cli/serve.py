@@ -38,6 +38,7 @@ _LISTS = {
     "allow_method": "allowed_methods",
     "api_key": "api_keys",
     "cors_origin": "cors_origins",
+    "allowed_host": "allowed_hosts",
 }
 """Options that may be given more than once, and the settings that they are."""
 _SETTINGS = (
@@ -142,6 +143,14 @@ def _add_server_options(server: argparse._ArgumentGroup) -> None:
     )
     server.add_argument("--served-model-name", nargs="+", metavar="NAME", help="names for clients")
     server.add_argument("--cors-origin", action="append", metavar="ORIGIN")
+    server.add_argument(
+        "--allowed-host",
+        action="append",
+        metavar="NAME",
+        help="answer to this name in the header Host, as a proxy may pass it on (again for more; "
+        "*.example.com: any below it, *: any). Default: where --host is of this machine alone, "
+        "its own names; else any",
+    )
     server.add_argument("--max-running", type=int, metavar="N", help="requests at once")
     server.add_argument("--max-waiting", type=int, metavar="N", help="requests in the queue")
     server.add_argument("--timeout", type=float, metavar="S", help="seconds for a request")
@@ -256,12 +265,15 @@ def settings_of(args: argparse.Namespace) -> Settings:
     Raises:
         ParameterError: a value outside its range.
     """
+    from forethought.server.hosts import is_loopback
     from forethought.server.settings import Settings
 
     environment = filter(None, os.environ.get("FORETHOUGHT_API_KEYS", "").split(","))
     given = {name: getattr(args, name, None) for name in (*_SETTINGS, *_FILE_ONLY)}
     given |= {name: getattr(args, option) for option, name in _LISTS.items()}
     given["api_keys"] = [*(args.api_key or ()), *environment]
+    if args.allowed_host is None and is_loopback(address(args)[0]):
+        given["allowed_hosts"] = [address(args)[0]]
     return Settings(**{name: value for name, value in given.items() if value is not None})
 
 

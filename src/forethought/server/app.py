@@ -36,7 +36,8 @@ from forethought.server import catalog
 from forethought.server.backends import Backend
 from forethought.server.chat import chat_completions
 from forethought.server.completions import completions
-from forethought.server.http import CLIENT_CLOSED, Caller, HttpError, http_error
+from forethought.server.hosts import check_host
+from forethought.server.http import CLIENT_CLOSED, ENDED, Caller, HttpError, http_error
 from forethought.server.metrics import CONTENT_TYPE
 from forethought.server.protocol import (
     ChatRequest,
@@ -104,6 +105,7 @@ def create_app(backend: Backend, settings: Settings | None = None) -> FastAPI:
         redoc_url=None,
         openapi_url="/openapi.json",
     )
+    app.state.settings = chosen
     _add_bodies(app)
     _add_responses(app)
     _add_catalog(app)
@@ -399,6 +401,7 @@ class Guard:
 
     def __init__(self, app: ASGIApp, settings: Settings) -> None:
         self._app, self._max_bytes = app, settings.max_body_bytes
+        self._hosts = settings.allowed_hosts
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request."""
@@ -411,7 +414,10 @@ class Guard:
         request_id = given if _ID.fullmatch(given) else next(service.ids)
         call = _Call(request_id, scope, receive, send, self._max_bytes)
         scope.setdefault("state", {})["request_id"] = call.id
+        service.calls.add(call)
         try:
+            if self._hosts:
+                check_host([v for name, v in scope["headers"] if name == b"host"], self._hosts)
             tenant = service.tenant(headers.get(b"authorization", b"").decode("latin-1"))
             if tenant is None and _needs_key(scope):
                 raise HttpError(
@@ -433,6 +439,7 @@ class Guard:
             if not call.status:
                 await failure.response()(scope, receive, call.send)
         finally:
+            service.calls.discard(call)
             call.log()
 
 
@@ -450,7 +457,15 @@ class _Call:
     ) -> None:
         self.id, self._scope, self._receive, self._send = request_id, scope, receive, send
         self._max_bytes, self._num_bytes, self.status = max_bytes, 0, 0
+        self._receiving: asyncio.Task[Any] | None = None
+        self._has_ended = False
         self._began = time.perf_counter()
+
+    def end(self) -> None:
+        """End it, as the server ends."""
+        self._has_ended = True
+        if self._receiving is not None:
+            self._receiving.cancel()
 
     def check_length(self, length: bytes | None) -> None:
         """Refuse a body that says itself that it is too large."""
@@ -458,8 +473,20 @@ class _Call:
             raise self._too_large()
 
     async def receive(self) -> Message:
-        """The next message; refuses the part of a body with which it becomes too large."""
-        message = await self._receive()
+        """The next message, ``ENDED`` if the server ends; refuses the part of a body with which it
+        becomes too large."""
+        if self._has_ended:
+            return ENDED
+        self._receiving = asyncio.current_task()
+        try:
+            message = await self._receive()
+        except asyncio.CancelledError:
+            if not self._has_ended or self._receiving is None:
+                raise
+            self._receiving.uncancel()
+            return ENDED
+        finally:
+            self._receiving = None
         self._num_bytes += len(message.get("body", b""))
         if self._num_bytes > self._max_bytes:
             raise self._too_large()

@@ -160,7 +160,7 @@ async def until_gone(receive: Receive, work: Coroutine[Any, Any, Result]) -> Res
     layers between the connection and the endpoint.
 
     Raises:
-        HttpError: it has, with status 499.
+        HttpError: it has, with status 499; or the server ends, with status 503.
     """
     doing, watching = asyncio.create_task(work), asyncio.create_task(_gone(receive))
     watching.add_done_callback(lambda _: doing.cancel())
@@ -170,15 +170,23 @@ async def until_gone(receive: Receive, work: Coroutine[Any, Any, Result]) -> Res
         waiting = asyncio.current_task()
         if not watching.done() or (waiting is not None and waiting.cancelling()):
             raise
+        if watching.result() is ENDED:
+            raise http_error(ENDING) from None
         message = "the client has gone away"
         raise HttpError(CLIENT_CLOSED, message, code="cancelled") from None
     finally:
         watching.cancel()
 
 
-async def _gone(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
+ENDED: Message = {"type": "http.disconnect"}
+"""What a request receives from a server that has ended before it."""
+ENDING = Overloaded("the server has ended", "the time for what ran is over", 30, draining=True)
+
+
+async def _gone(receive: Receive) -> Message:
+    while (message := await receive())["type"] != "http.disconnect":
         pass
+    return message
 
 
 def encode(event: str | None, data: Any) -> bytes:
@@ -256,7 +264,7 @@ class EventStream(Response):
 
         Raises:
             Exception: what the first event failed with.
-            HttpError: the client went away before it, with status 499.
+            HttpError: the client went away before it, with status 499; or the server ended.
         """
         start = {"type": "http.response.start", "status": 200, "headers": self.raw_headers}
         opening = _Opening(send, start)
@@ -264,12 +272,13 @@ class EventStream(Response):
             try:
                 await until_gone(receive, self._write(send, opening))
             except HttpError as error:
-                if error.status != CLIENT_CLOSED:
-                    raise
                 if self._on_gone is not None:
                     self._on_gone()
                 if not opening.has_begun:
                     raise
+                if error.status != CLIENT_CLOSED:
+                    await opening.sent()
+                    await send(_body(encode_failure(error), more=False))
 
     async def _write(self, send: Send, opening: _Opening) -> None:
         last = b""

@@ -33,6 +33,8 @@ CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _MAX_METHODS = 64
 """Methods with a label of their own; clients can compose as many as they like."""
 _OTHER = "other"
+_REASONS = ("stop", "length", "abort", "error", "tool_calls", "content_filter")
+"""Why requests end; other servers may say anything."""
 
 _FIRST_TOKEN = (
     *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75),
@@ -258,7 +260,7 @@ class RequestMetrics:
             tokens_saved: tokens that its method did without; below 0 counts as 0.
         """
         metrics = self._metrics
-        metrics.success.labels(*self._labels, reason).inc()
+        metrics.success.labels(*self._labels, reason if reason in _REASONS else _OTHER).inc()
         self._of(metrics.latency).observe(seconds)
         self._of(metrics.prompt_size).observe(usage.prompt_tokens)
         self._of(metrics.generated).observe(usage.completion_tokens)

@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from types import FrameType
-from typing import TextIO
+from typing import Any, TextIO
 
 import uvicorn
 from fastapi import FastAPI
@@ -44,6 +44,7 @@ class Server(uvicorn.Server):
     def __init__(self, app: FastAPI, drain_seconds: float) -> None:
         config = uvicorn.Config(
             app,
+            http=_impatient(_protocol(), app.state.settings.receive_seconds),
             access_log=False,
             log_config=None,
             server_header=False,
@@ -77,7 +78,66 @@ class Server(uvicorn.Server):
             while not draining.done() and not self.force_exit:
                 await asyncio.wait([draining], timeout=_POLL_SECONDS)
             draining.cancel()
+            self._app.state.service.end_calls()
         await super().shutdown(sockets)
+
+
+def _protocol() -> type[asyncio.Protocol]:
+    """HTTP in C if it is installed, else in Python."""
+    try:
+        from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+    except ModuleNotFoundError:
+        from uvicorn.protocols.http.h11_impl import H11Protocol
+
+        return H11Protocol
+    return HttpToolsProtocol
+
+
+def _impatient(protocol: type[Any], seconds: float) -> type[asyncio.Protocol]:
+    """A protocol of HTTP that closes a connection whose next request does not arrive.
+
+    Else clients that send a header a minute hold connections and memory for ever.
+
+    Args:
+        protocol: of uvicorn; its ``cycle`` is the request that has arrived last.
+        seconds: from the connection, or the first byte of a further request, to the end of the
+            headers.
+    """
+
+    class Impatient(protocol):  # type: ignore[misc]
+        """Closes it after ``seconds`` without a request."""
+
+        _timer: asyncio.TimerHandle | None = None
+
+        def connection_made(self, transport: Any) -> None:
+            super().connection_made(transport)
+            self._follow()
+
+        def data_received(self, data: bytes) -> None:
+            super().data_received(data)
+            self._follow()
+
+        def connection_lost(self, exc: Exception | None) -> None:
+            self._stop()
+            super().connection_lost(exc)
+
+        def _follow(self) -> None:
+            if self.cycle is not None and not self.cycle.response_complete:
+                self._stop()
+            elif self._timer is None:
+                self._timer = self.loop.call_later(seconds, self._give_up)
+
+        def _stop(self) -> None:
+            if self._timer is not None:
+                self._timer.cancel()
+                self._timer = None
+
+        def _give_up(self) -> None:
+            self._timer = None
+            if self.cycle is None or self.cycle.response_complete:
+                self.transport.close()
+
+    return Impatient
 
 
 def listen(host: str, port: int) -> socket.socket:

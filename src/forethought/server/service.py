@@ -12,7 +12,7 @@ from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator, Mappi
 from contextlib import ExitStack, aclosing, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from starlette.requests import Request
 
@@ -51,6 +51,13 @@ _NUM_IDS = 256
 
 
 Result = TypeVar("Result")
+
+
+class Call(Protocol):
+    """A request on a connection."""
+
+    def end(self) -> None:
+        """End it, as the server ends."""
 
 
 @dataclass(slots=True)
@@ -98,6 +105,7 @@ class Service:
 
     Attributes:
         metrics: of all requests.
+        calls: requests of clients that are connected.
         ids: random, of 128 bits, in hexadecimal.
         started: time of its start.
         models: the names under which clients know the model.
@@ -109,7 +117,7 @@ class Service:
         self.models = list(settings.served_model_names) or [backend.name]
         self.admission = Admission(settings.max_running, settings.max_waiting)
         self.started, self.totals, self.ids = time.time(), Totals(), _RandomIds()
-        self.workers = Workers()
+        self.workers, self.calls = Workers(), set[Call]()
         endpoint = settings.otlp_endpoint
         self.telemetry = None if endpoint is None else Telemetry.to(endpoint, self.models[0])
         self.methods = methods.closed(settings.allowed_methods)
@@ -140,6 +148,11 @@ class Service:
         model = workers[NativeGenerationController.WorkerTag.GENERATION.value]
         others = set(self.methods.tags()) - set(methods.shipped().tags())
         return {**dict.fromkeys(others, model), **workers}
+
+    def end_calls(self) -> None:
+        """End what clients wait for: its streams end with an error, the rest gets status 503."""
+        for call in [*self.calls]:
+            call.end()
 
     async def finish(self) -> None:
         """Take no further request, let the others finish for a while, and end what is left."""

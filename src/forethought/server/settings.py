@@ -36,6 +36,8 @@ class Settings:
                                  samples, branches and steps; more are refused with status 400
     ``stream_interval``          seconds in which new tokens of a stream are gathered; 0: none
     ``reasoning_in_content``     leave a thought in the content, with its markers
+    ``allowed_hosts``            names in the header ``Host`` that are answered, beside those of
+                                 this machine alone; empty: any
     ``cors_origins``             origins whose pages may call the server; empty: none but its own
     ``max_stored``               responses that are kept, shared equally by the keys; of a key's,
                                  the oldest finished one makes room
@@ -63,6 +65,7 @@ class Settings:
     max_generations: int = DEFAULT_MAX_GENERATIONS
     stream_interval: float = 0.05
     reasoning_in_content: bool = False
+    allowed_hosts: Sequence[str] = ()
     cors_origins: Sequence[str] = ()
     max_stored: int = 1000
     max_stored_bytes: int = 256 * 2**20
@@ -93,7 +96,13 @@ class Settings:
             raise ParameterError(
                 "invalid otlp_endpoint", reason, "Write it as in http://127.0.0.1:4318"
             )
-        for name in ("served_model_names", "allowed_methods", "api_keys", "cors_origins"):
+        for name in (
+            "served_model_names",
+            "allowed_methods",
+            "api_keys",
+            "cors_origins",
+            "allowed_hosts",
+        ):
             if any(not text.strip() for text in getattr(self, name)):
                 raise ParameterError(f"invalid {name}", "one of them is empty", "Leave it out")
         methods.closed(self.allowed_methods)
