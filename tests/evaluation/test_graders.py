@@ -32,13 +32,13 @@ def test_grading_looks_into_the_last_box_and_knows_mathematics():
         ("", "5", False),
     ],
 )
-def test_grading_is_as_lenient_as_math_verify(answer, reference, right, grader):
+def test_a_percentage_is_right_with_and_without_its_sign(answer, reference, right, grader):
     assert grader.grade(rf"\boxed{{{answer}}}", asked(reference)) is right
 
 
 @pytest.fixture(scope="module")
 def grader():
-    grader = MathGrader(time_limit=60.0)
+    grader = MathGrader()
     yield grader
     grader.close()
 
@@ -48,7 +48,7 @@ def test_grading_plain_answers_takes_no_process():
     assert grader.grade(r"\boxed{x = 0.50}", asked("1/2"))
     assert not grader.grade(r"\boxed{0.51}", asked("1/2"))
     assert not grader.grade(r"\boxed{no}", asked("yes"))
-    assert grader._sympy is None
+    assert not grader._sympy._idle
     assert MathGrader(equivalence=lambda one, other: True).grade(r"\boxed{1}", asked("2"))
 
 
@@ -88,13 +88,10 @@ def test_answers_are_graded_as_worked_out_by_hand(answer, reference, right, grad
     assert grader.grade(rf"So it is \boxed{{{answer}}}.", asked(reference)) is right
 
 
-def test_a_formula_that_takes_for_ever_is_wrong_and_the_next_is_graded():
-    grader = MathGrader(time_limit=0.5)
+def test_a_formula_that_takes_for_ever_is_wrong_and_the_next_is_graded(grader, caplog):
     assert not grader.grade(r"\boxed{9^{9^{9^{9}}} + x}", asked("x + 1"))
-    grader.close()
-    patient = MathGrader(time_limit=60.0)
-    assert patient.grade(r"\boxed{x + 1}", asked("1 + x"))
-    patient.close()
+    assert "too much work" in caplog.text
+    assert grader.grade(r"\boxed{\ln 8}", asked(r"3\ln 2"))
 
 
 # ---- programs ------------------------------------------------------------------------------------

@@ -52,6 +52,7 @@ def test_probes_without_an_answer_make_a_question_difficult():
         "difficulty": 0.75,
         "method": "majority_vote@5",
         "answer": "2",
+        "answer_rule": "boxed",
     }
 
 
@@ -123,7 +124,8 @@ def test_the_probe_with_the_highest_score_is_the_output_and_its_answer_is_told()
     reward = {"method": "checker", "checker": lambda question, text: "7" in text}
     output, _ = ask("57", policy, reward_controller=reward)
     assert output.text == boxed("7")
-    assert output.meta["compute_optimal"] == {"difficulty": 0.5, "method": PROBES, "answer": "7"}
+    told = output.meta["compute_optimal"]
+    assert told.items() >= {"difficulty": 0.5, "method": PROBES, "answer": "7"}.items()
 
 
 def test_a_policy_of_one_predictor_is_not_used_with_another():

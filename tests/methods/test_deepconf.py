@@ -71,6 +71,9 @@ def test_the_most_confident_samples_vote_with_their_confidence():
     assert result.output.text == "c5", "the most confident sample of the winning answer"
     assert told(result) == {
         "answer": "5",
+        "answer_rule": None,
+        "num_voters": 5,
+        "num_uncompared": 0,
         "share": pytest.approx(6.5 / 9.5),
         "samples": 5,
         "confidences": [2.0, 1.0, 4.0, 3.0, 2.5],

@@ -48,6 +48,9 @@ def test_the_seed_path_is_forked_at_its_least_confident_groups_and_the_answers_a
     assert worker.prompts == ["p", "paa", "paabbcc", "paa"]
     assert told(result) == {
         "answer": "7",
+        "answer_rule": None,
+        "num_voters": 4,
+        "num_uncompared": 0,
         "points": [{"at": 2, "confidence": 1.0}, {"at": 6, "confidence": 2.0}],
         "finished": 4,
     }  # 7 of the seed path and of the second fork, 5 of the others: the first seen wins the tie

@@ -1,14 +1,18 @@
 """Majority vote: the most frequent answer wins, and samples that cannot change it are cancelled."""
 
 import asyncio
+import contextlib
 import math
 import random
+import subprocess
+import sys
 import threading
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from forethought import methods
 from forethought.errors import BudgetExceeded, ParameterError, TaskError
 from forethought.methods import MajorityVoteController
 from forethought.scaffolding import (
@@ -54,12 +58,70 @@ def test_the_most_frequent_answer_wins_with_its_text_and_tokens():
     assert result.output.token_ids == [ord(c) for c in boxed("2")]
     assert result.output.finish_reason == "stop"
     told = result.output.meta["majority_vote"]
-    assert told == {"answer": "2", "samples": 3, "finished": 3}
+    counts = {"samples": 3, "finished": 3, "num_voters": 3, "num_uncompared": 0}
+    assert told == {"answer": "2", "answer_rule": "boxed"} | counts
 
 
 def test_answers_pool_by_what_they_mean():
     result, _ = vote(["0.5", "3", r"\frac{1}{2}", "3", "1/2"])
     assert result.output.text == boxed("0.5")
+
+
+def test_answers_outside_of_boxes_vote_and_the_rule_that_found_them_is_told():
+    texts = ["So, the farmer has 36 trees.", "Hence 35.", "The answer is 36.", r"It is \boxed{36}."]
+    controller = methods.create("majority_vote", default_sample_num=4, early_stop=False)
+    output = answer(controller, ScriptedWorker(texts)).output
+    assert output.text == texts[0]
+    told = output.meta["majority_vote"]
+    assert (told["answer"], told["answer_rule"], told["num_voters"]) == ("36", "number", 4)
+    controller = methods.create("majority_vote", default_sample_num=4, answer="boxed")
+    assert answer(controller, ScriptedWorker(texts)).output.text == texts[3]
+
+
+def test_a_sample_that_was_cut_does_not_vote_with_the_number_at_its_end():
+    texts = [Reply("we add 3", finish_reason="length"), Reply("1 + 3", finish_reason="length"), "4"]
+    controller = methods.create("majority_vote", default_sample_num=3, early_stop=False)
+    output = answer(controller, ScriptedWorker(texts)).output
+    assert (output.text, output.meta["majority_vote"]["num_voters"]) == ("4", 1)
+
+
+def test_a_vote_without_voters_warns(caplog):
+    controller = methods.create("majority_vote", default_sample_num=2, answer="boxed")
+    told = answer(controller, ScriptedWorker(["5", "5"])).output.meta["majority_vote"]
+    assert (told["answer"], told["num_voters"]) == (None, 0)
+    assert told["warning"] in caplog.text
+
+
+CLOCK = [r"\ln 8", r"\sin(2x)", r"3\ln 2", r"2\sin x\cos x", r"\ln(2^3)", "5", "5"]
+"""Three of seven mean the same, and it takes sympy to know."""
+
+
+def test_the_winner_does_not_depend_on_the_time_limit_of_formulas_that_are_plain_arithmetic():
+    says = ["5", "(8*6)-(18-11)", "(11*(18/6))+8", "5", "6*7-1"]
+    for time_limit in (600.0, 1e-3, 1e-6):
+        result, _ = vote(says, early_stop=False, equivalence=MathEquivalence(time_limit))
+        assert result.output.text == boxed("(8*6)-(18-11)")
+
+
+@pytest.mark.parametrize("num_busy", [2, pytest.param(20, marks=pytest.mark.slow)])
+def test_the_winner_is_the_same_with_busy_processes_beside(num_busy):
+    command = [sys.executable, "-c", "while True: pass"]
+    with contextlib.ExitStack() as ending:
+        for _ in range(num_busy):
+            busy = ending.enter_context(subprocess.Popen(command))
+            ending.callback(busy.kill)
+        result, _ = vote(CLOCK, early_stop=False)
+    assert result.output.text == boxed(CLOCK[0])
+    told = result.output.meta["majority_vote"]
+    assert (told["num_voters"], told["num_uncompared"]) == (7, 0)
+
+
+def test_formulas_that_are_compared_as_text_are_counted():
+    result, _ = vote(CLOCK, early_stop=False, equivalence=MathEquivalence(1e-6))
+    assert result.output.text == boxed("5")
+    told = result.output.meta["majority_vote"]
+    assert told["num_uncompared"] == 5
+    assert "compared as text" in told["warning"]
 
 
 def test_formulas_pool_too():
@@ -437,7 +499,8 @@ def test_a_vote_with_fewer_calls_than_samples_counts_those_that_it_could_draw(on
     inner = NativeGenerationController()
     controller = MajorityVoteController(inner, 5, False, on_failure=on_failure)
     result = answer(controller, ScriptedWorker(texts), budget=spent)
-    assert result.output.meta["majority_vote"] == {"answer": "2", "samples": 5, "finished": 4}
+    told = result.output.meta["majority_vote"]
+    assert told.items() >= {"answer": "2", "samples": 5, "finished": 4, "num_voters": 4}.items()
 
 
 def test_a_vote_counts_the_answers_that_could_be_compared_in_time():

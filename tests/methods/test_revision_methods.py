@@ -169,6 +169,7 @@ def test_each_answer_is_written_behind_all_earlier_ones_and_the_most_frequent_is
     output = run("sequential_revision", worker).output
     assert output.text == ANSWERS[2]  # 8, 7, 7, 9: the later one of those that say 7
     told = output.meta["sequential_revision"]
+    assert told.pop("vote")["num_voters"] == 4
     assert told == {"end": RevisionEnd.LIMIT, "answers": 4, "index": 2}
     assert worker.prompts[3] == "p" + "".join(said + REVISE_PROMPT for said in ANSWERS[:3])
 

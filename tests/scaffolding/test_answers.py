@@ -1,4 +1,4 @@
-r"""Finding answers in texts, pooling them, voting."""
+r"""Pooling answers, voting."""
 
 import itertools
 
@@ -6,55 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from forethought.scaffolding import (
-    extract_answer_from_boxed,
-    extract_answer_with_regex,
-    get_digit_majority_vote_result,
-)
-from forethought.scaffolding.answers import AnswerPool, get_majority_result, unpaired_brace
-from forethought.scaffolding.math_utils import extract_answer_from_boxed as same_function
-
-
-@pytest.mark.parametrize(
-    ("text", "answer"),
-    [
-        (r"so \boxed{42}.", "42"),
-        (r"\boxed{1} then \boxed{2}", "2"),
-        (r"\boxed{\frac{1}{2}}", r"\frac{1}{2}"),
-        (r"\boxed{ 7 }", "7"),
-        (r"\boxed {7}", "7"),
-        (r"\fbox{7} \fboxed{8}", "8"),
-        (r"\boxed{\{1, 2\}}", r"\{1, 2\}"),
-        (r"$\boxed 7$", "7"),
-        (r"\boxed{}", ""),
-        (r"\boxed{unclosed", None),
-        (r"\boxed{\frac{1}{2}", None),
-        ("no box", None),
-        ("", None),
-        (r"\boxed", None),
-    ],
-)
-def test_the_answer_is_what_stands_in_the_last_box(text, answer):
-    assert extract_answer_from_boxed(text) == answer
-
-
-def test_the_old_module_name_has_the_same_function():
-    assert same_function is extract_answer_from_boxed
-
-
-def test_an_answer_can_be_found_by_a_pattern():
-    text = "The final answer is 3\nThe final answer is 42"
-    assert extract_answer_with_regex(text) == "42"
-    assert extract_answer_with_regex("A: 7", r"A: (\d)") == "7"
-    assert extract_answer_with_regex("nothing") is None
-
-
-@pytest.mark.parametrize(
-    ("text", "place"),
-    [("42}", 2), ("{1}}", 3), ("{1}", None), ("", None), (r"\}}", 2), (r"a\\}", 3)],
-)
-def test_the_brace_that_closes_what_was_opened_before_is_found(text, place):
-    assert unpaired_brace(text) == place
+from forethought.scaffolding import get_digit_majority_vote_result
+from forethought.scaffolding.answers import AnswerPool, MathEquivalence, get_majority_result
 
 
 def boxed(*answers):
@@ -140,3 +93,20 @@ def test_a_vote_that_is_not_decided_could_still_turn(known, pending, random):
 def test_nothing_is_decided_before_the_first_vote():
     assert not AnswerPool().decided([0])
     assert AnswerPool().decided([])
+
+
+def test_a_vote_without_voters_says_so(caplog):
+    info = AnswerPool().info()
+    assert info["answer"] is None
+    assert info["num_voters"] == 0
+    assert "no sample has an answer" in info["warning"]
+    assert info["warning"] in caplog.text
+
+
+def test_a_vote_says_who_voted_by_which_rule_and_how_many_were_compared_as_text():
+    pool = AnswerPool(MathEquivalence())
+    for number, answer in enumerate(["1/2", "0.5", "9^{9^{9^{9}}}"]):
+        pool.add(number, answer)
+    info = pool.info("number")
+    assert info.pop("warning").startswith("1 answers take too much work")
+    assert info == {"answer": "1/2", "answer_rule": "number", "num_voters": 3, "num_uncompared": 1}

@@ -1,4 +1,4 @@
-"""Processes for formulas: they keep their time limit, and end with their owner."""
+"""Processes for formulas: they keep their limits, and end with their owner."""
 
 import os
 import queue
@@ -21,9 +21,10 @@ from forethought.scaffolding import (
 )
 from forethought.scaffolding.sympy_pool import SympyPool
 
-TOWER = "9^{9^{9^{9}}}"
+HARD = r"\sum_{k=1}^{10^{9}} \sin(k^k)"
 """Sympy would be at it for ever."""
-LONG = 3000.0
+STEPS = 10**6
+LONG = 10**10
 
 
 @pytest.fixture
@@ -61,26 +62,38 @@ def ended(process):
     return process._popen.wait(200) is not None
 
 
-def test_hostile_formulas_share_one_budget_and_leave_a_part_of_it_to_others(pool):
-    towers = [f"{n}+{TOWER}" for n in range(5)]
-    found = pool.forms([towers[0], "x+1", *towers[1:]], 3.0, 1.0).result(200)
-    assert list(found.known) == ["x+1"]
-    assert found.seconds < 20.0  # 3, and what a busy machine adds
+def test_a_hostile_formula_is_given_up_and_others_are_not(pool):
+    hostile = [HARD, r"\sin(9^{9^{9^{9}}})", r"\Gamma(10^{8}!)", r"\binom{x}{10^{9}}+\sin x"]
+    forms = pool.forms(["x+1", *hostile, "x+2"], STEPS).result(200)
+    assert forms.known.keys() == {"x+1", "x+2"}
+    assert {HARD, hostile[1]} <= forms.uncompared
+
+
+@pytest.mark.parametrize("steps", [0, 10_000, 30_000, 200_000, STEPS])
+def test_whether_a_formula_is_given_up_depends_on_it_alone(pool, steps):
+    """In whatever process, after whatever else, on a machine however busy."""
+    formulas = [r"\frac{x^2-1}{x-1}", r"\int_0^1 x^2 dx", r"\sum_{k=1}^{20}\frac{1}{k^2}"]
+    with SympyPool(1) as other:
+        alone = [other.forms([text], steps).result(200).uncompared for text in formulas]
+    together = pool.forms([r"\cos(\frac{\pi}{7})", *reversed(formulas)], steps).result(200)
+    assert frozenset().union(*alone) == together.uncompared & {*formulas}
+    assert bool(together.uncompared) == (steps < STEPS)
 
 
 def test_a_form_is_worked_out_once(pool, asked):
-    first = pool.forms(["x+1"], LONG).result(200)
-    assert pool.forms(["x+1"], LONG).result(200) == (first.known, 0.0)
-    assert len(asked.processes) == 1
+    first = pool.forms(["x+1", HARD], STEPS).result(200)
+    assert pool.forms(["x+1", HARD], STEPS).result(200) == first
+    assert len(asked.processes) == 2
+    assert len(set(map(id, asked.processes))) == 1
 
 
-def test_a_formula_for_which_there_was_too_little_time_is_tried_again(pool):
-    assert pool.forms(["x+1"], 0.0).result(200).known == {}
-    assert pool.forms(["x+1"], LONG).result(200).known
+def test_a_formula_that_was_given_up_is_tried_again_with_more_steps(pool):
+    assert pool.forms(["x+1"], 10).result(200).uncompared == {"x+1"}
+    assert pool.forms(["x+1"], STEPS).result(200).known
 
 
 def test_cancelling_ends_the_process_that_is_at_it_and_no_other(pool, asked):
-    hostile = pool.forms([TOWER], LONG)
+    hostile = pool.forms([HARD], LONG)
     at_it = asked.wait()
     assert pool.forms(["x+1"], LONG).result(200).known
     other = asked.wait()
@@ -93,7 +106,7 @@ def test_cancelling_ends_the_process_that_is_at_it_and_no_other(pool, asked):
 
 def test_more_formulas_than_processes_wait_and_may_be_cancelled(asked):
     with SympyPool(1) as pool:
-        hostile = pool.forms([TOWER], LONG)
+        hostile = pool.forms([HARD], LONG)
         asked.wait()
         waiting, cancelled = pool.forms(["x+1"], LONG), pool.forms(["x+2"], LONG)
         cancelled.cancel()
@@ -106,9 +119,9 @@ def test_a_closed_pool_has_no_process_and_takes_no_work(asked):
     pool = SympyPool()
     assert pool.forms(["x+1"], LONG).result(200).known
     idle = asked.wait()
-    hostile = pool.forms([TOWER], LONG)
+    hostile = pool.forms([HARD], LONG)
     busy = asked.wait()
-    waiting = pool.verify("x", "y", LONG)
+    waiting = pool.forms([r"\sin 1"], LONG)
     pool.close()
     for future in (hostile, waiting, pool.forms(["x"], LONG)):
         with pytest.raises(EngineStopped):
@@ -124,20 +137,14 @@ def test_it_works_from_many_threads_at_once(pool):
     assert len(set.union(*found)) == 12
 
 
-def test_math_verify_compares_two_answers(pool):
-    assert pool.verify("50", r"50\%", LONG).result(200)
-    assert not pool.verify("51", r"50\%", LONG).result(200)
-    assert not pool.verify(TOWER, "5x", 0.3).result(200)
-
-
 # ---- in a request -----------------------------------------------------------------
 
 
 def hostile_vote():
     controller = MajorityVoteController(
-        NativeGenerationController(), 3, equivalence=MathEquivalence(LONG)
+        NativeGenerationController(), 3, equivalence=MathEquivalence(LONG / STEPS)
     )
-    worker = ScriptedWorker(lambda prompt, index: rf"\boxed{{{index}+{TOWER}}}")
+    worker = ScriptedWorker(lambda prompt, index: rf"\boxed{{{index}+{HARD}}}")
     return ScaffoldingLlm(controller, {"generation": worker})
 
 
@@ -174,7 +181,7 @@ class Overridden(MajorityVoteController):
 @pytest.mark.parametrize("kind", [MajorityVoteController, Overridden])
 def test_requests_share_the_processes_of_their_llm(kind, asked):
     controller = kind(NativeGenerationController(), 2, early_stop=False)
-    worker = ScriptedWorker(lambda prompt, index: rf"\boxed{{{prompt}+{index % 2}x}}")
+    worker = ScriptedWorker(lambda prompt, index: rf"\boxed{{\sin {prompt}+{index % 2}}}")
     with ScaffoldingLlm(controller, {"generation": worker}, 1) as llm:
         for prompt in "yz":
             llm.generate(prompt)
@@ -189,10 +196,10 @@ PARENT = """
 import sys, threading
 from forethought.scaffolding import sympy_pool
 pool = sympy_pool.SympyPool()
-pool.forms(["x+1"], 60.0).result()
+pool.forms(["x+1"], 10**6).result()
 print(pool._idle[0]._popen.pid, flush=True)
 if sys.argv[1] != "idle":
-    pool.forms([sys.argv[1]], 5.0)
+    pool.forms([sys.argv[1]], 10**10)
     while not pool._busy:
         pass
     print("busy", flush=True)
@@ -205,7 +212,7 @@ def run(code, *args, **options):
 
 
 @pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="needs Linux")
-@pytest.mark.parametrize("work", ["idle", TOWER, r"\sum_{k=1}^{10^{9}} \sin(k^k)"])
+@pytest.mark.parametrize("work", ["idle", HARD])
 def test_a_process_ends_when_its_parent_is_killed(work):
     command, options = run(PARENT.format(end="threading.Event().wait()"), work)
     with subprocess.Popen(command, **options) as parent:
@@ -221,7 +228,7 @@ def test_a_process_ends_when_its_parent_is_killed(work):
 
 
 def test_a_hostile_formula_does_not_hold_up_the_end_of_the_interpreter():
-    command, options = run(PARENT.format(end="").replace("5.0", "3000.0"), TOWER)
+    command, options = run(PARENT.format(end=""), HARD)
     assert subprocess.run(command, timeout=200, check=True, **options).stdout.endswith("busy\n")
 
 
@@ -233,7 +240,7 @@ def test_what_lies_in_the_working_directory_is_not_executed(path, tmp_path):
     added = [] if found is None else [found]
     code = (
         "from forethought.scaffolding import MathEquivalence\n"
-        "assert MathEquivalence(600.0)('x+1', '1+x')\n"
+        "assert MathEquivalence()(r'\\ln 8', r'3\\ln 2')\n"
     )
     paths = [*added, *[p for p in sys.path if os.path.isabs(p)]]
     command, options = run(

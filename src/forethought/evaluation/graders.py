@@ -5,31 +5,37 @@ Each is a ``Grader`` (``problems``) and may be shared between threads.
 
 from __future__ import annotations
 
+import logging
 import re
 import secrets
 import threading
 from collections.abc import Callable
-from fractions import Fraction
 
 from forethought.evaluation.problems import Problem
-from forethought.scaffolding.answers import extract_answer_from_boxed
-from forethought.scaffolding.canonical_form import canonical_form
+from forethought.scaffolding.answers import (
+    AnswerClasses,
+    MathEquivalence,
+    extract_answer_from_boxed,
+)
 from forethought.scaffolding.sandbox import Sandbox
 from forethought.scaffolding.sympy_pool import SympyPool
 from forethought.scaffolding.verifier import Verifier
 
+_logger = logging.getLogger(__name__)
+
 
 class MathGrader:
-    r"""Compares what stands in the last ``\boxed{}`` of a text with the reference answer.
+    r"""Compares the final answer of a text with the reference answer.
 
-    An answer is right if its canonical form is the reference's, or if ``math-verify`` finds them
-    equal, which is more lenient: ``50\%`` is right for both ``50`` and ``0.5``. It runs in a
-    process with sympy, which ``close`` ends.
+    An answer is right if its canonical form is the reference's, which is what votes go by
+    (``MathEquivalence``). A grader knows what was asked for, so it also takes a percentage with and
+    without its sign: ``50\%`` is right for both ``50`` and ``0.5``.
 
     Args:
         extract: finds the answer in a text; a text without one is wrong.
         equivalence: whether an answer and the reference mean the same; replaces the above.
-        time_limit: seconds for one comparison by ``math-verify``; beyond it an answer is wrong.
+        time_limit: work for one formula, as in ``MathEquivalence``; an answer that takes more is
+            wrong unless it is written like the reference.
     """
 
     def __init__(
@@ -38,7 +44,7 @@ class MathGrader:
         equivalence: Callable[[str, str], bool] | None = None,
         time_limit: float = 3.0,
     ) -> None:
-        self._extract, self._time_limit = extract, time_limit
+        self._extract, self._rule = extract, MathEquivalence(time_limit)
         self._equivalence = equivalence or self._is_equal
         self._sympy: SympyPool | None = None
         self._lock = threading.Lock()
@@ -60,21 +66,26 @@ class MathGrader:
             pool.close()
 
     def _is_equal(self, answer: str, reference: str) -> bool:
-        forms = canonical_form(answer), canonical_form(reference)
-        if forms[0] == forms[1]:
-            return True
-        if not (answer and reference) or all(map(_is_plain, (answer, reference), forms)):
-            return False
         with self._lock:
             pool = self._sympy = self._sympy or SympyPool(1)
-        return pool.verify(reference, answer, self._time_limit).result()
+        classes = AnswerClasses(self._rule, pool)
+        variants = [answer, reference, *_without_percent(answer, reference)]
+        classes.find(variants)
+        for text in (answer, reference):
+            if classes.is_uncompared(text):
+                _logger.warning("compared as text, as it takes too much work: %s", text[:200])
+        forms = [classes.of(text) for text in variants]
+        pairs = zip(forms[::2], forms[1::2], strict=True)
+        return bool(answer.strip()) and any(one == other for one, other in pairs)
 
 
-def _is_plain(answer: str, form: object) -> bool:
-    """Whether there is one way to read an answer: words, or a number that is no percentage."""
-    if isinstance(form, Fraction):
-        return not re.search("[%=]", answer)
-    return isinstance(form, str) and form.replace(" ", "").isalpha()
+_PERCENT = re.compile(r"\s*(?:\\?%|\\?\s*percent|\\text\{\s*percent\s*\})\s*\.?\s*$")
+
+
+def _without_percent(answer: str, reference: str) -> tuple[str, ...]:
+    """Both without the sign of a percentage, if one of them has it and the other one has not."""
+    bare = _PERCENT.sub("", answer), _PERCENT.sub("", reference)
+    return bare if (bare[0] == answer) != (bare[1] == reference) else ()
 
 
 class VerifierGrader:

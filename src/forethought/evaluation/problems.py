@@ -17,7 +17,10 @@ from typing import TYPE_CHECKING, Any, Protocol
 from forethought import assets
 from forethought.errors import ParameterError, UsageError
 from forethought.evaluation.data_files import Record, read_records
-from forethought.scaffolding.answers import extract_answer_from_boxed, extract_answer_with_regex
+from forethought.scaffolding.answer_extraction import (
+    extract_answer_from_boxed,
+    extract_answer_with_regex,
+)
 
 if TYPE_CHECKING:
     from forethought.llm.async_llm import AsyncLLM

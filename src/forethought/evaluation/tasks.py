@@ -3,11 +3,11 @@ r"""Tasks: problems of a known kind, how they are asked, and how answers are gra
 =============  ==========================================  =====================================
 task           data                                        graded by
 =============  ==========================================  =====================================
-arithmetic     shipped; JSON lines of one's own            ``math-verify``
+arithmetic     shipped; JSON lines of one's own            canonical forms
 countdown      shipped; numbers and target, or questions   the exact checker of expressions
-gsm8k          ``question``, ``answer`` with ``#### 72``   ``math-verify``
-math500        ``problem``, ``answer`` or ``\boxed{}``     ``math-verify``
-aime24         ``problem``, ``answer`` from 0 to 999       ``math-verify``
+gsm8k          ``question``, ``answer`` with ``#### 72``   canonical forms
+math500        ``problem``, ``answer`` or ``\boxed{}``     canonical forms
+aime24         ``problem``, ``answer`` from 0 to 999       canonical forms
 humaneval      ``prompt``, ``test``, ``entry_point``       the tests, run in a sandbox
 game24         ``Puzzles`` such as ``1 1 4 6``             the exact checker of expressions
 =============  ==========================================  =====================================
@@ -27,7 +27,7 @@ from forethought.errors import ParameterError, UnknownNameError, UsageError
 from forethought.evaluation.data_files import Record, read_records
 from forethought.evaluation.graders import CodeGrader, MathGrader, VerifierGrader
 from forethought.evaluation.problems import Grader, Problem, of_record, shipped
-from forethought.scaffolding.answers import extract_answer_from_boxed
+from forethought.scaffolding.answer_extraction import extract_answer_from_boxed
 from forethought.scaffolding.sandbox import Sandbox
 from forethought.scaffolding.verifier import MAX_DIGITS, read_countdown, verifier
 

@@ -35,7 +35,7 @@ from forethought.methods.archon_prompts import (
     unit_tests_in,
 )
 from forethought.scaffolding import sampling
-from forethought.scaffolding.answers import without_thought
+from forethought.scaffolding.answer_extraction import without_thought
 from forethought.scaffolding.controller import Controller, expect_one_text, refuse_arguments
 from forethought.scaffolding.judge import filled, question_of
 from forethought.scaffolding.parallel import ParallelProcess, Process

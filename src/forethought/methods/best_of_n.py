@@ -23,6 +23,7 @@ from pydantic import TypeAdapter
 
 from forethought.errors import BudgetExceeded, ParameterError
 from forethought.scaffolding import answer_spaces, sampling
+from forethought.scaffolding.answer_extraction import AnswerRule
 from forethought.scaffolding.answer_spaces import AnswerSpace
 from forethought.scaffolding.answers import AnswerPool
 from forethought.scaffolding.controller import (
@@ -58,6 +59,7 @@ class BestOfNController(Controller):
             answer whose samples have the highest sum of scores.
         answer_space: for the weighted choice: where the answer stands and which answers mean the
             same, as in ``majority_vote``.
+        answer: the rule that finds answers, see ``scaffolding.answer_extraction``.
 
     Raises:
         ParameterError: fewer than one sample, or a setting of the wrong kind.
@@ -72,6 +74,7 @@ class BestOfNController(Controller):
         on_failure: OnFailure = "raise",
         choice: Choice = "best",
         answer_space: AnswerSpace | str = "math",
+        answer: AnswerRule = "auto",
     ) -> None:
         super().__init__()
         self.generation_controller = expect_generation(generation_controller)
@@ -79,7 +82,7 @@ class BestOfNController(Controller):
         self.default_sample_num = validated("default_sample_num", default_sample_num, POSITIVE_INT)
         self.on_failure = validated("on_failure", on_failure, ON_FAILURE)
         self.choice = validated("choice", choice, _CHOICE)
-        self.answer_space = answer_spaces.answer_space(answer_space)
+        self.answer_space = answer_spaces.answer_space(answer_space, answer)
 
     def fan_out(self) -> int:
         """The samples."""
@@ -123,7 +126,8 @@ class BestOfNController(Controller):
         scored = {number: score for number, score in enumerate(scores) if score is not None}
         info: dict[str, Any] = {"scores": scores}
         if self.choice == "weighted":
-            info["answer"], scored = yield from self._leading(samples, scored)
+            vote, scored = yield from self._leading(samples, scored)
+            info |= vote
         best, index = self.select_best(
             [samples[number] for number in scored], [*scored.values()], **(select_best_kwargs or {})
         )
@@ -174,7 +178,8 @@ class BestOfNController(Controller):
         return list(scores)
 
     def _leading(self, samples: Sequence[GenerationTask], scored: Mapping[int, float]) -> Process:
-        """The answer with the largest sum of scores, and the scores of the samples that give it.
+        """What there is to say of the vote, and the scores of the samples that give the answer
+        with the largest sum of scores.
 
         All scores, if no sample has an answer.
         """
@@ -189,11 +194,13 @@ class BestOfNController(Controller):
         try:
             yield from pool.adding(said)
         except BudgetExceeded:
-            return None, scored
+            return {"answer": None}, scored
         winner, _ = pool.heaviest(scored)
         if winner is None:
-            return None, scored
-        return winner.answer, {number: scored[number] for number in sorted(winner.members)}
+            return pool.info(), scored
+        rule = answer_spaces.rule_of(self.answer_space, samples[winner.first])
+        info = pool.info(rule) | {"answer": winner.answer}
+        return info, {number: scored[number] for number in sorted(winner.members)}
 
     def select_best(
         self, tasks: Sequence[GenerationTask], reward_values: Sequence[float], **kwargs: Any

@@ -23,19 +23,18 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from forethought.errors import BudgetExceeded, ParameterError
-from forethought.scaffolding import sampling
+from forethought.scaffolding import answer_spaces, sampling
+from forethought.scaffolding.answer_extraction import AnswerRule
 from forethought.scaffolding.answers import (
     AnswerPool,
     Equivalence,
     PairwiseEquivalence,
     checked_equivalence,
-    extract_answer_from_boxed,
 )
 from forethought.scaffolding.controller import Controller, expect_generation, expect_text
 from forethought.scaffolding.parallel import AsCompleted, Branch, Process
 from forethought.scaffolding.result import Stage
 from forethought.scaffolding.settings import (
-    FUNCTION,
     OPTIONAL_POSITIVE_INT,
     POSITIVE_INT,
     validated,
@@ -46,8 +45,8 @@ from forethought.scaffolding.task import GenerationTask
 class BudgetVoteController(Controller):
     """Votes among as many samples as a fixed number of tokens pays for.
 
-    ``customized_result_fields["budget_vote"]`` holds the ``answer``, the number of ``samples`` and
-    the ``tokens`` that they took.
+    ``customized_result_fields["budget_vote"]`` holds the ``answer``, the number of ``samples``, the
+    ``tokens`` that they took, and what else a ``majority_vote`` says of its voters.
 
     Args:
         generation_controller: cloned for each sample; generates it as one task.
@@ -57,7 +56,8 @@ class BudgetVoteController(Controller):
         answer_tokens: of a share, left for the closing text and the answer; the rest is the
             sample's ``thinking_budget``. None: no thought is closed.
         max_sample_num: most samples, further ones included.
-        extract_answer: finds the answer in a text; None: the sample does not vote.
+        answer: the rule that finds answers, see ``scaffolding.answer_extraction``.
+        extract_answer: in its place: finds the answer in a text; None: the sample does not vote.
         equivalence: decides which answers mean the same, as in ``majority_vote``.
 
     Raises:
@@ -72,7 +72,8 @@ class BudgetVoteController(Controller):
         *,
         answer_tokens: int | None = 64,
         max_sample_num: int = 64,
-        extract_answer: Callable[[str], str | None] = extract_answer_from_boxed,
+        answer: AnswerRule = "auto",
+        extract_answer: Callable[[str], str | None] | None = None,
         equivalence: Equivalence | PairwiseEquivalence | None = None,
     ) -> None:
         super().__init__()
@@ -81,7 +82,8 @@ class BudgetVoteController(Controller):
         self.default_sample_num = validated("default_sample_num", default_sample_num, POSITIVE_INT)
         self.answer_tokens = validated("answer_tokens", answer_tokens, OPTIONAL_POSITIVE_INT)
         self.max_sample_num = validated("max_sample_num", max_sample_num, POSITIVE_INT)
-        self.extract_answer = validated("extract_answer", extract_answer, FUNCTION)
+        self.answer, self.extract_answer = answer, extract_answer
+        self.answer_space = answer_spaces.answer_space("math", answer, extract_answer)
         self.equivalence = checked_equivalence(equivalence)
 
     def fan_out(self) -> int:
@@ -160,7 +162,7 @@ class BudgetVoteController(Controller):
 
     def _vote(self, task: GenerationTask, samples: Sequence[GenerationTask]) -> Process:
         pool, texts = AnswerPool(self.equivalence), [sample.output_str for sample in samples]
-        answers = [None if text is None else self.extract_answer(text) for text in texts]
+        answers = [self.answer_space.answer_of(sample) for sample in samples]
         with contextlib.suppress(BudgetExceeded):  # of seconds
             yield from pool.adding(dict(enumerate(answers)))
         winner = pool.winner
@@ -171,7 +173,7 @@ class BudgetVoteController(Controller):
         task.result, task.samples = chosen.result, []
         task.request_handle = chosen.request_handle
         task.customized_result_fields["budget_vote"] = {
-            "answer": answer,
+            **pool.info(answer_spaces.rule_of(self.answer_space, chosen)),
             "samples": len(samples),
             "tokens": sum(map(_num_tokens, samples)),
         }

@@ -29,6 +29,7 @@ from forethought.errors import BudgetExceeded, ParameterError
 from forethought.methods.stack import split, stack
 from forethought.methods.table import MethodTable, SettingsByMethod
 from forethought.scaffolding import answer_spaces, sampling
+from forethought.scaffolding.answer_extraction import AnswerRule
 from forethought.scaffolding.answer_spaces import AnswerSpace
 from forethought.scaffolding.answers import AnswerPool
 from forethought.scaffolding.controller import (
@@ -49,14 +50,15 @@ __all__ = ["PROBES", "ComputeOptimalController", "Policy", "fit"]
 class ComputeOptimalController(Controller):
     """Answers a question with the method that a policy chooses by its difficulty.
 
-    ``customized_result_fields["compute_optimal"]`` holds the ``difficulty``, the ``method`` and the
-    ``answer`` in the text that is returned.
+    ``customized_result_fields["compute_optimal"]`` holds the ``difficulty``, the ``method``, the
+    ``answer`` in the text that is returned and the ``answer_rule`` that found it.
 
     Args:
         policy: a ``Policy``, a mapping with its fields, or the path of its JSON file.
         generation_controller: cloned for each probe.
         answer_space: where the answer stands and which answers mean the same, as in
             ``majority_vote``.
+        answer: the rule that finds answers, see ``scaffolding.answer_extraction``.
         settings: by method of the policy: its further settings.
         reward_controller: scores the probes from 0 to 1, for a policy that was fitted on scores.
         method_table: where the policy's methods, and those in ``settings``, have their names. A
@@ -77,6 +79,7 @@ class ComputeOptimalController(Controller):
         generation_controller: Controller,
         *,
         answer_space: AnswerSpace | str = "math",
+        answer: AnswerRule = "auto",
         settings: SettingsByMethod | None = None,
         reward_controller: Controller | None = None,
         method_table: MethodTable | None = None,
@@ -84,7 +87,7 @@ class ComputeOptimalController(Controller):
         super().__init__()
         self.policy = Policy.load(policy)
         self.generation_controller = expect_generation(generation_controller)
-        self.answer_space = answer_spaces.answer_space(answer_space)
+        self.answer_space = answer_spaces.answer_space(answer_space, answer)
         self.reward_controller = (
             None
             if reward_controller is None
@@ -146,6 +149,7 @@ class ComputeOptimalController(Controller):
             "difficulty": difficulty,
             "method": method,
             "answer": self.answer_space.answer_of(chosen),
+            "answer_rule": answer_spaces.rule_of(self.answer_space, chosen),
         }
 
     def _probe(self, task: GenerationTask, options: Mapping[str, Any]) -> Process:

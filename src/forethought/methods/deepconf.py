@@ -34,13 +34,13 @@ from typing import Annotated, Any
 from pydantic import Field, TypeAdapter
 
 from forethought.errors import BudgetExceeded, ParameterError
-from forethought.scaffolding import sampling
+from forethought.scaffolding import answer_spaces, sampling
+from forethought.scaffolding.answer_extraction import AnswerRule
 from forethought.scaffolding.answers import (
     AnswerPool,
     Equivalence,
     PairwiseEquivalence,
     checked_equivalence,
-    extract_answer_from_boxed,
 )
 from forethought.scaffolding.confidence import (
     TOP_K,
@@ -60,7 +60,6 @@ from forethought.scaffolding.controller import (
 from forethought.scaffolding.parallel import Branch, Process, run_until
 from forethought.scaffolding.result import Stage
 from forethought.scaffolding.settings import (
-    FUNCTION,
     ON_FAILURE,
     OPTIONAL_POSITIVE_INT,
     POSITIVE_INT,
@@ -91,7 +90,8 @@ class DeepConfController(Controller):
             the lowest tenth.
         window: tokens of a group, and of the tail.
         top_k: most probable tokens that the confidence of a token is taken over.
-        extract_answer: finds the answer in a text; None: the sample does not vote.
+        answer: the rule that finds answers, see ``scaffolding.answer_extraction``.
+        extract_answer: in its place: finds the answer in a text; None: the sample does not vote.
         equivalence: decides which answers mean the same, as in ``majority_vote``.
         on_failure: ``"raise"`` fails if a sample does; ``"drop"`` votes without it.
 
@@ -108,7 +108,8 @@ class DeepConfController(Controller):
         aggregation: Aggregation = "bottom_groups",
         window: int = WINDOW,
         top_k: int = TOP_K,
-        extract_answer: Callable[[str], str | None] = extract_answer_from_boxed,
+        answer: AnswerRule = "auto",
+        extract_answer: Callable[[str], str | None] | None = None,
         equivalence: Equivalence | PairwiseEquivalence | None = None,
         on_failure: OnFailure = "raise",
     ) -> None:
@@ -117,7 +118,8 @@ class DeepConfController(Controller):
         self.default_sample_num = validated("default_sample_num", default_sample_num, POSITIVE_INT)
         self.kept = validated("kept", kept, _SHARE)
         self.reward = ConfidenceRewardController(aggregation, window=window, top_k=top_k)
-        self.extract_answer = validated("extract_answer", extract_answer, FUNCTION)
+        self.answer, self.extract_answer = answer, extract_answer
+        self.answer_space = answer_spaces.answer_space("math", answer, extract_answer)
         self.equivalence = checked_equivalence(equivalence)
         self.on_failure = validated("on_failure", on_failure, ON_FAILURE)
 
@@ -195,7 +197,8 @@ class OnlineDeepConfController(DeepConfController):
             depend on it.
         window: tokens of a group.
         top_k: most probable tokens that the confidence of a token is taken over.
-        extract_answer: finds the answer in a text; None: the sample does not vote.
+        answer: the rule that finds answers, see ``scaffolding.answer_extraction``.
+        extract_answer: in its place: finds the answer in a text; None: the sample does not vote.
         equivalence: decides which answers mean the same, as in ``majority_vote``.
         on_failure: ``"raise"`` fails if a sample does; ``"drop"`` votes without it.
 
@@ -215,7 +218,8 @@ class OnlineDeepConfController(DeepConfController):
         chunk_size: int = 32,
         window: int = WINDOW,
         top_k: int = TOP_K,
-        extract_answer: Callable[[str], str | None] = extract_answer_from_boxed,
+        answer: AnswerRule = "auto",
+        extract_answer: Callable[[str], str | None] | None = None,
         equivalence: Equivalence | PairwiseEquivalence | None = None,
         on_failure: OnFailure = "raise",
     ) -> None:
@@ -226,6 +230,7 @@ class OnlineDeepConfController(DeepConfController):
             aggregation="lowest_group",
             window=window,
             top_k=top_k,
+            answer=answer,
             extract_answer=extract_answer,
             equivalence=equivalence,
             on_failure=on_failure,
@@ -374,7 +379,9 @@ class _Vote:
         task.result, task.request_handle = chosen.task.result, chosen.task.request_handle
         texts = [each.task.output_str if each.has_ended else None for each in self.samples]
         task.candidates = [*texts, *missing]
+        rule = answer_spaces.rule_of(self._method.answer_space, chosen.task)
         task.customized_result_fields["deepconf"] = {
+            **self._pool.info(rule),
             "answer": None if winner is None else winner.answer,
             "share": share,
             "samples": self.num_samples,
@@ -433,4 +440,4 @@ class _Sample:
         if task.error is None and not self.is_stopped:
             self.has_ended = True
             self.confidence = self._method.reward.score(task)
-            self.answer = self._method.extract_answer(task.output_str or "")
+            self.answer = self._method.answer_space.answer_of(task)

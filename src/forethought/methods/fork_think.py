@@ -28,6 +28,7 @@ from typing import Any
 
 from forethought.errors import BudgetExceeded
 from forethought.scaffolding import answer_spaces, sampling
+from forethought.scaffolding.answer_extraction import AnswerRule
 from forethought.scaffolding.answer_spaces import AnswerSpace
 from forethought.scaffolding.answers import AnswerPool
 from forethought.scaffolding.confidence import TOP_K, ConfidenceRewardController, mean
@@ -73,6 +74,7 @@ class ForkThinkController(Controller):
         top_k: most probable tokens that the confidence of a token is taken over.
         answer_space: where the answer stands and which answers mean the same, as in
             ``majority_vote``.
+        answer: the rule that finds answers, see ``scaffolding.answer_extraction``.
         on_failure: ``"drop"`` votes without forks that failed.
 
     Raises:
@@ -88,6 +90,7 @@ class ForkThinkController(Controller):
         window: int = 16,
         top_k: int = TOP_K,
         answer_space: AnswerSpace | str = "math",
+        answer: AnswerRule = "auto",
         on_failure: OnFailure = "raise",
     ) -> None:
         super().__init__()
@@ -97,7 +100,7 @@ class ForkThinkController(Controller):
         self.num_points = validated("num_points", num_points, POSITIVE_INT)
         self.window = validated("window", window, POSITIVE_INT)
         self.confidence = ConfidenceRewardController("mean", top_k=top_k)
-        self.answer_space = answer_spaces.answer_space(answer_space)
+        self.answer_space = answer_spaces.answer_space(answer_space, answer)
         self.on_failure = validated("on_failure", on_failure, ON_FAILURE)
 
     def fan_out(self) -> int:
@@ -216,7 +219,7 @@ class ForkThinkController(Controller):
         texts = [paths[n].output_str if n in paths else None for n in range(count)]
         task.candidates = texts
         task.customized_result_fields["fork_think"] = {
-            "answer": answer,
+            **pool.info(answer_spaces.rule_of(self.answer_space, chosen)),
             "points": [{"at": p.num_tokens, "confidence": p.confidence} for p in points],
             "finished": len(paths),
         }

@@ -32,7 +32,7 @@ from typing import Any
 
 from forethought.errors import BudgetExceeded, ParameterError
 from forethought.scaffolding import sampling
-from forethought.scaffolding.answers import extract_answer_from_boxed
+from forethought.scaffolding.answer_extraction import extract_answer_from_boxed
 from forethought.scaffolding.attention_group import AttentionGroup
 from forethought.scaffolding.controller import Controller, refuse_arguments, side_by_side
 from forethought.scaffolding.parallel import Process

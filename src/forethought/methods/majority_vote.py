@@ -19,9 +19,7 @@ This takes groups that later samples do not change. Canonical forms make such gr
 order of arrival. A user's function of two answers need not be transitive: there an answer joins the
 first group whose first member's answer it equals, and answers are counted in the order of their
 numbers, one that has come too early waiting for those before it; then 1 to 3 hold for any function.
-It also takes samples that do not fail: a failure that the vote did not wait for is not raised. And
-it takes that sympy has the time it needs: formulas beyond ``MathEquivalence.time_limit`` are
-compared as text, and which they are depends on the order of arrival.
+It also takes samples that do not fail: a failure that the vote did not wait for is not raised.
 
 ``statistical_stop`` is another, statistical, early stop, which may return another answer than the
 full vote: it ends sampling as soon as the leading answer is ahead of the second with a given
@@ -45,7 +43,8 @@ from pydantic import Field, TypeAdapter
 
 from forethought.errors import BudgetExceeded, ParameterError
 from forethought.scaffolding import answer_spaces
-from forethought.scaffolding.answer_spaces import AnswerSpace, TextAnswers
+from forethought.scaffolding.answer_extraction import AnswerRule
+from forethought.scaffolding.answer_spaces import AnswerSpace
 from forethought.scaffolding.answers import (
     AnswerPool,
     Equivalence,
@@ -64,7 +63,6 @@ from forethought.scaffolding.result import Stage
 from forethought.scaffolding.settings import (
     BOOL,
     CONCURRENCY,
-    FUNCTION,
     ON_FAILURE,
     POSITIVE_INT,
     Concurrency,
@@ -84,9 +82,11 @@ class MajorityVoteController(Controller):
 
     A tie goes to the answer of the sample with the lowest number. The output is the text and the
     tokens of the winning answer's lowest numbered sample.
-    ``customized_result_fields["majority_vote"]`` holds the ``answer``, the number of ``samples``
-    and how many of them ``finished``; with ``statistical_stop`` also the ``probability`` that the
-    answer leads in the long run.
+    ``customized_result_fields["majority_vote"]`` holds the ``answer`` and the ``answer_rule`` that
+    found it, the number of ``samples``, how many of them ``finished`` and how many have an answer
+    (``num_voters``), or one that took too much work and was compared as text
+    (``num_uncompared``); of either a ``warning``. With ``statistical_stop`` there is also the
+    ``probability`` that the answer leads in the long run.
 
     To vote differently override ``majority_vote``; sampling then never stops early.
 
@@ -98,6 +98,9 @@ class MajorityVoteController(Controller):
         answer_space: where the answer stands and which answers mean the same: ``"math"``,
             ``"choice"``, ``"json"``, ``"tool_calls"``, ``"text"``, or an object, such as
             ``CodeAnswers(inputs)``; see ``scaffolding.answer_spaces``.
+        answer: the rule by which the answer space ``"math"`` finds answers: ``"boxed"``,
+            ``"hash"``, ``"phrase"``, ``"number"``, or ``"auto"``: the first of these that finds
+            one. See ``scaffolding.answer_extraction``.
         extract_answer: finds the answer in a text, in the place of the answer space; it returns
             None for a sample that does not vote.
         equivalence: decides which answers mean the same, in the place of the answer space: an
@@ -120,6 +123,7 @@ class MajorityVoteController(Controller):
         early_stop: bool = True,
         *,
         answer_space: AnswerSpace | str = "math",
+        answer: AnswerRule = "auto",
         extract_answer: Callable[[str], str | None] | None = None,
         equivalence: Equivalence | PairwiseEquivalence | None = None,
         statistical_stop: float | None = None,
@@ -130,11 +134,8 @@ class MajorityVoteController(Controller):
         self.generation_controller = expect_generation(generation_controller)
         self.early_stop = validated("early_stop", early_stop, BOOL)
         self.default_sample_num = validated("default_sample_num", default_sample_num, POSITIVE_INT)
-        self.answer_space = answer_spaces.answer_space(answer_space)
-        self.extract_answer = extract_answer
-        self._answers = self.answer_space
-        if extract_answer is not None:
-            self._answers = TextAnswers(validated("extract_answer", extract_answer, FUNCTION))
+        self.answer_space = answer_spaces.answer_space(answer_space, answer, extract_answer)
+        self.answer, self.extract_answer = answer, extract_answer
         rule = self.answer_space.equivalence if equivalence is None else equivalence
         self.equivalence = checked_equivalence(rule)
         self.statistical_stop = validated("statistical_stop", statistical_stop, _PROBABILITY)
@@ -190,6 +191,9 @@ class MajorityVoteController(Controller):
         _store(tasks, chosen.tasks, samples)
         yield Stage("voted", fields={"answer": answer, "tally": pool.tally})
         info = {"answer": answer, "samples": count, "finished": len(voters)}
+        if not self._overridden:
+            rule = answer_spaces.rule_of(self.answer_space, chosen.tasks[0])
+            info = pool.info(rule) | info
         if self.statistical_stop is not None:
             info["probability"] = pool.lead_probability
         tasks[0].customized_result_fields["majority_vote"] = info
@@ -222,7 +226,7 @@ class MajorityVoteController(Controller):
         """
         pool = AnswerPool(self.equivalence)
         for number, tasks in enumerate(candidates_tasks):
-            answer = self._answers.answer_of(tasks[0])
+            answer = self.answer_space.answer_of(tasks[0])
             if answer is not None:
                 pool.add(number, answer)
         return (0, None) if pool.winner is None else (pool.winner.first, pool.winner.answer)
@@ -288,7 +292,9 @@ class MajorityVoteController(Controller):
         if not spent or not cut:
             raise (spent or failed)[0]
         if not self._overridden:
-            said = {branches.index(each): self._answers.answer_of(each.tasks[0]) for each in cut}
+            said = {
+                branches.index(each): self.answer_space.answer_of(each.tasks[0]) for each in cut
+            }
             with contextlib.suppress(BudgetExceeded):  # of seconds
                 yield from pool.adding(said)
         return cut
@@ -311,7 +317,7 @@ class MajorityVoteController(Controller):
     def _answer(self, branch: Branch) -> str | None:
         """The vote of a sample that has ended; None: it has failed, or a subclass votes."""
         is_voter = branch.error is None and not self._overridden
-        return self._answers.answer_of(branch.tasks[0]) if is_voter else None
+        return self.answer_space.answer_of(branch.tasks[0]) if is_voter else None
 
 
 def _store(tasks: Sequence[GenerationTask], chosen: Sequence[Any], samples: Sequence[Any]) -> None:

@@ -20,9 +20,10 @@ from typing import Any, Literal
 from pydantic import TypeAdapter
 
 from forethought.errors import BudgetExceeded, ParameterError
-from forethought.scaffolding import sampling
+from forethought.scaffolding import answer_spaces, sampling
 from forethought.scaffolding import verifier as verifiers
-from forethought.scaffolding.answers import AnswerPool, MathEquivalence, extract_answer_from_boxed
+from forethought.scaffolding.answer_extraction import AnswerRule
+from forethought.scaffolding.answers import AnswerPool
 from forethought.scaffolding.controller import (
     Controller,
     expect_generation,
@@ -57,7 +58,8 @@ class RepeatedSamplingController(Controller):
 
     ``customized_result_fields["repeated_sampling"]`` holds whether the returned sample was
     ``accepted``, its ``index``, the number of ``samples`` allowed, and ``verified``, for each that
-    was begun: True, False, or None (cancelled, or the budget was spent).
+    was begun: True, False, or None (cancelled, or the budget was spent). Where the samples have
+    voted, ``vote`` says what a ``majority_vote`` says of its voters.
 
     Args:
         generation_controller: cloned for each sample.
@@ -68,8 +70,10 @@ class RepeatedSamplingController(Controller):
         concurrency: samples under way at once; or ``"doubling"``: 1, then as many again as were
             rejected so far, so that 1, 2, 4, 8, ... are drawn.
         early_stop: begin no further sample once one is accepted; False: draw and verify all.
-        fallback: what is returned if none is accepted: the ``"vote"`` over the boxed answers, as of
-            a majority vote; or the ``"first"`` sample.
+        fallback: what is returned if none is accepted: the ``"vote"`` over the answers, as of a
+            majority vote; or the ``"first"`` sample.
+        answer: the rule that finds the answers of that vote, see
+            ``scaffolding.answer_extraction``.
         on_failure: ``"raise"`` fails if a sample does; ``"drop"`` counts it as rejected; a
             failure of the verifier is always raised.
 
@@ -87,6 +91,7 @@ class RepeatedSamplingController(Controller):
         *,
         early_stop: bool = True,
         fallback: Fallback = "vote",
+        answer: AnswerRule = "auto",
         on_failure: OnFailure = "raise",
     ) -> None:
         super().__init__()
@@ -98,6 +103,7 @@ class RepeatedSamplingController(Controller):
             validated('concurrency (a number or "doubling")', concurrency, POSITIVE_INT)
         self.early_stop = validated("early_stop", early_stop, BOOL)
         self.fallback = validated("fallback", fallback, _FALLBACK)
+        self.answer_space = answer_spaces.answer_space("math", answer)
         self.on_failure = validated("on_failure", on_failure, ON_FAILURE)
 
     def fan_out(self) -> int:
@@ -132,7 +138,8 @@ class RepeatedSamplingController(Controller):
         validated("sample_num", count, POSITIVE_INT)
         samples = yield from self._draw(task, count, {**kwargs, **(generation_kwargs or {})})
         accepted = [number for number, sample in enumerate(samples) if sample.verified]
-        index = accepted[0] if accepted else (yield from self._fall_back(samples))
+        info: dict[str, Any] = {}
+        index = accepted[0] if accepted else (yield from self._fall_back(samples, info))
         chosen = samples[index].task
         task.result, task.request_handle = chosen.result, chosen.request_handle
         texts = [sample.task.output_str if sample.has_ended else None for sample in samples]
@@ -142,6 +149,7 @@ class RepeatedSamplingController(Controller):
             "index": index,
             "samples": count,
             "verified": [sample.verified for sample in samples],
+            **info,
         }
 
     def _draw(self, task: GenerationTask, count: int, options: Mapping[str, Any]) -> Process:
@@ -177,20 +185,23 @@ class RepeatedSamplingController(Controller):
             raise spent
         return samples
 
-    def _fall_back(self, samples: Sequence[_Sample]) -> Process:
-        """The number of the sample to return where none is accepted."""
+    def _fall_back(self, samples: Sequence[_Sample], info: dict[str, Any]) -> Process:
+        """The number of the sample to return where none is accepted; ``info`` gets the vote."""
         ended = [number for number, sample in enumerate(samples) if sample.has_ended]
         if not ended:
             raise next(sample.error for sample in samples if sample.error)
         if self.fallback == "first":
             return ended[0]
-        votes = {n: extract_answer_from_boxed(samples[n].task.output_str or "") for n in ended}
-        pool = AnswerPool(MathEquivalence())
+        votes = {n: self.answer_space.answer_of(samples[n].task) for n in ended}
+        pool = AnswerPool(self.answer_space.equivalence)
         try:
             yield from pool.adding(votes)
         except BudgetExceeded:
             return ended[0]
-        return ended[0] if pool.winner is None else pool.winner.first
+        index = ended[0] if pool.winner is None else pool.winner.first
+        rule = answer_spaces.rule_of(self.answer_space, samples[index].task)
+        info["vote"] = pool.info(rule)
+        return index
 
 
 class _Sample:

@@ -12,18 +12,20 @@ revisions and the text are ours.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 from pydantic import TypeAdapter
 
 from forethought.errors import ParameterError
-from forethought.scaffolding.answers import AnswerPool, MathEquivalence, extract_answer_from_boxed
+from forethought.scaffolding import answer_spaces
+from forethought.scaffolding.answer_extraction import AnswerRule
+from forethought.scaffolding.answers import AnswerPool
 from forethought.scaffolding.controller import Controller, expect_controller
 from forethought.scaffolding.parallel import Process
 from forethought.scaffolding.result import Stage
 from forethought.scaffolding.revision import RevisingController, RevisionEnd, answers_alone
-from forethought.scaffolding.settings import FUNCTION, NON_NEGATIVE_INT, TEXT, validated
+from forethought.scaffolding.settings import NON_NEGATIVE_INT, TEXT, validated
 from forethought.scaffolding.task import GenerationTask
 
 REVISE_PROMPT = (
@@ -38,8 +40,9 @@ class SequentialRevisionController(RevisingController):
     """A chain of answers, each revising the ones before it, of which one is chosen.
 
     ``customized_result_fields["sequential_revision"]`` holds the number of ``answers``, the
-    ``index`` of the one that is returned, the ``scores`` of a reward controller, and why the chain
-    ended (``end``, a ``RevisionEnd``).
+    ``index`` of the one that is returned, the ``scores`` of a reward controller or what there is to
+    say of the ``vote``, as of a ``majority_vote``, and why the chain ended (``end``, a
+    ``RevisionEnd``).
 
     Args:
         generation_controller: cloned for each answer.
@@ -49,7 +52,8 @@ class SequentialRevisionController(RevisingController):
             highest ``"reward"``, of equals the last one.
         reward_controller: scores the answers, if ``selection`` is ``"reward"``.
         revise_prompt: text behind an answer, which asks for another.
-        extract_answer: finds the answer to vote with in a text; None: there is none.
+        answer: the rule that finds answers, see ``scaffolding.answer_extraction``.
+        extract_answer: in its place: finds the answer to vote with in a text; None: there is none.
 
     Raises:
         ParameterError: a setting of the wrong kind, or a ``selection`` that does not go with
@@ -64,7 +68,8 @@ class SequentialRevisionController(RevisingController):
         reward_controller: Controller | None = None,
         *,
         revise_prompt: str = REVISE_PROMPT,
-        extract_answer: Any = extract_answer_from_boxed,
+        answer: AnswerRule = "auto",
+        extract_answer: Callable[[str], str | None] | None = None,
     ) -> None:
         super().__init__("sequential_revision", generation_controller)
         self.num_revisions = validated("num_revisions", num_revisions, NON_NEGATIVE_INT)
@@ -79,7 +84,8 @@ class SequentialRevisionController(RevisingController):
             expect_controller("reward_controller", reward_controller)
         self.reward_controller: Any = reward_controller
         self.revise_prompt = validated("revise_prompt", revise_prompt, TEXT)
-        self.extract_answer = validated("extract_answer", extract_answer, FUNCTION)
+        self.answer, self.extract_answer = answer, extract_answer
+        self.answer_space = answer_spaces.answer_space("math", answer, extract_answer)
 
     def fan_out(self) -> int:
         """The answers."""
@@ -99,22 +105,23 @@ class SequentialRevisionController(RevisingController):
         if self.selection == "last" or not latest:
             return latest
         if self.selection == "vote":
-            return (yield from self._vote(answers))
+            return (yield from self._vote(answers, info))
         yield from self.reward_controller.process(answers_alone(answers))
         scores = info["scores"] = list(self.reward_controller.scores)
         ranked = [(score, number) for number, score in enumerate(scores) if score is not None]
         return max(ranked, default=(0.0, latest))[1]
 
-    def _vote(self, answers: Sequence[GenerationTask]) -> Process:
+    def _vote(self, answers: Sequence[GenerationTask], info: dict[str, Any]) -> Process:
         latest = len(answers) - 1
-        found = [self.extract_answer(answer.output_str or "") for answer in answers]
-        pool = AnswerPool(MathEquivalence())
+        found = [self.answer_space.answer_of(answer) for answer in answers]
+        pool = AnswerPool(self.answer_space.equivalence)
         finding = pool.classes.finding([answer for answer in found if answer is not None])
         if finding:
             yield finding
         for age, answer in enumerate(reversed(found)):  # numbered from the last: it wins a tie
             if answer is not None:
                 pool.add(age, answer)
-        winner = None if pool.winner is None else found[latest - pool.winner.first]
-        yield Stage("voted", fields={"answer": winner, "tally": pool.tally})
-        return latest if pool.winner is None else latest - pool.winner.first
+        index = latest if pool.winner is None else latest - pool.winner.first
+        info["vote"] = pool.info(answer_spaces.rule_of(self.answer_space, answers[index]))
+        yield Stage("voted", fields={"answer": info["vote"]["answer"], "tally": pool.tally})
+        return index

@@ -15,10 +15,12 @@ if TYPE_CHECKING:
     from forethought.methods.best_of_n import BestOfNController
     from forethought.methods.majority_vote import MajorityVoteController
     from forethought.scaffolding import sampling
-    from forethought.scaffolding.answers import (
-        MathEquivalence,
+    from forethought.scaffolding.answer_extraction import (
         extract_answer_from_boxed,
         extract_answer_with_regex,
+    )
+    from forethought.scaffolding.answers import (
+        MathEquivalence,
         get_digit_majority_vote_result,
     )
     from forethought.scaffolding.attention_group import AttentionGroup
@@ -161,8 +163,8 @@ _HOMES = {
     "QueryCollector": "task_collection",
     "TaskMetricsCollector": "task_collection",
     "MathEquivalence": "answers",
-    "extract_answer_from_boxed": "answers",
-    "extract_answer_with_regex": "answers",
+    "extract_answer_from_boxed": "answer_extraction",
+    "extract_answer_with_regex": "answer_extraction",
     "get_digit_majority_vote_result": "answers",
 }
 

@@ -5,7 +5,7 @@ A vote takes one by name or as an object: ``MajorityVoteController(..., answer_s
 ==============  ===================================  ==============================================
 name            the answer                           two mean the same if
 ==============  ===================================  ==============================================
-``math``        the last ``\boxed{...}``             they are mathematically equal
+``math``        by a rule, ``answer_extraction``     they are mathematically equal
 ``choice``      the last letter of a choice          it is the same letter
 ``json``        the last JSON object or array        they are equal, whatever the order of keys
 ``tool_calls``  the functions that a message calls   names and arguments are equal, in their order
@@ -24,16 +24,22 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 from forethought.errors import ParameterError, UnknownNameError
+from forethought.scaffolding.answer_extraction import (
+    ANSWER_RULE,
+    AnswerRule,
+    ExtractedAnswer,
+    extract_answer,
+    extract_answer_from_boxed,
+)
 from forethought.scaffolding.answers import (
     Equivalence,
     MathEquivalence,
     PairwiseEquivalence,
     TextEquivalence,
-    extract_answer_from_boxed,
 )
 from forethought.scaffolding.messages import AssistantMessage
 from forethought.scaffolding.sandbox import Sandbox
-from forethought.scaffolding.settings import TEXT, validated
+from forethought.scaffolding.settings import FUNCTION, TEXT, validated
 from forethought.scaffolding.task import ChatTask, GenerationTask
 
 
@@ -70,6 +76,32 @@ class TextAnswers:
     def answer_of(self, task: GenerationTask) -> str | None:
         """What ``extract`` finds."""
         return None if task.output_str is None else self.extract(task.output_str)
+
+
+class MathAnswers:
+    """Final answers that a rule finds in the text of a sample, as mathematics.
+
+    Args:
+        answer: the rule, see ``answer_extraction``.
+
+    Raises:
+        ParameterError: there is no such rule.
+    """
+
+    equivalence: Equivalence | PairwiseEquivalence = MathEquivalence()
+
+    def __init__(self, answer: AnswerRule = "auto") -> None:
+        self.answer = validated("answer", answer, ANSWER_RULE)
+
+    def extracted(self, task: GenerationTask) -> ExtractedAnswer | None:
+        """The answer of a sample, and the rule that finds it."""
+        is_cut = task.finish_reason == "length"
+        return extract_answer(task.output_str, self.answer, is_cut=is_cut)
+
+    def answer_of(self, task: GenerationTask) -> str | None:
+        """The answer alone."""
+        extracted = self.extracted(task)
+        return None if extracted is None else extracted.text
 
 
 class ChoiceAnswers(TextAnswers):
@@ -188,7 +220,7 @@ class CodeAnswers(TextAnswers):
 
 
 _SPACES: Mapping[str, Callable[[], AnswerSpace]] = {
-    "math": lambda: TextAnswers(extract_answer_from_boxed, MathEquivalence()),
+    "math": MathAnswers,
     "choice": ChoiceAnswers,
     "json": JsonAnswers,
     "tool_calls": ToolCallAnswers,
@@ -196,24 +228,53 @@ _SPACES: Mapping[str, Callable[[], AnswerSpace]] = {
 }
 
 
-def answer_space(given: AnswerSpace | str) -> AnswerSpace:
+def answer_space(
+    space: AnswerSpace | str,
+    answer: AnswerRule = "auto",
+    extract_answer: Callable[[str], str | None] | None = None,
+) -> AnswerSpace:
     """The space itself, or the one of that name.
+
+    Args:
+        space: an object or a name.
+        answer: the rule by which ``"math"`` finds answers.
+        extract_answer: a function that finds the answer in a text, in the place of the space's.
 
     Raises:
         UnknownNameError: there is none of this name.
-        ParameterError: it is neither.
+        ParameterError: it is neither, or ``answer`` has no effect beside the others.
     """
-    if isinstance(given, str):
-        if given not in _SPACES:
-            raise UnknownNameError("answer space", given, _SPACES)
-        return _SPACES[given]()
-    if isinstance(given, type) or not isinstance(given, AnswerSpace):
+    validated("answer", answer, ANSWER_RULE)
+    if answer != "auto" and (space != "math" or extract_answer is not None):
+        raise ParameterError(
+            "answer goes with the answer space 'math' alone",
+            f"got answer={answer!r}, and something else finds the answers",
+            "Leave one of them out",
+        )
+    chosen = _space(space, answer)
+    if extract_answer is None:
+        return chosen
+    return TextAnswers(validated("extract_answer", extract_answer, FUNCTION), chosen.equivalence)
+
+
+def _space(space: AnswerSpace | str, answer: AnswerRule) -> AnswerSpace:
+    if isinstance(space, str):
+        if space not in _SPACES:
+            raise UnknownNameError("answer space", space, _SPACES)
+        return MathAnswers(answer) if space == "math" else _SPACES[space]()
+    if isinstance(space, type) or not isinstance(space, AnswerSpace):
         raise ParameterError(
             "invalid answer_space",
-            f"got {given!r}",
+            f"got {space!r}",
             "Give a name, or an object with answer_of(task) and an equivalence",
         )
-    return given
+    return space
+
+
+def rule_of(space: AnswerSpace, task: GenerationTask) -> str | None:
+    """The rule that finds the answer of a sample; None where the space has no rules."""
+    extracted = space.extracted(task) if isinstance(space, MathAnswers) else None
+    return None if extracted is None else extracted.rule
 
 
 def last_json(text: str) -> str | None:

@@ -4,7 +4,7 @@ Answers of one canonical form do (``canonical_form``). That makes classes, whate
 what and in which order. A function of two answers may take its place; ``AnswerClasses`` says what
 classes it makes.
 
-Also here: finding the answer in a text, and pooling the answers of samples for a vote.
+Also here: pooling the answers of samples for a vote. ``answer_extraction`` finds them in texts.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import itertools
+import logging
 import math
 import re
 from collections.abc import Callable, Collection, Generator, Hashable, Iterable, Mapping, Sequence
@@ -20,14 +21,20 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
-from forethought.errors import ParameterError
+from forethought.errors import DependencyError, EngineStopped, ForethoughtError, ParameterError
 from forethought.scaffolding import canonical_form as forms
+from forethought.scaffolding.answer_extraction import (
+    extract_answer_from_boxed as extract_answer_from_boxed,
+)
+from forethought.scaffolding.answer_extraction import (
+    extract_answer_with_regex as extract_answer_with_regex,
+)
 from forethought.scaffolding.execution_scope import current_scope
 from forethought.scaffolding.sympy_pool import Forms, SympyPool
+from forethought.scaffolding.sympy_process import STEPS_PER_SECOND
 from forethought.scaffolding.task import ComputeTask
 
-_HOSTILE = 3
-"""So many formulas that take for ever use up the time; fewer leave some of it to the others."""
+_logger = logging.getLogger(__name__)
 
 
 @runtime_checkable
@@ -55,13 +62,14 @@ class TextEquivalence:
 class MathEquivalence:
     """Answers are the same if they are mathematically equal, in the sense of ``canonical_form``.
 
-    Plain numbers, words, and lists, sets and intervals of them take no time. Formulas are worked
-    out by sympy in a process: in a request that of the ``ScaffoldingLlm``, elsewhere one for the
-    call.
+    Exact arithmetic, polynomials, words, and lists, sets and intervals of them take no process.
+    Other formulas are worked out by sympy in one: in a request that of the ``ScaffoldingLlm``,
+    elsewhere one for the call.
 
     Args:
-        time_limit: seconds for all formulas of one vote or one chain of thought together, of which
-            a single formula gets at most a third; beyond it formulas are compared as text.
+        time_limit: work for one formula, in nominal seconds of a million steps (calls and returns
+            of functions) each. Steps are counted, so neither the clock nor what else runs on the
+            machine changes a form. A formula that takes more is compared as text.
 
     Raises:
         ParameterError: ``time_limit`` is no number above zero.
@@ -75,6 +83,11 @@ class MathEquivalence:
             raise ParameterError(
                 "invalid time_limit", f"got {seconds!r}", "Give a number of seconds above zero"
             )
+
+    @property
+    def steps(self) -> int:
+        """Steps of work for one formula."""
+        return math.ceil(self.time_limit * STEPS_PER_SECOND)
 
     def canonical_form(self, answer: str) -> Hashable:
         """The form of ``answer``. May take a while if there is a formula in it.
@@ -128,23 +141,31 @@ class AnswerClasses:
 
     Args:
         equivalence: decides which answers mean the same; by default equal text does.
+        pool: works on formulas; None: that of the request, or one for as long as it is used.
 
     Attributes:
         in_order: whether the classes depend on the order in which answers are looked for.
     """
 
-    def __init__(self, equivalence: Equivalence | PairwiseEquivalence | None = None) -> None:
-        self._equivalence = equivalence or TextEquivalence()
+    def __init__(
+        self,
+        equivalence: Equivalence | PairwiseEquivalence | None = None,
+        pool: SympyPool | None = None,
+    ) -> None:
+        self._equivalence, self._own_pool = equivalence or TextEquivalence(), pool
         self.in_order = not isinstance(self._equivalence, Equivalence)
         self._known: dict[str, Hashable] = {}
         self._firsts: list[str] = []
-        self._is_math = type(equivalence) is MathEquivalence
-        self._seconds = getattr(self._equivalence, "time_limit", 0.0) if self._is_math else 0.0
-        self._longest = self._seconds / _HOSTILE
+        self._unfinished: dict[str, forms.Form] = {}
+        self._uncompared: set[str] = set()
 
     def of(self, answer: str) -> Hashable:
         """The class of an answer that is not among the ``unknown``."""
         return self._known[answer]
+
+    def is_uncompared(self, answer: str) -> bool:
+        """Whether ``answer`` has a formula that took too much work and is compared as text."""
+        return answer in self._uncompared
 
     def unknown(self, answers: Sequence[str]) -> list[str]:
         """Those of which ``find`` has to work out the classes first; each once."""
@@ -153,9 +174,13 @@ class AnswerClasses:
     def find(self, answers: Sequence[str]) -> None:
         """Work out the classes of ``answers``. May take a while: not for an event loop."""
         unknown = self.unknown(answers)
-        if unknown and self._is_math:
-            with _pool() as pool:
-                self._complete(unknown, self._working_out(unknown, pool).result())
+        if unknown and self._math is not None:
+            with self._pool() as pool:
+                try:
+                    result = self._working_out(unknown, pool, self._math).result()
+                except ForethoughtError as error:
+                    result = self._not_worked_out(unknown, error)
+                self._complete(unknown, result)
         else:
             for answer in unknown:
                 self._known[answer] = self._class(answer)
@@ -165,7 +190,7 @@ class AnswerClasses:
         unknown = self.unknown(answers)
         if not unknown:
             return []
-        shared = self._is_math and _shared_pool() is not None
+        shared = self._math is not None and _shared_pool() is not None
         return [ComputeTask(self._find_formulas if shared else self.find, unknown)]
 
     # ---- canonical forms ------------------------------------------------------------------------
@@ -176,28 +201,66 @@ class AnswerClasses:
             return True
         if type(self._equivalence) is TextEquivalence:
             self._known[answer] = answer.strip()
-        elif self._is_math:
+        elif self._math is not None:
+            if answer in self._unfinished:
+                return False
             form = forms.canonical_form(answer)
             if any(forms.formulas(form)):
+                self._unfinished[answer] = form
                 return False
-            self._known[answer] = form
+            self._set(answer, form)
         return answer in self._known
 
-    def _working_out(self, answers: Sequence[str], pool: SympyPool) -> Future[Forms]:
-        found = (sorted(forms.formulas(forms.canonical_form(answer))) for answer in answers)
-        every = itertools.chain.from_iterable(found)
-        return pool.forms(dict.fromkeys(every), self._seconds, self._longest)
+    @property
+    def _math(self) -> MathEquivalence | None:
+        """The equivalence, if formulas are worked out."""
+        rule = self._equivalence
+        return rule if type(rule) is MathEquivalence else None
+
+    def _working_out(
+        self, answers: Sequence[str], pool: SympyPool, rule: MathEquivalence
+    ) -> Future[Forms]:
+        return pool.forms(self._formulas(answers), rule.steps)
+
+    def _formulas(self, answers: Iterable[str]) -> list[str]:
+        """The formulas in unknown answers, each once."""
+        texts = (sorted(forms.formulas(self._unfinished[answer])) for answer in answers)
+        return list(dict.fromkeys(itertools.chain.from_iterable(texts)))
+
+    def _not_worked_out(self, answers: Iterable[str], error: ForethoughtError) -> Forms:
+        """What there is to say of the formulas where no process can be started.
+
+        Raises:
+            ForethoughtError: there is another reason, which is the caller's to know.
+        """
+        if isinstance(error, DependencyError | EngineStopped):
+            raise error
+        _logger.warning("formulas are compared as text: %s", error)
+        return Forms({}, frozenset(self._formulas(answers)))
 
     async def _find_formulas(self, answers: Sequence[str]) -> None:
         """``find`` on the event loop of a request, and cancelled with it."""
-        with _pool() as pool:
-            self._complete(answers, await asyncio.wrap_future(self._working_out(answers, pool)))
+        assert self._math is not None, "other equivalences have no formulas"
+        with self._pool() as pool:
+            try:
+                result = await asyncio.wrap_future(self._working_out(answers, pool, self._math))
+            except ForethoughtError as error:
+                result = self._not_worked_out(answers, error)
+            self._complete(answers, result)
 
-    def _complete(self, answers: Sequence[str], found: Forms) -> None:
-        self._seconds -= found.seconds
+    def _complete(self, answers: Sequence[str], result: Forms) -> None:
+        known = {text: forms.uncompared(text) for text in result.uncompared} | dict(result.known)
         for answer in answers:
-            form = forms.canonical_form(answer)
-            self._known[answer] = forms.completed(form, found.known)
+            self._set(answer, forms.completed(self._unfinished.pop(answer), known))
+
+    def _set(self, answer: str, form: Hashable) -> None:
+        self._known[answer] = form
+        if forms.is_uncompared(form):
+            self._uncompared.add(answer)
+
+    def _pool(self) -> AbstractContextManager[SympyPool]:
+        shared = self._own_pool or _shared_pool()
+        return SympyPool() if shared is None else nullcontext(shared)
 
     # ---- functions of users ---------------------------------------------------------------------
 
@@ -216,56 +279,7 @@ def _shared_pool() -> SympyPool | None:
     return None if scope is None else scope.sympy
 
 
-def _pool() -> AbstractContextManager[SympyPool]:
-    """The pool of the request, or one for as long as it is used."""
-    shared = _shared_pool()
-    return SympyPool() if shared is None else nullcontext(shared)
-
-
-_BOX = re.compile(r"\\f?boxed\s*\{|\\boxed\s+(?=[^\s{])")
 _INTEGER = re.compile(r"[+-]?\d+")
-FINAL_ANSWER = r"The final answer is (.+)$"
-
-
-def without_thought(text: str | None, think_end: str = "</think>") -> str:
-    """What stands behind the last thought in a text; all of it where none is closed."""
-    return (text or "").rpartition(think_end)[2].strip()
-
-
-def extract_answer_from_boxed(text: str) -> str | None:
-    r"""What stands in the last ``\boxed{...}``; None if there is none or it is not closed."""
-    boxes = list(_BOX.finditer(text))
-    if not boxes:
-        return None
-    begin = boxes[-1].end()
-    if text[begin - 1] != "{":  # \boxed 7
-        return text[begin:].split("$")[0].split()[0]
-    end = unpaired_brace(text, begin)
-    return None if end is None else text[begin:end].strip()
-
-
-def extract_answer_with_regex(text: str, pattern: str = FINAL_ANSWER) -> str | None:
-    """The first group of the last match of ``pattern`` (lines apart); None without a match."""
-    found = list(re.finditer(pattern, text, re.MULTILINE))
-    return found[-1].group(1).strip() if found else None
-
-
-def unpaired_brace(text: str, begin: int = 0) -> int | None:
-    r"""Where the first ``}`` without its ``{`` stands; None if there is none. ``\}`` is text."""
-    depth = 0
-    position = begin
-    while position < len(text):
-        match text[position]:
-            case "\\":
-                position += 1
-            case "{":
-                depth += 1
-            case "}":
-                if depth == 0:
-                    return position
-                depth -= 1
-        position += 1
-    return None
 
 
 @dataclass(slots=True)
@@ -301,6 +315,7 @@ class AnswerPool:
     def __init__(self, equivalence: Equivalence | PairwiseEquivalence | None = None) -> None:
         self.classes = AnswerClasses(equivalence)
         self.groups: dict[Hashable, Group] = {}
+        self._uncompared: dict[int, bool] = {}
 
     def add(self, number: int, answer: str) -> Group:
         """Count the vote of sample ``number``; the group that it joins.
@@ -312,6 +327,7 @@ class AnswerPool:
         if group.members and number < group.first:
             group.answer = answer
         group.members.append(number)
+        self._uncompared[number] = self.classes.is_uncompared(answer)
         return group
 
     def adding(self, votes: Mapping[int, str | None]) -> Generator[Any, Any, None]:
@@ -378,6 +394,38 @@ class AnswerPool:
         """The number of votes by answer, the largest first."""
         groups = sorted(self.groups.values(), key=lambda g: (-len(g.members), g.first))
         return {group.answer: len(group.members) for group in groups}
+
+    @property
+    def num_voters(self) -> int:
+        """Samples that have an answer."""
+        return sum(len(group.members) for group in self.groups.values())
+
+    @property
+    def num_uncompared(self) -> int:
+        """Votes with a formula that took too much work, and is compared as text."""
+        return sum(self._uncompared.values())
+
+    def info(self, rule: str | None = None) -> dict[str, Any]:
+        """What a result says of the vote; a vote that nobody took part in is logged, too.
+
+        Args:
+            rule: that found the answer in the winning sample.
+        """
+        info = {
+            "answer": None if self.winner is None else self.winner.answer,
+            "answer_rule": rule,
+            "num_voters": self.num_voters,
+            "num_uncompared": self.num_uncompared,
+        }
+        warning = ""
+        if self.winner is None:
+            warning = "no sample has an answer, so there was no vote"
+        elif self.num_uncompared:
+            warning = f"{self.num_uncompared} answers take too much work and are compared as text"
+        if warning:
+            info["warning"] = warning
+            _logger.warning("%s", warning)
+        return info
 
     @property
     def lead_probability(self) -> float:

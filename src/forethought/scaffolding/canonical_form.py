@@ -7,17 +7,19 @@ whatever is compared, and a class is found with one hash look-up. What a form is
 ``1/2``  ``0.50``  ``50\%``  the number one half; a percentage is a hundredth, so never ``50``
 ``12,345``  ``12\,345``      the number 12345; ``1,2`` is a list, and in brackets a comma parts
 ``x = 5``  ``5 = y``  ``5``  the number five: the name on one side of an equation is left out
-``5 cm``  ``5\text{ m}``     the number five: a known unit, a degree or a currency is left out
+``5 cm``  ``5\text{ m}``     the number five: a unit, a degree or a currency is left out
+``36 trees``  ``2 million``  the numbers 36 and 2000000: what is counted is left out, scales count
 ``yes``  ``\text{Yes}``      the word, small letters; ``(A)``, ``A.`` and ``(A) 5`` are choice ``a``
 ``1, 2``  ``\{2, 1\}``       a set; so are ``1 or 2``, ``\pm 1`` and what ``\cup`` joins
 ``x=1, y=2``                 a set of named values, since there are several names
 ``(1, 2)``  ``[1, 2)``       values in order, with their brackets: a point, vector or interval
 ``1 < x \le 2``  ``x > 1``   the interval ``(1, 2]``, ``(1, \infty)``
-``x+1``  ``\sqrt{8}``        a formula: its values at a few points, by ``sympy_process``
+``x+1``  ``\sqrt{8}``        a formula: its values at a few points, by ``arithmetic``
+``\sin x``  ``\int_0^1 x``    a formula: its values at a few points, by ``sympy_process``
 ==========================  ====================================================================
 
 Anything else stands for itself as text. An element of a set or of a list has such a form in turn.
-All but formulas takes microseconds and no other library.
+All but the last takes less than a millisecond and no other library.
 """
 
 from __future__ import annotations
@@ -25,7 +27,17 @@ from __future__ import annotations
 import re
 from collections.abc import Hashable, Iterator, Mapping
 from fractions import Fraction
+from itertools import pairwise
 from typing import NamedTuple
+
+from forethought.scaffolding.arithmetic import exact_value
+from forethought.scaffolding.exact_value import (
+    ExactValue,
+    NotExact,
+    TooLarge,
+    relation_form,
+    value_form,
+)
 
 _LONGEST = 1000
 """Characters; longer answers are compared as text."""
@@ -40,6 +52,21 @@ class Formula(NamedTuple):
     """A part of a form that only sympy can bring to its canonical form."""
 
     text: str
+
+
+_UNCOMPARED = "uncompared"
+
+
+def uncompared(text: str) -> Form:
+    """The form of a formula that takes too much work: its text."""
+    return _UNCOMPARED, text
+
+
+def is_uncompared(form: Form) -> bool:
+    """Whether a part of ``form`` is a text in place of what a formula is worth."""
+    if isinstance(form, tuple) and form[:1] == (_UNCOMPARED,):
+        return True
+    return isinstance(form, tuple | frozenset) and any(map(is_uncompared, form))
 
 
 def canonical_form(answer: str) -> Form:
@@ -138,6 +165,25 @@ _BEHIND_NUMBER = re.compile(
 )
 
 
+_COUNTED = re.compile(
+    r"(.*(?:[\d})]|[mbtr]illion|thousand|hundred|dozen)) "
+    r"((?:[A-Za-z]{3,}|of|in)(?:[ -](?:[A-Za-z]{3,}|of|in))*)"
+)
+"""A number and the names of what is counted."""
+_NO_UNITS = frozenset(
+    re.findall(
+        r"\w+",
+        """
+        and than less more not percent below above under over minus plus times divided squared cubed
+        dozen hundred thousand million billion trillion half halves third thirds quarter quarters
+        fifths sixths eighths tenths hundredths factorial mod modulo sin cos tan cot sec csc log exp
+        sqrt base out bce north south east west
+    """,
+    )
+)
+"""Words after a number that are no names of what is counted."""
+
+
 def _tidy(answer: str) -> str:
     """The answer in one spelling, and without what only spaces it out."""
     answer = _GROUPED.sub("", _SPACING.sub(" ", answer))
@@ -218,12 +264,23 @@ def _power(found: re.Match[str]) -> Fraction | None:
     return None if factor is None else factor * Fraction(10) ** int(found[2] or found[3])
 
 
+_SCALES = {"dozen": 12, "hundred": 100, "thousand": 1000, "million": 10**6}
+_SCALES |= {"billion": 10**9, "trillion": 10**12}
+_SCALED = re.compile(rf"(.+?) ?({'|'.join(_SCALES)})")
+
+
+def _scaled(found: re.Match[str]) -> Fraction | None:
+    factor = _number(found[1])
+    return None if factor is None else factor * _SCALES[found[2]]
+
+
 _NUMBERS = (
     (_RATIO, _ratio),
     (_FRACTION, _fraction),
     (_MIXED, _mixed),
     (_POWER, _power),
     (_REPEATING, _repeating),
+    (_SCALED, _scaled),
 )
 
 
@@ -231,6 +288,8 @@ _NUMBERS = (
 
 _OPEN, _CLOSE = {"(", "[", "{", "\\{"}, {")", "]", "}", "\\}"}
 _WORDS = re.compile(r"[A-Za-z]+(?:[ '-][A-Za-z]+)*")
+_DIFFERENCE = re.compile(r"[A-Za-z](?: ?- ?[A-Za-z])+|[a-z]{1,2}(?: ?- ?[a-z]{1,2})+")
+"""Hyphens between letters are signs: ``p-q``, ``xy-z``."""
 _CHOICE = re.compile(r"(?:\( ?([A-J]) ?\)|([A-J])[.):])(?: (?![-+*/=^<>\\]).*)?")
 _NAME = re.compile(
     r"(?:[A-Za-z]+|\\(?:alpha|beta|gamma|delta|theta|lambda|mu|phi|varphi|omega|sigma|rho|tau|ell))'*"
@@ -250,6 +309,7 @@ _FUNCTION = re.compile(
     r"(?![A-Za-z])"
 )
 _ANGLE = re.compile(r"([\d.]+) ?°")
+_LETTER = re.compile(r"(?<![\\A-Za-z])[A-Za-z](?![A-Za-z])")
 _LETTERS = re.compile(r"\\[A-Za-z]+|[A-Za-z]{2,}")
 _LETTER_RUN = re.compile(r"\\[A-Za-z]+|[A-Za-z]+")
 _OPAQUE = re.compile(
@@ -283,9 +343,14 @@ def _value(text: str, depth: int) -> Form | None:
     if text.endswith(("%", " percent")):
         value = _number(text.removesuffix("%").removesuffix("percent").strip())
         return None if value is None else value / 100
+    if depth == 0 and (counted := _COUNTED.fullmatch(text)):
+        words = set(re.split("[ -]", counted[2].casefold()))
+        value = None if words & _NO_UNITS else _number(counted[1])
+        if value is not None:
+            return value
     if text.replace(" ", "") in _INFINITIES:
         return _INFINITIES[text.replace(" ", "")]
-    if _WORDS.fullmatch(text) and not _FUNCTION.fullmatch(text):
+    if _WORDS.fullmatch(text) and not _FUNCTION.fullmatch(text) and not _DIFFERENCE.fullmatch(text):
         parted = _JOINTS.search(f" {text} ")
         return None if parted else text.casefold()
     # Of several numbers a parser would make one, or their product.
@@ -383,13 +448,41 @@ def _formula(text: str) -> Form:
         return text.casefold()
     if _OPAQUE.search(text):
         return re.sub(r"_ ?\{ ?(\w+) ?\}", r"_\1", text).replace(" ", "")
-    return Formula(_LETTER_RUN.sub(_product, marked))
+    return _worked_out(_LETTER_RUN.sub(_product, marked))
+
+
+_KINDS = {"=": "==", "\\ne": "!=", "<": "<", "\\le": "<=", ">": "<", "\\ge": "<="}
+
+
+def _worked_out(text: str) -> Form:
+    """The form of a formula; itself if that takes sympy, and its text if it is too large."""
+    try:
+        sides = [exact_value(side) for side in _split(text, _RELATION) or [text]]
+        if len(sides) == 1:
+            return value_form(sides[0])
+        return _relation([sign for sign, _ in _found(text, _RELATION)], sides)
+    except TooLarge:
+        return Formula(text) if _LETTER.search(text) else uncompared(text)
+    except NotExact:
+        return Formula(text)
+
+
+def _relation(signs: list[str], sides: list[ExactValue]) -> Form:
+    """The form of an equation or inequality; of ``2+3=5`` it is the number five."""
+    differences = [one + -other for one, other in pairwise(sides)]
+    if set(signs) == {"="} and not any(difference.terms for difference in differences):
+        return value_form(sides[-1])
+    if len(signs) > 1 or signs[0] not in _KINDS or not differences[0].letters:
+        raise NotExact
+    is_flipped = signs[0] in {">", "\\ge"}
+    return relation_form(_KINDS[signs[0]], -differences[0] if is_flipped else differences[0])
 
 
 def _product(found: re.Match[str]) -> str:
     """A run of letters as the product that it is; a parser takes ``ab`` for a unit and drops it."""
     run = found[0]
-    if run[0] == "\\" or run == "sqrt":
+    is_differential = run[0] == "d" and len(run) == 2 and "\\int" in found.string
+    if run[0] == "\\" or run == "sqrt" or is_differential:
         return run
     factor = re.search(r"(?:^|[^\d^])[\d.]+ ?$", found.string[: found.start()])
     return ("\\cdot " if factor else "") + "\\cdot ".join(run)

@@ -26,7 +26,7 @@ from pydantic import Field, TypeAdapter
 from forethought.config.sampling import SamplingParams
 from forethought.errors import ParameterError
 from forethought.scaffolding import sampling
-from forethought.scaffolding.answers import without_thought
+from forethought.scaffolding.answer_extraction import without_thought
 from forethought.scaffolding.controller import NativeRewardController, has_failed, refuse_arguments
 from forethought.scaffolding.parallel import Process
 from forethought.scaffolding.result import Stage

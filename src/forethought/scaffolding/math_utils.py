@@ -1,8 +1,10 @@
 """The functions of ``answers`` under their module name in ``tensorrt_llm.scaffolding``."""
 
-from forethought.scaffolding.answers import (
+from forethought.scaffolding.answer_extraction import (
     extract_answer_from_boxed,
     extract_answer_with_regex,
+)
+from forethought.scaffolding.answers import (
     get_digit_majority_vote_result,
     get_majority_result,
 )

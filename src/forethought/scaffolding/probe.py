@@ -19,7 +19,7 @@ from typing import Any
 
 from forethought.errors import DependencyError, ModelError
 from forethought.scaffolding import sampling
-from forethought.scaffolding.answers import unpaired_brace
+from forethought.scaffolding.answer_extraction import unpaired_brace
 from forethought.scaffolding.execution_scope import current_scope
 from forethought.scaffolding.task import GenerationTask
 

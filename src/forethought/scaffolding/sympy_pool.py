@@ -1,8 +1,9 @@
 """Processes that work on formulas with sympy, for one owner that ends them.
 
 Sympy may take for ever and cannot be interrupted in a thread, so each formula goes to a process
-(``sympy_process``) that ends when its time is up. A ``ScaffoldingLlm`` has one pool, shared by its
-requests; processes are started when first needed, and end with the pool or with this process.
+(``sympy_process``), which counts steps of work. A ``ScaffoldingLlm`` has one pool, shared by its
+requests; processes are started when first needed, and end with the pool or with this process. No
+step here has a time limit: on a busy machine a form comes later, and is the same.
 """
 
 from __future__ import annotations
@@ -11,13 +12,14 @@ import contextlib
 import importlib.machinery
 import json
 import os
+import signal
 import subprocess
 import sys
 import threading
-import time
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, InvalidStateError
+from decimal import Decimal
 from fractions import Fraction
 from pathlib import Path
 from types import TracebackType
@@ -25,9 +27,12 @@ from typing import Any, Generic, NamedTuple, Self, TypeVar
 
 from forethought.errors import DependencyError, EngineStopped, ForethoughtError
 from forethought.scaffolding.canonical_form import Form
+from forethought.scaffolding.exact_value import number_form, values_form
 
 _NUM_PROCESSES = 4
 _REMEMBERED = 4096
+_NUM_STARTS = 3
+"""Attempts to start a process before it is given up."""
 _T = TypeVar("_T")
 
 
@@ -35,9 +40,9 @@ class Forms(NamedTuple):
     """Canonical forms of formulas."""
 
     known: Mapping[str, Form]
-    """By formula; those without one, and those for which there was no time, are left out."""
-    seconds: float
-    """What working them out has taken, without waiting for a process and for its start."""
+    """By formula; those that sympy cannot read are missing."""
+    uncompared: frozenset[str] = frozenset()
+    """The formulas that take more steps than they may."""
 
 
 class SympyPool:
@@ -55,34 +60,22 @@ class SympyPool:
         self._idle: list[_Process] = []
         self._busy: set[_Process] = set()
         self._num_processes, self._closed = num_processes, False
-        self._known: dict[str, Form] = {}
+        self._replies: dict[tuple[str, int], Any] = {}
 
-    def forms(
-        self, formulas: Iterable[str], seconds: float, longest: float | None = None
-    ) -> Future[Forms]:
+    def forms(self, formulas: Iterable[str], steps: int) -> Future[Forms]:
         """Work out canonical forms.
 
         Args:
             formulas: parts of answers, without repetitions.
-            seconds: for all of them together.
-            longest: seconds for one of them, so that others have their chance after a hostile one.
+            steps: of work for each of them, see ``sympy_process``.
 
         Raises:
             DependencyError: (by the future) ``math-verify`` is not installed.
+            ForethoughtError: (by the future) no process can be started.
             EngineStopped: (by the future) the pool has been closed.
         """
-        texts, each = list(formulas), seconds if longest is None else longest
-        return self._start(lambda job: self._forms(job, texts, seconds, each))
-
-    def verify(self, gold: str, answer: str, seconds: float) -> Future[bool]:
-        """Whether math-verify finds two answers equal; not if it takes more than ``seconds``.
-
-        Raises:
-            DependencyError: (by the future) ``math-verify`` is not installed.
-            EngineStopped: (by the future) the pool has been closed.
-        """
-        request = {"seconds": seconds, "verify": [gold, answer]}
-        return self._start(lambda job: bool(self._ask(job, request)[0]))
+        texts = list(formulas)
+        return self._start(lambda job: self._forms(job, texts, steps))
 
     def close(self) -> None:
         """End all processes; what they are at fails with ``EngineStopped``."""
@@ -114,38 +107,45 @@ class SympyPool:
         threading.Thread(target=job.run, name="forethought-sympy", daemon=True).start()
         return job.future
 
-    def _forms(self, job: _Job[Any], texts: list[str], seconds: float, each: float) -> Forms:
-        found, left = dict[str, Form](), seconds
-        for text in texts:
-            form = self._known.get(text)
-            if form is None and left > 0:
-                reply, took = self._ask(job, {"seconds": min(left, each), "form": text})
-                left -= took
-                form = None if reply is None else self._remember(text, _form(reply))
-            if form is not None:
-                found[text] = form
-        return Forms(found, seconds - left)
+    def _forms(self, job: _Job[Any], texts: list[str], steps: int) -> Forms:
+        replies = {text: self._reply(job, text, steps) for text in texts}
+        uncompared = frozenset(text for text, reply in replies.items() if reply == _LIMIT)
+        read = {text: reply for text, reply in replies.items() if isinstance(reply, dict)}
+        return Forms({text: _form(reply) for text, reply in read.items()}, uncompared)
 
-    def _remember(self, text: str, form: Form) -> Form:
-        with self._changed:
-            if len(self._known) >= _REMEMBERED:
-                self._known.clear()
-            self._known[text] = form
-        return form
+    def _reply(self, job: _Job[Any], text: str, steps: int) -> Any:
+        """The reply of a process, or what one has replied to the same before."""
+        key = text, steps
+        reply = self._replies.get(key, _ENDED)
+        if reply is _ENDED:
+            reply = self._ask(job, {"form": text, "steps": steps})
+            with self._changed:
+                if len(self._replies) >= _REMEMBERED:
+                    self._replies.clear()
+                self._replies[key] = reply
+        return reply
 
-    def _ask(self, job: _Job[Any], request: dict[str, Any]) -> tuple[Any, float]:
-        """What a process answers, None if it ended over it; and the seconds it took."""
-        process = self._take(job)
-        try:
-            if not process.wait_ready():
-                raise ForethoughtError(
-                    "cannot work on formulas", "the process for it does not start"
-                )
-            began = time.monotonic()
-            return process.ask(request), time.monotonic() - began
-        finally:
-            self._give_back(job, process)
-            self._check(job)
+    def _ask(self, job: _Job[Any], request: dict[str, Any]) -> Any:
+        """The reply of a process; that the limit is reached, if two have ended over it.
+
+        Raises:
+            ForethoughtError: no process can be started.
+        """
+        num_failed = 0
+        for _ in range(_NUM_STARTS):
+            process = self._take(job)
+            try:
+                if process.wait_ready():
+                    reply = process.ask(request)
+                    if reply is not _ENDED:
+                        return reply
+                    num_failed += 1
+            finally:
+                self._give_back(job, process)
+                self._check(job)
+        if num_failed:
+            return _LIMIT
+        raise ForethoughtError("cannot work on formulas", "the process for it does not start")
 
     def _take(self, job: _Job[Any]) -> _Process:
         """An idle process or a new one."""
@@ -210,10 +210,12 @@ class _Process:
             raise DependencyError.missing("math-verify", "comparing formulas", "eval")
         script = str(Path(__file__).with_name("sympy_process.py"))
         self._popen = popen = subprocess.Popen(
-            [sys.executable, "-I", script, *directories],
+            [sys.executable, "-P", "-s", script, *directories],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
+            env={"PATH": os.environ.get("PATH", ""), "PYTHONHASHSEED": "0"},
+            start_new_session=True,
             text=True,
             encoding="utf-8",
         )
@@ -228,17 +230,17 @@ class _Process:
     def kill(self) -> None:
         """Have it end; who waits for its answer gets none. For any thread."""
         self.alive = False
-        self._popen.kill()
+        _kill(self._popen)
 
     def ask(self, request: dict[str, Any]) -> Any:
-        """Its answer; None if it has none, or ended over it."""
+        """Its reply; ``_ENDED`` if it ended over it."""
         try:
             print(json.dumps(request), file=self._popen.stdin, flush=True)
         except OSError:
             self.alive = False
-            return None
+            return _ENDED
         line = self._reply()
-        return json.loads(line) if line else None
+        return json.loads(line) if line else _ENDED
 
     def _reply(self) -> str:
         assert self._popen.stdout is not None, "it was opened with a pipe"
@@ -262,8 +264,15 @@ def _search_path() -> list[str]:
     ]
 
 
+def _kill(popen: subprocess.Popen[str]) -> None:
+    """End the process and the fork that works on a formula."""
+    if popen.poll() is None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(popen.pid, signal.SIGKILL)
+
+
 def _end(popen: subprocess.Popen[str]) -> None:
-    popen.kill()
+    _kill(popen)
     popen.wait()
     for pipe in (popen.stdin, popen.stdout):
         if pipe is not None:
@@ -271,9 +280,20 @@ def _end(popen: subprocess.Popen[str]) -> None:
                 pipe.close()
 
 
-def _form(reply: Any) -> Form:
-    """The form in a reply: a fraction if it is one, lists as tuples."""
-    if isinstance(reply, list):
-        return tuple(part if number == 0 else _form(part) for number, part in enumerate(reply))
-    whole, _, rest = reply.partition("/")
-    return Fraction(int(whole), int(rest)) if rest.isdigit() else reply
+_LIMIT = "limit"
+_ENDED = object()
+
+
+def _form(reply: Mapping[str, Any]) -> Form:
+    """The form in the reply to a formula."""
+    [(kind, content)] = reply.items()
+    if kind in {"structure", "infinity"}:
+        return kind, content
+    numbers = [number_form(*map(_number, parts)) for parts in content]
+    return values_form(numbers) if kind == "values" else (kind, *numbers)
+
+
+def _number(text: str) -> Fraction | Decimal:
+    """A fraction in hexadecimal digits, or a decimal."""
+    above, sign, below = text.partition("/")
+    return Fraction(int(above, 16), int(below, 16)) if sign else Decimal(above)

@@ -1,49 +1,65 @@
 """The process that works on formulas: a request per line in, its result per line out, as JSON.
 
-``{"seconds": 1.0, "form": "x+1"}`` is answered with the formula's canonical form, and
-``{"seconds": 1.0, "verify": ["1/2", "0.5"]}`` with math-verify's result; ``null`` means that it
-cannot be said. Before that it prints one line when it is ready.
+``{"form": "x+1", "steps": 1000000}`` is answered with what the formula is worth, see
+``canonical_form``; ``null`` means that it cannot be read, and ``"limit"`` that it takes too much.
+Before that it prints one line when it is ready.
 
-Sympy can take for ever, also inside a single call that neither returns to Python nor lets another
-thread run, so time is kept by ``faulthandler``, whose timer needs neither: when a request has taken
-its seconds, the process ends. It also ends when its input does, as it does when its parent is gone.
-Run by its path, it imports nothing of the package; see ``sympy_pool`` for the other side.
+Each formula is worked out in a fork of this process, which ends with it, so the result depends on
+the formula alone and not on what was asked before. The limit is a number of steps: calls and
+returns of functions, counted by the interpreter's profiler. Hashes are the same in each run
+(``PYTHONHASHSEED``), so the count is, too, on every machine and whatever else runs there. Processor
+time, which only a single call into C can take without steps, and memory are limited as well.
+
+It ends when its input does, as it does when its parent is gone. Run by its path, it imports nothing
+of the package but ``exact_value``; see ``sympy_pool`` for the other side.
 """
 
 from __future__ import annotations
 
-import faulthandler
-import hashlib
+import gc
+import importlib.machinery
 import json
 import os
-import queue
 import re
+import resource
+import select
 import signal
 import sys
-import threading
-from fractions import Fraction
-from typing import Any
+import types
+from pathlib import Path
+from typing import Any, NoReturn
 
-_START_SECONDS = 60.0
-_DIGITS = 50
-"""Decimal digits that values are worked out to; forms keep half of them."""
-_NUM_POINTS = 3
-_NEGLIGIBLE = Fraction(1, 10**45)
-_LONGEST = 4000
-"""Bits; numbers that are larger, or as small, are identified by their first digits."""
+_DIGITS = 130
+"""Decimal digits that values are worked out to; forms keep less than half of them."""
+_MAX_BITS, _MAX_FACTORIAL = 1 << 17, 5000
+_MEMORY = 1 << 30
+"""Bytes that one formula may take."""
+STEPS_PER_SECOND = 1_000_000
+"""Steps that one second of a time limit stands for; processors of 2020 make five times as many."""
+_PROCESSOR_TIME = 4
+"""Seconds of processor time for so many steps as a second stands for."""
+_LIMIT = 3
+"""Exit status of a formula that has come to its limit."""
 
-Form = str | list[Any]
-"""A fraction such as ``"1/2"``, or a list: a kind, and forms or texts."""
+_FIRST = (
+    "\\frac{\\sqrt{x}+1}{2^{y}}-\\sin(2x)\\cdot\\log_2 8+\\cos^2 \\frac{\\pi}{7}",
+    "\\sqrt[3]{x}\\le e^{y}",
+    "\\int_0^1 x^2 dx",
+    "\\sum_{k=1}^{20}\\frac{1}{k^2}",
+)
+"""Worked out before any other: what parser and sympy learn by them, all forks have."""
+
+Reply = dict[str, Any]
 
 
-def canonical_form(text: str) -> Form | None:
-    """The canonical form of a formula: its values at fixed points, to 25 digits.
+def canonical_form(text: str) -> Reply | None:
+    """What identifies a formula: its values at fixed points.
 
-    Formulas that are equal for all values of their symbols have the same form, however they are
+    Formulas that are equal for all values of their symbols have the same values, however they are
     written; two that differ have not, unless they agree at all points (polynomial identity testing:
-    Schwartz 1980, "Fast Probabilistic Algorithms for Verification of Polynomial Identities").
-    Where all values are the same the formula is a number. An equation or inequality is identified
-    by the difference of its sides, up to a factor, and what has no values by its structure.
+    Schwartz 1980, "Fast Probabilistic Algorithms for Verification of Polynomial Identities"). An
+    equation or inequality is identified by the difference of its sides, up to a factor, and what
+    has no values by its structure.
     """
     import sympy
 
@@ -54,7 +70,7 @@ def canonical_form(text: str) -> Form | None:
         return _relation(formula)
     if isinstance(formula, sympy.Expr):
         return _expression(formula)
-    return ["structure", sympy.srepr(formula)]
+    return {"structure": sympy.srepr(formula)}
 
 
 def _parsed(text: str) -> Any:
@@ -64,35 +80,30 @@ def _parsed(text: str) -> Any:
     return found[0] if found else None
 
 
-_COMMAND = re.compile(r"\\[A-Za-z]+")
-_BINDING = re.compile(r"\\(?:sum|prod|int|lim)(?![A-Za-z])")
 _CONSTANTS = frozenset("eid")
 
 
 def _is_partial(formula: Any, text: str) -> bool:
     """Whether the parser has left out letters: what it cannot read it drops in silence."""
-    if _BINDING.search(text):
+    if re.search(r"\\(?:sum|prod|int|lim)(?![A-Za-z])", text):
         return False
-    letters = set(re.findall("[A-Za-z]", _COMMAND.sub(" ", text))) - _CONSTANTS
+    letters = set(re.findall("[A-Za-z]", re.sub(r"\\[A-Za-z]+", " ", text))) - _CONSTANTS
     read = {letter for symbol in formula.free_symbols for letter in str(symbol)}
     return not letters <= read
 
 
-def _expression(formula: Any) -> Form:
+def _expression(formula: Any) -> Reply:
     import sympy
 
     formula = _evaluated(formula)
     if formula.is_infinite and formula.is_extended_real:
-        return ["infinity", "-" if formula.is_extended_negative else "+"]
-    values = [_form(value) for value in _values(formula)]
-    first = values[0]
-    if first is None or None in values:
-        return ["structure", sympy.srepr(formula)]
-    return first if all(value == first for value in values) else ["values", *values]
+        return {"infinity": "-" if formula.is_extended_negative else "+"}
+    values = [_parts(value) for value in _values(formula)]
+    return {"structure": sympy.srepr(formula)} if None in values else {"values": values}
 
 
-def _relation(formula: Any) -> Form:
-    """The form by the values of the difference of its sides, divided by the first of them."""
+def _relation(formula: Any) -> Reply:
+    """The values of the difference of its sides, divided by the first of them."""
     import sympy
 
     kind, difference = formula.rel_op, formula.lhs - formula.rhs
@@ -101,8 +112,9 @@ def _relation(formula: Any) -> Form:
     values = _values(_evaluated(difference))
     scale = values[0] if kind in {"==", "!="} else abs(values[0])
     if abs(scale) < 10**-20 or not all(value.is_number for value in values):
-        return ["structure", sympy.srepr(formula)]
-    return [kind, *(_form((value / scale).evalf(_DIGITS)) for value in values)]
+        return {"structure": sympy.srepr(formula)}
+    parts = [_parts((value / scale).evalf(_DIGITS)) for value in values]
+    return {"structure": sympy.srepr(formula)} if None in parts else {kind: parts}
 
 
 def _evaluated(formula: Any) -> Any:
@@ -115,107 +127,173 @@ def _evaluated(formula: Any) -> Any:
 
 def _values(formula: Any) -> list[Any]:
     """What it is worth at the fixed points, one value if it has no symbols."""
+    import sympy
+
     if formula.is_Rational or not formula.free_symbols:
         return [formula if formula.is_Rational else formula.evalf(_DIGITS)]
+    exact = _exact_value()
+    points = range(exact.NUM_POINTS)
+    symbols = sorted(formula.free_symbols, key=str)
     return [
         formula.evalf(
-            _DIGITS, subs={symbol: _point(symbol.name, n) for symbol in formula.free_symbols}
+            _DIGITS,
+            subs={symbol: sympy.Rational(exact.point(symbol.name, n)) for symbol in symbols},
         )
-        for n in range(_NUM_POINTS)
+        for n in points
     ]
 
 
-def _point(name: str, number: int) -> Any:
-    """A value for a symbol, by its name: between 0.5 and 2.5 in size, of either sign."""
-    import sympy
-
-    digest = hashlib.sha256(f"{number}/{name}".encode()).digest()
-    size = sympy.Rational(1, 2) + sympy.Rational(int.from_bytes(digest[:6], "big"), 2**47)
-    return -size if number == _NUM_POINTS - 1 else size
-
-
-def _form(value: Any) -> Form | None:
-    """A value in writing; None if it is no finite number."""
+def _parts(value: Any) -> list[str] | None:
+    """Real and imaginary part in writing; None if it is no finite number."""
     if not value.is_number or not value.is_finite:
         return None
-    real, imaginary = map(_written, value.as_real_imag())
-    if imaginary != "0/1":
-        return ["complex", real, imaginary]
-    return real if "/" in real else ["real", real]
+    return [_written(part) for part in value.as_real_imag()]
 
 
 def _written(part: Any) -> str:
-    """A real number as a fraction, if it is one to within rounding; else its first digits."""
+    """A fraction in hexadecimal digits, or a decimal."""
+    return f"{int(part.p):x}/{int(part.q):x}" if part.is_Rational else str(part.evalf(_DIGITS))
+
+
+def _exact_value() -> types.ModuleType:
+    name = "forethought_exact_value"
+    if name not in sys.modules:
+        path = str(Path(__file__).with_name("exact_value.py"))
+        loader = importlib.machinery.SourceFileLoader(name, path)
+        module = types.ModuleType(name)
+        sys.modules[name] = module  # dataclasses and typing look it up
+        loader.exec_module(module)
+    return sys.modules[name]
+
+
+# ---- limits --------------------------------------------------------------------------------------
+
+
+def _end(*_: Any) -> NoReturn:
+    os._exit(_LIMIT)
+
+
+class _Steps:
+    """Counts steps and ends the process after the last one."""
+
+    def __init__(self, steps: int) -> None:
+        self._remaining = steps
+
+    def __call__(self, frame: Any, event: str, argument: Any) -> None:
+        self._remaining -= 1
+        if self._remaining < 0:
+            _end()
+
+
+def _bound_numbers() -> None:
+    """End the process before a number with more than ``_MAX_BITS`` bits is worked out."""
     import sympy
+    from sympy.functions.combinatorial import factorials
 
-    if part.is_Rational:
-        if max(abs(part.p), part.q).bit_length() < _LONGEST:
-            return f"{part.p}/{part.q}"
-    elif abs(_exponent(part)) < _LONGEST:
-        exact = Fraction(str(sympy.Rational(part)))
-        if abs(exact) < _NEGLIGIBLE:
-            return "0/1"
-        short = exact.limit_denominator(10**9)
-        if abs(short - exact) < abs(exact) / 10**30:
-            return f"{short.numerator}/{short.denominator}"
-    return str(part.evalf(_DIGITS // 2))
+    def bounded_power(kind: Any) -> None:
+        power = kind._eval_power
 
+        def checked(self: Any, exponent: Any) -> Any:
+            size = int(abs(self.p)).bit_length() + int(self.q).bit_length()
+            if exponent.is_Rational and (abs(exponent) - 1) * max(0, size - 2) > _MAX_BITS:
+                _end()
+            return power(self, exponent)
 
-def _exponent(part: Any) -> int:
-    """The exponent of two in a number that is no fraction."""
-    _, _, exponent, bits = part._mpf_
-    return int(exponent + bits)
+        kind._eval_power = checked
 
+    for kind in (sympy.Integer, sympy.Rational):
+        bounded_power(kind)
+    for kind in (factorials.factorial, factorials.binomial):
+        evaluate = kind.eval.__func__
 
-def verify(gold: str, answer: str) -> bool:
-    """Whether math-verify finds the two equal, in one direction or the other."""
-    import math_verify
+        def checked(cls: Any, n: Any, *others: Any, evaluate: Any = evaluate) -> Any:
+            if n.is_Number and abs(n) > _MAX_FACTORIAL:
+                _end()
+            return evaluate(cls, n, *others)
 
-    one, other = _all_parsed(gold), _all_parsed(answer)
-    return bool(
-        math_verify.verify(one, other, timeout_seconds=None)
-        or math_verify.verify(other, one, timeout_seconds=None)
-    )
+        kind.eval = classmethod(checked)
 
 
-def _all_parsed(text: str) -> Any:
-    from math_verify import parse
+def _limit(steps: int) -> None:
+    """Begin to count."""
+    pages = int(Path("/proc/self/statm").read_text().split()[0]) if os.path.isdir("/proc") else 0
+    memory = pages * resource.getpagesize() + _MEMORY
+    _, most = resource.getrlimit(resource.RLIMIT_AS)
+    if pages and (most == resource.RLIM_INFINITY or memory < most):
+        resource.setrlimit(resource.RLIMIT_AS, (memory, most))
+    signal.signal(signal.SIGPROF, signal.SIG_DFL)
+    signal.setitimer(signal.ITIMER_PROF, 1 + _PROCESSOR_TIME * steps / STEPS_PER_SECOND)
+    sys.setprofile(_Steps(steps))
 
-    return parse(f"\\boxed{{{text}}}", parsing_timeout=None)
+
+# ---- the process ---------------------------------------------------------------------------------
 
 
-def _answer(request: dict[str, Any]) -> Any:
+def _work(request: dict[str, Any], output: int) -> NoReturn:
+    """Work on a formula, in a fork."""
+    _limit(request["steps"])
     try:
-        if "form" in request:
-            return canonical_form(request["form"])
-        return verify(*request["verify"])
+        result = canonical_form(request["form"])
+    except MemoryError:
+        _end()
     except Exception:
-        return None
-
-
-def _read(lines: queue.SimpleQueue[str]) -> None:
-    """Hand on requests; at the end of the input the process exits, even during one."""
-    for line in sys.stdin:
-        lines.put(line)
+        result = None
+    sys.setprofile(None)
+    with os.fdopen(output, "w") as file:
+        file.write(json.dumps(result))
     os._exit(0)
+
+
+def _answer(line: bytes) -> str:
+    """The reply to a request, by a fork."""
+    reading, writing = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.close(reading)
+        try:
+            _work(json.loads(line), writing)
+        finally:
+            os._exit(1)
+    os.close(writing)
+    parts = []
+    while True:
+        ready, _, _ = select.select([reading, 0], [], [])
+        if reading not in ready:  # there is no further request, so the input has ended
+            os.kill(child, signal.SIGKILL)
+            os._exit(0)
+        part = os.read(reading, 1 << 16)
+        if not part:
+            break
+        parts.append(part)
+    os.close(reading)
+    _, status = os.waitpid(child, 0)
+    return b"".join(parts).decode() if status == 0 else json.dumps("limit")
+
+
+def _lines() -> Any:
+    """The lines of the input, which is read no further than necessary."""
+    line = b""
+    while part := os.read(0, 1 << 16):
+        line += part
+        if line.endswith(b"\n"):
+            yield line
+            line = b""
 
 
 def main() -> None:
     """Serve until the input ends. The arguments are directories to import from."""
-    faulthandler.dump_traceback_later(_START_SECONDS, exit=True)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the process that started us
     sys.path += [directory for directory in sys.argv[1:] if directory not in sys.path]
-    lines: queue.SimpleQueue[str] = queue.SimpleQueue()
-    threading.Thread(target=_read, args=(lines,), daemon=True).start()
-    verify(*["x+\\frac{1}{2}"] * 2)  # the first formula takes longer than all others
-    result: Any = canonical_form("x+\\frac{1}{2}")
-    while True:
-        faulthandler.cancel_dump_traceback_later()
-        sys.stdout.write(json.dumps(result) + "\n")
+    _exact_value()
+    for formula in _FIRST:
+        canonical_form(formula)
+    _bound_numbers()
+    gc.freeze()
+    sys.stdout.write(json.dumps("ready") + "\n")
+    sys.stdout.flush()
+    for line in _lines():
+        sys.stdout.write(_answer(line) + "\n")
         sys.stdout.flush()
-        request = json.loads(lines.get())
-        faulthandler.dump_traceback_later(request["seconds"], exit=True)
-        result = _answer(request)
 
 
 if __name__ == "__main__":

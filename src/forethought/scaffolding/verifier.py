@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 
 from forethought.errors import UnknownNameError, UsageError
-from forethought.scaffolding.answers import extract_answer_from_boxed
+from forethought.scaffolding.answer_extraction import extract_answer_from_boxed
 
 Verifier = Callable[[str, str], bool]
 """(text of the question, text of the answer) -> whether the answer is right."""
