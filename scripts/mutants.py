@@ -409,7 +409,7 @@ MUTANTS = [
         "sequence.limit - len(sequence.tokens)  #",
         "tests/engine/test_speculation.py -k 'stop_token or beyond'",
     ),
-    Mutant("engine/drafting.py", "self._disabled.discard((entry, number))", "pass", HOOKS),
+    Mutant("engine/guarded_drafter.py", "self.disabled.discard(request.request_id)", "pass", HOOKS),
     Mutant(
         "engine/engine.py",
         "sequence.table.rewind(len(sequence.tokens) - 1)",

@@ -7,8 +7,8 @@ import torch
 
 from forethought.config.drafters import NGramDecodingConfig
 from forethought.config.sampling import SamplingParams
-from forethought.engine.drafter_entry import DrafterEntry
 from forethought.engine.drafting import Drafting
+from forethought.engine.guarded_drafter import DrafterEntry
 from forethought.engine.scheduler import Plan
 from forethought.outputs import EngineStats
 from forethought.speculative.drafter import NO_DRAFT, Draft

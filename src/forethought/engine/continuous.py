@@ -13,8 +13,8 @@ import math
 from collections.abc import Sequence as List
 from itertools import chain
 
-from forethought.engine.drafter_entry import DrafterEntry
 from forethought.engine.drafting import Drafting
+from forethought.engine.guarded_drafter import GuardedDrafter
 from forethought.engine.packing import decode_row, end_ids, is_plain_decode
 from forethought.engine.scheduler import Plan, PlannedRow, Scheduler
 from forethought.kv.table import TableView
@@ -98,22 +98,22 @@ class ContinuousDecode:
 
     def _num_chain_steps(self, rows: List[PlannedRow], num_steps: int) -> int:
         """How many steps with drafts of these rows, from this one on, may be one call."""
-        entry = self._only_drafter(rows)
-        if entry is None:
+        drafter = self._only_drafter(rows)
+        if drafter is None:
             return 1
-        chains = entry.drafter.chain_source
-        if chains is None or not self._holds(entry, rows):
+        chains = drafter.drafter.chain_source
+        if chains is None or not self._holds(drafter, rows):
             return 1
         sizes = [(len(row.sequence.tokens), row.num_nodes) for row in rows]
         if not can_decode_chains(self._runner, chains, sizes):
             return 1
         drafting = [row for row in rows if row.num_nodes]
-        held = entry.policy.hold()
+        held = drafter.num_held_steps()
         left = [_positions_left(chains, row) for row in drafting]
         num_steps = int(min(num_steps, held, *left))
         return num_steps if num_steps > 1 and self._can_follow(chains, drafting) else 1
 
-    def _only_drafter(self, rows: List[PlannedRow]) -> DrafterEntry | None:
+    def _only_drafter(self, rows: List[PlannedRow]) -> GuardedDrafter | None:
         """The one that all of these rows have their drafts from; None: there are several.
 
         Or another one reads hidden states, which only single steps store for all of them.
@@ -121,20 +121,20 @@ class ContinuousDecode:
         chosen = self._drafting.chosen_by(rows)
         if len(chosen) != 1:
             return None
-        own = chosen[0].drafter.draft_caches
-        stores_all = all(cache in own for cache in self._drafting.hidden_state_caches)
+        draft_caches = chosen[0].drafter.draft_caches
+        stores_all = all(cache in draft_caches for cache in self._drafting.hidden_state_caches)
         return chosen[0] if stores_all else None
 
-    def _holds(self, entry: DrafterEntry, rows: List[PlannedRow]) -> bool:
+    def _holds(self, drafter: GuardedDrafter, rows: List[PlannedRow]) -> bool:
         """Whether single steps of the only drafter would draft alike, whatever becomes of others.
 
         In these a length may depend on the batch, a draft may be cut to what is left of the step's
         tokens, and a rule or a resource manager of the user's is asked.
         """
-        rule, lengths = entry.rule, set(map(entry.schedule.length, range(1, len(rows) + 1)))
+        rule, lengths = drafter.rule, set(map(drafter.schedule.length, range(1, len(rows) + 1)))
         is_lossy = rule is not None and any(rule.applies_to(row.sequence.params) for row in rows)
         is_cut = any(row.num_nodes < self._drafting.num_requested(row) for row in rows)
-        return not (is_lossy or is_cut or len(lengths) > 1 or entry.resource_manager is not None)
+        return not (is_lossy or is_cut or len(lengths) > 1 or drafter.resource_manager is not None)
 
     def _can_follow(self, chains: ChainSource, rows: List[PlannedRow]) -> bool:
         requests = [self._drafting.request_of(row.sequence) for row in rows]
@@ -164,15 +164,15 @@ class ContinuousDecode:
 
     def _decode_chains(self, rows: List[PlannedRow], num_steps: int) -> DecodedTokens:
         """Make steps with drafts; sets ``steps`` of the rows, the longest drafts first."""
-        entry = self._only_drafter(rows)
-        assert entry is not None
-        chains = entry.drafter.chain_source
+        drafter = self._only_drafter(rows)
+        assert drafter is not None
+        chains = drafter.drafter.chain_source
         assert chains is not None
         decoded = decode_chains(self._runner, chains, list(map(self._row, rows)), num_steps)
-        self._drafting.add_draft_seconds(entry, decoded.draft_seconds)
+        self._drafting.add_draft_seconds(drafter, decoded.draft_seconds)
         self._stats.forward_seconds -= decoded.draft_seconds  # of the call, which is timed as one
         for row, steps in zip(rows, decoded.steps, strict=True):
-            row.steps, row.drafter = steps, entry.name
+            row.steps, row.drafter = steps, drafter.name
         tokens = [list(chain.from_iterable(step.tokens for step in row.steps)) for row in rows]
         return DecodedTokens([own or [NO_TOKEN] for own in tokens], decoded.num_forwards)
 

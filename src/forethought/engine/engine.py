@@ -19,8 +19,8 @@ import torch
 
 from forethought.config.sampling import SamplingParams
 from forethought.engine import snapshot
-from forethought.engine.drafter_entry import DrafterEntry
 from forethought.engine.drafting import Drafting
+from forethought.engine.guarded_drafter import DrafterEntry
 from forethought.engine.scheduler import Limits, Scheduler
 from forethought.engine.sequence import (
     OtherSequence,

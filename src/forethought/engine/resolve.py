@@ -12,8 +12,8 @@ from forethought.config.drafters import AutoDecodingConfig
 from forethought.config.engine import KvCacheConfig, LlmArgs
 from forethought.config.speculation import DecodingBaseConfig
 from forethought.engine import tensor_parallel
-from forethought.engine.drafter_entry import DrafterEntry
 from forethought.engine.engine import Engine
+from forethought.engine.guarded_drafter import DrafterEntry
 from forethought.engine.scheduler import Limits
 from forethought.errors import CapacityError, ParameterError
 from forethought.kv.storage import HiddenStateCache, KvStorage
