@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 import threading
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from unittest import mock
 
 from forethought.config.sampling import SamplingParams
 from forethought.config.speculation import DecodingBaseConfig
@@ -23,7 +26,7 @@ from forethought.model.graph_runner import GraphRunner
 from forethought.model.graphs import GraphCapturer
 from forethought.model.runner import ModelRunner
 from forethought.speculative.registry import Target
-from models import tiny
+from models import tiny, transformers_model
 
 if TYPE_CHECKING:
     from forethought import AsyncLLM
@@ -39,6 +42,15 @@ def load(architecture: str, device: str = "cpu", dtype: str = "float32") -> Caus
 @functools.cache
 def _loaded(architecture: str, device: str, dtype: str) -> CausalLM:
     return loader.load(tiny(architecture), dtype=dtype, device=device, forward="auto")
+
+
+def load_poisoned(token: int, directory: Path, forward: loader.Forward = "auto") -> CausalLM:
+    """The tiny model, whose embedding of a token is NaN: a checkpoint that is refused, loaded."""
+    module = type(transformers_model(tiny("llama"))).from_pretrained(tiny("llama"))
+    module.get_input_embeddings().weight.data[token] = math.nan
+    module.save_pretrained(directory)
+    with mock.patch.object(loader, "check_values"):
+        return loader.load(directory, dtype="float32", device="cpu", forward=forward)
 
 
 def engine(

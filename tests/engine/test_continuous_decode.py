@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence as List
 from pathlib import Path
 from typing import Any
@@ -10,7 +9,7 @@ from typing import Any
 import pytest
 
 from eagle_heads import random_head
-from engines import GREEDY, drain, engine, engine_over, expect_empty, outputs
+from engines import GREEDY, drain, engine, engine_over, expect_empty, load_poisoned, outputs
 from forethought.config.drafters import (
     EagleDecodingConfig,
     NGramDecodingConfig,
@@ -27,7 +26,7 @@ from forethought.model.runner import DecodedTokens, DecodeRow
 from forethought.model.sampling import NO_TOKEN
 from forethought.outputs import FinishReason
 from forethought.speculative.length.policy import FixedLength, LengthRequest, SkippedSteps
-from models import ARCHITECTURES, greedy, prompts, tiny, transformers_model
+from models import ARCHITECTURES, greedy, prompts, tiny
 
 PROMPTS = prompts((3, 17, 9, 30, 1))
 EXPECTED = greedy(tiny("llama"), PROMPTS, 16)
@@ -468,10 +467,7 @@ def test_logits_that_stay_not_finite_fail_their_request_alone(
     """That of a token which the first one decodes as its sixth."""
     poison = EXPECTED[0][5]
     assert poison not in EXPECTED[0][:5] + EXPECTED[1] + PROMPTS[0] + PROMPTS[1]
-    module = type(transformers_model(tiny("llama"))).from_pretrained(tiny("llama"))
-    module.get_input_embeddings().weight.data[poison] = math.nan
-    module.save_pretrained(tmp_path)
-    lm = loader.load(tmp_path, dtype="float32", device="cpu", forward=forward)
+    lm = load_poisoned(poison, tmp_path, forward)
     machine = engine_over(lm, **LIMITS)
     machine.num_decode_steps = 8
     sequences = [machine.add(prompt, GREEDY)[0] for prompt in PROMPTS[:2]]

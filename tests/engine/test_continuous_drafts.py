@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import math
 import tempfile
 from collections.abc import Sequence as List
 from dataclasses import replace
@@ -15,7 +14,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from eagle_heads import random_head
-from engines import drain, engine, engine_over, expect_empty, outputs
+from engines import drain, engine, engine_over, expect_empty, load_poisoned, outputs
 from forethought.assets import reasoner_dir
 from forethought.config.drafters import (
     DraftTargetDecodingConfig,
@@ -45,7 +44,7 @@ from forethought.speculative.length.policy import (
     StepRecord,
 )
 from generations import expect_same
-from models import greedy, prompts, tiny, transformers_model
+from models import greedy, prompts, tiny
 from shipped import QUESTIONS, shipped
 
 NUM_TOKENS = 40
@@ -550,10 +549,7 @@ def test_logits_that_stay_not_finite_fail_their_request_alone(
     """Those of a token which the first one decodes as its sixth."""
     poison = EXPECTED[0][5]
     assert poison not in EXPECTED[0][:5] + EXPECTED[1][:16] + PROMPTS[0] + PROMPTS[1]
-    module = type(transformers_model(tiny("llama"))).from_pretrained(tiny("llama"))
-    module.get_input_embeddings().weight.data[poison] = math.nan
-    module.save_pretrained(tmp_path)
-    lm = loader.load(tmp_path, dtype="float32", device="cpu", forward=forward)
+    lm = load_poisoned(poison, tmp_path, forward)
     machine = engine_over(lm, speculative=[drafting()], **LIMITS)
     machine.num_decode_steps = 8
     params = GREEDY.replace(max_tokens=16)

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 import drafters
-from engines import drain, engine, expect_empty, load, outputs
+from engines import drain, engine, expect_empty, load, load_poisoned, outputs
 from forethought.config.drafters import (
     DraftTargetDecodingConfig,
     MedusaDecodingConfig,
@@ -32,14 +32,13 @@ from forethought.config.speculation import DecodingBaseConfig
 from forethought.engine.engine import Engine, Event
 from forethought.engine.sequence import Sequence as Generated
 from forethought.errors import LogitsError
-from forethought.model import loader
 from forethought.model.batch import Batch
 from forethought.model.causal_lm import CausalLM
 from forethought.model.runner import ModelRunner
 from forethought.model.sampling import distribution
 from forethought.speculative.drafter import DraftRequest
 from medusa_heads import random_heads
-from models import VOCAB, prompts, tiny, transformers_model
+from models import VOCAB, prompts, tiny
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
 SAMPLED = GREEDY.replace(temperature=0.9, seed=11)
@@ -587,11 +586,7 @@ def test_a_draft_model_without_finite_logits_costs_the_drafts_alone(name: str) -
 @pytest.fixture(scope="module")
 def poisoned(tmp_path_factory: pytest.TempPathFactory) -> CausalLM:
     """The tiny model, whose embedding of the bad token is NaN."""
-    path: Path = tmp_path_factory.mktemp("poisoned")
-    module = type(transformers_model(tiny("llama"))).from_pretrained(tiny("llama"))
-    module.get_input_embeddings().weight.data[poison()] = math.nan
-    module.save_pretrained(path)
-    return loader.load(path, dtype="float32", device="cpu")
+    return load_poisoned(poison(), tmp_path_factory.mktemp("poisoned"))
 
 
 def poisoned_engine(lm: CausalLM, **settings: Any) -> Engine:
