@@ -4,8 +4,10 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from forethought.errors import ParameterError
 from forethought.evaluation.graders import CodeGrader, MathGrader
 from forethought.evaluation.problems import Problem
+from forethought.evaluation.tasks import task
 from forethought.scaffolding.sandbox import Sandbox
 
 
@@ -17,8 +19,18 @@ def test_grading_looks_into_the_last_box_and_knows_mathematics():
     grade = MathGrader().grade
     assert grade("first \\boxed{3}, then \\boxed{1/2}", asked("\\frac{1}{2}"))
     assert not grade("first \\boxed{1/2}, then \\boxed{3}", asked("\\frac{1}{2}"))
-    assert not grade("the answer is 3", asked("3"))
+    assert grade("the answer is 3", asked("3"))
+    assert not MathGrader(answer="boxed").grade("the answer is 3", asked("3"))
     assert not grade(None, asked("3"))
+
+
+def test_the_rule_for_answers_is_checked():
+    with pytest.raises(ParameterError, match="answer"):
+        MathGrader(answer="boxes")
+    with pytest.raises(ParameterError, match="answer"):
+        MathGrader(str.strip, answer="boxed")
+    with pytest.raises(ParameterError, match="countdown"):
+        task("countdown").grader(answer="number")
 
 
 @pytest.mark.parametrize(

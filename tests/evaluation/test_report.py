@@ -13,6 +13,7 @@ from forethought.evaluation.problems import Problem
 from forethought.evaluation.report import (
     Report,
     ReportRow,
+    comparison_cells,
     count_of,
     draw,
     front_of,
@@ -71,6 +72,8 @@ def test_the_json_object_is_one_line_with_the_promised_fields():
         "method": "plain",
         "accuracy": 0.75,
         "accuracy_ci": [0.5313, 0.8881],
+        "num_without_answer": None,
+        "num_cut": 0,
         "tokens_generated": 50_000,
         "tokens_prefilled": 1_200,
         "tokens_wasted": 0,
@@ -121,6 +124,18 @@ def test_samples_of_a_method_give_pass_at_k_unless_some_were_ended_early():
     assert row_of("vote", early).pass_at_k == {}
 
 
+def test_attempts_without_an_answer_and_those_that_were_cut_are_counted():
+    rules = ["boxed", "", "number", ""]
+    attempts = [
+        replace(attempt(n, n == 0), answer_rule=rule, is_cut=n > 1) for n, rule in enumerate(rules)
+    ]
+    row = row_of("plain", attempts)
+    assert (row.num_without_answer, row.num_cut) == (2, 2)
+    head, line = comparison_cells([row])
+    counts = dict(zip(head, line, strict=True))
+    assert (counts["no answer found"], counts["cut at the limit"]) == ("2", "2")
+
+
 # ---- the whole report ----------------------------------------------------------------------------
 
 FIRST = [attempt(n, n % 2 == 0) for n in range(8)]
@@ -138,12 +153,12 @@ def made_up() -> Report:
 GOLDEN = """\
 # 8 problems
 
-| method | accuracy | 95 % interval | generated | prefilled | wasted | seconds | difference | p | \
-tokens |
-| :-- | --: | --: | --: | --: | --: | --: | --: | --: | --: |
-| plain | 50.0% | 21.5% to 78.5% | 1,080 | 56 | 760 | 12.0 |  |  |  |
-| vote@2 | 87.5% | 52.9% to 97.8% | 1,080 | 56 | 760 | 12.0 | +37.5 (-9.7 to +69.7) | 0.25 | \
-the same as plain |
+| method | accuracy | 95 % interval | no answer found | cut at the limit | generated | prefilled | \
+wasted | seconds | difference | p | tokens |
+| :-- | --: | --: | --: | --: | --: | --: | --: | --: | --: | --: | --: |
+| plain | 50.0% | 21.5% to 78.5% |  | 0 | 1,080 | 56 | 760 | 12.0 |  |  |  |
+| vote@2 | 87.5% | 52.9% to 97.8% |  | 0 | 1,080 | 56 | 760 | 12.0 | +37.5 (-9.7 to +69.7) | 0.25 \
+| the same as plain |
 
 | method | pass@1 | pass@2 | regret |
 | :-- | --: | --: | --: |
@@ -173,6 +188,8 @@ def test_the_json_of_made_up_attempts():
         "method": "vote@2",
         "accuracy": 0.875,
         "accuracy_ci": [0.5291, 0.9776],
+        "num_without_answer": None,
+        "num_cut": 0,
         "tokens_generated": 1080,
         "tokens_prefilled": 56,
         "tokens_wasted": 760,

@@ -236,6 +236,31 @@ class Says(Even):
         return text == "yes"
 
 
+def test_an_attempt_says_which_rule_found_its_answer_and_whether_it_was_cut():
+    """A model that does not box is graded by the last number, unless its text was cut."""
+    texts = {
+        "0": Reply("So, the farmer has 36 trees."),
+        "1": Reply("The answer is 36."),
+        "2": Reply("We have 30 + 36", finish_reason="length"),
+        "3": Reply("I cannot say."),
+    }
+    problems = [Problem(name, name, "36") for name in texts]
+    worker = ScriptedWorker(lambda prompt, index: texts[prompt])
+    runner = EvaluationRunner(lambda: worker)
+    attempts: list[Attempt] = []
+    row = runner.run(recipe("plain"), problems, attempts.append)
+    made = {one.problem.name: (one.correct, one.answer_rule, one.is_cut) for one in attempts}
+    assert made == {
+        "0": (True, "number", False),
+        "1": (True, "phrase", False),
+        "2": (False, "", True),
+        "3": (False, "", False),
+    }
+    assert (row.num_without_answer, row.num_cut) == (2, 1)
+    restored = Attempt.from_dict(attempts[0].to_dict(), problems)
+    assert restored.answer_rule == attempts[0].answer_rule
+
+
 def test_every_sample_of_a_method_is_graded_if_all_were_finished():
     answers = ["yes", "no", "yes", "no", "no"]
     runner = EvaluationRunner(

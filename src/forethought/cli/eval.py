@@ -25,7 +25,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 from forethought import __version__, assets
 from forethought.cli.backend import (
@@ -62,6 +62,7 @@ from forethought.evaluation.recipe import Recipe, recipe, with_each_count, withi
 from forethought.evaluation.report import Report, count_of, has_progress_bars, make_folder
 from forethought.methods.stack import parameters
 from forethought.model_dir import find_model_dir
+from forethought.scaffolding.answer_extraction import AnswerRule
 from forethought.scaffolding.budget import Budget
 from forethought.scaffolding.controller import NativeRewardController
 from forethought.scaffolding.verifier import verifier
@@ -77,7 +78,7 @@ if TYPE_CHECKING:
     from forethought.scaffolding.worker import Worker
 
 _METHODS, _CHAT_METHODS = "plain,dynasor,majority_vote", "plain,majority_vote"
-_EARLY_STOP, _VERIFIER = "early_stop", "verifier"
+_EARLY_STOP, _VERIFIER, _ANSWER = "early_stop", "verifier", "answer"
 FOLDER = Path("runs/eval")
 _WAS_COMPLETE = "This evaluation was complete before, and nothing was run. --fresh runs it again."
 STOP_LEVEL = 0.05
@@ -105,6 +106,12 @@ def _configure_problems(parser: argparse.ArgumentParser) -> None:
         "come with the task's embedded model; without --task those of the reasoner)",
     )
     parser.add_argument("--problems", type=int, metavar="N", help="draw N of them by the seed")
+    parser.add_argument(
+        "--answer",
+        choices=get_args(AnswerRule),
+        help="where grader and votes look for the answer in a text: the last box, what follows "
+        "####, a phrase such as 'answer is', the last number, or the first of these (default)",
+    )
     parser.add_argument(
         "--unsafe-code",
         action="store_true",
@@ -342,6 +349,7 @@ def _plan(args: argparse.Namespace) -> _Plan:
         "num_problems": len(chosen),
         "methods": [recipe.to_dict() for recipe in recipes],
         "reward_model": judge_settings(args),
+        "answer": _answer_rule(args),
         "instruction": instruction,
         "prompt_format": args.prompt_format,
         "seed": args.seed,
@@ -427,16 +435,21 @@ def _option(name: str) -> str:
     return f"--{name.replace('_', '-')}"
 
 
+def _answer_rule(args: argparse.Namespace) -> AnswerRule:
+    rule: AnswerRule = "auto" if args.answer is None else args.answer
+    return rule
+
+
 def _grader(args: argparse.Namespace, task: tasks.Task | None) -> Grader:
     if task is not None:
-        return task.grader(unsafe_code=args.unsafe_code)
+        return task.grader(unsafe_code=args.unsafe_code, answer=_answer_rule(args))
     if args.unsafe_code:
         raise ParameterError(
             "--unsafe-code needs a task whose answers are programs",
             "no task is given",
             "Add --task humaneval, or leave it out",
         )
-    return MathGrader()
+    return MathGrader(answer=_answer_rule(args))
 
 
 def _model(
@@ -508,6 +521,8 @@ def _recipes(args: argparse.Namespace, judging: NativeRewardController | None) -
         own = {key: value for key, value in settings.items() if key in parameters(spec)}
         if args.all_samples and _EARLY_STOP in parameters(spec):
             own.setdefault(_EARLY_STOP, False)
+        if args.answer is not None and _ANSWER in parameters(spec):
+            own.setdefault(_ANSWER, args.answer)
         if checker is not None and _VERIFIER in parameters(spec):
             own.setdefault(_VERIFIER, checker)
         made = _recipe(args, spec, judged_by(spec, judging) | own, chats)
@@ -658,7 +673,8 @@ def _searched(args: argparse.Namespace, plan: _Plan, proposal: Proposal | None) 
 _KEPT = (
     *("url", "api_model", "thinking_field", "model", "revision", "dtype", "device", "config"),
     *("speculative", "draft_model", "max_draft_len", "task", "data", "max_tokens", *THINKING),
-    *("reward_model", "reward_url", *REWARD_SERVER, "instruction", "prompt_format", "seed"),
+    *("reward_model", "reward_url", *REWARD_SERVER, "answer", "instruction", "prompt_format"),
+    "seed",
 )
 """Options of a search that the proposed command has, too."""
 

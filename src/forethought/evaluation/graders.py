@@ -11,13 +11,17 @@ import secrets
 import threading
 from collections.abc import Callable
 
+from forethought.errors import ParameterError
 from forethought.evaluation.problems import Problem
-from forethought.scaffolding.answers import (
-    AnswerClasses,
-    MathEquivalence,
-    extract_answer_from_boxed,
+from forethought.scaffolding.answer_extraction import (
+    ANSWER_RULE,
+    AnswerRule,
+    ExtractedAnswer,
+    extract_answer,
 )
+from forethought.scaffolding.answers import AnswerClasses, MathEquivalence
 from forethought.scaffolding.sandbox import Sandbox
+from forethought.scaffolding.settings import validated
 from forethought.scaffolding.sympy_pool import SympyPool
 from forethought.scaffolding.verifier import Verifier
 
@@ -32,7 +36,9 @@ class MathGrader:
     without its sign: ``50\%`` is right for both ``50`` and ``0.5``.
 
     Args:
-        extract: finds the answer in a text; a text without one is wrong.
+        answer: the rule that finds the answer in a text, see ``scaffolding.answer_extraction``; a
+            text without one is wrong.
+        extract: finds the answer in the place of the rule.
         equivalence: whether an answer and the reference mean the same; replaces the above.
         time_limit: work for one formula, as in ``MathEquivalence``; an answer that takes more is
             wrong unless it is written like the reference.
@@ -40,11 +46,20 @@ class MathGrader:
 
     def __init__(
         self,
-        extract: Callable[[str], str | None] = extract_answer_from_boxed,
+        extract: Callable[[str], str | None] | None = None,
         equivalence: Callable[[str, str], bool] | None = None,
         time_limit: float = 3.0,
+        *,
+        answer: AnswerRule = "auto",
     ) -> None:
         self._extract, self._rule = extract, MathEquivalence(time_limit)
+        self._answer = validated("answer", answer, ANSWER_RULE)
+        if extract is not None and answer != "auto":
+            raise ParameterError(
+                "answer and extract exclude each other",
+                f"got answer={answer!r} and a function",
+                "Leave one of them out",
+            )
         self._equivalence = equivalence or self._is_equal
         self._sympy: SympyPool | None = None
         self._lock = threading.Lock()
@@ -55,8 +70,15 @@ class MathGrader:
         Raises:
             DependencyError: it takes sympy, and ``math-verify`` is not installed.
         """
+        extracted = self.answer_of(text)
+        return extracted is not None and self._equivalence(extracted.text, problem.answer)
+
+    def answer_of(self, text: str | None, *, is_cut: bool = False) -> ExtractedAnswer | None:
+        """The answer that is compared; a text that ``is_cut`` has no last number."""
+        if self._extract is None:
+            return extract_answer(text, self._answer, is_cut=is_cut)
         answer = self._extract(text or "")
-        return answer is not None and self._equivalence(answer, problem.answer)
+        return None if answer is None else ExtractedAnswer(answer, "function")
 
     def close(self) -> None:
         """End the process with sympy; it starts again if it is needed."""
@@ -98,6 +120,10 @@ class VerifierGrader:
         """Whether the checker accepts ``text``."""
         return bool(text) and self._verifier(problem.question, text or "")
 
+    def answer_of(self, text: str | None, *, is_cut: bool = False) -> ExtractedAnswer | None:
+        """The expression that is checked."""
+        return extract_answer(text, "boxed")
+
     def close(self) -> None:
         """Nothing to end."""
 
@@ -129,6 +155,10 @@ class CodeGrader:
         check = f"{fields['test']}\n\ncheck({fields['entry_point']})\nprint('\\n{passed}')\n"
         result = self._sandbox.run(f"{program}\n\n{check}")
         return result.status == "ok" and result.stdout.endswith(f"\n{passed}\n")
+
+    def answer_of(self, text: str | None, *, is_cut: bool = False) -> ExtractedAnswer | None:
+        """The text, which is a program or has one."""
+        return ExtractedAnswer(text, "code") if text and text.strip() else None
 
     def close(self) -> None:
         """Nothing to end: each program has ended with its result."""

@@ -64,6 +64,10 @@ class Attempt:
     """Whether each sample that the method drew is right; None for one that was ended early."""
     error: str = ""
     """Why there is no answer: the budget was spent."""
+    answer_rule: str | None = None
+    """What found the answer in the text; empty if nothing did, None if the grader does not say."""
+    is_cut: bool = False
+    """Whether the text ends at its limit of tokens."""
 
     @property
     def key(self) -> tuple[int, int]:
@@ -86,6 +90,10 @@ class Attempt:
             record["candidates"] = list(self.candidates)
         if self.error:
             record["error"] = self.error
+        if self.answer_rule is not None:
+            record["answer_rule"] = self.answer_rule
+        if self.is_cut:
+            record["is_cut"] = True
         return record
 
     @classmethod

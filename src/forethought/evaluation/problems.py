@@ -12,12 +12,13 @@ import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from forethought import assets
 from forethought.errors import ParameterError, UsageError
 from forethought.evaluation.data_files import Record, read_records
 from forethought.scaffolding.answer_extraction import (
+    ExtractedAnswer,
     extract_answer_from_boxed,
     extract_answer_with_regex,
 )
@@ -145,3 +146,16 @@ class Grader(Protocol):
 
     def close(self) -> None:
         """End the processes that it has started."""
+
+
+@runtime_checkable
+class AnswerFinder(Protocol):
+    """A grader that says which answer of a text it grades."""
+
+    def answer_of(self, text: str | None, *, is_cut: bool = False) -> ExtractedAnswer | None:
+        """The answer, and the rule that finds it; None if there is none.
+
+        Args:
+            text: of the model.
+            is_cut: whether it ends at its limit of tokens.
+        """

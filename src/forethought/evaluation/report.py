@@ -54,6 +54,10 @@ class ReportRow:
     """95 % interval of the accuracy over several attempts per problem; None: Wilson's is used."""
     pass_at_k: Mapping[int, float] = field(default_factory=dict)
     """By k; empty where no problem has several graded samples."""
+    num_without_answer: int | None = None
+    """Attempts in whose text no answer is found; None where the grader does not say."""
+    num_cut: int = 0
+    """Attempts whose text ends at its limit of tokens."""
     paired: PairedComparison | None = None
     """Against the first method; None for that."""
     columns: Mapping[str, float] = field(default_factory=dict)
@@ -76,6 +80,8 @@ class ReportRow:
             "method": self.method,
             "accuracy": round(self.correct.value, 4),
             "accuracy_ci": [round(low, 4), round(high, 4)],
+            "num_without_answer": self.num_without_answer,
+            "num_cut": self.num_cut,
             "tokens_generated": self.tokens_generated,
             "tokens_prefilled": self.tokens_prefilled,
             "tokens_wasted": self.tokens_wasted,
@@ -110,7 +116,14 @@ def row_of(method: str, attempts: Sequence[Attempt]) -> ReportRow:
         sum(max(0, all_ - own) for all_, own in zip(generated, answers, strict=True)),
         clustered_interval(outcomes) if several else None,
         _pass_at_k(attempts, outcomes),
+        _num_without_answer(attempts),
+        sum(attempt.is_cut for attempt in attempts),
     )
+
+
+def _num_without_answer(attempts: Sequence[Attempt]) -> int | None:
+    rules = [attempt.answer_rule for attempt in attempts]
+    return None if None in rules else rules.count("")
 
 
 def outcomes_of(attempts: Iterable[Attempt]) -> list[list[bool]]:
@@ -132,7 +145,8 @@ def _pass_at_k(attempts: Sequence[Attempt], outcomes: Sequence[Sequence[bool]]) 
 
 
 _HEAD = (
-    *("method", "accuracy", "95 % interval", "generated", "prefilled", "wasted", "seconds"),
+    *("method", "accuracy", "95 % interval", "no answer found", "cut at the limit"),
+    *("generated", "prefilled", "wasted", "seconds"),
     *("difference", "p", "tokens"),
 )
 Cells = list[tuple[str, ...]]
@@ -208,6 +222,8 @@ def _cells(row: ReportRow, rows: Sequence[ReportRow]) -> tuple[str, ...]:
         row.method,
         f"{row.correct.value:.1%}",
         f"{low:.1%} to {high:.1%}",
+        "" if row.num_without_answer is None else f"{row.num_without_answer:,}",
+        f"{row.num_cut:,}",
         f"{row.tokens_generated:,}",
         f"{row.tokens_prefilled:,}",
         f"{row.tokens_wasted:,}",

@@ -26,7 +26,7 @@ from forethought.evaluation import IN_FLIGHT
 from forethought.evaluation.graders import MathGrader
 from forethought.evaluation.journal import Attempt
 from forethought.evaluation.lockstep import Lockstep
-from forethought.evaluation.problems import Grader, Problem, user_prompt
+from forethought.evaluation.problems import AnswerFinder, Grader, Problem, user_prompt
 from forethought.evaluation.recipe import Recipe
 from forethought.evaluation.report import (
     ProgressBar,
@@ -241,19 +241,30 @@ class EvaluationRunner:
         except BudgetExceeded as exceeded:
             output, error = None, exceeded.what
         text = (output and output.text) or ""
+        is_cut = output is not None and output.finish_reason == "length"
+        rule = self._answer_rule(text, is_cut)
         number, sample = request.key
         return Attempt(
             recipe.name,
             problem,
             text,
-            self.grade(text, problem),
+            rule != "" and self.grade(text, problem),
             number,
             sample,
             usage=result.usage + Usage(),  # a copy: it may still change
             num_answer_tokens=_num_tokens(output),
             candidates=self._graded_candidates(output, problem),
             error=error,
+            answer_rule=rule,
+            is_cut=is_cut,
         )
+
+    def _answer_rule(self, text: str, is_cut: bool) -> str | None:
+        """What finds the answer in a text; empty if nothing does, None if that is not known."""
+        if not isinstance(self._grader, AnswerFinder):
+            return None
+        extracted = self._grader.answer_of(text, is_cut=is_cut)
+        return "" if extracted is None else extracted.rule
 
     def grade(self, text: str, problem: Problem) -> bool:
         """Whether a text solves a problem."""

@@ -27,7 +27,7 @@ from forethought.errors import ParameterError, UnknownNameError, UsageError
 from forethought.evaluation.data_files import Record, read_records
 from forethought.evaluation.graders import CodeGrader, MathGrader, VerifierGrader
 from forethought.evaluation.problems import Grader, Problem, of_record, shipped
-from forethought.scaffolding.answer_extraction import extract_answer_from_boxed
+from forethought.scaffolding.answer_extraction import AnswerRule, extract_answer_from_boxed
 from forethought.scaffolding.sandbox import Sandbox
 from forethought.scaffolding.verifier import MAX_DIGITS, read_countdown, verifier
 
@@ -82,16 +82,24 @@ class Task:
         records = read_records(data, self.folder)
         return _named([self.read(record) for record in records], records)
 
-    def grader(self, *, unsafe_code: bool = False) -> Grader:
+    def grader(self, *, unsafe_code: bool = False, answer: AnswerRule = "auto") -> Grader:
         """A grader of its answers.
 
         Args:
             unsafe_code: run programs also where they cannot be isolated.
+            answer: the rule that finds an answer in a text, see ``scaffolding.answer_extraction``.
 
         Raises:
-            ParameterError: ``unsafe_code``, and answers are no programs.
+            ParameterError: ``unsafe_code``, and answers are no programs; or ``answer``, and they
+                are programs or expressions.
             IsolationError: programs cannot be isolated here, and ``unsafe_code`` is not given.
         """
+        if answer != "auto" and (self.is_code or self.verifier is not None):
+            raise ParameterError(
+                "invalid answer",
+                f"the grader of the task {self.name} finds the answers itself",
+                "Leave it out",
+            )
         if self.is_code:
             return CodeGrader(Sandbox(unsafe=unsafe_code))
         if unsafe_code:
@@ -100,7 +108,9 @@ class Task:
                 f"answers of the task {self.name} are no programs",
                 "Leave it out",
             )
-        return MathGrader() if self.verifier is None else VerifierGrader(verifier(self.verifier))
+        if self.verifier is not None:
+            return VerifierGrader(verifier(self.verifier))
+        return MathGrader(answer=answer)
 
 
 def task(name: str) -> Task:
