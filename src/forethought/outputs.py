@@ -55,6 +55,8 @@ class Logprob:
     """Rank of the token by probability; 1 is the most probable."""
     token: str | None = None
     """Its text, where a tokenizer is at hand."""
+    raw: bytes | None = field(default=None, compare=False, repr=False)
+    """Its bytes, where they are no text: of a part of a character."""
 
 
 TokenLogprobs = dict[int, Logprob]

@@ -299,3 +299,26 @@ def test_a_short_text_does_not_wait_for_a_long_one_in_another_thread():
     tokenizer.encode("x")
     with tokenizer._lock:
         assert tokenizer.encode("he")
+
+
+@pytest.mark.parametrize("tokenizer", [BYTES, PIECES], ids=["byte level", "sentencepiece"])
+def test_the_bytes_of_tokens_that_are_parts_of_characters_join_to_the_text(tokenizer):
+    text = "na\u00efve \U0001f980 \u65e5\u672c \u0416\u0436 ok"
+    ids = tokenizer.encode_more(text)
+    raws = [tokenizer.raw(token) for token in ids]
+    assert any(raws)
+    assert all(
+        raw is None or "\ufffd" in tokenizer.piece(token)
+        for token, raw in zip(ids, raws, strict=True)
+    )
+    pieces = [tokenizer.piece_within(token).encode() for token in ids]
+    whole = b"".join(piece if raw is None else raw for piece, raw in zip(pieces, raws, strict=True))
+    assert whole.decode() == text
+
+
+def test_a_replacement_character_that_is_a_token_of_its_own_is_text():
+    token = BYTES.encode_more("\ufffd")
+    assert (
+        b"".join(BYTES.raw(each) or BYTES.piece(each).encode() for each in token)
+        == "\ufffd".encode()
+    )

@@ -97,22 +97,6 @@ def test_a_deadline_ends_a_stream_behind_its_first_token_too(llm: AsyncLLM) -> N
         assert (answer.status, answer.error["code"]) == (504, "timeout")
 
 
-def test_log_probabilities_come_with_the_tokens_of_a_stream(server: Served) -> None:
-    body = ask(max_tokens=6, logprobs=True, top_logprobs=2)
-    whole = server.send(CHAT, body).json["choices"][0]["logprobs"]["content"]
-    assert len(whole) == 6
-    assert all(len(each["top_logprobs"]) == 2 for each in whole)
-    assert whole[0]["token"] == whole[0]["top_logprobs"][0]["token"]  # it is greedy
-    events = server.send(CHAT, {**body, "stream": True}).events
-    streamed = [
-        each
-        for _, data in events
-        if data != "[DONE]"
-        for each in (data["choices"][0]["logprobs"] or {"content": []})["content"]
-    ]
-    assert [each["token"] for each in streamed] == [each["token"] for each in whole]
-
-
 def test_a_prompt_is_scored(server: Served) -> None:
     ids = server.send("/tokenize", {"prompt": QUESTION}).json["tokens"]
     body = {"prompt": QUESTION, "echo": True, "logprobs": 1, "max_tokens": 0}

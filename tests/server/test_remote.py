@@ -5,12 +5,14 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from forethought.assets import REASONER, embedded_dir
 from forethought.llm.tokenizer import Tokenizer
+from forethought.scaffolding.workers.openai_answer import _chat_logprobs
 from forethought.scaffolding.workers.scripted import Reply
 from forethought.scaffolding.workers.upstream import Retries, UpstreamWorker
 from forethought.server.remote_backend import RemoteBackend
@@ -365,3 +367,10 @@ def test_a_server_behind_that_is_gone_is_a_bad_gateway() -> None:
 
 def test_metrics_show_the_servers_behind(server: Served) -> None:
     assert "upstream_healthy" in server.send("/metrics").text
+
+
+def test_the_bytes_of_a_token_of_the_server_behind_are_passed_on() -> None:
+    chosen = SimpleNamespace(token="\ufffd", logprob=-1.0, bytes=[195], top_logprobs=[])
+    plain = SimpleNamespace(token="a", logprob=-1.0, bytes=None, top_logprobs=[])
+    found = _chat_logprobs(SimpleNamespace(content=[chosen, plain]))
+    assert [next(iter(each.values())).raw for each in found] == [b"\xc3", None]

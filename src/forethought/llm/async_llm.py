@@ -17,6 +17,7 @@ from forethought.config.engine import LlmOptions
 from forethought.config.sampling import SamplingParams
 from forethought.errors import ModelError, ParameterError
 from forethought.llm.async_session import AsyncSession
+from forethought.llm.detokenizer import Detokenizer
 from forethought.llm.engine_thread import EngineThread, OutputStream
 from forethought.llm.frontend import Frontend, Generation
 from forethought.llm.llm import LLM
@@ -286,6 +287,10 @@ class AsyncLLM:
                 "Use its tokenizer",
             )
         return self._frontend.tokenizer.decode(token_ids, skip_special_tokens=False)
+
+    def detokenizer(self, context: Sequence[int], skip_special_tokens: bool = True) -> Detokenizer:
+        """The text of tokens that follow a context, token by token."""
+        return Detokenizer(self._frontend.tokenizer, context, skip_special_tokens)
 
     def why_not_concurrent(self) -> str | None:
         """Why sessions cannot attend to each other (``AsyncSession.attend_to``); None: they can."""

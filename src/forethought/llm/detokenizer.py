@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from forethought.config.sampling import SamplingParams
-from forethought.llm.tokenizer import Tokenizer
+from forethought.llm.tokenizer import UNREADABLE, Tokenizer
 from forethought.outputs import (
     GRAMMAR_COMPLETE,
     CompletionOutput,
@@ -28,9 +28,6 @@ from forethought.outputs import (
     TokenConfidence,
     TokenLogprobs,
 )
-
-UNREADABLE = "\ufffd"
-"""What decoding gives for bytes that are no character, or not yet."""
 
 KEEP = 5
 """Tokens kept as context: one for the spaces; four bytes for the longest character."""
@@ -61,6 +58,10 @@ class Detokenizer:
         self._held_bytes = 0
         self._shorten()
         self._shown = len(self._decode().rstrip(UNREADABLE))
+
+    def hides(self, token: int) -> bool:
+        """Whether the text is without a token."""
+        return token in self._hidden
 
     def push(self, tokens: Sequence[int]) -> str:
         """The text that is certain after ``tokens`` and was not before."""
@@ -297,8 +298,10 @@ class Transcript:
 
 
 def name_tokens(entries: TokenLogprobs, tokenizer: Tokenizer) -> TokenLogprobs:
-    """The same log-probabilities with the text of each token."""
+    """The same log-probabilities with the text of each token, and its bytes if they are none."""
     return {
-        token: Logprob(entry.logprob, entry.rank, tokenizer.piece(token))
+        token: Logprob(
+            entry.logprob, entry.rank, tokenizer.piece_within(token), tokenizer.raw(token)
+        )
         for token, entry in entries.items()
     }

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from numbers import Integral
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, TypeGuard
 
 from jinja2 import TemplateSyntaxError
@@ -25,6 +26,17 @@ from forethought.errors import (
 from forethought.model_dir import check_tokenizer_files, first_words
 
 _logger = logging.getLogger(__name__)
+UNREADABLE = "\ufffd"
+"""What decoding gives for bytes that are no character, or not yet."""
+_SHOWN = (*range(33, 127), *range(161, 173), *range(174, 256))
+_OTHERS = tuple(byte for byte in range(256) if byte not in _SHOWN)
+_BYTE_LETTERS = MappingProxyType(
+    {
+        **{chr(byte): byte for byte in _SHOWN},
+        **{chr(256 + number): byte for number, byte in enumerate(_OTHERS)},
+    }
+)
+"""Letter -> byte, as byte-level BPE names its tokens: printable ones stand for themselves."""
 _DENSE = 16
 """Characters for each token of the context that are tokenised to see whether a text is too long."""
 _NO_FILES = (
@@ -73,6 +85,7 @@ class Tokenizer:
         """Token id -> byte, for tokens of one raw byte (sentencepiece's byte fallback)."""
         self._prepends_space = self.decode([*self._ids("a"), *self._ids("a")]) == "a a"
         self._pieces: dict[int, str] = {}
+        self._pieces_within: dict[int, str] = {}
 
     @classmethod
     def load(cls, path: Path, trust_remote_code: bool = False) -> Tokenizer:
@@ -198,6 +211,28 @@ class Tokenizer:
             self._pieces[token] = self.decode([token], skip_special_tokens=False)
         return self._pieces[token]
 
+    def piece_within(self, token: int) -> str:
+        """The text of one token behind others, with the space that sentencepiece drops in front of
+        a whole text."""
+        if not self._prepends_space:
+            return self.piece(token)
+        if token not in self._pieces_within:
+            before = self._ids("a")
+            whole = self.decode([*before, token], skip_special_tokens=False)
+            self._pieces_within[token] = whole[len(self.decode(before)) :]
+        return self._pieces_within[token]
+
+    def raw(self, token: int) -> bytes | None:
+        """The bytes of a token that is a part of a character; None of one that is text."""
+        if UNREADABLE not in self.piece(token):
+            return None
+        if token in self.byte_values:
+            return bytes([self.byte_values[token]])
+        name = self.hf.convert_ids_to_tokens(token)
+        raw = name if isinstance(name, bytes) else _bytes_of(str(name))
+        is_raw = raw is not None and raw.decode(errors="replace") == self.piece(token)
+        return raw if is_raw else None
+
     def render(
         self,
         messages: Sequence[Mapping[str, Any]],
@@ -284,6 +319,12 @@ class Tokenizer:
         if self.decode([vocabulary["<0x41>"]]) != "A":
             return {}
         return {vocabulary[name]: byte for byte, name in enumerate(names)}
+
+
+def _bytes_of(name: str) -> bytes | None:
+    """The bytes of a token of byte-level BPE; None of another name."""
+    values = [_BYTE_LETTERS.get(letter) for letter in name]
+    return None if None in values else bytes(value for value in values if value is not None)
 
 
 def _failure(what: str, error: Exception) -> RequestError:

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 from forethought import methods
 from forethought.config.sampling import SamplingParams
 from forethought.errors import ParameterError, UsageError
+from forethought.outputs import Logprob
 from forethought.scaffolding.controller import (
     Controller,
     NativeGenerationController,
@@ -32,6 +33,7 @@ from forethought.scaffolding.controller import (
 from forethought.scaffolding.task import RewardTask, Task, TaskStatus
 from forethought.scaffolding.worker import Worker
 from forethought.scaffolding.workers.scripted import Reply, ScriptedWorker
+from forethought.server.logprobs import TokenText, texts_of_entries
 from forethought.server.tool_calls import Tools, as_text
 
 if TYPE_CHECKING:
@@ -44,6 +46,8 @@ log = logging.getLogger(__name__)
 
 Innermost = Callable[[bool], Controller]
 """Makes what generates inside methods; told whether it streams."""
+_CONTEXT = 256
+"""Characters of a prompt on which the text of the first tokens after it may depend."""
 _TAIL = 64
 """Tokens at the end of a prompt in which a thought may be opened."""
 
@@ -181,6 +185,10 @@ class Backend(abc.ABC):
     def length(self, prompt: str | Sequence[int]) -> int:
         """Tokens of a prompt, as exactly as they are known."""
         return len(self.tokenize(prompt) if isinstance(prompt, str) else prompt)
+
+    def token_texts(self, prompt: str | Sequence[int], skip_special_tokens: bool) -> TokenText:
+        """The texts of the tokens that follow a prompt, as far as they are known."""
+        return texts_of_entries()
 
     def count_thought(self, thought: str, ids: Sequence[int] | None) -> int:
         """Tokens of the thought that an answer begins with.
@@ -379,6 +387,17 @@ class EngineBackend(Backend):
             return super().count_thought(thought, ids)
         length = ids.index(end[0]) if end[0] in ids else len(ids)
         return length - int([ids[0]] == begin)
+
+    def token_texts(self, prompt: str | Sequence[int], skip_special_tokens: bool) -> TokenText:
+        """The texts of the tokens that follow a prompt."""
+        if isinstance(prompt, str):
+            prompt = self.tokenize(prompt[-_CONTEXT:], special=False)
+        detokenizer = self._engine.detokenizer(prompt, skip_special_tokens)
+
+        def text(token: int, entry: Logprob | None) -> str | None:
+            return None if detokenizer.hides(token) else detokenizer.push([token])
+
+        return text
 
     def detokenize(self, ids: Sequence[int]) -> str:
         """The text of ids.

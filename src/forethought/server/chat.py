@@ -11,7 +11,6 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from forethought.outputs import TokenLogprobs
 from forethought.scaffolding.result import ScaffoldingOutput
 from forethought.server.backends import Conversation
 from forethought.server.http import (
@@ -25,8 +24,14 @@ from forethought.server.http import (
     until_gone,
 )
 from forethought.server.job import Ask, Job, Outcome, Piece
-from forethought.server.logprobs import chat_logprobs
-from forethought.server.message import Answer, AnswerStream, answer_of, num_thought_tokens
+from forethought.server.logprobs import Span, chat_logprobs
+from forethought.server.message import (
+    Answer,
+    AnswerStream,
+    AnswerTokens,
+    answer_of,
+    num_thought_tokens,
+)
 from forethought.server.protocol import ChatRequest, message_dicts, tools_of
 from forethought.server.service import Service
 from forethought.server.tool_calls import Call, Tools
@@ -79,6 +84,8 @@ class _Chat:
         self._shows_reasoning = body.include_reasoning is not False
         self._wants_usage = bool(body.stream_options and body.stream_options.include_usage)
         self._wants_logprobs = bool(body.logprobs)
+        self._tokens: dict[int, AnswerTokens] = {}
+        """Of the choices that are streamed."""
         self._chunks = ChunkEncoder(self._head())
 
     @property
@@ -123,7 +130,7 @@ class _Chat:
         return {
             "index": index,
             "message": message,
-            "logprobs": self._logprobs(output.logprobs, output.token_ids or ()),
+            "logprobs": self._all_logprobs(answer, output),
             "finish_reason": answer.finish_reason,
         }
 
@@ -131,12 +138,18 @@ class _Chat:
         reasoning = num_thought_tokens(self._service, self._job, answers)
         return chat_usage(outcome.usage, outcome.metrics, reasoning, outcome.spent_budget)
 
-    def _logprobs(
-        self, entries: Sequence[TokenLogprobs] | None, ids: Sequence[int]
-    ) -> dict[str, Any] | None:
-        if not self._wants_logprobs or entries is None:
+    def _all_logprobs(self, answer: Answer, output: ScaffoldingOutput) -> dict[str, Any] | None:
+        if not self._wants_logprobs or output.logprobs is None:
             return None
-        return {"content": chat_logprobs(entries, ids, self._body.top_logprobs or 0)}
+        return self._logprobs(*AnswerTokens(self._service, self._ask).rest(answer, output))
+
+    def _logprobs(self, thought: Sequence[Span], content: Sequence[Span]) -> dict[str, Any]:
+        """Those of the content under OpenAI's name, and those of the thought beside them."""
+        top = self._body.top_logprobs or 0
+        found: dict[str, Any] = {"content": chat_logprobs(content, top), "refusal": None}
+        if thought and self._shows_reasoning:
+            found["reasoning"] = chat_logprobs(thought, top)
+        return found
 
     # ---- as a stream --------------------------------------------------------------------------
 
@@ -173,21 +186,28 @@ class _Chat:
         return b"".join(self._chunk(index, delta) for index in self._job.choices)
 
     def _delta(self, piece: Piece, stream: AnswerStream) -> list[bytes]:
-        """The chunks of new text; log-probabilities go with the first of them."""
-        logprobs = self._logprobs(piece.logprobs, piece.token_ids) if piece.logprobs else None
-        lines = self._parts(piece.index, *stream.push(piece.text, piece.thought), logprobs)
-        if logprobs and not lines:
-            lines.append(self._chunk(piece.index, {"content": ""}, None, logprobs))
-        return lines
+        """The chunks of new text, with the log-probabilities of its tokens."""
+        split = stream.push(piece.text, piece.thought)
+        if not self._wants_logprobs or not self._job.streams_logprobs:
+            return self._parts(piece.index, *split)
+        if piece.index not in self._tokens:
+            self._tokens[piece.index] = AnswerTokens(self._service, self._ask)
+        return self._parts(piece.index, *split, *self._tokens[piece.index].push(piece, stream))
 
     def _parts(
-        self, index: int, reasoning: str, content: str, logprobs: dict[str, Any] | None = None
+        self,
+        index: int,
+        reasoning: str,
+        content: str,
+        thought_tokens: Sequence[Span] = (),
+        content_tokens: Sequence[Span] = (),
     ) -> list[bytes]:
         lines = []
-        if reasoning and self._shows_reasoning:
+        if (reasoning or thought_tokens) and self._shows_reasoning:
+            logprobs = self._logprobs(thought_tokens, ()) if thought_tokens else None
             lines.append(self._text(index, _THOUGHT, reasoning, logprobs))
-            logprobs = None
-        if content:
+        if content or content_tokens:
+            logprobs = self._logprobs((), content_tokens) if content_tokens else None
             lines.append(self._text(index, _CONTENT, content, logprobs))
         return lines
 
@@ -210,8 +230,7 @@ class _Chat:
             lines += self._parts(index, *stream.finish(answer))
             for number, call in enumerate(answer.calls):
                 lines += self._call(index, number, call)
-            left = output.logprobs if self._job.streams_logprobs is False else None
-            logprobs = self._logprobs(left, output.token_ids or ())
+            logprobs = self._last_logprobs(index, answer, output)
             lines.append(self._chunk(index, {}, answer.finish_reason, logprobs))
         usage = self._usage(outcome, answers)
         if self._ask.events:
@@ -219,6 +238,18 @@ class _Chat:
         if self._wants_usage:
             lines.append(encode(None, {**self._head(), "choices": [], "usage": usage}))
         return [*lines, b"data: [DONE]\n\n"]
+
+    def _last_logprobs(
+        self, index: int, answer: Answer, output: ScaffoldingOutput
+    ) -> dict[str, Any] | None:
+        """Those that did not go with the text of choice ``index``; None if there are none."""
+        if index in self._tokens:
+            found = self._logprobs(*self._tokens[index].rest(answer, output))
+        elif self._job.streams_logprobs:
+            return None
+        else:
+            found = self._all_logprobs(answer, output) or {}
+        return found if found.get("content") or found.get("reasoning") else None
 
     def _call(self, index: int, number: int, call: Call) -> list[bytes]:
         opening = {**call.to_dict(), "index": number}

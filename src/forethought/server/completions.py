@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import ExitStack, aclosing
 from functools import partial
 from typing import Any
@@ -13,9 +13,14 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from forethought.errors import ParameterError
-from forethought.outputs import SpeculationMetrics, TokenLogprobs, Usage
+from forethought.outputs import (
+    GRAMMAR_COMPLETE,
+    SpeculationMetrics,
+    TokenLogprobs,
+    Usage,
+)
 from forethought.scaffolding.result import ScaffoldingOutput
-from forethought.server.backends import raw_prompt
+from forethought.server.backends import Backend, raw_prompt
 from forethought.server.http import (
     Caller,
     ChunkEncoder,
@@ -27,7 +32,7 @@ from forethought.server.http import (
     until_gone,
 )
 from forethought.server.job import Job, Outcome, Piece, Update
-from forethought.server.logprobs import completion_logprobs
+from forethought.server.logprobs import Span, TextLogprobs, TokenSpans, completion_logprobs
 from forethought.server.protocol import CompletionRequest
 from forethought.server.service import Service
 from forethought.server.usage import chat_usage
@@ -134,10 +139,14 @@ class _Completions:
 
     def _choice(self, number: int, index: int, outcome: Outcome) -> dict[str, Any]:
         """Choice ``index`` of prompt ``number``."""
-        output, text = outcome.outputs[index], self._echoed(number)
-        logprobs = self._logprobs(output, outcome, len(text))
-        text += output.text or ""
-        return self._chosen(number, index, text, logprobs, _reason(output))
+        output, text = outcome.outputs[index], self._text(number)
+        text.add(output.logprobs or (), output.token_ids or ())
+        return self._chosen(number, index, *text.finish(output.text or "", output), _reason(output))
+
+    def _text(self, number: int) -> _Text:
+        """Of a choice of prompt ``number``."""
+        echoed = self._echoed(number) if self._body.echo else None
+        return _Text(self._service.backend, self._jobs[number], echoed, self._body.logprobs)
 
     def _chosen(
         self,
@@ -155,35 +164,15 @@ class _Completions:
         }
 
     def _echoed(self, number: int) -> str:
-        """What stands in front of the answer: the prompt, if it is echoed."""
-        if not self._body.echo:
-            return ""
+        """The text of a prompt."""
         prompt = self._prompts[number]
         return prompt if isinstance(prompt, str) else self._service.backend.detokenize(prompt)
-
-    def _logprobs(
-        self, output: ScaffoldingOutput, outcome: Outcome, offset: int
-    ) -> dict[str, Any] | None:
-        if self._body.logprobs is None or output.logprobs is None:
-            return None
-        entries: list[TokenLogprobs | None] = list(output.logprobs)
-        ids = list(output.token_ids or ())
-        if outcome.prompt_logprobs is not None:
-            entries = [*outcome.prompt_logprobs, *entries]
-            ids, offset = [*outcome.prompt_ids, *ids], 0
-        found = completion_logprobs(entries, ids, self._body.logprobs, offset)
-        if outcome.prompt_logprobs is not None:  # the first token has a text and no probability
-            found["tokens"][0] = self._service.backend.detokenize(ids[:1])
-            found["text_offset"][1:] = [
-                offset + len(found["tokens"][0]) for offset in found["text_offset"][1:]
-            ]
-        return found
 
     # ---- as a stream --------------------------------------------------------------------------
 
     async def events(self) -> AsyncGenerator[bytes, None]:
         """The answers as they come, those of several prompts between each other."""
-        offsets: dict[tuple[int, int], int] = {}
+        texts: dict[tuple[int, int], _Text] = {}
         has_begun, lines = bool(self._body.events), list[bytes]()
         if has_begun:
             started = [self._event(n, job.started()) for n, job in enumerate(self._jobs)]
@@ -193,12 +182,12 @@ class _Completions:
                 async for number, update in updates:
                     lines += [self._event(number, each) for each in update.events]
                     for piece in update.pieces:
-                        lines.append(self._piece(number, piece, offsets))
+                        lines.append(self._piece(number, piece, texts))
                     has_begun = has_begun or bool(lines)
                     if lines and not (update.is_last and len(self._jobs) == 1):
                         yield b"".join(lines)
                         lines = []
-            yield LastEvents(b"".join([*lines, *self._end(offsets)]))
+            yield LastEvents(b"".join([*lines, *self._end(texts)]))
         except _JobFailed as failed:
             if not has_begun:
                 raise failed.error from failed.error.__cause__
@@ -211,31 +200,23 @@ class _Completions:
         """An event of prompt ``number``."""
         return encode("forethought", {**event, "prompt": number})
 
-    def _piece(self, number: int, piece: Piece, offsets: dict[tuple[int, int], int]) -> bytes:
-        key, text = (number, piece.index), piece.text
-        if key not in offsets:
-            text = self._echoed(number) + text
-            offsets[key] = len(text) - len(piece.text)
-        logprobs = None
-        if self._body.logprobs is not None and piece.logprobs:
-            entries: list[TokenLogprobs | None] = list(piece.logprobs)
-            top = self._body.logprobs
-            logprobs = completion_logprobs(entries, piece.token_ids, top, offsets[key])
-        offsets[key] += len(piece.text)
-        return self._chunk(self._chosen(number, piece.index, text, logprobs, None))
+    def _piece(self, number: int, piece: Piece, texts: dict[tuple[int, int], _Text]) -> bytes:
+        key = (number, piece.index)
+        if key not in texts:
+            texts[key] = self._text(number)
+        texts[key].add(piece.logprobs, piece.token_ids)
+        return self._chunk(self._chosen(*key, *texts[key].push(piece.text), None))
 
-    def _end(self, offsets: dict[tuple[int, int], int]) -> list[bytes]:
+    def _end(self, texts: dict[tuple[int, int], _Text]) -> list[bytes]:
         lines, outcomes = [], [job.ended() for job in self._jobs]
         for number, outcome in enumerate(outcomes):
             for index, output in enumerate(outcome.outputs):
-                text = self._jobs[number].rest(index, output.text or "")
-                if (number, index) not in offsets:
-                    text = self._echoed(number) + text
-                logprobs = None
+                text = texts.get((number, index)) or self._text(number)
                 if not self._jobs[number].streams_logprobs:
-                    logprobs = self._logprobs(output, outcome, 0)
-                choice = self._chosen(number, index, text, logprobs, _reason(output))
-                lines.append(self._chunk(choice))
+                    text.add(output.logprobs or (), output.token_ids or ())
+                rest = self._jobs[number].rest(index, output.text or "")
+                ended = text.finish(rest, output)
+                lines.append(self._chunk(self._chosen(number, index, *ended, _reason(output))))
         if self._body.events:
             lines += [
                 self._event(number, job.finished(outcome))
@@ -247,6 +228,68 @@ class _Completions:
 
     def _chunk(self, choice: dict[str, Any]) -> bytes:
         return self._chunks.encode(choice)
+
+
+class _Text:
+    """The text of one choice, at once or as it streams, and the log-probabilities of its tokens.
+
+    Args:
+        backend: of the model.
+        job: that generates it.
+        echoed: the prompt that stands in front; None: none does.
+        top: alternatives per token; None: no log-probabilities are asked for.
+    """
+
+    def __init__(self, backend: Backend, job: Job, echoed: str | None, top: int | None) -> None:
+        self._backend, self._job, self._echoed, self._top = backend, job, echoed, top
+        prompt, skips = job.ask.prompted.prompt, job.ask.sampling.skip_special_tokens
+        self._tokens: TextLogprobs | None = None
+        if top is not None:
+            self._tokens = TextLogprobs(backend.token_texts(prompt, skips), len(echoed or ""))
+        self._length, self._has_begun = 0, False
+
+    def add(self, entries: Sequence[TokenLogprobs], ids: Sequence[int]) -> None:
+        """Further tokens; ``push`` or ``finish`` follows with their text."""
+        if self._tokens is not None:
+            self._tokens.add(entries, ids)
+
+    def push(self, text: str) -> tuple[str, dict[str, Any] | None]:
+        """The next text and its log-probabilities, those of the echoed prompt in front."""
+        opening, spans = self._opening()
+        self._length += len(text)
+        spans += [] if self._tokens is None else self._tokens.take(self._length)
+        return opening + text, self._logprobs(spans)
+
+    def finish(self, text: str, output: ScaffoldingOutput) -> tuple[str, dict[str, Any] | None]:
+        """The last text of ``output``."""
+        opening, spans = self._opening()
+        if self._tokens is not None:
+            is_cut = isinstance(output.stop_reason, str) and output.stop_reason != GRAMMAR_COMPLETE
+            spans += self._tokens.take_rest(len(output.text or ""), keeps_last=not is_cut)
+        return opening + text, self._logprobs(spans)
+
+    def _opening(self) -> tuple[str, list[Span]]:
+        """The echoed prompt, once."""
+        if self._has_begun or self._echoed is None:
+            return "", []
+        self._has_begun, scores = True, self._job.prompt_scores
+        return self._echoed, [] if scores is None else list(self._prompt_spans(*scores))
+
+    def _prompt_spans(
+        self, entries: Sequence[TokenLogprobs | None], ids: Sequence[int]
+    ) -> Iterator[Span]:
+        """Of the prompt's tokens; the first of them may be one that the text is without."""
+        text_of, first = self._backend.token_texts((), False), self._backend.detokenize(ids[:1])
+        shown = first if (self._echoed or "").startswith(first) else ""
+        if shown or "\ufffd" in first:  # else a special token that the text is without
+            text_of(ids[0], None)
+        yield Span(0, len(shown), ids[0], None, first)
+        yield from TokenSpans(text_of, len(shown)).add(entries[1:], ids[1:])
+
+    def _logprobs(self, spans: Sequence[Span]) -> dict[str, Any] | None:
+        if self._top is None or not spans:
+            return None
+        return completion_logprobs(spans, self._top)
 
 
 def _reason(output: ScaffoldingOutput) -> str:

@@ -7,12 +7,18 @@ prompt are possible.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager
 from typing import TYPE_CHECKING
 
 from forethought.errors import RequestTimeout
-from forethought.outputs import CompletionOutput, RequestOutput, SpeculationMetrics, Usage
+from forethought.outputs import (
+    CompletionOutput,
+    RequestOutput,
+    SpeculationMetrics,
+    TokenLogprobs,
+    Usage,
+)
 from forethought.scaffolding.result import ScaffoldingOutput
 from forethought.server.backends import Backend
 from forethought.server.job import Ask, Job, Outcome, Piece, Update
@@ -65,6 +71,13 @@ class EngineJob(Job):
         found = [] if self._last is None else self._last.outputs
         return sum((each.metrics for each in found if each.metrics), SpeculationMetrics())
 
+    @property
+    def prompt_scores(self) -> tuple[Sequence[TokenLogprobs | None], Sequence[int]] | None:
+        """Log-probabilities and ids of the prompt's tokens, if they are asked for."""
+        if self._last is None or self._last.prompt_logprobs is None:
+            return None
+        return self._last.prompt_logprobs, self._last.prompt_token_ids
+
     async def outcome(self) -> Outcome:
         """The end. Raises what the request failed with; cancelling ends it."""
         async with self._running():
@@ -86,14 +99,11 @@ class EngineJob(Job):
     def ended(self) -> Outcome:
         """The end of a job whose updates are over."""
         assert self._last is not None, "it has ended"
-        asked = self._params.prompt_logprobs is not None
         return Outcome(
             [_as_output(each) for each in self._last.outputs],
             self.usage,
             self.metrics,
             self.seconds,
-            self._last.prompt_logprobs if asked else None,
-            self._last.prompt_token_ids if asked else (),
         )
 
     def _update(self, output: RequestOutput) -> Update:

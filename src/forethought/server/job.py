@@ -131,9 +131,6 @@ class Outcome:
     usage: Usage
     metrics: SpeculationMetrics
     seconds: float
-    prompt_logprobs: Sequence[TokenLogprobs | None] | None = None
-    prompt_ids: Sequence[int] = ()
-    """Where the log-probabilities of the prompt are asked for."""
     spent_budget: str | None = None
     """The limit of the budget that ended it: ``"tokens"``, ``"calls"`` or ``"seconds"``."""
 
@@ -172,6 +169,12 @@ class Job(abc.ABC):
     def generations(self) -> Sequence[GenerationTask]:
         """The generations that were begun inside, once it is over; none if there is no method."""
         return ()
+
+    @property
+    def prompt_scores(self) -> tuple[Sequence[TokenLogprobs | None], Sequence[int]] | None:
+        """Log-probabilities and ids of the prompt's tokens, if they are asked for, once it has
+        streamed or ended."""
+        return None
 
     @property
     def choices(self) -> range:

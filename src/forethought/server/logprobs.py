@@ -1,82 +1,218 @@
-"""Log-probabilities as OpenAI's chats and completions write them."""
+r"""Log-probabilities as OpenAI's APIs write them, and where their tokens lie in a text.
+
+::
+
+    tokens --TokenSpans--> Span (first character, end) --AnswerLogprobs--> of the thought
+                                                                       \-> of the content
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+import codecs
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 from forethought.outputs import Logprob, TokenLogprobs
 
 _LOWEST = -9999.0
 """Stands for minus infinity, which JSON does not have."""
 
+TokenText = Callable[[int, Logprob | None], str | None]
+"""The text that one more token makes certain; None: the text is without it. A token that is a part
+of a character makes it certain with the last of its parts."""
 
-def chat_logprobs(
-    entries: Sequence[TokenLogprobs], ids: Sequence[int], top: int
-) -> list[dict[str, Any]]:
-    """One item per token.
+
+def texts_of_entries() -> TokenText:
+    """From what the entries say of their tokens, one after the other."""
+    decoder = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def text(token: int, entry: Logprob | None) -> str | None:
+        return "" if entry is None else decoder.decode(_bytes(entry))
+
+    return text
+
+
+class Span(NamedTuple):
+    """One token, and the characters of a text that it has a part in."""
+
+    start: int
+    end: int
+    """``start`` of a token that the text is without."""
+    token: int | None
+    entry: TokenLogprobs | None
+    """None: its probability is not known."""
+    text: str = ""
+    """Of a token without an entry."""
+
+    @property
+    def chosen(self) -> Logprob | None:
+        """The entry of the token itself."""
+        return None if not self.entry else _chosen(self.entry, self.token)
+
+
+class TokenSpans:
+    """Finds where the tokens of a text lie in it, from the first one on.
 
     Args:
-        entries: by position.
-        ids: the tokens chosen; empty where they are not known: the first of an entry is it.
-        top: alternatives per token.
+        text_of: the text of each token.
+        start: characters in front of the first one.
     """
+
+    def __init__(self, text_of: TokenText, start: int = 0) -> None:
+        self._text_of, self._length = text_of, start
+
+    def add(self, entries: Sequence[TokenLogprobs | None], ids: Sequence[int]) -> Iterator[Span]:
+        """The spans of further tokens.
+
+        Args:
+            entries: one for each token.
+            ids: the tokens; empty where they are not known: the first of an entry is it.
+        """
+        for number, entry in enumerate(entries):
+            token = ids[number] if number < len(ids) else None
+            chosen = _chosen(entry, token) if entry else None
+            text, start = self._text_of(-1 if token is None else token, chosen), self._length
+            self._length += len(text or "")
+            end = start if text is None else max(self._length, start + 1)
+            yield Span(start, end, token, entry)
+
+
+class AnswerSpans(NamedTuple):
+    """Between which characters of a text its thought and its content lie."""
+
+    thought: tuple[int, int]
+    content: tuple[int, int]
+
+
+class AnswerLogprobs:
+    """Sorts the log-probabilities of one answer's tokens into those of its thought and its content.
+
+    Those of markers, of white space between, of calls, of a stop string and of what ended the
+    generation belong to neither.
+
+    Args:
+        text_of: the text of each token.
+    """
+
+    def __init__(self, text_of: TokenText) -> None:
+        self._spans, self._waiting = TokenSpans(text_of), deque[Span]()
+
+    def add(self, entries: Sequence[TokenLogprobs], ids: Sequence[int]) -> None:
+        """Further tokens, with the arguments of ``TokenSpans.add``."""
+        self._waiting.extend(self._spans.add(entries, ids))
+
+    def take(
+        self, spans: AnswerSpans, position: int | None = None
+    ) -> tuple[list[Span], list[Span]]:
+        """The tokens of the thought, and of the content, that have not been taken.
+
+        Args:
+            spans: as far as they are known.
+            position: characters that ``spans`` are final for; None: all.
+        """
+        found: tuple[list[Span], list[Span]] = ([], [])
+        while self._waiting and (position is None or self._waiting[0].end <= position):
+            span = self._waiting.popleft()
+            if not span.entry or span.end == span.start:
+                continue
+            for (begin, end), spans_of_kind in zip(spans, found, strict=True):
+                if span.end > begin and span.start < end:
+                    spans_of_kind.append(span)
+                    break
+        return found
+
+
+class TextLogprobs:
+    """The log-probabilities of the tokens of a text that is continued.
+
+    Those of a stop string are left out, as the text is without it.
+
+    Args:
+        text_of: the text of each token.
+        start: characters of the echoed prompt in front of the first one.
+    """
+
+    def __init__(self, text_of: TokenText, start: int = 0) -> None:
+        self._spans, self._waiting, self._start = TokenSpans(text_of, start), deque[Span](), start
+
+    def add(self, entries: Sequence[TokenLogprobs], ids: Sequence[int]) -> None:
+        """Further tokens, with the arguments of ``TokenSpans.add``."""
+        self._waiting.extend(self._spans.add(entries, ids))
+
+    def take(self, length: int) -> list[Span]:
+        """The next tokens that end within the first ``length`` characters of the text."""
+        found = []
+        while self._waiting and self._waiting[0].end <= self._start + length:
+            found.append(self._waiting.popleft())
+        return found
+
+    def take_rest(self, length: int, keeps_last: bool) -> list[Span]:
+        """The next tokens that begin within them; the last one as well if it ended the text."""
+        rest, self._waiting = list(self._waiting), deque()
+        end = self._start + length
+        found = [span for span in rest if span.start < end]
+        return [*found, rest[-1]] if keeps_last and len(found) < len(rest) else found
+
+
+def chat_logprobs(spans: Sequence[Span], top: int) -> list[dict[str, Any]]:
+    """One item per token, with ``top`` alternatives."""
     return [
         {
-            **_named(_chosen(entry, ids, number)),
-            "top_logprobs": [_named(each) for each in _ranked(entry)[:top]],
+            **_named(span.chosen),
+            "top_logprobs": [_named(each) for each in _ranked(span.entry)[:top]],
         }
-        for number, entry in enumerate(entries)
-        if entry
+        for span in spans
+        if span.entry and span.chosen
     ]
 
 
-def completion_logprobs(
-    entries: Sequence[TokenLogprobs | None], ids: Sequence[int], top: int, offset: int
-) -> dict[str, Any]:
-    """Four lists with one item per token; those of a prompt's first token are None.
-
-    Args:
-        entries: by position; None: unknown.
-        ids: the tokens.
-        top: alternatives per token.
-        offset: characters in front of the first token.
-    """
+def completion_logprobs(spans: Sequence[Span], top: int) -> dict[str, Any]:
+    """Four lists with one item per token; those of a prompt's first token are None."""
     found: dict[str, list[Any]] = {
         "tokens": [],
         "token_logprobs": [],
         "top_logprobs": [],
         "text_offset": [],
     }
-    for number, entry in enumerate(entries):
-        chosen = _chosen(entry, ids, number) if entry else None
-        text = "" if chosen is None else chosen.token or ""
+    for span in spans:
+        chosen = span.chosen
+        text = span.text if chosen is None else _label(chosen)
         found["tokens"].append(text)
         found["token_logprobs"].append(None if chosen is None else _finite(chosen.logprob))
-        ranked = {each.token or "": _finite(each.logprob) for each in _ranked(entry or {})[:top]}
+        ranked = {_label(each): _finite(each.logprob) for each in _ranked(span.entry or {})[:top]}
         if chosen is not None and top:  # OpenAI lists the token itself too
             ranked.setdefault(text, _finite(chosen.logprob))
         found["top_logprobs"].append(ranked or None)
-        found["text_offset"].append(offset)
-        offset += len(text)
+        found["text_offset"].append(span.start)
     return found
 
 
-def _chosen(entry: TokenLogprobs, ids: Sequence[int], number: int) -> Logprob:
-    known = entry.get(ids[number]) if number < len(ids) else None
+def _chosen(entry: TokenLogprobs, token: int | None) -> Logprob:
+    known = None if token is None else entry.get(token)
     return known or next(iter(entry.values()))
 
 
-def _ranked(entry: TokenLogprobs) -> list[Logprob]:
+def _ranked(entry: Mapping[int, Logprob]) -> list[Logprob]:
     return sorted(entry.values(), key=lambda each: -each.logprob)
 
 
+def _bytes(entry: Logprob) -> bytes:
+    return (entry.token or "").encode(errors="replace") if entry.raw is None else entry.raw
+
+
+def _label(entry: Logprob) -> str:
+    """The token's text; of a part of a character its bytes, as OpenAI's completions write them."""
+    if entry.raw is None:
+        return entry.token or ""
+    return "bytes:" + "".join(f"\\x{byte:02x}" for byte in entry.raw)
+
+
 def _named(entry: Logprob) -> dict[str, Any]:
-    text = entry.token or ""
     return {
-        "token": text,
+        "token": entry.token or "",
         "logprob": _finite(entry.logprob),
-        "bytes": list(text.encode(errors="replace")),
+        "bytes": list(_bytes(entry)),
     }
 
 

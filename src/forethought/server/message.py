@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -9,7 +10,8 @@ from typing import Any
 from forethought.scaffolding.result import ScaffoldingOutput
 from forethought.scaffolding.task import ChatTask, GenerationTask
 from forethought.server.backends import Prompted, opens_thought
-from forethought.server.job import Job
+from forethought.server.job import Ask, Job, Piece
+from forethought.server.logprobs import AnswerLogprobs, AnswerSpans, Span
 from forethought.server.reasoning import ReasoningSplitter, Split, overlap, split
 from forethought.server.service import Service
 from forethought.server.tool_calls import OPENINGS, Call, Tools
@@ -110,6 +112,27 @@ def _count(reasoning: str, output: ScaffoldingOutput, service: Service) -> int:
     return service.backend.count_thought(reasoning, output.token_ids)
 
 
+def answer_spans(text: str, answer: Answer, service: Service, prompted: Prompted) -> AnswerSpans:
+    """Where the thought and the content of an answer lie in the text that was generated."""
+    end = len(text) if service.backend.llm is not None else sys.maxsize
+    if prompted.keeps_thought or not prompted.is_chat:
+        return AnswerSpans((0, 0), (0, end))
+    if prompted.reader is not None:
+        content = text.rfind(answer.content)
+        thought = text.rfind(answer.reasoning, 0, content + 1)
+        return AnswerSpans(
+            (thought, thought + len(answer.reasoning)), (content, content + len(answer.content))
+        )
+    splitter = ReasoningSplitter(service.backend.markers, prompted.is_open)
+    splitter.push(text)
+    splitter.finish()
+    start = len(text) if splitter.answer_start is None else splitter.answer_start
+    if answer.calls:
+        start = max(start, text.find(answer.content, start))
+        end = start + len(answer.content)
+    return AnswerSpans(splitter.thought, (start, end))
+
+
 class AnswerStream:
     """The pieces of one answer, sorted into thought and content.
 
@@ -151,6 +174,22 @@ class AnswerStream:
         """The same for what has not been streamed at the end of ``output``."""
         return self.push(text, "" if self._has_thought else _thought_of(output))
 
+    @property
+    def spans(self) -> AnswerSpans:
+        """Where the thought and the content lie that are certain."""
+        splitter = self._splitter
+        start = splitter.position if splitter.answer_start is None else splitter.answer_start
+        return AnswerSpans(splitter.thought, (start, self.position))
+
+    @property
+    def position(self) -> int:
+        """Characters of the text that are certain to be of a thought, of content, or of neither."""
+        if self._reader is not None:
+            return 0
+        if self._watches and self._splitter.answer_start is not None:
+            return self._splitter.answer_start + len(self._sent)
+        return self._splitter.position
+
     def finish(self, answer: Answer) -> Split:
         """What is missing at the end of ``answer``."""
         if self._reader is not None:
@@ -180,6 +219,39 @@ class AnswerStream:
         if any(opening in self._held for opening in OPENINGS):
             return True
         return not self._sent and self._held.lstrip()[:1] in ("{", "[")
+
+
+class AnswerTokens:
+    """The log-probabilities of one answer's tokens, sorted as its text is.
+
+    Args:
+        service: with the model's tokens.
+        ask: of the answer.
+    """
+
+    def __init__(self, service: Service, ask: Ask) -> None:
+        self._service, self._prompted = service, ask.prompted
+        skips = ask.sampling.skip_special_tokens
+        text_of = service.backend.token_texts(ask.prompted.prompt, skips)
+        self._tokens, self._has_streamed = AnswerLogprobs(text_of), False
+
+    def push(self, piece: Piece, stream: AnswerStream) -> tuple[list[Span], list[Span]]:
+        """Those of the thought and of the content that are certain now.
+
+        Args:
+            piece: the next one, which ``stream`` has got.
+            stream: of the answer.
+        """
+        self._has_streamed = True
+        self._tokens.add(piece.logprobs, piece.token_ids)
+        return self._tokens.take(stream.spans, stream.position)
+
+    def rest(self, answer: Answer, output: ScaffoldingOutput) -> tuple[list[Span], list[Span]]:
+        """What is missing at the end of ``answer``, which ``output`` has become."""
+        if not self._has_streamed:
+            self._tokens.add(output.logprobs or (), output.token_ids or ())
+        spans = answer_spans(output.text or "", answer, self._service, self._prompted)
+        return self._tokens.take(spans)
 
 
 class _KeptThought:

@@ -22,11 +22,17 @@ class ReasoningSplitter:
     Args:
         markers: what opens and closes a thought; None: there are none, and all is content.
         is_open: whether the prompt has opened the thought.
+
+    Attributes:
+        position: characters of the text that have been sorted.
+        thought: characters of the text between which the thought lies, as far as it is known.
+        answer_start: where the answer begins; None: not known.
     """
 
     def __init__(self, markers: tuple[str, str] | None, is_open: bool = False) -> None:
         self._start, self._end = markers or ("", "")
-        self._held = ""
+        self._held, self.position = "", 0
+        self.thought, self.answer_start = (0, 0), None if markers else 0
         self._state = "before" if markers else "answer"
         if markers and is_open:
             self._state = "opened"
@@ -43,47 +49,66 @@ class ReasoningSplitter:
         while True:
             before = self._state
             if self._state == "before":
-                content += self._before()
+                self._before()
             elif self._state == "opened":
-                self._held = self._held.lstrip()
-                self._state = "thought" if self._held else "opened"
+                self._skip_blanks()
+                if self._held:
+                    self._state, self.thought = "thought", (self.position, self.position)
             elif self._state == "thought":
                 reasoning += self._thought()
             elif self._state == "closed":
-                self._held = self._held.lstrip()
-                self._state = "answer" if self._held else "closed"
+                self._skip_blanks()
+                if self._held:
+                    self._begin_answer()
             else:
-                content, self._held = content + self._held, ""
+                content += self._take(len(self._held))
             if self._state == before:
                 return Split(reasoning, content)
 
     def finish(self) -> Split:
         """What was held back, at the end of the text."""
-        held, self._held = self._held, ""
-        if self._state in ("opened", "thought"):
+        is_open, held = self.is_open, self._take(len(self._held))
+        if is_open:
+            self.thought = (self.thought[0], self.position)
             return Split(held, "")
+        if held and self.answer_start is None:
+            self.answer_start = self.position - len(held)
         return Split("", held)
 
-    def _before(self) -> str:
+    def _take(self, count: int) -> str:
+        """Remove the first characters that are held."""
+        taken, self._held = self._held[:count], self._held[count:]
+        self.position += count
+        return taken
+
+    def _skip_blanks(self) -> None:
+        self._take(len(self._held) - len(self._held.lstrip()))
+
+    def _begin_answer(self) -> None:
+        self._state, self.answer_start = "answer", self.position
+
+    def _before(self) -> None:
         """In front of a thought: white space alone may stand there."""
         text = self._held.lstrip()
         if text.startswith(self._start):
-            self._held, self._state = text[len(self._start) :], "opened"
+            self._take(len(self._held) - len(text) + len(self._start))
+            self._state = "opened"
         elif text and not self._start.startswith(text):
-            self._state = "answer"
-        return ""
+            self._begin_answer()
 
     def _thought(self) -> str:
         """The part of a thought that is certain to be none of its closing marker."""
-        thought, marker, rest = self._held.partition(self._end)
+        thought, marker, _ = self._held.partition(self._end)
         if marker:
-            self._held, self._state = rest, "closed"
-            return thought.rstrip()
-        kept = overlap(self._held, self._end)
-        body = self._held[: len(self._held) - kept]
-        certain = body.rstrip()
-        self._held = self._held[len(certain) :]
-        return certain
+            certain, self._state = thought.rstrip(), "closed"
+        else:
+            kept = overlap(self._held, self._end)
+            certain = self._held[: len(self._held) - kept].rstrip()
+        taken = self._take(len(certain))
+        self.thought = (self.thought[0], self.position)
+        if marker:
+            self._take(len(thought) - len(certain) + len(marker))
+        return taken
 
 
 def overlap(text: str, marker: str) -> int:

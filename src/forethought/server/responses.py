@@ -30,8 +30,9 @@ from forethought.server.http import (
     http_error,
     until_gone,
 )
-from forethought.server.job import Job
-from forethought.server.message import AnswerStream, answer_of, num_thought_tokens
+from forethought.server.job import Job, Piece
+from forethought.server.logprobs import Span, chat_logprobs
+from forethought.server.message import AnswerStream, AnswerTokens, answer_of, num_thought_tokens
 from forethought.server.protocol import (
     Function,
     FunctionCallItem,
@@ -48,6 +49,7 @@ from forethought.server.protocol import (
     make_tools,
 )
 from forethought.server.response_store import Record
+from forethought.server.sampling import wants_logprobs
 from forethought.server.service import Service
 from forethought.server.tool_calls import Call, Tools
 from forethought.server.usage import response_usage
@@ -77,7 +79,8 @@ async def create_response(service: Service, body: ResponseRequest, request: Requ
         if stored:
             service.store.make_room(caller.tenant)
             service.store.add(record)
-        run = _Run(service, job, record, tools)
+        top = (body.top_logprobs or 0) if wants_logprobs(body) else None
+        run = _Run(service, job, record, tools, top)
         record.task = service.spawn(run.run(), held.pop_all())
     if body.stream:
         on_gone = None if body.background else record.task.cancel
@@ -308,7 +311,7 @@ class _Item:
         self._record, self._index, self._kind = record, index, kind
         thinks = kind == "reasoning"
         self._name = "reasoning_text" if thinks else "output_text"
-        self._text = ""
+        self._text, self._logprobs = "", list[dict[str, Any]]()
         self._item: dict[str, Any] = {
             "id": f"{'rs' if thinks else 'msg'}_{uuid.uuid4().hex}",
             "type": kind,
@@ -319,15 +322,16 @@ class _Item:
         self._add_event("response.output_item.added", location={}, item=dict(self._item))
         self._add_event("response.content_part.added", part=self._part())
 
-    def push(self, text: str) -> None:
-        """More of its text."""
+    def push(self, text: str, logprobs: Sequence[dict[str, Any]] = ()) -> None:
+        """More of its text, and log-probabilities of its tokens."""
         self._text += text
-        extra: dict[str, Any] = {} if self._kind == "reasoning" else {"logprobs": []}
+        self._logprobs += logprobs
+        extra: dict[str, Any] = {} if self._kind == "reasoning" else {"logprobs": list(logprobs)}
         self._add_event(f"response.{self._name}.delta", delta=text, **extra)
 
     def close(self, status: str = "completed") -> None:
         """Its text is complete."""
-        extra: dict[str, Any] = {} if self._kind == "reasoning" else {"logprobs": []}
+        extra: dict[str, Any] = {} if self._kind == "reasoning" else {"logprobs": self._logprobs}
         self._add_event(f"response.{self._name}.done", text=self._text, **extra)
         self._add_event("response.content_part.done", part=self._part())
         done = {**self._item, "status": status, "content": [self._part()]}
@@ -336,7 +340,9 @@ class _Item:
 
     def _part(self) -> dict[str, Any]:
         extra: dict[str, Any] = (
-            {} if self._kind == "reasoning" else {"annotations": [], "logprobs": []}
+            {}
+            if self._kind == "reasoning"
+            else {"annotations": [], "logprobs": list(self._logprobs)}
         )
         return {"type": self._name, "text": self._text, **extra}
 
@@ -352,12 +358,23 @@ class _Item:
 class _Run:
     """Turns a job into the events of a record.
 
+    Args:
+        service: of the server.
+        job: that runs.
+        record: of the response.
+        tools: of the request.
+        top: alternatives per token of the message; None: no log-probabilities are asked for.
+
     Attributes:
         error: why it failed; None if it did not.
     """
 
-    def __init__(self, service: Service, job: Job, record: Record, tools: Tools) -> None:
+    def __init__(
+        self, service: Service, job: Job, record: Record, tools: Tools, top: int | None
+    ) -> None:
         self._service, self._job, self._record, self._tools = service, job, record, tools
+        self._top = top
+        self._tokens = None if top is None else AnswerTokens(service, job.ask)
         self._stream = AnswerStream(service, job.ask.prompted, tools)
         self._open: tuple[str, _Item] | None = None
         self._num_items = 0
@@ -377,7 +394,7 @@ class _Run:
                     for event in update.events:
                         record.add("forethought", event=event)
                     for piece in update.pieces:
-                        self._push(*self._stream.push(piece.text, piece.thought))
+                        self._push_piece(piece)
             self._finish()
         except asyncio.CancelledError:
             self._fail("cancelled", "response.incomplete", None)
@@ -393,10 +410,17 @@ class _Run:
         finally:
             record.finish()
 
-    def _push(self, reasoning: str, content: str) -> None:
-        for kind, text in (("reasoning", reasoning), ("message", content)):
-            if text:
-                self._item(kind).push(text)
+    def _push_piece(self, piece: Piece) -> None:
+        reasoning, content = self._stream.push(piece.text, piece.thought)
+        streams = self._tokens is not None and self._job.streams_logprobs
+        _, tokens = self._tokens.push(piece, self._stream) if self._tokens and streams else ([], [])
+        self._push(reasoning, content, tokens)
+
+    def _push(self, reasoning: str, content: str, tokens: Sequence[Span] = ()) -> None:
+        if reasoning:
+            self._item("reasoning").push(reasoning)
+        if content or tokens:
+            self._item("message").push(content, chat_logprobs(tokens, self._top or 0))
 
     def _item(self, kind: str) -> _Item:
         """The open item of this kind; another one is closed first."""
@@ -418,7 +442,8 @@ class _Run:
         output = outcome.outputs[0]
         self._push(*self._stream.push_rest(self._job.rest(0, output.text or ""), output))
         answer = answer_of(output, self._service, self._job.ask.prompted, self._tools)
-        self._push(*self._stream.finish(answer))
+        _, tokens = self._tokens.rest(answer, output) if self._tokens else ([], [])
+        self._push(*self._stream.finish(answer), tokens)
         is_cut = answer.finish_reason == "length"
         if not self._num_items and not answer.calls:
             self._item("message")

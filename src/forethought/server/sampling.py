@@ -62,6 +62,8 @@ _BUDGETS = ("thinking_budget", "thinking_token_budget", "reasoning_budget")
 _LIMITS = ("max_completion_tokens", "max_tokens", "max_output_tokens")
 _THINKING_SWITCHES = ("enable_thinking", "thinking")
 """Arguments of chat templates that ask for a thought."""
+_LOGPROBS = "message.output_text.logprobs"
+"""In ``include`` of a response."""
 _WHITE_SPACE = " ?"
 """Between the tokens of JSON."""
 
@@ -217,6 +219,9 @@ def _prompt_logprobs(body: Generating) -> int | None:
 def _read_logprobs(body: Generating, params: dict[str, Any], fields: dict[str, str]) -> None:
     if isinstance(body, CompletionRequest) and body.logprobs is not None:
         params["num_logprobs"], fields["num_logprobs"] = body.logprobs, "logprobs"
+    if isinstance(body, ResponseRequest) and wants_logprobs(body):
+        params["num_logprobs"] = body.top_logprobs or 0
+        fields["logprobs"] = fields["num_logprobs"] = "top_logprobs"
     if not isinstance(body, ChatRequest):
         return
     if body.top_logprobs is not None and not body.logprobs:
@@ -227,6 +232,12 @@ def _read_logprobs(body: Generating, params: dict[str, Any], fields: dict[str, s
         if body.top_logprobs is not None:
             name = fields["logprobs"] = "top_logprobs"
         fields["num_logprobs"] = name
+
+
+def wants_logprobs(body: ResponseRequest) -> bool:
+    """Whether a response shows log-probabilities."""
+    is_included = _LOGPROBS in (body.include or ())
+    return is_included or body.top_logprobs is not None
 
 
 def _read_speculation(body: Generating, params: dict[str, Any], fields: dict[str, str]) -> None:

@@ -374,9 +374,22 @@ def _completion_logprobs(logprobs: Any) -> list[TokenLogprobs]:
 def _chat_logprobs(logprobs: Any) -> list[TokenLogprobs]:
     entries = (logprobs and logprobs.content) or ()
     return [
-        _entries(entry.token, entry.logprob, [(o.token, o.logprob) for o in entry.top_logprobs])
+        {
+            token: dataclasses.replace(found, raw=_raw(entry))
+            if found.token == entry.token
+            else found
+            for token, found in _entries(
+                entry.token, entry.logprob, [(o.token, o.logprob) for o in entry.top_logprobs]
+            ).items()
+        }
         for entry in entries
     ]
+
+
+def _raw(entry: Any) -> bytes | None:
+    """The bytes of a token, where they are not those of its text."""
+    raw = bytes(entry.bytes or ())
+    return raw if raw and raw != entry.token.encode(errors="replace") else None
 
 
 def _entries(chosen: str, value: float, others: Any) -> TokenLogprobs:
