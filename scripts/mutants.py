@@ -739,8 +739,8 @@ MUTANTS = [
     ),
     Mutant(
         "scaffolding/workers/live.py",
-        'path.startswith(f"{entry.path}.")',
-        "path.startswith(entry.path)",
+        "for scope in _enclosing(path):",
+        "for scope in paths:",
         LIVE,
     ),
     Mutant(
