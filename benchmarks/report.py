@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import shlex
+import sys
 from collections.abc import Sequence
+from datetime import date
 from typing import Any
 
 import torch
 import transformers
 
-from forethought.cli.machine import processor_name
+from forethought.cli.machine import instruction_sets, processor_name
 from forethought.model.device import has_fast_matmul
 
 
@@ -23,10 +26,13 @@ def print_report(benchmark: str, rows: Sequence[dict[str, Any]], **settings: Any
     """
     report = {
         "benchmark": benchmark,
+        "date": date.today().isoformat(),
+        "command": shlex.join(["python", "-m", f"benchmarks.{benchmark}", *sys.argv[1:]]),
         **settings,
         "rows": list(rows),
         "device": device(),
         "machine": machine(),
+        "instruction_sets": instruction_sets(),
         "dtype": str(dtype()).removeprefix("torch."),
         "torch": torch.__version__,
         "transformers": transformers.__version__,

@@ -405,8 +405,8 @@ MUTANTS = [
     ),
     Mutant(
         "engine/drafting.py",
-        "sequence.limit - len(sequence.tokens) - 1  #",
-        "sequence.limit - len(sequence.tokens)  #",
+        "sequence.limit - len(sequence.tokens) - 1,",
+        "sequence.limit - len(sequence.tokens),",
         "tests/engine/test_speculation.py -k 'stop_token or beyond'",
     ),
     Mutant("engine/guarded_drafter.py", "self.disabled.discard(request.request_id)", "pass", HOOKS),

@@ -9,8 +9,13 @@ from pathlib import Path
 import pytest
 
 from forethought import methods
+from forethought.config.drafter_table import DRAFTERS
 from forethought.config.speculation import DecodingBaseConfig
 from forethought.scaffolding import ScaffoldingLlm, ScriptedWorker
+from forethought.scaffolding.workers.upstream import UpstreamWorker
+from forethought.server.app import create_app
+from forethought.server.remote_backend import RemoteBackend
+from models import ARCHITECTURES
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -32,9 +37,78 @@ def test_the_clone_line_has_the_projects_own_address():
 
 def test_every_extra_for_users_has_an_install_line():
     page = PAGES[0].read_text(encoding="utf-8")
-    lines = re.findall(r"^\$ pip install \"\.\[([\w,]+)\]\"", page, re.MULTILINE)
+    pattern = r"^\$ pip install (?:-c constraints\.txt )?\"\.\[([\w,]+)\]\""
+    lines = re.findall(pattern, page, re.MULTILINE)
     extras = set(PROJECT["optional-dependencies"]) - {"dev"}
     assert {extra for line in lines for extra in line.split(",")} == extras
+
+
+def test_torch_without_cuda_is_installed_first_in_the_version_of_the_tests():
+    page = PAGES[0].read_text(encoding="utf-8")
+    first = re.findall(r"^\$ pip install (\S+)", page, re.MULTILINE)[0]
+    assert first in (ROOT / "constraints.txt").read_text().splitlines()
+    assert first.startswith("torch==")
+
+
+FAMILIES = {
+    "llama": "Llama",
+    "mistral": "Mistral",
+    "qwen2": "Qwen2",
+    "qwen3": "Qwen3",
+    "qwen3_moe": "Qwen3-MoE",
+    "gemma2": "Gemma2",
+    "gemma3_text": "Gemma3",
+    "phi": "Phi",
+    "phi3": "Phi3",
+    "olmo2": "OLMo2",
+    "glm4": "GLM4",
+    "gpt_oss": "gpt-oss",
+    "deepseek_v3": "DeepSeek-V3",
+    "granite": "Granite",
+    "smollm3": "SmolLM3",
+    "cohere2": "Cohere2",
+    "gpt2": "GPT-2",
+    "gpt_neox": "GPT-NeoX",
+    "opt": "OPT",
+    "starcoder2": "StarCoder2",
+}
+"""By transformers' names."""
+
+
+def test_the_families_that_the_readme_calls_tested_are_those_of_the_tests():
+    tested = {FAMILIES[kind] for kind, _ in ARCHITECTURES.values()}
+    page = PAGES[0].read_text(encoding="utf-8")
+    [(count, names)] = re.findall(r"tested are (\d+) families: ([^|]+) \|", page)
+    assert set(names.split(", ")) == tested
+    assert int(count) == len(tested)
+    guide = (ROOT / "docs" / "models.md").read_text(encoding="utf-8")
+    assert f"in float32 for {names}." in guide
+
+
+def test_the_counts_of_methods_and_drafters_in_the_readme_are_right():
+    page = PAGES[0].read_text(encoding="utf-8")
+    assert f"| Methods | {len(methods.names())} by name," in page
+    drafters = [spec for spec in DRAFTERS if spec.drafter and spec.option]
+    words = ("no", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten")
+    [(count, names)] = re.findall(r"speculative decoding\*\* with (\w+) drafters \(([^)]+)\)", page)
+    assert (count, len(names.split(", "))) == (words[len(drafters)], len(drafters))
+    for spec in drafters:
+        assert f"| `{spec.option}` |" in page
+
+
+def test_every_endpoint_is_in_the_guide_to_the_server_and_the_readme_counts_them():
+    worker = UpstreamWorker(["http://127.0.0.1:9/v1"], "m")
+    app = create_app(RemoteBackend(worker, "m"))
+    routes = {
+        (method, re.sub(r"\{model:path\}", "NAME", re.sub(r"\{response_id\}", "ID", route.path)))
+        for route in app.routes
+        for method in getattr(route, "methods", None) or ()
+        if method != "HEAD" and not re.search(r"\.(js|css|html)$", route.path)
+    }
+    page = PAGES[0].read_text(encoding="utf-8")
+    assert f"has all {len(routes)} endpoints" in page
+    guide = (ROOT / "docs" / "server.md").read_text(encoding="utf-8")
+    assert [path for _, path in sorted(routes) if f"{path}`" not in guide] == []
 
 
 def test_there_are_examples_with_and_without_a_server():

@@ -129,8 +129,12 @@ class Findings:
 
     def to_dict(self) -> dict[str, object]:
         """Plain values; every row says its task."""
-        rows = [{"task": "arithmetic", **row.to_dict()} for row in self.less]
-        rows += [{"task": "countdown", **row.to_dict()} for row in self.deeper]
+        parts = {"arithmetic": self.less, "countdown": self.deeper}
+        rows = [
+            {"task": task, "problems": row.correct.trials, **row.to_dict()}
+            for task, part in parts.items()
+            for row in part
+        ]
         return {"rows": rows, "one_at_a_time": [heat.to_dict() for heat in self.race]}
 
 

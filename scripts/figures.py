@@ -1,0 +1,335 @@
+"""Tables of figures: written into the documentation from the JSON lines of benchmarks.
+
+``docs/results/figures.jsonl`` holds one line per benchmark and processor, as the benchmark printed
+it last. A table is the text between ``<!-- figures: NAME -->`` and ``<!-- end of figures -->``, on
+one page, README.md or one of docs: a column per processor and, below it, date, dtype and command of
+each run.
+
+    python scripts/figures.py                      write all tables anew
+    python scripts/figures.py --check              fail if one is not what would be written
+    python -m benchmarks.drafters --threads 1 --rounds 3 | python scripts/figures.py --add -
+    forethought demo --json | python scripts/figures.py --add -
+    python scripts/figures.py --add gpu.log        the last line of a file
+
+``--add`` replaces the line of the same benchmark on the same processor. A line that is
+``transcribed`` was written by hand from the results of its day, before lines were stored.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+STORE = ROOT / "docs" / "results" / "figures.jsonl"
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+BLOCK = re.compile(r"<!-- figures: ([\w-]+) -->\n.*?<!-- end of figures -->", re.DOTALL)
+
+Run = dict[str, Any]
+Cells = list[list[str]]
+
+DRAFTERS = {
+    "ngram": ("N-gram (prompt lookup)", "`ngram`", "up to 8 tokens, after a match of 3"),
+    "suffix": ("Suffix decoding", "`suffix`", "up to 8 tokens"),
+    "draft_target": (
+        "Draft model (speculative sampling)",
+        "`draft_target`",
+        "16 tokens by a model of 0.2 M parameters",
+    ),
+    "pearl": ("PEARL", "`pearl`", "the same model, a block of 8 ahead"),
+    "eagle3": ("EAGLE-3", "`eagle3`", "a chain of 8"),
+    "eagle3, tree": (
+        "EAGLE-3 with EAGLE-2's dynamic tree",
+        "`eagle3`, with [`use_dynamic_tree`](docs/learned-drafters.md#eagle)",
+        "15 nodes",
+    ),
+    "mtp": ("MTP", "`mtp`", "a chain of 10, one module replayed"),
+    "medusa": ("Medusa", "`medusa`", "the 10 most probable nodes of five heads"),
+    "medusa, static": (
+        "Medusa with its static tree",
+        '`medusa`, with `tree: "choices"`',
+        "15 nodes",
+    ),
+    "redrafter": ("ReDrafter", "`redrafter`", "12 nodes, five beams"),
+}
+"""Row of ``benchmarks.drafters`` -> algorithm, its name for ``--speculative``, what it drafts."""
+MODELS = {
+    "batch1": ("random, Qwen3-shaped, 150 M", "1"),
+    "batch16": ("random, Qwen3-shaped, 150 M", "16"),
+    "reasoner": ("embedded reasoner, 3.6 M", "1"),
+}
+"""Case of ``benchmarks.generate_vs_transformers`` -> model, batch."""
+WAYS = {
+    "plain": "none",
+    "lookup": "n-grams, prompt lookup there",
+    "draft model": "draft model, assisted generation there",
+}
+
+
+def main() -> int:
+    """The exit status."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--add", metavar="FILE", help="output of a benchmark; -: standard input")
+    parser.add_argument("--check", action="store_true", help="write nothing")
+    args = parser.parse_args()
+    runs = read()
+    if args.add is not None:
+        text = sys.stdin.read() if args.add == "-" else Path(args.add).read_text(encoding="utf-8")
+        runs = added(runs, run_of(text))
+        STORE.write_text("".join(json.dumps(run) + "\n" for run in runs), encoding="utf-8")
+    stale = [page for page in PAGES if written(page, runs) != page.read_text(encoding="utf-8")]
+    if not args.check:
+        for page in stale:
+            page.write_text(written(page, runs), encoding="utf-8")
+    for page in stale:
+        print(f"{page.relative_to(ROOT)}: {'is stale' if args.check else 'written'}")
+    return int(args.check and bool(stale))
+
+
+# ---- runs ----------------------------------------------------------------------------------------
+
+
+def read() -> list[Run]:
+    """The lines of ``STORE``."""
+    lines = STORE.read_text(encoding="utf-8").splitlines()
+    return [json.loads(line) for line in lines if line.strip()]
+
+
+def run_of(output: str) -> Run:
+    """The JSON line that ends the output of a benchmark, or of ``forethought demo``."""
+    run: Run = json.loads(output.strip().splitlines()[-1])
+    if "one_at_a_time" in run:
+        from forethought.cli.machine import instruction_sets, processor_name
+
+        machine = {"machine": processor_name(), "instruction_sets": instruction_sets()}
+        here = {"benchmark": "demo", "command": "forethought demo", "dtype": "auto", **machine}
+        run = {**here, "date": date.today().isoformat(), **run}
+    if "benchmark" not in run or "rows" not in run:
+        raise SystemExit("the last line is not that of a benchmark")
+    return run
+
+
+def added(runs: Iterable[Run], run: Run) -> list[Run]:
+    """The runs with ``run`` in the place of the one of its benchmark and processor."""
+    kept = [old for old in runs if (old["benchmark"], processor(old)) != _key(run)]
+    return sorted([*kept, run], key=lambda one: (one["benchmark"], processor(one)))
+
+
+def _key(run: Run) -> tuple[str, str]:
+    return run["benchmark"], processor(run)
+
+
+def processor(run: Run) -> str:
+    """The head of its column, such as ``AMD EPYC, AVX-512``."""
+    name = re.sub(r"\s+", " ", re.sub(r"\((R|TM)\)|CPU|Processor", "", run["machine"])).strip()
+    if run.get("device", "cpu") != "cpu":
+        return name
+    sets = run.get("instruction_sets", ())
+    known = {"amx_bf16": "AMX", "avx512f": "AVX-512", "avx2": "AVX2", "sve": "SVE", "asimd": "NEON"}
+    best = next((label for flag, label in known.items() if flag in sets), "")
+    short = " ".join(name.split()[:2])
+    return f"{short}, {best}" if best else short
+
+
+def day(run: Run) -> str:
+    """Such as ``24 November 2026``."""
+    when = date.fromisoformat(run["date"])
+    return f"{when.day} {when:%B %Y}"
+
+
+# ---- tables --------------------------------------------------------------------------------------
+
+
+def written(page: Path, runs: Sequence[Run]) -> str:
+    """The text of a page with its tables as the runs make them."""
+
+    def block(match: re.Match[str]) -> str:
+        name = match[1]
+        if name not in TABLES:
+            raise SystemExit(f"{page.name}: there is no table {name!r}")
+        found = [run for run in runs if run["benchmark"] == name.replace("-", "_")]
+        body = TABLES[name](found) if found else "No run is recorded yet."
+        return f"<!-- figures: {name} -->\n\n{body}\n\n<!-- end of figures -->"
+
+    return BLOCK.sub(block, page.read_text(encoding="utf-8"))
+
+
+def table(cells: Cells, num_left: int = 1) -> str:
+    """A table in Markdown; its first columns are aligned to the left."""
+    rule = ["---"] * num_left + ["---:"] * (len(cells[0]) - num_left)
+    return "\n".join(f"| {' | '.join(line)} |" for line in [cells[0], rule, *cells[1:]])
+
+
+def sources(runs: Iterable[Run]) -> str:
+    """Where and when each run was made, as a list."""
+    return "\n".join(
+        f"* {processor(run)}: {day(run)}, {run['dtype']}, `{run['command']}`{_note(run)}"
+        for run in runs
+    )
+
+
+def _note(run: Run) -> str:
+    return f"; {run['note']}" if run.get("note") else ""
+
+
+def by_processor(
+    runs: Sequence[Run],
+    heads: Sequence[str],
+    labels: Mapping[Any, Sequence[str]],
+    key: Callable[[Run], Any],
+    cell: Callable[[Run], str],
+) -> str:
+    """A table with a column per run, and its sources.
+
+    Args:
+        runs: of one benchmark.
+        heads: of the columns before those of the runs.
+        labels: key of a row -> its first cells; every row of every run has one.
+        key: of a row of a run.
+        cell: what a run's column shows of a row.
+    """
+    columns = [{key(row): cell(row) for row in run["rows"]} for run in runs]
+    for column in columns:
+        if unknown := column.keys() - labels.keys():
+            raise SystemExit(f"no label for the row {sorted(map(str, unknown))[0]!r}")
+    rows = [
+        [*label, *(column.get(name, "") for column in columns)]
+        for name, label in labels.items()
+        if any(name in column for column in columns)
+    ]
+    return f"{table([[*heads, *map(processor, runs)], *rows], len(heads))}\n\n{sources(runs)}"
+
+
+def drafters(runs: Sequence[Run]) -> str:
+    """Speed of each drafter to plain decoding, and its tokens per step, which are no matter of the
+    processor: those of the newest run that counted them."""
+    counted = [run for run in runs if all("tokens_per_step" in row for row in run["rows"])]
+    newest = max(counted, key=lambda run: str(run["date"]))
+    timed = [run for run in runs if all("ratio" in row for row in run["rows"])]
+    steps = {row["drafter"]: f"{row['tokens_per_step']:.1f}" for row in newest["rows"]}
+    labels = {name: [*cells, steps.get(name, "")] for name, cells in DRAFTERS.items()}
+    labels = {"plain": ["none: tokens/s", "", "", "1.0"], **labels}
+    counts = "" if newest in timed else f"\n* tokens per step: {sources([newest])[2:]}"
+
+    def speed(row: Run) -> str:
+        if row["drafter"] == "plain":
+            return f"{row['tokens_per_second']:,.0f}"
+        return f"{row['ratio']:.2f}"
+
+    heads = ["algorithm", "`--speculative`", "drafts", "tokens per step"]
+    return by_processor(timed, heads, labels, lambda row: row["drafter"], speed) + counts
+
+
+def generate_vs_transformers(runs: Sequence[Run]) -> str:
+    """Tokens per second, and the ratio to what they are compared with."""
+    labels = {
+        (case, against): [*cells, f"`{against}`"]
+        for case, cells in MODELS.items()
+        for against in ("generate", "generate_batch")
+    }
+    heads = ["model", "batch", "transformers"]
+    return by_processor(
+        runs, heads, labels, lambda row: (row["case"], row["against"]), _speed_and_ratio
+    )
+
+
+def speculation_vs_transformers(runs: Sequence[Run]) -> str:
+    """The same with drafts on both sides."""
+    models = {"reasoner": "embedded reasoner", "random": "random, 150 M"}
+    labels = {(case, way): [models[case], text] for case in models for way, text in WAYS.items()}
+    heads = ["model", "drafts"]
+    return by_processor(
+        runs, heads, labels, lambda row: (row["case"], row["way"]), _speed_and_ratio
+    )
+
+
+def _speed_and_ratio(row: Run) -> str:
+    speed, ratio = row.get("tokens_per_second"), f"{row['ratio']:.2f}"
+    return ratio if speed is None else f"{speed:,.0f} ({ratio})"
+
+
+def goodput(runs: Sequence[Run]) -> str:
+    """Ratio to plain decoding with so many sequences at once."""
+    labels = {batch: [str(batch)] for batch in (1, 4, 16, 64)}
+    return by_processor(
+        runs, ["sequences"], labels, lambda row: row["batch"], lambda row: f"{row['ratio']:.2f}"
+    )
+
+
+def step_overhead(runs: Sequence[Run]) -> str:
+    """Milliseconds outside the network, of steps without drafts."""
+    plain = [{**run, "rows": [row for row in run["rows"] if not row["drafted"]]} for run in runs]
+    labels = {name: [name] for name in ("greedy", "sampled", "top-p")}
+    return by_processor(
+        plain,
+        ["16 sequences"],
+        labels,
+        lambda row: row["sampling"],
+        lambda row: f"{row['outside_ms']:.2f} ms",
+    )
+
+
+def demo(runs: Sequence[Run]) -> str:
+    """Accuracy and tokens of the newest run; it is the same on every processor but for rounding."""
+    run = max(runs, key=lambda one: str(one["date"]))
+    cells = [["problems", "method", "accuracy", "95 % interval", "tokens per problem"]]
+    for row in run["rows"]:
+        low, high = (f"{100 * bound:.1f}" for bound in row["accuracy_ci"])
+        tokens = row.get("tokens_generated")
+        cells.append(
+            [
+                f"{row['problems']} of {row['task']}",
+                f"`{row['method']}`",
+                f"{100 * row['accuracy']:.1f} %",
+                f"{low} to {high}",
+                "" if tokens is None else f"{tokens / row['problems']:,.0f}",
+            ]
+        )
+    first, *others = run["one_at_a_time"]
+    speeds = [
+        f"`{heat['method']}`{' with drafts' if heat['drafts'] else ''} "
+        f"{heat.get('ratio') or first['seconds_per_problem'] / heat['seconds_per_problem']:.1f}"
+        for heat in others
+    ]
+    race = f"One problem at a time, in times of plain decoding's speed: {', '.join(speeds)}."
+    return f"{table(cells, 2)}\n\n{race}\n\n{sources([run])}"
+
+
+def gpu(runs: Sequence[Run]) -> str:
+    """The parts of the GPU benchmark, a table each."""
+    texts = []
+    for run in runs:
+        parts = dict.fromkeys(row["part"] for row in run["rows"])
+        texts.append(f"### {processor(run)}\n\n{sources([run])}")
+        for part in parts:
+            rows = [row for row in run["rows"] if row["part"] == part]
+            heads = list(dict.fromkeys(key for row in rows for key in row))
+            heads.remove("part")
+            lines = [[_shown(row.get(head, "")) for head in heads] for row in rows]
+            texts.append(f"**{part}**\n\n{table([heads, *lines], 0)}")
+    return "\n\n".join(texts)
+
+
+def _shown(value: Any) -> str:
+    return f"{value:,}" if isinstance(value, int | float) and value >= 1000 else str(value)
+
+
+TABLES: dict[str, Callable[[Sequence[Run]], str]] = {
+    "drafters": drafters,
+    "generate-vs-transformers": generate_vs_transformers,
+    "speculation-vs-transformers": speculation_vs_transformers,
+    "goodput": goodput,
+    "step-overhead": step_overhead,
+    "demo": demo,
+    "gpu": gpu,
+}
+
+
+if __name__ == "__main__":
+    sys.exit(main())
