@@ -59,6 +59,8 @@ DRAFTERS = {
     "redrafter": ("ReDrafter", "`redrafter`", "12 nodes, five beams"),
 }
 """Row of ``benchmarks.drafters`` -> algorithm, its name for ``--speculative``, what it drafts."""
+BY_NAME = "by its name alone: what goodput control chooses"
+"""What rows ``NAME, default`` draft."""
 MODELS = {
     "batch1": ("random, Qwen3-shaped, 150 M", "1"),
     "batch16": ("random, Qwen3-shaped, 150 M", "16"),
@@ -213,8 +215,10 @@ def drafters(runs: Sequence[Run]) -> str:
     newest = max(counted, key=lambda run: str(run["date"]))
     timed = [run for run in runs if all("ratio" in row for row in run["rows"])]
     steps = {row["drafter"]: f"{row['tokens_per_step']:.1f}" for row in newest["rows"]}
-    labels = {name: [*cells, steps.get(name, "")] for name, cells in DRAFTERS.items()}
-    labels = {"plain": ["none: tokens/s", "", "", "1.0"], **labels}
+    labels = {"plain": ["none: tokens/s", "", "", "1.0"]}
+    for name, cells in DRAFTERS.items():
+        labels[name] = [*cells, steps.get(name, "")]
+        labels[f"{name}, default"] = [*cells[:2], BY_NAME, steps.get(f"{name}, default", "")]
     counts = "" if newest in timed else f"\n* tokens per step: {sources([newest])[2:]}"
 
     def speed(row: Run) -> str:

@@ -11,7 +11,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-from benchmarks.drafters import DRAFTERS
+from benchmarks.drafters import DRAFTERS, with_defaults
 from benchmarks.report import print_report
 
 ROOT = Path(__file__).parents[1]
@@ -93,6 +93,10 @@ def test_every_run_of_the_store_says_when_where_and_how_it_was_made(figures: Mod
 
 def test_every_drafter_of_the_benchmark_has_a_label(figures: ModuleType) -> None:
     assert figures.DRAFTERS.keys() == DRAFTERS.keys()
+    names = with_defaults(list(DRAFTERS))
+    rows = [{"drafter": name, "ratio": 1.5, "tokens_per_step": 2.0} for name in names]
+    line = json.loads(run(rows=rows).splitlines()[-1])
+    assert figures.drafters([line]).count("| 1.50 |") == len(names)
 
 
 def test_a_run_is_added_by_one_command_and_replaces_that_of_its_processor(

@@ -29,6 +29,8 @@ speculative_config:
   max_draft_len: 3
   max_matching_ngram_size: 4
 """
+GOODPUT = {"length_control": "goodput"}
+"""What a drafter's name without a length means."""
 
 
 @pytest.fixture
@@ -78,7 +80,7 @@ def test_options_win_over_the_file_and_the_file_over_the_command(write):
     found = fields(*options, max_batch_size=2, max_num_tokens=64)
     assert found["dtype"] == "float32"
     assert (found["max_batch_size"], found["max_num_tokens"]) == (8, 64)
-    assert found["speculative_config"] == (SuffixDecodingConfig(),)
+    assert found["speculative_config"] == (SuffixDecodingConfig(**GOODPUT),)
 
 
 def test_an_empty_file_says_nothing(write):
@@ -88,15 +90,18 @@ def test_an_empty_file_says_nothing(write):
 @pytest.mark.parametrize(
     ("options", "expected"),
     [
-        (["ngram"], NGramDecodingConfig()),
+        (["ngram"], NGramDecodingConfig(**GOODPUT)),
         (["ngram", "--max-draft-len", 2], NGramDecodingConfig(max_draft_len=2)),
-        (["suffix"], SuffixDecodingConfig()),
-        (["pearl", "--draft-model", "d"], PearlDecodingConfig(speculative_model="d")),
-        (["redrafter", "--draft-model", "d"], ReDrafterDecodingConfig(speculative_model="d")),
-        (["auto"], AutoDecodingConfig()),
+        (["suffix"], SuffixDecodingConfig(**GOODPUT)),
+        (["pearl", "--draft-model", "d"], PearlDecodingConfig(speculative_model="d", **GOODPUT)),
+        (
+            ["redrafter", "--draft-model", "d"],
+            ReDrafterDecodingConfig(speculative_model="d", **GOODPUT),
+        ),
+        (["auto"], AutoDecodingConfig(**GOODPUT)),
         (
             ["draft_target", "--draft-model", "d"],
-            DraftTargetDecodingConfig(speculative_model="d", max_draft_len=4),
+            DraftTargetDecodingConfig(speculative_model="d", max_draft_len=4, **GOODPUT),
         ),
         (
             ["draft_target", "--draft-model", "d", "--max-draft-len", 2],
@@ -112,7 +117,8 @@ def test_the_embedded_reasoner_has_a_draft_model_of_its_own(monkeypatch, tmp_pat
     monkeypatch.setattr(assets, "heads_dir", tmp_path.joinpath)
     (own := tmp_path / "drafter").mkdir()
     (config,) = fields("--speculative", "draft_target")["speculative_config"]
-    assert config == DraftTargetDecodingConfig(speculative_model=own, max_draft_len=8)
+    expected = DraftTargetDecodingConfig(speculative_model=own, max_draft_len=8, **GOODPUT)
+    assert config == expected
     options = ["--speculative", "draft_target", "--draft-model", "d"]
     assert fields(*options)["speculative_config"][0].speculative_model == Path("d")
 
