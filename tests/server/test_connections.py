@@ -226,3 +226,19 @@ def test_clients_make_no_series_of_metrics() -> None:
             running.send(f"/path/{number}")
             running.send("/health", headers={"X-Request-Id": f"id-{number}", "User-Agent": "x"})
         assert series(running) == before
+
+
+def test_bodies_that_would_take_too_much_memory_together_are_refused() -> None:
+    body = json.dumps(say("x" * 9_000)).encode()
+    head = f"POST {CHAT} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+    unfinished = f"{head}Content-Length: {len(body) + 1}\r\n\r\n".encode() + body
+    with scripted(answers, Settings(max_body_bytes=10_000, max_running=1)) as running:
+        clients = [connected(running) for _ in range(8)]
+        for client in clients:
+            client.sendall(unfinished)
+        eventually(lambda: running.service.body_bytes._num_free < 10_000)
+        answer = running.send(CHAT, say("y" * 9_000))
+        assert (answer.status, answer.error["code"]) == (429, "overloaded")
+        for client in clients:
+            client.close()
+        eventually(lambda: running.send(CHAT, say("y" * 9_000)).status == 200)

@@ -24,7 +24,7 @@ from forethought.engine.snapshot import SequenceSnapshot
 from forethought.errors import EngineStopped, UsageError
 from forethought.llm.engine_thread import EngineThread, OutputStream
 from forethought.llm.frontend import Frontend, Generation
-from forethought.llm.tokenizer import read_length
+from forethought.llm.tokenizer import LONG_TEXT, read_length
 from forethought.model.sampling import Constraints
 from forethought.outputs import CompletionOutput, TokenLogprobs, Usage
 
@@ -229,7 +229,10 @@ class AsyncSession:
             ContextLengthError, CapacityError: it does not fit.
         """
         handle, frontend = self._handle, self._thread.frontend
-        token_ids = frontend.read_more(more)
+        if isinstance(more, str) and len(more) > LONG_TEXT:
+            token_ids = await asyncio.to_thread(frontend.read_more, more)
+        else:
+            token_ids = frontend.read_more(more)
         await self._do(lambda: frontend.engine.extend(handle.idle, token_ids))
 
     async def fork(self, length: int | None = None) -> AsyncSession:

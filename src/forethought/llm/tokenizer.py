@@ -37,6 +37,8 @@ _BYTE_LETTERS = MappingProxyType(
     }
 )
 """Letter -> byte, as byte-level BPE names its tokens: printable ones stand for themselves."""
+LONG_TEXT = 1 << 14
+"""Characters beyond which a text is tokenised beside an event loop."""
 _DENSE = 16
 """Characters for each token of the context that are tokenised to see whether a text is too long."""
 _NO_FILES = (
@@ -292,8 +294,9 @@ class Tokenizer:
         cuts = (getattr(backend, name, "unknown") for name in ("truncation", "padding"))
         ids: list[int]
         if all(cut is None for cut in cuts) and not self._encodes_itself:
-            batch = backend.encode_batch([text], add_special_tokens=add_special_tokens)
-            ids = batch[0].ids  # as a batch: ``encode`` holds the GIL
+            # As a batch, as ``encode`` holds the GIL; fast: without offsets.
+            (encoding,) = backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+            ids = encoding.ids
         else:
             with self._lock:  # verbose: admission refuses what is too long, without a warning
                 ids = self.hf(text, add_special_tokens=add_special_tokens, verbose=False).input_ids

@@ -38,6 +38,7 @@ from forethought.server.chat import chat_completions
 from forethought.server.completions import completions
 from forethought.server.hosts import check_host
 from forethought.server.http import CLIENT_CLOSED, ENDED, Caller, HttpError, http_error
+from forethought.server.limits import ByteLimit
 from forethought.server.metrics import CONTENT_TYPE
 from forethought.server.protocol import (
     ChatRequest,
@@ -412,7 +413,7 @@ class Guard:
         headers = dict(scope["headers"])
         given = headers.get(b"x-request-id", b"").decode("latin-1")
         request_id = given if _ID.fullmatch(given) else next(service.ids)
-        call = _Call(request_id, scope, receive, send, self._max_bytes)
+        call = _Call(request_id, scope, receive, send, (self._max_bytes, service.body_bytes))
         scope.setdefault("state", {})["request_id"] = call.id
         service.calls.add(call)
         try:
@@ -440,6 +441,7 @@ class Guard:
                 await failure.response()(scope, receive, call.send)
         finally:
             service.calls.discard(call)
+            call.close()
             call.log()
 
 
@@ -453,10 +455,16 @@ class _Call:
     """One request: its id, its status, and the bytes of its body."""
 
     def __init__(
-        self, request_id: str, scope: Scope, receive: Receive, send: Send, max_bytes: int
+        self,
+        request_id: str,
+        scope: Scope,
+        receive: Receive,
+        send: Send,
+        limits: tuple[int, ByteLimit],
     ) -> None:
         self.id, self._scope, self._receive, self._send = request_id, scope, receive, send
-        self._max_bytes, self._num_bytes, self.status = max_bytes, 0, 0
+        self._max_bytes, self._all_bytes = limits
+        self._num_bytes = self.status = 0
         self._receiving: asyncio.Task[Any] | None = None
         self._has_ended = False
         self._began = time.perf_counter()
@@ -487,9 +495,11 @@ class _Call:
             return ENDED
         finally:
             self._receiving = None
-        self._num_bytes += len(message.get("body", b""))
-        if self._num_bytes > self._max_bytes:
+        size = len(message.get("body", b""))
+        if self._num_bytes + size > self._max_bytes:
             raise self._too_large()
+        self._all_bytes.take(size)
+        self._num_bytes += size
         return message
 
     async def send(self, message: Message) -> None:
@@ -499,6 +509,10 @@ class _Call:
             own = [(b"x-request-id", self.id.encode()), (b"x-content-type-options", b"nosniff")]
             message = {**message, "headers": [*message.get("headers", ()), *own]}
         await self._send(message)
+
+    def close(self) -> None:
+        """It has ended, and its body is not needed any more."""
+        self._all_bytes.give_back(self._num_bytes)
 
     def log(self) -> None:
         """One line: no header, query or body, which may hold secrets."""

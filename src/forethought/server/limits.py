@@ -25,6 +25,31 @@ class Overloaded(ForethoughtError):
         self.retry_after, self.draining = retry_after, draining
 
 
+class ByteLimit:
+    """Bounds the bytes of bodies that are held at once, of requests that have not ended.
+
+    Args:
+        max_bytes: of all of them.
+    """
+
+    def __init__(self, max_bytes: int) -> None:
+        self._num_free = max_bytes
+
+    def take(self, num_bytes: int) -> None:
+        """Hold further bytes.
+
+        Raises:
+            Overloaded: there are too many.
+        """
+        if num_bytes > self._num_free:
+            raise Overloaded("too many large requests", "their bodies take too much memory", 5)
+        self._num_free -= num_bytes
+
+    def give_back(self, num_bytes: int) -> None:
+        """They are held no more."""
+        self._num_free += num_bytes
+
+
 class Admission:
     """Counts unfinished requests.
 

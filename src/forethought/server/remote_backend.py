@@ -17,7 +17,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from forethought.config.guided import GuidedDecodingParams
-from forethought.config.sampling import SpeculationParams
+from forethought.config.sampling import SamplingParams, SpeculationParams
 from forethought.errors import ParameterError, UsageError
 from forethought.methods.stack import StackedMethod
 from forethought.scaffolding import sampling
@@ -49,6 +49,8 @@ if TYPE_CHECKING:
 
 _FIELDS, _RESTART = "--upstream-fields", "start this server with"
 _CLOSING = f"{_RESTART} --tokenizer, of a model whose chat template opens the thought"
+_MAX_LENGTHS = 1024
+"""Texts whose numbers of tokens are remembered."""
 _TAIL = 256
 """Characters at the end of a prompt in which a thought may be opened."""
 
@@ -82,6 +84,8 @@ class RemoteBackend(Backend):
         takes_special = "skip_special_tokens" in worker.extensions
         self._responses = response_parser(tokenizer.hf) if tokenizer and takes_special else None
         self._has_asked_length = False
+        self._lengths: dict[tuple[int, int], int] = {}
+        """Tokens of texts, by hash and number of characters."""
         worker.prompt_lengths.count = self.count
         if tokenizer is not None:
             worker.num_left = self._num_left
@@ -126,8 +130,26 @@ class RemoteBackend(Backend):
         """Tokens of the context behind the prompt of a completion; None: not known."""
         if self.max_length is None:
             return None
-        length = len(self.tokenize(prompt) if isinstance(prompt, str) else prompt)
+        length = self._length_of(prompt) if isinstance(prompt, str) else len(prompt)
         return max(1, self.max_length - length)
+
+    def _length_of(self, text: str) -> int:
+        """Tokens of a text. That of a request's prompt is known from ``check``: the event loop does
+        not tokenise it again for each generation."""
+        key = hash(text), len(text)
+        length = self._lengths.get(key)
+        if length is None:
+            if len(self._lengths) >= _MAX_LENGTHS:
+                self._lengths.clear()
+            length = self._lengths[key] = len(self.tokenize(text))
+        return length
+
+    def check(self, prompt: str | list[int], params: SamplingParams) -> str | list[int]:
+        """Raise ``ContextLengthError`` for a text that is certain to be too long."""
+        if self._tokenizer is not None and self.max_length is not None and isinstance(prompt, str):
+            self._tokenizer.check_length(prompt, self.max_length)
+            self._length_of(prompt)
+        return prompt
 
     @property
     def max_length(self) -> int | None:
@@ -213,7 +235,10 @@ class RemoteBackend(Backend):
         """
         tokenizer = self._own_tokenizer()
         arguments = template_args(tokenizer.hf, conversation)
-        return tokenizer.encode_more(tokenizer.render(conversation.messages, arguments))
+        text = tokenizer.render(conversation.messages, arguments)
+        if self.max_length is not None:
+            tokenizer.check_length(text, self.max_length)
+        return tokenizer.encode_more(text)
 
     def tokenize(self, text: str, special: bool = True) -> list[int]:
         """The ids of a text.

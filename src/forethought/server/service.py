@@ -28,7 +28,7 @@ from forethought.server.composition import Dispatch, needs_text
 from forethought.server.engine_job import EngineJob
 from forethought.server.http import Caller, until_gone
 from forethought.server.job import Ask, EchoJob, Job, MethodJob, Outcome, Update
-from forethought.server.limits import Admission, Overloaded
+from forethought.server.limits import Admission, ByteLimit, Overloaded
 from forethought.server.method_settings import schema_of
 from forethought.server.metrics import RequestMetrics, ServerMetrics
 from forethought.server.names import Composition, read_method, read_model
@@ -46,6 +46,8 @@ from forethought.server.telemetry import Telemetry, plain_trace
 from forethought.server.tool_calls import Tools
 from forethought.server.workers import SMALL, Workers
 
+_MIN_BODIES = 8
+"""Of the largest size that are held at once, however few requests run."""
 _NUM_IDS = 256
 """Whose random bytes are read together."""
 
@@ -118,6 +120,9 @@ class Service:
         self.admission = Admission(settings.max_running, settings.max_waiting)
         self.started, self.totals, self.ids = time.time(), Totals(), _RandomIds()
         self.workers, self.calls = Workers(), set[Call]()
+        self.body_bytes = ByteLimit(
+            settings.max_body_bytes * max(_MIN_BODIES, settings.max_running)
+        )
         endpoint = settings.otlp_endpoint
         self.telemetry = None if endpoint is None else Telemetry.to(endpoint, self.models[0])
         self.methods = methods.closed(settings.allowed_methods)

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 from forethought.llm.fair_queue import FairQueue
@@ -73,7 +74,7 @@ class Workers:
             job = self._queue.take()
             self._num_free -= 1
             running = loop.run_in_executor(self._pool, job.work)
-            running.add_done_callback(lambda done, job=job: self._ended(job, done))
+            running.add_done_callback(partial(self._ended, job))
 
     def _ended(self, job: _Job, done: asyncio.Future[Any]) -> None:
         self._num_free += 1

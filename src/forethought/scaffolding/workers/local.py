@@ -22,7 +22,7 @@ from forethought.llm.async_llm import AsyncLLM
 from forethought.llm.async_session import AsyncSession
 from forethought.llm.llm import LLM
 from forethought.llm.response import ResponseParser
-from forethought.llm.tokenizer import Tokenizer
+from forethought.llm.tokenizer import LONG_TEXT, Tokenizer
 from forethought.outputs import CompletionOutput
 from forethought.scaffolding import sampling
 from forethought.scaffolding.attention_group import AttentionGroup
@@ -189,7 +189,7 @@ class EngineWorker(Worker):
         if task.tools or any(getattr(message, "tool_calls", None) for message in task.messages):
             await self._generate_with_tools(task)
         else:
-            token_ids = self.llm.chat_prompt(task.messages_to_dict_content())
+            token_ids = await self._chat_prompt(task.messages_to_dict_content())
             await self._generate(task, tuple(token_ids))
             message = AssistantMessage(task.output_str, finish_reason=task.finish_reason)
             task.add_message(message)
@@ -198,6 +198,15 @@ class EngineWorker(Worker):
             task.prompt_tokens_num += task.usage_prompt_tokens or 0
             task.completion_tokens_num += task.usage_completion_tokens or 0
         return TaskStatus.SUCCESS
+
+    async def _chat_prompt(
+        self, messages: Sequence[Mapping[str, Any]], arguments: Mapping[str, Any] | None = None
+    ) -> list[int]:
+        """The tokens of a conversation; of a long one beside the event loop."""
+        size = sum(len(str(message.get("content") or "")) for message in messages)
+        if size <= LONG_TEXT:
+            return self.llm.chat_prompt(messages, arguments)
+        return await asyncio.to_thread(self.llm.chat_prompt, messages, arguments)
 
     async def _generate_with_tools(self, task: ChatTask) -> None:
         """Generate a turn that may call tools."""
@@ -209,7 +218,7 @@ class EngineWorker(Worker):
             self._parser = ResponseParser(self.tokenizer, self._response_template)
         tools = [t if isinstance(t, Mapping) else t.to_dict() for t in task.tools or ()]
         arguments = {"tools": tools} if tools else {}
-        prompt = self.llm.chat_prompt(_tool_messages(task), arguments)
+        prompt = await self._chat_prompt(_tool_messages(task), arguments)
         streamed, task.streaming_output_flag = task.streaming_output_flag, False
         shown, task.skip_special_tokens = task.skip_special_tokens, False  # they mark the calls
         try:
@@ -343,7 +352,10 @@ class EngineWorker(Worker):
                     "input_str and input_tokens are None",
                     "Set one of them",
                 )
-            session = self.llm.start(prompt if isinstance(prompt, str) else list(prompt))
+            if isinstance(prompt, str) and len(prompt) > LONG_TEXT:
+                session = self.llm.start(await asyncio.to_thread(self.llm.check, prompt))
+            else:
+                session = self.llm.start(prompt if isinstance(prompt, str) else list(prompt))
         live, group = self._live(task, session, prompt), task.attention_group
         try:
             if group is None:
