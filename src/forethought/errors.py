@@ -18,6 +18,7 @@ Errors of other libraries are translated once, where they enter; ``__cause__`` k
     │   ├── IsolationError                programs cannot be isolated on this machine
     │   └── DependencyError (ImportError) an optional dependency that is not installed
     ├── TaskError                         a worker failed on a task; raised inside the controller
+    ├── UpstreamError                     another server broke its answer off with an error
     ├── RequestError                      a request failed in the engine; others go on
     │   └── LogitsError                   the model's logits for it are NaN or infinite
     ├── RequestTimeout (TimeoutError)     a deadline passed; the request was aborted
@@ -30,7 +31,7 @@ Errors of other libraries are translated once, where they enter; ``__cause__`` k
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 _SHOWN = 200
@@ -170,6 +171,18 @@ class TaskError(ForethoughtError):
     ) -> None:
         super().__init__(what, why, fix)
         self.task, self.status = task, status
+
+
+class UpstreamError(ForethoughtError):
+    """Another server broke an answer off that had begun, and said why."""
+
+    @classmethod
+    def of(cls, error: Any) -> UpstreamError:
+        """Of the error in a stream: an object with a ``message``, or a text."""
+        message = error.get("message") if isinstance(error, Mapping) else error
+        return cls(
+            "the server ended its answer with an error", str(message or "it does not say why")
+        )
 
 
 class RequestError(ForethoughtError):

@@ -96,6 +96,7 @@ class AssistantMessage(RoleMessage):
         reasoning_content: the same under the name that some servers use.
         tool_calls: the calls; dictionaries in OpenAI's form become ``ToolCall``.
         finish_reason: why it ended.
+        refusal: why the model does not answer, in the place of a text.
 
     Attributes:
         unreadable_call: why a call in ``content`` cannot be read; None if all could be.
@@ -113,19 +114,22 @@ class AssistantMessage(RoleMessage):
         reasoning_content: str | None = None,
         tool_calls: Sequence[Any] | None = None,
         finish_reason: str | None = None,
+        refusal: str | None = None,
     ) -> None:
         super().__init__("assistant", content)
         self.reasoning, self.reasoning_content = reasoning, reasoning_content
         self.tool_calls: list[ToolCall] | None = None
         if tool_calls is not None:
             self.tool_calls = [ToolCall.create(call) for call in tool_calls]
-        self.finish_reason = finish_reason
+        self.finish_reason, self.refusal = finish_reason, refusal
 
     def to_dict(self) -> dict[str, Any]:
         """The message as OpenAI's API takes it; without the reasoning, as the API demands."""
         message = super().to_dict()
         if self.tool_calls:
             message["tool_calls"] = [call.to_dict() for call in self.tool_calls]
+        if self.refusal:
+            message["refusal"] = self.refusal
         return message
 
 

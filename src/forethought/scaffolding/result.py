@@ -51,7 +51,8 @@ class ScaffoldingOutput:
     token_ids: list[int] | None = None
     """Generated ids; None where the worker cannot know them (most HTTP servers)."""
     meta: dict[str, Any] = field(default_factory=dict)
-    """Details from the method, by its name."""
+    """Details from the method, by its name; and what a server tells apart from the text of a
+    message: its ``tool_calls``, ``reasoning`` and ``refusal``."""
     finish_reason: str | None = None
     """``"stop"``, ``"length"`` or ``"abort"``."""
     stop_reason: int | str | None = None

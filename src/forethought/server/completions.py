@@ -293,7 +293,8 @@ class _Text:
 
 
 def _reason(output: ScaffoldingOutput) -> str:
-    return "length" if output.finish_reason == "length" else "stop"
+    reason = output.finish_reason
+    return reason if reason in ("length", "content_filter") else "stop"
 
 
 def _usage(outcomes: Sequence[Outcome]) -> dict[str, Any]:

@@ -22,6 +22,7 @@ from forethought.errors import (
     RequestTimeout,
     TaskError,
     UnknownNameError,
+    UpstreamError,
     UsageError,
 )
 from forethought.scaffolding.trace_otel import TraceParent
@@ -131,6 +132,8 @@ def http_error(error: BaseException) -> HttpError:
         return HttpError(504, str(error), code="timeout")
     if isinstance(error, RequestCancelled):
         return HttpError(CLIENT_CLOSED, str(error), code="cancelled")
+    if isinstance(error, UpstreamError):
+        return HttpError(502, f"the server behind this one: {error}", code="upstream_error")
     if isinstance(error, EngineStopped):
         return HttpError(503, str(error), code="engine_stopped")
     if isinstance(error, ForethoughtError):

@@ -17,7 +17,7 @@ from forethought.server.service import Service
 from forethought.server.tool_calls import OPENINGS, Call, Tools
 
 DEFAULT_MARKERS = ("<think>", "</think>")
-_REASONS = {"stop": "stop", "length": "length", "tool_calls": "tool_calls"}
+_REASONS = {each: each for each in ("stop", "length", "tool_calls", "content_filter")}
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +29,8 @@ class Answer:
     calls: Sequence[Call]
     finish_reason: str
     num_reasoning_tokens: int
+    refusal: str | None = None
+    """Why another server does not answer, in its words."""
 
 
 def answer_of(
@@ -44,7 +46,8 @@ def answer_of(
     reason = _REASONS.get(output.finish_reason or "stop", "stop")
     if calls and reason == "stop":
         reason = "tool_calls"
-    return Answer(content, reasoning, calls, reason, _count(reasoning, output, service))
+    refusal = output.meta.get("refusal")
+    return Answer(content, reasoning, calls, reason, _count(reasoning, output, service), refusal)
 
 
 def num_thought_tokens(service: Service, job: Job, answers: Sequence[Answer]) -> int:
@@ -102,7 +105,8 @@ def _read(
 def _given(call: dict[str, Any]) -> Call:
     """A call that another server has parsed."""
     function = call["function"]
-    return Call(function["name"], function["arguments"], call.get("id") or Call.create("", "").id)
+    made = Call.create(function["name"], function["arguments"])
+    return made._replace(id=call["id"]) if call.get("id") else made
 
 
 def _count(reasoning: str, output: ScaffoldingOutput, service: Service) -> int:

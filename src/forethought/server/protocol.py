@@ -254,7 +254,7 @@ class Message(Body):
     reasoning: Text | None = None
     reasoning_content: Text | None = None
     # written by clients that send an answer back as it came
-    refusal: None = None
+    refusal: Text | None = None
     annotations: list[Any] | None = Field(default=None, max_length=0)
     audio: None = None
     function_call: None = None
@@ -624,9 +624,10 @@ def _message_dict(message: Message, index: int) -> dict[str, Any]:
     content = message.content
     if isinstance(content, list):
         content = "".join(part.text for part in content)
+    content = message.refusal if not content and message.refusal else content
     role = "system" if message.role == "developer" else message.role
     made: dict[str, Any] = {"role": role, "content": content if content is not None else ""}
-    if message.content is None and (role != "assistant" or not message.tool_calls):
+    if content is None and (role != "assistant" or not message.tool_calls):
         what, why = f"a message of the {role} needs content", "it is null"
         raise ParameterError(what, why, "Give text", param=f"messages.{index}.content")
     if message.name is not None:

@@ -14,7 +14,7 @@ import uuid
 from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from contextlib import ExitStack, aclosing
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 from pydantic import TypeAdapter
 from starlette.requests import Request
@@ -58,6 +58,9 @@ log = logging.getLogger(__name__)
 _ERROR_CODES = {400: "invalid_prompt", 429: "rate_limit_exceeded"}
 """OpenAI's words for the error of a response, by status."""
 _ITEM: TypeAdapter[Any] = TypeAdapter(InputItem)
+
+_CUT = {"length": "max_output_tokens", "content_filter": "content_filter"}
+"""Why a response is incomplete, by the finish reason of its answer."""
 
 
 async def create_response(service: Service, body: ResponseRequest, request: Request) -> Response:
@@ -214,7 +217,10 @@ def _plain(content: str | Sequence[InputText]) -> str:
 def _said(output: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """The output items of a response as messages."""
     text = "".join(
-        part["text"] for item in output if item["type"] == "message" for part in item["content"]
+        part.get("text") or part.get("refusal", "")
+        for item in output
+        if item["type"] == "message"
+        for part in item["content"]
     )
     calls = [
         {
@@ -304,17 +310,20 @@ class _Item:
     Args:
         record: of the response.
         index: of the item.
-        kind: ``reasoning`` or ``message``.
+        kind: ``reasoning``, ``message`` or ``refusal``, which is a message.
     """
+
+    _NAMES: ClassVar = {"reasoning": "reasoning_text", "refusal": "refusal"}
 
     def __init__(self, record: Record, index: int, kind: str) -> None:
         self._record, self._index, self._kind = record, index, kind
         thinks = kind == "reasoning"
-        self._name = "reasoning_text" if thinks else "output_text"
+        self._name = self._NAMES.get(kind, "output_text")
+        self._field = "refusal" if kind == "refusal" else "text"
         self._text, self._logprobs = "", list[dict[str, Any]]()
         self._item: dict[str, Any] = {
             "id": f"{'rs' if thinks else 'msg'}_{uuid.uuid4().hex}",
-            "type": kind,
+            "type": kind if thinks else "message",
             "status": "in_progress",
             "content": [],
             **({"summary": []} if thinks else {"role": "assistant"}),
@@ -326,25 +335,25 @@ class _Item:
         """More of its text, and log-probabilities of its tokens."""
         self._text += text
         self._logprobs += logprobs
-        extra: dict[str, Any] = {} if self._kind == "reasoning" else {"logprobs": list(logprobs)}
+        extra = {"logprobs": list(logprobs)} if self._kind == "message" else {}
         self._add_event(f"response.{self._name}.delta", delta=text, **extra)
 
     def close(self, status: str = "completed") -> None:
         """Its text is complete."""
-        extra: dict[str, Any] = {} if self._kind == "reasoning" else {"logprobs": self._logprobs}
-        self._add_event(f"response.{self._name}.done", text=self._text, **extra)
+        text: dict[str, Any] = {self._field: self._text}
+        if self._kind == "message":
+            text["logprobs"] = self._logprobs
+        self._add_event(f"response.{self._name}.done", **text)
         self._add_event("response.content_part.done", part=self._part())
         done = {**self._item, "status": status, "content": [self._part()]}
         self._record.response["output"].append(done)
         self._add_event("response.output_item.done", location={}, item=done)
 
     def _part(self) -> dict[str, Any]:
-        extra: dict[str, Any] = (
-            {}
-            if self._kind == "reasoning"
-            else {"annotations": [], "logprobs": list(self._logprobs)}
-        )
-        return {"type": self._name, "text": self._text, **extra}
+        extra: dict[str, Any] = {}
+        if self._kind == "message":
+            extra = {"annotations": [], "logprobs": list(self._logprobs)}
+        return {"type": self._name, self._field: self._text, **extra}
 
     def _add_event(
         self, kind: str, *, location: dict[str, Any] | None = None, **fields: Any
@@ -444,10 +453,12 @@ class _Run:
         answer = answer_of(output, self._service, self._job.ask.prompted, self._tools)
         _, tokens = self._tokens.rest(answer, output) if self._tokens else ([], [])
         self._push(*self._stream.finish(answer), tokens)
-        is_cut = answer.finish_reason == "length"
+        if answer.refusal:
+            self._item("refusal").push(answer.refusal)
+        reason = _CUT.get(answer.finish_reason)
         if not self._num_items and not answer.calls:
             self._item("message")
-        self._close("incomplete" if is_cut else "completed")
+        self._close("incomplete" if reason else "completed")
         for call in answer.calls:
             self._call(call)
         num_thought = num_thought_tokens(self._service, self._job, [answer])
@@ -455,11 +466,11 @@ class _Run:
         record.response["usage"] = usage
         if self._job.ask.events:
             record.add("forethought", event=self._job.finished(outcome))
-        record.response["status"] = "incomplete" if is_cut else "completed"
-        record.response["completed_at"] = None if is_cut else int(time.time())
-        if is_cut:
-            record.response["incomplete_details"] = {"reason": "max_output_tokens"}
-        self._snapshot("response.incomplete" if is_cut else "response.completed")
+        record.response["status"] = "incomplete" if reason else "completed"
+        record.response["completed_at"] = None if reason else int(time.time())
+        if reason:
+            record.response["incomplete_details"] = {"reason": reason}
+        self._snapshot("response.incomplete" if reason else "response.completed")
 
     def _call(self, call: Call) -> None:
         record, index = self._record, self._num_items

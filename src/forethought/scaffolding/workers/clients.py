@@ -21,6 +21,11 @@ CONNECTION_ERRORS = ("APIConnectionError", "ReadError", "RemoteProtocolError")
 """Names of exceptions of ``openai`` and ``httpx``, which need not be installed."""
 
 
+def is_stream_error(error: Any) -> bool:
+    """Whether ``openai`` raises it for an error that a server has sent within a stream."""
+    return type(error).__name__ == "APIError"
+
+
 class Clients:
     """A client per event loop, since the connections of a client belong to one loop.
 

@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import json
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from forethought.errors import UpstreamError
 from forethought.outputs import (
     Logprob,
     ThinkingOutput,
@@ -40,6 +42,8 @@ class StreamedChoice:
     """Ids are negative (-1 the chosen token) where the server does not send them."""
     confidences: list[TokenConfidence | None] = field(default_factory=list)
     reasoning: str = ""
+    refusal: str = ""
+    """Why the server does not answer, in its words, in the place of a text."""
     tool_calls: list[ToolCall] = field(default_factory=list)
     ends: list[int] = field(default_factory=list)
     """After each token, the length of the text that has come."""
@@ -63,6 +67,8 @@ class StreamedChoice:
             logprobs=self.logprobs[:count],
             confidences=self.confidences[:count],
             reasoning=self.reasoning[:thought_end],
+            refusal=self.refusal,
+            tool_calls=self.tool_calls,
         )
 
     def within_budget(self) -> StreamedChoice:
@@ -185,6 +191,7 @@ class ChunkReader:
         self._requests, self._stops = requests, stops
         self._confidence, self._num_logprobs = confidence, num_logprobs or 0
         self.choices: dict[int, StreamedChoice] = {0: StreamedChoice()}
+        self._calls: dict[int, _CallAssembly] = {}  # by number of the choice
         self.usage: Any = None
         self.server_usage: Usage | None = None
         self.request_id: str | None = None
@@ -291,6 +298,7 @@ class ChunkReader:
     def _take(self, chunk: Any) -> None:
         self.request_id = getattr(chunk, "id", None) or self.request_id
         self.usage = getattr(chunk, "usage", None) or self.usage
+        _refuse_error(chunk)
         for piece in getattr(chunk, "choices", None) or ():
             choice = self.choices.setdefault(piece.index, StreamedChoice())
             delta, thought = getattr(piece, "delta", None) or getattr(piece, "message", None), ""
@@ -299,7 +307,10 @@ class ChunkReader:
             else:
                 text, scores = delta.content or "", _chat_logprobs(piece.logprobs)
                 thought = _thought(delta)
-                _add_tool_calls(choice.tool_calls, getattr(delta, "tool_calls", None) or ())
+                choice.refusal += getattr(delta, "refusal", None) or ""
+                calls = self._calls.setdefault(piece.index, _CallAssembly(choice.tool_calls))
+                for part in getattr(delta, "tool_calls", None) or ():
+                    calls.add(part)
             if self._confidence is not None:
                 k, kept = self._confidence, self._num_logprobs
                 choice.confidences += [confidence_of(entries, k) for entries in scores]
@@ -347,16 +358,71 @@ def _thought(delta: Any) -> str:
     return ""
 
 
-def _add_tool_calls(calls: list[ToolCall], pieces: Sequence[Any]) -> None:
-    for piece in pieces:
-        index = getattr(piece, "index", len(calls))
-        while len(calls) <= index:
-            calls.append(ToolCall())
-        call = calls[index]
-        call.id = piece.id or call.id
-        if piece.function is not None:
-            call.function.name += piece.function.name or ""
-            call.function.arguments += piece.function.arguments or ""
+class _CallAssembly:
+    """Puts the calls of one choice together from the pieces of a stream.
+
+    A piece belongs to the call of its ``index``. Servers differ: some send no index, or the same
+    one for all calls, and some repeat the id or the name of a call in each piece, or make up a new
+    id for each. A piece begins another call if it has a name, and an id that the call before does
+    not have; without ids, if the arguments of that call are complete.
+
+    Args:
+        calls: where the calls are put, in the order in which they begin.
+    """
+
+    def __init__(self, calls: list[ToolCall]) -> None:
+        self._calls = calls
+        self._by_index: dict[int, ToolCall] = {}
+
+    def add(self, piece: Any) -> None:
+        """Append a piece to its call."""
+        index, function = getattr(piece, "index", None), getattr(piece, "function", None)
+        name = getattr(function, "name", None) or ""
+        arguments = getattr(function, "arguments", None) or ""
+        if not isinstance(arguments, str):
+            arguments = json.dumps(arguments)
+        call = self._call_of(piece.id, index, name, arguments)
+        if call is None:
+            call = ToolCall()
+            self._calls.append(call)
+        if isinstance(index, int):
+            self._by_index[index] = call
+        call.id = call.id or piece.id
+        call.function.name += name if name != call.function.name else ""
+        call.function.arguments += arguments
+
+    def _call_of(self, call_id: Any, index: Any, name: str, arguments: str) -> ToolCall | None:
+        """The call that a piece belongs to; None: it begins another one."""
+        for call in self._calls:
+            if call_id and call.id == call_id:
+                return call
+        last = self._calls[-1] if self._calls else None
+        if isinstance(index, int):
+            last = self._by_index.get(index)
+        if last is None or not name:
+            return last
+        if call_id and last.id:
+            return None
+        is_repeated = name == last.function.name and not arguments
+        return None if not is_repeated and _is_complete(last.function.arguments) else last
+
+
+def _is_complete(arguments: str) -> bool:
+    """Whether the arguments of a call are whole JSON."""
+    try:
+        json.loads(arguments)
+    except (ValueError, RecursionError):
+        return False
+    return True
+
+
+def _refuse_error(chunk: Any) -> None:
+    """Raises ``UpstreamError`` for a chunk with which a server ends an answer that has failed."""
+    error = getattr(chunk, "error", None)
+    choices = getattr(chunk, "choices", None) or ()
+    reasons = [getattr(choice, "finish_reason", None) for choice in choices]
+    if error or getattr(chunk, "object", None) == "error" or "error" in reasons:
+        raise UpstreamError.of(error or getattr(chunk, "message", None))
 
 
 def _completion_logprobs(logprobs: Any) -> list[TokenLogprobs]:

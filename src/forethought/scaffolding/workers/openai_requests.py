@@ -15,13 +15,13 @@ from contextlib import AbstractContextManager, aclosing, nullcontext
 from functools import partial
 from typing import Any, Protocol
 
-from forethought.errors import ParameterError
+from forethought.errors import ParameterError, UpstreamError
 from forethought.outputs import ThinkingOutput, ThoughtEnd, Usage
 from forethought.scaffolding import sampling
 from forethought.scaffolding.execution_scope import ExecutionScope, current_scope
 from forethought.scaffolding.settings import POSITIVE_INT, validated
 from forethought.scaffolding.task import ChatTask, GenerationTask, StreamGenerationTask
-from forethought.scaffolding.workers.clients import CONNECTION_ERRORS
+from forethought.scaffolding.workers.clients import CONNECTION_ERRORS, is_stream_error
 from forethought.scaffolding.workers.concurrency import AdaptiveConcurrency
 from forethought.scaffolding.workers.openai_answer import StreamedChoice
 
@@ -131,6 +131,10 @@ class OneAnswer:
                     async for chunk in chunks:
                         yield chunk
             except Exception as error:
+                if is_stream_error(error):
+                    raise UpstreamError.of(getattr(error, "body", None) or str(error)) from error
+                if isinstance(error, json.JSONDecodeError):
+                    raise UpstreamError.of("it sent what is no JSON") from error
                 if type(error).__name__ not in CONNECTION_ERRORS:
                     raise
                 raise self._worker.connection_error(error, self._has_begun) from error

@@ -25,7 +25,7 @@ from typing import Any, Self
 from forethought.errors import DependencyError, ParameterError
 from forethought.scaffolding.execution_scope import current_scope
 from forethought.scaffolding.settings import POSITIVE_INT, SECONDS, validated
-from forethought.scaffolding.workers.clients import Clients
+from forethought.scaffolding.workers.clients import Clients, is_stream_error
 from forethought.scaffolding.workers.concurrency import (
     AdaptiveConcurrency,
     back_off,
@@ -282,6 +282,8 @@ class UpstreamClient:
     def _is_failure(self, server: UpstreamServer, error: Exception, number: int) -> bool:
         """Whether ``error`` is the server's own, so that another one may answer; notes it."""
         status = getattr(error, "status_code", None)
+        if is_stream_error(error):
+            status = _status_in(error)
         if status in _BUSY:
             asked = retry_after(error)
             pause = back_off(number, self.retries.pause) if asked is None else asked
@@ -386,6 +388,12 @@ class _Chunks:
             self._router.lost(self._server)
             what = f"the connection to {self._server.url} was lost"
             raise ConnectionError(f"{what} ({error.__cause__ or error!r})") from error
+
+
+def _status_in(error: Any) -> int | None:
+    """The status in an error within a stream, as some servers send it; None: there is none."""
+    status = error.body.get("code") if isinstance(error.body, dict) else None
+    return status if isinstance(status, int) and 400 <= status < 600 else None
 
 
 def is_lost(error: Exception) -> bool:
