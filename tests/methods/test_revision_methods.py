@@ -17,6 +17,7 @@ from forethought.methods.sequential_revision import REVISE_PROMPT
 from forethought.scaffolding import (
     Budget,
     EngineWorker,
+    NativeChatController,
     NativeRewardController,
     OpenaiWorker,
     Reply,
@@ -269,3 +270,20 @@ def test_the_engine_continues_one_sequence_and_prefills_nothing_twice(engine_wor
     assert output.meta["self_refine"]["answers"] == 3
     inserted = sum(len(engine_worker.tokenizer(text).input_ids) for text in (" check", " again"))
     assert after.prefilled - before.prefilled <= len(ids) + 2 * inserted + 2 * 5
+
+
+@pytest.mark.parametrize("name", ["self_refine", "sequential_revision"])
+def test_in_a_chat_answers_and_instructions_are_messages(name):
+    with serving() as server:
+        client = AsyncOpenAI(base_url=server.url, api_key="key")
+        inner = NativeChatController(system="Be brief.")
+        method = methods.create(name, generation_controller=inner)
+        worker = OpenaiWorker(client, "m")
+        llm = ScaffoldingLlm(method, dict.fromkeys(methods.worker_tags(method), worker))
+        llm.generate("Q")
+        llm.shutdown(shutdown_workers=True)
+    longest = max(server.requests, key=lambda body: len(body["messages"]))["messages"]
+    assert [message["role"] for message in longest[:4]] == ["system", "user", "assistant", "user"]
+    assert [message["content"] for message in longest[:3]] == ["Be brief.", "Q", "Hello world"]
+    assert longest[3]["content"] in (FEEDBACK_PROMPT.strip(), REVISE_PROMPT.strip())
+    assert all(message["content"] for message in longest)

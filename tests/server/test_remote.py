@@ -250,7 +250,7 @@ def test_a_method_that_continues_its_text_needs_a_completion(server: Served) -> 
 def test_what_needs_a_tokenizer_is_said_to_be_unavailable_without_one(server: Served) -> None:
     found = {each["name"]: each for each in server.send("/v1/methods").json["data"]}
     refused = {name for name, each in found.items() if "--tokenizer" in (each["reason"] or "")}
-    assert {"dynasor", "budget_forcing", "hogwild_turns", "archon", "beam_search"} <= refused
+    assert {"dynasor", "budget_forcing", "hogwild_turns", "first_answer", "beam_search"} <= refused
     assert {"adaptive_compute", "no_thinking", "budget_vote"} <= refused
     assert found["majority_vote"]["available"]
     for name in refused - {"no_thinking", "budget_vote"}:
@@ -268,7 +268,7 @@ def test_thoughts_are_closed_here_only_where_the_chat_template_opens_them() -> N
     assert available(tokenizer=opening) == ["no_thinking", "budget_vote"]
     assert available(tokenizer=opening, thinking_field="f") == ["budget_vote"]
     assert available(tokenizer=plain) == available() == []
-    assert available(thinking_field="f") == ["budget_vote"]
+    assert available(thinking_field="f") == ["no_thinking", "budget_vote"]
 
 
 def test_with_a_tokenizer_a_completion_may_fill_the_context_and_no_more() -> None:

@@ -21,11 +21,15 @@ from forethought.config.guided import GuidedDecodingParams
 from forethought.config.sampling import SamplingParams
 from forethought.errors import DependencyError, ParameterError
 from forethought.evaluation.report import count_of
-from forethought.methods import worker_tags
+from forethought.methods import describe, worker_tags
 from forethought.methods.stack import split
 from forethought.outputs import SpeculationMetrics, Usage
 from forethought.scaffolding import sampling
-from forethought.scaffolding.controller import Controller, NativeChatController
+from forethought.scaffolding.controller import (
+    Controller,
+    ConversationForm,
+    NativeChatController,
+)
 from forethought.scaffolding.messages import RoleMessage
 from forethought.scaffolding.parallel import Process
 from forethought.scaffolding.result import Delta, ScaffoldingOutput, ScaffoldingResult
@@ -266,16 +270,23 @@ def as_chat(spec: str, settings: Collection[str], instead: str) -> str:
         instead: what to do about a method that cannot chat.
 
     Raises:
-        ParameterError: what is innermost is not plain decoding.
+        ParameterError: what is innermost is not plain decoding, or a method continues a text.
     """
     first, *others = spec.split("+")
     method = split(first)[0]
+    for each in split(spec):
+        if describe(each.name).conversation != ConversationForm.MESSAGES:
+            raise _cannot_chat(each.name, instead)
     if method.name == "plain":
         return "+".join([first.replace("plain", _CHAT), *others])
     if _INNER in method.parameters and _INNER not in settings:
         return f"{_CHAT}+{spec}"
-    raise ParameterError(
-        f"method {spec} cannot chat with a server, nor be scored by a reward model",
+    raise _cannot_chat(spec, instead)
+
+
+def _cannot_chat(method: str, instead: str) -> ParameterError:
+    return ParameterError(
+        f"method {method} cannot chat with a server, nor be scored by a reward model",
         "it continues its own text, which neither takes: both apply their own chat template",
         instead,
     )

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import functools
 import importlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from forethought.config.registry import Registry
@@ -175,6 +175,7 @@ __all__ = [
     "open_table",
     "shipped",
     "tags",
+    "with_inner",
     "worker_tags",
 ]
 
@@ -240,14 +241,17 @@ def worker_tags(controller: Controller) -> list[Any]:
     ``ScaffoldingLlm(controller, dict.fromkeys(worker_tags(controller), worker))`` gives all tasks
     to one worker.
     """
-    from forethought.scaffolding.controller import Controller
-
-    tags = [*type(controller).WorkerTag, *getattr(controller, "worker_tags", ())]
-    for value in vars(controller).values():
-        inner = value.values() if isinstance(value, dict) else [value]
-        for each in inner:
-            tags += worker_tags(each) if isinstance(each, Controller) else []
+    tags: list[Any] = []
+    for each in with_inner(controller):
+        tags += [*type(each).WorkerTag, *getattr(each, "worker_tags", ())]
     return tags
+
+
+def with_inner(controller: Controller) -> Iterator[Controller]:
+    """A controller and those inside it, at any depth."""
+    yield controller
+    for inner in controller.inner_controllers():
+        yield from with_inner(inner)
 
 
 def tags() -> list[str]:

@@ -34,6 +34,7 @@ from forethought.scaffolding import sampling
 from forethought.scaffolding.confidence import NUM_LOGPROBS, word_probability
 from forethought.scaffolding.controller import (
     Controller,
+    ConversationForm,
     expect_generation,
     expect_prompt,
     expect_streams,
@@ -80,6 +81,8 @@ class AdaptiveComputeController(Controller):
     Raises:
         ParameterError: a setting of the wrong kind, or another method inside.
     """
+
+    conversation = ConversationForm.TEXT
 
     def __init__(
         self,

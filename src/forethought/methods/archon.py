@@ -237,7 +237,7 @@ class _Run:
 
     def _chat(self, prompt: str, number: int, values: Mapping[str, str]) -> ChatTask:
         question = {"{question}": question_of(self._task)}
-        chat = ChatTask.create_from_prompt(filled(PROMPTS[prompt], {**question, **values}))
+        chat = self._task.asking(filled(PROMPTS[prompt], {**question, **values}))
         sampling.carry(self._task, chat, ["seed", "max_tokens"])
         warm = self._component.type == "fuser"
         sampling.choose(chat, {"temperature": _FUSER_TEMPERATURE if warm else 0.0})

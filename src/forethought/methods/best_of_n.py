@@ -132,7 +132,7 @@ class BestOfNController(Controller):
             [samples[number] for number in scored], [*scored.values()], **(select_best_kwargs or {})
         )
         info["index"] = [*scored][index]
-        task.result, task.request_handle = best.result, best.request_handle
+        task.take_answer(best)
         task.candidates = [
             None if sample.error is not None else sample.output_str for sample in samples
         ]

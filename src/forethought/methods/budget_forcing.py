@@ -23,6 +23,7 @@ from forethought.outputs import ThinkingOutput, ThoughtEnd
 from forethought.scaffolding import sampling
 from forethought.scaffolding.controller import (
     Controller,
+    ConversationForm,
     expect_text,
     refuse_arguments,
     side_by_side,
@@ -72,6 +73,8 @@ class BudgetForcingController(Controller):
     Raises:
         ParameterError: a setting of the wrong kind.
     """
+
+    conversation = ConversationForm.TEXT
 
     class WorkerTag(Enum):
         """The worker that generates."""

@@ -170,8 +170,7 @@ class BudgetVoteController(Controller):
         yield Stage("voted", fields={"answer": answer, "tally": pool.tally})
         first = next((number for number, text in enumerate(texts) if text), 0)
         chosen = samples[first if winner is None else winner.first]
-        task.result, task.samples = chosen.result, []
-        task.request_handle = chosen.request_handle
+        task.take_answer(chosen)
         task.customized_result_fields["budget_vote"] = {
             **pool.info(answer_spaces.rule_of(self.answer_space, chosen)),
             "samples": len(samples),

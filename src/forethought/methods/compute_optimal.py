@@ -143,7 +143,7 @@ class ComputeOptimalController(Controller):
                 chosen = answered
             except BudgetExceeded:
                 method = PROBES
-        task.result, task.request_handle = chosen.result, chosen.request_handle
+        task.take_answer(chosen)
         yield Stage("selected", fields={"method": method})
         task.customized_result_fields["compute_optimal"] = {
             "difficulty": difficulty,

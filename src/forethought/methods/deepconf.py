@@ -52,6 +52,7 @@ from forethought.scaffolding.confidence import (
 )
 from forethought.scaffolding.controller import (
     Controller,
+    ConversationForm,
     expect_generation,
     expect_one,
     expect_streams,
@@ -205,6 +206,8 @@ class OnlineDeepConfController(DeepConfController):
     Raises:
         ParameterError: a setting of the wrong kind.
     """
+
+    conversation = ConversationForm.TEXT
 
     def __init__(
         self,
@@ -376,7 +379,7 @@ class _Vote:
         best = ended[:1] if winner is None else [n for n in winner.members if n in voters]
         chosen = self.samples[min(best, key=lambda number: (-voters.get(number, 0.0), number))]
         task, missing = self._task, [None] * (self.num_samples - len(self.samples))
-        task.result, task.request_handle = chosen.task.result, chosen.task.request_handle
+        task.take_answer(chosen.task)
         texts = [each.task.output_str if each.has_ended else None for each in self.samples]
         task.candidates = [*texts, *missing]
         rule = answer_spaces.rule_of(self._method.answer_space, chosen.task)

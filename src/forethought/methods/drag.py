@@ -32,7 +32,7 @@ class DRAGController(RetrievalController):
 
     The prompt of the request is the question; of token ids, or of a prompt that went through a chat
     template, give ``question="..."``: the template is left out, as the prompt is a text that the
-    model continues.
+    model continues. In a conversation it is the last message, behind those before the question.
     ``customized_result_fields["drag"]`` holds the numbers of the ``documents``, the best one first.
 
     Args:
@@ -67,9 +67,7 @@ class DRAGController(RetrievalController):
         shown = "".join(
             f"{self._asked(example.question)} {example.answer}\n\n" for example in self.examples
         )
-        asked = task.copy()
-        asked.input_tokens, asked.skip_tokenizer = None, False
-        asked.input_str = f"{self.instruction}{shown}{self._asked(question)}"
+        asked = self._prompted(task, f"{self.instruction}{shown}{self._asked(question)}")
         asked.question = question
         yield from answer_by(self.generation_controller, task, asked)
         task.customized_result_fields["drag"] = {"documents": documents}

@@ -39,6 +39,7 @@ from forethought.scaffolding.answers import (
 )
 from forethought.scaffolding.controller import (
     Controller,
+    ConversationForm,
     expect_text,
     refuse_arguments,
     side_by_side,
@@ -96,6 +97,8 @@ class DynasorGenerationController(Controller):
             or there is no such directory.
         UnknownNameError: there is no such effort.
     """
+
+    conversation = ConversationForm.TEXT
 
     class WorkerTag(Enum):
         """The worker that generates."""

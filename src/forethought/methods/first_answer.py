@@ -28,6 +28,7 @@ from forethought.errors import ParameterError
 from forethought.scaffolding import sampling
 from forethought.scaffolding.controller import (
     Controller,
+    ConversationForm,
     expect_text,
     refuse_arguments,
     side_by_side,
@@ -61,6 +62,8 @@ class FirstAnswerController(Controller):
     Raises:
         ParameterError: a setting of the wrong kind, or no markers.
     """
+
+    conversation = ConversationForm.TEXT
 
     class WorkerTag(Enum):
         """The worker that generates."""

@@ -34,6 +34,7 @@ from forethought.scaffolding.answers import AnswerPool
 from forethought.scaffolding.confidence import TOP_K, ConfidenceRewardController, mean
 from forethought.scaffolding.controller import (
     Controller,
+    ConversationForm,
     expect_generation,
     expect_prompt,
     expect_streams,
@@ -80,6 +81,8 @@ class ForkThinkController(Controller):
     Raises:
         ParameterError: a setting of the wrong kind, or another method inside.
     """
+
+    conversation = ConversationForm.TEXT
 
     def __init__(
         self,

@@ -34,7 +34,12 @@ from forethought.errors import BudgetExceeded, ParameterError
 from forethought.scaffolding import sampling
 from forethought.scaffolding.answer_extraction import extract_answer_from_boxed
 from forethought.scaffolding.attention_group import AttentionGroup
-from forethought.scaffolding.controller import Controller, refuse_arguments, side_by_side
+from forethought.scaffolding.controller import (
+    Controller,
+    ConversationForm,
+    refuse_arguments,
+    side_by_side,
+)
 from forethought.scaffolding.parallel import Process
 from forethought.scaffolding.result import ScaffoldingOutput, Stage
 from forethought.scaffolding.settings import (
@@ -94,6 +99,8 @@ class HogwildController(Controller):
     Raises:
         ParameterError: a setting of the wrong kind.
     """
+
+    conversation = ConversationForm.TEXT
 
     class WorkerTag(Enum):
         """The worker that generates; it holds sequences of the built-in engine."""

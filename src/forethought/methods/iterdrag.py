@@ -30,11 +30,13 @@ from forethought.scaffolding.parallel import Process
 from forethought.scaffolding.result import ScaffoldingOutput, Stage
 from forethought.scaffolding.retrieval import INSTRUCTION, Demonstration, RetrievalController
 from forethought.scaffolding.settings import NON_NEGATIVE_INT, POSITIVE_INT, validated
-from forethought.scaffolding.task import GenerationTask
+from forethought.scaffolding.task import ChatTask, GenerationTask
 
 FOLLOW_UP = "Follow up:"
 INTERMEDIATE = "Intermediate answer:"
 FINAL = "So the final answer is:"
+NEXT = "The next line:"
+"""What a chat is asked for behind an intermediate answer."""
 
 
 @dataclass
@@ -57,10 +59,12 @@ class IterDRAGController(RetrievalController):
 
     The prompt of the request is the question; of token ids, or of a prompt that went through a chat
     template, give ``question="..."``: the template is left out, as the prompt is a text that the
-    model continues. The output is the final answer. ``customized_result_fields["iterdrag"]`` holds
-    the follow-up questions (``queries``), their ``answers``, the numbers of the ``documents`` of
-    the question and of each follow-up, whether the final answer was ``forced``, and whether the
-    budget ended it before it (``budget_ended``): the output is then the last intermediate answer.
+    model continues. In a conversation it is the last message, behind those before the question, and
+    each line of the model is a message. The output is the final answer.
+    ``customized_result_fields["iterdrag"]`` holds the follow-up questions (``queries``), their
+    ``answers``, the numbers of the ``documents`` of the question and of each follow-up, whether the
+    final answer was ``forced``, and whether the budget ended it before it (``budget_ended``): the
+    output is then the last intermediate answer.
 
     Args:
         documents: texts, or a ``scaffolding.bm25.BM25Index``.
@@ -108,7 +112,7 @@ class IterDRAGController(RetrievalController):
         yield Stage("retrieved", fields={"query": question, "documents": progress.documents[0]})
         shown = "".join(map(self._shown, self.examples))
         asked = f"{self._block(progress.documents[0])}Question: {question}\n"
-        prompt = GenerationTask(input_str=f"{self.instruction}{shown}{asked}")
+        prompt = self._prompted(task, f"{self.instruction}{shown}{asked}")
         try:
             task.result, forced = yield from self._follow_up(task, prompt, progress)
         except BudgetExceeded:
@@ -162,10 +166,14 @@ class IterDRAGController(RetrievalController):
         self, task: GenerationTask, source: GenerationTask, behind: str, max_tokens: int | None
     ) -> GenerationTask:
         """The task that writes a line behind ``source`` and a text."""
-        if source.worker_tag is None:  # the prompt, which nothing was generated from
-            part = GenerationTask(input_str=f"{source.input_str}{behind}")
+        if source.result is not None:
+            is_chat = isinstance(source, ChatTask)
+            part = source.follow_up(behind.strip() or NEXT if is_chat else behind, inherit=False)
+        elif isinstance(source, ChatTask):
+            part = source.asked_again(f"{source.messages[-1].content}{behind}")
         else:
-            part = source.fork(behind, inherit=False)
+            part = GenerationTask(input_str=f"{source.input_str}{behind}")
+        part.streaming_output_flag = False
         sampling.carry(task, part)
         part.worker_tag, part.priority = self.WorkerTag.GENERATION, task.priority
         part.stop = ["\n", *sampling.stop_strings(task)]

@@ -69,7 +69,7 @@ from forethought.scaffolding.settings import (
     OnFailure,
     validated,
 )
-from forethought.scaffolding.task import ChatTask, ComputeTask, GenerationTask
+from forethought.scaffolding.task import ComputeTask, GenerationTask
 
 _PROBABILITY: TypeAdapter[float | None] = TypeAdapter(Annotated[float, Field(gt=0.5, lt=1)] | None)
 _Said = dict[int, str | None]
@@ -323,7 +323,5 @@ class MajorityVoteController(Controller):
 def _store(tasks: Sequence[GenerationTask], chosen: Sequence[Any], samples: Sequence[Any]) -> None:
     """Leave the results of the chosen sample on the tasks, and the texts of all samples."""
     for number, (task, sample) in enumerate(zip(tasks, chosen, strict=True)):
-        task.result, task.request_handle = sample.result, sample.request_handle
+        task.take_answer(sample)
         task.candidates = [None if each is None else each[number].output_str for each in samples]
-        if isinstance(task, ChatTask):
-            task.add_messages(sample.messages[len(task.messages) :])

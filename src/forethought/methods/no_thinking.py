@@ -20,7 +20,7 @@ from forethought.scaffolding import sampling
 from forethought.scaffolding.controller import Controller, expect_generation
 from forethought.scaffolding.parallel import Process
 from forethought.scaffolding.settings import OPTIONAL_TEXT, validated
-from forethought.scaffolding.task import GenerationTask
+from forethought.scaffolding.task import ChatTask, GenerationTask
 
 FINISHED = "Okay, I think I have finished thinking.\n</think>\n\n"
 """The thought of the paper and what closes it, for models whose marker is ``</think>``."""
@@ -30,7 +30,8 @@ class NoThinkingController(Controller):
     """Answers without a thought: a finished one stands in its place.
 
     ``thinking_budget`` of the tasks is 0, so the prompt has to open a thought, as the chat
-    templates of reasoning models do, or the model opens it itself.
+    templates of reasoning models do, or the model opens it itself. In a chat, what runs the model
+    leaves the thought out.
 
     Args:
         generation_controller: generates the answers.
@@ -61,5 +62,6 @@ class NoThinkingController(Controller):
         limits = ("thinking_budget", "thinking_soft", "thinking_end")
         for task in tasks:
             sampling.refuse(task, limits, "no_thinking", "Leave it out: there is no thought")
-            sampling.choose(task, {"thinking_budget": 0, "thinking_end": self.thinking_end})
+            end = None if isinstance(task, ChatTask) else self.thinking_end
+            sampling.choose(task, {"thinking_budget": 0, "thinking_end": end})
         yield from self.generation_controller.process(tasks, **kwargs)

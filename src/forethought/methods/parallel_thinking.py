@@ -41,6 +41,7 @@ from forethought.scaffolding import sampling
 from forethought.scaffolding.attention_group import AttentionGroup
 from forethought.scaffolding.controller import (
     Controller,
+    ConversationForm,
     expect_text,
     refuse_arguments,
     side_by_side,
@@ -86,6 +87,8 @@ class ParallelThinkingController(Controller):
         UnknownNameError: there is no such format.
         ParameterError: another setting of the wrong kind.
     """
+
+    conversation = ConversationForm.TEXT
 
     class WorkerTag(Enum):
         """The worker that generates."""

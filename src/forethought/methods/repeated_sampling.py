@@ -141,7 +141,7 @@ class RepeatedSamplingController(Controller):
         info: dict[str, Any] = {}
         index = accepted[0] if accepted else (yield from self._fall_back(samples, info))
         chosen = samples[index].task
-        task.result, task.request_handle = chosen.result, chosen.request_handle
+        task.take_answer(chosen)
         texts = [sample.task.output_str if sample.has_ended else None for sample in samples]
         task.candidates = texts + [None] * (count - len(samples))
         task.customized_result_fields["repeated_sampling"] = {

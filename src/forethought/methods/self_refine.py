@@ -88,8 +88,11 @@ class SelfRefineController(RevisingController):
         info["feedback"] = []
         for _ in range(self.num_refinements):
             limit = self.feedback_tokens or answers[0].max_tokens
-            feedback: GenerationTask
-            feedback = answers[-1].fork(self.feedback_prompt, max_tokens=limit)
+            aside: dict[str, Any] = {
+                "guided_decoding": None,
+                "is_aside": True,
+            }  # of no shape of the answer
+            feedback = answers[-1].follow_up(self.feedback_prompt, max_tokens=limit, **aside)
             yield from self._critic.process([feedback])
             text: str = feedback.output_str or ""
             info["feedback"].append(text)

@@ -31,6 +31,7 @@ from forethought.errors import ParameterError
 from forethought.scaffolding import sampling
 from forethought.scaffolding.controller import (
     Controller,
+    ConversationForm,
     NativeGenerationController,
     answer_by,
     expect_generation,
@@ -139,6 +140,8 @@ class SleepTimeController(Controller):
     Raises:
         ParameterError: a setting of the wrong kind.
     """
+
+    conversation = ConversationForm.NONE
 
     clone_shares = ("memory",)
 

@@ -139,7 +139,6 @@ class SPCTRewardController(NativeRewardController):
         answers = [tasks[number] for number in alive]
         orders = self._orders(len(answers), getattr(answers[0], "seed", None))
         chats = [self._chat([answers[n] for n in order], k) for k, order in enumerate(orders)]
-        prompts = [chat.question_text for chat in chats]
         ended = yield from _run(chats)
         self.critiques = [(chat.output_str or "") if chat in ended else "" for chat in chats]
         self.votes = [
@@ -147,7 +146,7 @@ class SPCTRewardController(NativeRewardController):
         ]
         self.voters = [k for k, votes in enumerate(self.votes) if votes is not None]
         if self.meta_reward_controller is not None and self.voters:
-            yield from self._filter(self.meta_reward_controller.clone(), prompts)
+            yield from self._filter(self.meta_reward_controller.clone(), chats)
         yield from self._tell()
         given = [votes for k in self.voters if (votes := self.votes[k]) is not None]
         for place, number in enumerate(alive):
@@ -176,19 +175,14 @@ class SPCTRewardController(NativeRewardController):
     def _chat(self, answers: Sequence[GenerationTask | RewardTask], number: int) -> ChatTask:
         texts = numbered_answers(answers)
         values = {"{question}": question_of(answers[0]), "{count}": str(len(answers))}
-        chat = judging(self, filled(self.prompt, {**values, "{answers}": texts}))
+        chat = judging(self, answers[0], filled(self.prompt, {**values, "{answers}": texts}))
         sampling.vary(chat, number)
         return chat
 
-    def _filter(self, reward: Any, prompts: Sequence[str | None]) -> Process:
+    def _filter(self, reward: Any, chats: Sequence[ChatTask]) -> Process:
         """Leave the critiques that the meta reward scores highest among the voters."""
-        criticised = []
-        for number in self.voters:
-            task = GenerationTask(input_str=prompts[number])
-            task.output_str, task.finish_reason = self.critiques[number], "stop"
-            criticised.append(task)
         try:
-            yield from reward.process(criticised)
+            yield from reward.process([chats[number] for number in self.voters])
         except BudgetExceeded:
             return  # all of them vote
         scores = dict(zip(self.voters, reward.scores, strict=True))

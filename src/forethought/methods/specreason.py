@@ -44,7 +44,12 @@ from pydantic import Field, TypeAdapter
 
 from forethought.errors import BudgetExceeded, ParameterError
 from forethought.scaffolding import sampling
-from forethought.scaffolding.controller import Controller, refuse_arguments, side_by_side
+from forethought.scaffolding.controller import (
+    Controller,
+    ConversationForm,
+    refuse_arguments,
+    side_by_side,
+)
 from forethought.scaffolding.parallel import AsCompleted, Process
 from forethought.scaffolding.result import Delta, ScaffoldingOutput, Stage
 from forethought.scaffolding.settings import (
@@ -119,6 +124,8 @@ class SpecReasonController(Controller):
     Raises:
         ParameterError: a setting of the wrong kind.
     """
+
+    conversation = ConversationForm.NONE
 
     class WorkerTag(Enum):
         """The workers of the two models."""

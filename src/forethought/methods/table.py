@@ -40,6 +40,8 @@ class Method:
     """Name -> default; ``REQUIRED`` where there is none."""
     explanations: Mapping[str, str] = field(default_factory=dict)
     """Name -> what it means, from the docstring of its class, as far as explained there."""
+    conversation: str = "messages"
+    """How it answers conversations: a ``ConversationForm``."""
 
     REQUIRED = inspect.Parameter.empty
 
@@ -96,6 +98,11 @@ class MethodTable:
             return controller
         return self._created(method, spec, settings)
 
+    def name_of(self, controller: Controller) -> str:
+        """The name of a controller's method, or that of its class."""
+        kind = type(controller)
+        return next((n for n in self.names() if self.resolve(n) is kind), kind.__name__)
+
     def tags(self) -> list[str]:
         """The worker tags of all methods, by value: a server of them has a worker for each."""
         tags = (getattr(self.resolve(name), "WorkerTag", ()) for name in self.names())
@@ -133,7 +140,8 @@ def _described(method: Any, name: str) -> Method:
     text, parameters = inspect.getdoc(method) or "", parameters_of(method)
     first_line = text.partition("\n")[0].replace("``", "")
     explanations = _explanations(text, parameters)
-    return Method(name, first_line, _paper(method), parameters, explanations)
+    form = str(getattr(method, "conversation", "messages"))
+    return Method(name, first_line, _paper(method), parameters, explanations, form)
 
 
 def _paper(method: Any) -> str:

@@ -15,7 +15,7 @@ import importlib
 import inspect
 from collections import deque
 from collections.abc import Callable, Generator, Mapping, Sequence
-from enum import Enum
+from enum import Enum, StrEnum
 from functools import partial
 from types import MappingProxyType
 from typing import Any, ClassVar, Self, TypeVar
@@ -24,7 +24,7 @@ from forethought.config.sampling import SamplingParams
 from forethought.errors import BudgetExceeded, ParameterError
 from forethought.scaffolding import sampling
 from forethought.scaffolding.execution_scope import current_scope
-from forethought.scaffolding.messages import SystemMessage
+from forethought.scaffolding.messages import RoleMessage, SystemMessage
 from forethought.scaffolding.parallel import (
     AsCompleted,
     Branch,
@@ -113,10 +113,22 @@ _COPIED_FIELDS = (
 )
 
 
+class ConversationForm(StrEnum):
+    """How a method answers a conversation."""
+
+    MESSAGES = "messages"
+    """As a ``ChatTask``: everything that it asks the model is a message behind the others."""
+    TEXT = "text"
+    """As the text that a chat template makes of it, which the method continues."""
+    NONE = "none"
+    """Not at all."""
+
+
 class Controller(Cloneable):
     """Base of all methods. Override ``process``; perhaps ``generate``; rarely ``clone``.
 
     Attributes:
+        conversation: how it answers conversations.
         task_collections: collections attached by ``with_task_collection``, by name.
     """
 
@@ -124,6 +136,7 @@ class Controller(Cloneable):
         """The worker tags of this controller class."""
 
     task_collections: Mapping[str, Any] = MappingProxyType({})
+    conversation: ClassVar[ConversationForm] = ConversationForm.MESSAGES
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         """Refuse a class with ``async def`` generators, which the driver cannot run.
@@ -151,19 +164,23 @@ class Controller(Cloneable):
         *,
         sampling_params: Mapping[str, Any] | SamplingParams | None = None,
         question: str | None = None,
+        history: Sequence[RoleMessage] = (),
         **kwargs: Any,
     ) -> Process:
         """Answer one prompt: make a task of it, process it, return its output.
 
         Args:
-            prompt: text or token ids.
+            prompt: text, token ids, or a ``ChatTask``.
             sampling_params: fields that the caller of the method sets on that task.
             question: what the user asks, as text, where ``prompt`` is token ids or went through a
                 chat template; verifiers and reward models read it.
+            history: messages before the question, where ``prompt`` is a conversation that went
+                through a chat template; judges read them.
             **kwargs: handed on to ``process``.
         """
         task = GenerationTask.create_from_prompt(prompt)
         task.question = None if question is None else validated("question", question, ANY_TEXT)
+        task.history = list(history)
         sampling.choose(task, sampling.checked("sampling_params", sampling_params))
         try:
             yield from checked_process(self, "process", self.process([task], **kwargs))
@@ -222,6 +239,9 @@ def _behind(task: GenerationTask, other: GenerationTask) -> ScaffoldingOutput | 
     """What ``other`` has made of the prompt of ``task``; None if it has another one."""
     if other.is_aside:
         return None
+    if isinstance(task, ChatTask):
+        is_answer = isinstance(other, ChatTask) and other.answers(task.messages)
+        return other.result if is_answer else None
     if other.fork_point is not None or isinstance(other, ChatTask):
         return other.joined
     if task.input_str is None:
@@ -323,7 +343,8 @@ class NativeChatController(NativeGenerationController):
         finally:
             for task, chat in zip(tasks, chats, strict=True):
                 if chat is not task:
-                    task.result, task.samples = chat.result, chat.samples
+                    task.take_answer(chat)
+                    task.chat, task.samples = chat, chat.samples
                     task.status, task.error = chat.status, chat.error
 
     def _chat(self, task: GenerationTask) -> ChatTask:
@@ -336,7 +357,7 @@ class NativeChatController(NativeGenerationController):
                 "Give text, or use NativeGenerationController",
             )
         opening = [] if self.system is None else [SystemMessage(self.system)]
-        chat = ChatTask.create_from_prompt(task.input_str, opening)
+        chat = ChatTask.create_from_prompt(task.input_str, [*opening, *task.history])
         sampling.carry(task, chat)
         for name in _COPIED_FIELDS:
             setattr(chat, name, getattr(task, name))

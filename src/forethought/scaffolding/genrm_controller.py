@@ -127,19 +127,19 @@ class GenRMController(Controller):
         if not self.num_verifications:
             return [task]
         limit = self.verification_tokens or task.max_tokens
-        fork: GenerationTask = task.fork(self.verify_prompt, max_tokens=limit, guided_decoding=None)
-        return fork.samples_of(self.num_verifications)
+        fields: dict[str, Any] = {"max_tokens": limit, "guided_decoding": None, "is_aside": True}
+        return task.follow_up(self.verify_prompt, **fields).samples_of(self.num_verifications)
 
     def ask(self, part: GenerationTask) -> GenerationTask:
         """The task that asks whether the answer verified by ``part`` is correct: one token."""
-        question: GenerationTask = part.fork(
+        return part.follow_up(
             self.yes_no_prompt,
             inherit=False,
             temperature=0.0,
             max_tokens=1,
             num_logprobs=NUM_LOGPROBS,
+            is_aside=True,
         )
-        return question
 
     def probability_of_yes(self, question: GenerationTask) -> float:
         """The probability of all tokens that spell "Yes"; 0 if none is among the most probable."""

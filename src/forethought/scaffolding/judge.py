@@ -101,7 +101,8 @@ class JudgeRewardController(NativeRewardController):
 
     def _chat(self, task: GenerationTask | RewardTask) -> ChatTask:
         values = {"{question}": question_of(task), "{answer}": without_thought(task.output_str)}
-        return judging(self, filled(self.prompt, {**values, "{highest}": f"{self.highest:g}"}))
+        values["{highest}"] = f"{self.highest:g}"
+        return judging(self, task, filled(self.prompt, values))
 
     def _score_in(self, said: str | None) -> float:
         found = _SCORE.findall(said or "")
@@ -180,7 +181,7 @@ class CompareRewardController(NativeRewardController):
     def _chat(self, group: Sequence[GenerationTask | RewardTask]) -> ChatTask:
         values = {"{question}": question_of(group[0]), "{count}": str(len(group))}
         texts = numbered_answers(group)
-        return judging(self, filled(self.prompt, {**values, "{answers}": texts}))
+        return judging(self, group[0], filled(self.prompt, {**values, "{answers}": texts}))
 
 
 def _best(said: str | None, count: int) -> int:
@@ -204,10 +205,19 @@ def filled(prompt: str, values: Mapping[str, str]) -> str:
     return re.sub(pattern, lambda field: values[field[0]], prompt)
 
 
-def judging(controller: Any, prompt: str) -> ChatTask:
-    """A chat of a reward controller with its ``sampling_params``, for its worker."""
-    chat = ChatTask.create_from_prompt(prompt)
-    chat.worker_tag = controller.WorkerTag.REWARD
+def judging(controller: Any, judged: GenerationTask | RewardTask, prompt: str) -> ChatTask:
+    """A chat of a reward controller with its ``sampling_params``, for its worker.
+
+    Args:
+        controller: that judges.
+        judged: what is judged; the prompt stands in the place of its question, in its conversation.
+        prompt: what the judge is asked.
+    """
+    if isinstance(judged, GenerationTask):
+        chat = judged.asking(prompt)
+    else:
+        chat = ChatTask.create_from_prompt(prompt)
+    chat.worker_tag, chat.is_aside = controller.WorkerTag.REWARD, True
     sampling.fill(chat, controller.sampling_params)
     return chat
 

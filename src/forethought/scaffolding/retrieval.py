@@ -12,7 +12,7 @@ from forethought.scaffolding.bm25 import BM25Index
 from forethought.scaffolding.controller import Controller, refuse_arguments, side_by_side
 from forethought.scaffolding.parallel import Process
 from forethought.scaffolding.settings import ANY_TEXT, NON_NEGATIVE_INT, POSITIVE_INT, validated
-from forethought.scaffolding.task import GenerationTask
+from forethought.scaffolding.task import ChatTask, GenerationTask
 
 INSTRUCTION = (
     "Answer the last question from the documents that are given with it, as briefly as in the "
@@ -110,6 +110,14 @@ class RetrievalController(Controller):
     def _solve(self, task: GenerationTask) -> Process:
         """Answer one question."""
         raise NotImplementedError(f"{type(self).__name__} does not override _solve")
+
+    def _prompted(self, task: GenerationTask, prompt: str) -> GenerationTask:
+        """The same request with another prompt: a text, or the last message of a conversation."""
+        if isinstance(task, ChatTask) or task.history:
+            return task.asked_again(prompt)
+        asked = task.copy()
+        asked.input_tokens, asked.skip_tokenizer, asked.input_str = None, False, prompt
+        return asked
 
     def _retrieve(self, query: str, known: Iterable[int] = ()) -> list[int]:
         """The numbers of the best documents that are not in the prompt yet, the best first."""

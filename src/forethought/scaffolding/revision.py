@@ -6,7 +6,8 @@ continues the sequence before it behind an instruction, so nothing is prefilled 
     question | answer 0 | instruction | feedback | instruction | answer 1 | ...
 
 An instruction is plain text. For a chat model it holds the markers of its turns, such as
-``"<|im_end|>\\n<|im_start|>user\\nTry again.<|im_end|>\\n<|im_start|>assistant\\n"``.
+``"<|im_end|>\\n<|im_start|>user\\nTry again.<|im_end|>\\n<|im_start|>assistant\\n"``. In a chat
+(``ChatTask``) answers and instructions are messages of the assistant and the user.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from forethought.scaffolding.controller import (
 from forethought.scaffolding.execution_scope import current_scope
 from forethought.scaffolding.parallel import Process
 from forethought.scaffolding.result import Delta, Stage
-from forethought.scaffolding.task import GenerationTask
+from forethought.scaffolding.task import ChatTask, GenerationTask
 
 
 class RevisionEnd(StrEnum):
@@ -40,6 +41,8 @@ class RevisionEnd(StrEnum):
     """The next answer was cut at ``max_tokens``; it is left out."""
     BUDGET = "budget"
     """The budget of the request was spent; an answer that it cut is left out."""
+    TOOL_CALLS = "tool_calls"
+    """The answer calls tools; it is revised once their results are there."""
     FAILED = "failed"
     """The next answer failed, and its failure was only noted."""
 
@@ -96,7 +99,9 @@ class RevisingController(Controller):
             return
         answers, info = [first], dict[str, Any]()
         try:
-            info["end"] = yield from self._revise(answers, info, options)
+            info["end"] = RevisionEnd.TOOL_CALLS
+            if not _calls_tools(first):
+                info["end"] = yield from self._revise(answers, info, options)
         except BudgetExceeded:
             info["end"] = RevisionEnd.BUDGET
         index = len(answers) - 1
@@ -136,9 +141,17 @@ class RevisingController(Controller):
         """Append an answer that continues ``source`` behind ``instruction``.
 
         Returns:
-            None; or why it is left out.
+            None; or why none follows.
         """
-        answer: GenerationTask = source.fork(instruction, max_tokens=answers[0].max_tokens)
+        first, fields = answers[0], dict[str, Any]()
+        if isinstance(first, ChatTask):
+            fields["tool_choice"] = first.tool_choice  # what it continues may be an aside
+        answer = source.follow_up(
+            instruction,
+            max_tokens=first.max_tokens,
+            guided_decoding=first.guided_decoding,
+            **fields,
+        )
         yield from self.generation_controller.clone().process([answer], **options)
         if answer.error is not None:
             return RevisionEnd.FAILED
@@ -147,13 +160,13 @@ class RevisingController(Controller):
             spent = scope is not None and scope.account.tokens_left == 0
             return RevisionEnd.BUDGET if spent else RevisionEnd.LENGTH
         answers.append(answer)
-        return None
+        return RevisionEnd.TOOL_CALLS if _calls_tools(answer) else None
 
     def _finish(
         self, task: GenerationTask, answers: list[GenerationTask], index: int, info: dict[str, Any]
     ) -> Process:
         """Leave the chosen answer on the task."""
-        _store(task, answers[index])
+        task.take_answer(answers[index])
         task.candidates = [answer.output_str for answer in answers]
         task.customized_result_fields[self._name] = {
             **info,
@@ -167,15 +180,11 @@ class RevisingController(Controller):
 
 def answers_alone(answers: Sequence[GenerationTask]) -> list[GenerationTask]:
     """The answers as tasks of the question alone, for a reward controller."""
-    alone = [answers[0].copy() for _ in answers]
+    alone = [answers[0].unanswered() for _ in answers]
     for task, answer in zip(alone, answers, strict=True):
-        _store(task, answer)
+        task.take_answer(answer)
     return alone
 
 
-def _store(task: GenerationTask, answer: GenerationTask) -> None:
-    """Leave the results of an answer on a task that has the question alone as its prompt."""
-    task.result = answer.result
-    # A fork of it continues question and answer; only ids alone have to go on behind the chain.
-    by_handle = task.input_str is None or answer.input_str == task.input_str
-    task.request_handle = answer.request_handle if by_handle else None
+def _calls_tools(answer: GenerationTask) -> bool:
+    return bool(answer.customized_result_fields.get("tool_calls"))

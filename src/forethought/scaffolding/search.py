@@ -32,6 +32,7 @@ from forethought.scaffolding import sampling
 from forethought.scaffolding.confidence import ConfidenceRewardController
 from forethought.scaffolding.controller import (
     Controller,
+    ConversationForm,
     expect_controller,
     expect_generation,
     expect_one,
@@ -380,6 +381,8 @@ class SearchController(Controller):
     Raises:
         ParameterError: a setting of the wrong kind.
     """
+
+    conversation = ConversationForm.TEXT
 
     name = "search"
 

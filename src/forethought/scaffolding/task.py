@@ -15,11 +15,12 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+import json
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from numbers import Integral
-from typing import Any, Self, TypeVar
+from typing import Any, Literal, Self, TypeVar
 
 from forethought.errors import ParameterError
 from forethought.outputs import ThinkingOutput, TokenConfidence, TokenLogprobs, Usage
@@ -181,6 +182,9 @@ class GenerationTask(sampling.SamplingFields, Task):
     """The prompt must be ``input_tokens``."""
     skip_detokenizer: bool = False
     """Do not turn the output into text: ``output_str`` stays None."""
+    history: list[RoleMessage] = field(default_factory=list, kw_only=True)
+    """Messages before the question, where the prompt is a conversation that went through a chat
+    template: what a method asks beside the answer opens with them (``asking``)."""
 
     fork_point: ForkPoint | None = field(default=None, repr=False)
     """Set by ``fork``: the sequence that this task continues."""
@@ -227,23 +231,30 @@ class GenerationTask(sampling.SamplingFields, Task):
     text."""
     suffix_logprobs: list[float] | None = field(default=None, init=False, repr=False)
     """Log-probabilities of ``inserted_tokens``, in nats, if ``score_suffix`` asks for them."""
+    chat: ChatTask | None = field(default=None, init=False, repr=False)
+    """The chat whose answer this is, where the prompt was made a message of one: what follows goes
+    on from there."""
     num_kept_tokens: int | None = field(default=None, init=False, repr=False)
     """In a fork, number of generated tokens of the forked task before ``inserted_tokens``, without
     the token that ended its text."""
 
     @staticmethod
-    def create_from_prompt(prompt: str | Sequence[int]) -> GenerationTask:
-        """A task for a prompt given as text or as token ids.
+    def create_from_prompt(prompt: str | Sequence[int] | ChatTask) -> GenerationTask:
+        """A task for a prompt given as text, as token ids, or as a chat, of which it is a copy.
 
         Raises:
-            ParameterError: it is neither.
+            ParameterError: it is none of them.
         """
         if isinstance(prompt, str):
             return GenerationTask(input_str=prompt)
+        if isinstance(prompt, ChatTask):
+            return prompt.copy()
         ids = isinstance(prompt, Sequence) and not isinstance(prompt, bytes)
         if not ids or not all(map(_is_id, prompt)):
             raise ParameterError(
-                "invalid prompt", f"got {str(prompt)[:60]!r}", "Give text, or a list of token ids"
+                "invalid prompt",
+                f"got {str(prompt)[:60]!r}",
+                "Give text, a list of token ids, or a ChatTask",
             )
         return GenerationTask(input_tokens=list(map(int, prompt)), skip_tokenizer=True)
 
@@ -308,6 +319,7 @@ class GenerationTask(sampling.SamplingFields, Task):
             self.request_id = self.ttft_s = self.latency_s = None
             self.usage_prompt_tokens = self.usage_completion_tokens = None
             self.inserted_tokens = self.num_kept_tokens = self.suffix_logprobs = None
+            self.chat = None
 
     @property
     def joined(self) -> ScaffoldingOutput | None:
@@ -393,17 +405,75 @@ class GenerationTask(sampling.SamplingFields, Task):
         new: Any = kind or GenerationTask
         child: _Generation = new(input_str=text)
         child.worker_tag, child.question = self.worker_tag, self.question
+        child.history = list(self.history)
         child.fork_point = ForkPoint(self.request_handle, kept, suffix, text, self.joined)
         if inherit:
             sampling.carry(self, child)
-        for name, value in fields.items():
-            if name in sampling.FIELDS:
-                sampling.choose(child, {name: value})
-            elif hasattr(child, name):
-                setattr(child, name, value)
-            else:
-                raise ParameterError.unknown(type(child).__name__, [name], vars(child))
+        _set_fields(child, fields)
         return child
+
+    def follow_up(self, instruction: str, *, inherit: bool = True, **fields: Any) -> GenerationTask:
+        """A task that goes on from this answer with an instruction to the model.
+
+        Of a plain task, a ``fork`` with the instruction as its suffix. Of a chat, the user's next
+        message.
+
+        Args:
+            instruction: what the model is to do.
+            inherit: whether sampling fields are taken over.
+            **fields: as of ``fork``.
+
+        Raises:
+            ParameterError: the new task has no such field.
+        """
+        if self.chat is not None:
+            return self.chat.follow_up(instruction, inherit=inherit, **fields)
+        child: GenerationTask = self.fork(instruction, inherit=inherit, **fields)
+        return child
+
+    def asking(self, text: str) -> ChatTask:
+        """A chat that asks ``text`` in the place of the question, with the same messages before it.
+
+        For what a method asks the model beside the answer, such as a judgement: sampling fields and
+        tools are not taken over.
+        """
+        if self.chat is not None:
+            return self.chat.asking(text)
+        return ChatTask(messages=[*self.history, UserMessage(text)])
+
+    def asked_again(self, text: str) -> ChatTask:
+        """The same request as a chat, with another text in the place of the question."""
+        chat = self.asking(text)
+        sampling.carry(self, chat)
+        for name in ("streaming_output_flag", "on_failure", "priority", "skip_detokenizer"):
+            setattr(chat, name, getattr(self, name))
+        return chat
+
+    def unanswered(self) -> Self:
+        """The same request without results; of a chat, without the answer among its messages."""
+        return self.copy()
+
+    def take_answer(self, source: GenerationTask) -> None:
+        """Let the results of another task be the answer to the prompt of this one."""
+        self.result, self.chat = source.result, source.chat
+        # A fork of it continues question and answer; only ids alone have to go on behind the chain.
+        by_handle = self.input_str is None or source.input_str == self.input_str
+        self.request_handle = source.request_handle if by_handle else None
+
+
+def _set_fields(task: GenerationTask, fields: Mapping[str, Any]) -> None:
+    """Set fields of a new task; sampling fields for good.
+
+    Raises:
+        ParameterError: the task has no such field.
+    """
+    for name, value in fields.items():
+        if name in sampling.FIELDS:
+            sampling.choose(task, {name: value})
+        elif hasattr(task, name):
+            setattr(task, name, value)
+        else:
+            raise ParameterError.unknown(type(task).__name__, [name], vars(task))
 
 
 @dataclass(eq=False)
@@ -492,8 +562,12 @@ class ChatTask(StreamGenerationTask):
     tool_choice: Any = None
     """``"auto"``, ``"none"``, ``"required"``, or the function to call, in OpenAI's form; None: left
     to the worker."""
+    parallel_tool_calls: bool | None = None
+    """Whether a message may hold several calls; None: left to the worker."""
     reasoning_effort: str | None = None
     """How much the model is to think, in OpenAI's words, for a server; None: left to it."""
+    max_tokens_field: Literal["max_tokens", "max_completion_tokens"] = "max_tokens"
+    """Under which of OpenAI's names a server gets ``max_tokens``."""
     enable_token_counting: bool = False
     """Count the tokens of all turns in the three fields below."""
     prompt_tokens_num: int = field(default=0, init=False)
@@ -520,6 +594,84 @@ class ChatTask(StreamGenerationTask):
         duplicate.prompt_tokens_num = duplicate.completion_tokens_num = 0
         duplicate.reasoning_tokens_num = 0
         return duplicate
+
+    def follow_up(self, instruction: str, *, inherit: bool = True, **fields: Any) -> ChatTask:
+        """The chat with its answer and the instruction as the user's next message.
+
+        An aside (``is_aside=True``) may not call tools.
+        """
+        child = self.copy()
+        child.question = self.question_text
+        child.messages = [*self._asked, *self._answer, UserMessage(instruction.strip())]
+        child.on_failure, child.streaming_output_flag, child.is_aside = "raise", False, False
+        child.prediction = None
+        if not inherit:
+            sampling.choose(child, dict.fromkeys(sampling.FIELDS))
+        _set_fields(child, fields)
+        if child.is_aside and child.tools:
+            child.tool_choice = "none"
+        return child
+
+    def asking(self, text: str) -> ChatTask:
+        """A chat that asks ``text`` in the place of the last question.
+
+        Behind the results of tools, it is one more question: they belong to the last one.
+        """
+        asked = self._asked
+        before = asked[:-1] if asked and asked[-1].role == "user" else asked
+        return ChatTask(
+            messages=[*before, UserMessage(text)],
+            reasoning_effort=self.reasoning_effort,
+            max_tokens_field=self.max_tokens_field,
+        )
+
+    def asked_again(self, text: str) -> ChatTask:
+        """The same request with another text in the place of the last question."""
+        child = self.unanswered()
+        child.messages = self.asking(text).messages
+        return child
+
+    def unanswered(self) -> Self:
+        """The same request without results; without the answer among its messages."""
+        duplicate = self.copy()
+        duplicate.messages = self._asked
+        return duplicate
+
+    def take_answer(self, source: GenerationTask) -> None:
+        """Let the results of another task be the answer to the messages of this one."""
+        asked, answer = self._asked, list[RoleMessage]()
+        if isinstance(source, ChatTask):
+            answer = source.messages[-1:] if source._is_answered else source._answer
+        super().take_answer(source)
+        self.messages, self.chat = [*asked, *answer], None
+
+    def answers(self, messages: Sequence[RoleMessage]) -> bool:
+        """Whether its answer is one to these messages."""
+        return self._asked == list(messages)
+
+    @property
+    def _is_answered(self) -> bool:
+        """Whether the last message is the model's answer."""
+        is_last = bool(self.messages) and isinstance(self.messages[-1], AssistantMessage)
+        return is_last and self.result is not None
+
+    @property
+    def _asked(self) -> list[RoleMessage]:
+        """The messages without the answer."""
+        return self.messages[:-1] if self._is_answered else list(self.messages)
+
+    @property
+    def _answer(self) -> list[RoleMessage]:
+        """The answer as a message, if there is one; calls that were not run are a part of its text.
+
+        A server takes no message behind calls but their results.
+        """
+        result = self.result
+        if result is None:
+            return []
+        calls = [call["function"] for call in result.meta.get("tool_calls", ())]
+        texts = [result.text or result.meta.get("refusal") or "", *map(json.dumps, calls)]
+        return [AssistantMessage("\n".join(filter(None, texts)))]
 
     def messages_to_dict_content(self, start_index: int = 0) -> list[dict[str, Any]]:
         """The messages from ``start_index`` on, as OpenAI's API takes them."""

@@ -19,7 +19,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from forethought import methods
 from forethought.config.sampling import SamplingParams
@@ -30,7 +30,8 @@ from forethought.scaffolding.controller import (
     NativeGenerationController,
     NativeRewardController,
 )
-from forethought.scaffolding.task import RewardTask, Task, TaskStatus
+from forethought.scaffolding.messages import RoleMessage
+from forethought.scaffolding.task import ChatTask, RewardTask, Task, TaskStatus
 from forethought.scaffolding.worker import Worker
 from forethought.scaffolding.workers.scripted import Reply, ScriptedWorker
 from forethought.server.logprobs import TokenText, texts_of_entries
@@ -44,12 +45,26 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+Prompt = str | list[int] | ChatTask
+"""Of a method."""
 Innermost = Callable[[bool], Controller]
 """Makes what generates inside methods; told whether it streams."""
 _CONTEXT = 256
 """Characters of a prompt on which the text of the first tokens after it may depend."""
 _TAIL = 64
 """Tokens at the end of a prompt in which a thought may be opened."""
+
+
+class ClientMessage(RoleMessage):
+    """A message as the client has sent it."""
+
+    def __init__(self, values: Mapping[str, Any]) -> None:
+        super().__init__(str(values["role"]), values.get("content"))
+        self._values = dict(values)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The message, with all its fields."""
+        return self._values
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +78,7 @@ class Conversation:
         has_shape: a grammar holds for the answer.
         thinks_first: a thought is asked for in front of that; else the answer begins at once.
         reasoning_effort: how much to think, for other servers; None: left to them.
+        max_tokens_field: the name that the client gives the limit of tokens, for other servers.
     """
 
     messages: Sequence[Mapping[str, Any]]
@@ -71,6 +87,13 @@ class Conversation:
     has_shape: bool = False
     thinks_first: bool = False
     reasoning_effort: str | None = None
+    max_tokens_field: Literal["max_tokens", "max_completion_tokens"] = "max_tokens"
+
+    @property
+    def history(self) -> Sequence[RoleMessage]:
+        """The messages before the question; all, where results of tools have come behind it."""
+        asked = self.messages[:-1] if self.messages[-1]["role"] == "user" else self.messages
+        return [ClientMessage(message) for message in asked]
 
     @property
     def question(self) -> str:
@@ -90,7 +113,7 @@ class Prompted:
     """A prompt for methods.
 
     Attributes:
-        prompt: text or token ids.
+        prompt: text, token ids, or a chat.
         question: what the user asks, as text.
         innermost: makes what generates inside the methods.
         asking: the prompt for another question.
@@ -99,9 +122,10 @@ class Prompted:
         keeps_thought: whether a thought is left in the content, with its markers.
         reader: reads a message as the tokenizer's response template says, with the thought in its
             content or without; None: there is no template, or a grammar forces a call.
+        history: messages before the question, where the prompt is no chat.
     """
 
-    prompt: str | list[int]
+    prompt: Prompt
     question: str
     innermost: Innermost
     asking: Callable[[str], Any]
@@ -109,6 +133,13 @@ class Prompted:
     is_chat: bool = True
     keeps_thought: bool = False
     reader: Callable[[bool], ResponseStream] | None = None
+    history: Sequence[RoleMessage] = ()
+
+    @property
+    def text_or_ids(self) -> str | list[int]:
+        """The prompt, where it cannot be a chat."""
+        assert not isinstance(self.prompt, ChatTask), "only chats of another server are none"
+        return self.prompt
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,6 +200,11 @@ class Backend(abc.ABC):
         with contextlib.suppress(UsageError):  # no tokenizer, or a template that wants more
             self.render(Conversation([{"role": "user", "content": "?"}]))
 
+    @property
+    def takes_text(self) -> bool:
+        """Whether conversations become text here, which methods can continue."""
+        return True
+
     def as_text(self, prompt: str | Sequence[int]) -> str:
         """A prompt as text that is tokenised into the same ids."""
         if isinstance(prompt, str):
@@ -199,7 +235,7 @@ class Backend(abc.ABC):
         """
         return self.count(thought) if thought else 0
 
-    def check(self, prompt: str | list[int], params: SamplingParams) -> str | list[int]:
+    def check(self, prompt: Prompt, params: SamplingParams) -> Prompt:
         """Raise ``UsageError`` for what it cannot honour, before anything runs.
 
         Args:
@@ -349,6 +385,7 @@ class EngineBackend(Backend):
             lambda text: self.render(conversation.asking(text)),
             opens_thought(tail, self.markers),
             reader=self._reader(ids, conversation.tools),
+            history=conversation.history,
         )
 
     def _reader(self, ids: list[int], tools: Tools) -> Callable[[bool], ResponseStream] | None:
@@ -372,8 +409,9 @@ class EngineBackend(Backend):
             return [*ids, *self.tokenize(f"{self.markers[1]}\n\n", special=False)]
         return ids
 
-    def check(self, prompt: str | list[int], params: SamplingParams) -> list[int]:
+    def check(self, prompt: Prompt, params: SamplingParams) -> list[int]:
         """The tokens of a prompt; raises ``UsageError`` for what the engine cannot honour."""
+        assert not isinstance(prompt, ChatTask), "the chat template has made ids of it"
         return self._engine.check(prompt, params)
 
     def tokenize(self, text: str, special: bool = True) -> list[int]:
@@ -521,7 +559,7 @@ class ScriptedBackend(Backend):
         last = str(conversation.messages[-1].get("content") or "")
         return Prompted(last, conversation.question, NativeGeneration, lambda text: text)
 
-    def check(self, prompt: str | list[int], params: SamplingParams) -> str | list[int]:
+    def check(self, prompt: Prompt, params: SamplingParams) -> Prompt:
         """Raises ``ParameterError``: log-probabilities are asked for, and a script has none."""
         if params.logprobs is not None:
             raise ParameterError(

@@ -8,6 +8,7 @@ from typing import Any
 from forethought import methods
 from forethought.errors import ParameterError
 from forethought.methods import Method
+from forethought.scaffolding.controller import ConversationForm
 from forethought.server.backends import Conversation
 from forethought.server.composition import NUM_SAMPLES
 from forethought.server.method_settings import schema_of
@@ -66,6 +67,7 @@ def _method(service: Service, name: str) -> dict[str, Any]:
         "summary": found.description,
         "available": reason is None,
         "reason": reason,
+        "conversation": _takes_conversations(service, found),
         "parameters": [
             {
                 "name": parameter,
@@ -77,6 +79,14 @@ def _method(service: Service, name: str) -> dict[str, Any]:
             if parameter in settable and parameter not in _UNLISTED
         ],
     }
+
+
+def _takes_conversations(service: Service, method: Method) -> bool:
+    """Whether a method answers chats and responses here, or texts alone."""
+    if method.conversation == ConversationForm.TEXT and not service.backend.takes_text:
+        return False
+    is_here = service.backend.missing(method.name) is None
+    return method.conversation != ConversationForm.NONE and is_here
 
 
 def _missing(service: Service, name: str, defaults: dict[str, Any]) -> str | None:

@@ -68,6 +68,9 @@ def _prepared(service: Service, body: ChatRequest, caller: Caller) -> _Chat:
         has_shape=asked.has_shape,
         thinks_first=asked.thinks_first,
         reasoning_effort=body.reasoning_effort,
+        max_tokens_field=(
+            "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
+        ),
     )
     prompted = service.backend.open(conversation)
     num_choices = body.n or 1
@@ -120,8 +123,8 @@ class _Chat:
     def _choice(self, index: int, answer: Answer, output: ScaffoldingOutput) -> dict[str, Any]:
         message: dict[str, Any] = {
             "role": "assistant",
-            "content": answer.content or ("" if not answer.calls else None),
-            "refusal": None,
+            "content": answer.content or (None if answer.calls or answer.refusal else ""),
+            "refusal": answer.refusal,
         }
         if answer.reasoning and self._shows_reasoning:
             message |= dict.fromkeys(_THOUGHT, answer.reasoning)
@@ -228,6 +231,8 @@ class _Chat:
                 index, *stream.push_rest(self._job.rest(index, output.text or ""), output)
             )
             lines += self._parts(index, *stream.finish(answer))
+            if answer.refusal:
+                lines.append(self._chunk(index, {"refusal": answer.refusal}))
             for number, call in enumerate(answer.calls):
                 lines += self._call(index, number, call)
             logprobs = self._last_logprobs(index, answer, output)

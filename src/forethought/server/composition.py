@@ -15,7 +15,7 @@ from forethought.errors import BudgetExceeded, ParameterError
 from forethought.methods import Method, MethodTable
 from forethought.methods.stack import SAMPLES, StackedMethod, parameters, split, stack
 from forethought.scaffolding import sampling
-from forethought.scaffolding.controller import Controller, NativeGenerationController
+from forethought.scaffolding.controller import Controller, ConversationForm
 from forethought.scaffolding.parallel import ParallelProcess, Process
 from forethought.scaffolding.result import ScaffoldingOutput
 from forethought.scaffolding.task import Task
@@ -26,11 +26,6 @@ NUM_SAMPLES = 8
 """Samples of a method that would draw a single one, as on the command line."""
 _TEXT_PROMPTS = ("hogwild", "hogwild_turns")
 """Methods that put texts together, and take no prompt of token ids."""
-_CONTINUING = (
-    *("adaptive_compute", "beam_search", "deepconf_online", "dvts", "fork_think", "mcts"),
-    *("particle_filtering", "particle_gibbs"),
-)
-"""Methods that continue or stop the generations of the method inside them."""
 _INNER, _REWARD, _STREAMING = "generation_controller", "reward_controller", "streaming"
 
 Asking = Callable[[str], Any]
@@ -246,14 +241,47 @@ def streams_truly(composition: Composition) -> bool:
     return all(_STREAMING in method.parameters for method in last)
 
 
-def continues_text(method: StackedMethod) -> bool:
-    """Whether a method continues parts of answers, which a chat does not take."""
-    return method.name in _CONTINUING or _generates(method)
-
-
 def _generates(method: StackedMethod) -> bool:
     """Whether a method generates by itself, without another one inside."""
     return method.name != "plain" and _INNER not in method.parameters
+
+
+def refuse_conversation(
+    controller: Controller,
+    table: MethodTable,
+    missing: Callable[[str], str | None],
+    *,
+    as_text: bool,
+) -> None:
+    """Refuse a method, or one inside it, that cannot answer a conversation here.
+
+    Args:
+        controller: of the request.
+        table: has its name.
+        missing: what a method of a name lacks here.
+        as_text: whether a chat template has made a text of it.
+
+    Raises:
+        ParameterError: there is one.
+    """
+    for each in methods.with_inner(controller):
+        name = table.name_of(each)
+        if each.conversation == ConversationForm.NONE:
+            raise ParameterError(
+                f"method {name} answers no conversation",
+                "it puts the prompt behind a text of its own",
+                "Use /v1/completions",
+            )
+        if each.conversation == ConversationForm.TEXT and not as_text:
+            raise ParameterError(
+                f"method {name} cannot run in front of another server's chats",
+                "it continues a text, which a chat does not take",
+                "Start this server with --tokenizer (it does not go with forced calls, shapes and "
+                "reasoning_effort), use /v1/completions with a prompt in the model's own format, "
+                "or a method that draws whole answers, such as majority_vote",
+            )
+        if not as_text and (reason := missing(name)):
+            raise ParameterError(f"method {name} cannot answer a chat here", reason)
 
 
 def needs_text(composition: Composition) -> bool:
@@ -285,6 +313,8 @@ def _stacked(
                 "it chooses by its scores, and this server has none",
                 "Start the server with --reward-model or --reward-url",
             )
+    if "on_failure" in known:  # one sample that fails is no failure of the others
+        given.setdefault("on_failure", "drop")
     first = stacked[0]
     if first.name in methods.REWARDS:
         raise ParameterError(
@@ -298,15 +328,5 @@ def _stacked(
         return innermost()
     if streaming and _STREAMING in known and first.name != "plain":
         given.setdefault(_STREAMING, True)
-    own, continuing = innermost(), [m.name for m in stacked if continues_text(m)]
-    is_chat = type(own) is not NativeGenerationController
-    if is_chat and (continuing or _INNER in given):
-        raise ParameterError(
-            f"method {spec} cannot run in front of another server's chats",
-            f"{(continuing or [spec])[0]} continues a text, which a chat does not take",
-            "Start this server with --tokenizer (it does not go with forced calls, shapes and "
-            "reasoning_effort), use /v1/completions with a prompt in the model's own format, or a "
-            "method that draws whole answers, such as majority_vote",
-        )
-    inner = None if _generates(first) or _INNER in given else own
+    inner = None if _generates(first) or _INNER in given else innermost()
     return stack(spec, innermost=inner, method_table=table, **given)

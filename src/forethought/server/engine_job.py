@@ -52,6 +52,7 @@ class EngineJob(Job):
         self._llm, self._gather, self._place = llm, gather, place
         self._queue_seconds: float | None = None
         self._params = ask.sampling
+        self._prompt = ask.prompted.text_or_ids
         self._last: RequestOutput | None = None
         self._num_shown = [0] * self.num_choices
 
@@ -81,12 +82,12 @@ class EngineJob(Job):
     async def outcome(self) -> Outcome:
         """The end. Raises what the request failed with; cancelling ends it."""
         async with self._running():
-            self._last = await self._llm.generate(self.ask.prompted.prompt, self._params)
+            self._last = await self._llm.generate(self._prompt, self._params)
         return self.ended()
 
     async def updates(self) -> AsyncGenerator[Update, None]:
         """What it streams; leaving the iterator early ends the request."""
-        prompt, params, gather = self.ask.prompted.prompt, self._params, self._gather
+        prompt, params, gather = self._prompt, self._params, self._gather
         async with (
             self._running(),
             aclosing(self._llm.stream(prompt, params, gather=gather)) as outputs,

@@ -31,7 +31,7 @@ from forethought.scaffolding.result import (
     StreamEvent,
 )
 from forethought.scaffolding.scaffolding_llm import ScaffoldingLlm
-from forethought.scaffolding.task import GenerationTask
+from forethought.scaffolding.task import ChatTask, GenerationTask
 from forethought.scaffolding.trace import Trace
 from forethought.scaffolding.trace_otel import TraceParent
 from forethought.server.backends import Backend, Prompted
@@ -39,6 +39,7 @@ from forethought.server.composition import (
     check_generations,
     compose,
     needs_text,
+    refuse_conversation,
     streams_truly,
 )
 from forethought.server.names import Composition
@@ -271,7 +272,7 @@ class EchoJob(Job):
     @property
     def usage(self) -> Usage:
         """The tokens of the prompt."""
-        return Usage(prompt_tokens=self._backend.length(self.ask.prompted.prompt))
+        return Usage(prompt_tokens=self._backend.length(self.ask.prompted.text_or_ids))
 
     @property
     def metrics(self) -> SpeculationMetrics:
@@ -313,7 +314,7 @@ class MethodJob(Job):
         self._streams = ask.streaming and streams_truly(ask.composition)
         streams = self._streams or ask.events
         prompted, prompt, asking = ask.prompted, ask.prompted.prompt, ask.prompted.asking
-        if needs_text(ask.composition):
+        if needs_text(ask.composition) and not isinstance(prompt, ChatTask):
             prompt = backend.as_text(prompt)
             asking = lambda text: backend.as_text(prompted.asking(text))  # noqa: E731
         try:
@@ -327,6 +328,10 @@ class MethodJob(Job):
                 pipeline=(asking, self._visible),
             )
             check_generations(controller, ask.max_generations)
+            if prompted.is_chat:
+                is_text = not isinstance(prompt, ChatTask)
+                table = ask.composition.table
+                refuse_conversation(controller, table, backend.missing, as_text=is_text)
         except ParameterError as error:
             error.param = _field_of(error.param, ask)
             raise
@@ -340,6 +345,7 @@ class MethodJob(Job):
             cache_salt=ask.cache_salt if backend.salted else "",
             controller=controller,
             question=prompted.question,
+            **({"history": prompted.history} if prompted.history else {}),
         )
 
     @cached_property

@@ -2,12 +2,12 @@ r"""Other servers that answer: conversations go to them as they are, or as text 
 
 ::
 
-    conversation --> chat of the server behind                           (RemoteChat)
+    conversation --> chat of the server behind                           (ChatTask)
                  \-> the model's chat template, here --> completions     (with a tokenizer)
 
-A chat is answered whole, so it serves methods that draw whole answers. A completion can be
-continued and forked, as other methods do. What only the server behind can do makes a chat: forced
-calls, shapes of the output, ``reasoning_effort``.
+A chat is answered whole, so it serves methods that draw whole answers, and what they ask further is
+a message behind it. A completion can be continued and forked, as other methods do. What only the
+server behind can do makes a chat: forced calls, shapes of the output, ``reasoning_effort``.
 """
 
 from __future__ import annotations
@@ -16,19 +16,18 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
+from forethought import methods
 from forethought.config.guided import GuidedDecodingParams
 from forethought.config.sampling import SamplingParams, SpeculationParams
 from forethought.errors import ParameterError, UsageError
-from forethought.methods.stack import StackedMethod
 from forethought.scaffolding import sampling
-from forethought.scaffolding.controller import NativeChatController
-from forethought.scaffolding.messages import RoleMessage, UserMessage
-from forethought.scaffolding.parallel import Process
-from forethought.scaffolding.task import ChatTask, GenerationTask
+from forethought.scaffolding.controller import ConversationForm
+from forethought.scaffolding.task import ChatTask
 from forethought.scaffolding.worker import Worker
 from forethought.scaffolding.workers.openai import EXTENSIONS
 from forethought.server.backends import (
     Backend,
+    ClientMessage,
     Conversation,
     NativeGeneration,
     Prompted,
@@ -38,7 +37,6 @@ from forethought.server.backends import (
     template_args,
     worker_table,
 )
-from forethought.server.composition import continues_text
 
 if TYPE_CHECKING:
     from forethought.llm.response import ResponseStream
@@ -96,7 +94,7 @@ class RemoteBackend(Backend):
             await self._ask_length()
 
     def open(self, conversation: Conversation) -> Prompted:
-        """The text that the chat template makes, or the last question of a chat."""
+        """The text that the chat template makes, or a chat."""
         is_chat = conversation.tools.forced or conversation.has_shape
         if self._tokenizer is None or is_chat or conversation.reasoning_effort is not None:
             return _chat_prompt(conversation)
@@ -109,6 +107,7 @@ class RemoteBackend(Backend):
             lambda text: self.as_text(self.render(conversation.asking(text))),
             opens_thought(text[-_TAIL:], self.markers),
             reader=self._reader(ids, conversation),
+            history=conversation.history,
         )
 
     def _reader(
@@ -156,16 +155,25 @@ class RemoteBackend(Backend):
         """Tokens of the model's context, where its servers have told."""
         return self.worker.upstream.max_lengths.get(self.name)
 
+    @property
+    def takes_text(self) -> bool:
+        """Whether there is a tokenizer, with its chat template."""
+        return self._tokenizer is not None
+
     def missing(self, method: str) -> str | None:
         """A tokenizer, for methods that continue a text; a field, for those that limit thoughts;
         or an engine, for those that share pages."""
         if method == "hogwild":
             return "it needs the sequences of the built-in engine; see hogwild_turns"
         has_field = self.worker.thinking_field is not None
-        if continues_text(StackedMethod(method)) and self._tokenizer is None:
+        form = methods.describe(method).conversation
+        if form == ConversationForm.TEXT and self._tokenizer is None:
             return f"it continues a text, which a chat does not take: {_RESTART} --tokenizer"
-        if method == "no_thinking" and (has_field or not self._closes_thoughts):
-            return f"it closes a thought itself: {_CLOSING}, and without --thinking-field"
+        if method == "no_thinking":
+            if self._tokenizer is None and not has_field:
+                return f"it leaves the thought out: {_CLOSING}, or with --thinking-field"
+            if self._tokenizer is not None and (has_field or not self._closes_thoughts):
+                return f"it closes a thought itself: {_CLOSING}, and without --thinking-field"
         if method == "budget_vote" and not (has_field or self._closes_thoughts):
             return f"it limits thoughts: {_CLOSING}, or with --thinking-field"
         return None
@@ -195,7 +203,7 @@ class RemoteBackend(Backend):
 
     def _refusal(self, name: str, value: Any, prompted: Prompted) -> tuple[str, str, str] | None:
         """Why the servers cannot be sent a field: what, why and what to do; None if they can."""
-        is_completion = prompted.innermost is NativeGeneration
+        is_completion = not isinstance(prompted.prompt, ChatTask)
         if name in EXTENSIONS and name not in (*self.worker.extensions, "guided_decoding"):
             why = "OpenAI's API has no such field, and the server behind is not known to take it"
             return f"{name} is not supported here", why, f"If it does, {_RESTART} {_FIELDS} {name}"
@@ -284,7 +292,7 @@ class RemoteBackend(Backend):
 
 
 def _chat_prompt(conversation: Conversation) -> Prompted:
-    """The last question; what came before is sent in front of it."""
+    """The conversation as a chat of the server behind."""
     if conversation.template_args:
         raise ParameterError(
             "chat_template_kwargs are not supported here",
@@ -293,68 +301,20 @@ def _chat_prompt(conversation: Conversation) -> Prompted:
             param="chat_template_kwargs",
         )
     return Prompted(
-        conversation.question or " ",
+        _chat(conversation),
         conversation.question,
-        lambda streaming: RemoteChat(conversation, streaming),
-        lambda text: text,
+        NativeGeneration,
+        lambda text: _chat(conversation.asking(text)),
     )
 
 
-class _Given(RoleMessage):
-    """A message as the client has sent it."""
-
-    def __init__(self, values: Mapping[str, Any]) -> None:
-        super().__init__(str(values["role"]), values.get("content"))
-        self._values = dict(values)
-
-    def to_dict(self) -> dict[str, Any]:
-        return self._values
-
-
-def _told_apart(chat: ChatTask) -> dict[str, Any]:
-    """The calls and the thought of a chat's last message, which its text is without."""
-    last: Any = chat.messages[-1]
-    calls, thought = getattr(last, "tool_calls", None), getattr(last, "reasoning", None)
-    found: dict[str, Any] = {"tool_calls": [call.to_dict() for call in calls]} if calls else {}
-    return {**found, "reasoning": thought} if thought else found
-
-
-class RemoteChat(NativeChatController):
-    """Continues a conversation on another server: a task's prompt is its last question.
-
-    Tool calls and thoughts of the answer land in ``customized_result_fields``.
-
-    Args:
-        conversation: what came before, tools included.
-        streaming: stream the answer as it comes.
-    """
-
-    def __init__(self, conversation: Conversation, streaming: bool) -> None:
-        super().__init__(streaming=streaming)
-        self._conversation = conversation
-
-    def process(self, tasks: Sequence[GenerationTask], **kwargs: Any) -> Process:
-        """Generate the assistant's next message for all tasks at once."""
-        chats = [self._chat(task) for task in tasks]
-        try:
-            yield from super().process(chats, **kwargs)
-        finally:  # the budget may have ended it
-            for task, chat in zip(tasks, chats, strict=True):
-                chat.customized_result_fields |= _told_apart(chat)
-                if chat is not task:
-                    task.result, task.samples = chat.result, chat.samples
-                    task.status, task.error = chat.status, chat.error
-
-    def _chat(self, task: GenerationTask) -> ChatTask:
-        if isinstance(task, ChatTask):
-            return task
-        chat, given = super()._chat(task), self._conversation
-        if task.input_str in (given.question, " "):
-            chat.messages = [_Given(message) for message in given.messages]
-        else:
-            before = given.asking(task.input_str or "").messages[:-1]
-            chat.messages = [*map(_Given, before), UserMessage(task.input_str or "")]
-        if given.tools.offered:
-            chat.tools, chat.tool_choice = given.tools.offered, given.tools.choice_field
-        chat.reasoning_effort = given.reasoning_effort
-        return chat
+def _chat(conversation: Conversation) -> ChatTask:
+    """The conversation as a task."""
+    tools, chat = conversation.tools, ChatTask()
+    chat.messages = [ClientMessage(message) for message in conversation.messages]
+    if tools.offered:
+        chat.tools, chat.tool_choice = tools.offered, tools.choice_field
+        chat.parallel_tool_calls = None if tools.several else False
+    chat.reasoning_effort = conversation.reasoning_effort
+    chat.max_tokens_field = conversation.max_tokens_field
+    return chat

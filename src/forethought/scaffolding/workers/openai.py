@@ -256,10 +256,13 @@ class OpenaiWorker(ClientWorker):
             fields["tools"] = [
                 tool if isinstance(tool, Mapping) else tool.to_dict() for tool in task.tools
             ]
-            if task.tool_choice is not None:
-                fields["tool_choice"] = task.tool_choice
+            for name in ("tool_choice", "parallel_tool_calls"):
+                if getattr(task, name) is not None:
+                    fields[name] = getattr(task, name)
         if task.reasoning_effort is not None:
             fields["reasoning_effort"] = task.reasoning_effort
+        if "max_tokens" in fields:
+            fields[task.max_tokens_field] = fields.pop("max_tokens")
         create = self._clients.of_this_loop().chat.completions.create
         return self._reader(task, create, {"messages": task.messages_to_dict_content(), **fields})
 
@@ -340,11 +343,22 @@ class TRTOpenaiWorker(OpenaiWorker):
 def _message(choice: StreamedChoice) -> AssistantMessage:
     """What the server has answered in a chat."""
     return AssistantMessage(
-        choice.text or None if choice.tool_calls else choice.text,
+        choice.text or None if choice.tool_calls or choice.refusal else choice.text,
         reasoning=choice.reasoning or None,
         tool_calls=choice.tool_calls or None,
         finish_reason=choice.finish_reason,
+        refusal=choice.refusal or None,
     )
+
+
+def _told_apart(choice: StreamedChoice) -> dict[str, Any]:
+    """What a server tells apart from the text of a message: calls, thought, refusal."""
+    told = {
+        "tool_calls": [call.to_dict() for call in choice.tool_calls],
+        "reasoning": choice.reasoning,
+        "refusal": choice.refusal,
+    }
+    return {name: value for name, value in told.items() if value}
 
 
 def _response_format(task: GenerationTask) -> dict[str, Any]:
@@ -435,6 +449,7 @@ def _output(choice: StreamedChoice) -> ScaffoldingOutput:
         total = sum(next(iter(entries.values())).logprob for entries in scores)
     return ScaffoldingOutput(
         text=choice.text,
+        meta=_told_apart(choice),
         finish_reason=choice.finish_reason,
         stop_reason=choice.stop_reason,
         logprobs=scores,

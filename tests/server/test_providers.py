@@ -1,0 +1,275 @@
+"""What providers of OpenAI's API send in ways of their own, through the server in front of them."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+
+from forethought.scaffolding.workers.upstream import Retries, UpstreamWorker
+from forethought.server.remote_backend import RemoteBackend
+from http_servers import Served, served
+from openai_server import OpenaiServer, serving
+
+CHAT, RESPONSES = "/v1/chat/completions", "/v1/responses"
+ASK: dict[str, Any] = {"messages": [{"role": "user", "content": "hi"}]}
+ADD: Any = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
+Chunk = dict[str, Any]
+
+
+class Provider(OpenaiServer):
+    """Answers chats with the chunks of a function, which gets the number of the request."""
+
+    def __init__(self, answer: Callable[[int], list[Chunk]]) -> None:
+        super().__init__()
+        self.answer, self._numbers = answer, itertools.count()
+
+    def chunks(self, path: str, body: dict[str, Any]) -> Iterator[dict[str, Any] | None]:
+        for chunk in self.answer(next(self._numbers)):
+            yield {**self.base(True, body), **chunk}
+
+
+def chunk(delta: dict[str, Any], reason: str | None = None, **fields: Any) -> Chunk:
+    return {"choices": [{"index": 0, "delta": delta, "finish_reason": reason}], **fields}
+
+
+def saying(text: str) -> list[Chunk]:
+    return [chunk({"role": "assistant", "content": text}), chunk({}, "stop")]
+
+
+def calling(*pieces: dict[str, Any], reason: str = "tool_calls") -> list[Chunk]:
+    return [*(chunk({"tool_calls": [piece]}) for piece in pieces), chunk({}, reason)]
+
+
+def piece(arguments: str, name: str | None = None, **fields: Any) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name, "arguments": arguments}, **fields}
+
+
+@contextmanager
+def in_front_of(answer: Callable[[int], list[Chunk]]) -> Iterator[tuple[Served, Provider]]:
+    with serving(Provider(answer)) as provider:
+        assert isinstance(provider, Provider)
+        worker = UpstreamWorker([provider.url], "m", retries=Retries(num_tries=2, pause=0.001))
+        backend = RemoteBackend(worker, "m")
+        with served(backend) as running:
+            yield running, provider
+        backend.close()
+
+
+ERRORS: dict[str, Chunk] = {
+    "object": chunk({"content": ""}, "error", error={"code": 502, "message": "disconnected"}),
+    "text": {"choices": [], "error": "disconnected"},
+    "alone": {"error": {"message": "disconnected", "type": "server_error"}},
+    "vllm": {"object": "error", "message": "disconnected", "code": 400},
+}
+
+
+@pytest.mark.parametrize("kind", ERRORS)
+@pytest.mark.parametrize("begins", [True, False])
+def test_an_error_within_a_stream_is_told_as_the_provider_says_it(kind: str, begins: bool) -> None:
+    before = [chunk({"role": "assistant", "content": "par"})] if begins else []
+    with in_front_of(lambda _: [*before, ERRORS[kind]]) as (server, _):
+        whole = server.send(CHAT, ASK)
+        assert (whole.status, whole.error["code"]) == (502, "upstream_error")
+        assert "disconnected" in whole.error["message"]
+        stream = server.send(CHAT, {**ASK, "stream": True})
+        if begins:
+            events = [data for _, data in stream.events if data != "[DONE]"]
+            assert "disconnected" in events[-1]["error"]["message"]
+        else:
+            assert "disconnected" in stream.error["message"]
+
+
+def test_an_end_for_an_error_is_one_without_a_message_too() -> None:
+    with in_front_of(lambda _: [chunk({"content": "a"}), chunk({}, "error")]) as (server, _):
+        assert server.send(CHAT, ASK).status == 502
+
+
+def test_another_try_is_made_where_the_answer_has_not_begun() -> None:
+    error = ERRORS["object"]
+    with in_front_of(lambda number: saying("yes") if number else [error]) as (server, provider):
+        assert server.send(CHAT, ASK).status == 200
+        assert len(provider.requests) == 2
+
+
+@pytest.mark.parametrize("method", ["majority_vote@3", "deepconf@3"])
+def test_one_sample_that_fails_does_not_fail_a_vote(method: str) -> None:
+    def answer(number: int) -> list[Chunk]:
+        if number == 1:
+            return [chunk({"content": "par"}), ERRORS["object"]]
+        entry = {"token": "x", "logprob": -0.1, "top_logprobs": [{"token": "x", "logprob": -0.1}]}
+        logprobs = {"content": [entry]}
+        said = chunk({"content": "\\boxed{6}"})
+        said["choices"][0]["logprobs"] = logprobs
+        return [said, chunk({}, "stop")]
+
+    with in_front_of(answer) as (server, _):
+        whole = server.send(CHAT, {**ASK, "method": method, "temperature": 1})
+        assert whole.status == 200, whole.text
+        assert whole.json["choices"][0]["message"]["content"] == "\\boxed{6}"
+
+
+def test_a_vote_of_which_all_samples_fail_tells_why() -> None:
+    with in_front_of(lambda _: [chunk({"content": "a"}), ERRORS["object"]]) as (server, _):
+        whole = server.send(CHAT, {**ASK, "method": "majority_vote@3", "temperature": 1})
+        assert whole.status == 502
+        assert "disconnected" in whole.error["message"]
+
+
+@pytest.mark.parametrize("name", ["max_tokens", "max_completion_tokens"])
+@pytest.mark.parametrize("method", [None, "majority_vote@2", "self_refine", "archon"])
+def test_the_limit_of_tokens_goes_out_under_its_name(name: str, method: str | None) -> None:
+    with in_front_of(lambda _: saying("\\boxed{6}")) as (server, provider):
+        body = {**ASK, name: 50, "temperature": 1}
+        assert server.send(CHAT, body | ({"method": method} if method else {})).status == 200
+        names = {key for sent in provider.requests for key in sent if key.startswith("max_")}
+        assert names == {name}
+
+
+TWO = [("add", '{"a": 1}'), ("add", '{"a": 2}')]
+STREAMS: dict[str, tuple[list[dict[str, Any]], list[tuple[str, str]]]] = {
+    "without an index": (
+        [piece('{"a": 1}', "add", id="x"), piece('{"a": 2}', "add", id="y")],
+        TWO,
+    ),
+    "without an index, in fragments": (
+        [
+            piece("", "add", id="x"),
+            piece('{"a":', id="x"),
+            piece(" 1}"),
+            piece("", "add", id="y"),
+            piece('{"a": 2}'),
+        ],
+        TWO,
+    ),
+    "without an index and ids": ([piece('{"a": 1}', "add"), piece('{"a": 2}', "add")], TWO),
+    "one index and several ids": (
+        [
+            piece('{"a": ', "add", id="x", index=0),
+            piece("1}", index=0),
+            piece('{"a": ', "add", id="y", index=0),
+            piece("2}", index=0),
+        ],
+        TWO,
+    ),
+    "one index, told apart by ids alone": (
+        [
+            piece("", "add", id="x", index=0),
+            piece("", "add", id="y", index=0),
+            piece('{"a": 1}', id="x", index=0),
+            piece('{"a": 2}', id="y", index=0),
+        ],
+        TWO,
+    ),
+    "id and name in each piece": (
+        [piece('{"a":', "add", id="x", index=0), piece(" 1}", "add", id="x", index=0)],
+        TWO[:1],
+    ),
+    "a new id in each piece": (
+        [piece('{"a":', "add", id="x", index=0), piece(" 1}", id="y", index=0)],
+        TWO[:1],
+    ),
+    "a name in fragments": (
+        [piece("", "a", id="x", index=0), piece('{"a": 1}', "dd", index=0)],
+        TWO[:1],
+    ),
+    "interleaved": (
+        [
+            piece('{"a":', "add", id="x", index=0),
+            piece('{"a":', "add", id="y", index=1),
+            piece(" 1}", index=0),
+            piece(" 2}", index=1),
+        ],
+        TWO,
+    ),
+    "an index beyond all bounds": ([piece('{"a": 1}', "add", id="x", index=10**12)], TWO[:1]),
+    "arguments that are null": (
+        [{"index": 0, "id": "x", "function": {"name": "add", "arguments": None}}],
+        [("add", "{}")],
+    ),
+    "arguments that are empty": ([piece("", "add", id="x", index=0)], [("add", "{}")]),
+    "arguments as an object": (
+        [{"index": 0, "id": "x", "function": {"name": "add", "arguments": {"a": 1}}}],
+        TWO[:1],
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", STREAMS)
+def test_calls_are_put_together(kind: str) -> None:
+    pieces, wanted = STREAMS[kind]
+    with in_front_of(lambda _: calling(*pieces)) as (server, _):
+        choice = server.send(CHAT, {**ASK, "tools": [ADD]}).json["choices"][0]
+        called = [call["function"] for call in choice["message"]["tool_calls"]]
+        assert [(each["name"], each["arguments"]) for each in called] == wanted
+        ids = [call["id"] for call in choice["message"]["tool_calls"]]
+        assert len(set(ids)) == len(wanted)
+        assert choice["finish_reason"] == "tool_calls"
+        output = server.send(RESPONSES, {"input": "hi"}).json["output"]
+        items = [item for item in output if item["type"] == "function_call"]
+        assert [(item["name"], item["arguments"]) for item in items] == wanted
+
+
+def test_a_call_that_was_cut_is_a_call_that_ended_at_its_length() -> None:
+    answer = calling(piece('{"a": ', "add", id="x", index=0), reason="length")
+    with in_front_of(lambda _: answer) as (server, _):
+        choice = server.send(CHAT, {**ASK, "tools": [ADD]}).json["choices"][0]
+        assert choice["finish_reason"] == "length"
+        assert choice["message"]["tool_calls"][0]["function"]["arguments"] == '{"a": '
+
+
+def test_one_call_at_a_time_is_asked_of_the_server_behind() -> None:
+    with in_front_of(lambda _: saying("no")) as (server, provider):
+        server.send(CHAT, {**ASK, "tools": [ADD], "parallel_tool_calls": False})
+        assert provider.requests[0]["parallel_tool_calls"] is False
+
+
+def test_a_filtered_answer_ends_as_one() -> None:
+    with in_front_of(lambda _: [chunk({"content": "a"}), chunk({}, "content_filter")]) as (
+        server,
+        _,
+    ):
+        assert server.send(CHAT, ASK).json["choices"][0]["finish_reason"] == "content_filter"
+        last = [data for _, data in server.send(CHAT, {**ASK, "stream": True}).events][-2]
+        assert last["choices"][0]["finish_reason"] == "content_filter"
+        response = server.send(RESPONSES, {"input": "hi"}).json
+        assert response["status"] == "incomplete"
+        assert response["incomplete_details"] == {"reason": "content_filter"}
+
+
+def test_a_refusal_is_one() -> None:
+    said = [chunk({"refusal": "I "}), chunk({"refusal": "must not."}), chunk({}, "stop")]
+    with in_front_of(lambda _: said) as (server, _):
+        message = server.send(CHAT, ASK).json["choices"][0]["message"]
+        assert (message["content"], message["refusal"]) == (None, "I must not.")
+        events = [data for _, data in server.send(CHAT, {**ASK, "stream": True}).events][:-1]
+        deltas = [each["choices"][0]["delta"] for each in events]
+        assert "".join(delta.get("refusal") or "" for delta in deltas) == "I must not."
+        assert not any(delta.get("content") for delta in deltas)
+        stream = server.client.responses.create(input="hi", model="m", stream=True)
+        kinds = [event.type for event in stream]
+        assert "response.refusal.delta" in kinds
+        assert "response.refusal.done" in kinds
+        first = server.send(RESPONSES, {"input": "hi"}).json
+        [item] = first["output"]
+        assert item["content"] == [{"type": "refusal", "refusal": "I must not."}]
+
+
+def test_a_refusal_may_be_sent_back() -> None:
+    with in_front_of(lambda _: saying("yes")) as (server, provider):
+        refused = {"role": "assistant", "content": None, "refusal": "I must not."}
+        talk = [*ASK["messages"], refused, *ASK["messages"]]
+        assert server.send(CHAT, {"messages": talk}).status == 200
+        assert provider.requests[0]["messages"][1]["content"] == "I must not."
+
+
+def test_a_refusal_is_part_of_a_conversation_of_responses() -> None:
+    answers = [[chunk({"refusal": "I must not."}), chunk({}, "stop")], saying("yes")]
+    with in_front_of(lambda number: answers[number]) as (server, provider):
+        first = server.send(RESPONSES, {"input": "hi"}).json
+        again = {"input": "Why?", "previous_response_id": first["id"]}
+        assert server.send(RESPONSES, again).status == 200
+        assert provider.requests[1]["messages"][1]["content"] == "I must not."
