@@ -20,6 +20,7 @@ from forethought.scaffolding.answer_extraction import (
     extract_answer,
 )
 from forethought.scaffolding.answers import AnswerClasses, MathEquivalence
+from forethought.scaffolding.code_blocks import program_in
 from forethought.scaffolding.sandbox import Sandbox
 from forethought.scaffolding.settings import validated
 from forethought.scaffolding.sympy_pool import SympyPool
@@ -164,9 +165,6 @@ class CodeGrader:
         """Nothing to end: each program has ended with its result."""
 
 
-_FENCED = re.compile(
-    r"^[ \t]*```[ \t]*(?:python3?|py)?[ \t]*\r?\n(.*?)^[ \t]*```", re.S | re.M | re.I
-)
 _STOP = re.compile(r"\n(?=class\b|def\b|#|if\b|print\b|@|assert\b)")
 """What ends a completion: code behind the function. The first five are those of the paper."""
 
@@ -174,8 +172,8 @@ _STOP = re.compile(r"\n(?=class\b|def\b|#|if\b|print\b|@|assert\b)")
 def completed_program(text: str, prompt: str, entry_point: str) -> str:
     """The program that an answer to a HumanEval problem amounts to, without its tests.
 
-    The code is the last fenced block that defines the function, else the last fenced block, else
-    the whole text. Code that defines the function takes the place of the prompt's, behind the
+    The code is the last block that defines the function, else the last block, else the whole text,
+    see ``program_in``. Code that defines the function takes the place of the prompt's, behind the
     imports and functions above it; other code is the body and goes behind the prompt.
 
     Args:
@@ -184,15 +182,14 @@ def completed_program(text: str, prompt: str, entry_point: str) -> str:
         entry_point: name of the function.
     """
     definition = re.compile(rf"^(?:async[ \t]+)?def[ \t]+{re.escape(entry_point)}\b", re.M)
-    blocks = [found[1] for found in _FENCED.finditer(text)]
-    whole = [block for block in blocks if definition.search(block)]
-    code = (whole or blocks or [text])[-1]
+    program = program_in(text, definition)
+    code = text if program is None else program.code
     if definition.search(code):
         head = definition.search(prompt)
         return f"{prompt[: head.start()] if head else prompt}\n{code}"
-    if blocks:
+    if program is not None and program.is_block:
         return prompt + _indented(code)
-    return prompt + _STOP.split(f"\n{text}", maxsplit=1)[0].removeprefix("\n")
+    return prompt + _STOP.split(f"\n{code}", maxsplit=1)[0].removeprefix("\n")
 
 
 def _indented(body: str) -> str:

@@ -37,6 +37,7 @@ from forethought.scaffolding.answers import (
     PairwiseEquivalence,
     TextEquivalence,
 )
+from forethought.scaffolding.code_blocks import program_in
 from forethought.scaffolding.messages import AssistantMessage
 from forethought.scaffolding.sandbox import Sandbox
 from forethought.scaffolding.settings import FUNCTION, TEXT, validated
@@ -178,10 +179,10 @@ class ToolCallAnswers:
 class CodeAnswers(TextAnswers):
     """Python programs, run in a sandbox: they mean the same if they print the same.
 
-    The program is the last fenced block of the text, or the whole text if there is none. It reads
-    an input as its standard input. What counts is its output but for spaces at the end of lines;
-    an input on which it fails or takes too long is an output of its own. A program that fails on
-    every input means the same as no other.
+    The program is the last fenced block of the text, or else the whole text, see ``program_in``. It
+    reads an input as its standard input. What counts is its output but for spaces at the end of
+    lines; an input on which it fails or takes too long is an output of its own. A program that
+    fails on every input means the same as no other.
 
     Args:
         inputs: standard inputs to run each program on, at least one.
@@ -191,8 +192,6 @@ class CodeAnswers(TextAnswers):
         ParameterError: there is no input.
         IsolationError: programs cannot be isolated on this machine.
     """
-
-    _BLOCK = re.compile(r"```[ \t]*\w*[ \t]*\n(.*?)```", re.DOTALL)
 
     def __init__(self, inputs: Sequence[str], sandbox: Sandbox | None = None) -> None:
         self._inputs = tuple(inputs) if not isinstance(inputs, str) else ()
@@ -214,9 +213,8 @@ class CodeAnswers(TextAnswers):
         )
 
     def _program(self, text: str) -> str | None:
-        blocks = self._BLOCK.findall(text)
-        program = blocks[-1] if blocks else text
-        return program if program.strip() else None
+        program = program_in(text)
+        return None if program is None else program.code
 
 
 _SPACES: Mapping[str, Callable[[], AnswerSpace]] = {
