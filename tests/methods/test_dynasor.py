@@ -33,11 +33,12 @@ from forethought.scaffolding.probe import (
 )
 from scripted import answer, chain
 
+PROMPT = "P<think>"
 THOUGHT = "".join(f"step {i:02}; " for i in range(20))  # 180 characters
 WRITTEN = ANSWER_SUFFIX_WITH_MARKER
 
 
-def solve(probe, text=THOUGHT, prompt="P: ", options=None, **settings):
+def solve(probe, text=THOUGHT, prompt=PROMPT, options=None, **settings):
     """Dynasor on one chain; a probe that knows k characters is answered with ``probe(k)``."""
     worker = ScriptedWorker(chain(prompt, text, probe))
     settings = {"chunk_size": 10, "certainty_threshold": 3, **settings}
@@ -90,7 +91,7 @@ class Held(ScriptedWorker):
 def test_what_the_chain_writes_while_the_last_probe_is_under_way_is_left_out():
     worker = Held(lambda asked, _: "4}" if asked.endswith(PROBE_SUFFIX) else THOUGHT)
     controller = DynasorGenerationController(chunk_size=10, certainty_threshold=1)
-    result = answer(controller, worker, "P: ")
+    result = answer(controller, worker, PROMPT)
     assert worker.calls[0].task.num_generated == 20
     assert result.output.text == THOUGHT[:10] + WRITTEN + "4" + ANSWER_END
     assert result.output.token_ids == [*map(ord, THOUGHT[:10])]
@@ -120,11 +121,11 @@ def test_probes_that_are_under_way_at_a_natural_end_count(last, text, kept_token
     def script(asked, index):
         if not asked.endswith(PROBE_SUFFIX):
             return THOUGHT[:35]
-        known = len(asked.removeprefix("P: ").partition(PROBE_SUFFIX)[0])
+        known = len(asked.removeprefix(PROMPT).partition(PROBE_SUFFIX)[0])
         return Reply(last if known == 30 else "4}", delay=0.05 if known > 10 else 0.0)
 
     worker = ScriptedWorker(script)
-    result = answer(DynasorGenerationController(chunk_size=10), worker, "P: ")
+    result = answer(DynasorGenerationController(chunk_size=10), worker, PROMPT)
     assert result.output.text == text
     assert result.output.meta["dynasor"] == {
         "early_exit": kept_tokens == 30,
@@ -149,20 +150,23 @@ def test_a_budget_that_is_spent_behind_the_end_of_the_chain_does_not_cost_the_ch
     def ask(said, tokens):
         controller = DynasorGenerationController(chunk_size=10)
         budget = Budget(tokens=tokens)
-        return answer(controller, ScriptedWorker(said), "P: ", budget=budget)
+        return answer(controller, ScriptedWorker(said), PROMPT, budget=budget)
 
     assert ask(script, 58).output.text == THOUGHT[:35]
 
 
 def test_a_budget_that_is_spent_in_a_probe_ends_the_chain_with_the_text_that_it_has():
-    says = chain("P: ", THOUGHT, lambda known: "1234567890}")
+    says = chain(PROMPT, THOUGHT, lambda known: "1234567890}")
     for streamed in (False, True):
         for tokens in range(1, 60):
             controller = DynasorGenerationController(chunk_size=10, streaming=streamed)
-            result = answer(controller, ScriptedWorker(says), "P: ", budget=Budget(tokens=tokens))
+            result = answer(controller, ScriptedWorker(says), PROMPT, budget=Budget(tokens=tokens))
             assert result.usage.completion_tokens <= tokens
-            assert result.output.text
-            assert THOUGHT.startswith(result.output.text)
+            text, _, written = result.output.text.partition(WRITTEN)
+            assert text
+            assert THOUGHT.startswith(text)
+            answered = bool(result.output.meta["dynasor"]["answers"])
+            assert written == ("1234567890" + ANSWER_END if answered else "")
             assert (result.output.finish_reason, result.spent_budget) == ("length", "tokens")
 
 
@@ -174,20 +178,20 @@ def test_the_chain_is_never_more_than_a_chunk_ahead_of_its_probes(streamed):
     def script(asked, index):
         if PROBE_SUFFIX not in asked:
             return THOUGHT
-        forks.append(len(asked.partition(PROBE_SUFFIX)[0].removeprefix("P: ")))
+        forks.append(len(asked.partition(PROBE_SUFFIX)[0].removeprefix(PROMPT)))
         waiting.append(sum(call.ended is None for call in worker.calls[1:]) - 1)
         return Reply(f"{len(forks)}}}", delay=0.05)
 
     worker = ScriptedWorker(script)
     controller = DynasorGenerationController(chunk_size=10, streaming=streamed)
-    answer(controller, worker, "P: ", sampling_params={"max_tokens": 55})
+    answer(controller, worker, PROMPT, sampling_params={"max_tokens": 55})
     assert forks == [10, 20, 30, 40, 50]
     assert max(waiting) == 1  # when a probe begins, only the one before it is under way
 
 
 def test_the_main_chain_is_ended_with_the_decision_and_not_with_the_request():
     """Also if it has just come back with another chunk: here it does so together with a probe."""
-    worker = ScriptedWorker(chain("P: ", THOUGHT, lambda known: "123456789}"))
+    worker = ScriptedWorker(chain(PROMPT, THOUGHT, lambda known: "123456789}"))
     ends = []
 
     class Goes(Controller):
@@ -199,7 +203,7 @@ def test_the_main_chain_is_ended_with_the_decision_and_not_with_the_request():
             ends.append(worker.calls[0].ended)
 
     with ScaffoldingLlm(Goes(), {"generation_with_dynasor_cot": worker}) as llm:
-        assert kept(llm.generate("P: ")) == 20
+        assert kept(llm.generate(PROMPT)) == 20
     assert ends == ["cancelled"]
 
 
@@ -309,7 +313,7 @@ def test_a_probe_goes_on_as_long_as_a_token_of_its_length_is_left():
 def test_the_main_chain_is_asked_for_once_and_never_sent_again():
     _, worker = solve(never)
     main = [call for call in worker.calls if PROBE_SUFFIX not in call.prompt]
-    assert [call.prompt for call in main] == ["P: "]
+    assert [call.prompt for call in main] == [PROMPT]
 
 
 @pytest.mark.parametrize(("threshold", "chunk"), [(1, 7), (2, 32), (5, 10)])
@@ -381,14 +385,14 @@ def test_several_samples_are_the_business_of_a_vote():
 def test_a_probe_that_fails_counts_as_one_without_an_answer(caplog):
     def script(asked, index):
         if asked.endswith(PROBE_SUFFIX):
-            failing = len(asked.partition(PROBE_SUFFIX)[0]) == len("P: ") + 20
+            failing = len(asked.partition(PROBE_SUFFIX)[0]) == len(PROMPT) + 20
             return Reply("4}", error=OSError("gone") if failing else None)
         return THOUGHT
 
     worker = ScriptedWorker(script)
     controller = DynasorGenerationController(chunk_size=10, certainty_threshold=2)
     with caplog.at_level(logging.WARNING):
-        result = answer(controller, worker, "P: ")
+        result = answer(controller, worker, PROMPT)
     assert result.output.meta["dynasor"]["answers"] == ["4", "", "4", "4"]
     assert "a probe failed" in caplog.text
 
@@ -403,12 +407,12 @@ def test_probes_are_judged_in_the_order_of_their_forks_however_late_they_come():
     def script(asked, index):
         if not asked.endswith(PROBE_SUFFIX):
             return Reply(THOUGHT, seconds_per_token=0.002)
-        number = len(asked.removeprefix("P: ").partition(PROBE_SUFFIX)[0]) // 10
+        number = len(asked.removeprefix(PROMPT).partition(PROBE_SUFFIX)[0]) // 10
         return Reply(f"{min(number, 3)}}}", delay=0.15 if number == 2 else 0.0)
 
     worker = ScriptedWorker(script)
     controller = DynasorGenerationController(chunk_size=10, certainty_threshold=2)
-    result = answer(controller, worker, "P: ")
+    result = answer(controller, worker, PROMPT)
     assert result.output.meta["dynasor"]["answers"] == ["1", "2", "3", "3"]
     assert kept(result) == 40
     # The chain was ahead by then; what it said behind the fork is not in the output.
@@ -425,11 +429,11 @@ def test_the_decision_does_not_depend_on_timing():
         def script(asked, index, answers=answers):
             if not asked.endswith(PROBE_SUFFIX):
                 return Reply(THOUGHT, seconds_per_token=0.001)
-            number = len(asked.removeprefix("P: ").partition(PROBE_SUFFIX)[0]) // 10
+            number = len(asked.removeprefix(PROMPT).partition(PROBE_SUFFIX)[0]) // 10
             return Reply(answers[number - 1] + "}", delay=source.choice([0, 0.01]))
 
         controller = DynasorGenerationController(chunk_size=10, certainty_threshold=2)
-        result = answer(controller, ScriptedWorker(script), "P: ")
+        result = answer(controller, ScriptedWorker(script), PROMPT)
         exits = [
             n for n in range(1, 17) if answers[n - 1] == answers[n] and "wait" not in answers[n]
         ]
@@ -437,28 +441,28 @@ def test_the_decision_does_not_depend_on_timing():
 
 
 def test_several_tasks_are_solved_side_by_side():
-    tasks = [GenerationTask(input_str="P: ") for _ in range(3)]
+    tasks = [GenerationTask(input_str=PROMPT) for _ in range(3)]
 
     class Three(Controller):
         def process(self, given, **kwargs):
             yield from DynasorGenerationController(chunk_size=10).process(tasks)
 
-    worker = ScriptedWorker(chain("P: ", THOUGHT, after("4}")))
+    worker = ScriptedWorker(chain(PROMPT, THOUGHT, after("4}")))
     with ScaffoldingLlm(Three(), {"generation_with_dynasor_cot": worker}) as llm:
-        llm.generate("P: ")
+        llm.generate(PROMPT)
     assert [task.output_str for task in tasks] == [THOUGHT[:30] + WRITTEN + "4" + ANSWER_END] * 3
 
 
 def test_under_a_vote_each_sample_exits_by_itself():
     def script(asked, index):
-        known = asked.removeprefix("P: ").partition(PROBE_SUFFIX)[0]
+        known = asked.removeprefix(PROMPT).partition(PROBE_SUFFIX)[0]
         if asked.endswith(PROBE_SUFFIX):
             return "5}" if "odd" in known else "4}"
         return ("odd " if index == 1 else "even ") * 40
 
     inner = DynasorGenerationController(chunk_size=10, certainty_threshold=2)
     worker = ScriptedWorker(script)
-    result = answer(MajorityVoteController(inner, 3), worker, "P: ")
+    result = answer(MajorityVoteController(inner, 3), worker, PROMPT)
     assert result.output.text == "even even even even " + WRITTEN + "4" + ANSWER_END
     assert result.output.meta["majority_vote"]["answer"] == "4"
     assert result.output.meta["dynasor"]["early_exit"]
@@ -470,11 +474,11 @@ def test_under_a_vote_each_sample_exits_by_itself():
 @pytest.mark.parametrize("threshold", [1, 2, 3])
 def test_what_is_streamed_is_the_output_and_is_never_taken_back(threshold):
     settings = {"chunk_size": 10, "certainty_threshold": threshold, "streaming": True}
-    script = chain("P: ", THOUGHT, after("1}", "2}", "42}", "42}", "42}"))
+    script = chain(PROMPT, THOUGHT, after("1}", "2}", "42}", "42}", "42}"))
     controller = DynasorGenerationController(**settings)
     tag = controller.WorkerTag.GENERATION
     with ScaffoldingLlm(controller, {tag: ScriptedWorker(script)}) as llm:
-        result = llm.generate_async("P: ")
+        result = llm.generate_async(PROMPT)
         events = [event.output for event in result.events()]
     assert "".join(event.text for event in events) == result.output.text
     assert [t for event in events for t in event.token_ids] == result.output.token_ids
@@ -490,7 +494,7 @@ def test_nothing_is_streamed_that_the_first_of_several_probes_under_way_may_cut_
 
     controller = DynasorGenerationController(chunk_size=10, certainty_threshold=2, streaming=True)
     with ScaffoldingLlm(controller, {"generation_with_dynasor_cot": ScriptedWorker(script)}) as llm:
-        result = llm.generate_async("P: ")
+        result = llm.generate_async(PROMPT)
         text = "".join(event.output.text for event in result.events())
     assert text == result.output.text == THOUGHT[:20] + WRITTEN + "42" + ANSWER_END
 
@@ -505,28 +509,28 @@ def test_what_is_certain_ends_where_the_next_probes_could_first_complete_a_run()
 
 def test_a_chain_that_ends_by_itself_is_streamed_to_its_end():
     controller = DynasorGenerationController(chunk_size=10, streaming=True)
-    script = chain("P: ", THOUGHT, never)
+    script = chain(PROMPT, THOUGHT, never)
     with ScaffoldingLlm(controller, {"generation_with_dynasor_cot": ScriptedWorker(script)}) as llm:
-        events = [event.output.text for event in llm.generate_async("P: ").events()]
+        events = [event.output.text for event in llm.generate_async(PROMPT).events()]
     assert "".join(events) == THOUGHT
 
 
 def test_a_task_that_is_to_be_streamed_is_streamed():
-    task = GenerationTask(input_str="P: ", streaming_output_flag=True)
+    task = GenerationTask(input_str=PROMPT, streaming_output_flag=True)
 
     class One(Controller):
         def process(self, given, **kwargs):
             yield from DynasorGenerationController(chunk_size=10).process([task])
 
-    worker = ScriptedWorker(chain("P: ", THOUGHT, after("4}")))
+    worker = ScriptedWorker(chain(PROMPT, THOUGHT, after("4}")))
     with ScaffoldingLlm(One(), {"generation_with_dynasor_cot": worker}) as llm:
-        told = [event.output for event in llm.generate_async("P: ").events()]
+        told = [event.output for event in llm.generate_async(PROMPT).events()]
     assert "".join(delta.text for delta in told) == task.output_str
     assert task.streaming_output_list == told
 
 
 def test_a_task_that_wants_no_text_is_refused_by_name():
-    task = GenerationTask(input_str="P: ", skip_detokenizer=True)
+    task = GenerationTask(input_str=PROMPT, skip_detokenizer=True)
     for controller in (DynasorGenerationController(), MajorityVoteController(Controller(), 2)):
         with pytest.raises(ParameterError, match="skip_detokenizer"):
             next(controller.process([task]))

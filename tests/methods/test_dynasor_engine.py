@@ -29,7 +29,7 @@ from forethought.scaffolding import (
     with_task_collection,
 )
 from forethought.scaffolding.answers import TextEquivalence
-from forethought.scaffolding.probe import ANSWER_END, PROBE_SUFFIX
+from forethought.scaffolding.probe import ANSWER_END, ANSWER_SUFFIX, PROBE_SUFFIX
 from forethought.training.chat_tokenizer import prompt_text
 from openai_server import EngineServer, serving
 from tokens import speaking
@@ -121,7 +121,7 @@ def test_an_early_exit_keeps_exactly_the_tokens_up_to_the_last_probe(worker, pla
         assert reported["early_exit"]
         assert kept == 20
         assert result.output.token_ids == tokens[:kept]
-        head = result.output.text.partition("\n\n...</think>")[0]
+        head = result.output.text.partition(ANSWER_SUFFIX)[0]
         assert text.startswith(head)
         assert result.output.text.endswith(reported["answers"][-1] + ANSWER_END)
     assert decoded < 3 * (70 + 6 * PROBE_LENGTH)
@@ -210,7 +210,7 @@ def test_with_a_tokenizer_the_written_answer_has_tokens_too(worker, monkeypatch)
     )
     output = solve(controller, worker, PROMPTS[0]).output
     kept = output.meta["dynasor"]["kept_tokens"]
-    written = output.text[output.text.index("\n\n...</think>") :]
+    written = output.text[output.text.index(ANSWER_SUFFIX) :]
     assert worker.tokenizer.decode(output.token_ids[kept:]) == written
 
 

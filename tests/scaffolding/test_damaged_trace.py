@@ -24,6 +24,7 @@ from forethought.scaffolding import (
     Trace,
     replay,
 )
+from forethought.scaffolding.thinking import thinking_of
 from forethought.scaffolding.tracer import Recorder, Tracer
 
 METHODS = {
@@ -37,7 +38,9 @@ METHODS = {
 
 def workers(controller):
     worker = ScriptedWorker(
-        lambda prompt, index: f"so \\boxed{{{index % 2}}}", score=lambda question, answer: 0.5
+        lambda prompt, index: f"so \\boxed{{{index % 2}}}",
+        score=lambda question, answer: 0.5,
+        markers=("<think>", "</think>"),
     )
     return dict.fromkeys([*methods.worker_tags(controller), "generation"], worker)
 
@@ -169,7 +172,7 @@ def test_a_trace_keeps_a_lone_surrogate(tmp_path):
 
 # ---- what raises ------------------------------------------------------------------------------
 
-EVENTS = ("begin", "turn", "resume", "ended", "stage", "exhausted", "finish")
+EVENTS = ("begin", "turn", "resume", "ended", "stage", "profiled", "exhausted", "finish")
 
 
 class Everything(Controller):
@@ -181,6 +184,8 @@ class Everything(Controller):
 
     def process(self, tasks, **kwargs):
         yield Stage("chosen")
+        for tag in ("generation", "other"):
+            thinking_of(tasks[0], tag)
         copies = [[task.copy()] for task in (tasks[0], tasks[0])]
         yield ParallelProcess([self.generation] * 2, copies, [{}] * 2)
         yield [ComputeTask(lambda: 1)]

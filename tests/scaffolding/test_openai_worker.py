@@ -33,7 +33,7 @@ from forethought.scaffolding import (
     TaskStatus,
     TRTOpenaiWorker,
 )
-from forethought.scaffolding.probe import ANSWER_END, ANSWER_SUFFIX_WITH_MARKER, PROBE_SUFFIX
+from forethought.scaffolding.probe import ANSWER_END, ANSWER_SUFFIX, PROBE_SUFFIX
 from forethought.scaffolding.workers.openai import StreamedChoice
 from openai_server import OpenaiServer, serving
 
@@ -905,7 +905,7 @@ def test_dynasor_runs_over_http(server):
     server.says, server.seconds_per_piece = says, 0.002
     controller = DynasorGenerationController(certainty_threshold=2, chunk_size=16)
     result = answer(controller, Client(server), "p: ")
-    kept, _, written = result.output.text.partition(ANSWER_SUFFIX_WITH_MARKER)
+    kept, _, written = result.output.text.partition(ANSWER_SUFFIX)
     assert written == "42" + ANSWER_END
     assert kept == ("thinking " * 30)[:32]
     assert result.output.meta["dynasor"]["early_exit"]

@@ -1,5 +1,7 @@
 """Probes of a chain, and the answers that are written behind it."""
 
+import pytest
+
 from forethought.scaffolding import GenerationTask
 from forethought.scaffolding.probe import (
     ANSWER_END,
@@ -9,6 +11,7 @@ from forethought.scaffolding.probe import (
     Probe,
     written_answer,
 )
+from forethought.scaffolding.thinking import ThinkingProfile
 
 
 def probing(length=8):
@@ -40,5 +43,18 @@ def test_the_answer_of_a_probe_ends_at_the_brace_that_closes_the_box():
 
 
 def test_an_open_thought_is_closed_before_the_answer_is_written():
-    assert written_answer("Q: so", "7") == f"{ANSWER_SUFFIX_WITH_MARKER}7{ANSWER_END}"
-    assert written_answer("Q: so</think>", "7") == f"{ANSWER_SUFFIX}7{ANSWER_END}"
+    opened = ThinkingProfile(("<think>", "</think>"), is_open=True)
+    assert written_answer("so", "7", opened) == f"{ANSWER_SUFFIX_WITH_MARKER}7{ANSWER_END}"
+    assert written_answer("so</think>", "7", opened) == f"{ANSWER_SUFFIX}7{ANSWER_END}"
+
+
+@pytest.mark.parametrize("markers", [("<think>", "</think>"), None])
+def test_where_no_thought_is_open_none_is_closed(markers):
+    profile = ThinkingProfile(markers)
+    assert written_answer("so", "7", profile) == f"{ANSWER_SUFFIX}7{ANSWER_END}"
+
+
+def test_a_thought_is_closed_by_the_markers_of_its_model():
+    profile = ThinkingProfile(("[THINK]", "[/THINK]"))
+    assert "...[/THINK]\n" in written_answer("[THINK]so", "7", profile)
+    assert written_answer("<think>so", "7", profile) == f"{ANSWER_SUFFIX}7{ANSWER_END}"

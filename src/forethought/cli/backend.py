@@ -254,6 +254,7 @@ def configure_choice(parser: argparse.ArgumentParser) -> None:
         metavar="NAME",
         help="that server's own field for --thinking-budget (vLLM: thinking_token_budget)",
     )
+    options.add_thinks_option(parser)
 
 
 def wants_server(args: argparse.Namespace) -> bool:
@@ -373,13 +374,14 @@ def _engine(open_llm: Callable[[], AsyncLLM], fields: Mapping[str, Any]) -> Iter
 
 
 def check_thinking_field(args: argparse.Namespace) -> None:
-    """Refuse the name of a server's field where no server is asked."""
-    if args.thinking_field is not None and not wants_server(args):
-        raise ParameterError(
-            "--thinking-field needs --url",
-            "it is the name under which a server gets a thinking budget",
-            "Leave it out",
-        )
+    """Refuse what is about a server's model where no server is asked."""
+    for name, why in (
+        ("thinking_field", "it is the name under which a server gets a thinking budget"),
+        ("thinks", "of a model on this machine its tokenizer tells whether it thinks"),
+    ):
+        if getattr(args, name) is not None and not wants_server(args):
+            option = f"--{name.replace('_', '-')}"
+            raise ParameterError(f"{option} needs --url", why, "Leave it out")
 
 
 def server_opener(
@@ -414,10 +416,17 @@ def server_opener(
     from forethought.scaffolding.workers.openai import OpenaiWorker
 
     key, field = os.environ.get("OPENAI_API_KEY", "none"), args.thinking_field
+    thinks = options.thinks_of(args)
     retries = DEFAULT_MAX_RETRIES if concurrency is None else 0
 
     def open_worker() -> Worker:
         client = AsyncOpenAI(base_url=args.url, api_key=key, max_retries=retries)
-        return OpenaiWorker(client, args.api_model, thinking_field=field, concurrency=concurrency)
+        return OpenaiWorker(
+            client,
+            args.api_model,
+            thinking_field=field,
+            thinks=thinks,
+            concurrency=concurrency,
+        )
 
     return open_worker

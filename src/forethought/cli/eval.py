@@ -459,6 +459,8 @@ def _model(
     if wants_server(args):
         concurrency = AdaptiveConcurrency(max(1, args.in_flight))
         described = {"url": args.url, "name": args.api_model, "thinking": args.thinking_field}
+        if args.thinks is not None:
+            described["thinks"] = args.thinks
         return server_opener(args, concurrency), described, False
     defaults: dict[str, Any] = {"max_batch_size": max(1, 2 * args.in_flight)}
     if task is not None and task.embedded_model is not None:
@@ -671,7 +673,8 @@ def _searched(args: argparse.Namespace, plan: _Plan, proposal: Proposal | None) 
 
 
 _KEPT = (
-    *("url", "api_model", "thinking_field", "model", "revision", "dtype", "device", "config"),
+    *("url", "api_model", "thinking_field", "thinks"),
+    *("model", "revision", "dtype", "device", "config"),
     *("speculative", "draft_model", "max_draft_len", "task", "data", "max_tokens", *THINKING),
     *("reward_model", "reward_url", *REWARD_SERVER, "answer", "instruction", "prompt_format"),
     "seed",

@@ -20,6 +20,11 @@ from forethought.methods import Method
 WIDTH = 96
 _REWARDS = "Rewards: they score the answers of a method that takes a reward_controller."
 _OTHERS = "In Python alone, or by an option of their own:"
+_THINKING = {
+    "unused": "",
+    "adapts": "Thinking: closes or limits thoughts, and does without where the model has none.",
+    "required": "Thinking: only for models that think.",
+}
 _IN_PYTHON = {
     "prm": "Scores the steps of answers with a process reward model: --reward-model DIR or "
     "--reward-url URL; in Python PRMController.of(worker).",
@@ -51,7 +56,8 @@ def _entry(method: Method) -> str:
     lines = [method.name, *_wrapped(method.description)]
     if method.paper:
         lines += _wrapped(f"Paper: {method.paper}")
-    return "\n".join([*lines, "  Settings:", *_settings(method)])
+    lines += _wrapped(_THINKING[method.uses_thinking])
+    return "\n".join([*filter(None, lines), "  Settings:", *_settings(method)])
 
 
 def _settings(method: Method) -> list[str]:

@@ -408,3 +408,24 @@ def model_label(fields: Mapping[str, Any]) -> str:
     """Name of the chosen model in reports."""
     model = fields.get("model")
     return "embedded reasoner" if assets.is_reasoner(model) else str(model)
+
+
+def add_thinks_option(parser: argparse.ArgumentParser | argparse._ArgumentGroup) -> None:
+    """Declare whether the model on a server thinks."""
+    parser.add_argument(
+        "--thinks",
+        choices=("yes", "no"),
+        help="whether the model on that server thinks, where nothing here tells it: methods for "
+        "models that think are refused on others, and no thought is closed there",
+    )
+
+
+def thinks_of(args: argparse.Namespace) -> bool | None:
+    """Whether the model on a server thinks, as the option says; None: it is not given.
+
+    Raises:
+        ParameterError: a configuration file has another value than yes and no.
+    """
+    if args.thinks not in (None, "yes", "no"):
+        raise ParameterError("invalid thinks", f"got {args.thinks!r}", "Write yes or no")
+    return None if args.thinks is None else args.thinks == "yes"

@@ -62,7 +62,7 @@ _FILE_ONLY = (
     "store_seconds",
 )
 """Settings without an option."""
-_OF_UPSTREAM = ("api_model", "tokenizer", "thinking_field", "upstream_fields")
+_OF_UPSTREAM = ("api_model", "tokenizer", "thinking_field", "thinks", "upstream_fields")
 """Options that belong to ``--upstream``."""
 _JOINED = ("upstream", "upstream_fields")
 """Options of several values with commas between; lists in the file of ``--config``."""
@@ -110,6 +110,7 @@ def _add_backends(backends: argparse._ArgumentGroup) -> None:
         metavar="NAME",
         help="that server's own field for a thinking budget (vLLM: thinking_token_budget)",
     )
+    options.add_thinks_option(backends)
     backends.add_argument(
         "--upstream-fields",
         metavar="NAME[,NAME]",
@@ -364,6 +365,7 @@ def _upstream(args: argparse.Namespace) -> Callable[[], Backend]:
         api_key=os.environ.get("OPENAI_API_KEY"),
         extensions=_extensions(args.upstream_fields),
         thinking_field=args.thinking_field,
+        thinks=options.thinks_of(args),
     )
 
     open_judge = _judge_opener(args)

@@ -34,20 +34,9 @@ from numpy.typing import NDArray
 
 from forethought.config.sampling import SamplingParams
 from forethought.errors import ParameterError
-from forethought.llm.tokenizer import Tokenizer
+from forethought.llm.tokenizer import MARKERS, Tokenizer
 from forethought.model.sampling import Constraint, Constraints
 from forethought.outputs import ThinkingOutput, ThoughtEnd
-
-MARKERS = (
-    ("<think>", "</think>"),
-    ("<thinking>", "</thinking>"),
-    ("<thought>", "</thought>"),
-    ("[THINK]", "[/THINK]"),
-    ("<seed:think>", "</seed:think>"),
-    ("<|START_THINKING|>", "<|END_THINKING|>"),
-    ("◁think▷", "◁/think▷"),
-)
-"""What opens and closes a thought in the formats of known models."""
 
 BOUNDARY = re.compile(r"(?:\n|[。！？]|[^\W\d_][)\]*\"'”’]*[.!?…][)\]*\"'”’]*)[^\S\n]*$")
 """The end of a line, or of a sentence; not a point behind a digit, which may be a decimal point or
@@ -288,15 +277,8 @@ class ThinkingBudgets:
 
     @functools.cached_property
     def markers(self) -> tuple[str, str] | None:
-        """What opens and closes a thought; None: the model has no such markers.
-
-        They are tokens of the vocabulary, or texts of the chat template.
-        """
-        vocabulary, template = self._tokenizer.hf.get_vocab(), _template(self._tokenizer)
-        for start, end in MARKERS:
-            if start in vocabulary and end in vocabulary:
-                return start, end
-        return next(((start, end) for start, end in MARKERS if end in template), None)
+        """What opens and closes a thought; None: the model has no such markers."""
+        return self._tokenizer.thinking_markers
 
     def check(self, params: SamplingParams) -> None:
         """Refuse limits of a thought that cannot be kept.
@@ -356,10 +338,5 @@ class ThinkingBudgets:
 
     def _space_behind(self, end: str) -> str:
         """The line ends that the chat template writes behind the closing marker."""
-        found = re.findall(rf"{re.escape(end)}((?:\\n|\n)*)", _template(self._tokenizer))
+        found = re.findall(rf"{re.escape(end)}((?:\\n|\n)*)", self._tokenizer.template_text)
         return max((lines.replace("\\n", "\n") for lines in found), key=len, default="")
-
-
-def _template(tokenizer: Tokenizer) -> str:
-    template = tokenizer.hf.chat_template or ""
-    return template if isinstance(template, str) else "\n".join(template.values())

@@ -41,6 +41,17 @@ LONG_TEXT = 1 << 14
 """Characters beyond which a text is tokenised beside an event loop."""
 _DENSE = 16
 """Characters for each token of the context that are tokenised to see whether a text is too long."""
+MARKERS = (
+    ("<think>", "</think>"),
+    ("<thinking>", "</thinking>"),
+    ("<thought>", "</thought>"),
+    ("[THINK]", "[/THINK]"),
+    ("<seed:think>", "</seed:think>"),
+    ("<|START_THINKING|>", "<|END_THINKING|>"),
+    ("◁think▷", "◁/think▷"),
+)
+"""What opens and closes a thought in the formats of known models."""
+
 _NO_FILES = (
     "The directory needs the tokenizer's files, such as tokenizer.json; if they are in another "
     "one, name it with tokenizer=..."
@@ -119,6 +130,24 @@ class Tokenizer:
                 _NO_FILES,
             )
         return cls(hf)
+
+    @cached_property
+    def thinking_markers(self) -> tuple[str, str] | None:
+        """What opens and closes a thought; None: the model has no such markers.
+
+        They are tokens of the vocabulary, or texts of the chat template.
+        """
+        vocabulary, template = self.hf.get_vocab(), self.template_text
+        for start, end in MARKERS:
+            if start in vocabulary and end in vocabulary:
+                return start, end
+        return next(((start, end) for start, end in MARKERS if end in template), None)
+
+    @property
+    def template_text(self) -> str:
+        """The chat template, or several of them together; empty if there is none."""
+        template = self.hf.chat_template or ""
+        return template if isinstance(template, str) else "\n".join(template.values())
 
     def expect_ids_below(self, vocab_size: int, path: Path) -> None:
         """Refuse the tokenizer of a model that has fewer tokens than its vocabulary.

@@ -14,6 +14,7 @@ Paper: Muennighoff et al., "s1: Simple test-time scaling", 2025.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -35,16 +36,22 @@ from forethought.scaffolding.settings import (
     BOOL,
     NON_NEGATIVE_INT,
     OPTIONAL_POSITIVE_INT,
+    OPTIONAL_TEXT,
     TEXT,
     validated,
 )
 from forethought.scaffolding.task import GenerationTask
+from forethought.scaffolding.thinking import expect_thinking, thinking_of
+
+_logger = logging.getLogger(__name__)
 
 
 @dataclass
 class Thought:
     """State of the thought of one task."""
 
+    marker: str
+    """What closes it."""
     num_tokens: int = 0
     """Generated for it; the inserted words do not count."""
     num_waits: int = 0
@@ -54,7 +61,8 @@ class Thought:
 class BudgetForcingController(Controller):
     """Makes a thought longer with "Wait" where it ends early, and ends it at a budget (s1).
 
-    The prompt opens the thought, or the model does. The output is the whole text, with the inserted
+    The prompt opens the thought, or the model does; a model that is known not to think is refused,
+    and an answer that has no thought is warned of. The output is the whole text, with the inserted
     words. ``customized_result_fields["budget_forcing"]`` holds the number of ``waits``, the
     ``thinking_tokens`` that were generated, and how the thought ended (``end``).
 
@@ -65,7 +73,7 @@ class BudgetForcingController(Controller):
         min_thinking_tokens: a thought with fewer is made longer, whatever ``num_waits`` says,
             unless the model adds nothing to it.
         wait: text that is put in the place of the end.
-        think_end: the model's closing marker.
+        think_end: the model's closing marker; None: as the worker tells it, else ``</think>``.
         answer_prefix: text behind the marker where the budget has ended the thought, such as
             "Final Answer:".
         streaming: stream the output as it comes.
@@ -75,6 +83,7 @@ class BudgetForcingController(Controller):
     """
 
     conversation = ConversationForm.TEXT
+    uses_thinking = "required"
 
     class WorkerTag(Enum):
         """The worker that generates."""
@@ -88,7 +97,7 @@ class BudgetForcingController(Controller):
         min_thinking_tokens: int = 0,
         *,
         wait: str = "Wait",
-        think_end: str = "</think>",
+        think_end: str | None = None,
         answer_prefix: str = "",
         streaming: bool = False,
     ) -> None:
@@ -99,7 +108,7 @@ class BudgetForcingController(Controller):
             "min_thinking_tokens", min_thinking_tokens, NON_NEGATIVE_INT
         )
         self.wait = validated("wait", wait, TEXT)
-        self.think_end = validated("think_end", think_end, TEXT)
+        self.think_end = validated("think_end", think_end, OPTIONAL_TEXT)
         self.answer_prefix = validated("answer_prefix", answer_prefix, ANY_TEXT)
         self.streaming = validated("streaming", streaming, BOOL)
 
@@ -112,7 +121,7 @@ class BudgetForcingController(Controller):
 
         Raises:
             ParameterError: keyword arguments; there are none. Or ``n`` samples, no text wanted, or
-                a task whose thought has limits of its own.
+                a task whose thought has limits of its own, or a model that does not think.
         """
         refuse_arguments(self, kwargs)
         for task in tasks:
@@ -121,10 +130,12 @@ class BudgetForcingController(Controller):
         yield from side_by_side(self, tasks, self._solve)
 
     def _solve(self, task: GenerationTask) -> Process:
-        thought, part = Thought(), task.copy()
+        profile = thinking_of(task, self.WorkerTag.GENERATION)
+        expect_thinking("budget_forcing", profile, "it makes a thought longer, or ends it")
+        thought, part = Thought(self.think_end or profile.think_end), task.copy()
         part.worker_tag = self.WorkerTag.GENERATION
         part.streaming_output_flag = task.streaming_output_flag or self.streaming
-        part.stop = [self.think_end, *sampling.stop_strings(task)]
+        part.stop = [thought.marker, *sampling.stop_strings(task)]
         part.max_tokens = _least(task.max_tokens, self.thinking_budget)
         rest: int | None = None
         while thought.end is None:
@@ -132,7 +143,7 @@ class BudgetForcingController(Controller):
             thought.num_tokens += part.num_generated
             rest = _left(task.max_tokens, thought.num_tokens)
             left = _left(self.thinking_budget, thought.num_tokens)
-            most, wants_to_end = _least(rest, left), part.stop_reason == self.think_end
+            most, wants_to_end = _least(rest, left), part.stop_reason == thought.marker
             if wants_to_end and most != 0 and self._goes_on(thought, part):
                 thought.num_waits += 1
                 yield self._told("prolonged", "the thought ends early", thought)
@@ -147,9 +158,11 @@ class BudgetForcingController(Controller):
             forced = thought.end is ThoughtEnd.BUDGET
             if forced:
                 yield self._told("forced", "the thinking budget is spent", thought)
-            behind = self.think_end + (self.answer_prefix if forced else "")
+            behind = thought.marker + (self.answer_prefix if forced else "")
             part = yield from self._continue(part, behind, max_tokens=rest, stop=task.stop)
             yield [part]
+        if thought.end is None and not profile.is_thinking(part.output_str or ""):
+            _logger.warning("budget_forcing has changed nothing: the answer has no thought")
         self._finish(task, part, thought)
         if rest == 0:
             task.finish_reason, task.stop_reason = "length", None

@@ -31,7 +31,7 @@ from forethought.scaffolding.answers import (
     PairwiseEquivalence,
     checked_equivalence,
 )
-from forethought.scaffolding.controller import Controller, expect_generation, expect_text
+from forethought.scaffolding.controller import Controller, expect_generation, expect_text, first_tag
 from forethought.scaffolding.parallel import AsCompleted, Branch, Process
 from forethought.scaffolding.result import Stage
 from forethought.scaffolding.settings import (
@@ -40,6 +40,7 @@ from forethought.scaffolding.settings import (
     validated,
 )
 from forethought.scaffolding.task import GenerationTask
+from forethought.scaffolding.thinking import thinking_of
 
 
 class BudgetVoteController(Controller):
@@ -54,7 +55,8 @@ class BudgetVoteController(Controller):
         default_sample_num: shares that the total is divided into, unless ``process`` gets
             ``sample_num``; so many samples begin at once.
         answer_tokens: of a share, left for the closing text and the answer; the rest is the
-            sample's ``thinking_budget``. None: no thought is closed.
+            sample's ``thinking_budget``. None: no thought is closed, as for a model that is known
+            not to think.
         max_sample_num: most samples, further ones included.
         answer: the rule that finds answers, see ``scaffolding.answer_extraction``.
         extract_answer: in its place: finds the answer in a text; None: the sample does not vote.
@@ -63,6 +65,8 @@ class BudgetVoteController(Controller):
     Raises:
         ParameterError: a setting of the wrong kind, or a share that leaves nothing to think with.
     """
+
+    uses_thinking = "adapts"
 
     def __init__(
         self,
@@ -155,7 +159,8 @@ class BudgetVoteController(Controller):
         sample = task.copy()
         sampling.vary(sample, number)
         limits = {"max_tokens": share}
-        if self.answer_tokens is not None:
+        profile = thinking_of(task, first_tag(self.generation_controller))
+        if self.answer_tokens is not None and not profile.has_no_thoughts:
             limits["thinking_budget"] = share - self.answer_tokens
         sampling.choose(sample, limits)
         return sample

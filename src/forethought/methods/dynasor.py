@@ -49,6 +49,7 @@ from forethought.scaffolding.probe import AnswerTokenizer, Probe, written_answer
 from forethought.scaffolding.result import Delta, Stage, spans_within
 from forethought.scaffolding.settings import BOOL, DIRECTORY, POSITIVE_INT, WORDS, validated
 from forethought.scaffolding.task import ComputeTask, GenerationTask, StreamGenerationTask
+from forethought.scaffolding.thinking import thinking_of
 
 EFFORT = {"mild": (8, 64), "low": (5, 64), "mid": (3, 64), "high": (2, 64), "crazy": (2, 32)}
 """How hard to save tokens, as Dynasor names it: (certainty_threshold, chunk_size)."""
@@ -69,6 +70,9 @@ class DynasorGenerationController(Controller):
     Sampling fields that a task sets win over the settings here; ``max_tokens`` counts the tokens
     that the main chain generates. The output is the main chain up to the last agreeing probe and
     the answer in a ``\boxed{}`` behind it, or all of the main chain if that ends by itself first.
+    Where the budget of the request ends the chain, the answer of the last probe that has one is
+    written behind it. A thought that the chain ends within is closed first; a model that does not
+    think has none.
 
     ``output_tokens`` are the tokens of the main chain that were kept, exactly. The answer behind
     them is written, not generated: its tokens are there only if ``generation_dir`` names a
@@ -99,6 +103,7 @@ class DynasorGenerationController(Controller):
     """
 
     conversation = ConversationForm.TEXT
+    uses_thinking = "adapts"
 
     class WorkerTag(Enum):
         """The worker that generates."""
@@ -155,11 +160,46 @@ class DynasorGenerationController(Controller):
         expect_text("Dynasor", task, "it writes the answer behind the text of the chain")
         sampling.fill(task, self.sampling_params)
         task.streaming_output_flag = task.streaming_output_flag or self.streaming
-        main = self._main_chain(task)
+        profile, main = thinking_of(task, self.WorkerTag.GENERATION), self._main_chain(task)
         agreement = Agreement(self.certainty_threshold, self.uncertain_words, self.equivalence)
-        probes: deque[Probe] = deque()
         stream = _OutputStream(task, main)
-        forked_at, agreed = 0, None
+        last, is_spent = yield from self._run(task, main, agreement, stream)
+        is_early = agreement.reached
+        task.result = main.result
+        kept = main.output_str or "", main.num_generated
+        if last is not None:
+            if is_early:
+                kept = last.kept_text, last.kept_tokens
+            why = f"{agreement.count} probes in a row agree" if is_early else "the budget is spent"
+            yield Stage("early_exit", why, fields={"answer": last.answer, "at": kept[1]})
+            written = written_answer(kept[0], last.answer or "", profile)
+            yield from self._write_answer(task, *kept, written)
+        if is_spent:
+            task.finish_reason = "length"
+        task.customized_result_fields["dynasor"] = {
+            "early_exit": is_early,
+            "answers": agreement.answers,
+            "kept_tokens": kept[1],
+        }
+        if task.streaming_output_flag:
+            yield from stream.extend(task, task.output_str or "", task.num_generated)
+
+    def _run(
+        self,
+        task: GenerationTask,
+        main: StreamGenerationTask,
+        agreement: Agreement,
+        stream: _OutputStream,
+    ) -> Process:
+        """Generate the chain, and probe it, until probes agree, it ends or the budget is spent.
+
+        Returns:
+            The probe at which the chain is to be cut, if there is one: the one with which enough
+            agree, or the last one that has an answer where the budget has cut the chain; and
+            whether it has.
+        """
+        probes: deque[Probe] = deque()
+        forked_at, answered, agreed = 0, None, None
         with AsCompleted([main]) as running:
             while running and agreed is None:
                 try:
@@ -167,34 +207,23 @@ class DynasorGenerationController(Controller):
                 except BudgetExceeded:
                     if not main.output_str:
                         raise
-                    if not main.end_flag:
-                        main.end_flag, main.finish_reason, main.stop_reason = True, "length", None
-                    break  # probes in flight are lost
+                    if main.end_flag:
+                        break  # probes in flight are lost
+                    main.end_flag, main.finish_reason, main.stop_reason = True, "length", None
+                    return answered, True
                 if done is not main:
                     self._on_probe_result(probes, done, running)
                 elif not main.end_flag and main.num_generated - forked_at >= self.chunk_size:
                     forked_at = main.num_generated
                     probes.append(Probe(main, self.probe_length))
                     running.add(probes[-1].task)
-                agreed = yield from self._add_answers(probes, agreement)
+                answered = (yield from self._add_answers(probes, agreement)) or answered
+                agreed = answered if agreement.reached else None
                 if agreed is None and main not in running.pending and self._may_step(main, probes):
                     running.add(main)
                 if task.streaming_output_flag and agreed is None:
                     yield from stream.extend(main, *_certain(main, probes, agreement))
-        if agreed is not None:
-            why = f"{agreement.count} probes in a row agree"
-            fields = {"answer": agreed.answer, "at": agreed.kept_tokens}
-            yield Stage("early_exit", why, fields=fields)
-        task.result = main.result
-        if agreed is not None:
-            yield from self._exit_early(task, agreed)
-        task.customized_result_fields["dynasor"] = {
-            "early_exit": agreed is not None,
-            "answers": agreement.answers,
-            "kept_tokens": main.num_generated if agreed is None else agreed.kept_tokens,
-        }
-        if task.streaming_output_flag:
-            yield from stream.extend(task, task.output_str or "", task.num_generated)
+        return agreed, False
 
     # ---- the main chain and its probes ----------------------------------------------------------
 
@@ -221,22 +250,22 @@ class DynasorGenerationController(Controller):
         """Count the answers of finished probes, in the order of their forks.
 
         Returns:
-            The probe with which enough of them agree; None if there is none yet.
+            The last of them that counts, with which enough may agree; None if none of them does.
         """
+        last = None
         while probes and probes[0].answer is not None:
             probe = probes.popleft()
             yield from agreement.add(probe.answer or "")
             fields = {"answer": probe.answer, "at": probe.kept_tokens, "agreeing": agreement.count}
             yield Stage("probed", fields=fields)
+            last = probe if agreement.count else last
             if agreement.reached:
-                return probe
-        return None
+                break
+        return last
 
-    def _exit_early(self, task: GenerationTask, agreed: Probe) -> Process:
-        """Cut the output where the probe was forked, and write its answer behind."""
-        written = written_answer((task.input_str or "") + agreed.kept_text, agreed.answer or "")
-        text = agreed.kept_text + written
-        task.result = task.result and task.result.cut(text, agreed.kept_tokens)
+    def _write_answer(self, task: GenerationTask, text: str, count: int, written: str) -> Process:
+        """Cut the output to ``text``, its first ``count`` tokens, and write an answer behind."""
+        task.result = task.result and task.result.cut(text + written, count)
         if self._tokenizer is not None and task.output_tokens is not None:
             encoding = ComputeTask(self._tokenizer.encode, written)
             yield [encoding]

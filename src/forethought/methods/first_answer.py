@@ -35,8 +35,9 @@ from forethought.scaffolding.controller import (
 )
 from forethought.scaffolding.parallel import Process
 from forethought.scaffolding.result import Delta, Stage
-from forethought.scaffolding.settings import BOOL, TEXT, WORDS, validated
+from forethought.scaffolding.settings import BOOL, OPTIONAL_TEXT, TEXT, WORDS, validated
 from forethought.scaffolding.task import GenerationTask, StreamGenerationTask
+from forethought.scaffolding.thinking import thinking_of
 
 MARKERS = ("answer is", "Answer:", "\\boxed{")
 
@@ -45,8 +46,8 @@ class FirstAnswerController(Controller):
     """Closes the thought behind the first answer that it states.
 
     Behind a prompt of text that closes a thought itself nothing is closed: what comes is the
-    answer. All else is read as a thought up to ``think_end``, also the answer of a model that does
-    not think.
+    answer. All else is read as a thought up to ``think_end``. A model that is known not to think is
+    stopped behind the line that states the answer, and that is its answer.
 
     ``customized_result_fields["first_answer"]`` holds the ``marker`` that the thought was ended by
     (None: it came to its own end), and the tokens of the chain (``chain_tokens``), without those of
@@ -56,7 +57,7 @@ class FirstAnswerController(Controller):
         markers: texts that state an answer; the thought ends with the line that the first one is
             in.
         line_end: text that ends this line.
-        think_end: the model's closing marker.
+        think_end: the model's closing marker; None: as the worker tells it, else ``</think>``.
         streaming: stream the output as it comes.
 
     Raises:
@@ -64,6 +65,7 @@ class FirstAnswerController(Controller):
     """
 
     conversation = ConversationForm.TEXT
+    uses_thinking = "adapts"
 
     class WorkerTag(Enum):
         """The worker that generates."""
@@ -75,7 +77,7 @@ class FirstAnswerController(Controller):
         markers: Sequence[str] = MARKERS,
         *,
         line_end: str = "\n",
-        think_end: str = "</think>",
+        think_end: str | None = None,
         streaming: bool = False,
     ) -> None:
         super().__init__()
@@ -85,7 +87,7 @@ class FirstAnswerController(Controller):
                 "invalid markers", "there are none", "Give texts that state an answer"
             )
         self.line_end = validated("line_end", line_end, TEXT)
-        self.think_end = validated("think_end", think_end, TEXT)
+        self.think_end = validated("think_end", think_end, OPTIONAL_TEXT)
         self.streaming = validated("streaming", streaming, BOOL)
 
     def process(self, tasks: Sequence[GenerationTask], **kwargs: Any) -> Process:
@@ -103,7 +105,9 @@ class FirstAnswerController(Controller):
 
     def _solve(self, task: GenerationTask) -> Process:
         """The chain to the end of the line that states an answer, then the answer."""
-        if self._is_answering(task.input_str or ""):
+        profile = thinking_of(task, self.WorkerTag.GENERATION)
+        think_end = self.think_end or profile.think_end
+        if _is_answering(task.input_str or "", think_end):
             task.worker_tag = self.WorkerTag.GENERATION
             task.streaming_output_flag |= self.streaming
             yield [task]
@@ -112,7 +116,7 @@ class FirstAnswerController(Controller):
         chain = StreamGenerationTask.create_from_generation_task(task)
         chain.worker_tag = self.WorkerTag.GENERATION
         chain.streaming_output_flag = task.streaming_output_flag or self.streaming
-        part, marker, thought = chain, None, _Thought(self)
+        part, marker, thought = chain, None, _Thought(self, think_end)
         while not chain.end_flag and marker is None:
             yield [chain]
             marker = thought.stated(chain.output_str or "")
@@ -122,19 +126,18 @@ class FirstAnswerController(Controller):
             chain.cancel_flag = True
             yield [chain]
             yield Stage("early_exit", fields={"marker": marker, "at": chain.num_generated})
-            part = yield from self._answer(task, chain)
+            if profile.has_no_thoughts:
+                chain.finish_reason = "stop"
+            else:
+                part = yield from self._answer(task, chain, think_end)
+        is_cut = part is not chain or (chain.cancel_flag and chain.finish_reason == "stop")
         task.result, task.request_handle = part.joined, part.request_handle
         task.customized_result_fields["first_answer"] = {
-            "marker": None if part is chain else marker,
+            "marker": marker if is_cut else None,
             "chain_tokens": chain.num_generated,
         }
 
-    def _is_answering(self, prompt: str) -> bool:
-        """Whether a prompt ends behind a thought: what comes is the answer already."""
-        closed = prompt.rfind(self.think_end)
-        return closed >= 0 and closed > prompt.rfind(self.think_end.replace("/", ""))
-
-    def _answer(self, task: GenerationTask, chain: StreamGenerationTask) -> Process:
+    def _answer(self, task: GenerationTask, chain: StreamGenerationTask, think_end: str) -> Process:
         """Generate the answer behind the chain, whose thought is closed; returns the last part."""
         fields: dict[str, Any] = {}
         if task.max_tokens is not None:
@@ -143,19 +146,25 @@ class FirstAnswerController(Controller):
                 chain.finish_reason = "length"
                 return chain
         if chain.streaming_output_flag:
-            yield Delta(self.think_end, source="first_answer")
-        answer = chain.fork(self.think_end, **fields)
+            yield Delta(think_end, source="first_answer")
+        answer = chain.fork(think_end, **fields)
         answer.streaming_output_flag = chain.streaming_output_flag
         yield [answer]
         return answer
 
 
+def _is_answering(prompt: str, think_end: str) -> bool:
+    """Whether a prompt ends behind a thought: what comes is the answer already."""
+    closed = prompt.rfind(think_end)
+    return closed >= 0 and closed > prompt.rfind(think_end.replace("/", ""))
+
+
 class _Thought:
     """Reads a thought as it grows; what has been read is not searched again."""
 
-    def __init__(self, method: FirstAnswerController) -> None:
-        self._method = method
-        longest = max(map(len, (*method.markers, method.think_end, method.line_end)))
+    def __init__(self, method: FirstAnswerController, think_end: str) -> None:
+        self._method, self._think_end = method, think_end
+        longest = max(map(len, (*method.markers, think_end, method.line_end)))
         self._overlap, self._searched = longest - 1, 0
         self._marker: str | None = None
         self._behind = 0
@@ -165,7 +174,7 @@ class _Thought:
     def stated(self, text: str) -> str | None:
         """The marker in the first line that has one and is finished, if there is one so far."""
         begin = max(self._behind, self._searched - self._overlap)
-        end = text.find(self._method.think_end, begin)
+        end = text.find(self._think_end, begin)
         self.is_closed, self._searched = end >= 0, len(text)
         stop = end if self.is_closed else len(text)
         if self._marker is None:

@@ -17,13 +17,15 @@ from collections.abc import Sequence
 from typing import Any
 
 from forethought.scaffolding import sampling
-from forethought.scaffolding.controller import Controller, expect_generation
+from forethought.scaffolding.controller import Controller, expect_generation, first_tag
 from forethought.scaffolding.parallel import Process
 from forethought.scaffolding.settings import OPTIONAL_TEXT, validated
 from forethought.scaffolding.task import ChatTask, GenerationTask
+from forethought.scaffolding.thinking import MARKERS, expect_thinking, thinking_of
 
 FINISHED = "Okay, I think I have finished thinking.\n</think>\n\n"
-"""The thought of the paper and what closes it, for models whose marker is ``</think>``."""
+"""The thought of the paper and what closes it; the model's own marker takes the place of
+``</think>``."""
 
 
 class NoThinkingController(Controller):
@@ -42,6 +44,8 @@ class NoThinkingController(Controller):
         ParameterError: a setting of the wrong kind.
     """
 
+    uses_thinking = "required"
+
     def __init__(
         self, generation_controller: Controller, thinking_end: str | None = FINISHED
     ) -> None:
@@ -57,11 +61,17 @@ class NoThinkingController(Controller):
             **kwargs: of ``generation_controller.process``.
 
         Raises:
-            ParameterError: a task has a thinking budget, or another limit of its thought.
+            ParameterError: a task has a thinking budget, or another limit of its thought, or the
+                model does not think.
         """
         limits = ("thinking_budget", "thinking_soft", "thinking_end")
+        tag = first_tag(self.generation_controller)
         for task in tasks:
             sampling.refuse(task, limits, "no_thinking", "Leave it out: there is no thought")
-            end = None if isinstance(task, ChatTask) else self.thinking_end
-            sampling.choose(task, {"thinking_budget": 0, "thinking_end": end})
+            profile = thinking_of(task, tag)
+            expect_thinking("no_thinking", profile, "a finished thought stands in the place of one")
+            finished = None if isinstance(task, ChatTask) else self.thinking_end
+            if finished == FINISHED:
+                finished = FINISHED.replace(MARKERS[1], profile.think_end)
+            sampling.choose(task, {"thinking_budget": 0, "thinking_end": finished})
         yield from self.generation_controller.process(tasks, **kwargs)

@@ -69,6 +69,7 @@ from forethought.scaffolding.steps import (
     StepScorer,
 )
 from forethought.scaffolding.task import GenerationTask
+from forethought.scaffolding.thinking import thinking_of
 
 Scorer = Literal["prompt", "likelihood"]
 _SCORER: TypeAdapter[Scorer] = TypeAdapter(Scorer)
@@ -113,6 +114,8 @@ class SpecReasonController(Controller):
         max_steps: after so many the base model writes the rest.
         step_end: text that ends a step.
         think_end: marker behind which the base model writes the answer; None: all is steps.
+            ``"auto"``: the base model's, ``</think>`` where it is not known, and None where the
+            base model does not think.
         score_prompt: text behind a step; the base model's next token is the score. What is no digit
             counts as 0.
         scorer: ``"prompt"``: the base model is asked for a score from 0 to 9; or ``"likelihood"``:
@@ -126,6 +129,7 @@ class SpecReasonController(Controller):
     """
 
     conversation = ConversationForm.NONE
+    uses_thinking = "adapts"
 
     class WorkerTag(Enum):
         """The workers of the two models."""
@@ -141,7 +145,7 @@ class SpecReasonController(Controller):
         max_steps: int = 256,
         *,
         step_end: str = "\n\n",
-        think_end: str | None = "</think>",
+        think_end: str | None = "auto",
         score_prompt: str = SCORE_PROMPT,
         scorer: Scorer = "prompt",
         aggregation: Aggregation = "min",
@@ -219,7 +223,11 @@ class SpecReasonController(Controller):
         scorer: StepScorer = PromptScorer(self.WorkerTag.BASE, self.score_prompt)
         if self.scorer == "likelihood":
             scorer = LikelihoodScorer(self.WorkerTag.BASE, self.aggregation)
-        return _Chain(task, self.step_end, self.think_end, self.step_tokens, scorer=scorer)
+        think_end = self.think_end
+        if think_end == "auto":
+            profile = thinking_of(task, self.WorkerTag.BASE)
+            think_end = None if profile.has_no_thoughts else profile.think_end
+        return _Chain(task, self.step_end, think_end, self.step_tokens, scorer=scorer)
 
     def _step(self, chain: _Chain) -> Process:
         """The next step: the small model's if its score is high enough, else the base model's."""

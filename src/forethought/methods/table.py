@@ -15,6 +15,7 @@ from forethought.errors import ParameterError
 
 if TYPE_CHECKING:
     from forethought.scaffolding.controller import Controller
+    from forethought.scaffolding.thinking import ThinkingUse
 
 BY_METHOD = "settings by method"
 SettingsByMethod = Annotated[Mapping[str, Mapping[str, Any]], BY_METHOD]
@@ -42,6 +43,9 @@ class Method:
     """Name -> what it means, from the docstring of its class, as far as explained there."""
     conversation: str = "messages"
     """How it answers conversations: a ``ConversationForm``."""
+    uses_thinking: ThinkingUse = "unused"
+    """What the thoughts of models are to it: it does not look at them (``unused``), does without
+    where there are none (``adapts``), or is for models that think alone (``required``)."""
 
     REQUIRED = inspect.Parameter.empty
 
@@ -141,7 +145,8 @@ def _described(method: Any, name: str) -> Method:
     first_line = text.partition("\n")[0].replace("``", "")
     explanations = _explanations(text, parameters)
     form = str(getattr(method, "conversation", "messages"))
-    return Method(name, first_line, _paper(method), parameters, explanations, form)
+    use: ThinkingUse = getattr(method, "uses_thinking", "unused")
+    return Method(name, first_line, _paper(method), parameters, explanations, form, use)
 
 
 def _paper(method: Any) -> str:

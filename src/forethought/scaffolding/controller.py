@@ -37,6 +37,7 @@ from forethought.scaffolding.parallel import (
 from forethought.scaffolding.result import ScaffoldingOutput
 from forethought.scaffolding.settings import ANY_TEXT, BOOL, OnFailure, validated
 from forethought.scaffolding.task import ChatTask, GenerationTask, RewardTask, Task
+from forethought.scaffolding.thinking import ThinkingUse
 
 _C = TypeVar("_C", bound="Cloneable")
 
@@ -131,6 +132,9 @@ class Controller(Cloneable):
         conversation: how it answers conversations.
         task_collections: collections attached by ``with_task_collection``, by name.
     """
+
+    uses_thinking: ClassVar[ThinkingUse] = "unused"
+    """What the thoughts of models are to it."""
 
     class WorkerTag(Enum):
         """The worker tags of this controller class."""
@@ -431,6 +435,12 @@ def expect_controller(name: str, value: Any) -> Any:
 def expect_generation(value: Any) -> Any:
     """``value``, the controller that generates for another one; raises as ``expect_controller``."""
     return expect_controller("generation_controller", value)
+
+
+def first_tag(controller: Controller) -> Any:
+    """The tag of the worker to which a controller gives its tasks, as far as its class tells."""
+    tags: list[Any] = list(type(controller).WorkerTag)
+    return tags[0] if tags else NativeGenerationController.WorkerTag.GENERATION
 
 
 def expect_streams(method: str, controller: Controller) -> None:

@@ -54,6 +54,7 @@ from forethought.scaffolding.task import (
     Task,
     TaskStatus,
 )
+from forethought.scaffolding.thinking import ThinkingProfile
 from forethought.scaffolding.trace import Span
 from forethought.scaffolding.tracer import GuardedTracer
 from forethought.scaffolding.worker import Worker
@@ -211,6 +212,16 @@ class Run:
     """Of all frames."""
     pace: StartPace = field(default_factory=StartPace)
     """Of all requests on the event loop."""
+
+    def thinking(self, task: GenerationTask, tag: Any) -> ThinkingProfile | None:
+        """What the worker of a tag tells of how its model thinks; None: nothing."""
+        try:
+            profile: ThinkingProfile | None = self.routes.find(tag).thinking(task)
+        except WorkerTagError:  # it is raised where the task is yielded
+            return None
+        if self.tracer is not None and profile is not None:
+            self.tracer.profiled(task, tag, profile)
+        return profile
 
     def publish(self, event: StreamEvent | None = None) -> None:
         """Pass ``event`` and the new text to the result."""

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
+from typing import Any
 
 from forethought.scaffolding.budget import BudgetAccount
 from forethought.scaffolding.sympy_pool import SympyPool
@@ -22,6 +24,9 @@ class ExecutionScope:
     parent: ExecutionScope | None = None
     sympy: SympyPool | None = None
     """Processes for formulas; shared by all requests of a ``ScaffoldingLlm``."""
+    thinking: Callable[[Any, Any], Any] | None = None
+    """``thinking(task, tag)``: the ``ThinkingProfile`` of a worker's model behind the prompt of a
+    task; None: it is not known."""
     cache_salt: str = ""
     """Prefixes that a worker has cached are shared only among requests of the same salt."""
 

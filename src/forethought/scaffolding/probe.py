@@ -22,6 +22,7 @@ from forethought.scaffolding import sampling
 from forethought.scaffolding.answer_extraction import unpaired_brace
 from forethought.scaffolding.execution_scope import current_scope
 from forethought.scaffolding.task import GenerationTask
+from forethought.scaffolding.thinking import ThinkingProfile
 
 _logger = logging.getLogger(__name__)
 
@@ -35,19 +36,22 @@ ANSWER_SUFFIX_WITH_MARKER = (
     "\n\n...</think>\n Oh, I have got the answer to the whole problem\n"
     "**Final Answer:**\n\\[\n \\boxed{"
 )
-ANSWER_END = "}\n\\]"
 THINK_END = "</think>"
+ANSWER_END = "}\n\\]"
 _CLOSE = "}"
 
 
-def written_answer(text: str, answer: str) -> str:
+def written_answer(text: str, answer: str, profile: ThinkingProfile) -> str:
     """What is written behind a chain to give its answer.
 
     Args:
-        text: of the chain, with its prompt; a thought in it is closed first.
+        text: of the chain; a thought that it ends within is closed first.
         answer: of a probe.
+        profile: of the model, behind the prompt of the chain.
     """
-    suffix = ANSWER_SUFFIX if THINK_END in text else ANSWER_SUFFIX_WITH_MARKER
+    suffix = ANSWER_SUFFIX
+    if profile.is_thinking(text):
+        suffix = ANSWER_SUFFIX_WITH_MARKER.replace(THINK_END, profile.think_end)
     return suffix + answer + ANSWER_END
 
 

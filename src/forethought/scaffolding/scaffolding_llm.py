@@ -349,6 +349,7 @@ class ScaffoldingLlm:
                 run.account,
                 request.priority,
                 sympy=self._sympy,
+                thinking=run.thinking,
                 cache_salt=request.cache_salt,
             )
             process = controller.generate(request.prompt, **request.kwargs)

@@ -53,6 +53,7 @@ TEXT: TypeAdapter[str] = TypeAdapter(Annotated[str, Field(strict=True, min_lengt
 OPTIONAL_TEXT: TypeAdapter[str | None] = TypeAdapter(
     Annotated[str, Field(strict=True, min_length=1)] | None
 )
+OPTIONAL_BOOL: TypeAdapter[bool | None] = TypeAdapter(Annotated[bool | None, Field(strict=True)])
 BOOL: TypeAdapter[bool] = TypeAdapter(Annotated[bool, Field(strict=True)])
 WORDS: TypeAdapter[tuple[str, ...]] = TypeAdapter(
     tuple[Annotated[str, Field(strict=True, pattern=r"\S")], ...]

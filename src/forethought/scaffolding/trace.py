@@ -194,6 +194,8 @@ class Trace:
     resumed: list[list[Any]] = field(default_factory=list)
     """For each time that a controller went on after waiting, in order: the path of its branch, and
     how many spans had ended before. What a controller decides may depend on it."""
+    thinking: dict[str, Any] = field(default_factory=dict)
+    """What workers told of how their models think, as encoded, by ``thinking_key``."""
     outputs: list[Any] = field(default_factory=list)
     """As encoded; ``scaffolding_outputs`` decodes them."""
     usage: dict[str, int] = field(default_factory=dict)
@@ -255,7 +257,7 @@ class Trace:
         """
         try:
             Budget(**self.budget)
-            for name in ("prompt", "kwargs", "outputs"):
+            for name in ("prompt", "kwargs", "thinking", "outputs"):
                 decoded(getattr(self, name), name)
             for span in self.spans:
                 span.check_results()

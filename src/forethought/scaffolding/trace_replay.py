@@ -32,7 +32,7 @@ from forethought.scaffolding.scaffolding_llm import ScaffoldingLlm
 from forethought.scaffolding.task import ComputeTask, GenerationTask, Task, TaskStatus
 from forethought.scaffolding.trace import Span, Trace
 from forethought.scaffolding.trace_values import decoded
-from forethought.scaffolding.tracer import Recorder, Tracer, apply_results
+from forethought.scaffolding.tracer import Recorder, Tracer, apply_results, thinking_key
 from forethought.scaffolding.worker import Worker
 
 _IDLE_TURNS = 100
@@ -100,13 +100,13 @@ class _ReplayLlm(ScaffoldingLlm):
 class _OneRoute(Routes):
     """One worker for every tag."""
 
-    def __init__(self, worker: Worker) -> None:
+    def __init__(self, worker: ReplayWorker) -> None:
         super().__init__({"": worker})
         self._worker = worker
 
     def find(self, tag: Any) -> Worker:
         """The worker."""
-        return self._worker
+        return self._worker.of(tag)
 
 
 @dataclass(slots=True, eq=False)
@@ -160,6 +160,8 @@ class Replay(Recorder):
         self._waiting: dict[int, asyncio.Future[None]] = {}
         self._computing: set[int] = set()
         self._num_events = 0
+        self.profiles = decoded(recorded.thinking)
+        """How the models of workers think, by ``thinking_key``."""
 
     def recorded(self, task: Task) -> tuple[Span, Span]:
         """The span of the present execution of ``task``, and the recorded one."""
@@ -332,6 +334,17 @@ class ReplayWorker(Worker):
 
     def __init__(self, tracer: Replay) -> None:
         self._tracer = tracer
+        self._tag: Any = None
+
+    def of(self, tag: Any) -> ReplayWorker:
+        """The same, as the worker of a tag."""
+        worker = ReplayWorker(self._tracer)
+        worker._tag = tag
+        return worker
+
+    def thinking(self, task: Any) -> Any:
+        """As recorded; None: not known."""
+        return self._tracer.profiles.get(thinking_key(task, self._tag))
 
     async def run_task(self, task: Any) -> TaskStatus:
         """Wait for the turn of ``task``; leave the recorded results, or fail as recorded."""

@@ -18,6 +18,7 @@ from pydantic import ConfigDict, PydanticUserError, TypeAdapter, ValidationError
 from forethought import outputs
 from forethought.scaffolding import messages
 from forethought.scaffolding.result import ScaffoldingOutput
+from forethought.scaffolding.thinking import ThinkingProfile
 
 _CLASSES: Mapping[str, type[Any]] = MappingProxyType(
     {
@@ -40,6 +41,7 @@ _CLASSES: Mapping[str, type[Any]] = MappingProxyType(
             messages.ToolMessage,
             messages.UserMessage,
             ScaffoldingOutput,
+            ThinkingProfile,
         )
     }
 )

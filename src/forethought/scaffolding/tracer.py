@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import copy
 import hashlib
+import json
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -29,6 +30,7 @@ from forethought.scaffolding.task import (
     StreamGenerationTask,
     Task,
 )
+from forethought.scaffolding.thinking import ThinkingProfile
 from forethought.scaffolding.trace import Span, Trace
 from forethought.scaffolding.trace_values import decoded, encoded, expect_type
 
@@ -75,6 +77,9 @@ class Tracer:
 
     def stage(self, branch: str, stage: Stage) -> None:
         """A stage of ``branch``."""
+
+    def profiled(self, task: GenerationTask, tag: Any, profile: ThinkingProfile) -> None:
+        """A controller has asked how the model thinks behind the prompt of ``task``."""
 
     def exhausted(self, then: Callable[[], None]) -> None:
         """The budget has run out under way; ``then`` stops what goes on."""
@@ -126,6 +131,12 @@ class GuardedTracer:
         with self._calling() as tracer:
             if tracer is not None:
                 tracer.stage(branch, stage)
+
+    def profiled(self, task: GenerationTask, tag: Any, profile: ThinkingProfile) -> None:
+        """As of the tracer."""
+        with self._calling() as tracer:
+            if tracer is not None:
+                tracer.profiled(task, tag, profile)
 
     def exhausted(self, then: Callable[[], None]) -> None:
         """As of the tracer; ``then`` is called whatever it does."""
@@ -217,6 +228,10 @@ class Recorder(Tracer):
         values = {"branch": branch, "name": stage.name, "why": stage.why, "fields": fields}
         self.trace.stages.append({"at": self._now(), **values})
 
+    def profiled(self, task: GenerationTask, tag: Any, profile: ThinkingProfile) -> None:
+        """Record the profile."""
+        self.trace.thinking[thinking_key(task, tag)] = encoded(profile)
+
     def exhausted(self, then: Callable[[], None]) -> None:
         """Record when the budget ran out."""
         what = "seconds" if self._account.expired else "tokens"
@@ -284,6 +299,13 @@ class Recorder(Tracer):
         if span.fork_of is None:
             asked["prompt"] = encoded(task.input_tokens or task.input_str, lenient=True)
         return asked
+
+
+def thinking_key(task: GenerationTask, tag: Any) -> str:
+    """The key of a profile in a trace: the worker's tag, and a hash of the prompt."""
+    prompt = json.dumps([task.input_str, task.input_tokens]).encode()
+    digest = hashlib.blake2b(prompt, digest_size=8).hexdigest()
+    return f"{getattr(tag, 'value', tag)}:{digest}"
 
 
 def _counts(usage: Usage) -> dict[str, int]:

@@ -55,6 +55,13 @@ class Worker:
         found = (self.task_handlers.get(ancestor) for ancestor in kind.__mro__)
         return next((handler for handler in found if handler is not None), None)
 
+    def thinking(self, task: Any) -> Any:
+        """How the model thinks behind the prompt of a task, a ``ThinkingProfile``; None: unknown.
+
+        Called on the event loop before the task runs; it computes nothing that takes long.
+        """
+        return None
+
     async def on_scope_end(self, scope_id: str) -> None:
         """A request, or one of its parallel branches, is over: let go of what was kept for it."""
 

@@ -160,6 +160,7 @@ class Backend(abc.ABC):
         workers: by the value of their tags.
         reward: scores answers for methods that take it; None: there is none.
         markers: what opens and closes the model's thoughts; None: unknown, or none.
+        thinks: whether the model thinks; None: unknown.
         salted: whether prefixes are cached apart for different salts.
         llm: the engine; None: there is none here.
         servers: those behind this one.
@@ -171,6 +172,7 @@ class Backend(abc.ABC):
     workers: Mapping[Any, Worker]
     reward: Controller | None = None
     markers: tuple[str, str] | None = None
+    thinks: bool | None = None
     salted: bool = False
     llm: AsyncLLM | None = None
     servers: Sequence[Any] = ()
@@ -360,6 +362,7 @@ class EngineBackend(Backend):
         self.workers = worker_table(EngineWorker(llm), judge)
         self.reward = None if judge is None else judging(judge)
         self.markers = llm.thinking_markers
+        self.thinks = self.markers is not None
         self._marker_ids = [self.tokenize(each, special=False) for each in self.markers or ()]
         self._responses = response_parser(llm.tokenizer)
         self._examples = [dict(example) for example in examples]

@@ -65,6 +65,7 @@ def _method(service: Service, name: str) -> dict[str, Any]:
         "title": _TITLES.get(name, name.replace("_", " ").capitalize()),
         "paper": found.paper,
         "summary": found.description,
+        "thinking": found.uses_thinking,
         "available": reason is None,
         "reason": reason,
         "conversation": _takes_conversations(service, found),
@@ -100,6 +101,9 @@ def _missing(service: Service, name: str, defaults: dict[str, Any]) -> str | Non
     others = [key for key in required if key != "reward_controller"]
     if others:
         return f"it needs method_params with {', '.join(others)}"
+    use = service.methods.describe(name).uses_thinking
+    if use == "required" and service.backend.thinks is False:
+        return "it is for models that think, and this one does not"
     if name == "specreason":
         return "it needs a second, smaller model"
     length, needed = service.backend.max_length, _CONTEXT.get(name, 0)

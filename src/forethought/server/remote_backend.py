@@ -59,7 +59,7 @@ class RemoteBackend(Backend):
     Args:
         worker: sends the requests; shut down by ``close``.
         name: of the model there.
-        markers: what opens and closes the model's thoughts.
+        markers: what opens and closes the model's thoughts, where no tokenizer tells it.
         tokenizer: of the model there, with its chat template; None: there is none here, and
             conversations are sent as chats.
         judge: a reward model; shut down by ``close``.
@@ -76,6 +76,11 @@ class RemoteBackend(Backend):
         judge: RewardWorker | RewardServerWorker | None = None,
     ) -> None:
         self.worker, self.name, self.markers = worker, name, markers
+        if tokenizer is not None and worker.thinks is None:
+            worker.thinks = tokenizer.thinking_markers is not None
+        if tokenizer is not None and tokenizer.thinking_markers is not None:
+            self.markers = worker.thinking_markers = tokenizer.thinking_markers
+        self.thinks = worker.thinks
         self._judge, self.reward = judge, None if judge is None else judging(judge)
         self.servers, self._tokenizer = worker.servers, tokenizer
         self.workers: Mapping[Any, Worker] = worker_table(worker, judge)

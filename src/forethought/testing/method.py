@@ -391,6 +391,9 @@ class _ForcedWorker(EngineWorker):
         """Set ``reached`` at the call of this number from now."""
         self._num_calls, self._awaited, self._reached = 0, number, reached
 
+    def thinking(self, task: GenerationTask) -> None:
+        """Not known: the samples are what says whether there is a thought."""
+
     async def generation_handler(self, task: GenerationTask) -> TaskStatus:
         """Generate, with the log-probabilities of the samples in the place of the model's."""
         status = await super().generation_handler(task)

@@ -38,6 +38,7 @@ from forethought.scaffolding.task import (
     StreamGenerationTask,
     TaskStatus,
 )
+from forethought.scaffolding.thinking import ThinkingProfile
 from forethought.scaffolding.worker import Worker
 from forethought.scaffolding.workers.live import Continuation, LiveSession, Prompt, SessionCache
 from forethought.scaffolding.workers.reward import RewardWorker, is_reward_model
@@ -138,6 +139,13 @@ class EngineWorker(Worker):
         worker = cls(llm, temperature=temperature, response_template=response_template)
         worker._owned = True
         return worker
+
+    def thinking(self, task: GenerationTask) -> ThinkingProfile | None:
+        """By the vocabulary and the chat template of the model, and the prompt."""
+        markers, prompt = self.llm.thinking_markers, task.input_tokens or task.input_str or ""
+        if markers is None or isinstance(prompt, str):
+            return ThinkingProfile.of_text(str(prompt), markers)
+        return ThinkingProfile.of_text(self._text.decode(prompt, False), markers)
 
     # ---- tasks --------------------------------------------------------------------------------
 

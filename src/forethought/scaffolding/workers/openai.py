@@ -23,7 +23,9 @@ from forethought.scaffolding import sampling
 from forethought.scaffolding.execution_scope import current_scope
 from forethought.scaffolding.messages import AssistantMessage
 from forethought.scaffolding.result import ScaffoldingOutput
+from forethought.scaffolding.settings import OPTIONAL_BOOL, validated
 from forethought.scaffolding.task import ChatTask, GenerationTask, StreamGenerationTask, TaskStatus
+from forethought.scaffolding.thinking import ThinkingProfile
 from forethought.scaffolding.workers.clients import ClientWorker
 from forethought.scaffolding.workers.concurrency import AdaptiveConcurrency
 from forethought.scaffolding.workers.openai_answer import ChunkReader, StreamedChoice
@@ -86,6 +88,7 @@ class OpenaiWorker(ClientWorker):
             in two requests, up to the cap or the closing marker and from there; what else has a
             budget is refused.
         thinking_markers: what opens and closes a thought of the model.
+        thinks: whether the model thinks. None: not known until an answer comes with reasoning.
         concurrency: how many requests are in flight at once, and how often a refused one is
             repeated; the client should have ``max_retries=0`` then. None: as many as there are,
             and retries as the client is set up.
@@ -112,6 +115,7 @@ class OpenaiWorker(ClientWorker):
         extensions: Collection[str] | None = None,
         thinking_field: str | None = None,
         thinking_markers: tuple[str, str] = ("<think>", "</think>"),
+        thinks: bool | None = None,
         concurrency: AdaptiveConcurrency | None = None,
     ) -> None:
         if kv_cache_hint_enabled is not False:
@@ -128,10 +132,18 @@ class OpenaiWorker(ClientWorker):
         if unknown:
             raise ParameterError.unknown("OpenaiWorker(extensions=...)", unknown, EXTENSIONS)
         self.thinking_field, self.thinking_markers = thinking_field, thinking_markers
+        self.thinks = validated("thinks", thinks, OPTIONAL_BOOL)
         self.concurrency = concurrency
         self._readers: dict[str, list[ChunkReader]] = {}
         self.prompt_lengths = PromptLengths()
         self.num_left: Callable[[str | Sequence[int]], int | None] | None = None
+
+    def thinking(self, task: GenerationTask) -> ThinkingProfile | None:
+        """As it is told, or by what the server has sent; the prompt's text says what is open."""
+        if self.thinks is None:
+            return None
+        markers = self.thinking_markers if self.thinks else None
+        return ThinkingProfile.of_text(task.input_str or "", markers)
 
     # ---- tasks --------------------------------------------------------------------------------
 

@@ -9,7 +9,7 @@ import asyncio
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from forethought.errors import UsageError
 from forethought.outputs import ThinkingOutput, ThoughtEnd, TokenLogprobs
@@ -27,6 +27,7 @@ from forethought.scaffolding.task import (
     StreamGenerationTask,
     TaskStatus,
 )
+from forethought.scaffolding.thinking import ThinkingProfile
 from forethought.scaffolding.worker import Worker
 
 
@@ -94,6 +95,8 @@ class ScriptedWorker(Worker):
     Args:
         script: see ``Script``.
         score: what a reward task is answered with, as a function of question and answer.
+        markers: what opens and closes a thought; False: this is a model that does not think; None:
+            a method does not get to know.
 
     Attributes:
         calls: every generation asked for, in order.
@@ -101,9 +104,13 @@ class ScriptedWorker(Worker):
     """
 
     def __init__(
-        self, script: Script = (), *, score: Callable[[str, str], float] | None = None
+        self,
+        script: Script = (),
+        *,
+        score: Callable[[str, str], float] | None = None,
+        markers: tuple[str, str] | Literal[False] | None = None,
     ) -> None:
-        self._script, self._score = script, score
+        self._script, self._score, self._markers = script, score, markers
         self._asked: Counter[str] = Counter()
         self._answered = 0
         self.calls: list[Call] = []
@@ -113,6 +120,12 @@ class ScriptedWorker(Worker):
     def prompts(self) -> list[str]:
         """The prompts of all calls."""
         return [call.prompt for call in self.calls]
+
+    def thinking(self, task: GenerationTask) -> ThinkingProfile | None:
+        """By ``markers`` and the prompt."""
+        if self._markers is None:
+            return None
+        return ThinkingProfile.of_text(task.input_str or "", self._markers or None)
 
     async def generation_handler(self, task: GenerationTask) -> TaskStatus:
         """Generate ``n`` answers."""

@@ -1,0 +1,103 @@
+"""What a method knows of how its model thinks: which markers open and close a thought.
+
+A worker tells it for a prompt (``Worker.thinking``): the engine by the chat template and the
+vocabulary of its model, ``OpenaiWorker`` as it is told, or by what the server has sent. Where a
+worker does not know, the text decides: what has an opening marker is a thought.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from forethought.errors import ParameterError
+from forethought.scaffolding.execution_scope import current_scope
+from forethought.scaffolding.task import GenerationTask
+
+MARKERS = ("<think>", "</think>")
+"""Those of most models."""
+ThinkingUse = Literal["unused", "adapts", "required"]
+"""What thoughts are to a method: it does not look at them; it does without where there are none;
+or it is for models that think alone."""
+
+
+@dataclass(frozen=True, slots=True)
+class ThinkingProfile:
+    """How a model thinks behind a prompt."""
+
+    markers: tuple[str, str] | None
+    """What opens and closes a thought; None: the model does not think."""
+    is_open: bool = False
+    """The prompt ends within a thought."""
+    is_known: bool = True
+    """Told by the worker; else guessed, with the markers of most models."""
+
+    @classmethod
+    def of_text(
+        cls, text: str, markers: tuple[str, str] | None, is_known: bool = True
+    ) -> ThinkingProfile:
+        """The profile of a model with these markers behind a text."""
+        return cls(markers, markers is not None and is_within_thought(text, markers), is_known)
+
+    @property
+    def has_no_thoughts(self) -> bool:
+        """Whether the model is known not to think."""
+        return self.is_known and self.markers is None
+
+    @property
+    def think_end(self) -> str:
+        """What closes a thought; ``</think>`` where nothing is known."""
+        return (self.markers or MARKERS)[1]
+
+    def is_thinking(self, output: str) -> bool:
+        """Whether an output behind the prompt ends within a thought."""
+        if self.markers is None:
+            return False
+        return is_within_thought(output, self.markers, self.is_open)
+
+
+def is_within_thought(text: str, markers: Sequence[str], was_open: bool = False) -> bool:
+    """Whether a text ends within a thought.
+
+    Args:
+        text: its last marker decides.
+        markers: what opens and closes a thought.
+        was_open: whether it begins within one.
+    """
+    start, end = markers
+    opened, closed = text.rfind(start), text.rfind(end)
+    return was_open if opened == closed == -1 else opened > closed
+
+
+def thinking_of(task: GenerationTask, tag: Any) -> ThinkingProfile:
+    """How the model of a worker thinks behind the prompt of a task.
+
+    Args:
+        task: of the request.
+        tag: the worker's.
+    """
+    scope = current_scope()
+    known = None if scope is None or scope.thinking is None else scope.thinking(task, tag)
+    return known or ThinkingProfile.of_text(task.input_str or "", MARKERS, is_known=False)
+
+
+def expect_thinking(method: str, profile: ThinkingProfile, why: str) -> None:
+    """Refuse a method for models that think on one that is known not to.
+
+    Args:
+        method: its name.
+        profile: of the model.
+        why: what the method does with thoughts.
+
+    Raises:
+        ParameterError: the model does not think.
+    """
+    if profile.has_no_thoughts:
+        raise ParameterError(
+            f"{method} needs a model that thinks",
+            f"{why}, and neither the vocabulary nor the chat template of this model has markers "
+            f"such as {' '.join(MARKERS)}",
+            "Use another method, or a reasoning model",
+            param="method",
+        )
