@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 
 from engines import load
-from forethought.assets import reasoner_dir
-from forethought.errors import ModelError
+from forethought.assets import heads_dir, reasoner_dir
+from forethought.errors import ModelError, UnknownNameError
 from forethought.llm.tokenizer import Tokenizer
 from forethought.training.recipes.table import recipe
 from forethought.training.teacher import Teacher
 from forethought.training.texts import Text
-from forethought.training.trainer import Trainer, seeded
+from forethought.training.trainer import DrafterSettings, Trainer, seeded
 from models import prompts, tiny
 
 PROMPTS = prompts((4, 7, 9, 5))
@@ -127,3 +127,10 @@ def test_a_drafter_of_other_sizes_is_refused_as_a_beginning(
     runs.fields |= changed | {"start": tmp_path / "drafter"}
     with pytest.raises(ModelError, match="cannot begin with"):
         runs.trainer("second")
+
+
+def test_a_run_may_begin_with_embedded_heads_by_their_name() -> None:
+    settings = DrafterSettings(start="forethought/medusa")  # type: ignore[arg-type]
+    assert settings.start == heads_dir("medusa")
+    with pytest.raises(UnknownNameError, match="forethought/medusa"):
+        DrafterSettings(start="forethought/medsua")  # type: ignore[arg-type]

@@ -54,7 +54,7 @@ def test_the_command_that_is_printed_at_the_end_generates_with_the_drafter(
     command = shlex.split(capsys.readouterr().out.splitlines()[-1])
     assert command[0] == "forethought"
     asks = ["--json", "--max-tokens", "12", "--dtype", "float32"]
-    assert main([*command[1:], *asks]) == 0
+    assert main([*command[1:], *asks, "--max-draft-len", "2"]) == 0  # whether it pays or not
     drafted = json.loads(capsys.readouterr().out)
     assert drafted["metrics"]["drafted"] > 0
     assert main(["generate", "...", *asks]) == 0

@@ -64,8 +64,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--start",
         type=Path,
-        metavar="DIR",
-        help="a drafter of this kind to begin with, in place of new weights",
+        metavar="DIR|ID",
+        help="a drafter of this kind to begin with, in place of new weights: a directory, Hub id "
+        "or embedded heads such as forethought/medusa",
     )
     parser.add_argument("--steps", type=int, metavar="N", help="of training")
     parser.add_argument("--seed", type=int, metavar="S", help="of weights and order (default: 0)")

@@ -75,6 +75,7 @@ DRAFTERS: tuple[DrafterSpec, ...] = (
         "Draft_Target",
         f"{_CONFIG}:DraftTargetDecodingConfig",
         f"{_DRAFTER}.draft_target:DraftTargetDrafter",
+        aliases=("Draft_Model",),
         option="draft_target",
         option_defaults={"max_draft_len": 4},
         embedded_model="drafter",

@@ -24,6 +24,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, ClassVar, Literal, Protocol, Self
 
+import pydantic
 import torch
 from pydantic import Field
 from safetensors import SafetensorError
@@ -31,6 +32,7 @@ from torch import Tensor, nn
 
 from forethought.config.base import StrictModel
 from forethought.errors import ModelError, ParameterError, UsageError
+from forethought.model_dir import find_model_dir
 from forethought.saved_file import replace_file
 
 logger = logging.getLogger(__name__)
@@ -150,8 +152,13 @@ class DrafterSettings(TrainingSettings):
     """The loop's settings, and what a drafter begins with."""
 
     start: Path | None = None
-    """Directory of a drafter of the same kind and sizes, whose weights the run begins with; None:
-    new weights."""
+    """Directory, Hub id or embedded name of a drafter of the same kind and sizes, whose weights the
+    run begins with; None: new weights."""
+
+    @pydantic.field_validator("start")
+    @classmethod
+    def _directory(cls, value: Path | None) -> Path | None:
+        return None if value is None else find_model_dir(value)
 
 
 def begin_with(module: nn.Module, state: Mapping[str, Tensor], directory: Path) -> None:
