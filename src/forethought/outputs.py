@@ -107,6 +107,25 @@ class Usage:
             self.discarded + other.discarded,
         )
 
+    def __sub__(self, other: Usage) -> Usage:
+        return Usage(
+            self.prompt_tokens - other.prompt_tokens,
+            self.completion_tokens - other.completion_tokens,
+            self.prefilled - other.prefilled,
+            self.cached - other.cached,
+            self.decoded - other.decoded,
+            self.discarded - other.discarded,
+        )
+
+    def add(self, other: Usage) -> None:
+        """Add the counts of another to these, in place."""
+        self.prompt_tokens += other.prompt_tokens
+        self.completion_tokens += other.completion_tokens
+        self.prefilled += other.prefilled
+        self.cached += other.cached
+        self.decoded += other.decoded
+        self.discarded += other.discarded
+
     @property
     def total_tokens(self) -> int:
         """Prompt and completion together, as OpenAI-compatible servers count them."""

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -352,7 +351,7 @@ class AsyncSession:
     def usage(self) -> Usage:
         """Tokens prefilled, cached, decoded and discarded for this session so far."""
         sequence = self._handle.sequence
-        return Usage() if sequence is None else dataclasses.replace(sequence.usage)
+        return Usage() if sequence is None else sequence.usage + Usage()
 
     async def __aenter__(self) -> AsyncSession:
         return self

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -133,12 +132,10 @@ class BudgetAccount:
         Returns:
             How many of the new tokens are beyond the budget: they are to be in no text.
         """
-        _, before = self._seen.get(id(usage), (usage, Usage()))
-        now = dataclasses.replace(usage)
-        self._seen[id(usage)] = usage, now
-        for field in dataclasses.fields(Usage):
-            grown = getattr(now, field.name) - getattr(before, field.name)
-            setattr(self.usage, field.name, getattr(self.usage, field.name) + grown)
+        _, counted = self._seen.setdefault(id(usage), (usage, Usage()))
+        growth = usage - counted
+        counted.add(growth)
+        self.usage.add(growth)
         if self.budget.tokens is None:
             return 0
         return self._discard_beyond(self.budget.tokens)

@@ -103,9 +103,10 @@ class Task:
     def copy(self) -> Self:
         """The same request without results: containers copied, contents shared."""
         duplicate = copy.copy(self)
-        for name, value in vars(duplicate).items():
-            if isinstance(value, list | dict | set):
-                setattr(duplicate, name, copy.copy(value))
+        fields = vars(duplicate)
+        for name, value in fields.items():
+            if type(value) in _CONTAINERS:
+                fields[name] = value.copy()
         duplicate.status = duplicate.error = None
         duplicate.usage, duplicate.streaming_output_list = Usage(), []
         return duplicate
@@ -124,6 +125,7 @@ class Task:
             self.streaming_output_list.append(delta)
 
 
+_CONTAINERS = (list, dict, set)
 _Generation = TypeVar("_Generation", bound="GenerationTask")
 
 

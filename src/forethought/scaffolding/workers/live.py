@@ -184,10 +184,9 @@ class LiveSession:
     def count(self) -> None:
         """Record its usage since the last call."""
         now = self.session.usage
-        for name in ("prefilled", "cached", "decoded", "discarded"):
-            grown = getattr(now, name) - getattr(self._counted, name)
-            setattr(self._usage, name, getattr(self._usage, name) + grown)
-        self._usage.completion_tokens += now.decoded - self._counted.decoded
+        growth = now - self._counted
+        growth.prompt_tokens, growth.completion_tokens = 0, growth.decoded
+        self._usage.add(growth)
         self._counted = now
         if self._account is not None:
             self.num_beyond += self._account.record(self._usage)

@@ -573,6 +573,9 @@ def _emit(task: GenerationTask, live: LiveSession, before: CompletionOutput) -> 
 
 async def _together(works: Sequence[Coroutine[Any, Any, None]]) -> None:
     """Run all; the first failure ends the others."""
+    if len(works) == 1:
+        await works[0]
+        return
     jobs = [asyncio.ensure_future(work) for work in works]
     try:
         await asyncio.gather(*jobs)
@@ -583,12 +586,14 @@ async def _together(works: Sequence[Coroutine[Any, Any, None]]) -> None:
 
 async def _close(live_sessions: Iterable[LiveSession]) -> None:
     """Close all of them, even if the caller is cancelled meanwhile."""
+    sessions = list(live_sessions)
 
     async def close() -> None:
-        for live in live_sessions:
+        for live in sessions:
             await live.close()
 
-    await asyncio.shield(close())
+    if sessions:  # a task for nothing costs as much as the rest of a short generation
+        await asyncio.shield(close())
 
 
 async def _end(live_sessions: Sequence[LiveSession]) -> bool:
