@@ -19,6 +19,7 @@ from forethought.scaffolding.exact_value import (
     NotExact,
     TooLarge,
     bits,
+    is_short_power,
 )
 
 _MAX_WORK = 5_000
@@ -145,6 +146,8 @@ class _Parser:
     ) -> ExactValue:
         """A single term to a power, for which its coefficient is factored."""
         for coefficient in value.terms.values():
+            if is_short_power(coefficient, exponent):
+                continue
             for whole in (abs(coefficient.numerator), coefficient.denominator):
                 trials = min(MAX_DIVISOR, math.isqrt(whole)) // 64
                 self._charge(1 + trials * (1 + (whole.bit_length() >> 9)))

@@ -89,6 +89,11 @@ def _term(powers: Mapping[Generator, Fraction], coefficient: Fraction) -> Terms:
     return {monomial: coefficient} if coefficient else {}
 
 
+def is_short_power(number: Fraction, exponent: Fraction) -> bool:
+    """Whether a power can be written in digits."""
+    return exponent.denominator == 1 and abs(exponent) * bits(number) <= MAX_BITS
+
+
 def _is_huge(monomial: Monomial) -> bool:
     """Whether whole powers of primes are left, as they are too large for a coefficient."""
     return any(isinstance(base, int) and base > 0 and abs(power) >= 1 for base, power in monomial)
@@ -224,6 +229,8 @@ class ExactValue:
         if not is_whole and any(base == -1 or isinstance(base, str) for base, _ in monomial):
             raise NotExact
         powers = {base: power * exponent for base, power in monomial}
+        if is_short_power(coefficient, exponent):
+            return ExactValue(_term(powers, coefficient ** int(exponent)))
         for base, power in _factors(abs(coefficient)).items():
             powers[base] = powers.get(base, Fraction(0)) + power * exponent
         value = ExactValue(_term(powers, Fraction(1)))
