@@ -22,10 +22,11 @@ from forethought.errors import (
     UsageError,
 )
 from forethought.llm.async_llm import AsyncLLM
-from forethought.llm.grammar import MAX_COMPILER_THREADS, MAX_COMPILERS
+from forethought.llm.grammar import MAX_COMPILER_THREADS, MAX_COMPILERS, GrammarCompiler
 from forethought.llm.llm import LLM
+from forethought.llm.tokenizer import Tokenizer
 from forethought.outputs import GRAMMAR_COMPLETE, FinishReason
-from tokens import speaking
+from tokens import byte_level, speaking
 
 SCHEMA = {
     "type": "object",
@@ -597,6 +598,12 @@ def test_a_tenant_with_many_grammars_does_not_hold_up_another(monkeypatch):
 
     with clients(monkeypatch) as (llm, slow):
         asyncio.run(main(llm, slow))
+
+
+def test_masks_over_a_large_vocabulary_may_look_at_more():
+    tokenizer = Tokenizer(byte_level())
+    compilers = [GrammarCompiler(tokenizer, size, frozenset()) for size in (300, 1 << 17)]
+    assert [compiler._max_step_items for compiler in compilers] == [10_000, 50_000]
 
 
 @pytest.mark.parametrize("num_parts", [1_500, 3_000, 6_000])

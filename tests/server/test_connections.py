@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import signal
 import socket
@@ -126,6 +127,16 @@ def test_a_client_whose_second_request_does_not_come_is_left(server: Served) -> 
         assert b" 200 " in client.recv(1 << 16)
         client.sendall(b"GET /version HTTP/1.1\r\nHost:")
         assert rest_of(client) == b""
+
+
+def test_a_client_whose_headers_have_no_end_is_left() -> None:
+    with scripted(answers) as running, connected(running) as client:
+        with contextlib.suppress(ConnectionError):
+            client.sendall(b"GET /version HTTP/1.1\r\nHost: x\r\n")
+            for number in range(2000):
+                client.sendall(b"X-%d: " % number + b"x" * 1000 + b"\r\n")
+            assert rest_of(client) == b""
+        assert running.send("/version").status == 200
 
 
 def test_a_client_whose_body_does_not_come_is_told(server: Served) -> None:

@@ -177,6 +177,14 @@ def test_a_response_is_kept_for_its_tenant_alone() -> None:
         assert running.send(path, headers=one).status == 200
         assert running.send(path, headers=two).status == 404
         assert running.send(path, method="DELETE", headers=two).status == 404
+        assert running.send(f"{path}/cancel", b"", method="POST", headers=two).status == 404
+        assert running.send(f"{path}?stream=true", headers=two).status == 404
+        item = running.send(path, headers=one).json["output"][0]["id"]
+        refer = {
+            "input": [{"type": "item_reference", "id": item}, {"role": "user", "content": "x"}]
+        }
+        assert running.send("/v1/responses", refer, headers=two).status == 404
+        assert running.send("/v1/responses", refer, headers=one).status == 200
         follow = {"input": "more", "previous_response_id": made}
         assert running.send("/v1/responses", follow, headers=two).status == 404
 

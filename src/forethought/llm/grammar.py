@@ -188,8 +188,10 @@ EXIT_SECONDS = 10.0
 MAX_ROW_ITEMS = 2_000
 """Alternatives that a grammar may have open at once. The time for a mask grows with them, and masks
 are computed between the steps of all requests. A choice, and an enum of strings, count as one."""
-MAX_STEP_ITEMS = 10_000
-"""Alternatives that one mask may look at in all, which bounds its work and that of compiling."""
+MAX_STEP_ITEMS, SMALL_VOCABULARY = (10_000, 50_000), 10_000
+"""Alternatives that one mask may look at in all, which bounds its work and that of compiling: with
+a vocabulary of up to so many tokens, and with a larger one, whose masks look at as many for
+ordinary JSON (llguidance's own bound)."""
 
 _stack_size_lock = threading.RLock()
 """Held while ``threading.stack_size``, which is that of the whole process, is ``STACK_BYTES``."""
@@ -238,6 +240,7 @@ class GrammarCompiler:
         self._hf, self._vocab_size = tokenizer.hf, vocab_size
         self._eos_ids = frozenset(token for token in eos_ids if token < vocab_size)
         self._config = config or GuidedDecodingConfig()
+        self._max_step_items = MAX_STEP_ITEMS[vocab_size > SMALL_VOCABULARY]
         self._lock = threading.RLock()  # the garbage collector may end a wait while it is held
         self._vocabulary_lock = threading.Lock()
         self._compilations: OrderedDict[_Key, _Compilation] = OrderedDict()
@@ -427,7 +430,9 @@ class GrammarCompiler:
         except ValueError as error:
             raise _refuse(shape, str(error)) from error
         limits = LLParserLimits(
-            verbose_errors=False, max_items_in_row=MAX_ROW_ITEMS, step_max_items=MAX_STEP_ITEMS
+            verbose_errors=False,
+            max_items_in_row=MAX_ROW_ITEMS,
+            step_max_items=self._max_step_items,
         )
         start = LLMatcher(tokens, grammar, log_level=0, limits=limits)
         if start.is_error():

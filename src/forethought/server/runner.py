@@ -26,6 +26,8 @@ _POLL_SECONDS = 0.1
 """How often a second signal is looked for."""
 _COLLECT_EVERY = 10_000
 """Objects made and not yet freed between two garbage collections; Python's own default is 700."""
+_MAX_HEAD = 1 << 16
+"""Bytes of the headers of a request."""
 _LOG_SECONDS = 0.1
 """How long lines of the log are gathered."""
 
@@ -96,7 +98,7 @@ def _protocol() -> type[asyncio.Protocol]:
 def _impatient(protocol: type[Any], seconds: float) -> type[asyncio.Protocol]:
     """A protocol of HTTP that closes a connection whose next request does not arrive.
 
-    Else clients that send a header a minute hold connections and memory for ever.
+    Else clients that send a header a minute, or headers without end, hold connections and memory.
 
     Args:
         protocol: of uvicorn; its ``cycle`` is the request that has arrived last.
@@ -108,6 +110,7 @@ def _impatient(protocol: type[Any], seconds: float) -> type[asyncio.Protocol]:
         """Closes it after ``seconds`` without a request."""
 
         _timer: asyncio.TimerHandle | None = None
+        _num_bytes = 0
 
         def connection_made(self, transport: Any) -> None:
             super().connection_made(transport)
@@ -115,6 +118,7 @@ def _impatient(protocol: type[Any], seconds: float) -> type[asyncio.Protocol]:
 
         def data_received(self, data: bytes) -> None:
             super().data_received(data)
+            self._num_bytes += len(data)
             self._follow()
 
         def connection_lost(self, exc: Exception | None) -> None:
@@ -122,8 +126,13 @@ def _impatient(protocol: type[Any], seconds: float) -> type[asyncio.Protocol]:
             super().connection_lost(exc)
 
         def _follow(self) -> None:
+            if self.cycle is not None and self.cycle.more_body:
+                self._num_bytes = 0  # it has been answered, and its body is read to its end
             if self.cycle is not None and not self.cycle.response_complete:
                 self._stop()
+                self._num_bytes = 0
+            elif self._num_bytes > _MAX_HEAD:
+                self.transport.close()
             elif self._timer is None:
                 self._timer = self.loop.call_later(seconds, self._give_up)
 
