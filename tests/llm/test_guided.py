@@ -600,6 +600,16 @@ def test_a_tenant_with_many_grammars_does_not_hold_up_another(monkeypatch):
         asyncio.run(main(llm, slow))
 
 
+def test_large_grammars_push_out_older_ones_from_the_cache(monkeypatch):
+    monkeypatch.setattr("forethought.llm.grammar.COMPILED_BYTES", 1000)
+    with LLM(speaking("byte_level"), **SETTINGS) as llm:
+        for letter in "abc":
+            shape = params({"regex": f"{letter}{{3}} !|" + letter * 600})
+            assert llm.generate(PROMPTS[0], shape).finished
+            assert llm._frontend.grammars.find(shape) is not None
+        assert len(llm._frontend.grammars._compilations) == 1
+
+
 def test_masks_over_a_large_vocabulary_may_look_at_more():
     tokenizer = Tokenizer(byte_level())
     compilers = [GrammarCompiler(tokenizer, size, frozenset()) for size in (300, 1 << 17)]

@@ -172,8 +172,8 @@ def _shared(path: list[int], output: list[int]) -> int:
     return bisect_left(range(size), True, key=lambda end: path[: end + 1] != output[: end + 1])
 
 
-COMPILED = 64
-"""Compiled grammars that are cached."""
+COMPILED, COMPILED_BYTES = 64, 4 * 2**20
+"""Compiled grammars that are cached, and bytes of their texts; some take 25 times the memory."""
 MAX_COMPILERS = 2
 """Grammars compiled at once for requests that wait for them; further ones wait in fair turns."""
 MAX_COMPILER_THREADS = 8
@@ -406,12 +406,16 @@ class GrammarCompiler:
             del self._compilations[compilation.key]
 
     def _evict(self) -> None:
-        """Keep the ``COMPILED`` latest grammars, and those that requests wait for."""
+        """Keep the latest grammars within ``COMPILED`` and ``COMPILED_BYTES``, and those that
+        requests wait for."""
         done = [
             c for c in list(self._compilations.values()) if c.future.done() and not c.num_waiting
         ]
-        for compilation in done[: max(0, len(done) - COMPILED)]:
-            self._drop(compilation)
+        num_kept = num_bytes = 0
+        for compilation in reversed(done):
+            num_kept, num_bytes = num_kept + 1, num_bytes + compilation.size
+            if num_kept > 1 and (num_kept > COMPILED or num_bytes > COMPILED_BYTES):
+                self._drop(compilation)
 
     def _late(self, shape: GuidedDecodingParams) -> RequestTimeout:
         return RequestTimeout(
