@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM
 import drafters
 from eagle_heads import random_head as random_eagle
 from engines import drain, engine, expect_empty, outputs
+from exact_confidence import exact_confidence
 from forethought.config.drafters import (
     DraftTargetDecodingConfig,
     EagleDecodingConfig,
@@ -34,7 +35,6 @@ from forethought.engine.engine import Engine
 from forethought.errors import RequestError
 from forethought.llm.thinking import ThinkingRule
 from forethought.model.attention import sdpa
-from forethought.model.sampling.reference import reference_confidence
 from forethought.outputs import TokenConfidence
 from forethought.speculative.drafter import Draft, Drafter, DraftKind, DraftRequest, ResourceManager
 from medusa_heads import shared_heads
@@ -428,7 +428,7 @@ def reference_confidences(sequence: Any, k: int) -> list[TokenConfidence]:
         logits = model(torch.tensor([sequence.tokens])).logits[0]
     begin = sequence.prompt_length
     return [
-        reference_confidence(logits[begin + at - 1].tolist(), token, k)
+        exact_confidence(logits[begin + at - 1].tolist(), token, k)
         for at, token in enumerate(sequence.output)
     ]
 

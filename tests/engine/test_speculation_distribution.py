@@ -22,7 +22,8 @@ from engines import drain, engine, expect_empty, outputs
 from forethought.config.drafters import DraftTargetDecodingConfig, UserProvidedDecodingConfig
 from forethought.config.sampling import SamplingParams
 from forethought.config.speculation import DecodingBaseConfig
-from forethought.model.sampling.reference import reference_probs
+from forethought.model.sampling import TokenContext
+from forethought.reference.engine import logits_to_probs as reference_probs
 from forethought.speculative.drafter import Draft, DraftKind, DraftRequest
 from models import VOCAB, tiny, transformers_model
 
@@ -36,7 +37,8 @@ SAMPLING = SamplingParams(
 def next_probs(tokens: list[int]) -> list[float]:
     with torch.inference_mode():
         logits = transformers_model(tiny("llama"))(torch.tensor([tokens])).logits[0, -1]
-    return reference_probs(logits.tolist(), SAMPLING, PROMPT, tokens[len(PROMPT) :], frozenset([2]))
+    context = TokenContext(SAMPLING, PROMPT, tokens[len(PROMPT) :], frozenset([2]))
+    return reference_probs(logits.tolist(), context)
 
 
 @functools.cache

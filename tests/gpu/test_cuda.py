@@ -26,10 +26,10 @@ from forethought.kv.staging import StaticBuffer
 from forethought.kv.storage import KvStorage
 from forethought.model.attention.base import PagedPass, Scoring
 from forethought.model.attention.paged import PagedAttention
-from forethought.model.attention.reference import ReferenceAttention
 from forethought.model.batch import Batch, Row
 from forethought.model.graph_runner import GraphRunner
 from forethought.model.graphs import CudaCapture, GraphCapturer
+from forethought.reference.engine import ReferenceAttention
 from models import ARCHITECTURES, greedy, prompts, tiny
 
 pytestmark = pytest.mark.gpu

@@ -13,9 +13,9 @@ from forethought.kv.pool import PagePool
 from forethought.kv.storage import KvStorage
 from forethought.model.attention import sdpa
 from forethought.model.attention.base import PagedPass, Scoring
-from forethought.model.attention.reference import ReferenceAttention
 from forethought.model.attention.sdpa import SdpaAttention
 from forethought.model.batch import Batch, Row
+from forethought.reference.engine import ReferenceAttention
 
 # (stored before, new tokens, parents): decodes, a whole prefill, chunks, trees.
 ROWS: list[tuple[int, int, tuple[int, ...] | None]] = [

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from forethought.config.sampling import SamplingParams
 from forethought.model.sampling import TokenContext, edit_logits, logits_to_probs, sample
 from forethought.model.sampling.distribution import unpack
-from forethought.model.sampling.reference import reference_probs
+from forethought.reference.engine import logits_to_probs as reference_probs
 
 VOCABULARY = 19  # not a multiple of 8
 EOS = frozenset({1})
@@ -70,7 +70,7 @@ def test_the_distribution_under_constraints_agrees_with_the_reference(batch):
     ]
     found = logits_to_probs(logits, contexts)
     for row, (raw, params, output, table) in enumerate(batch):
-        expected = reference_probs(raw, params, (3,), output, EOS, table)
+        expected = reference_probs(raw, TokenContext(params, (3,), output, EOS, table))
         assert found[row].tolist() == pytest.approx(expected, abs=2e-6)
 
 

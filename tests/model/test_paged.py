@@ -19,10 +19,10 @@ from forethought.model import paged_layout
 from forethought.model.attention import create_backend, default_backend
 from forethought.model.attention.base import PagedPass, Scoring
 from forethought.model.attention.paged import PagedAttention
-from forethought.model.attention.reference import ReferenceAttention
 from forethought.model.batch import Batch, PackedRows, Row, ancestors
 from forethought.model.graphs import Bucket, StaticBatch
 from forethought.model.paged_layout import CHAIN, DIRECT, PagedLayout, split_of
+from forethought.reference.engine import ReferenceAttention
 
 IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1" and find_spec("triton") is not None
 triton_only = pytest.mark.skipif(

@@ -17,6 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
 
+from exact_confidence import exact_confidence
 from forethought.config.sampling import SamplingParams
 from forethought.model.sampling import (
     TokenContext,
@@ -28,8 +29,8 @@ from forethought.model.sampling import (
     sample,
     uniform_at,
 )
-from forethought.model.sampling.reference import reference_confidence, reference_probs
 from forethought.model.sampling.sampler import NO_TOKEN
+from forethought.reference.engine import logits_to_probs as reference_probs
 
 EOS = frozenset({1})
 P_VALUE = 1e-4
@@ -87,7 +88,7 @@ def test_the_vectorised_distribution_agrees_with_the_reference(batch):
     contexts = [TokenContext(params, prompt, output, EOS) for _, params, prompt, output in batch]
     found = logits_to_probs(logits, contexts)
     for row, (raw, params, prompt, output) in enumerate(batch):
-        expected = reference_probs(raw, params, prompt, output, EOS)
+        expected = reference_probs(raw, TokenContext(params, prompt, output, EOS))
         # A mass that reaches top_p, or a ratio that reaches min_p, within the rounding of float32
         # may fall on either side of it; the distribution is then another one and both are right.
         if at_an_edge(raw, params, prompt, output):
@@ -96,7 +97,8 @@ def test_the_vectorised_distribution_agrees_with_the_reference(batch):
 
 
 def at_an_edge(raw, params, prompt, output):
-    whole = reference_probs(raw, params.replace(top_k=0, top_p=1.0, min_p=0.0), prompt, output, EOS)
+    uncut = params.replace(top_k=0, top_p=1.0, min_p=0.0)
+    whole = reference_probs(raw, TokenContext(uncut, prompt, output, EOS))
     falling = sorted(whole, reverse=True)
     masses = [math.fsum(falling[:count]) for count in range(len(falling) + 1)]
     ratios = [p / falling[0] for p in falling]
@@ -234,9 +236,8 @@ def test_any_logits_make_a_distribution(logits, temperature):
     probs = distribution(logits, temperature=temperature, top_p=0.9, top_k=3)
     assert sum(probs) == pytest.approx(1.0)
     assert min(probs) >= 0.0
-    expected = reference_probs(
-        logits, SamplingParams(temperature=temperature, top_p=0.9, top_k=3), (2,), (), EOS
-    )
+    params = SamplingParams(temperature=temperature, top_p=0.9, top_k=3)
+    expected = reference_probs(logits, TokenContext(params, (2,), (), EOS))
     assert probs == pytest.approx(expected, abs=1e-6)
 
 
@@ -401,7 +402,7 @@ def test_sampled_tokens_follow_the_exact_distribution(fields):
     logits = torch.tensor([1.5, 0.2, -0.4, 0.9, 0.0, 1.1, -1.0, 0.6])
     params = SamplingParams(**fields)
     drawn = draws(logits, params, seed=11, count=20_000)
-    exact = reference_probs(logits.tolist(), params, (2, 3), (), EOS)
+    exact = reference_probs(logits.tolist(), TokenContext(params, (2, 3), (), EOS))
     assert fit(drawn, exact) > P_VALUE
     warmer = params.replace(temperature=params.temperature * 1.3)
     assert fit(draws(logits, warmer, seed=11, count=20_000), exact) < P_VALUE
@@ -469,7 +470,7 @@ def test_confidences_are_of_the_raw_logits_and_agree_with_the_reference():
     assert found.confidences[1] is None
     for row, k in enumerate(ks):
         if k is not None:
-            expected = reference_confidence(logits[row].tolist(), 7, k)
+            expected = exact_confidence(logits[row].tolist(), 7, k)
             assert found.confidences[row] == pytest.approx(expected, abs=1e-5)
 
 

@@ -10,9 +10,9 @@ from forethought.kv.pool import PagePool
 from forethought.kv.storage import KvStorage, LayerShape
 from forethought.kv.table import PageTable
 from forethought.model.attention.base import PagedPass, Scoring
-from forethought.model.attention.reference import ReferenceAttention
 from forethought.model.attention.workspace import MAX_CATCH_UP, KvWorkspace, catch_up_start
 from forethought.model.batch import Batch, Row
+from forethought.reference.engine import ReferenceAttention
 
 # Behind each prefix two known tokens, then a tree: three children of the last one, and behind them
 # a child of the first and one of the third.

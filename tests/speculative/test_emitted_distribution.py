@@ -22,16 +22,10 @@ from scipy import stats
 
 from forethought.config.sampling import SamplingParams
 from forethought.model.sampling import TokenContext, logits_to_probs, uniform_at
+from forethought.reference.engine import Draft as ReferenceDraft
+from forethought.reference.engine import NodeRule, Probs, RandomSource, normalised, verify_node
+from forethought.reference.engine import verify as reference_verify
 from forethought.speculative.drafter import Draft, DraftKind
-from forethought.speculative.verify.reference import (
-    NodeRule,
-    Probs,
-    RandomSource,
-    ReferenceDraft,
-    normalised,
-    reference_verify,
-    verify_node,
-)
 from forethought.speculative.verify.verify import VerificationRequest, verify
 
 POINT, IID, WITHOUT = DraftKind.POINT, DraftKind.IID, DraftKind.WITHOUT_REPLACEMENT
@@ -45,6 +39,11 @@ NARROW = [F(0), F(1, 3), F(0), F(2, 3)]
 
 Drafts = list[tuple[F, ReferenceDraft]]
 """Every draft that a drafter may come up with, and its probability."""
+
+
+def after(node_probs: Sequence[Probs]) -> Callable[[int], Probs]:
+    """The distributions by node, of which the first is the root's."""
+    return lambda node: node_probs[1 + node]
 
 
 class Fork(Exception):
@@ -91,7 +90,7 @@ def emitted(drafts: Drafts, distribution: Probs, rule: NodeRule = verify_node) -
     total = [F(0)] * len(distribution)
     for probability, draft in drafts:
         node_probs = [distribution] * (1 + len(draft.tokens))
-        run = functools.partial(reference_verify, node_probs, draft, rule=rule)
+        run = functools.partial(reference_verify, after(node_probs), draft, rule=rule)
         for tokens, chance in outcomes(lambda c, run=run: run(c)[1][:1]).items():
             total[tokens[0]] += probability * chance
     assert sum(total) == 1
@@ -225,7 +224,7 @@ def test_the_likelihood_of_acceptance_is_one_minus_the_distance_of_the_distribut
         probability * chance
         for probability, draft in siblings(Q, 1, IID)
         for path, chance in outcomes(
-            lambda c, draft=draft: reference_verify([P, P], draft, c)[0]
+            lambda c, draft=draft: reference_verify(after([P, P]), draft, c)[0]
         ).items()
         if path
     )
@@ -269,7 +268,9 @@ def test_the_joint_distribution_of_three_tokens_is_exact(shape: str, kind: Draft
     joint: Counter[tuple[int, ...]] = Counter()
     for probability, draft in grown(SHAPES[shape], kind):
         distributions = [START, *(TARGET[token] for token in draft.tokens)]
-        found = outcomes(lambda c, d=draft, p=distributions: reference_verify(p, d, c)[1][:3])
+        found = outcomes(
+            lambda c, d=draft, p=distributions: reference_verify(after(p), d, c)[1][:3]
+        )
         for tokens, chance in found.items():
             joint[tokens] += probability * chance
     while short := [tokens for tokens in joint if len(tokens) < 3]:

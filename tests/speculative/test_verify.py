@@ -16,14 +16,11 @@ from torch import Tensor
 from forethought.config.sampling import SamplingParams
 from forethought.config.tree import TreeChoices
 from forethought.model.sampling import TokenContext, logits_to_probs, sample, uniform_at
+from forethought.reference.engine import Draft as ReferenceDraft
+from forethought.reference.engine import RandomSource
+from forethought.reference.engine import verify as reference_verify
 from forethought.speculative.drafter import NO_DRAFT, DeviceTokens, Draft, DraftKind
 from forethought.speculative.verify import verify as verification
-from forethought.speculative.verify.reference import (
-    Probs,
-    RandomSource,
-    ReferenceDraft,
-    reference_verify,
-)
 from forethought.speculative.verify.rejection import DrawnDraft, accept_drawn
 from forethought.speculative.verify.rules import SyntheticAcceptance
 from forethought.speculative.verify.verify import (
@@ -211,21 +208,6 @@ def test_each_node_is_verified_with_its_own_prefix():
 # --- the reference implementation ----------------------------------------------------------------
 
 
-class UniformSamples(RandomSource):
-    """Decides by the uniform samples that the real implementation uses."""
-
-    def __init__(self, seed: int, position: int) -> None:
-        self._seed, self._position = seed, position
-
-    def accepts(self, probability: float, depth: int, sibling: int) -> bool:
-        return uniform_at(self._seed, 0, self._position + depth, 2 + (sibling << 8)) < probability
-
-    def draws(self, distribution: Probs, depth: int) -> int:
-        mass = list(itertools.accumulate(distribution))
-        target = uniform_at(self._seed, 0, self._position + depth) * mass[-1]
-        return next(token for token, total in enumerate(mass) if total > target)
-
-
 weights = st.sampled_from([0.0, 0.1, 0.25, 0.5, 1.0, 3.0])
 
 
@@ -263,7 +245,8 @@ def test_the_vectorised_result_is_that_of_the_reference_implementation(case):
     distributions = logits_to_probs(logits, given.contexts).double().tolist()
     again = [replace(given, seed=given.seed + more) for more in range(12)]
     for one, found in zip(again, verify(logits, again), strict=True):
-        expected = reference_verify(distributions, plain, UniformSamples(one.seed, one.position))
+        source = RandomSource(one.seed, 0, one.position)
+        expected = reference_verify(lambda node: distributions[1 + node], plain, source)
         assert (found.path, found.tokens) == expected
 
 

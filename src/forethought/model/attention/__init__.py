@@ -14,7 +14,7 @@ BACKENDS = Registry(
     {
         "sdpa": "forethought.model.attention.sdpa:SdpaAttention",
         "triton": "forethought.model.attention.paged:PagedAttention",
-        "reference": "forethought.model.attention.reference:ReferenceAttention",
+        "reference": "forethought.reference.engine:ReferenceAttention",
     },
 )
 

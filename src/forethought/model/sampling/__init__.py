@@ -2,7 +2,6 @@
 
 * ``distribution.py``  logits and sampling parameters -> probabilities; masks of grammars
 * ``sampler.py``       uniform samples, inverse CDF, log-probabilities, the tokens of a step
-* ``reference.py``     the distribution of one row in plain Python: the reference implementation
 """
 
 from forethought.model.sampling.distribution import (
