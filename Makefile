@@ -3,7 +3,7 @@
 #   make demo      the main job on the embedded models: three tables, a picture, one JSON line
 #   make test      ruff, mypy and the import contracts, then the tests (but the slow ones)
 #   make test-all  the same, with the slow tests
-#   make test-clients  OpenAI clients, LangChain's suite, lm-evaluation-harness, LiteLLM, schemathesis and curl against the server
+#   make test-clients  OpenAI clients, LangChain's suite, lm-evaluation-harness, LiteLLM, the SDKs of agents, schemathesis and curl against the server
 #   make soak      a server under mixed load for ten minutes (SOAK_SECONDS=...), and what is left of it
 #   make test-page the server's page in Chromium, its types and its accessibility
 #   make lint      only the first half of that
@@ -24,6 +24,7 @@ VENV      := .venv
 INSTALLED := $(VENV)/.installed
 # The clients have an environment of their own: they pin other versions than the server's.
 CLIENTS   := .venv-clients
+AGENTS    := .venv-agents
 
 # A machine with a GPU has a torch for its CUDA, and often no network.
 ifeq ($(MAKECMDGOALS),gpu)
@@ -85,8 +86,21 @@ $(CLIENTS)/.installed: tests/clients/requirements.txt tests/clients/constraints.
 	$(CLIENTS)/bin/python -m pip install --quiet --disable-pip-version-check -c tests/clients/constraints.txt -r tests/clients/requirements.txt
 	@touch $@
 
-test-clients: $(setup) $(CLIENTS)/.installed
-	@python=$$(realpath -s $$(command -v $(PY))) && cd tests/clients && FORETHOUGHT_PYTHON=$$python PYTHONPATH=$(CURDIR)/src $(CURDIR)/$(CLIENTS)/bin/python -m pytest -c pytest.ini .
+$(AGENTS)/.installed: tests/clients/agents-requirements.txt tests/clients/agents-constraints.txt
+	python3 -m venv $(AGENTS)
+	$(AGENTS)/bin/python -m pip install --quiet --disable-pip-version-check -c tests/clients/agents-constraints.txt -r tests/clients/agents-requirements.txt
+	@touch $@
+
+$(CLIENTS)/node/package.json: tests/clients/package.json $(CLIENTS)/.installed
+	@mkdir -p $(CLIENTS)/node && cp tests/clients/package.json $@
+	@if command -v npm >/dev/null; then \
+		timeout -k 5 300 npm install --silent --no-fund --no-audit --prefix $(CLIENTS)/node || echo "npm cannot fetch the AI SDK here"; fi
+
+test-clients: $(setup) $(CLIENTS)/.installed $(AGENTS)/.installed $(CLIENTS)/node/package.json
+	@python=$$(realpath -s $$(command -v $(PY))) && cd tests/clients \
+		&& export FORETHOUGHT_PYTHON=$$python PYTHONPATH=$(CURDIR)/src CLIENT_NODE_MODULES=$(CURDIR)/$(CLIENTS)/node/node_modules \
+		&& $(CURDIR)/$(CLIENTS)/bin/python -m pytest -c pytest.ini . \
+		&& $(CURDIR)/$(AGENTS)/bin/python -m pytest -c pytest.ini test_openai_agents.py
 
 soak: $(setup)
 	@$(PY) scripts/soak.py
@@ -131,4 +145,4 @@ instruct: $(setup)
 	$(PY) -m forethought.training.instruct.train --seed 0 --out runs/instruct --workers 2
 
 clean:
-	rm -rf $(VENV) $(CLIENTS) build dist .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf $(VENV) $(CLIENTS) $(AGENTS) build dist .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis

@@ -21,6 +21,14 @@ SCRIPT = {
     "What is the value of magic_function(3)? Use the tool.": {
         "tool_calls": [{"name": "magic_function", "arguments": {"input": 3}}]
     },
+    "What is 2 + 3?": {
+        "text": "<think>I add them.</think>",
+        "tool_calls": [{"name": "add", "arguments": {"a": 2, "b": 3}}],
+    },
+    "5": "It is 5.",
+    "And 10 more?": {"tool_calls": [{"name": "add", "arguments": {"a": 5, "b": 10}}]},
+    "15": "It is 15.",
+    "Thanks": "You are welcome.",
     "What is the value of magic_function_no_args()? Use the tool.": {
         "tool_calls": [{"name": "magic_function_no_args", "arguments": {}}]
     },
