@@ -99,6 +99,7 @@ def test_a_method_is_chosen_by_the_name_of_the_model_or_by_a_field(client, model
 
 def test_samples_logprobs_and_seeds(client, model):
     fields = {"model": model, "messages": QUESTION, "max_tokens": 8, "temperature": 1.0, "seed": 3}
+    fields["reasoning_effort"] = "none"  # log-probabilities of a thought stand apart
     answer = client.chat.completions.create(**fields, n=2, logprobs=True, top_logprobs=2)
     assert [choice.index for choice in answer.choices] == [0, 1]
     assert len(answer.choices[0].logprobs.content[0].top_logprobs) == 2
