@@ -321,7 +321,8 @@ def gpu(runs: Sequence[Run]) -> str:
 
 
 def _shown(value: Any) -> str:
-    return f"{value:,}" if isinstance(value, int | float) and value >= 1000 else str(value)
+    text = f"{value:,}" if isinstance(value, int | float) and value >= 1000 else str(value)
+    return " ".join(text.split()).replace("|", "\\|")
 
 
 TABLES: dict[str, Callable[[Sequence[Run]], str]] = {

@@ -174,3 +174,20 @@ def test_python_dash_m_is_the_same_command():
         timeout=280,
     )
     assert done.stdout == f"forethought {__version__}\n"
+
+
+@pytest.mark.parametrize(
+    ("option", "fix"),
+    [
+        ("--max-num-seqs=4", "Write 'max_batch_size: VALUE' into the YAML file of --config"),
+        ("--max-seq-len=4", "Write 'max_seq_len: VALUE' into the YAML file of --config"),
+        ("--enable-prefix-caching", "Write 'kv_cache_config: {enable_block_reuse: VALUE}'"),
+        ("--gpu-memory-utilization=0.9", "free_gpu_memory_fraction"),
+        ("--telepathy", "See forethought chat --help"),
+    ],
+)
+def test_an_argument_of_an_engine_that_is_no_option_is_refused_with_what_does_the_same(
+    capsys, option, fix
+):
+    assert cli.main(["chat", option]) == 2
+    assert fix in capsys.readouterr().err

@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import os
+import re
 import sys
 from collections.abc import Callable, Sequence
 from types import ModuleType
@@ -42,7 +43,26 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Raise instead of printing the usage and exiting."""
-        raise UsageError(message, fix=f"See {self.prog} --help")
+        fix = self._fix(message) if message.startswith("unrecognized arguments") else ""
+        raise UsageError(message, fix=fix or f"See {self.prog} --help")
+
+    def _fix(self, message: str) -> str:
+        """What does the same as an argument of an engine that is no option of the command."""
+        if "--config" not in self._option_string_actions:
+            return ""
+        from forethought.config.engine import LlmArgs
+
+        for option in re.findall(r"--([a-z][\w-]*)", message):
+            name = option.replace("-", "_")
+            row = LlmArgs.foreign_arguments.get(name)
+            field = name if name in LlmArgs.model_fields else row.name if row is not None else ""
+            outer, _, inner = field.rpartition(".")
+            line = f"{outer}: {{{inner}: VALUE}}" if outer else f"{field}: VALUE"
+            if field:
+                return f"Write '{line}' into the YAML file of --config"
+            if row is not None:
+                return row.fix or "Leave it out"
+        return ""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
