@@ -790,7 +790,7 @@ MUTANTS = [
         'result.status == "ok"',
         GRADERS,
     ),
-    Mutant("evaluation/graders.py", "(whole or blocks or [text])", "(blocks or [text])", GRADERS),
+    Mutant("scaffolding/code_blocks.py", "(whole or fenced)[-1]", "fenced[-1]", GRADERS),
     # ---- methods ---------------------------------------------------------------------------------
     Mutant(
         "methods/dynasor.py", "earliest = probes[missing - 1]", "earliest = probes[-1]", DYNASOR
@@ -1037,8 +1037,8 @@ MUTANTS = [
     ),
     Mutant(
         "methods/dynasor.py",
-        "text = agreed.kept_text + written",
-        'text = (task.output_str or "") + written',
+        "task.result = task.result and task.result.cut(text + written, count)",
+        'task.result = task.result and task.result.cut((task.output_str or "") + written, count)',
         DYNASOR,
     ),
     Mutant(
