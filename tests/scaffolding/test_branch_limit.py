@@ -90,13 +90,25 @@ class Crowd(Worker):
 
 def test_branches_within_branches_all_run_and_not_all_at_once(monkeypatch):
     monkeypatch.setattr("forethought.scaffolding.driver.MAX_BRANCHES", 10)
+    monkeypatch.setattr("forethought.scaffolding.driver.MIN_BRANCHES", 2)
     worker = Crowd()
     assert answer(Nested(4, 4, 4), worker).outputs[0].text == "x" * 64
     assert 1 < worker.num_most <= 14
 
 
+def test_requests_share_the_branches(monkeypatch):
+    monkeypatch.setattr("forethought.scaffolding.driver.MAX_BRANCHES", 40)
+    monkeypatch.setattr("forethought.scaffolding.driver.MIN_BRANCHES", 2)
+    worker = Crowd()
+    with ScaffoldingLlm(Nested(30), {TAG: worker}) as llm:
+        results = llm.generate(["p"] * 8)
+    assert all(result.outputs[0].text == "x" * 30 for result in results)
+    assert worker.num_most <= 40
+
+
 def test_a_race_begins_further_branches_as_others_end(monkeypatch):
     monkeypatch.setattr("forethought.scaffolding.driver.MAX_BRANCHES", 3)
+    monkeypatch.setattr("forethought.scaffolding.driver.MIN_BRANCHES", 2)
 
     class Race(Controller):
         def process(self, tasks, **kwargs):

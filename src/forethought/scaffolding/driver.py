@@ -111,8 +111,9 @@ def _value(tag: Any) -> Any:
     return tag.value if isinstance(tag, Enum) else tag
 
 
-MAX_BRANCHES = 1024
-"""Branches of a request that are under way at once, but for one of each that waits for others."""
+MAX_BRANCHES, MIN_BRANCHES = 2048, 32
+"""Branches of all requests together that are under way at once, which share them equally, but for
+one of each branch that waits for others; and those that each request may have in any case."""
 _STARTS = 16
 """Items that are started, or cancelled, before the event loop serves other requests."""
 
@@ -145,17 +146,22 @@ class BranchLimit:
     A frame without a branch under way may always begin one, so that the innermost ones end.
 
     Args:
-        max_branches: under way at once, beside those.
+        num_requests: how many requests share ``MAX_BRANCHES``, at present.
     """
 
-    def __init__(self, max_branches: int) -> None:
-        self._max_branches, self._num_branches = max_branches, 0
+    def __init__(self, num_requests: Callable[[], int] = lambda: 1) -> None:
+        self._num_requests, self._num_branches = num_requests, 0
         self._num_of: Counter[Frame] = Counter()
         self._waiting: dict[Frame, asyncio.Future[None]] = {}
 
     def admits(self, frame: Frame) -> bool:
         """Whether a frame may begin a branch now."""
-        return self._num_branches < self._max_branches or not self._num_of[frame]
+        return self._has_room or not self._num_of[frame]
+
+    @property
+    def _has_room(self) -> bool:
+        share = MAX_BRANCHES // max(1, self._num_requests())
+        return self._num_branches < max(MIN_BRANCHES, share)
 
     async def wait(self, frame: Frame) -> None:
         """Until a frame may begin a branch."""
@@ -179,7 +185,7 @@ class BranchLimit:
             del self._num_of[frame]
         if frame in self._waiting and self.admits(frame):
             _wake(self._waiting[frame])
-        elif self._num_branches < self._max_branches:
+        elif self._has_room:
             next_one = next((each for each in self._waiting.values() if not each.done()), None)
             if next_one is not None:
                 _wake(next_one)
@@ -208,7 +214,7 @@ class Run:
     """What the request itself streams."""
     tracer: GuardedTracer | None = None
     """Records the tasks and branches, or repeats the order of a recording."""
-    branches: BranchLimit = field(default_factory=lambda: BranchLimit(MAX_BRANCHES))
+    branches: BranchLimit = field(default_factory=BranchLimit)
     """Of all frames."""
     pace: StartPace = field(default_factory=StartPace)
     """Of all requests on the event loop."""

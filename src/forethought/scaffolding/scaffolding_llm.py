@@ -34,7 +34,14 @@ from forethought.errors import EngineStopped, ParameterError, RequestTimeout, Us
 from forethought.scaffolding import sampling
 from forethought.scaffolding.budget import Budget, BudgetAccount
 from forethought.scaffolding.controller import Controller
-from forethought.scaffolding.driver import Frame, Routes, Run, StartPace, controller_quit
+from forethought.scaffolding.driver import (
+    BranchLimit,
+    Frame,
+    Routes,
+    Run,
+    StartPace,
+    controller_quit,
+)
 from forethought.scaffolding.execution_scope import ExecutionScope
 from forethought.scaffolding.parallel import checked_process
 from forethought.scaffolding.result import ScaffoldingOutput, ScaffoldingResult
@@ -332,7 +339,13 @@ class ScaffoldingLlm:
         recorder = self._tracer(request, account)
         tracer = None if recorder is None else GuardedTracer(recorder)
         run = Run(
-            self._routes, account, result.stream, self._compute, tracer=tracer, pace=self._pace
+            self._routes,
+            account,
+            result.stream,
+            self._compute,
+            tracer=tracer,
+            branches=BranchLimit(self._running.__len__),
+            pace=self._pace,
         )
         run.account.on_exhausted = run.stop_executions
         if recorder is not None and tracer is not None:
