@@ -158,7 +158,7 @@ async def hostile(chats: Any, source: random.Random) -> None:
         await asyncio.sleep(source.random() / 10)
     else:
         status = (await reader.readline()).split()[1]
-        assert status in (b"200", b"400", b"408", b"413", b"429"), status
+        assert status in (b"200", b"400", b"404", b"408", b"413", b"429"), status
     writer.close()
 
 

@@ -92,6 +92,44 @@ def requests() -> dict[str, tuple[str, bytes]]:
             CHAT,
             chat(method="dynasor", method_params={"uncertain_words": ["a"] * 60_000}),
         ),
+        "a crowd of workers": (
+            CHAT,
+            chat(method="hogwild", method_params={"workers": [f"w{n}" for n in range(1000)]}),
+        ),
+        "a wide search": (
+            CHAT,
+            chat(method="beam_search", method_params={"default_sample_num": 1024}),
+        ),
+        "a thousand drafts for one fuser": (
+            CHAT,
+            chat(
+                method="archon",
+                method_params={
+                    "pipeline": {
+                        "layers": [[{"type": "generator", "samples": 1000}], [{"type": "fuser"}]]
+                    }
+                },
+            ),
+        ),
+        "many documents": (
+            CHAT,
+            chat(method="drag", method_params={"documents": ["word " * 100] * 5000}),
+        ),
+        "a chain of references": (
+            CHAT,
+            chat(
+                response_format=shaped(
+                    {
+                        "$ref": "#/$defs/d0",
+                        "$defs": {
+                            **{f"d{n}": {"$ref": f"#/$defs/d{n + 1}"} for n in range(8000)},
+                            "d8000": {"type": "integer"},
+                        },
+                    }
+                )
+            ),
+        ),
+        "a long name of a model": (CHAT, chat(model="+" * 3_000_000)),
         "a long prediction": (
             CHAT,
             chat(prediction={"type": "content", "content": "a " * 2_000_000}),

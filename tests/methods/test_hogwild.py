@@ -366,3 +366,8 @@ def test_a_deep_copy_of_a_task_is_in_no_group():
     assert task.attention_group is group
     assert copy.deepcopy(task).attention_group is None
     assert pickle.loads(pickle.dumps(task)).attention_group is None
+
+
+def test_a_crowd_of_workers_is_refused():
+    with pytest.raises(ParameterError, match="too many workers"):
+        HogwildController([f"worker {number}" for number in range(65)])

@@ -59,7 +59,7 @@ def test_a_hostile_request_does_not_hold_up_the_event_loop(server: Served, name:
     for _ in range(3):  # a longer turn that does not come again was not the request's
         with watched(server) as lags:
             answer = server.send(path, body)
-        assert answer.status in (200, 400, 413), answer.text[:500]
+        assert answer.status in (200, 400, 404, 413), answer.text[:500]
         worst.append(max(lags, default=0.0))
         if worst[-1] < LAG:
             break

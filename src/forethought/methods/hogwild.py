@@ -58,6 +58,8 @@ OPENING = (
 )
 CHECK = "(Am I doing what another worker does already? If so, I do something else.) "
 FINAL = "\n\nTogether they have found the final answer:"
+MAX_WORKERS = 64
+"""Each attends to the tokens of all others."""
 
 
 @dataclass
@@ -126,7 +128,14 @@ class HogwildController(Controller):
         self.workers = validated("workers", workers, WORDS)
         if len(set(self.workers)) < max(2, len(self.workers)):
             raise ParameterError(
-                "invalid workers", f"got {self.workers!r}", "Give two or more different names"
+                "invalid workers", f"got {self.workers!r:.200}", "Give two or more different names"
+            )
+        if len(self.workers) > MAX_WORKERS:
+            raise ParameterError(
+                "too many workers",
+                f"got {len(self.workers)}, and each reads all others",
+                f"Give at most {MAX_WORKERS}",
+                param="workers",
             )
         self.turn_tokens = validated("turn_tokens", turn_tokens, POSITIVE_INT)
         self.max_turns = validated("max_turns", max_turns, POSITIVE_INT)
