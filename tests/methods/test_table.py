@@ -57,6 +57,8 @@ def test_mistakes_name_what_is_allowed():
         methods.create(NativeGenerationController(), streaming=True)
     with pytest.raises(UnknownNameError, match="no method"):
         methods.describe("zzz")
+    with pytest.raises(ParameterError, match="method judge answers nothing by itself"):
+        methods.create("tree_of_thoughts", generation_controller="judge")
 
 
 def test_the_worker_tags_are_those_of_all_controllers_inside():

@@ -16,7 +16,7 @@ from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from forethought.config.registry import Registry
-from forethought.methods.table import Method, MethodTable
+from forethought.methods.table import REWARDS, Method, MethodTable
 
 if TYPE_CHECKING:
     from forethought.methods.adaptive_compute import AdaptiveComputeController
@@ -92,9 +92,6 @@ _REGISTRY = Registry(
         "sleep_time": "forethought.methods.sleep_time:SleepTimeController",
     },
 )
-REWARDS = ("genrm", "checker", "judge", "compare", "confidence", "spct")
-"""Names of those that score the answers of others, as their ``reward_controller``, and answer
-nothing by themselves."""
 _OPEN = MethodTable(_REGISTRY)
 
 _HOMES = {

@@ -22,6 +22,9 @@ SettingsByMethod = Annotated[Mapping[str, Mapping[str, Any]], BY_METHOD]
 """Method, as it is written for ``stack`` -> its settings."""
 NESTED = ("generation_controller", "reward_controller", "meta_reward_controller")
 """Parameters that are controllers."""
+REWARDS = ("genrm", "checker", "judge", "compare", "confidence", "spct")
+"""Names of those that score the answers of others, as their ``reward_controller``, and answer
+nothing by themselves."""
 _TABLE = "method_table"
 """The parameter of a method that makes others by name: the table in which they have names."""
 _DESCRIBED = 1024
@@ -124,7 +127,7 @@ class MethodTable:
             values[_TABLE] = self
         for name in NESTED:
             if name in values:
-                values[name] = self._nested(values[name])
+                values[name] = self._nested(name, values[name])
         required = (name for name, default in allowed.items() if default is Method.REQUIRED)
         if missing := [name for name in required if name not in values]:
             what, fix = f"method {spec!r} needs {missing[0]!r}", f"Set {missing[0]}=..."
@@ -132,11 +135,17 @@ class MethodTable:
         controller: Controller = method(**values)
         return controller
 
-    def _nested(self, value: Any) -> Any:
-        if isinstance(value, Mapping):
-            settings = dict(value)
-            return self.create(settings.pop("method", "plain"), **settings)
-        return self.create(value)
+    def _nested(self, parameter: str, value: Any) -> Any:
+        settings = dict(value) if isinstance(value, Mapping) else {"method": value}
+        method = settings.pop("method", "plain")
+        if parameter == NESTED[0] and isinstance(method, str) and method in REWARDS:
+            raise ParameterError(
+                f"method {method} answers nothing by itself",
+                "it scores the answers of another method",
+                f'Give it to one, as in best_of_n with "reward_controller": "{method}"',
+                param=parameter,
+            )
+        return self.create(method, **settings)
 
 
 @functools.lru_cache(_DESCRIBED)
