@@ -184,17 +184,12 @@ def test_a_forced_call_is_one_by_grammar(server: Served) -> None:
     call = choice["message"]["tool_calls"][0]["function"]
     assert call["name"] == "decide"
     assert set(json.loads(call["arguments"])) == {"yes"}
-    refused = server.send(CHAT, ask(tools=tools))
-    assert "chat template" in refused.error["message"]
+    assert server.send(CHAT, ask(tools=tools, max_tokens=20)).status == 200
 
 
 @pytest.mark.parametrize(
     ("change", "param"),
     [
-        (
-            {"tools": [{"type": "function", "function": {"name": "add"}}]},
-            "tools",
-        ),
         ({"method_params": {"nonsense": 1}}, "method_params.nonsense"),
         ({"speculation": "nonsense"}, "speculation"),
     ],

@@ -19,7 +19,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from forethought import methods
 from forethought.config.sampling import SamplingParams
@@ -36,6 +36,7 @@ from forethought.scaffolding.worker import Worker
 from forethought.scaffolding.workers.scripted import Reply, ScriptedWorker
 from forethought.server.logprobs import TokenText, texts_of_entries
 from forethought.server.tool_calls import Tools, as_text
+from forethought.server.tool_messages import has_calls, hermes_messages, merged_system
 
 if TYPE_CHECKING:
     from forethought.llm.async_llm import AsyncLLM
@@ -45,6 +46,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+Rendered = TypeVar("Rendered")
 Prompt = str | list[int] | ChatTask
 """Of a method."""
 Innermost = Callable[[bool], Controller]
@@ -224,7 +226,7 @@ class Backend(abc.ABC):
         """Tokens of a prompt, as exactly as they are known."""
         return len(self.tokenize(prompt) if isinstance(prompt, str) else prompt)
 
-    def token_texts(self, prompt: str | Sequence[int], skip_special_tokens: bool) -> TokenText:
+    def token_texts(self, prompt: Prompt | Sequence[int], skip_special_tokens: bool) -> TokenText:
         """The texts of the tokens that follow a prompt, as far as they are known."""
         return texts_of_entries()
 
@@ -402,10 +404,9 @@ class EngineBackend(Backend):
         """The ids of a conversation.
 
         Raises:
-            UsageError: the template refuses it, or knows no tools.
+            UsageError: the template refuses it.
         """
-        arguments = template_args(self._engine.tokenizer, conversation)
-        ids = self._engine.chat_prompt(conversation.messages, arguments)
+        ids = rendered(self._engine.tokenizer, conversation, self._engine.chat_prompt)
         is_closed = conversation.has_shape and not conversation.thinks_first
         tail = self._engine.decode(ids[-_TAIL:]) if is_closed else ""
         if self.markers is not None and opens_thought(tail, self.markers):
@@ -429,8 +430,9 @@ class EngineBackend(Backend):
         length = ids.index(end[0]) if end[0] in ids else len(ids)
         return length - int([ids[0]] == begin)
 
-    def token_texts(self, prompt: str | Sequence[int], skip_special_tokens: bool) -> TokenText:
+    def token_texts(self, prompt: Prompt | Sequence[int], skip_special_tokens: bool) -> TokenText:
         """The texts of the tokens that follow a prompt."""
+        assert not isinstance(prompt, ChatTask), "the chat template has made ids of it"
         if isinstance(prompt, str):
             prompt = self.tokenize(prompt[-_CONTEXT:], special=False)
         detokenizer = self._engine.detokenizer(prompt, skip_special_tokens)
@@ -488,10 +490,10 @@ class EngineBackend(Backend):
 
 
 def template_args(hf: Any, conversation: Conversation) -> dict[str, Any]:
-    """The arguments of a tokenizer's chat template, tools among them.
+    """The arguments of a tokenizer's chat template, tools among them if it has a place for them.
 
     Raises:
-        ParameterError: the template has no place for tools, or an argument is not the client's.
+        ParameterError: an argument is not the client's.
     """
     given = dict(conversation.template_args)
     if given and (own := given.keys() & inspect.signature(hf.apply_chat_template).parameters):
@@ -501,16 +503,42 @@ def template_args(hf: Any, conversation: Conversation) -> dict[str, Any]:
             "Give only what the model's own chat template reads",
             param="chat_template_kwargs",
         )
-    if conversation.tools.offered:
-        if "tools" not in str(hf.chat_template) and not conversation.tools.forced:
-            raise ParameterError(
-                "this model cannot be offered tools",
-                "its chat template has no place for them",
-                "Use another model, or force a call with tool_choice, which a grammar does",
-                param="tools",
-            )
+    if conversation.tools.offered and shows_tools(hf):
         given["tools"] = conversation.tools.offered
     return given
+
+
+def shows_tools(hf: Any) -> bool:
+    """Whether a tokenizer's chat template has a place for tools."""
+    return "tools" in str(hf.chat_template)
+
+
+def rendered(
+    hf: Any, conversation: Conversation, render: Callable[[Any, dict[str, Any]], Rendered]
+) -> Rendered:
+    """What the chat template makes of a conversation.
+
+    Where it has no place for tools, they are in a system message; where it takes no system message
+    either, in front of the first message of the user.
+
+    Args:
+        hf: the tokenizer.
+        conversation: with its tools.
+        render: applies the template to messages and its further arguments.
+
+    Raises:
+        UsageError: the template refuses the conversation, or an argument is not the client's.
+    """
+    arguments, messages = template_args(hf, conversation), conversation.messages
+    if shows_tools(hf) or not (conversation.tools.offered or has_calls(messages)):
+        return render(messages, arguments)
+    shown = hermes_messages(messages, conversation.tools.offered)
+    try:
+        return render(shown, arguments)
+    except UsageError:
+        if shown[0]["role"] != "system" or messages[0]["role"] == "system":
+            raise
+        return render(merged_system(shown), arguments)
 
 
 def response_parser(tokenizer: Any) -> ResponseParser | None:

@@ -34,7 +34,7 @@ from forethought.server.message import (
 )
 from forethought.server.protocol import ChatRequest, message_dicts, tools_of
 from forethought.server.service import Service
-from forethought.server.tool_calls import Call, Tools
+from forethought.server.tool_calls import CallPiece, Tools
 from forethought.server.usage import chat_usage
 
 _CONTENT = ("content",)
@@ -191,11 +191,13 @@ class _Chat:
     def _delta(self, piece: Piece, stream: AnswerStream) -> list[bytes]:
         """The chunks of new text, with the log-probabilities of its tokens."""
         split = stream.push(piece.text, piece.thought)
+        calls = [self._call(piece.index, call) for call in stream.take_calls()]
         if not self._wants_logprobs or not self._job.streams_logprobs:
-            return self._parts(piece.index, *split)
+            return [*self._parts(piece.index, *split), *calls]
         if piece.index not in self._tokens:
             self._tokens[piece.index] = AnswerTokens(self._service, self._ask)
-        return self._parts(piece.index, *split, *self._tokens[piece.index].push(piece, stream))
+        tokens = self._tokens[piece.index].push(piece, stream)
+        return [*self._parts(piece.index, *split, *tokens), *calls]
 
     def _parts(
         self,
@@ -233,8 +235,7 @@ class _Chat:
             lines += self._parts(index, *stream.finish(answer))
             if answer.refusal:
                 lines.append(self._chunk(index, {"refusal": answer.refusal}))
-            for number, call in enumerate(answer.calls):
-                lines += self._call(index, number, call)
+            lines += [self._call(index, piece) for piece in stream.take_calls()]
             logprobs = self._last_logprobs(index, answer, output)
             lines.append(self._chunk(index, {}, answer.finish_reason, logprobs))
         usage = self._usage(outcome, answers)
@@ -256,11 +257,15 @@ class _Chat:
             found = self._all_logprobs(answer, output) or {}
         return found if found.get("content") or found.get("reasoning") else None
 
-    def _call(self, index: int, number: int, call: Call) -> list[bytes]:
-        opening = {**call.to_dict(), "index": number}
-        opening["function"] = {"name": call.name, "arguments": ""}
-        rest = {"index": number, "function": {"arguments": call.arguments}}
-        return [self._chunk(index, {"tool_calls": [each]}) for each in (opening, rest)]
+    def _call(self, index: int, piece: CallPiece) -> bytes:
+        """The chunks of new text of a call: its name, and its arguments."""
+        calls: list[dict[str, Any]] = []
+        if piece.opening is not None:
+            call = piece.opening._replace(arguments="")
+            calls.append({"index": piece.number, **call.to_dict()})
+        if piece.arguments:
+            calls.append({"index": piece.number, "function": {"arguments": piece.arguments}})
+        return b"".join(self._chunk(index, {"tool_calls": [each]}) for each in calls)
 
     def _head(self) -> dict[str, Any]:
         return {

@@ -14,7 +14,7 @@ from forethought.server.job import Ask, Job, Piece
 from forethought.server.logprobs import AnswerLogprobs, AnswerSpans, Span
 from forethought.server.reasoning import ReasoningSplitter, Split, overlap, split
 from forethought.server.service import Service
-from forethought.server.tool_calls import OPENINGS, Call, Tools
+from forethought.server.tool_calls import OPENINGS, Call, CallPiece, CallText, Tools
 
 DEFAULT_MARKERS = ("<think>", "</think>")
 _REASONS = {each: each for each in ("stop", "length", "tool_calls", "content_filter")}
@@ -40,7 +40,8 @@ def answer_of(
     text, thought = output.text or "", _thought_of(output)
     if prompted.keeps_thought:
         text, thought = _KeptThought(service.backend.markers).push(thought, text), ""
-    reasoning, content, calls = _read(text, service, prompted, tools)
+    is_cut = output.finish_reason == "length"
+    reasoning, content, calls = _read(text, service, prompted, tools, is_cut)
     calls = [*calls, *map(_given, output.meta.get("tool_calls", ()))]
     reasoning = thought + reasoning
     reason = _REASONS.get(output.finish_reason or "stop", "stop")
@@ -86,7 +87,7 @@ def _begins_in_thought(task: GenerationTask, service: Service, prompted: Prompte
 
 
 def _read(
-    text: str, service: Service, prompted: Prompted, tools: Tools
+    text: str, service: Service, prompted: Prompted, tools: Tools, is_cut: bool
 ) -> tuple[str, str, Sequence[Call]]:
     """Thought, content and calls of a text."""
     if prompted.reader is not None:
@@ -94,12 +95,14 @@ def _read(
         pieces = [reader.push(text), reader.finish()]
         reasoning, content = ("".join(parts) for parts in zip(*pieces, strict=True))
         calls = [Call.create(name, arguments) for name, arguments in reader.calls]
+        if is_cut and not calls:
+            return reasoning, *tools.parse(content, is_cut)
         return reasoning, content, calls if tools.several else calls[:1]
     if prompted.keeps_thought or not prompted.is_chat:
         reasoning, content = "", text
     else:
         reasoning, content = split(text, service.backend.markers, prompted.is_open)
-    return reasoning, *tools.parse(content)
+    return reasoning, *tools.parse(content, is_cut)
 
 
 def _given(call: dict[str, Any]) -> Call:
@@ -140,7 +143,8 @@ def answer_spans(text: str, answer: Answer, service: Service, prompted: Prompted
 class AnswerStream:
     """The pieces of one answer, sorted into thought and content.
 
-    What may be the beginning of a call is held back, and a call is given at the end.
+    What may be the beginning of a call is held back, and a call is given at the end; the arguments
+    of a forced one as they are generated.
 
     Args:
         service: with the model's markers.
@@ -154,7 +158,10 @@ class AnswerStream:
         markers = service.backend.markers if has_markers else None
         self._splitter = ReasoningSplitter(markers, prompted.is_open)
         self._reader = None if prompted.reader is None else prompted.reader(keeps)
-        self._watches, self._is_whole = bool(tools.offered), tools.forced
+        self._watches = bool(tools.offered)
+        self._call = CallText(tools.callable) if tools.forced else None
+        self._pieces: list[CallPiece] = []
+        self._arguments = ""  # that have been given of the forced call
         self._held, self._sent = "", ""
         self._kept = _KeptThought(service.backend.markers) if keeps else None
         self._has_thought = False
@@ -196,8 +203,10 @@ class AnswerStream:
 
     def finish(self, answer: Answer) -> Split:
         """What is missing at the end of ``answer``."""
+        self._finish_calls(answer.calls)
         if self._reader is not None:
-            return Split(*self._reader.finish())
+            reasoning, content = self._reader.finish()
+            return Split(reasoning, "" if answer.calls and not self._reader.calls else content)
         reasoning, content = self._splitter.finish()
         if not self._watches:
             return Split(reasoning, content)
@@ -205,12 +214,35 @@ class AnswerStream:
         rest = answer.content[len(sent) :] if answer.content.startswith(sent) else ""
         return Split(reasoning, rest)
 
+    def take_calls(self) -> list[CallPiece]:
+        """What is new of calls since they were taken last."""
+        pieces, self._pieces = self._pieces, []
+        return pieces
+
+    def _push_call(self, reading: CallText, text: str) -> None:
+        begins, new = reading.call is None, reading.push(text)
+        opening = reading.call if begins else None
+        if opening is not None or new:
+            self._pieces.append(CallPiece(0, opening, new))
+            self._arguments += new
+
+    def _finish_calls(self, calls: Sequence[Call]) -> None:
+        """Give the calls that have not been given, and what is missing of the forced one."""
+        for number, call in enumerate(calls):
+            if number or self._call is None or self._call.call is None:
+                self._pieces.append(CallPiece(number, call, call.arguments))
+            elif rest := call.arguments.removeprefix(self._arguments):
+                self._pieces.append(CallPiece(number, None, rest))
+
     def _certain(self, content: str) -> str:
         """The part of the content that is certain to be none of a call."""
         if not self._watches:
             return content
+        if self._call is not None:
+            self._push_call(self._call, content)
+            return ""
         self._held += content
-        if self._is_whole or self._begins_call():
+        if self._begins_call():
             return ""
         kept = max(overlap(self._held, opening) for opening in OPENINGS)
         kept = max(kept, len(self._held) - len(self._held.rstrip()))

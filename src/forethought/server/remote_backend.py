@@ -30,11 +30,12 @@ from forethought.server.backends import (
     ClientMessage,
     Conversation,
     NativeGeneration,
+    Prompt,
     Prompted,
     judging,
     opens_thought,
+    rendered,
     response_parser,
-    template_args,
     worker_table,
 )
 
@@ -148,7 +149,7 @@ class RemoteBackend(Backend):
             length = self._lengths[key] = len(self.tokenize(text))
         return length
 
-    def check(self, prompt: str | list[int], params: SamplingParams) -> str | list[int]:
+    def check(self, prompt: Prompt, params: SamplingParams) -> Prompt:
         """Raise ``ContextLengthError`` for a text that is certain to be too long."""
         if self._tokenizer is not None and self.max_length is not None and isinstance(prompt, str):
             self._tokenizer.check_length(prompt, self.max_length)
@@ -247,8 +248,7 @@ class RemoteBackend(Backend):
             UsageError: there is no tokenizer here, or its template refuses the conversation.
         """
         tokenizer = self._own_tokenizer()
-        arguments = template_args(tokenizer.hf, conversation)
-        text = tokenizer.render(conversation.messages, arguments)
+        text = rendered(tokenizer.hf, conversation, tokenizer.render)
         if self.max_length is not None:
             tokenizer.check_length(text, self.max_length)
         return tokenizer.encode_more(text)

@@ -335,7 +335,9 @@ class _Item:
         """More of its text, and log-probabilities of its tokens."""
         self._text += text
         self._logprobs += logprobs
-        extra = {"logprobs": list(logprobs)} if self._kind == "message" else {}
+        extra: dict[str, Any] = {}
+        if self._kind == "message":
+            extra["logprobs"] = list(logprobs)
         self._add_event(f"response.{self._name}.delta", delta=text, **extra)
 
     def close(self, status: str = "completed") -> None:
@@ -364,6 +366,47 @@ class _Item:
         self._record.add(kind, output_index=self._index, **location, **fields)
 
 
+class _CallItem:
+    """An output item that is a call, while it is generated.
+
+    Args:
+        record: of the response.
+        index: of the item.
+        call: its name and id.
+    """
+
+    def __init__(self, record: Record, index: int, call: Call) -> None:
+        self._record, self._arguments = record, ""
+        self._item: dict[str, Any] = {
+            "id": f"fc_{uuid.uuid4().hex}",
+            "type": "function_call",
+            "status": "in_progress",
+            "call_id": call.id,
+            "name": call.name,
+            "arguments": "",
+        }
+        self._place = {"output_index": index}
+        self._add_event("response.output_item.added", item=dict(self._item))
+
+    def push(self, arguments: str) -> None:
+        """More of its arguments."""
+        self._arguments += arguments
+        kind, item_id = "response.function_call_arguments.delta", self._item["id"]
+        self._add_event(kind, item_id=item_id, delta=arguments)
+
+    def close(self, status: str) -> None:
+        """Its arguments are complete, or cut."""
+        done = {**self._item, "status": status, "arguments": self._arguments}
+        kind = "response.function_call_arguments.done"
+        given = {"name": done["name"], "arguments": done["arguments"]}
+        self._add_event(kind, item_id=done["id"], **given)
+        self._record.response["output"].append(done)
+        self._add_event("response.output_item.done", item=done)
+
+    def _add_event(self, kind: str, **fields: Any) -> None:
+        self._record.add(kind, **self._place, **fields)
+
+
 class _Run:
     """Turns a job into the events of a record.
 
@@ -386,6 +429,7 @@ class _Run:
         self._tokens = None if top is None else AnswerTokens(service, job.ask)
         self._stream = AnswerStream(service, job.ask.prompted, tools)
         self._open: tuple[str, _Item] | None = None
+        self._call: _CallItem | None = None
         self._num_items = 0
         self.error: Exception | None = None
 
@@ -424,6 +468,7 @@ class _Run:
         streams = self._tokens is not None and self._job.streams_logprobs
         _, tokens = self._tokens.push(piece, self._stream) if self._tokens and streams else ([], [])
         self._push(reasoning, content, tokens)
+        self._push_calls()
 
     def _push(self, reasoning: str, content: str, tokens: Sequence[Span] = ()) -> None:
         if reasoning:
@@ -458,9 +503,10 @@ class _Run:
         reason = _CUT.get(answer.finish_reason)
         if not self._num_items and not answer.calls:
             self._item("message")
-        self._close("incomplete" if reason else "completed")
-        for call in answer.calls:
-            self._call(call)
+        status = "incomplete" if reason else "completed"
+        self._push_calls()
+        self._close(status)
+        self._close_call(status)
         num_thought = num_thought_tokens(self._service, self._job, [answer])
         usage = response_usage(outcome.usage, outcome.metrics, num_thought, outcome.spent_budget)
         record.response["usage"] = usage
@@ -472,28 +518,25 @@ class _Run:
             record.response["incomplete_details"] = {"reason": reason}
         self._snapshot("response.incomplete" if reason else "response.completed")
 
-    def _call(self, call: Call) -> None:
-        record, index = self._record, self._num_items
-        self._num_items += 1
-        item: dict[str, Any] = {
-            "id": f"fc_{uuid.uuid4().hex}",
-            "type": "function_call",
-            "status": "in_progress",
-            "call_id": call.id,
-            "name": call.name,
-            "arguments": "",
-        }
-        record.add("response.output_item.added", output_index=index, item=dict(item))
-        location = {"item_id": item["id"], "output_index": index}
-        kind = "response.function_call_arguments"
-        record.add(f"{kind}.delta", **location, delta=call.arguments)
-        record.add(f"{kind}.done", **location, name=call.name, arguments=call.arguments)
-        done = {**item, "status": "completed", "arguments": call.arguments}
-        record.response["output"].append(done)
-        record.add("response.output_item.done", output_index=index, item=done)
+    def _push_calls(self) -> None:
+        """What is new of calls."""
+        for piece in self._stream.take_calls():
+            if piece.opening is not None:
+                self._close()
+                self._close_call()
+                self._call = _CallItem(self._record, self._num_items, piece.opening)
+                self._num_items += 1
+            if self._call is not None and piece.arguments:
+                self._call.push(piece.arguments)
+
+    def _close_call(self, status: str = "completed") -> None:
+        if self._call is not None:
+            self._call.close(status)
+        self._call = None
 
     def _fail(self, status: str, kind: str, error: dict[str, Any] | None) -> None:
         self._close("incomplete")
+        self._close_call("incomplete")
         self._record.response |= {"status": status, "error": error}
         self._snapshot(kind)
 

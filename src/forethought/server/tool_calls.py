@@ -15,7 +15,7 @@ from __future__ import annotations
 import json
 import re
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -25,7 +25,22 @@ from forethought.errors import ParameterError
 OPENINGS = ("<tool_call>", "[TOOL_CALLS]", "<|python_tag|>")
 """What begins a call in a text."""
 _HERMES = re.compile(r"<tool_call>\s*(.*?)\s*(?:</tool_call>|\Z)", re.DOTALL)
+_HEAD = re.compile(
+    r'\s*\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)*")\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\S)'
+)
+"""What stands before the arguments of a call."""
 _decoder = json.JSONDecoder()
+
+
+class CallPiece(NamedTuple):
+    """New text of a call that is generated."""
+
+    number: int
+    """Of the call in its answer."""
+    opening: Call | None
+    """The call, where it begins here."""
+    arguments: str
+    """That are new."""
 
 
 class Call(NamedTuple):
@@ -107,25 +122,173 @@ class Tools:
     def shape(self) -> GuidedDecodingParams:
         """The grammar of a forced call: a JSON object with the name and the arguments."""
         allowed = [t for t in self.tools if not self.named or t["function"]["name"] == self.choice]
-        calls = [_call_schema(tool["function"]) for tool in allowed]
+        functions = [_named_apart(tool["function"], number) for number, tool in enumerate(allowed)]
+        calls = [_call_schema(function) for function in functions]
         schema = dict(calls[0] if len(calls) == 1 else {"anyOf": calls})
         schema["x-guidance"] = {"whitespace_flexible": False}  # small models write blanks for ever
         hoisted: dict[str, Any] = {}
-        for tool in allowed:
-            parameters = tool["function"].get("parameters") or {}
-            hoisted |= parameters.get("$defs") or {}
+        for function in functions:
+            hoisted |= closed(function.get("parameters") or {}).get("$defs") or {}
         return GuidedDecodingParams(json=schema | ({"$defs": hoisted} if hoisted else {}))
 
-    def parse(self, text: str) -> tuple[str, list[Call]]:
-        """The content of an answer without its calls, and the calls."""
+    @property
+    def callable(self) -> list[str]:
+        """The names that a call may have."""
+        names = [tool["function"]["name"] for tool in self.tools]
+        return [self.choice] if self.named else names
+
+    def parse(self, text: str, is_cut: bool = False) -> tuple[str, list[Call]]:
+        """The content of an answer without its calls, and the calls.
+
+        Args:
+            text: of the answer, behind its thought.
+            is_cut: whether it has ended at its length: a call that it ends in is one, with the
+                arguments as far as they have come.
+        """
         if not self.offered:
             return text, []
-        content, calls = _parse(text, {tool["function"]["name"] for tool in self.tools})
+        if self.forced and text.lstrip().startswith("{"):
+            return _forced(text, self.callable, is_cut)
+        content, calls = _parse(text, {tool["function"]["name"] for tool in self.tools}, is_cut)
         return content, calls if self.several else calls[:1]
 
 
+def _forced(text: str, names: Sequence[str], is_cut: bool) -> tuple[str, list[Call]]:
+    """What a grammar has made the model write: a call, or the beginning of one."""
+    reading = CallText(names)
+    reading.push(text)
+    if reading.call is not None:
+        return "", [reading.call._replace(arguments=reading.arguments)]
+    if not is_cut:
+        return text, []
+    begun = re.match(r'\s*\{\s*"name"\s*:\s*"([^"]*)', text)
+    fitting = [name for name in names if name.startswith(begun[1] if begun else "")]
+    return "", [Call.create(name, None) for name in fitting if len(fitting) == 1]
+
+
+class CallText:
+    """The text of a call, read while it grows.
+
+    Args:
+        names: that the call may have.
+
+    Attributes:
+        call: with its name and an id, once the name is known.
+    """
+
+    def __init__(self, names: Collection[str]) -> None:
+        self.call: Call | None = None
+        self._names, self._head, self._value = names, "", ""
+        self._depth, self._in_string, self._is_escaped, self._has_ended = 0, False, False, False
+
+    @property
+    def arguments(self) -> str:
+        """Those that have come, as the model writes them; none are ``{}``."""
+        return "{}" if self._value.strip() in ("", "null") else self._value
+
+    def push(self, text: str) -> str:
+        """The arguments that are new and certain, ``text`` being the next piece."""
+        if self.call is None:
+            self._head += text
+            opening = _HEAD.match(self._head)
+            if opening is None or (name := json.loads(opening[1])) not in self._names:
+                return ""
+            self.call, text = Call.create(name, None), self._head[opening.end() :]
+        before = len(self._value)
+        self._value += "" if self._has_ended else text[: self._length(text)]
+        if not self._value.startswith("{"):  # it may be null
+            return ""
+        return self._value[before:]
+
+    def _length(self, text: str) -> int:
+        """How much of the next piece belongs to the value of the arguments."""
+        for place, character in enumerate(text):
+            if not self._in_string and not self._depth and character in ",} \n":
+                self._has_ended = True
+                return place
+            if self._in_string:
+                self._in_string = self._is_escaped or character != '"'
+                self._is_escaped = not self._is_escaped and character == "\\"
+            elif character == '"':
+                self._in_string = True
+            else:
+                self._depth += (character in "{[") - (character in "}]")
+            if not self._in_string and not self._depth and character in '"}]':
+                self._has_ended = True
+                return place + 1
+        return len(text)
+
+
+_COMBINING = ("allOf", "anyOf", "oneOf", "$ref", "if", "dependentSchemas")
+_OPEN = ("additionalProperties", "patternProperties", "unevaluatedProperties", "propertyNames")
+"""Words of a schema that say which further properties an object may have."""
+
+
+def closed(schema: Mapping[str, Any]) -> dict[str, Any]:
+    """A schema whose objects have the properties that it names and no others.
+
+    An object that says otherwise itself, or that is combined of several schemas, stays as it is.
+    """
+    return _closed(schema, frozenset(_combined_refs(schema, False)))
+
+
+def _closed(schema: Any, kept: Set[str]) -> Any:
+    """The same of a part; definitions whose references are ``kept`` stay as they are."""
+    if not isinstance(schema, Mapping):
+        return schema
+    made = dict(schema)
+    for word in ("properties", "$defs", "definitions"):
+        if isinstance(schema.get(word), Mapping):
+            made[word] = {
+                name: each if f"#/{word}/{name}" in kept else _closed(each, kept)
+                for name, each in schema[word].items()
+            }
+    is_combined = any(word in schema for word in _COMBINING)
+    is_object = "properties" in schema or "object" in _types(schema)
+    lists = ["prefixItems"] if is_object else ["prefixItems", "anyOf", "oneOf"]
+    for word in lists:
+        if isinstance(schema.get(word), list):
+            made[word] = [_closed(each, kept) for each in schema[word]]
+    if "items" in schema:
+        made["items"] = _closed(schema["items"], kept)
+    if is_object and not is_combined and not any(word in schema for word in _OPEN):
+        made["additionalProperties"] = False
+    return made
+
+
+def _combined_refs(schema: Any, is_combined: bool) -> Iterator[str]:
+    """The references in a schema whose objects have further properties by other schemas."""
+    if isinstance(schema, list):
+        for each in schema:
+            yield from _combined_refs(each, is_combined)
+    if not isinstance(schema, Mapping):
+        return
+    is_object = "properties" in schema or "object" in _types(schema)
+    if "$ref" in schema and (is_combined or is_object):
+        yield str(schema["$ref"])
+    for word, part in schema.items():
+        in_combination = word == "allOf" or (is_object and word in _COMBINING)
+        yield from _combined_refs(part, in_combination)
+
+
+def _types(schema: Mapping[str, Any]) -> Sequence[Any]:
+    given = schema.get("type", ())
+    return [given] if isinstance(given, str) else given
+
+
+def _named_apart(function: Mapping[str, Any], number: int) -> Mapping[str, Any]:
+    """A function whose definitions have names that no other function's have."""
+    parameters = function.get("parameters") or {}
+    if not isinstance(parameters.get("$defs"), Mapping):
+        return function
+    text = json.dumps(parameters).replace('"#/$defs/', f'"#/$defs/{number}.')
+    renamed = json.loads(text)
+    renamed["$defs"] = {f"{number}.{name}": each for name, each in renamed["$defs"].items()}
+    return {**function, "parameters": renamed}
+
+
 def _call_schema(function: Mapping[str, Any]) -> dict[str, Any]:
-    parameters = dict(function.get("parameters") or {"type": "object"})
+    parameters = closed(function.get("parameters") or {"type": "object"})
     parameters.pop("$defs", None)
     return {
         "type": "object",
@@ -135,16 +298,37 @@ def _call_schema(function: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _parse(text: str, known: set[str]) -> tuple[str, list[Call]]:
+def _parse(text: str, known: set[str], is_cut: bool) -> tuple[str, list[Call]]:
     """The calls in a text by their format; a text without any is content."""
-    if "<tool_call>" in text:
-        calls = [call for body in _HERMES.findall(text) for call in _calls(body, known)]
-        content = _HERMES.sub("", text).strip()
+    opening = next((mark for mark in OPENINGS if mark in text), "")
+    if opening == "<tool_call>":
+        bodies, content = _HERMES.findall(text), _HERMES.sub("", text).strip()
     else:
-        opening = next((mark for mark in OPENINGS if mark in text), "")
         before, _, body = text.partition(opening) if opening else ("", "", text)
-        calls, content = _calls(body.strip(), known), before.strip()
+        bodies, content = [body.strip()], before.strip()
+    calls = [call for body in bodies for call in _calls(body, known)]
+    is_open = is_cut and not text.rstrip().endswith("</tool_call>")
+    if is_open and not _calls(bodies[-1], known):
+        calls += _cut_calls(bodies[-1], known)
+        if opening and not calls:  # its name is not known: half a call is no content
+            return content, []
     return (content, calls) if calls else (text, [])
+
+
+def _cut_calls(text: str, known: set[str]) -> list[Call]:
+    """The calls in JSON text that ends within the last one."""
+    calls, rest = list[Call](), text.lstrip("[ \n")
+    while rest:
+        try:
+            _, end = _decoder.raw_decode(rest)
+        except (ValueError, RecursionError):
+            reading = CallText(known)
+            reading.push(rest)
+            last = [] if reading.call is None else [reading.call]
+            return [*calls, *(call._replace(arguments=reading.arguments) for call in last)]
+        calls += _calls(rest[:end], known)
+        rest = rest[end:].lstrip(", \n]")
+    return calls
 
 
 def _calls(text: str, known: set[str]) -> list[Call]:
