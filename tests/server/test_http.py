@@ -362,6 +362,20 @@ def test_the_catalogue_of_methods_says_what_each_takes(server: Served) -> None:
     assert samples["description"]
     assert not found["best_of_n"]["available"]
     assert "--reward-model" in found["best_of_n"]["reason"]
+    uses = ("no_thinking", "required"), ("dynasor", "adapts"), ("majority_vote", "unused")
+    assert all(found[name]["thinking"] == use for name, use in uses)
+
+
+def test_a_method_for_models_that_think_is_unavailable_on_others(server: Served) -> None:
+    server.backend.thinks = False
+    try:
+        found = {each["name"]: each for each in server.send("/v1/methods").json["data"]}
+    finally:
+        server.backend.thinks = None
+    for name in ("no_thinking", "budget_forcing"):
+        assert not found[name]["available"]
+        assert "models that think" in found[name]["reason"]
+    assert found["dynasor"]["available"]
 
 
 def test_models_are_listed_and_found_with_methods_in_front(server: Served) -> None:

@@ -56,8 +56,10 @@ def test_keys_come_from_the_environment_too(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_the_fields_of_the_servers_behind_are_options() -> None:
     given = ("--upstream", "http://a", "--api-model", "m", "--thinking-field", "f")
-    backend = serve.opener(options(*given, "--upstream-fields", "top_k,response_format"))()
+    further = ("--upstream-fields", "top_k,response_format", "--thinks", "no")
+    backend = serve.opener(options(*given, *further))()
     assert isinstance(backend, RemoteBackend)
+    assert (backend.worker.thinks, backend.thinks) == (False, False)
     assert backend.worker.thinking_field == "f"
     assert backend.worker.extensions == {"top_k", "guided_decoding"}
     backend.close()

@@ -128,7 +128,11 @@ class Journal:
         self.path = _path_of(path, hash_of(self._settings))
         self.num_appended = 0
         self._records: dict[str, list[dict[str, Any]]] = {}
-        self._file = self.path.open("a+b", buffering=0)
+        try:
+            self._file = self.path.open("a+b", buffering=0)
+        except OSError as error:
+            why, fix = error.strerror or str(error), "Give another --out"
+            raise FileError(f"cannot write the journal {self.path}", why, fix) from error
         try:
             self._lock()
             if is_fresh:

@@ -33,8 +33,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from forethought.config.sampling import SamplingParams
+from forethought.config.thoughts import MARKERS
 from forethought.errors import ParameterError
-from forethought.llm.tokenizer import MARKERS, Tokenizer
+from forethought.llm.tokenizer import Tokenizer
 from forethought.model.sampling import Constraint, Constraints
 from forethought.outputs import ThinkingOutput, ThoughtEnd
 

@@ -16,6 +16,7 @@ from jinja2 import TemplateSyntaxError
 from transformers import AutoTokenizer
 
 from forethought.config.sampling import SamplingParams
+from forethought.config.thoughts import MARKERS
 from forethought.errors import (
     ContextLengthError,
     ModelError,
@@ -41,17 +42,6 @@ LONG_TEXT = 1 << 14
 """Characters beyond which a text is tokenised beside an event loop."""
 _DENSE = 16
 """Characters for each token of the context that are tokenised to see whether a text is too long."""
-MARKERS = (
-    ("<think>", "</think>"),
-    ("<thinking>", "</thinking>"),
-    ("<thought>", "</thought>"),
-    ("[THINK]", "[/THINK]"),
-    ("<seed:think>", "</seed:think>"),
-    ("<|START_THINKING|>", "<|END_THINKING|>"),
-    ("◁think▷", "◁/think▷"),
-)
-"""What opens and closes a thought in the formats of known models."""
-
 _NO_FILES = (
     "The directory needs the tokenizer's files, such as tokenizer.json; if they are in another "
     "one, name it with tokenizer=..."

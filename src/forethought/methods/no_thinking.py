@@ -16,12 +16,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from forethought.config.thoughts import MARKERS
 from forethought.scaffolding import sampling
 from forethought.scaffolding.controller import Controller, expect_generation, first_tag
 from forethought.scaffolding.parallel import Process
 from forethought.scaffolding.settings import OPTIONAL_TEXT, validated
 from forethought.scaffolding.task import ChatTask, GenerationTask
-from forethought.scaffolding.thinking import MARKERS, expect_thinking, thinking_of
+from forethought.scaffolding.thinking import expect_thinking, thinking_of
 
 FINISHED = "Okay, I think I have finished thinking.\n</think>\n\n"
 """The thought of the paper and what closes it; the model's own marker takes the place of
@@ -72,6 +73,6 @@ class NoThinkingController(Controller):
             expect_thinking("no_thinking", profile, "a finished thought stands in the place of one")
             finished = None if isinstance(task, ChatTask) else self.thinking_end
             if finished == FINISHED:
-                finished = FINISHED.replace(MARKERS[1], profile.think_end)
+                finished = FINISHED.replace(MARKERS[0][1], profile.think_end)
             sampling.choose(task, {"thinking_budget": 0, "thinking_end": finished})
         yield from self.generation_controller.process(tasks, **kwargs)

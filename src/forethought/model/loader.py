@@ -7,6 +7,7 @@ of :mod:`~forethought.model.attention.interface`, and not by the model's name.
 
 from __future__ import annotations
 
+import copy
 import inspect
 import logging
 import re
@@ -320,8 +321,9 @@ def _config(directory: Path, trust_remote_code: bool) -> Any:
     check_generation_config(directory, text.vocab_size)
     shapes = check_weight_files(directory)
     if shapes and getattr(config, "quantization_config", None) is None:
+        copied = copy.deepcopy(config)
         make = partial(
-            AutoModelForCausalLM.from_config, config, trust_remote_code=trust_remote_code
+            AutoModelForCausalLM.from_config, copied, trust_remote_code=trust_remote_code
         )
         with _refusing(directory, "reading its config.json"):
             check_shapes(make, text.num_hidden_layers, shapes, directory)

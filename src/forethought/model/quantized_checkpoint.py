@@ -36,6 +36,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
 
 from forethought.errors import ModelError
+from forethought.model.loaded_weights import check_values
 from forethought.model.quantization import QuantizedLinear, QuantizedWeight, has_output_scales
 
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
@@ -79,6 +80,7 @@ class StoredTensors:
         self._unread.discard(name)
         with safe_open(self._files[name], "pt") as file:
             tensor: Tensor = file.get_tensor(name)
+        check_values([(name, tensor)], self.directory, "model")
         return tensor
 
     def __getitem__(self, name: str) -> Tensor:

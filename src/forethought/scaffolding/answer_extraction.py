@@ -22,6 +22,8 @@ from typing import Literal, NamedTuple
 
 from pydantic import TypeAdapter
 
+from forethought.config.thoughts import after_thought, markers_in
+
 AnswerRule = Literal["auto", "boxed", "hash", "phrase", "number"]
 ANSWER_RULE: TypeAdapter[AnswerRule] = TypeAdapter(AnswerRule)
 
@@ -70,15 +72,15 @@ def _by_rule(rule: str, text: str, is_cut: bool) -> str | None:
     return None if is_cut or _BOX.search(visible) else _last_number(visible)
 
 
-def without_thought(text: str | None, think_end: str = "</think>") -> str:
+def without_thought(text: str | None) -> str:
     """What follows the last thought in a text; all of it where none is closed."""
-    return (text or "").rpartition(think_end)[2].strip()
+    return after_thought(text or "").strip()
 
 
 def _without_open_thought(text: str) -> str:
     """What follows the thought; nothing if the text ends in one."""
-    visible = without_thought(text)
-    return visible.partition("<think>")[0]
+    visible, markers = without_thought(text), markers_in(text)
+    return visible if markers is None else visible.partition(markers[0])[0]
 
 
 # ---- boxes ---------------------------------------------------------------------------------------

@@ -13,6 +13,8 @@ import re
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from forethought.config.thoughts import after_thought
+
 _MAX_LINES = 100_000
 _MAX_CONTAINERS = 50
 _TAB = 4
@@ -46,7 +48,7 @@ def program_in(text: str, definition: re.Pattern[str] | None = None) -> Program 
         text: of the model; of a thought in it, what follows.
         definition: found in a block that is preferred to later ones.
     """
-    text = text.rpartition("</think>")[2]
+    text = after_thought(text)
     blocks = [block for block in code_blocks(text) if block.code.strip()]
     fenced = [block.code for block in blocks if block.is_fenced] or _loosely_fenced(text)
     whole = [code for code in fenced if definition is not None and definition.search(code)]

@@ -174,8 +174,11 @@ def _attempts(path: str | Path) -> list[dict[str, Any]]:
     try:
         lines = Path(path).read_text(encoding="utf-8").splitlines()
         records = [json.loads(line) for line in lines if line.strip()]
-        return [record["attempt"] for record in records if "attempt" in record]
-    except (OSError, ValueError, TypeError) as error:
+        attempts = [record["attempt"] for record in records if "attempt" in record]
+        for attempt in attempts:
+            _key(attempt)
+        return attempts
+    except (OSError, KeyError, ValueError, TypeError) as error:
         raise ParameterError(
             "the calibration file cannot be read",
             f"{path}: {error}",
@@ -187,8 +190,12 @@ def _distinct(attempts: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
     """The first attempt of each problem, method and sample."""
     found: dict[tuple[Any, ...], Mapping[str, Any]] = {}
     for each in attempts:
-        found.setdefault((each["number"], each["method"], each["sample"]), each)
+        found.setdefault(_key(each), each)
     return list(found.values())
+
+
+def _key(attempt: Mapping[str, Any]) -> tuple[Any, ...]:
+    return attempt["number"], attempt["method"], attempt["sample"]
 
 
 def _questions(

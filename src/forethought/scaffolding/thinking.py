@@ -11,12 +11,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from forethought.config.thoughts import MARKERS, markers_in
 from forethought.errors import ParameterError
 from forethought.scaffolding.execution_scope import current_scope
 from forethought.scaffolding.task import GenerationTask
 
-MARKERS = ("<think>", "</think>")
-"""Those of most models."""
 ThinkingUse = Literal["unused", "adapts", "required"]
 """What thoughts are to a method: it does not look at them; it does without where there are none;
 or it is for models that think alone."""
@@ -31,7 +30,8 @@ class ThinkingProfile:
     is_open: bool = False
     """The prompt ends within a thought."""
     is_known: bool = True
-    """Told by the worker; else guessed, with the markers of most models."""
+    """Told by the worker; else guessed by the text, with the markers of most models if it has
+    none."""
 
     @classmethod
     def of_text(
@@ -48,7 +48,7 @@ class ThinkingProfile:
     @property
     def think_end(self) -> str:
         """What closes a thought; ``</think>`` where nothing is known."""
-        return (self.markers or MARKERS)[1]
+        return (self.markers or MARKERS[0])[1]
 
     def is_thinking(self, output: str) -> bool:
         """Whether an output behind the prompt ends within a thought."""
@@ -79,7 +79,8 @@ def thinking_of(task: GenerationTask, tag: Any) -> ThinkingProfile:
     """
     scope = current_scope()
     known = None if scope is None or scope.thinking is None else scope.thinking(task, tag)
-    return known or ThinkingProfile.of_text(task.input_str or "", MARKERS, is_known=False)
+    text = task.input_str or ""
+    return known or ThinkingProfile.of_text(text, markers_in(text) or MARKERS[0], is_known=False)
 
 
 def expect_thinking(method: str, profile: ThinkingProfile, why: str) -> None:
@@ -97,7 +98,7 @@ def expect_thinking(method: str, profile: ThinkingProfile, why: str) -> None:
         raise ParameterError(
             f"{method} needs a model that thinks",
             f"{why}, and neither the vocabulary nor the chat template of this model has markers "
-            f"such as {' '.join(MARKERS)}",
+            f"such as {' '.join(MARKERS[0])}",
             "Use another method, or a reasoning model",
             param="method",
         )
