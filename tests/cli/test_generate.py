@@ -256,7 +256,7 @@ def test_ctrl_c_leaves_the_text_so_far_on_a_line_of_its_own(capsys, monkeypatch)
         (["--temperature", "nan"], "temperature"),
         (["--top-p", "0"], "top_p"),
         (["--max-tokens", "0"], "max_tokens"),
-        (["--seed", "-3"], "seed"),
+        (["--seed", str(-(2**64))], "seed"),
         (["--max-tokens", "many"], "--max-tokens"),
         (["--model", "/nowhere/at/all"], "/nowhere/at/all"),
         (["--url", "http://127.0.0.1:1/v1"], "--api-model"),
