@@ -60,8 +60,8 @@ OPTIONS = {
     # Workers differ in whether the marker that ends a thought counts.
     "budget_vote": {"params": {"seed": 7}, "counts": ("tokens",)},
     "budget_forcing": {"counts": ("thinking_tokens",)},
-    "majority_vote": {"counts": ("finished",)},
-    "compute_optimal": {"counts": ("finished",)},
+    "majority_vote": {"counts": ("finished", "num_voters", "num_uncompared")},
+    "compute_optimal": {"counts": ("finished", "num_voters", "num_uncompared")},
     "repeated_sampling": {"counts": ("verified",)},
     "drag": {"min_calls": 1},
     "no_thinking": {"min_calls": 1},

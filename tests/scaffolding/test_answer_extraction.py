@@ -208,11 +208,25 @@ def test_answers_of_gsm8k_are_found_however_they_are_written(number):
 
 @pytest.mark.parametrize(
     "text",
-    ["answer is ", "$", "#### ", "\\boxed{", "*", "answer\n", "1,111", "answer is (", "\\frac{1}{"],
+    [
+        "answer is ",
+        "$",
+        "#### ",
+        "\\boxed{",
+        "*",
+        "answer\n",
+        "1,111",
+        "answer is (",
+        "\\frac{1}{",
+        " ",
+        "* ",
+        "\n ",
+    ],
 )
 @pytest.mark.timeout(60)
 def test_no_text_takes_long(text):
     extract_answer(text * 20_000)
+    extract_answer("answer" + text * 20_000)
 
 
 def test_the_rule_belongs_to_the_answers_of_mathematics():

@@ -55,6 +55,7 @@ def build(method: str, settings: dict[str, Any], table: methods.MethodTable | No
         ("compute_optimal", {"policy": {**POLICY, "path": "/etc/passwd"}}, "policy.path"),
         ("compute_optimal", {"policy": POLICY, "method_table": "os:system"}, "method_table"),
         ("archon", {"pipeline": "/etc/passwd"}, "pipeline"),
+        ("majority_vote", {"answer": "os:system"}, "answer"),
         ("archon", {"pipeline": {"layers": [[{"samples": 10**9}]]}}, "pipeline.layers"),
         ("best_of_n", {"reward_controller": "os:system"}, "reward_controller"),
         ("best_of_n", {"reward_controller": {"method": "os:system"}}, "reward_controller.method"),
@@ -188,3 +189,10 @@ def test_only_what_a_request_may_give_is_listed_as_a_setting() -> None:
     assert "chunk_size" in schema.settable("dynasor")
     assert "snapshot" not in schema.settable("sleep_time")
     assert {"policy", "settings"} <= {*schema.settable("compute_optimal")}
+
+
+def test_a_request_may_choose_the_rule_that_finds_answers():
+    for name in ("majority_vote", "budget_vote", "deepconf", "fork_think", "sequential_revision"):
+        schema_of(methods.shipped()).check(name, {"answer": "number"})
+    vote = build("majority_vote", {"answer": "boxed"})
+    assert vote.answer_space.answer == "boxed"

@@ -61,6 +61,10 @@ _RULES: tuple[Literal["boxed", "hash", "phrase", "number"], ...] = (
 )
 
 
+_TAIL = 10_000
+"""Characters in which the last number is looked for."""
+
+
 def _by_rule(rule: str, text: str, is_cut: bool) -> str | None:
     if rule == "boxed":
         return _last_box(text)
@@ -69,7 +73,7 @@ def _by_rule(rule: str, text: str, is_cut: bool) -> str | None:
         return _after_hashes(visible)
     if rule == "phrase":
         return _after_phrase(visible)
-    return None if is_cut or _BOX.search(visible) else _last_number(visible)
+    return None if is_cut or _BOX.search(visible) else _last_number(visible[-_TAIL:])
 
 
 def without_thought(text: str | None) -> str:
@@ -141,10 +145,10 @@ _HEADING = re.compile(r"\d+[.)]\s|[A-Za-z]+ \d+\s*:|.*:\s*$")
 _PHRASE = re.compile(
     r"""(?<![A-Za-z])answers?(?![A-Za-z])
         (?:\s+(?:to|of|for)\s+(?:the|this|your|our)\s+(?:\w+\s+){0,2}\w+)?
-        (?:\s*[*_]{1,3})?
+        (?:\s*+[*_]{1,3})?
         (?: \s*(?: \s(?:is|are|was|(?:would|will|should|must)\s+be|equals)\b
                  | [:=\N{FULLWIDTH COLON}] )+
-          | [ \t]*[*_]*[ \t]*\n\s*(?=[*_$\\(\d+-]) )
+          | [ \t]*+[*_]*+[ \t]*+\n\s*+(?=[*_$\\(\d+-]) )
         (?:\s+(?:that|simply|just|thus|therefore|now|exactly|equal\s+to|given\s+by)\b)*
         \s*:?\s*
     """,
