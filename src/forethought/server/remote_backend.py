@@ -172,7 +172,8 @@ class RemoteBackend(Backend):
         if method == "hogwild":
             return "it needs the sequences of the built-in engine; see hogwild_turns"
         has_field = self.worker.thinking_field is not None
-        form = methods.describe(method).conversation
+        is_named = method in methods.names()  # a controller inside of one need not be
+        form = methods.describe(method).conversation if is_named else None
         if form == ConversationForm.TEXT and self._tokenizer is None:
             return f"it continues a text, which a chat does not take: {_RESTART} --tokenizer"
         if method == "no_thinking":
