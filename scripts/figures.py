@@ -156,7 +156,7 @@ def written(page: Path, runs: Sequence[Run]) -> str:
         if name not in TABLES:
             raise SystemExit(f"{page.name}: there is no table {name!r}")
         found = [run for run in runs if run["benchmark"] == name.replace("-", "_")]
-        body = TABLES[name](found) if found else "No run is recorded yet."
+        body = TABLES[name](found) if found else "No run has been added yet."
         return f"<!-- figures: {name} -->\n\n{body}\n\n<!-- end of figures -->"
 
     return BLOCK.sub(block, page.read_text(encoding="utf-8"))
