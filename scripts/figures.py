@@ -11,7 +11,8 @@ each run.
     forethought demo --json | python scripts/figures.py --add -
     python scripts/figures.py --add gpu.log        the last line of a file
 
-``--add`` replaces the line of the same benchmark on the same processor. A line that is
+``--add`` replaces the line of the same benchmark on the same processor, and of ``benchmarks.gpu``
+with the same command. A line that is
 ``transcribed`` was written by hand from the results of its day, before lines were stored.
 """
 
@@ -118,13 +119,14 @@ def run_of(output: str) -> Run:
 
 
 def added(runs: Iterable[Run], run: Run) -> list[Run]:
-    """The runs with ``run`` in the place of the one of its benchmark and processor."""
-    kept = [old for old in runs if (old["benchmark"], processor(old)) != _key(run)]
-    return sorted([*kept, run], key=lambda one: (one["benchmark"], processor(one)))
+    """The runs with ``run`` in the place of the one that it is a newer run of."""
+    return sorted([*(old for old in runs if key_of(old) != key_of(run)), run], key=key_of)
 
 
-def _key(run: Run) -> tuple[str, str]:
-    return run["benchmark"], processor(run)
+def key_of(run: Run) -> tuple[str, str, str]:
+    """What a newer run has in common with the one that it replaces: benchmark and processor, and of
+    the GPU benchmark, whose parts are run apart, the command."""
+    return run["benchmark"], processor(run), run["command"] if run["benchmark"] == "gpu" else ""
 
 
 def processor(run: Run) -> str:
