@@ -308,7 +308,8 @@ def test_the_command_line_generates_with_a_model_and_a_drafter_of_the_hub(
     hub.repositories["org/reasoner"] = {"v1": files_of(reasoner_dir())}
     hub.repositories["org/drafter"] = {"main": files_of(drafter_dir())}
     options = ["--model", "org/reasoner", "--revision", "v1", "--draft-model", "org/drafter"]
-    options += ["--speculative", "draft_target", "--dtype", "float32", "--max-tokens", "12"]
+    options += ["--speculative", "draft_target", "--max-draft-len", "4"]
+    options += ["--dtype", "float32", "--max-tokens", "12"]
     done = subprocess.run(
         [sys.executable, "-m", "forethought", "generate", "2 pens", *options, "--json"],
         env=hub.environment(tmp_path),

@@ -93,6 +93,25 @@ def find_model_dir(
     return directory
 
 
+def checked_model_dir(
+    model: str | Path, revision: str | None = None, *, kind: str = "model", code: bool = False
+) -> Path:
+    """The directory of a model, found and checked as far as that takes no torch.
+
+    Args:
+        model: as of ``find_model_dir``, and so are ``revision`` and ``code``.
+        revision: of a Hub id.
+        kind: see ``check_model_dir``.
+        code: whether Python files are wanted, too.
+
+    Raises:
+        UsageError: as ``find_model_dir`` and ``check_model_dir``.
+    """
+    directory = find_model_dir(model, revision, code=code)
+    check_model_dir(directory, kind)
+    return directory
+
+
 def _download(name: str, revision: str | None, patterns: Sequence[str]) -> Path:
     """The snapshot of a repository with the files that match."""
     try:

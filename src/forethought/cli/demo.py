@@ -12,7 +12,12 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from forethought.cli.options import add_speculation_options, llm_opener, speculative_config_of
+from forethought.cli.options import (
+    add_speculation_options,
+    check_draft_model,
+    llm_opener,
+    speculative_config_of,
+)
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -38,6 +43,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Run the demo."""
     speculative = speculative_config_of(args)
+    if speculative is not None:
+        check_draft_model(speculative)
 
     from forethought.evaluation.demo import Demo, prepare, show
 

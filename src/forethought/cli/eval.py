@@ -38,6 +38,7 @@ from forethought.cli.backend import (
 from forethought.cli.judge import (
     REWARD_SERVER,
     check_judge,
+    check_reward_model,
     configure_judge,
     is_judged,
     judge_settings,
@@ -336,6 +337,7 @@ def _plan(args: argparse.Namespace) -> _Plan:
     _check(args)
     recipes = _recipes(args, NativeRewardController() if wants_judge(args) else None)
     _check_verifiers(recipes, chosen)
+    check_reward_model(args.reward_model)
     open_llm, model, is_embedded = _model(args, task)
     instruction = args.instruction
     if instruction is None:

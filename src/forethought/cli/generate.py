@@ -30,6 +30,7 @@ from forethought.cli.backend import (
 )
 from forethought.cli.judge import (
     check_judge,
+    check_reward_model,
     configure_judge,
     judged_by,
     open_judge,
@@ -68,6 +69,7 @@ def run(args: argparse.Namespace) -> int:
     stand_in = NativeRewardController() if wants_judge(args) else None
     # Both are checked before a model is loaded.
     refuse_greedy_samples(_method(args, {}, stand_in), args.temperature)
+    check_reward_model(args.reward_model)
     question = _question(args.prompt)
     if args.raw and args.system:
         raise ParameterError(

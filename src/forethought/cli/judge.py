@@ -13,7 +13,7 @@ from forethought.errors import DependencyError, ParameterError
 from forethought.evaluation.journal import fingerprint
 from forethought.methods import Method
 from forethought.methods.stack import parameters
-from forethought.model_dir import find_model_dir
+from forethought.model_dir import checked_model_dir, find_model_dir
 from forethought.scaffolding.controller import NativeRewardController
 from forethought.scaffolding.prm_controller import PRMController, StepAggregation
 from forethought.scaffolding.worker import Worker
@@ -143,6 +143,8 @@ def reward_server_opener(args: argparse.Namespace) -> Callable[[], RewardServerW
     directory, step_format = args.reward_tokenizer, args.reward_step_format
     endpoint: Any = args.reward_endpoint or "classify"
     RewardServerWorker.check(endpoint, directory, step_format)
+    if directory is not None:
+        find_model_dir(directory, weights=False)
 
     def open_worker() -> RewardServerWorker:
         tokenizer = None if directory is None else reward_tokenizer(directory)
@@ -156,6 +158,19 @@ def reward_server_opener(args: argparse.Namespace) -> Callable[[], RewardServerW
         )
 
     return open_worker
+
+
+def check_reward_model(model: str | None) -> None:
+    """Find the directory of a reward model on this machine before torch is imported.
+
+    Args:
+        model: local directory, Hub id or embedded model; None: there is none.
+
+    Raises:
+        UsageError: there is no such model, or the directory holds none.
+    """
+    if model is not None:
+        checked_model_dir(model, kind="reward model")
 
 
 def reward_tokenizer(name: str) -> Any:

@@ -19,7 +19,7 @@ from forethought.config.speculation import DecodingBaseConfig, find_config_class
 from forethought.errors import DependencyError, ParameterError, UsageError
 from forethought.methods.stack import SAMPLES as SAMPLE_NUM
 from forethought.methods.stack import split
-from forethought.model_dir import find_model_dir
+from forethought.model_dir import checked_model_dir, find_model_dir
 
 if TYPE_CHECKING:
     from forethought.llm.async_llm import AsyncLLM
@@ -353,6 +353,35 @@ def _check_revision(fields: Mapping[str, Any]) -> None:
         find_model_dir(model, revision)  # refuses it
 
 
+def check_models(fields: Mapping[str, Any]) -> None:
+    """Find the directories of the model, its tokenizer and its drafters, before torch is imported.
+
+    Args:
+        fields: of ``LlmArgs``.
+
+    Raises:
+        UsageError: there is no such model, or the directory holds none.
+    """
+    code = bool(fields.get("trust_remote_code"))
+    revision = fields.get("revision")
+    checked_model_dir(fields.get("model") or assets.REASONER, revision, code=code)
+    if fields.get("tokenizer") is not None:
+        find_model_dir(fields["tokenizer"], weights=False, code=code)
+    configs = fields.get("speculative_config") or ()
+    for config in (configs,) if isinstance(configs, DecodingBaseConfig) else configs:
+        check_draft_model(config)
+
+
+def check_draft_model(config: DecodingBaseConfig) -> None:
+    """Find the directory of a drafter's model, if it has one, before torch is imported.
+
+    Raises:
+        UsageError: there is no such model, or the directory holds none.
+    """
+    if config.speculative_model is not None:
+        checked_model_dir(config.speculative_model, config.revision, kind="draft model")
+
+
 def llm_opener(fields: Mapping[str, Any]) -> Callable[[], AsyncLLM]:
     """A function that builds the chosen model.
 
@@ -360,8 +389,10 @@ def llm_opener(fields: Mapping[str, Any]) -> Callable[[], AsyncLLM]:
         fields: of ``LlmArgs``.
 
     Raises:
+        UsageError: as ``check_models``.
         DependencyError: torch or transformers is not installed.
     """
+    check_models(fields)
     check_installed()
     from forethought.llm.async_llm import AsyncLLM
 

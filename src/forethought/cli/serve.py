@@ -18,7 +18,12 @@ from typing import TYPE_CHECKING, Any
 
 from forethought import assets
 from forethought.cli import options
-from forethought.cli.judge import REWARD_SERVER, add_reward_server_options, reward_server_opener
+from forethought.cli.judge import (
+    REWARD_SERVER,
+    add_reward_server_options,
+    check_reward_model,
+    reward_server_opener,
+)
 from forethought.errors import DependencyError, ParameterError
 from forethought.model_dir import find_model_dir
 
@@ -330,6 +335,7 @@ def _judge_opener(
     if (open_server := reward_server_opener(args)) is not None:
         return open_server
     model = args.reward_model or default
+    check_reward_model(None if model == "none" else model)
 
     def open_local() -> RewardWorker | None:
         if model == "none":
@@ -369,6 +375,8 @@ def _upstream(args: argparse.Namespace) -> Callable[[], Backend]:
     )
 
     open_judge = _judge_opener(args)
+    if args.tokenizer is not None:
+        find_model_dir(args.tokenizer, weights=False)
 
     def open_backend() -> Backend:
         tokenizer = None if args.tokenizer is None else _tokenizer(args.tokenizer)
@@ -437,9 +445,9 @@ async def _first_model(worker: UpstreamWorker) -> str:
 
 def _engine(args: argparse.Namespace, config: Mapping[str, Any] | None) -> Callable[[], Backend]:
     fields = options.llm_args_of(args, config)
-    open_llm = options.llm_opener(fields)
     is_reasoner = assets.is_reasoner(fields.get("model"))
     open_judge = _judge_opener(args, assets.PREFIX + "prm" if is_reasoner else "none")
+    open_llm = options.llm_opener(fields)
 
     def open_backend() -> Backend:
         from forethought.server.backends import EngineBackend

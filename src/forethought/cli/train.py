@@ -14,13 +14,16 @@ import argparse
 import json
 import logging
 import sys
+from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
+from forethought import assets
 from forethought.cli.options import load_config_file, model_path
 from forethought.config import drafter_table
-from forethought.errors import DependencyError, ParameterError
+from forethought.errors import DependencyError, ParameterError, UsageError
+from forethought.model_dir import checked_model_dir
 
 if TYPE_CHECKING:
     from forethought.training.run import Source, TrainingRun
@@ -97,6 +100,7 @@ def run(args: argparse.Namespace) -> int:
         for name in ("start", "steps", "seed")
         if (value := getattr(args, name)) is not None
     }
+    _check_paths(args, fields)
     try:
         from forethought.training.run import TargetModel, TrainingRun
     except ModuleNotFoundError as error:
@@ -108,6 +112,25 @@ def run(args: argparse.Namespace) -> int:
         found = training(source, args.held_out, bar)
     _report(args, training, found)
     return 0
+
+
+def _check_paths(args: argparse.Namespace, fields: Mapping[str, Any]) -> None:
+    """Refuse what cannot be read before torch is imported.
+
+    Raises:
+        UsageError: there is no such file or model.
+    """
+    for path, kind in ((args.data, "texts"), (args.self_distill, "prompts")):
+        try:
+            if path is not None:
+                path.open().close()
+        except OSError as error:
+            raise UsageError(
+                f"cannot read the {kind} in {path}", str(error), "Give a file"
+            ) from error
+    checked_model_dir(args.target or assets.REASONER, args.revision)
+    if fields.get("start") is not None:
+        checked_model_dir(fields["start"], kind="drafter")
 
 
 def _source(args: argparse.Namespace) -> Source:

@@ -62,16 +62,18 @@ def configure(measured: Any) -> None:
 
 def measure(args: argparse.Namespace) -> int:
     """Measure, and report."""
-    model.check_installed()
     fields = _fields(args)
+    model.check_models(fields)
+    from forethought.bench import prompts, variant
 
-    from forethought.bench import auto, prompts, variant
+    texts = prompts.read_prompts(args.prompts)
+    model.check_installed()
+    from forethought.bench import auto
     from forethought.bench.speculation import check_batches
     from forethought.evaluation.problems import user_prompt
     from forethought.evaluation.report import ProgressBar, check_installed, make_folder
 
     check_installed()
-    texts = prompts.read_prompts(args.prompts)
     check_batches(args.batch, len(texts))
     configs = variant.settled(
         fields.pop("speculative_config", ()),

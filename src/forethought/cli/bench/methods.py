@@ -15,12 +15,15 @@ from typing import TYPE_CHECKING, Any
 
 from forethought.cli import machine
 from forethought.cli import options as model
-from forethought.cli.judge import open_local_judge
+from forethought.cli.judge import check_reward_model, open_local_judge
 from forethought.errors import ParameterError
 from forethought.saved_file import save_text
+from forethought.scaffolding.controller import NativeRewardController
 
 if TYPE_CHECKING:
+    from forethought.bench.method_tasks import MethodTask
     from forethought.evaluation.problems import Problem
+    from forethought.scaffolding.difficulty import Policy
 
 
 def configure(measured: Any) -> None:
@@ -108,6 +111,9 @@ def measure(args: argparse.Namespace) -> int:
     if args.reward_model is None:
         args.reward_model = kind.reward_model
     fields = model.llm_args_of(args, model=kind.model, max_batch_size=2 * args.in_flight)
+    model.check_models(fields)
+    check_reward_model(args.reward_model)
+    _check_rows(args, kind, policy)
     drawn = data.held_out_problems if args.calibrate is None else data.calibration_problems
     problems = drawn(args.task, args.problems, args.seed)
     folder = args.out / (args.task if args.calibrate is None else f"{args.task}-calibration")
@@ -147,6 +153,21 @@ def measure(args: argparse.Namespace) -> int:
     if args.calibrate is not None:
         bench.fit_policy(rows, table.journals).save(args.calibrate)
     return 0
+
+
+def _check_rows(args: argparse.Namespace, kind: MethodTask, policy: Policy | None) -> None:
+    """Refuse names of rows that there are not, before the reward model is loaded.
+
+    Raises:
+        UnknownNameError: there is one.
+    """
+    from forethought.bench import methods as bench
+    from forethought.bench.instruct_methods import bench_of
+
+    judge = None if args.reward_model is None else NativeRewardController()
+    made = bench_of(args.task)(kind, args.tokens, judge, None, policy)
+    if args.calibrate is None:
+        bench.chosen(made.recipes(), args.only, args.against)
 
 
 def _check_calibration(args: argparse.Namespace, has_checker: bool) -> None:

@@ -55,7 +55,6 @@ def configure(measured: Any) -> None:
 
 def measure(args: argparse.Namespace) -> int:
     """Measure, and report."""
-    model.check_installed()
     model.expect_positive(args, "batch", "context", "rounds")
     fields = model.llm_args_of(args)
     if fields.pop("speculative_config", None):
@@ -65,6 +64,8 @@ def measure(args: argparse.Namespace) -> int:
             "Measure drafters by forethought bench speculation",
         )
     fields |= {"max_batch_size": max(args.batch)}
+    model.check_models(fields)
+    model.check_installed()
 
     from forethought.bench import roofline
     from forethought.evaluation.report import check_installed, make_folder

@@ -14,6 +14,7 @@ from typing import Any
 
 from forethought.cli import machine
 from forethought.cli import options as model
+from forethought.model_dir import checked_model_dir
 from forethought.saved_file import save_text
 
 
@@ -60,25 +61,28 @@ def configure(measured: Any) -> None:
 
 def measure(args: argparse.Namespace) -> int:
     """Measure, and report."""
-    model.check_installed()
     model.expect_positive(args, "problems")
     from forethought import methods
     from forethought.bench import method_tasks as tasks
-    from forethought.bench import specreason as bench
     from forethought.evaluation.report import ProgressBar, make_folder
     from forethought.evaluation.tasks import task
     from forethought.methods.specreason import SpecReasonController
-    from forethought.scaffolding.workers.local import EngineWorker
 
     class Bar(ProgressBar):
         def __call__(self) -> None:
             self._bar.update()
 
+    for directory in (args.base, args.small):
+        checked_model_dir(directory)
     kind = tasks.method_task(args.task)
     settings = {"scorer": "likelihood", "step_end": "\n", **model.parse_settings(args.set)}
     controller = methods.create("specreason", **settings)
     assert isinstance(controller, SpecReasonController)
     problems = tasks.held_out_problems(args.task, args.problems, args.seed)
+    model.check_installed()
+    from forethought.bench import specreason as bench
+    from forethought.scaffolding.workers.local import EngineWorker
+
     make_folder(args.out)
     fields: dict[str, Any] = {} if args.dtype == "auto" else {"dtype": args.dtype}
     fields["kv_cache_config"] = {"enable_block_reuse": False}  # each run prefills its prompt

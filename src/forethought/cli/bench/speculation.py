@@ -69,19 +69,20 @@ def configure(measured: Any, description: str | None) -> None:
 def measure(args: argparse.Namespace) -> int:
     """Measure, and report."""
     _check(args)
-    model.check_installed()
-
+    fields = model.llm_args_of(args)
+    model.check_models(fields)
     from forethought.bench import prompts, variant
+
+    texts = prompts.read_prompts(args.prompts)
+    model.check_installed()
     from forethought.bench.speculation import check_batches
     from forethought.evaluation.report import check_installed, make_folder
 
-    texts = prompts.read_prompts(args.prompts)
     if args.fit_tree is not None:
         return _fit_tree(args, texts)
     rounds, folder = args.rounds or ROUNDS, args.out or OUT
     batches = args.batch or [batch for batch in BATCHES if batch <= len(texts)]
     check_batches(batches, len(texts))
-    fields = model.llm_args_of(args)
     fields["max_batch_size"] = max(batches)
     configs = variant.settled(
         fields.get("speculative_config", ()),

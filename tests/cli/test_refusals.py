@@ -1,0 +1,114 @@
+"""Wrong names and paths are refused before torch, which takes seconds, is imported."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+WRONG = """
+generate hi --model /no/such
+generate hi --model runs/no-such
+generate hi --model forethought/nope
+generate hi --model EMPTY
+generate hi --model forethought/reasoner --revision x
+generate hi --method nope
+generate hi --method plain+nope
+generate hi --method nope:Thing
+generate hi --method majority_vote --set nope=1
+generate hi --speculative nope
+generate hi --speculative draft_target --draft-model /no/such
+generate hi --speculative eagle3 --draft-model EMPTY
+generate hi --method best_of_n --reward-model /no/such
+generate hi --method best_of_n --reward-model EMPTY
+generate hi --method best_of_n --reward-url URL --reward-tokenizer /no/such
+generate hi --trace /no/such/trace.json
+generate hi --config /no/such.yaml
+generate hi --json-schema /no/such.json
+chat --model /no/such
+chat forethought/nope
+chat --speculative pearl --draft-model /no/such
+serve /no/such
+serve --reward-model /no/such
+serve --speculative eagle3 --draft-model /no/such
+serve --upstream URL --api-model m --tokenizer /no/such
+serve --worker scripted /no/such
+serve --config /no/such
+eval --model /no/such
+eval --methods nope
+eval --task nope
+eval --data /no/such
+eval --task gsm8k --data /no/such
+eval --methods plain,best_of_n --reward-model /no/such
+eval --speculative pearl --draft-model /no/such
+bench nope
+bench speculation --model /no/such
+bench speculation --prompts /no/such
+bench speculation --speculative pearl --draft-model /no/such
+bench roofline --model /no/such
+bench auto --model /no/such
+bench auto --prompts /no/such
+bench auto --speculative pearl --draft-model /no/such
+bench methods --task nope
+bench methods --only nope
+bench methods --policy /no/such
+bench methods --reward-model /no/such
+bench specreason --base /no/such --small forethought/countdown
+bench specreason --base forethought/countdown --small /no/such
+bench specreason --base forethought/countdown --small forethought/countdown --task nope
+bench serving --url URL --prompts /no/such
+bench serving --url URL --trace /no/such
+train nope --out OUT --data TEXTS
+train medusa --out OUT --data /no/such
+train medusa --out OUT --self-distill /no/such
+train medusa --out OUT --data TEXTS --target /no/such
+train medusa --out OUT --data TEXTS --target forethought/nope
+train medusa --out OUT --data TEXTS --start /no/such
+train medusa --out OUT --data TEXTS --config /no/such
+demo --speculative nope
+demo --speculative pearl --draft-model /no/such
+trace show /no/such
+trace export /no/such --otel OUT
+methods nope
+nope
+"""
+CODE = """
+import contextlib, io, json, sys
+from forethought.cli.main import main
+found = []
+for line in json.load(sys.stdin):
+    with contextlib.redirect_stderr(io.StringIO()) as said:
+        status = main(line.split())
+    found.append([line, status, said.getvalue(), "torch" in sys.modules])
+    if found[-1][3]:
+        break
+json.dump(found, sys.stdout)
+"""
+
+
+def test_wrong_names_and_paths_are_refused_before_torch_is_imported(tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    texts = tmp_path / "texts.jsonl"
+    texts.write_text('{"prompt": "1 + 1 =", "response": "2"}\n')
+    places = {"EMPTY": tmp_path / "empty", "OUT": tmp_path / "out", "TEXTS": texts}
+    lines = WRONG.replace("URL", "http://127.0.0.1:9/v1")
+    for name, place in places.items():
+        lines = lines.replace(name, str(place))
+    run = subprocess.run(
+        [sys.executable, "-c", CODE],
+        input=json.dumps(lines.split("\n")[1:-1]),
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        env=os.environ | {"HF_HUB_OFFLINE": "1"},
+    )
+    assert run.returncode == 0, run.stderr
+    found = json.loads(run.stdout)
+    for line, status, said, is_torch_imported in found:
+        assert not is_torch_imported, line
+        assert status == 2, (line, said)
+        wrong = ("/no/such", "nope", "no-such", str(places["EMPTY"]), "revision")
+        assert any(word in said for word in wrong if word in line), (line, said)
+    assert len(found) == len(lines.split("\n")) - 2
