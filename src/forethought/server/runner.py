@@ -24,8 +24,10 @@ _CLOSING_SECONDS = 1
 """For connections whose requests were cancelled when the drain time was over."""
 _POLL_SECONDS = 0.1
 """How often a second signal is looked for."""
-_COLLECT_EVERY = 10_000
-"""Objects made and not yet freed between two garbage collections; Python's own default is 700."""
+_COLLECT_EVERY = (5_000, 5, 200)
+"""Objects made and not yet freed between two garbage collections (Python's own default is 700),
+such collections between two of the middle generation, and those between two of all objects. The
+event loop waits for each: one of all takes a second with the objects of fifty thousand samples."""
 _MAX_HEAD = 1 << 16
 """Bytes of the headers of a request."""
 _LOG_SECONDS = 0.1
@@ -203,7 +205,7 @@ def rare_collections() -> Iterator[None]:
     thresholds = gc.get_threshold()
     gc.collect()
     gc.freeze()
-    gc.set_threshold(_COLLECT_EVERY, *thresholds[1:])
+    gc.set_threshold(*_COLLECT_EVERY)
     try:
         yield
     finally:
