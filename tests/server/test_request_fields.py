@@ -8,8 +8,10 @@ from typing import Any
 
 import pytest
 
-from forethought import AsyncLLM
+from forethought import AsyncLLM, methods
 from forethought.config.drafters import NGramDecodingConfig
+from forethought.scaffolding.sampling import is_set
+from forethought.scaffolding.task import GenerationTask
 from forethought.server.backends import EngineBackend
 from forethought.server.protocol import (
     ChatRequest,
@@ -374,3 +376,65 @@ def test_no_tokens_are_asked_of_an_echo_alone(server: Served) -> None:
         answer = ask(server, COMPLETIONS, **fields, max_tokens=0)
         assert answer.status == 400
         assert answer.error["param"] == ("method" if "method" in fields else "max_tokens")
+
+
+# ---- methods -----------------------------------------------------------------------------------
+
+OF_METHODS: dict[str, Any] = {
+    "temperature": 0.123,
+    "top_p": 0.456,
+    "top_k": 17,
+    "min_p": 0.0123,
+    "repetition_penalty": 1.23,
+    "min_tokens": 3,
+    "ignore_eos": True,
+    "stop_token_ids": [77],
+    "include_stop_str_in_output": True,
+    "skip_special_tokens": False,
+    "thinking_budget": 33,
+    "thinking_soft": 22,
+    "seed": 4242,
+    "stop": ["zzz"],
+    "presence_penalty": 0.11,
+    "frequency_penalty": 0.12,
+    "logit_bias": {"5": 1.5},
+    "max_tokens": 150,
+    "structured_outputs": {"regex": "[^q]*"},
+    "speculation": "none",
+}
+DERIVED = {
+    "seed": "each call has its own",
+    "max_tokens": "a call has what is left of it",
+    "logit_bias": "by token ids",
+    "stop": "a method adds its own",
+    "structured_outputs": "as guided_decoding",
+    "speculation": "as its parameters",
+}
+"""Fields whose value in a task is made of that of the request."""
+ANNEALED = "adaptive_compute"
+"""Its temperatures rise to that of the request."""
+
+
+def is_honoured(name: str, method: str, tasks: list[GenerationTask]) -> bool:
+    """Whether a task has the request's value."""
+    if name == "temperature" and method == ANNEALED:
+        return all((task.temperature or 0.0) <= OF_METHODS[name] for task in tasks)
+    field = {"structured_outputs": "guided_decoding"}.get(name, name)
+    if name in DERIVED:
+        return any(is_set(task, field) for task in tasks)
+    return any(getattr(task, field) == OF_METHODS[name] for task in tasks)
+
+
+@pytest.mark.parametrize("method", sorted(set(methods.names()) - set(methods.REWARDS)))
+def test_no_method_drops_a_sampling_field_of_its_request(script: Served, method: str) -> None:
+    calls = script.backend.worker.calls
+    plain = ask(script, CHAT, method=method, max_tokens=200)
+    for name in OF_METHODS:
+        calls.clear()
+        answer = ask(script, CHAT, method=method, **{"max_tokens": 200, name: OF_METHODS[name]})
+        tasks = [call.task for call in list(calls)]
+        if answer.status != 200:  # by the field's name, or because of what the method lacks here
+            is_named = name in answer.error["message"]
+            assert is_named or answer.error == plain.json.get("error"), (name, answer.text)
+        else:
+            assert is_honoured(name, method, tasks), (name, method)

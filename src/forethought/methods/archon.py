@@ -88,7 +88,7 @@ class ArchonController(Controller):
 
     def __init__(self, pipeline: Mapping[str, Any] | str | Path = DEFAULT) -> None:
         super().__init__()
-        self.pipeline = archon_config.load(pipeline)
+        self.pipeline, self._is_default = archon_config.load(pipeline), pipeline is DEFAULT
         self.worker_tags = self.pipeline.models
 
     def fan_out(self) -> int:
@@ -113,7 +113,7 @@ class ArchonController(Controller):
         question_of(task)
         state, info, over_budget = _State(), list[dict[str, Any]](), False
         texts: list[str | None] = []
-        for number, layer in enumerate(self.pipeline.layers):
+        for number, layer in enumerate(self._layers(task)):
             try:
                 state = yield from self._run(task, state, layer, number)
             except BudgetExceeded:
@@ -129,6 +129,20 @@ class ArchonController(Controller):
         task.candidates = texts
         meta = {"layers": info, "budget": over_budget}
         task.customized_result_fields["archon"] = meta
+
+    def _layers(self, task: GenerationTask) -> Sequence[Sequence[Component]]:
+        """The layers; generators of the default ones have the temperature of the request."""
+        is_chosen = "temperature" in task.chosen or sampling.is_set(task, "temperature")
+        if not (self._is_default and is_chosen):
+            return self.pipeline.layers
+        as_requested = {"temperature": None}
+        return [
+            [
+                each.model_copy(update=as_requested if each.type == "generator" else {})
+                for each in layer
+            ]
+            for layer in self.pipeline.layers
+        ]
 
     def _run(
         self, task: GenerationTask, state: _State, layer: Sequence[Component], number: int
