@@ -1,6 +1,7 @@
 """Damaged traces are refused, tracers and callbacks that raise are logged, and nothing waits."""
 
 import asyncio
+import concurrent.futures
 import contextlib
 import copy
 import json
@@ -244,6 +245,24 @@ def test_a_callback_that_raises_or_reads_the_stream_keeps_nobody_waiting(caplog)
         assert llm.generate("p").output.text == "abc"
     assert "".join(texts[0]) == "abc"
     assert "a callback of" in caplog.text
+
+
+@pytest.mark.parametrize("error", [ValueError, SystemExit, asyncio.CancelledError])
+@pytest.mark.parametrize("method", ["thinking", "on_scope_end", "on_loop_end"])
+def test_a_worker_that_raises_ends_the_request(method, error):
+    def broken(self, *args):
+        raise error("broken")
+
+    kind = type("Broken", (ScriptedWorker,), {method: broken})
+    with (
+        contextlib.suppress(error, concurrent.futures.CancelledError),
+        ScaffoldingLlm(Everything(), {"generation": kind(["so"] * 9)}) as llm,
+    ):
+        result = llm.generate_async("p")
+        with contextlib.suppress(Exception):
+            result.result(30)
+        assert result.finished
+        assert result.error is None if method != "thinking" else result.error is not None
 
 
 def test_a_replay_whose_tracer_fails_is_refused(monkeypatch):
