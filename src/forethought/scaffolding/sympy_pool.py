@@ -214,7 +214,7 @@ class _Process:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
-            env={"PATH": os.environ.get("PATH", ""), "PYTHONHASHSEED": "0"},
+            env=_environment(),
             start_new_session=True,
             text=True,
             encoding="utf-8",
@@ -249,6 +249,12 @@ class _Process:
             self.alive = False
             return ""
         return line
+
+
+def _environment() -> dict[str, str]:
+    """Of the process: none of the variables that change what Python runs, and one hash seed."""
+    inherited = {name: value for name, value in os.environ.items() if name[:6] != "PYTHON"}
+    return {**inherited, "PYTHONHASHSEED": "0"}
 
 
 def _search_path() -> list[str]:
