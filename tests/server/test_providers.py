@@ -198,6 +198,11 @@ STREAMS: dict[str, tuple[list[dict[str, Any]], list[tuple[str, str]]]] = {
 }
 
 
+def calls_in(output: list[dict[str, Any]]) -> list[tuple[str, str]]:
+    items = [item for item in output if item["type"] == "function_call"]
+    return [(item["name"], item["arguments"]) for item in items]
+
+
 @pytest.mark.parametrize("kind", STREAMS)
 def test_calls_are_put_together(kind: str) -> None:
     pieces, wanted = STREAMS[kind]
@@ -209,8 +214,34 @@ def test_calls_are_put_together(kind: str) -> None:
         assert len(set(ids)) == len(wanted)
         assert choice["finish_reason"] == "tool_calls"
         output = server.send(RESPONSES, {"input": "hi"}).json["output"]
-        items = [item for item in output if item["type"] == "function_call"]
-        assert [(item["name"], item["arguments"]) for item in items] == wanted
+        assert calls_in(output) == wanted
+        events = server.send(RESPONSES, {"input": "hi", "stream": True}).events
+        assert calls_in(events[-1][1]["response"]["output"]) == wanted
+        stream = server.send(CHAT, {**ASK, "tools": [ADD], "stream": True}).events
+        deltas = [data["choices"][0]["delta"] for _, data in stream if data != "[DONE]"]
+        found = [call for delta in deltas for call in delta.get("tool_calls", ())]
+        for number, (_, arguments) in enumerate(wanted):
+            mine = [call["function"]["arguments"] for call in found if call["index"] == number]
+            assert "".join(mine) == arguments
+
+
+def test_the_arguments_of_a_call_stream_as_the_provider_streams_them() -> None:
+    pieces = [
+        piece("", "add", id="x", index=0),
+        piece('{"a": ', index=0),
+        piece("1}", index=0),
+        piece('{"a": 2}', "add", id="y", index=1),
+    ]
+    with in_front_of(lambda _: calling(*pieces)) as (server, _):
+        answer = server.send(CHAT, {**ASK, "tools": [ADD], "stream": True})
+        chunks = [data for _, data in answer.events if data != "[DONE]"]
+        found = [e for c in chunks for e in c["choices"][0]["delta"].get("tool_calls", ())]
+        told = [(each["index"], each["function"]["arguments"]) for each in found]
+        assert told == [(0, ""), (0, '{"a": '), (0, "1}"), (1, ""), (1, '{"a": 2}')]
+        assert [each["id"] for each in found if "id" in each] == ["x", "y"]
+        events = server.send(RESPONSES, {"input": "hi", "stream": True}).events
+        deltas = [e["delta"] for _, e in events if "arguments.delta" in str(e)[:80]]
+        assert deltas == ['{"a": ', "1}", '{"a": 2}']
 
 
 def test_a_call_that_was_cut_is_a_call_that_ended_at_its_length() -> None:

@@ -213,6 +213,16 @@ def spans_within(spans: Sequence[DraftSpan], start: int, end: int) -> list[Draft
     return list(found)
 
 
+class CallDelta(NamedTuple):
+    """New arguments of a call of a tool."""
+
+    number: int
+    """Of the call in its message."""
+    id: str | None
+    name: str
+    arguments: str
+
+
 @dataclass(frozen=True, slots=True)
 class Delta:
     """New text of a stream. A controller that yields one streams it to the caller itself."""
@@ -225,6 +235,8 @@ class Delta:
     """Where drafts were verified in ``text``, as far as its worker knows."""
     reasoning: str = ""
     """New text of a thought that a server tells apart from ``text``; it comes before it."""
+    calls: tuple[CallDelta, ...] = ()
+    """New arguments of calls that a server tells apart from ``text``."""
 
 
 @dataclass(frozen=True, slots=True)

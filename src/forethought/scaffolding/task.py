@@ -37,7 +37,7 @@ from forethought.scaffolding.messages import (  # published code imports all of 
     ToolMessage,  # noqa: F401
     UserMessage,
 )
-from forethought.scaffolding.result import Delta, DraftSpan, ScaffoldingOutput
+from forethought.scaffolding.result import CallDelta, Delta, DraftSpan, ScaffoldingOutput
 from forethought.scaffolding.settings import (
     NON_NEGATIVE_INT,
     POSITIVE_INT,
@@ -118,10 +118,11 @@ class Task:
         source: str = "",
         drafts: Sequence[DraftSpan] = (),
         reasoning: str = "",
+        calls: Sequence[CallDelta] = (),
     ) -> None:
         """For workers: stream new text and tokens to the caller, if the task is streamed."""
-        if self.streaming_output_flag and (text or token_ids or reasoning):
-            delta = Delta(text, tuple(token_ids), source, tuple(drafts), reasoning)
+        if self.streaming_output_flag and (text or token_ids or reasoning or calls):
+            delta = Delta(text, tuple(token_ids), source, tuple(drafts), reasoning, tuple(calls))
             self.streaming_output_list.append(delta)
 
 

@@ -191,6 +191,7 @@ class _Chat:
     def _delta(self, piece: Piece, stream: AnswerStream) -> list[bytes]:
         """The chunks of new text, with the log-probabilities of its tokens."""
         split = stream.push(piece.text, piece.thought)
+        stream.push_calls(piece.calls)
         calls = [self._call(piece.index, call) for call in stream.take_calls()]
         if not self._wants_logprobs or not self._job.streams_logprobs:
             return [*self._parts(piece.index, *split), *calls]

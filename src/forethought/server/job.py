@@ -23,6 +23,7 @@ from forethought.methods.stack import parameters
 from forethought.outputs import SpeculationMetrics, TokenLogprobs, Usage
 from forethought.scaffolding.budget import Budget
 from forethought.scaffolding.result import (
+    CallDelta,
     Delta,
     ScaffoldingOutput,
     ScaffoldingResult,
@@ -111,6 +112,8 @@ class Piece:
     """One entry per token, where they are asked for."""
     thought: str = ""
     """Of another server, which tells it apart from the text."""
+    calls: list[CallDelta] = field(default_factory=list)
+    """The same of calls."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -413,11 +416,12 @@ class MethodJob(Job):
                     piece = pieces.setdefault(index, Piece(index))
                     piece.text += delta.text
                     piece.thought += delta.reasoning
+                    piece.calls += delta.calls
                     piece.num_tokens += len(delta.token_ids) or 1
                     self._streamed[index] += delta.text
             if self.ask.events and item.event is not None:
                 self._add_event(events, item.event)
-        found = [piece for piece in pieces.values() if piece.text or piece.thought]
+        found = [piece for piece in pieces.values() if piece.text or piece.thought or piece.calls]
         return Update(found, events)
 
     def _content(self, item: StreamedItem) -> list[tuple[int, Delta]]:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from forethought.scaffolding.result import ScaffoldingOutput
+from forethought.scaffolding.result import CallDelta, ScaffoldingOutput
 from forethought.scaffolding.task import ChatTask, GenerationTask
 from forethought.server.backends import Prompted, opens_thought
 from forethought.server.job import Ask, Job, Piece
@@ -162,6 +162,8 @@ class AnswerStream:
         self._call = CallText(tools.callable) if tools.forced else None
         self._pieces: list[CallPiece] = []
         self._arguments = ""  # that have been given of the forced call
+        self._passed: dict[int, str] = {}  # arguments of another server's calls, by number
+        self._whole: set[int] = set()  # numbers of those that are given at the end
         self._held, self._sent = "", ""
         self._kept = _KeptThought(service.backend.markers) if keeps else None
         self._has_thought = False
@@ -219,6 +221,25 @@ class AnswerStream:
         pieces, self._pieces = self._pieces, []
         return pieces
 
+    def push_calls(self, deltas: Sequence[CallDelta]) -> None:
+        """New arguments of calls of another server, which has parsed them."""
+        for delta in deltas:
+            if delta.arguments:
+                self._push_delta(delta)
+
+    def _push_delta(self, delta: CallDelta) -> None:
+        known, number = self._passed.get(delta.number), delta.number
+        is_next = number == len(self._passed) and delta.arguments.startswith("{")  # no null
+        if number in self._whole or (known is None and not is_next):
+            self._whole.add(number)
+            return
+        opening = None
+        if known is None:
+            made = Call.create(delta.name, None)
+            opening = made._replace(id=delta.id or made.id)
+        self._pieces.append(CallPiece(number, opening, delta.arguments))
+        self._passed[number] = (known or "") + delta.arguments
+
     def _push_call(self, reading: CallText, text: str) -> None:
         begins, new = reading.call is None, reading.push(text)
         opening = reading.call if begins else None
@@ -229,7 +250,10 @@ class AnswerStream:
     def _finish_calls(self, calls: Sequence[Call]) -> None:
         """Give the calls that have not been given, and what is missing of the forced one."""
         for number, call in enumerate(calls):
-            if number or self._call is None or self._call.call is None:
+            if number in self._passed:
+                if rest := call.arguments.removeprefix(self._passed[number]):
+                    self._pieces.append(CallPiece(number, None, rest))
+            elif number or self._call is None or self._call.call is None:
                 self._pieces.append(CallPiece(number, call, call.arguments))
             elif rest := call.arguments.removeprefix(self._arguments):
                 self._pieces.append(CallPiece(number, None, rest))

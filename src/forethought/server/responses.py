@@ -429,7 +429,7 @@ class _Run:
         self._tokens = None if top is None else AnswerTokens(service, job.ask)
         self._stream = AnswerStream(service, job.ask.prompted, tools)
         self._open: tuple[str, _Item] | None = None
-        self._call: _CallItem | None = None
+        self._calls: dict[int, _CallItem] = {}  # by number
         self._num_items = 0
         self.error: Exception | None = None
 
@@ -465,6 +465,7 @@ class _Run:
 
     def _push_piece(self, piece: Piece) -> None:
         reasoning, content = self._stream.push(piece.text, piece.thought)
+        self._stream.push_calls(piece.calls)
         streams = self._tokens is not None and self._job.streams_logprobs
         _, tokens = self._tokens.push(piece, self._stream) if self._tokens and streams else ([], [])
         self._push(reasoning, content, tokens)
@@ -506,7 +507,7 @@ class _Run:
         status = "incomplete" if reason else "completed"
         self._push_calls()
         self._close(status)
-        self._close_call(status)
+        self._close_calls(status)
         num_thought = num_thought_tokens(self._service, self._job, [answer])
         usage = response_usage(outcome.usage, outcome.metrics, num_thought, outcome.spent_budget)
         record.response["usage"] = usage
@@ -523,20 +524,20 @@ class _Run:
         for piece in self._stream.take_calls():
             if piece.opening is not None:
                 self._close()
-                self._close_call()
-                self._call = _CallItem(self._record, self._num_items, piece.opening)
+                item = _CallItem(self._record, self._num_items, piece.opening)
+                self._calls[piece.number] = item
                 self._num_items += 1
-            if self._call is not None and piece.arguments:
-                self._call.push(piece.arguments)
+            if piece.arguments:
+                self._calls[piece.number].push(piece.arguments)
 
-    def _close_call(self, status: str = "completed") -> None:
-        if self._call is not None:
-            self._call.close(status)
-        self._call = None
+    def _close_calls(self, status: str) -> None:
+        for item in self._calls.values():
+            item.close(status)
+        self._calls.clear()
 
     def _fail(self, status: str, kind: str, error: dict[str, Any] | None) -> None:
         self._close("incomplete")
-        self._close_call("incomplete")
+        self._close_calls("incomplete")
         self._record.response |= {"status": status, "error": error}
         self._snapshot(kind)
 

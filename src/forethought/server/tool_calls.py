@@ -55,7 +55,7 @@ class Call(NamedTuple):
     def create(cls, name: str, arguments: Any) -> Call:
         """A call with a new id; arguments that are no text are written as JSON, none as ``{}``."""
         text = arguments if isinstance(arguments, str) else json.dumps(arguments or {})
-        text = text if text.strip() else "{}"
+        text = "{}" if text.strip() in ("", "null") else text
         return cls(name, text, f"call_{uuid.uuid4().hex[:24]}")
 
     def to_dict(self) -> dict[str, Any]:

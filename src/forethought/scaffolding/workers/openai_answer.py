@@ -25,6 +25,7 @@ from forethought.outputs import (
 )
 from forethought.scaffolding.confidence import confidence_of
 from forethought.scaffolding.messages import ToolCall
+from forethought.scaffolding.result import CallDelta
 
 _ID_PREFIX = "token_id:"
 
@@ -147,8 +148,15 @@ class Requests(Protocol):
     def continues(self, choice: StreamedChoice) -> bool:
         """A request is over: whether another one is to continue ``choice``."""
 
-    def on_tokens(self, index: int, text: str, num_tokens: int, thought: str = "") -> int:
-        """A new piece has arrived: index of the choice, text, number of tokens, reasoning.
+    def on_tokens(
+        self,
+        index: int,
+        text: str,
+        num_tokens: int,
+        thought: str = "",
+        calls: Sequence[CallDelta] = (),
+    ) -> int:
+        """A new piece has arrived: index of the choice, text, number of tokens, reasoning, calls.
 
         Returns:
             How many of its tokens are beyond the budget.
@@ -302,6 +310,7 @@ class ChunkReader:
         for piece in getattr(chunk, "choices", None) or ():
             choice = self.choices.setdefault(piece.index, StreamedChoice())
             delta, thought = getattr(piece, "delta", None) or getattr(piece, "message", None), ""
+            called: list[CallDelta] = []
             if delta is None:
                 text, scores = piece.text or "", _completion_logprobs(piece.logprobs)
             else:
@@ -309,8 +318,7 @@ class ChunkReader:
                 thought = _thought(delta)
                 choice.refusal += getattr(delta, "refusal", None) or ""
                 calls = self._calls.setdefault(piece.index, _CallAssembly(choice.tool_calls))
-                for part in getattr(delta, "tool_calls", None) or ():
-                    calls.add(part)
+                called = [calls.add(part) for part in getattr(delta, "tool_calls", None) or ()]
             if self._confidence is not None:
                 k, kept = self._confidence, self._num_logprobs
                 choice.confidences += [confidence_of(entries, k) for entries in scores]
@@ -320,7 +328,8 @@ class ChunkReader:
                 choice.finish_reason = piece.finish_reason
                 choice.stop_reason = self._stop_reason(piece)
             self._num_received += new
-            choice.num_beyond += self._requests.on_tokens(piece.index, text, new, thought)
+            beyond = self._requests.on_tokens(piece.index, text, new, thought, called)
+            choice.num_beyond += beyond
 
     def _stop_reason(self, piece: Any) -> int | str | None:
         """The server's stop reason; most send none: then the only stop string, if there is one."""
@@ -374,8 +383,8 @@ class _CallAssembly:
         self._calls = calls
         self._by_index: dict[int, ToolCall] = {}
 
-    def add(self, piece: Any) -> None:
-        """Append a piece to its call."""
+    def add(self, piece: Any) -> CallDelta:
+        """Append a piece to its call; returns what it adds."""
         index, function = getattr(piece, "index", None), getattr(piece, "function", None)
         name = getattr(function, "name", None) or ""
         arguments = getattr(function, "arguments", None) or ""
@@ -390,6 +399,8 @@ class _CallAssembly:
         call.id = call.id or piece.id
         call.function.name += name if name != call.function.name else ""
         call.function.arguments += arguments
+        number = next(n for n, each in enumerate(self._calls) if each is call)
+        return CallDelta(number, call.id, call.function.name, arguments)
 
     def _call_of(self, call_id: Any, index: Any, name: str, arguments: str) -> ToolCall | None:
         """The call that a piece belongs to; None: it begins another one."""

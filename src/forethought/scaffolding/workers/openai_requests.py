@@ -10,7 +10,7 @@ import dataclasses
 import json
 import math
 import time
-from collections.abc import AsyncGenerator, Callable, Collection, Mapping
+from collections.abc import AsyncGenerator, Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, aclosing, nullcontext
 from functools import partial
 from typing import Any, Protocol
@@ -19,6 +19,7 @@ from forethought.errors import ParameterError, UpstreamError
 from forethought.outputs import ThinkingOutput, ThoughtEnd, Usage
 from forethought.scaffolding import sampling
 from forethought.scaffolding.execution_scope import ExecutionScope, current_scope
+from forethought.scaffolding.result import CallDelta
 from forethought.scaffolding.settings import POSITIVE_INT, validated
 from forethought.scaffolding.task import ChatTask, GenerationTask, StreamGenerationTask
 from forethought.scaffolding.workers.clients import CONNECTION_ERRORS, is_stream_error
@@ -187,7 +188,14 @@ class OneAnswer:
         self._record(Usage(discarded=choice.end_request(self._end, int(self.num_certain))))
         return True
 
-    def on_tokens(self, index: int, text: str, num_tokens: int, thought: str = "") -> int:
+    def on_tokens(
+        self,
+        index: int,
+        text: str,
+        num_tokens: int,
+        thought: str = "",
+        calls: Sequence[CallDelta] = (),
+    ) -> int:
         """Record and stream a new piece; returns how many tokens are beyond the budget."""
         task = self._task
         self._num_new += num_tokens
@@ -195,7 +203,7 @@ class OneAnswer:
         task.ttft_s = task.latency_s if task.ttft_s is None else task.ttft_s
         beyond = self._record(Usage(completion_tokens=num_tokens, decoded=num_tokens))
         if not self._is_followed and not beyond:
-            task.emit(text, (), f"{id(self):x}.{index}", reasoning=thought)
+            task.emit(text, (), f"{id(self):x}.{index}", reasoning=thought, calls=calls)
         return beyond
 
     def on_usage(self, usage: Usage | None, num_received: int) -> None:
