@@ -61,7 +61,8 @@ slow = pytest.mark.slow
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     log = tmp_path_factory.mktemp("serve") / "log"
-    with serving(log, "--speculative", "ngram", "--dtype", "float32") as found:
+    drafts = ["--speculative", "ngram", "--max-draft-len", "5"]
+    with serving(log, *drafts, "--dtype", "float32") as found:
         yield found
 
 

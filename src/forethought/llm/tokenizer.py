@@ -59,6 +59,9 @@ def _check_template(hf: Any, path: Path) -> None:
     try:
         hf.apply_chat_template([{"role": "user", "content": ""}], tokenize=False)
     except TemplateSyntaxError as error:
+        if isinstance(error.__cause__, LookupError):  # a codec of Python that may not be read
+            _logger.debug("the chat template of %s is not checked", path, exc_info=True)
+            return
         raise ModelError(
             f"cannot load the tokenizer of {path}",
             f"its chat template cannot be read (line {error.lineno}: {error.message})",
