@@ -118,19 +118,24 @@ def _directory() -> tempfile.TemporaryDirectory[str]:
 
 
 @functools.cache
-def tiny(architecture: str, seed: int = 1, kv_heads: int | None = None) -> Path:
+def tiny(
+    architecture: str, seed: int = 1, kv_heads: int | None = None, vocab_size: int | None = None
+) -> Path:
     """Directory of a saved tiny model with random float32 weights; made once per process.
 
     Args:
         architecture: a key of ``ARCHITECTURES``.
         seed: of the weights.
         kv_heads: None for the number that the architecture's entry says.
+        vocab_size: the same.
     """
     model_type, changes = ARCHITECTURES[architecture]
     if kv_heads is not None:
         changes = {**changes, "num_key_value_heads": kv_heads}
+    if vocab_size is not None:
+        changes = {**changes, "vocab_size": vocab_size}
     settings = {key: value for key, value in {**_BASE, **changes}.items() if value is not None}
-    path = Path(_directory().name) / f"{architecture}-{seed}-{kv_heads}"
+    path = Path(_directory().name) / f"{architecture}-{seed}-{kv_heads}-{vocab_size}"
     save_random(CONFIG_MAPPING[model_type](**settings), path, seed)
     return path
 

@@ -84,7 +84,7 @@ def test_a_process_that_hangs_or_dies_is_a_part_that_has_failed(
     status, rows = report(capsys, "--parts", "sdpa", "kernel", "bandwidth")
     assert status == 1
     assert rows == [
-        {"part": "sdpa", "failed": "more than 60 s"},
+        {"part": "sdpa", "failed": "more than 40 s"},
         {"part": "kernel", "failed": "exit status -11"},
         {"part": "bandwidth", "GB/s": 3},
     ]

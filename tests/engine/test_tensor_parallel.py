@@ -296,7 +296,7 @@ def test_a_forked_child_is_told_that_it_has_no_ranks(
 def llm() -> Iterator[LLM]:
     """A model in two processes, which are gone at the end."""
     made = LLM(
-        tiny("qwen3"),
+        tiny("qwen3", vocab_size=512),
         tokenizer="forethought/reasoner",
         tensor_parallel_size=2,
         dtype="float32",
@@ -385,7 +385,8 @@ async def last(stream: AsyncIterator[RequestOutput]) -> list[RequestOutput]:
 
 
 def test_a_rank_that_does_not_answer_ends_the_engine_after_a_while(llm: LLM) -> None:
-    machine, params = one_over(load("qwen3")), GREEDY.replace(max_tokens=20)
+    lm = loader.load(tiny("qwen3", vocab_size=512), dtype="float32", device="cpu", forward="auto")
+    machine, params = one_over(lm), GREEDY.replace(max_tokens=20)
     (expected,) = machine.add(PROMPTS[1], params)
     drain(machine)
     assert llm.generate(PROMPTS[1], params).outputs[0].token_ids == outputs([expected])[0]
@@ -461,7 +462,7 @@ sys.stdin.read(1)
 def test_no_rank_and_no_file_outlives_the_program(end: str, tmp_path: Path) -> None:
     """It begins at the top of a main module, without a guard; then it ends, or is killed."""
     program = subprocess.Popen(
-        [sys.executable, "-c", PROGRAM, tiny("llama")],
+        [sys.executable, "-c", PROGRAM, tiny("llama", vocab_size=512)],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "TMPDIR": str(tmp_path)},
