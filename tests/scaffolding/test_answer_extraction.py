@@ -125,6 +125,8 @@ def test_four_hashes_of_a_heading_mark_none(text):
         ("the answer is that she has 12 eggs.", "12"),
         ("The answer to the question is 5.", "5"),
         ("The answer is therefore -5.", "-5"),
+        ("The answer is 2\N{SQUARE ROOT}3.", "2\N{SQUARE ROOT}3"),
+        ("The answer is 1 000.", "1 000"),
         ("The answer is yes.", "yes"),
         ("the answer is Paris", "Paris"),
         ("The answer is (1, 2).", "(1, 2)"),
@@ -164,6 +166,7 @@ def test_what_is_said_to_be_the_answer_is_it(text, answer):
         ("1. First\n2. Second we get 9\n3. Done", "9"),
         ("The answer is not 5. It is 6", "6"),
         ("at 3:30", "3:30"),
+        (r"the profit is \(\$70{,}000\).", "70,000"),
         ("<think>5 or 6</think>It is 7", "7"),
     ],
 )

@@ -209,8 +209,12 @@ def _stated(text: str) -> str | None:
         return number[0].strip("$ ")
     if span_inside := list(_MATH_SPAN.finditer(sentence)):
         return _bare(next(group for group in span_inside[-1].groups() if group))
-    if re.search(r"[\\^=+*/(\[{<>|]", sentence) or not re.search(r"\d", sentence):
-        is_short = _WORD_ANSWER.fullmatch(sentence) or re.search(r"[\\^=+*/(\[{<>|,]", sentence)
+    if re.search(r"[\\^=+*/(\[{<>|\N{SQUARE ROOT}\u00b2\u00b3]", sentence) or not re.search(
+        r"\d", sentence
+    ):
+        is_short = _WORD_ANSWER.fullmatch(sentence) or re.search(
+            r"[\\^=+*/(\[{<>|,\N{SQUARE ROOT}\u00b2\u00b3]", sentence
+        )
         return sentence if is_short else None
     return _last_number(sentence)
 
@@ -258,14 +262,16 @@ _NUMBER_FIRST = re.compile(
 )
 _SEVERAL = re.compile(
     rf"[-+]?(?:{_VALUE})(?:(?:,? (?:and|or|to) |, ?)[-+]?(?:{_VALUE}))+"
-    r"|\d{1,2}(?::\d\d)? ?[aApP]\.?[mM]"
+    r"|\d{1,2}(?::\d\d)? ?[aApP]\.?[mM]|\d{1,3}(?: \d{3})+"
 )
-"""Several numbers, or a time."""
+"""Several numbers, a time, or one number in groups."""
+_GROUPED = re.compile(r"(?<=\d)(?:\{,\}|\\,)(?=\d{3}(?!\d))")
 _LIST_MARK = re.compile(r"^[ \t]*(?:[-*>][ \t]+)?\**\d{1,3}[.)](?=\s)", re.MULTILINE)
 
 
 def _last_number(text: str) -> str | None:
     """The last number, with its sign, fraction, percentage or scale."""
+    text = _GROUPED.sub(",", text)
     text = _LIST_MARK.sub(lambda mark: " " * len(mark[0]), text)
     numbers = list(_NUMBER.finditer(text))
     if not numbers:

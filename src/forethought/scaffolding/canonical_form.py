@@ -130,6 +130,11 @@ _SPELLINGS = {
     "\N{UNION}": "\\cup ",
     "\N{ELEMENT OF}": "\\in ",
 }
+_RAISED = str.maketrans(
+    "\u2070\u00b9\u00b2\u00b3\u2074\u2075\u2076\u2077\u2078\u2079\u207b", "0123456789-"
+)
+_SUPERSCRIPT = re.compile("[\u2070\u00b9\u00b2\u00b3\u2074-\u2079\u207b]+")
+_ROOT = re.compile(r"\N{SQUARE ROOT} ?(\d+(?:\.\d+)?|[A-Za-z])?")
 _COMMANDS = "|".join(
     re.escape(name) + (r"(?![A-Za-z])" if name[1:].isalpha() else "") for name in _SPELLINGS
 )
@@ -186,6 +191,8 @@ _NO_UNITS = frozenset(
 
 def _tidy(answer: str) -> str:
     """The answer in one spelling, and without what only spaces it out."""
+    answer = _SUPERSCRIPT.sub(lambda found: f"^{{{found[0].translate(_RAISED)}}}", answer)
+    answer = _ROOT.sub(lambda found: rf"\sqrt{{{found[1]}}}" if found[1] else r"\sqrt", answer)
     answer = _GROUPED.sub("", _SPACING.sub(" ", answer))
     answer = _DEGREE.sub("°", _SPELLED.sub(lambda found: _SPELLINGS[found[0]], answer))
     return re.sub(r"\s+", " ", _TEXT.sub(_plain, answer)).strip().rstrip(".").strip()
