@@ -94,6 +94,11 @@ class RemoteBackend(Backend):
         if tokenizer is not None:
             worker.num_left = self._num_left
 
+    def warm_up(self) -> None:
+        """Have the chat template compiled, and the clients of the servers made."""
+        super().warm_up()
+        self.worker.upstream.open_clients()
+
     async def prepare(self) -> None:
         """Ask the servers, once, for the context of the model."""
         if self._tokenizer is not None:

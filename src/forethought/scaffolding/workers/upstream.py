@@ -171,6 +171,13 @@ class UpstreamClient:
             completions=SimpleNamespace(create=partial(self.create, chat=True))
         )
 
+    def open_clients(self) -> None:
+        """Make the clients of the running loop, with all that they import, before a request."""
+        for clients in self._clients.values():
+            client = clients.of_this_loop()
+            for requests in (client.completions, client.chat.completions):
+                assert callable(requests.create), "its module is imported when it is asked for"
+
     async def create(self, *, chat: bool, **fields: Any) -> Any:
         """Send a request, and again while servers fail before they answer.
 
