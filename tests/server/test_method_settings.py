@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from forethought.server.composition import compose
 from forethought.server.method_settings import schema_of
 from forethought.server.names import read_method
 from forethought.server.settings import Settings
+from http_servers import scripted
 
 POLICY = {"num_probes": 1, "edges": [], "methods": ["plain"]}
 
@@ -196,3 +198,22 @@ def test_a_request_may_choose_the_rule_that_finds_answers():
         schema_of(methods.shipped()).check(name, {"answer": "number"})
     vote = build("majority_vote", {"answer": "boxed"})
     assert vote.answer_space.answer == "boxed"
+
+
+class Tagged(NativeGenerationController):
+    """A method of the server's owner, whose tasks have a tag of their own."""
+
+    class WorkerTag(Enum):
+        """The worker that generates."""
+
+        GENERATION = "generation_of_the_owner"
+
+
+def test_an_allowed_method_is_listed_and_its_tasks_go_to_the_model() -> None:
+    name = f"{__name__}:Tagged"
+    body = {"messages": [{"role": "user", "content": "?"}], "method": f"{name}+majority_vote@2"}
+    with scripted(lambda prompt, index: "one", Settings(allowed_methods=[name])) as server:
+        answer = server.send("/v1/chat/completions", body)
+        listed = {each["name"] for each in server.send("/v1/methods").json["data"]}
+    assert answer.status == 200, answer.text
+    assert name in listed
