@@ -175,28 +175,27 @@ def embedded_draft_model(name: str | None = "draft_target") -> Path | None:
 
 
 def speculative_config_of(
-    args: argparse.Namespace, model: object = None
+    args: argparse.Namespace, draft_model: Path | None = None, *, model: object = None
 ) -> DecodingBaseConfig | None:
     """The configuration that the options stand for; None if none is given.
 
     Args:
         args: the options.
-        model: that is drafted for; None: the embedded reasoner, for which ``--draft-model`` has a
-            default.
+        draft_model: what ``--speculative`` drafts with where ``--draft-model`` is not given.
+        model: that is drafted for; None: the embedded reasoner, for which there is one.
 
     Raises:
         UsageError: an impossible value, or an option without what it belongs to.
     """
-    fields: dict[str, Any] = {
-        "max_draft_len": args.max_draft_len,
-        "speculative_model": args.draft_model,
-    }
-    given = {name: value for name, value in fields.items() if value is not None}
+    embedded = embedded_draft_model(args.speculative) if assets.is_reasoner(model) else None
+    draft_model = args.draft_model or (draft_model if draft_model != embedded else None)
+    options = {"max_draft_len": args.max_draft_len, "speculative_model": args.draft_model}
+    fields = {name: value for name, value in options.items() if value is not None}
     if args.speculative is None:
-        if given:
+        if fields:
             raise ParameterError(
                 "--max-draft-len and --draft-model need --speculative",
-                f"{next(iter(given))} is given, but not how to draft",
+                f"{next(iter(fields))} is given, but not how to draft",
                 f"Add --speculative with one of {', '.join(drafter_table.options())}",
             )
         return None
@@ -207,14 +206,15 @@ def speculative_config_of(
             "it drafts from the tokens alone",
             "Leave out --draft-model",
         )
-    embedded = embedded_draft_model(args.speculative) if assets.is_reasoner(model) else None
-    if uses_model and (args.draft_model or embedded) is None:
+    if uses_model and (draft_model or embedded) is None:
         raise ParameterError(
             f"--speculative {args.speculative} needs --draft-model",
             "there is nothing to draft with",
             "Give a smaller model with the same vocabulary, or heads: a directory or Hub id",
         )
-    return named_config(args.speculative, model, **given)
+    if uses_model is not False and draft_model is not None:
+        fields["speculative_model"] = draft_model
+    return named_config(args.speculative, model, **fields)
 
 
 INTRODUCTION = (
@@ -331,7 +331,7 @@ def llm_args_of(
     given = {name: getattr(args, name) for name in _OPTIONS}
     fields |= {name: value for name, value in given.items() if value is not None}
     _check_revision(fields)
-    speculative = speculative_config_of(args, fields.get("model"))
+    speculative = speculative_config_of(args, model=fields.get("model"))
     if speculative is not None:
         fields["speculative_config"] = speculative
     checked = LlmArgs.from_dict(fields)
