@@ -25,6 +25,15 @@ from forethought.scaffolding.math_utils import extract_answer_from_boxed as same
         (r"\boxed{1}, no: \fbox{2}", "2"),
         (r"\boxed{\{1, 2\}}", r"\{1, 2\}"),
         (r"$\boxed 7$", "7"),
+        (r"$\boxed7$", "7"),
+        (r"\boxed -7.5 m", "-7.5"),
+        (r"\boxed $7$", "7"),
+        ("\\boxed\n$$7$$", "7"),
+        (r"\boxed \frac{1}{2}", r"\frac{1}{2}"),
+        (r"${\boxed x}$", "x"),
+        (r"\boxed $", None),
+        (r"I put it in \boxed notation.", None),
+        (r"I put it in a \boxed. It is 7.", None),
         (r"\boxed{}", ""),
         (r"\boxed{unclosed", None),
         (r"\boxed{\frac{1}{2}", None),
@@ -230,6 +239,12 @@ def test_answers_of_gsm8k_are_found_however_they_are_written(number):
 def test_no_text_takes_long(text):
     extract_answer(text * 20_000)
     extract_answer("answer" + text * 20_000)
+
+
+@pytest.mark.parametrize("text", ["the answer is $", "answer: not "])
+@pytest.mark.timeout(60)
+def test_many_phrases_take_time_in_proportion_to_the_text(text):
+    extract_answer(text * 200_000)
 
 
 def test_the_rule_belongs_to_the_answers_of_mathematics():

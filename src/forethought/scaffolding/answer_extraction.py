@@ -18,6 +18,7 @@ last number, since the one that it ends with belongs to the way.
 from __future__ import annotations
 
 import re
+from collections import deque
 from typing import Literal, NamedTuple
 
 from pydantic import TypeAdapter
@@ -63,6 +64,8 @@ _RULES: tuple[Literal["boxed", "hash", "phrase", "number"], ...] = (
 
 _TAIL = 10_000
 """Characters in which the last number is looked for."""
+_PHRASE_LENGTH, _MAX_PHRASES = 1000, 100
+"""Characters after a phrase that are read, and phrases from the last one on."""
 
 
 def _by_rule(rule: str, text: str, is_cut: bool) -> str | None:
@@ -89,7 +92,9 @@ def _without_open_thought(text: str) -> str:
 
 # ---- boxes ---------------------------------------------------------------------------------------
 
-_BOX = re.compile(r"\\(?:boxed|fbox)\s*\{|\\(?:boxed|fbox)\s+(?=[^\s{])")
+_BOX = re.compile(
+    r"\\(?:boxed|fbox)(?:\s*\{|(?![A-Za-z])\s*(?=[-+]?\.?\d|\$+[^\s$]|\\[A-Za-z(]|[A-Za-z]\b(?!\s+[a-z])))"
+)
 
 
 def extract_answer_from_boxed(text: str) -> str | None:
@@ -112,10 +117,18 @@ def _last_box(text: str) -> str | None:
 
 
 def _content(text: str, box: re.Match[str], limit: int | None = None) -> str | None:
-    if text[box.end() - 1] != "{":  # \boxed 7
-        return text[box.end() :].split("$")[0].split()[0]
+    if text[box.end() - 1] != "{":
+        return _unbraced(text[box.end() : box.end() + _PHRASE_LENGTH])
     end = unpaired_brace(text, box.end(), limit)
     return None if end is None else text[box.end() : end].strip()
+
+
+def _unbraced(text: str) -> str | None:
+    r"""What stands in a box without braces, as in ``\boxed 7`` and ``\boxed $7$``."""
+    if span := _MATH_SPAN.match(text):
+        return _bare(_span_content(span))
+    words = text.partition("$")[0].split()
+    return words[0][: unpaired_brace(words[0])] if words else None
 
 
 def unpaired_brace(text: str, begin: int = 0, end: int | None = None) -> int | None:
@@ -186,8 +199,8 @@ def _after_hashes(text: str) -> str | None:
 
 def _after_phrase(text: str) -> str | None:
     """What the last phrase says that says an answer."""
-    for phrase in reversed(list(_PHRASE.finditer(text))):
-        answer = _stated(text[phrase.end() :][:1000])
+    for phrase in reversed(deque(_PHRASE.finditer(text), _MAX_PHRASES)):
+        answer = _stated(text[phrase.end() : phrase.end() + _PHRASE_LENGTH])
         if answer is not None:
             return answer
     return None
@@ -196,10 +209,10 @@ def _after_phrase(text: str) -> str | None:
 def _stated(text: str) -> str | None:
     """The answer that a text begins with; None if it states none."""
     text = re.sub(r"^[*_`\s]+", "", text) if not _EMPHASIS.match(text) else text
-    for span in (_MATH_SPAN, _EMPHASIS):
-        if match := span.match(text):
-            content = next(group for group in reversed(match.groups()) if group)
-            return _bare(content)
+    if match := _MATH_SPAN.match(text):
+        return _bare(_span_content(match))
+    if match := _EMPHASIS.match(text):
+        return _bare(match[2])
     sentence = _bare(_sentence(text))
     if not sentence or _NO_ANSWER.match(sentence):
         return None
@@ -208,7 +221,7 @@ def _stated(text: str) -> str | None:
     if number := _NUMBER_FIRST.match(sentence):
         return number[0].strip("$ ")
     if span_inside := list(_MATH_SPAN.finditer(sentence)):
-        return _bare(next(group for group in span_inside[-1].groups() if group))
+        return _bare(_span_content(span_inside[-1]))
     if re.search(r"[\\^=+*/(\[{<>|\N{SQUARE ROOT}\u00b2\u00b3]", sentence) or not re.search(
         r"\d", sentence
     ):
@@ -229,13 +242,17 @@ def _sentence(text: str) -> str:
     return text
 
 
+def _span_content(span: re.Match[str]) -> str:
+    return next(group for group in span.groups() if group)
+
+
 def _bare(text: str) -> str:
     """The text without the marks and stops around it."""
     text = text.strip()
     while True:
         shorter = text.strip("*_`~ \t\"'\u201c\u201d").rstrip(".,;:!? ")
         if match := _MATH_SPAN.fullmatch(shorter):
-            shorter = next(group for group in match.groups() if group).strip()
+            shorter = _span_content(match).strip()
         if shorter == text:
             return text
         text = shorter
