@@ -135,8 +135,14 @@ def processor(run: Run) -> str:
     if run.get("device", "cpu") != "cpu":
         return name
     sets = run.get("instruction_sets", ())
-    known = {"amx_bf16": "AMX", "avx512f": "AVX-512", "avx2": "AVX2", "sve": "SVE", "asimd": "NEON"}
-    best = next((label for flag, label in known.items() if flag in sets), "")
+    labels = {
+        "amx_bf16": "AMX",
+        "avx512f": "AVX-512",
+        "avx2": "AVX2",
+        "sve": "SVE",
+        "asimd": "NEON",
+    }
+    best = next((label for flag, label in labels.items() if flag in sets), "")
     short = " ".join(name.split()[:2])
     return f"{short}, {best}" if best else short
 
@@ -157,8 +163,8 @@ def written(page: Path, runs: Sequence[Run]) -> str:
         name = match[1]
         if name not in TABLES:
             raise SystemExit(f"{page.name}: there is no table {name!r}")
-        found = [run for run in runs if run["benchmark"] == name.replace("-", "_")]
-        body = TABLES[name](found) if found else "No run has been added yet."
+        table_runs = [run for run in runs if run["benchmark"] == name.replace("-", "_")]
+        body = TABLES[name](table_runs) if table_runs else "No run has been added yet."
         return f"<!-- figures: {name} -->\n\n{body}\n\n<!-- end of figures -->"
 
     return BLOCK.sub(block, page.read_text(encoding="utf-8"))

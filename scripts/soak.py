@@ -256,7 +256,7 @@ def leftovers(service: Any, loop: asyncio.AbstractEventLoop, tasks_before: int) 
 def share_late(service: Any) -> float:
     """The share of measurements in which the event loop was more than ``LAG`` late."""
     (family,) = service.metrics.loop_lag.collect()
-    counts = {each.labels.get("le"): each.value for each in family.samples}
+    counts = {sample.labels.get("le"): sample.value for sample in family.samples}
     total = counts["+Inf"]
     return (total - counts[str(LAG)]) / total if total else 0.0
 

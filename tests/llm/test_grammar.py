@@ -221,7 +221,7 @@ def test_an_output_that_grows_beyond_what_can_be_followed_fails_and_does_not_spo
 
     limits = llguidance.LLParserLimits
     monkeypatch.setattr(
-        llguidance, "LLParserLimits", lambda **kwargs: limits(step_max_items=30, **kwargs)
+        llguidance, "LLParserLimits", lambda **kwargs: limits(**{**kwargs, "step_max_items": 30})
     )
     constraint = follow({"json_object": True}, GrammarCompiler(BYTES, WIDTH, frozenset({EOS})))
     easy, hard = ids('{"a": 1'), ids('{"a": [[[[[[[[1')

@@ -48,9 +48,9 @@ def embedded_dir(name: str) -> Path:
     Raises:
         UnknownNameError: there is no such model.
     """
-    short, known = name.removeprefix(PREFIX), (*MODELS, *REWARD_MODELS, *DRAFTERS)
-    if short not in known:
-        raise UnknownNameError("embedded model", name, [PREFIX + model for model in known])
+    short, names = name.removeprefix(PREFIX), (*MODELS, *REWARD_MODELS, *DRAFTERS)
+    if short not in names:
+        raise UnknownNameError("embedded model", name, [PREFIX + model for model in names])
     return Path(__file__).parent / short
 
 

@@ -82,13 +82,13 @@ def settled(
 
 
 def _with_fixed(configs: Sequence[DecodingBaseConfig]) -> list[DecodingBaseConfig]:
-    found = []
+    variants = []
     for config in configs:
-        found.append(config)
+        variants.append(config)
         if config.length_control == "goodput":
             fixed = {"name": f"{config.name}_fixed", "length_control": "fixed"}
-            found.append(config.model_copy(update=fixed))
-    return found
+            variants.append(config.model_copy(update=fixed))
+    return variants
 
 
 def variants_of(

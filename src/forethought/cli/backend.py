@@ -275,9 +275,9 @@ def as_chat(spec: str, settings: Collection[str], instead: str) -> str:
     """
     first, *others = spec.split("+")
     method = split(first)[0]
-    for each in split(spec):
-        if describe(each.name).conversation != ConversationForm.MESSAGES:
-            raise _cannot_chat(each.name, instead)
+    for entry in split(spec):
+        if describe(entry.name).conversation != ConversationForm.MESSAGES:
+            raise _cannot_chat(entry.name, instead)
     if method.name == "plain":
         return "+".join([first.replace("plain", _CHAT), *others])
     if _INNER in method.parameters and _INNER not in settings:

@@ -62,20 +62,20 @@ class ForeignArgument:
 
 
 def translate(
-    owner: str, values: Mapping[str, Any], known: Collection[str], table: _Table
+    owner: str, values: Mapping[str, Any], fields: Collection[str], table: _Table
 ) -> dict[str, Any]:
-    """Values by our own names; names that are neither known nor in the table stay as they are.
+    """Values by our own names; names that are neither fields nor in the table stay as they are.
 
     Args:
         owner: name of the class, for messages.
         values: by name; foreign ones that are None are not given.
-        known: names of the fields of the class, and their aliases.
+        fields: names of the fields of the class, and their aliases.
         table: of the class.
 
     Raises:
         ParameterError: an argument of another engine that cannot be honoured.
     """
-    foreign = [name for name in values if name not in known and name in table]
+    foreign = [name for name in values if name not in fields and name in table]
     result = {name: value for name, value in values.items() if name not in foreign}
     for name in foreign:
         if values[name] is not None:

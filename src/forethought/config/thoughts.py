@@ -20,12 +20,12 @@ def markers_in(text: str) -> tuple[str, str] | None:
     A closing marker without the opening one, which was in the prompt, counts of those of most
     models alone: the others may be in a text for reasons of their own.
     """
-    found = [
+    matches = [
         (max(text.rfind(start), text.rfind(end)), (start, end))
         for number, (start, end) in enumerate(MARKERS)
         if start in text or (number == 0 and end in text)
     ]
-    return max(found)[1] if found else None
+    return max(matches)[1] if matches else None
 
 
 def after_thought(text: str) -> str:

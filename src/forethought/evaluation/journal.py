@@ -331,7 +331,7 @@ def _changes(name: str, before: Any, after: Any) -> list[str]:
         if names[0] == names[1]:
             pairs = zip(names[0], before, after, strict=True)
             return [f"{name} {inner}" for name, *pair in pairs for inner in differences(*pair)]
-        before, after = (", ".join(map(str, some)) for some in names)
+        before, after = (", ".join(map(str, side)) for side in names)
     return [f"{name}: {_shown(before)} -> {_shown(after)}"]
 
 

@@ -57,20 +57,20 @@ def _exact(schema: Any, path: str) -> Any:
         return [_exact(inner, f"{path}{index}.") for index, inner in enumerate(schema)]
     if not isinstance(schema, Mapping):
         return schema
-    found: dict[str, Any] = {}
+    checked_schema: dict[str, Any] = {}
     for name, value in schema.items():
         if name in _VALUES:
             _check_values(value, f"{path}{name}")
-            found[name] = value
+            checked_schema[name] = value
         elif name in _SCHEMAS and isinstance(value, Mapping):
-            found[name] = {
+            checked_schema[name] = {
                 key: _exact(inner, f"{path}{name}.{key}.") for key, inner in value.items()
             }
         elif name in ("default", "examples"):
-            found[name] = value
+            checked_schema[name] = value
         else:
-            found[name] = _exact(value, f"{path}{name}.")
-    return _with_bounds(found, path)
+            checked_schema[name] = _exact(value, f"{path}{name}.")
+    return _with_bounds(checked_schema, path)
 
 
 def _check_values(value: Any, path: str) -> None:

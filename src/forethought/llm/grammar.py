@@ -245,7 +245,7 @@ class GrammarCompiler:
         self._vocabulary_lock = threading.Lock()
         self._compilations: OrderedDict[_Key, _Compilation] = OrderedDict()
         """The least recently used first."""
-        self._queue = FairQueue[_Compilation](lambda each: each.salt, lambda each: each.size)
+        self._queue = FairQueue[_Compilation](lambda item: item.salt, lambda item: item.size)
         self._compilers: set[threading.Thread] = set()
         self._compiling_now: set[_Compilation] = set()
         weakref.finalize(self, _await_compilers, self._compilers)
@@ -340,13 +340,13 @@ class GrammarCompiler:
 
     def _find(self, key: _Key, salt: str) -> _Compilation:
         """Found or started; with the lock held."""
-        found = self._compilations.get(key)
-        if found is None:
+        compilation = self._compilations.get(key)
+        if compilation is None:
             self._start_compiler()
-            found = self._compilations[key] = _Compilation(key, salt=salt, size=_size(key[0]))
-            self._queue.push(found)
+            compilation = self._compilations[key] = _Compilation(key, salt=salt, size=_size(key[0]))
+            self._queue.push(compilation)
         self._compilations.move_to_end(key)
-        return found
+        return compilation
 
     def _start_compiler(self) -> None:
         """Start a thread if fewer than ``MAX_COMPILERS`` are in use: one that is over its time, or

@@ -191,8 +191,8 @@ class LLM:
         bar = _progress_bar(use_tqdm)
         if not is_batch(prompts):
             return self._run([self._read(prompts, sampling_params)], bar)[0]
-        each = self._params_of_each(sampling_params, len(prompts))
-        pairs = zip(prompts, each, strict=True)
+        params = self._params_of_each(sampling_params, len(prompts))
+        pairs = zip(prompts, params, strict=True)
         requests = [self._read_one(index, *pair) for index, pair in enumerate(pairs)]
         return self._run(requests, bar)
 

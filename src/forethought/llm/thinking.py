@@ -339,5 +339,5 @@ class ThinkingBudgets:
 
     def _space_behind(self, end: str) -> str:
         """The line ends that the chat template writes behind the closing marker."""
-        found = re.findall(rf"{re.escape(end)}((?:\\n|\n)*)", self._tokenizer.template_text)
-        return max((lines.replace("\\n", "\n") for lines in found), key=len, default="")
+        line_ends = re.findall(rf"{re.escape(end)}((?:\\n|\n)*)", self._tokenizer.template_text)
+        return max((lines.replace("\\n", "\n") for lines in line_ends), key=len, default="")

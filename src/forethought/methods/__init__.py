@@ -239,8 +239,8 @@ def worker_tags(controller: Controller) -> list[Any]:
     to one worker.
     """
     tags: list[Any] = []
-    for each in with_inner(controller):
-        tags += [*type(each).WorkerTag, *getattr(each, "worker_tags", ())]
+    for member in with_inner(controller):
+        tags += [*type(member).WorkerTag, *getattr(member, "worker_tags", ())]
     return tags
 
 

@@ -138,8 +138,8 @@ class ArchonController(Controller):
         as_requested = {"temperature": None}
         return [
             [
-                each.model_copy(update=as_requested if each.type == "generator" else {})
-                for each in layer
+                component.model_copy(update=as_requested if component.type == "generator" else {})
+                for component in layer
             ]
             for layer in self.pipeline.layers
         ]

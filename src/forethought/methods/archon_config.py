@@ -131,9 +131,12 @@ class Pipeline:
         """Calls of the model at most; a fuser counts each candidate that it reads."""
         total, candidates = 0, 1
         for layer in self.layers:
-            samples = sum(each.samples for each in layer if isinstance(each, Generator | Fuser))
+            samples = sum(
+                component.samples for component in layer if isinstance(component, Generator | Fuser)
+            )
             reads = [
-                isinstance(each, Fuser | Critic | Verifier | UnitTestEvaluator) for each in layer
+                isinstance(component, Fuser | Critic | Verifier | UnitTestEvaluator)
+                for component in layer
             ]
             total += max(1, samples) * (candidates * sum(reads) if any(reads) else len(layer))
             candidates = samples or candidates

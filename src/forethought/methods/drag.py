@@ -67,9 +67,9 @@ class DRAGController(RetrievalController):
         shown = "".join(
             f"{self._asked(example.question)} {example.answer}\n\n" for example in self.examples
         )
-        asked = self._prompted(task, f"{self.instruction}{shown}{self._asked(question)}")
-        asked.question = question
-        yield from answer_by(self.generation_controller, task, asked)
+        prompt_task = self._prompted(task, f"{self.instruction}{shown}{self._asked(question)}")
+        prompt_task.question = question
+        yield from answer_by(self.generation_controller, task, prompt_task)
         task.customized_result_fields["drag"] = {"documents": documents}
 
     def _asked(self, question: str) -> str:

@@ -166,20 +166,20 @@ class DynasorGenerationController(Controller):
         last, is_spent = yield from self._run(task, main, agreement, stream)
         is_early = agreement.reached
         task.result = main.result
-        kept = main.output_str or "", main.num_generated
+        chain_end = main.output_str or "", main.num_generated
         if last is not None:
             if is_early:
-                kept = last.kept_text, last.kept_tokens
+                chain_end = last.kept_text, last.kept_tokens
             why = f"{agreement.count} probes in a row agree" if is_early else "the budget is spent"
-            yield Stage("early_exit", why, fields={"answer": last.answer, "at": kept[1]})
-            written = written_answer(kept[0], last.answer or "", profile)
-            yield from self._write_answer(task, *kept, written)
+            yield Stage("early_exit", why, fields={"answer": last.answer, "at": chain_end[1]})
+            written = written_answer(chain_end[0], last.answer or "", profile)
+            yield from self._write_answer(task, *chain_end, written)
         if is_spent:
             task.finish_reason = "length"
         task.customized_result_fields["dynasor"] = {
             "early_exit": is_early,
             "answers": agreement.answers,
-            "kept_tokens": kept[1],
+            "kept_tokens": chain_end[1],
         }
         if task.streaming_output_flag:
             yield from stream.extend(task, task.output_str or "", task.num_generated)

@@ -284,19 +284,20 @@ class MajorityVoteController(Controller):
             BudgetExceeded: none of them has a text.
             Exception: what the samples have failed with.
         """
-        failed = [each.error for each in (*ended, *branches) if each.error is not None]
+        failed = [branch.error for branch in (*ended, *branches) if branch.error is not None]
         assert failed, "a sample that does not vote has failed, or the budget has ended it"
         spent = [error for error in failed if isinstance(error, BudgetExceeded)]
-        begun = [each for each in branches if each.path is not None]
-        cut = [each for each in begun if getattr(each.tasks[0], "output_str", None)]
+        begun = [branch for branch in branches if branch.path is not None]
+        cut = [branch for branch in begun if getattr(branch.tasks[0], "output_str", None)]
         if not spent or not cut:
             raise (spent or failed)[0]
         if not self._overridden:
-            said = {
-                branches.index(each): self.answer_space.answer_of(each.tasks[0]) for each in cut
+            answers = {
+                branches.index(branch): self.answer_space.answer_of(branch.tasks[0])
+                for branch in cut
             }
             with contextlib.suppress(BudgetExceeded):  # of seconds
-                yield from pool.adding(said)
+                yield from pool.adding(answers)
         return cut
 
     def _count(

@@ -113,12 +113,14 @@ class SequentialRevisionController(RevisingController):
 
     def _vote(self, answers: Sequence[GenerationTask], info: dict[str, Any]) -> Process:
         latest = len(answers) - 1
-        found = [self.answer_space.answer_of(answer) for answer in answers]
+        final_answers = [self.answer_space.answer_of(answer) for answer in answers]
         pool = AnswerPool(self.answer_space.equivalence)
-        finding = pool.classes.finding([answer for answer in found if answer is not None])
+        finding = pool.classes.finding([answer for answer in final_answers if answer is not None])
         if finding:
             yield finding
-        for age, answer in enumerate(reversed(found)):  # numbered from the last: it wins a tie
+        for age, answer in enumerate(
+            reversed(final_answers)
+        ):  # numbered from the last: it wins a tie
             if answer is not None:
                 pool.add(age, answer)
         index = latest if pool.winner is None else latest - pool.winner.first

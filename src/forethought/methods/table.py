@@ -161,8 +161,8 @@ def _described(method: Any, name: str) -> Method:
 def _paper(method: Any) -> str:
     """What the docstring of the method's module says after ``Paper:``, to the end of the entry."""
     text = inspect.getdoc(inspect.getmodule(method)) or ""
-    found = re.search(r"^Paper: (.*?\d{4})\.", text, re.MULTILINE | re.DOTALL)
-    return " ".join(found[1].split()) if found else ""
+    match = re.search(r"^Paper: (.*?\d{4})\.", text, re.MULTILINE | re.DOTALL)
+    return " ".join(match[1].split()) if match else ""
 
 
 def _explanations(docstring: str, parameters: Iterable[str]) -> dict[str, str]:

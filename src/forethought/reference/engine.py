@@ -172,7 +172,7 @@ class Batch(NamedTuple):
     """Of the tokens of some rows: where each is stored, what it attends to, its position."""
 
     slots: list[int]
-    seen: list[list[int]]
+    visible: list[list[int]]
     positions: list[int]
 
     @classmethod
@@ -184,7 +184,7 @@ class Batch(NamedTuple):
             prefix, nodes = slots[: row.start], slots[row.start :]
             paths = [row.path(node) for node in range(len(nodes))]
             batch.slots.extend(nodes)
-            batch.seen.extend(prefix + [nodes[node] for node in path] for path in paths)
+            batch.visible.extend(prefix + [nodes[node] for node in path] for path in paths)
             batch.positions.extend(row.start + len(path) - 1 for path in paths)
         return batch
 
@@ -229,7 +229,7 @@ class CausalLM:
         q, k, v = (self._linear(f"{name}.{n}", x).view(len(x), -1, self.dim) for n in "qkv")
         keys[batch.slots], values[batch.slots] = self._rotate(k, batch.positions), v
         q, scoring = self._rotate(q, batch.positions), Scoring(self.dim**-0.5)
-        mixed = ReferenceAttention().attend(q, keys, values, batch.seen, scoring)
+        mixed = ReferenceAttention().attend(q, keys, values, batch.visible, scoring)
         return self._linear(f"{name}.o", mixed.flatten(1))
 
     def _rotate(self, x: Tensor, positions: list[int]) -> Tensor:
@@ -262,17 +262,17 @@ def logits_to_probs(logits: List[float], context: TokenContext) -> list[float]:
     if params.greedy:
         return [float(token == order[0]) for token in range(len(edited))]
     weights = [math.exp((x - edited[order[0]]) / params.temperature) for x in edited]
-    total, kept, mass = math.fsum(weights), set[int](), 0.0
+    total, support, mass = math.fsum(weights), set[int](), 0.0
     probs = [weight / total for weight in weights]
     for rank, token in enumerate(order):
         in_top_k = params.top_k == 0 or rank < params.top_k
         in_top_p = params.top_p == 1.0 or mass < params.top_p
         in_min_p = probs[token] >= params.min_p * probs[order[0]]
         if rank == 0 or (in_top_k and in_top_p and in_min_p):
-            kept.add(token)
+            support.add(token)
         mass += probs[token]
-    remaining = math.fsum(probs[token] for token in kept)
-    return [probs[t] / remaining if t in kept else 0.0 for t in range(len(probs))]
+    remaining = math.fsum(probs[token] for token in support)
+    return [probs[t] / remaining if t in support else 0.0 for t in range(len(probs))]
 
 
 def _edited(token: int, logit: float, context: TokenContext) -> float:
@@ -469,12 +469,14 @@ class Engine:
     def _row(self, sequence: Sequence, draft: Draft) -> Row:
         """Its tokens that are not computed, a chain, and after the last one the draft's nodes."""
         start = sequence.table.length
-        known = sequence.tokens[start:]
-        copies = sequence.table.append(len(known) + len(draft.tokens))
+        new_tokens = sequence.tokens[start:]
+        copies = sequence.table.append(len(new_tokens) + len(draft.tokens))
         self.storage.copy(copies, self.pool.page_size)
-        nodes = (len(known) + parent for parent in draft.parents)  # the root is the last known one
-        parents = (*range(-1, len(known) - 1), *nodes)
-        return Row([*known, *draft.tokens], start, sequence.table, parents)
+        nodes = (
+            len(new_tokens) + parent for parent in draft.parents
+        )  # the root is the last known one
+        parents = (*range(-1, len(new_tokens) - 1), *nodes)
+        return Row([*new_tokens, *draft.tokens], start, sequence.table, parents)
 
     def _commit(self, sequence: Sequence, draft: Draft, row: Row, logits: Tensor) -> None:
         """Verify, keep the accepted path, append its tokens and one more."""

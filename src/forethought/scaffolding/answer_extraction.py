@@ -182,8 +182,8 @@ _WORD_ANSWER = re.compile(r"[\w'\u2019-]+(?:\s+[\w'\u2019-]+){0,4}")
 
 def extract_answer_with_regex(text: str, pattern: str = FINAL_ANSWER) -> str | None:
     """The first group of the last match of ``pattern`` (lines apart); None without a match."""
-    found = list(re.finditer(pattern, text, re.MULTILINE))
-    return found[-1].group(1).strip() if found else None
+    matches = list(re.finditer(pattern, text, re.MULTILINE))
+    return matches[-1].group(1).strip() if matches else None
 
 
 def _after_hashes(text: str) -> str | None:

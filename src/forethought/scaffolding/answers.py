@@ -249,9 +249,9 @@ class AnswerClasses:
             self._complete(answers, result)
 
     def _complete(self, answers: Sequence[str], result: Forms) -> None:
-        known = {text: forms.uncompared(text) for text in result.uncompared} | dict(result.known)
+        values = {text: forms.uncompared(text) for text in result.uncompared} | dict(result.known)
         for answer in answers:
-            self._set(answer, forms.completed(self._unfinished.pop(answer), known))
+            self._set(answer, forms.completed(self._unfinished.pop(answer), values))
 
     def _set(self, answer: str, form: Hashable) -> None:
         self._known[answer] = form

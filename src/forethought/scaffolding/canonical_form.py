@@ -191,10 +191,10 @@ _NO_UNITS = frozenset(
 
 def _tidy(answer: str) -> str:
     """The answer in one spelling, and without what only spaces it out."""
-    answer = _SUPERSCRIPT.sub(lambda found: f"^{{{found[0].translate(_RAISED)}}}", answer)
-    answer = _ROOT.sub(lambda found: rf"\sqrt{{{found[1]}}}" if found[1] else r"\sqrt", answer)
+    answer = _SUPERSCRIPT.sub(lambda match: f"^{{{match[0].translate(_RAISED)}}}", answer)
+    answer = _ROOT.sub(lambda match: rf"\sqrt{{{match[1]}}}" if match[1] else r"\sqrt", answer)
     answer = _GROUPED.sub("", _SPACING.sub(" ", answer))
-    answer = _DEGREE.sub("°", _SPELLED.sub(lambda found: _SPELLINGS[found[0]], answer))
+    answer = _DEGREE.sub("°", _SPELLED.sub(lambda match: _SPELLINGS[match[0]], answer))
     return re.sub(r"\s+", " ", _TEXT.sub(_plain, answer)).strip().rstrip(".").strip()
 
 
@@ -276,9 +276,9 @@ _SCALES |= {"billion": 10**9, "trillion": 10**12}
 _SCALED = re.compile(rf"(.+?) ?({'|'.join(_SCALES)})")
 
 
-def _scaled(found: re.Match[str]) -> Fraction | None:
-    factor = _number(found[1])
-    return None if factor is None else factor * _SCALES[found[2]]
+def _scaled(match: re.Match[str]) -> Fraction | None:
+    factor = _number(match[1])
+    return None if factor is None else factor * _SCALES[match[2]]
 
 
 _NUMBERS = (

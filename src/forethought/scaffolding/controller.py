@@ -201,18 +201,18 @@ class Controller(Cloneable):
 
     def num_generations(self) -> int:
         """At most how many generations it begins for a task, by the controllers inside included."""
-        inner = sum(each.num_generations() for each in self.inner_controllers())
+        inner = sum(controller.num_generations() for controller in self.inner_controllers())
         return self.fan_out() * max(1, inner)
 
     def inner_controllers(self) -> list[Controller]:
         """The controllers among its attributes, also within lists and mappings, each once."""
-        found: dict[int, Controller] = {}
+        controllers: dict[int, Controller] = {}
         for value in vars(self).values():
             items = value.values() if isinstance(value, dict) else value
             for item in items if isinstance(value, list | tuple | dict) else [value]:
                 if isinstance(item, Controller):
-                    found[id(item)] = item
-        return list(found.values())
+                    controllers[id(item)] = item
+        return list(controllers.values())
 
     def process(self, tasks: Sequence[Any], **kwargs: Any) -> Generator[Any, Any, Any]:
         """Work on ``tasks``, leaving the results on them."""

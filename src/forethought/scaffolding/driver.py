@@ -186,7 +186,9 @@ class BranchLimit:
         if frame in self._waiting and self.admits(frame):
             _wake(self._waiting[frame])
         elif self._has_room:
-            next_one = next((each for each in self._waiting.values() if not each.done()), None)
+            next_one = next(
+                (waiter for waiter in self._waiting.values() if not waiter.done()), None
+            )
             if next_one is not None:
                 _wake(next_one)
 

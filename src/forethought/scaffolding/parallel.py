@@ -137,7 +137,7 @@ class Branch:
 
     def observe(self, owner: object, wrap: Callable[[Process], Process]) -> None:
         """Have ``wrap`` around the process once it begins, once for each owner."""
-        if all(known is not owner for known, _ in self.observers):
+        if all(other is not owner for other, _ in self.observers):
             self.observers.append((owner, wrap))
 
     def begin(self) -> Process:

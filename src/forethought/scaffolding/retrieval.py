@@ -115,9 +115,9 @@ class RetrievalController(Controller):
         """The same request with another prompt: a text, or the last message of a conversation."""
         if isinstance(task, ChatTask) or task.history:
             return task.asked_again(prompt)
-        asked = task.copy()
-        asked.input_tokens, asked.skip_tokenizer, asked.input_str = None, False, prompt
-        return asked
+        copy = task.copy()
+        copy.input_tokens, copy.skip_tokenizer, copy.input_str = None, False, prompt
+        return copy
 
     def _retrieve(self, query: str, known: Iterable[int] = ()) -> list[int]:
         """The numbers of the best documents that are not in the prompt yet, the best first."""

@@ -605,7 +605,7 @@ class ChatTask(StreamGenerationTask):
         """
         child = self.copy()
         child.question = self.question_text
-        child.messages = [*self._asked, *self._answer, UserMessage(instruction.strip())]
+        child.messages = [*self._request, *self._answer, UserMessage(instruction.strip())]
         child.on_failure, child.streaming_output_flag, child.is_aside = "raise", False, False
         child.prediction = None
         if not inherit:
@@ -620,8 +620,8 @@ class ChatTask(StreamGenerationTask):
 
         Behind the results of tools, it is one more question: they belong to the last one.
         """
-        asked = self._asked
-        before = asked[:-1] if asked and asked[-1].role == "user" else asked
+        request = self._request
+        before = request[:-1] if request and request[-1].role == "user" else request
         return ChatTask(
             messages=[*before, UserMessage(text)],
             reasoning_effort=self.reasoning_effort,
@@ -637,20 +637,20 @@ class ChatTask(StreamGenerationTask):
     def unanswered(self) -> Self:
         """The same request without results; without the answer among its messages."""
         duplicate = self.copy()
-        duplicate.messages = self._asked
+        duplicate.messages = self._request
         return duplicate
 
     def take_answer(self, source: GenerationTask) -> None:
         """Let the results of another task be the answer to the messages of this one."""
-        asked, answer = self._asked, list[RoleMessage]()
+        request, answer = self._request, list[RoleMessage]()
         if isinstance(source, ChatTask):
             answer = source.messages[-1:] if source._is_answered else source._answer
         super().take_answer(source)
-        self.messages, self.chat = [*asked, *answer], None
+        self.messages, self.chat = [*request, *answer], None
 
     def answers(self, messages: Sequence[RoleMessage]) -> bool:
         """Whether its answer is one to these messages."""
-        return self._asked == list(messages)
+        return self._request == list(messages)
 
     @property
     def _is_answered(self) -> bool:
@@ -659,7 +659,7 @@ class ChatTask(StreamGenerationTask):
         return is_last and self.result is not None
 
     @property
-    def _asked(self) -> list[RoleMessage]:
+    def _request(self) -> list[RoleMessage]:
         """The messages without the answer."""
         return self.messages[:-1] if self._is_answered else list(self.messages)
 

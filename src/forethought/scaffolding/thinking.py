@@ -78,9 +78,9 @@ def thinking_of(task: GenerationTask, tag: Any) -> ThinkingProfile:
         tag: the worker's.
     """
     scope = current_scope()
-    known = None if scope is None or scope.thinking is None else scope.thinking(task, tag)
+    profile = None if scope is None or scope.thinking is None else scope.thinking(task, tag)
     text = task.input_str or ""
-    return known or ThinkingProfile.of_text(text, markers_in(text) or MARKERS[0], is_known=False)
+    return profile or ThinkingProfile.of_text(text, markers_in(text) or MARKERS[0], is_known=False)
 
 
 def expect_thinking(method: str, profile: ThinkingProfile, why: str) -> None:

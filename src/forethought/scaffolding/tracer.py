@@ -272,7 +272,7 @@ class Recorder(Tracer):
             return
         self._streams[id(task)] = task, span.number
         if isinstance(task, GenerationTask):
-            span.request = self._asked(span, task)
+            span.request = self._request_fields(span, task)
         elif isinstance(task, RewardTask):
             span.request = {
                 "prompt": encoded(task.input_tokens or task.input_str, lenient=True),
@@ -285,20 +285,22 @@ class Recorder(Tracer):
         elif isinstance(task, ComputeTask):
             span.request = {"function": getattr(task.function, "__qualname__", "")}
 
-    def _asked(self, span: Span, task: GenerationTask) -> dict[str, Any]:
-        own = {name: getattr(task, name) for name in sampling.FIELDS if sampling.is_set(task, name)}
-        asked = {"sampling": encoded(own, lenient=True)}
+    def _request_fields(self, span: Span, task: GenerationTask) -> dict[str, Any]:
+        values = {
+            name: getattr(task, name) for name in sampling.FIELDS if sampling.is_set(task, name)
+        }
+        fields = {"sampling": encoded(values, lenient=True)}
         point = task.fork_point
         if isinstance(task, ChatTask):
-            return {**asked, "messages": encoded(task.messages_to_dict_content(), lenient=True)}
+            return {**fields, "messages": encoded(task.messages_to_dict_content(), lenient=True)}
         if point is not None and point.input_str == task.input_str:
             handle, number = self._handles.get(id(point.handle), (None, None))
             span.fork_of = number if handle is point.handle else None
             digest = hashlib.blake2b((task.input_str or "").encode(), digest_size=8).hexdigest()
-            asked |= {"suffix": point.suffix, "kept": point.kept, "digest": digest}
+            fields |= {"suffix": point.suffix, "kept": point.kept, "digest": digest}
         if span.fork_of is None:
-            asked["prompt"] = encoded(task.input_tokens or task.input_str, lenient=True)
-        return asked
+            fields["prompt"] = encoded(task.input_tokens or task.input_str, lenient=True)
+        return fields
 
 
 def thinking_key(task: GenerationTask, tag: Any) -> str:

@@ -352,18 +352,20 @@ class BodyRoute(APIRoute):
         """The body in ``content``. Raises as ``_body``, and HttpError: it has too many values."""
         try:
             check_values(content, max_values)
-            given = from_json(content, cache_strings="keys")
+            values = from_json(content, cache_strings="keys")
         except ValueError as error:
             complaint = {"type": "json_invalid", "loc": ("body",), "msg": str(error)}
             raise RequestValidationError([complaint]) from error
         try:
-            return self._model.model_validate(given)
+            return self._model.model_validate(values)
         except ValidationError as error:
             if error.error_count() > _MAX_COMPLAINTS:
                 message = f"the body has {error.error_count():,} invalid or unknown fields"
                 raise HttpError(400, message, code="invalid_value") from None
-            found = error.errors(include_url=False, include_context=False)
-            complaints = [{**each, "loc": ("body", *path_of(each, given))} for each in found]
+            details = error.errors(include_url=False, include_context=False)
+            complaints = [
+                {**detail, "loc": ("body", *path_of(detail, values))} for detail in details
+            ]
             raise RequestValidationError(complaints) from error
 
 

@@ -94,8 +94,8 @@ class Conversation:
     @property
     def history(self) -> Sequence[RoleMessage]:
         """The messages before the question; all, where results of tools have come behind it."""
-        asked = self.messages[:-1] if self.messages[-1]["role"] == "user" else self.messages
-        return [ClientMessage(message) for message in asked]
+        before = self.messages[:-1] if self.messages[-1]["role"] == "user" else self.messages
+        return [ClientMessage(message) for message in before]
 
     @property
     def question(self) -> str:

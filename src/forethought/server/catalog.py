@@ -55,26 +55,26 @@ def method_list(service: Service) -> dict[str, Any]:
 
 
 def _method(service: Service, name: str) -> dict[str, Any]:
-    found, settable = service.methods.describe(name), schema_of(service.methods).settable(name)
-    defaults = dict(found.parameters)
+    method, settable = service.methods.describe(name), schema_of(service.methods).settable(name)
+    defaults = dict(method.parameters)
     if defaults.get("default_sample_num") == 1:
         defaults["default_sample_num"] = NUM_SAMPLES
     reason = _missing(service, name, defaults)
     return {
         "name": name,
         "title": _TITLES.get(name, name.replace("_", " ").capitalize()),
-        "paper": found.paper,
-        "summary": found.description,
-        "thinking": found.uses_thinking,
+        "paper": method.paper,
+        "summary": method.description,
+        "thinking": method.uses_thinking,
         "available": reason is None,
         "reason": reason,
-        "conversation": _takes_conversations(service, found),
+        "conversation": _takes_conversations(service, method),
         "parameters": [
             {
                 "name": parameter,
                 "default": _plain(default),
                 "required": default is Method.REQUIRED,
-                "description": found.explanations.get(parameter, ""),
+                "description": method.explanations.get(parameter, ""),
             }
             for parameter, default in defaults.items()
             if parameter in settable and parameter not in _UNLISTED

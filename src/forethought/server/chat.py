@@ -60,13 +60,13 @@ async def chat_completions(service: Service, body: ChatRequest, request: Request
 def _prepared(service: Service, body: ChatRequest, caller: Caller) -> _Chat:
     """The answer to a body, before it begins."""
     tools = tools_of(body)
-    asked = service.sampling_of(body, tools)
+    sampling = service.sampling_of(body, tools)
     conversation = Conversation(
         message_dicts(body.messages),
         tools,
         body.chat_template_kwargs or {},
-        has_shape=asked.has_shape,
-        thinks_first=asked.thinks_first,
+        has_shape=sampling.has_shape,
+        thinks_first=sampling.thinks_first,
         reasoning_effort=body.reasoning_effort,
         max_tokens_field=(
             "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
@@ -74,7 +74,7 @@ def _prepared(service: Service, body: ChatRequest, caller: Caller) -> _Chat:
     )
     prompted = service.backend.open(conversation)
     num_choices = body.n or 1
-    ask = service.ask("chatcmpl-", body, prompted, asked, num_choices=num_choices, caller=caller)
+    ask = service.ask("chatcmpl-", body, prompted, sampling, num_choices=num_choices, caller=caller)
     return _Chat(service, service.start(ask), body, tools)
 
 
@@ -149,10 +149,10 @@ class _Chat:
     def _logprobs(self, thought: Sequence[Span], content: Sequence[Span]) -> dict[str, Any]:
         """Those of the content under OpenAI's name, and those of the thought beside them."""
         top = self._body.top_logprobs or 0
-        found: dict[str, Any] = {"content": chat_logprobs(content, top), "refusal": None}
+        logprobs: dict[str, Any] = {"content": chat_logprobs(content, top), "refusal": None}
         if thought and self._shows_reasoning:
-            found["reasoning"] = chat_logprobs(thought, top)
-        return found
+            logprobs["reasoning"] = chat_logprobs(thought, top)
+        return logprobs
 
     # ---- as a stream --------------------------------------------------------------------------
 
@@ -251,12 +251,12 @@ class _Chat:
     ) -> dict[str, Any] | None:
         """Those that did not go with the text of choice ``index``; None if there are none."""
         if index in self._tokens:
-            found = self._logprobs(*self._tokens[index].rest(answer, output))
+            logprobs = self._logprobs(*self._tokens[index].rest(answer, output))
         elif self._job.streams_logprobs:
             return None
         else:
-            found = self._all_logprobs(answer, output) or {}
-        return found if found.get("content") or found.get("reasoning") else None
+            logprobs = self._all_logprobs(answer, output) or {}
+        return logprobs if logprobs.get("content") or logprobs.get("reasoning") else None
 
     def _call(self, index: int, piece: CallPiece) -> bytes:
         """The chunks of new text of a call: its name, and its arguments."""
@@ -266,7 +266,7 @@ class _Chat:
             calls.append({"index": piece.number, **call.to_dict()})
         if piece.arguments:
             calls.append({"index": piece.number, "function": {"arguments": piece.arguments}})
-        return b"".join(self._chunk(index, {"tool_calls": [each]}) for each in calls)
+        return b"".join(self._chunk(index, {"tool_calls": [fields]}) for fields in calls)
 
     def _head(self) -> dict[str, Any]:
         return {

@@ -56,7 +56,7 @@ async def completions(service: Service, body: CompletionRequest, request: Reques
 def _prepared(service: Service, body: CompletionRequest, caller: Caller) -> _Completions:
     """The answer to a body, before it begins."""
     prompts = prompts_of(body)
-    asked = service.sampling_of(body)
+    sampling = service.sampling_of(body)
     if len(prompts) * (body.n or 1) > service.settings.max_choices:
         raise ParameterError(
             "too many prompts",
@@ -66,8 +66,8 @@ def _prepared(service: Service, body: CompletionRequest, caller: Caller) -> _Com
         )
     num_choices, raw = body.n or 1, [raw_prompt(prompt) for prompt in prompts]
     asks = [
-        service.ask("cmpl-", body, each, asked, num_choices=num_choices, caller=caller)
-        for each in raw
+        service.ask("cmpl-", body, prompt, sampling, num_choices=num_choices, caller=caller)
+        for prompt in raw
     ]
     return _Completions(service, [service.start(ask) for ask in asks], body, prompts)
 

@@ -222,10 +222,10 @@ def check_generations(controller: Controller, limit: int) -> None:
 def _factors(controller: Controller) -> list[int]:
     """The numbers along its largest chain of controllers, the outermost first; those of 1 not."""
     inner = controller.inner_controllers()
-    largest = max(inner, key=lambda each: each.num_generations(), default=None)
+    largest = max(inner, key=lambda member: member.num_generations(), default=None)
     number = controller.fan_out()
     if largest is not None and len(inner) > 1:
-        total = sum(each.num_generations() for each in inner)
+        total = sum(member.num_generations() for member in inner)
         number *= -(-total // max(1, largest.num_generations()))
     rest = [] if largest is None else _factors(largest)
     return [number, *rest] if number > 1 else rest
@@ -264,15 +264,15 @@ def refuse_conversation(
     Raises:
         ParameterError: there is one.
     """
-    for each in methods.with_inner(controller):
-        name = table.name_of(each)
-        if each.conversation == ConversationForm.NONE:
+    for member in methods.with_inner(controller):
+        name = table.name_of(member)
+        if member.conversation == ConversationForm.NONE:
             raise ParameterError(
                 f"method {name} answers no conversation",
                 "it puts the prompt behind a text of its own",
                 "Use /v1/completions",
             )
-        if each.conversation == ConversationForm.TEXT and not as_text:
+        if member.conversation == ConversationForm.TEXT and not as_text:
             raise ParameterError(
                 f"method {name} cannot run in front of another server's chats",
                 "it continues a text, which a chat does not take",
@@ -299,22 +299,22 @@ def _stacked(
     reward: Controller | None,
     streaming: bool,
 ) -> Controller:
-    known, given = parameters(spec, table), dict(settings)
+    names, values = parameters(spec, table), dict(settings)
     stacked = split(spec, table)
     drawing = [method for method in stacked if method.draws_samples]
     if drawing and drawing[-1].samples is None and drawing[-1].parameters[SAMPLES] == 1:
-        given.setdefault(SAMPLES, NUM_SAMPLES)
-    if _REWARD in known and _REWARD not in given:
-        if reward is not None and given.get("selection", known.get("selection")) != "vote":
-            given[_REWARD] = reward
-        elif reward is None and known[_REWARD] is Method.REQUIRED:
+        values.setdefault(SAMPLES, NUM_SAMPLES)
+    if _REWARD in names and _REWARD not in values:
+        if reward is not None and values.get("selection", names.get("selection")) != "vote":
+            values[_REWARD] = reward
+        elif reward is None and names[_REWARD] is Method.REQUIRED:
             raise ParameterError(
                 f"method {spec} needs a reward model",
                 "it chooses by its scores, and this server has none",
                 "Start the server with --reward-model or --reward-url",
             )
-    if "on_failure" in known:  # one sample that fails is no failure of the others
-        given.setdefault("on_failure", "drop")
+    if "on_failure" in names:  # one sample that fails is no failure of the others
+        values.setdefault("on_failure", "drop")
     first = stacked[0]
     if first.name in methods.REWARDS:
         raise ParameterError(
@@ -323,10 +323,10 @@ def _stacked(
             f'Give it to one, as in best_of_n with "reward_controller": "{first.name}"',
         )
     if first.name == "plain" and len(stacked) == 1:
-        if given:
-            raise ParameterError.unknown("method 'plain'", given, ())
+        if values:
+            raise ParameterError.unknown("method 'plain'", values, ())
         return innermost()
-    if streaming and _STREAMING in known and first.name != "plain":
-        given.setdefault(_STREAMING, True)
-    inner = None if _generates(first) or _INNER in given else innermost()
-    return stack(spec, innermost=inner, method_table=table, **given)
+    if streaming and _STREAMING in names and first.name != "plain":
+        values.setdefault(_STREAMING, True)
+    inner = None if _generates(first) or _INNER in values else innermost()
+    return stack(spec, innermost=inner, method_table=table, **values)

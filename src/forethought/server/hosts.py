@@ -38,7 +38,7 @@ def check_host(hosts: Sequence[bytes], allowed: Sequence[str]) -> None:
     """
     shown = hosts[0].decode("latin-1") if len(hosts) == 1 else ""
     name = _name(shown)
-    if name and (is_loopback(name) or any(_matches(name, each.lower()) for each in allowed)):
+    if name and (is_loopback(name) or any(_matches(name, pattern.lower()) for pattern in allowed)):
         return
     raise HttpError(
         _MISDIRECTED,

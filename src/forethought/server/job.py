@@ -421,8 +421,10 @@ class MethodJob(Job):
                     self._streamed[index] += delta.text
             if self.ask.events and item.event is not None:
                 self._add_event(events, item.event)
-        found = [piece for piece in pieces.values() if piece.text or piece.thought or piece.calls]
-        return Update(found, events)
+        new_pieces = [
+            piece for piece in pieces.values() if piece.text or piece.thought or piece.calls
+        ]
+        return Update(new_pieces, events)
 
     def _content(self, item: StreamedItem) -> list[tuple[int, Delta]]:
         """The new text of choices, by index."""

@@ -111,16 +111,16 @@ class AnswerLogprobs:
             spans: as far as they are known.
             position: characters that ``spans`` are final for; None: all.
         """
-        found: tuple[list[Span], list[Span]] = ([], [])
+        by_kind: tuple[list[Span], list[Span]] = ([], [])
         while self._waiting and (position is None or self._waiting[0].end <= position):
             span = self._waiting.popleft()
             if not span.entry or span.end == span.start:
                 continue
-            for (begin, end), spans_of_kind in zip(spans, found, strict=True):
+            for (begin, end), spans_of_kind in zip(spans, by_kind, strict=True):
                 if span.end > begin and span.start < end:
                     spans_of_kind.append(span)
                     break
-        return found
+        return by_kind
 
 
 class TextLogprobs:
@@ -142,17 +142,17 @@ class TextLogprobs:
 
     def take(self, length: int) -> list[Span]:
         """The next tokens that end within the first ``length`` characters of the text."""
-        found = []
+        spans = []
         while self._waiting and self._waiting[0].end <= self._start + length:
-            found.append(self._waiting.popleft())
-        return found
+            spans.append(self._waiting.popleft())
+        return spans
 
     def take_rest(self, length: int, keeps_last: bool) -> list[Span]:
         """The next tokens that begin within them; the last one as well if it ended the text."""
         rest, self._waiting = list(self._waiting), deque()
         end = self._start + length
-        found = [span for span in rest if span.start < end]
-        return [*found, rest[-1]] if keeps_last and len(found) < len(rest) else found
+        spans = [span for span in rest if span.start < end]
+        return [*spans, rest[-1]] if keeps_last and len(spans) < len(rest) else spans
 
 
 def chat_logprobs(spans: Sequence[Span], top: int) -> list[dict[str, Any]]:
@@ -160,7 +160,7 @@ def chat_logprobs(spans: Sequence[Span], top: int) -> list[dict[str, Any]]:
     return [
         {
             **_named(span.chosen),
-            "top_logprobs": [_named(each) for each in _ranked(span.entry)[:top]],
+            "top_logprobs": [_named(logprob) for logprob in _ranked(span.entry)[:top]],
         }
         for span in spans
         if span.entry and span.chosen
@@ -169,7 +169,7 @@ def chat_logprobs(spans: Sequence[Span], top: int) -> list[dict[str, Any]]:
 
 def completion_logprobs(spans: Sequence[Span], top: int) -> dict[str, Any]:
     """Four lists with one item per token; those of a prompt's first token are None."""
-    found: dict[str, list[Any]] = {
+    columns: dict[str, list[Any]] = {
         "tokens": [],
         "token_logprobs": [],
         "top_logprobs": [],
@@ -178,19 +178,21 @@ def completion_logprobs(spans: Sequence[Span], top: int) -> dict[str, Any]:
     for span in spans:
         chosen = span.chosen
         text = span.text if chosen is None else _label(chosen)
-        found["tokens"].append(text)
-        found["token_logprobs"].append(None if chosen is None else _finite(chosen.logprob))
-        ranked = {_label(each): _finite(each.logprob) for each in _ranked(span.entry or {})[:top]}
+        columns["tokens"].append(text)
+        columns["token_logprobs"].append(None if chosen is None else _finite(chosen.logprob))
+        ranked = {
+            _label(logprob): _finite(logprob.logprob) for logprob in _ranked(span.entry or {})[:top]
+        }
         if chosen is not None and top:  # OpenAI lists the token itself too
             ranked.setdefault(text, _finite(chosen.logprob))
-        found["top_logprobs"].append(ranked or None)
-        found["text_offset"].append(span.start)
-    return found
+        columns["top_logprobs"].append(ranked or None)
+        columns["text_offset"].append(span.start)
+    return columns
 
 
 def _chosen(entry: TokenLogprobs, token: int | None) -> Logprob:
-    known = None if token is None else entry.get(token)
-    return known or next(iter(entry.values()))
+    logprob = None if token is None else entry.get(token)
+    return logprob or next(iter(entry.values()))
 
 
 def _ranked(entry: Mapping[int, Logprob]) -> list[Logprob]:

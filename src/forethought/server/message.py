@@ -17,7 +17,7 @@ from forethought.server.service import Service
 from forethought.server.tool_calls import OPENINGS, Call, CallPiece, CallText, Tools
 
 DEFAULT_MARKERS = ("<think>", "</think>")
-_REASONS = {each: each for each in ("stop", "length", "tool_calls", "content_filter")}
+_REASONS = {reason: reason for reason in ("stop", "length", "tool_calls", "content_filter")}
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,17 +228,17 @@ class AnswerStream:
                 self._push_delta(delta)
 
     def _push_delta(self, delta: CallDelta) -> None:
-        known, number = self._passed.get(delta.number), delta.number
+        earlier, number = self._passed.get(delta.number), delta.number
         is_next = number == len(self._passed) and delta.arguments.startswith("{")  # no null
-        if number in self._whole or (known is None and not is_next):
+        if number in self._whole or (earlier is None and not is_next):
             self._whole.add(number)
             return
         opening = None
-        if known is None:
+        if earlier is None:
             made = Call.create(delta.name, None)
             opening = made._replace(id=delta.id or made.id)
         self._pieces.append(CallPiece(number, opening, delta.arguments))
-        self._passed[number] = (known or "") + delta.arguments
+        self._passed[number] = (earlier or "") + delta.arguments
 
     def _push_call(self, reading: CallText, text: str) -> None:
         begins, new = reading.call is None, reading.push(text)

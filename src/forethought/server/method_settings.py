@@ -68,17 +68,17 @@ def _plain(value: Any) -> Any:
     """Refuses numbers that are too large, and texts that UTF-8 cannot encode, at every depth."""
     level = [value]
     while level:
-        mappings = [each for each in level if isinstance(each, dict)]
-        lists = [each for each in level if isinstance(each, list)]
-        for each in level:
-            if isinstance(each, int) and abs(each) > MAX_NUMBER:
+        mappings = [item for item in level if isinstance(item, dict)]
+        lists = [item for item in level if isinstance(item, list)]
+        for item in level:
+            if isinstance(item, int) and abs(item) > MAX_NUMBER:
                 raise ValueError(f"whole numbers are at most {MAX_NUMBER}")
-            if isinstance(each, float) and not math.isfinite(each):
+            if isinstance(item, float) and not math.isfinite(item):
                 raise ValueError("numbers are finite")
-            if isinstance(each, str) and not _is_text(each):
+            if isinstance(item, str) and not _is_text(item):
                 raise ValueError("texts have no lone surrogates")
-        level = [inner for each in mappings for pair in each.items() for inner in pair]
-        level += [inner for each in lists for inner in each]
+        level = [inner for item in mappings for pair in item.items() for inner in pair]
+        level += [inner for item in lists for inner in item]
     return value
 
 
@@ -162,7 +162,7 @@ class SettingsSchema:
             where = f"{path}.{name}"
             owners = [method for method in stacked if name in method.parameters]
             if not owners:
-                allowed = [key for each in stacked for key in self.settable(each.name)]
+                allowed = [key for method in stacked for key in self.settable(method.name)]
                 error = ParameterError.unknown(f"method {stacked[-1].name!r}", [name], allowed)
                 error.param = where
                 raise error
@@ -301,24 +301,24 @@ def _parameters_of(method: Any) -> Mapping[str, Parameter]:
 
 def _parameter(hint: Any, default: Any) -> Parameter:
     members = list(_members(hint))
-    classes = [each for each in members if isinstance(each, type)]
+    classes = [member for member in members if isinstance(member, type)]
     null = TypeAdapter(None)
-    if any(issubclass(each, Controller) for each in classes):
+    if any(issubclass(member, Controller) for member in classes):
         return Parameter("controller", null)
     if Policy in classes:
         return Parameter("policy")
     if SamplingParams in classes:
         return Parameter("sampling", null)
-    marks = [mark for each in members for mark in getattr(each, "__metadata__", ())]
+    marks = [mark for member in members for mark in getattr(member, "__metadata__", ())]
     if BY_METHOD in marks:
         return Parameter("by_method", null)
     reasons = [mark.reason for mark in marks if isinstance(mark, NotInRequests)]
     if Path in classes:
-        members = [each for each in members if each not in (str, Path)]
+        members = [member for member in members if member not in (str, Path)]
         reasons.append(NAMES_A_FILE)
-    schemas = [] if hint is Any else [_json_type(each) for each in members]
-    schemas = [each for each in schemas if each is not _NOTHING]
-    if all(each is None for each in schemas):
+    schemas = [] if hint is Any else [_json_type(member) for member in members]
+    schemas = [schema for schema in schemas if schema is not _NOTHING]
+    if all(schema is None for schema in schemas):
         adapter = null if default is None else None
         return Parameter("none", adapter, reasons[0] if reasons else _NO_VALUE)
     return Parameter("json", TypeAdapter(_union(schemas)), reasons[0] if reasons else "")
@@ -355,19 +355,19 @@ def _json_type(hint: Any) -> Any:
         is_refused = any(isinstance(mark, NotInRequests) for mark in args[1:])
         return _NOTHING if is_refused or inner is _NOTHING else Annotated[inner, *args[1:]]
     if origin in (list, tuple, Sequence):
-        items = [_json_union(each) for each in args if each is not Ellipsis]
+        items = [_json_union(arg) for arg in args if arg is not Ellipsis]
         return (
             _NOTHING if _NOTHING in items else Annotated[_LIST[_union(items)], Field(strict=True)]
         )
     if origin in (dict, Mapping):
-        items = [_json_union(each) for each in args]
+        items = [_json_union(arg) for arg in args]
         return _NOTHING if _NOTHING in items or args[0] is not str else _DICT[tuple(items)]
     return _NOTHING
 
 
 def _json_union(hint: Any) -> Any:
-    schemas = [_json_type(each) for each in _members(hint)]
-    schemas = [each for each in schemas if each is not _NOTHING]
+    schemas = [_json_type(member) for member in _members(hint)]
+    schemas = [schema for schema in schemas if schema is not _NOTHING]
     return _union(schemas) if schemas else _NOTHING
 
 

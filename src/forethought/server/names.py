@@ -71,7 +71,7 @@ def read_method(spec: str, table: MethodTable | None = None) -> Composition:
         UnknownNameError: there is no such method.
         ParameterError: it is written wrongly, or has too many methods.
     """
-    known = methods.shipped() if table is None else table
+    method_table = methods.shipped() if table is None else table
     if len(spec) > _MAX_LENGTH:
         what, why = "the name of the method is too long", f"more than {_MAX_LENGTH} characters"
         raise ParameterError(what, why, "", param="method")
@@ -85,9 +85,9 @@ def read_method(spec: str, table: MethodTable | None = None) -> Composition:
             param="method",
         )
     for stack in stacked:
-        for method in split(stack, known):
-            known.resolve(method.name)
-    return Composition(choices, known)
+        for method in split(stack, method_table):
+            method_table.resolve(method.name)
+    return Composition(choices, method_table)
 
 
 def read_model(

@@ -102,8 +102,8 @@ class ReasoningSplitter:
         if marker:
             certain, self._state = thought.rstrip(), "closed"
         else:
-            kept = overlap(self._held, self._end)
-            certain = self._held[: len(self._held) - kept].rstrip()
+            num_held = overlap(self._held, self._end)
+            certain = self._held[: len(self._held) - num_held].rstrip()
         taken = self._take(len(certain))
         self.thought = (self.thought[0], self.position)
         if marker:

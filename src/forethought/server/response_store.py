@@ -147,8 +147,8 @@ class ResponseStore:
     def items(self, tenant: str) -> dict[str, dict[str, Any]]:
         """The output items of a tenant's responses, by their ids."""
         self._expire()
-        own = [record for record in self._records.values() if record.tenant == tenant]
-        return {item["id"]: item for record in own for item in record.response["output"]}
+        records = [record for record in self._records.values() if record.tenant == tenant]
+        return {item["id"]: item for record in records for item in record.response["output"]}
 
     async def delete(self, response_id: str, tenant: str) -> None:
         """End a response if it goes on, and forget it. Raises as ``find``."""

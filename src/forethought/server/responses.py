@@ -104,17 +104,17 @@ def _prepared(
 ) -> tuple[Job, Record, Tools]:
     """The answer to a conversation, before it begins, and the record of it."""
     tools = _tools(body)
-    asked = service.sampling_of(body, tools)
+    sampling = service.sampling_of(body, tools)
     opening = [{"role": "system", "content": body.instructions}] if body.instructions else []
     conversation = Conversation(
         [*opening, *messages],
         tools,
-        has_shape=asked.has_shape,
-        thinks_first=asked.thinks_first,
+        has_shape=sampling.has_shape,
+        thinks_first=sampling.thinks_first,
         reasoning_effort=body.reasoning.effort if body.reasoning else None,
     )
     prompted = service.backend.open(conversation)
-    ask = service.ask("resp_", body, prompted, asked, num_choices=1, caller=caller)
+    ask = service.ask("resp_", body, prompted, sampling, num_choices=1, caller=caller)
     if len(ask.composition.choices) > 1:
         raise ParameterError(
             "a response has one answer",
@@ -177,16 +177,16 @@ def _resolved(service: Service, items: Sequence[Any], tenant: str) -> Iterator[A
     Raises:
         HttpError: there is none of this id.
     """
-    kept: dict[str, dict[str, Any]] | None = None
+    stored_items: dict[str, dict[str, Any]] | None = None
     for index, item in enumerate(items):
         if not isinstance(item, ItemReference):
             yield item
             continue
-        kept = service.store.items(tenant) if kept is None else kept
-        if item.id not in kept:
+        stored_items = service.store.items(tenant) if stored_items is None else stored_items
+        if item.id not in stored_items:
             message, param = f"there is no item {item.id[:80]!r}", f"input.{index}.id"
             raise HttpError(404, message, param=param, code="item_not_found")
-        yield _ITEM.validate_python(kept[item.id])
+        yield _ITEM.validate_python(stored_items[item.id])
 
 
 def _append(messages: list[dict[str, Any]], item: Any) -> None:
@@ -398,8 +398,8 @@ class _CallItem:
         """Its arguments are complete, or cut."""
         done = {**self._item, "status": status, "arguments": self._arguments}
         kind = "response.function_call_arguments.done"
-        given = {"name": done["name"], "arguments": done["arguments"]}
-        self._add_event(kind, item_id=done["id"], **given)
+        call = {"name": done["name"], "arguments": done["arguments"]}
+        self._add_event(kind, item_id=done["id"], **call)
         self._record.response["output"].append(done)
         self._add_event("response.output_item.done", item=done)
 

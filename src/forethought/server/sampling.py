@@ -130,8 +130,8 @@ def sampling_params(params: Mapping[str, Any], **further: Any) -> SamplingParams
     Raises:
         ParameterError: a value outside its range; a temperature of None and such.
     """
-    given = {("logprobs" if name == "num_logprobs" else name): v for name, v in params.items()}
-    return SamplingParams(**given, **further)
+    arguments = {("logprobs" if name == "num_logprobs" else name): v for name, v in params.items()}
+    return SamplingParams(**arguments, **further)
 
 
 def compact(params: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -241,12 +241,13 @@ def wants_logprobs(body: ResponseRequest) -> bool:
 
 
 def _read_speculation(body: Generating, params: dict[str, Any], fields: dict[str, str]) -> None:
-    given = body.speculation
-    if given is not None:
-        chosen: dict[str, Any] = {"drafter": given}
+    choice = body.speculation
+    if choice is not None:
+        chosen: dict[str, Any] = {"drafter": choice}
         fields["drafter"] = "speculation"
-        if not isinstance(given, str):
-            chosen, fields["drafter"] = given.model_dump(exclude_none=True), "speculation.drafter"
+        if not isinstance(choice, str):
+            chosen = choice.model_dump(exclude_none=True)
+            fields["drafter"] = "speculation.drafter"
         if chosen.get("drafter") == "none":
             chosen = {**chosen, "drafter": None, "enabled": False}
         params["speculation"] = SpeculationParams(**chosen)
@@ -255,7 +256,7 @@ def _read_speculation(body: Generating, params: dict[str, Any], fields: dict[str
         with named_by_client(fields):
             speculation = params.get("speculation") or SpeculationParams()
             params["speculation"] = speculation.replace(prediction=body.prediction.text)
-        if given is None:
+        if choice is None:
             fields["speculation"] = "prediction"
 
 
@@ -281,9 +282,9 @@ def _read_shape(
 def _shapes(body: Generating) -> Iterator[tuple[str, GuidedDecodingParams]]:
     """Path of the field, and its shape."""
     if body.structured_outputs is not None:
-        given = body.structured_outputs.model_dump(by_alias=True, exclude_none=True)
-        path = ".".join(["structured_outputs", *(given if len(given) == 1 else ())])
-        yield path, _shape(path, **given)
+        fields = body.structured_outputs.model_dump(by_alias=True, exclude_none=True)
+        path = ".".join(["structured_outputs", *(fields if len(fields) == 1 else ())])
+        yield path, _shape(path, **fields)
     if isinstance(body, ChatRequest) and (format := body.response_format) is not None:
         path, schema = "response_format.json_schema.schema", format.json_schema
         if format.type == "json_object":
@@ -304,9 +305,9 @@ def _schema(path: str, schema: Mapping[str, Any] | None) -> GuidedDecodingParams
     return _shape(path, json=schema)
 
 
-def _shape(path: str, **given: Any) -> GuidedDecodingParams:
+def _shape(path: str, **arguments: Any) -> GuidedDecodingParams:
     with named_by_client({"guided_decoding": path}):
-        return GuidedDecodingParams(**given)
+        return GuidedDecodingParams(**arguments)
 
 
 def _read_thinking(
@@ -321,16 +322,16 @@ def _read_thinking(
     Raises:
         ParameterError: it is given twice, or the model does not think.
     """
-    given = {name: getattr(body, name) for name in _BUDGETS if getattr(body, name) is not None}
-    if len(set(given.values())) > 1:
+    budgets = {name: getattr(body, name) for name in _BUDGETS if getattr(body, name) is not None}
+    if len(set(budgets.values())) > 1:
         raise ParameterError(
             "the thinking budget is given twice",
-            f"{given}",
+            f"{budgets}",
             "Give one of them",
-            param=next(iter(given)),
+            param=next(iter(budgets)),
         )
     is_unlimited = _asks_template_for_thought(body)
-    for name, budget in given.items():
+    for name, budget in budgets.items():
         if budget < -1:
             why, fix = f"got {budget}", "-1 stands for no limit"
             raise ParameterError("invalid reasoning_budget", why, fix, param=name)
@@ -340,7 +341,7 @@ def _read_thinking(
     path, effort = _effort(body)
     if effort is None or passes_chats_on:
         return is_unlimited and "thinking_budget" not in params
-    if given:
+    if budgets:
         raise ParameterError(
             f"{path} and a thinking budget exclude each other",
             "both limit the thought",

@@ -246,7 +246,7 @@ class Service:
         kind: str,
         body: Generating,
         prompted: Prompted,
-        asked: RequestSampling,
+        request_sampling: RequestSampling,
         *,
         num_choices: int,
         caller: Caller,
@@ -265,7 +265,11 @@ class Service:
                 "Leave it out",
                 param="cache_salt",
             )
-        params = compact(asked.params) if self.backend.llm is not None else asked.params
+        params = (
+            compact(request_sampling.params)
+            if self.backend.llm is not None
+            else request_sampling.params
+        )
         wants_thought = not isinstance(body, ChatRequest) or body.include_reasoning is not False
         keeps_thought = self.settings.reasoning_in_content and wants_thought
         prompted = replace(prompted, keeps_thought=keeps_thought)
@@ -273,14 +277,14 @@ class Service:
             params = {"skip_special_tokens": False, **params}
         cache_salt = f"{caller.tenant}/{body.cache_salt}" if body.cache_salt else caller.tenant
         priority = body.priority or 0
-        with named_by_client(asked.fields):
+        with named_by_client(request_sampling.fields):
             further: dict[str, Any] = {
                 "n": num_choices,
                 "priority": priority,
                 "cache_salt": cache_salt,
             }
-            if asked.prompt_logprobs is not None:
-                further["prompt_logprobs"] = asked.prompt_logprobs
+            if request_sampling.prompt_logprobs is not None:
+                further["prompt_logprobs"] = request_sampling.prompt_logprobs
             sampling = sampling_params(params, **further)
             params = self.backend.task_params(prompted, params)
             prompt = self.backend.check(prompted.prompt, sampling)
@@ -295,7 +299,7 @@ class Service:
             composition=composition,
             settings=body.method_params or {},
             params=params,
-            fields=asked.fields,
+            fields=request_sampling.fields,
             sampling=sampling,
             num_choices=num_choices,
             budget=Budget(**budget),

@@ -232,7 +232,7 @@ def closed(schema: Mapping[str, Any]) -> dict[str, Any]:
     return _closed(schema, frozenset(_combined_refs(schema, False)))
 
 
-def _closed(schema: Any, kept: Set[str]) -> Any:
+def _closed(schema: Any, open_refs: Set[str]) -> Any:
     """The same of a part; definitions whose references are ``kept`` stay as they are."""
     if not isinstance(schema, Mapping):
         return schema
@@ -240,17 +240,17 @@ def _closed(schema: Any, kept: Set[str]) -> Any:
     for word in ("properties", "$defs", "definitions"):
         if isinstance(schema.get(word), Mapping):
             made[word] = {
-                name: each if f"#/{word}/{name}" in kept else _closed(each, kept)
-                for name, each in schema[word].items()
+                name: value if f"#/{word}/{name}" in open_refs else _closed(value, open_refs)
+                for name, value in schema[word].items()
             }
     is_combined = any(word in schema for word in _COMBINING)
     is_object = "properties" in schema or "object" in _types(schema)
     lists = ["prefixItems"] if is_object else ["prefixItems", "anyOf", "oneOf"]
     for word in lists:
         if isinstance(schema.get(word), list):
-            made[word] = [_closed(each, kept) for each in schema[word]]
+            made[word] = [_closed(value, open_refs) for value in schema[word]]
     if "items" in schema:
-        made["items"] = _closed(schema["items"], kept)
+        made["items"] = _closed(schema["items"], open_refs)
     if is_object and not is_combined and not any(word in schema for word in _OPEN):
         made["additionalProperties"] = False
     return made
@@ -259,8 +259,8 @@ def _closed(schema: Any, kept: Set[str]) -> Any:
 def _combined_refs(schema: Any, is_combined: bool) -> Iterator[str]:
     """The references in a schema whose objects have further properties by other schemas."""
     if isinstance(schema, list):
-        for each in schema:
-            yield from _combined_refs(each, is_combined)
+        for item in schema:
+            yield from _combined_refs(item, is_combined)
     if not isinstance(schema, Mapping):
         return
     is_object = "properties" in schema or "object" in _types(schema)
@@ -272,8 +272,8 @@ def _combined_refs(schema: Any, is_combined: bool) -> Iterator[str]:
 
 
 def _types(schema: Mapping[str, Any]) -> Sequence[Any]:
-    given = schema.get("type", ())
-    return [given] if isinstance(given, str) else given
+    types = schema.get("type", ())
+    return [types] if isinstance(types, str) else types
 
 
 def _named_apart(function: Mapping[str, Any], number: int) -> Mapping[str, Any]:
@@ -283,7 +283,9 @@ def _named_apart(function: Mapping[str, Any], number: int) -> Mapping[str, Any]:
         return function
     text = json.dumps(parameters).replace('"#/$defs/', f'"#/$defs/{number}.')
     renamed = json.loads(text)
-    renamed["$defs"] = {f"{number}.{name}": each for name, each in renamed["$defs"].items()}
+    renamed["$defs"] = {
+        f"{number}.{name}": definition for name, definition in renamed["$defs"].items()
+    }
     return {**function, "parameters": renamed}
 
 
@@ -298,7 +300,7 @@ def _call_schema(function: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _parse(text: str, known: set[str], is_cut: bool) -> tuple[str, list[Call]]:
+def _parse(text: str, names: set[str], is_cut: bool) -> tuple[str, list[Call]]:
     """The calls in a text by their format; a text without any is content."""
     opening = next((mark for mark in OPENINGS if mark in text), "")
     if opening == "<tool_call>":
@@ -306,32 +308,32 @@ def _parse(text: str, known: set[str], is_cut: bool) -> tuple[str, list[Call]]:
     else:
         before, _, body = text.partition(opening) if opening else ("", "", text)
         bodies, content = [body.strip()], before.strip()
-    calls = [call for body in bodies for call in _calls(body, known)]
+    calls = [call for body in bodies for call in _calls(body, names)]
     is_open = is_cut and not text.rstrip().endswith("</tool_call>")
-    if is_open and not _calls(bodies[-1], known):
-        calls += _cut_calls(bodies[-1], known)
+    if is_open and not _calls(bodies[-1], names):
+        calls += _cut_calls(bodies[-1], names)
         if opening and not calls:  # its name is not known: half a call is no content
             return content, []
     return (content, calls) if calls else (text, [])
 
 
-def _cut_calls(text: str, known: set[str]) -> list[Call]:
+def _cut_calls(text: str, names: set[str]) -> list[Call]:
     """The calls in JSON text that ends within the last one."""
     calls, rest = list[Call](), text.lstrip("[ \n")
     while rest:
         try:
             _, end = _decoder.raw_decode(rest)
         except (ValueError, RecursionError):
-            reading = CallText(known)
+            reading = CallText(names)
             reading.push(rest)
             last = [] if reading.call is None else [reading.call]
             return [*calls, *(call._replace(arguments=reading.arguments) for call in last)]
-        calls += _calls(rest[:end], known)
+        calls += _calls(rest[:end], names)
         rest = rest[end:].lstrip(", \n]")
     return calls
 
 
-def _calls(text: str, known: set[str]) -> list[Call]:
+def _calls(text: str, names: set[str]) -> list[Call]:
     """The calls in JSON text: an object or a list of them; none if it is something else."""
     try:
         value, end = _decoder.raw_decode(text)
@@ -339,13 +341,13 @@ def _calls(text: str, known: set[str]) -> list[Call]:
         return []
     if text[end:].strip():
         return []
-    found = []
-    for each in value if isinstance(value, list) else [value]:
-        name = each.get("name") if isinstance(each, dict) else None
-        if not isinstance(name, str) or name not in known:
+    calls = []
+    for item in value if isinstance(value, list) else [value]:
+        name = item.get("name") if isinstance(item, dict) else None
+        if not isinstance(name, str) or name not in names:
             return []
-        found.append(Call.create(name, each.get("arguments", each.get("parameters", {}))))
-    return found
+        calls.append(Call.create(name, item.get("arguments", item.get("parameters", {}))))
+    return calls
 
 
 def as_text(name: str, arguments: Any) -> str:

@@ -62,16 +62,16 @@ def _hermes_message(message: Mapping[str, Any]) -> dict[str, Any]:
         return {"role": "user", "content": text}
     made = {name: value for name, value in message.items() if name != "tool_calls"}
     called = [call["function"] for call in message.get("tool_calls") or ()]
-    calls = [as_text(each["name"], _arguments(each["arguments"])) for each in called]
+    calls = [as_text(function["name"], _arguments(function["arguments"])) for function in called]
     return {**made, "content": "\n".join(filter(None, [content, *calls]))}
 
 
-def _arguments(given: Any) -> Any:
+def _arguments(value: Any) -> Any:
     """The arguments of a call as JSON, or as the model wrote them."""
     try:
-        return json.loads(given) if isinstance(given, str) else given
+        return json.loads(value) if isinstance(value, str) else value
     except ValueError:
-        return given
+        return value
 
 
 def merged_system(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:

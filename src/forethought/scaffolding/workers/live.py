@@ -311,16 +311,16 @@ class SessionCache:
         """Keep a sequence that has been started. Returns those that are evicted."""
         request, path = _where(scope)
         paths = self._requests.setdefault(request, {})
-        kept, evicted = paths.setdefault(path, []), list[LiveSession]()
-        ended = [other for other in kept if other.over]
+        sequences, evicted = paths.setdefault(path, []), list[LiveSession]()
+        ended = [other for other in sequences if other.over]
         if len(ended) >= self._capacity:
             every = [other for others in paths.values() for other in others]
             read = live.session.reads.union(*(other.session.reads for other in every))
             ended = [other for other in ended if other.session.sequence_id not in read]
             evicted = ended[: max(0, len(ended) - self._capacity + 1)]
             for other in evicted:
-                kept.remove(other)
-        kept.append(live)
+                sequences.remove(other)
+        sequences.append(live)
         self._held.add(live)
         self._held.difference_update(evicted)
         return evicted
@@ -332,7 +332,7 @@ class SessionCache:
         removed = [*paths.values()] if not path else [paths.pop(path, [])]
         if not path or not paths:
             self._requests.pop(request, None)
-        sessions = [live for kept in removed for live in kept]
+        sessions = [live for sequences in removed for live in sequences]
         self._held.difference_update(sessions)
         return sessions
 
@@ -351,9 +351,12 @@ class SessionCache:
         """The sequence that a task with this prompt continues; None if there is none."""
         request, path = _where(scope)
         paths = self._requests.get(request, {})
-        if isinstance(prompt, str) and (found := self._continued(paths, path, prompt)) is not None:
-            return found
-        every = (live for kept in paths.values() for live in kept)
+        if (
+            isinstance(prompt, str)
+            and (continuation := self._continued(paths, path, prompt)) is not None
+        ):
+            return continuation
+        every = (live for sequences in paths.values() for live in sequences)
         same = next((live for live in every if not live.closed and live.prompt == prompt), None)
         return None if same is None else Continuation(same, same.prompt_length, "")
 
@@ -371,10 +374,10 @@ class SessionCache:
                         best = size, paths[scope], Continuation(live, spelled.length, prompt[size:])
         if best is None:
             return None
-        _, kept, found = best
-        kept.remove(found.live)
-        kept.append(found.live)
-        return found
+        _, sequences, continuation = best
+        sequences.remove(continuation.live)
+        sequences.append(continuation.live)
+        return continuation
 
 
 def _enclosing(path: str) -> Iterator[str]:

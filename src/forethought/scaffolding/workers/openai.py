@@ -365,12 +365,12 @@ def _message(choice: StreamedChoice) -> AssistantMessage:
 
 def _told_apart(choice: StreamedChoice) -> dict[str, Any]:
     """What a server tells apart from the text of a message: calls, thought, refusal."""
-    told = {
+    fields = {
         "tool_calls": [call.to_dict() for call in choice.tool_calls],
         "reasoning": choice.reasoning,
         "refusal": choice.refusal,
     }
-    return {name: value for name, value in told.items() if value}
+    return {name: value for name, value in fields.items() if value}
 
 
 def _response_format(task: GenerationTask) -> dict[str, Any]:

@@ -399,7 +399,7 @@ class _CallAssembly:
         call.id = call.id or piece.id
         call.function.name += name if name != call.function.name else ""
         call.function.arguments += arguments
-        number = next(n for n, each in enumerate(self._calls) if each is call)
+        number = next(n for n, other in enumerate(self._calls) if other is call)
         return CallDelta(number, call.id, call.function.name, arguments)
 
     def _call_of(self, call_id: Any, index: Any, name: str, arguments: str) -> ToolCall | None:
@@ -452,10 +452,10 @@ def _chat_logprobs(logprobs: Any) -> list[TokenLogprobs]:
     entries = (logprobs and logprobs.content) or ()
     return [
         {
-            token: dataclasses.replace(found, raw=_raw(entry))
-            if found.token == entry.token
-            else found
-            for token, found in _entries(
+            token: dataclasses.replace(logprob, raw=_raw(entry))
+            if logprob.token == entry.token
+            else logprob
+            for token, logprob in _entries(
                 entry.token, entry.logprob, [(o.token, o.logprob) for o in entry.top_logprobs]
             ).items()
         }
