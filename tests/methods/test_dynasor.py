@@ -348,11 +348,22 @@ def test_numbers_below_one_are_refused(name):
         DynasorGenerationController(**{name: 0})
 
 
-def test_max_tokens_counts_what_the_main_chain_generates():
-    result, _ = solve(never, max_tokens=45)
-    assert (result.output.text, result.output.finish_reason) == (THOUGHT[:45], "length")
-    result, _ = solve(never, options={"sampling_params": {"max_tokens": 25}})
-    assert result.output.text == THOUGHT[:25]
+@pytest.mark.parametrize(
+    ("limit", "settings"),
+    [(45, {"max_tokens": 45}), (25, {"options": {"sampling_params": {"max_tokens": 25}}})],
+)
+def test_a_chain_cut_at_max_tokens_is_followed_by_the_last_probes_answer(limit, settings):
+    result, _ = solve(never, **settings)
+    output, details = result.output, result.output.meta["dynasor"]
+    assert output.text.startswith(THOUGHT[:limit])
+    assert output.text.endswith(f"\\boxed{{{details['answers'][-1]}}}\n\\]")
+    assert (output.finish_reason, details["kept_tokens"]) == ("length", limit)
+    assert not details["early_exit"]
+
+
+def test_a_chain_cut_before_its_first_probe_stays_as_it_is():
+    result, _ = solve(never, max_tokens=5)
+    assert (result.output.text, result.output.finish_reason) == (THOUGHT[:5], "length")
 
 
 def test_sampling_is_the_blogs_unless_the_task_or_the_settings_say_otherwise():

@@ -70,9 +70,9 @@ class DynasorGenerationController(Controller):
     Sampling fields that a task sets win over the settings here; ``max_tokens`` counts the tokens
     that the main chain generates. The output is the main chain up to the last agreeing probe and
     the answer in a ``\boxed{}`` behind it, or all of the main chain if that ends by itself first.
-    Where the budget of the request ends the chain, the answer of the last probe that has one is
-    written behind it. A thought that the chain ends within is closed first; a model that does not
-    think has none.
+    Where ``max_tokens`` or the budget of the request cuts the chain, the answer of the last probe
+    that has one is written after it. A thought that the chain ends within is closed first; a model
+    that does not think has none.
 
     ``output_tokens`` are the tokens of the main chain that were kept, exactly. The answer behind
     them is written, not generated: its tokens are there only if ``generation_dir`` names a
@@ -163,18 +163,18 @@ class DynasorGenerationController(Controller):
         profile, main = thinking_of(task, self.WorkerTag.GENERATION), self._main_chain(task)
         agreement = Agreement(self.certainty_threshold, self.uncertain_words, self.equivalence)
         stream = _OutputStream(task, main)
-        last, is_spent = yield from self._run(task, main, agreement, stream)
+        last, is_cut = yield from self._run(task, main, agreement, stream)
         is_early = agreement.reached
         task.result = main.result
         chain_end = main.output_str or "", main.num_generated
         if last is not None:
             if is_early:
                 chain_end = last.kept_text, last.kept_tokens
-            why = f"{agreement.count} probes in a row agree" if is_early else "the budget is spent"
+            why = f"{agreement.count} probes in a row agree" if is_early else "its limit is reached"
             yield Stage("early_exit", why, fields={"answer": last.answer, "at": chain_end[1]})
             written = written_answer(chain_end[0], last.answer or "", profile)
             yield from self._write_answer(task, *chain_end, written)
-        if is_spent:
+        if is_cut:
             task.finish_reason = "length"
         task.customized_result_fields["dynasor"] = {
             "early_exit": is_early,
@@ -195,8 +195,8 @@ class DynasorGenerationController(Controller):
 
         Returns:
             The probe at which the chain is to be cut, if there is one: the one with which enough
-            agree, or the last one that has an answer where the budget has cut the chain; and
-            whether it has.
+            agree, or the last one that has an answer where ``max_tokens`` or the budget has cut
+            the chain; and whether one of these has.
         """
         probes: deque[Probe] = deque()
         forked_at, answered, agreed = 0, None, None
@@ -207,10 +207,9 @@ class DynasorGenerationController(Controller):
                 except BudgetExceeded:
                     if not main.output_str:
                         raise
-                    if main.end_flag:
-                        break  # probes in flight are lost
-                    main.end_flag, main.finish_reason, main.stop_reason = True, "length", None
-                    return answered, True
+                    if not main.end_flag:
+                        main.end_flag, main.finish_reason, main.stop_reason = True, "length", None
+                    break  # probes in flight are lost
                 if done is not main:
                     self._on_probe_result(probes, done, running)
                 elif not main.end_flag and main.num_generated - forked_at >= self.chunk_size:
@@ -223,7 +222,8 @@ class DynasorGenerationController(Controller):
                     running.add(main)
                 if task.streaming_output_flag and agreed is None:
                     yield from stream.extend(main, *_certain(main, probes, agreement))
-        return agreed, False
+        is_cut = agreed is None and main.finish_reason == "length"
+        return (answered, True) if is_cut else (agreed, False)
 
     # ---- the main chain and its probes ----------------------------------------------------------
 
