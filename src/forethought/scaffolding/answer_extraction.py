@@ -24,6 +24,7 @@ from typing import Literal, NamedTuple
 from pydantic import TypeAdapter
 
 from forethought.config.thoughts import after_thought, markers_in
+from forethought.scaffolding.canonical_form import with_decimal_point
 
 AnswerRule = Literal["auto", "boxed", "hash", "phrase", "number"]
 ANSWER_RULE: TypeAdapter[AnswerRule] = TypeAdapter(AnswerRule)
@@ -85,9 +86,16 @@ def without_thought(text: str | None) -> str:
 
 
 def _without_open_thought(text: str) -> str:
-    """What follows the thought; nothing if the text ends in one."""
+    """What follows the thought, without calls of tools; nothing if the text ends in a thought."""
     visible, markers = without_thought(text), markers_in(text)
-    return visible if markers is None else visible.partition(markers[0])[0]
+    if markers is not None:
+        visible = visible.partition(markers[0])[0]
+    return _TOOL_CALL.sub(" ", visible) if "<tool_call>" in visible else visible
+
+
+_TOOL_CALL = re.compile(
+    r"<tool_call>(?:(?!<tool_call>).)*?(?:</tool_call>|\Z|(?=<tool_call>))", re.DOTALL
+)
 
 
 # ---- boxes ---------------------------------------------------------------------------------------
@@ -177,6 +185,7 @@ _SENTENCE_END = re.compile(
     re.IGNORECASE,
 )
 _NO_ANSWER = re.compile(r"(?:not|unclear|unknown|wrong|correct|incorrect|below|above)\b", re.I)
+_CHOICE = re.compile(r"\(?[A-J][).:] ")
 _WORD_ANSWER = re.compile(r"[\w'\u2019-]+(?:\s+[\w'\u2019-]+){0,4}")
 
 
@@ -208,6 +217,7 @@ def _after_phrase(text: str) -> str | None:
 
 def _stated(text: str) -> str | None:
     """The answer that a text begins with; None if it states none."""
+    text = with_decimal_point(text)
     text = re.sub(r"^[*_`\s]+", "", text) if not _EMPHASIS.match(text) else text
     if match := _MATH_SPAN.match(text):
         return _bare(_span_content(match))
@@ -216,7 +226,7 @@ def _stated(text: str) -> str | None:
     sentence = _bare(_sentence(text))
     if not sentence or _NO_ANSWER.match(sentence):
         return None
-    if _SEVERAL.fullmatch(sentence):
+    if _SEVERAL.fullmatch(sentence) or _CHOICE.match(sentence):
         return sentence
     if number := _NUMBER_FIRST.match(sentence):
         return number[0].strip("$ ")
@@ -261,20 +271,34 @@ def _bare(text: str) -> str:
 # ---- numbers -------------------------------------------------------------------------------------
 
 _SCALE = r"(?: (?:hundred|thousand|million|billion|trillion|dozen)\b)?"
-_DIGITS = r"(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?|\.\d+"
+_FRACTIONS = "\N{VULGAR FRACTION ONE HALF}\N{VULGAR FRACTION ONE QUARTER}" + (
+    "\N{VULGAR FRACTION THREE QUARTERS}\N{VULGAR FRACTION ONE THIRD}\N{VULGAR FRACTION TWO THIRDS}"
+)
+_DIGITS = (
+    r"(?:\d{1,3}(?:\.\d{3})+,\d+|\d{1,3}(?:\.\d{3}){2,}|\d{1,2}(?:,\d\d)+,\d{3}(?:\.\d+)?"
+    r"|(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?(?:[eE][-+]?\d{1,3})?|\.\d+)"
+)
+"""Also with the separators of other countries: ``1.234,56``, ``1.000.000``, ``12,34,567``."""
+_GROUP = r"\s*(?:\{\s*-?\d+\s*\}|\d)\s*"
+_LATEX = rf"\\[dt]?frac(?:{_GROUP}){{2}}|\d*\s?\\sqrt(?:\[\d\])?(?:\s*\{{\s*\d+\s*\}}|\s*\d)"
+_CLOCK = r"\d{4}-\d\d-\d\d|\d+:\d+(?::\d+)?"
+"""A date, a time, or a ratio."""
+_POWER = r"\s?(?:x|\N{MULTIPLICATION SIGN}|\\times|\\cdot|\*)\s?10\s?\^\s?(?:\{\s?-?\d+\s?\}|-?\d+)"
 _VALUE = (
-    r"\\[dt]?frac\s*\{\s*\d+\s*\}\s*\{\s*\d+\s*\}|\d{1,2}:\d\d(?::\d\d)?"
-    rf"|(?:{_DIGITS})(?:\s?/\s?\d+(?![\d/]))?(?:\s?\\?%|\s?percent\b)?{_SCALE}"
+    rf"{_LATEX}|{_CLOCK}|\d+(?: \d+/\d+(?![\d/])|\s?[{_FRACTIONS}])|[{_FRACTIONS}]"
+    rf"|{_DIGITS}(?:{_POWER}|\^(?:\{{-?\d+\}}|-?\d+)|(?:\s?/\s?\d+(?![\d/]))?"
+    rf"(?:\s?\\?%|\s?percent\b)?{_SCALE})"
 )
 _UNIT = r"(?:[mck]?m|m?l|L|[mk]?g|lbs?|oz|ft|mph|hrs?|h|min|s|sec)\b"
+_MINUS = "\N{MINUS SIGN}\N{EN DASH}"
 _CURRENCY = r"(?:\\?[$\N{EURO SIGN}\N{POUND SIGN}]\s?)?"
 _NUMBER = re.compile(
-    rf"(?<![\w.^_{{}}\\])(?P<sign>[-+\N{{MINUS SIGN}}]?{_CURRENCY})(?P<value>{_VALUE})"
-    rf"(?:(?![\w^]|\.\d|,\d{{3}})|(?={_UNIT}))"
-    rf"|(?<=[{{}}])(?P<braced>{_VALUE})(?![\w^]|\.\d)"
+    rf"(?<![A-Za-z0-9_.^{{}}\\])(?P<sign>[-+{_MINUS}]?{_CURRENCY})(?P<value>{_VALUE})"
+    rf"(?:(?![A-Za-z0-9_^]|\.\d|,\d{{3}})|(?={_UNIT}))"
+    rf"|(?<=[{{}}])(?P<braced>{_VALUE})(?![A-Za-z0-9_^]|\.\d)"
 )
 _NUMBER_FIRST = re.compile(
-    rf"[-+\N{{MINUS SIGN}}]?{_CURRENCY}(?:{_VALUE})(?=$|\s+[A-Za-z]|[,;:)](?!\s?[-\d])|\s*\()"
+    rf"[-+{_MINUS}]?{_CURRENCY}(?:{_VALUE})(?=$|\s+[A-Za-z]|[,;:)](?!\s?[-\d])|\s*\()"
     r"(?!\s+(?:[aApP]\.?[mM]|to|and|or|x|times|plus|minus|over|divided)\b)"
 )
 _SEVERAL = re.compile(
@@ -283,12 +307,13 @@ _SEVERAL = re.compile(
 )
 """Several numbers, a time, or one number in groups."""
 _GROUPED = re.compile(r"(?<=\d)(?:\{,\}|\\,)(?=\d{3}(?!\d))")
+_UNDERLINED = re.compile(r"(?<![A-Za-z0-9_])(_{1,2})(?=\S)([^_\n]{1,100})(?<=\S)\1(?![A-Za-z0-9_])")
 _LIST_MARK = re.compile(r"^[ \t]*(?:[-*>][ \t]+)?\**\d{1,3}[.)](?=\s)", re.MULTILINE)
 
 
 def _last_number(text: str) -> str | None:
     """The last number, with its sign, fraction, percentage or scale."""
-    text = _GROUPED.sub(",", text)
+    text = _UNDERLINED.sub(r"\2", _GROUPED.sub(",", with_decimal_point(text)))
     text = _LIST_MARK.sub(lambda mark: " " * len(mark[0]), text)
     numbers = list(_NUMBER.finditer(text))
     if not numbers:
@@ -296,7 +321,7 @@ def _last_number(text: str) -> str | None:
     last = numbers[-1]
     if last["braced"]:
         return last["braced"]
-    sign = "-" if last["sign"][:1] in {"-", "\N{MINUS SIGN}"} else ""
+    sign = "-" if last["sign"][:1] in {"-", *_MINUS} else ""
     before = text[: last.start()].rstrip()
     is_difference = sign and before[-1:].isalnum() and text[last.start() - 1 :][:1] != " "
     return ("" if is_difference else sign) + last["value"].strip()

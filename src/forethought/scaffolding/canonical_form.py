@@ -6,6 +6,8 @@ whatever is compared, and a class is found with one hash look-up. What a form is
 ==========================  ====================================================================
 ``1/2``  ``0.50``  ``50\%``  the number one half; a percentage is a hundredth, so never ``50``
 ``12,345``  ``12\,345``      the number 12345; ``1,2`` is a list, and in brackets a comma parts
+``1.234,56``  ``12,34,567``  the numbers 1234.56 and 1234567, where nothing else can be meant
+``0.\dot{3}``  ``0.333...``  one third; so is ``0.(3)``
 ``x = 5``  ``5 = y``  ``5``  the number five: the name on one side of an equation is left out
 ``5 cm``  ``5\text{ m}``     the number five: a unit, a degree or a currency is left out
 ``36 trees``  ``2 million``  the numbers 36 and 2000000: what is counted is left out, scales count
@@ -118,7 +120,15 @@ _SPELLINGS = {
     "\\langle": "(",
     "\\rangle": ")",
     "\\%": "%",
+    "\\varnothing": "\\emptyset ",
+    "\N{EMPTY SET}": "\\emptyset ",
     "\N{MINUS SIGN}": "-",
+    "\N{EN DASH}": "-",
+    "\N{VULGAR FRACTION ONE HALF}": "\\frac{1}{2}",
+    "\N{VULGAR FRACTION ONE THIRD}": "\\frac{1}{3}",
+    "\N{VULGAR FRACTION TWO THIRDS}": "\\frac{2}{3}",
+    "\N{VULGAR FRACTION ONE QUARTER}": "\\frac{1}{4}",
+    "\N{VULGAR FRACTION THREE QUARTERS}": "\\frac{3}{4}",
     "\N{MULTIPLICATION SIGN}": "\\times ",
     "\N{MIDDLE DOT}": "\\cdot ",
     "\N{GREEK SMALL LETTER PI}": "\\pi ",
@@ -141,6 +151,14 @@ _COMMANDS = "|".join(
 _SPELLED = re.compile(_COMMANDS)
 _SPACING = re.compile(
     r"\\(?:left|right|[bB]igg?[lr]?|q?quad)(?![A-Za-z])|(?<!\\)\\[,;:! ()\[\]]|\\?\$|[€£~]|\s+"
+)
+_CROSS = re.compile(r"(?<=\d) ?[xX] ?(?=10 ?\^)|(?<=\d) [xX] (?=\d)")
+"""A letter in the place of a sign of multiplication: ``3 x 10^5``."""
+_DECIMAL_COMMA = re.compile(
+    r"(?<=\N{EURO SIGN})( ?\d+),(\d\d)(?!\d)|(?<![\d,.])(\d+),(\d\d)(?= ?\N{EURO SIGN})"
+)
+_ELLIPSIS = re.compile(
+    r"(?<=\.)(\d{0,20}?)(?:(\d)\2{2,}|(\d{2,12}?)\3+)(?:\.\.\.|\N{HORIZONTAL ELLIPSIS}|\\l?dots)\W*"
 )
 _DEGREE = re.compile(r"\^ ?(?:\{ ?\\circ ?\}|\\circ(?![A-Za-z]))|°|\\degree(?![A-Za-z])")
 _GROUPED = re.compile(r"(?<=\d)\{,\}(?=\d{3})")
@@ -191,11 +209,20 @@ _NO_UNITS = frozenset(
 
 def _tidy(answer: str) -> str:
     """The answer in one spelling, and without what only spaces it out."""
+    answer = with_decimal_point(answer.strip())
+    if (ellipsis := _ELLIPSIS.search(answer)) and ellipsis.end() == len(answer):
+        answer = _ELLIPSIS.sub(r"\1\\overline{\2\3}", answer)
     answer = _SUPERSCRIPT.sub(lambda match: f"^{{{match[0].translate(_RAISED)}}}", answer)
     answer = _ROOT.sub(lambda match: rf"\sqrt{{{match[1]}}}" if match[1] else r"\sqrt", answer)
     answer = _GROUPED.sub("", _SPACING.sub(" ", answer))
+    answer = _CROSS.sub(r"\\times ", answer)
     answer = _DEGREE.sub("°", _SPELLED.sub(lambda match: _SPELLINGS[match[0]], answer))
     return re.sub(r"\s+", " ", _TEXT.sub(_plain, answer)).strip().rstrip(".").strip()
+
+
+def with_decimal_point(text: str) -> str:
+    """``text`` with a point for the decimal comma of amounts with the sign of the euro."""
+    return _DECIMAL_COMMA.sub(r"\1\3.\2\4", text)
 
 
 def _plain(found: re.Match[str]) -> str:
@@ -223,7 +250,10 @@ def _is_unit(text: str, first: frozenset[str]) -> bool:
 
 _DECIMAL = re.compile(r"(?=\.?\d)(?:\d{1,3}(?:[ ,]\d{3})+|\d+)?(?:\.\d*)?(?:[eE][+-]?\d{1,3})?")
 """Digits in one piece or in groups of three; no other space may stand between two digits."""
-_REPEATING = re.compile(r"(\d*)\.(\d*)\\overline ?(?:\{ ?(\d+) ?\}|(\d))")
+_FOREIGN = re.compile(r"\d{1,3}(?:\.\d{3})+,\d+|\d{1,3}(?:\.\d{3}){2,}|\d{1,2}(?:,\d\d)+,\d{3}")
+"""Separators of other countries: ``1.234,56``, ``1.000.000``, ``12,34,567``."""
+_REPEATING = re.compile(r"(\d*)\.(\d*)(?:\\overline ?(?:\{ ?(\d+) ?\}|(\d))|\( ?(\d+) ?\))")
+_DOTTED = re.compile(r"\\dot ?\{? ?(\d) ?\}?(?:(\d*)\\dot ?\{? ?(\d) ?\}?)?")
 _FRACTION = re.compile(r"\\frac ?(?:\{([^{}]*)\}|(\d)) ?(?:\{([^{}]*)\}|(\d))")
 _RATIO = re.compile(r"(\d+) ?/ ?(\d+)")
 _MIXED = re.compile(r"(\d+)(?: (?=\d)| ?(?=\\))(\d+ ?/ ?\d+|\\frac.+)")
@@ -237,6 +267,10 @@ def _number(text: str) -> Fraction | None:
         return -value if value is not None and text[0] == "-" else value
     if _DECIMAL.fullmatch(text):
         return Fraction(re.sub("[ ,]", "", text))
+    if _FOREIGN.fullmatch(text):
+        whole, _, decimals = text.partition(",") if "." in text else (text, "", "")
+        return Fraction(f"{re.sub('[.,]', '', whole)}.{decimals}0")
+    text = _DOTTED.sub(r"\\overline{\1\2\3}", text)
     for pattern, value_of in _NUMBERS:
         if found := pattern.fullmatch(text):
             return value_of(found)
@@ -244,7 +278,7 @@ def _number(text: str) -> Fraction | None:
 
 
 def _repeating(found: re.Match[str]) -> Fraction:
-    whole, fixed, period = found[1] or "0", found[2], found[3] or found[4]
+    whole, fixed, period = found[1] or "0", found[2], found[3] or found[4] or found[5]
     return Fraction(f"{whole}.{fixed}0") + Fraction(
         int(period), 10 ** len(fixed) * (10 ** len(period) - 1)
     )
@@ -310,6 +344,9 @@ _LIST_COMMA = re.compile(r",(?!\d{3}(?!\d))|(?<!\d),")
 _COMMA = re.compile(",")
 _RELATION = re.compile(r"\\(?:le|ge|ne|in)(?![A-Za-z])|[=<>]")
 _FLIPPED = {"<": ">", ">": "<", "\\le": "\\ge", "\\ge": "\\le"}
+_CLOCK = re.compile(r"(\d{1,2})(?: ?: ?(\d\d))?(?: ?: ?(\d\d))? ?([aApP])\.? ?[mM]")
+_SETS: dict[str, Form] = {"\\emptyset": ("set", frozenset())}
+_SETS |= dict.fromkeys(("\\mathbb{R}", "\\mathbbR"), ("(", ")", "-\\infty", "\\infty"))
 _INFINITIES = {"\\infty": "\\infty", "+\\infty": "\\infty", "-\\infty": "-\\infty"}
 _FUNCTION = re.compile(
     r"(?<![\\A-Za-z])(sin|cos|tan|cot|sec|csc|arcsin|arccos|arctan|sinh|cosh|tanh|log|ln|exp|pi)"
@@ -320,7 +357,7 @@ _LETTER = re.compile(r"(?<![\\A-Za-z])[A-Za-z](?![A-Za-z])")
 _LETTERS = re.compile(r"\\[A-Za-z]+|[A-Za-z]{2,}")
 _LETTER_RUN = re.compile(r"\\[A-Za-z]+|[A-Za-z]+")
 _OPAQUE = re.compile(
-    r"\d ?_|'|\\(?:[bp]?mod|equiv)(?![A-Za-z])|\d\.\d+\.|\d{4}-\d\d?-\d|\d\d?-\d\d?-\d{4}|\d:\d"
+    r"\d ?_|'|\\(?:[bp]?mod|equiv)(?![A-Za-z])|\d\.\d+\.|\d{4}-\d\d?-\d|\d\d?-\d\d?-\d{4}|\d ?: ?\d"
 )
 """A number to another base, a prime, a congruence, a version, a date, a time: parsers drop a part
 of each."""
@@ -355,8 +392,11 @@ def _value(text: str, depth: int) -> Form | None:
         value = None if words & _NO_UNITS else _number(counted[1])
         if value is not None:
             return value
-    if text.replace(" ", "") in _INFINITIES:
-        return _INFINITIES[text.replace(" ", "")]
+    compact = text.replace(" ", "")
+    if compact in _INFINITIES or compact in _SETS:
+        return _INFINITIES.get(compact) or _SETS[compact]
+    if clock := _CLOCK.fullmatch(text):
+        return ("time", clock[4].casefold(), *(int(part or 0) for part in clock.group(1, 2, 3)))
     if _WORDS.fullmatch(text) and not _FUNCTION.fullmatch(text) and not _DIFFERENCE.fullmatch(text):
         parted = _JOINTS.search(f" {text} ")
         return None if parted else text.casefold()
@@ -414,6 +454,8 @@ def _related(text: str, depth: int) -> Form | None:
             return None
         return _read(values[-1], depth + 1)
     name, kind = sides[1] if len(sides) == 3 else sides[0], signs[0]
+    if len(sides) == 2 and all(map(_NAME.fullmatch, sides)) and kind in _FLIPPED:
+        return None
     if len(sides) == 2 and _NAME.fullmatch(sides[1]) and kind in _FLIPPED:
         sides, name, kind = sides[::-1], sides[1], _FLIPPED[kind]
     if not _NAME.fullmatch(name):
