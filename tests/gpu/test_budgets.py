@@ -7,6 +7,7 @@ what it generates on the CPU.
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -270,9 +271,16 @@ ROUNDS: dict[str, tuple[Callable[[], list[DecodingBaseConfig]], int, int]] = {
 }
 
 
-@pytest.mark.parametrize("has_graphs", [True, False])
-@pytest.mark.parametrize("number", [1, 2])
-@pytest.mark.parametrize("kind", ROUNDS)
+QUICK_ROUNDS = {("draft model", 1, False), ("eagle3", 2, True), ("mtp", 1, True)}
+
+
+@pytest.mark.parametrize(
+    ("kind", "number", "has_graphs"),
+    [
+        pytest.param(*case, marks=() if case in QUICK_ROUNDS else pytest.mark.slow)
+        for case in itertools.product(ROUNDS, (1, 2), (True, False))
+    ],
+)
 def test_continuous_decode_steps_with_chain_drafts_wait_once(
     kind: str, number: int, has_graphs: bool
 ) -> None:

@@ -596,6 +596,7 @@ os._exit(0)
 )
 
 
+@pytest.mark.slow
 def test_in_a_forked_process_an_llm_that_another_thread_was_using_says_so():
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", FORKED_IN_USE.format(model=str(MODEL))],

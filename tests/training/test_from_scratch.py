@@ -105,6 +105,7 @@ def test_a_finished_run_leaves_a_model_directory(curriculum, tmp_path):
     assert {"config.json", "model.safetensors", "tokenizer.json", "chat_template.jinja"} <= names
 
 
+@pytest.mark.slow
 def test_a_run_begins_with_a_model_and_exports_a_share_of_what_it_became(tmp_path):
     run(tmp_path / "first")
     start = tmp_path / "first" / "model"
@@ -140,6 +141,7 @@ def test_samples_of_no_model_to_tune_are_refused(tmp_path, curriculum, start):
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.slow
 def test_a_run_on_samples_of_its_own_learns_from_them(tmp_path):
     run(tmp_path / "first")
     start, rng = tmp_path / "first" / "model", random.Random(0)

@@ -50,7 +50,10 @@ def test_the_directory_stays_under_eight_megabytes():
 
 @pytest.mark.parametrize(
     "reward",
-    [GenRMController(1, yes_no_prompt=f"{YES_NO_PROMPT} "), JudgeRewardController()],
+    [
+        pytest.param(GenRMController(1, yes_no_prompt=f"{YES_NO_PROMPT} "), marks=pytest.mark.slow),
+        JudgeRewardController(),
+    ],
     ids=["genrm", "judge"],
 )
 def test_rewards_that_it_writes_choose_right_answers_where_there_are_any(worker, reward):
