@@ -39,6 +39,7 @@ class OpenaiServer:
         extra_choice: further fields of the last chunk's choice.
         breaks_off: every answer ends before its last chunk.
         fail_with: status to refuse the next requests with.
+        location: where such an answer points to, if it is a redirection.
         most_at_once: requests beyond that many at once are refused with 429; None: none are.
         num_refused: requests refused for that.
         most_seen: the largest number of requests answered at once.
@@ -61,6 +62,7 @@ class OpenaiServer:
         self.tool_call: dict[str, Any] | None = None
         self.breaks_off = False
         self.fail_with: list[int] = []
+        self.location = ""
         self.url = ""
         self.most_at_once: int | None = None
         self.num_refused = self.most_seen = self._num_open = 0
@@ -283,6 +285,8 @@ def serving(state: OpenaiServer | None = None) -> Iterator[OpenaiServer]:
             data = json.dumps(body).encode()
             self.send_response(status)
             self.send_header("Content-Type", "application/json")
+            if 300 <= status < 400:
+                self.send_header("Location", state.location)
             self.send_header("Content-Length", str(len(data)))
             self.end_headers()
             self.wfile.write(data)

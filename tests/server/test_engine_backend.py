@@ -472,3 +472,34 @@ def test_the_last_text_of_a_stream_comes_with_its_end_in_one_message(
     assert b'"finish_reason":null' in last
     assert b'"finish_reason":"length"' in last
     assert last.endswith(b"data: [DONE]\n\n")
+
+
+DEEP = "[" * 50_000
+REFUSED: dict[str, dict[str, Any]] = {
+    "top_k": {"top_k": 1 << 63},
+    "messages.0.tool_calls.0.function.arguments": {
+        "messages": [
+            {
+                "role": "assistant",
+                "tool_calls": [
+                    {"id": "a", "type": "function", "function": {"name": "f", "arguments": DEEP}}
+                ],
+            }
+        ]
+    },
+    "a type of a schema that is a number": {
+        "tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": 5}}}],
+        "tool_choice": "required",
+    },
+    "a grammar with more items than its limit": {
+        "structured_outputs": {"grammar": 'start: "a"{1000000000}'}
+    },
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_the_engine_cannot_do_is_a_mistake_of_the_request(name: str, server: Served) -> None:
+    answer = server.send(CHAT, ask() | REFUSED[name])
+    assert answer.status == 400, answer.text
+    if " " not in name:
+        assert answer.error["param"] == name

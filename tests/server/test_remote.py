@@ -12,7 +12,7 @@ import pytest
 
 from forethought.assets import REASONER, embedded_dir
 from forethought.llm.tokenizer import Tokenizer
-from forethought.scaffolding.workers.openai_answer import _chat_logprobs
+from forethought.scaffolding.workers.openai_chunk import _chat_logprobs
 from forethought.scaffolding.workers.scripted import Reply
 from forethought.scaffolding.workers.upstream import Retries, UpstreamWorker
 from forethought.server.remote_backend import RemoteBackend
@@ -374,3 +374,98 @@ def test_the_bytes_of_a_token_of_the_server_behind_are_passed_on() -> None:
     plain = SimpleNamespace(token="a", logprob=-1.0, bytes=None, top_logprobs=[])
     found = _chat_logprobs(SimpleNamespace(content=[chosen, plain]))
     assert [next(iter(each.values())).raw for each in found] == [b"\xc3", None]
+
+
+class Malformed(OpenaiServer):
+    """Sends one chunk as it is, and the end of an ordinary answer."""
+
+    def __init__(self, chunk: Any) -> None:
+        super().__init__()
+        self._chunk = chunk
+
+    def chunks(self, path: str, body: dict[str, Any]) -> Iterator[dict[str, Any] | None]:
+        yield self._chunk
+        yield from super().chunks(path, body)
+
+
+def one(**fields: Any) -> dict[str, Any]:
+    return {"choices": [{"index": 0, "delta": {"content": "a"}, "finish_reason": None, **fields}]}
+
+
+def scored(**fields: Any) -> dict[str, Any]:
+    entry = {"token": "a", "logprob": -1.0, "bytes": None, "top_logprobs": []}
+    return one(logprobs={"content": [{**entry, **fields}]})
+
+
+NO_CHUNKS: dict[str, Any] = {
+    "a number among the choices": {"choices": [5]},
+    "an index that is a text": one(index="a"),
+    "a negative index": one(index=-1),
+    "a delta that is a list": one(delta=[1]),
+    "a text that is a number": one(delta={"content": 5}),
+    "a thought that is a list": one(delta={"reasoning": [1]}),
+    "a refusal that is a number": one(delta={"refusal": 5}),
+    "calls that are a mapping": one(delta={"tool_calls": {"a": 1}}),
+    "a call that is a number": one(delta={"tool_calls": [5]}),
+    "a call whose name is a number": one(
+        delta={"tool_calls": [{"index": 0, "id": "a", "function": {"name": 5, "arguments": "{}"}}]}
+    ),
+    "a reason of the end that is a number": one(finish_reason=5),
+    "log-probabilities that are a number": one(logprobs={"content": 5}),
+    "a log-probability that is no number": scored(logprob=float("nan")),
+    "bytes that are none": scored(bytes=[999]),
+}
+
+
+@pytest.mark.parametrize("kind", NO_CHUNKS)
+def test_what_is_no_answer_of_the_api_is_a_bad_gateway(kind: str) -> None:
+    with behind_another(Malformed(NO_CHUNKS[kind])) as server:
+        answer = server.send(CHAT, say("a"))
+    assert answer.status == 502, answer.text
+    assert "no answer of OpenAI's API" in answer.error["message"]
+
+
+def test_a_completion_in_the_form_of_a_chat_is_a_bad_gateway() -> None:
+    with behind_another(Malformed(one())) as server:
+        answer = server.send("/v1/completions", {"prompt": "a"})
+    assert answer.status == 502, answer.text
+
+
+READABLE: dict[str, Any] = {
+    "a count of tokens that is a text": {"usage": {"prompt_tokens": "a", "completion_tokens": -1}},
+    "a count of tokens beyond all": {"usage": {"prompt_tokens": 10**400, "completion_tokens": 1}},
+    "an id that is a mapping": {"id": {"a": 1}},
+    "half of a surrogate pair": one(delta={"content": "a\ud800"}),
+}
+
+
+@pytest.mark.parametrize("kind", READABLE)
+def test_a_detail_that_is_wrong_spoils_no_answer(kind: str) -> None:
+    with behind_another(Malformed({"choices": [], **READABLE[kind]})) as server:
+        answer = server.send(CHAT, say("a"))
+    assert answer.status == 200, answer.text
+
+
+def test_a_status_that_is_none_of_http_is_a_bad_gateway() -> None:
+    broken = OpenaiServer()
+    broken.fail_with = [999] * 10
+    with behind_another(broken) as server:
+        assert server.send(CHAT, say("a")).status == 502
+
+
+def test_a_redirection_of_the_server_behind_is_not_followed() -> None:
+    with serving_openai(OpenaiServer()) as elsewhere:
+        moved = OpenaiServer()
+        moved.fail_with, moved.location = [307] * 10, f"{elsewhere.url}/chat/completions"
+        with behind_another(moved) as server:
+            answer = server.send(CHAT, say("a"))
+    assert (answer.status, elsewhere.requests) == (502, [])
+
+
+@contextmanager
+def behind_another(other: OpenaiServer) -> Iterator[Served]:
+    with serving_openai(other):
+        backend = RemoteBackend(UpstreamWorker([other.url], "m", retries=Retries(pause=1e-3)), "m")
+        with served(backend) as server:
+            yield server
+        backend.close()

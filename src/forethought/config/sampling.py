@@ -19,7 +19,7 @@ MAX_LOGPROBS = 64
 MAX_SAMPLES = 4096
 """Most samples of one prompt, all of which the engine holds at once."""
 
-_Count = Annotated[int, Field(ge=0)]
+_Count = Annotated[int, Field(ge=0, le=2**63 - 1)]
 _Seed = Annotated[int, Field(ge=0, le=2**64 - 1)]
 _Logprobs = Annotated[int, Field(ge=0, le=MAX_LOGPROBS)]
 _Fraction = Annotated[float, Field(ge=0.0, le=1.0, allow_inf_nan=False)]

@@ -163,7 +163,7 @@ class ToolCallAnswers:
         """The calls as JSON: a list of names and arguments."""
         try:
             calls = list(self._calls(task))
-        except (ValueError, KeyError, TypeError):
+        except (ValueError, KeyError, TypeError, RecursionError):
             return None
         return json.dumps(calls) if calls else None
 

@@ -144,7 +144,7 @@ def http_error(error: BaseException) -> HttpError:
 def _foreign(error: BaseException) -> HttpError:
     """An error of another library: of another server, or of this one."""
     status = getattr(error, "status_code", None)
-    if isinstance(status, int) and 400 <= status < 600:  # of the openai package
+    if isinstance(status, int):  # of the openai package
         message = f"the server behind this one answered {status}: {str(error)[:500]}"
         passed = status if status in (400, 404, 413, 429) else 502
         return HttpError(passed, message, code="upstream_error")

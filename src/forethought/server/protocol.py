@@ -83,6 +83,8 @@ Count = Annotated[int, Field(ge=0)]
 Positive = Annotated[int, Field(ge=1)]
 Text = Annotated[str, Field(min_length=0)]
 """Text that UTF-8 can encode: with any constraint, pydantic refuses lone surrogates."""
+ArgumentsText = Annotated[Text, AfterValidator(_shallow_text)]
+"""Arguments of a call: JSON, or what a model has written in its place."""
 Ids = Annotated[list[Count], Field(fail_fast=True)]
 Free = Annotated[dict[Text, Any], AfterValidator(_shallow)]
 """Any JSON object."""
@@ -231,7 +233,7 @@ class CalledFunction(Body):
     """The function of a call."""
 
     name: Text
-    arguments: Text
+    arguments: ArgumentsText
 
 
 class CalledTool(Body):
@@ -399,7 +401,7 @@ class FunctionCallItem(Body):
     type: Literal["function_call"]
     call_id: Text
     name: Text
-    arguments: Text
+    arguments: ArgumentsText
     id: Text | None = None
     status: Text | None = None
 

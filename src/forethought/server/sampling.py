@@ -20,7 +20,14 @@ from typing import Any
 
 from forethought.config.guided import GuidedDecodingParams
 from forethought.config.sampling import SamplingParams, SpeculationParams
-from forethought.errors import ForethoughtError, ParameterError, TaskError, UnknownNameError
+from forethought.errors import (
+    ForethoughtError,
+    ParameterError,
+    RequestError,
+    TaskError,
+    UnknownNameError,
+    UsageError,
+)
 from forethought.server.protocol import (
     ChatRequest,
     CompletionRequest,
@@ -160,6 +167,8 @@ def named_by_client(fields: Mapping[str, str]) -> Iterator[None]:
         yield
     except ForethoughtError as error:
         cause = error.__cause__ if isinstance(error, TaskError) else error
+        if isinstance(cause, RequestError) and isinstance(cause.__cause__, UsageError):
+            cause = cause.__cause__  # such as a grammar that no output can be kept to
         if not isinstance(cause, ForethoughtError):
             raise
         raise _renamed(cause, fields) from error

@@ -272,8 +272,8 @@ def _combined_refs(schema: Any, is_combined: bool) -> Iterator[str]:
 
 
 def _types(schema: Mapping[str, Any]) -> Sequence[Any]:
-    types = schema.get("type", ())
-    return [types] if isinstance(types, str) else types
+    types = schema.get("type")
+    return types if isinstance(types, list) else [types]
 
 
 def _named_apart(function: Mapping[str, Any], number: int) -> Mapping[str, Any]:

@@ -200,8 +200,7 @@ class OpenaiWorker(ClientWorker):
         if task.enable_token_counting:
             task.prompt_tokens_num += task.usage_prompt_tokens or 0
             task.completion_tokens_num += task.usage_completion_tokens or 0
-            details = getattr(reader.usage, "completion_tokens_details", None)
-            task.reasoning_tokens_num += getattr(details, "reasoning_tokens", None) or 0
+            task.reasoning_tokens_num += reader.num_reasoning
         return TaskStatus.SUCCESS
 
     task_handlers = {  # noqa: RUF012

@@ -1,8 +1,8 @@
 """The answer of an OpenAI-compatible server, read chunk by chunk.
 
 ``StreamedChoice`` is one of the ``n`` answers so far, ``Requests`` the contract of what makes the
-requests (``openai_requests``), and ``ChunkReader`` reads their chunks as they are needed: text,
-tokens, log-probabilities, tool calls, usage.
+requests (``openai_requests``), and ``ChunkReader`` takes their chunks (``openai_chunk``) as needed:
+text, tokens, log-probabilities, tool calls, usage.
 """
 
 from __future__ import annotations
@@ -15,19 +15,11 @@ from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from forethought.errors import UpstreamError
-from forethought.outputs import (
-    Logprob,
-    ThinkingOutput,
-    TokenConfidence,
-    TokenLogprobs,
-    Usage,
-)
+from forethought.outputs import ThinkingOutput, TokenConfidence, TokenLogprobs, Usage
 from forethought.scaffolding.confidence import confidence_of
 from forethought.scaffolding.messages import ToolCall
 from forethought.scaffolding.result import CallDelta
-
-_ID_PREFIX = "token_id:"
+from forethought.scaffolding.workers.openai_chunk import CallPiece, ChoicePiece, read_chunk
 
 
 @dataclass
@@ -200,7 +192,8 @@ class ChunkReader:
         self._confidence, self._num_logprobs = confidence, num_logprobs or 0
         self.choices: dict[int, StreamedChoice] = {0: StreamedChoice()}
         self._calls: dict[int, _CallAssembly] = {}  # by number of the choice
-        self.usage: Any = None
+        self.usage: Usage | None = None
+        self.num_reasoning = 0
         self.server_usage: Usage | None = None
         self.request_id: str | None = None
         self.paused, self.ended, self.shown = False, False, 0
@@ -230,7 +223,7 @@ class ChunkReader:
             self._received.set()
 
     async def _read_request(self) -> None:
-        self._num_received, self.usage = 0, None
+        self._num_received, self.usage, self.num_reasoning = 0, None, 0
         try:
             async with aclosing(self._requests.chunks(self.choices[0])) as chunks:
                 async for chunk in chunks:
@@ -243,7 +236,7 @@ class ChunkReader:
 
     def _count_usage(self) -> None:
         """Count what the server has told of a request that is over, or cut."""
-        usage = None if self.usage is None else _usage(self.usage)
+        usage = self.usage
         if usage is not None:
             if not usage.completion_tokens:
                 received = self._num_received
@@ -304,67 +297,33 @@ class ChunkReader:
             choice.finish_reason = choice.finish_reason or "abort"
 
     def _take(self, chunk: Any) -> None:
-        self.request_id = getattr(chunk, "id", None) or self.request_id
-        self.usage = getattr(chunk, "usage", None) or self.usage
-        _refuse_error(chunk)
-        for piece in getattr(chunk, "choices", None) or ():
+        read = read_chunk(chunk)
+        self.request_id = read.request_id or self.request_id
+        self.usage = read.usage or self.usage
+        self.num_reasoning = read.num_reasoning or self.num_reasoning
+        for piece in read.pieces:
             choice = self.choices.setdefault(piece.index, StreamedChoice())
-            delta, thought = getattr(piece, "delta", None) or getattr(piece, "message", None), ""
-            called: list[CallDelta] = []
-            if delta is None:
-                text, scores = piece.text or "", _completion_logprobs(piece.logprobs)
-            else:
-                text, scores = delta.content or "", _chat_logprobs(piece.logprobs)
-                thought = _thought(delta)
-                choice.refusal += getattr(delta, "refusal", None) or ""
-                calls = self._calls.setdefault(piece.index, _CallAssembly(choice.tool_calls))
-                called = [calls.add(part) for part in getattr(delta, "tool_calls", None) or ()]
+            choice.refusal += piece.refusal
+            calls = self._calls.setdefault(piece.index, _CallAssembly(choice.tool_calls))
+            called = [calls.add(part) for part in piece.calls]
+            scores = piece.scores
             if self._confidence is not None:
                 k, kept = self._confidence, self._num_logprobs
                 choice.confidences += [confidence_of(entries, k) for entries in scores]
                 scores = [_first_of(entries, kept) for entries in scores]
-            new = choice.add(text, scores, thought)
+            new = choice.add(piece.text, scores, piece.thought)
             if piece.finish_reason is not None:
                 choice.finish_reason = piece.finish_reason
                 choice.stop_reason = self._stop_reason(piece)
             self._num_received += new
-            beyond = self._requests.on_tokens(piece.index, text, new, thought, called)
+            beyond = self._requests.on_tokens(piece.index, piece.text, new, piece.thought, called)
             choice.num_beyond += beyond
 
-    def _stop_reason(self, piece: Any) -> int | str | None:
+    def _stop_reason(self, piece: ChoicePiece) -> int | str | None:
         """The server's stop reason; most send none: then the only stop string, if there is one."""
-        extra = getattr(piece, "model_extra", None) or {}
-        if "stop_reason" in extra:
-            reason: int | str | None = extra["stop_reason"]
-            return reason
+        if piece.tells_stop_reason:
+            return piece.stop_reason
         return self._stops[0] if piece.finish_reason == "stop" and len(self._stops) == 1 else None
-
-
-def _usage(reported: Any) -> Usage:
-    """The usage that a server reports for one request; what is missing or negative counts as 0."""
-
-    def count(source: Any, name: str) -> int:
-        return max(0, getattr(source, name, None) or 0)
-
-    prompt, completion = (count(reported, name) for name in ("prompt_tokens", "completion_tokens"))
-    details = getattr(reported, "prompt_tokens_details", None)
-    cached = min(prompt, count(details, "cached_tokens"))
-    return Usage(
-        prompt_tokens=prompt,
-        completion_tokens=completion,
-        prefilled=prompt - cached,
-        cached=cached,
-        decoded=completion,
-    )
-
-
-def _thought(delta: Any) -> str:
-    """The reasoning text of a chunk, under any of the names that servers use."""
-    for name in ("reasoning_content", "reasoning"):
-        thought = getattr(delta, name, None)
-        if thought:
-            return str(thought)
-    return ""
 
 
 class _CallAssembly:
@@ -383,38 +342,33 @@ class _CallAssembly:
         self._calls = calls
         self._by_index: dict[int, ToolCall] = {}
 
-    def add(self, piece: Any) -> CallDelta:
+    def add(self, piece: CallPiece) -> CallDelta:
         """Append a piece to its call; returns what it adds."""
-        index, function = getattr(piece, "index", None), getattr(piece, "function", None)
-        name = getattr(function, "name", None) or ""
-        arguments = getattr(function, "arguments", None) or ""
-        if not isinstance(arguments, str):
-            arguments = json.dumps(arguments)
-        call = self._call_of(piece.id, index, name, arguments)
+        call = self._call_of(piece)
         if call is None:
             call = ToolCall()
             self._calls.append(call)
-        if isinstance(index, int):
-            self._by_index[index] = call
+        if piece.index is not None:
+            self._by_index[piece.index] = call
         call.id = call.id or piece.id
-        call.function.name += name if name != call.function.name else ""
-        call.function.arguments += arguments
+        call.function.name += piece.name if piece.name != call.function.name else ""
+        call.function.arguments += piece.arguments
         number = next(n for n, other in enumerate(self._calls) if other is call)
-        return CallDelta(number, call.id, call.function.name, arguments)
+        return CallDelta(number, call.id, call.function.name, piece.arguments)
 
-    def _call_of(self, call_id: Any, index: Any, name: str, arguments: str) -> ToolCall | None:
+    def _call_of(self, piece: CallPiece) -> ToolCall | None:
         """The call that a piece belongs to; None: it begins another one."""
         for call in self._calls:
-            if call_id and call.id == call_id:
+            if piece.id and call.id == piece.id:
                 return call
         last = self._calls[-1] if self._calls else None
-        if isinstance(index, int):
-            last = self._by_index.get(index)
-        if last is None or not name:
+        if piece.index is not None:
+            last = self._by_index.get(piece.index)
+        if last is None or not piece.name:
             return last
-        if call_id and last.id:
+        if piece.id and last.id:
             return None
-        is_repeated = name == last.function.name and not arguments
+        is_repeated = piece.name == last.function.name and not piece.arguments
         return None if not is_repeated and _is_complete(last.function.arguments) else last
 
 
@@ -427,59 +381,6 @@ def _is_complete(arguments: str) -> bool:
     return True
 
 
-def _refuse_error(chunk: Any) -> None:
-    """Raises ``UpstreamError`` for a chunk with which a server ends an answer that has failed."""
-    error = getattr(chunk, "error", None)
-    choices = getattr(chunk, "choices", None) or ()
-    reasons = [getattr(choice, "finish_reason", None) for choice in choices]
-    if error or getattr(chunk, "object", None) == "error" or "error" in reasons:
-        raise UpstreamError.of(error or getattr(chunk, "message", None))
-
-
-def _completion_logprobs(logprobs: Any) -> list[TokenLogprobs]:
-    if logprobs is None or not logprobs.tokens:
-        return []
-    found = []
-    for index, (token, value) in enumerate(
-        zip(logprobs.tokens, logprobs.token_logprobs, strict=True)
-    ):
-        others = (logprobs.top_logprobs or [])[index : index + 1]
-        found.append(_entries(token, value, (others[0] or {}).items() if others else ()))
-    return found
-
-
-def _chat_logprobs(logprobs: Any) -> list[TokenLogprobs]:
-    entries = (logprobs and logprobs.content) or ()
-    return [
-        {
-            token: dataclasses.replace(logprob, raw=_raw(entry))
-            if logprob.token == entry.token
-            else logprob
-            for token, logprob in _entries(
-                entry.token, entry.logprob, [(o.token, o.logprob) for o in entry.top_logprobs]
-            ).items()
-        }
-        for entry in entries
-    ]
-
-
-def _raw(entry: Any) -> bytes | None:
-    """The bytes of a token, where they are not those of its text."""
-    raw = bytes(entry.bytes or ())
-    return raw if raw and raw != entry.token.encode(errors="replace") else None
-
-
-def _entries(chosen: str, value: float, others: Any) -> TokenLogprobs:
-    """The chosen token first, then the others by rank."""
-    ranked = sorted(others, key=lambda other: -other[1])
-    rank = next((n for n, (token, _) in enumerate(ranked, 1) if token == chosen), None)
-    entries = {_token_id(chosen, -1): Logprob(value, rank, chosen)}
-    for number, (token, logprob) in enumerate(ranked, start=1):
-        if token != chosen:
-            entries[_token_id(token, -1 - number)] = Logprob(logprob, number, token)
-    return entries
-
-
 def _first_of(entries: TokenLogprobs, count: int) -> TokenLogprobs:
     """The chosen token, and the ``count`` most probable ones."""
     chosen = next(iter(entries))
@@ -488,8 +389,3 @@ def _first_of(entries: TokenLogprobs, count: int) -> TokenLogprobs:
         for token, entry in entries.items()
         if token == chosen or (entry.rank is not None and entry.rank <= count)
     }
-
-
-def _token_id(token: str, unknown: int) -> int:
-    digits = token.removeprefix(_ID_PREFIX)
-    return int(digits) if token.startswith(_ID_PREFIX) and digits.isdigit() else unknown

@@ -15,7 +15,7 @@ from contextlib import AbstractContextManager, aclosing, nullcontext
 from functools import partial
 from typing import Any, Protocol
 
-from forethought.errors import ParameterError, UpstreamError
+from forethought.errors import ParameterError, UpstreamError, UsageError
 from forethought.outputs import ThinkingOutput, ThoughtEnd, Usage
 from forethought.scaffolding import sampling
 from forethought.scaffolding.execution_scope import ExecutionScope, current_scope
@@ -25,6 +25,7 @@ from forethought.scaffolding.task import ChatTask, GenerationTask, StreamGenerat
 from forethought.scaffolding.workers.clients import CONNECTION_ERRORS, is_stream_error
 from forethought.scaffolding.workers.concurrency import AdaptiveConcurrency
 from forethought.scaffolding.workers.openai_answer import StreamedChoice
+from forethought.scaffolding.workers.openai_chunk import malformed
 
 _MARGIN = 8
 """Tokens in which a word is likely to end."""
@@ -43,6 +44,9 @@ _WHOLE = (
 """Sampling fields that mean something else for an answer generated in parts."""
 _UNCLOSABLE = (*_WHOLE, "n", "num_logprobs")
 """Those that mean something else where the thought and the answer are two requests."""
+
+_UNREADABLE = (AttributeError, LookupError, RecursionError, TypeError, ValueError)
+"""What the client library fails with where a server sends what is no answer, or no JSON."""
 
 
 class Server(Protocol):
@@ -134,9 +138,9 @@ class OneAnswer:
             except Exception as error:
                 if is_stream_error(error):
                     raise UpstreamError.of(getattr(error, "body", None) or str(error)) from error
-                if isinstance(error, json.JSONDecodeError):
-                    raise UpstreamError.of("it sent what is no JSON") from error
                 if type(error).__name__ not in CONNECTION_ERRORS:
+                    if isinstance(error, _UNREADABLE) and not isinstance(error, UsageError):
+                        raise malformed() from error
                     raise
                 raise self._worker.connection_error(error, self._has_begun) from error
 

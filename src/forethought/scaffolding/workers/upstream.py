@@ -152,9 +152,10 @@ class UpstreamClient:
     ) -> None:
         self.router, self.retries = router, retries or Retries()
         try:
-            make = importlib.import_module("openai").AsyncOpenAI
+            openai = importlib.import_module("openai")
         except ModuleNotFoundError as error:
             raise DependencyError.missing("openai", "UpstreamWorker", "openai") from error
+        make = partial(_client_of, openai)
         fields = {"api_key": api_key or "none", "max_retries": 0, "timeout": self.retries.timeout}
         self._clients = {
             server: Clients(partial(make, base_url=server.url, **_headers(server), **fields))
@@ -339,6 +340,13 @@ class UpstreamClient:
 
     def _client(self, server: UpstreamServer, timeout: float) -> Any:
         return self._clients[server].of_this_loop().with_options(timeout=timeout)
+
+
+def _client_of(openai: Any, **fields: Any) -> Any:
+    """A client that asks the servers of the router and no others: redirections are not followed."""
+    return openai.AsyncOpenAI(
+        http_client=openai.DefaultAsyncHttpxClient(follow_redirects=False), **fields
+    )
 
 
 def _headers(server: UpstreamServer) -> dict[str, Any]:
