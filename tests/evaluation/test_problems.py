@@ -26,6 +26,14 @@ def test_json_lines_are_read_in_order_and_blank_lines_skipped(tmp_path):
     assert (second.question, second.answer) == ("Wie viele? ä", "\\frac{1}{2}")
 
 
+def test_other_line_ends_of_unicode_are_part_of_a_line(tmp_path):
+    path = tmp_path / "own.jsonl"
+    question = "Line\u2028separator and next\x85line"
+    record = json.dumps({"question": question, "answer": 2}, ensure_ascii=False)
+    path.write_bytes(f"{record}\r\n{record}\n".encode())
+    assert [problem.question for problem in problems.load(path)] == [question] * 2
+
+
 @pytest.mark.parametrize(
     "line",
     [

@@ -12,7 +12,13 @@ from forethought.scaffolding import (
     ScriptedWorker,
     Worker,
 )
-from forethought.scaffolding.answer_spaces import ChoiceAnswers, CodeAnswers, answer_space
+from forethought.scaffolding.answer_spaces import (
+    ChoiceAnswers,
+    CodeAnswers,
+    JsonEquivalence,
+    answer_space,
+    last_json,
+)
 from forethought.scaffolding.task import GenerationTask, TaskStatus
 from scripted import answer
 
@@ -38,6 +44,13 @@ def vote(texts, **settings):
         ("first (A), rather (C)", "C"),
         ("E", "E"),
         ("E. ", "E"),
+        ("**B**", "B"),
+        ("The answer is option B.", "B"),
+        ('the answer is "D"', "D"),
+        (r"\boxed{\mathbf{B}}", "B"),
+        (r"\boxed{B}, that is, \boxed{}", "B"),
+        ("<think>the answer is A</think>It is (B)", "B"),
+        ("<think>the answer is A", None),
         ("A man went", None),
         ("The answer is Berlin", None),
         (r"\boxed{7}", None),
@@ -61,6 +74,8 @@ def test_the_letters_may_be_others():
         ("[1] then\n```json\n[2, 3]\n```", "[2, 3]"),
         ("a set {x} and [1", None),
         ("none", None),
+        ("<think>[1]</think>none", None),
+        ("[" * 5000 + "]" * 5000, None),
     ],
 )
 def test_the_last_json_value(text, value):
@@ -72,6 +87,19 @@ def test_json_values_pool_whatever_the_order_of_keys():
     output = vote(texts, answer_space="json", early_stop=False)
     assert output.text == texts[0]
     assert vote(["[1, 2]", "[2, 1]", "[2, 1]"], answer_space="json").text == "[2, 1]"
+
+
+def test_json_that_is_nested_too_deeply_is_compared_as_text():
+    deep = "[" * 500 + "]" * 500
+    assert vote([f"{deep} ", "[1]", deep], answer_space="json").text == f"{deep} "
+    far_too_deep = '{"a":' * 5000 + "1" + "}" * 5000
+    assert JsonEquivalence().canonical_form(far_too_deep) == ("text", far_too_deep)
+
+
+@pytest.mark.parametrize("text", ["[1,", "[[],", "[", '{"a":', '["', '{"x ', "{"])
+@pytest.mark.timeout(60)
+def test_brackets_that_begin_no_json_take_no_time(text):
+    assert last_json(text * 200_000) in (None, "[]")
 
 
 def test_programs_pool_by_what_they_print():
@@ -86,6 +114,8 @@ def test_programs_pool_by_what_they_print():
     output = vote(texts, answer_space=CodeAnswers(["2"]), early_stop=False)
     assert output.text == double
     assert vote([fails, power], answer_space=CodeAnswers(["1"])).text == fails, "a tie"
+    form_feed = CodeAnswers(["1"]).canonical_form("print('a\\x0cb')")
+    assert form_feed != CodeAnswers(["1"]).canonical_form("print('a\\nb')")
     with pytest.raises(ParameterError, match="at least one"):
         CodeAnswers([])
 

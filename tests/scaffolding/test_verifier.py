@@ -23,6 +23,11 @@ from forethought.scaffolding.verifier import (
 QUESTION = "Use 3, 5, 7 and 2 to make 40."
 
 
+def test_the_last_box_that_holds_something_counts():
+    answer = r"\boxed{(3+5)*(7-2)}. I have put it into \boxed{}."
+    assert verifier("countdown")(QUESTION, answer)
+
+
 def accepted(expression, question=QUESTION, name="countdown"):
     return verifier(name)(question, f"So \\boxed{{1}} no, the answer is \\boxed{{{expression}}}.")
 

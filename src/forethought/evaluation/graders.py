@@ -194,7 +194,7 @@ def completed_program(text: str, prompt: str, entry_point: str) -> str:
 
 def _indented(body: str) -> str:
     """A function's body with the indentation that it has behind its head."""
-    lines = body.splitlines()
+    lines = body.rstrip("\n").split("\n")
     first = next((line for line in lines if line.strip()), "")
     if first[:1] in (" ", "\t"):
         return body

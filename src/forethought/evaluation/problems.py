@@ -84,7 +84,7 @@ def read_lines(path: str | Path, what: str, fix: str) -> list[tuple[str, str]]:
         UsageError: the file cannot be read, or has no such line.
     """
     try:
-        lines = Path(path).read_text(encoding="utf-8").splitlines()
+        lines = Path(path).read_text(encoding="utf-8").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(f"cannot read the {what} in {path}", str(error), fix) from error
     found = [

@@ -72,7 +72,7 @@ _PHRASE_LENGTH, _MAX_PHRASES = 1000, 100
 def _by_rule(rule: str, text: str, is_cut: bool) -> str | None:
     if rule == "boxed":
         return _last_box(text)
-    visible = _without_open_thought(text)
+    visible = without_open_thought(text)
     if rule == "hash":
         return _after_hashes(visible)
     if rule == "phrase":
@@ -85,7 +85,7 @@ def without_thought(text: str | None) -> str:
     return after_thought(text or "").strip()
 
 
-def _without_open_thought(text: str) -> str:
+def without_open_thought(text: str) -> str:
     """What follows the thought, without calls of tools; nothing if the text ends in a thought."""
     visible, markers = without_thought(text), markers_in(text)
     if markers is not None:

@@ -29,7 +29,7 @@ from forethought.scaffolding.answer_extraction import (
     AnswerRule,
     ExtractedAnswer,
     extract_answer,
-    extract_answer_from_boxed,
+    without_open_thought,
 )
 from forethought.scaffolding.answers import (
     Equivalence,
@@ -108,8 +108,8 @@ class MathAnswers:
 class ChoiceAnswers(TextAnswers):
     r"""The letter of a choice.
 
-    The last ``\boxed{B}``, else the letter behind the last "answer is" or "answer:", else the last
-    ``(B)``, else a text that is one letter.
+    The last ``\boxed{B}``; else, after the thought, the letter that follows the last "answer is" or
+    "answer:", else the last ``(B)``, else a text that is one letter.
 
     Args:
         letters: of the choices, as they are written.
@@ -121,33 +121,39 @@ class ChoiceAnswers(TextAnswers):
     def __init__(self, letters: str = "ABCDE") -> None:
         kind = f"[{re.escape(validated('letters', letters, TEXT))}]"
         self._patterns = [
-            re.compile(rf"(?i:answer\s*(?:is|:)?)[\s:*]*\(?({kind})\b"),
+            re.compile(
+                rf"(?i:answer\s*(?:is|:)?[\s:*]*(?:(?:option|choice)\s*)?)[\"'$*]*\(?({kind})\b"
+            ),
             re.compile(rf"\(({kind})\)"),
-            re.compile(rf"^\s*({kind})[\s.)]*$"),
+            re.compile(rf"^[\s*]*({kind})[\s.)*]*$"),
         ]
-        self._boxed = re.compile(rf"^\W*(?:\\text\w*\{{)?\W*({kind})\b")
+        self._boxed = re.compile(rf"^\W*(?:\\(?:text\w*|math[a-z]+)\s*\{{)?\W*({kind})\b")
         super().__init__(self._letter)
 
     def _letter(self, text: str) -> str | None:
-        found = self._boxed.findall(extract_answer_from_boxed(text) or "")
+        boxed, visible = extract_answer(text, "boxed"), without_open_thought(text)
+        letters = [] if boxed is None else self._boxed.findall(boxed.text)
         for pattern in self._patterns:
-            found = found or pattern.findall(text)
-        return found[-1] if found else None
+            letters = letters or pattern.findall(visible)
+        return letters[-1] if letters else None
 
 
 class JsonEquivalence:
     """JSON texts are the same if their values are: 1 and 1.0 are equal, 1 and true are not."""
 
     def canonical_form(self, answer: str) -> Hashable:
-        """The value as something hashable."""
-        return _hashable(json.loads(answer))
+        """The value as something hashable; the text, if that is nested too deeply."""
+        try:
+            return _hashable(json.loads(answer))
+        except RecursionError:
+            return "text", answer.strip()
 
 
 class JsonAnswers(TextAnswers):
-    """The last JSON object or array in the text, the outermost one."""
+    """The last JSON object or array in the text or after its thought, the outermost one."""
 
     def __init__(self) -> None:
-        super().__init__(last_json, JsonEquivalence())
+        super().__init__(lambda text: last_json(without_open_thought(text)), JsonEquivalence())
 
 
 class ToolCallAnswers:
@@ -276,23 +282,38 @@ def rule_of(space: AnswerSpace, task: GenerationTask) -> str | None:
 
 
 def last_json(text: str) -> str | None:
-    """The last JSON object or array that is inside no other; None without one."""
-    decoder, found, position = json.JSONDecoder(), None, 0
-    while begin := re.compile(r"[{\[]").search(text, position):
+    """The last JSON object or array that is inside no other; None without one.
+
+    Brackets that begin none may take ``_MAX_READ`` characters of reading, then the search ends.
+    """
+    decoder, result, position, num_read = json.JSONDecoder(), None, 0, 0
+    while num_read < _MAX_READ and (begin := _OPENING.search(text, position)):
         try:
             _, position = decoder.raw_decode(text, begin.start())
-            found = text[begin.start() : position]
+            result = text[begin.start() : position]
+        except json.JSONDecodeError as error:
+            position = begin.end()
+            # The error counts the lines of the text before it, which is quick.
+            num_read += 1 + error.pos - begin.start() + error.pos // 16
         except (ValueError, RecursionError):
             position = begin.end()
-    return found
+            num_read += _MAX_READ // 100
+    return result
 
 
-def _hashable(value: Any) -> Hashable:
+_OPENING = re.compile(r"[{\[]")
+_MAX_READ, _MAX_NESTING = 2_000_000, 100
+
+
+def _hashable(value: Any, depth: int = 0) -> Hashable:
+    if depth > _MAX_NESTING:
+        raise RecursionError
     match value:
         case dict():
-            return "object", frozenset((name, _hashable(each)) for name, each in value.items())
+            members = value.items()
+            return "object", frozenset((name, _hashable(one, depth + 1)) for name, one in members)
         case list():
-            return "array", tuple(map(_hashable, value))
+            return "array", tuple(_hashable(one, depth + 1) for one in value)
         case bool() | None | str():
             return type(value).__name__, value
     number: Hashable = value
@@ -300,4 +321,4 @@ def _hashable(value: Any) -> Hashable:
 
 
 def _lines(text: str) -> tuple[str, ...]:
-    return tuple(line.rstrip() for line in text.rstrip().splitlines())
+    return tuple(line.rstrip() for line in text.rstrip().split("\n"))

@@ -17,7 +17,7 @@ from forethought.config.thoughts import after_thought
 
 _MAX_LINES = 100_000
 _MAX_CONTAINERS = 50
-_TAB = 4
+_TAB, _SPACES = 4, " \t"
 
 
 class CodeBlock(NamedTuple):
@@ -81,9 +81,14 @@ def _loosely_fenced(text: str) -> list[str]:
 def code_blocks(text: str) -> list[CodeBlock]:
     """The code blocks of a text, in their order."""
     parser = _BlockParser()
-    for line in text.splitlines()[:_MAX_LINES]:
+    lines = _LINE_END.split(text)
+    for line in lines[: len(lines) - (not lines[-1])][:_MAX_LINES]:
         parser.add(line)
     return parser.finished()
+
+
+_LINE_END = re.compile(r"\r\n|\n|\r")
+"""Other line ends of Unicode are part of the code: a string of a program may have them."""
 
 
 # ---- lines ---------------------------------------------------------------------------------------
@@ -106,7 +111,7 @@ class _Line(NamedTuple):
     @property
     def is_blank(self) -> bool:
         """Whether there is nothing but white space."""
-        return not self.text.strip()
+        return not self.text.strip(_SPACES)
 
     @property
     def indent(self) -> int:
@@ -143,15 +148,15 @@ class _Leaf:
 
     def is_closed_by(self, line: str) -> bool:
         """Whether the line is its closing fence."""
-        match = _FENCE.match(line.rstrip())
+        match = _FENCE.match(line.rstrip(_SPACES))
         fence = "" if match is None else match[1] or match[3]
         info = "" if match is None else match[2] or match[4] or ""
-        return bool(fence) and fence.startswith(self.fence) and not info.strip()
+        return bool(fence) and fence.startswith(self.fence) and not info.strip(_SPACES)
 
     def block(self) -> CodeBlock:
         """The block, without the blank lines at the end of one that is indented."""
         lines = self.lines
-        while not self.fence and lines and not lines[-1].strip():
+        while not self.fence and lines and not lines[-1].strip(_SPACES):
             lines = lines[:-1]
         return CodeBlock("".join(f"{line}\n" for line in lines), self.info, bool(self.fence))
 
@@ -235,7 +240,7 @@ class _BlockParser:
                     line, self._in_paragraph = inner, False
                     continue
             if match := _FENCE.match(line.text):
-                info = (match[2] or match[4] or "").strip()
+                info = (match[2] or match[4] or "").strip(_SPACES)
                 self._leaf = _Leaf(match[1] or match[3], line.indent, info)
             is_leaf = self._leaf is not None or _BREAK.match(line.text) or _HEADING.match(line.text)
             self._in_paragraph = not is_leaf

@@ -172,7 +172,7 @@ _Predict = Callable[[Sequence[Mapping[str, Any]]], tuple[int, float]]
 
 def _attempts(path: str | Path) -> list[dict[str, Any]]:
     try:
-        lines = Path(path).read_text(encoding="utf-8").splitlines()
+        lines = Path(path).read_text(encoding="utf-8").split("\n")
         records = [json.loads(line) for line in lines if line.strip()]
         attempts = [record["attempt"] for record in records if "attempt" in record]
         for attempt in attempts:

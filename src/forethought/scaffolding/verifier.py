@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 
 from forethought.errors import UnknownNameError, UsageError
-from forethought.scaffolding.answer_extraction import extract_answer_from_boxed
+from forethought.scaffolding.answer_extraction import extract_answer
 
 Verifier = Callable[[str, str], bool]
 """(text of the question, text of the answer) -> whether the answer is right."""
@@ -146,10 +146,10 @@ def _unreadable(question: str, wanted: str) -> UsageError:
 
 def _used_numbers(answer: str, target: int) -> Counter[int] | None:
     """The numbers of the boxed expression; None if it is none, or its value is not the target."""
-    boxed = extract_answer_from_boxed(answer)
+    boxed = extract_answer(answer, "boxed")
     if boxed is None:
         return None
-    left, equals, right = boxed.partition("=")
+    left, equals, right = boxed.text.partition("=")
     if equals and right.strip(" $") != str(target):
         return None
     expression = read_expression(left)

@@ -156,7 +156,7 @@ def read_records(path: Path, kind: str) -> list[tuple[int, Any]]:
         UsageError: it cannot be read, is empty, or a line that begins with ``{`` is not JSON.
     """
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = path.read_text(encoding="utf-8").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(f"cannot read the {kind} in {path}", str(error), "Give a file") from error
     found: list[tuple[int, Any]] = []
