@@ -9,6 +9,7 @@ import random
 import re
 import shutil
 import subprocess
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -728,6 +729,7 @@ def test_where_nothing_can_be_kept_or_it_is_damaged_it_is_compiled_again(
 
     monkeypatch.setattr(library, "compile_library", compile_again)
     monkeypatch.setenv("FORETHOUGHT_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))  # of the fallback
     if is_directory:
         path = library.library_path(compiler)
         path.parent.mkdir(parents=True)

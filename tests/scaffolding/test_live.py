@@ -45,6 +45,11 @@ class Words:
     def piece(self, token):
         return PIECES[token]
 
+    piece_within = piece
+
+    def raw(self, token):
+        return None
+
     def decode(self, tokens, skip_special_tokens):
         return "".join(PIECES[token] for token in tokens)
 
