@@ -35,7 +35,7 @@ import openai
 from forethought import AsyncLLM
 from forethought.server.app import create_app
 from forethought.server.backends import EngineBackend
-from forethought.server.runner import Server, listen, rare_collections
+from forethought.server.runner import Server, bind, rare_collections
 from forethought.server.settings import Settings
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
@@ -266,7 +266,7 @@ def main() -> int:
     logging.basicConfig(level=logging.WARNING)
     seconds = float(os.environ.get("SOAK_SECONDS", "600"))
     backend = EngineBackend(AsyncLLM(), "reasoner")
-    with closing(backend), listen("127.0.0.1", 0) as opened, rare_collections():
+    with closing(backend), bind("127.0.0.1", 0) as opened, rare_collections():
         settings = Settings(max_running=NUM_CLIENTS, receive_seconds=10.0)
         app = create_app(backend, settings)
         server = Server(app, drain_seconds=30.0)

@@ -15,7 +15,7 @@ from openai import OpenAI
 from forethought.scaffolding.workers.scripted import Script
 from forethought.server.app import create_app
 from forethought.server.backends import Backend, ScriptedBackend
-from forethought.server.runner import Server, listen
+from forethought.server.runner import Server, bind
 from forethought.server.service import Service
 from forethought.server.settings import Settings
 
@@ -94,7 +94,8 @@ def served(
 ) -> Iterator[Served]:
     """A server in a thread, ended at the end."""
     app = create_app(backend, settings)
-    with listen("127.0.0.1", 0) as opened:
+    with bind("127.0.0.1", 0) as opened:
+        opened.listen()
         server, started = Server(app, drain_seconds), threading.Event()
         failed: list[BaseException] = []
         own_startup = server.startup

@@ -3,12 +3,50 @@
 from __future__ import annotations
 
 import os
+import tempfile
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from forethought.errors import FileError
+from forethought.errors import FileError, UsageError
+
+
+def check_folder(folder: Path) -> None:
+    """Refuse a folder that no file can be made in, before the work whose results go there begins.
+
+    Of a folder that is not there yet, the nearest parent is tried. Nothing is made.
+
+    Raises:
+        UsageError: no file, or no folder of this name, can be made.
+    """
+    try:
+        nearest = next(path for path in (folder, *folder.parents) if path.exists())
+        with tempfile.TemporaryFile(dir=nearest, buffering=0) as file:
+            file.write(b"\n")  # a full disk takes files without content
+    except OSError as error:
+        why = error.strerror or str(error)
+        raise UsageError(f"cannot write to {folder}", why, "Give another folder") from error
+
+
+def check_file(path: Path, kind: str) -> None:
+    """Refuse the name of a file that could not be written in the end; see ``check_folder``.
+
+    Args:
+        path: of the file. Its folder must be there.
+        kind: what it will hold, as messages say it.
+
+    Raises:
+        UsageError: there is no such folder, it cannot be written to, or the name is a folder's.
+    """
+    if not path.parent.is_dir():
+        why, fix = "there is no such folder", "Make it first"
+    elif path.is_dir():
+        why, fix = "it is a folder", "Give the name of a file"
+    else:
+        check_folder(path.parent)
+        return
+    raise UsageError(f"cannot write the {kind} {path}", why, fix)
 
 
 def save_text(path: str | Path, text: str, kind: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -30,12 +31,13 @@ generate hi --json-schema /no/such.json
 chat --model /no/such
 chat forethought/nope
 chat --speculative pearl --draft-model /no/such
-serve /no/such
-serve --reward-model /no/such
-serve --speculative eagle3 --draft-model /no/such
-serve --upstream URL --api-model m --tokenizer /no/such
-serve --worker scripted /no/such
-serve --config /no/such
+serve --port 0 /no/such
+serve --port 0 --reward-model /no/such
+serve --port 0 --speculative eagle3 --draft-model /no/such
+serve --port 0 --upstream URL --api-model m --tokenizer /no/such
+serve --port 0 --worker scripted /no/such
+serve --port 0 --config /no/such
+serve --port TAKEN
 eval --model /no/such
 eval --methods nope
 eval --task nope
@@ -67,6 +69,15 @@ train medusa --out OUT --data TEXTS --target /no/such
 train medusa --out OUT --data TEXTS --target forethought/nope
 train medusa --out OUT --data TEXTS --start /no/such
 train medusa --out OUT --data TEXTS --config /no/such
+eval --out TEXTS/no-such
+eval --trace TEXTS/no-such
+generate hi --trace TEXTS/no-such
+generate hi --trace EMPTY
+train medusa --data TEXTS --out TEXTS/no-such
+bench roofline --out TEXTS/no-such
+bench methods --out TEXTS/no-such
+bench methods --calibrate TEXTS/no-such
+demo --out TEXTS/no-such
 demo --speculative nope
 demo --speculative pearl --draft-model /no/such
 trace show /no/such
@@ -92,7 +103,10 @@ def test_wrong_names_and_paths_are_refused_before_torch_is_imported(tmp_path: Pa
     (tmp_path / "empty").mkdir()
     texts = tmp_path / "texts.jsonl"
     texts.write_text('{"prompt": "1 + 1 =", "response": "2"}\n')
-    places = {"EMPTY": tmp_path / "empty", "OUT": tmp_path / "out", "TEXTS": texts}
+    taken = socket.create_server(("127.0.0.1", 0))
+    port = str(taken.getsockname()[1])
+    places: dict[str, object] = {"TAKEN": port, "TEXTS": texts}
+    places |= {"EMPTY": tmp_path / "empty", "OUT": tmp_path / "out"}
     lines = WRONG.replace("URL", "http://127.0.0.1:9/v1")
     for name, place in places.items():
         lines = lines.replace(name, str(place))
@@ -104,11 +118,12 @@ def test_wrong_names_and_paths_are_refused_before_torch_is_imported(tmp_path: Pa
         cwd=tmp_path,
         env=os.environ | {"HF_HUB_OFFLINE": "1"},
     )
+    taken.close()
     assert run.returncode == 0, run.stderr
     found = json.loads(run.stdout)
     for line, status, said, is_torch_imported in found:
-        assert not is_torch_imported, line
+        assert not is_torch_imported, (line, said)
         assert status == 2, (line, said)
-        wrong = ("/no/such", "nope", "no-such", str(places["EMPTY"]), "revision")
+        wrong = ("/no/such", "nope", "no-such", "revision", f"{tmp_path}/empty", port)
         assert any(word in said for word in wrong if word in line), (line, said)
     assert len(found) == len(lines.split("\n")) - 2

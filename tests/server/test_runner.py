@@ -91,7 +91,8 @@ def test_collections_are_rare_while_it_serves_and_as_before_afterwards(
     monkeypatch.setattr(runner, "Server", Server)
     before = gc.get_threshold()
     app: Any = None
-    assert runner.serve(app, "127.0.0.1", 0, 1.0, lambda url: None) == 0
+    with runner.bind("127.0.0.1", 0) as bound:
+        assert runner.serve(app, bound, 1.0, lambda url: None) == 0
     [(threshold, num_frozen)] = seen
     assert threshold > before[0]
     assert num_frozen > 0

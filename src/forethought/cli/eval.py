@@ -63,6 +63,7 @@ from forethought.evaluation.recipe import Recipe, recipe, with_each_count, withi
 from forethought.evaluation.report import Report, count_of, has_progress_bars, make_folder
 from forethought.methods.stack import parameters
 from forethought.model_dir import find_model_dir
+from forethought.saved_file import check_folder
 from forethought.scaffolding.answer_extraction import AnswerRule
 from forethought.scaffolding.budget import Budget
 from forethought.scaffolding.controller import NativeRewardController
@@ -372,7 +373,10 @@ def _check_verifiers(recipes: Sequence[Recipe], chosen: Sequence[Problem]) -> No
 
 
 def _check(args: argparse.Namespace) -> None:
-    """Refuse options without what they belong to."""
+    """Refuse options without what they belong to, and folders that cannot be written to."""
+    for folder in (args.out or FOLDER, args.trace):
+        if folder is not None:
+            check_folder(folder)
     check_thinking_field(args)
     _check_search(args)
     if args.search and args.budget is not None:

@@ -40,6 +40,7 @@ from forethought.cli.options import parse_settings, with_samples
 from forethought.errors import ParameterError
 from forethought.evaluation.problems import user_prompt
 from forethought.methods.stack import refuse_greedy_samples, split, stack
+from forethought.saved_file import check_file
 from forethought.scaffolding.controller import Controller, NativeRewardController
 
 
@@ -75,10 +76,8 @@ def run(args: argparse.Namespace) -> int:
         raise ParameterError(
             "--system needs the chat template", "--raw leaves it out", "Put it into the prompt"
         )
-    if args.trace is not None and not args.trace.parent.is_dir():
-        raise ParameterError(
-            f"cannot write the trace {args.trace}", "there is no such folder", "Make it first"
-        )
+    if args.trace is not None:
+        check_file(args.trace, "trace")
     backend = open_backend(args)
     with ExitStack() as opened:
         judge = opened.enter_context(open_judge(args))

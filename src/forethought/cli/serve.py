@@ -194,7 +194,7 @@ def run(args: argparse.Namespace) -> int:
     except ModuleNotFoundError as error:
         raise DependencyError.missing(error.name or "fastapi", "serve", "server") from error
     from forethought.server.app import create_app
-    from forethought.server.runner import LogHandler, serve
+    from forethought.server.runner import LogHandler, bind, serve
 
     config = read_config(args)
     settings = settings_of(args)
@@ -204,10 +204,11 @@ def run(args: argparse.Namespace) -> int:
     for name in _HTTP_CLIENTS:
         logging.getLogger(name).setLevel(logging.WARNING)
     with ExitStack() as opened:
+        bound = opened.enter_context(bind(host, port))
         backend = opener(args, config)()
         opened.callback(backend.close)
         app = create_app(backend, settings)
-        return serve(app, host, port, settings.drain_seconds, _announce(settings, backend))
+        return serve(app, bound, settings.drain_seconds, _announce(settings, backend))
 
 
 def address(args: argparse.Namespace) -> tuple[str, int]:

@@ -24,6 +24,7 @@ from forethought.cli.options import load_config_file, model_path
 from forethought.config import drafter_table
 from forethought.errors import DependencyError, ParameterError, UsageError
 from forethought.model_dir import checked_model_dir
+from forethought.saved_file import check_folder
 
 if TYPE_CHECKING:
     from forethought.training.run import Source, TrainingRun
@@ -115,10 +116,10 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _check_paths(args: argparse.Namespace, fields: Mapping[str, Any]) -> None:
-    """Refuse what cannot be read before torch is imported.
+    """Refuse what cannot be read or written before torch is imported.
 
     Raises:
-        UsageError: there is no such file or model.
+        UsageError: there is no such file or model, or nothing can be written to ``--out``.
     """
     for path, kind in ((args.data, "texts"), (args.self_distill, "prompts")):
         try:
@@ -131,6 +132,7 @@ def _check_paths(args: argparse.Namespace, fields: Mapping[str, Any]) -> None:
     checked_model_dir(args.target or assets.REASONER, args.revision)
     if fields.get("start") is not None:
         checked_model_dir(fields["start"], kind="drafter")
+    check_folder(args.out)
 
 
 def _source(args: argparse.Namespace) -> Source:

@@ -26,7 +26,7 @@ from forethought.evaluation.statistics import (
     mean_pass_at_k,
     pareto_front,
 )
-from forethought.saved_file import save_text, saving
+from forethought.saved_file import check_folder, save_text, saving
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -274,8 +274,9 @@ def make_folder(folder: Path) -> None:
     """Make the folder that a report is written to, with its parents.
 
     Raises:
-        UsageError: it cannot be made.
+        UsageError: it cannot be made, or no file can be made in it.
     """
+    check_folder(folder)
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:

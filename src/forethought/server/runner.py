@@ -151,8 +151,8 @@ def _impatient(protocol: type[Any], seconds: float) -> type[asyncio.Protocol]:
     return Impatient
 
 
-def listen(host: str, port: int) -> socket.socket:
-    """A socket that listens.
+def bind(host: str, port: int) -> socket.socket:
+    """A socket that has the address and does not listen yet: connections are refused.
 
     Raises:
         UsageError: the address cannot be used.
@@ -164,33 +164,40 @@ def listen(host: str, port: int) -> socket.socket:
         opened.bind((host, port))
     except OSError as error:
         opened.close()
-        raise UsageError(
-            f"cannot listen at {host} port {port}", str(error), "Give another --host or --port"
-        ) from error
-    opened.listen(2048)
+        raise _unusable(host, port, error) from error
     opened.set_inheritable(False)
     return opened
 
 
+def _unusable(host: str, port: int, error: OSError) -> UsageError:
+    why = error.strerror or str(error)
+    return UsageError(f"cannot listen at {host} port {port}", why, "Give another --host or --port")
+
+
 def serve(
-    app: FastAPI, host: str, port: int, drain_seconds: float, announce: Callable[[str], None]
+    app: FastAPI, bound: socket.socket, drain_seconds: float, announce: Callable[[str], None]
 ) -> int:
     """Serve until a signal; returns the exit status: 0 unless a second signal cut off what ran.
 
     Args:
         app: the application.
-        host: address to listen at.
-        port: 0: any that is free.
+        bound: socket of ``bind``.
         drain_seconds: for requests that run when the signal comes.
         announce: called with the URL once requests can come.
+
+    Raises:
+        UsageError: another process has begun to listen at the address.
     """
-    with listen(host, port) as opened:
-        bound = opened.getsockname()[1]
-        shown = f"[{host}]" if ":" in host else host
-        announce(f"http://{shown}:{bound}")
-        server = Server(app, drain_seconds)
-        with rare_collections():
-            server.run(sockets=[opened])
+    host, port = bound.getsockname()[:2]
+    try:
+        bound.listen(2048)
+    except OSError as error:
+        raise _unusable(host, port, error) from error
+    shown = f"[{host}]" if ":" in host else host
+    announce(f"http://{shown}:{port}")
+    server = Server(app, drain_seconds)
+    with rare_collections():
+        server.run(sockets=[bound])
     return 0 if server.started and not server.force_exit else 1
 
 

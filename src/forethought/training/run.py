@@ -12,7 +12,6 @@ Where the recipe adapts the target, the adapted model is evaluated and compared 
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -28,6 +27,7 @@ from forethought.config.speculation import DecodingBaseConfig
 from forethought.errors import ParameterError, UsageError
 from forethought.model.device import find_device
 from forethought.model_dir import find_model_dir
+from forethought.saved_file import check_folder
 from forethought.training.acceptance import AcceptanceEvaluation
 from forethought.training.recipes.table import recipe
 from forethought.training.teacher import Teacher
@@ -186,13 +186,11 @@ class TrainingRun:
                 written, or its checkpoint cannot be resumed from.
         """
         _check_held_out(held_out, source.count())
+        check_folder(self._out)
         try:
             self._out.mkdir(parents=True, exist_ok=True)
-            writable = os.access(self._out, os.W_OK)
         except OSError as error:
             raise _unwritable(self._out, str(error)) from error
-        if not writable:
-            raise _unwritable(self._out, "it may not be written")
         load_checkpoint(self._out, self.settings)
 
     def __call__(

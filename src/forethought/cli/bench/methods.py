@@ -17,7 +17,7 @@ from forethought.cli import machine
 from forethought.cli import options as model
 from forethought.cli.judge import check_reward_model, open_local_judge
 from forethought.errors import ParameterError
-from forethought.saved_file import save_text
+from forethought.saved_file import check_file, check_folder, save_text
 from forethought.scaffolding.controller import NativeRewardController
 
 if TYPE_CHECKING:
@@ -105,7 +105,9 @@ def measure(args: argparse.Namespace) -> int:
     for name in ("problems", "tokens", "in_flight"):
         validated(f"--{name.replace('_', '-')}", getattr(args, name), POSITIVE_INT)
     kind = data.method_task(args.task)
+    check_folder(args.out)
     if args.calibrate is not None:
+        check_file(args.calibrate, "policy")
         _check_calibration(args, kind.verifier is not None)
     policy = None if args.policy is None else Policy.load(args.policy)
     if args.reward_model is None:

@@ -17,7 +17,7 @@ from forethought.cli import machine
 from forethought.cli import options as model
 from forethought.errors import ParameterError
 from forethought.evaluation.report import count_of
-from forethought.saved_file import save_text
+from forethought.saved_file import check_folder, save_text
 
 
 def configure(measured: Any) -> None:
@@ -65,6 +65,7 @@ def measure(args: argparse.Namespace) -> int:
         )
     fields |= {"max_batch_size": max(args.batch)}
     model.check_models(fields)
+    check_folder(args.out)
     model.check_installed()
 
     from forethought.bench import roofline
