@@ -60,6 +60,7 @@ lint: $(setup)
 	@$(PY) -m ruff format --check .
 	@$(PY) -m mypy
 	@$(PY) -c 'from importlinter.cli import lint_imports_command; lint_imports_command()'
+	@$(PY) scripts/words.py
 
 format: $(setup)
 	@$(PY) -m ruff check --fix .
