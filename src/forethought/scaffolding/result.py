@@ -536,17 +536,20 @@ class ScaffoldingResult:
     async def abatches(self, gather: float = 0.0) -> AsyncIterator[Sequence[StreamedItem]]:
         """Everything streamed, from the beginning: each time all that has come since the last time.
 
-        For one who sends it on: an item has the event, and the new text of the request itself.
+        For the only reader, who sends it on: an item has the event, and the new text of the request
+        itself. What has been yielded is kept for no other iterator.
 
         Args:
             gather: seconds that pass between two batches at least, unless the request ends.
         """
-        loop, position = asyncio.get_running_loop(), 0
+        loop = asyncio.get_running_loop()
         ended = asyncio.ensure_future(_wait(self._done))
         try:
             while True:
                 changed = self._next_change()
-                if batch := self._streamed[position : (position := len(self._streamed))]:
+                with self._lock:
+                    batch, self._streamed = self._streamed, []
+                if batch:
                     yield batch
                     sent = loop.time()
                 if changed is None:

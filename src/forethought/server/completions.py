@@ -321,16 +321,16 @@ async def _merged(
     Raises:
         _JobFailed: one of them has failed.
     """
-    queue: asyncio.Queue[tuple[int, Update] | _JobFailed | None] = asyncio.Queue()
+    queue: asyncio.Queue[tuple[int, Update] | _JobFailed | None] = asyncio.Queue(1)
 
     async def read(number: int) -> None:
         try:
             async with aclosing(service.updates(jobs[number])) as updates:
                 async for update in updates:
-                    queue.put_nowait((number, update))
-            queue.put_nowait(None)
+                    await queue.put((number, update))
+            await queue.put(None)
         except Exception as error:
-            queue.put_nowait(_JobFailed(number, error))
+            await queue.put(_JobFailed(number, error))
 
     reading = [asyncio.create_task(read(number)) for number in range(len(jobs))]
     try:

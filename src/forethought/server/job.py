@@ -11,6 +11,7 @@ an ``EchoJob`` generates nothing.
 from __future__ import annotations
 
 import abc
+import asyncio
 import time
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -47,6 +48,9 @@ from forethought.server.names import Composition
 from forethought.server.reasoning import split
 from forethought.server.settings import DEFAULT_MAX_GENERATIONS
 from forethought.server.usage import chat_usage, speculation
+
+MAX_UNREAD = 1 << 22
+"""Characters of the events of a job that its client has not read."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -296,6 +300,81 @@ class EchoJob(Job):
         return Outcome(outputs, self.usage, self.metrics, self.seconds)
 
 
+_EVENT_SIZE = 256
+"""Characters for which the fields of an event count, beside its text."""
+
+
+class Unread:
+    """What a job has streamed since its reader has taken something: texts joined, and events.
+
+    Events are bounded, for a client that reads nothing, or too slowly: further ones are left out
+    until the reader has taken these. Texts of answers are as long as the answers.
+
+    Args:
+        max_size: characters of the events.
+
+    Attributes:
+        events: in order.
+    """
+
+    def __init__(self, max_size: int) -> None:
+        self._max_size, self._has_ended = max_size, False
+        self._changed = asyncio.Event()
+        self._clear()
+
+    def _clear(self) -> None:
+        self.events: list[dict[str, Any]] = []
+        self._pieces: dict[int, Piece] = {}
+        self._size = self._num_omitted = 0
+
+    def add_text(self, index: int, delta: Delta) -> None:
+        """New text of a choice."""
+        piece = self._pieces.setdefault(index, Piece(index))
+        piece.text += delta.text
+        piece.thought += delta.reasoning
+        piece.calls += delta.calls
+        piece.num_tokens += len(delta.token_ids) or 1
+
+    def add_event(self, event: dict[str, Any], size: int) -> bool:
+        """A further event; False: it is left out."""
+        if is_added := self.fits(size):
+            self.events.append(event)
+        return is_added
+
+    def fits(self, size: int) -> bool:
+        """Whether events may grow by ``size``; what may not is counted as left out."""
+        if self._size + size > self._max_size:
+            self._num_omitted += 1
+            return False
+        self._size += size
+        return True
+
+    def show(self) -> None:
+        """Let the reader go on."""
+        self._changed.set()
+
+    def end(self) -> None:
+        """Nothing will follow."""
+        self._has_ended = True
+        self._changed.set()
+
+    async def has_come(self) -> bool:
+        """Wait until there is something; False: it has ended, and all is taken."""
+        await self._changed.wait()
+        return bool(self._pieces or self.events) or not self._has_ended
+
+    def take(self, at: float) -> Update:
+        """What has come since the last time, taken ``at`` seconds after the start."""
+        pieces = [each for each in self._pieces.values() if each.text or each.thought or each.calls]
+        events = self.events
+        if self._num_omitted:
+            events.append({"type": "omitted", "at": at, "num_events": self._num_omitted})
+        self._clear()
+        if not self._has_ended:
+            self._changed.clear()
+        return Update(pieces, events)
+
+
 class MethodJob(Job):
     """A request that methods answer.
 
@@ -386,13 +465,28 @@ class MethodJob(Job):
         return self.ended()
 
     async def updates(self) -> AsyncGenerator[Update, None]:
-        """What it streams; leaving the iterator early ends the request."""
+        """What it streams; leaving the iterator early ends the request.
+
+        It is read as it comes, however slowly it is taken: nothing waits for a client.
+        """
+        unread = Unread(MAX_UNREAD)
+        reading = asyncio.create_task(self._read(unread))
         try:
-            async for batch in self._result.abatches(self._gather):
-                yield self._update(batch)
+            while await unread.has_come():
+                yield unread.take(self._at())
+            await reading
         finally:
+            reading.cancel()
+            reading.add_done_callback(lambda task: task.cancelled() or task.exception())
             if not self._result.finished:
                 self._result.abort()
+
+    async def _read(self, unread: Unread) -> None:
+        try:
+            async for batch in self._result.abatches(self._gather):
+                self._add(batch, unread)
+        finally:
+            unread.end()
 
     def ended(self) -> Outcome:
         """The end of a job whose updates are over."""
@@ -407,24 +501,15 @@ class MethodJob(Job):
             spent_budget=found.spent_budget,
         )
 
-    def _update(self, batch: Sequence[StreamedItem]) -> Update:
-        pieces: dict[int, Piece] = {}
-        events: list[dict[str, Any]] = []
+    def _add(self, batch: Sequence[StreamedItem], unread: Unread) -> None:
         for item in batch:
             if self._streams:
                 for index, delta in self._content(item):
-                    piece = pieces.setdefault(index, Piece(index))
-                    piece.text += delta.text
-                    piece.thought += delta.reasoning
-                    piece.calls += delta.calls
-                    piece.num_tokens += len(delta.token_ids) or 1
+                    unread.add_text(index, delta)
                     self._streamed[index] += delta.text
             if self.ask.events and item.event is not None:
-                self._add_event(events, item.event)
-        new_pieces = [
-            piece for piece in pieces.values() if piece.text or piece.thought or piece.calls
-        ]
-        return Update(new_pieces, events)
+                self._add_event(unread, item.event)
+        unread.show()
 
     def _content(self, item: StreamedItem) -> list[tuple[int, Delta]]:
         """The new text of choices, by index."""
@@ -435,30 +520,29 @@ class MethodJob(Job):
             return []
         return [(int(event.branch), event.output)]
 
-    def _add_event(self, events: list[dict[str, Any]], event: StreamEvent) -> None:
+    def _add_event(self, unread: Unread, event: StreamEvent) -> None:
         """Append an event; new text of the branch of the last one joins that."""
-        output, last = event.output, events[-1] if events else {}
+        output, last = event.output, unread.events[-1] if unread.events else {}
         if isinstance(output, Stage):
-            events.append(
-                {
-                    "type": "stage",
-                    "at": self._at(),
-                    "branch": event.branch if output.branch is None else output.branch,
-                    "name": output.name,
-                    "why": output.why,
-                    "fields": dict(output.fields),
-                }
-            )
+            stage = {
+                "type": "stage",
+                "at": self._at(),
+                "branch": event.branch if output.branch is None else output.branch,
+                "name": output.name,
+                "why": output.why,
+                "fields": dict(output.fields),
+            }
+            unread.add_event(stage, len(repr(stage)))
         elif isinstance(output, Delta):
-            num_tokens = len(output.token_ids) or 1
-            if last.get("type") == "delta" and last["branch"] == event.branch:
+            text, num_tokens = output.reasoning + output.text, len(output.token_ids) or 1
+            if last.get("type") != "delta" or last["branch"] != event.branch:
+                last = self._delta(event.branch, "", 0)
+                if not unread.add_event(last, _EVENT_SIZE):
+                    return
+            if unread.fits(len(text)):
                 _add_drafts(last, output)
-                last["text"] += output.reasoning + output.text
+                last["text"] += text
                 last["num_tokens"] += num_tokens
-            else:
-                events.append(self._delta(event.branch, "", num_tokens))
-                _add_drafts(events[-1], output)
-                events[-1]["text"] = output.reasoning + output.text
 
     def _visible(self, text: str) -> str:
         prompted = self.ask.prompted
