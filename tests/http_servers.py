@@ -14,8 +14,9 @@ from openai import OpenAI
 
 from forethought.scaffolding.workers.scripted import Script
 from forethought.server.app import create_app
-from forethought.server.backends import Backend, ScriptedBackend
+from forethought.server.backends import Backend
 from forethought.server.runner import Server, bind
+from forethought.server.scripted_backend import ScriptedBackend
 from forethought.server.service import Service
 from forethought.server.settings import Settings
 

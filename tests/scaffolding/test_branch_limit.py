@@ -19,8 +19,8 @@ from forethought.scaffolding import (
     ScriptedWorker,
     Worker,
 )
+from forethought.scaffolding.branch_limit import MAX_BRANCHES
 from forethought.scaffolding.controller import sampled
-from forethought.scaffolding.driver import MAX_BRANCHES
 from scripted import TAG, answer
 
 
@@ -89,16 +89,16 @@ class Crowd(Worker):
 
 
 def test_branches_within_branches_all_run_and_not_all_at_once(monkeypatch):
-    monkeypatch.setattr("forethought.scaffolding.driver.MAX_BRANCHES", 10)
-    monkeypatch.setattr("forethought.scaffolding.driver.MIN_BRANCHES", 2)
+    monkeypatch.setattr("forethought.scaffolding.branch_limit.MAX_BRANCHES", 10)
+    monkeypatch.setattr("forethought.scaffolding.branch_limit.MIN_BRANCHES", 2)
     worker = Crowd()
     assert answer(Nested(4, 4, 4), worker).outputs[0].text == "x" * 64
     assert 1 < worker.num_most <= 14
 
 
 def test_requests_share_the_branches(monkeypatch):
-    monkeypatch.setattr("forethought.scaffolding.driver.MAX_BRANCHES", 40)
-    monkeypatch.setattr("forethought.scaffolding.driver.MIN_BRANCHES", 2)
+    monkeypatch.setattr("forethought.scaffolding.branch_limit.MAX_BRANCHES", 40)
+    monkeypatch.setattr("forethought.scaffolding.branch_limit.MIN_BRANCHES", 2)
     worker = Crowd()
     with ScaffoldingLlm(Nested(30), {TAG: worker}) as llm:
         results = llm.generate(["p"] * 8)
@@ -107,8 +107,8 @@ def test_requests_share_the_branches(monkeypatch):
 
 
 def test_a_race_begins_further_branches_as_others_end(monkeypatch):
-    monkeypatch.setattr("forethought.scaffolding.driver.MAX_BRANCHES", 3)
-    monkeypatch.setattr("forethought.scaffolding.driver.MIN_BRANCHES", 2)
+    monkeypatch.setattr("forethought.scaffolding.branch_limit.MAX_BRANCHES", 3)
+    monkeypatch.setattr("forethought.scaffolding.branch_limit.MIN_BRANCHES", 2)
 
     class Race(Controller):
         def process(self, tasks, **kwargs):

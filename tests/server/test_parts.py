@@ -12,13 +12,12 @@ from hypothesis import strategies as st
 from forethought.errors import ParameterError, UnknownNameError, UsageError
 from forethought.server.backends import (
     Conversation,
-    ScriptedBackend,
-    read_script,
     template_args,
 )
 from forethought.server.http import ChunkEncoder
 from forethought.server.names import Composition, read_model
 from forethought.server.reasoning import ReasoningSplitter, split
+from forethought.server.scripted_backend import ScriptedBackend, read_script
 from forethought.server.tool_calls import Tools, as_text
 
 CHUNK = ChunkEncoder({"id": "1", "object": "chat.completion.chunk"})

@@ -355,7 +355,7 @@ def _scripted(given: Sequence[str]) -> Callable[[], Backend]:
     kind, path = given
     if kind != "scripted":
         raise ParameterError(f"unknown worker {kind!r}", "there is scripted", "--worker scripted F")
-    from forethought.server.backends import ScriptedBackend, read_script
+    from forethought.server.scripted_backend import ScriptedBackend, read_script
 
     script = read_script(Path(path))
     return lambda: ScriptedBackend(script)

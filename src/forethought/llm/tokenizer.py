@@ -82,7 +82,7 @@ class Tokenizer:
         self.hf = hf
         self._lock = threading.Lock()  # encoding by hf may reset its padding and truncation
         self.longest_token = max(map(len, hf.get_vocab()), default=1)
-        """Most characters of a text that one token stands for, but for unknown words and spaces
+        """Most characters of a text that one token has, but for unknown words and spaces
         that a tokenizer drops."""
         added = hf.added_tokens_decoder.items()
         self.special_ids = frozenset(token for token, entry in added if entry.special)
@@ -236,7 +236,7 @@ class Tokenizer:
         return self._pieces[token]
 
     def piece_within(self, token: int) -> str:
-        """The text of one token behind others, with the space that sentencepiece drops in front of
+        """The text of one token after others, with the space that sentencepiece drops in front of
         a whole text."""
         if not self._prepends_space:
             return self.piece(token)

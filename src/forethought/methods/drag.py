@@ -32,7 +32,7 @@ class DRAGController(RetrievalController):
 
     The prompt of the request is the question; of token ids, or of a prompt that went through a chat
     template, give ``question="..."``: the template is left out, as the prompt is a text that the
-    model continues. In a conversation it is the last message, behind those before the question.
+    model continues. In a conversation it is the last message, after those before the question.
     ``customized_result_fields["drag"]`` holds the numbers of the ``documents``, the best one first.
 
     Args:

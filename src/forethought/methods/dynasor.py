@@ -264,7 +264,7 @@ class DynasorGenerationController(Controller):
         return last
 
     def _write_answer(self, task: GenerationTask, text: str, count: int, written: str) -> Process:
-        """Cut the output to ``text``, its first ``count`` tokens, and write an answer behind."""
+        """Cut the output to ``text``, its first ``count`` tokens, then write an answer."""
         task.result = task.result and task.result.cut(text + written, count)
         if self._tokenizer is not None and task.output_tokens is not None:
             encoding = ComputeTask(self._tokenizer.encode, written)

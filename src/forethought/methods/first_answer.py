@@ -47,7 +47,7 @@ class FirstAnswerController(Controller):
 
     Behind a prompt of text that closes a thought itself nothing is closed: what comes is the
     answer. All else is read as a thought up to ``think_end``. A model that is known not to think is
-    stopped behind the line that states the answer, and that is its answer.
+    stopped after the line that states the answer, and that is its answer.
 
     ``customized_result_fields["first_answer"]`` holds the ``marker`` that the thought was ended by
     (None: it came to its own end), and the tokens of the chain (``chain_tokens``), without those of
@@ -154,7 +154,7 @@ class FirstAnswerController(Controller):
 
 
 def _is_answering(prompt: str, think_end: str) -> bool:
-    """Whether a prompt ends behind a thought: what comes is the answer already."""
+    """Whether a prompt ends after a thought: what follows is the answer already."""
     closed = prompt.rfind(think_end)
     return closed >= 0 and closed > prompt.rfind(think_end.replace("/", ""))
 

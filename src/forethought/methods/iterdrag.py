@@ -36,7 +36,7 @@ FOLLOW_UP = "Follow up:"
 INTERMEDIATE = "Intermediate answer:"
 FINAL = "So the final answer is:"
 NEXT = "The next line:"
-"""What a chat is asked for behind an intermediate answer."""
+"""What a chat is asked after an intermediate answer."""
 
 
 @dataclass
@@ -59,7 +59,7 @@ class IterDRAGController(RetrievalController):
 
     The prompt of the request is the question; of token ids, or of a prompt that went through a chat
     template, give ``question="..."``: the template is left out, as the prompt is a text that the
-    model continues. In a conversation it is the last message, behind those before the question, and
+    model continues. In a conversation it is the last message, after those before the question, and
     each line of the model is a message. The output is the final answer.
     ``customized_result_fields["iterdrag"]`` holds the follow-up questions (``queries``), their
     ``answers``, the numbers of the ``documents`` of the question and of each follow-up, whether the

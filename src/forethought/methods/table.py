@@ -43,7 +43,7 @@ class Method:
     parameters: Mapping[str, Any]
     """Name -> default; ``REQUIRED`` where there is none."""
     explanations: Mapping[str, str] = field(default_factory=dict)
-    """Name -> what it means, from the docstring of its class, as far as explained there."""
+    """Name -> what it means, from the docstring of its class, of those that it explains."""
     conversation: str = "messages"
     """How it answers conversations: a ``ConversationForm``."""
     uses_thinking: ThinkingUse = "unused"

@@ -118,7 +118,7 @@ class ConversationForm(StrEnum):
     """How a method answers a conversation."""
 
     MESSAGES = "messages"
-    """As a ``ChatTask``: everything that it asks the model is a message behind the others."""
+    """As a ``ChatTask``: everything that it asks the model is a message after the others."""
     TEXT = "text"
     """As the text that a chat template makes of it, which the method continues."""
     NONE = "none"
@@ -438,7 +438,7 @@ def expect_generation(value: Any) -> Any:
 
 
 def first_tag(controller: Controller) -> Any:
-    """The tag of the worker to which a controller gives its tasks, as far as its class tells."""
+    """The tag of the worker to which a controller gives its tasks, as its class declares it."""
     tags: list[Any] = list(type(controller).WorkerTag)
     return tags[0] if tags else NativeGenerationController.WorkerTag.GENERATION
 

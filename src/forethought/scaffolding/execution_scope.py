@@ -25,7 +25,7 @@ class ExecutionScope:
     sympy: SympyPool | None = None
     """Processes for formulas; shared by all requests of a ``ScaffoldingLlm``."""
     thinking: Callable[[Any, Any], Any] | None = None
-    """``thinking(task, tag)``: the ``ThinkingProfile`` of a worker's model behind the prompt of a
+    """``thinking(task, tag)``: the ``ThinkingProfile`` of a worker's model after the prompt of a
     task; None: it is not known."""
     cache_salt: str = ""
     """Prefixes that a worker has cached are shared only among requests of the same salt."""

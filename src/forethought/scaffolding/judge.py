@@ -10,7 +10,7 @@ has groups of answers compared, and the best of each group again, until one is l
 
 Both are reward controllers: ``BestOfNController(generation, JudgeRewardController())``. Their tasks
 are chats, for the worker of the tag ``"reward"``; they cost tokens of the same budget. A judge is
-shown what stands behind an answer's thought (``</think>`` or another marker), and all of an answer
+shown what follows an answer's thought (``</think>`` or another marker), and all of an answer
 that was cut before its thought was closed.
 """
 

@@ -47,7 +47,7 @@ def written_answer(text: str, answer: str, profile: ThinkingProfile) -> str:
     Args:
         text: of the chain; a thought that it ends within is closed first.
         answer: of a probe.
-        profile: of the model, behind the prompt of the chain.
+        profile: of the model, after the prompt of the chain.
     """
     suffix = ANSWER_SUFFIX
     if profile.is_thinking(text):

@@ -32,14 +32,13 @@ from typing import Any, Self, overload
 from forethought.config.sampling import SamplingParams
 from forethought.errors import EngineStopped, ParameterError, RequestTimeout, UsageError
 from forethought.scaffolding import sampling
+from forethought.scaffolding.branch_limit import BranchLimit, StartPace
 from forethought.scaffolding.budget import Budget, BudgetAccount
 from forethought.scaffolding.controller import Controller
 from forethought.scaffolding.driver import (
-    BranchLimit,
     Frame,
     Routes,
     Run,
-    StartPace,
     controller_quit,
 )
 from forethought.scaffolding.execution_scope import ExecutionScope

@@ -35,9 +35,9 @@ _MAX_BITS, _MAX_FACTORIAL = 1 << 17, 5000
 _MEMORY = 1 << 30
 """Bytes that one formula may take."""
 STEPS_PER_SECOND = 1_000_000
-"""Steps that one second of a time limit stands for; processors of 2020 make five times as many."""
+"""Steps per second of a time limit; processors of 2020 make five times as many."""
 _PROCESSOR_TIME = 4
-"""Seconds of processor time for so many steps as a second stands for."""
+"""Seconds of processor time in which the steps of one second of a time limit have to end."""
 _LIMIT = 3
 """Exit status of a formula that has come to its limit."""
 

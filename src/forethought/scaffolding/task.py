@@ -459,7 +459,7 @@ class GenerationTask(sampling.SamplingFields, Task):
     def take_answer(self, source: GenerationTask) -> None:
         """Let the results of another task be the answer to the prompt of this one."""
         self.result, self.chat = source.result, source.chat
-        # A fork of it continues question and answer; only ids alone have to go on behind the chain.
+        # A fork of it continues question and answer; only ids alone have to go on after the chain.
         by_handle = self.input_str is None or source.input_str == self.input_str
         self.request_handle = source.request_handle if by_handle else None
 
@@ -667,7 +667,7 @@ class ChatTask(StreamGenerationTask):
     def _answer(self) -> list[RoleMessage]:
         """The answer as a message, if there is one; calls that were not run are a part of its text.
 
-        A server takes no message behind calls but their results.
+        A server takes no message after calls but their results.
         """
         result = self.result
         if result is None:

@@ -23,7 +23,7 @@ or it is for models that think alone."""
 
 @dataclass(frozen=True, slots=True)
 class ThinkingProfile:
-    """How a model thinks behind a prompt."""
+    """How a model thinks after a prompt."""
 
     markers: tuple[str, str] | None
     """What opens and closes a thought; None: the model does not think."""
@@ -37,7 +37,7 @@ class ThinkingProfile:
     def of_text(
         cls, text: str, markers: tuple[str, str] | None, is_known: bool = True
     ) -> ThinkingProfile:
-        """The profile of a model with these markers behind a text."""
+        """The profile of a model with these markers after a text."""
         return cls(markers, markers is not None and is_within_thought(text, markers), is_known)
 
     @property
@@ -51,7 +51,7 @@ class ThinkingProfile:
         return (self.markers or MARKERS[0])[1]
 
     def is_thinking(self, output: str) -> bool:
-        """Whether an output behind the prompt ends within a thought."""
+        """Whether an output after the prompt ends within a thought."""
         if self.markers is None:
             return False
         return is_within_thought(output, self.markers, self.is_open)
@@ -71,7 +71,7 @@ def is_within_thought(text: str, markers: Sequence[str], was_open: bool = False)
 
 
 def thinking_of(task: GenerationTask, tag: Any) -> ThinkingProfile:
-    """How the model of a worker thinks behind the prompt of a task.
+    """How the model of a worker thinks after the prompt of a task.
 
     Args:
         task: of the request.

@@ -79,10 +79,10 @@ class Tracer:
         """A stage of ``branch``."""
 
     def profiled(self, task: GenerationTask, tag: Any, profile: ThinkingProfile) -> None:
-        """A controller has asked how the model thinks behind the prompt of ``task``."""
+        """A controller has asked how the model thinks after the prompt of ``task``."""
 
     def exhausted(self, then: Callable[[], None]) -> None:
-        """The budget has run out under way; ``then`` stops what goes on."""
+        """The budget has run out during the execution; ``then`` stops what goes on."""
 
     def finish(self, outcome: Sequence[Any] | BaseException, *, stopped: bool = False) -> None:
         """The request is over: with its outputs, or failed; ``stopped`` from outside or not."""

@@ -56,7 +56,7 @@ class Worker:
         return next((handler for handler in found if handler is not None), None)
 
     def thinking(self, task: Any) -> Any:
-        """How the model thinks behind the prompt of a task, a ``ThinkingProfile``; None: unknown.
+        """How the model thinks after the prompt of a task, a ``ThinkingProfile``; None: unknown.
 
         Called on the event loop before the task runs; it computes nothing that takes long.
         """

@@ -1,5 +1,5 @@
-"""What answers: the engine or a script (others: ``remote_backend``); each makes prompts of
-conversations.
+"""What answers: the engine (others: ``remote_backend``, ``scripted_backend``); each makes prompts
+of conversations.
 
 A ``Backend`` has the workers for all tasks of all methods. ``open`` turns a conversation into a
 ``Prompted``: a prompt that methods take, and what generates inside of them.
@@ -12,13 +12,9 @@ import contextlib
 import dataclasses
 import importlib
 import inspect
-import itertools
-import json
 import logging
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from forethought import methods
@@ -33,9 +29,8 @@ from forethought.scaffolding.controller import (
 from forethought.scaffolding.messages import RoleMessage
 from forethought.scaffolding.task import ChatTask, RewardTask, Task, TaskStatus
 from forethought.scaffolding.worker import Worker
-from forethought.scaffolding.workers.scripted import Reply, ScriptedWorker
 from forethought.server.logprobs import TokenText, texts_of_entries
-from forethought.server.tool_calls import Tools, as_text
+from forethought.server.tool_calls import Tools
 from forethought.server.tool_messages import has_calls, hermes_messages, merged_system
 
 if TYPE_CHECKING:
@@ -93,7 +88,7 @@ class Conversation:
 
     @property
     def history(self) -> Sequence[RoleMessage]:
-        """The messages before the question; all, where results of tools have come behind it."""
+        """The messages before the question; all, where results of tools have come after it."""
         before = self.messages[:-1] if self.messages[-1]["role"] == "user" else self.messages
         return [ClientMessage(message) for message in before]
 
@@ -227,7 +222,7 @@ class Backend(abc.ABC):
         return len(self.tokenize(prompt) if isinstance(prompt, str) else prompt)
 
     def token_texts(self, prompt: Prompt | Sequence[int], skip_special_tokens: bool) -> TokenText:
-        """The texts of the tokens that follow a prompt, as far as they are known."""
+        """The texts of the tokens that follow a prompt, those that are known."""
         return texts_of_entries()
 
     def count_thought(self, thought: str, ids: Sequence[int] | None) -> int:
@@ -559,137 +554,3 @@ def judging(judge: RewardWorker | RewardServerWorker) -> NativeRewardController:
     from forethought.scaffolding.prm_controller import PRMController
 
     return PRMController.of(judge) if judge.by_step else NativeRewardController()
-
-
-# ---- a script ------------------------------------------------------------------------------------
-
-_OTHER = "*"
-_MAX_CALLS = 1024
-
-
-class ScriptedBackend(Backend):
-    """Scripted answers, one token per character; for tests of clients without a model.
-
-    A prompt is the text of the last message. Tool calls are scripted too: ``read_script``.
-
-    Args:
-        script: as ``ScriptedWorker`` takes it.
-        name: of the model.
-    """
-
-    markers = ("<think>", "</think>")
-
-    def __init__(self, script: Any, name: str = "scripted") -> None:
-        self.worker, self.name = ScriptedWorker(script), name
-        calls: Any = deque(maxlen=_MAX_CALLS)
-        self.worker.calls = calls  # a server runs for long
-        self.workers: Mapping[Any, Worker] = worker_table(self.worker, None)
-
-    def open(self, conversation: Conversation) -> Prompted:
-        """The text of the last message."""
-        last = str(conversation.messages[-1].get("content") or "")
-        return Prompted(last, conversation.question, NativeGeneration, lambda text: text)
-
-    def check(self, prompt: Prompt, params: SamplingParams) -> Prompt:
-        """Raises ``ParameterError``: log-probabilities are asked for, and a script has none."""
-        if params.logprobs is not None:
-            raise ParameterError(
-                "logprobs are not supported here",
-                "the answers of a script have no probabilities",
-                "Leave them out",
-                param="logprobs",
-            )
-        return prompt
-
-    def render(self, conversation: Conversation) -> list[int]:
-        """The ids of the last message."""
-        return self.tokenize(str(conversation.messages[-1].get("content") or ""))
-
-    def tokenize(self, text: str, special: bool = True) -> list[int]:
-        """One token per character."""
-        return [ord(character) for character in text]
-
-    def detokenize(self, ids: Sequence[int]) -> str:
-        """One character per token."""
-        if any(token > 0x10FFFF for token in ids):
-            raise ParameterError("invalid tokens", "they are no characters", "", param="tokens")
-        return "".join(map(chr, ids))
-
-
-def read_script(path: Path) -> Any:
-    """The script in a JSON or YAML file.
-
-    It is a list of answers in order of asking, or answers (or lists of them) by prompt, ``*`` being
-    any other prompt. An answer is a text, or a mapping with ``text``, ``tool_calls`` (each with
-    ``name`` and ``arguments``), ``finish_reason``, ``delay``, ``seconds_per_token`` and ``error``.
-
-    Raises:
-        UsageError: it cannot be read, or is something else.
-    """
-    try:
-        text = path.read_text(encoding="utf-8")
-        value = json.loads(text) if path.suffix == ".json" else _yaml(text)
-    except (OSError, ValueError) as error:
-        raise UsageError(f"cannot read the script in {path}", str(error), "") from error
-    if isinstance(value, list):
-        return _ordered([_answer(path, each) for each in value], "any prompt")
-    if not isinstance(value, dict):
-        raise UsageError(f"no script in {path}", "it holds no list and no mapping", "")
-    table = {
-        str(prompt): _ordered(
-            [_answer(path, each) for each in (given if isinstance(given, list) else [given])],
-            str(prompt),
-            repeats=not isinstance(given, list),
-        )
-        for prompt, given in value.items()
-    }
-
-    def script(prompt: str, index: int) -> Reply:
-        answers = table.get(prompt) or table.get(_OTHER)
-        if answers is None:
-            raise UsageError("the script has no answer", f"for the prompt {prompt!r:.200}")
-        reply: Reply = answers(prompt, index)
-        return reply
-
-    return script
-
-
-def _ordered(replies: Sequence[Reply], what: str, repeats: bool = False) -> Any:
-    """A script that gives the replies in order of asking, or the one again and again."""
-    numbers = itertools.count()
-
-    def script(prompt: str, index: int) -> Reply:
-        number = 0 if repeats else next(numbers)
-        if number >= len(replies):
-            raise UsageError("the script has no more answers", f"for {what:.200}")
-        return replies[number]
-
-    return script
-
-
-def _yaml(text: str) -> Any:
-    import yaml
-
-    try:
-        return yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        raise ValueError(str(error)) from error
-
-
-def _answer(path: Path, given: Any) -> Reply:
-    if isinstance(given, str):
-        return Reply(given)
-    fields = dict(given) if isinstance(given, dict) else {"": given}
-    calls = fields.pop("tool_calls", [])
-    error = fields.pop("error", None)
-    if error is not None:
-        fields["error"] = RuntimeError(str(error))
-    try:
-        text = "".join(
-            [fields.pop("text", ""), *(as_text(c["name"], c["arguments"]) for c in calls)]
-        )
-        return Reply(text, **fields)
-    except (TypeError, KeyError) as problem:
-        raise UsageError(
-            f"invalid answer in {path}", f"{given!r:.200}: {problem}", "Give text, or a mapping"
-        ) from problem

@@ -242,7 +242,7 @@ def streams_truly(composition: Composition) -> bool:
 
 
 def _generates(method: StackedMethod) -> bool:
-    """Whether a method generates by itself, without another one inside."""
+    """Whether a method generates without another one inside."""
     return method.name != "plain" and _INNER not in method.parameters
 
 
@@ -269,7 +269,7 @@ def refuse_conversation(
         if member.conversation == ConversationForm.NONE:
             raise ParameterError(
                 f"method {name} answers no conversation",
-                "it puts the prompt behind a text of its own",
+                "it puts a text of its own before the prompt",
                 "Use /v1/completions",
             )
         if member.conversation == ConversationForm.TEXT and not as_text:

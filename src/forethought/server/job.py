@@ -274,7 +274,7 @@ class Job(abc.ABC):
 
 
 class EchoJob(Job):
-    """A request that generates nothing: its answers are empty texts behind the echoed prompt."""
+    """A request that generates nothing: its answers are empty texts after the echoed prompt."""
 
     @property
     def usage(self) -> Usage:

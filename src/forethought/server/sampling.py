@@ -45,7 +45,7 @@ EFFORTS: Mapping[str, int | None] = {
     "high": 16384,
     "xhigh": None,
 }
-"""Tokens of thought that a ``reasoning_effort`` stands for; None: no limit."""
+"""Tokens of thought of each ``reasoning_effort``; None: no limit."""
 NO_LIMIT = 2**31 - 1
 """A thinking budget that no context holds: the thought in front of a shape ends as it likes."""
 _SAME = (

@@ -28,7 +28,7 @@ _HERMES = re.compile(r"<tool_call>\s*(.*?)\s*(?:</tool_call>|\Z)", re.DOTALL)
 _HEAD = re.compile(
     r'\s*\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)*")\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\S)'
 )
-"""What stands before the arguments of a call."""
+"""What precedes the arguments of a call."""
 _decoder = json.JSONDecoder()
 
 
@@ -141,9 +141,9 @@ class Tools:
         """The content of an answer without its calls, and the calls.
 
         Args:
-            text: of the answer, behind its thought.
+            text: of the answer, after its thought.
             is_cut: whether it has ended at its length: a call that it ends in is one, with the
-                arguments as far as they have come.
+                arguments, up to what has come.
         """
         if not self.offered:
             return text, []
