@@ -3,6 +3,7 @@
 import gc
 import io
 import logging
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -52,7 +53,24 @@ def test_a_warning_is_written_at_once_behind_the_lines_before_it(log: logging.Lo
     log.addHandler(LogHandler(stream, LONG))
     log.info("one")
     log.warning("two")
-    assert stream.getvalue() == "one\ntwo\n"
+    eventually(lambda: stream.getvalue() == "one\ntwo\n")
+
+
+def test_who_logs_a_warning_waits_for_no_write(log: logging.Logger) -> None:
+    goes_on = threading.Event()
+
+    class Stuck(Written):
+        def write(self, text: str) -> int:
+            assert goes_on.wait(LONG)
+            return super().write(text)
+
+    stream = Stuck()
+    log.addHandler(LogHandler(stream, LONG))
+    for number in range(3):
+        log.warning("%d", number)
+    assert stream.writes == []
+    goes_on.set()
+    eventually(lambda: stream.getvalue() == "0\n1\n2\n")
 
 
 def test_lines_come_by_themselves(log: logging.Logger) -> None:
@@ -71,7 +89,7 @@ def test_a_line_that_cannot_be_written_hurts_no_other(
     log.addHandler(LogHandler(stream, LONG))
     log.info("%d", "no number")
     log.warning("two")
-    assert stream.getvalue() == "two\n"
+    eventually(lambda: stream.getvalue() == "two\n")
 
 
 def test_collections_are_rare_while_it_serves_and_as_before_afterwards(

@@ -8,7 +8,7 @@ import gc
 import logging
 import socket
 import threading
-import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any, TextIO
@@ -32,6 +32,8 @@ _MAX_HEAD = 1 << 16
 """Bytes of the headers of a request."""
 _LOG_SECONDS = 0.1
 """How long lines of the log are gathered."""
+_MAX_LINES = 1 << 16
+"""Of the log that wait to be written; further ones are lost."""
 
 
 class Server(uvicorn.Server):
@@ -221,10 +223,11 @@ def rare_collections() -> Iterator[None]:
 
 
 class LogHandler(logging.StreamHandler[TextIO]):
-    """Writes the lines of a log together, some time later; those before a warning, and it, at once.
+    """Writes the lines of a log together, some time later; those up to a warning without delay.
 
     A write wakes up what reads the log. A write per request would cost several per cent of all that
-    the event loop does.
+    the event loop does. A thread writes, so that who logs never waits for a disk or a full pipe:
+    the methods of one request may log a warning for each of their samples.
 
     Args:
         stream: gets the lines.
@@ -233,36 +236,36 @@ class LogHandler(logging.StreamHandler[TextIO]):
 
     def __init__(self, stream: TextIO, seconds: float = _LOG_SECONDS) -> None:
         super().__init__(stream)
-        self._seconds, self._lines = seconds, list[str]()
-        self._has_lines = threading.Event()
+        self._seconds, self._lines = seconds, deque[str]()
+        self._writing = threading.Lock()
+        self._has_lines, self._is_urgent = threading.Event(), threading.Event()
         threading.Thread(target=self._write_late, name="forethought-log", daemon=True).start()
 
     def emit(self, record: logging.LogRecord) -> None:
         """Add a line."""
         try:
-            self._lines.append(self.format(record) + self.terminator)
+            if len(self._lines) < _MAX_LINES:
+                self._lines.append(self.format(record) + self.terminator)
             if record.levelno >= logging.WARNING:
-                self.flush()
-            elif not self._has_lines.is_set():
+                self._is_urgent.set()
+            if not self._has_lines.is_set():
                 self._has_lines.set()
         except Exception:  # as logging does: a line that cannot be written hurts nothing else
             self.handleError(record)
 
     def flush(self) -> None:
         """Write what has been gathered; also called at the end of the process."""
-        self.acquire()
-        try:
-            lines, self._lines = self._lines, []
+        with self._writing:
+            lines = [self._lines.popleft() for _ in range(len(self._lines))]
             if lines:
                 self.stream.write("".join(lines))
-            super().flush()
-        finally:
-            self.release()
+            self.stream.flush()
 
     def _write_late(self) -> None:
         while True:
             self._has_lines.wait()
-            time.sleep(self._seconds)
+            self._is_urgent.wait(self._seconds)
             self._has_lines.clear()
+            self._is_urgent.clear()
             with contextlib.suppress(OSError, ValueError):  # the stream is closed
                 self.flush()
