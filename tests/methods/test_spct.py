@@ -61,6 +61,18 @@ def test_each_critique_has_a_seed_of_its_own():
     assert len(set(seeds)) == len(seeds) == 4
 
 
+def test_the_seed_of_the_request_seeds_the_critiques():
+    def seeds(seed):
+        worker = ScriptedWorker(lambda p, n: ANSWERS[n % 3] if "Scores" not in p else CRITIQUES[0])
+        controller = methods.create("best_of_n", reward_controller="spct", default_sample_num=3)
+        answer(controller, worker, sampling_params={"seed": seed})
+        return [call.task.seed for call in worker.calls if "Scores" in call.prompt]
+
+    assert seeds(7) == seeds(7)
+    assert len({*seeds(7), *seeds(8)}) == 16
+    assert set(seeds(None)) == {None}
+
+
 def test_only_the_critiques_that_the_meta_reward_prefers_vote():
     meta = {"x": 0.8, "y": 0.1, "z": 0.7}
     settings = {"num_critiques": 3, "meta_reward_controller": NativeRewardController()}

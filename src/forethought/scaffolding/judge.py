@@ -208,6 +208,9 @@ def filled(prompt: str, values: Mapping[str, str]) -> str:
 def judging(controller: Any, judged: GenerationTask | RewardTask, prompt: str) -> ChatTask:
     """A chat of a reward controller with its ``sampling_params``, for its worker.
 
+    Its seed is the one of what is judged, unless ``sampling_params`` have one, so a request with a
+    seed is judged alike each time.
+
     Args:
         controller: that judges.
         judged: what is judged; the prompt stands in the place of its question, in its conversation.
@@ -219,6 +222,7 @@ def judging(controller: Any, judged: GenerationTask | RewardTask, prompt: str) -
         chat = ChatTask.create_from_prompt(prompt)
     chat.worker_tag, chat.is_aside = controller.WorkerTag.REWARD, True
     sampling.fill(chat, controller.sampling_params)
+    sampling.fill(chat, {"seed": getattr(judged, "seed", None)})
     return chat
 
 
