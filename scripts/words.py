@@ -31,10 +31,10 @@ LIMITS = {
     "names that are pronouns or participles, per 1,000": 37.1,
     "docstrings that only say See X": 131,
     "docstring lines, per 1,000": 204,
-    "behind": 452,
+    "behind": 435,
     "so many": 48,
     "under way": 61,
-    "as far as": 63,
+    "as far as": 60,
 }
 """The counts of today; see above."""
 

@@ -136,9 +136,7 @@ def load(
         dtype = _auto_dtype(
             directory, config, torch.device(device), quantization is not None, against is None
         )
-    module = _module(directory, config, dtype, trust_remote_code)
-    _check_module(module, directory)
-    check_values(module.named_parameters(), directory, "model")
+    module = _checked_module(directory, config, dtype, trust_remote_code)
     with _refusing(directory, "loading"):
         module = module.eval().requires_grad_(False).to("cpu" if shard else device)
     layers, vocab_size = _probe(module, directory)
@@ -392,6 +390,16 @@ def _weight_bytes(directory: Path) -> int:
     """Bytes of the files that weights are read from."""
     files = [*directory.glob("*.safetensors")] or [*directory.glob("pytorch_model*.bin")]
     return sum(path.stat().st_size for path in files)
+
+
+def _checked_module(
+    directory: Path, config: Any, dtype: torch.dtype | str, trust_remote_code: bool
+) -> PreTrainedModel:
+    """The module with its weights, which are finite."""
+    module = _module(directory, config, dtype, trust_remote_code)
+    _check_module(module, directory)
+    check_values(module.named_parameters(), directory, "model")
+    return module
 
 
 def _module(

@@ -258,31 +258,18 @@ class Service:
         """
         model, composition = self.resolve(body)
         self._check_choices(num_choices, len(composition.choices))
-        if body.cache_salt is not None and not self.backend.salted:
-            raise ParameterError(
-                "cache_salt is not supported here",
-                "this server has no prefix cache",
-                "Leave it out",
-                param="cache_salt",
-            )
-        params = (
-            compact(request_sampling.params)
-            if self.backend.llm is not None
-            else request_sampling.params
-        )
+        cache_salt, priority = self._cache_salt(body, caller), body.priority or 0
+        params = request_sampling.params
+        if self.backend.llm is not None:
+            params = compact(params)
         wants_thought = not isinstance(body, ChatRequest) or body.include_reasoning is not False
         keeps_thought = self.settings.reasoning_in_content and wants_thought
         prompted = replace(prompted, keeps_thought=keeps_thought)
         if prompted.reader is not None:  # special tokens may mark thoughts and calls
             params = {"skip_special_tokens": False, **params}
-        cache_salt = f"{caller.tenant}/{body.cache_salt}" if body.cache_salt else caller.tenant
-        priority = body.priority or 0
         with named_by_client(request_sampling.fields):
-            further: dict[str, Any] = {
-                "n": num_choices,
-                "priority": priority,
-                "cache_salt": cache_salt,
-            }
+            further: dict[str, Any] = {"n": num_choices, "priority": priority}
+            further["cache_salt"] = cache_salt
             if request_sampling.prompt_logprobs is not None:
                 further["prompt_logprobs"] = request_sampling.prompt_logprobs
             sampling = sampling_params(params, **further)
@@ -320,6 +307,17 @@ class Service:
         """
         thinks, passes = self.backend.markers is not None, self.backend.passes_chats_on
         return sampling_of(body, tools, thinks=thinks, passes_chats_on=passes)
+
+    def _cache_salt(self, body: Generating, caller: Caller) -> str:
+        """The salt of a request's prefixes: tenants share none."""
+        if body.cache_salt is not None and not self.backend.salted:
+            raise ParameterError(
+                "cache_salt is not supported here",
+                "this server has no prefix cache",
+                "Leave it out",
+                param="cache_salt",
+            )
+        return f"{caller.tenant}/{body.cache_salt}" if body.cache_salt else caller.tenant
 
     def _check_choices(self, num_choices: int, num_methods: int) -> None:
         if num_choices * num_methods > self.settings.max_choices:
