@@ -40,6 +40,7 @@ class OpenaiServer:
         breaks_off: every answer ends before its last chunk.
         fail_with: status to refuse the next requests with.
         location: where such an answer points to, if it is a redirection.
+        error_code: of the errors with which it does; None: they have none.
         most_at_once: requests beyond that many at once are refused with 429; None: none are.
         num_refused: requests refused for that.
         most_seen: the largest number of requests answered at once.
@@ -63,6 +64,7 @@ class OpenaiServer:
         self.breaks_off = False
         self.fail_with: list[int] = []
         self.location = ""
+        self.error_code: str | None = None
         self.url = ""
         self.most_at_once: int | None = None
         self.num_refused = self.most_seen = self._num_open = 0
@@ -241,7 +243,8 @@ def serving(state: OpenaiServer | None = None) -> Iterator[OpenaiServer]:
             state.authorizations.append(self.headers["Authorization"])
             state.goes_on.wait()
             if state.fail_with:
-                return self.whole(state.fail_with.pop(0), {"error": {"message": "no"}})
+                error = {"message": "no", "code": state.error_code}
+                return self.whole(state.fail_with.pop(0), {"error": error})
             if not state.begin():
                 return self.whole(429, {"error": {"message": "too many at once"}})
             chunks = state.chunks(self.path, body)

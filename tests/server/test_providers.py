@@ -304,3 +304,114 @@ def test_a_refusal_is_part_of_a_conversation_of_responses() -> None:
         again = {"input": "Why?", "previous_response_id": first["id"]}
         assert server.send(RESPONSES, again).status == 200
         assert provider.requests[1]["messages"][1]["content"] == "I must not."
+
+
+def test_a_chunk_without_a_delta_adds_nothing() -> None:
+    empty: Chunk = {"choices": [{"index": 0, "delta": None, "finish_reason": None}]}
+    with in_front_of(lambda _: [empty, {"choices": None}, *saying("yes"), empty]) as (server, _):
+        assert server.send(CHAT, ASK).json["choices"][0]["message"]["content"] == "yes"
+
+
+def test_content_in_parts_is_text_and_thought() -> None:
+    thought = {"type": "thinking", "thinking": [{"type": "text", "text": "hm"}]}
+    parts = [chunk({"content": [thought]}), chunk({"content": [{"type": "text", "text": "yes"}]})]
+    with in_front_of(lambda _: [*parts, chunk({}, "stop")]) as (server, _):
+        message = server.send(CHAT, ASK).json["choices"][0]["message"]
+        assert (message["reasoning"], message["content"]) == ("hm", "yes")
+
+
+def test_alternatives_have_their_own_bytes() -> None:
+    def scored(raw: list[int], logprob: float) -> dict[str, Any]:
+        return {"token": "\ufffd", "logprob": logprob, "bytes": raw}
+
+    first, second = scored([0xE2, 0x98], -0.1), scored([0xF0, 0x9F], -2.0)
+    entry = {**first, "top_logprobs": [first, second]}
+    last = {**scored([0x83], -0.2), "top_logprobs": None}
+    star = chunk({"content": "\u2603"})
+    star["choices"][0]["logprobs"] = {"content": [entry, last]}
+    with in_front_of(lambda _: [star, chunk({}, "stop")]) as (server, _):
+        body = {**ASK, "logprobs": True, "top_logprobs": 2}
+        tokens = server.send(CHAT, body).json["choices"][0]["logprobs"]["content"]
+    assert [each["bytes"] for each in tokens] == [[0xE2, 0x98], [0x83]]
+    assert [each["bytes"] for each in tokens[0]["top_logprobs"]] == [[0xE2, 0x98], [0xF0, 0x9F]]
+
+
+def test_a_call_costs_tokens_where_the_provider_tells_no_usage() -> None:
+    answers = [calling(piece("{", "add", index=0), piece("}", index=0))]
+    with in_front_of(lambda _: answers[0]) as (server, _):
+        usage = server.send(CHAT, {**ASK, "tools": [ADD]}).json["usage"]
+        assert usage["completion_tokens"] == 2
+
+
+NAMED: list[tuple[dict[str, Any], dict[str, Any]]] = [
+    ({"name": "point"}, {"name": "point"}),
+    (
+        {"name": "point", "strict": False, "description": "of a plane"},
+        {"name": "point", "strict": False, "description": "of a plane"},
+    ),
+    ({"name": "point", "strict": True}, {"name": "point", "strict": True}),
+]
+
+
+@pytest.mark.parametrize(("fields", "sent"), NAMED)
+@pytest.mark.parametrize("method", [None, "majority_vote"])
+def test_a_schema_goes_out_as_the_client_names_it(
+    fields: dict[str, Any], sent: dict[str, Any], method: str | None
+) -> None:
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
+    chosen = {} if method is None else {"method": method}
+    with in_front_of(lambda _: saying("{}")) as (server, provider):
+        shape = {"type": "json_schema", "json_schema": {**fields, "schema": schema}}
+        assert server.send(CHAT, {**ASK, **chosen, "response_format": shape}).status == 200
+        text = {"format": {"type": "json_schema", **fields, "schema": schema}}
+        assert server.send(RESPONSES, {"input": "hi", **chosen, "text": text}).status == 200
+        shapes = [request["response_format"]["json_schema"] for request in provider.requests]
+    assert shapes == [{**sent, "schema": schema}] * len(shapes)
+
+
+def test_tools_go_out_as_strict_as_the_client_has_them() -> None:
+    strict = {"type": "function", "function": {**ADD["function"], "strict": True}}
+    with in_front_of(lambda _: saying("yes")) as (server, provider):
+        assert server.send(CHAT, {**ASK, "tools": [strict]}).status == 200
+        flat = {"type": "function", **strict["function"]}
+        assert server.send(RESPONSES, {"input": "hi", "tools": [flat]}).status == 200
+        assert [request["tools"] for request in provider.requests] == [[strict]] * 2
+
+
+def test_refusals_in_parts_may_be_sent_back() -> None:
+    refused = [chunk({"refusal": "I must not."}), chunk({}, "stop")]
+    with in_front_of(lambda n: saying("yes") if n else refused) as (server, provider):
+        [item] = server.send(RESPONSES, {"input": "hi"}).json["output"]
+        question = {"role": "user", "content": "Why?"}
+        reference = {"type": "item_reference", "id": item["id"]}
+        for earlier in (item, reference, {"role": "assistant", "content": item["content"]}):
+            body = {"input": [question, earlier, question]}
+            assert server.send(RESPONSES, body).status == 200
+        parts = {"role": "assistant", "content": item["content"]}
+        assert server.send(CHAT, {"messages": [question, parts, question]}).status == 200
+        sent = [request["messages"][1]["content"] for request in provider.requests[1:]]
+        assert sent == ["I must not."] * 4
+
+
+@pytest.mark.parametrize("arguments", [{}, {"arguments": None}, {"arguments": ""}])
+def test_a_call_of_before_without_arguments_has_none(arguments: dict[str, Any]) -> None:
+    with in_front_of(lambda _: saying("yes")) as (server, provider):
+        called = {"id": "c", "type": "function", "function": {"name": "add", **arguments}}
+        result = {"role": "tool", "tool_call_id": "c", "content": "3"}
+        talk = [*ASK["messages"], {"role": "assistant", "tool_calls": [called]}, result]
+        assert server.send(CHAT, {"messages": talk}).status == 200
+        item = {"type": "function_call", "call_id": "c", "name": "add", **arguments}
+        output = {"type": "function_call_output", "call_id": "c", "output": "3"}
+        assert server.send(RESPONSES, {"input": [*ASK["messages"], item, output]}).status == 200
+        for request in provider.requests:
+            [call] = request["messages"][1]["tool_calls"]
+            assert call["function"]["arguments"] == "{}"
+
+
+def test_a_refused_request_keeps_its_status_and_code() -> None:
+    with in_front_of(lambda _: saying("yes")) as (server, provider):
+        for status in (400, 422):
+            provider.fail_with = [status]
+            provider.error_code = "context_length_exceeded"
+            answer = server.send(CHAT, ASK)
+            assert (answer.status, answer.error["code"]) == (status, "context_length_exceeded")

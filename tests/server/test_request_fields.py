@@ -60,6 +60,8 @@ THOUGHTS: tuple[dict[str, Any], ...] = (
     {"thinking_token_budget": 20},
     {"reasoning_budget": 20},
     {"reasoning_budget": -1},
+    {"thinking_budget": -1},
+    {"thinking_token_budget": -1},
     {"thinking_soft": 10},
     {"reasoning_effort": "low"},
     {"reasoning_effort": "xhigh"},
@@ -104,7 +106,7 @@ def test_a_thought_that_is_asked_for_stands_in_front_of_a_shape(
     message = choice["message"]
     assert message["reasoning"]
     assert answer["usage"]["completion_tokens_details"]["reasoning_tokens"] > 0
-    if "thinking_budget" in str(thought):
+    if 20 in thought.values():
         assert answer["usage"]["completion_tokens_details"]["reasoning_tokens"] <= 20
     if "forced" in shape:
         [call] = message["tool_calls"]
@@ -229,6 +231,12 @@ def test_top_k_of_minus_one_is_no_limit(server: Served, path: str) -> None:
     assert (answer.status, answer.error["param"]) == (400, "top_k")
 
 
+def test_no_alternatives_are_asked_for_without_log_probabilities(server: Served) -> None:
+    answer = ask(server, CHAT, logprobs=False, top_logprobs=0)
+    assert answer.status == 200
+    assert answer.json["choices"][0]["logprobs"] is None
+
+
 # ---- names in errors ---------------------------------------------------------------------------
 
 BROKEN: dict[str, Any] = {"type": "string", "pattern": "(?=x)"}
@@ -272,6 +280,13 @@ BROKEN: dict[str, Any] = {"type": "string", "pattern": "(?=x)"}
         (CHAT, {"logprobs": True, "top_logprobs": 99}, "top_logprobs"),
         (COMPLETIONS, {"logprobs": 99}, "logprobs"),
         (COMPLETIONS, {"prompt": [300, "x"]}, "prompt.1"),
+        (COMPLETIONS, {"prompt": [[300], "x"]}, "prompt.1"),
+        (COMPLETIONS, {"prompt": ["x", [300]]}, "prompt.1"),
+        (RESPONSES, {"input": [{"type": "web_search_call", "id": "x"}]}, "input.0.type"),
+        (CHAT, {"thinking_budget": -2}, "thinking_budget"),
+        (CHAT, {"thinking_token_budget": -2}, "thinking_token_budget"),
+        (CHAT, {"reasoning_budget": -2}, "reasoning_budget"),
+        (CHAT, {"logprobs": False, "top_logprobs": 1}, "top_logprobs"),
         (CHAT, {"structured_outputs": {"regex": "("}}, "structured_outputs.regex"),
         (CHAT, {"structured_outputs": {"choice": []}}, "structured_outputs.choice"),
         (COMPLETIONS, {"structured_outputs": {"grammar": "x"}}, "structured_outputs.grammar"),
@@ -324,6 +339,18 @@ def test_an_error_names_the_field_of_the_client_and_its_whole_path(
         message = answer.error["message"]
     assert "guided_decoding" not in message
     assert param.split(".")[-1] in message
+
+
+def test_ids_outside_the_vocabulary_are_named(server: Served) -> None:
+    answer = server.send("/detokenize", {"tokens": [10**8]})
+    assert (answer.status, answer.error["param"]) == (400, "tokens")
+
+
+@pytest.mark.parametrize("item", [5, "hi", None])
+def test_an_item_that_is_no_object_is_refused_in_words_of_json(server: Served, item: Any) -> None:
+    answer = server.send(RESPONSES, {"input": [item]})
+    assert (answer.status, answer.error["param"]) == (400, "input.0")
+    assert "InputMessage" not in answer.error["message"]
 
 
 def test_requests_that_share_a_broken_grammar_are_told_their_own_fields(server: Served) -> None:

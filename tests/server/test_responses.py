@@ -283,6 +283,11 @@ def test_what_changes_nothing_is_accepted(server: Served, fields: dict[str, Any]
     assert texts[0] == texts[1]
 
 
+def test_an_unknown_response_is_named_by_the_field_of_the_client(server: Served) -> None:
+    answer = server.send("/v1/responses", {"input": "x", "previous_response_id": "resp_nothing"})
+    assert (answer.status, answer.error["param"]) == (404, "previous_response_id")
+
+
 def said(server: Served, response_id: str) -> list[Any]:
     kept = server.service.store.find(response_id, "")
     return [(each["role"], each["content"], "tool_calls" in each) for each in kept.messages]

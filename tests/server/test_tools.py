@@ -98,15 +98,66 @@ def test_what_is_combined_of_several_schemas_stays_satisfiable(schema: dict[str,
     assert closed(schema) == schema
 
 
-def test_definitions_of_two_tools_are_told_apart() -> None:
-    def tool(name: str, kind: str) -> Any:
-        parameters = {"properties": {"x": {"$ref": "#/$defs/X"}}, "$defs": {"X": {"type": kind}}}
-        return {"type": "function", "function": {"name": name, "parameters": parameters}}
+LIST = {"properties": {"next": {"anyOf": [{"$ref": "#"}, {"type": "null"}]}}, "required": ["next"]}
+REFERRING: dict[str, tuple[dict[str, Any], Any]] = {
+    "$defs": (
+        {"properties": {"x": {"$ref": "#/$defs/X"}}, "$defs": {"X": {"const": 7}}},
+        {"x": 7},
+    ),
+    "definitions, as zod writes them": (
+        {
+            "$schema": "http://json-schema.org/draft-07/schema#",
+            "$id": "https://tools.example/x",
+            "properties": {"x": {"$ref": "#/definitions/X"}, "y": {"$ref": "#/properties/x"}},
+            "definitions": {"X": {"const": 7}},
+        },
+        {"x": 7, "y": 7},
+    ),
+    "the schema itself": (LIST, {"next": {"next": None}}),
+    "a property of such a name": (
+        {"properties": {"const": {"$ref": "#/$defs/$ref"}}, "$defs": {"$ref": {"const": 7}}},
+        {"const": 7},
+    ),
+    "a value that looks like one": (
+        {"properties": {"x": {"const": {"$ref": "#/$defs/X"}}}},
+        {"x": {"$ref": "#/$defs/X"}},
+    ),
+}
 
-    schema = json.loads(str(Tools([tool("a", "string"), tool("b", "null")], "required").shape.json))
-    refs = [call["properties"]["arguments"]["properties"]["x"]["$ref"] for call in schema["anyOf"]]
-    kinds = [schema["$defs"][ref.removeprefix("#/$defs/")]["type"] for ref in refs]
-    assert kinds == ["string", "null"]
+
+@pytest.mark.parametrize("kind", REFERRING)
+@pytest.mark.parametrize("num_tools", [1, 2])
+def test_references_within_parameters_lead_to_them(kind: str, num_tools: int) -> None:
+    jsonschema = pytest.importorskip("jsonschema")
+    parameters, arguments = REFERRING[kind]
+    names = ["a", "b"][:num_tools]
+    tools = [
+        {"type": "function", "function": {"name": name, "parameters": parameters}} for name in names
+    ]
+    schema = json.loads(str(Tools(tools, "required").shape.json))
+    for name in names:
+        jsonschema.validate({"name": name, "arguments": arguments}, schema)
+        with pytest.raises(jsonschema.ValidationError):
+            jsonschema.validate({"name": name, "arguments": {**arguments, "z": 1}}, schema)
+
+
+def test_a_forced_call_keeps_to_a_reference(server: Served) -> None:
+    parameters, arguments = REFERRING["definitions, as zod writes them"]
+    closing = {**parameters, "required": ["x", "y"]}
+    tools = [
+        {"type": "function", "function": {"name": name, "parameters": closing}} for name in "ab"
+    ]
+    answer = server.send(CHAT, {**FORCED, "tools": tools, "max_tokens": 100}).json["choices"][0]
+    [call] = answer["message"]["tool_calls"]
+    assert json.loads(call["function"]["arguments"]) == arguments
+
+
+def test_a_call_that_a_stop_string_cuts_is_none_to_execute(server: Served) -> None:
+    body = {**FORCED, "stop": ["text"], "max_tokens": 300}
+    choice = server.send(CHAT, body).json["choices"][0]
+    assert choice["finish_reason"] == "stop"
+    _, reason = fragments(server.send(CHAT, {**body, "stream": True}))
+    assert reason == "stop"
 
 
 # ---- texts ---------------------------------------------------------------------------------------

@@ -285,6 +285,7 @@ class AsyncLLM:
                 "invalid token ids",
                 f"{bad} is none of the ids 0 to {size - 1}",
                 "Use its tokenizer",
+                param="tokens",
             )
         return self._frontend.tokenizer.decode(token_ids, skip_special_tokens=False)
 

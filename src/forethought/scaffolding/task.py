@@ -567,6 +567,9 @@ class ChatTask(StreamGenerationTask):
     to the worker."""
     parallel_tool_calls: bool | None = None
     """Whether a message may hold several calls; None: left to the worker."""
+    schema_fields: Mapping[str, Any] | None = None
+    """Name, description and ``strict`` of the schema of ``guided_decoding``, for a server; None: a
+    name of the worker's, and strict."""
     reasoning_effort: str | None = None
     """How much the model is to think, in OpenAI's words, for a server; None: left to it."""
     max_tokens_field: Literal["max_tokens", "max_completion_tokens"] = "max_tokens"
@@ -624,6 +627,7 @@ class ChatTask(StreamGenerationTask):
         before = request[:-1] if request and request[-1].role == "user" else request
         return ChatTask(
             messages=[*before, UserMessage(text)],
+            schema_fields=self.schema_fields,
             reasoning_effort=self.reasoning_effort,
             max_tokens_field=self.max_tokens_field,
         )

@@ -301,14 +301,25 @@ def _invalid(complaints: Any) -> HttpError:
         return HttpError(400, message, param=param, code="unsupported_parameter")
     if kind == "missing":
         return HttpError(400, f"{param} is missing", param=param, code="missing_parameter")
-    return HttpError(400, f"invalid {param}: {first['msg']}", param=param, code="invalid_value")
+    message = first["msg"]
+    if kind == "union_tag_invalid":
+        kinds = message.partition("expected tags: ")[2].replace("<", "").replace(">", "")
+        param, message = f"{param}.type", f"Input should be one of {kinds}"
+    elif kind == "model_type":
+        message = "Input should be an object"
+    return HttpError(400, f"invalid {param}: {message}", param=param, code="invalid_value")
 
 
 def _foremost(complaints: Any) -> Mapping[str, Any]:
     """The complaint to tell: of a union, about the alternative that fits best."""
+
+    def progress(complaint: Mapping[str, Any]) -> tuple[int, int]:
+        """How deep, and how far into a list, the value fits."""
+        last = complaint["loc"][-1]
+        return len(complaint["loc"]), last if isinstance(last, int) else 0
+
     unknown = [each for each in complaints if each["type"] == "extra_forbidden"]
-    found: Mapping[str, Any] = max(unknown or complaints, key=lambda each: len(each["loc"]))
-    return found
+    return max(unknown or complaints, key=progress)
 
 
 class BodyRoute(APIRoute):

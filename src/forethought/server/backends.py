@@ -74,6 +74,8 @@ class Conversation:
         template_args: further arguments of the chat template.
         has_shape: a grammar holds for the answer.
         thinks_first: a thought is asked for in front of that; else the answer begins at once.
+        schema_fields: name, description and ``strict`` of the schema that the answer has to keep
+            to, for other servers; None: the client has given none.
         reasoning_effort: how much to think, for other servers; None: left to them.
         max_tokens_field: the name that the client gives the limit of tokens, for other servers.
     """
@@ -83,6 +85,7 @@ class Conversation:
     template_args: Mapping[str, Any] = field(default_factory=dict)
     has_shape: bool = False
     thinks_first: bool = False
+    schema_fields: Mapping[str, Any] | None = None
     reasoning_effort: str | None = None
     max_tokens_field: Literal["max_tokens", "max_completion_tokens"] = "max_tokens"
 

@@ -32,7 +32,7 @@ from forethought.server.message import (
     answer_of,
     num_thought_tokens,
 )
-from forethought.server.protocol import ChatRequest, message_dicts, tools_of
+from forethought.server.protocol import ChatRequest, message_dicts, schema_fields, tools_of
 from forethought.server.service import Service
 from forethought.server.tool_calls import CallPiece, Tools
 from forethought.server.usage import chat_usage
@@ -67,6 +67,9 @@ def _prepared(service: Service, body: ChatRequest, caller: Caller) -> _Chat:
         body.chat_template_kwargs or {},
         has_shape=sampling.has_shape,
         thinks_first=sampling.thinks_first,
+        schema_fields=schema_fields(
+            body.response_format.json_schema if body.response_format else None
+        ),
         reasoning_effort=body.reasoning_effort,
         max_tokens_field=(
             "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"

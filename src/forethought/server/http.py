@@ -146,8 +146,10 @@ def _foreign(error: BaseException) -> HttpError:
     status = getattr(error, "status_code", None)
     if isinstance(status, int):  # of the openai package
         message = f"the server behind this one answered {status}: {str(error)[:500]}"
-        passed = status if status in (400, 404, 413, 429) else 502
-        return HttpError(passed, message, code="upstream_error")
+        passed = status if status in (400, 404, 413, 422, 429) else 502
+        code = getattr(error, "code", None)  # as context_length_exceeded, which clients look for
+        is_passed = passed == status and isinstance(code, str)
+        return HttpError(passed, message, code=code if is_passed else "upstream_error")
     if isinstance(error, ConnectionError) or type(error).__name__ in (
         "APIConnectionError",
         "APITimeoutError",

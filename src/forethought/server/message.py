@@ -45,7 +45,7 @@ def answer_of(
     calls = [*calls, *map(_given, output.meta.get("tool_calls", ()))]
     reasoning = thought + reasoning
     reason = _REASONS.get(output.finish_reason or "stop", "stop")
-    if calls and reason == "stop":
+    if calls and reason == "stop" and all(call.is_whole for call in calls):
         reason = "tool_calls"
     refusal = output.meta.get("refusal")
     return Answer(content, reasoning, calls, reason, _count(reasoning, output, service), refusal)

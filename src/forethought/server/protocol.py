@@ -79,11 +79,16 @@ def _shallow_text(text: str) -> str:
     return text
 
 
+def _object(arguments: str) -> str:
+    """The arguments of a call; none are ``{}``."""
+    return arguments if arguments.strip() else "{}"
+
+
 Count = Annotated[int, Field(ge=0)]
 Positive = Annotated[int, Field(ge=1)]
 Text = Annotated[str, Field(min_length=0)]
 """Text that UTF-8 can encode: with any constraint, pydantic refuses lone surrogates."""
-ArgumentsText = Annotated[Text, AfterValidator(_shallow_text)]
+ArgumentsText = Annotated[Text, AfterValidator(_shallow_text), AfterValidator(_object)]
 """Arguments of a call: JSON, or what a model has written in its place."""
 Ids = Annotated[list[Count], Field(fail_fast=True)]
 Free = Annotated[dict[Text, Any], AfterValidator(_shallow)]
@@ -182,8 +187,8 @@ class Generating(Body):
     cache_salt: Annotated[str, Field(min_length=1, max_length=256)] | None = None
     priority: int | None = None
     structured_outputs: StructuredOutputs | None = None
-    thinking_budget: Count | None = None
-    thinking_token_budget: Count | None = None
+    thinking_budget: int | None = None
+    thinking_token_budget: int | None = None
     reasoning_budget: int | None = None
     thinking_soft: Count | None = None
     # methods
@@ -224,16 +229,36 @@ class TextPart(Body):
     text: Text
 
 
-Parts = Annotated[
-    list[Annotated[TextPart, Interruptible]], Field(fail_fast=True, max_length=MAX_ITEMS)
+class RefusalPart(Body):
+    """Why an assistant did not answer, in its words."""
+
+    type: Literal["refusal"]
+    refusal: Text
+
+    @property
+    def text(self) -> str:
+        """What it said."""
+        return self.refusal
+
+
+def _part_kind(part: Any) -> str:
+    """The tag of a part's type, which is no name of a field."""
+    kind = part.get("type") if isinstance(part, dict) else None
+    return "<refusal>" if kind == "refusal" else "<text>"
+
+
+Part = Annotated[
+    Annotated[TextPart, Tag("<text>")] | Annotated[RefusalPart, Tag("<refusal>")],
+    Discriminator(_part_kind),
 ]
+Parts = Annotated[list[Annotated[Part, Interruptible]], Field(fail_fast=True, max_length=MAX_ITEMS)]
 
 
 class CalledFunction(Body):
     """The function of a call."""
 
     name: Text
-    arguments: ArgumentsText
+    arguments: ArgumentsText = "{}"
 
 
 class CalledTool(Body):
@@ -379,8 +404,12 @@ class InputText(Body):
     logprobs: list[Free] | None = None
 
 
+InputPart = Annotated[
+    Annotated[InputText, Tag("<text>")] | Annotated[RefusalPart, Tag("<refusal>")],
+    Discriminator(_part_kind),
+]
 InputTexts = Annotated[
-    list[Annotated[InputText, Interruptible]], Field(fail_fast=True, max_length=MAX_ITEMS)
+    list[Annotated[InputPart, Interruptible]], Field(fail_fast=True, max_length=MAX_ITEMS)
 ]
 
 
@@ -401,7 +430,7 @@ class FunctionCallItem(Body):
     type: Literal["function_call"]
     call_id: Text
     name: Text
-    arguments: ArgumentsText
+    arguments: ArgumentsText = "{}"
     id: Text | None = None
     status: Text | None = None
 
@@ -606,11 +635,16 @@ def tools_of(body: ChatRequest) -> Tools:
 
 
 def make_tools(tools: Sequence[Tool], choice: str, named: bool, several: bool) -> Tools:
-    """Tools, as chat templates take them."""
+    """The tools of a request, as it has sent them."""
     given = [tool.model_dump(exclude_none=True) for tool in tools]
-    for tool in given:
-        tool["function"].pop("strict", None)
     return Tools(given, choice, several, named)
+
+
+def schema_fields(shape: JsonSchema | TextFormat | None) -> Mapping[str, Any] | None:
+    """What a request says of its schema, for another server; None: it has no named schema."""
+    if shape is None or shape.schema_ is None:
+        return None
+    return shape.model_dump(include={"name", "description", "strict"}, exclude_none=True)
 
 
 def message_dicts(messages: Sequence[Message]) -> list[dict[str, Any]]:

@@ -324,8 +324,9 @@ def _chat(conversation: Conversation) -> ChatTask:
     tools, chat = conversation.tools, ChatTask()
     chat.messages = [ClientMessage(message) for message in conversation.messages]
     if tools.offered:
-        chat.tools, chat.tool_choice = tools.offered, tools.choice_field
+        chat.tools, chat.tool_choice = list(tools.tools), tools.choice_field
         chat.parallel_tool_calls = None if tools.several else False
+    chat.schema_fields = conversation.schema_fields
     chat.reasoning_effort = conversation.reasoning_effort
     chat.max_tokens_field = conversation.max_tokens_field
     return chat

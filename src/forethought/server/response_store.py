@@ -127,8 +127,13 @@ class ResponseStore:
         """Keep a response."""
         self._records[record.id] = record
 
-    def find(self, response_id: str, tenant: str) -> Record:
+    def find(self, response_id: str, tenant: str, field: str = "response_id") -> Record:
         """A response of a tenant.
+
+        Args:
+            response_id: of the response.
+            tenant: whose it is.
+            field: of the request that names it.
 
         Raises:
             HttpError: it has none of this id.
@@ -139,7 +144,7 @@ class ResponseStore:
             raise HttpError(
                 404,
                 f"there is no response {response_id[:80]!r}",
-                param="response_id",
+                param=field,
                 code="response_not_found",
             )
         return record

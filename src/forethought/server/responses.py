@@ -43,10 +43,12 @@ from forethought.server.protocol import (
     ItemReference,
     ReasoningItem,
     ReasoningOptions,
+    RefusalPart,
     ResponseRequest,
     TextOptions,
     Tool,
     make_tools,
+    schema_fields,
 )
 from forethought.server.response_store import Record
 from forethought.server.sampling import wants_logprobs
@@ -111,6 +113,7 @@ def _prepared(
         tools,
         has_shape=sampling.has_shape,
         thinks_first=sampling.thinks_first,
+        schema_fields=schema_fields(body.text.format if body.text else None),
         reasoning_effort=body.reasoning.effort if body.reasoning else None,
     )
     prompted = service.backend.open(conversation)
@@ -150,13 +153,14 @@ def conversation_of(service: Service, body: ResponseRequest, tenant: str) -> lis
     """
     messages: list[dict[str, Any]] = []
     if body.previous_response_id is not None:
-        record = service.store.find(body.previous_response_id, tenant)
+        field = "previous_response_id"
+        record = service.store.find(body.previous_response_id, tenant, field)
         if record.finished is None:
             raise ParameterError(
                 "the previous response has not finished",
                 "",
                 "Wait for its end",
-                param="previous_response_id",
+                param=field,
             )
         messages += [dict(each) for each in record.messages]
         messages += _said(record.response["output"])
@@ -210,7 +214,7 @@ def _append(messages: list[dict[str, Any]], item: Any) -> None:
         )
 
 
-def _plain(content: str | Sequence[InputText]) -> str:
+def _plain(content: str | Sequence[InputText | RefusalPart]) -> str:
     return content if isinstance(content, str) else "".join(part.text for part in content)
 
 
@@ -242,7 +246,10 @@ def _tools(body: ResponseRequest) -> Tools:
         Tool(
             type="function",
             function=Function(
-                name=tool.name, description=tool.description, parameters=tool.parameters
+                name=tool.name,
+                description=tool.description,
+                parameters=tool.parameters,
+                strict=tool.strict,
             ),
         )
         for tool in body.tools or []

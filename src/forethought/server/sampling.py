@@ -233,7 +233,7 @@ def _read_logprobs(body: Generating, params: dict[str, Any], fields: dict[str, s
         fields["logprobs"] = fields["num_logprobs"] = "top_logprobs"
     if not isinstance(body, ChatRequest):
         return
-    if body.top_logprobs is not None and not body.logprobs:
+    if body.top_logprobs and not body.logprobs:
         why, fix = "it is not true", "Set logprobs: true"
         raise ParameterError("top_logprobs needs logprobs", why, fix, param="top_logprobs")
     if body.logprobs:
@@ -343,7 +343,7 @@ def _read_thinking(
     for name, budget in budgets.items():
         if budget < -1:
             why, fix = f"got {budget}", "-1 stands for no limit"
-            raise ParameterError("invalid reasoning_budget", why, fix, param=name)
+            raise ParameterError(f"invalid {name}", why, fix, param=name)
         is_unlimited = is_unlimited or budget == -1
         if budget != -1:
             params["thinking_budget"], fields["thinking_budget"] = budget, name

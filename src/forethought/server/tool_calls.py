@@ -58,6 +58,15 @@ class Call(NamedTuple):
         text = "{}" if text.strip() in ("", "null") else text
         return cls(name, text, f"call_{uuid.uuid4().hex[:24]}")
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether the arguments are JSON; not if a stop string has cut them."""
+        try:
+            json.loads(self.arguments)
+        except (ValueError, RecursionError):
+            return False
+        return True
+
     def to_dict(self) -> dict[str, Any]:
         """As a chat message holds it."""
         function = {"name": self.name, "arguments": self.arguments}
@@ -69,7 +78,7 @@ class Tools:
     """The tools of one request.
 
     Attributes:
-        tools: as the chat template takes them: dictionaries with ``type`` and ``function``.
+        tools: as the request has them: dictionaries with ``type`` and ``function``.
         choice: ``"auto"``, ``"none"``, ``"required"``, or the name of a function.
         several: whether an answer may hold several calls.
 
@@ -103,8 +112,8 @@ class Tools:
 
     @property
     def offered(self) -> list[dict[str, Any]]:
-        """Those that the model is told of."""
-        return [] if self.choice == "none" else [dict(tool) for tool in self.tools]
+        """Those that the model is told of; ``strict`` is said to other servers alone."""
+        return [] if self.choice == "none" else [_shown(tool) for tool in self.tools]
 
     @property
     def forced(self) -> bool:
@@ -122,14 +131,14 @@ class Tools:
     def shape(self) -> GuidedDecodingParams:
         """The grammar of a forced call: a JSON object with the name and the arguments."""
         allowed = [t for t in self.tools if not self.named or t["function"]["name"] == self.choice]
-        functions = [_named_apart(tool["function"], number) for number, tool in enumerate(allowed)]
-        calls = [_call_schema(function) for function in functions]
+        places = ["#"] if len(allowed) == 1 else [f"#/anyOf/{n}" for n in range(len(allowed))]
+        calls = [
+            _call_schema(tool["function"], place)
+            for tool, place in zip(allowed, places, strict=True)
+        ]
         schema = dict(calls[0] if len(calls) == 1 else {"anyOf": calls})
         schema["x-guidance"] = {"whitespace_flexible": False}  # small models write blanks for ever
-        hoisted: dict[str, Any] = {}
-        for function in functions:
-            hoisted |= closed(function.get("parameters") or {}).get("$defs") or {}
-        return GuidedDecodingParams(json=schema | ({"$defs": hoisted} if hoisted else {}))
+        return GuidedDecodingParams(json=schema)
 
     @property
     def callable(self) -> list[str]:
@@ -151,6 +160,12 @@ class Tools:
             return _forced(text, self.callable, is_cut)
         content, calls = _parse(text, {tool["function"]["name"] for tool in self.tools}, is_cut)
         return content, calls if self.several else calls[:1]
+
+
+def _shown(tool: Mapping[str, Any]) -> dict[str, Any]:
+    """A tool as chat templates take it."""
+    function = {name: value for name, value in tool["function"].items() if name != "strict"}
+    return {**tool, "function": function}
 
 
 def _forced(text: str, names: Sequence[str], is_cut: bool) -> tuple[str, list[Call]]:
@@ -276,25 +291,40 @@ def _types(schema: Mapping[str, Any]) -> Sequence[Any]:
     return types if isinstance(types, list) else [types]
 
 
-def _named_apart(function: Mapping[str, Any], number: int) -> Mapping[str, Any]:
-    """A function whose definitions have names that no other function's have."""
+_NAMES = ("properties", "patternProperties", "dependentSchemas", "$defs", "definitions")
+"""Words of a schema that have schemas by names."""
+_VALUES = ("const", "enum", "default", "examples")
+"""Words of a schema that have values."""
+
+
+def _moved(schema: Any, root: str) -> Any:
+    """A schema that stands at ``root`` of another one: its references lead to itself there."""
+    if isinstance(schema, list):
+        return [_moved(each, root) for each in schema]
+    if not isinstance(schema, Mapping):
+        return schema
+    made: dict[str, Any] = {}
+    for word, part in schema.items():
+        if word == "$ref" and isinstance(part, str) and (part == "#" or part.startswith("#/")):
+            made[word] = root + part[1:]
+        elif word in _NAMES and isinstance(part, Mapping):
+            made[word] = {name: _moved(each, root) for name, each in part.items()}
+        elif word != "$id":  # references would lead to it
+            made[word] = part if word in _VALUES else _moved(part, root)
+    return made
+
+
+def _call_schema(function: Mapping[str, Any], place: str) -> dict[str, Any]:
+    """The schema of a call, which stands at ``place``."""
     parameters = function.get("parameters") or {}
-    if not isinstance(parameters.get("$defs"), Mapping):
-        return function
-    text = json.dumps(parameters).replace('"#/$defs/', f'"#/$defs/{number}.')
-    renamed = json.loads(text)
-    renamed["$defs"] = {
-        f"{number}.{name}": definition for name, definition in renamed["$defs"].items()
-    }
-    return {**function, "parameters": renamed}
-
-
-def _call_schema(function: Mapping[str, Any]) -> dict[str, Any]:
-    parameters = closed(function.get("parameters") or {"type": "object"})
-    parameters.pop("$defs", None)
+    if not any(word in parameters for word in (*_COMBINING, *_VALUES, "type")):
+        parameters = {"type": "object", **parameters}  # arguments are none but objects
     return {
         "type": "object",
-        "properties": {"name": {"const": function["name"]}, "arguments": parameters},
+        "properties": {
+            "name": {"const": function["name"]},
+            "arguments": _moved(closed(parameters), f"{place}/properties/arguments"),
+        },
         "required": ["name", "arguments"],
         "additionalProperties": False,
     }

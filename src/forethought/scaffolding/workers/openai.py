@@ -391,7 +391,9 @@ def _response_format(task: GenerationTask) -> dict[str, Any]:
             "there is no field for it that servers agree on",
             "Use json or json_object, or the field of your server in extra_body",
         )
-    schema = {"name": "output", "schema": json.loads(str(shape.json)), "strict": True}
+    given = task.schema_fields if isinstance(task, ChatTask) else None
+    named = {"name": "output"} | ({"strict": True} if given is None else dict(given))
+    schema = {**named, "schema": json.loads(str(shape.json))}
     return {"response_format": {"type": "json_schema", "json_schema": schema}}
 
 

@@ -104,12 +104,25 @@ class StreamedChoice:
         around = self.text[end - 1 : end + 1] if end else ""
         return len(around) == 2 and around[1].isspace() and not around[0].isspace()
 
-    def add(self, text: str, scores: Sequence[TokenLogprobs] = (), thought: str = "") -> int:
+    def add(
+        self,
+        text: str,
+        scores: Sequence[TokenLogprobs] = (),
+        thought: str = "",
+        *,
+        has_more: bool = False,
+    ) -> int:
         """Append a piece of text, or of reasoning; returns its number of tokens.
 
         Tokens whose own texts are not sent share one text, which counts for the last of them.
+
+        Args:
+            text: new.
+            scores: of its tokens.
+            thought: new reasoning.
+            has_more: whether the piece is of a call or a refusal, too.
         """
-        number = len(scores) or int(bool(text or thought))
+        number = len(scores) or int(bool(text or thought or has_more))
         pieces = [next(iter(entries.values())).token or "" for entries in scores]
         if "".join(pieces) != text or len(pieces) != number:
             pieces = [*[""] * (number - 1), text] if number else []
@@ -311,7 +324,8 @@ class ChunkReader:
                 k, kept = self._confidence, self._num_logprobs
                 choice.confidences += [confidence_of(entries, k) for entries in scores]
                 scores = [_first_of(entries, kept) for entries in scores]
-            new = choice.add(piece.text, scores, piece.thought)
+            has_more = bool(piece.calls or piece.refusal)
+            new = choice.add(piece.text, scores, piece.thought, has_more=has_more)
             if piece.finish_reason is not None:
                 choice.finish_reason = piece.finish_reason
                 choice.stop_reason = self._stop_reason(piece)

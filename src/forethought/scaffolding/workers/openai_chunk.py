@@ -6,12 +6,11 @@ the API promises of it, or fails with ``UpstreamError``.
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from forethought.errors import ForethoughtError, UpstreamError
 from forethought.outputs import Logprob, TokenLogprobs, Usage
@@ -93,16 +92,31 @@ def _piece(choice: Any) -> ChoicePiece:
     if "stop_reason" in extra:
         piece.tells_stop_reason, stopped = True, extra["stop_reason"]
         piece.stop_reason = stopped if isinstance(stopped, int | str) else None
-    delta = getattr(choice, "delta", None) or getattr(choice, "message", None)
+    deltas = [getattr(choice, name, None) for name in ("delta", "message")]
+    delta = next((delta for delta in deltas if delta is not None), None)
     if delta is None:
-        piece.text = _text(choice.text)
-        piece.scores = _completion_logprobs(choice.logprobs)
+        if getattr(choice, "text", None) is not None:  # else nothing is new
+            piece.text = _text(choice.text)
+            piece.scores = _completion_logprobs(choice.logprobs)
         return piece
-    piece.text, piece.scores = _text(delta.content), _chat_logprobs(choice.logprobs)
-    piece.thought = _thought(delta)
+    piece.text, thought = _content(delta.content)
+    piece.scores = _chat_logprobs(getattr(choice, "logprobs", None))
+    piece.thought = thought + _thought(delta)
     piece.refusal = _text(getattr(delta, "refusal", None))
-    piece.calls = [_call(part) for part in getattr(delta, "tool_calls", None) or ()]
+    calls = getattr(delta, "tool_calls", None) or ()
+    piece.calls = [_call(part) for part in calls if part is not None]
     return piece
+
+
+def _content(content: Any) -> tuple[str, str]:
+    """Text and thought of a content, which some servers, as Mistral's, send as a list of parts."""
+    if not isinstance(content, list):
+        return _text(content), ""
+    thoughts = [part.get("thinking") or () for part in content]
+    return (
+        "".join(_text(part.get("text")) for part in content),
+        "".join(_text(p if isinstance(p, str) else p["text"]) for t in thoughts for p in t),
+    )
 
 
 def _call(part: Any) -> CallPiece:
@@ -175,41 +189,48 @@ def _completion_logprobs(logprobs: Any) -> list[TokenLogprobs]:
         zip(logprobs.tokens, logprobs.token_logprobs, strict=True)
     ):
         others: list[Mapping[str, Any] | None] = (logprobs.top_logprobs or [])[index : index + 1]
-        entries.append(_entries(token, value, (others[0] or {}).items() if others else ()))
+        pairs = (others[0] or {}).items() if others else ()
+        scored = [_Scored.read(text, logprob) for text, logprob in pairs]
+        entries.append(_entries(_Scored.read(token, value), scored))
     return entries
 
 
 def _chat_logprobs(logprobs: Any) -> list[TokenLogprobs]:
-    entries = (logprobs and logprobs.content) or ()
+    def scored(entry: Any) -> _Scored:
+        return _Scored.read(entry.token, entry.logprob, getattr(entry, "bytes", None))
+
     return [
-        {
-            token: dataclasses.replace(logprob, raw=_raw(entry))
-            if logprob.token == _text(entry.token)
-            else logprob
-            for token, logprob in _entries(
-                entry.token, entry.logprob, [(o.token, o.logprob) for o in entry.top_logprobs or ()]
-            ).items()
-        }
-        for entry in entries
+        _entries(scored(entry), [scored(other) for other in entry.top_logprobs or ()])
+        for entry in (logprobs and logprobs.content) or ()
     ]
 
 
-def _raw(entry: Any) -> bytes | None:
-    """The bytes of a token, where they are not those of its text."""
-    raw = bytes(entry.bytes or ())
-    return raw if raw and raw != entry.token.encode(errors="replace") else None
+class _Scored(NamedTuple):
+    """A token as a server scores it."""
+
+    token: str
+    logprob: float
+    raw: bytes | None
+    """Its bytes, where they are not those of its text."""
+
+    @classmethod
+    def read(cls, token: Any, logprob: Any, values: Any = None) -> _Scored:
+        """A token of which a server has sent the text, the score and perhaps the bytes."""
+        text, raw = _text(token), bytes(values or ())
+        is_text = not raw or raw == text.encode()
+        return cls(text, _logprob(logprob), None if is_text else raw)
 
 
-def _entries(chosen: str, value: Any, others: Any) -> TokenLogprobs:
+def _entries(chosen: _Scored, others: Sequence[_Scored]) -> TokenLogprobs:
     """The chosen token first, then the others by rank."""
-    chosen = _text(chosen)
-    pairs = [(_text(token), _logprob(logprob)) for token, logprob in others]
-    ranked = sorted(pairs, key=lambda pair: -pair[1])
-    rank = next((n for n, (token, _) in enumerate(ranked, 1) if token == chosen), None)
-    entries = {_token_id(chosen, -1): Logprob(_logprob(value), rank, chosen)}
-    for number, (token, logprob) in enumerate(ranked, start=1):
-        if token != chosen:
-            entries[_token_id(token, -1 - number)] = Logprob(logprob, number, token)
+    ranked = list(enumerate(sorted(others, key=lambda other: -other.logprob), start=1))
+    token, value, raw = chosen
+    rank = next((n for n, other in ranked if (other.token, other.raw) == (token, raw)), None)
+    entries = {_token_id(token, -1): Logprob(value, rank, token, raw)}
+    for number, other in ranked:
+        if number != rank:
+            logprob = Logprob(other.logprob, number, other.token, other.raw)
+            entries[_token_id(other.token, -1 - number)] = logprob
     return entries
 
 
