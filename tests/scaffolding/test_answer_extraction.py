@@ -218,6 +218,19 @@ def test_a_text_that_was_cut_has_no_last_number():
     assert by_rule(r"\boxed{7} and 3", is_cut=True) == ("boxed", "7")
 
 
+@pytest.mark.parametrize("text", ["#### 12", "The answer is 12", "answer: $12", "Answer: **12"])
+def test_the_last_word_of_a_text_that_was_cut_may_go_on(text):
+    assert by_rule(text, is_cut=True) is None
+    assert by_rule(f"The answer is 7, no. {text}", is_cut=True) == ("phrase", "7")
+
+
+@pytest.mark.parametrize(
+    "text", ["#### 12\n", "The answer is 12 app", "answer: $12$", "answer: **12**"]
+)
+def test_an_answer_before_the_cut_counts(text):
+    assert by_rule(text, is_cut=True)[1] == "12"
+
+
 def test_a_rule_may_be_chosen():
     text = "#### 1\nThe answer is 2.\nIt is 3."
     rules = ("auto", "boxed", "hash", "phrase", "number")

@@ -12,7 +12,8 @@ rule           the answer
 
 A correction comes later, so of several places the last counts. What a model thinks is no answer but
 for a box: the other rules read what follows the thought. A text that was cut at its limit has no
-last number, since the one that it ends with belongs to the way.
+last number, since the one that it ends with belongs to the way, and its last word counts for no
+other rule, as there may be more of it.
 """
 
 from __future__ import annotations
@@ -73,11 +74,17 @@ def _by_rule(rule: str, text: str, is_cut: bool) -> str | None:
     if rule == "boxed":
         return _last_box(text)
     visible = without_open_thought(text)
+    if is_cut and not text[-1:].isspace():
+        visible = _LAST_WORD.sub("", visible)
     if rule == "hash":
         return _after_hashes(visible)
     if rule == "phrase":
         return _after_phrase(visible)
     return None if is_cut or _BOX.search(visible) else _last_number(visible[-_TAIL:])
+
+
+_LAST_WORD = re.compile(r"(?<![^\s$*])[^\s$*]+\Z")
+"""What may go on after the limit: 12 of 125."""
 
 
 def without_thought(text: str | None) -> str:
