@@ -26,6 +26,7 @@ _TEXTS = ("*.json", "*.jinja", "*.model", "*.tiktoken", "*.txt")
 _SAFETENSORS = ("*.safetensors",)
 _OTHER_WEIGHTS = ("pytorch_model*.bin", "*.pt")
 """Weights of repositories that have no safetensors."""
+_WEIGHT_FILES = ("*.safetensors", "*.safetensors.index.json", "pytorch_model*.bin")
 _LEFT_OUT = (
     *("*/*", "consolidated*"),
     *("optimizer*", "scheduler*", "rng_state*", "training_args*"),
@@ -101,15 +102,37 @@ def checked_model_dir(
     Args:
         model: as of ``find_model_dir``, and so are ``revision`` and ``code``.
         revision: of a Hub id.
-        kind: see ``check_model_dir``.
+        kind: see ``check_model_dir``. Of a ``model`` the files are checked, too.
         code: whether Python files are wanted, too.
 
     Raises:
-        UsageError: as ``find_model_dir`` and ``check_model_dir``.
+        UsageError: as ``find_model_dir``, ``check_model_dir`` and ``check_checkpoint``.
     """
     directory = find_model_dir(model, revision, code=code)
-    check_model_dir(directory, kind)
+    if kind == "model":
+        check_checkpoint(directory)
+    else:
+        check_model_dir(directory, kind)
     return directory
+
+
+def check_checkpoint(directory: Path) -> dict[str, tuple[int, ...]]:
+    """Refuse a model whose configuration or weights are missing, cut short or not what they are.
+
+    Returns:
+        The shapes of the tensors by their names, as the safetensors have them.
+
+    Raises:
+        ModelError: as ``check_model_dir``, ``check_config``, ``check_token_ids`` and
+            ``check_weight_files``, or there are no weights.
+    """
+    check_model_dir(directory)
+    written = read_json(directory / "config.json")
+    check_config(written, directory)
+    check_token_ids(written, directory)
+    if not any(found for pattern in _WEIGHT_FILES for found in directory.glob(pattern)):
+        raise _broken(directory, "model", f"it has no weights ({', '.join(_WEIGHT_FILES)})")
+    return check_weight_files(directory)
 
 
 def _download(name: str, revision: str | None, patterns: Sequence[str]) -> Path:
@@ -351,14 +374,22 @@ def check_generation_config(directory: Path, vocab_size: int, kind: str = "model
 
 
 def check_weight_files(directory: Path, kind: str = "model") -> dict[str, tuple[int, ...]]:
-    """Refuse weights of which a file is missing or cut short; reads the heads of the files.
+    """Refuse weights of which a file is missing, unreadable or cut short; reads the files' heads.
 
     Returns:
         The shapes of the tensors by their names, as the safetensors have them.
 
     Raises:
-        ModelError: a file is missing or cut short; says which.
+        ModelError: a file is missing, cannot be read or is cut short; says which.
     """
+    try:
+        return _stored_shapes(directory, kind)
+    except OSError as error:
+        name = Path(str(error.filename)).name
+        raise _broken(directory, kind, f"{name} cannot be read ({error.strerror})") from error
+
+
+def _stored_shapes(directory: Path, kind: str) -> dict[str, tuple[int, ...]]:
     single, index = directory / "model.safetensors", directory / "model.safetensors.index.json"
     if index.is_file() and not single.is_file():
         return _indexed_shapes(index, kind)

@@ -4,16 +4,27 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import socket
 import subprocess
 import sys
 from pathlib import Path
+
+from forethought import assets
 
 WRONG = """
 generate hi --model /no/such
 generate hi --model runs/no-such
 generate hi --model forethought/nope
 generate hi --model EMPTY
+generate hi --model NO_WEIGHTS
+generate hi --model CUT_WEIGHTS
+generate hi --model CUT_CONFIG
+generate hi --model CUT_TOKENIZER
+chat NO_WEIGHTS
+eval --model CUT_CONFIG
+bench speculation --model CUT_WEIGHTS
+train medusa --out OUT --data TEXTS --target CUT_WEIGHTS
 generate hi --model forethought/reasoner --revision x
 generate hi --method nope
 generate hi --method plain+nope
@@ -38,6 +49,7 @@ serve --port 0 --upstream URL --api-model m --tokenizer /no/such
 serve --port 0 --worker scripted /no/such
 serve --port 0 --config /no/such
 serve --port TAKEN
+serve --port 0 CUT_WEIGHTS
 eval --model /no/such
 eval --methods nope
 eval --task nope
@@ -99,6 +111,20 @@ json.dump(found, sys.stdout)
 """
 
 
+def damaged(folder: Path) -> dict[str, object]:
+    """Copies of the reasoner, with a file missing or cut short each, by their names here."""
+    places: dict[str, object] = {}
+    for file in ("model.safetensors", "config.json", "tokenizer.json"):
+        name = f"CUT_{file.removeprefix('model.').partition('.')[0].upper()}"
+        place = folder / f"nope-{file}"
+        shutil.copytree(assets.embedded_dir("forethought/reasoner"), place)
+        (place / file).write_bytes((place / file).read_bytes()[:-100])
+        places[name.replace("SAFETENSORS", "WEIGHTS")] = place
+    shutil.copytree(place, folder / "nope-weights")
+    (folder / "nope-weights" / "model.safetensors").unlink()
+    return places | {"NO_WEIGHTS": folder / "nope-weights"}
+
+
 def test_wrong_names_and_paths_are_refused_before_torch_is_imported(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     texts = tmp_path / "texts.jsonl"
@@ -106,7 +132,7 @@ def test_wrong_names_and_paths_are_refused_before_torch_is_imported(tmp_path: Pa
     taken = socket.create_server(("127.0.0.1", 0))
     port = str(taken.getsockname()[1])
     places: dict[str, object] = {"TAKEN": port, "TEXTS": texts}
-    places |= {"EMPTY": tmp_path / "empty", "OUT": tmp_path / "out"}
+    places |= {"EMPTY": tmp_path / "empty", "OUT": tmp_path / "out", **damaged(tmp_path)}
     lines = WRONG.replace("URL", "http://127.0.0.1:9/v1")
     for name, place in places.items():
         lines = lines.replace(name, str(place))

@@ -51,6 +51,7 @@ def test_null_in_a_file_is_not_given() -> None:
     [
         ({"modle": "x"}, r"no parameter 'modle': did you mean 'model'\?"),
         ({"dtype": "int9"}, "invalid dtype in LlmArgs"),
+        ({"model": 3}, "invalid model in LlmArgs: got 3, but it must be a path"),
         ({"max_batch_size": 0}, "invalid max_batch_size in LlmArgs: got 0"),
         ({"kv_cache_config": {"pagesize": 1}}, "KvCacheConfig has no parameter 'pagesize'"),
         ({"kv_cache_config": {"page_size": 0}}, "invalid page_size in KvCacheConfig"),

@@ -188,6 +188,7 @@ def test_a_sentencepiece_model_keeps_the_space_between_prompt_and_answer():
         ([[]], ParameterError, "prompt 0: empty prompt"),
         (None, ParameterError, "expected a string or a list of token ids, got NoneType"),
         (5, ParameterError, "got int"),
+        ({"prompt_token_ids": [5]}, ParameterError, "Give its text, or its list of token ids"),
         (b"Hello", ParameterError, "got bytes"),
         ([1, "a"], ParameterError, "prompt 0"),
         ([True], ParameterError, "prompt 0"),

@@ -101,6 +101,15 @@ def test_a_field_of_the_wrong_kind_is_named(field: str, value: Any, llama: Path)
     expect_refusal(llama, field)
 
 
+@pytest.mark.parametrize("name", ["config.json", WEIGHTS, "model-1.safetensors"])
+def test_a_folder_in_the_place_of_a_file_is_named(name: str, llama: Path) -> None:
+    if name != "config.json":
+        (llama / WEIGHTS).unlink()
+    (llama / name).unlink(missing_ok=True)
+    (llama / name).mkdir()
+    expect_refusal(llama, "config.json" if name == "config.json" else f"{name} cannot be read")
+
+
 @pytest.mark.parametrize("name", ["config.json", "generation_config.json"])
 @pytest.mark.parametrize("content", ["", "{", "[]", '"x"', "null", b"\xff\xfe{"])
 def test_a_json_file_that_holds_no_object_is_named(

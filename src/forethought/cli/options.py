@@ -19,7 +19,7 @@ from forethought.config.speculation import DecodingBaseConfig, find_config_class
 from forethought.errors import DependencyError, ParameterError, UsageError
 from forethought.methods.stack import SAMPLES as SAMPLE_NUM
 from forethought.methods.stack import split
-from forethought.model_dir import checked_model_dir, find_model_dir
+from forethought.model_dir import check_tokenizer_files, checked_model_dir, find_model_dir
 
 if TYPE_CHECKING:
     from forethought.llm.async_llm import AsyncLLM
@@ -364,9 +364,10 @@ def check_models(fields: Mapping[str, Any]) -> None:
     """
     code = bool(fields.get("trust_remote_code"))
     revision = fields.get("revision")
-    checked_model_dir(fields.get("model") or assets.REASONER, revision, code=code)
+    directory = checked_model_dir(fields.get("model") or assets.REASONER, revision, code=code)
     if fields.get("tokenizer") is not None:
-        find_model_dir(fields["tokenizer"], weights=False, code=code)
+        directory = find_model_dir(fields["tokenizer"], weights=False, code=code)
+    check_tokenizer_files(directory)
     configs = fields.get("speculative_config") or ()
     for config in (configs,) if isinstance(configs, DecodingBaseConfig) else configs:
         check_draft_model(config)

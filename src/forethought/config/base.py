@@ -26,6 +26,7 @@ STRICT = ConfigDict(strict=True, extra="forbid")
 
 _OUR_WORDS = {
     "Input should": "it must",
+    "Input is not a valid path for <class 'pathlib.Path'>": "it must be a path",
     "String should have at least 1 character": "it must be a non-empty string",
     "Value should": "it must",
     " after validation": "",

@@ -399,10 +399,13 @@ def read_ids(ids: Any) -> list[int]:
     """
     if isinstance(ids, Sequence) and all(map(_is_id, ids)) and not isinstance(ids, bytes):
         return [int(token) for token in ids]
+    fix = "Call .tolist() on arrays; give several prompts as a list of strings or of lists of ids"
+    if isinstance(ids, Mapping):
+        fix = "Give its text, or its list of token ids, alone"
     raise ParameterError(
         "invalid prompt",
         f"expected a string or a list of token ids, got {type(ids).__name__}: {str(ids)[:60]}",
-        "Call .tolist() on arrays; give several prompts as a list of strings or of lists of ids",
+        fix,
     )
 
 

@@ -62,11 +62,8 @@ from forethought.model.quantization import (
     quantize_linears,
 )
 from forethought.model_dir import (
-    check_config,
+    check_checkpoint,
     check_generation_config,
-    check_model_dir,
-    check_token_ids,
-    check_weight_files,
     first_words,
     read_json,
 )
@@ -77,7 +74,6 @@ logger = logging.getLogger(__name__)
 Forward = Literal["auto", "native", "torch"]
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-_WEIGHT_FILES = ("*.safetensors", "*.safetensors.index.json", "pytorch_model*.bin")
 _PROBE_TOKENS = 3
 FLOAT32_SHARE = 0.5
 """Share of the free memory that the weights may take in float32, where 16 bits are slow."""
@@ -301,10 +297,8 @@ def _num_weights(module: PreTrainedModel) -> int:
 
 def _config(directory: Path, trust_remote_code: bool) -> Any:
     """The configuration; refuses what can be refused by it."""
-    check_model_dir(directory)
+    shapes = check_checkpoint(directory)
     written = read_json(directory / "config.json")
-    check_config(written, directory)
-    check_token_ids(written, directory)
     _check_model_type(directory, written, trust_remote_code)
     _check_names(directory, written)
     with _refusing(directory, "reading its config.json"):
@@ -313,11 +307,8 @@ def _config(directory: Path, trust_remote_code: bool) -> Any:
         )
     if config.is_encoder_decoder:
         raise _unsupported(directory, "it is an encoder-decoder; only decoders are served")
-    if not any(found for pattern in _WEIGHT_FILES for found in directory.glob(pattern)):
-        raise _broken(directory, f"it has no weights ({', '.join(_WEIGHT_FILES)})")
     text = config.get_text_config(decoder=True)
     check_generation_config(directory, text.vocab_size)
-    shapes = check_weight_files(directory)
     if shapes and getattr(config, "quantization_config", None) is None:
         copied = copy.deepcopy(config)
         make = partial(
