@@ -149,10 +149,10 @@ def _used_numbers(answer: str, target: int) -> Counter[int] | None:
     boxed = extract_answer(answer, "boxed")
     if boxed is None:
         return None
-    left, equals, right = boxed.text.partition("=")
-    if equals and right.strip(" $") != str(target):
+    term, equals, result = boxed.text.partition("=")
+    if equals and result.strip(" $") != str(target):
         return None
-    expression = read_expression(left)
+    expression = read_expression(term)
     if expression is None or expression.value != target:
         return None
     return Counter(expression.numbers)

@@ -365,7 +365,8 @@ class Unread:
 
     def take(self, at: float) -> Update:
         """What has come since the last time, taken ``at`` seconds after the start."""
-        pieces = [each for each in self._pieces.values() if each.text or each.thought or each.calls]
+        waiting = self._pieces.values()
+        pieces = [piece for piece in waiting if piece.text or piece.thought or piece.calls]
         events = self.events
         if self._num_omitted:
             events.append({"type": "omitted", "at": at, "num_events": self._num_omitted})

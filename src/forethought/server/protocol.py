@@ -382,12 +382,7 @@ IdLists = Annotated[list[Ids], Field(fail_fast=True)]
 class CompletionRequest(Penalised):
     """``POST /v1/completions``."""
 
-    prompt: (
-        Text
-        | Ids
-        | Annotated[list[Text], Field(fail_fast=True)]
-        | Annotated[list[Ids], Field(fail_fast=True)]
-    )
+    prompt: Text | Ids | Texts | IdLists
     echo: bool | None = None
     logprobs: Count | None = None
 

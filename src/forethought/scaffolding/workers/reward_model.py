@@ -56,8 +56,6 @@ _KIND = "reward model"
 _UNREAD = re.compile(r"^(lm_head|cls)\.|(^|\.)pooler\.|^(score|v_head)\.")
 """Heads of another purpose that a checkpoint may have kept, and those that are read here."""
 _DTYPES = ("auto", "float32", "bfloat16", "float16")
-_CLASSIFIERS = {"ForTokenClassification": True, "ForSequenceClassification": False}
-"""Suffix of the architecture -> whether it scores steps."""
 _OWN_HEADS = {"Qwen2ForProcessRewardModel": "chat", "Qwen2ForPrmModel": "skywork"}
 """Architectures whose head is read by the names of its weights -> step format."""
 _PLUS_MINUS = "math_shepherd"
