@@ -175,6 +175,21 @@ def test_an_upgrade_to_a_websocket_is_an_ordinary_request(server: Served) -> Non
     assert server.send("/health").status == 200
 
 
+@pytest.mark.parametrize("size", [1, 100_000], ids=["byte by byte", "at once"])
+def test_a_body_is_read_where_a_client_offers_another_protocol(size: int) -> None:
+    body = json.dumps(say("a")).encode()
+    offer = "Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: AAMAAABkAAQ\r\n"
+    head = f"POST {CHAT} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    first = f"{head}{offer}Content-Length: {len(body)}\r\n\r\n".encode() + body
+    last = f"{head}Connection: close\r\nContent-Length: {len(body)}\r\n\r\n".encode() + body
+    with scripted(answers) as server, connected(server) as connection:
+        sent = first + last
+        for start in range(0, len(sent), size):
+            connection.sendall(sent[start : start + size])
+        answer = rest_of(connection)
+    assert answer.count(b"HTTP/1.1 200 OK") == answer.count(b"an answer") == 2, answer
+
+
 # ---- the end ------------------------------------------------------------------------------------
 
 

@@ -7,6 +7,7 @@ import contextlib
 import gc
 import logging
 import socket
+import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -96,7 +97,56 @@ def _protocol() -> type[asyncio.Protocol]:
         from uvicorn.protocols.http.h11_impl import H11Protocol
 
         return H11Protocol
-    return HttpToolsProtocol
+    return _without_upgrades(HttpToolsProtocol)
+
+
+def _without_upgrades(protocol: type[Any]) -> type[asyncio.Protocol]:
+    """A protocol of HTTP that answers a request to upgrade as one without that header.
+
+    httptools takes what follows the headers of such a request for another protocol. Clients that
+    offer HTTP/2 with every request, as those of Java do, would lose their bodies.
+
+    Args:
+        protocol: uvicorn's, with httptools.
+    """
+    import httptools
+
+    class WithoutUpgrades(protocol):  # type: ignore[misc]
+        """Reads the request again without the header."""
+
+        _head: bytes | None = None
+        _data = b""
+
+        def data_received(self, data: bytes) -> None:
+            self._data = data
+            super().data_received(data)
+
+        def on_headers_complete(self) -> None:
+            method = self.parser.get_method()
+            if not self.parser.should_upgrade() or method == b"CONNECT":
+                super().on_headers_complete()
+                return
+            version = self.parser.get_http_version().encode()
+            lines = [b"%s %s HTTP/%s" % (method, self.url, version)]
+            lines += [b"%s: %s" % pair for pair in self.headers if pair[0] != b"upgrade"]
+            self._head = b"\r\n".join([*lines, b"", b""])
+
+        def on_message_complete(self) -> None:
+            if self._head is None:
+                super().on_message_complete()
+
+        def _unsupported_upgrade_warning(self) -> None:
+            """Called while the parser's exception, which tells where it stopped, is handled."""
+            stopped = sys.exc_info()[1]
+            if self._head is None or stopped is None:
+                return
+            head, self._head = self._head, None
+            self.parser = httptools.HttpRequestParser(self)
+            with contextlib.suppress(AttributeError):  # of httptools before 0.6.3
+                self.parser.set_dangerous_leniencies(lenient_data_after_close=True)
+            self.data_received(head + self._data[stopped.args[0] :])
+
+    return WithoutUpgrades
 
 
 def _impatient(protocol: type[Any], seconds: float) -> type[asyncio.Protocol]:
