@@ -259,7 +259,7 @@ class Service:
         model, composition = self.resolve(body)
         self._check_choices(num_choices, len(composition.choices))
         cache_salt, priority = self._cache_salt(body, caller), body.priority or 0
-        params = request_sampling.params
+        params: Mapping[str, Any] = request_sampling.params
         if self.backend.llm is not None:
             params = compact(params)
         wants_thought = not isinstance(body, ChatRequest) or body.include_reasoning is not False
