@@ -61,6 +61,9 @@ _SAME_NAME = (
     "thinking_soft",
     "thinking_end",
 )
+NEUTRAL = {"min_tokens": 0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
+"""Values that clients send to say that nothing is changed: a server that does not take the field
+does what they ask."""
 _NONE_IS_DEFAULT = ("min_tokens", "temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 

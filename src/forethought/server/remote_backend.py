@@ -209,7 +209,8 @@ class RemoteBackend(Backend):
         if asked is not None and (not asked.enabled or asked == SpeculationParams()):
             del found["speculation"]
         for name, value in found.items():
-            if value != sampling.DEFAULTS[name] and (why := self._refusal(name, value, prompted)):
+            is_neutral = value in (sampling.DEFAULTS[name], sampling.NEUTRAL.get(name))
+            if not is_neutral and (why := self._refusal(name, value, prompted)):
                 raise ParameterError(*why, param=name)
         return found
 

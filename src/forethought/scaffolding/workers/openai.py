@@ -279,7 +279,11 @@ class OpenaiWorker(ClientWorker):
 
     def _fields(self, task: GenerationTask, names: Collection[str]) -> dict[str, Any]:
         """The sampling fields that the task sets, by their names in the API."""
-        refused = [name for name in _BODY if name not in self.extensions]
+        refused = [
+            name
+            for name in _BODY
+            if name not in self.extensions and getattr(task, name) != sampling.NEUTRAL.get(name)
+        ]
         why = "If the server takes it, name it in OpenaiWorker(extensions=...)"
         sampling.refuse(task, refused, "OpenaiWorker", why)
         unknown = ["return_context_logits", "speculation", "thinking_soft"]
