@@ -64,7 +64,7 @@ def test_a_calibration_needs_a_task_with_an_exact_checker(tmp_path, capsys):
 def test_a_policy_without_a_folder_to_be_saved_in_is_refused_before_anything_runs(tmp_path, capsys):
     file = str(tmp_path / "missing" / "policy.json")
     assert main(["bench", "methods", "--calibrate", file, "--out", str(tmp_path / "out")])
-    assert "there is no folder" in capsys.readouterr().err
+    assert "there is no such folder" in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
 
 
