@@ -8,7 +8,7 @@ each run.
     python scripts/figures.py                      write all tables anew
     python scripts/figures.py --check              fail if one is not what would be written
     python -m benchmarks.drafters --threads 1 --rounds 3 | python scripts/figures.py --add -
-    forethought demo --json | python scripts/figures.py --add -
+    forethought demo | python scripts/figures.py --add -
     python scripts/figures.py --add gpu.log        the last line of a file
 
 ``--add`` replaces the line of the same benchmark on the same processor, and of ``benchmarks.gpu``
