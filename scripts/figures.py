@@ -13,7 +13,8 @@ each run.
 
 ``--add`` replaces the line of the same benchmark on the same processor, and of ``benchmarks.gpu``
 with the same command. A line that is
-``transcribed`` was written by hand from the results of its day, before lines were stored.
+``transcribed`` was written by hand from the results of its day, before lines were stored; so were
+whole tables (``"benchmark": "table"``, named by ``table``, with their ``cells``).
 """
 
 from __future__ import annotations
@@ -126,6 +127,8 @@ def added(runs: Iterable[Run], run: Run) -> list[Run]:
 def key_of(run: Run) -> tuple[str, str, str]:
     """What a newer run has in common with the one that it replaces: benchmark and processor, and of
     the GPU benchmark, whose parts are run apart, the command."""
+    if run["benchmark"] == "table":
+        return "table", run["table"], ""
     return run["benchmark"], processor(run), run["command"] if run["benchmark"] == "gpu" else ""
 
 
@@ -161,10 +164,13 @@ def written(page: Path, runs: Sequence[Run]) -> str:
 
     def block(match: re.Match[str]) -> str:
         name = match[1]
-        if name not in TABLES:
+        kind = "table" if name.startswith("table-") else name
+        if kind not in TABLES:
             raise SystemExit(f"{page.name}: there is no table {name!r}")
-        table_runs = [run for run in runs if run["benchmark"] == name.replace("-", "_")]
-        body = TABLES[name](table_runs) if table_runs else "No run has been added yet."
+        table_runs = [run for run in runs if run["benchmark"] == kind.replace("-", "_")]
+        if kind == "table":
+            table_runs = [run for run in table_runs if f"table-{run['table']}" == name]
+        body = TABLES[kind](table_runs) if table_runs else "No run has been added yet."
         return f"<!-- figures: {name} -->\n\n{body}\n\n<!-- end of figures -->"
 
     return BLOCK.sub(block, page.read_text(encoding="utf-8"))
@@ -333,6 +339,12 @@ def _shown(value: Any) -> str:
     return " ".join(text.split()).replace("|", "\\|")
 
 
+def transcribed_table(runs: Sequence[Run]) -> str:
+    """A table as it was measured; its page says of what."""
+    (run,) = runs
+    return f"{table(run['cells'], run['num_left'])}\n\n{sources(runs)}"
+
+
 TABLES: dict[str, Callable[[Sequence[Run]], str]] = {
     "drafters": drafters,
     "generate-vs-transformers": generate_vs_transformers,
@@ -341,6 +353,7 @@ TABLES: dict[str, Callable[[Sequence[Run]], str]] = {
     "step-overhead": step_overhead,
     "demo": demo,
     "gpu": gpu,
+    "table": transcribed_table,
 }
 
 
