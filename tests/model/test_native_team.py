@@ -18,13 +18,17 @@ SECOND = 1000
 HOUR = 3600 * SECOND
 
 
+def compiled(directory: Path, *options: str) -> ctypes.CDLL:
+    path = directory / "team.so"
+    source, headers = Path(__file__).with_name("team.cpp"), library.SOURCE.parent
+    command = [str(COMPILER), *library.FLAGS, *options, f"-I{headers}", str(source)]
+    subprocess.run([*command, "-o", str(path)], check=True)
+    return ctypes.CDLL(str(path))
+
+
 @pytest.fixture(scope="module")
 def team(tmp_path_factory) -> ctypes.CDLL:
-    path = tmp_path_factory.mktemp("team") / "team.so"
-    source, headers = Path(__file__).with_name("team.cpp"), library.SOURCE.parent
-    command = [str(COMPILER), *library.FLAGS, f"-I{headers}", str(source), "-o", str(path)]
-    subprocess.run(command, check=True)
-    return ctypes.CDLL(str(path))
+    return compiled(tmp_path_factory.mktemp("team"))
 
 
 def in_thread(function: ctypes._NamedFuncPointer, *args: int) -> int:
@@ -40,6 +44,15 @@ def in_thread(function: ctypes._NamedFuncPointer, *args: int) -> int:
 def test_no_thread_passes_a_barrier_before_the_others(team, num_threads: int) -> None:
     assert in_thread(team.members, num_threads) == num_threads
     assert in_thread(team.phases_out_of_step, num_threads, 2000) == 0
+
+
+@pytest.mark.parametrize("num_threads", [2, 3])
+def test_threads_that_fall_asleep_while_the_last_one_is_interrupted_are_released(
+    tmp_path: Path, num_threads: int
+) -> None:
+    """It has been counted and has not released the others yet, and did not see them asleep."""
+    slow = compiled(tmp_path, "-DTEAM_PAUSE()=usleep(2000)")
+    assert in_thread(slow.phases_out_of_step, num_threads, 50) == 0
 
 
 def test_a_team_grows_and_shrinks(team) -> None:

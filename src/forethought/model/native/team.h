@@ -30,6 +30,10 @@
 
 using Clock = std::chrono::steady_clock;
 
+#ifndef TEAM_PAUSE // a test interrupts the last thread here
+#define TEAM_PAUSE()
+#endif
+
 constexpr int NUM_SPINS = 4000; // 50 to 150 microseconds on x86
 
 // A number for whose change threads wait.
@@ -86,12 +90,13 @@ class Barrier {
         const uint32_t before = passed.now();
         const uint32_t others = arrived.fetch_add(1, std::memory_order_acq_rel);
         if ((others & ~SLEEPS) + 1 == count) {
+            TEAM_PAUSE();
             arrived.store(0, std::memory_order_relaxed);
             passed.set(before + 1);
             if (others & SLEEPS) passed.wake();
         } else if (!passed.changes(before)) {
             const auto begun = Clock::now();
-            sleep(before);
+            sleep(before, count);
             if (index == 0) slept += Clock::now() - begun;
         }
     }
@@ -106,9 +111,11 @@ class Barrier {
     Clock::duration slept{0};
     alignas(64) std::atomic<uint32_t> arrived{0};
 
-    void sleep(uint32_t before) {
-        // No thread at all: the last one has come, and is about to release the others.
-        const bool is_over = !(arrived.fetch_or(SLEEPS, std::memory_order_acq_rel) & ~SLEEPS);
+    void sleep(uint32_t before, uint32_t count) {
+        // All threads, or none, as the number was reset: the last one has come without knowing that
+        // this one sleeps. It is about to release the others, and wakes none.
+        const uint32_t others = arrived.fetch_or(SLEEPS, std::memory_order_acq_rel) & ~SLEEPS;
+        const bool is_over = others == 0 || others == count;
         while (passed.now() == before)
             if (is_over)
                 std::this_thread::yield();
