@@ -173,10 +173,10 @@ def _check_rows(args: argparse.Namespace, kind: MethodTask, policy: Policy | Non
 
 
 def _check_calibration(args: argparse.Namespace, has_checker: bool) -> None:
-    """Refuse what a calibration has no use for, and a place where nothing can be written.
+    """Refuse what a calibration has no use for.
 
     Raises:
-        ParameterError: there is such an option, no exact checker, or no such folder.
+        ParameterError: there is such an option, or no exact checker.
     """
     if not has_checker:
         raise ParameterError(
@@ -190,12 +190,6 @@ def _check_calibration(args: argparse.Namespace, has_checker: bool) -> None:
             f"--calibrate cannot be used with --{given[0]}",
             "it runs the rows that a policy chooses from",
             f"Leave --{given[0]} out",
-        )
-    if not args.calibrate.absolute().parent.is_dir():
-        raise ParameterError(
-            "the policy cannot be saved",
-            f"there is no folder {args.calibrate.absolute().parent}",
-            "Make it first",
         )
 
 

@@ -145,7 +145,7 @@ class Contention {
     }
 
   private:
-    static constexpr int MAX_SHARE = 4; // of the time since `from`, one part in so many
+    static constexpr int MAX_SHARE = 4; // of the time since `from`: 1 / MAX_SHARE
     static constexpr std::chrono::milliseconds MAX_SLEPT{10};
     static constexpr int ALONE_TIMES = 16; // what was slept
 

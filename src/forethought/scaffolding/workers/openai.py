@@ -88,7 +88,7 @@ class OpenaiWorker(ClientWorker):
             in two requests, up to the cap or the closing marker and from there; what else has a
             budget is refused.
         thinking_markers: what opens and closes a thought of the model.
-        thinks: whether the model thinks. None: not known until an answer comes with reasoning.
+        thinks: whether the model thinks. None: it is not known.
         concurrency: how many requests are in flight at once, and how often a refused one is
             repeated; the client should have ``max_retries=0`` then. None: as many as there are,
             and retries as the client is set up.
