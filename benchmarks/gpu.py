@@ -56,6 +56,8 @@ from benchmarks.report import print_report
 from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig
 
+from forethought.backends.cuda.graph_runner import GraphRunner
+from forethought.backends.cuda.graphs import CudaCapture, GraphCapturer
 from forethought.config.drafters import EagleDecodingConfig
 from forethought.config.sampling import SamplingParams
 from forethought.config.speculation import DecodingBaseConfig
@@ -69,8 +71,6 @@ from forethought.model.attention import create_backend
 from forethought.model.attention.base import ForwardPass, PagedPass
 from forethought.model.attention.interface import PROBE
 from forethought.model.causal_lm import CausalLM, ModelTraits, weight_sizes
-from forethought.model.graph_runner import GraphRunner
-from forethought.model.graphs import CudaCapture, GraphCapturer
 from forethought.model.llama.layers import FusedLayer, Norm
 from forethought.model.llama.network import FusedNetwork
 from forethought.model.runner import ModelRunner
@@ -138,7 +138,7 @@ class Repeated:
         self._compute, self.output = compute, compute()
 
     def replay(self) -> None:
-        """See ``model.graphs.Graph``."""
+        """See ``backends.cuda.graphs.Graph``."""
         with torch.inference_mode():
             self.output.copy_(self._compute())
 
@@ -371,7 +371,7 @@ def equal_prefix(found: Sequence[int], expected: Sequence[int]) -> int:
 
 def paged_attention(device: torch.device) -> str:
     """Attention over pages by the kernels, or in plain torch on a CPU."""
-    return "triton" if device.type == "cuda" else "forethought.model.attention.paged:PagedAttention"
+    return "triton" if device.type == "cuda" else "forethought.backends.cuda.paged:PagedAttention"
 
 
 def waits(device: torch.device, small: bool) -> Found:

@@ -21,15 +21,15 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from forethought.backends.cuda.graphs import CudaCapture
+from forethought.backends.cuda.paged import Operands, attend_rows
+from forethought.backends.cuda.paged_layout import PagedLayout, Splitting, split_of
 from forethought.kv.pool import PagePool
 from forethought.kv.storage import KvStorage, LayerShape
 from forethought.kv.table import PageTable
 from forethought.model.attention import create_backend
 from forethought.model.attention.base import Scoring
-from forethought.model.attention.paged import Operands, attend_rows
 from forethought.model.batch import Batch, Row, Span
-from forethought.model.graphs import CudaCapture
-from forethought.model.paged_layout import PagedLayout, Splitting, split_of
 
 Found = list[dict[str, Any]]
 """Rows of a table."""
@@ -295,7 +295,7 @@ def _attention(made: LayerInputs, splits: int, warps: int | None) -> Callable[[]
     operands = made.operands(split_of if warps is None else split)
     if not has_triton(made.device):
         return lambda: attend_rows(operands)
-    from forethought.model.attention.paged_triton import launch, settings_of
+    from forethought.backends.cuda.paged_triton import launch, settings_of
 
     settings = settings_of(operands)
     settings = settings._replace(warps=warps or settings.warps)

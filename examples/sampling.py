@@ -4,14 +4,14 @@ The embedded countdown model generates; its own confidence is the reward, and th
 """
 
 from forethought import assets, methods
+from forethought.answers.answer_spaces import TextAnswers
+from forethought.rewards.verifier import verifier
 from forethought.scaffolding import (
     ConfidenceRewardController,
     EngineWorker,
     ScaffoldingLlm,
     extract_answer_from_boxed,
 )
-from forethought.scaffolding.answer_spaces import TextAnswers
-from forethought.scaffolding.verifier import verifier
 
 question = assets.problems("countdown")[0]["question"]
 accepts = verifier("countdown")

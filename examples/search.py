@@ -5,8 +5,8 @@ reward model give ``reward_controller=PRMController.of(reward_worker)`` and the 
 """
 
 from forethought import assets, methods
+from forethought.rewards.verifier import verifier
 from forethought.scaffolding import EngineWorker, ScaffoldingLlm
-from forethought.scaffolding.verifier import verifier
 
 question = assets.problems("countdown")[0]["question"]
 accepts = verifier("countdown")

@@ -72,7 +72,7 @@ class Finding:
 
 
 KV = "tests/kv"
-SHARD = "tests/model/test_shard.py"
+SHARD = "tests/backends/test_shard.py"
 RANKS = "tests/engine/test_tensor_parallel.py -m 'not slow'"
 SCHEDULER = "tests/engine/test_scheduler.py"
 ENGINE = "tests/engine/test_engine.py"
@@ -86,12 +86,12 @@ PAIRS = "tests/speculative/test_eagle.py tests/speculative/test_mtp.py"
 SAMPLING = "tests/model/test_sampling.py tests/model/test_constraint.py"
 DRIVER = (
     "tests/scaffolding/test_driver.py tests/scaffolding/test_budget.py "
-    "tests/scaffolding/test_collections.py"
+    "tests/compat/test_collections.py"
 )
-VOTES = "tests/scaffolding/test_answers.py tests/methods/test_majority_vote.py"
-LIVE = "tests/scaffolding/test_live.py"
+VOTES = "tests/answers/test_answers.py tests/methods/test_majority_vote.py"
+LIVE = "tests/workers/test_live.py"
 TASKS = "tests/scaffolding/test_clone.py tests/scaffolding/test_tasks.py"
-PRM = "tests/scaffolding/test_prm_controller.py"
+PRM = "tests/rewards/test_prm_controller.py"
 DYNASOR = "tests/methods/test_dynasor.py"
 BEST_OF_N = "tests/methods/test_best_of_n.py"
 THINKING = "tests/llm/test_thinking.py"
@@ -101,7 +101,7 @@ REVISION = "tests/methods/test_revision_methods.py"
 RETRIEVAL = "tests/methods/test_retrieval_methods.py"
 THINKING_METHODS = "tests/methods/test_thinking_methods.py"
 
-SANDBOX = "tests/scaffolding/test_sandbox.py -m 'not slow'"
+SANDBOX = "tests/sandbox/test_sandbox.py -m 'not slow'"
 DATA_FILES = "tests/evaluation/test_data_files.py"
 GRADERS = "tests/evaluation/test_graders.py"
 
@@ -182,49 +182,49 @@ MUTANTS = [
     ),
     # ---- tensor parallelism ----------------------------------------------------------------------
     Mutant(
-        "model/parallel/shard.py",
+        "backends/tensor_parallel/shard.py",
         "linear.bias if self.rank == 0 else None",
         "linear.bias",
         SHARD,
     ),
     Mutant(
-        "model/parallel/shard.py",
+        "backends/tensor_parallel/shard.py",
         "self.rank * width, width",
         "0, width",
         SHARD,
     ),
     Mutant(
-        "model/parallel/sharded.py",
+        "backends/tensor_parallel/sharded.py",
         'self._call("copy_pages", copies, super().copy_pages)',
         "super().copy_pages(copies)",
         RANKS,
     ),
     Mutant(
-        "model/parallel/sharded.py",
+        "backends/tensor_parallel/sharded.py",
         'self._call("move_slots", moves, super().move_slots)',
         "super().move_slots(moves)",
         RANKS,
     ),
     Mutant(
-        "model/parallel/sharded.py",
+        "backends/tensor_parallel/sharded.py",
         'self._call("clear_slots", slots, super().clear_slots)',
         "super().clear_slots(slots)",
         RANKS,
     ),
     Mutant(
-        "model/parallel/sharded.py",
+        "backends/tensor_parallel/sharded.py",
         "*sizes, forward_pass.layer_ids",
         "*sizes, frozenset()",
         RANKS,
     ),
     Mutant(
-        "model/parallel/ranks.py",
+        "backends/tensor_parallel/ranks.py",
         "key=lambda each: each[1].endswith(followed)",
         "key=lambda each: not each[1].endswith(followed)",
         RANKS,
     ),
     Mutant(
-        "model/parallel/ranks.py",
+        "backends/tensor_parallel/ranks.py",
         "if os.getpid() != state.pid:",
         "if False:",
         RANKS,
@@ -633,10 +633,10 @@ MUTANTS = [
         "tests/speculative/test_sampled_draft.py",
     ),
     Mutant(
-        "speculative/draft_graph.py",
+        "backends/cuda/draft_graph.py",
         "torch.cat(self._words, 1).flatten()",
         "torch.cat(self._words[:1] * len(self._words), 1).flatten()",
-        "tests/model/test_graphs.py -k drafts_by_graphs",
+        "tests/backends/test_graphs.py -k drafts_by_graphs",
     ),
     Mutant(
         "engine/packing.py",
@@ -717,28 +717,26 @@ MUTANTS = [
         DRIVER,
     ),
     Mutant(
-        "scaffolding/task_collection.py",
+        "compat/tensorrt_llm/task_collection.py",
         "_watch_branches(wanted.branches, collection)",
         "pass",
         DRIVER,
     ),
+    Mutant("answers/answers.py", "for members in [*rivals, []]", "for members in rivals", VOTES),
     Mutant(
-        "scaffolding/answers.py", "for members in [*rivals, []]", "for members in rivals", VOTES
-    ),
-    Mutant(
-        "scaffolding/answers.py",
+        "answers/answers.py",
         "min([*members, *outstanding]) < winner.first",
         "min(outstanding) < winner.first",
         VOTES,
     ),
     Mutant(
-        "scaffolding/workers/live.py",
+        "workers/live.py",
         "len(ended) - self._capacity + 1",
         "len(ended) - self._capacity",
         LIVE,
     ),
     Mutant(
-        "scaffolding/workers/live.py",
+        "workers/live.py",
         "for scope in _enclosing(path):",
         "for scope in paths:",
         LIVE,
@@ -747,36 +745,36 @@ MUTANTS = [
         "scaffolding/sampling.py",
         "name not in task.chosen and ",
         "",
-        f"{TASKS} tests/scaffolding/test_compatibility.py",
+        f"{TASKS} tests/compat/test_compatibility.py",
     ),
     Mutant("scaffolding/controller.py", "if id(value) not in memo:", "if True:", TASKS),
     Mutant(
-        "scaffolding/step_format.py",
+        "rewards/step_format.py",
         "self._plain(step) + self._separator for",
         "step + self._separator for",
         PRM,
     ),
     Mutant(
-        "scaffolding/sandbox_process.py",
+        "sandbox/sandbox_process.py",
         "[(1, _ALL, (*range(8), 36, 37, 38, 1030, 1032))]",
         "[]",
         SANDBOX,
     ),
     Mutant(
-        "scaffolding/sandbox_process.py",
+        "sandbox/sandbox_process.py",
         "_JUMP_IF_EQUAL, 1, 0, _AUDIT_ARCH[machine]",
         "_JUMP_IF_EQUAL, 1, 1, _AUDIT_ARCH[machine]",
         SANDBOX,
     ),
-    Mutant("scaffolding/sandbox_process.py", ", (1, _ALL ^ 0o2004000, (1,))", "", SANDBOX),
+    Mutant("sandbox/sandbox_process.py", ", (1, _ALL ^ 0o2004000, (1,))", "", SANDBOX),
     Mutant(
-        "scaffolding/sandbox_process.py",
+        "sandbox/sandbox_process.py",
         "_MOUNT_ATTR_RDONLY | _MOUNT_ATTR_NOSUID, 0",
         "2, 0",
         SANDBOX,
     ),
     Mutant(
-        "scaffolding/sandbox_process.py",
+        "sandbox/sandbox_process.py",
         "    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)",
         "    pass",
         SANDBOX,
@@ -790,7 +788,7 @@ MUTANTS = [
         'result.status == "ok"',
         GRADERS,
     ),
-    Mutant("scaffolding/code_blocks.py", "(whole or fenced)[-1]", "fenced[-1]", GRADERS),
+    Mutant("answers/code_blocks.py", "(whole or fenced)[-1]", "fenced[-1]", GRADERS),
     # ---- methods ---------------------------------------------------------------------------------
     Mutant(
         "methods/dynasor.py", "earliest = probes[missing - 1]", "earliest = probes[-1]", DYNASOR
@@ -801,9 +799,9 @@ MUTANTS = [
         "main.num_generated - forked_at > self.chunk_size",
         DYNASOR,
     ),
-    Mutant("scaffolding/probe.py", "_priority(main) - 1", "_priority(main)", DYNASOR),
-    Mutant("scaffolding/probe.py", "self._tokens_left < 1", "self._tokens_left <= 1", DYNASOR),
-    Mutant("scaffolding/answers.py", "found == self._class", "True", DYNASOR),
+    Mutant("methods/parts/probe.py", "_priority(main) - 1", "_priority(main)", DYNASOR),
+    Mutant("methods/parts/probe.py", "self._tokens_left < 1", "self._tokens_left <= 1", DYNASOR),
+    Mutant("answers/answers.py", "found == self._class", "True", DYNASOR),
     Mutant(
         "methods/majority_vote.py", "in (*running.pending, *waiting)]", "in running.pending]", VOTES
     ),
@@ -813,7 +811,7 @@ MUTANTS = [
     Mutant("methods/beam_search.py", "best_of(beams, count // self.width)", "beams[:1]", SEARCH),
     Mutant("methods/dvts.py", "best_of(beams, 1)", "beams[:1]", SEARCH),
     Mutant(
-        "scaffolding/particles.py",
+        "methods/parts/particles.py",
         "*(particles[index] for index in drawn)]",
         "*particles[: len(drawn)]]",
         SEARCH,
@@ -851,7 +849,7 @@ MUTANTS = [
         DEEPCONF,
     ),
     Mutant(
-        "scaffolding/confidence.py",
+        "rewards/confidence.py",
         "(lowest := lowest_group(new, window)) >= threshold",
         "(lowest := lowest_group(new, window)) >= -math.inf",
         DEEPCONF,
@@ -867,7 +865,7 @@ MUTANTS = [
         "methods/spct.py", "sorted(ranked[:kept])", "sorted(ranked)", "tests/methods/test_spct.py"
     ),
     Mutant(
-        "scaffolding/genrm_controller.py",
+        "rewards/genrm_controller.py",
         "math.fsum(each) / len(each) if each",
         "each[0] if each",
         "tests/methods/test_genrm.py",
@@ -927,13 +925,13 @@ MUTANTS = [
         "tests/methods/test_parallel_thinking.py",
     ),
     Mutant(
-        "scaffolding/steps.py",
+        "methods/parts/steps.py",
         "self._base = _without_output(judged)",
         "self._base = None",
         "tests/methods/test_specreason.py",
     ),
     Mutant(
-        "scaffolding/steps.py",
+        "methods/parts/steps.py",
         'min(found) if self._aggregation == "min" else',
         'min(found) if self._aggregation != "min" else',
         "tests/methods/test_specreason.py",
@@ -1000,19 +998,19 @@ MUTANTS = [
         SEARCH,
     ),
     Mutant(
-        "scaffolding/search.py",
+        "methods/parts/search.py",
         "next((beam for beam in ranked if beam.has_ended), ranked[0])",
         "ranked[0]",
         SEARCH,
     ),
     Mutant(
-        "scaffolding/particles.py",
+        "methods/parts/particles.py",
         "path[min(step, len(path) - 1)]",
         "path[-1]",
         SEARCH,
     ),
     Mutant(
-        "scaffolding/particles.py",
+        "methods/parts/particles.py",
         "first, step = number * count, 0",
         "first, step = 0, 0",
         SEARCH,

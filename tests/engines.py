@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from unittest import mock
 
+from forethought.backends.cuda.graph_runner import GraphRunner
+from forethought.backends.cuda.graphs import GraphCapturer
 from forethought.config.sampling import SamplingParams
 from forethought.config.speculation import DecodingBaseConfig
 from forethought.engine.engine import Engine, Event
@@ -22,8 +24,6 @@ from forethought.engine.sequence import Sequence
 from forethought.kv.storage import KvStorage
 from forethought.model import loader
 from forethought.model.causal_lm import CausalLM
-from forethought.model.graph_runner import GraphRunner
-from forethought.model.graphs import GraphCapturer
 from forethought.model.runner import ModelRunner
 from forethought.speculative.registry import Target
 from models import tiny, transformers_model

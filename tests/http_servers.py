@@ -12,13 +12,13 @@ from typing import Any, NamedTuple
 
 from openai import OpenAI
 
-from forethought.scaffolding.workers.scripted import Script
 from forethought.server.app import create_app
 from forethought.server.backends import Backend
 from forethought.server.runner import Server, bind
 from forethought.server.scripted_backend import ScriptedBackend
 from forethought.server.service import Service
 from forethought.server.settings import Settings
+from forethought.workers.scripted import Script
 
 WAIT = 60.0
 """Seconds after which something that should have happened is taken not to happen."""

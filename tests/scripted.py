@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from forethought.methods import worker_tags
+from forethought.methods.parts.probe import PROBE_SUFFIX
 from forethought.scaffolding import (
     Controller,
     GenerationTask,
@@ -17,7 +18,6 @@ from forethought.scaffolding import (
     Worker,
 )
 from forethought.scaffolding.execution_scope import current_scope
-from forethought.scaffolding.probe import PROBE_SUFFIX
 
 TAG = "generation"
 

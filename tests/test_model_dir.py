@@ -234,8 +234,8 @@ def test_a_tokenizer_a_reward_model_and_a_target_come_from_the_cache(
     from transformers import Qwen2ForSequenceClassification
 
     from forethought.llm.llm import LLM
-    from forethought.scaffolding.workers.reward import RewardWorker
     from forethought.training.run import TargetModel, TrainingRun
+    from forethought.workers.reward import RewardWorker
 
     cached(cache, "org/reasoner", reasoner_dir())
     judge = reward_models.save(tmp_path / "judge", Qwen2ForSequenceClassification, num_labels=1)

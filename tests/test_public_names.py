@@ -4,11 +4,13 @@ import ast
 import importlib.util
 import inspect
 import pkgutil
+import sys
 from pathlib import Path
 
 import pytest
 
 import forethought
+from forethought import moved_modules
 
 DOORS = ["forethought", "forethought.scaffolding", "forethought.methods"]
 
@@ -34,6 +36,29 @@ def test_every_public_name_has_a_docstring_of_its_own(door):
 def test_dir_shows_every_public_name(door):
     module = importlib.import_module(door)
     assert set(module.__all__) <= set(dir(module))
+
+
+@pytest.mark.parametrize("door", ["forethought", "forethought.scaffolding"])
+def test_the_stub_for_editors_has_the_names_that_the_package_exports(door):
+    module = importlib.import_module(door)
+    stub = ast.parse(Path(module.__file__).with_suffix(".pyi").read_text(encoding="utf-8"))
+    imports = [node for node in stub.body if isinstance(node, ast.ImportFrom)]
+    assert sorted(name.asname for node in imports for name in node.names) == sorted(module.__all__)
+
+
+@pytest.mark.parametrize("former", moved_modules.MOVED)
+def test_a_former_path_imports_the_module_of_today(former):
+    sys.modules.pop(f"forethought.{former}", None)
+    with pytest.warns(DeprecationWarning, match="is now forethought"):
+        module = importlib.import_module(f"forethought.{former}")
+    assert module is importlib.import_module(f"forethought.{moved_modules.MOVED[former]}")
+
+
+def test_names_that_another_module_defines_now_are_still_where_they_were():
+    for module, names in moved_modules.FORMER_NAMES.items():
+        for name, home in names.items():
+            former = getattr(importlib.import_module(f"forethought.{module}"), name)
+            assert former is getattr(importlib.import_module(f"forethought.{home}"), name)
 
 
 def test_an_unknown_name_is_an_attribute_error():

@@ -12,9 +12,9 @@ from forethought import methods
 from forethought.config.drafter_table import DRAFTERS
 from forethought.config.speculation import DecodingBaseConfig
 from forethought.scaffolding import ScaffoldingLlm, ScriptedWorker
-from forethought.scaffolding.workers.upstream import UpstreamWorker
 from forethought.server.app import create_app
 from forethought.server.remote_backend import RemoteBackend
+from forethought.workers.upstream import UpstreamWorker
 from models import ARCHITECTURES
 
 ROOT = Path(__file__).parents[1]

@@ -24,6 +24,9 @@ import torch
 from eagle_heads import random_head
 from engines import GREEDY, drain, engine_of, expect_empty, held_back, load, outputs
 from forethought import LLM, AsyncLLM
+from forethought.backends.tensor_parallel import collectives, ranks, sharded
+from forethought.backends.tensor_parallel import engine_ranks as tensor_parallel
+from forethought.backends.tensor_parallel.ranks import Ranks
 from forethought.config.drafters import (
     DraftTargetDecodingConfig,
     EagleDecodingConfig,
@@ -33,14 +36,12 @@ from forethought.config.drafters import (
 from forethought.config.engine import KvCacheConfig, LlmArgs
 from forethought.config.sampling import SamplingParams
 from forethought.config.speculation import DecodingBaseConfig
-from forethought.engine import resolve, tensor_parallel
+from forethought.engine import resolve
 from forethought.engine.engine import Engine
 from forethought.errors import EngineStopped, ModelError, ParameterError
 from forethought.kv.storage import KvStorage
 from forethought.model import loader
 from forethought.model.causal_lm import CausalLM
-from forethought.model.parallel import collectives, ranks, sharded
-from forethought.model.parallel.ranks import Ranks
 from forethought.model.runner import ModelRunner
 from forethought.outputs import RequestOutput
 from models import prompts, tiny

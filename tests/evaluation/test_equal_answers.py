@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from forethought.answers.answers import AnswerClasses, MathEquivalence
 from forethought.evaluation.graders import MathGrader
 from forethought.evaluation.problems import Problem
-from forethought.scaffolding.answers import AnswerClasses, MathEquivalence
 
 PATH = Path(__file__).parents[1] / "data" / "equal_answers.jsonl"
 LINES = [json.loads(line) for line in PATH.read_text(encoding="utf-8").splitlines()]

@@ -8,7 +8,7 @@ from forethought.errors import ParameterError
 from forethought.evaluation.graders import CodeGrader, MathGrader
 from forethought.evaluation.problems import Problem
 from forethought.evaluation.tasks import task
-from forethought.scaffolding.sandbox import Sandbox
+from forethought.sandbox.sandbox import Sandbox
 
 
 def asked(answer: str) -> Problem:

@@ -8,7 +8,7 @@ import pytest
 from forethought.errors import IsolationError, ParameterError, UnknownNameError, UsageError
 from forethought.evaluation import tasks
 from forethought.evaluation.tasks import task
-from forethought.scaffolding import sandbox
+from forethought.sandbox import sandbox
 
 GSM8K = {
     "question": "Natalia sold 48 clips in April and half as many in May. How many altogether?",

@@ -21,6 +21,9 @@ from eagle_heads import random_head
 from engines import drain, engine_over, load, outputs
 from fake_cuda import DEVICE, FakeCuda, FakeEvent, fake_cuda
 from fake_graph import FakeGraph
+from forethought.backends.cuda.graph_runner import GraphRunner
+from forethought.backends.cuda.graphs import GraphCapturer
+from forethought.backends.cuda.paged_layout import PagedLayout
 from forethought.config.drafters import (
     DraftTargetDecodingConfig,
     EagleDecodingConfig,
@@ -42,13 +45,10 @@ from forethought.model.attention.sdpa import softmax_attention
 from forethought.model.batch import Batch, Row
 from forethought.model.causal_lm import CausalLM
 from forethought.model.device import ForwardTimer
-from forethought.model.graph_runner import GraphRunner
-from forethought.model.graphs import GraphCapturer
-from forethought.model.paged_layout import PagedLayout
 from forethought.model.quantization import Quantization
 from models import prompts, save_random, tiny
 
-PAGED = "forethought.model.attention.paged:PagedAttention"
+PAGED = "forethought.backends.cuda.paged:PagedAttention"
 PROMPTS = prompts((9, 4))
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
 WARM_UP, STEPS = 2, 3

@@ -12,6 +12,9 @@ import mtp_modules
 from attention_cases import CASES, attend, storage_for, tables
 from eagle_heads import random_head
 from engines import GREEDY, drain, engine, engine_over, expect_empty, load, outputs
+from forethought.backends.cuda.graph_runner import GraphRunner
+from forethought.backends.cuda.graphs import CudaCapture, GraphCapturer
+from forethought.backends.cuda.paged import PagedAttention
 from forethought.config.drafters import (
     DraftTargetDecodingConfig,
     EagleDecodingConfig,
@@ -25,10 +28,7 @@ from forethought.kv.pool import PagePool
 from forethought.kv.staging import StaticBuffer
 from forethought.kv.storage import KvStorage
 from forethought.model.attention.base import PagedPass, Scoring
-from forethought.model.attention.paged import PagedAttention
 from forethought.model.batch import Batch, Row
-from forethought.model.graph_runner import GraphRunner
-from forethought.model.graphs import CudaCapture, GraphCapturer
 from forethought.reference.engine import ReferenceAttention
 from models import ARCHITECTURES, greedy, prompts, tiny
 

@@ -8,7 +8,8 @@ import pytest
 
 from forethought import methods
 from forethought.errors import ParameterError, UnknownNameError
-from forethought.methods import archon, archon_config
+from forethought.methods import archon
+from forethought.methods.parts import archon_config
 from forethought.scaffolding import Budget, ScaffoldingLlm, ScriptedWorker, Stage
 from scripted import Together, answer
 

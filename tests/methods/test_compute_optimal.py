@@ -11,7 +11,7 @@ from forethought.scaffolding import Budget, Reply, ScriptedWorker
 from scripted import TimeEnds, answer
 
 POLICY = Policy(4, (0.25, 0.5), (PROBES, "majority_vote@3", "best_of_n@2"))
-REWARD = {"method": "forethought.scaffolding.confidence:ConfidenceRewardController"}
+REWARD = {"method": "forethought.rewards.confidence:ConfidenceRewardController"}
 
 
 def boxed(text):

@@ -5,6 +5,7 @@ from openai import AsyncOpenAI
 
 from engines import expect_empty
 from forethought import LLM, methods
+from forethought.answers.answers import TextEquivalence
 from forethought.errors import BudgetExceeded, ParameterError, TaskError
 from forethought.methods.stack import stack
 from forethought.outputs import Logprob
@@ -16,7 +17,6 @@ from forethought.scaffolding import (
     Reply,
     ScriptedWorker,
 )
-from forethought.scaffolding.answers import TextEquivalence
 from openai_server import EngineServer, serving
 from scripted import TimeEnds, answer
 from tokens import speaking

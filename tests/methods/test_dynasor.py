@@ -16,6 +16,12 @@ from forethought.errors import (
 )
 from forethought.methods import DynasorGenerationController, MajorityVoteController
 from forethought.methods.dynasor import _certain
+from forethought.methods.parts.probe import (
+    ANSWER_END,
+    ANSWER_SUFFIX,
+    ANSWER_SUFFIX_WITH_MARKER,
+    PROBE_SUFFIX,
+)
 from forethought.scaffolding import (
     Budget,
     ComputeTask,
@@ -24,12 +30,6 @@ from forethought.scaffolding import (
     Reply,
     ScaffoldingLlm,
     ScriptedWorker,
-)
-from forethought.scaffolding.probe import (
-    ANSWER_END,
-    ANSWER_SUFFIX,
-    ANSWER_SUFFIX_WITH_MARKER,
-    PROBE_SUFFIX,
 )
 from scripted import answer, chain
 

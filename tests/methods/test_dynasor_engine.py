@@ -8,6 +8,7 @@ from openai import AsyncOpenAI
 
 from engines import expect_empty
 from forethought import LLM, AsyncLLM, SamplingParams
+from forethought.answers.answers import TextEquivalence
 from forethought.assets import drafter_dir, problems
 from forethought.errors import RequestCancelled
 from forethought.methods import (
@@ -15,6 +16,7 @@ from forethought.methods import (
     MajorityVoteController,
     worker_tags,
 )
+from forethought.methods.parts.probe import ANSWER_END, ANSWER_SUFFIX, PROBE_SUFFIX
 from forethought.scaffolding import (
     AsCompleted,
     Branch,
@@ -28,8 +30,6 @@ from forethought.scaffolding import (
     extract_answer_from_boxed,
     with_task_collection,
 )
-from forethought.scaffolding.answers import TextEquivalence
-from forethought.scaffolding.probe import ANSWER_END, ANSWER_SUFFIX, PROBE_SUFFIX
 from forethought.training.chat_tokenizer import prompt_text
 from openai_server import EngineServer, serving
 from tokens import speaking

@@ -1,8 +1,8 @@
 """Dynasor tells of the moment at which it ends a chain."""
 
 from forethought.methods import DynasorGenerationController
+from forethought.methods.parts.probe import PROBE_SUFFIX
 from forethought.scaffolding import ScaffoldingLlm, ScriptedWorker
-from forethought.scaffolding.probe import PROBE_SUFFIX
 from forethought.scaffolding.result import Stage
 
 CHAIN = "so it is 6, and 6 again, and still 6 after all of that"

@@ -6,11 +6,11 @@ import pytest
 
 from engines import expect_empty
 from forethought import LLM, methods
+from forethought.answers.answer_spaces import TextAnswers
 from forethought.errors import ParameterError
 from forethought.methods.fork_think import ForkThinkController
 from forethought.outputs import Logprob
 from forethought.scaffolding import Budget, EngineWorker, Reply, ScriptedWorker
-from forethought.scaffolding.answer_spaces import TextAnswers
 from scripted import answer
 from tokens import speaking
 

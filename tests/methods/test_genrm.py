@@ -10,8 +10,8 @@ from engines import expect_empty
 from forethought import LLM, methods
 from forethought.errors import ParameterError
 from forethought.outputs import Logprob
+from forethought.rewards.genrm_controller import VERIFY_PROMPT, YES_NO_PROMPT
 from forethought.scaffolding import Budget, EngineWorker, Reply, ScriptedWorker
-from forethought.scaffolding.genrm_controller import VERIFY_PROMPT, YES_NO_PROMPT
 from scripted import TimeEnds, answer
 from tokens import thinking
 

@@ -13,6 +13,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from forethought import methods
+from forethought.answers.answers import (
+    MathEquivalence,
+    TextEquivalence,
+    lead_probability,
+)
 from forethought.errors import BudgetExceeded, ParameterError, TaskError
 from forethought.methods import MajorityVoteController
 from forethought.scaffolding import (
@@ -23,11 +28,6 @@ from forethought.scaffolding import (
     Reply,
     ScriptedWorker,
     Stage,
-)
-from forethought.scaffolding.answers import (
-    MathEquivalence,
-    TextEquivalence,
-    lead_probability,
 )
 from forethought.scaffolding.execution_scope import current_scope
 from scripted import answer

@@ -10,6 +10,7 @@ from openai import AsyncOpenAI
 from engines import expect_empty
 from forethought import LLM, SamplingParams, methods
 from forethought.errors import BudgetExceeded, ParameterError, UnknownNameError
+from forethought.methods.parts.threads import FORMATS, ThreadFormat
 from forethought.scaffolding import (
     Budget,
     EngineWorker,
@@ -18,7 +19,6 @@ from forethought.scaffolding import (
     ScaffoldingLlm,
     ScriptedWorker,
 )
-from forethought.scaffolding.threads import FORMATS, ThreadFormat
 from openai_server import serving
 from scripted import answer
 from tokens import speaking

@@ -8,8 +8,8 @@ from engines import expect_empty
 from forethought import LLM, methods
 from forethought.errors import BudgetExceeded, ParameterError
 from forethought.methods.iterdrag import FINAL, FOLLOW_UP, INTERMEDIATE
+from forethought.methods.parts.bm25 import BM25Index
 from forethought.scaffolding import Budget, EngineWorker, ScriptedWorker
-from forethought.scaffolding.bm25 import BM25Index
 from scripted import answer
 from tokens import speaking
 

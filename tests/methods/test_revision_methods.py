@@ -12,6 +12,7 @@ from openai import AsyncOpenAI
 from engines import expect_empty
 from forethought import LLM, methods
 from forethought.errors import BudgetExceeded, ParameterError, TaskError
+from forethought.methods.parts.revision import RevisionEnd
 from forethought.methods.self_refine import FEEDBACK_PROMPT, REFINE_PROMPT
 from forethought.methods.sequential_revision import REVISE_PROMPT
 from forethought.scaffolding import (
@@ -24,7 +25,6 @@ from forethought.scaffolding import (
     ScaffoldingLlm,
     ScriptedWorker,
 )
-from forethought.scaffolding.revision import RevisionEnd
 from openai_server import serving
 from scripted import TimeEnds, answer
 from tokens import thinking

@@ -15,6 +15,8 @@ from transformers import Qwen2ForTokenClassification
 from engines import expect_empty
 from forethought import LLM, methods
 from forethought.errors import BudgetExceeded, ParameterError, TaskError
+from forethought.methods.parts import particles
+from forethought.rewards.step_format import ContinuedSteps
 from forethought.scaffolding import (
     Budget,
     ConfidenceRewardController,
@@ -27,9 +29,7 @@ from forethought.scaffolding import (
     RewardWorker,
     ScaffoldingLlm,
     ScriptedWorker,
-    particles,
 )
-from forethought.scaffolding.step_format import ContinuedSteps
 from openai_server import EngineServer, serving
 from reward_models import save, tokenizer
 from scripted import answer

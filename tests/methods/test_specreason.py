@@ -10,6 +10,7 @@ from engines import expect_empty
 from forethought import LLM, methods
 from forethought.errors import ParameterError, TaskError
 from forethought.methods import SpecReasonController
+from forethought.methods.parts.steps import SCORE_PROMPT
 from forethought.scaffolding import (
     Budget,
     EngineWorker,
@@ -18,7 +19,6 @@ from forethought.scaffolding import (
     ScriptedWorker,
     Stage,
 )
-from forethought.scaffolding.steps import SCORE_PROMPT
 from tokens import thinking
 
 TAG = SpecReasonController.WorkerTag

@@ -7,10 +7,10 @@ import json
 import pytest
 
 from forethought import methods
+from forethought.answers.answers import TextEquivalence
 from forethought.methods.compute_optimal import Policy
 from forethought.outputs import Logprob
 from forethought.scaffolding import NativeRewardController, Reply, ScriptedWorker, Stage
-from forethought.scaffolding.answers import TextEquivalence
 from forethought.testing.samples import sample_answer, sample_logprobs, sample_score
 from scripted import answer, chain
 

@@ -9,6 +9,7 @@ from forethought import AsyncLLM, methods
 from forethought.assets import reasoner_dir
 from forethought.cli.main import main
 from forethought.errors import ParameterError
+from forethought.methods.parts.probe import ANSWER_SUFFIX, ANSWER_SUFFIX_WITH_MARKER, PROBE_SUFFIX
 from forethought.scaffolding import (
     Budget,
     EngineWorker,
@@ -19,7 +20,6 @@ from forethought.scaffolding import (
     Trace,
     replay,
 )
-from forethought.scaffolding.probe import ANSWER_SUFFIX, ANSWER_SUFFIX_WITH_MARKER, PROBE_SUFFIX
 from forethought.scaffolding.thinking import ThinkingProfile
 
 THINK = ("<think>", "</think>")

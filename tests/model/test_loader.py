@@ -29,12 +29,12 @@ from transformers import (
 from transformers.utils import logging as transformers_logging
 
 import models
+from forethought.backends.cpu.library import find_compiler
 from forethought.errors import ModelError, ParameterError, UnknownNameError
 from forethought.kv.storage import LayerShape
 from forethought.model.attention.base import Capability
 from forethought.model.attention.sdpa import SdpaAttention
 from forethought.model.loader import load
-from forethought.model.native.library import find_compiler
 from forethought.silence import without_progress_bars
 
 SMALL = {

@@ -100,8 +100,12 @@ def test_requests_share_the_branches(monkeypatch):
     monkeypatch.setattr("forethought.scaffolding.branch_limit.MAX_BRANCHES", 40)
     monkeypatch.setattr("forethought.scaffolding.branch_limit.MIN_BRANCHES", 2)
     worker = Crowd()
-    with ScaffoldingLlm(Nested(30), {TAG: worker}) as llm:
-        results = llm.generate(["p"] * 8)
+
+    async def results_of_requests_that_begin_together():
+        async with ScaffoldingLlm(Nested(30), {TAG: worker}) as llm:
+            return await asyncio.gather(*[llm.generate_async("p") for _ in range(8)])
+
+    results = asyncio.run(results_of_requests_that_begin_together())
     assert all(result.outputs[0].text == "x" * 30 for result in results)
     assert worker.num_most <= 40
 

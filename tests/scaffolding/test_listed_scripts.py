@@ -12,8 +12,7 @@ from pathlib import Path
 import pytest
 
 import mcp_server
-from forethought.errors import ParameterError
-from forethought.scaffolding.benchmark import (
+from forethought.compat.tensorrt_llm.benchmark import (
     ConcurrentStrategy,
     ConstantRateStrategy,
     PoissonRateStrategy,
@@ -22,7 +21,13 @@ from forethought.scaffolding.benchmark import (
     ThroughputStrategy,
     async_scaffolding_benchmark,
 )
-from forethought.scaffolding.contrib.Dynasor import DynasorGenerationController
+from forethought.compat.tensorrt_llm.contrib.Dynasor import DynasorGenerationController
+from forethought.compat.tensorrt_llm.math_utils import (
+    extract_answer_from_boxed,
+    get_digit_majority_vote_result,
+)
+from forethought.compat.tensorrt_llm.task_collection import TaskCollection, with_task_collection
+from forethought.errors import ParameterError
 from forethought.scaffolding.controller import (
     BestOfNController,
     ChatWithMCPController,
@@ -31,10 +36,6 @@ from forethought.scaffolding.controller import (
     NativeGenerationController,
     NativeRewardController,
     ParallelProcess,
-)
-from forethought.scaffolding.math_utils import (
-    extract_answer_from_boxed,
-    get_digit_majority_vote_result,
 )
 from forethought.scaffolding.scaffolding_llm import ScaffoldingLlm
 from forethought.scaffolding.task import (
@@ -45,9 +46,8 @@ from forethought.scaffolding.task import (
     SystemMessage,
     TaskStatus,
 )
-from forethought.scaffolding.task_collection import TaskCollection, with_task_collection
 from forethought.scaffolding.worker import MCPWorker, Worker
-from forethought.scaffolding.workers.scripted import ScriptedWorker
+from forethought.workers.scripted import ScriptedWorker
 
 GENERATION = NativeGenerationController.WorkerTag.GENERATION
 PROMPTS = ["Natalia sold 48 clips.", "There is a line.", "Find the largest."]

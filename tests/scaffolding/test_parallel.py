@@ -2,8 +2,8 @@
 
 import pytest
 
+from forethought.answers.answers import AnswerPool
 from forethought.scaffolding import GenerationTask, NativeGenerationController
-from forethought.scaffolding.answers import AnswerPool
 from forethought.scaffolding.controller import sampled
 from forethought.scaffolding.parallel import num_to_begin
 

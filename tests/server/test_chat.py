@@ -12,8 +12,8 @@ import pytest
 from openai import AsyncOpenAI
 from pydantic import BaseModel
 
-from forethought.scaffolding.workers.scripted import Reply
 from forethought.server.tool_calls import as_text
+from forethought.workers.scripted import Reply
 from http_servers import WAIT, Served, scripted
 
 THOUGHT = "<think>\nfirst this\n</think>\n\nthe answer"

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from forethought.scaffolding.workers.scripted import Reply
+from forethought.workers.scripted import Reply
 from http_servers import Served, scripted
 
 

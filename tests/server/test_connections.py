@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from forethought.cli import serve
-from forethought.scaffolding.workers.scripted import Reply
 from forethought.server.settings import Settings
+from forethought.workers.scripted import Reply
 from http_servers import WAIT, Served, eventually, scripted
 
 CHAT = "/v1/chat/completions"

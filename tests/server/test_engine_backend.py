@@ -19,15 +19,15 @@ from forethought.llm.async_llm import AsyncLLM
 from forethought.llm.tokenizer import Tokenizer
 from forethought.scaffolding.task import RewardTask, TaskStatus
 from forethought.scaffolding.worker import Worker
-from forethought.scaffolding.workers.upstream import UpstreamWorker
 from forethought.server.app import create_app
 from forethought.server.backends import EngineBackend
 from forethought.server.remote_backend import RemoteBackend
 from forethought.server.settings import Settings
+from forethought.workers.upstream import UpstreamWorker
 from http_servers import WAIT, Served, eventually, served
 
 if TYPE_CHECKING:
-    from forethought.scaffolding.workers.reward import RewardWorker
+    from forethought.workers.reward import RewardWorker
 
 QUESTION = problems()[0]["question"]
 CHAT = "/v1/chat/completions"

@@ -21,9 +21,9 @@ from typing import Any
 
 import pytest
 
-from forethought.scaffolding.workers.scripted import Reply
 from forethought.server.http import EventStream, LastEvents
 from forethought.server.settings import Settings
+from forethought.workers.scripted import Reply
 from http_servers import WAIT, Served, eventually, scripted
 
 CHAT = "/v1/chat/completions"

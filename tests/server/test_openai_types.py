@@ -13,9 +13,9 @@ from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 
 from forethought import AsyncLLM
-from forethought.scaffolding.workers.scripted import Reply
 from forethought.server.backends import EngineBackend
 from forethought.server.tool_calls import as_text
+from forethought.workers.scripted import Reply
 from http_servers import Answer, Served, eventually, scripted, served
 
 CHAT, COMPLETIONS, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from forethought.scaffolding.workers.upstream import Retries, UpstreamWorker
 from forethought.server.remote_backend import RemoteBackend
+from forethought.workers.upstream import Retries, UpstreamWorker
 from http_servers import Served, served
 from openai_server import OpenaiServer, serving
 

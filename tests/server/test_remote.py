@@ -12,12 +12,12 @@ import pytest
 
 from forethought.assets import REASONER, embedded_dir
 from forethought.llm.tokenizer import Tokenizer
-from forethought.scaffolding.workers.openai_chunk import _chat_logprobs
-from forethought.scaffolding.workers.scripted import Reply
-from forethought.scaffolding.workers.upstream import Retries, UpstreamWorker
 from forethought.server.remote_backend import RemoteBackend
 from forethought.server.settings import Settings
 from forethought.server.tool_calls import as_text
+from forethought.workers.openai_chunk import _chat_logprobs
+from forethought.workers.scripted import Reply
+from forethought.workers.upstream import Retries, UpstreamWorker
 from http_servers import WAIT, Answer, Served, scripted, served
 from openai_server import OpenaiServer
 from openai_server import serving as serving_openai

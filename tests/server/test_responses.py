@@ -10,9 +10,9 @@ import openai
 import pytest
 from pydantic import BaseModel
 
-from forethought.scaffolding.workers.scripted import Reply
 from forethought.server.settings import Settings
 from forethought.server.tool_calls import as_text
+from forethought.workers.scripted import Reply
 from http_servers import Served, eventually, scripted
 
 ADD: Any = {"type": "function", "name": "add", "parameters": {"type": "object"}, "strict": False}

@@ -11,9 +11,9 @@ from forethought.errors import ParameterError
 from forethought.methods import MajorityVoteController
 from forethought.outputs import Usage
 from forethought.scaffolding import NativeGenerationController, ScaffoldingLlm, ScriptedWorker
-from forethought.scaffolding.trace_otel import TraceParent
 from forethought.server.settings import Settings
 from forethought.server.telemetry import Telemetry, plain_trace
+from forethought.tracing.trace_otel import TraceParent
 
 USAGE = Usage(prompt_tokens=7, completion_tokens=3, cached=4)
 

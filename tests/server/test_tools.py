@@ -312,7 +312,7 @@ def test_an_object_of_a_forced_call_has_no_other_keys(server: Served) -> None:
 
 
 def test_half_a_call_of_a_script_is_no_content() -> None:
-    from forethought.scaffolding.workers.scripted import Reply
+    from forethought.workers.scripted import Reply
 
     half = as_text("read", {"a": 1})[:-20]
     with scripted(lambda prompt, index: Reply(half, finish_reason="length")) as running:

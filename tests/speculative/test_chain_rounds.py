@@ -15,6 +15,7 @@ import torch
 from chain_drafters import KINDS, few_tokens
 from engines import drain, engine_over
 from fake_graph import FakeGraph
+from forethought.backends.cuda.graphs import Bucket, GraphCapturer, StaticBatch, capacity_of
 from forethought.config.drafters import DraftTargetDecodingConfig
 from forethought.config.sampling import SamplingParams, SpeculationParams
 from forethought.config.speculation import DecodingBaseConfig
@@ -28,7 +29,6 @@ from forethought.kv.table import PageTable
 from forethought.model import loader
 from forethought.model.batch import PackedRows, Row
 from forethought.model.causal_lm import CausalLM
-from forethought.model.graphs import Bucket, GraphCapturer, StaticBatch, capacity_of
 from forethought.model.sampling import NO_TOKEN
 from forethought.speculative import chain_steps
 from forethought.speculative.chain_rounds import (
@@ -43,7 +43,7 @@ from generations import COUNTS
 from generations import facts as all_facts
 from models import prompts
 
-PAGED = "forethought.model.attention.paged:PagedAttention"
+PAGED = "forethought.backends.cuda.paged:PagedAttention"
 PROMPTS = prompts((9, 7, 33, 6, 12))
 LENGTHS = (30, 11, 24, 17, 3)
 NUMBERS = ("keys", "draft keys")

@@ -10,13 +10,13 @@ import torch
 
 from chain_drafters import KINDS, few_tokens
 from engines import drain, engine_over
+from forethought.backends.cpu import chain_steps as native
+from forethought.backends.cpu import library
 from forethought.config.sampling import SamplingParams
 from forethought.engine import continuous
 from forethought.engine.engine import Engine
 from forethought.engine.sequence import Sequence
 from forethought.model import loader
-from forethought.model.native import chain_steps as native
-from forethought.model.native import library
 from forethought.speculative import chain_steps
 from generations import expect_same
 from models import prompts

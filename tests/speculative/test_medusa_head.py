@@ -12,9 +12,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from forethought.backends.cpu.heads import NativeHeads
+from forethought.backends.cpu.library import find_compiler
 from forethought.errors import ModelError
-from forethought.model.native.heads import NativeHeads
-from forethought.model.native.library import find_compiler
 from forethought.speculative.heads.medusa import (
     WEIGHTS,
     DraftHeads,

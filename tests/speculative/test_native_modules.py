@@ -13,6 +13,8 @@ import torch
 from drafts import Seen, recording
 from eagle_heads import new_directory, random_eagle, random_eagle3
 from engines import GREEDY, drain, engine_over, expect_empty, outputs
+from forethought.backends.cpu import library
+from forethought.backends.cpu.module import ModuleParts
 from forethought.config.drafters import (
     DraftTargetDecodingConfig,
     EagleDecodingConfig,
@@ -24,8 +26,6 @@ from forethought.config.speculation import DecodingBaseConfig
 from forethought.engine.engine import Engine
 from forethought.model import loader
 from forethought.model.causal_lm import CausalLM
-from forethought.model.native import library
-from forethought.model.native.module import ModuleParts
 from forethought.speculative.heads import eagle3
 from medusa_heads import shared_heads
 from models import prompts, save_random, tiny

@@ -15,6 +15,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from engines import drain, engine, expect_empty, load, outputs
+from forethought.backends.cpu.heads import NativeBeams
+from forethought.backends.cpu.library import find_compiler
+from forethought.backends.cpu.network import NativeNetwork
 from forethought.config.drafters import ReDrafterDecodingConfig
 from forethought.config.sampling import SamplingParams
 from forethought.config.speculation import DecodingBaseConfig
@@ -22,9 +25,6 @@ from forethought.engine.engine import Engine
 from forethought.errors import ModelError, ParameterError
 from forethought.kv.pool import PagePool
 from forethought.kv.table import PageTable
-from forethought.model.native.heads import NativeBeams
-from forethought.model.native.library import find_compiler
-from forethought.model.native.network import NativeNetwork
 from forethought.speculative import registry
 from forethought.speculative.drafter import DraftRequest, ScheduledRequests
 from forethought.speculative.drafters.redrafter import (

@@ -14,7 +14,7 @@ pytest.importorskip("torch")
 pytest.importorskip("tokenizers")
 
 from forethought.errors import ParameterError
-from forethought.scaffolding.verifier import read_countdown, read_expression, verifier
+from forethought.rewards.verifier import read_countdown, read_expression, verifier
 from forethought.training.chat_tokenizer import END, prompt_text
 from forethought.training.countdown import corpus
 from forethought.training.countdown.problems import (

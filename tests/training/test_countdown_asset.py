@@ -8,8 +8,8 @@ pytest.importorskip("transformers")
 from forethought.assets import embedded_dir, problems
 from forethought.config.sampling import SamplingParams
 from forethought.llm.llm import LLM
-from forethought.scaffolding.probe import PROBE_SUFFIX
-from forethought.scaffolding.verifier import read_countdown, verifier
+from forethought.methods.parts.probe import PROBE_SUFFIX
+from forethought.rewards.verifier import read_countdown, verifier
 from forethought.training.chat_tokenizer import prompt_text
 from forethought.training.countdown.evaluate import (
     Sample,

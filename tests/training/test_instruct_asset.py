@@ -8,18 +8,18 @@ pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
 from forethought import methods
+from forethought.answers.answers import extract_answer_from_boxed
 from forethought.assets import embedded_dir, problems
 from forethought.bench.instruct_methods import CHAT_FORMAT, THREADS_FORMAT
 from forethought.llm.async_llm import AsyncLLM
+from forethought.rewards.genrm_controller import YES_NO_PROMPT
+from forethought.rewards.verifier import verifier
 from forethought.scaffolding import (
     EngineWorker,
     GenRMController,
     JudgeRewardController,
     ScaffoldingLlm,
 )
-from forethought.scaffolding.answers import extract_answer_from_boxed
-from forethought.scaffolding.genrm_controller import YES_NO_PROMPT
-from forethought.scaffolding.verifier import verifier
 from forethought.training.countdown.problems import Problem
 from forethought.training.instruct import facts
 from forethought.training.instruct.attempts import check

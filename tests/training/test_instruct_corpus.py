@@ -14,6 +14,7 @@ from forethought import methods
 from forethought.methods.sleep_time import SleepTimeController
 from forethought.methods.spct import SPCTRewardController
 from forethought.outputs import Logprob
+from forethought.rewards.verifier import verifier
 from forethought.scaffolding import (
     CompareRewardController,
     GenRMController,
@@ -23,7 +24,6 @@ from forethought.scaffolding import (
     ScaffoldingLlm,
     ScriptedWorker,
 )
-from forethought.scaffolding.verifier import verifier
 from forethought.training.chat_tokenizer import END, prompt_text
 from forethought.training.countdown.problems import Problem, is_held_out, sample_problem
 from forethought.training.countdown.traces import branches, write_bounded

@@ -12,7 +12,7 @@ from engines import load
 from forethought.assets import problems, reasoner_dir
 from forethought.errors import ParameterError
 from forethought.llm.tokenizer import Tokenizer
-from forethought.scaffolding.probe import ANSWER_SUFFIX, ANSWER_SUFFIX_WITH_MARKER, PROBE_SUFFIX
+from forethought.methods.parts.probe import ANSWER_SUFFIX, ANSWER_SUFFIX_WITH_MARKER, PROBE_SUFFIX
 from forethought.training import texts as corpus
 from forethought.training.run import Source, TargetModel, TrainingRun
 from forethought.training.teacher import Teacher

@@ -15,13 +15,13 @@ from forethought.bench.methods import PLAIN, MethodBench
 from forethought.evaluation.recipe import Recipe
 from forethought.methods.sleep_time import SleepTimeController
 from forethought.methods.spct import SPCTRewardController
-from forethought.scaffolding.checker_controller import CheckerController
+from forethought.rewards.checker_controller import CheckerController
+from forethought.rewards.genrm_controller import YES_NO_PROMPT, GenRMController
+from forethought.rewards.judge import CompareRewardController, JudgeRewardController
+from forethought.rewards.verifier import verifier
 from forethought.scaffolding.controller import Controller, NativeGenerationController
-from forethought.scaffolding.genrm_controller import YES_NO_PROMPT, GenRMController
-from forethought.scaffolding.judge import CompareRewardController, JudgeRewardController
 from forethought.scaffolding.parallel import Process
 from forethought.scaffolding.task import GenerationTask
-from forethought.scaffolding.verifier import verifier
 from forethought.training.chat_tokenizer import prompt_text
 from forethought.training.instruct.facts import FactQuestion
 

@@ -26,10 +26,10 @@ from forethought.evaluation.recipe import Recipe, recipe
 from forethought.evaluation.report import ReportRow, aligned, outcomes_of, row_of
 from forethought.evaluation.runner import EvaluationProgress, EvaluationRunner
 from forethought.evaluation.statistics import PairedComparison, Proportion, compare_pairs
+from forethought.methods.parts.difficulty import PROBES, Policy, fit
 from forethought.methods.stack import parameters
-from forethought.scaffolding.checker_controller import CheckerController
+from forethought.rewards.checker_controller import CheckerController
 from forethought.scaffolding.controller import NativeRewardController
-from forethought.scaffolding.difficulty import PROBES, Policy, fit
 from forethought.scaffolding.worker import Worker
 
 PLAIN = "plain"
@@ -208,7 +208,7 @@ class MethodBench:
 
 
 def _confidence() -> Any:
-    from forethought.scaffolding.confidence import ConfidenceRewardController
+    from forethought.rewards.confidence import ConfidenceRewardController
 
     return ConfidenceRewardController("bottom_groups", window=32)
 

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 from forethought.bench.arrivals import Arrival
 from forethought.errors import DependencyError, ParameterError, RequestError
 from forethought.evaluation.report import aligned
-from forethought.scaffolding.workers.routing import basic_authorization, shown_url
+from forethought.workers.routing import basic_authorization, shown_url
 
 if TYPE_CHECKING:
     from aiohttp import ClientResponse, ClientSession

@@ -21,7 +21,7 @@ from forethought.evaluation.statistics import PairedComparison, Proportion, comp
 from forethought.methods.specreason import SpecReasonController
 from forethought.scaffolding.controller import Controller, NativeGenerationController
 from forethought.scaffolding.scaffolding_llm import ScaffoldingLlm
-from forethought.scaffolding.workers.local import EngineWorker
+from forethought.workers.local import EngineWorker
 
 BASE, SMALL, SPECREASON = "base model", "small model", "specreason"
 NUM_RESAMPLES = 2000

@@ -36,11 +36,11 @@ from forethought.scaffolding.result import Delta, ScaffoldingOutput, Scaffolding
 from forethought.scaffolding.scaffolding_llm import ScaffoldingLlm
 from forethought.scaffolding.task import ChatTask
 from forethought.scaffolding.worker import Worker
-from forethought.scaffolding.workers.routing import shown_url, url_error
+from forethought.workers.routing import shown_url, url_error
 
 if TYPE_CHECKING:
     from forethought.llm.async_llm import AsyncLLM
-    from forethought.scaffolding.workers.concurrency import AdaptiveConcurrency
+    from forethought.workers.concurrency import AdaptiveConcurrency
 
 
 @dataclass(frozen=True, slots=True)
@@ -362,7 +362,7 @@ def _server(open_server: Callable[[], Worker], name: str) -> Iterator[Backend]:
 
 @contextmanager
 def _engine(open_llm: Callable[[], AsyncLLM], fields: Mapping[str, Any]) -> Iterator[Backend]:
-    from forethought.scaffolding.workers.local import EngineWorker
+    from forethought.workers.local import EngineWorker
 
     llm = open_llm()
     try:
@@ -413,7 +413,7 @@ def server_opener(
         from openai import DEFAULT_MAX_RETRIES, AsyncOpenAI
     except ModuleNotFoundError as error:
         raise DependencyError.missing("openai", "--url", "openai") from error
-    from forethought.scaffolding.workers.openai import OpenaiWorker
+    from forethought.workers.openai import OpenaiWorker
 
     key, field = os.environ.get("OPENAI_API_KEY", "none"), args.thinking_field
     thinks = options.thinks_of(args)

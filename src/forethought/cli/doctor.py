@@ -19,7 +19,7 @@ from typing import Any
 from forethought import __version__, assets
 from forethought.cli import machine
 from forethought.evaluation.report import count_of
-from forethought.scaffolding.sandbox import SAFE, why_not
+from forethought.sandbox.sandbox import SAFE, why_not
 
 _SHOWN = ("torch", "transformers", "tokenizers", "safetensors", "numpy", "pydantic")
 _NOT_FOR_USERS = ("dev",)
@@ -199,8 +199,8 @@ def _fast_paths(torch: Any) -> dict[str, str]:
 
 def _native() -> str:
     """Whether the forward in C++ can be compiled, and has been."""
-    from forethought.model.native.cache import cache_directories
-    from forethought.model.native.library import NO_COMPILER, find_compiler, library_name
+    from forethought.backends.cpu.cache import cache_directories
+    from forethought.backends.cpu.library import NO_COMPILER, find_compiler, library_name
 
     compiler = find_compiler()
     if compiler is None:

@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
 from forethought import __version__, assets
+from forethought.answers.answer_extraction import AnswerRule
 from forethought.cli.backend import (
     as_chat,
     check_thinking_field,
@@ -63,12 +64,11 @@ from forethought.evaluation.recipe import Recipe, recipe, with_each_count, withi
 from forethought.evaluation.report import Report, count_of, has_progress_bars, make_folder
 from forethought.methods.stack import parameters
 from forethought.model_dir import find_model_dir
+from forethought.rewards.verifier import verifier
 from forethought.saved_file import check_folder
-from forethought.scaffolding.answer_extraction import AnswerRule
 from forethought.scaffolding.budget import Budget
 from forethought.scaffolding.controller import NativeRewardController
-from forethought.scaffolding.verifier import verifier
-from forethought.scaffolding.workers.concurrency import AdaptiveConcurrency
+from forethought.workers.concurrency import AdaptiveConcurrency
 
 if TYPE_CHECKING:
     from forethought.evaluation.comparison import Comparison, ComparisonOptions

@@ -14,14 +14,14 @@ from forethought.evaluation.journal import fingerprint
 from forethought.methods import Method
 from forethought.methods.stack import parameters
 from forethought.model_dir import checked_model_dir, find_model_dir
+from forethought.rewards.prm_controller import PRMController, StepAggregation
 from forethought.scaffolding.controller import NativeRewardController
-from forethought.scaffolding.prm_controller import PRMController, StepAggregation
 from forethought.scaffolding.worker import Worker
-from forethought.scaffolding.workers.routing import shown_url, url_error
+from forethought.workers.routing import shown_url, url_error
 
 if TYPE_CHECKING:
-    from forethought.scaffolding.workers.reward import RewardWorker
-    from forethought.scaffolding.workers.reward_server import RewardServerWorker
+    from forethought.workers.reward import RewardWorker
+    from forethought.workers.reward_server import RewardServerWorker
 
 _REWARD = "reward_controller"
 REWARD_SERVER = ("reward_api_model", "reward_endpoint", "reward_tokenizer", "reward_step_format")
@@ -138,7 +138,7 @@ def reward_server_opener(args: argparse.Namespace) -> Callable[[], RewardServerW
         from openai import AsyncOpenAI
     except ModuleNotFoundError as error:
         raise DependencyError.missing("openai", "--reward-url", "openai") from error
-    from forethought.scaffolding.workers.reward_server import RewardServerWorker
+    from forethought.workers.reward_server import RewardServerWorker
 
     directory, step_format = args.reward_tokenizer, args.reward_step_format
     endpoint: Any = args.reward_endpoint or "classify"
@@ -252,7 +252,7 @@ def open_local_judge(model: str) -> Iterator[Judge]:
         UsageError: it cannot be opened.
     """
     try:
-        from forethought.scaffolding.workers.reward import RewardWorker
+        from forethought.workers.reward import RewardWorker
     except ModuleNotFoundError as error:
         raise DependencyError.missing(error.name or "torch", "--reward-model", "local") from error
     with RewardWorker(model) as worker:

@@ -29,11 +29,11 @@ from forethought.model_dir import find_model_dir
 
 if TYPE_CHECKING:
     from forethought.llm.tokenizer import Tokenizer
-    from forethought.scaffolding.workers.reward import RewardWorker
-    from forethought.scaffolding.workers.reward_server import RewardServerWorker
-    from forethought.scaffolding.workers.upstream import UpstreamWorker
     from forethought.server.backends import Backend
     from forethought.server.settings import Settings
+    from forethought.workers.reward import RewardWorker
+    from forethought.workers.reward_server import RewardServerWorker
+    from forethought.workers.upstream import UpstreamWorker
 
 _HOST, _PORT = "127.0.0.1", 8000
 _SECTION = "server"
@@ -342,7 +342,7 @@ def _judge_opener(
         if model == "none":
             return None
         try:
-            from forethought.scaffolding.workers.reward import RewardWorker
+            from forethought.workers.reward import RewardWorker
         except ModuleNotFoundError as error:
             missing = error.name or "torch"
             raise DependencyError.missing(missing, "--reward-model", "local") from error
@@ -362,8 +362,8 @@ def _scripted(given: Sequence[str]) -> Callable[[], Backend]:
 
 
 def _upstream(args: argparse.Namespace) -> Callable[[], Backend]:
-    from forethought.scaffolding.workers.upstream import UpstreamWorker
     from forethought.server.remote_backend import RemoteBackend
+    from forethought.workers.upstream import UpstreamWorker
 
     name: str | None = args.api_model
     worker = UpstreamWorker(
@@ -416,7 +416,7 @@ def _extensions(fields: str | None) -> list[str]:
     Raises:
         ParameterError: a name that there is not.
     """
-    from forethought.scaffolding.workers.openai import EXTENSIONS
+    from forethought.workers.openai import EXTENSIONS
 
     known = {_SHAPE if name == "guided_decoding" else name: name for name in EXTENSIONS}
     named = [name.strip() for name in fields.split(",")] if fields else []

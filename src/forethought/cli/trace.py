@@ -19,9 +19,9 @@ from typing import Any
 
 from forethought.errors import UsageError
 from forethought.scaffolding.trace import Prices, Trace
-from forethought.scaffolding.trace_html import save_html
-from forethought.scaffolding.trace_mooncake import BLOCK_SIZE, save_mooncake
-from forethought.scaffolding.trace_otel import save_otel
+from forethought.tracing.trace_html import save_html
+from forethought.tracing.trace_mooncake import BLOCK_SIZE, save_mooncake
+from forethought.tracing.trace_otel import save_otel
 
 _PRICES = {
     "in": "prompt tokens",

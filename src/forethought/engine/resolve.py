@@ -8,17 +8,26 @@ from pathlib import Path
 
 import torch
 
+from forethought.backends.cuda.graph_runner import GraphRunner
+from forethought.backends.cuda.graphs import MAX_GRAPH_TOKENS, CudaCapture, GraphCapturer
+from forethought.backends.cuda.paged import PagedAttention
+from forethought.backends.tensor_parallel import engine_ranks as tensor_parallel
+from forethought.backends.tensor_parallel.ranks import Ranks
+from forethought.backends.tensor_parallel.sharded import (
+    FreeMemory,
+    ShardedRunner,
+    ShardedStorage,
+    free_gpu_memory,
+)
 from forethought.config.drafters import AutoDecodingConfig
 from forethought.config.engine import KvCacheConfig, LlmArgs
 from forethought.config.speculation import DecodingBaseConfig
-from forethought.engine import tensor_parallel
 from forethought.engine.engine import Engine
 from forethought.engine.guarded_drafter import DrafterEntry
 from forethought.engine.scheduler import Limits
 from forethought.errors import CapacityError, ParameterError
 from forethought.kv.storage import HiddenStateCache, KvStorage
 from forethought.model import loader
-from forethought.model.attention.paged import PagedAttention
 from forethought.model.causal_lm import CausalLM
 from forethought.model.device import (
     available_threads,
@@ -28,15 +37,6 @@ from forethought.model.device import (
     free_host_memory,
     return_freed_memory,
     set_threads,
-)
-from forethought.model.graph_runner import GraphRunner
-from forethought.model.graphs import MAX_GRAPH_TOKENS, CudaCapture, GraphCapturer
-from forethought.model.parallel.ranks import Ranks
-from forethought.model.parallel.sharded import (
-    FreeMemory,
-    ShardedRunner,
-    ShardedStorage,
-    free_gpu_memory,
 )
 from forethought.model.runner import ModelRunner
 from forethought.speculative import registry

@@ -41,8 +41,8 @@ from forethought.evaluation.report import (
 from forethought.evaluation.runner import EvaluationProgress, EvaluationRunner
 from forethought.evaluation.statistics import compare_pairs
 from forethought.evaluation.tasks import task
+from forethought.rewards.verifier import read_countdown
 from forethought.saved_file import save_text, saving
-from forethought.scaffolding.verifier import read_countdown
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

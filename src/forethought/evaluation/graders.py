@@ -11,20 +11,20 @@ import secrets
 import threading
 from collections.abc import Callable
 
-from forethought.errors import ParameterError
-from forethought.evaluation.problems import Problem
-from forethought.scaffolding.answer_extraction import (
+from forethought.answers.answer_extraction import (
     ANSWER_RULE,
     AnswerRule,
     ExtractedAnswer,
     extract_answer,
 )
-from forethought.scaffolding.answers import AnswerClasses, MathEquivalence
-from forethought.scaffolding.code_blocks import program_in
-from forethought.scaffolding.sandbox import Sandbox
+from forethought.answers.answers import AnswerClasses, MathEquivalence
+from forethought.answers.code_blocks import program_in
+from forethought.answers.sympy_pool import SympyPool
+from forethought.errors import ParameterError
+from forethought.evaluation.problems import Problem
+from forethought.rewards.verifier import Verifier
+from forethought.sandbox.sandbox import Sandbox
 from forethought.scaffolding.settings import validated
-from forethought.scaffolding.sympy_pool import SympyPool
-from forethought.scaffolding.verifier import Verifier
 
 _logger = logging.getLogger(__name__)
 
@@ -37,7 +37,7 @@ class MathGrader:
     without its sign: ``50\%`` is right for both ``50`` and ``0.5``.
 
     Args:
-        answer: the rule that finds the answer in a text, see ``scaffolding.answer_extraction``; a
+        answer: the rule that finds the answer in a text, see ``answers.answer_extraction``; a
             text without one is wrong.
         extract: finds the answer in the place of the rule.
         equivalence: whether an answer and the reference mean the same; replaces the above.

@@ -109,7 +109,7 @@ class MethodModel(ModelAPI):  # type: ignore[misc]  # inspect_ai is no dependenc
         fields = {name: value for name, value in settings.items() if name not in known}
         controller = stack(spec, **own)
 
-        from forethought.scaffolding.workers.local import EngineWorker
+        from forethought.workers.local import EngineWorker
 
         self._worker = EngineWorker.init_with_new_llm(model or None, **fields)
         workers = dict.fromkeys(worker_tags(controller), self._worker)

@@ -15,13 +15,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from forethought import assets
-from forethought.errors import ParameterError, UsageError
-from forethought.evaluation.data_files import Record, read_records
-from forethought.scaffolding.answer_extraction import (
+from forethought.answers.answer_extraction import (
     ExtractedAnswer,
     extract_answer_from_boxed,
     extract_answer_with_regex,
 )
+from forethought.errors import ParameterError, UsageError
+from forethought.evaluation.data_files import Record, read_records
 
 if TYPE_CHECKING:
     from forethought.llm.async_llm import AsyncLLM

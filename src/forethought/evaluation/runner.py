@@ -356,7 +356,7 @@ class _Engine:
     """An engine of its own."""
 
     def __init__(self, llm: AsyncLLM) -> None:
-        from forethought.scaffolding.workers.local import EngineWorker
+        from forethought.workers.local import EngineWorker
 
         self._llm, self.worker = llm, EngineWorker(llm)
 

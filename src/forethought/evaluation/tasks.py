@@ -23,13 +23,13 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
+from forethought.answers.answer_extraction import AnswerRule, extract_answer_from_boxed
 from forethought.errors import ParameterError, UnknownNameError, UsageError
 from forethought.evaluation.data_files import Record, read_records
 from forethought.evaluation.graders import CodeGrader, MathGrader, VerifierGrader
 from forethought.evaluation.problems import Grader, Problem, of_record, shipped
-from forethought.scaffolding.answer_extraction import AnswerRule, extract_answer_from_boxed
-from forethought.scaffolding.sandbox import Sandbox
-from forethought.scaffolding.verifier import MAX_DIGITS, read_countdown, verifier
+from forethought.rewards.verifier import MAX_DIGITS, read_countdown, verifier
+from forethought.sandbox.sandbox import Sandbox
 
 BOXED = "Please reason step by step, and put your final answer within \\boxed{}."
 _EXPRESSION = (
@@ -87,7 +87,7 @@ class Task:
 
         Args:
             unsafe_code: run programs also where they cannot be isolated.
-            answer: the rule that finds an answer in a text, see ``scaffolding.answer_extraction``.
+            answer: the rule that finds an answer in a text, see ``answers.answer_extraction``.
 
         Raises:
             ParameterError: ``unsafe_code``, and answers are no programs; or ``answer``, and they

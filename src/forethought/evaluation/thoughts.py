@@ -28,8 +28,8 @@ from forethought.errors import ParameterError
 from forethought.evaluation.journal import Attempt
 from forethought.evaluation.recipe import Recipe
 from forethought.evaluation.runner import EvaluationRunner, Request, Source
+from forethought.methods.parts.probe import PROBE_SUFFIX
 from forethought.scaffolding.controller import NativeGenerationController
-from forethought.scaffolding.probe import PROBE_SUFFIX
 
 INTERVAL = 64
 """Default number of tokens between forced answers."""

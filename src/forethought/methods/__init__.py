@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from forethought.methods.parallel_thinking import ParallelThinkingController
     from forethought.methods.particle_filtering import ParticleFilteringController
     from forethought.methods.particle_gibbs import ParticleGibbsController
+    from forethought.methods.parts.threads import ThreadFormat
     from forethought.methods.repeated_sampling import RepeatedSamplingController
     from forethought.methods.self_refine import SelfRefineController
     from forethought.methods.sequential_revision import SequentialRevisionController
@@ -47,7 +48,6 @@ if TYPE_CHECKING:
     from forethought.methods.specreason import SpecReasonController
     from forethought.methods.tree_of_thoughts import TreeOfThoughtsController
     from forethought.scaffolding.controller import Controller
-    from forethought.scaffolding.threads import ThreadFormat
 
 _REGISTRY = Registry(
     "method",
@@ -74,11 +74,11 @@ _REGISTRY = Registry(
         "sequential_revision": (
             "forethought.methods.sequential_revision:SequentialRevisionController"
         ),
-        "genrm": "forethought.scaffolding.genrm_controller:GenRMController",
-        "checker": "forethought.scaffolding.checker_controller:CheckerController",
-        "judge": "forethought.scaffolding.judge:JudgeRewardController",
-        "compare": "forethought.scaffolding.judge:CompareRewardController",
-        "confidence": "forethought.scaffolding.confidence:ConfidenceRewardController",
+        "genrm": "forethought.rewards.genrm_controller:GenRMController",
+        "checker": "forethought.rewards.checker_controller:CheckerController",
+        "judge": "forethought.rewards.judge:JudgeRewardController",
+        "compare": "forethought.rewards.judge:CompareRewardController",
+        "confidence": "forethought.rewards.confidence:ConfidenceRewardController",
         "specreason": "forethought.methods.specreason:SpecReasonController",
         "adaptive_compute": "forethought.methods.adaptive_compute:AdaptiveComputeController",
         "fork_think": "forethought.methods.fork_think:ForkThinkController",

@@ -30,8 +30,8 @@ from typing import Annotated, Any
 from pydantic import Field, TypeAdapter
 
 from forethought.errors import BudgetExceeded
+from forethought.rewards.confidence import NUM_LOGPROBS, word_probability
 from forethought.scaffolding import sampling
-from forethought.scaffolding.confidence import NUM_LOGPROBS, word_probability
 from forethought.scaffolding.controller import (
     Controller,
     ConversationForm,

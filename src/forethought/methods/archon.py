@@ -24,20 +24,20 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
+from forethought.answers.answer_extraction import without_thought
 from forethought.errors import BudgetExceeded
-from forethought.methods import archon_config
-from forethought.methods.archon_config import DEFAULT, Component
-from forethought.methods.archon_prompts import (
+from forethought.methods.parts import archon_config
+from forethought.methods.parts.archon_config import DEFAULT, Component
+from forethought.methods.parts.archon_prompts import (
     PROMPTS,
     is_correct,
     num_passed,
     ranking_in,
     unit_tests_in,
 )
+from forethought.rewards.judge import filled, question_of
 from forethought.scaffolding import sampling
-from forethought.scaffolding.answer_extraction import without_thought
 from forethought.scaffolding.controller import Controller, expect_one_text, refuse_arguments
-from forethought.scaffolding.judge import filled, question_of
 from forethought.scaffolding.parallel import ParallelProcess, Process
 from forethought.scaffolding.result import ScaffoldingOutput, Stage
 from forethought.scaffolding.task import ChatTask, GenerationTask

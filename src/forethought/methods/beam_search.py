@@ -18,10 +18,7 @@ Model Parameters", 2024. arXiv 2408.03314. The defaults of ``width``, ``max_step
 
 from __future__ import annotations
 
-from forethought.scaffolding.controller import Controller
-from forethought.scaffolding.parallel import Process
-from forethought.scaffolding.prm_controller import StepAggregation
-from forethought.scaffolding.search import (
+from forethought.methods.parts.search import (
     MAX_STEPS,
     STEP_TOKEN,
     Search,
@@ -31,6 +28,9 @@ from forethought.scaffolding.search import (
     expect_multiple,
     merged,
 )
+from forethought.rewards.prm_controller import StepAggregation
+from forethought.scaffolding.controller import Controller
+from forethought.scaffolding.parallel import Process
 from forethought.scaffolding.settings import POSITIVE_INT, OnFailure, validated
 
 

@@ -7,7 +7,7 @@ sample of the answer with the largest sum: a vote in which a sample weighs as mu
     score   .5   .8   .4   .0          best: sample 1     weighted: sample 0
 
 The score comes from a reward model, outcome or process (``NativeRewardController``,
-``PRMController``), from a judge (``scaffolding.judge``), or from the model's own confidence
+``PRMController``), from a judge (``rewards.judge``), or from the model's own confidence
 (``ConfidenceRewardController``).
 
 Paper: Li et al., "Making Large Language Models Better Reasoners with Step-Aware Verifier", 2022.
@@ -21,11 +21,12 @@ from typing import Any, Literal
 
 from pydantic import TypeAdapter
 
+from forethought.answers import answer_spaces
+from forethought.answers.answer_extraction import AnswerRule
+from forethought.answers.answer_spaces import AnswerSpace
+from forethought.answers.answers import AnswerPool
 from forethought.errors import BudgetExceeded, ParameterError
-from forethought.scaffolding import answer_spaces, sampling
-from forethought.scaffolding.answer_extraction import AnswerRule
-from forethought.scaffolding.answer_spaces import AnswerSpace
-from forethought.scaffolding.answers import AnswerPool
+from forethought.scaffolding import sampling
 from forethought.scaffolding.controller import (
     Controller,
     expect_controller,
@@ -59,7 +60,7 @@ class BestOfNController(Controller):
             answer whose samples have the highest sum of scores.
         answer_space: for the weighted choice: where the answer stands and which answers mean the
             same, as in ``majority_vote``.
-        answer: the rule that finds answers, see ``scaffolding.answer_extraction``.
+        answer: the rule that finds answers, see ``answers.answer_extraction``.
 
     Raises:
         ParameterError: fewer than one sample, or a setting of the wrong kind.

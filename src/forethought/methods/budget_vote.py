@@ -22,15 +22,16 @@ import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from forethought.errors import BudgetExceeded, ParameterError
-from forethought.scaffolding import answer_spaces, sampling
-from forethought.scaffolding.answer_extraction import AnswerRule
-from forethought.scaffolding.answers import (
+from forethought.answers import answer_spaces
+from forethought.answers.answer_extraction import AnswerRule
+from forethought.answers.answers import (
     AnswerPool,
     Equivalence,
     PairwiseEquivalence,
     checked_equivalence,
 )
+from forethought.errors import BudgetExceeded, ParameterError
+from forethought.scaffolding import sampling
 from forethought.scaffolding.controller import Controller, expect_generation, expect_text, first_tag
 from forethought.scaffolding.parallel import AsCompleted, Branch, Process
 from forethought.scaffolding.result import Stage
@@ -58,7 +59,7 @@ class BudgetVoteController(Controller):
             sample's ``thinking_budget``. None: no thought is closed, as for a model that is known
             not to think.
         max_sample_num: most samples, further ones included.
-        answer: the rule that finds answers, see ``scaffolding.answer_extraction``.
+        answer: the rule that finds answers, see ``answers.answer_extraction``.
         extract_answer: in its place: finds the answer in a text; None: the sample does not vote.
         equivalence: decides which answers mean the same, as in ``majority_vote``.
 

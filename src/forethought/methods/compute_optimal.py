@@ -9,7 +9,7 @@ question of that difficulty::
     method         probes          majority_vote@8      majority_vote@32
 
 ``probes`` returns the probes' most frequent answer (with a reward, the one with the highest score)
-and costs nothing more. Policies and how they are fitted: ``scaffolding.difficulty``.
+and costs nothing more. Policies and how they are fitted: ``methods.parts.difficulty``.
 
 The paper predicts difficulty by the mean score that a reward model gives to 2048 samples, and has
 five bins; a few probes, their agreement, and the defaults are ours.
@@ -25,13 +25,21 @@ from pathlib import Path
 from typing import Any
 
 from forethought import methods
+from forethought.answers import answer_spaces
+from forethought.answers.answer_extraction import AnswerRule
+from forethought.answers.answer_spaces import AnswerSpace
+from forethought.answers.answers import AnswerPool
 from forethought.errors import BudgetExceeded, ParameterError
+from forethought.methods.parts.difficulty import (
+    PROBES,
+    Policy,
+    difficulty_of,
+    fit,
+    score_difficulty,
+)
 from forethought.methods.stack import split, stack
 from forethought.methods.table import MethodTable, SettingsByMethod
-from forethought.scaffolding import answer_spaces, sampling
-from forethought.scaffolding.answer_extraction import AnswerRule
-from forethought.scaffolding.answer_spaces import AnswerSpace
-from forethought.scaffolding.answers import AnswerPool
+from forethought.scaffolding import sampling
 from forethought.scaffolding.controller import (
     Controller,
     expect_controller,
@@ -39,7 +47,6 @@ from forethought.scaffolding.controller import (
     expect_one_text,
     sampled,
 )
-from forethought.scaffolding.difficulty import PROBES, Policy, difficulty_of, fit, score_difficulty
 from forethought.scaffolding.parallel import Process, run_until
 from forethought.scaffolding.result import Stage
 from forethought.scaffolding.task import GenerationTask
@@ -58,7 +65,7 @@ class ComputeOptimalController(Controller):
         generation_controller: cloned for each probe.
         answer_space: where the answer stands and which answers mean the same, as in
             ``majority_vote``.
-        answer: the rule that finds answers, see ``scaffolding.answer_extraction``.
+        answer: the rule that finds answers, see ``answers.answer_extraction``.
         settings: by method of the policy: its further settings.
         reward_controller: scores the probes from 0 to 1, for a policy that was fitted on scores.
         method_table: where the policy's methods, and those in ``settings``, have their names. A

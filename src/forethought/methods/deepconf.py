@@ -33,16 +33,16 @@ from typing import Annotated, Any
 
 from pydantic import Field, TypeAdapter
 
-from forethought.errors import BudgetExceeded, ParameterError
-from forethought.scaffolding import answer_spaces, sampling
-from forethought.scaffolding.answer_extraction import AnswerRule
-from forethought.scaffolding.answers import (
+from forethought.answers import answer_spaces
+from forethought.answers.answer_extraction import AnswerRule
+from forethought.answers.answers import (
     AnswerPool,
     Equivalence,
     PairwiseEquivalence,
     checked_equivalence,
 )
-from forethought.scaffolding.confidence import (
+from forethought.errors import BudgetExceeded, ParameterError
+from forethought.rewards.confidence import (
     TOP_K,
     WINDOW,
     Aggregation,
@@ -50,6 +50,7 @@ from forethought.scaffolding.confidence import (
     stop_threshold,
     watch_groups,
 )
+from forethought.scaffolding import sampling
 from forethought.scaffolding.controller import (
     Controller,
     ConversationForm,
@@ -91,7 +92,7 @@ class DeepConfController(Controller):
             the lowest tenth.
         window: tokens of a group, and of the tail.
         top_k: most probable tokens that the confidence of a token is taken over.
-        answer: the rule that finds answers, see ``scaffolding.answer_extraction``.
+        answer: the rule that finds answers, see ``answers.answer_extraction``.
         extract_answer: in its place: finds the answer in a text; None: the sample does not vote.
         equivalence: decides which answers mean the same, as in ``majority_vote``.
         on_failure: ``"raise"`` fails if a sample does; ``"drop"`` votes without it.
@@ -198,7 +199,7 @@ class OnlineDeepConfController(DeepConfController):
             depend on it.
         window: tokens of a group.
         top_k: most probable tokens that the confidence of a token is taken over.
-        answer: the rule that finds answers, see ``scaffolding.answer_extraction``.
+        answer: the rule that finds answers, see ``answers.answer_extraction``.
         extract_answer: in its place: finds the answer in a text; None: the sample does not vote.
         equivalence: decides which answers mean the same, as in ``majority_vote``.
         on_failure: ``"raise"`` fails if a sample does; ``"drop"`` votes without it.

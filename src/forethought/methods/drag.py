@@ -19,11 +19,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from forethought.scaffolding.bm25 import BM25Index
+from forethought.methods.parts.bm25 import BM25Index
+from forethought.methods.parts.retrieval import INSTRUCTION, RetrievalController
 from forethought.scaffolding.controller import Controller, answer_by, expect_generation
 from forethought.scaffolding.parallel import Process
 from forethought.scaffolding.result import Stage
-from forethought.scaffolding.retrieval import INSTRUCTION, RetrievalController
 from forethought.scaffolding.task import GenerationTask
 
 
@@ -37,7 +37,7 @@ class DRAGController(RetrievalController):
 
     Args:
         generation_controller: writes the answer.
-        documents: texts, or a ``scaffolding.bm25.BM25Index``.
+        documents: texts, or a ``methods.parts.bm25.BM25Index``.
         num_documents: retrieved for the question and for each example (the paper's k).
         examples: (question, answer), or mappings of ``question`` and ``answer``.
         num_examples: how many of them, from the first on (the paper's m); None: all.

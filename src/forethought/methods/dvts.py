@@ -14,10 +14,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from forethought.scaffolding.controller import Controller
-from forethought.scaffolding.parallel import ParallelProcess, Process
-from forethought.scaffolding.prm_controller import StepAggregation
-from forethought.scaffolding.search import (
+from forethought.methods.parts.search import (
     MAX_STEPS,
     STEP_TOKEN,
     Search,
@@ -27,6 +24,9 @@ from forethought.scaffolding.search import (
     expect_multiple,
     merged,
 )
+from forethought.rewards.prm_controller import StepAggregation
+from forethought.scaffolding.controller import Controller
+from forethought.scaffolding.parallel import ParallelProcess, Process
 from forethought.scaffolding.settings import POSITIVE_INT, OnFailure, validated
 
 

@@ -29,14 +29,15 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
-from forethought.errors import BudgetExceeded, UnknownNameError
-from forethought.scaffolding import sampling
-from forethought.scaffolding.answers import (
+from forethought.answers.answers import (
     Agreement,
     Equivalence,
     PairwiseEquivalence,
     checked_equivalence,
 )
+from forethought.errors import BudgetExceeded, UnknownNameError
+from forethought.methods.parts.probe import AnswerTokenizer, Probe, written_answer
+from forethought.scaffolding import sampling
 from forethought.scaffolding.controller import (
     Controller,
     ConversationForm,
@@ -45,7 +46,6 @@ from forethought.scaffolding.controller import (
     side_by_side,
 )
 from forethought.scaffolding.parallel import AsCompleted, Process
-from forethought.scaffolding.probe import AnswerTokenizer, Probe, written_answer
 from forethought.scaffolding.result import Delta, Stage, spans_within
 from forethought.scaffolding.settings import BOOL, DIRECTORY, POSITIVE_INT, WORDS, validated
 from forethought.scaffolding.task import ComputeTask, GenerationTask, StreamGenerationTask

@@ -26,12 +26,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from forethought.answers import answer_spaces
+from forethought.answers.answer_extraction import AnswerRule
+from forethought.answers.answer_spaces import AnswerSpace
+from forethought.answers.answers import AnswerPool
 from forethought.errors import BudgetExceeded
-from forethought.scaffolding import answer_spaces, sampling
-from forethought.scaffolding.answer_extraction import AnswerRule
-from forethought.scaffolding.answer_spaces import AnswerSpace
-from forethought.scaffolding.answers import AnswerPool
-from forethought.scaffolding.confidence import TOP_K, ConfidenceRewardController, mean
+from forethought.rewards.confidence import TOP_K, ConfidenceRewardController, mean
+from forethought.scaffolding import sampling
 from forethought.scaffolding.controller import (
     Controller,
     ConversationForm,
@@ -75,7 +76,7 @@ class ForkThinkController(Controller):
         top_k: most probable tokens that the confidence of a token is taken over.
         answer_space: where the answer stands and which answers mean the same, as in
             ``majority_vote``.
-        answer: the rule that finds answers, see ``scaffolding.answer_extraction``.
+        answer: the rule that finds answers, see ``answers.answer_extraction``.
         on_failure: ``"drop"`` votes without forks that failed.
 
     Raises:

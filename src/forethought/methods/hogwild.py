@@ -30,9 +30,9 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
+from forethought.answers.answer_extraction import extract_answer_from_boxed
 from forethought.errors import BudgetExceeded, ParameterError
 from forethought.scaffolding import sampling
-from forethought.scaffolding.answer_extraction import extract_answer_from_boxed
 from forethought.scaffolding.attention_group import AttentionGroup
 from forethought.scaffolding.controller import (
     Controller,

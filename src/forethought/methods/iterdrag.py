@@ -24,11 +24,11 @@ from enum import Enum
 from typing import Any
 
 from forethought.errors import BudgetExceeded
+from forethought.methods.parts.bm25 import BM25Index
+from forethought.methods.parts.retrieval import INSTRUCTION, Demonstration, RetrievalController
 from forethought.scaffolding import sampling
-from forethought.scaffolding.bm25 import BM25Index
 from forethought.scaffolding.parallel import Process
 from forethought.scaffolding.result import ScaffoldingOutput, Stage
-from forethought.scaffolding.retrieval import INSTRUCTION, Demonstration, RetrievalController
 from forethought.scaffolding.settings import NON_NEGATIVE_INT, POSITIVE_INT, validated
 from forethought.scaffolding.task import ChatTask, GenerationTask
 
@@ -67,7 +67,7 @@ class IterDRAGController(RetrievalController):
     output is then the last intermediate answer.
 
     Args:
-        documents: texts, or a ``scaffolding.bm25.BM25Index``.
+        documents: texts, or a ``methods.parts.bm25.BM25Index``.
         num_documents: retrieved for the question, for each follow-up and each example, without
             those that are in the prompt already (the paper's k).
         examples: mappings of ``question``, ``answer`` and ``steps``, a list of (follow-up question,

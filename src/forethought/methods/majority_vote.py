@@ -41,16 +41,16 @@ from typing import Annotated, Any
 
 from pydantic import Field, TypeAdapter
 
-from forethought.errors import BudgetExceeded, ParameterError
-from forethought.scaffolding import answer_spaces
-from forethought.scaffolding.answer_extraction import AnswerRule
-from forethought.scaffolding.answer_spaces import AnswerSpace
-from forethought.scaffolding.answers import (
+from forethought.answers import answer_spaces
+from forethought.answers.answer_extraction import AnswerRule
+from forethought.answers.answer_spaces import AnswerSpace
+from forethought.answers.answers import (
     AnswerPool,
     Equivalence,
     PairwiseEquivalence,
     checked_equivalence,
 )
+from forethought.errors import BudgetExceeded, ParameterError
 from forethought.scaffolding.controller import (
     Controller,
     expect_generation,
@@ -97,10 +97,10 @@ class MajorityVoteController(Controller):
             as without (see the module for the proof).
         answer_space: where the answer stands and which answers mean the same: ``"math"``,
             ``"choice"``, ``"json"``, ``"tool_calls"``, ``"text"``, or an object, such as
-            ``CodeAnswers(inputs)``; see ``scaffolding.answer_spaces``.
+            ``CodeAnswers(inputs)``; see ``answers.answer_spaces``.
         answer: the rule by which the answer space ``"math"`` finds answers: ``"boxed"``,
             ``"hash"``, ``"phrase"``, ``"number"``, or ``"auto"``: the first of these that finds
-            one. See ``scaffolding.answer_extraction``.
+            one. See ``answers.answer_extraction``.
         extract_answer: finds the answer in a text, in the place of the answer space; it returns
             None for a sample that does not vote.
         equivalence: decides which answers mean the same, in the place of the answer space: an

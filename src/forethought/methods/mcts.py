@@ -27,10 +27,7 @@ from typing import Annotated
 
 from pydantic import Field, TypeAdapter
 
-from forethought.scaffolding.controller import Controller
-from forethought.scaffolding.parallel import Process
-from forethought.scaffolding.prm_controller import StepAggregation
-from forethought.scaffolding.search import (
+from forethought.methods.parts.search import (
     MAX_STEPS,
     STEP_TOKEN,
     Beam,
@@ -39,6 +36,9 @@ from forethought.scaffolding.search import (
     beam_stages,
     merged,
 )
+from forethought.rewards.prm_controller import StepAggregation
+from forethought.scaffolding.controller import Controller
+from forethought.scaffolding.parallel import Process
 from forethought.scaffolding.settings import (
     NON_NEGATIVE_INT,
     POSITIVE_INT,

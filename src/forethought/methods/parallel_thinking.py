@@ -37,6 +37,7 @@ from typing import Any, Literal
 from pydantic import TypeAdapter
 
 from forethought.errors import BudgetExceeded, ParameterError
+from forethought.methods.parts.threads import ThreadFormat, ThreadProgress, format_of
 from forethought.scaffolding import sampling
 from forethought.scaffolding.attention_group import AttentionGroup
 from forethought.scaffolding.controller import (
@@ -55,7 +56,6 @@ from forethought.scaffolding.settings import (
     validated,
 )
 from forethought.scaffolding.task import GenerationTask
-from forethought.scaffolding.threads import ThreadFormat, ThreadProgress, format_of
 
 _JOIN: TypeAdapter[Literal["text", "pages"]] = TypeAdapter(Literal["text", "pages"])
 _MANY = 1 << 32

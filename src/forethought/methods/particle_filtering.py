@@ -24,9 +24,7 @@ from typing import Literal
 
 from pydantic import TypeAdapter
 
-from forethought.scaffolding.controller import Controller
-from forethought.scaffolding.parallel import Process
-from forethought.scaffolding.particles import (
+from forethought.methods.parts.particles import (
     RESAMPLING,
     WEIGHTING,
     ParticleSettings,
@@ -35,8 +33,10 @@ from forethought.scaffolding.particles import (
     draw,
     sweep,
 )
-from forethought.scaffolding.prm_controller import StepAggregation
-from forethought.scaffolding.search import MAX_STEPS, STEP_TOKEN, Search, SearchController
+from forethought.methods.parts.search import MAX_STEPS, STEP_TOKEN, Search, SearchController
+from forethought.rewards.prm_controller import StepAggregation
+from forethought.scaffolding.controller import Controller
+from forethought.scaffolding.parallel import Process
 from forethought.scaffolding.settings import BOOL, OnFailure, validated
 
 Selection = Literal["argmax", "sample"]

@@ -13,9 +13,7 @@ Carlo of Andrieu et al. 2010). The numbers of particles and sweeps are our defau
 from __future__ import annotations
 
 from forethought.errors import ParameterError
-from forethought.scaffolding.controller import Controller
-from forethought.scaffolding.parallel import Process
-from forethought.scaffolding.particles import (
+from forethought.methods.parts.particles import (
     RESAMPLING,
     WEIGHTING,
     ParticleSettings,
@@ -24,8 +22,10 @@ from forethought.scaffolding.particles import (
     draw,
     sweep,
 )
-from forethought.scaffolding.prm_controller import StepAggregation
-from forethought.scaffolding.search import MAX_STEPS, STEP_TOKEN, Beam, Search, SearchController
+from forethought.methods.parts.search import MAX_STEPS, STEP_TOKEN, Beam, Search, SearchController
+from forethought.rewards.prm_controller import StepAggregation
+from forethought.scaffolding.controller import Controller
+from forethought.scaffolding.parallel import Process
 from forethought.scaffolding.settings import POSITIVE_INT, OnFailure, validated
 
 

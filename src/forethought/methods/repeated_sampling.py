@@ -19,11 +19,13 @@ from typing import Any, Literal
 
 from pydantic import TypeAdapter
 
+from forethought.answers import answer_spaces
+from forethought.answers.answer_extraction import AnswerRule
+from forethought.answers.answers import AnswerPool
 from forethought.errors import BudgetExceeded, ParameterError
-from forethought.scaffolding import answer_spaces, sampling
-from forethought.scaffolding import verifier as verifiers
-from forethought.scaffolding.answer_extraction import AnswerRule
-from forethought.scaffolding.answers import AnswerPool
+from forethought.rewards import verifier as verifiers
+from forethought.rewards.verifier import Verifier
+from forethought.scaffolding import sampling
 from forethought.scaffolding.controller import (
     Controller,
     expect_generation,
@@ -41,7 +43,6 @@ from forethought.scaffolding.settings import (
     validated,
 )
 from forethought.scaffolding.task import ComputeTask, GenerationTask
-from forethought.scaffolding.verifier import Verifier
 
 Concurrency = int | Literal["doubling"]
 Fallback = Literal["vote", "first"]
@@ -65,7 +66,7 @@ class RepeatedSamplingController(Controller):
         generation_controller: cloned for each sample.
         verifier: whether a text answers a question, as a function of both, which runs in a thread
             (a coroutine function on the event loop); or the name of one in
-            ``scaffolding.verifier``.
+            ``rewards.verifier``.
         default_sample_num: samples at most, unless ``process`` gets ``sample_num``.
         concurrency: samples under way at once; or ``"doubling"``: 1, then as many again as were
             rejected so far, so that 1, 2, 4, 8, ... are drawn.
@@ -73,7 +74,7 @@ class RepeatedSamplingController(Controller):
         fallback: what is returned if none is accepted: the ``"vote"`` over the answers, as of a
             majority vote; or the ``"first"`` sample.
         answer: the rule that finds the answers of that vote, see
-            ``scaffolding.answer_extraction``.
+            ``answers.answer_extraction``.
         on_failure: ``"raise"`` fails if a sample does; ``"drop"`` counts it as rejected; a
             failure of the verifier is always raised.
 

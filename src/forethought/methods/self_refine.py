@@ -22,10 +22,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from forethought.methods.parts.revision import RevisingController, RevisionEnd
 from forethought.scaffolding.controller import Controller, NativeGenerationController
 from forethought.scaffolding.parallel import Process
 from forethought.scaffolding.result import Stage
-from forethought.scaffolding.revision import RevisingController, RevisionEnd
 from forethought.scaffolding.settings import (
     NON_NEGATIVE_INT,
     OPTIONAL_POSITIVE_INT,

@@ -17,14 +17,14 @@ from typing import Any, Literal
 
 from pydantic import TypeAdapter
 
+from forethought.answers import answer_spaces
+from forethought.answers.answer_extraction import AnswerRule
+from forethought.answers.answers import AnswerPool
 from forethought.errors import ParameterError
-from forethought.scaffolding import answer_spaces
-from forethought.scaffolding.answer_extraction import AnswerRule
-from forethought.scaffolding.answers import AnswerPool
+from forethought.methods.parts.revision import RevisingController, RevisionEnd, answers_alone
 from forethought.scaffolding.controller import Controller, expect_controller
 from forethought.scaffolding.parallel import Process
 from forethought.scaffolding.result import Stage
-from forethought.scaffolding.revision import RevisingController, RevisionEnd, answers_alone
 from forethought.scaffolding.settings import NON_NEGATIVE_INT, TEXT, validated
 from forethought.scaffolding.task import GenerationTask
 
@@ -52,7 +52,7 @@ class SequentialRevisionController(RevisingController):
             highest ``"reward"``, of equals the last one.
         reward_controller: scores the answers, if ``selection`` is ``"reward"``.
         revise_prompt: text behind an answer, which asks for another.
-        answer: the rule that finds answers, see ``scaffolding.answer_extraction``.
+        answer: the rule that finds answers, see ``answers.answer_extraction``.
         extract_answer: in its place: finds the answer to vote with in a text; None: there is none.
 
     Raises:

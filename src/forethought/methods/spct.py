@@ -27,6 +27,13 @@ from typing import Any
 
 from forethought.config.sampling import SamplingParams
 from forethought.errors import BudgetExceeded, ParameterError
+from forethought.rewards.judge import (
+    checked_prompt,
+    filled,
+    judging,
+    numbered_answers,
+    question_of,
+)
 from forethought.scaffolding import sampling
 from forethought.scaffolding.controller import (
     Controller,
@@ -34,13 +41,6 @@ from forethought.scaffolding.controller import (
     expect_controller,
     has_failed,
     refuse_arguments,
-)
-from forethought.scaffolding.judge import (
-    checked_prompt,
-    filled,
-    judging,
-    numbered_answers,
-    question_of,
 )
 from forethought.scaffolding.parallel import AsCompleted, Process
 from forethought.scaffolding.result import Stage

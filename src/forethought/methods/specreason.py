@@ -43,6 +43,14 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, TypeAdapter
 
 from forethought.errors import BudgetExceeded, ParameterError
+from forethought.methods.parts.steps import (
+    SCORE_PROMPT,
+    Aggregation,
+    LikelihoodScorer,
+    PromptScorer,
+    StepChain,
+    StepScorer,
+)
 from forethought.scaffolding import sampling
 from forethought.scaffolding.controller import (
     Controller,
@@ -59,14 +67,6 @@ from forethought.scaffolding.settings import (
     POSITIVE_INT,
     TEXT,
     validated,
-)
-from forethought.scaffolding.steps import (
-    SCORE_PROMPT,
-    Aggregation,
-    LikelihoodScorer,
-    PromptScorer,
-    StepChain,
-    StepScorer,
 )
 from forethought.scaffolding.task import GenerationTask
 from forethought.scaffolding.thinking import thinking_of

@@ -27,9 +27,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, TypeAdapter
 
 from forethought.errors import ParameterError
-from forethought.scaffolding.controller import Controller
-from forethought.scaffolding.parallel import Process
-from forethought.scaffolding.search import (
+from forethought.methods.parts.search import (
     MAX_STEPS,
     STEP_TOKEN,
     Beam,
@@ -39,6 +37,8 @@ from forethought.scaffolding.search import (
     best_of,
     merged,
 )
+from forethought.scaffolding.controller import Controller
+from forethought.scaffolding.parallel import Process
 from forethought.scaffolding.settings import POSITIVE_INT, TEXT, OnFailure, validated
 from forethought.scaffolding.task import GenerationTask
 

@@ -59,7 +59,7 @@ def _register(name: str, schema: str, reference: Any, fake: Any) -> Any:
     """Define ``forethought::name``: kernels on CUDA, the reference on a CPU."""
 
     def launch(*operands: Any) -> Tensor:
-        from forethought.model import fused_ops_triton
+        from forethought.backends.cuda import fused_ops_triton
 
         result: Tensor = getattr(fused_ops_triton, name)(*operands)
         return result

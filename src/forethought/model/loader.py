@@ -23,6 +23,16 @@ from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, PreTr
 from transformers.activations import ACT2FN
 from transformers.quantizers.auto import AutoHfQuantizer
 
+from forethought.backends.cpu.library import (
+    NO_COMPILER,
+    find_compiler,
+    uses_amx,
+    warn_unavailable,
+)
+from forethought.backends.cpu.network import NativeNetwork
+from forethought.backends.cpu.weights import FAMILIES, refusal
+from forethought.backends.tensor_parallel import shard as sharding
+from forethought.backends.tensor_parallel.shard import Shard
 from forethought.errors import ModelError, ParameterError
 from forethought.model import quantized_checkpoint
 from forethought.model.attention import BACKENDS, create_backend
@@ -45,16 +55,6 @@ from forethought.model.causal_lm import (
 from forethought.model.device import free_host_memory, has_fast_matmul
 from forethought.model.llama.network import FusedNetwork, is_fusable
 from forethought.model.loaded_weights import check_report, check_shapes, check_values
-from forethought.model.native.library import (
-    NO_COMPILER,
-    find_compiler,
-    uses_amx,
-    warn_unavailable,
-)
-from forethought.model.native.network import NativeNetwork
-from forethought.model.native.weights import FAMILIES, refusal
-from forethought.model.parallel import shard as sharding
-from forethought.model.parallel.shard import Shard
 from forethought.model.quantization import (
     Quantization,
     QuantizedLinear,

@@ -17,6 +17,8 @@ from itertools import islice
 import torch
 from torch import Tensor
 
+from forethought.backends.cpu.network import NativeNetwork
+from forethought.backends.cuda.graphs import GraphCapturer
 from forethought.errors import ModelError
 from forethought.kv.pool import PagePool
 from forethought.kv.storage import KvStorage
@@ -24,8 +26,6 @@ from forethought.kv.table import PageTable
 from forethought.model.attention.base import PagedPass
 from forethought.model.batch import Batch, Row
 from forethought.model.causal_lm import CausalLM, HiddenStateReader
-from forethought.model.graphs import GraphCapturer
-from forethought.model.native.network import NativeNetwork
 from forethought.model.sampling import NO_TOKEN, most_probable
 from forethought.model.sampling.sampler import mark_not_finite
 
@@ -100,7 +100,7 @@ class ModelRunner:
         return 0
 
     def check_running(self) -> None:
-        """Raises EngineStopped where a part of the model has ended; see ``model.parallel``."""
+        """Raises EngineStopped where a rank of the model has ended."""
 
     def shutdown(self) -> None:
         """End what computes outside of this process; nothing is run any more."""

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import importlib
 import inspect
 from collections import deque
 from collections.abc import Callable, Generator, Mapping, Sequence
@@ -22,6 +21,7 @@ from typing import Any, ClassVar, Self, TypeVar
 
 from forethought.config.sampling import SamplingParams
 from forethought.errors import BudgetExceeded, ParameterError
+from forethought.moved_modules import former_name
 from forethought.scaffolding import sampling
 from forethought.scaffolding.execution_scope import current_scope
 from forethought.scaffolding.messages import RoleMessage, SystemMessage
@@ -606,19 +606,8 @@ def refuse_arguments(
         )
 
 
-_METHODS = {
-    "MajorityVoteController": "forethought.methods.majority_vote",
-    "BestOfNController": "forethought.methods.best_of_n",
-    "PRMController": "forethought.scaffolding.prm_controller",
-    "ChatWithMCPController": "forethought.scaffolding.tool_controller",
-}
-
-
 def __getattr__(name: str) -> Any:
-    """Methods that ``tensorrt_llm.scaffolding`` defines in this module."""
-    if name not in _METHODS:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(_METHODS[name]), name)
+    return former_name(__name__, name)
 
 
 __all__ = [

@@ -2,13 +2,48 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol, TypeVar, cast
 
 from forethought.scaffolding.budget import BudgetAccount
-from forethought.scaffolding.sympy_pool import SympyPool
+
+
+class Resource(Protocol):
+    """Something that is made without arguments and must be closed."""
+
+    def close(self) -> None:
+        """Free what it holds."""
+
+
+_R = TypeVar("_R", bound=Resource)
+
+
+class SharedResources:
+    """One object of each class that is asked for, made at its first use; thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._objects: dict[type[Resource], Resource] = {}
+        self._closed = False
+
+    def get(self, kind: type[_R]) -> _R:
+        """The object of a class; a closed one after ``close``."""
+        with self._lock:
+            if kind not in self._objects:
+                self._objects[kind] = kind()
+                if self._closed:
+                    self._objects[kind].close()
+            return cast(_R, self._objects[kind])
+
+    def close(self) -> None:
+        """Close all objects."""
+        with self._lock:
+            self._closed = True
+            for resource in self._objects.values():
+                resource.close()
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,8 +57,8 @@ class ExecutionScope:
     """What the whole request has spent, and its limits."""
     priority: int = 0
     parent: ExecutionScope | None = None
-    sympy: SympyPool | None = None
-    """Processes for formulas; shared by all requests of a ``ScaffoldingLlm``."""
+    resources: SharedResources | None = None
+    """What all requests of a ``ScaffoldingLlm`` share, such as processes for formulas."""
     thinking: Callable[[Any, Any], Any] | None = None
     """``thinking(task, tag)``: the ``ThinkingProfile`` of a worker's model after the prompt of a
     task; None: it is not known."""

@@ -41,11 +41,10 @@ from forethought.scaffolding.driver import (
     Run,
     controller_quit,
 )
-from forethought.scaffolding.execution_scope import ExecutionScope
+from forethought.scaffolding.execution_scope import ExecutionScope, SharedResources
 from forethought.scaffolding.parallel import checked_process
 from forethought.scaffolding.result import ScaffoldingOutput, ScaffoldingResult
 from forethought.scaffolding.settings import ANY_TEXT, BOOL, POSITIVE_INT, SECONDS, validated
-from forethought.scaffolding.sympy_pool import SympyPool
 from forethought.scaffolding.task import Task
 from forethought.scaffolding.trace import Trace
 from forethought.scaffolding.tracer import GuardedTracer, Recorder, Tracer
@@ -136,7 +135,7 @@ class ScaffoldingLlm:
         self._arrivals, self._pace = itertools.count(), StartPace()
         self._stopped = False
         self._pool = ThreadPoolExecutor(_COMPUTE_THREADS, "forethought-compute")
-        self._sympy = SympyPool()
+        self._resources = SharedResources()
         self._thread: threading.Thread | None = None
         try:
             self.loop = asyncio.get_running_loop()
@@ -360,7 +359,7 @@ class ScaffoldingLlm:
                 "",
                 run.account,
                 request.priority,
-                sympy=self._sympy,
+                resources=self._resources,
                 thinking=run.thinking,
                 cache_salt=request.cache_salt,
             )
@@ -450,7 +449,7 @@ class ScaffoldingLlm:
         if running:
             await asyncio.wait(running)
         self._pool.shutdown(wait=False)
-        self._sympy.close()
+        self._resources.close()
         async with AsyncExitStack() as endings:  # all of them run, also if one of them raises
             for worker in reversed(self._routes.workers):
                 endings.push_async_callback(worker.on_loop_end)

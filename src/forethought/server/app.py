@@ -31,7 +31,6 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from forethought import __version__
 from forethought.errors import ForethoughtError
-from forethought.scaffolding.trace_otel import TraceParent
 from forethought.server import catalog
 from forethought.server.backends import Backend
 from forethought.server.chat import chat_completions
@@ -52,6 +51,7 @@ from forethought.server.protocol import (
 from forethought.server.responses import create_response, resumed
 from forethought.server.service import Service
 from forethought.server.settings import Settings
+from forethought.tracing.trace_otel import TraceParent
 
 log = logging.getLogger(__name__)
 

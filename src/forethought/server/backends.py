@@ -36,8 +36,8 @@ from forethought.server.tool_messages import has_calls, hermes_messages, merged_
 if TYPE_CHECKING:
     from forethought.llm.async_llm import AsyncLLM
     from forethought.llm.response import ResponseParser, ResponseStream
-    from forethought.scaffolding.workers.reward import RewardWorker
-    from forethought.scaffolding.workers.reward_server import RewardServerWorker
+    from forethought.workers.reward import RewardWorker
+    from forethought.workers.reward_server import RewardServerWorker
 
 log = logging.getLogger(__name__)
 
@@ -355,7 +355,7 @@ class EngineBackend(Backend):
         judge: RewardWorker | RewardServerWorker | None = None,
         examples: Sequence[Mapping[str, str]] = (),
     ) -> None:
-        from forethought.scaffolding.workers.local import EngineWorker
+        from forethought.workers.local import EngineWorker
 
         self.llm, self._engine, self._judge = llm, llm, judge
         self.name = name
@@ -554,6 +554,6 @@ def response_parser(tokenizer: Any) -> ResponseParser | None:
 
 def judging(judge: RewardWorker | RewardServerWorker) -> NativeRewardController:
     """Scores steps or whole answers, as the model was trained to."""
-    from forethought.scaffolding.prm_controller import PRMController
+    from forethought.rewards.prm_controller import PRMController
 
     return PRMController.of(judge) if judge.by_step else NativeRewardController()

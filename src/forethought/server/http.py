@@ -25,8 +25,8 @@ from forethought.errors import (
     UpstreamError,
     UsageError,
 )
-from forethought.scaffolding.trace_otel import TraceParent
 from forethought.server.limits import Overloaded
+from forethought.tracing.trace_otel import TraceParent
 
 Result = TypeVar("Result")
 _JSON = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"))

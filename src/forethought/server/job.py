@@ -35,7 +35,6 @@ from forethought.scaffolding.result import (
 from forethought.scaffolding.scaffolding_llm import ScaffoldingLlm
 from forethought.scaffolding.task import ChatTask, GenerationTask
 from forethought.scaffolding.trace import Trace
-from forethought.scaffolding.trace_otel import TraceParent
 from forethought.server.backends import Backend, Prompted
 from forethought.server.composition import (
     check_generations,
@@ -48,6 +47,7 @@ from forethought.server.names import Composition
 from forethought.server.reasoning import split
 from forethought.server.settings import DEFAULT_MAX_GENERATIONS
 from forethought.server.usage import chat_usage, speculation
+from forethought.tracing.trace_otel import TraceParent
 
 MAX_UNREAD = 1 << 22
 """Characters of the events of a job that its client has not read."""

@@ -34,10 +34,10 @@ from forethought.config.base import refusal, rule
 from forethought.config.sampling import SamplingParams
 from forethought.errors import ParameterError
 from forethought.methods import MethodTable
+from forethought.methods.parts.difficulty import PROBES, Policy
 from forethought.methods.stack import SAMPLES, StackedMethod, split
 from forethought.methods.table import BY_METHOD, parameters_of
 from forethought.scaffolding.controller import Controller
-from forethought.scaffolding.difficulty import PROBES, Policy
 from forethought.scaffolding.settings import NAMES_A_FILE, NotInRequests
 from forethought.server.protocol import StructuredOutputs
 

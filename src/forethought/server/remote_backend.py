@@ -24,7 +24,6 @@ from forethought.scaffolding import sampling
 from forethought.scaffolding.controller import ConversationForm
 from forethought.scaffolding.task import ChatTask
 from forethought.scaffolding.worker import Worker
-from forethought.scaffolding.workers.openai import EXTENSIONS
 from forethought.server.backends import (
     Backend,
     ClientMessage,
@@ -38,13 +37,14 @@ from forethought.server.backends import (
     response_parser,
     worker_table,
 )
+from forethought.workers.openai import EXTENSIONS
 
 if TYPE_CHECKING:
     from forethought.llm.response import ResponseStream
     from forethought.llm.tokenizer import Tokenizer
-    from forethought.scaffolding.workers.reward import RewardWorker
-    from forethought.scaffolding.workers.reward_server import RewardServerWorker
-    from forethought.scaffolding.workers.upstream import UpstreamWorker
+    from forethought.workers.reward import RewardWorker
+    from forethought.workers.reward_server import RewardServerWorker
+    from forethought.workers.upstream import UpstreamWorker
 
 _FIELDS, _RESTART = "--upstream-fields", "start this server with"
 _CLOSING = f"{_RESTART} --tokenizer, of a model whose chat template opens the thought"

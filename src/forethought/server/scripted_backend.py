@@ -12,7 +12,6 @@ from typing import Any
 from forethought.config.sampling import SamplingParams
 from forethought.errors import ParameterError, UsageError
 from forethought.scaffolding.worker import Worker
-from forethought.scaffolding.workers.scripted import Reply, ScriptedWorker
 from forethought.server.backends import (
     Backend,
     Conversation,
@@ -22,6 +21,7 @@ from forethought.server.backends import (
     worker_table,
 )
 from forethought.server.tool_calls import as_text
+from forethought.workers.scripted import Reply, ScriptedWorker
 
 _OTHER = "*"
 _MAX_CALLS = 1024

@@ -10,7 +10,7 @@ from pydantic import TypeAdapter
 from forethought import methods
 from forethought.errors import ParameterError
 from forethought.scaffolding.settings import NON_NEGATIVE_INT, POSITIVE_INT, SECONDS, validated
-from forethought.scaffolding.workers.routing import url_error
+from forethought.workers.routing import url_error
 
 DEFAULT_MAX_GENERATIONS = 1 << 16
 

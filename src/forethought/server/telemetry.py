@@ -1,6 +1,6 @@
 """``Telemetry``: the spans of each request, sent to an OpenTelemetry collector.
 
-By the semantic conventions for generative AI, as ``scaffolding.trace_otel`` makes them of traces: a
+By the semantic conventions for generative AI, as ``tracing.trace_otel`` makes them of traces: a
 span per task, branches as children of the request. They are sent behind the event loop when a
 request is over; a collector that is slow or down costs spans, never a request.
 """
@@ -18,9 +18,9 @@ from urllib.parse import urlsplit
 from forethought.errors import DependencyError
 from forethought.outputs import Usage
 from forethought.scaffolding.trace import Span, Trace
-from forethought.scaffolding.trace_otel import TraceParent, send_otel
 from forethought.scaffolding.trace_values import encoded
 from forethought.server.job import Job
+from forethought.tracing.trace_otel import TraceParent, send_otel
 
 _logger = logging.getLogger(__name__)
 

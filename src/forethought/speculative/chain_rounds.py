@@ -26,12 +26,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from forethought.kv.staging import StaticBuffer
-from forethought.kv.storage import HiddenStateCache, KvStorage
-from forethought.kv.table import PageTable
-from forethought.model.batch import Span
-from forethought.model.graph_runner import GraphRunner
-from forethought.model.graphs import (
+from forethought.backends.cuda.graph_runner import GraphRunner
+from forethought.backends.cuda.graphs import (
     MAX_GRAPH_TOKENS,
     Bucket,
     Graph,
@@ -39,7 +35,11 @@ from forethought.model.graphs import (
     capacity_of,
     padded_tokens,
 )
-from forethought.model.paged_layout import WORD_BITS
+from forethought.backends.cuda.paged_layout import WORD_BITS
+from forethought.kv.staging import StaticBuffer
+from forethought.kv.storage import HiddenStateCache, KvStorage
+from forethought.kv.table import PageTable
+from forethought.model.batch import Span
 from forethought.model.runner import ModelRunner
 from forethought.model.sampling.sampler import mark_not_finite
 from forethought.speculative.draft_module import DraftModuleRunner, ModuleOutput

@@ -21,18 +21,18 @@ from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
-from forethought.kv.storage import DraftKvCache, HiddenStateCache
-from forethought.kv.table import PageTable, TableView
-from forethought.model.attention.base import PagedPass
-from forethought.model.batch import Batch, Row
-from forethought.model.native.chain_steps import (
+from forethought.backends.cpu.chain_steps import (
     ChainCall,
     NativeChainRow,
     NativeDraftNetwork,
     StoredStates,
 )
-from forethought.model.native.forward import NativeForward
-from forethought.model.native.network import NativeNetwork
+from forethought.backends.cpu.forward import NativeForward
+from forethought.backends.cpu.network import NativeNetwork
+from forethought.kv.storage import DraftKvCache, HiddenStateCache
+from forethought.kv.table import PageTable, TableView
+from forethought.model.attention.base import PagedPass
+from forethought.model.batch import Batch, Row
 from forethought.model.runner import ModelRunner
 from forethought.model.sampling import NO_TOKEN, most_probable
 from forethought.speculative.chain_rounds import ChainRounds, Round, RoundRow, can_begin, can_run

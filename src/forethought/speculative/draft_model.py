@@ -10,16 +10,16 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from forethought.backends.cpu.chain_steps import NativeDraftNetwork
+from forethought.backends.cpu.network import NativeNetwork
+from forethought.backends.cuda.paged import PagedAttention
 from forethought.errors import ParameterError
 from forethought.kv.storage import KvStorage
 from forethought.model import loader
 from forethought.model.attention.base import ForwardPass
-from forethought.model.attention.paged import PagedAttention
 from forethought.model.batch import Row
 from forethought.model.causal_lm import CausalLM
 from forethought.model.device import find_device
-from forethought.model.native.chain_steps import NativeDraftNetwork
-from forethought.model.native.network import NativeNetwork
 from forethought.model.runner import ModelRunner
 from forethought.speculative.draft_module import (
     ChainDrafter,
@@ -61,7 +61,7 @@ class DraftModel:
 
     @property
     def native(self) -> NativeDraftNetwork | None:
-        """What drafts in ``model.native.chain_steps``; None: it does not run in C++."""
+        """What drafts in ``backends.cpu.chain_steps``; None: it does not run in C++."""
         network, known = self.runner.lm.network, self.runner.lm.vocab_size
         if not isinstance(network, NativeNetwork):
             return None

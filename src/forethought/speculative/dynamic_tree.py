@@ -16,8 +16,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from forethought.model.native.forward import TreeShape
-from forethought.speculative.draft_graph import Advance, DraftGraphs, ReadNodes
+from forethought.backends.cpu.forward import TreeShape
+from forethought.backends.cuda.draft_graph import Advance, DraftGraphs, ReadNodes
 from forethought.speculative.draft_module import DraftModuleRunner, ModuleOutput
 from forethought.speculative.drafter import Draft, DraftRequest
 

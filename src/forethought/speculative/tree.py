@@ -9,10 +9,10 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from forethought.backends.cuda.draft_graph import Advance, DraftGraphs, ReadNodes
 from forethought.config.tree import TreeChoices
 from forethought.kv.staging import upload
 from forethought.model.batch import ancestors
-from forethought.speculative.draft_graph import Advance, DraftGraphs, ReadNodes
 from forethought.speculative.draft_module import DraftModuleRunner, ModuleOutput
 from forethought.speculative.drafter import DeviceTokens, Draft, DraftKind, DraftRequest
 from forethought.speculative.sampled_draft import SampledDrafts, sampled_kind

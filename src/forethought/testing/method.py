@@ -33,8 +33,8 @@ from forethought.config.guided import GuidedDecodingParams
 from forethought.config.sampling import SamplingParams
 from forethought.errors import BudgetExceeded, RequestCancelled, RequestTimeout
 from forethought.llm.async_llm import AsyncLLM
+from forethought.rewards.confidence import confidence_of
 from forethought.scaffolding.budget import Budget
-from forethought.scaffolding.confidence import confidence_of
 from forethought.scaffolding.controller import Controller, NativeGenerationController
 from forethought.scaffolding.result import ScaffoldingResult
 from forethought.scaffolding.sampling import derived_seed
@@ -47,9 +47,6 @@ from forethought.scaffolding.task import (
     TaskStatus,
 )
 from forethought.scaffolding.worker import Worker
-from forethought.scaffolding.workers.local import EngineWorker
-from forethought.scaffolding.workers.openai import EXTENSIONS, OpenaiWorker
-from forethought.scaffolding.workers.scripted import Call, Reply, ScriptedWorker
 from forethought.silence import without_progress_bars
 from forethought.testing.answer_server import answering
 from forethought.testing.samples import (
@@ -58,6 +55,9 @@ from forethought.testing.samples import (
     sample_logprobs,
     sample_score,
 )
+from forethought.workers.local import EngineWorker
+from forethought.workers.openai import EXTENSIONS, OpenaiWorker
+from forethought.workers.scripted import Call, Reply, ScriptedWorker
 
 PROMPT = "Q: which number?\nA: "
 PARAMS: Mapping[str, Any] = MappingProxyType({"seed": 7, "max_tokens": 400, "temperature": 0.8})

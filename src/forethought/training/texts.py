@@ -30,7 +30,7 @@ from forethought.config.base import StrictModel
 from forethought.config.sampling import SamplingParams
 from forethought.errors import ParameterError, UsageError
 from forethought.llm.tokenizer import Tokenizer
-from forethought.scaffolding.probe import (
+from forethought.methods.parts.probe import (
     ANSWER_SUFFIX,
     ANSWER_SUFFIX_WITH_MARKER,
     PROBE_SUFFIX,

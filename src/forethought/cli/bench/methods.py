@@ -23,7 +23,7 @@ from forethought.scaffolding.controller import NativeRewardController
 if TYPE_CHECKING:
     from forethought.bench.method_tasks import MethodTask
     from forethought.evaluation.problems import Problem
-    from forethought.scaffolding.difficulty import Policy
+    from forethought.methods.parts.difficulty import Policy
 
 
 def configure(measured: Any) -> None:
@@ -99,7 +99,7 @@ def measure(args: argparse.Namespace) -> int:
     from forethought.bench.instruct_methods import bench_of
     from forethought.evaluation.report import make_folder
     from forethought.evaluation.runner import EvaluationProgress, EvaluationRunner
-    from forethought.scaffolding.difficulty import Policy
+    from forethought.methods.parts.difficulty import Policy
     from forethought.scaffolding.settings import POSITIVE_INT, validated
 
     for name in ("problems", "tokens", "in_flight"):

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from forethought.errors import ParameterError
-from forethought.scaffolding.workers.routing import shown_url, url_error
+from forethought.workers.routing import shown_url, url_error
 
 if TYPE_CHECKING:
     from forethought.bench.arrivals import Arrival

@@ -81,7 +81,7 @@ def measure(args: argparse.Namespace) -> int:
     problems = tasks.held_out_problems(args.task, args.problems, args.seed)
     model.check_installed()
     from forethought.bench import specreason as bench
-    from forethought.scaffolding.workers.local import EngineWorker
+    from forethought.workers.local import EngineWorker
 
     make_folder(args.out)
     fields: dict[str, Any] = {} if args.dtype == "auto" else {"dtype": args.dtype}

@@ -13,7 +13,7 @@ BACKENDS = Registry(
     "attention",
     {
         "sdpa": "forethought.model.attention.sdpa:SdpaAttention",
-        "triton": "forethought.model.attention.paged:PagedAttention",
+        "triton": "forethought.backends.cuda.paged:PagedAttention",
         "reference": "forethought.reference.engine:ReferenceAttention",
     },
 )

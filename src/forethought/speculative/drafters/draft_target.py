@@ -12,10 +12,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import cached_property
 
+from forethought.backends.cuda.graphs import GraphCapturer
 from forethought.config.drafters import DraftTargetDecodingConfig
 from forethought.config.tree import TreeChoices
 from forethought.kv.storage import DraftKvCache
-from forethought.model.graphs import GraphCapturer
 from forethought.speculative.chain_steps import GreedyChains
 from forethought.speculative.draft_model import DraftModel
 from forethought.speculative.draft_module import DraftModuleRunner

@@ -32,6 +32,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from forethought.backends.cuda.draft_graph import MAX_DRAFT_GRAPHS, known_bucket, state_slots
+from forethought.backends.cuda.graphs import (
+    Bucket,
+    Graph,
+    GraphCapturer,
+    StaticBatch,
+    padded_tokens,
+)
+from forethought.backends.cuda.paged_layout import Integers
 from forethought.config.drafters import MTPDecodingConfig
 from forethought.config.tree import TreeChoices
 from forethought.errors import ParameterError
@@ -39,10 +48,7 @@ from forethought.kv.staging import upload
 from forethought.kv.storage import DraftKvCache, HiddenStateCache
 from forethought.model.batch import Batch, PackedRows
 from forethought.model.causal_lm import FINAL, CausalLM
-from forethought.model.graphs import Bucket, Graph, GraphCapturer, StaticBatch, padded_tokens
-from forethought.model.paged_layout import Integers
 from forethought.speculative.chain_steps import GreedyChains
-from forethought.speculative.draft_graph import MAX_DRAFT_GRAPHS, known_bucket, state_slots
 from forethought.speculative.draft_module import (
     DraftModuleRunner,
     TokenRange,
@@ -215,7 +221,7 @@ class ModuleGraphs:
 
     What changes from step to step, beside the batch of each level: where the target's states lie,
     the last token of each row, and which tokens of a level are drafted ones; padding is that of
-    ``model.graphs``.
+    ``backends.cuda.graphs``.
 
     Args:
         runners: module k with offset k for each level of a draft.

@@ -20,12 +20,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from forethought.backends.cpu.heads import NativeBeams
+from forethought.backends.cpu.network import NativeNetwork
 from forethought.config.drafters import ReDrafterDecodingConfig
 from forethought.kv.staging import upload
 from forethought.kv.storage import DraftKvCache, HiddenStateCache
 from forethought.model.causal_lm import FINAL
-from forethought.model.native.heads import NativeBeams
-from forethought.model.native.network import NativeNetwork
 from forethought.speculative.drafter import (
     Draft,
     Drafter,

@@ -15,11 +15,11 @@ import torch
 from torch import Tensor, nn
 from transformers import LlamaConfig
 
+from forethought.backends.cpu.module import ModuleParts
 from forethought.kv.storage import LayerShape
 from forethought.model.attention.base import ForwardPass
 from forethought.model.causal_lm import CausalLM
 from forethought.model.llama.layers import projection
-from forethought.model.native.module import ModuleParts
 from forethought.speculative.draft_module import DraftModule, ModuleOutput
 from forethought.speculative.heads.checkpoint import Checkpoint
 from forethought.speculative.heads.layers import (

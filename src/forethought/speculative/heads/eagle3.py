@@ -18,11 +18,11 @@ import torch
 from torch import Tensor, nn
 from transformers import LlamaConfig
 
+from forethought.backends.cpu.module import ModuleParts
 from forethought.kv.storage import LayerShape
 from forethought.model.attention.base import ForwardPass
 from forethought.model.causal_lm import FINAL, CausalLM
 from forethought.model.llama.layers import Norm, fused_norm, projection
-from forethought.model.native.module import ModuleParts
 from forethought.speculative.draft_module import DraftModule, ModuleOutput
 from forethought.speculative.heads.checkpoint import Checkpoint, refused
 from forethought.speculative.heads.layers import (

@@ -34,10 +34,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from forethought.backends.cpu.heads import NativeHeads
+from forethought.backends.cpu.network import NativeNetwork
 from forethought.model.causal_lm import CausalLM
 from forethought.model.llama.layers import BatchedProjection, projection
-from forethought.model.native.heads import NativeHeads
-from forethought.model.native.network import NativeNetwork
 from forethought.speculative.heads.checkpoint import Checkpoint, refused
 from forethought.speculative.heads.layers import ResidualBlock
 

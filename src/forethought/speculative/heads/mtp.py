@@ -22,6 +22,9 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from forethought.backends.cpu.module import ModuleParts, NativeModule
+from forethought.backends.cpu.network import NativeNetwork
+from forethought.backends.cpu.weights import norm_eps, refusal, rotary_tables
 from forethought.model.attention.base import ForwardPass
 from forethought.model.attention.interface import (
     ATTENTION,
@@ -33,9 +36,6 @@ from forethought.model.attention.interface import (
 from forethought.model.causal_lm import CausalLM
 from forethought.model.llama.layers import Norm, projection
 from forethought.model.llama.network import FusedNetwork, is_fusable
-from forethought.model.native.module import ModuleParts, NativeModule
-from forethought.model.native.network import NativeNetwork
-from forethought.model.native.weights import norm_eps, refusal, rotary_tables
 from forethought.silence import without_progress_bars
 from forethought.speculative.draft_module import ModuleOutput
 from forethought.speculative.heads.checkpoint import Checkpoint, refused

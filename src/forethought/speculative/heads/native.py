@@ -1,4 +1,4 @@
-"""Draft modules in C++, for targets that run there; see ``model.native.module``.
+"""Draft modules in C++, for targets that run there; see ``backends.cpu.module``.
 
 The torch networks of the same heads are their reference, and run everywhere else.
 """
@@ -11,12 +11,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from forethought.backends.cpu.forward import TreeShape
+from forethought.backends.cpu.module import ModuleParts, NativeModule
+from forethought.backends.cpu.network import NativeNetwork
 from forethought.kv.storage import LayerShape
 from forethought.model.attention.base import ForwardPass
 from forethought.model.causal_lm import CausalLM
-from forethought.model.native.forward import TreeShape
-from forethought.model.native.module import ModuleParts, NativeModule
-from forethought.model.native.network import NativeNetwork
 from forethought.speculative.draft_module import ModuleOutput
 
 log = logging.getLogger(__name__)
@@ -33,7 +33,7 @@ class NativeDraftModule:
         window: of its attention; None: all is attended to.
 
     Attributes:
-        native: what drafts in ``model.native.chain_steps``.
+        native: what drafts in ``backends.cpu.chain_steps``.
     """
 
     forward_path = "native"

@@ -20,8 +20,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from forethought.backends.cpu.heads import BeamHead
 from forethought.model.llama.layers import Projection, projection
-from forethought.model.native.heads import BeamHead
 from forethought.speculative.heads.checkpoint import Checkpoint, refused
 from forethought.speculative.heads.layers import ResidualBlock
 

@@ -9,7 +9,7 @@ import random
 
 from tokenizers import Tokenizer
 
-from forethought.scaffolding.probe import ANSWER_SUFFIX, ANSWER_SUFFIX_WITH_MARKER, PROBE_SUFFIX
+from forethought.methods.parts.probe import ANSWER_SUFFIX, ANSWER_SUFFIX_WITH_MARKER, PROBE_SUFFIX
 from forethought.training.chat_tokenizer import END, THINK_END, prompt_text, train_bpe
 from forethought.training.countdown.problems import (
     LARGEST,

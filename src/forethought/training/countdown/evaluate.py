@@ -16,12 +16,12 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from fractions import Fraction
 
+from forethought.answers.answer_extraction import extract_answer_from_boxed
 from forethought.assets import PREFIX, problems
 from forethought.config.sampling import SamplingParams
 from forethought.evaluation.statistics import Proportion, compare_pairs, mean_pass_at_k
 from forethought.llm.llm import LLM
-from forethought.scaffolding.answer_extraction import extract_answer_from_boxed
-from forethought.scaffolding.verifier import read_expression, verifier
+from forethought.rewards.verifier import read_expression, verifier
 from forethought.training.chat_tokenizer import prompt_text
 from forethought.training.countdown.problems import SIZES
 

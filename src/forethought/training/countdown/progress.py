@@ -15,7 +15,7 @@ makes of a good reward, and nothing about how good rewards are.
 import re
 from functools import lru_cache
 
-from forethought.scaffolding.verifier import countdown, read_countdown
+from forethought.rewards.verifier import countdown, read_countdown
 from forethought.training.countdown.problems import Numbers, moves, reachable
 from forethought.training.countdown.traces import BACK, FOUND, nearest
 

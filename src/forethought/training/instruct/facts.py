@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 from itertools import combinations
 
 from forethought.methods.iterdrag import FINAL, FOLLOW_UP, INTERMEDIATE
+from forethought.methods.parts.bm25 import BM25Index
+from forethought.methods.parts.retrieval import INSTRUCTION
 from forethought.methods.sleep_time import SLEEP_PROMPT
-from forethought.scaffolding.bm25 import BM25Index
-from forethought.scaffolding.retrieval import INSTRUCTION
 from forethought.training.chat_tokenizer import END
 from forethought.training.instruct.judging import Dialogue, asked, said
 

@@ -12,13 +12,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from forethought.methods.adaptive_compute import RESTART_PROMPT
-from forethought.methods.archon_prompts import PROMPTS
+from forethought.methods.parts.archon_prompts import PROMPTS
 from forethought.methods.self_refine import FEEDBACK_PROMPT, REFINE_PROMPT
 from forethought.methods.sequential_revision import REVISE_PROMPT
 from forethought.methods.spct import CRITIQUE_PROMPT
 from forethought.methods.tree_of_thoughts import VALUE
-from forethought.scaffolding.genrm_controller import VERIFY_PROMPT, YES_NO_PROMPT
-from forethought.scaffolding.judge import COMPARE_PROMPT, SCORE_PROMPT, filled
+from forethought.rewards.genrm_controller import VERIFY_PROMPT, YES_NO_PROMPT
+from forethought.rewards.judge import COMPARE_PROMPT, SCORE_PROMPT, filled
 from forethought.training.chat_tokenizer import END, THINK_END, prompt_text
 from forethought.training.countdown.problems import QUESTIONS, question_text, reachable
 from forethought.training.countdown.problems import sample_problem as _sample_problem

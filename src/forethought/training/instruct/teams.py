@@ -16,7 +16,7 @@ import random
 from collections.abc import Sequence
 
 from forethought.methods.hogwild import CHECK, FINAL, OPENING
-from forethought.scaffolding.threads import FORMATS
+from forethought.methods.parts.threads import FORMATS
 from forethought.training.chat_tokenizer import END, THINK_END, prompt_text
 from forethought.training.countdown.problems import (
     QUESTIONS,

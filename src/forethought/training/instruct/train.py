@@ -15,7 +15,7 @@ from tokenizers import Tokenizer
 
 from forethought.config.sampling import SamplingParams
 from forethought.llm.llm import LLM
-from forethought.scaffolding.verifier import verifier
+from forethought.rewards.verifier import verifier
 from forethought.training.chat_tokenizer import prompt_text
 from forethought.training.countdown.problems import SIZES, sample_problem
 from forethought.training.from_scratch import Curriculum, Mix, export_model, loss_of, main

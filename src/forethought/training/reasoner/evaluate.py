@@ -27,7 +27,7 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
-from forethought.scaffolding.probe import PROBE_SUFFIX
+from forethought.methods.parts.probe import PROBE_SUFFIX
 from forethought.training.chat_tokenizer import prompt_text
 from forethought.training.reasoner.other import HELD_OUT, SENTENCE
 from forethought.training.reasoner.problems import (

@@ -35,7 +35,7 @@ from transformers import AutoModelForTokenClassification, AutoTokenizer
 
 from forethought.assets import reasoner_dir
 from forethought.llm.llm import LLM
-from forethought.scaffolding.step_format import ContinuedSteps
+from forethought.rewards.step_format import ContinuedSteps
 from forethought.training.batches import Batches
 from forethought.training.chat_tokenizer import prompt_text
 from forethought.training.reasoner.labels import label_lines

@@ -24,8 +24,8 @@ from forethought.assets import reasoner_dir
 from forethought.config.sampling import SamplingParams
 from forethought.llm.llm import LLM
 from forethought.outputs import TokenConfidence
-from forethought.scaffolding.confidence import bottom_groups, lowest_group, mean, tail_mean
-from forethought.scaffolding.prm_controller import AGGREGATIONS
+from forethought.rewards.confidence import bottom_groups, lowest_group, mean, tail_mean
+from forethought.rewards.prm_controller import AGGREGATIONS
 from forethought.training.chat_tokenizer import prompt_text
 from forethought.training.reasoner.evaluate import boxed_answer, wilson
 from forethought.training.reasoner.labels import label_lines

@@ -7,7 +7,7 @@ import random
 
 from tokenizers import Tokenizer
 
-from forethought.scaffolding.probe import ANSWER_SUFFIX, ANSWER_SUFFIX_WITH_MARKER, PROBE_SUFFIX
+from forethought.methods.parts.probe import ANSWER_SUFFIX, ANSWER_SUFFIX_WITH_MARKER, PROBE_SUFFIX
 from forethought.training.chat_tokenizer import THINK_END, train_bpe
 from forethought.training.reasoner.other import SENTENCE, THOUGHT, sample_other
 from forethought.training.reasoner.problems import sample_problem

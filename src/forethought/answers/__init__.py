@@ -1,0 +1,1 @@
+"""What a text answers: extraction, canonical forms, equivalence, answer spaces."""

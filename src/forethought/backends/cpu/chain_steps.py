@@ -1,0 +1,244 @@
+"""Greedy decode steps with drafts, all of them in one call of ``forward.cpp``."""
+
+from __future__ import annotations
+
+import ctypes
+from array import array
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from forethought.backends.cpu.forward import NativeForward, PackedCall, Wanted
+from forethought.backends.cpu.library import (
+    ChainRowStruct,
+    ChainStepsStruct,
+    TargetStatesStruct,
+    load_library,
+)
+from forethought.backends.cpu.weights import TYPES, PackedLinear
+from forethought.kv.table import ReadableTable
+from forethought.model.attention.base import ForwardPass
+
+
+@dataclass(frozen=True, slots=True)
+class NativeEntry:
+    """How a draft module reads the target's states, float32.
+
+    Attributes:
+        norm: ``[width]``, in front of ``linear``; None: there is none.
+        linear: to the module's width; None: they are read as they are.
+        eps: of the norm.
+    """
+
+    norm: Tensor | None
+    linear: PackedLinear | None
+    eps: float
+
+    def __call__(self, states: Tensor) -> Tensor:
+        """``[T, width]`` -> float32 ``[T, hidden]``."""
+        states = states.float()
+        if self.norm is not None:
+            states = self._normed(states.contiguous())
+        return states if self.linear is None else self.linear.multiply(states)
+
+    def _normed(self, states: Tensor) -> Tensor:
+        assert self.norm is not None
+        found = torch.empty_like(states)
+        load_library().norm_rows(
+            *(ctypes.c_void_p(tensor.data_ptr()) for tensor in (states, self.norm)),
+            *states.shape,
+            ctypes.c_float(self.eps),
+            ctypes.c_void_p(found.data_ptr()),
+        )
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class NativeDraftNetwork:
+    """What drafts.
+
+    Attributes:
+        forward: its packed weights.
+        num_choices: outputs that may be drafted, the first ones.
+        num_known: tokens that it knows; others are read as token 0.
+        ids: int64 ``[outputs]``, the target's id of each; None: the same.
+        entry: of the target's states; None: it is a model, which reads none.
+    """
+
+    forward: NativeForward
+    num_choices: int
+    num_known: int
+    ids: Tensor | None = None
+    entry: NativeEntry | None = None
+
+
+class StoredStates(NamedTuple):
+    """Where the target's hidden states are stored."""
+
+    stored: Tensor
+    """``[slots, 1, width]``: those of the layers side by side."""
+    layer_ids: Sequence[int]
+    """See ``model.causal_lm``; that of the final norm is the last one."""
+
+
+class NativeChainRow(NamedTuple):
+    """See ``ChainRow`` of ``structures.h``."""
+
+    token: int
+    position: int
+    table: ReadableTable
+    draft_len: int
+    num_left: int
+    ends: Collection[int]
+
+
+@dataclass(slots=True)
+class ChainCall:
+    """Decode steps of some rows.
+
+    Attributes:
+        draft: what drafts.
+        known: a pass of it over the tokens up to the roots that it has not read, of the rows with
+            drafts, the first ones; the logits of each row's last one are wanted.
+        entering: float32 ``[T, hidden]``, the states that it reads with these; None: it is a model.
+        target: a pass of the target over the roots.
+        rows: none has longer drafts than the one before it.
+        stored: where states are written and read; None: none are.
+        seen_from: the first position that the draft network attends to.
+        stores_drafted: its entries of drafted tokens are those of known ones.
+    """
+
+    draft: NativeDraftNetwork
+    known: ForwardPass
+    entering: Tensor | None
+    target: ForwardPass
+    rows: Sequence[NativeChainRow]
+    stored: StoredStates | None
+    seen_from: int
+    stores_drafted: bool
+    _keep: list[object] = field(default_factory=list)
+    """What structures point to."""
+
+    def run(
+        self, target: NativeForward, num_steps: int
+    ) -> tuple[list[list[tuple[list[int], list[int]]]], int, float]:
+        """Make up to so many steps.
+
+        Args:
+            target: its packed weights.
+            num_steps: at most; rows that have ended leave.
+
+        Returns:
+            Of each row the drafted and the decoded tokens of each step; the number of forwards; and
+            the seconds that went into drafts.
+
+        Raises:
+            IndexError: a token is outside a vocabulary.
+        """
+        num_rows, width = len(self.rows), 1 + self.rows[0].draft_len
+        tokens = array("q", bytes(8 * num_steps * num_rows * 2 * width))
+        counts = array("i", bytes(4 * num_steps * num_rows * 2))
+        seconds = ctypes.c_double()
+        draft, ids = self.draft, self.draft.ids
+        struct = ChainStepsStruct(
+            ctypes.pointer(draft.forward.model),
+            ctypes.pointer(self._known_call(num_rows * width).struct),
+            ctypes.pointer(self._target_call(target, num_rows * width).struct),
+            self._packed_rows(),
+            self._states(target),
+            None if ids is None else ids.data_ptr(),
+            tokens.buffer_info()[0],
+            counts.buffer_info()[0],
+            ctypes.pointer(seconds),
+            num_rows,
+            num_steps,
+            width,
+            draft.num_choices,
+            draft.forward.max_positions - 1,
+            draft.num_known,
+            self.seen_from,
+            self.stores_drafted,
+        )
+        made = load_library().decode_chains(ctypes.byref(target.model), ctypes.byref(struct))
+        if made < 0:
+            raise IndexError("a token is outside the vocabulary of the target or the draft network")
+        return [self._steps(row, tokens, counts) for row in range(num_rows)], made, seconds.value
+
+    def _steps(
+        self, row: int, tokens: array[int], counts: array[int]
+    ) -> list[tuple[list[int], list[int]]]:
+        """The steps of a row that gave a token: those before its end."""
+        num_rows, width, found = len(self.rows), 1 + self.rows[0].draft_len, []
+        for at in range(row, len(counts) // 2, num_rows):
+            num_drafted, count = counts[2 * at : 2 * at + 2]
+            if not count:
+                break
+            begin = 2 * at * width
+            decoded = tokens[begin + width : begin + width + count].tolist()
+            found.append((tokens[begin : begin + num_drafted].tolist(), decoded))
+        return found
+
+    @property
+    def _num_further(self) -> int:
+        """Tokens of a row that are computed behind its root, at most."""
+        return max(row.table.length - row.position for row in self.rows)
+
+    def _known_call(self, num_tokens: int) -> PackedCall:
+        forward = self.draft.forward
+        logits = torch.empty(len(self.rows), forward.vocab_size, dtype=torch.float32)
+        wanted = Wanted(logits, entering=self.entering)
+        return self._kept(forward.pack(self.known, wanted, self._num_further, num_tokens))
+
+    def _target_call(self, target: NativeForward, num_tokens: int) -> PackedCall:
+        logits = torch.empty(num_tokens, target.vocab_size, dtype=torch.float32)
+        states: list[Tensor | None] | None = None
+        if self.stored is not None:
+            states = [None] * (target.model.num_layers + 2)
+            for layer_id in self.stored.layer_ids:
+                states[layer_id] = torch.empty(num_tokens, target.model.hidden)
+        wanted = Wanted(logits, states)
+        return self._kept(target.pack(self.target, wanted, self._num_further, num_tokens))
+
+    def _kept(self, call: PackedCall) -> PackedCall:
+        self._keep.append(call)
+        return call
+
+    def _packed_rows(self) -> ctypes.Array[ChainRowStruct]:
+        return (ChainRowStruct * len(self.rows))(*map(self._packed_row, self.rows))
+
+    def _packed_row(self, row: NativeChainRow) -> ChainRowStruct:
+        first, pages, ends = row.table.first_slot(), array("i"), array("q", row.ends)
+        if first is None:
+            pages.extend(row.table.pages)
+        self._keep += [pages, ends]
+        return ChainRowStruct(
+            pages.buffer_info()[0],
+            ends.buffer_info()[0],
+            -1 if first is None else first,
+            row.token,
+            row.position,
+            row.draft_len,
+            row.num_left,
+            len(ends),
+        )
+
+    def _states(self, target: NativeForward) -> ctypes._Pointer[TargetStatesStruct] | None:
+        entry, stored = self.draft.entry, self.stored
+        if stored is None or entry is None:
+            return None
+        layers = array("i", [range(target.model.num_layers + 2)[at] for at in stored.layer_ids])
+        self._keep.append(layers)
+        return ctypes.pointer(
+            TargetStatesStruct(
+                stored.stored.data_ptr(),
+                layers.buffer_info()[0],
+                None if entry.norm is None else entry.norm.data_ptr(),
+                None if entry.linear is None else ctypes.pointer(entry.linear.struct),
+                len(layers),
+                TYPES[stored.stored.dtype],
+                entry.eps,
+            )
+        )

@@ -1,0 +1,319 @@
+"""Calls ``forward.cpp``: a batch, or the levels of drafts, through packed weights."""
+
+from __future__ import annotations
+
+import ctypes
+from array import array
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from forethought.backends.cpu.library import (
+    CallStruct,
+    ChainsStruct,
+    ModelStruct,
+    TreesStruct,
+    load_library,
+)
+from forethought.model.attention.base import ForwardPass, KvLayout
+from forethought.model.batch import Batch
+
+MIN_SCORES = 64  # tokens of a row that scratch memory is made for, at least
+
+Pointers = ctypes.Array[ctypes.c_void_p]
+
+
+@dataclass(slots=True, eq=False)
+class Wanted:
+    """What a forward reads and writes beside keys and values. All are float32 and contiguous.
+
+    Attributes:
+        logits: ``[R, vocab]``; None: they are not computed.
+        states: where hidden states ``[T, hidden]`` are written, by layer, the final norm's last.
+        last: ``[R, hidden]``, the last layer's output of the tokens with logits; None: not wanted.
+        last_normed: the same behind the final norm.
+        entering: ``[T, hidden]``, the states that a draft module reads; None: it is a model.
+    """
+
+    logits: Tensor | None
+    states: Sequence[Tensor | None] | None = None
+    last: Tensor | None = None
+    last_normed: Tensor | None = None
+    entering: Tensor | None = None
+
+
+class TreeShape(NamedTuple):
+    """Of dynamic trees."""
+
+    depth: int
+    """Levels."""
+    width: int
+    """Nodes of a level that are expanded, and children of each."""
+    total: int
+    """Nodes that are kept, if there are so many."""
+
+
+@dataclass(slots=True)
+class PackedCall:
+    """A call, with what it points to."""
+
+    struct: CallStruct
+    keep: list[object]
+
+
+@dataclass(slots=True, eq=False)
+class NativeForward:
+    """Packed weights, and their forward in C++.
+
+    One call at a time: scratch memory is kept between calls.
+
+    Attributes:
+        model: the weights.
+        max_positions: that they have rotary embeddings of.
+        parts: what ``model`` points to.
+        vocab_size: outputs of the head.
+    """
+
+    model: ModelStruct
+    max_positions: int
+    parts: list[object]
+    _library: ctypes.CDLL = field(default_factory=load_library)
+    _scratch: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.float32))
+    _scratch_fits: tuple[int, int, int] = (0, 0, 0)
+    """Tokens, length of a row and threads that it is large enough for."""
+    vocab_size: int = field(init=False)
+    _no_states: Pointers = field(init=False)
+    """Where no hidden states are wanted."""
+
+    def __post_init__(self) -> None:
+        self.vocab_size = int(self.model.head.contents.num_outputs)
+        self._no_states = pointers([None] * (self.model.num_layers + 2))
+
+    def compute(self, forward_pass: ForwardPass, wanted: Wanted) -> None:
+        """Run the layers over a batch.
+
+        Raises:
+            IndexError: a token is outside the vocabulary; nothing was computed.
+        """
+        packed = self.pack(forward_pass, wanted)
+        known = self._library.forward(ctypes.byref(self.model), ctypes.byref(packed.struct))
+        _check_known(forward_pass.batch, known)
+
+    def draft_chains(
+        self,
+        forward_pass: ForwardPass,
+        entering: Tensor | None,
+        slots: Sequence[Sequence[int]],
+        ids: Tensor | None = None,
+        num_choices: int | None = None,
+        ends: Sequence[Collection[int]] | None = None,
+    ) -> list[list[int]]:
+        """Draft the most probable tokens behind each row of a batch, one after the other.
+
+        Entries of the drafted tokens but the last one of each row are written to their slots. The
+        logits are those of single forwards, to the last bit.
+
+        Args:
+            forward_pass: over the pages, with known tokens; the logits of each row's last one are
+                wanted.
+            entering: as in :class:`Wanted`.
+            slots: of the tokens to draft behind each row; not fewer than behind the next one.
+            ids: int64 ``[vocab]``, the target's id of each output; None: the same.
+            num_choices: outputs that may be drafted, the first ones; None: all.
+            ends: of each row, ids behind which nothing more is wanted: where all rows have ended,
+                the rest is not computed; None: there are none.
+
+        Returns:
+            The target's ids, as many for each row as it has slots. With ``ends``, -1 where the
+            largest logit is not finite, with which a row ends as well; what is behind the end of a
+            row has no meaning.
+
+        Raises:
+            IndexError: a token is outside the vocabulary.
+        """
+        sizes = [len(own) for own in slots]
+        levels, width = sizes[0], len(slots)
+        logits = torch.empty(width, self.vocab_size, dtype=torch.float32)
+        packed = self.pack(forward_pass, Wanted(logits, entering=entering), levels)
+        places = array("q", [slot for own in slots for slot in (*own, *[0] * (levels - len(own)))])
+        num_rows = array("i", [sum(size > level for size in sizes) for level in range(levels)])
+        drafted = array("q", bytes(8 * levels * width))
+        end_ids = array("q", [token for own in ends or () for token in own])
+        num_ends = None if ends is None else array("i", map(len, ends))
+        chains = ChainsStruct(
+            ctypes.pointer(packed.struct),
+            places.buffer_info()[0],
+            num_rows.buffer_info()[0],
+            None if ids is None else ids.data_ptr(),
+            end_ids.buffer_info()[0],
+            None if num_ends is None else num_ends.buffer_info()[0],
+            drafted.buffer_info()[0],
+            levels,
+            self.vocab_size if num_choices is None else num_choices,
+            self.max_positions - 1,
+        )
+        known = self._library.draft_chains(ctypes.byref(self.model), ctypes.byref(chains))
+        _check_known(forward_pass.batch, known)
+        return [list(drafted[row : row + size * width : width]) for row, size in enumerate(sizes)]
+
+    def draft_trees(
+        self,
+        forward_pass: ForwardPass,
+        entering: Tensor,
+        slots: Sequence[Sequence[int]],
+        shape: TreeShape,
+        ids: Tensor | None = None,
+    ) -> list[list[list[int]]]:
+        """Draft a dynamic tree behind each row of a batch; see ``speculative.dynamic_tree``.
+
+        Args:
+            forward_pass, entering, ids: as of :meth:`draft_chains`.
+            slots: of the nodes that are read behind each row, ``width`` of each level but the last.
+            shape: of the trees.
+
+        Returns:
+            The kept nodes of each row, best first: number, token and parent.
+
+        Raises:
+            IndexError: a token is outside the vocabulary.
+        """
+        width, num_rows = shape.width, len(slots)
+        logits = torch.empty(num_rows * width, self.vocab_size, dtype=torch.float32)
+        further = shape.depth * width
+        packed = self.pack(
+            forward_pass, Wanted(logits, entering=entering), further, num_rows * width
+        )
+        places = array("q", [slot for own in slots for slot in (*own, *[0] * (further - len(own)))])
+        total = min(shape.total, width + (shape.depth - 1) * width**2)
+        kept = array("q", bytes(8 * 3 * num_rows * total))
+        trees = TreesStruct(
+            ctypes.pointer(packed.struct),
+            places.buffer_info()[0],
+            None if ids is None else ids.data_ptr(),
+            kept.buffer_info()[0],
+            shape.depth,
+            width,
+            total,
+            self.max_positions - 1,
+        )
+        known = self._library.draft_trees(ctypes.byref(self.model), ctypes.byref(trees))
+        _check_known(forward_pass.batch, known)
+        nodes = [list(kept[at : at + 3]) for at in range(0, len(kept), 3)]
+        return [nodes[at : at + total] for at in range(0, len(nodes), total)]
+
+    def first_unknown(self, token_ids: Tensor) -> int:
+        """The index of the first of int64 ``[T]`` that is outside the vocabulary, or T."""
+        ids = ctypes.c_void_p(token_ids.data_ptr())
+        return int(self._library.first_unknown(ctypes.byref(self.model), ids, len(token_ids)))
+
+    def pack(
+        self, forward_pass: ForwardPass, wanted: Wanted, further: int = 0, at_once: int = 0
+    ) -> PackedCall:
+        """The call over a batch.
+
+        Args:
+            forward_pass: over the batch.
+            wanted: what it reads and writes.
+            further: tokens of a row that are computed later.
+            at_once: of these in one forward, if they may be more than the batch has.
+        """
+        batch, layout = forward_pass.batch, forward_pass.layout()
+        for tensor in (batch.positions, batch.logit_index, *layout.indices):
+            assert tensor.is_contiguous()
+        token_ids, num_threads = batch.token_ids.contiguous(), torch.get_num_threads()
+        rows, keep, longest = _packed_rows(layout)
+        max_length = max(MIN_SCORES, -(-(longest + further) // MIN_SCORES) * MIN_SCORES)
+        states = pointers(wanted.states) if wanted.states else self._no_states
+        num_tokens, keys = token_ids.numel(), layout.addresses.buffer_info()[0]
+        values = keys + layout.addresses.itemsize * (len(layout.addresses) // 2)
+        scratch = self._scratch_for(max(num_tokens, at_once), max_length, num_threads)
+        struct = CallStruct(
+            token_ids.data_ptr(),
+            None if wanted.entering is None else _address(wanted.entering),
+            batch.positions.data_ptr(),
+            layout.slots.data_ptr(),
+            batch.logit_index.data_ptr(),
+            rows.buffer_info()[0],
+            keys,
+            values,
+            ctypes.addressof(states),
+            None if wanted.last is None else _address(wanted.last),
+            None if wanted.last_normed is None else _address(wanted.last_normed),
+            None if wanted.logits is None else _address(wanted.logits),
+            scratch.data_ptr(),
+            num_tokens,
+            batch.logit_index.numel(),
+            len(layout.rows),
+            layout.page_size,
+            max_length,
+            num_threads,
+        )
+        return PackedCall(struct, [token_ids, layout, rows, keep, states, wanted])
+
+    def _scratch_for(self, num_tokens: int, max_length: int, num_threads: int) -> Tensor:
+        tokens, length, threads = self._scratch_fits
+        if num_tokens > tokens or max_length > length or num_threads > threads:
+            fits = max(num_tokens, tokens), max(max_length, length), max(num_threads, threads)
+            size = self._library.scratch_size(ctypes.byref(self.model), *fits)
+            self._scratch, self._scratch_fits = torch.empty(size, dtype=torch.float32), fits
+        return self._scratch
+
+
+def unknown_token(token_id: int) -> IndexError:
+    """The error that says so."""
+    return IndexError(f"token id {token_id} is outside the vocabulary")
+
+
+def pointers(tensors: Sequence[Tensor | None]) -> Pointers:
+    """Their addresses; 0 for None."""
+    found = [None if tensor is None else tensor.data_ptr() for tensor in tensors]
+    return (ctypes.c_void_p * len(found))(*found)
+
+
+def _address(tensor: Tensor) -> int:
+    assert tensor.is_contiguous()
+    assert tensor.dtype == torch.float32
+    return tensor.data_ptr()
+
+
+def _check_known(batch: Batch, known: int) -> None:
+    if known < batch.token_ids.numel():
+        raise unknown_token(int(batch.token_ids[known]))
+
+
+def _packed_rows(layout: KvLayout) -> tuple[array[int], list[object], int]:
+    """The integers of ``Row`` structures, the arrays they point into, and the longest row."""
+    packed, keep, longest = list[int](), list[object](), 0
+    slots, positions = layout.recent_slots.data_ptr(), layout.recent_positions.data_ptr()
+    for row in layout.rows:
+        pages = visible = segments = 0
+        if row.segments:
+            keep.append(parts := array("q", [x for part in row.segments for x in part]))
+            segments = parts.buffer_info()[0]
+        if row.pages is not None:
+            keep.append(numbers := array("i", row.pages))
+            pages = numbers.buffer_info()[0]
+        if row.visible is not None:
+            keep.append(row.visible)
+            assert row.visible.is_contiguous()
+            visible = row.visible.data_ptr()
+        num_recent, shift = len(row.recent), row.recent.start * 8  # int64
+        longest = max(longest, row.prefix + num_recent)
+        packed += (
+            -1 if row.first_slot is None else row.first_slot,
+            pages,
+            slots + shift,
+            positions + shift,
+            visible,
+            row.start,
+            row.num_tokens,
+            row.prefix,
+            row.seen_from,
+            num_recent,
+            segments,
+            len(row.segments),
+        )
+    return array("q", packed), keep, longest

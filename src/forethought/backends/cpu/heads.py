@@ -1,0 +1,166 @@
+"""Heads of residual blocks over one hidden state, and a beam search with one, each in one call of
+``forward.cpp``."""
+
+from __future__ import annotations
+
+import ctypes
+import math
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from forethought.backends.cpu.library import BeamsStruct, LinearStruct, load_library
+from forethought.backends.cpu.network import NativeNetwork
+from forethought.backends.cpu.weights import PackedLinear
+
+
+class NativeHeads:
+    """Each head is ``x + silu(W x + b)``, so many times, and a projection; all read one state.
+
+    Args:
+        heads: the linears of each one, those of its blocks and then the projection.
+        dtype: of the packed weights.
+    """
+
+    def __init__(self, heads: Sequence[Sequence[nn.Linear]], dtype: torch.dtype) -> None:
+        self._library, self._num_blocks = load_library(), len(heads[0]) - 1
+        self._packed = [_packed(linear, dtype) for linears in heads for linear in linears]
+        structs = [packed.struct for packed in self._packed]
+        self._structs = (LinearStruct * len(structs))(*structs)
+        self._num_outputs = heads[0][-1].out_features
+
+    def __call__(self, states: Tensor, count: int = 1) -> Tensor:
+        """The first ``count`` heads: states ``[N, width]`` -> float32 ``[count, N, outputs]``."""
+        x = states.float().contiguous()
+        logits = torch.empty(count, len(x), self._num_outputs, dtype=torch.float32)
+        self._library.residual_heads(
+            self._structs,
+            count,
+            self._num_blocks,
+            ctypes.c_void_p(x.data_ptr()),
+            len(x),
+            ctypes.c_void_p(logits.data_ptr()),
+            torch.get_num_threads(),
+        )
+        return logits
+
+    def most_probable(
+        self, states: Tensor, count: int, width: int
+    ) -> tuple[array[float], array[int]]:
+        """The ``width`` most probable outputs of the first ``count`` heads.
+
+        Returns:
+            Log-probabilities, falling, and outputs: ``[count, N, width]`` each.
+        """
+        logits = self(states, count)
+        rows, size = logits.shape[0] * logits.shape[1], logits.shape[0] * logits.shape[1] * width
+        logprobs, outputs = array("f", bytes(4 * size)), array("q", bytes(8 * size))
+        self._library.top_logprobs(
+            ctypes.c_void_p(logits.data_ptr()),
+            *(rows, self._num_outputs, width),
+            ctypes.c_void_p(logprobs.buffer_info()[0]),
+            ctypes.c_void_p(outputs.buffer_info()[0]),
+        )
+        return logprobs, outputs
+
+
+@dataclass(frozen=True, slots=True)
+class BeamHead:
+    """What a beam search predicts with; see ``speculative.heads.redrafter``.
+
+    Attributes:
+        recur: ``[hidden, 2 * hidden]``, of the embedding of a token and the state before it; None:
+            they are added.
+        enter: ``[exit, 2 * hidden]``, of context and state; None: they are concatenated.
+        linears: those of residual blocks, then the projection to the logits.
+    """
+
+    recur: nn.Linear | None
+    enter: nn.Linear | None
+    linears: Sequence[nn.Linear]
+
+
+class BeamLevel(NamedTuple):
+    """The beams of one length behind each of N roots, the most probable first."""
+
+    tokens: list[list[int]]
+    parents: list[list[int]]
+    """Their numbers among those of the length before."""
+    scores: list[list[float]]
+    """Log-probabilities."""
+
+
+class NativeBeams:
+    """Finds the most probable beams of each length.
+
+    Args:
+        head: its weights are copied.
+        target: whose embeddings it reads.
+        dtype: of the copies.
+    """
+
+    def __init__(self, head: BeamHead, target: NativeNetwork, dtype: torch.dtype) -> None:
+        self._library, self._target = load_library(), target
+        first, second = (
+            None if each is None else _packed(each, dtype) for each in (head.recur, head.enter)
+        )
+        linears = [_packed(linear, dtype) for linear in head.linears]
+        self._structs = [
+            *(None if each is None else ctypes.pointer(each.struct) for each in (first, second)),
+            (LinearStruct * len(linears))(*(each.struct for each in linears)),
+        ]
+        self._packed = [first, second, *linears]
+        self._num_blocks, self._vocab = len(linears) - 1, head.linears[-1].out_features
+
+    def __call__(
+        self,
+        contexts: Tensor,
+        roots: Sequence[int],
+        width: int,
+        length: int,
+        min_logprob: float = -math.inf,
+    ) -> list[BeamLevel]:
+        """Search behind N roots at once, until all beams are less probable than ``min_logprob``.
+
+        Args:
+            contexts: ``[N, hidden]``, the target's states that the roots were sampled from.
+            roots: N ids.
+            width: beams of a length, if there are as many.
+            length: tokens of a beam at most.
+            min_logprob: see above.
+        """
+        states, count = contexts.float().contiguous(), len(roots)
+        ids, size = array("q", roots), length * len(roots) * width
+        tokens, parents = array("q", bytes(8 * size)), array("q", bytes(8 * size))
+        scores = array("f", bytes(4 * size))
+        search = BeamsStruct(
+            *self._structs,
+            states.data_ptr(),
+            *(each.buffer_info()[0] for each in (ids, tokens, parents, scores)),
+            *(self._num_blocks, count, width, length, torch.get_num_threads()),
+            min_logprob,
+        )
+        model = self._target.forward.model
+        num_levels = self._library.search_beams(ctypes.byref(model), ctypes.byref(search))
+        levels, kept = list[BeamLevel](), 1
+        for level in range(num_levels):
+            kept = min(width, kept * self._vocab)
+            begins = [(level * count + root) * width for root in range(count)]
+            rows = [slice(begin, begin + kept) for begin in begins]
+            levels.append(
+                BeamLevel(
+                    [list(tokens[row]) for row in rows],
+                    [list(parents[row]) for row in rows],
+                    [list(scores[row]) for row in rows],
+                )
+            )
+        return levels
+
+
+def _packed(linear: nn.Linear, dtype: torch.dtype) -> PackedLinear:
+    bias = None if linear.bias is None else linear.bias.to(dtype)
+    return PackedLinear.pack(linear.weight.to(dtype), bias)

@@ -1,0 +1,222 @@
+"""A draft module of one layer that reads hidden states, in one call of ``forward.cpp`` per level.
+
+Which parts it has is described by :class:`ModuleParts`; the heads of the drafters fill them in. The
+reference implementations are those of ``speculative.heads`` in torch operations.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from forethought.backends.cpu.chain_steps import NativeDraftNetwork, NativeEntry
+from forethought.backends.cpu.forward import NativeForward, TreeShape, Wanted
+from forethought.backends.cpu.library import JoinStruct, LayerStruct, ModelStruct
+from forethought.backends.cpu.network import NativeNetwork
+from forethought.backends.cpu.weights import (
+    ACTIVATIONS,
+    MAX_GROUP,
+    MAX_HEAD_DIM,
+    TYPES,
+    PackedLayer,
+    PackedLinear,
+    norm_eps,
+    norm_weight,
+)
+from forethought.model.attention.base import ForwardPass
+
+MAX_TOKENS = 2**31 - 1
+"""More than any vocabulary has."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModuleParts:
+    """What a draft module is made of. All modules are on a CPU, in one dtype of ``TYPES``.
+
+    The embedding of a token and the state before it are normed and concatenated. What comes of it,
+    projected to the width of the module, is the input of the layer; or the layer's attention reads
+    both, and the state is its residual.
+
+    Attributes:
+        layer: a decoder layer, as ``PackedLayer.of`` takes it.
+        rotary: float32 ``[positions, 2, rotary_dim]``; see ``weights.rotary_tables``.
+        num_heads, num_kv_heads: of its attention.
+        token_norm, state_norm: None: what is joined is not normed.
+        project: ``[hidden, 2 * hidden]``; None: attention reads both.
+        enters_normed: the layer norms its input.
+        final_norm: in front of the head; None: there is none.
+        head: to the logits; None: the target's.
+        embedding: its own; None: the target's.
+        activation: of the feed-forward.
+        window: of the attention; None: all is attended to.
+        state_first: the state comes before the embedding.
+        zero_first: the embedding of a token at position 0 is 0.
+        norm_residual: the residual is the normed state.
+        feeds_normed: the state that is fed back is behind the final norm.
+        entry: ``[hidden, width]``, of the target's states; None: they are read as they are.
+        entry_norm: in front of it.
+    """
+
+    layer: nn.Module
+    rotary: Tensor
+    num_heads: int
+    num_kv_heads: int
+    eps: float
+    token_norm: nn.Module | None = None
+    state_norm: nn.Module | None = None
+    project: nn.Module | None = None
+    enters_normed: bool = False
+    final_norm: nn.Module | None = None
+    head: nn.Module | None = None
+    embedding: nn.Embedding | None = None
+    activation: str = "silu"
+    window: int | None = None
+    state_first: bool = False
+    zero_first: bool = False
+    norm_residual: bool = False
+    feeds_normed: bool = False
+    entry: nn.Module | None = None
+    entry_norm: nn.Module | None = None
+
+    def refusal(self) -> str | None:
+        """Why it cannot run natively; None: it can."""
+        dtypes = {weight.dtype for weight in self.layer.parameters()}
+        if len(dtypes) > 1 or not dtypes <= set(TYPES):
+            return f"weights in {', '.join(sorted(map(str, dtypes)))}"
+        head_dim, group = self.layer.self_attn.head_dim, self.num_heads // self.num_kv_heads
+        if head_dim > MAX_HEAD_DIM or group > MAX_GROUP:
+            return f"heads of {head_dim} in groups of {group}"
+        return None if self.activation in ACTIVATIONS else f"the activation {self.activation}"
+
+
+class LastStates(NamedTuple):
+    """Of the tokens with logits, float32 ``[R, hidden]``."""
+
+    last: Tensor
+    """The layer's output."""
+    normed: Tensor
+    """The same behind the final norm."""
+
+
+class NativeModule:
+    """Packs and runs a draft module.
+
+    Args:
+        parts: that ``refusal`` accepts; their weights are copied.
+        target: whose embedding and head it may use.
+
+    Attributes:
+        enter: reads the target's states.
+    """
+
+    def __init__(self, parts: ModuleParts, target: NativeNetwork) -> None:
+        self._feeds_normed = parts.feeds_normed
+        entry = None if parts.entry is None else PackedLinear.of(parts.entry)
+        self.enter = NativeEntry(norm_weight(parts.entry_norm), entry, parts.eps)
+        layer = PackedLayer.of(parts.layer, parts.rotary, parts.window, parts.enters_normed)
+        project = None if parts.project is None else PackedLinear.of(parts.project)
+        norms = [norm_weight(norm) for norm in (parts.token_norm, parts.state_norm)]
+        join = JoinStruct(
+            *(None if norm is None else norm.data_ptr() for norm in norms),
+            None if project is None else ctypes.pointer(project.struct),
+            parts.state_first,
+            parts.zero_first,
+            parts.norm_residual,
+            parts.feeds_normed,
+        )
+        attention, other = parts.layer.self_attn, target.forward.model
+        q_norm = getattr(attention, "q_norm", None)
+        final_norm = norm_weight(parts.final_norm)
+        head = None if parts.head is None else PackedLinear.of(parts.head)
+        table = None if parts.embedding is None else parts.embedding.weight.detach().contiguous()
+        dtype = TYPES[parts.layer.self_attn.o_proj.weight.dtype]
+        struct = ModelStruct(
+            (LayerStruct * 1)(layer.struct),
+            None if final_norm is None else final_norm.data_ptr(),
+            other.head if head is None else ctypes.pointer(head.struct),
+            other.embedding if table is None else None,
+            other.table if table is None else table.data_ptr(),
+            ctypes.pointer(join),
+            other.table_type if table is None else TYPES[table.dtype],
+            other.num_embeddings if table is None else len(table),
+            1,
+            attention.o_proj.out_features,
+            parts.num_heads,
+            parts.num_kv_heads,
+            attention.head_dim,
+            parts.rotary.shape[-1],
+            ACTIVATIONS[parts.activation],
+            dtype,
+            parts.eps,
+            0.0 if q_norm is None else norm_eps(q_norm),
+            0.0,
+            0.0,
+            other.embed_scale if table is None else 1.0,
+        )
+        kept = [target, layer, project, norms, join, final_norm, head, table]
+        self._forward = NativeForward(struct, len(parts.rotary), kept)
+
+    @property
+    def vocab_size(self) -> int:
+        """Width of its logits."""
+        return self._forward.vocab_size
+
+    def draft_network(self, ids: Tensor | None) -> NativeDraftNetwork:
+        """What drafts in ``ChainCall``; ids: the target's id of each output."""
+        return NativeDraftNetwork(self._forward, self.vocab_size, MAX_TOKENS, ids, self.enter)
+
+    def __call__(self, states: Tensor, forward_pass: ForwardPass) -> tuple[Tensor, Tensor]:
+        """Compute T entries, and at R positions the states to feed back and the logits.
+
+        Args:
+            states: ``[T, hidden]``.
+            forward_pass: over a storage of one layer; its batch has the tokens and, as positions,
+                those of the states.
+
+        Returns:
+            Float32 ``[R, hidden]`` and ``[R, vocab]``.
+        """
+        size = len(forward_pass.batch.logit_index)
+        fed_back = torch.empty(size, self._forward.model.hidden, dtype=torch.float32)
+        logits = torch.empty(size, self._forward.vocab_size, dtype=torch.float32)
+        last, normed = (None, fed_back) if self._feeds_normed else (fed_back, None)
+        wanted = Wanted(logits, None, last, normed, states.float().contiguous())
+        self._forward.compute(forward_pass, wanted)
+        return fed_back, logits
+
+    def read(self, states: Tensor, forward_pass: ForwardPass) -> LastStates:
+        """As a call, without logits."""
+        shape = len(forward_pass.batch.logit_index), self._forward.model.hidden
+        first, second = (torch.empty(shape, dtype=torch.float32) for _ in range(2))
+        found = LastStates(first, second)
+        wanted = Wanted(None, None, *found, states.float().contiguous())
+        self._forward.compute(forward_pass, wanted)
+        return found
+
+    def draft_chains(
+        self,
+        states: Tensor,
+        forward_pass: ForwardPass,
+        slots: Sequence[Sequence[int]],
+        ids: Tensor | None,
+    ) -> list[list[int]]:
+        """See ``NativeForward.draft_chains``; states ``[T, hidden]``."""
+        entering = states.float().contiguous()
+        return self._forward.draft_chains(forward_pass, entering, slots, ids)
+
+    def draft_trees(
+        self,
+        states: Tensor,
+        forward_pass: ForwardPass,
+        slots: Sequence[Sequence[int]],
+        shape: TreeShape,
+        ids: Tensor | None,
+    ) -> list[list[list[int]]]:
+        """See ``NativeForward.draft_trees``; states ``[T, hidden]``."""
+        entering = states.float().contiguous()
+        return self._forward.draft_trees(forward_pass, entering, slots, shape, ids)

@@ -1,0 +1,150 @@
+"""A Llama-like model whose layers run in one call of ``forward.cpp``.
+
+See :class:`~forethought.model.causal_lm.Network`. The reference implementation is the module that
+the weights come from. Activations are float32 whatever the dtype of the weights; those that
+are multiplied by weights in bf16 are rounded where the processor multiplies bf16 (``tiles.h``).
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from forethought.backends.cpu.forward import NativeForward, Wanted, unknown_token
+from forethought.backends.cpu.library import LayerStruct, ModelStruct, load_library
+from forethought.backends.cpu.weights import (
+    ACTIVATIONS,
+    TYPES,
+    PackedLayer,
+    PackedLinear,
+    norm_eps,
+    norm_weight,
+    rotary_tables,
+)
+from forethought.model.attention.base import ForwardPass
+from forethought.model.batch import Batch
+from forethought.model.causal_lm import FINAL
+from forethought.model.device import owned
+
+
+class NativeNetwork:
+    """Token ids to logits.
+
+    Args:
+        module: one that ``weights.refusal`` accepts; its layers' weights are taken.
+        max_positions: that a sequence may have.
+        windows: of each layer's attention; None: all is attended to.
+
+    Attributes:
+        forward: its packed weights.
+    """
+
+    def __init__(
+        self, module: PreTrainedModel, max_positions: int, windows: Sequence[int | None]
+    ) -> None:
+        config, model = module.config, module.model
+        self._library = load_library()
+        self.dtype = module.dtype
+        types = getattr(config, "layer_types", None) or ["full_attention"] * len(model.layers)
+        tables = rotary_tables(module, types, max_positions)
+        self.rotations = next(iter(tables.values())) if len(tables) == 1 else None
+        attention = model.layers[0].self_attn
+        self._layers = layers = list[PackedLayer]()
+        for index, layer in enumerate(model.layers):
+            layers.append(PackedLayer.of(layer, tables[types[index]], windows[index]))
+            model.layers[index] = nn.Identity()  # frees the layer's own weights
+        self._embedding = model.embed_tokens
+        self._tied = module.lm_head.weight is model.embed_tokens.weight
+        embed_scale = getattr(model.embed_tokens, "embed_scale", None)
+        head = PackedLinear.of(module.lm_head)
+        del module.lm_head
+        table = None
+        if self._tied:  # it is read from the packed output projection
+            model.embed_tokens = self._embedding = nn.Identity()
+        else:
+            model.embed_tokens.weight = nn.Parameter(
+                owned(model.embed_tokens.weight), requires_grad=False
+            )
+            table = model.embed_tokens.weight.detach().contiguous()
+            table = table if table.dtype in TYPES else table.float()
+        structs = (LayerStruct * len(layers))(*(layer.struct for layer in layers))
+        final_norm = norm_weight(model.norm)
+        assert final_norm is not None
+        struct = ModelStruct(
+            structs,
+            final_norm.data_ptr(),
+            ctypes.pointer(head.struct),
+            ctypes.pointer(head.struct) if self._tied else None,
+            None if table is None else table.data_ptr(),
+            None,
+            TYPES[self.dtype if table is None else table.dtype],
+            head.struct.num_outputs if table is None else len(table),
+            len(layers),
+            config.hidden_size,
+            config.num_attention_heads,
+            config.num_key_value_heads,
+            attention.head_dim,
+            next(iter(tables.values())).shape[-1],
+            ACTIVATIONS[getattr(config, "hidden_activation", None) or config.hidden_act],
+            TYPES[self.dtype],
+            norm_eps(model.norm),
+            norm_eps(attention.q_norm) if hasattr(attention, "q_norm") else 0.0,
+            getattr(config, "final_logit_softcapping", None) or 0.0,
+            getattr(config, "attn_logit_softcapping", None) or 0.0,
+            1.0 if embed_scale is None else float(embed_scale),
+        )
+        self.forward = NativeForward(struct, max_positions, [layers, head, final_norm, table])
+        self._head = head
+
+    def __call__(self, batch: Batch, forward_pass: ForwardPass) -> Tensor:
+        """Logits float32 ``[R, vocab]``."""
+        states = self._states(forward_pass) if forward_pass.layer_ids else None
+        size = batch.logit_index.numel(), self.forward.vocab_size
+        logits = torch.empty(size, dtype=torch.float32)
+        self.forward.compute(forward_pass, Wanted(logits, states))
+        if states is not None:
+            for name, state in zip(self._state_names(), states, strict=True):
+                if state is not None:
+                    forward_pass.capture(name, state.to(self.dtype))
+        return logits
+
+    def embed(self, token_ids: Tensor) -> Tensor:
+        """int64 ``[...]`` -> ``[..., hidden]``."""
+        if not self._tied:
+            embedded: Tensor = self._embedding(token_ids)
+            return embedded
+        ids = token_ids.flatten().contiguous()
+        known = self.forward.first_unknown(ids)
+        if known < len(ids):
+            raise unknown_token(int(ids[known]))
+        found = torch.empty(len(ids), self.forward.model.hidden, dtype=torch.float32)
+        self._library.embed(
+            ctypes.byref(self._head.struct),
+            ctypes.c_void_p(ids.data_ptr()),
+            len(ids),
+            ctypes.c_void_p(found.data_ptr()),
+        )
+        found *= self.forward.model.embed_scale
+        return found.to(self.dtype).view(*token_ids.shape, -1)
+
+    def unembed(self, states: Tensor) -> Tensor:
+        """Final-norm states ``[..., hidden]`` -> logits ``[..., vocab]``."""
+        return self._head.multiply(states).to(states.dtype)
+
+    def _state_names(self) -> tuple[int, ...]:
+        """Of all hidden states, in the order in which they are written."""
+        return (*range(self.forward.model.num_layers + 1), FINAL)
+
+    def _states(self, forward_pass: ForwardPass) -> list[Tensor | None]:
+        """Where hidden states are written, by layer; the final norm's last."""
+        size, wanted = len(forward_pass.batch.token_ids), forward_pass.layer_ids
+        return [
+            torch.empty(size, self.forward.model.hidden, dtype=torch.float32)
+            if name in wanted
+            else None
+            for name in self._state_names()
+        ]

@@ -1,0 +1,376 @@
+"""Weights in the layout of ``panels.h``: panels of 16 outputs, read from transformers modules.
+
+Each family is described once: where the parts of a layer are, and what its norms add. Everything
+else (windows, head counts) is known from the capability probe and the config.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import (
+    Gemma3ForCausalLM,
+    LlamaForCausalLM,
+    MistralForCausalLM,
+    Phi3ForCausalLM,
+    PreTrainedModel,
+    Qwen2ForCausalLM,
+    Qwen3ForCausalLM,
+    Qwen3MoeForCausalLM,
+)
+
+from forethought.backends.cpu.library import (
+    ExpertsStruct,
+    LayerStruct,
+    LinearStruct,
+    load_library,
+)
+from forethought.model.llama.layers import rotary_table
+from forethought.model.quantization import QuantizedLinear, QuantizedWeight, concatenated
+
+PANEL = 16  # outputs of a panel, as in panels.h
+TILE_INPUTS = 32  # that the inputs of a panel in bf16 are a multiple of, as there
+F32, BF16, I8, I4 = range(4)  # enum WeightType
+TYPES = {torch.float32: F32, torch.bfloat16: BF16}
+ACTIVATIONS = {"silu": 0, "gelu_pytorch_tanh": 1}
+MAX_HEAD_DIM, MAX_GROUP, MAX_TOP_K = 1024, 64, 64
+"""As in structures.h."""
+
+FAMILIES = (
+    LlamaForCausalLM,
+    MistralForCausalLM,
+    Qwen2ForCausalLM,
+    Qwen3ForCausalLM,
+    Qwen3MoeForCausalLM,
+    Gemma3ForCausalLM,
+    Phi3ForCausalLM,
+)
+"""Exactly these classes: a subclass may compute something else."""
+
+
+def refusal(module: PreTrainedModel) -> str | None:
+    """Why the module cannot run natively; None: it can."""
+    config = module.config
+    if type(module) not in FAMILIES:
+        return f"{type(module).__name__} is not among its families"
+    if _activation(config) not in ACTIVATIONS:
+        return f"the activation {_activation(config)}"
+    if module.dtype not in TYPES:
+        return f"weights in {str(module.dtype).removeprefix('torch.')}"
+    if getattr(config, "use_bidirectional_attention", False):
+        return "attention to later tokens"
+    for name, found in module.named_modules():
+        if isinstance(found, nn.Linear | QuantizedLinear):
+            why = _linear_refusal(found, module.dtype)
+            if why is not None:
+                return f"{name} has {why}"
+    for layer in module.model.layers:
+        attention = layer.self_attn
+        size = attention.head_dim
+        if size > MAX_HEAD_DIM or attention.num_key_value_groups > MAX_GROUP:
+            return f"heads of {size} in groups of {attention.num_key_value_groups}"
+        groups: list[list[nn.Module]] = [_qkv(attention)]
+        if _is_sparse(layer.mlp):
+            if layer.mlp.gate.top_k > MAX_TOP_K:
+                return f"{layer.mlp.gate.top_k} experts per token"
+        else:
+            groups.append(_gate_up(layer.mlp))
+        if any(len({_kind(linear) for linear in group}) > 1 for group in groups):
+            return "weights that are merged and were quantised differently"
+    return None
+
+
+def _activation(config: Any) -> str:
+    return str(getattr(config, "hidden_activation", None) or config.hidden_act)
+
+
+def _linear_refusal(linear: nn.Module, dtype: torch.dtype) -> str | None:
+    weight = linear.weight
+    if type(linear) not in (nn.Linear, QuantizedLinear):
+        return f"a forward of its own ({type(linear).__name__})"
+    if isinstance(weight, QuantizedWeight):
+        if weight.bits == 8 and (weight.scales.shape[1] != 1 or weight.zeros is not None):
+            return "8 bits in groups or with zero points"
+        if weight.bits == 4 and (weight.shape[1] % 2 or weight.group_size % 2):
+            return "4 bits in groups of odd size"
+        if weight.bits == 4 and weight.shape[1] % weight.scales.shape[1]:
+            return "4 bits in groups of unequal size"
+        return None
+    return None if weight.dtype == dtype else f"weights in {weight.dtype}"
+
+
+def _kind(linear: nn.Module) -> tuple[object, ...]:
+    weight = linear.weight
+    if not isinstance(weight, QuantizedWeight):
+        return (16,)
+    return weight.bits, weight.group_size
+
+
+def _qkv(attention: nn.Module) -> list[nn.Module]:
+    if hasattr(attention, "qkv_proj"):
+        return [attention.qkv_proj]
+    return [attention.q_proj, attention.k_proj, attention.v_proj]
+
+
+def _gate_up(mlp: nn.Module) -> list[nn.Module]:
+    return [mlp.gate_up_proj] if hasattr(mlp, "gate_up_proj") else [mlp.gate_proj, mlp.up_proj]
+
+
+def _is_sparse(mlp: nn.Module) -> bool:
+    return hasattr(mlp, "experts")
+
+
+@dataclass(slots=True)
+class PackedLinear:
+    """A weight in panels, with what points into it.
+
+    Attributes:
+        struct: for ``forward.cpp``.
+        num_bytes: of its tensors.
+    """
+
+    struct: LinearStruct
+    tensors: list[Tensor] = field(default_factory=list)
+
+    @classmethod
+    def pack(
+        cls,
+        weight: Tensor | QuantizedWeight,
+        bias: Tensor | None,
+        gated: bool = False,
+        float32_input: bool = False,
+    ) -> PackedLinear:
+        """Pack a weight ``[out, in]``.
+
+        Args:
+            weight: plain or quantised.
+            bias: ``[out]``; None for none.
+            gated: its halves are those of a gate and of what it multiplies, whose panels are packed
+                in turns.
+            float32_input: inputs are multiplied in float32, as those of a weight in float32 are,
+                although the weight is in bf16.
+        """
+        halves = 2 if gated else 1
+        num_outputs, num_inputs = weight.shape
+        panels = -(-(num_outputs // halves) // PANEL) * halves
+
+        def by_output(x: Tensor) -> Tensor:  # [out, ...] -> [panels, PANEL, ...], float32 padding
+            parts = x.unflatten(0, (halves, -1))
+            missing = panels // halves * PANEL - parts.shape[1]
+            padded = F.pad(parts, (0, 0) * (parts.dim() - 2) + (0, missing))
+            return padded.unflatten(1, (-1, PANEL)).transpose(0, 1).flatten(0, 1)
+
+        scale = zero = None
+        group_size = num_inputs
+        if not isinstance(weight, QuantizedWeight):
+            float32_input |= weight.dtype == torch.float32
+            weight = _as_stored(weight)
+            kind = TYPES[weight.dtype]
+            panels_of = _in_pairs if kind == BF16 else partial(torch.transpose, dim0=1, dim1=2)
+            values = panels_of(by_output(weight)).contiguous()
+        elif weight.bits == 8:
+            kind, values = I8, by_output(weight.values).transpose(1, 2).contiguous()
+            scale = by_output(weight.scales[:, 0].float()).contiguous()
+        else:
+            kind, group_size = I4, weight.group_size
+            nibbles = by_output(weight.values).transpose(1, 2)  # [panels, in, PANEL]
+            values = (nibbles[:, ::2] | nibbles[:, 1::2] << 4).contiguous()
+            zeros = weight.zeros
+            if zeros is None:
+                zeros = torch.full(weight.scales.shape, float(weight.offset), dtype=torch.float32)
+            scale = by_output(weight.scales.float()).transpose(1, 2).contiguous()
+            zero = by_output(zeros.float()).transpose(1, 2).contiguous()
+        added = None if bias is None else by_output(bias.float()).contiguous()
+        kept = [x for x in (values, scale, zero, added) if x is not None]
+        struct = LinearStruct(
+            values.data_ptr(),
+            *(None if x is None else x.data_ptr() for x in (scale, zero, added)),
+            num_inputs,
+            num_outputs if halves == 1 else panels * PANEL,
+            kind,
+            group_size,
+            float32_input,
+        )
+        return cls(struct, kept)
+
+    @classmethod
+    def of(cls, *linears: nn.Module, gated: bool = False) -> PackedLinear:
+        """Pack one linear whose outputs are those of ``linears``, concatenated."""
+        weights = [linear.weight for linear in linears]
+        quantised = isinstance(weights[0], QuantizedWeight)
+        weight = concatenated(weights) if quantised else torch.cat(weights)
+        if all(linear.bias is None for linear in linears):
+            return cls.pack(weight, None, gated)
+        biases = [
+            torch.zeros(linear.out_features, dtype=torch.float32)
+            if linear.bias is None
+            else linear.bias.float()
+            for linear in linears
+        ]
+        return cls.pack(weight, torch.cat(biases), gated)
+
+    def multiply(self, x: Tensor) -> Tensor:
+        """x ``[..., in]`` -> float32 ``[..., out]``."""
+        rows = x.float().reshape(-1, x.shape[-1]).contiguous()
+        found = torch.empty(len(rows), self.struct.num_outputs, dtype=torch.float32)
+        load_library().linear(
+            ctypes.byref(self.struct),
+            ctypes.c_void_p(rows.data_ptr()),
+            len(rows),
+            ctypes.c_void_p(found.data_ptr()),
+            torch.get_num_threads(),
+        )
+        return found.view(*x.shape[:-1], -1)
+
+    @property
+    def num_bytes(self) -> int:
+        """Of its tensors."""
+        return sum(tensor.nbytes for tensor in self.tensors)
+
+
+def _in_pairs(panels: Tensor) -> Tensor:
+    """``[panels, PANEL, in]`` -> ``[panels, in / 2, PANEL, 2]``, ``in`` padded with zeros."""
+    padded = F.pad(panels, (0, -panels.shape[2] % TILE_INPUTS))
+    return padded.unflatten(2, (-1, 2)).transpose(1, 2)
+
+
+def _as_stored(weight: Tensor) -> Tensor:
+    """In bf16 if that loses nothing, as of a checkpoint in bf16 that was loaded in float32.
+
+    It takes half of the memory, and its products are the same to the last bit.
+    """
+    rounded = weight.to(torch.bfloat16)
+    return rounded if torch.equal(rounded.float(), weight.float()) else weight
+
+
+@dataclass(slots=True)
+class PackedExperts:
+    """The experts of a layer."""
+
+    struct: ExpertsStruct
+    parts: list[Any]
+
+    @classmethod
+    def of(cls, mlp: nn.Module) -> PackedExperts:
+        """Pack the experts of a mixture in Qwen3's layout."""
+        router = PackedLinear.pack(mlp.gate.weight, None, float32_input=True)
+        gate_ups = [PackedLinear.pack(w, None, gated=True) for w in mlp.experts.gate_up_proj]
+        downs = [PackedLinear.pack(w, None) for w in mlp.experts.down_proj]
+        arrays = [
+            (LinearStruct * len(packed))(*(one.struct for one in packed))
+            for packed in (gate_ups, downs)
+        ]
+        struct = ExpertsStruct(
+            ctypes.pointer(router.struct),
+            *arrays,
+            len(downs),
+            mlp.gate.top_k,
+            bool(mlp.gate.norm_topk_prob),
+            0,
+        )
+        return cls(struct, [router, gate_ups, downs, arrays])
+
+    @property
+    def num_bytes(self) -> int:
+        """Of all tensors."""
+        router, gate_ups, downs, _ = self.parts
+        return sum(packed.num_bytes for packed in (router, *gate_ups, *downs))
+
+
+@dataclass(slots=True)
+class PackedLayer:
+    """A decoder layer.
+
+    Attributes:
+        struct: for ``forward.cpp``.
+        parts: what it points into.
+    """
+
+    struct: LayerStruct
+    parts: list[Any]
+
+    @classmethod
+    def of(
+        cls, layer: nn.Module, rotary: Tensor, window: int | None, enters_normed: bool = True
+    ) -> PackedLayer:
+        """Pack a layer.
+
+        Args:
+            layer: of a module that ``refusal`` accepts, or of a draft head.
+            rotary: float32 ``[positions, 2, rotary_dim]`` of its kind of layer.
+            window: of its attention; None: none.
+            enters_normed: its attention reads what enters behind ``input_layernorm``.
+        """
+        attention, mlp = layer.self_attn, layer.mlp
+        post_norms = hasattr(layer, "pre_feedforward_layernorm")
+        norms = [
+            norm_weight(layer.input_layernorm if enters_normed else None),
+            norm_weight(getattr(attention, "q_norm", None)),
+            norm_weight(getattr(attention, "k_norm", None)),
+            norm_weight(layer.post_attention_layernorm if post_norms else None),
+            norm_weight(
+                layer.pre_feedforward_layernorm if post_norms else layer.post_attention_layernorm
+            ),
+            norm_weight(layer.post_feedforward_layernorm if post_norms else None),
+        ]
+        qkv = PackedLinear.of(*_qkv(attention))
+        out = PackedLinear.of(attention.o_proj)
+        experts = gate_up = down = None
+        if _is_sparse(mlp):
+            experts = PackedExperts.of(mlp)
+        else:
+            gate_up = PackedLinear.of(*_gate_up(mlp), gated=True)
+            down = PackedLinear.of(mlp.down_proj)
+        struct = LayerStruct(
+            *(None if norm is None else norm.data_ptr() for norm in norms),
+            rotary.data_ptr(),
+            qkv.struct,
+            out.struct,
+            LinearStruct() if gate_up is None else gate_up.struct,
+            LinearStruct() if down is None else down.struct,
+            None if experts is None else ctypes.pointer(experts.struct),
+            attention.scaling,
+            window or 0,
+        )
+        return cls(struct, [norms, rotary, qkv, out, gate_up, down, experts])
+
+    @property
+    def num_bytes(self) -> int:
+        """Of its products."""
+        return sum(part.num_bytes for part in self.parts[2:] if part is not None)
+
+
+def norm_weight(norm: nn.Module | None) -> Tensor | None:
+    """Float32 ``[size]``: what an RMS norm multiplies by; Gemma stores it less 1."""
+    if norm is None:
+        return None
+    # A copy: a part of the file that the weights are read from would keep all of it mapped.
+    weight = norm.weight.to(torch.float32, copy=True).contiguous()
+    return weight + 1 if type(norm).__name__.startswith("Gemma3") else weight
+
+
+def norm_eps(norm: nn.Module) -> float:
+    """The epsilon of an RMS norm, whatever its name."""
+    found = getattr(norm, "variance_epsilon", None)
+    return float(norm.eps if found is None else found)
+
+
+def rotary_tables(
+    module: PreTrainedModel, layer_types: Sequence[str], num_positions: int
+) -> dict[str, Tensor]:
+    """Float32 ``[positions, 2, rotary_dim]`` by type of layer: cosines, signed sines."""
+    rotary = module.model.rotary_emb
+    like = torch.empty(0, dtype=torch.float32)
+    tables = {}
+    for name in dict.fromkeys(layer_types):
+        # Gemma3 has frequencies by type of layer.
+        found = partial(rotary, layer_type=name) if hasattr(rotary, "layer_types") else rotary
+        tables[name] = rotary_table(found, num_positions, like)[:, :, 0].contiguous()
+    return tables

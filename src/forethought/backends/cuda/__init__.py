@@ -1,0 +1,1 @@
+"""Paged attention, fused operations and graphs on a CUDA device."""

@@ -1,0 +1,249 @@
+"""Drafts of a draft network as CUDA graphs: all levels of a chain or a tree are one launch.
+
+The network is a module that reads the target's states, or a draft model. The first forward reads
+the known tokens that it has not read, a few of each request; each further one reads the drafted
+nodes of a level that go on. All of them attend over pages, where the eager way copies the prefix
+into a workspace once per draft. A node of a tree sees its ancestors
+alone, so the nodes of the levels above are read again beside it, as one row with ancestor bits; in
+a chain everything is visible, and a forward reads one token. ``backends.cuda.graphs`` pads rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from forethought.backends.cuda.graphs import (
+    MAX_GRAPH_TOKENS,
+    Bucket,
+    Graph,
+    GraphCapturer,
+    StaticBatch,
+    capacity_of,
+    padded_tokens,
+)
+from forethought.backends.cuda.paged_layout import WORD_BITS, Integers
+from forethought.model.attention.workspace import MAX_CATCH_UP
+from forethought.model.batch import PackedRows, Row
+from forethought.speculative.draft_module import DraftModuleRunner, ModuleOutput, TokenRange
+from forethought.speculative.drafter import DraftRequest
+
+MAX_DRAFT_GRAPHS = 24
+"""Graphs of an engine's that are drafts of a drafter."""
+
+
+Advance = Callable[[int, Tensor, Tensor, Tensor | None], ModuleOutput]
+"""Computes the nodes of a level that go on: ``DraftModuleRunner.advance`` without its root."""
+Grow = Callable[[ModuleOutput, Advance], Tensor]
+"""Drafts all levels from the outputs at the roots; the drafts of all rows."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReadNodes:
+    """The drafted nodes that the forwards of a draft read, numbered in order of their levels.
+
+    Attributes:
+        ends: how many there are down to each depth from 1 on; the last level is not read.
+        parents: of each, -1 for the root. Where the tree is known on the device only, any parents
+            of the right depths; None: a chain.
+    """
+
+    ends: tuple[int, ...]
+    parents: tuple[int, ...] | None
+
+    @classmethod
+    def of_beams(cls, width: int, depth: int) -> ReadNodes:
+        """Of a tree of so many levels, of which ``width`` nodes go on in each but the last."""
+        parents = [width * (level - 2) if level > 1 else -1 for level in range(1, depth)]
+        ends = tuple(width * level for level in range(1, depth))
+        return cls(ends, tuple(parent for parent in parents for _ in range(width)))
+
+    def num_new(self, depth: int) -> int:
+        """How many are of ``depth``."""
+        return self.ends[depth - 1] - (self.ends[depth - 2] if depth > 1 else 0)
+
+    def count(self, depth: int) -> int:
+        """How many the forward behind ``depth`` reads: the new ones are the last."""
+        return self.num_new(depth) if self.parents is None else self.ends[depth - 1]
+
+    def row(self, behind: TokenRange, depth: int) -> Row:
+        """The row of a request whose known tokens are ``behind``; the graph writes its tokens."""
+        size, stop = self.count(depth), behind.stop + self.ends[depth - 1]
+        parents = None if self.parents is None else self.parents[:size]
+        first_logit = size - self.num_new(depth)
+        return Row([0] * size, stop - size, behind.table.prefix(stop), parents, first_logit)
+
+
+@dataclass(frozen=True, slots=True)
+class _Shape:
+    """Of a graph.
+
+    Attributes:
+        first: bucket of the known tokens.
+        num_rows: requests, with padding.
+        read: the drafted nodes.
+    """
+
+    first: Bucket
+    num_rows: int
+    read: ReadNodes
+
+    @classmethod
+    def of(cls, ranges: Sequence[TokenRange], read: ReadNodes) -> _Shape | None:
+        """The smallest one that holds the ranges; None: there is none."""
+        first = known_bucket(ranges, max(read.ends, default=0))
+        num_rows = padded_tokens(len(ranges))
+        largest = max((read.count(each) for each in range(1, len(read.ends) + 1)), default=0)
+        if first is None or largest > WORD_BITS or num_rows * largest > MAX_GRAPH_TOKENS:
+            return None
+        return cls(first, num_rows, read)
+
+
+def known_bucket(ranges: Sequence[TokenRange], num_behind: int) -> Bucket | None:
+    """The smallest one for the known tokens of ranges; None: there is none.
+
+    Args:
+        ranges: one per request.
+        num_behind: tokens that are stored behind each of them.
+    """
+    sizes = [each.stop - each.start for each in ranges]
+    total, longest = sum(sizes), max(sizes)
+    if longest > MAX_CATCH_UP or total > MAX_GRAPH_TOKENS:
+        return None
+    num_tokens = padded_tokens(total)
+    if padded_tokens(len(ranges)) == num_tokens and total > len(ranges):
+        # With as many rows as tokens a network takes each token for the last of its row.
+        num_tokens = padded_tokens(num_tokens + 1)
+    capacity = capacity_of(max(each.stop for each in ranges) + num_behind)
+    return Bucket(num_tokens, Bucket.tile_of(longest), capacity)
+
+
+def state_slots(ranges: Sequence[TokenRange], offset: int) -> list[int]:
+    """The slots of the target's states that the entries of ranges read."""
+    slots: list[int] = []
+    for each in ranges:
+        slots += each.table.slots(each.start - offset, each.stop - offset)
+    return slots
+
+
+class _Inputs:
+    """What a graph reads: the batches of its forwards, and where the target's states lie."""
+
+    def __init__(self, shape: _Shape, runner: DraftModuleRunner) -> None:
+        storage, further = runner.cache.storage, dict[str, Integers]()
+        if runner.hidden_states is not None:
+            no_state = runner.hidden_states.storage.scratch_slot
+            further["states"] = np.full(shape.first.num_tokens, no_state, np.int64)
+        self.num_rows, self._read = shape.num_rows, shape.read
+        self.first = StaticBatch(shape.first, storage, shape.num_rows, further)
+        self.levels: list[StaticBatch] = []
+        for depth in range(1, len(shape.read.ends) + 1):
+            size, num_new = shape.read.count(depth), shape.read.num_new(depth)
+            tile_tokens, num_tokens = Bucket.tile_of(size), shape.num_rows * size
+            bucket = Bucket(num_tokens, tile_tokens, shape.first.capacity)
+            num_logits = None if num_new == size else shape.num_rows * num_new
+            self.levels.append(StaticBatch(bucket, storage, num_logits))
+
+    def clear(self) -> None:
+        """Queue padding alone."""
+        for batch in (self.first, *self.levels):
+            batch.clear()
+
+    def fill(self, ranges: Sequence[TokenRange], num_deeper: Sequence[int], offset: int) -> None:
+        """Queue the copies of the ranges, of which so many have a draft deeper than 1, 2, ..."""
+        rows, further = [each.row(1) for each in ranges], dict[str, list[int]]()
+        if "states" in self.first.tensors:
+            further["states"] = state_slots(ranges, offset)
+        self.first.fill(PackedRows.of(rows, offset), further)
+        for depth, (batch, number) in enumerate(zip(self.levels, num_deeper, strict=True), start=1):
+            rows = [self._read.row(each, depth) for each in ranges[:number]]
+            batch.fill(PackedRows.of(rows, offset))
+
+
+class DraftGraphs:
+    """Drafts chains and trees of one builder by graphs.
+
+    Args:
+        runner: of the network; its storages have a scratch page.
+        graphs: of the engine.
+    """
+
+    def __init__(self, runner: DraftModuleRunner, graphs: GraphCapturer) -> None:
+        self._runner, self._graphs = runner, graphs.split(MAX_DRAFT_GRAPHS)
+        self._captured: dict[_Shape, tuple[Graph, _Inputs] | None] = {}
+
+    def draft(
+        self,
+        requests: Sequence[DraftRequest],
+        read: ReadNodes,
+        num_deeper: Sequence[int],
+        grow: Grow,
+    ) -> Tensor | None:
+        """Draft; what the module had not read is stored.
+
+        Args:
+            requests: B of them.
+            read: the nodes that the forwards read.
+            num_deeper: requests, the first ones, that have drafts deeper than 1, 2, ...: one number
+                for each depth of ``read``.
+            grow: captured; it depends on nothing but ``read`` and its arguments.
+
+        Returns:
+            The first B rows of what ``grow`` returns, overwritten by the next draft; a row has
+            anything below its depth. None: there is no graph for these.
+        """
+        ranges = list(map(self._runner.missing, requests))
+        shape = _Shape.of(ranges, read)
+        if shape is None:
+            return None
+        if shape not in self._captured:
+            self._captured[shape] = self._capture(shape, grow)
+        captured = self._captured[shape]
+        if captured is None:
+            return None
+        graph, inputs = captured
+        inputs.fill(ranges, num_deeper, self._runner.offset)
+        drafts = self._graphs.replay(graph)
+        self._runner.mark(ranges)
+        return drafts[: len(requests)]
+
+    def _capture(self, shape: _Shape, grow: Grow) -> tuple[Graph, _Inputs] | None:
+        inputs = _Inputs(shape, self._runner)
+        inputs.clear()
+        graph = self._graphs.try_capture(shape, lambda: self._compute(inputs, grow))
+        return None if graph is None else (graph, inputs)
+
+    def _compute(self, inputs: _Inputs, grow: Grow) -> Tensor:
+        runner, first = self._runner, inputs.first
+        states = runner.states_at(first.tensors.get("states"), first.bucket.num_tokens)
+        output = runner.network(states, runner.paged_pass(first.batch))
+        return grow(output, _PagedLevels(runner, inputs).advance)
+
+
+class _PagedLevels:
+    """The levels of the drafts of a graph, as they grow."""
+
+    def __init__(self, runner: DraftModuleRunner, inputs: _Inputs) -> None:
+        self._runner, self._inputs = runner, inputs
+        self._token_ids, self._states, self._words = list[Tensor](), list[Tensor](), list[Tensor]()
+
+    def advance(
+        self, depth: int, token_ids: Tensor, states: Tensor, visible: Tensor | None
+    ) -> ModuleOutput:
+        """See :meth:`DraftModuleRunner.advance`."""
+        rows, inputs = self._inputs.num_rows, self._inputs.levels[depth - 1]
+        self._token_ids.append(token_ids.view(rows, -1))
+        self._states.append(states.view(rows, len(states) // rows, states.shape[-1]))
+        if inputs.bucket.num_tokens > len(token_ids):
+            token_ids = torch.cat(self._token_ids, 1).flatten()
+            states = torch.cat(self._states, 1).flatten(0, 1)
+        inputs.batch.token_ids.copy_(token_ids)
+        if visible is not None:
+            bits = torch.arange(visible.shape[-1], device=visible.device)
+            self._words.append((visible.long() << bits).sum(-1))
+            inputs.tensors["words"].copy_(torch.cat(self._words, 1).flatten())
+        return self._runner.network(states, self._runner.paged_pass(inputs.batch))

@@ -1,0 +1,88 @@
+"""The process of a rank other than 0: it loads its shard, then does what rank 0 tells it.
+
+It ends when its connection to rank 0 is closed, however that came about.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+from contextlib import suppress
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+
+from forethought.backends.tensor_parallel.collectives import CollectiveError, Collectives
+from forethought.backends.tensor_parallel.ranks import LOST, Setup
+from forethought.backends.tensor_parallel.sharded import Member, connect
+from forethought.kv.storage import KvStorage
+from forethought.model import loader
+from forethought.model.device import return_freed_memory
+from forethought.model.llama.network import FusedNetwork
+
+_PATROL_SECONDS = 5.0
+"""Between looks whether rank 0's process is there: others may hold copies of its connections."""
+
+
+def main() -> None:
+    """Serve the connections whose file descriptors are the program's first two arguments.
+
+    The third one is the ranks' directory, which rank 0 removes, too, but where it was killed.
+    """
+    commands, lifeline = (Connection(int(number)) for number in sys.argv[1:3])
+    status = 0
+    try:
+        serve(commands)
+    except (EOFError, ConnectionError):
+        pass  # rank 0 has ended
+    except CollectiveError:
+        status = LOST
+    except BaseException as error:
+        status = 1
+        with suppress(OSError):
+            lifeline.send(f"{type(error).__name__}: {error}")
+    shutil.rmtree(sys.argv[3], ignore_errors=True)
+    os._exit(status)  # nothing is to be saved, and a communicator may wait for a rank
+
+
+def serve(commands: Connection) -> None:
+    """Load, then run commands until the connection is closed.
+
+    Raises:
+        EOFError, ConnectionError: it is closed.
+        Exception: what a command has raised, with which this rank is of no further use.
+    """
+    parent = os.getppid()
+    member = _member(commands, parent)
+    while True:
+        reply = _receive(commands, parent).run(member)
+        if reply is not None:
+            commands.send(reply)
+
+
+def _receive(commands: Connection, parent: int) -> Any:
+    """The next message."""
+    while not commands.poll(_PATROL_SECONDS):
+        if os.getppid() != parent:
+            raise EOFError
+    return commands.recv()
+
+
+def _member(commands: Connection, parent: int) -> Member:
+    """Load the shard, tell rank 0, and meet the other ranks when all have loaded theirs."""
+    setup: Setup = _receive(commands, parent)
+    torch.set_num_threads(setup.num_threads)
+    device = setup.device
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    lm = loader.load(device=device, shard=setup.shard, **setup.load)
+    assert isinstance(lm.network, FusedNetwork)
+    return_freed_memory()
+    commands.send(True)
+    collectives = Collectives(_receive(commands, parent), setup.shard, device)
+    collectives.meet()
+    connect(lm.network, collectives)
+    storage = KvStorage(lm.layer_shapes, 1, setup.page_size, lm.dtype, device)
+    return Member(lm, storage, collectives)

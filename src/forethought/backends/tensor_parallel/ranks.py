@@ -1,0 +1,325 @@
+"""The processes of ranks 1 to n - 1, as rank 0 starts them, tells them what to do and ends them.
+
+Each has two connections. *Commands* go down the first one: objects whose ``run`` the rank calls, in
+order; what that returns, if anything, comes back. The second one, the *lifeline*, is closed when
+the process ends, and a thread of rank 0 waits for that, so that an end is noticed whatever rank 0
+is doing. A rank that has ended, or a command that fails on rank 0, ends them all: the ranks' parts
+of the KV cache are no longer one state.
+
+An interpreter is started for each, not a fork, and not ``multiprocessing``, which would import the
+program's main module once more.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import weakref
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+
+from forethought.backends.tensor_parallel.collectives import CollectiveError, Collectives
+from forethought.backends.tensor_parallel.shard import Shard
+from forethought.errors import EngineStopped
+from forethought.interrupts import deferred_interrupts
+
+Result = TypeVar("Result")
+
+LOST = 3
+"""Exit status of a rank that ends because another one has."""
+_CAUSE_SECONDS, _END_SECONDS = 5.0, 5.0
+"""How long the reason of a failure is waited for, and the end of a process."""
+_MAIN = """
+import signal
+for number in signal.SIGINT, signal.SIGTERM, signal.SIGHUP:
+    signal.signal(number, signal.SIG_IGN)
+from forethought.backends.tensor_parallel.process import main
+main()
+"""
+"""What a rank's interpreter runs. Signals that reach all processes of a program are for rank 0: it
+may have requests to finish, and the ranks end with it. They are ignored before torch is imported,
+which takes seconds."""
+
+
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """The first thing that a rank is sent.
+
+    Attributes:
+        shard: that it has.
+        device: that it computes on.
+        load: further arguments of ``loader.load``.
+        page_size: tokens of a page of its KV storage.
+        num_threads: that it computes with on a CPU.
+    """
+
+    shard: Shard
+    device: torch.device
+    load: Mapping[str, Any]
+    page_size: int
+    num_threads: int
+
+
+@dataclass(slots=True, eq=False)
+class _Process:
+    """The process of one rank, and the ends of its connections here."""
+
+    rank: int
+    popen: subprocess.Popen[bytes]
+    commands: Connection
+    lifeline: Connection
+
+    @classmethod
+    def start(cls, rank: int, directory: str) -> _Process:
+        """Start an interpreter that finds the same modules as this one, to remove a directory."""
+        (here, there), (own_end, lifeline) = Pipe(), Pipe(duplex=False)
+        path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
+        passed = there.fileno(), lifeline.fileno()
+        try:
+            popen = subprocess.Popen(
+                [sys.executable, "-P", "-c", _MAIN, *map(str, passed), directory],
+                pass_fds=passed,
+                stdin=subprocess.DEVNULL,
+                env={**os.environ, "PYTHONPATH": path},
+            )
+        finally:
+            there.close()
+            lifeline.close()
+        return cls(rank, popen, here, own_end)
+
+    def reason(self) -> str:
+        """Why it has ended, once the lifeline has something to read or is closed."""
+        with suppress(EOFError, OSError):
+            return str(self.lifeline.recv())
+        with suppress(subprocess.TimeoutExpired):
+            status = self.popen.wait(_END_SECONDS)
+            how = f"with status {status}" if status >= 0 else f"by {_signal_name(-status)}"
+            return f"its process ended {how}"
+        return "its process has closed its connection"
+
+    def end(self) -> None:
+        """End it and wait until it has ended."""
+        self.commands.close()
+        try:
+            self.popen.wait(_END_SECONDS)
+        except subprocess.TimeoutExpired:
+            self.popen.kill()
+            self.popen.wait()
+
+
+def _signal_name(number: int) -> str:
+    with suppress(ValueError):
+        return f"signal {number} ({signal.Signals(number).name})"
+    return f"signal {number}"
+
+
+@dataclass(slots=True, eq=False)
+class _State:
+    """What the thread that waits for ends shares with its owner, which it does not keep alive."""
+
+    processes: list[_Process]
+    directory: str
+    pid: int = field(default_factory=os.getpid)
+    causes: dict[int, str] = field(default_factory=dict)
+    """Why ranks have ended, by rank, in the order in which that was noticed."""
+    changed: threading.Condition = field(default_factory=threading.Condition)
+    failure: tuple[str, str] | None = None
+    """What has happened and why, if there are no ranks any more; each call raises it."""
+    collectives: Collectives | None = None
+    is_closing: bool = False
+
+    def watch(self) -> None:
+        """Note the end of each process; runs in a thread until all have ended."""
+        left = {process.lifeline: process for process in self.processes}
+        while left:
+            for connection in wait(list(left)):
+                process = left.pop(connection)  # type: ignore[call-overload]
+                why = process.reason()
+                process.lifeline.close()
+                with self.changed:
+                    self.causes[process.rank] = why
+                    self.changed.notify_all()
+                if not self.is_closing and self.collectives is not None:
+                    self.collectives.abort()
+
+    def first_cause(self) -> tuple[int, str] | None:
+        """The rank that ended for a reason of its own, else any that ended; None: all run."""
+        followed = f"status {LOST}"
+        ended = sorted(self.causes.items(), key=lambda each: each[1].endswith(followed))
+        return ended[0] if ended else None
+
+    def wait_for_cause(self) -> tuple[int, str] | None:
+        """The same, if a rank ends soon."""
+        with self.changed:
+            self.changed.wait_for(lambda: bool(self.causes), _CAUSE_SECONDS)
+            return self.first_cause()
+
+    def end(self) -> None:
+        """End all processes; in a forked child, which has none, nothing is done."""
+        if os.getpid() != self.pid or self.is_closing:
+            return
+        self.is_closing = True
+        if self.failure is not None or self.collectives is None:
+            for process in self.processes:  # it may wait in a collective, or be loading
+                process.popen.kill()
+        for process in self.processes:
+            process.end()
+        if self.collectives is not None:
+            self.collectives.close()
+        shutil.rmtree(self.directory, ignore_errors=True)
+
+
+class Ranks:
+    """Ranks 1 to ``size - 1``.
+
+    Args:
+        size: ranks, with rank 0.
+    """
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self._state = _State([], tempfile.mkdtemp(prefix="forethought-ranks-"))
+        self._end = weakref.finalize(self, self._state.end)  # also when the interpreter ends
+        for rank in range(1, size):
+            self._state.processes.append(_Process.start(rank, self._state.directory))
+        threading.Thread(target=self._state.watch, name="forethought-ranks", daemon=True).start()
+
+    @property
+    def shard(self) -> Shard:
+        """Rank 0's."""
+        return Shard(0, self.size)
+
+    @property
+    def collectives(self) -> Collectives:
+        """Rank 0's, once connected."""
+        assert self._state.collectives is not None
+        return self._state.collectives
+
+    @property
+    def process_ids(self) -> list[int]:
+        """Of the ranks from 1 on."""
+        return [process.popen.pid for process in self._state.processes]
+
+    def connect(
+        self, device: torch.device, load: Mapping[str, Any], page_size: int, num_threads: int
+    ) -> None:
+        """Let every rank load its shard, and wait until all have.
+
+        Args:
+            device: rank 0's.
+            load: arguments of ``loader.load``.
+            page_size: tokens of a page.
+            num_threads: of each rank, on a CPU.
+
+        Raises:
+            EngineStopped: one could not.
+        """
+        meeting, processes = Path(self._state.directory) / "meeting", self._state.processes
+        for process in processes:
+            shard = Shard(process.rank, self.size)
+            own = shard.device(device.type)
+            self._send(process, Setup(shard, own, load, page_size, num_threads))
+        for process in processes:
+            self._receive(process)
+        for process in processes:  # raises where one has ended since: nobody waits for it
+            self._send(process, meeting)
+        try:
+            self._state.collectives = Collectives(meeting, self.shard, device)
+            self._state.collectives.meet()
+        except CollectiveError as error:
+            raise self._failed(error) from error
+
+    def run(self, command: Any, own: Callable[[], Result]) -> Result:
+        """Let every rank run a command, and rank 0 its part of it.
+
+        Ctrl-C takes effect when that is done, so that no rank waits for one that has left.
+
+        Args:
+            command: with a method ``run``, picklable.
+            own: rank 0's part.
+
+        Raises:
+            EngineStopped: a rank has ended, or rank 0 failed; then there are no ranks any more.
+        """
+        self.check()
+        with deferred_interrupts():
+            try:
+                for process in self._state.processes:
+                    self._send(process, command)
+                return own()
+            except EngineStopped:
+                raise
+            except Exception as error:
+                raise self._failed(error) from error
+            except BaseException as error:  # the other ranks are elsewhere now
+                self._failed(error)
+                raise
+
+    def ask(self, command: Any) -> list[Any]:
+        """What each other rank replies to a command. Raises as ``run``."""
+        processes = self._state.processes
+        return self.run(command, lambda: [self._receive(process) for process in processes])
+
+    def check(self) -> None:
+        """Whether all ranks run.
+
+        Raises:
+            EngineStopped: they do not, or this is a forked child of the process that has them.
+        """
+        state = self._state
+        if state.failure is not None:
+            raise EngineStopped(*state.failure, "Build a new one")
+        if os.getpid() != state.pid:
+            raise EngineStopped(
+                "this engine does not run in a forked process",
+                f"the ranks of its model belong to process {state.pid}",
+                "Build it in the process that uses it",
+            )
+        if state.is_closing:
+            raise EngineStopped("the engine has been shut down", fix="Build a new one")
+        if state.causes:
+            raise self._failed(None)
+
+    def close(self) -> None:
+        """End the processes and wait until they have ended. Closing twice is fine."""
+        self._end()
+
+    def _send(self, process: _Process, message: Any) -> None:
+        try:
+            process.commands.send(message)
+        except OSError as error:  # it has ended
+            raise self._failed(error) from error
+
+    def _receive(self, process: _Process) -> Any:
+        try:
+            return process.commands.recv()
+        except (EOFError, OSError) as error:
+            raise self._failed(error) from error
+
+    def _failed(self, error: BaseException | None) -> EngineStopped:
+        """End all ranks, and remember why."""
+        state = self._state
+        if state.failure is None:
+            is_elsewhere = isinstance(error, CollectiveError | EOFError | OSError)
+            cause = state.wait_for_cause() if is_elsewhere else state.first_cause()
+            if cause is not None:
+                state.failure = f"the engine has lost rank {cause[0]} of {self.size}", cause[1]
+            elif is_elsewhere:
+                state.failure = "the engine has lost a rank", f"one does not answer: {error}"
+            else:
+                why = f"rank 0 of {self.size} failed with {type(error).__name__}: {error}"
+                state.failure = "the engine has stopped", why
+            self.close()
+        return EngineStopped(*state.failure, "Build a new one")

@@ -1,0 +1,1 @@
+"""Names of ``tensorrt_llm.scaffolding`` that this package has under others."""

@@ -1,0 +1,131 @@
+"""What methods that put retrieved documents into the prompt share: documents and demonstrations."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from forethought.errors import ParameterError
+from forethought.methods.parts.bm25 import BM25Index
+from forethought.scaffolding import sampling
+from forethought.scaffolding.controller import Controller, refuse_arguments, side_by_side
+from forethought.scaffolding.parallel import Process
+from forethought.scaffolding.settings import ANY_TEXT, NON_NEGATIVE_INT, POSITIVE_INT, validated
+from forethought.scaffolding.task import ChatTask, GenerationTask
+
+INSTRUCTION = (
+    "Answer the last question from the documents that are given with it, as briefly as in the "
+    "examples.\n\n"
+)
+
+
+@dataclass(frozen=True)
+class Demonstration:
+    """A question with its answer, as an example in the prompt."""
+
+    question: str
+    answer: str
+    steps: tuple[tuple[str, str], ...] = ()
+    """Follow-up questions and their answers, which lead to the answer."""
+
+    @classmethod
+    def read(cls, value: Any) -> Demonstration:
+        """A demonstration, also of a mapping of its fields, or of (question, answer).
+
+        Raises:
+            ParameterError: it is neither.
+        """
+        try:
+            if isinstance(value, cls):
+                return value
+            given = dict(value) if isinstance(value, Mapping) else None
+            made = cls(**given) if given is not None else cls(*value)
+            steps = tuple((str(asked), str(said)) for asked, said in made.steps)
+            texts = [made.question, made.answer]
+            if isinstance(value, str) or not all(isinstance(text, str) for text in texts):
+                raise TypeError
+            return cls(made.question, made.answer, steps)
+        except (TypeError, ValueError) as error:
+            raise ParameterError(
+                "invalid examples",
+                f"got {value!r}",
+                "Give (question, answer), or a mapping of question, answer and steps",
+            ) from error
+
+
+class RetrievalController(Controller):
+    """Base of methods that answer a question with retrieved documents. Override ``_solve``.
+
+    Args:
+        name: of the method.
+        documents: texts, or an index of them.
+        num_documents: the best documents for a query, that are put into the prompt.
+        examples: demonstrations; each gets the documents that its own questions retrieve.
+        num_examples: how many of them, from the first on; None: all.
+        instruction: text in front of all.
+
+    Raises:
+        ParameterError: a setting of the wrong kind.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        documents: Sequence[str] | BM25Index,
+        num_documents: int,
+        examples: Sequence[Any],
+        num_examples: int | None,
+        instruction: str,
+    ) -> None:
+        super().__init__()
+        self._name = name
+        self.index = documents if isinstance(documents, BM25Index) else BM25Index(documents)
+        self.num_documents = validated("num_documents", num_documents, POSITIVE_INT)
+        if isinstance(examples, str | Mapping) or not isinstance(examples, Sequence):
+            raise ParameterError("invalid examples", f"got {examples!r}", "Give a list of them")
+        if num_examples is not None:
+            validated("num_examples", num_examples, NON_NEGATIVE_INT)
+        self.examples = tuple(map(Demonstration.read, examples))[:num_examples]
+        self.instruction = validated("instruction", instruction, ANY_TEXT)
+
+    def process(self, tasks: Sequence[GenerationTask], **kwargs: Any) -> Process:
+        """Answer the questions side by side.
+
+        Raises:
+            ParameterError: keyword arguments; there are none. Or a question that is not known as
+                text.
+        """
+        refuse_arguments(self, kwargs)
+        for task in tasks:
+            sampling.refuse(task, ["echo"], self._name, "Leave it out")
+            if task.question_text is None or task.skip_detokenizer:
+                raise ParameterError(
+                    f"{self._name} searches for the words of the question",
+                    "the prompt is token ids, or no text is wanted",
+                    'Give the question as text: generate(prompt, question="...")',
+                )
+        yield from side_by_side(self, tasks, self._solve)
+
+    def _solve(self, task: GenerationTask) -> Process:
+        """Answer one question."""
+        raise NotImplementedError(f"{type(self).__name__} does not override _solve")
+
+    def _prompted(self, task: GenerationTask, prompt: str) -> GenerationTask:
+        """The same request with another prompt: a text, or the last message of a conversation."""
+        if isinstance(task, ChatTask) or task.history:
+            return task.asked_again(prompt)
+        copy = task.copy()
+        copy.input_tokens, copy.skip_tokenizer, copy.input_str = None, False, prompt
+        return copy
+
+    def _retrieve(self, query: str, known: Iterable[int] = ()) -> list[int]:
+        """The numbers of the best documents that are not in the prompt yet, the best first."""
+        shown = set(known)
+        found = self.index.search(query, self.num_documents + len(shown))
+        return [number for number in found if number not in shown][: self.num_documents]
+
+    def _block(self, numbers: Sequence[int]) -> str:
+        """The documents as text, the best one last: next to what is asked about them."""
+        texts = [f"[{number + 1}] {self.index.documents[number]}\n" for number in numbers]
+        return f"Documents:\n{''.join(reversed(texts))}" if texts else ""

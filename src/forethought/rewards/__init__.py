@@ -1,0 +1,1 @@
+"""Reward models, and the controllers that score, judge and check candidates."""

@@ -1,0 +1,88 @@
+"""``CheckerController``: scores answers by a function of question and answer, without a model.
+
+An exact checker is the outcome reward of tasks whose answers can be checked, and a function that
+reads an answer as far as it has come is a process reward for a search::
+
+    BestOfNController(generation, CheckerController("countdown"))
+    BeamSearchController(generation, CheckerController(lambda question, text: ...))
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from enum import Enum
+from functools import partial
+from typing import Any
+
+from forethought.errors import ParameterError
+from forethought.rewards import verifier as verifiers
+from forethought.scaffolding.controller import NativeRewardController, has_failed, refuse_arguments
+from forethought.scaffolding.parallel import Process
+from forethought.scaffolding.settings import FUNCTION, validated
+from forethought.scaffolding.task import ComputeTask, GenerationTask, RewardTask
+
+Checker = Callable[[str, str], float]
+"""(text of the question, text of the answer) -> its score; True is 1 and False 0."""
+
+
+class CheckerController(NativeRewardController):
+    """Scores answers by a function of question and answer.
+
+    ``scores`` holds one per task, None for one that failed.
+
+    Args:
+        checker: of the question's text and the answer's, which runs in a thread; or the name of one
+            in ``rewards.verifier``, whose scores are 1 and 0.
+
+    Raises:
+        ParameterError: it is no function.
+        UnknownNameError: there is no verifier of this name.
+    """
+
+    class WorkerTag(Enum):
+        """None: nothing is run."""
+
+    def __init__(self, checker: Checker | str) -> None:
+        super().__init__()
+        self.checker: Checker = (
+            verifiers.verifier(checker)
+            if isinstance(checker, str)
+            else validated("checker", checker, FUNCTION)
+        )
+
+    def process(self, tasks: Sequence[GenerationTask | RewardTask], **kwargs: Any) -> Process:
+        """Score all tasks.
+
+        Raises:
+            ParameterError: keyword arguments; there are none. Or a task without question or answer
+                in text, or a score that is no number.
+        """
+        refuse_arguments(self, kwargs)
+        pairs = [None if has_failed(task) else _texts(task) for task in tasks]
+        scoring = ComputeTask(partial(_score_all, self.checker), pairs)
+        yield [scoring]
+        self.scores = scoring.result
+
+
+def _texts(task: GenerationTask | RewardTask) -> tuple[str, str]:
+    """Question and answer of a task."""
+    question = task.input_str if isinstance(task, RewardTask) else task.question_text
+    if question is None or task.output_str is None:
+        raise ParameterError(
+            "a checker reads text",
+            "the task lacks its question or its answer in text",
+            "Give the text as well: generate(prompt, question=...), and keep the detokenizer",
+        )
+    return question, task.output_str
+
+
+def _score_all(checker: Checker, pairs: Sequence[tuple[str, str] | None]) -> list[float | None]:
+    return [None if pair is None else _number(checker(*pair)) for pair in pairs]
+
+
+def _number(score: Any) -> float:
+    if not isinstance(score, int | float):
+        raise ParameterError(
+            "a checker scores with a number", f"it returned {score!r}", "Return a float or a bool"
+        )
+    return float(score)

@@ -1,0 +1,216 @@
+"""Decoders of reward models behind cached prefixes: a segment in, its states and scores out.
+
+``TorchRewardForward`` runs the module of transformers: rows and what stands before them are padded
+to one shape. It takes every decoder, and is the reference implementation. ``NativeRewardForward``
+runs the layers in C++ over one pool of slots, of which a segment holds some: nothing is padded or
+copied. What runs beside a row, and where it was cut, changes no more than the rounding of a score.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from itertools import chain
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor, nn
+
+from forethought.backends.cpu.library import NO_COMPILER, find_compiler, warn_unavailable
+from forethought.backends.cpu.network import NativeNetwork
+from forethought.backends.cpu.weights import FAMILIES
+from forethought.errors import ModelError
+from forethought.kv.storage import KvStorage, LayerShape
+from forethought.model.attention import create_backend
+from forethought.model.attention.base import PagedPass
+from forethought.model.batch import Batch, Span
+from forethought.model.causal_lm import FINAL
+from forethought.model.loader import native_refusal
+from forethought.rewards.reward_cache import SegmentForward
+
+Head = Callable[[Tensor], Tensor]
+"""Hidden states [..., hidden] -> scores [...] float32."""
+_LEAST_SLOTS = 1024
+
+
+def native_forward(backbone: Any, head: Head) -> NativeRewardForward | None:
+    """The forward in C++ for the layers of a decoder, whose weights it takes.
+
+    None: it cannot run natively, or not as fast as torch runs it.
+    """
+    config, device = backbone.config, backbone.device
+    family = next((each for each in FAMILIES if each.config_class is type(config)), None)
+    if family is None or device.type != "cpu":
+        return None
+    if find_compiler() is None:
+        warn_unavailable(NO_COMPILER)
+        return None
+    with torch.device("meta"):
+        module: Any = family(config)
+    module.model, module.lm_head = backbone, nn.Linear(config.hidden_size, 1, dtype=backbone.dtype)
+    try:
+        return None if native_refusal(module) else NativeRewardForward(module, head)
+    except ModelError as error:  # the compiler fails
+        warn_unavailable(error.why, error.fix)
+        return None
+
+
+class NativeRewardForward(SegmentForward):
+    """The layers in C++. The states of a segment are the slots of its tokens, one after the other.
+
+    Args:
+        module: a causal model that runs natively, all of whose layers attend to all tokens; its
+            output projection is not used.
+        head: makes scores of final-norm states.
+    """
+
+    def __init__(self, module: Any, head: Head) -> None:
+        config, attention = module.config, module.model.layers[0].self_attn
+        windows = [None] * config.num_hidden_layers
+        shape = LayerShape(config.num_key_value_heads, attention.head_dim, attention.head_dim)
+        with torch.inference_mode():
+            self._network = NativeNetwork(module, config.max_position_embeddings, windows)
+        self._head, self._windows = head, windows
+        self._backend = create_backend("auto", "cpu")
+        self._storage = KvStorage([shape] * len(windows), _LEAST_SLOTS, 1, module.dtype)
+        self._free = list(range(_LEAST_SLOTS))[::-1]
+
+    def compute(
+        self, rows: Sequence[list[int]], pasts: Sequence[Sequence[list[int]]]
+    ) -> list[tuple[list[int], list[float]]]:
+        """See ``SegmentForward``."""
+        new: list[list[int]] = []
+        try:
+            for ids in rows:
+                new.append(self._take(len(ids)))
+            before = [list(chain.from_iterable(past)) for past in pasts]
+            scores = self._scores(rows, before, new)
+        except BaseException:
+            for slots in new:
+                self.free(slots)
+            raise
+        found = iter(scores)
+        return [(slots, [next(found) for _ in slots]) for slots in new]
+
+    def split(self, states: list[int], count: int) -> tuple[list[int], list[int]]:
+        """See ``SegmentForward``."""
+        return states[:count], states[count:]
+
+    def free(self, states: list[int]) -> None:
+        """See ``SegmentForward``."""
+        self._free += reversed(states)
+
+    def _take(self, count: int) -> list[int]:
+        """Free slots; the storage doubles until there are enough."""
+        storage = self._storage
+        while len(self._free) < count:
+            size = storage.num_pages
+            kept = storage.read_slots(range(size))
+            storage.resize(2 * size)
+            storage.write_slots(range(size), kept)
+            self._free = [*reversed(range(size, 2 * size)), *self._free]
+        return [self._free.pop() for _ in range(count)]
+
+    def _scores(
+        self, rows: Sequence[list[int]], before: Sequence[list[int]], new: Sequence[list[int]]
+    ) -> list[float]:
+        """The score at each token of all rows, behind the tokens in the slots ``before``."""
+        spans, positions = list[Span](), list[int]()
+        for past, slots in zip(before, new, strict=True):
+            held, begin = (*past, *slots), len(positions)
+            spans.append(
+                Span(begin, begin + len(slots), len(held), held, _first_of_run(held), None)
+            )
+            positions += range(len(past), len(held))
+        batch = Batch(
+            token_ids=torch.tensor([*chain.from_iterable(rows)]),
+            positions=torch.tensor(positions),
+            slots=torch.tensor([*chain.from_iterable(new)]),
+            logit_index=torch.empty(0, dtype=torch.int64),
+            spans=tuple(spans),
+        )
+        wanted = frozenset({FINAL})
+        forward_pass = PagedPass(batch, self._storage, self._backend, self._windows, wanted)
+        self._network(batch, forward_pass)
+        found: list[float] = self._head(forward_pass.states[FINAL]).tolist()
+        return found
+
+
+def _first_of_run(slots: Sequence[int]) -> int | None:
+    """The first slot where each is one more than that before it, else None."""
+    first = slots[0]
+    return first if all(slot == first + i for i, slot in enumerate(slots)) else None
+
+
+class TorchRewardForward(SegmentForward):
+    """The module of transformers. The states of a segment are its keys and values:
+    [layers, 2, heads, tokens, width].
+
+    Args:
+        backbone: a decoder without output projection, whose cache holds all tokens of every layer.
+        head: makes scores of its last hidden states.
+    """
+
+    def __init__(self, backbone: Any, head: Head) -> None:
+        self._backbone, self._head, self._device = backbone, head, backbone.device
+        config = backbone.config.get_text_config()
+        self._last = (getattr(config, "max_position_embeddings", None) or math.inf) - 1
+
+    def compute(
+        self, rows: Sequence[list[int]], pasts: Sequence[Sequence[Tensor]]
+    ) -> list[tuple[Tensor, list[float]]]:
+        """See ``SegmentForward``."""
+        past_lengths = [sum(part.shape[3] for part in past) for past in pasts]
+        past, width = max(past_lengths), max(map(len, rows))
+        cache = transformers.DynamicCache(config=self._backbone.config)
+        if past:
+            for layer, (keys, values) in enumerate(_aligned(pasts, past)):
+                cache.update(keys, values, layer)
+        lengths = list(zip(past_lengths, map(len, rows), strict=True))
+        mask = [[0] * (past - p) + [1] * (p + n) + [0] * (width - n) for p, n in lengths]
+        # padding may lie beyond the last position
+        positions = [[min(p + i, self._last) for i in range(width)] for p in past_lengths]
+        hidden = self._backbone(
+            input_ids=padded(rows, width, self._device),
+            attention_mask=torch.tensor(mask, device=self._device),
+            position_ids=torch.tensor(positions, device=self._device),
+            past_key_values=cache,
+            use_cache=True,
+        ).last_hidden_state
+        scores = self._head(hidden).tolist()
+        results = []
+        for row, ids in enumerate(rows):
+            new = slice(past, past + len(ids))
+            layers = [
+                torch.stack([layer.keys[row, :, new], layer.values[row, :, new]])
+                for layer in cache.layers
+            ]
+            results.append((torch.stack(layers), scores[row][: len(ids)]))
+        return results
+
+    def split(self, states: Tensor, count: int) -> tuple[Tensor, Tensor]:
+        """See ``SegmentForward``."""
+        return states[:, :, :, :count].clone(), states[:, :, :, count:].clone()
+
+    def free(self, states: Tensor) -> None:
+        """Nothing is to be done: the garbage collector frees tensors."""
+
+
+def padded(rows: Iterable[list[int]], width: int, device: torch.device) -> Tensor:
+    """int64 [R, width], with 0 behind the rows."""
+    return torch.tensor([row + [0] * (width - len(row)) for row in rows], device=device)
+
+
+def _aligned(pasts: Sequence[Sequence[Tensor]], width: int) -> Tensor:
+    """[layers, 2, R, heads, width, dim]: the pasts, each at the end of its row, 0 before it."""
+    like = next(part for past in pasts for part in past)
+    layers, pair, heads, _, dim = like.shape
+    states = like.new_zeros(layers, pair, len(pasts), heads, width, dim)
+    for row, past in enumerate(pasts):
+        end = width
+        for part in reversed(past):
+            begin = end - part.shape[3]
+            states[:, :, row, :, begin:end] = part
+            end = begin
+    return states

@@ -1,0 +1,1 @@
+"""Programs of models, run in a process with limits."""

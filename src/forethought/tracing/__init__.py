@@ -1,0 +1,1 @@
+"""What is made of a recorded trace: replay, HTML, OpenTelemetry, Mooncake."""

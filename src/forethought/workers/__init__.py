@@ -1,0 +1,1 @@
+"""Workers that come with the package, one per backend; imported when first used."""

@@ -1,0 +1,417 @@
+"""``UpstreamWorker``: executes tasks on several OpenAI-compatible servers.
+
+::
+
+    task --> OneAnswer --> UpstreamClient.create --> Router.choose --> a server --> chunks
+                               ^                                          |
+                               +----- back-off, another server -----------+ (failed before a chunk)
+
+A request whose answer has not begun is sent again, to another server if there is one. An answer
+that breaks off later fails its task, since what was streamed cannot be taken back.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import logging
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from functools import partial
+from types import SimpleNamespace
+from typing import Any, Self
+
+from forethought.errors import DependencyError, ParameterError
+from forethought.scaffolding.execution_scope import current_scope
+from forethought.scaffolding.settings import POSITIVE_INT, SECONDS, validated
+from forethought.workers.clients import Clients, is_stream_error
+from forethought.workers.concurrency import (
+    AdaptiveConcurrency,
+    back_off,
+    is_overload,
+    retry_after,
+)
+from forethought.workers.openai import OpenaiWorker
+from forethought.workers.openai_requests import prompt_text
+from forethought.workers.routing import Router, Routing, UpstreamServer
+
+log = logging.getLogger(__name__)
+
+_BUSY = (408, 425, 429, 503)
+"""Statuses with which a server that works refuses a request for now."""
+_LOST = ("APIConnectionError", "TransportError")
+"""Bases of the connection errors of the ``openai`` package and of its HTTP client."""
+
+
+@dataclass(frozen=True, slots=True)
+class Retries:
+    """When a request is given up on a server, and when for good.
+
+    Raises:
+        ParameterError: one of them is not above zero.
+    """
+
+    num_tries: int = 5
+    """Of one request, on all servers together."""
+    pause: float = 0.1
+    """Seconds before the first repetition; doubled at each further one, with jitter."""
+    timeout: float = 600.0
+    """Seconds for which a server may send nothing before it counts as down."""
+    check_seconds: float = 10.0
+    """Between two health checks of each server; a check takes at most as long."""
+
+    def __post_init__(self) -> None:
+        validated("num_tries", self.num_tries, POSITIVE_INT)
+        for name in ("pause", "timeout", "check_seconds"):
+            validated(name, getattr(self, name), SECONDS)
+
+
+class UpstreamWorker(OpenaiWorker):
+    """Executes generation, stream and chat tasks on several servers of the same model.
+
+    Args:
+        urls: of the servers' APIs, such as ``http://host:8000/v1``. A user and a password in one
+            are sent as a header, and shown nowhere.
+        model: name of the model on the servers.
+        api_key: sent to all of them whose URL names no user.
+        routing: thresholds of the router.
+        retries: of failed requests, and the health checks.
+        max_concurrency: most requests in flight per server, within which the limit adapts to the
+            server; the worker then serves one event loop at a time. None: no limit.
+        **options: those of ``OpenaiWorker``, but ``concurrency``.
+
+    Raises:
+        ParameterError: as ``Router``, ``Routing``, ``Retries`` and ``OpenaiWorker``.
+        DependencyError: the ``openai`` package is not installed.
+    """
+
+    def __init__(
+        self,
+        urls: Sequence[str],
+        model: str,
+        *,
+        api_key: str | None = None,
+        routing: Routing | None = None,
+        retries: Retries | None = None,
+        max_concurrency: int | None = None,
+        **options: Any,
+    ) -> None:
+        if "concurrency" in options:
+            raise ParameterError(
+                "UpstreamWorker has no parameter 'concurrency'",
+                "each server has a limit of its own",
+                "Use max_concurrency",
+            )
+        self.upstream = UpstreamClient(Router(urls, routing), retries, api_key, max_concurrency)
+        super().__init__(self.upstream, model, **options)
+
+    @property
+    def servers(self) -> list[UpstreamServer]:
+        """The servers as the router knows them."""
+        return self.upstream.router.servers
+
+    async def on_scope_end(self, scope_id: str) -> None:
+        """End the streams of the scope; with the request itself, forget where it went."""
+        await super().on_scope_end(scope_id)
+        self.upstream.router.forget(scope_id)
+
+    async def on_loop_end(self) -> None:
+        """Close this loop's connections, unless requests are under way on them."""
+        if not self._num_open[asyncio.get_running_loop()]:
+            await self.upstream.close()
+
+    async def async_shutdown(self) -> None:
+        """End all streams that are still under way, and close this loop's connections."""
+        await super().async_shutdown()
+        await self.upstream.close()
+
+
+class UpstreamClient:
+    """Sends each request to the server that the router chooses; a client to ``OpenaiWorker``.
+
+    Args:
+        router: of the servers.
+        retries: as ``UpstreamWorker``.
+        api_key: as ``UpstreamWorker``.
+        max_concurrency: as ``UpstreamWorker``.
+
+    Attributes:
+        max_lengths: tokens of the models' contexts by name, as far as ``models`` was told.
+
+    Raises:
+        DependencyError: the ``openai`` package is not installed.
+    """
+
+    def __init__(
+        self,
+        router: Router,
+        retries: Retries | None = None,
+        api_key: str | None = None,
+        max_concurrency: int | None = None,
+    ) -> None:
+        self.router, self.retries = router, retries or Retries()
+        try:
+            openai = importlib.import_module("openai")
+        except ModuleNotFoundError as error:
+            raise DependencyError.missing("openai", "UpstreamWorker", "openai") from error
+        make = partial(_client_of, openai)
+        fields = {"api_key": api_key or "none", "max_retries": 0, "timeout": self.retries.timeout}
+        self._clients = {
+            server: Clients(partial(make, base_url=server.url, **_headers(server), **fields))
+            for server in router.servers
+        }
+        self.max_lengths: dict[str, int] = {}
+        self._limits: Mapping[UpstreamServer, AdaptiveConcurrency] = {}
+        if max_concurrency is not None:
+            limits = {server: AdaptiveConcurrency(max_concurrency) for server in router.servers}
+            self._limits = limits
+        self._checks: dict[asyncio.AbstractEventLoop, asyncio.Task[None]] = {}
+        self.completions = SimpleNamespace(create=partial(self.create, chat=False))
+        self.chat = SimpleNamespace(
+            completions=SimpleNamespace(create=partial(self.create, chat=True))
+        )
+
+    def open_clients(self) -> None:
+        """Make the clients of the running loop, with all that they import, before a request."""
+        for clients in self._clients.values():
+            client = clients.of_this_loop()
+            for requests in (client.completions, client.chat.completions):
+                assert callable(requests.create), "its module is imported when it is asked for"
+
+    async def create(self, *, chat: bool, **fields: Any) -> Any:
+        """Send a request, and again while servers fail before they answer.
+
+        Returns:
+            The completion, or its chunks if ``stream`` is set.
+
+        Raises:
+            ConnectionError: no server could be reached.
+            Exception: what the last server answered, or one that no other server can help.
+        """
+        self._begin_checks()
+        scope, text = current_scope(), prompt_text(fields)
+        key = scope.request_id if scope else None
+        tried: set[UpstreamServer] = set()
+        for number in range(1, self.retries.num_tries + 1):
+            server = self.router.choose(text, key, tried)
+            try:
+                return await self._send(server, chat, fields)
+            except Exception as error:
+                if not self._is_failure(server, error, number):
+                    raise
+                if number == self.retries.num_tries:
+                    raise self._final(server, error) from error
+            tried.add(server)
+            pause = back_off(number, self.retries.pause)
+            await asyncio.sleep(max(pause, self.router.seconds_until_ready(tried)))
+        raise AssertionError("unreachable")
+
+    async def models(self) -> list[str]:
+        """The names of the models that the servers serve, each once.
+
+        Raises:
+            ConnectionError: none of them answers.
+        """
+        names: dict[str, None] = {}
+        failure: Exception | None = None
+        for server in self.router.servers:
+            try:
+                page = await self._client(server, self.retries.check_seconds).models.list()
+            except Exception as error:
+                failure = error
+                self._is_failure(server, error, 1)
+                continue
+            names |= dict.fromkeys(model.id for model in page.data)
+            lengths = {model.id: getattr(model, "max_model_len", None) for model in page.data}
+            self.max_lengths |= {name: n for name, n in lengths.items() if isinstance(n, int)}
+        if not names and failure is not None:
+            raise self._final(self.router.servers[-1], failure) from failure
+        return list(names)
+
+    async def ask_lengths(self) -> bool:
+        """Learn ``max_lengths``, as far as servers tell them; False: none of them answers."""
+        try:
+            await self.models()
+        except ConnectionError:
+            return False
+        except Exception as error:
+            log.info("the servers list no models: %s", type(error).__name__)
+        return True
+
+    async def check_health(self) -> None:
+        """Ask every server once whether it works; one that does not counts as down until it does.
+
+        ``GET /health`` beside the API, or the list of its models where there is none.
+        """
+        await asyncio.gather(*(self._check(server) for server in self.router.servers))
+
+    async def close(self) -> None:
+        """Close the connections of the running loop, and end its health checks."""
+        checks = self._checks.pop(asyncio.get_running_loop(), None)
+        if checks is not None:
+            checks.cancel()
+            await asyncio.wait([checks])
+        for clients in self._clients.values():
+            await clients.close()
+
+    # ---- one request --------------------------------------------------------------------------
+
+    async def _send(self, server: UpstreamServer, chat: bool, fields: dict[str, Any]) -> Any:
+        """The answer of ``server``, once its first chunk has come."""
+        client = self._clients[server].of_this_loop()
+        api = client.chat.completions if chat else client.completions
+        async with AsyncExitStack() as stack:
+            stack.callback(self.router.release, server)
+            limit, request = self._limits.get(server), None
+            if limit is not None:
+                request = await stack.enter_async_context(limit.request())
+            try:
+                answer = await api.create(**fields)
+                if not fields.get("stream"):
+                    self.router.answered(server)
+                    return answer
+                await stack.enter_async_context(answer)
+                chunks = aiter(answer)
+                stack.push_async_callback(chunks.aclose)
+                first = await anext(chunks, None)
+                if first is None:
+                    raise ConnectionError(f"{server.url} ended its answer before it began")
+            except Exception as error:
+                if request is not None and is_overload(error):
+                    request.on_refused()
+                raise
+            self.router.answered(server)
+            if request is not None:
+                request.on_token()
+            return _Chunks(server, first, chunks, stack.pop_all(), self.router)
+        raise AssertionError("unreachable")
+
+    def _is_failure(self, server: UpstreamServer, error: Exception, number: int) -> bool:
+        """Whether ``error`` is the server's own, so that another one may answer; notes it."""
+        status = getattr(error, "status_code", None)
+        if is_stream_error(error):
+            status = _status_in(error)
+        if status in _BUSY:
+            asked = retry_after(error)
+            pause = back_off(number, self.retries.pause) if asked is None else asked
+            self.router.busy(server, pause)
+        elif isinstance(status, int):
+            if status < 500:
+                return False
+            self.router.failed(server)
+        elif is_lost(error):
+            self.router.lost(server)
+        else:
+            return False
+        return True
+
+    def _final(self, server: UpstreamServer, error: Exception) -> Exception:
+        """What to raise for the last failure of a request."""
+        if not is_lost(error):
+            return error
+        others = len(self.router.servers) - 1
+        also = f", the last of {others + 1} servers" if others else ""
+        return ConnectionError(f"no answer from {server.url}{also} ({error.__cause__ or error})")
+
+    # ---- health -------------------------------------------------------------------------------
+
+    def _begin_checks(self) -> None:
+        loop = asyncio.get_running_loop()
+        if loop not in self._checks:
+            self._checks = {known: task for known, task in self._checks.items() if not task.done()}
+            self._checks[loop] = loop.create_task(self._check_repeatedly())
+
+    async def _check_repeatedly(self) -> None:
+        while True:
+            await asyncio.sleep(self.retries.check_seconds)
+            await self.check_health()
+
+    async def _check(self, server: UpstreamServer) -> None:
+        client = self._client(server, self.retries.check_seconds)
+        try:
+            await _ask_health(client, server.url)
+        except Exception as error:
+            # One that is slow may be busy; one that refuses connections is not there.
+            is_slow = is_overload(error)
+            (self.router.failed if is_slow else self.router.lost)(server)
+        else:
+            self.router.answered(server)
+
+    def _client(self, server: UpstreamServer, timeout: float) -> Any:
+        return self._clients[server].of_this_loop().with_options(timeout=timeout)
+
+
+def _client_of(openai: Any, **fields: Any) -> Any:
+    """A client that asks the servers of the router and no others: redirections are not followed."""
+    return openai.AsyncOpenAI(
+        http_client=openai.DefaultAsyncHttpxClient(follow_redirects=False), **fields
+    )
+
+
+def _headers(server: UpstreamServer) -> dict[str, Any]:
+    """Arguments of a client of ``server``; its own user goes before the key of all servers."""
+    if server.authorization is None:
+        return {}
+    return {"default_headers": {"Authorization": server.authorization}}
+
+
+async def _ask_health(client: Any, url: str) -> None:
+    """Raises if the server at ``url`` does not work."""
+    try:
+        await client.get(f"{url.rpartition('/')[0]}/health", cast_to=type(None))
+    except Exception as error:
+        if getattr(error, "status_code", None) not in (404, 405):
+            raise
+        await client.models.list()
+
+
+class _Chunks:
+    """The chunks of an answer that has begun; holds its server's capacity until it is closed.
+
+    A connection that is lost takes its server down, until a request or a health check succeeds.
+    """
+
+    def __init__(
+        self,
+        server: UpstreamServer,
+        first: Any,
+        rest: AsyncIterator[Any],
+        stack: AsyncExitStack,
+        router: Router,
+    ) -> None:
+        self._server, self._first, self._rest, self._stack = server, [first], rest, stack
+        self._router = router
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *error: Any) -> None:
+        await self._stack.__aexit__(*error)
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> Any:
+        if self._first:
+            return self._first.pop()
+        try:
+            return await anext(self._rest)
+        except Exception as error:
+            if not is_lost(error):
+                raise
+            self._router.lost(self._server)
+            what = f"the connection to {self._server.url} was lost"
+            raise ConnectionError(f"{what} ({error.__cause__ or error!r})") from error
+
+
+def _status_in(error: Any) -> int | None:
+    """The status in an error within a stream, as some servers send it; None: there is none."""
+    status = error.body.get("code") if isinstance(error.body, dict) else None
+    return status if isinstance(status, int) and 400 <= status < 600 else None
+
+
+def is_lost(error: Exception) -> bool:
+    """Whether a server could not be reached, or has stopped answering."""
+    names = {kind.__name__ for kind in type(error).__mro__}
+    return isinstance(error, ConnectionError) or not names.isdisjoint(_LOST)
