@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 from forethought.backends.cpu.forward import NativeForward, PackedCall, Wanted
-from forethought.backends.cpu.library import (
+from forethought.backends.cpu.library import load_library
+from forethought.backends.cpu.structures import (
     ChainRowStruct,
     ChainStepsStruct,
     TargetStatesStruct,
-    load_library,
 )
 from forethought.backends.cpu.weights import TYPES, PackedLinear
 from forethought.kv.table import ReadableTable
@@ -144,23 +144,23 @@ class ChainCall:
         seconds = ctypes.c_double()
         draft, ids = self.draft, self.draft.ids
         struct = ChainStepsStruct(
-            ctypes.pointer(draft.forward.model),
-            ctypes.pointer(self._known_call(num_rows * width).struct),
-            ctypes.pointer(self._target_call(target, num_rows * width).struct),
-            self._packed_rows(),
-            self._states(target),
-            None if ids is None else ids.data_ptr(),
-            tokens.buffer_info()[0],
-            counts.buffer_info()[0],
-            ctypes.pointer(seconds),
-            num_rows,
-            num_steps,
-            width,
-            draft.num_choices,
-            draft.forward.max_positions - 1,
-            draft.num_known,
-            self.seen_from,
-            self.stores_drafted,
+            draft=ctypes.pointer(draft.forward.model),
+            known=ctypes.pointer(self._known_call(num_rows * width).struct),
+            target=ctypes.pointer(self._target_call(target, num_rows * width).struct),
+            rows=self._packed_rows(),
+            states=self._states(target),
+            ids=None if ids is None else ids.data_ptr(),
+            tokens=tokens.buffer_info()[0],
+            counts=counts.buffer_info()[0],
+            draft_seconds=ctypes.addressof(seconds),
+            num_rows=num_rows,
+            num_steps=num_steps,
+            width=width,
+            num_choices=draft.num_choices,
+            last_position=draft.forward.max_positions - 1,
+            num_known=draft.num_known,
+            seen_from=self.seen_from,
+            stores_drafted=self.stores_drafted,
         )
         made = load_library().decode_chains(ctypes.byref(target.model), ctypes.byref(struct))
         if made < 0:
@@ -215,14 +215,14 @@ class ChainCall:
             pages.extend(row.table.pages)
         self._keep += [pages, ends]
         return ChainRowStruct(
-            pages.buffer_info()[0],
-            ends.buffer_info()[0],
-            -1 if first is None else first,
-            row.token,
-            row.position,
-            row.draft_len,
-            row.num_left,
-            len(ends),
+            pages=pages.buffer_info()[0],
+            ends=ends.buffer_info()[0],
+            first_slot=-1 if first is None else first,
+            token=row.token,
+            position=row.position,
+            draft_len=row.draft_len,
+            num_left=row.num_left,
+            num_ends=len(ends),
         )
 
     def _states(self, target: NativeForward) -> ctypes._Pointer[TargetStatesStruct] | None:
@@ -233,12 +233,12 @@ class ChainCall:
         self._keep.append(layers)
         return ctypes.pointer(
             TargetStatesStruct(
-                stored.stored.data_ptr(),
-                layers.buffer_info()[0],
-                None if entry.norm is None else entry.norm.data_ptr(),
-                None if entry.linear is None else ctypes.pointer(entry.linear.struct),
-                len(layers),
-                TYPES[stored.stored.dtype],
-                entry.eps,
+                stored=stored.stored.data_ptr(),
+                layers=layers.buffer_info()[0],
+                norm=None if entry.norm is None else entry.norm.data_ptr(),
+                entry=None if entry.linear is None else ctypes.pointer(entry.linear.struct),
+                num_layers=len(layers),
+                type=TYPES[stored.stored.dtype],
+                eps=entry.eps,
             )
         )

@@ -239,15 +239,6 @@ int64_t scratch_size(const Model* model, int32_t tokens, int32_t max_length, int
     return Scratch(*model, tokens, max_length, threads, nullptr).size;
 }
 
-// Bytes of each structure, which the caller compares with those of its own.
-void structure_sizes(int32_t* sizes) {
-    const int32_t found[] = {sizeof(Linear), sizeof(Experts), sizeof(Join), sizeof(Layer),
-                             sizeof(Model),  sizeof(Row),     sizeof(Call), sizeof(Chains),
-                             sizeof(Beams),  sizeof(Trees),   sizeof(ChainRow),
-                             sizeof(TargetStates), sizeof(ChainSteps)};
-    memcpy(sizes, found, sizeof found);
-}
-
 // Whether products with bf16 run on AMX, and whether their inputs are rounded to bf16.
 int32_t uses_amx() { return amx_allowed(); }
 

@@ -11,12 +11,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from forethought.backends.cpu.library import (
+from forethought.backends.cpu.library import load_library
+from forethought.backends.cpu.structures import (
     CallStruct,
     ChainsStruct,
     ModelStruct,
+    RowStruct,
     TreesStruct,
-    load_library,
 )
 from forethought.model.attention.base import ForwardPass, KvLayout
 from forethought.model.batch import Batch
@@ -144,16 +145,16 @@ class NativeForward:
         end_ids = array("q", [token for own in ends or () for token in own])
         num_ends = None if ends is None else array("i", map(len, ends))
         chains = ChainsStruct(
-            ctypes.pointer(packed.struct),
-            places.buffer_info()[0],
-            num_rows.buffer_info()[0],
-            None if ids is None else ids.data_ptr(),
-            end_ids.buffer_info()[0],
-            None if num_ends is None else num_ends.buffer_info()[0],
-            drafted.buffer_info()[0],
-            levels,
-            self.vocab_size if num_choices is None else num_choices,
-            self.max_positions - 1,
+            known=ctypes.pointer(packed.struct),
+            slots=places.buffer_info()[0],
+            num_rows=num_rows.buffer_info()[0],
+            ids=None if ids is None else ids.data_ptr(),
+            ends=end_ids.buffer_info()[0],
+            num_ends=None if num_ends is None else num_ends.buffer_info()[0],
+            drafted=drafted.buffer_info()[0],
+            num_levels=levels,
+            num_choices=self.vocab_size if num_choices is None else num_choices,
+            last_position=self.max_positions - 1,
         )
         known = self._library.draft_chains(ctypes.byref(self.model), ctypes.byref(chains))
         _check_known(forward_pass.batch, known)
@@ -190,14 +191,14 @@ class NativeForward:
         total = min(shape.total, width + (shape.depth - 1) * width**2)
         kept = array("q", bytes(8 * 3 * num_rows * total))
         trees = TreesStruct(
-            ctypes.pointer(packed.struct),
-            places.buffer_info()[0],
-            None if ids is None else ids.data_ptr(),
-            kept.buffer_info()[0],
-            shape.depth,
-            width,
-            total,
-            self.max_positions - 1,
+            known=ctypes.pointer(packed.struct),
+            slots=places.buffer_info()[0],
+            ids=None if ids is None else ids.data_ptr(),
+            kept=kept.buffer_info()[0],
+            depth=shape.depth,
+            width=width,
+            total=total,
+            last_position=self.max_positions - 1,
         )
         known = self._library.draft_trees(ctypes.byref(self.model), ctypes.byref(trees))
         _check_known(forward_pass.batch, known)
@@ -231,25 +232,25 @@ class NativeForward:
         values = keys + layout.addresses.itemsize * (len(layout.addresses) // 2)
         scratch = self._scratch_for(max(num_tokens, at_once), max_length, num_threads)
         struct = CallStruct(
-            token_ids.data_ptr(),
-            None if wanted.entering is None else _address(wanted.entering),
-            batch.positions.data_ptr(),
-            layout.slots.data_ptr(),
-            batch.logit_index.data_ptr(),
-            rows.buffer_info()[0],
-            keys,
-            values,
-            ctypes.addressof(states),
-            None if wanted.last is None else _address(wanted.last),
-            None if wanted.last_normed is None else _address(wanted.last_normed),
-            None if wanted.logits is None else _address(wanted.logits),
-            scratch.data_ptr(),
-            num_tokens,
-            batch.logit_index.numel(),
-            len(layout.rows),
-            layout.page_size,
-            max_length,
-            num_threads,
+            token_ids=token_ids.data_ptr(),
+            entering=None if wanted.entering is None else _address(wanted.entering),
+            positions=batch.positions.data_ptr(),
+            slots=layout.slots.data_ptr(),
+            logit_index=batch.logit_index.data_ptr(),
+            rows=(RowStruct * len(layout.rows)).from_buffer(rows),
+            keys=keys,
+            values=values,
+            states=ctypes.addressof(states),
+            last=None if wanted.last is None else _address(wanted.last),
+            last_normed=None if wanted.last_normed is None else _address(wanted.last_normed),
+            logits=None if wanted.logits is None else _address(wanted.logits),
+            scratch=scratch.data_ptr(),
+            num_tokens=num_tokens,
+            num_logits=batch.logit_index.numel(),
+            num_rows=len(layout.rows),
+            page_size=layout.page_size,
+            max_length=max_length,
+            num_threads=num_threads,
         )
         return PackedCall(struct, [token_ids, layout, rows, keep, states, wanted])
 
@@ -285,7 +286,8 @@ def _check_known(batch: Batch, known: int) -> None:
 
 
 def _packed_rows(layout: KvLayout) -> tuple[array[int], list[object], int]:
-    """The integers of ``Row`` structures, the arrays they point into, and the longest row."""
+    """The integers of ``RowStruct``, in the order of its fields; the arrays that they point into;
+    the length of the longest row."""
     packed, keep, longest = list[int](), list[object](), 0
     slots, positions = layout.recent_slots.data_ptr(), layout.recent_positions.data_ptr()
     for row in layout.rows:

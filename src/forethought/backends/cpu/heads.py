@@ -13,8 +13,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from forethought.backends.cpu.library import BeamsStruct, LinearStruct, load_library
+from forethought.backends.cpu.library import load_library
 from forethought.backends.cpu.network import NativeNetwork
+from forethought.backends.cpu.structures import BeamsStruct, LinearStruct
 from forethought.backends.cpu.weights import PackedLinear
 
 
@@ -105,15 +106,17 @@ class NativeBeams:
 
     def __init__(self, head: BeamHead, target: NativeNetwork, dtype: torch.dtype) -> None:
         self._library, self._target = load_library(), target
-        first, second = (
-            None if each is None else _packed(each, dtype) for each in (head.recur, head.enter)
+        recur, enter = (
+            None if linear is None else _packed(linear, dtype)
+            for linear in (head.recur, head.enter)
         )
         linears = [_packed(linear, dtype) for linear in head.linears]
-        self._structs = [
-            *(None if each is None else ctypes.pointer(each.struct) for each in (first, second)),
-            (LinearStruct * len(linears))(*(each.struct for each in linears)),
-        ]
-        self._packed = [first, second, *linears]
+        self._structs = {
+            "recur": None if recur is None else ctypes.pointer(recur.struct),
+            "enter": None if enter is None else ctypes.pointer(enter.struct),
+            "head": (LinearStruct * len(linears))(*(linear.struct for linear in linears)),
+        }
+        self._packed = [recur, enter, *linears]
         self._num_blocks, self._vocab = len(linears) - 1, head.linears[-1].out_features
 
     def __call__(
@@ -138,11 +141,18 @@ class NativeBeams:
         tokens, parents = array("q", bytes(8 * size)), array("q", bytes(8 * size))
         scores = array("f", bytes(4 * size))
         search = BeamsStruct(
-            *self._structs,
-            states.data_ptr(),
-            *(each.buffer_info()[0] for each in (ids, tokens, parents, scores)),
-            *(self._num_blocks, count, width, length, torch.get_num_threads()),
-            min_logprob,
+            **self._structs,
+            contexts=states.data_ptr(),
+            roots=ids.buffer_info()[0],
+            tokens=tokens.buffer_info()[0],
+            parents=parents.buffer_info()[0],
+            scores=scores.buffer_info()[0],
+            num_blocks=self._num_blocks,
+            num_roots=count,
+            width=width,
+            length=length,
+            num_threads=torch.get_num_threads(),
+            min_logprob=min_logprob,
         )
         model = self._target.forward.model
         num_levels = self._library.search_beams(ctypes.byref(model), ctypes.byref(search))

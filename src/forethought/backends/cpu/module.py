@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 from forethought.backends.cpu.chain_steps import NativeDraftNetwork, NativeEntry
 from forethought.backends.cpu.forward import NativeForward, TreeShape, Wanted
-from forethought.backends.cpu.library import JoinStruct, LayerStruct, ModelStruct
 from forethought.backends.cpu.network import NativeNetwork
+from forethought.backends.cpu.structures import JoinStruct, LayerStruct, ModelStruct
 from forethought.backends.cpu.weights import (
     ACTIVATIONS,
     MAX_GROUP,
@@ -25,6 +25,7 @@ from forethought.backends.cpu.weights import (
     TYPES,
     PackedLayer,
     PackedLinear,
+    address,
     norm_eps,
     norm_weight,
 )
@@ -122,12 +123,13 @@ class NativeModule:
         project = None if parts.project is None else PackedLinear.of(parts.project)
         norms = [norm_weight(norm) for norm in (parts.token_norm, parts.state_norm)]
         join = JoinStruct(
-            *(None if norm is None else norm.data_ptr() for norm in norms),
-            None if project is None else ctypes.pointer(project.struct),
-            parts.state_first,
-            parts.zero_first,
-            parts.norm_residual,
-            parts.feeds_normed,
+            token_norm=address(norms[0]),
+            state_norm=address(norms[1]),
+            project=None if project is None else ctypes.pointer(project.struct),
+            state_first=parts.state_first,
+            zero_first=parts.zero_first,
+            norm_residual=parts.norm_residual,
+            feeds_normed=parts.feeds_normed,
         )
         attention, other = parts.layer.self_attn, target.forward.model
         q_norm = getattr(attention, "q_norm", None)
@@ -136,27 +138,27 @@ class NativeModule:
         table = None if parts.embedding is None else parts.embedding.weight.detach().contiguous()
         dtype = TYPES[parts.layer.self_attn.o_proj.weight.dtype]
         struct = ModelStruct(
-            (LayerStruct * 1)(layer.struct),
-            None if final_norm is None else final_norm.data_ptr(),
-            other.head if head is None else ctypes.pointer(head.struct),
-            other.embedding if table is None else None,
-            other.table if table is None else table.data_ptr(),
-            ctypes.pointer(join),
-            other.table_type if table is None else TYPES[table.dtype],
-            other.num_embeddings if table is None else len(table),
-            1,
-            attention.o_proj.out_features,
-            parts.num_heads,
-            parts.num_kv_heads,
-            attention.head_dim,
-            parts.rotary.shape[-1],
-            ACTIVATIONS[parts.activation],
-            dtype,
-            parts.eps,
-            0.0 if q_norm is None else norm_eps(q_norm),
-            0.0,
-            0.0,
-            other.embed_scale if table is None else 1.0,
+            layers=(LayerStruct * 1)(layer.struct),
+            final_norm=address(final_norm),
+            head=other.head if head is None else ctypes.pointer(head.struct),
+            embedding=other.embedding if table is None else None,
+            table=other.table if table is None else table.data_ptr(),
+            join=ctypes.pointer(join),
+            table_type=other.table_type if table is None else TYPES[table.dtype],
+            num_embeddings=other.num_embeddings if table is None else len(table),
+            num_layers=1,
+            hidden=attention.o_proj.out_features,
+            num_heads=parts.num_heads,
+            num_kv_heads=parts.num_kv_heads,
+            head_dim=attention.head_dim,
+            rotary_dim=parts.rotary.shape[-1],
+            activation=ACTIVATIONS[parts.activation],
+            kv_type=dtype,
+            eps=parts.eps,
+            head_norm_eps=0.0 if q_norm is None else norm_eps(q_norm),
+            logit_cap=0.0,
+            score_cap=0.0,
+            embed_scale=other.embed_scale if table is None else 1.0,
         )
         kept = [target, layer, project, norms, join, final_norm, head, table]
         self._forward = NativeForward(struct, len(parts.rotary), kept)

@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from forethought.backends.cpu.forward import NativeForward, Wanted, unknown_token
-from forethought.backends.cpu.library import LayerStruct, ModelStruct, load_library
+from forethought.backends.cpu.library import load_library
+from forethought.backends.cpu.structures import LayerStruct, ModelStruct
 from forethought.backends.cpu.weights import (
     ACTIVATIONS,
     TYPES,
@@ -75,27 +76,27 @@ class NativeNetwork:
         final_norm = norm_weight(model.norm)
         assert final_norm is not None
         struct = ModelStruct(
-            structs,
-            final_norm.data_ptr(),
-            ctypes.pointer(head.struct),
-            ctypes.pointer(head.struct) if self._tied else None,
-            None if table is None else table.data_ptr(),
-            None,
-            TYPES[self.dtype if table is None else table.dtype],
-            head.struct.num_outputs if table is None else len(table),
-            len(layers),
-            config.hidden_size,
-            config.num_attention_heads,
-            config.num_key_value_heads,
-            attention.head_dim,
-            next(iter(tables.values())).shape[-1],
-            ACTIVATIONS[getattr(config, "hidden_activation", None) or config.hidden_act],
-            TYPES[self.dtype],
-            norm_eps(model.norm),
-            norm_eps(attention.q_norm) if hasattr(attention, "q_norm") else 0.0,
-            getattr(config, "final_logit_softcapping", None) or 0.0,
-            getattr(config, "attn_logit_softcapping", None) or 0.0,
-            1.0 if embed_scale is None else float(embed_scale),
+            layers=structs,
+            final_norm=final_norm.data_ptr(),
+            head=ctypes.pointer(head.struct),
+            embedding=ctypes.pointer(head.struct) if self._tied else None,
+            table=None if table is None else table.data_ptr(),
+            join=None,
+            table_type=TYPES[self.dtype if table is None else table.dtype],
+            num_embeddings=head.struct.num_outputs if table is None else len(table),
+            num_layers=len(layers),
+            hidden=config.hidden_size,
+            num_heads=config.num_attention_heads,
+            num_kv_heads=config.num_key_value_heads,
+            head_dim=attention.head_dim,
+            rotary_dim=next(iter(tables.values())).shape[-1],
+            activation=ACTIVATIONS[getattr(config, "hidden_activation", None) or config.hidden_act],
+            kv_type=TYPES[self.dtype],
+            eps=norm_eps(model.norm),
+            head_norm_eps=norm_eps(attention.q_norm) if hasattr(attention, "q_norm") else 0.0,
+            logit_cap=getattr(config, "final_logit_softcapping", None) or 0.0,
+            score_cap=getattr(config, "attn_logit_softcapping", None) or 0.0,
+            embed_scale=1.0 if embed_scale is None else float(embed_scale),
         )
         self.forward = NativeForward(struct, max_positions, [layers, head, final_norm, table])
         self._head = head

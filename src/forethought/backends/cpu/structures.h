@@ -1,4 +1,4 @@
-// What the caller hands over, as plain structures: library.py has the same ones.
+// What the caller hands over, as plain structures: structures.py reads their fields here.
 
 #pragma once
 
@@ -26,7 +26,7 @@ struct Experts { // a mixture of experts in place of the MLP
     const Linear* router;
     const Linear* gate_up; // [num_experts]
     const Linear* down;    // [num_experts]
-    int32_t num_experts, top_k, renormalise, reserved;
+    int32_t num_experts, top_k, renormalise;
 };
 
 struct Join { // how a draft module joins the embedding of a token and a hidden state, side by side

@@ -26,12 +26,8 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
-from forethought.backends.cpu.library import (
-    ExpertsStruct,
-    LayerStruct,
-    LinearStruct,
-    load_library,
-)
+from forethought.backends.cpu.library import load_library
+from forethought.backends.cpu.structures import ExpertsStruct, LayerStruct, LinearStruct
 from forethought.model.llama.layers import rotary_table
 from forethought.model.quantization import QuantizedLinear, QuantizedWeight, concatenated
 
@@ -190,13 +186,15 @@ class PackedLinear:
         added = None if bias is None else by_output(bias.float()).contiguous()
         kept = [x for x in (values, scale, zero, added) if x is not None]
         struct = LinearStruct(
-            values.data_ptr(),
-            *(None if x is None else x.data_ptr() for x in (scale, zero, added)),
-            num_inputs,
-            num_outputs if halves == 1 else panels * PANEL,
-            kind,
-            group_size,
-            float32_input,
+            weight=values.data_ptr(),
+            scale=address(scale),
+            zero=address(zero),
+            bias=address(added),
+            num_inputs=num_inputs,
+            num_outputs=num_outputs if halves == 1 else panels * PANEL,
+            type=kind,
+            group_size=group_size,
+            float32_input=float32_input,
         )
         return cls(struct, kept)
 
@@ -268,12 +266,12 @@ class PackedExperts:
             for packed in (gate_ups, downs)
         ]
         struct = ExpertsStruct(
-            ctypes.pointer(router.struct),
-            *arrays,
-            len(downs),
-            mlp.gate.top_k,
-            bool(mlp.gate.norm_topk_prob),
-            0,
+            router=ctypes.pointer(router.struct),
+            gate_up=arrays[0],
+            down=arrays[1],
+            num_experts=len(downs),
+            top_k=mlp.gate.top_k,
+            renormalise=bool(mlp.gate.norm_topk_prob),
         )
         return cls(struct, [router, gate_ups, downs, arrays])
 
@@ -310,16 +308,17 @@ class PackedLayer:
         """
         attention, mlp = layer.self_attn, layer.mlp
         post_norms = hasattr(layer, "pre_feedforward_layernorm")
-        norms = [
-            norm_weight(layer.input_layernorm if enters_normed else None),
-            norm_weight(getattr(attention, "q_norm", None)),
-            norm_weight(getattr(attention, "k_norm", None)),
-            norm_weight(layer.post_attention_layernorm if post_norms else None),
-            norm_weight(
+        norms = {
+            "input_norm": layer.input_layernorm if enters_normed else None,
+            "q_norm": getattr(attention, "q_norm", None),
+            "k_norm": getattr(attention, "k_norm", None),
+            "attention_norm": layer.post_attention_layernorm if post_norms else None,
+            "mlp_norm": (
                 layer.pre_feedforward_layernorm if post_norms else layer.post_attention_layernorm
             ),
-            norm_weight(layer.post_feedforward_layernorm if post_norms else None),
-        ]
+            "output_norm": layer.post_feedforward_layernorm if post_norms else None,
+        }
+        weights = {name: norm_weight(norm) for name, norm in norms.items()}
         qkv = PackedLinear.of(*_qkv(attention))
         out = PackedLinear.of(attention.o_proj)
         experts = gate_up = down = None
@@ -329,22 +328,27 @@ class PackedLayer:
             gate_up = PackedLinear.of(*_gate_up(mlp), gated=True)
             down = PackedLinear.of(mlp.down_proj)
         struct = LayerStruct(
-            *(None if norm is None else norm.data_ptr() for norm in norms),
-            rotary.data_ptr(),
-            qkv.struct,
-            out.struct,
-            LinearStruct() if gate_up is None else gate_up.struct,
-            LinearStruct() if down is None else down.struct,
-            None if experts is None else ctypes.pointer(experts.struct),
-            attention.scaling,
-            window or 0,
+            **{name: address(weight) for name, weight in weights.items()},
+            rotary=rotary.data_ptr(),
+            qkv=qkv.struct,
+            out=out.struct,
+            gate_up=LinearStruct() if gate_up is None else gate_up.struct,
+            down=LinearStruct() if down is None else down.struct,
+            experts=None if experts is None else ctypes.pointer(experts.struct),
+            scale=attention.scaling,
+            window=window or 0,
         )
-        return cls(struct, [norms, rotary, qkv, out, gate_up, down, experts])
+        return cls(struct, [weights, rotary, qkv, out, gate_up, down, experts])
 
     @property
     def num_bytes(self) -> int:
         """Of its products."""
         return sum(part.num_bytes for part in self.parts[2:] if part is not None)
+
+
+def address(tensor: Tensor | None) -> int | None:
+    """Of its first element; None: a null pointer."""
+    return None if tensor is None else tensor.data_ptr()
 
 
 def norm_weight(norm: nn.Module | None) -> Tensor | None:
