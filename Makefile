@@ -6,6 +6,7 @@
 #   make test-clients  OpenAI clients, LangChain's suite, lm-evaluation-harness, LiteLLM, the SDKs of agents, schemathesis and curl against the server
 #   make soak      a server under mixed load for ten minutes (SOAK_SECONDS=...), and what is left of it
 #   make test-page the server's page in Chromium, its types and its accessibility
+#   make sanitize  the native forward's tests with AddressSanitizer and UBSan, in three minutes
 #   make lint      only the first half of that
 #   make format    let ruff fix what it can
 #   make bench     speed on this machine, in ten to twenty minutes: against transformers, and of every drafter
@@ -40,7 +41,7 @@ export PYTHONPATH := src$(if $(PYTHONPATH),:$(PYTHONPATH))
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all test-page test-clients soak lint format bench gpu reasoner drafter heads countdown instruct prm clean
+.PHONY: help demo test test-all test-page test-clients sanitize soak lint format bench gpu reasoner drafter heads countdown instruct prm clean
 
 help:
 	@sed -n 's/^#   make /  make /p' Makefile
@@ -102,6 +103,9 @@ test-clients: $(setup) $(CLIENTS)/.installed $(AGENTS)/.installed $(CLIENTS)/nod
 		&& export FORETHOUGHT_PYTHON=$$python PYTHONPATH=$(CURDIR)/src CLIENT_NODE_MODULES=$(CURDIR)/$(CLIENTS)/node/node_modules \
 		&& $(CURDIR)/$(CLIENTS)/bin/python -m pytest -c pytest.ini . \
 		&& $(CURDIR)/$(AGENTS)/bin/python -m pytest -c pytest.ini test_openai_agents.py
+
+sanitize: $(setup)
+	@$(PY) scripts/sanitize.py
 
 soak: $(setup)
 	@$(PY) scripts/soak.py
