@@ -625,7 +625,7 @@ def test_no_prefix_of_a_poisoned_request_is_found_again(poisoned: CausalLM) -> N
     prompt = [poison(), *[8] * 30]
     machine.add(prompt, GREEDY)
     assert [type(event.error) for event in drain(machine)] == [LogitsError]
-    assert machine.index.match(prompt) == []
+    assert machine.index.find(machine.index.digests(prompt)) == []
     expect_empty(machine)
 
 

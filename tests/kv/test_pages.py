@@ -122,7 +122,7 @@ class PagedLists(RuleBasedStateMachine):
     def adopt(self, data: Any) -> None:
         _, tokens = data.draw(st.sampled_from(self.rows))
         table = PageTable(self.pool)
-        table.adopt(self.index.match(tokens))
+        table.adopt(self.index.find(self.index.digests(tokens)))
         self.rows.append((table, tokens[: table.length]))
 
     @precondition(lambda self: self.rows)
@@ -146,7 +146,7 @@ class PagedLists(RuleBasedStateMachine):
     def what_the_index_finds_is_what_was_written(self) -> None:
         size = self.pool.page_size if hasattr(self, "pool") else 0
         for digest, tokens in getattr(self, "prefixes", {}).items():
-            pages = self.index.match(tokens)
+            pages = self.index.find(self.index.digests(tokens))
             if len(pages) * size == len(tokens):
                 slots = range(pages[-1] * size, (pages[-1] + 1) * size)
                 assert [self.memory[slot] for slot in slots] == tokens[-size:], digest
@@ -206,10 +206,10 @@ def test_the_oldest_cached_page_is_evicted_first_and_those_in_use_never() -> Non
         index.publish(index.root(""), [token], table.pages[0])
         table.release()
     held = PageTable(pool)
-    held.adopt(index.match([0]))  # the oldest is in use again
+    held.adopt(index.find(index.digests([0])))  # the oldest is in use again
     other = PageTable(pool)
     other.append(2)  # one page is free, one must be evicted
-    assert [len(index.match([token])) for token in range(3)] == [1, 0, 1]
+    assert [len(index.find(index.digests([token]))) for token in range(3)] == [1, 0, 1]
     pool.check_integrity()
     index.check_integrity()
 
@@ -221,10 +221,10 @@ def test_equal_pages_behind_different_prefixes_or_tenants_are_different() -> Non
     table.append(4)
     digest = index.publish(index.root("a"), [1, 2], table.pages[0])
     index.publish(digest, [3, 4], table.pages[1])
-    assert index.match([1, 2, 3, 4, 5], "a") == table.pages
-    assert index.match([1, 2, 3], "a") == table.pages[:1]
-    assert index.match([3, 4], "a") == []
-    assert index.match([1, 2, 3, 4], "b") == []
+    assert index.find(index.digests([1, 2, 3, 4, 5], "a")) == table.pages
+    assert index.find(index.digests([1, 2, 3], "a")) == table.pages[:1]
+    assert index.find(index.digests([3, 4], "a")) == []
+    assert index.find(index.digests([1, 2, 3, 4], "b")) == []
 
 
 @pytest.mark.parametrize("count", [4, 7])
@@ -248,9 +248,9 @@ def test_a_page_that_is_written_to_again_after_a_rewind_is_not_found_any_more() 
     table.append(4)
     index.publish(index.root(""), [1, 2, 3, 4], table.pages[0])
     table.rewind(2)
-    assert index.match([1, 2, 3, 4]) == table.pages  # still what it was
+    assert index.find(index.digests([1, 2, 3, 4])) == table.pages  # still what it was
     assert table.append(1) == []
-    assert index.match([1, 2, 3, 4]) == []
+    assert index.find(index.digests([1, 2, 3, 4])) == []
     pool.check_integrity()
     index.check_integrity()
 
@@ -272,7 +272,7 @@ def test_of_a_prefix_that_is_evicted_the_end_goes_first() -> None:
     table.release()
     for left in (2, 1, 0):
         pool.take()
-        assert len(index.match([0, 1, 2])) == left
+        assert len(index.find(index.digests([0, 1, 2]))) == left
 
 
 def test_a_row_that_needs_many_pages_at_once_gets_contiguous_ones() -> None:

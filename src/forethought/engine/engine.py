@@ -28,6 +28,7 @@ from forethought.engine.sequence import (
     Status,
     attach_ready_dependents,
     depend_on,
+    num_common,
 )
 from forethought.engine.snapshot import SequenceSnapshot
 from forethought.engine.step import Event, Step
@@ -259,6 +260,27 @@ class Engine:
                 depend_on(sample, samples[0], len(prompt_ids))
             samples.append(sample)
         return samples
+
+    def order_by_prefix(self, requests: Ids[list[Sequence]]) -> None:
+        """Serve requests that came together so that those with a common prefix follow each other.
+
+        They exchange their arrivals. Requests that share no page keep their order.
+
+        Args:
+            requests: the samples of each, as ``start`` has returned them, in the order of arrival.
+        """
+        groups: list[list[list[Sequence]]] = []
+        for samples in sorted(requests, key=lambda samples: samples[0].tokens):
+            last = groups[-1][-1] if groups else []
+            if last and num_common([last[0], samples[0]]) >= self.pool.page_size:
+                groups[-1].append(samples)
+            else:
+                groups.append([samples])
+        groups.sort(key=lambda group: min(samples[0].arrival for samples in group))
+        arrivals = sorted(samples[0].arrival for samples in requests)
+        for arrival, samples in zip(arrivals, itertools.chain.from_iterable(groups), strict=True):
+            for sample in samples:
+                sample.arrival = arrival
 
     def open(self, prompt_ids: Ids[int]) -> Sequence:
         """A parked sequence that holds a prompt which has passed ``check_prompt``.

@@ -20,6 +20,7 @@ from collections.abc import Sequence as List
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from forethought.engine.pending_prefixes import PendingPrefixes
 from forethought.engine.sequence import (
     Sequence,
     Status,
@@ -231,6 +232,8 @@ class Scheduler:
         if sequence.status is not Status.CLOSED:
             self._queues[sequence.status].remove(sequence)
         sequence.status = status
+        if status is Status.WAITING:
+            sequence.page_digests = []
         if status is not Status.CLOSED:
             self._queues[status].append(sequence)
         if status is Status.RUNNING:
@@ -330,12 +333,27 @@ class Scheduler:
         prefilling = [s for s in self.running if s.num_uncomputed > 1 and not plan.has_failed(s)]
         self._plan_rows(plan, prefilling)
         self.waiting.sort(key=lambda sequence: sequence.rank)
-        for sequence in list(self.waiting):
-            if sequence.parent is not None or plan.has_failed(sequence):
-                continue
+        ready = [s for s in self.waiting if s.parent is None and not plan.has_failed(s)]
+        if ready and not self.is_full:
+            self._admit_ready(plan, ready)
+
+    def _admit_ready(self, plan: Plan, ready: list[Sequence]) -> None:
+        """Admit waiting sequences in their order, but for those whose prefix is being computed.
+
+        Each of those keeps a place in the batch, and the pages of its other tokens.
+        """
+        pending, num_places, num_pages = PendingPrefixes(self._index, self.running), 0, 0
+        for sequence in ready:
             try:
-                if self.is_full or not self._admit(plan, sequence):
+                if len(self.running) + num_places >= self.limits.max_batch_size:
                     break
+                if num_awaited := self._num_awaited(pending, sequence):
+                    num_places += 1
+                    num_pages += sequence.table.pages_needed(len(sequence.tokens)) - num_awaited
+                    continue
+                if not self._admit(plan, sequence, num_pages):
+                    break
+                pending.add(sequence)
             except Exception as error:
                 plan.fail(sequence, error)
 
@@ -395,12 +413,18 @@ class Scheduler:
             return 0 if plan.rows else wanted  # recomputing more than a step's worth: alone
         return min(wanted, left)
 
-    def _admit(self, plan: Plan, sequence: Sequence) -> bool:
-        """Start a waiting sequence if budget and pages allow; parked ones release theirs."""
+    def _admit(self, plan: Plan, sequence: Sequence, num_reserved: int) -> bool:
+        """Start a waiting sequence if budget and pages allow; parked ones release theirs.
+
+        Args:
+            plan: of this step.
+            sequence: the first that waits for nothing.
+            num_reserved: pages to leave to sequences before it.
+        """
         self._adopt_prefix(sequence)
         if self._fitting_tokens(plan, sequence) == 0:
             return False
-        needed = sequence.table.pages_needed(sequence.num_uncomputed)
+        needed = sequence.table.pages_needed(sequence.num_uncomputed) + num_reserved
         if needed > self._pool.available:
             plan.drop_drafts()
         while needed > self._pool.available:
@@ -416,17 +440,27 @@ class Scheduler:
 
     def _adopt_prefix(self, sequence: Sequence) -> None:
         """Begin an empty table with the pages of a known prefix; at least one token is left."""
+        if num_pages := self._num_shareable(sequence):
+            sequence.table.adopt(self._index.find(sequence.page_digests[:num_pages]))
+            sequence.usage.cached += sequence.table.length
+            self._stats.cached += sequence.table.length
+
+    def _num_awaited(self, pending: PendingPrefixes, sequence: Sequence) -> int:
+        """Pages of its prefix, if running prefills are computing some of them; else 0."""
+        if not sequence.page_digests:
+            sequence.page_digests = self._index.digests(sequence.tokens, sequence.params.cache_salt)
+        return pending.num_awaited(sequence, self._num_shareable(sequence))
+
+    def _num_shareable(self, sequence: Sequence) -> int:
+        """Full pages that it may take from others: none if it has some; a token is left."""
+        if sequence.table.pages or sequence.had_nonfinite_logits:
+            return 0
         limit = len(sequence.tokens) - 1
         if sequence.others:
             limit = min(limit, sequence.others[0].num_common)
         if sequence.wants_prompt_logprobs:
             limit = min(limit, len(sequence.prompt_logprobs) - 1)
-        if sequence.table.pages or limit < 1 or sequence.had_nonfinite_logits:
-            return
-        pages = self._index.match(sequence.tokens[:limit], sequence.params.cache_salt)
-        sequence.table.adopt(pages)
-        sequence.usage.cached += sequence.table.length
-        self._stats.cached += sequence.table.length
+        return max(0, limit) // self._pool.page_size
 
     def _victims(self, needy: Sequence) -> list[Sequence]:
         """The sequences to take pages from for ``needy``: idle ones, then those served after it.

@@ -76,6 +76,8 @@ class Sequence:
     """Number among the ``n`` samples of its prompt."""
     arrival: int = 0
     """Order of arrival; the samples of one prompt share theirs."""
+    page_digests: list[bytes] = field(default_factory=list)
+    """The hashes of the full pages of its tokens when it was last about to be admitted."""
     seed: int = 0
     """The uniform sample for position t is a pure function of (seed, index, t)."""
     limit: int = 0

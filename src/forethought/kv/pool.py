@@ -20,6 +20,7 @@ from array import array
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from hashlib import blake2b
+from itertools import takewhile
 
 EVICTION_BATCH = 32
 """Pages evicted at once: neighbours were released together, so a batch frees whole runs."""
@@ -235,19 +236,21 @@ class PrefixIndex:
         """The hash of a page of ``tokens`` behind the prefix ``parent``."""
         return blake2b(parent + array("q", tokens).tobytes(), digest_size=16).digest()
 
-    def match(self, tokens: Sequence[int], salt: str = "") -> list[int]:
-        """The pages of the longest known prefix of ``tokens``, in order; not yet retained."""
-        pages: list[int] = []
+    def digests(self, tokens: Sequence[int], salt: str = "") -> list[bytes]:
+        """The hash of each full page of ``tokens``, in order; empty if nothing is published."""
+        digests: list[bytes] = []
         if not self.enabled:
-            return pages
+            return digests
         size, digest = self._pool.page_size, self.root(salt)
         for start in range(0, len(tokens) - size + 1, size):
             digest = self.chain(digest, tokens[start : start + size])
-            page = self._page_of.get(digest)
-            if page is None:
-                break
-            pages.append(page)
-        return pages
+            digests.append(digest)
+        return digests
+
+    def find(self, digests: Sequence[bytes]) -> list[int]:
+        """The published pages that ``digests`` begin with, in order; not yet retained."""
+        pages = map(self._page_of.get, digests)
+        return list(takewhile(lambda page: page is not None, pages))
 
     def publish(self, parent: bytes, tokens: Sequence[int], page: int) -> bytes:
         """Add a full page, unless an equal one is known; returns its hash."""

@@ -421,6 +421,7 @@ class LLM:
             with self._exclusive() as frontend:
                 for request in requests:
                     generations.append(frontend.submit(*request))
+                frontend.engine.order_by_prefix([g.sequences for g in generations])
             return [self._last(generation, Generation.output) for generation in bar(generations)]
         finally:
             for generation in generations:
