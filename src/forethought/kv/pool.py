@@ -249,8 +249,8 @@ class PrefixIndex:
 
     def find(self, digests: Sequence[bytes]) -> list[int]:
         """The published pages that ``digests`` begin with, in order; not yet retained."""
-        pages = map(self._page_of.get, digests)
-        return list(takewhile(lambda page: page is not None, pages))
+        published = takewhile(self._page_of.__contains__, digests)
+        return [self._page_of[digest] for digest in published]
 
     def publish(self, parent: bytes, tokens: Sequence[int], page: int) -> bytes:
         """Add a full page, unless an equal one is known; returns its hash."""
