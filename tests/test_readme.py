@@ -250,3 +250,24 @@ def test_the_guides_examples_of_thinking_ahead_run(capsys, tmp_path, monkeypatch
         exec(guide_of(name)[0], {"__name__": "guide"})
     assert capsys.readouterr().out.startswith("24.0\n")
     assert [file.name for file in (tmp_path / "snapshots").iterdir()] == ["text.safetensors"]
+
+
+def test_every_link_between_pages_leads_to_a_page_and_a_heading():
+    pages = [*PAGES, *(ROOT / "docs").rglob("*/*.md")]
+    headings = {
+        page.resolve(): {anchor(title) for title in re.findall(r"(?m)^#+ (.*)$", page.read_text())}
+        for page in pages
+    }
+    broken = []
+    for page in pages:
+        for target, _, heading in re.findall(r"\]\(([^)#\s]*)(#([\w-]+))?\)", page.read_text()):
+            path = (page.parent / target).resolve() if target else page.resolve()
+            is_known = path in headings and heading not in {"", *headings[path]}
+            if not target.startswith("http") and (not path.exists() or is_known):
+                broken.append((page.name, target, heading))
+    assert broken == []
+
+
+def anchor(title):
+    """The anchor of a heading, as Git forges make it."""
+    return re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-")

@@ -159,7 +159,7 @@ class SamplingParams(RequestParams):
 
     Seeded sampling is batch-invariant in float32, and for small models on a CPU in bfloat16 and
     float16 as well. Elsewhere the rounding of logits depends on the batch, and where two tokens are
-    nearly equally probable the same seed may draw another one; see docs/models.md, Seeds.
+    nearly equally probable the same seed may draw another one; see docs/determinism.md.
 
     A thought is what stands between the model's markers, such as ``<think>`` and ``</think>``. Its
     tokens are counted from the opening marker, which the model or the prompt has written: those in
