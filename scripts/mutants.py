@@ -368,9 +368,9 @@ MUTANTS = [
         "tests/engine/test_engine.py -k 'argmax'",
     ),
     Mutant(
-        "engine/step.py",
-        "result.path[size - 1 :]",
-        "result.path[size:]",
+        "speculative/verify/accept.py",
+        "self.path[max(num_tokens - 1, 0) :]",
+        "self.path[num_tokens:]",
         "tests/engine/test_speculation.py -k 'stop_token or beyond'",
     ),
     Mutant(

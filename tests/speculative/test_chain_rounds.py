@@ -36,9 +36,9 @@ from forethought.speculative.chain_rounds import (
     PlacedBatch,
     Places,
     next_known,
-    num_accepted,
 )
 from forethought.speculative.drafters.eagle import EagleDrafter
+from forethought.speculative.verify.accept import num_accepted
 from generations import COUNTS
 from generations import facts as all_facts
 from models import prompts

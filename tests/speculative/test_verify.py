@@ -21,14 +21,13 @@ from forethought.reference.engine import RandomSource
 from forethought.reference.engine import verify as reference_verify
 from forethought.speculative.drafter import NO_DRAFT, DeviceTokens, Draft, DraftKind
 from forethought.speculative.verify import verify as verification
+from forethought.speculative.verify.accept import VerificationResult, verify_argmax
 from forethought.speculative.verify.rejection import DrawnDraft, accept_drawn
 from forethought.speculative.verify.rules import SyntheticAcceptance
+from forethought.speculative.verify.unread_drafts import read_drafts
 from forethought.speculative.verify.verify import (
     VerificationRequest,
-    VerificationResult,
-    read_drafts,
     verify,
-    verify_argmax,
 )
 
 GREEDY = SamplingParams(temperature=0.0)

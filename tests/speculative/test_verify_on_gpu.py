@@ -19,6 +19,7 @@ from fake_cuda import DEVICE, fake_cuda
 from forethought.config.sampling import SamplingParams
 from forethought.model.sampling import DevicePath, TokenContext, logits_to_probs
 from forethought.speculative.drafter import NO_DRAFT, DeviceTokens, Draft, DraftKind
+from forethought.speculative.verify.accept import VerificationResult, verify_argmax
 from forethought.speculative.verify.rules import (
     RelaxedAcceptance,
     SyntheticAcceptance,
@@ -27,9 +28,7 @@ from forethought.speculative.verify.rules import (
 from forethought.speculative.verify.verify import (
     AcceptanceRule,
     VerificationRequest,
-    VerificationResult,
     verify,
-    verify_argmax,
 )
 
 WIDTH = 12

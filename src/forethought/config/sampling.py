@@ -231,6 +231,10 @@ class SamplingParams(RequestParams):
         plain = self.greedy and not self.edits_logits and not self.min_tokens
         return plain and self.logprobs is None and self.confidence is None
 
+    def end_ids(self, eos_ids: frozenset[int]) -> frozenset[int]:
+        """Tokens that end the generation; ``eos_ids``: the model's end-of-sequence ids."""
+        return frozenset(self.stop_token_ids) | (frozenset() if self.ignore_eos else eos_ids)
+
     @property
     def cuts(self) -> bool:
         """Whether improbable tokens are cut from the distribution (top-k, top-p, min-p)."""

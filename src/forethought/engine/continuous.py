@@ -15,7 +15,7 @@ from itertools import chain
 
 from forethought.engine.drafting import Drafting
 from forethought.engine.guarded_drafter import GuardedDrafter
-from forethought.engine.packing import decode_row, end_ids, is_plain_decode
+from forethought.engine.packing import decode_row, is_plain_decode
 from forethought.engine.scheduler import Plan, PlannedRow, Scheduler
 from forethought.kv.table import TableView
 from forethought.model.runner import DecodedTokens, ModelRunner
@@ -46,7 +46,6 @@ class ContinuousDecode:
     ) -> None:
         self._runner, self._scheduler = runner, scheduler
         self._drafting, self._stats = drafting, stats
-        self._eos_ids = runner.lm.eos_token_ids
 
     def reserve(self, plan: Plan, num_steps: int, asks_drafters: bool) -> bool:
         """Reserve slots for up to so many steps, if the rows of a plan can be decoded so.
@@ -153,7 +152,7 @@ class ContinuousDecode:
         try:
             if plan.num_chain_steps:
                 return rows, self._decode_chains(rows, plan.num_chain_steps)
-            return rows, self._runner.decode([decode_row(row, self._eos_ids) for row in rows])
+            return rows, self._runner.decode([decode_row(row) for row in rows])
         except Exception as error:
             log.warning("decode steps of %d rows failed: %r", len(rows), error)
             self._stats.failed_forwards += 1
@@ -184,7 +183,7 @@ class ContinuousDecode:
             table=sequence.table,
             draft_len=row.draft_len,
             num_left=sequence.limit - len(sequence.tokens),
-            ends=end_ids(sequence, self._eos_ids),
+            ends=sequence.end_ids,
         )
 
     def count(self, row: PlannedRow, has_ended: bool) -> None:

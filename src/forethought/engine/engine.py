@@ -531,6 +531,7 @@ class Engine:
         most = left if params.max_tokens is None else min(left, params.max_tokens)
         sequence.limit = len(sequence.tokens) + most
         sequence.table.longest = sequence.limit
+        sequence.end_ids = params.end_ids(self.runner.lm.eos_token_ids)
         sequence.finish_reason = sequence.stop_reason = None
         sequence.constraint, sequence.had_nonfinite_logits = constraint, False
         sequence.takes_argmax = params.takes_argmax and constraint is None

@@ -19,12 +19,9 @@ from forethought.model.batch import ConcurrentTokens, Row
 from forethought.model.runner import DecodeRow
 from forethought.model.sampling import NO_TOKEN, DevicePath, TokenContext
 from forethought.speculative.drafter import NO_DRAFT, DeviceTokens, Draft
-from forethought.speculative.verify.verify import (
-    VerificationRequest,
-    VerificationResult,
-    read_drafts,
-    verify_argmax,
-)
+from forethought.speculative.verify.accept import VerificationResult, verify_argmax
+from forethought.speculative.verify.unread_drafts import read_drafts
+from forethought.speculative.verify.verify import VerificationRequest
 
 
 def pack(row: PlannedRow, starts: Mapping[int, int]) -> Row:
@@ -120,7 +117,7 @@ def take_argmax(rows: List[PlannedRow], logits: Tensor) -> list[Sequence]:
     return nonfinite
 
 
-def decode_row(row: PlannedRow, eos_ids: frozenset[int]) -> DecodeRow:
+def decode_row(row: PlannedRow) -> DecodeRow:
     """The model's view of a row with slots for further decode steps."""
     sequence = row.sequence
     return DecodeRow(
@@ -128,14 +125,8 @@ def decode_row(row: PlannedRow, eos_ids: frozenset[int]) -> DecodeRow:
         start=row.start,
         table=sequence.table,
         num_tokens=1 + row.num_nodes,
-        ends=end_ids(sequence, eos_ids),
+        ends=sequence.end_ids,
     )
-
-
-def end_ids(sequence: Sequence, eos_ids: frozenset[int]) -> frozenset[int]:
-    """The tokens that end its generation."""
-    ends = frozenset(sequence.params.stop_token_ids)
-    return ends if sequence.params.ignore_eos else ends | eos_ids
 
 
 def take_decoded(rows: List[PlannedRow], decoded: List[list[int]]) -> list[Sequence]:

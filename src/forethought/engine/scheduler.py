@@ -37,7 +37,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from forethought.speculative.chain_steps import ChainStep
-    from forethought.speculative.verify.verify import AcceptanceRule, VerificationResult
+    from forethought.speculative.verify.accept import VerificationResult
+    from forethought.speculative.verify.verify import AcceptanceRule
 
 PROMPT_LOGPROB_ROWS = 256
 """Max prompt tokens scored per step, as each takes a vocabulary-sized row of logits."""

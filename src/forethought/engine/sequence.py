@@ -82,6 +82,8 @@ class Sequence:
     """The uniform sample for position t is a pure function of (seed, index, t)."""
     limit: int = 0
     """The generation ends when there are this many tokens."""
+    end_ids: frozenset[int] = frozenset()
+    """It ends with one of these, too."""
     parent: Sequence | None = None
     """While set, the KV of a shared prefix comes from the parent, which is still computing it."""
     dependents: list[Sequence] = field(default_factory=list)

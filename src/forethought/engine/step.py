@@ -60,7 +60,8 @@ from forethought.outputs import (
     TokenLogprobs,
 )
 from forethought.speculative.drafter import Draft
-from forethought.speculative.verify.verify import VerificationResult, verify
+from forethought.speculative.verify.accept import VerificationResult, num_until_end
+from forethought.speculative.verify.verify import verify
 
 log = logging.getLogger(__name__)
 
@@ -398,38 +399,27 @@ class Step:
             return self._fail(sibling, error)
 
     def _truncate(self, sequence: Sequence, result: VerificationResult) -> End:
-        """Cut a result behind the token that ends the generation."""
-        tokens, left = result.tokens, sequence.limit - len(sequence.tokens)
-        if not left:  # only the prompt was to be scored
-            del tokens[:], result.path[:]
-            return FinishReason.LENGTH, None
-        assert len(tokens) <= left, "drafts are shorter than this"
-        goes_on = self._eos_ids.isdisjoint(tokens) and not sequence.params.stop_token_ids
-        if goes_on and len(tokens) < left and sequence.constraint is None:  # in most steps
-            return None, None
-        for size in range(1, len(tokens) + 1):
-            reason, stop_reason = self._end(sequence, tokens[:size])
-            if reason is not None:
-                del tokens[size:], result.path[size - 1 :]
-                return reason, stop_reason
-        return None, None
-
-    def _end(self, sequence: Sequence, tokens: list[int]) -> End:
-        """Whether and how the last of these new tokens ends the generation.
+        """Cut a result behind the token that ends the generation.
 
         Raises:
-            ParameterError: it breaks the grammar, with which nothing could go on.
+            ParameterError: a token breaks the grammar, with which nothing could go on.
         """
-        params, constraint, token = sequence.params, sequence.constraint, tokens[-1]
-        complete = constraint is not None and constraint.is_complete([*sequence.output, *tokens])
-        if token in params.stop_token_ids:
-            return FinishReason.STOP, token
-        if token in self._eos_ids and not params.ignore_eos:
-            return FinishReason.STOP, None
-        if complete:
+        tokens, left = result.tokens, sequence.limit - len(sequence.tokens)
+        if not left:  # only the prompt was to be scored
+            result.truncate(0)
+            return FinishReason.LENGTH, None
+        assert len(tokens) <= left, "drafts are shorter than this"
+        size = num_until_end(tokens, sequence.end_ids, left)
+        num_complete = _num_until_complete(sequence, tokens[:size])
+        if size is None and num_complete is None:
+            return None, None
+        result.truncate(num_complete or size or 0)
+        last = tokens[-1]
+        if last in sequence.end_ids:
+            return FinishReason.STOP, last if last in sequence.params.stop_token_ids else None
+        if num_complete is not None:
             return FinishReason.STOP, GRAMMAR_COMPLETE
-        is_full = len(sequence.tokens) + len(tokens) >= sequence.limit
-        return FinishReason.LENGTH if is_full else None, None
+        return FinishReason.LENGTH, None
 
     def _count_draft(self, row: PlannedRow, num_accepted: int, num_tokens: int) -> None:
         metrics = row.sequence.metrics
@@ -532,6 +522,15 @@ def by_halves(
         elif (other := on_failure(some[0], failure)) is not None:
             left.append([other])
     return done
+
+
+def _num_until_complete(sequence: Sequence, tokens: List[int]) -> int | None:
+    """How many of the next tokens complete what the constraint asks for; None: it may go on."""
+    constraint = sequence.constraint
+    if constraint is None:
+        return None
+    output, sizes = sequence.output, range(1, len(tokens) + 1)
+    return next((n for n in sizes if constraint.is_complete([*output, *tokens[:n]])), None)
 
 
 def _rejected(draft: Draft, path: List[int]) -> tuple[int, ...]:

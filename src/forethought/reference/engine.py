@@ -284,8 +284,8 @@ def _edited(token: int, logit: float, context: TokenContext) -> float:
     if token in output:
         logit -= params.presence_penalty
         logit -= params.frequency_penalty * output.count(token)
-    ends = token in params.stop_token_ids or (token in context.eos_ids and not params.ignore_eos)
-    return -math.inf if ends and len(output) < params.min_tokens else logit
+    ends = params.end_ids(context.eos_ids)
+    return -math.inf if token in ends and len(output) < params.min_tokens else logit
 
 
 Number = float | Fraction
@@ -491,8 +491,8 @@ class Engine:
         source = RandomSource(sequence.seed, sequence.index, len(sequence.tokens))
         path, tokens = verify(probs, draft, source)
         self.storage.copy(sequence.table.keep_path(len(sequence.tokens), path))
-        params, eos_ids = sequence.params, self.lm.eos_token_ids
-        ends = {*params.stop_token_ids, *(() if params.ignore_eos else eos_ids)}
+        params = sequence.params
+        ends = params.end_ids(self.lm.eos_token_ids)
         for token in tokens:
             sequence.tokens.append(token)
             if token in ends or len(sequence.output) == params.max_tokens:

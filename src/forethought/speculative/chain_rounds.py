@@ -45,6 +45,7 @@ from forethought.model.sampling.sampler import mark_not_finite
 from forethought.speculative.draft_module import DraftModuleRunner, ModuleOutput
 from forethought.speculative.drafter import DraftRequest
 from forethought.speculative.tree import StaticTreeBuilder
+from forethought.speculative.verify.accept import num_accepted
 
 MAX_ROUND_GRAPHS = 16
 """Graphs of an engine's that are rounds of a drafter."""
@@ -71,19 +72,6 @@ class Round(NamedTuple):
     """K tokens."""
     decoded: list[int]
     """K + 1: the most probable token behind the root and each drafted one, or ``NO_TOKEN``."""
-
-
-def num_accepted(drafted: Tensor, decoded: Tensor, draft_lens: Tensor) -> Tensor:
-    """How many drafted tokens of each row are accepted, int64 ``[B]``.
-
-    Args:
-        drafted: int64 ``[B, K]``.
-        decoded: int64 ``[B, K + 1]``, the most probable tokens behind the root and each of them.
-        draft_lens: int64 ``[B]``, tokens of each draft that count.
-    """
-    size = drafted.shape[1]
-    counts = torch.arange(size, device=drafted.device) < draft_lens[:, None]
-    return ((drafted == decoded[:, :size]) & counts).long().cumprod(1).sum(1)
 
 
 def next_known(known: Tensor, decoded: Tensor, accepted: Tensor) -> Tensor:

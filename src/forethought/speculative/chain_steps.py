@@ -48,6 +48,7 @@ from forethought.speculative.drafter import (
 )
 from forethought.speculative.heads.native import NativeDraftModule
 from forethought.speculative.tree import StaticTreeBuilder
+from forethought.speculative.verify.accept import accept_points, num_until_end, result_of
 
 
 class ChainSource(Protocol):
@@ -410,21 +411,18 @@ class _Decoding:
 
     def accept(self, drawn: Sequence[int]) -> None:
         """Append what is accepted of the draft; drawn: behind the root and each of its tokens."""
-        drafted, tokens = list(self.request.draft.tokens), list[int]()
-        for token, proposed in zip(drawn, [*drafted, None], strict=True):
-            if token == NO_TOKEN:
-                self.has_ended = True
-                break
-            tokens.append(token)
-            if token in self.row.ends:
-                self.has_ended = True
-            if self.has_ended or token != proposed:
-                break
+        draft = Draft(list(self.request.draft.tokens))
+        path = accept_points(draft, drawn)
+        result = result_of(draft, path, drawn)
+        size = num_until_end(result.tokens, self.row.ends, self.num_left)
+        self.has_ended = size is not None or drawn[len(path)] == NO_TOKEN
+        if size is not None:
+            result.truncate(size)
+        tokens = result.tokens
         if tokens:
-            self.steps.append(ChainStep(drafted, tokens))
+            self.steps.append(ChainStep(list(draft.tokens), tokens))
         self.tokens += tokens
         self.num_left -= len(tokens)
-        self.has_ended |= not self.num_left
 
 
 def _draft(chains: ChainSource, decoding: Sequence[_Decoding]) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 import re
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 HEADER = Path(__file__).with_name("structures.h")
 SCALARS = {"int32_t": ctypes.c_int32, "int64_t": ctypes.c_int64, "float": ctypes.c_float}
@@ -39,8 +39,9 @@ class CStruct(ctypes.Structure):
 
     __slots__ = ()
 
-    def __init__(self, **fields: Any) -> None:
-        super().__init__(**fields)
+    if TYPE_CHECKING:  # no code of each call
+
+        def __init__(self, **fields: Any) -> None: ...
 
 
 class LinearStruct(CStruct):

@@ -277,7 +277,7 @@ def _forbid_ends(logits: Tensor, contexts: Sequence[TokenContext]) -> None:
     for row, context in enumerate(contexts):
         params = context.params
         if context.num_output < params.min_tokens:
-            ends = {*params.stop_token_ids, *(() if params.ignore_eos else context.eos_ids)}
+            ends = params.end_ids(context.eos_ids)
             within = [token for token in ends if token < logits.shape[1]]
             rows += [row] * len(within)
             ids += within

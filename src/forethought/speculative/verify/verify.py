@@ -27,7 +27,7 @@ are verified in groups that fit into the cache.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, islice
 from typing import Any, Protocol, TypeVar
@@ -42,16 +42,21 @@ from forethought.model.sampling.distribution import probs_and_max_logits
 from forethought.model.sampling.sampler import (
     NO_TOKEN,
     TokenScores,
-    draw_most_probable,
     draw_tokens,
-    most_probable,
     report,
     sample,
     where_finite,
 )
 from forethought.outputs import TokenConfidence, TokenLogprobs
-from forethought.speculative.drafter import DeviceTokens, Draft, DraftKind
+from forethought.speculative.drafter import Draft, DraftKind
+from forethought.speculative.verify.accept import (
+    VerificationResult,
+    accept_points,
+    accept_tested,
+    result_of,
+)
 from forethought.speculative.verify.rejection import DrawnDraft, accept_drawn, token_ids
+from forethought.speculative.verify.unread_drafts import UnreadDrafts
 
 _Scores = TypeVar("_Scores", TokenLogprobs, TokenConfidence)
 _NOT_DRAWN = -2
@@ -149,20 +154,6 @@ class VerificationRequest:
         return uniforms
 
 
-@dataclass(slots=True)
-class VerificationResult:
-    """What one request gains in a step."""
-
-    path: list[int]
-    """The accepted nodes, from the root down."""
-    tokens: list[int]
-    """Their tokens and one more, drawn by the target. Empty: the root's logits are not finite."""
-    logprobs: list[TokenLogprobs] | None = None
-    """One entry per token, under the model's own distribution, if requested."""
-    confidences: list[TokenConfidence] | None = None
-    """The same."""
-
-
 def verify(logits: Tensor, requests: Sequence[VerificationRequest]) -> list[VerificationResult]:
     """Verify the draft of every request.
 
@@ -177,44 +168,6 @@ def verify(logits: Tensor, requests: Sequence[VerificationRequest]) -> list[Veri
     return [
         result for group in _groups(requests, logits) for result in _verify_group(logits, group)
     ]
-
-
-def verify_argmax(logits: Tensor, drafts: Sequence[Draft]) -> list[VerificationResult]:
-    """What ``verify`` finds for greedy requests without edits of logits, scores or lossy rules.
-
-    Args:
-        logits: [R, V] float32: the 1 + N rows of each draft in turn.
-        drafts: of any kind; greedy acceptance does not depend on it.
-    """
-    if logits.is_cpu:
-        drawn = most_probable(logits)
-    else:
-        download = Download()
-        unread, drawn_at = _UnreadDrafts(drafts, download), download.add(draw_most_probable(logits))
-        parts = download.read()
-        unread.set(parts)
-        drawn = parts[drawn_at]
-    results, begin = list[VerificationResult](), 0
-    for draft in drafts:
-        end = begin + 1 + len(draft.tokens)
-        results.append(_walk_points(draft, drawn[begin:end]))
-        begin = end
-    return results
-
-
-def _walk_points(draft: Draft, drawn: list[int]) -> VerificationResult:
-    """From each node on to its first child with the token drawn there; entries as of ``_walk``."""
-    path, last, parents = list[int](), -1, draft.parents
-    for node, token in enumerate(draft.tokens):
-        parent = node - 1 if parents is None else parents[node]
-        if parent == last and drawn[1 + last] == token:
-            last = node
-            path.append(node)
-        elif parents is None:
-            break
-    if drawn[1 + last] == NO_TOKEN:
-        return _result(draft, path, drawn)
-    return VerificationResult(path, [drawn[1 + node] for node in (-1, *path)])
 
 
 def _groups(
@@ -244,7 +197,7 @@ def _verify_group(
         return _sample_plainly(logits, contexts, requests)
     # 1. All that is computed on the device, and one transfer.
     download = Download()
-    drafts = _UnreadDrafts([request.draft for request in requests], download)
+    drafts = UnreadDrafts([request.draft for request in requests], download)
     drawn_tokens, by_q = _test_nodes(logits, contexts, requests)
     drawn_at = download.add(drawn_tokens) if isinstance(drawn_tokens, Tensor) else -1
     by_q_at = None if by_q is None else download.add(by_q)
@@ -261,13 +214,14 @@ def _verify_group(
     paths = by_rule.paths(parts)
     results, origins = list[VerificationResult](), list[int]()
     for number, (request, begin) in enumerate(zip(requests, _begins(requests), strict=True)):
-        rows_of = slice(begin, begin + len(request.rows))
+        end = begin + len(request.rows)
         if number in paths:
-            result = _result(request.draft, paths[number], drawn[rows_of])
+            path = paths[number]
         elif request.uses_q:
-            result = _walk(request.draft, drawn[rows_of], accepted[rows_of])
+            path = accept_tested(request.draft, accepted[begin:end])
         else:
-            result = _walk_points(request.draft, drawn[rows_of])
+            path = accept_points(request.draft, drawn[begin:end])
+        result = result_of(request.draft, path, drawn[begin:end])
         results.append(result)
         origins += [begin, *(begin + 1 + node for node in result.path)][: len(result.tokens)]
     if scores is not None:
@@ -369,73 +323,11 @@ def _draw(
     return drawn
 
 
-class _UnreadDrafts:
-    """The tokens of drafts that are on a GPU, each once.
-
-    Args:
-        drafts: that are there or not.
-        download: brings them to the host, with the rest.
-    """
-
-    def __init__(self, drafts: Sequence[Draft], download: Download) -> None:
-        unread = _unread(drafts)
-        self._parts = [(tokens, download.add(tokens.on_device)) for tokens in unread]
-
-    def set(self, parts: Sequence[list[int]]) -> None:
-        """They are on the host, in ``parts``."""
-        for tokens, at in self._parts:
-            tokens.set(parts[at])
-
-
-def _unread(drafts: Iterable[Draft]) -> list[DeviceTokens]:
-    unread = {
-        id(tokens): tokens
-        for draft in drafts
-        if isinstance(tokens := draft.tokens, DeviceTokens) and not tokens.is_read
-    }
-    return list(unread.values())
-
-
-def read_drafts(drafts: Iterable[Draft]) -> None:
-    """Bring the tokens of drafts that are on a GPU to the host, all in one transfer."""
-    unread, download = _unread(drafts), Download()
-    for tokens in unread:
-        download.add(tokens.on_device)
-    for tokens, values in zip(unread, download.read(), strict=True):
-        tokens.set(values)
-
-
 def _root_accepts(draft: Draft, token: int) -> bool:
     """Whether a child of the root has this token."""
     if draft.parents is None:
         return len(draft) > 0 and draft.tokens[0] == token
     return any(draft.parent(node) < 0 and draft.tokens[node] == token for node in range(len(draft)))
-
-
-def _walk(draft: Draft, drawn: Sequence[int], accepted: Sequence[bool]) -> VerificationResult:
-    """From the root to its first accepted child, and on, until a node has none.
-
-    Entry 0 of both lists is the root's, entry 1 + n node n's.
-    """
-    last, path = -1, list[int]()
-    for node in range(len(draft)):  # later siblings and children come after a node
-        if accepted[1 + node] and draft.parent(node) == last:
-            last = node
-            path.append(node)
-    return _result(draft, path, drawn)
-
-
-def _result(draft: Draft, path: list[int], drawn: Sequence[int]) -> VerificationResult:
-    """The path's tokens, and the one that is drawn after them.
-
-    The path ends where no token can be drawn; its last node then counts as drawn, not as accepted.
-    """
-    nodes = [-1, *path]
-    end = next((at for at, node in enumerate(nodes) if drawn[1 + node] == NO_TOKEN), None)
-    tokens = [draft.tokens[node] for node in path]
-    if end is not None:
-        return VerificationResult(path[: max(end - 1, 0)], tokens[:end])
-    return VerificationResult(path, [*tokens, drawn[1 + nodes[-1]]])
 
 
 class _RuleTests:
