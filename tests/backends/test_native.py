@@ -8,7 +8,6 @@ import logging
 import random
 import re
 import shutil
-import subprocess
 import tempfile
 from pathlib import Path
 
@@ -666,7 +665,7 @@ def test_more_experts_per_token_than_it_has_room_for_are_refused(monkeypatch) ->
 
 
 def test_without_a_compiler_torch_computes_and_one_warning_says_why(monkeypatch, caplog) -> None:
-    monkeypatch.setattr(loader, "find_compiler", lambda: None)
+    monkeypatch.setattr(loader, "is_available", lambda: False)
     library.warn_unavailable.cache_clear()
     for _ in range(2):
         lm = loader.load(models.tiny("llama"), forward="auto")
@@ -683,7 +682,7 @@ def test_without_a_compiler_torch_computes_and_one_warning_says_why(monkeypatch,
 def test_where_a_compiler_would_change_nothing_none_is_missed(
     monkeypatch, caplog, architecture: str, settings: dict[str, str]
 ) -> None:
-    monkeypatch.setattr(loader, "find_compiler", lambda: None)
+    monkeypatch.setattr(loader, "is_available", lambda: False)
     library.warn_unavailable.cache_clear()
     loader.load(models.tiny(architecture), **settings)
     assert not [record for record in caplog.records if record.name.startswith("forethought")]
@@ -817,7 +816,5 @@ def test_tuned_for_zen_3_a_token_is_the_same_to_the_last_bit_in_every_batch(
 def test_the_source_compiles_for_processors_with_wider_vectors(tmp_path: Path) -> None:
     compiler = library.find_compiler()
     assert compiler is not None
-    for target in ("x86-64", "x86-64-v4", "sapphirerapids"):
-        flags = [f for f in library.FLAGS if not f.startswith("-march")]
-        command = [compiler, *flags, f"-march={target}", str(library.SOURCE)]
-        subprocess.run([*command, "-o", str(tmp_path / "forward.so")], check=True)
+    for target in ("x86-64", "sapphirerapids"):
+        library.compile_library(compiler, tmp_path / "forward.so", [f"-march={target}"])

@@ -217,3 +217,27 @@ def test_compiling_is_said_and_limited_in_processor_time(monkeypatch, tmp_path, 
     with caplog.at_level(logging.WARNING), pytest.raises(ModelError, match="error: limit 123"):
         library.compile_library(str(compiler), tmp_path / NAME)
     assert "compiling the native forward" in caplog.text
+
+
+def test_a_long_compilation_is_said_to_go_on(monkeypatch, tmp_path, caplog) -> None:
+    compiler, end = tmp_path / "c++", tmp_path / "end"
+    os.mkfifo(end)
+    compiler.write_text(f"#!/bin/sh\nread line < {end}\n")
+    compiler.chmod(0o755)
+
+    class Ending(logging.Handler):
+        """Ends the compilation once it is said to go on."""
+
+        def emit(self, record: logging.LogRecord) -> None:
+            if "still being compiled" in record.getMessage() and end.exists():
+                end.write_text("\n")
+                end.unlink()
+
+    handler = Ending(logging.WARNING)
+    library.logger.addHandler(handler)
+    monkeypatch.setattr(library, "PROGRESS_SECONDS", 0.01)
+    try:
+        library.compile_library(str(compiler), tmp_path / NAME)
+    finally:
+        library.logger.removeHandler(handler)
+    assert "still being compiled" in caplog.text

@@ -198,17 +198,20 @@ def _fast_paths(torch: Any) -> dict[str, str]:
 
 
 def _native() -> str:
-    """Whether the forward in C++ can be compiled, and has been."""
+    """Whether the forward in C++ is prebuilt, or can be compiled and has been."""
+    from forethought.backends.cpu import library
     from forethought.backends.cpu.cache import cache_directories
-    from forethought.backends.cpu.library import NO_COMPILER, find_compiler, library_name
 
-    compiler = find_compiler()
+    native = "native forward, also of draft heads"
+    if (prebuilt := library.prebuilt_path()) is not None:
+        return f"{native}: prebuilt, {prebuilt}"
+    compiler = library.find_compiler()
     if compiler is None:
-        return f"torch, 2 to 3 times slower than the native forward: {NO_COMPILER}"
-    name = library_name(compiler)
+        return f"torch, 2 to 3 times slower than the native forward: {library.NO_COMPILER}"
+    name = library.library_name(compiler)
     stored = [path for place in cache_directories() if (path := place / name).exists()]
     done = f"compiled, {stored[0]}" if stored else "compiled at the first start"
-    return f"native forward, also of draft heads, by {compiler}: {done}"
+    return f"{native}, by {compiler}: {done}"
 
 
 def _attention(fewest: int) -> str:

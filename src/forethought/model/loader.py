@@ -25,7 +25,7 @@ from transformers.quantizers.auto import AutoHfQuantizer
 
 from forethought.backends.cpu.library import (
     NO_COMPILER,
-    find_compiler,
+    is_available,
     uses_amx,
     warn_unavailable,
 )
@@ -206,7 +206,7 @@ def _native_setting_refusal(
         return "fuse=False asks for the module of transformers"
     if attention != "auto":
         return f"attention={attention!r} asks for another backend"
-    return None if find_compiler() else NO_COMPILER
+    return None if is_available() else NO_COMPILER
 
 
 def _network(

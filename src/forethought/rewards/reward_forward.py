@@ -17,7 +17,7 @@ import torch
 import transformers
 from torch import Tensor, nn
 
-from forethought.backends.cpu.library import NO_COMPILER, find_compiler, warn_unavailable
+from forethought.backends.cpu.library import NO_COMPILER, is_available, warn_unavailable
 from forethought.backends.cpu.network import NativeNetwork
 from forethought.backends.cpu.weights import FAMILIES
 from forethought.errors import ModelError
@@ -43,7 +43,7 @@ def native_forward(backbone: Any, head: Head) -> NativeRewardForward | None:
     family = next((each for each in FAMILIES if each.config_class is type(config)), None)
     if family is None or device.type != "cpu":
         return None
-    if find_compiler() is None:
+    if not is_available():
         warn_unavailable(NO_COMPILER)
         return None
     with torch.device("meta"):

@@ -1,8 +1,9 @@
-"""Compiles ``forward.cpp`` for this processor, keeps the result on disk, and loads it.
+"""Loads ``forward.cpp``: compiled into the wheel, or for this processor at the first start.
 
-The first start on a machine takes some ten seconds for it. Later ones load the library from a
-directory of ``cache``. It is compiled again when the source, its headers, the compiler or the
-processor changes.
+A wheel that was built where there is a compiler brings one library for each of ``LEVELS``. Where
+none of them fits the sources and the processor, the first start compiles one, which takes some ten
+seconds, and later ones load it from a directory of ``cache``. It is compiled again when the source,
+its headers, the compiler or the processor changes.
 """
 
 from __future__ import annotations
@@ -15,7 +16,9 @@ import platform
 import shutil
 import subprocess
 import time
+from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import cache, lru_cache, partial
 from pathlib import Path
 
@@ -28,39 +31,103 @@ SOURCE = Path(__file__).with_name("forward.cpp")
 SOURCES = (SOURCE, *sorted(SOURCE.parent.glob("*.h")))
 """With the headers that it includes."""
 FLAGS = (
-    *("-std=c++17", "-O3", "-march=native", "-pthread", "-shared", "-fPIC", "-Wno-psabi"),
+    *("-std=c++17", "-O3", "-pthread", "-shared", "-fPIC", "-Wno-psabi"),
     "--param=avoid-fma-max-bits=0",
 )
 """GCC, tuned for AMD's Zen, multiplies and adds in two instructions where it finds a chain of them:
 in some instances of a template and not in others, which would then round differently."""
-NO_COMPILER = "there is no C++ compiler (c++, g++ or clang++) on the path"
+NATIVE = ("-march=native",)
+PREBUILT = SOURCE.with_name("prebuilt")
+"""Where the wheel has its libraries."""
+NO_COMPILER = (
+    "this installation has no library for this processor, and there is no C++ compiler (c++, g++ "
+    "or clang++) on the path"
+)
 FIX = "Install one (Debian, Ubuntu: apt-get install g++; Fedora: dnf install gcc-c++)"
 MAX_COMPILE_SECONDS = 300
 """Of processor time, of each process of the compiler: a busy machine may take longer."""
+PROGRESS_SECONDS = 10
+"""Between lines that say that it is being compiled."""
+
+
+@dataclass(frozen=True, slots=True)
+class Level:
+    """Instruction sets that a library is compiled for.
+
+    Attributes:
+        name: of the level.
+        flags: of the compiler.
+        features: that a processor needs, as ``/proc/cpuinfo`` names them.
+    """
+
+    name: str
+    flags: tuple[str, ...]
+    features: frozenset[str]
+
+
+_V3 = frozenset({"avx", "avx2", "bmi1", "bmi2", "f16c", "fma", "abm", "movbe", "xsave"})
+_V4 = _V3 | {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}
+_AMX = ("-march=x86-64-v4", "-mavx512bf16", "-mamx-tile", "-mamx-bf16")
+LEVELS = (
+    Level("amx", _AMX, _V4 | {"avx512_bf16"}),
+    Level("x86-64-v4", ("-march=x86-64-v4",), _V4),
+    Level("x86-64-v3", ("-march=x86-64-v3",), _V3),
+)
+"""Of the libraries in the wheel, the highest first. That of AMX asks for it when it runs, and
+multiplies bf16 by AVX-512 where there is none (Zen 4)."""
 
 
 @lru_cache(maxsize=1)
 def load_library() -> ctypes.CDLL:
-    """The library for this processor; it is compiled if it has not been.
+    """The library for this processor, prebuilt or compiled.
 
     Raises:
-        ModelError: there is no C++ compiler, or it fails.
+        ModelError: there is none prebuilt, and there is no C++ compiler, or it fails.
     """
+    library = _load_prebuilt() or _load_compiled()
+    library.scratch_size.restype = ctypes.c_int64
+    return library
+
+
+def is_available() -> bool:
+    """Whether there is a library for this processor, or a compiler that may make it."""
+    return prebuilt_path() is not None or find_compiler() is not None
+
+
+def prebuilt_path() -> Path | None:
+    """The library of the highest level that this processor has, of the present sources."""
+    if not PREBUILT.is_dir():
+        return None
+    features = set(_processor().get("flags", "").split())
+    paths = [PREBUILT / prebuilt_name(level) for level in LEVELS if level.features <= features]
+    return next((path for path in paths if path.exists()), None)
+
+
+def _load_prebuilt() -> ctypes.CDLL | None:
+    path = prebuilt_path()
+    if path is None:
+        return None
+    try:
+        return ctypes.CDLL(str(path))
+    except OSError as error:  # the system is older than the one that it was built on
+        logger.info("%s cannot be loaded: %s", path, error)
+        return None
+
+
+def _load_compiled() -> ctypes.CDLL:
     compiler = find_compiler()
     if compiler is None:
         raise ModelError(
             "the native forward cannot be compiled", NO_COMPILER, f'{FIX}, or set forward="torch"'
         )
     try:
-        library = load_or_compile(library_name(compiler), partial(compile_library, compiler))
+        return load_or_compile(library_name(compiler), partial(compile_library, compiler))
     except OSError as error:
         raise ModelError(
             "the native forward cannot be loaded",
             f"neither from its cache nor from a temporary directory ({error})",
             'Set FORETHOUGHT_CACHE to a directory that is not mounted noexec, or forward="torch"',
         ) from error
-    library.scratch_size.restype = ctypes.c_int64
-    return library
 
 
 @cache
@@ -105,12 +172,23 @@ def find_compiler() -> str | None:
 
 def library_name(compiler: str) -> str:
     """The file name of the library for this source, compiler and processor."""
+    processor = "\n".join(_processor().values())
+    return f"forward-{_digest(*NATIVE, _version(compiler), processor)}.so"
+
+
+def prebuilt_name(level: Level) -> str:
+    """The file name of the library for this source and a level."""
+    return f"forward-{level.name}-{_digest(*level.flags)}.so"
+
+
+def _digest(*parts: str) -> str:
+    """Of the sources, the flags of all libraries, and what else this one depends on."""
     digest = hashlib.sha256()
     for source in SOURCES:
         digest.update(f"{source.name}\0".encode() + source.read_bytes() + b"\0")
-    for part in (*FLAGS, _version(compiler), _processor()):
+    for part in (*FLAGS, *parts):
         digest.update(part.encode() + b"\0")
-    return f"forward-{digest.hexdigest()[:16]}.so"
+    return digest.hexdigest()[:16]
 
 
 def library_path(compiler: str) -> Path:
@@ -118,24 +196,18 @@ def library_path(compiler: str) -> Path:
     return cache_directories()[0] / library_name(compiler)
 
 
-def compile_library(compiler: str, path: Path) -> None:
-    """Compile to a file.
+def compile_library(compiler: str, path: Path, flags: Sequence[str] = NATIVE) -> None:
+    """Compile to a file, for this processor or as other flags say.
 
     Raises:
         ModelError: the compiler fails.
     """
     # A warning, as it is shown where nobody has configured logging: the start waits for it.
-    logger.warning("compiling the native forward for this processor with %s, once", compiler)
-    began = time.monotonic()
+    logger.warning("compiling the native forward with %s, once: some ten seconds", compiler)
     limit = f'ulimit -t {MAX_COMPILE_SECONDS} 2>/dev/null; exec "$0" "$@"'
-    command = [compiler, *FLAGS, str(SOURCE), "-o", str(path)]
+    command = [compiler, *flags, *FLAGS, str(SOURCE), "-o", str(path)]
     try:
-        subprocess.run(
-            ["/bin/sh", "-c", limit, *command],
-            check=True,
-            capture_output=True,
-            stdin=subprocess.DEVNULL,
-        )
+        _run(["/bin/sh", "-c", limit, *command])
     except (OSError, subprocess.SubprocessError) as error:
         printed = (getattr(error, "stderr", None) or b"").decode(errors="replace").strip()
         raise ModelError(
@@ -143,7 +215,34 @@ def compile_library(compiler: str, path: Path) -> None:
             f"{compiler} failed: {_first_error(printed) or error}",
             'Install a working compiler, or set forward="torch"',
         ) from error
+
+
+def _run(command: Sequence[str]) -> None:
+    """Run a compiler, and say from time to time that it still runs.
+
+    Raises:
+        OSError, CalledProcessError: it cannot run, or fails.
+    """
+    began = time.monotonic()
+    pipe, null = subprocess.PIPE, subprocess.DEVNULL
+    with subprocess.Popen(command, stdin=null, stdout=null, stderr=pipe) as process:
+        try:
+            while (printed := _printed(process)) is None:
+                seconds = time.monotonic() - began
+                logger.warning("the native forward is still being compiled, for %.0f s", seconds)
+        except BaseException:
+            process.kill()
+            raise
+    if process.returncode:
+        raise subprocess.CalledProcessError(process.returncode, command, stderr=printed)
     logger.info("compiled in %.1f s", time.monotonic() - began)
+
+
+def _printed(process: subprocess.Popen[bytes]) -> bytes | None:
+    """Its errors when it has ended; None: it has not after ``PROGRESS_SECONDS``."""
+    with suppress(subprocess.TimeoutExpired):
+        return process.communicate(timeout=PROGRESS_SECONDS)[1]
+    return None
 
 
 def _first_error(printed: str) -> str:
@@ -159,11 +258,11 @@ def _version(compiler: str) -> str:
     return compiler
 
 
-def _processor() -> str:
-    """What ``-march=native`` depends on."""
+def _processor() -> dict[str, str]:
+    """What ``-march=native`` depends on, as ``/proc/cpuinfo`` names it."""
+    names = ("vendor_id", "cpu family", "model", "flags", "Features")
     with suppress(OSError):
         lines = Path("/proc/cpuinfo").read_text().splitlines()
-        wanted = ("vendor_id", "cpu family", "model", "flags", "Features")
-        found = {line.split(":")[0].strip(): line for line in lines if line.startswith(wanted)}
-        return "\n".join(found.values())
-    return f"{platform.machine()} {platform.processor()}"
+        facts = (line.partition(":") for line in lines if line.startswith(names))
+        return {name.strip(): value.strip() for name, _, value in facts}
+    return {"machine": platform.machine(), "processor": platform.processor()}
