@@ -339,8 +339,8 @@ MUTANTS = [
     ),
     Mutant(
         "engine/step.py",
-        "metrics.steps += num_tokens - (not row.is_decode)",
-        "metrics.steps += num_tokens",
+        "metrics.steps += row.is_decode",
+        "metrics.steps += 1",
         "tests/engine/test_continuous_decode.py tests/engine/test_speculation.py",
     ),
     Mutant(
@@ -350,10 +350,10 @@ MUTANTS = [
         "tests/engine/test_continuous_decode.py -k 'evicted'",
     ),
     Mutant(
-        "model/runner.py",
-        "DecodedTokens(tokens, max(map(len, tokens)))",
-        "DecodedTokens(tokens, rows[0].num_tokens)",
-        "tests/model/test_runner.py -k 'behind_their_ends'",
+        "speculative/step_runner.py",
+        "self.has_ended = size is not None or not result.tokens",
+        "self.has_ended = not result.tokens",
+        "tests/speculative/test_step_runner.py -k 'end'",
     ),
     Mutant(
         "engine/packing.py",
@@ -399,7 +399,7 @@ MUTANTS = [
     ),
     Mutant(
         "engine/step.py",
-        "draft_cache.invalidate(table, row.start, row.stop + row.num_nodes)",
+        "draft_cache.invalidate(table, row.start, row.num_stored)",
         "pass",
         "tests/engine/test_speculation.py -k 'written_anew'",
     ),

@@ -7,16 +7,20 @@ import itertools
 import math
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 from unittest import mock
+
+import pytest
 
 from forethought.backends.cuda.graph_runner import GraphRunner
 from forethought.backends.cuda.graphs import GraphCapturer
 from forethought.config.sampling import SamplingParams
 from forethought.config.speculation import DecodingBaseConfig
+from forethought.engine import continuous
 from forethought.engine.engine import Engine, Event
 from forethought.engine.resolve import build_drafter_entry
 from forethought.engine.scheduler import Limits
@@ -26,6 +30,7 @@ from forethought.model import loader
 from forethought.model.causal_lm import CausalLM
 from forethought.model.runner import ModelRunner
 from forethought.speculative.registry import Target
+from forethought.speculative.step_runner import Advance
 from models import tiny, transformers_model
 
 if TYPE_CHECKING:
@@ -51,6 +56,17 @@ def load_poisoned(token: int, directory: Path, forward: loader.Forward = "auto")
     module.save_pretrained(directory)
     with mock.patch.object(loader, "check_values"):
         return loader.load(directory, dtype="float32", device="cpu", forward=forward)
+
+
+def change_advance(monkeypatch: pytest.MonkeyPatch, change: Callable[..., Advance]) -> None:
+    """Have ``change(advance, rows, num_steps)`` make the steps of a call."""
+    original = continuous.step_runner
+
+    def changed(*args: Any) -> Any:
+        steps = original(*args)
+        return steps and SimpleNamespace(advance=functools.partial(change, steps.advance))
+
+    monkeypatch.setattr(continuous, "step_runner", changed)
 
 
 def engine(

@@ -9,7 +9,16 @@ from typing import Any
 import pytest
 
 from eagle_heads import random_head
-from engines import GREEDY, drain, engine, engine_over, expect_empty, load_poisoned, outputs
+from engines import (
+    GREEDY,
+    change_advance,
+    drain,
+    engine,
+    engine_over,
+    expect_empty,
+    load_poisoned,
+    outputs,
+)
 from forethought.config.drafters import (
     EagleDecodingConfig,
     NGramDecodingConfig,
@@ -22,10 +31,9 @@ from forethought.engine.sequence import Sequence, Status
 from forethought.errors import LogitsError
 from forethought.kv.table import PageTable
 from forethought.model import loader
-from forethought.model.runner import DecodedTokens, DecodeRow
-from forethought.model.sampling import NO_TOKEN
 from forethought.outputs import FinishReason
 from forethought.speculative.length.policy import FixedLength, LengthRequest, SkippedSteps
+from forethought.speculative.step_runner import Advance, DecodeRow
 from models import ARCHITECTURES, greedy, prompts, tiny
 
 PROMPTS = prompts((3, 17, 9, 30, 1))
@@ -216,7 +224,7 @@ def test_free_pages_bound_the_steps_however_many_are_asked_for(
 
     monkeypatch.setattr(PageTable, "pages_needed", counted)
     machine.scheduler.reserve_decode_slots(plan, 1000)
-    assert [row.num_nodes for row in plan.rows] == [min(most, left) - 1 for _, left in rows]
+    assert [row.num_further for row in plan.rows] == [min(most, left) - 1 for _, left in rows]
     assert num_looks <= len(rows) * 9
     plan.undo()
     holder.release()
@@ -401,11 +409,11 @@ def test_where_the_call_fails_the_step_is_made_alone(monkeypatch: pytest.MonkeyP
     machine = made(8)
     calls: list[List[DecodeRow]] = []
 
-    def fail(rows: List[DecodeRow]) -> DecodedTokens:
+    def fail(advance: Any, rows: List[DecodeRow], num_steps: int) -> Advance:
         calls.append(rows)
         raise RuntimeError("out of memory")
 
-    monkeypatch.setattr(machine.runner, "decode", fail)
+    change_advance(monkeypatch, fail)
     sequences = [machine.add(prompt, GREEDY)[0] for prompt in PROMPTS[:2]]
     events = drain(machine)
     assert outputs(sequences) == EXPECTED[:2]
@@ -422,11 +430,11 @@ def test_an_interrupted_call_leaves_the_sequences_as_they_were(
     machine.step()
     before = list(sequence.tokens), sequence.num_computed
 
-    def interrupt(rows: List[DecodeRow]) -> DecodedTokens:
+    def interrupt(*args: Any) -> Advance:
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(machine.runner, "decode", interrupt)
+        change_advance(patch, interrupt)
         with pytest.raises(KeyboardInterrupt):
             machine.step()
     assert (sequence.tokens, sequence.num_computed) == before
@@ -441,16 +449,16 @@ def test_logits_that_are_not_finite_are_computed_again(
 ) -> None:
     """Once: the sequence goes on from what was decoded before them."""
     machine = made(8)
-    decode, spoilt = machine.runner.decode, list[int]()
+    spoilt = list[int]()
 
-    def spoiling(rows: List[DecodeRow]) -> DecodedTokens:
-        decoded = decode(rows)
+    def spoiling(advance: Any, rows: List[DecodeRow], num_steps: int) -> Advance:
+        made: Advance = advance(rows, num_steps)
         if not spoilt:
             spoilt.append(first)
-            decoded.tokens[0][first:] = [NO_TOKEN]
-        return decoded
+            del made.results[0][first:]
+        return made
 
-    monkeypatch.setattr(machine.runner, "decode", spoiling)
+    change_advance(monkeypatch, spoiling)
     sequences = [machine.add(prompt, GREEDY)[0] for prompt in PROMPTS[:2]]
     drain(machine)
     assert spoilt

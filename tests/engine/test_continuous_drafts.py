@@ -14,7 +14,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from eagle_heads import random_head
-from engines import drain, engine, engine_over, expect_empty, load_poisoned, outputs
+from engines import change_advance, drain, engine, engine_over, expect_empty, load_poisoned, outputs
 from forethought.assets import reasoner_dir
 from forethought.config.drafters import (
     DraftTargetDecodingConfig,
@@ -32,8 +32,6 @@ from forethought.llm.tokenizer import Tokenizer
 from forethought.model import loader
 from forethought.model.causal_lm import CausalLM
 from forethought.outputs import FinishReason
-from forethought.speculative import chain_steps
-from forethought.speculative.chain_steps import DecodedChains
 from forethought.speculative.drafter import ResourceManager
 from forethought.speculative.length.gate import AcceptanceGate
 from forethought.speculative.length.policy import (
@@ -43,6 +41,7 @@ from forethought.speculative.length.policy import (
     SkippedSteps,
     StepRecord,
 )
+from forethought.speculative.step_runner import Advance, DecodeRow, SingleSteps
 from generations import expect_same
 from models import greedy, prompts, tiny
 from shipped import QUESTIONS, shipped
@@ -466,10 +465,10 @@ def test_a_streamed_sequence_gets_each_step_by_itself() -> None:
 def test_where_the_call_fails_the_step_is_made_alone_with_its_draft(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def fail(*args: Any) -> DecodedChains:
+    def fail(*args: Any) -> Advance:
         raise RuntimeError("out of memory")
 
-    monkeypatch.setattr(continuous, "decode_chains", fail)
+    change_advance(monkeypatch, fail)
     machine = made(8)
     sequences = [machine.add(prompt, GREEDY)[0] for prompt in PROMPTS[:2]]
     events = drain(machine)
@@ -485,14 +484,15 @@ def test_a_call_that_fails_half_way_leaves_nothing_wrong_behind(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Slots behind the last known token hold other tokens than the next step computes."""
-    made_steps, decode = [made(1), made(8)], chain_steps.decode_by_forwards
+    made_steps = [made(1), made(8)]
 
-    def fail(*args: Any) -> DecodedChains:
-        decode(*args)
+    def fail(advance: Any, rows: List[DecodeRow], num_steps: int) -> Advance:
+        advance(rows, num_steps)
         raise RuntimeError("too late")
 
     single = run(made_steps[0], [GREEDY, GREEDY])
-    monkeypatch.setattr(continuous, "decode_chains", fail)
+    monkeypatch.setattr(continuous, "STEP_RUNNERS", (SingleSteps,))
+    change_advance(monkeypatch, fail)
     expect_same(made_steps, [single, run(made_steps[1], [GREEDY, GREEDY])])
 
 
@@ -504,11 +504,11 @@ def test_an_interrupted_call_leaves_the_sequences_as_they_were(
     machine.step()
     before = list(sequence.tokens), sequence.num_computed
 
-    def interrupt(*args: Any) -> DecodedChains:
+    def interrupt(*args: Any) -> Advance:
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(continuous, "decode_chains", interrupt)
+        change_advance(patch, interrupt)
         with pytest.raises(KeyboardInterrupt):
             machine.step()
     assert (sequence.tokens, sequence.num_computed) == before
@@ -522,16 +522,16 @@ def test_logits_that_are_not_finite_are_computed_again(
     first: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Once: the sequence goes on from what was decoded before them."""
-    spoilt, decode = list[int](), continuous.decode_chains
+    spoilt = list[int]()
 
-    def spoiling(*args: Any) -> DecodedChains:
-        decoded = decode(*args)
+    def spoiling(advance: Any, rows: List[DecodeRow], num_steps: int) -> Advance:
+        made: Advance = advance(rows, num_steps)
         if not spoilt:
             spoilt.append(first)
-            del decoded.steps[0][first:]
-        return decoded
+            del made.results[0][first:]
+        return made
 
-    monkeypatch.setattr(continuous, "decode_chains", spoiling)
+    change_advance(monkeypatch, spoiling)
     machine = made(8)
     sequences = [machine.add(prompt, GREEDY)[0] for prompt in PROMPTS[:2]]
     drain(machine)

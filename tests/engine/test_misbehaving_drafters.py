@@ -20,7 +20,7 @@ import drafters
 from engines import drain, engine, expect_empty, outputs
 from forethought.config.drafters import UserProvidedDecodingConfig
 from forethought.config.sampling import SamplingParams
-from forethought.speculative.chain_steps import TextChains
+from forethought.speculative.chain_source import TextChains
 from forethought.speculative.drafter import Drafter, DraftRequest
 from models import VOCAB, greedy, prompts, tiny
 

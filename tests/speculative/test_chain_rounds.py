@@ -30,7 +30,6 @@ from forethought.model import loader
 from forethought.model.batch import PackedRows, Row
 from forethought.model.causal_lm import CausalLM
 from forethought.model.sampling import NO_TOKEN
-from forethought.speculative import chain_steps
 from forethought.speculative.chain_rounds import (
     ChainRounds,
     PlacedBatch,
@@ -38,6 +37,7 @@ from forethought.speculative.chain_rounds import (
     next_known,
 )
 from forethought.speculative.drafters.eagle import EagleDrafter
+from forethought.speculative.step_runner import SingleSteps
 from forethought.speculative.verify.accept import num_accepted
 from generations import COUNTS
 from generations import facts as all_facts
@@ -123,13 +123,13 @@ def expect_same(single: Run, several: Run) -> None:
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
     """Rows and rounds of each call."""
-    made, original = list[tuple[int, int]](), ChainRounds.run
+    made, original = list[tuple[int, int]](), ChainRounds._run
 
     def counted(self: ChainRounds, rows: Any, num_rounds: int) -> Any:
         made.append((len(rows), num_rounds))
         return original(self, rows, num_rounds)
 
-    monkeypatch.setattr(ChainRounds, "run", counted)
+    monkeypatch.setattr(ChainRounds, "_run", counted)
     return made
 
 
@@ -144,7 +144,7 @@ def test_rounds_generate_and_store_what_single_steps_and_the_reference_do(
     assert single[0].stats.accepted > 8
     assert (single[0].stats.accepted < single[0].stats.drafted) == (kind != "all accepted")
     expect_same(single, several)
-    monkeypatch.setattr(continuous, "decode_chains", chain_steps.decode_by_forwards)
+    monkeypatch.setattr(continuous, "STEP_RUNNERS", (SingleSteps,))
     expect_same(several, run(kind, 8))
 
 

@@ -17,7 +17,7 @@ from forethought.engine import continuous
 from forethought.engine.engine import Engine
 from forethought.engine.sequence import Sequence
 from forethought.model import loader
-from forethought.speculative import chain_steps
+from forethought.speculative.step_runner import SingleSteps
 from generations import expect_same
 from models import prompts
 
@@ -65,7 +65,7 @@ def test_tokens_counts_and_all_that_is_stored_are_those_of_single_steps_and_of_t
     assert calls
     assert several[0].stats.failed_forwards == 0
     assert 8 < single[0].stats.accepted < single[0].stats.drafted - 8
-    monkeypatch.setattr(continuous, "decode_chains", chain_steps.decode_by_forwards)
+    monkeypatch.setattr(continuous, "STEP_RUNNERS", (SingleSteps,))
     reference = run(kind, 8, dtype)
     for other in (several, reference):
         machines, kept = zip(single, other, strict=True)

@@ -1,9 +1,8 @@
 """Continuous decode steps: several in one call, where nothing has to be decided between them.
 
-Every running sequence decodes plainly, and nothing can be admitted. Without drafts the steps are
-made by ``ModelRunner.decode``. With drafts they are made by ``speculative.chain_steps``, where one
-drafter alone drafts, in greedy chains of a length that holds. They are committed and counted as if
-they had been made one by one.
+Every running sequence decodes greedily, and nothing can be admitted. Drafts, if there are any, are
+chains of one drafter, of a length that holds. The steps are made by ``StepRunner.advance`` and
+committed and counted as if they had been made one by one.
 """
 
 from __future__ import annotations
@@ -11,24 +10,40 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Sequence as List
-from itertools import chain
 
 from forethought.engine.drafting import Drafting
 from forethought.engine.guarded_drafter import GuardedDrafter
-from forethought.engine.packing import decode_row, is_plain_decode
+from forethought.engine.packing import is_plain_decode
 from forethought.engine.scheduler import Plan, PlannedRow, Scheduler
 from forethought.kv.table import TableView
-from forethought.model.runner import DecodedTokens, ModelRunner
-from forethought.model.sampling import NO_TOKEN
-from forethought.outputs import DraftedStep, EngineStats
-from forethought.speculative.chain_steps import (
-    ChainRow,
-    ChainSource,
-    can_decode_chains,
-    decode_chains,
+from forethought.model.runner import ModelRunner
+from forethought.outputs import EngineStats
+from forethought.speculative.chain_rounds import ChainRounds
+from forethought.speculative.chain_source import ChainSource
+from forethought.speculative.native_steps import NativeSteps
+from forethought.speculative.step_runner import (
+    Advance,
+    DecodeRow,
+    QueuedSteps,
+    SingleSteps,
+    StepRunner,
 )
 
 log = logging.getLogger(__name__)
+
+STEP_RUNNERS: tuple[type[StepRunner], ...] = (NativeSteps, ChainRounds, QueuedSteps, SingleSteps)
+"""The first that can make a call's steps does; the last is the reference implementation."""
+
+
+def step_runner(
+    runner: ModelRunner, chains: ChainSource | None, rows: List[DecodeRow]
+) -> StepRunner | None:
+    """What makes steps of these rows in one call; None: single calls are no slower.
+
+    See :meth:`StepRunner.of`.
+    """
+    runners = (implementation.of(runner, chains, rows) for implementation in STEP_RUNNERS)
+    return next((made for made in runners if made is not None), None)
 
 
 class ContinuousDecode:
@@ -68,8 +83,8 @@ class ContinuousDecode:
             self._reserve_with_drafts(plan, num_steps)
             return asks_drafters
         most = self._num_plain_steps(rows, asks_drafters)
-        scheduler.reserve_decode_slots(plan, int(min(num_steps, most)))
-        return asks_drafters and not any(row.num_nodes for row in rows)
+        plan.num_steps = scheduler.reserve_decode_slots(plan, int(min(num_steps, most)))
+        return asks_drafters and plan.num_steps == 1
 
     def _num_plain_steps(self, rows: List[PlannedRow], asks_drafters: bool) -> float:
         """How many steps of these rows, from this one on, need no drafter and no policy."""
@@ -88,12 +103,7 @@ class ContinuousDecode:
         except Exception:
             log.exception("steps with drafts stay single")
             return
-        if num_steps < 2:
-            return
-        for row in plan.rows:
-            row.draft_len = row.num_nodes
-        num_steps = self._scheduler.reserve_decode_slots(plan, num_steps)
-        plan.num_chain_steps = num_steps if num_steps > 1 else 0
+        plan.num_steps = self._scheduler.reserve_decode_slots(plan, num_steps)
 
     def _num_chain_steps(self, rows: List[PlannedRow], num_steps: int) -> int:
         """How many steps with drafts of these rows, from this one on, may be one call."""
@@ -103,8 +113,7 @@ class ContinuousDecode:
         chains = drafter.drafter.chain_source
         if chains is None or not self._holds(drafter, rows):
             return 1
-        sizes = [(len(row.sequence.tokens), row.num_nodes) for row in rows]
-        if not can_decode_chains(self._runner, chains, sizes):
+        if step_runner(self._runner, chains, list(map(self._row, rows))) is None:
             return 1
         drafting = [row for row in rows if row.num_nodes]
         held = drafter.num_held_steps()
@@ -141,76 +150,45 @@ class ContinuousDecode:
             request.table = TableView(row.sequence.table)
         return all(map(chains.can_follow, requests))
 
-    def decode(self, plan: Plan) -> tuple[list[PlannedRow], DecodedTokens] | None:
-        """Make all steps that there are slots for.
+    def advance(self, plan: Plan) -> Advance | None:
+        """Make all steps that there are slots for, and fill ``results`` of the rows.
 
         Returns:
-            The rows, and all tokens of each. None: the plan is of one step, or this failed and it
-            is now.
+            None: this failed, and the plan is of one step now.
         """
-        rows = sorted(plan.rows, key=lambda row: (-row.draft_len, -row.num_nodes))
+        rows = sorted(plan.rows, key=lambda row: (-row.num_nodes, -row.num_further))
         try:
-            if plan.num_chain_steps:
-                return rows, self._decode_chains(rows, plan.num_chain_steps)
-            return rows, self._runner.decode([decode_row(row) for row in rows])
+            return self._advance(rows, plan.num_steps)
         except Exception as error:
             log.warning("decode steps of %d rows failed: %r", len(rows), error)
             self._stats.failed_forwards += 1
-            plan.num_chain_steps = 0
-            for row in rows:
-                plan.trim(row, row.draft_len)
+            plan.make_single()
             return None
 
-    def _decode_chains(self, rows: List[PlannedRow], num_steps: int) -> DecodedTokens:
-        """Make steps with drafts; sets ``steps`` of the rows, the longest drafts first."""
-        drafter = self._only_drafter(rows)
-        assert drafter is not None
-        chains = drafter.drafter.chain_source
-        assert chains is not None
-        decoded = decode_chains(self._runner, chains, list(map(self._row, rows)), num_steps)
-        self._drafting.add_draft_seconds(drafter, decoded.draft_seconds)
-        self._stats.forward_seconds -= decoded.draft_seconds  # of the call, which is timed as one
-        for row, steps in zip(rows, decoded.steps, strict=True):
-            row.steps, row.drafter = steps, drafter.name
-        tokens = [list(chain.from_iterable(step.tokens for step in row.steps)) for row in rows]
-        return DecodedTokens([own or [NO_TOKEN] for own in tokens], decoded.num_forwards)
+    def _advance(self, rows: List[PlannedRow], num_steps: int) -> Advance:
+        drafter = self._only_drafter(rows) if rows[0].num_nodes else None
+        chains = None if drafter is None else drafter.drafter.chain_source
+        assert (chains is None) == (not rows[0].num_nodes)
+        decode_rows = list(map(self._row, rows))
+        steps = step_runner(self._runner, chains, decode_rows)
+        assert steps is not None
+        advance = steps.advance(decode_rows, num_steps)
+        if drafter is not None:
+            self._drafting.add_draft_seconds(drafter, advance.draft_seconds)
+            self._stats.forward_seconds -= advance.draft_seconds  # of the call, timed as one
+        for row, results in zip(rows, advance.results, strict=True):
+            row.results, row.drafter = results, "" if drafter is None else drafter.name
+        return advance
 
-    def _row(self, row: PlannedRow) -> ChainRow:
+    def _row(self, row: PlannedRow) -> DecodeRow:
         sequence = row.sequence
-        request = self._drafting.request_of(sequence)
-        return ChainRow(
-            request=request,
+        return DecodeRow(
+            request=self._drafting.request_of(sequence),
             table=sequence.table,
-            draft_len=row.draft_len,
+            draft_len=row.num_nodes,
             num_left=sequence.limit - len(sequence.tokens),
             ends=sequence.end_ids,
         )
-
-    def count(self, row: PlannedRow, has_ended: bool) -> None:
-        """Count the steps with drafts of a row, and note them for the output.
-
-        Before their tokens are appended to the sequence.
-
-        Args:
-            row: with its ``steps``.
-            has_ended: the last of their tokens ends the generation.
-        """
-        sequence, metrics = row.sequence, row.sequence.metrics
-        start = len(sequence.tokens) - sequence.prompt_length
-        for drafted, tokens in row.steps:
-            num_accepted = len(tokens) - 1
-            if drafted:
-                metrics.record(len(drafted), num_accepted)
-                self._stats.drafted += len(drafted)
-                self._stats.accepted += num_accepted
-                rejected = tuple(drafted[num_accepted:])
-                step = DraftedStep(start, num_accepted, row.drafter, rejected)
-                sequence.drafted_steps.append(step)
-            else:
-                metrics.steps += 1
-            start += len(tokens)
-        if has_ended and row.steps[-1].drafted:  # what follows was cut off, not rejected
-            sequence.drafted_steps[-1] = sequence.drafted_steps[-1]._replace(rejected=())
 
 
 def _positions_left(chains: ChainSource, row: PlannedRow) -> float:

@@ -184,7 +184,7 @@ class Drafting:
             num_steps: that it made.
         """
         if self._skipped.num_steps and all(row.num_tokens == 1 for row in plan.rows):
-            counts = [(row.stop, len(row.results[0][1].tokens)) for row in plan.rows if row.results]
+            counts = [(row.stop, row.num_gained) for row in plan.rows if row.results]
             context = sum(length * size + size * (size - 1) // 2 for length, size in counts)
             num_tokens = sum(size for _, size in counts)
             self._skipped.measure(num_steps, num_tokens, context, seconds)
@@ -409,18 +409,12 @@ class Drafting:
 
     def _verified(self, drafter: GuardedDrafter, plan: Plan) -> list[tuple[int, int, int]]:
         """What became of a drafter's drafts, as in ``StepRecord.requests``."""
-        if plan.num_chain_steps:
-            return [
-                (row.sequence.id, len(drafted), len(tokens) - 1)
-                for row in plan.rows
-                if row.draft_len and row.drafter == drafter.name
-                for drafted, tokens in row.steps
-            ]
-        results = {row.sequence.id: row.results[0][1] for row in plan.rows if row.results}
         return [
-            (number, draft.draft.depth, len(results[number].path))
-            for number, draft in self._drafts.items()
-            if len(draft.draft) and draft.tried[-1] is drafter and number in results
+            (row.sequence.id, result.draft.depth, len(result.path))
+            for row in plan.rows
+            if row.drafter == drafter.name
+            for result in row.results
+            if len(result.draft)
         ]
 
     def drop(self, sequence: Sequence, error: Exception) -> None:
@@ -450,13 +444,13 @@ class Drafting:
 
 def _mean_sizes(plan: Plan, num_steps: int) -> tuple[float, float, float]:
     """Sequences, tokens of the forward, and tokens of the sequences, of a step."""
-    if not plan.num_chain_steps:
+    if plan.num_steps == 1:
         return len(plan.rows), plan.num_tokens, sum(row.stop for row in plan.rows)
     num_rows, num_tokens, context = 0, 0, 0
     for row in plan.rows:
         length = row.stop
-        for drafted, tokens in row.steps:
-            num_rows, num_tokens = num_rows + 1, num_tokens + 1 + len(drafted)
+        for result in row.results:
+            num_rows, num_tokens = num_rows + 1, num_tokens + 1 + len(result.draft)
             context += length
-            length += len(tokens)
+            length += len(result.tokens)
     return num_rows / num_steps, num_tokens / num_steps, context / num_steps

@@ -16,8 +16,7 @@ from torch import Tensor
 from forethought.engine.scheduler import PlannedRow
 from forethought.engine.sequence import Sequence, siblings_to_sample
 from forethought.model.batch import ConcurrentTokens, Row
-from forethought.model.runner import DecodeRow
-from forethought.model.sampling import NO_TOKEN, DevicePath, TokenContext
+from forethought.model.sampling import DevicePath, TokenContext
 from forethought.speculative.drafter import NO_DRAFT, DeviceTokens, Draft
 from forethought.speculative.verify.accept import VerificationResult, verify_argmax
 from forethought.speculative.verify.unread_drafts import read_drafts
@@ -76,6 +75,13 @@ class PendingSample:
     sequence: Sequence
     request: VerificationRequest
 
+    def take(self, result: VerificationResult) -> None:
+        """Note what the sequence gains."""
+        if self.sequence is self.row.sequence:
+            self.row.results.append(result)
+        else:
+            self.row.sibling_results.append((self.sequence, result))
+
     def without_draft(self) -> PendingSample:
         """The same, sampled behind the root."""
         rows, contexts = self.request.rows[:1], self.request.contexts[:1]
@@ -111,38 +117,7 @@ def take_argmax(rows: List[PlannedRow], logits: Tensor) -> list[Sequence]:
     results = verify_argmax(logits, [row.draft for row in rows])
     for row, result in zip(rows, results, strict=True):
         if result.tokens:
-            row.results.append((row.sequence, result))
-        else:
-            nonfinite.append(row.sequence)
-    return nonfinite
-
-
-def decode_row(row: PlannedRow) -> DecodeRow:
-    """The model's view of a row with slots for further decode steps."""
-    sequence = row.sequence
-    return DecodeRow(
-        token=sequence.tokens[row.start],
-        start=row.start,
-        table=sequence.table,
-        num_tokens=1 + row.num_nodes,
-        ends=sequence.end_ids,
-    )
-
-
-def take_decoded(rows: List[PlannedRow], decoded: List[list[int]]) -> list[Sequence]:
-    """Fill ``results`` with the tokens of each row: a chain that is accepted, and the token behind.
-
-    Returns:
-        The sequences whose logits were not finite in the first step. Where they were not later on,
-        the next step of the engine finds it.
-    """
-    nonfinite: list[Sequence] = []
-    for row, tokens in zip(rows, decoded, strict=True):
-        if tokens[-1] == NO_TOKEN:
-            del tokens[-1]
-        if tokens:
-            result = VerificationResult(list(range(len(tokens) - 1)), tokens)
-            row.results.append((row.sequence, result))
+            row.results.append(result)
         else:
             nonfinite.append(row.sequence)
     return nonfinite

@@ -36,7 +36,6 @@ from forethought.speculative.drafter import NO_DRAFT, Draft
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from forethought.speculative.chain_steps import ChainStep
     from forethought.speculative.verify.accept import VerificationResult
     from forethought.speculative.verify.verify import AcceptanceRule
 
@@ -72,27 +71,37 @@ class PlannedRow:
     copies: tuple[PageCopy, ...] | None = None
     """To make before the forward; None: the table has no slots for the tokens yet."""
     num_nodes: int = 0
-    """Draft slots behind the known tokens: those reserved by the plan, and from drafting on as many
-    as the draft has nodes. In continuous decode steps: slots of all tokens that they may store."""
+    """Draft slots after the known tokens: those reserved by the plan, and from drafting on as many
+    as the draft has nodes."""
+    num_further: int = 0
+    """Slots after those, for what the further steps of the call store."""
     draft: Draft = NO_DRAFT
     """Set by drafting."""
     drafter: str = ""
     """Set by drafting: the name of the drafter whose draft it is."""
     rule: AcceptanceRule | None = None
     """Set by drafting: accepts or rejects the draft; None: the exact rule."""
-    draft_len: int = 0
-    """Of continuous steps with drafts: tokens to draft in each, at most."""
-    steps: list[ChainStep] = field(default_factory=list)
-    """Of continuous steps with drafts, when they have been made."""
     known_logits: Tensor | None = None
     """Set by verification where the prompt is scored: [num_logits, V] float32."""
-    results: list[tuple[Sequence, VerificationResult]] = field(default_factory=list)
-    """Set by verification: what was sampled, for its own sequence first, then for siblings."""
+    results: list[VerificationResult] = field(default_factory=list)
+    """Set by verification: what its sequence gains, in each step of the call."""
+    sibling_results: list[tuple[Sequence, VerificationResult]] = field(default_factory=list)
+    """Set by verification: what siblings with the same tokens gain."""
 
     @property
     def num_tokens(self) -> int:
         """Known tokens to compute."""
         return self.stop - self.start
+
+    @property
+    def num_stored(self) -> int:
+        """Tokens of the sequence up to the last slot that it may write."""
+        return self.stop + self.num_nodes + self.num_further
+
+    @property
+    def num_gained(self) -> int:
+        """Tokens that its sequence gains."""
+        return sum(len(result.tokens) for result in self.results)
 
     @property
     def is_last(self) -> bool:
@@ -122,9 +131,9 @@ class Plan:
 
     rows: list[PlannedRow] = field(default_factory=list)
     num_tokens: int = 0
-    """To compute: known tokens and draft slots."""
-    num_chain_steps: int = 0
-    """Continuous steps with drafts, of which the plan is, at most; 0: it is of another kind."""
+    """To compute in one step: known tokens and draft slots."""
+    num_steps: int = 1
+    """Decode steps to make in one call, at most."""
     failures: list[tuple[Sequence, Exception]] = field(default_factory=list)
     """Sequences that cannot go on, to be closed at the end of the step. They have no row."""
 
@@ -178,11 +187,22 @@ class Plan:
         self.num_tokens += num_nodes
         row.num_nodes += num_nodes
 
+    def reserve_further(self, row: PlannedRow, num_slots: int) -> None:
+        """Append slots of further steps to a row; enough pages must be available."""
+        row.sequence.table.append(num_slots)
+        row.num_further += num_slots
+
+    def make_single(self) -> None:
+        """The plan is of one step: give back the slots of further ones."""
+        self.num_steps = 1
+        for row in self.rows:
+            self.trim(row, row.num_nodes)
+
     def trim(self, row: PlannedRow, num_nodes: int) -> None:
         """Keep only the first ``num_nodes`` draft slots of a row."""
         row.sequence.table.rewind(row.stop + num_nodes)
         self.num_tokens -= row.num_nodes - num_nodes
-        row.num_nodes = num_nodes
+        row.num_nodes, row.num_further = num_nodes, 0
 
     def drop_draft(self, row: PlannedRow) -> None:
         """Leave the row without a draft and without slots for one."""
@@ -323,7 +343,7 @@ class Scheduler:
             num_steps = bisect_right(range(num_steps), free, lo=1, key=needed) - 1
         for row, (_, size, most) in zip(plan.rows, rows, strict=True):
             if min(num_steps * size, most) > size:
-                plan.reserve(row, min(num_steps * size, most) - size)
+                plan.reserve_further(row, min(num_steps * size, most) - size)
         return num_steps
 
     def plan_prefills(self, plan: Plan) -> None:

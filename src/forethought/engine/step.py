@@ -33,7 +33,6 @@ from forethought.engine.packing import (
     pack,
     pending_samples,
     take_argmax,
-    take_decoded,
     takes_argmax,
 )
 from forethought.engine.scheduler import Plan, PlannedRow, Scheduler
@@ -60,7 +59,12 @@ from forethought.outputs import (
     TokenLogprobs,
 )
 from forethought.speculative.drafter import Draft
-from forethought.speculative.verify.accept import VerificationResult, num_until_end
+from forethought.speculative.verify.accept import (
+    VerificationResult,
+    num_until_end,
+    tokens_of,
+    truncate,
+)
 from forethought.speculative.verify.verify import verify
 
 log = logging.getLogger(__name__)
@@ -136,14 +140,7 @@ class Step:
             with deferred_interrupts():
                 self._schedule(plan)
                 self._prepare_pages(plan)
-            num_forwards = self._decode(plan)
-            if not num_forwards:
-                num_forwards = 1
-                if self._asks_drafters:
-                    self._draft(plan)
-                with self._timer:
-                    computed = self._forward(plan)
-                self._verify(plan, computed)
+            num_forwards = self._advance(plan)
         except Exception as error:  # a defect of the engine itself
             plan.fail_all(error)
         except BaseException:
@@ -208,12 +205,33 @@ class Step:
         for row in plan.rows:
             table = row.sequence.table
             for draft_cache in self._drafting.draft_caches:
-                draft_cache.invalidate(table, row.start, row.stop + row.num_nodes)
+                draft_cache.invalidate(table, row.start, row.num_stored)
             if row.sequence.had_nonfinite_logits:  # masked slots count if they are not finite
                 end = len(table.pages) * table.page_size
                 self._runner.storage.clear_slots(table.slots(row.start, end))
 
-    # ---- draft ------------------------------------------------------------------------------
+    # ---- advance ----------------------------------------------------------------------------
+
+    def _advance(self, plan: Plan) -> int:
+        """Make the steps of the plan, and fill ``results`` of its rows.
+
+        Returns:
+            Forwards that were made.
+        """
+        if plan.num_steps > 1:
+            with self._timer:
+                advance = self._continuous.advance(plan)
+            if advance is not None:
+                for row in [row for row in plan.rows if not row.results]:
+                    self._recompute(plan, row.sequence)
+                self._drafting.skip(advance.num_forwards - 1)
+                return advance.num_forwards
+        if self._asks_drafters:
+            self._draft(plan)
+        with self._timer:
+            computed = self._forward(plan)
+        self._verify(plan, computed)
+        return 1
 
     def _draft(self, plan: Plan) -> None:
         """Run the drafters; an error here costs the drafts alone."""
@@ -272,25 +290,6 @@ class Step:
 
         return by_halves(list(plan.rows), compute, failed)
 
-    def _decode(self, plan: Plan) -> int:
-        """Make all decode steps that the plan has slots for, and fill ``results`` of the rows.
-
-        Returns:
-            Forwards that were made; 0: the plan is of one step, or this failed and it is now.
-        """
-        is_single = self._asks_drafters and not plan.num_chain_steps
-        if is_single or not any(row.num_nodes for row in plan.rows):
-            return 0
-        with self._timer:
-            decoded = self._continuous.decode(plan)
-        if decoded is None:
-            return 0
-        rows, found = decoded
-        for sequence in take_decoded(rows, found.tokens):
-            self._recompute(plan, sequence)
-        self._drafting.skip(found.num_forwards - 1)
-        return found.num_forwards
-
     # ---- verify -----------------------------------------------------------------------------
 
     def _verify(self, plan: Plan, computed: List[tuple[List[PlannedRow], Tensor]]) -> None:
@@ -326,7 +325,7 @@ class Step:
         for some, results in by_halves(pending_samples(rows, self._eos_ids), compute, failed):
             for pending, result in zip(some, results, strict=True):
                 if result.tokens:
-                    pending.row.results.append((pending.sequence, result))
+                    pending.take(result)
                 elif pending.sequence is pending.row.sequence:  # its siblings wait for it
                     nonfinite.append(pending.sequence)
         return nonfinite
@@ -365,82 +364,81 @@ class Step:
 
     def _commit_row(self, row: PlannedRow, moves: list[SlotMove]) -> list[Event]:
         """Keep what was computed and accepted; append the sampled tokens, as the last thing."""
-        sequence, result, accepted = row.sequence, None, list[int]()
-        end: End = (None, None)
+        sequence, results = row.sequence, row.results
         try:
-            if row.results:
-                result = row.results[0][1]
-                end = self._truncate(sequence, result)
-                accepted = result.tokens[: len(result.path)]
-                if row.steps:
-                    self._continuous.count(row, end[0] is not None)
-                else:
-                    self._count_draft(row, len(accepted), len(result.tokens))
-                if row.draft.tokens:
-                    self._record_draft(row, result.path, end[0] is not None)
-            moves += sequence.table.keep_path(row.stop, result.path if result else ())
-            self._record(row, accepted)
+            end = self._truncate(sequence, results) if results else (None, None)
+            self._count_steps(row, end[0] is not None)
+            path = _kept_path(results)
+            moves += sequence.table.keep_path(row.stop, path)
+            self._record(row, tokens_of(results)[: len(path)])
         except Exception as error:  # its siblings go on without it
             return [self._fail(sequence, error)]
-        if result is None:
+        if not results:
             return []
-        siblings = [self._start_sibling(*each) for each in row.results[1:]]
-        return [self._append(sequence, result, end), *siblings]
+        siblings = [self._start_sibling(*sibling) for sibling in row.sibling_results]
+        return [self._append(sequence, results, end), *siblings]
 
     def _start_sibling(self, sibling: Sequence, result: VerificationResult) -> Event:
         """Let a sibling of a row's sequence go on with a token of its own."""
         try:
-            end = self._truncate(sibling, result)
+            end = self._truncate(sibling, [result])
             attach_to_parent(sibling, has_logits=True)
             is_full = self._scheduler.is_full
             self._scheduler.place(sibling, Status.WAITING if is_full else Status.RUNNING)
-            return self._append(sibling, result, end)
+            return self._append(sibling, [result], end)
         except Exception as error:
             return self._fail(sibling, error)
 
-    def _truncate(self, sequence: Sequence, result: VerificationResult) -> End:
-        """Cut a result behind the token that ends the generation.
+    @staticmethod
+    def _truncate(sequence: Sequence, results: list[VerificationResult]) -> End:
+        """Cut the results of a row after the token that ends the generation.
 
         Raises:
             ParameterError: a token breaks the grammar, with which nothing could go on.
         """
-        tokens, left = result.tokens, sequence.limit - len(sequence.tokens)
+        tokens, left = tokens_of(results), sequence.limit - len(sequence.tokens)
         if not left:  # only the prompt was to be scored
-            result.truncate(0)
+            truncate(results, 0)
             return FinishReason.LENGTH, None
         assert len(tokens) <= left, "drafts are shorter than this"
         size = num_until_end(tokens, sequence.end_ids, left)
         num_complete = _num_until_complete(sequence, tokens[:size])
         if size is None and num_complete is None:
             return None, None
-        result.truncate(num_complete or size or 0)
-        last = tokens[-1]
+        num_tokens = num_complete or size or 0
+        truncate(results, num_tokens)
+        last = tokens[num_tokens - 1]
         if last in sequence.end_ids:
             return FinishReason.STOP, last if last in sequence.params.stop_token_ids else None
         if num_complete is not None:
             return FinishReason.STOP, GRAMMAR_COMPLETE
         return FinishReason.LENGTH, None
 
-    def _count_draft(self, row: PlannedRow, num_accepted: int, num_tokens: int) -> None:
-        metrics = row.sequence.metrics
-        if not row.draft.tokens:  # each token is of a step, the first one perhaps of a prefill
-            metrics.steps += num_tokens - (not row.is_decode)
-            return
-        metrics.record(row.num_nodes, num_accepted)
-        if row.rule is not None:
+    def _count_steps(self, row: PlannedRow, has_ended: bool) -> None:
+        """Count the steps of a row, and note for the output what was drafted and rejected.
+
+        Args:
+            row: with its results, whose tokens the sequence has yet to get.
+            has_ended: the last of them ends the generation: what follows was cut, not rejected.
+        """
+        sequence, metrics = row.sequence, row.sequence.metrics
+        start = len(sequence.tokens) - sequence.prompt_length
+        for number, result in enumerate(row.results, 1):
+            num_drafted, num_accepted = len(result.draft.tokens), len(result.path)
+            if num_drafted:
+                metrics.record(num_drafted, num_accepted)
+                self._stats.drafted += num_drafted
+                self._stats.accepted += num_accepted
+                is_cut = has_ended and number == len(row.results)
+                rejected = () if is_cut else _rejected(result.draft, result.path)
+                step = DraftedStep(start, num_accepted, row.drafter, rejected)
+                sequence.drafted_steps.append(step)
+            else:
+                metrics.steps += row.is_decode
+            start += len(result.tokens)
+        if row.rule is not None and row.results:
             metrics.lossy = True
             metrics.synthetic |= row.rule.synthetic
-        self._stats.drafted += row.num_nodes
-        self._stats.accepted += num_accepted
-
-    def _record_draft(self, row: PlannedRow, path: List[int], has_ended: bool) -> None:
-        """Note for the output which of its tokens were drafted, and what was rejected."""
-        sequence, rejected = row.sequence, tuple[int, ...]()
-        if not has_ended:  # else what follows was cut off, not rejected
-            rejected = _rejected(row.draft, path)
-        start = len(sequence.tokens) - sequence.prompt_length
-        step = DraftedStep(start, len(path), row.drafter, rejected)
-        sequence.drafted_steps.append(step)
 
     def _record(self, row: PlannedRow, accepted: list[int]) -> None:
         """Count and publish the tokens of a computed row, and score those of the prompt.
@@ -465,9 +463,12 @@ class Step:
             assert row.known_logits is not None, "a computed row has its logits"
             _add_prompt_logprobs(sequence, row.known_logits, row.start)
 
-    def _append(self, sequence: Sequence, result: VerificationResult, end: End) -> Event:
-        """Append the tokens of a result, the last of which may finish the generation."""
-        tokens, begin = result.tokens, len(sequence.tokens)
+    def _append(self, sequence: Sequence, results: List[VerificationResult], end: End) -> Event:
+        """Append the tokens of some steps, the last of which may finish the generation.
+
+        Scores are of a single step.
+        """
+        tokens, begin = tokens_of(results), len(sequence.tokens)
         sequence.sampled_positions += range(begin, begin + len(tokens))
         sequence.tokens += tokens
         sequence.usage.decoded += len(tokens)
@@ -475,9 +476,8 @@ class Step:
         reason, sequence.stop_reason = end
         if reason is not None:
             self._scheduler.finish(sequence, reason)
-        logprobs = result.logprobs and result.logprobs[: len(tokens)]
-        confidences = result.confidences and result.confidences[: len(tokens)]
-        return Event(sequence, tokens, logprobs, reason, confidences=confidences)
+        scores = results[0]
+        return Event(sequence, tokens, scores.logprobs, reason, confidences=scores.confidences)
 
     def _fail(self, sequence: Sequence, error: Exception) -> Event:
         self._stats.failures += 1
@@ -522,6 +522,14 @@ def by_halves(
         elif (other := on_failure(some[0], failure)) is not None:
             left.append([other])
     return done
+
+
+def _kept_path(results: List[VerificationResult]) -> list[int]:
+    """The accepted nodes of a row, by their slots; the drafts of several steps are chains."""
+    if not results:
+        return []
+    path = results[0].path
+    return [*path, *range(len(path), len(tokens_of(results)) - 1)]
 
 
 def _num_until_complete(sequence: Sequence, tokens: List[int]) -> int | None:

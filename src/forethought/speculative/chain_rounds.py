@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import numpy as np
 import torch
@@ -42,36 +42,14 @@ from forethought.kv.table import PageTable
 from forethought.model.batch import Span
 from forethought.model.runner import ModelRunner
 from forethought.model.sampling.sampler import mark_not_finite
+from forethought.speculative.chain_source import ChainSource, GreedyChains
 from forethought.speculative.draft_module import DraftModuleRunner, ModuleOutput
-from forethought.speculative.drafter import DraftRequest
+from forethought.speculative.step_runner import Advance, DecodeRow, RowProgress, StepRunner
 from forethought.speculative.tree import StaticTreeBuilder
 from forethought.speculative.verify.accept import num_accepted
 
 MAX_ROUND_GRAPHS = 16
 """Graphs of an engine's that are rounds of a drafter."""
-
-
-class RoundRow(NamedTuple):
-    """A sequence to decode.
-
-    Attributes:
-        request: its known tokens.
-        table: with slots for all tokens that are wanted, but the last one.
-        draft_len: of its drafts; 0: it has none.
-    """
-
-    request: DraftRequest
-    table: PageTable
-    draft_len: int
-
-
-class Round(NamedTuple):
-    """What a round has found, of each row, on the host."""
-
-    drafted: list[int]
-    """K tokens."""
-    decoded: list[int]
-    """K + 1: the most probable token behind the root and each drafted one, or ``NO_TOKEN``."""
 
 
 def next_known(known: Tensor, decoded: Tensor, accepted: Tensor) -> Tensor:
@@ -219,31 +197,22 @@ class _Shape:
     capacity: int
 
 
-def num_known(builder: StaticTreeBuilder, draft_len: int) -> int:
-    """Tokens up to the root that the draft network may lack behind a round."""
-    return 2 if builder.stores_drafted else draft_len + 1
-
-
-def can_run(
-    runner: ModelRunner, drafting: DraftModuleRunner, builder: StaticTreeBuilder, rows: int
-) -> bool:
-    """Whether a GPU can be given rounds of so many rows: both networks run there by graphs."""
+def _can_run(runner: ModelRunner, chains: GreedyChains, num_rows: int) -> bool:
+    drafting, builder = chains.runner, chains.builder
     return (
         type(runner) is GraphRunner
         and drafting.graphs is not None
         and drafting.cache.storage.has_scratch_page
         and drafting.cache.storage.device == runner.storage.device
         and builder.is_chain
-        and padded_tokens(rows) * (1 + builder.depth) <= MAX_GRAPH_TOKENS
+        and padded_tokens(num_rows) * (1 + builder.depth) <= MAX_GRAPH_TOKENS
         and 1 + builder.depth <= WORD_BITS
     )
 
 
-def can_begin(
-    drafting: DraftModuleRunner, builder: StaticTreeBuilder, num_tokens: int, draft_len: int
-) -> bool:
-    """Whether a row with so many known tokens has those that the draft network reads again."""
-    return num_tokens >= num_known(builder, builder.depth) + drafting.offset or not draft_len
+def num_known(builder: StaticTreeBuilder, draft_len: int) -> int:
+    """Tokens up to the root that the draft network may lack behind a round."""
+    return 2 if builder.stores_drafted else draft_len + 1
 
 
 class _State:
@@ -269,7 +238,7 @@ class _State:
             batch.clear()
         self._buffer.fill({})
 
-    def fill(self, rows: Sequence[RoundRow]) -> None:
+    def fill(self, rows: Sequence[DecodeRow]) -> None:
         """Queue the copies of rows, none of which has longer drafts than the one before it."""
         tables, num_further = [row.table for row in rows], 1 + self.shape.draft_len
         drafting = [row.table for row in rows if row.draft_len]
@@ -289,53 +258,78 @@ class _State:
         )
 
 
-class ChainRounds:
+class ChainRounds(StepRunner):
     """Makes rounds with one target and one draft network, by graphs.
 
     Args:
-        runner: of the target; see :func:`can_run`.
-        drafting: runs the draft network.
-        builder: of the drafts, chains.
+        runner: of the target.
+        chains: the draft network and the builder of its chains.
     """
 
-    def __init__(
-        self, runner: ModelRunner, drafting: DraftModuleRunner, builder: StaticTreeBuilder
-    ) -> None:
-        assert drafting.graphs is not None
-        self._runner, self._drafting, self._builder = runner, drafting, builder
-        self._graphs = drafting.graphs.split(MAX_ROUND_GRAPHS)
+    def __init__(self, runner: ModelRunner, chains: GreedyChains) -> None:
+        assert chains.runner.graphs is not None
+        self._runner, self._chains = runner, chains
+        self._drafting, self._builder = chains.runner, chains.builder
+        self._graphs = chains.runner.graphs.split(MAX_ROUND_GRAPHS)
         self._captured: dict[_Shape, tuple[_State, Graph | None]] = {}
-        states = drafting.hidden_states
+        states = chains.runner.hidden_states
         self._readers: list[HiddenStateCache] = [] if states is None else [states]
 
-    def run(self, rows: Sequence[RoundRow], num_rounds: int) -> list[list[Round]]:
-        """Make so many rounds; the host waits once.
+    @classmethod
+    def of(
+        cls, runner: ModelRunner, chains: ChainSource | None, rows: Sequence[DecodeRow]
+    ) -> Self | None:
+        """Where both networks run by graphs, and all rows have what the draft network reads again.
 
-        The draft network's entries of known tokens are marked as stored, nothing behind them.
+        It is the same one, with its graphs, in all calls of an engine.
+        """
+        if not isinstance(chains, GreedyChains) or chains.learns_from_ends:
+            return None
+        if not _can_run(runner, chains, len(rows)):
+            return None
+        num_again = num_known(chains.builder, chains.builder.depth) + chains.runner.offset
+        if any(row.draft_len and len(row.request.tokens) < num_again for row in rows):
+            return None
+        if runner not in chains.step_runners:
+            chains.step_runners[runner] = cls(runner, chains)
+        made = chains.step_runners[runner]
+        assert isinstance(made, cls)
+        return made
 
-        Args:
-            rows: the first one has a draft, none a longer one than the one before it.
-            num_rounds: at least one.
+    def advance(self, rows: Sequence[DecodeRow], num_steps: int) -> Advance:
+        """See :class:`StepRunner`. All rows make all rounds, also those that have ended."""
+        num_steps, draft_len = min(num_steps, max(row.num_left for row in rows)), rows[0].draft_len
+        progress = list(map(RowProgress.of, rows))
+        for tokens in self._run(rows, num_steps).tolist():
+            for row, numbers in zip(progress, tokens, strict=True):
+                row.take_queued(numbers[:draft_len], numbers[draft_len:])
+        for row in progress:
+            self._chains.mark(row.row.position, row.row.table, row.results)
+        return Advance([row.results for row in progress], num_steps)
+
+    def _run(self, rows: Sequence[DecodeRow], num_rounds: int) -> Tensor:
+        """Make so many rounds.
+
+        The draft network's entries of known tokens are marked as stored, nothing after them.
 
         Returns:
-            The rounds, each with all rows. Rows go on behind their end.
+            int64 ``[rounds, B, 2 K + 1]``, on the device: K drafted tokens, then the most probable
+            token after the root and each of them, or ``NO_TOKEN``.
         """
-        draft_len = rows[0].draft_len
         state, graph = self._find(rows)
         drafting = [row.request for row in rows if row.draft_len]
         self._drafting.catch_up(drafting, held_back=state.known)
         missing = list(map(self._drafting.missing, drafting))
         state.fill(rows)
-        found = []
+        rounds = []
         for _ in range(num_rounds):
             with torch.inference_mode():
-                made = self._compute(state) if graph is None else self._graphs.replay(graph)
-                found.append(made[: len(rows)].clone())
+                numbers = self._compute(state) if graph is None else self._graphs.replay(graph)
+                rounds.append(numbers[: len(rows)].clone())
         self._drafting.mark(missing)
-        numbers: list[list[list[int]]] = torch.stack(found).tolist()
-        return [[Round(each[:draft_len], each[draft_len:]) for each in made] for made in numbers]
+        return torch.stack(rounds)
 
-    def _find(self, rows: Sequence[RoundRow]) -> tuple[_State, Graph | None]:
+    def _find(self, rows: Sequence[DecodeRow]) -> tuple[_State, Graph | None]:
         draft_len = rows[0].draft_len
         longest = max(row.table.length for row in rows) + 1 + draft_len
         shape = _Shape(padded_tokens(len(rows)), draft_len, capacity_of(longest))

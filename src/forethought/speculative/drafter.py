@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
     from forethought.kv.storage import DraftKvCache, HiddenStateCache
     from forethought.kv.table import ReadableTable, TableView
-    from forethought.speculative.chain_steps import ChainSource
+    from forethought.speculative.chain_source import ChainSource
 
 
 class DraftKind(Enum):
@@ -347,7 +347,7 @@ class Drafter(ABC):
 
     @property
     def chain_source(self) -> ChainSource | None:
-        """What makes several steps with its drafts in one call (``speculative.chain_steps``), in
+        """What makes several steps with its drafts in one call (``speculative.step_runner``), in
         which it is not asked, nor told by ``update``; None: each step asks for its drafts.
         """
         return None

@@ -1,8 +1,9 @@
-// Greedy decode steps with drafts: a chain of a draft network behind the last known token of each
-// row, a forward of the target over both, and the tokens that are kept of it.
+// Greedy decode steps: a chain of a draft network after the last known token of each row, or none, a
+// forward of the target over both, and the tokens that are accepted.
 
 #pragma once
 
+#include "accept.h"
 #include "attention.h"
 #include "drafts.h"
 #include "norms.h"
@@ -118,7 +119,7 @@ class ChainDecoder {
                 slots[r * levels + i] = slot_of(going[r], going[r].position + 1 + i);
                 num_rows[i]++;
             }
-        const Chains chains = {&call, slots.data(), num_rows.data(), steps.ids, nullptr, nullptr,
+        const Chains chains = {&call, slots.data(), num_rows.data(), steps.ids,
                                drafted.data(), int32_t(levels), steps.num_choices,
                                steps.last_position};
         ChainLevels chain(*steps.draft, chains);
@@ -198,27 +199,19 @@ class ChainDecoder {
 
     // Write what a step gives a row from the logits of its tokens; whether the row goes on.
     bool accept(int32_t step, Going& each, const float* logits) {
-        const int64_t vocab = target.head->num_outputs, num_drafted = each.drafted.size();
         const int64_t at = step * int64_t(steps.num_rows) + each.number;
         int64_t *drafted = steps.tokens + at * 2 * steps.width, *tokens = drafted + steps.width;
-        const int64_t *ends = each.row->ends, *last = ends + each.row->num_ends;
-        bool has_ended = false;
-        int32_t count = 0;
-        while (count <= num_drafted) {
-            const Largest best = largest(logits + count * vocab, int32_t(vocab));
-            has_ended = !best.is_finite();
-            if (has_ended) break;
-            tokens[count++] = best.index;
-            has_ended = std::find(ends, last, best.index) != last;
-            if (has_ended || count > num_drafted || each.drafted[count - 1] != best.index) break;
-        }
+        const auto [count, has_ended] = ::accept(
+            each.drafted, logits, target.head->num_outputs, *each.row, each.left, tokens);
+        const int64_t num_drafted = each.drafted.size();
         std::copy(each.drafted.begin(), each.drafted.end(), drafted);
         steps.counts[2 * at] = int32_t(num_drafted), steps.counts[2 * at + 1] = count;
-        each.missing = each.position + (steps.stores_drafted ? std::min<int64_t>(count, num_drafted) : 1);
+        each.missing =
+            each.position + (steps.stores_drafted ? std::min<int64_t>(count, num_drafted) : 1);
         each.position += count, each.left -= count;
         each.known.assign(tokens, tokens + count);
         each.drafted.clear();
-        return !has_ended && each.left > 0;
+        return !has_ended;
     }
 
     int64_t slot_of(const Going& each, int64_t position) const {

@@ -1,12 +1,12 @@
-"""Greedy decode steps with drafts, all of them in one call of ``forward.cpp``."""
+"""Greedy decode steps, with drafts or without, all of them in one call of ``forward.cpp``."""
 
 from __future__ import annotations
 
 import ctypes
 from array import array
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,8 +19,10 @@ from forethought.backends.cpu.structures import (
     TargetStatesStruct,
 )
 from forethought.backends.cpu.weights import TYPES, PackedLinear
-from forethought.kv.table import ReadableTable
 from forethought.model.attention.base import ForwardPass
+
+if TYPE_CHECKING:
+    from forethought.speculative.step_runner import DecodeRow
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,15 +86,23 @@ class StoredStates(NamedTuple):
     """See ``model.causal_lm``; that of the final norm is the last one."""
 
 
-class NativeChainRow(NamedTuple):
-    """See ``ChainRow`` of ``structures.h``."""
+class NativeDraft(NamedTuple):
+    """What drafts in a call.
 
-    token: int
-    position: int
-    table: ReadableTable
-    draft_len: int
-    num_left: int
-    ends: Collection[int]
+    Attributes:
+        network: see above.
+        known: a pass of it over the tokens up to the roots that it has not read, of the rows with
+            drafts, the first ones; the logits of each row's last one are wanted.
+        entering: float32 ``[T, hidden]``, the states that it reads with these; None: it is a model.
+        seen_from: the first position that it attends to.
+        stores_drafted: its entries of drafted tokens are those of known ones.
+    """
+
+    network: NativeDraftNetwork
+    known: ForwardPass
+    entering: Tensor | None
+    seen_from: int
+    stores_drafted: bool
 
 
 @dataclass(slots=True)
@@ -100,25 +110,16 @@ class ChainCall:
     """Decode steps of some rows.
 
     Attributes:
-        draft: what drafts.
-        known: a pass of it over the tokens up to the roots that it has not read, of the rows with
-            drafts, the first ones; the logits of each row's last one are wanted.
-        entering: float32 ``[T, hidden]``, the states that it reads with these; None: it is a model.
         target: a pass of the target over the roots.
         rows: none has longer drafts than the one before it.
+        draft: what drafts; None: no row has drafts.
         stored: where states are written and read; None: none are.
-        seen_from: the first position that the draft network attends to.
-        stores_drafted: its entries of drafted tokens are those of known ones.
     """
 
-    draft: NativeDraftNetwork
-    known: ForwardPass
-    entering: Tensor | None
     target: ForwardPass
-    rows: Sequence[NativeChainRow]
+    rows: Sequence[DecodeRow]
+    draft: NativeDraft | None
     stored: StoredStates | None
-    seen_from: int
-    stores_drafted: bool
     _keep: list[object] = field(default_factory=list)
     """What structures point to."""
 
@@ -142,30 +143,36 @@ class ChainCall:
         tokens = array("q", bytes(8 * num_steps * num_rows * 2 * width))
         counts = array("i", bytes(4 * num_steps * num_rows * 2))
         seconds = ctypes.c_double()
-        draft, ids = self.draft, self.draft.ids
         struct = ChainStepsStruct(
-            draft=ctypes.pointer(draft.forward.model),
-            known=ctypes.pointer(self._known_call(num_rows * width).struct),
             target=ctypes.pointer(self._target_call(target, num_rows * width).struct),
             rows=self._packed_rows(),
             states=self._states(target),
-            ids=None if ids is None else ids.data_ptr(),
             tokens=tokens.buffer_info()[0],
             counts=counts.buffer_info()[0],
             draft_seconds=ctypes.addressof(seconds),
             num_rows=num_rows,
             num_steps=num_steps,
             width=width,
-            num_choices=draft.num_choices,
-            last_position=draft.forward.max_positions - 1,
-            num_known=draft.num_known,
-            seen_from=self.seen_from,
-            stores_drafted=self.stores_drafted,
+            **({} if self.draft is None else self._draft_fields(self.draft, num_rows * width)),
         )
         made = load_library().decode_chains(ctypes.byref(target.model), ctypes.byref(struct))
         if made < 0:
             raise IndexError("a token is outside the vocabulary of the target or the draft network")
         return [self._steps(row, tokens, counts) for row in range(num_rows)], made, seconds.value
+
+    def _draft_fields(self, draft: NativeDraft, num_tokens: int) -> dict[str, object]:
+        """Those of ``ChainSteps`` that say how to draft."""
+        network, ids = draft.network, draft.network.ids
+        return {
+            "draft": ctypes.pointer(network.forward.model),
+            "known": ctypes.pointer(self._known_call(draft, num_tokens).struct),
+            "ids": None if ids is None else ids.data_ptr(),
+            "num_choices": network.num_choices,
+            "last_position": network.forward.max_positions - 1,
+            "num_known": network.num_known,
+            "seen_from": draft.seen_from,
+            "stores_drafted": draft.stores_drafted,
+        }
 
     def _steps(
         self, row: int, tokens: array[int], counts: array[int]
@@ -186,11 +193,11 @@ class ChainCall:
         """Tokens of a row that are computed behind its root, at most."""
         return max(row.table.length - row.position for row in self.rows)
 
-    def _known_call(self, num_tokens: int) -> PackedCall:
-        forward = self.draft.forward
+    def _known_call(self, draft: NativeDraft, num_tokens: int) -> PackedCall:
+        forward = draft.network.forward
         logits = torch.empty(len(self.rows), forward.vocab_size, dtype=torch.float32)
-        wanted = Wanted(logits, entering=self.entering)
-        return self._kept(forward.pack(self.known, wanted, self._num_further, num_tokens))
+        wanted = Wanted(logits, entering=draft.entering)
+        return self._kept(forward.pack(draft.known, wanted, self._num_further, num_tokens))
 
     def _target_call(self, target: NativeForward, num_tokens: int) -> PackedCall:
         logits = torch.empty(num_tokens, target.vocab_size, dtype=torch.float32)
@@ -209,7 +216,7 @@ class ChainCall:
     def _packed_rows(self) -> ctypes.Array[ChainRowStruct]:
         return (ChainRowStruct * len(self.rows))(*map(self._packed_row, self.rows))
 
-    def _packed_row(self, row: NativeChainRow) -> ChainRowStruct:
+    def _packed_row(self, row: DecodeRow) -> ChainRowStruct:
         first, pages, ends = row.table.first_slot(), array("i"), array("q", row.ends)
         if first is None:
             pages.extend(row.table.pages)
@@ -218,7 +225,7 @@ class ChainCall:
             pages=pages.buffer_info()[0],
             ends=ends.buffer_info()[0],
             first_slot=-1 if first is None else first,
-            token=row.token,
+            token=row.request.tokens[-1],
             position=row.position,
             draft_len=row.draft_len,
             num_left=row.num_left,
@@ -226,7 +233,7 @@ class ChainCall:
         )
 
     def _states(self, target: NativeForward) -> ctypes._Pointer[TargetStatesStruct] | None:
-        entry, stored = self.draft.entry, self.stored
+        stored, entry = self.stored, None if self.draft is None else self.draft.network.entry
         if stored is None or entry is None:
             return None
         layers = array("i", [range(target.model.num_layers + 2)[at] for at in stored.layer_ids])

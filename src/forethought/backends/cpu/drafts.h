@@ -2,6 +2,7 @@
 
 #pragma once
 
+#include "accept.h"
 #include "attention.h"
 #include "structures.h"
 #include "vectors.h"
@@ -14,47 +15,6 @@
 #include <vector>
 
 extern "C" int32_t forward(const Model* model, const Call* call);
-
-constexpr int64_t NO_TOKEN = -1; // where the largest logit is infinite or one of them is NaN
-
-struct Largest {
-    int32_t index; // the first, of equal ones
-    float value;
-    bool has_nan;
-
-    bool is_finite() const { return !has_nan && std::isfinite(value); }
-};
-
-// The largest of `count` values, NaN apart.
-static inline Largest largest(const float* x, int32_t count) {
-    constexpr int32_t SIZE = 16 * LANES; // of a block, of which the index is found in a second pass
-    Largest found = {0, -INFINITY, false};
-    int32_t block = 0;
-    for (int32_t begin = 0; begin < count; begin += SIZE) {
-        const int32_t end = std::min(begin + SIZE, count);
-        Vec most = broadcast(-INFINITY);
-        IntVec unknown = {};
-        int32_t i = begin;
-        for (; i + LANES <= end; i += LANES) {
-            const Vec v = load(x + i);
-            most = v > most ? v : most;
-            unknown |= v != v;
-        }
-        float value = -INFINITY;
-        for (; i < end; i++) {
-            value = x[i] > value ? x[i] : value;
-            found.has_nan |= x[i] != x[i];
-        }
-        for (int l = 0; l < LANES; l++) {
-            value = most[l] > value ? most[l] : value;
-            found.has_nan |= unknown[l] != 0;
-        }
-        if (value > found.value) found.value = value, block = begin;
-    }
-    for (int32_t i = block; i < count; i++)
-        if (x[i] == found.value) return {i, found.value, found.has_nan};
-    return found;
-}
 
 struct Candidate {
     int32_t index;
@@ -160,18 +120,13 @@ class DraftLevels {
     int64_t num_read = 0, level = 0;
 };
 
-// Each level is the most probable token behind the one before. Rows that have ended are computed
-// on until all have: what they get behind their ends has no meaning.
+// Each level is the most probable token after the one before.
 class ChainLevels : public DraftLevels {
   public:
     ChainLevels(const Model& model, const Chains& chains)
         : DraftLevels(
               model, *chains.known, chains.slots, chains.num_levels, 1, chains.last_position),
-          chains(chains), has_ended(num_rows) {
-        end_ids.push_back(chains.ends);
-        for (int64_t r = 0; chains.num_ends && r < num_rows; r++)
-            end_ids.push_back(end_ids[r] + chains.num_ends[r]);
-    }
+          chains(chains) {}
 
     // Draft a level from the logits of `call`, and make the call that reads it; whether there is
     // one.
@@ -181,28 +136,15 @@ class ChainLevels : public DraftLevels {
             const Largest best = largest(call.logits + r * vocab, chains.num_choices);
             tokens[r] = chains.ids ? chains.ids[best.index] : best.index;
             chains.drafted[level * num_rows + r] = tokens[r];
-            if (chains.num_ends) end(level, r, best);
             follow(r, r);
         }
         if (level + 1 == chains.num_levels) return false;
-        const int32_t count = chains.num_rows[level + 1];
-        if (std::all_of(&has_ended[0], &has_ended[0] + count, [](char ended) { return ended; }))
-            return false;
-        read(count, 1, nullptr);
+        read(chains.num_rows[level + 1], 1, nullptr);
         return true;
     }
 
   private:
     const Chains& chains;
-    std::vector<const int64_t*> end_ids; // [num_rows + 1]: where the ids of each row begin
-    std::vector<char> has_ended;      // [num_rows]
-
-    // Note whether row `r` ends with its token of this level.
-    void end(int32_t level, int32_t r, const Largest& best) {
-        if (!best.is_finite()) chains.drafted[level * num_rows + r] = NO_TOKEN;
-        if (!best.is_finite() || std::find(end_ids[r], end_ids[r + 1], tokens[r]) != end_ids[r + 1])
-            has_ended[r] = 1;
-    }
 };
 
 // The best nodes of each level are expanded, and in the end the best of all are kept; see

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from array import array
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -110,7 +110,6 @@ class NativeForward:
         slots: Sequence[Sequence[int]],
         ids: Tensor | None = None,
         num_choices: int | None = None,
-        ends: Sequence[Collection[int]] | None = None,
     ) -> list[list[int]]:
         """Draft the most probable tokens behind each row of a batch, one after the other.
 
@@ -124,13 +123,9 @@ class NativeForward:
             slots: of the tokens to draft behind each row; not fewer than behind the next one.
             ids: int64 ``[vocab]``, the target's id of each output; None: the same.
             num_choices: outputs that may be drafted, the first ones; None: all.
-            ends: of each row, ids behind which nothing more is wanted: where all rows have ended,
-                the rest is not computed; None: there are none.
 
         Returns:
-            The target's ids, as many for each row as it has slots. With ``ends``, -1 where the
-            largest logit is not finite, with which a row ends as well; what is behind the end of a
-            row has no meaning.
+            The target's ids, as many for each row as it has slots.
 
         Raises:
             IndexError: a token is outside the vocabulary.
@@ -142,15 +137,11 @@ class NativeForward:
         places = array("q", [slot for own in slots for slot in (*own, *[0] * (levels - len(own)))])
         num_rows = array("i", [sum(size > level for size in sizes) for level in range(levels)])
         drafted = array("q", bytes(8 * levels * width))
-        end_ids = array("q", [token for own in ends or () for token in own])
-        num_ends = None if ends is None else array("i", map(len, ends))
         chains = ChainsStruct(
             known=ctypes.pointer(packed.struct),
             slots=places.buffer_info()[0],
             num_rows=num_rows.buffer_info()[0],
             ids=None if ids is None else ids.data_ptr(),
-            ends=end_ids.buffer_info()[0],
-            num_ends=None if num_ends is None else num_ends.buffer_info()[0],
             drafted=drafted.buffer_info()[0],
             num_levels=levels,
             num_choices=self.vocab_size if num_choices is None else num_choices,

@@ -95,9 +95,7 @@ struct Chains { // the most probable tokens, one after the other, behind each ro
     const int64_t* slots;    // [num_rows, num_levels]: of the drafted tokens
     const int32_t* num_rows; // [num_levels]: rows whose drafts go so deep, the first ones
     const int64_t* ids;      // the target's id of each output; null: the same
-    const int64_t* ends;     // ids behind which a row ends, row after row; read with num_ends
-    const int32_t* num_ends; // [num_rows of the call]; null: rows end with their last level only
-    int64_t* drafted;        // [num_levels, num_rows of the call], written; NO_TOKEN: see drafts.h
+    int64_t* drafted;        // [num_levels, num_rows of the call], written
     int32_t num_levels;
     int32_t num_choices;   // outputs that may be drafted, the first ones
     int32_t last_position; // further ones are computed as this one
@@ -116,7 +114,7 @@ struct Beams { // a search with ReDrafter's head; see beams.h
     float min_logprob; // where all beams of a level are less probable, it is the last
 };
 
-struct ChainRow { // a sequence that is decoded with drafts
+struct ChainRow { // a sequence that is decoded, with drafts or without
     const int32_t* pages; // of all its slots; read where these are not contiguous
     const int64_t* ends;  // [num_ends]: ids behind which it ends
     int64_t first_slot;   // of position 0, where they are; else -1
@@ -134,8 +132,8 @@ struct TargetStates { // hidden states of the target, as a draft module reads th
     float eps;
 };
 
-struct ChainSteps { // decode steps with drafts; see chain_steps.h
-    const Model* draft;
+struct ChainSteps { // decode steps; see chain_steps.h
+    const Model* draft; // null: no row has drafts
     const Call* known;  // of the draft network: known tokens of the rows with drafts
     const Call* target; // of the last known token of each row, with room for `width` of them
     const ChainRow* rows; // [num_rows]: none drafts more than the one before it

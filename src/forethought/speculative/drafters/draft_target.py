@@ -16,7 +16,7 @@ from forethought.backends.cuda.graphs import GraphCapturer
 from forethought.config.drafters import DraftTargetDecodingConfig
 from forethought.config.tree import TreeChoices
 from forethought.kv.storage import DraftKvCache
-from forethought.speculative.chain_steps import GreedyChains
+from forethought.speculative.chain_source import GreedyChains
 from forethought.speculative.draft_model import DraftModel
 from forethought.speculative.draft_module import DraftModuleRunner
 from forethought.speculative.drafter import (

@@ -20,7 +20,7 @@ from forethought.config.tree import TreeChoices
 from forethought.errors import ModelError, ParameterError
 from forethought.kv.storage import DraftKvCache, HiddenStateCache
 from forethought.model.causal_lm import FINAL, CausalLM
-from forethought.speculative.chain_steps import GreedyChains
+from forethought.speculative.chain_source import GreedyChains
 from forethought.speculative.draft_module import DraftModule, DraftModuleRunner
 from forethought.speculative.drafter import Drafter, ResourceManager, ScheduledRequests, readable
 from forethought.speculative.dynamic_tree import DynamicTreeBuilder

@@ -48,7 +48,7 @@ from forethought.kv.staging import upload
 from forethought.kv.storage import DraftKvCache, HiddenStateCache
 from forethought.model.batch import Batch, PackedRows
 from forethought.model.causal_lm import FINAL, CausalLM
-from forethought.speculative.chain_steps import GreedyChains
+from forethought.speculative.chain_source import GreedyChains
 from forethought.speculative.draft_module import (
     DraftModuleRunner,
     TokenRange,

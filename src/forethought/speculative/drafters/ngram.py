@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from forethought.errors import ParameterError
-from forethought.speculative.chain_steps import TextChains
+from forethought.speculative.chain_source import TextChains
 from forethought.speculative.drafter import (
     Drafter,
     DraftRequest,

@@ -22,7 +22,7 @@ from heapq import heappop, heappush
 from typing import TYPE_CHECKING
 
 from forethought.errors import ParameterError
-from forethought.speculative.chain_steps import TextChains
+from forethought.speculative.chain_source import TextChains
 from forethought.speculative.drafter import (
     Draft,
     Drafter,

@@ -101,6 +101,23 @@ def result_of(draft: Draft, path: list[int], drawn: Sequence[int]) -> Verificati
     return VerificationResult(path, [*tokens, drawn[1 + last]], draft=draft)
 
 
+def tokens_of(results: Sequence[VerificationResult]) -> list[int]:
+    """The tokens of consecutive results."""
+    if len(results) == 1:
+        return results[0].tokens
+    return [token for result in results for token in result.tokens]
+
+
+def truncate(results: list[VerificationResult], num_tokens: int) -> None:
+    """Keep the first tokens of consecutive results."""
+    for number, result in enumerate(results, 1):
+        if num_tokens <= len(result.tokens):
+            result.truncate(num_tokens)
+            del results[number:]
+            return
+        num_tokens -= len(result.tokens)
+
+
 def verify_argmax(logits: Tensor, drafts: Sequence[Draft]) -> list[VerificationResult]:
     """What ``verify`` finds for greedy requests without edits of logits, scores or lossy rules.
 

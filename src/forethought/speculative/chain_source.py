@@ -1,0 +1,123 @@
+"""What a drafter offers whose drafts of greedy requests are chains: a source of several drafts that
+follow each other within one call of ``StepRunner.advance``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Protocol
+
+from forethought.kv.storage import DraftKvCache
+from forethought.kv.table import PageTable
+from forethought.speculative.draft_module import DraftModuleRunner, TokenRange
+from forethought.speculative.drafter import Drafter, DraftRequest, ScheduledRequests, table_of
+from forethought.speculative.tree import StaticTreeBuilder
+from forethought.speculative.verify.accept import VerificationResult
+
+if TYPE_CHECKING:
+    from forethought.model.runner import ModelRunner
+    from forethought.speculative.step_runner import StepRunner
+
+
+class ChainSource(Protocol):
+    """What a drafter offers whose drafts of greedy requests are chains of points."""
+
+    @property
+    def max_positions(self) -> float:
+        """Known and drafted tokens of a sequence that it can read."""
+        ...
+
+    @property
+    def learns_from_ends(self) -> bool:
+        """Whether drafts depend on rows that have ended: then the first one ends the call."""
+        ...
+
+    @property
+    def draft_caches(self) -> Sequence[DraftKvCache]:
+        """Its caches over the target's pages."""
+        ...
+
+    def can_follow(self, request: DraftRequest) -> bool:
+        """Whether what it reads of the target is stored up to the root of a request."""
+        ...
+
+    def draft(self, requests: list[DraftRequest]) -> None:
+        """Set the drafts of requests, or leave them as they are."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TextChains:
+    """Of a drafter that reads the tokens of requests and nothing else.
+
+    Attributes:
+        drafter: is asked in each step, and has no use for ``update``.
+        learns_from_ends, max_positions, draft_caches: see :class:`ChainSource`.
+    """
+
+    drafter: Drafter
+    learns_from_ends: bool = True
+    max_positions: float = math.inf
+    draft_caches: tuple[DraftKvCache, ...] = ()
+
+    def can_follow(self, request: DraftRequest) -> bool:
+        """Always."""
+        return True
+
+    def draft(self, requests: list[DraftRequest]) -> None:
+        """See :class:`ChainSource`."""
+        self.drafter.prepare_draft_tokens(ScheduledRequests(requests))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class GreedyChains:
+    """Of a drafter that takes the most probable tokens of a network.
+
+    Attributes:
+        runner: of the network.
+        builder: of the drafts, chains.
+        max_positions, learns_from_ends: see :class:`ChainSource`.
+        step_runners: that keep something between calls, by the runner of the target, which is the
+            same in all calls of an engine.
+    """
+
+    runner: DraftModuleRunner
+    builder: StaticTreeBuilder
+    max_positions: float = math.inf
+    learns_from_ends: bool = False
+    step_runners: dict[ModelRunner, StepRunner] = field(default_factory=dict)
+
+    @property
+    def draft_caches(self) -> Sequence[DraftKvCache]:
+        """The target's hidden states, if they are read, and the network's keys and values."""
+        return self.runner.draft_caches
+
+    def can_follow(self, request: DraftRequest) -> bool:
+        """See :class:`ChainSource`."""
+        states = self.runner.hidden_states
+        return states is None or states.covers(table_of(request), len(request.tokens) - 1)
+
+    def draft(self, requests: list[DraftRequest]) -> None:
+        """See :class:`ChainSource`."""
+        self.builder.grow(self.runner, requests)
+
+    def mark(self, root: int, table: PageTable, results: Sequence[VerificationResult]) -> None:
+        """Mark what steps have stored after the root; what a plain one computes has no entry yet.
+
+        Args:
+            root: position of the last token that was known before them.
+            table: of the row.
+            results: of the steps.
+        """
+        stop = position = root
+        for result in results:
+            if num_drafted := len(result.draft):
+                stop = position + (num_drafted if self.builder.stores_drafted else 1)
+            else:
+                stop = min(stop, position)
+            position += len(result.tokens)
+        if self.runner.hidden_states is not None:
+            self.runner.hidden_states.mark(table, root, position)
+        self.runner.mark([TokenRange((), table, root, max(root, stop))])

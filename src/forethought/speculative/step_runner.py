@@ -1,0 +1,283 @@
+"""Several greedy steps in one call: ``StepRunner.advance``.
+
+A step drafts a chain after the last known token of each row, or nothing, computes both in one
+forward of the target, and keeps the drafted tokens up to the first that is not the most probable
+one, and that one in its place::
+
+    known    .. t            drafted  a b c        most probable  a b x ?
+    step     a b x           the next step goes on from x
+
+Plain decoding is the case without drafts. Each row goes on from its own position until it has
+ended; what the engine does around a step is paid once for all of them. ``SingleSteps`` is the
+reference implementation, a loop of single steps. The others make all steps in one call of C++
+(``native_steps``), or queue them on a GPU and wait once: ``QueuedSteps``, and with drafts
+``chain_rounds``.
+"""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import islice
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from forethought.kv.storage import HiddenStateCache
+from forethought.kv.table import PageTable, TableView
+from forethought.model.batch import Row
+from forethought.model.runner import ModelRunner
+from forethought.model.sampling.sampler import NO_TOKEN, mark_not_finite
+from forethought.speculative.chain_source import ChainSource
+from forethought.speculative.drafter import NO_DRAFT, Draft, DraftRequest
+from forethought.speculative.verify.accept import (
+    VerificationResult,
+    accept_points,
+    num_until_end,
+    result_of,
+    verify_argmax,
+)
+
+
+@dataclass(slots=True, eq=False)
+class DecodeRow:
+    """A greedy sequence to advance.
+
+    Attributes:
+        request: the sequence as drafters see it, with its table. It is not changed.
+        table: of the same, with slots for all that the steps may store: known tokens, and
+            ``min(num_left, num_steps * (1 + draft_len)) - 1`` after the last one.
+        draft_len: tokens to draft in a step at most, less than ``num_left``; 0: it has no drafts.
+        num_left: tokens to decode at most, at least one.
+        ends: tokens that end the generation.
+    """
+
+    request: DraftRequest
+    table: PageTable
+    draft_len: int
+    num_left: int
+    ends: Collection[int]
+
+    @property
+    def position(self) -> int:
+        """Of the last known token, the root of the first draft."""
+        return len(self.request.tokens) - 1
+
+    def root(self) -> Row:
+        """The last known token as a row of a batch."""
+        start = self.position
+        return Row([self.request.tokens[start]], start, self.table.prefix(start + 1))
+
+
+@dataclass(frozen=True, slots=True)
+class Advance:
+    """What a call has decoded.
+
+    Attributes:
+        results: of each row, one for each step, none after its end; none at all where the logits
+            after its last known token are not finite.
+        num_forwards: of the target.
+        draft_seconds: of the call, spent on drafts; 0 on a GPU, where they are not timed apart.
+    """
+
+    results: list[list[VerificationResult]]
+    num_forwards: int
+    draft_seconds: float = field(default=0.0, compare=False)
+
+
+class StepRunner(ABC):
+    """Makes steps with one target and one source of drafts."""
+
+    @classmethod
+    @abstractmethod
+    def of(
+        cls, runner: ModelRunner, chains: ChainSource | None, rows: Sequence[DecodeRow]
+    ) -> Self | None:
+        """One for rows like these; None: it cannot make their steps, or not faster.
+
+        Args:
+            runner: of the target.
+            chains: what drafts; it ``can_follow`` all rows that have drafts. None: no row has.
+            rows: whose tables need not have their slots yet.
+        """
+
+    @abstractmethod
+    def advance(self, rows: Sequence[DecodeRow], num_steps: int) -> Advance:
+        """Make up to ``num_steps`` steps, until each row has ended.
+
+        What the draft network stores is marked as stored, as are the target's hidden states. All
+        draft caches are invalid after the known tokens but the last one of each row.
+
+        Args:
+            rows: none has longer drafts than the one before it, nor more tokens left among those
+                without drafts.
+            num_steps: at most.
+        """
+
+
+@dataclass(slots=True, eq=False)
+class RowProgress:
+    """A row that advances, with a request of its own whose tokens grow."""
+
+    row: DecodeRow
+    request: DraftRequest
+    tokens: list[int]
+    num_left: int
+    has_ended: bool = False
+    results: list[VerificationResult] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, row: DecodeRow) -> RowProgress:
+        """Before its first step."""
+        tokens = list(row.request.tokens)
+        request = replace(row.request, tokens=tokens, table=TableView(row.table))
+        return cls(row, request, tokens, row.num_left)
+
+    def limit_draft(self) -> int:
+        """Forget the draft; how long the next one may be."""
+        request = self.request
+        request.draft = NO_DRAFT
+        request.max_draft_len = request.max_nodes = min(self.row.draft_len, self.num_left - 1)
+        return request.max_nodes
+
+    def pack(self) -> Row:
+        """The last known token and the draft, which no longer changes."""
+        draft = self.request.draft = Draft(list(self.request.draft.tokens))
+        start = len(self.tokens) - 1
+        table = self.row.table.prefix(start + 1 + len(draft))
+        return Row([self.tokens[-1], *draft.tokens], start, table)
+
+    def take(self, result: VerificationResult) -> None:
+        """Append what a step gives, up to the end of the row."""
+        size = num_until_end(result.tokens, self.row.ends, self.num_left)
+        self.has_ended = size is not None or not result.tokens
+        if size is not None:
+            result.truncate(size)
+        if result.tokens:
+            self.results.append(result)
+        self.tokens += result.tokens
+        self.num_left -= len(result.tokens)
+
+    def take_queued(self, drafted: list[int], decoded: list[int]) -> None:
+        """The same of a step on a GPU, where no row ends.
+
+        Args:
+            drafted: tokens, of which no more count than may be drafted.
+            decoded: the most probable token after the root and each of them.
+        """
+        if self.has_ended:
+            return
+        draft = Draft(drafted[: max(0, self.limit_draft())])
+        path = accept_points(draft, decoded)
+        self.take(result_of(draft, path, decoded[: 1 + len(draft)]))
+        self.has_ended |= decoded[len(path)] == NO_TOKEN  # what follows has no meaning
+
+
+class SingleSteps(StepRunner):
+    """The reference implementation: each step is a draft and a forward, whose tokens are read.
+
+    Args:
+        runner: of the target.
+        chains: what drafts; None: plain decoding.
+    """
+
+    def __init__(self, runner: ModelRunner, chains: ChainSource | None) -> None:
+        self._runner, self._chains = runner, chains
+        caches = () if chains is None else chains.draft_caches
+        self._readers = [cache for cache in caches if isinstance(cache, HiddenStateCache)]
+
+    @classmethod
+    def of(
+        cls, runner: ModelRunner, chains: ChainSource | None, rows: Sequence[DecodeRow]
+    ) -> Self | None:
+        """Not with drafts on a GPU, where the host would wait for each."""
+        waits = chains is not None and runner.lm.device.type != "cpu"
+        return None if waits else cls(runner, chains)
+
+    def advance(self, rows: Sequence[DecodeRow], num_steps: int) -> Advance:
+        """See :class:`StepRunner`."""
+        progress = list(map(RowProgress.of, rows))
+        going, num_forwards, draft_seconds = progress, 0, 0.0
+        while going and num_forwards < num_steps:
+            draft_seconds += self._draft(going)
+            logits = self._runner.forward([row.pack() for row in going], self._readers)
+            num_forwards += 1
+            results = verify_argmax(logits, [row.request.draft for row in going])
+            for row, result in zip(going, results, strict=True):
+                row.take(result)
+            going = [row for row in going if not row.has_ended]
+            if len(going) < len(progress) and self._chains and self._chains.learns_from_ends:
+                break
+        return Advance([row.results for row in progress], num_forwards, draft_seconds)
+
+    def _draft(self, going: Sequence[RowProgress]) -> float:
+        """Draft for all rows that may still have a draft; their slots get other tokens than before.
+
+        Returns:
+            The seconds that it takes.
+        """
+        drafting, began = [row for row in going if row.limit_draft() > 0], time.perf_counter()
+        if self._chains is None:
+            return 0.0
+        for row in going:
+            start = len(row.tokens) - 1
+            for cache in self._chains.draft_caches:
+                cache.invalidate(row.row.table, start, start + 1 + row.request.max_nodes)
+        if drafting:
+            self._chains.draft([row.request for row in drafting])
+        return time.perf_counter() - began
+
+
+class QueuedSteps(StepRunner):
+    """Plain steps on a GPU: each reads the tokens of the one before on the device.
+
+    Args:
+        runner: of the target.
+    """
+
+    def __init__(self, runner: ModelRunner) -> None:
+        self._runner = runner
+
+    @classmethod
+    def of(
+        cls, runner: ModelRunner, chains: ChainSource | None, rows: Sequence[DecodeRow]
+    ) -> Self | None:
+        """Without drafts."""
+        return cls(runner) if chains is None and runner.lm.device.type == "cuda" else None
+
+    def advance(self, rows: Sequence[DecodeRow], num_steps: int) -> Advance:
+        """See :class:`StepRunner`. Rows that have ended go on until they have all their tokens."""
+        largest, tokens = list[Tensor](), list[Tensor]()
+        num_steps = min(num_steps, rows[0].num_left)
+        for step in range(num_steps):
+            logits = self._runner.forward(_inputs(rows, step, tokens))
+            values, ids = logits.max(dim=-1)
+            largest.append(values)
+            tokens.append(ids)
+        decoded = iter(mark_not_finite(torch.cat(tokens), torch.cat(largest)).tolist())
+        progress = list(map(RowProgress.of, rows))
+        for ids in tokens:
+            for row, token in zip(progress, islice(decoded, len(ids)), strict=False):
+                row.take_queued([], [token])
+        return Advance([row.results for row in progress], num_steps)
+
+
+def _inputs(rows: Sequence[DecodeRow], step: int, tokens: Sequence[Tensor]) -> list[Row]:
+    """What a step computes: the root of each row, or the token that it has decoded last.
+
+    Args:
+        rows: of which the first ones have as many tokens left.
+        step: from 0.
+        tokens: int64 ``[rows]`` of each step before.
+    """
+    if not tokens:
+        return [row.root() for row in rows]
+    inputs = list[Row]()
+    for row, token in zip(rows, tokens[-1].split(1), strict=False):
+        if step < row.num_left:
+            start = row.position + step
+            inputs.append(Row([0], start, row.table.prefix(start + 1), drafted=token))
+    return inputs
