@@ -25,6 +25,7 @@ TESTS = (
     "tests/backends/test_native.py",
     "tests/backends/test_native_team.py",
     "tests/speculative/test_chain_steps.py",
+    "tests/speculative/test_step_runner.py",
     "tests/speculative/test_medusa_head.py",
     "tests/speculative/test_native_modules.py",
     "tests/speculative/test_redrafter.py",

@@ -74,6 +74,7 @@ MOVED: Mapping[str, str] = MappingProxyType(
         "scaffolding.workers.routing": "workers.routing",
         "scaffolding.workers.scripted": "workers.scripted",
         "scaffolding.workers.upstream": "workers.upstream",
+        "speculative.chain_steps": "speculative.chain_source",
     }
 )
 """Former path below ``forethought`` -> the path of today."""
