@@ -8,7 +8,7 @@
 #   make test-page the server's page in Chromium, its types and its accessibility
 #   make sanitize  the native forward's tests with AddressSanitizer and UBSan, in three minutes
 #   make lint      only the first half of that
-#   make format    let ruff fix what it can
+#   make format    let ruff and clang-format fix what they can
 #   make bench     speed on this machine, in ten to twenty minutes: against transformers, and of every drafter
 #   make gpu       what needs a CUDA device: its tests, then the benchmarks; with python3 as it is, no network
 #   make reasoner  train the embedded reasoner again from its seed
@@ -53,12 +53,16 @@ $(INSTALLED): pyproject.toml constraints.txt
 	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	@touch $@
 
+CPP          := $(wildcard src/forethought/backends/cpu/*.h src/forethought/backends/cpu/*.cpp tests/backends/*.cpp)
+CLANG_FORMAT  = $(PY) -c 'from clang_format import clang_format; clang_format()'
+
 demo: $(setup)
 	@$(PY) -m forethought demo
 
 lint: $(setup)
 	@$(PY) -m ruff check .
 	@$(PY) -m ruff format --check .
+	@$(CLANG_FORMAT) --dry-run -Werror $(CPP)
 	@$(PY) -m mypy
 	@$(PY) -c 'from importlinter.cli import lint_imports_command; lint_imports_command()'
 	@$(PY) scripts/words.py
@@ -66,6 +70,7 @@ lint: $(setup)
 format: $(setup)
 	@$(PY) -m ruff check --fix .
 	@$(PY) -m ruff format .
+	@$(CLANG_FORMAT) -i $(CPP)
 
 test: lint
 	@$(PY) -m pytest -n 2 --dist worksteal -m "not slow and not page"

@@ -35,7 +35,8 @@ int32_t phases_out_of_step(int32_t threads, int32_t phases) {
 void wait_for_byte(int32_t threads, int32_t pipe) {
     Team::run(threads, [&](int index, int count, Barrier& barrier) {
         char byte;
-        while (index == 1 && read(pipe, &byte, 1) != 1) {}
+        while (index == 1 && read(pipe, &byte, 1) != 1) {
+        }
         barrier.wait(index, count);
     });
 }

@@ -55,8 +55,8 @@ static inline void configure_tiles(int rows) {
 // over some steps; they are added to where they do not `begin`.
 template <int ROW_TILES, int PANELS>
 static inline void multiply_steps(
-    const uint16_t* x, int64_t next_tile, int rows, const uint16_t* w, int64_t next_panel, int steps,
-    float* sums, int64_t width, bool begin) {
+    const uint16_t* x, int64_t next_tile, int rows, const uint16_t* w, int64_t next_panel,
+    int steps, float* sums, int64_t width, bool begin) {
     static_assert(ROW_TILES * PANELS <= 4);
     constexpr int TILE = TILE_ROWS * TILE_INPUTS;
     const int64_t size = int64_t(rows) * TILE_INPUTS, bytes = width * 4;
@@ -131,7 +131,8 @@ static constexpr bool amx_allowed() { return false; }
 static inline void finish_stores(const void*) {}
 static inline void configure_tiles(int) {}
 static inline void multiply_by_amx(
-    int, int, const uint16_t*, int64_t, int, const uint16_t*, int64_t, int, float*, int64_t, bool) {}
+    int, int, const uint16_t*, int64_t, int, const uint16_t*, int64_t, int, float*, int64_t, bool) {
+}
 
 struct TilesGuard {};
 

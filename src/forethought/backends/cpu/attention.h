@@ -94,8 +94,7 @@ template <class T> class Attention {
                         (const uint16_t*)values, scratch)
                         .attend();
                 else
-                    Block<T>(
-                        model, layer, call, b, row, n, count, kv_head, keys, values, scratch)
+                    Block<T>(model, layer, call, b, row, n, count, kv_head, keys, values, scratch)
                         .attend();
             }
         };
@@ -107,7 +106,8 @@ template <class T> class Attention {
         int item = 0;
         each_together([&](const Row& row, int n, int count) {
             for (int kv_head = 0; kv_head < model.num_kv_heads; kv_head++)
-                if (item++ % thread.count == thread.index) together(row, n, count, kv_head).attend();
+                if (item++ % thread.count == thread.index)
+                    together(row, n, count, kv_head).attend();
         });
     }
 
@@ -161,7 +161,6 @@ template <class T> class Attention {
     }
 
     Together<T> together(const Row& row, int n, int count, int kv_head) const {
-        return Together<T>(
-            model, layer, call, b, row, n, count, kv_head, keys, values, scratch);
+        return Together<T>(model, layer, call, b, row, n, count, kv_head, keys, values, scratch);
     }
 };

@@ -82,9 +82,8 @@ class BeamLevels {
             }
         }
         scores = best;
-        return std::any_of(scores.begin(), scores.end(), [&](float score) {
-            return score >= search.min_logprob;
-        });
+        return std::any_of(
+            scores.begin(), scores.end(), [&](float score) { return score >= search.min_logprob; });
     }
 
   private:
@@ -97,11 +96,11 @@ class BeamLevels {
     const Beams& search;
     const int64_t hidden, exit;
     const int32_t vocab;
-    int32_t kept = 1;            // beams behind each root
-    std::vector<int64_t> tokens; // [roots, kept], the last of each
-    std::vector<float> scores;   // [roots, kept]
-    std::vector<float> states, next; // [rows, hidden], before and behind that token
-    std::vector<float> joined;       // [rows, 2, hidden]
+    int32_t kept = 1;                 // beams behind each root
+    std::vector<int64_t> tokens;      // [roots, kept], the last of each
+    std::vector<float> scores;        // [roots, kept]
+    std::vector<float> states, next;  // [rows, hidden], before and behind that token
+    std::vector<float> joined;        // [rows, 2, hidden]
     std::vector<float> entered, x, y; // [rows, exit]
     std::vector<float> logits;        // [rows, vocab]
 

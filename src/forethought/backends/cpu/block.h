@@ -223,8 +223,7 @@ template <class T> class Block {
 
     // The same of the dimensions that are no whole panel.
     void mix_rest(
-        int rows, const T* from, int size, const float* weights, int num_tokens,
-        float* own) const {
+        int rows, const T* from, int size, const float* weights, int num_tokens, float* own) const {
         for (int p = 0; p < num_tokens; p++)
             for (int i = 0; i < rows; i++)
                 for (int j = 0; j < size; j++)

@@ -29,8 +29,8 @@ class RowsCall {
 
     // Add the new tokens of a row, from a position on.
     void add(const ChainRow& row, int64_t position, const int64_t* new_tokens, int64_t count) {
-        Row added = {row.first_slot, row.pages, nullptr, nullptr, nullptr, int64_t(tokens.size()),
-                     count, position, seen_from, count, nullptr, 0};
+        Row added = {row.first_slot, row.pages, nullptr,   nullptr, nullptr, int64_t(tokens.size()),
+                     count,          position,  seen_from, count,   nullptr, 0};
         for (int64_t p = position; p < position + count; p++) {
             tokens.push_back(new_tokens[p - position]);
             positions.push_back(p - seen_from);
@@ -65,7 +65,8 @@ class ChainDecoder {
     ChainDecoder(const Model& target, const ChainSteps& steps) : target(target), steps(steps) {
         for (int32_t r = 0; r < steps.num_rows; r++) {
             const ChainRow& row = steps.rows[r];
-            going.push_back({&row, r, row.position, row.num_left, 0, row.position, {row.token}, {}});
+            going.push_back(
+                {&row, r, row.position, row.num_left, 0, row.position, {row.token}, {}});
         }
     }
 
@@ -91,9 +92,9 @@ class ChainDecoder {
     struct Going { // a row that has not ended
         const ChainRow* row;
         int32_t number;
-        int64_t position, left; // of the last known token; tokens to decode
-        int64_t size;           // of its draft
-        int64_t missing;        // the first position whose entry the draft network lacks
+        int64_t position, left;     // of the last known token; tokens to decode
+        int64_t size;               // of its draft
+        int64_t missing;            // the first position whose entry the draft network lacks
         std::vector<int64_t> known; // tokens at the last positions, with all that are missing
         std::vector<int64_t> drafted;
     };
@@ -119,9 +120,9 @@ class ChainDecoder {
                 slots[r * levels + i] = slot_of(going[r], going[r].position + 1 + i);
                 num_rows[i]++;
             }
-        const Chains chains = {&call, slots.data(), num_rows.data(), steps.ids,
-                               drafted.data(), int32_t(levels), steps.num_choices,
-                               steps.last_position};
+        const Chains chains = {
+            &call,          slots.data(),    num_rows.data(),   steps.ids,
+            drafted.data(), int32_t(levels), steps.num_choices, steps.last_position};
         ChainLevels chain(*steps.draft, chains);
         if (draft(*steps.draft, call, chain) < call.num_tokens) return false;
         for (int32_t r = 0; r < count; r++)
@@ -201,8 +202,8 @@ class ChainDecoder {
     bool accept(int32_t step, Going& each, const float* logits) {
         const int64_t at = step * int64_t(steps.num_rows) + each.number;
         int64_t *drafted = steps.tokens + at * 2 * steps.width, *tokens = drafted + steps.width;
-        const auto [count, has_ended] = ::accept(
-            each.drafted, logits, target.head->num_outputs, *each.row, each.left, tokens);
+        const auto [count, has_ended] =
+            ::accept(each.drafted, logits, target.head->num_outputs, *each.row, each.left, tokens);
         const int64_t num_drafted = each.drafted.size();
         std::copy(each.drafted.begin(), each.drafted.end(), drafted);
         steps.counts[2 * at] = int32_t(num_drafted), steps.counts[2 * at + 1] = count;

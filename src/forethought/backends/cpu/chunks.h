@@ -143,8 +143,9 @@ template <class T> class Together {
           rotated(model.rotary_dim), page_size(call.page_size), num_heads(model.num_heads),
           low(Sight(row, n, layer.window).low),
           prefix(row.prefix > low ? int(row.prefix) - low : 0),
-          stride(int64_t(model.num_kv_heads) * dim), cap(model.score_cap), keys(keys + kv_head * dim),
-          values(values + kv_head * dim), scores(scratch), first_head(int64_t(kv_head) * group) {
+          stride(int64_t(model.num_kv_heads) * dim), cap(model.score_cap),
+          keys(keys + kv_head * dim), values(values + kv_head * dim), scores(scratch),
+          first_head(int64_t(kv_head) * group) {
         own_parts = scores + int64_t(group) * count * SCORES_WIDTH;
         offsets = (int64_t*)(own_parts + 2 * int64_t(group) * count * b.part_width);
     }
@@ -179,7 +180,8 @@ template <class T> class Together {
     void merge_kept() const {
         for (int i = 0; i < count * group; i++) {
             const Part all = part(kept(0), i);
-            for (int chunk = 1; chunk < num_chunks(); chunk++) merge(part(kept(chunk), i), dim, all);
+            for (int chunk = 1; chunk < num_chunks(); chunk++)
+                merge(part(kept(chunk), i), dim, all);
             write(i, all);
         }
     }
@@ -215,13 +217,12 @@ template <class T> class Together {
     }
 
     Part part(const Parts& parts, int i) const {
-        return Part(
-            parts.first + i / group * parts.token_stride + i % group * b.part_width, dim);
+        return Part(parts.first + i / group * parts.token_stride + i % group * b.part_width, dim);
     }
 
     void write(int i, const Part& from) const {
-        float* out = b.mixed + (row.start + n + i / group) * b.mixed_width +
-                     (first_head + i % group) * dim;
+        float* out =
+            b.mixed + (row.start + n + i / group) * b.mixed_width + (first_head + i % group) * dim;
         for (int d = 0; d < dim; d++) out[d] = from.sums[d] / *from.total;
     }
 
@@ -273,12 +274,14 @@ template <class T> class Together {
 
     // Vectors of them are read whole, and some in advance: behind the last one they read it again.
     void pad_offsets(int size) const {
-        for (int i = 0; i < LANES + TOKENS_AHEAD && size > 0; i++) offsets[size + i] = offsets[size - 1];
+        for (int i = 0; i < LANES + TOKENS_AHEAD && size > 0; i++)
+            offsets[size + i] = offsets[size - 1];
     }
 
     void score_own(int m, int begin, int shared, int size) const {
         if (row.num_segments) {
-            for (int i = m * group; i < (m + 1) * group; i++) score_segments(i, begin, begin + size);
+            for (int i = m * group; i < (m + 1) * group; i++)
+                score_segments(i, begin, begin + size);
         } else {
             each_few(m * group, (m + 1) * group, [&](auto few, int i) {
                 score<few()>(i, shared, size);
@@ -290,7 +293,7 @@ template <class T> class Together {
     void score_segments(int i, int begin, int end) const {
         float turned[MAX_HEAD_DIM];
         const float* q = query_of(i);
-        int first = 0; // of a segment
+        int first = 0;                                // of a segment
         for (int s = 0; s <= row.num_segments; s++) { // what follows the segments is its own
             const bool own = s == row.num_segments;
             const int last = own ? end : first + int(row.segments[2 * s]);
@@ -340,7 +343,8 @@ template <class T> class Together {
     template <int N> void score(int first, int begin, int end) const {
         const float* q[N];
         float* to[N];
-        for (int i = 0; i < N; i++) q[i] = query_of(first + i), to[i] = scores_of(first + i) + begin;
+        for (int i = 0; i < N; i++)
+            q[i] = query_of(first + i), to[i] = scores_of(first + i) + begin;
         score_keys<T, N>(q, keys, offsets + begin, end - begin, dim, layer.scale, cap, to);
     }
 

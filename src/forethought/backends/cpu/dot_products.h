@@ -18,7 +18,7 @@
 
 #if HAS_DOT_PRODUCTS
 
-constexpr int DOT_SUMS = 24;    // vectors that stay in registers beside those of weights and an input
+constexpr int DOT_SUMS = 24; // vectors that stay in registers beside those of weights and an input
 constexpr int MAX_DOT_ROWS = 8; // of a tile that one pass multiplies
 
 // Sums [ROWS, PANELS * PANEL] of rows of a tile of `rows` times panels of w over some steps, by the

@@ -55,8 +55,8 @@ class DraftLevels {
 
     // slots: [rows, num_slots], of the drafted tokens; size: those of a level and row at most.
     DraftLevels(
-        const Model& model, const Call& known, const int64_t* slots, int64_t num_slots, int64_t size,
-        int32_t last_position)
+        const Model& model, const Call& known, const int64_t* slots, int64_t num_slots,
+        int64_t size, int32_t last_position)
         : call(known), model(model), num_rows(known.num_rows), tokens(num_rows * size),
           slots(slots), num_slots(num_slots), last_position(last_position),
           rows(known.rows, known.rows + num_rows), positions(num_rows * size),

@@ -69,7 +69,7 @@ class Forward {
     const Scratch b;
     const Thread thread;
     const int64_t hidden;
-    int tokens; // that are still computed
+    int tokens;        // that are still computed
     const bool narrow; // only tokens with logits are, once the last layer has attended
 
     bool is_narrow() const {
@@ -90,8 +90,8 @@ class Forward {
         for (int64_t t = share.begin; t < share.end; t++) {
             const float* from = call.entering + t * hidden;
             float *both = b.joined + t * 2 * hidden, *x = b.x + t * hidden;
-            float *token = both + (join.state_first ? hidden : 0);
-            float *state = both + (join.state_first ? 0 : hidden);
+            float* token = both + (join.state_first ? hidden : 0);
+            float* state = both + (join.state_first ? 0 : hidden);
             if (join.zero_first && call.positions[t] == 0)
                 memset(token, 0, hidden * 4);
             else
@@ -228,8 +228,7 @@ struct Memory {
     float* begin;
 
     Memory(int64_t size)
-        : floats(size + PANEL),
-          begin(floats.data() + (64 - uintptr_t(floats.data()) % 64) / 4) {}
+        : floats(size + PANEL), begin(floats.data() + (64 - uintptr_t(floats.data()) % 64) / 4) {}
 };
 
 extern "C" {

@@ -34,8 +34,7 @@ static void run_heads(
             from = x;
         }
         float* own = logits + int64_t(head) * tokens * outputs;
-        product(
-            linears[num_blocks], {from, width, nullptr}, tokens, own, outputs, false, thread);
+        product(linears[num_blocks], {from, width, nullptr}, tokens, own, outputs, false, thread);
         thread.wait(); // the next product writes its inputs where this one reads them
     }
 }

@@ -111,7 +111,8 @@ static __attribute__((noinline)) void multiply4(
             for (int j = 0; j < N; j++) {
                 const int64_t p = j / VECS, v = j % VECS * LANES;
                 const IntVec both = widen(w + p * panel_stride / 2 + v);
-                const Vec s = load(scale + p * next_groups + v), z = load(zero + p * next_groups + v);
+                const Vec s = load(scale + p * next_groups + v),
+                          z = load(zero + p * next_groups + v);
                 const Vec even = (__builtin_convertvector(both & 15, Vec) - z) * s;
                 const Vec odd = (__builtin_convertvector(both >> 4 & 15, Vec) - z) * s;
                 for (int m = 0; m < ROWS; m++) {

@@ -15,7 +15,7 @@ static inline int intermediate_size(const Layer& layer) {
     return layer.experts ? layer.experts->down[0].num_inputs : layer.down.num_inputs;
 }
 
-constexpr int BLOCK_ROWS = 96;       // queries of a Block, or one pass of each head that shares a key
+constexpr int BLOCK_ROWS = 96; // queries of a Block, or one pass of each head that shares a key
 constexpr int BLOCK_POSITIONS = 256; // whose scores it has at a time
 
 // Tokens whose queries are attended together, those of `group` heads, which share keys: whole passes.
@@ -31,7 +31,7 @@ static inline int64_t block_size(int64_t dim, int group) {
 }
 
 constexpr int TOGETHER_ROWS = 48; // queries of a Together, which share what they read
-constexpr int CHUNK = 256; // tokens of the context that a few queries attend to at a time
+constexpr int CHUNK = 256;        // tokens of the context that a few queries attend to at a time
 constexpr int SCORES_WIDTH = CHUNK + 2 * PANEL; // of a query, those of a chunk and what pads them
 constexpr int64_t MAX_PARTS = int64_t(1) << 22; // floats of chunks that are kept
 
@@ -75,7 +75,7 @@ struct Scratch {
     int64_t qkv_width, mixed_width, wide_width, scores_width, part_width;
     int64_t max_chunks; // of a row
     bool keeps_parts;   // there is room
-    int64_t size = 0; // floats of all of them
+    int64_t size = 0;   // floats of all of them
 
     // `memory`: null where only the size is wanted.
     Scratch(const Model& model, int64_t tokens, int64_t max_length, int threads, float* memory) {

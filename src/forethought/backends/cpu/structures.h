@@ -13,7 +13,8 @@ enum Activation { SILU = 0, GELU_TANH = 1 };
 
 extern "C" {
 
-struct Linear {         // y = x W^T + b
+// y = x W^T + b
+struct Linear {
     const void* weight; // panels; null: there is no such product
     const float* scale; // I8: [out]; I4: [panels, groups, PANEL]
     const float* zero;  // I4: as scale
@@ -22,14 +23,16 @@ struct Linear {         // y = x W^T + b
     int32_t float32_input; // BF16: x is multiplied in float32, also where tiles.h would round it
 };
 
-struct Experts { // a mixture of experts in place of the MLP
+// A mixture of experts in place of the MLP.
+struct Experts {
     const Linear* router;
     const Linear* gate_up; // [num_experts]
     const Linear* down;    // [num_experts]
     int32_t num_experts, top_k, renormalise;
 };
 
-struct Join { // how a draft module joins the embedding of a token and a hidden state, side by side
+// How a draft module joins the embedding of a token and a hidden state, side by side.
+struct Join {
     const float *token_norm, *state_norm; // [hidden], or null: read as it is
     const Linear* project; // of both, to what enters the layer; null: its attention reads both
     int32_t state_first;   // the state comes before the embedding
@@ -38,7 +41,8 @@ struct Join { // how a draft module joins the embedding of a token and a hidden 
     int32_t feeds_normed;  // the state that the next token is joined with is behind the final norm
 };
 
-struct Layer { // input_norm: null in a draft module whose attention reads what enters
+// input_norm: null in a draft module whose attention reads what enters
+struct Layer {
     const float *input_norm, *q_norm, *k_norm, *attention_norm; // [hidden], [dim], [dim], [hidden]
     const float *mlp_norm, *output_norm; // attention_norm, output_norm: behind the block, or null
     const float* rotary;                 // [positions, 2, rotary_dim]: cosines, signed sines
@@ -52,7 +56,7 @@ struct Model {
     const Layer* layers;
     const float* final_norm; // or null
     const Linear* head;
-    const Linear* embedding; // of which a token's weights are its embedding; not quantised; or null:
+    const Linear* embedding; // whose weights of a token are its embedding; not quantised; or null:
     const void* table;       // [num_embeddings, hidden] of `table_type`, F32 or BF16
     const Join* join;        // null: a model, which reads tokens alone
     int32_t table_type, num_embeddings;
@@ -60,7 +64,8 @@ struct Model {
     float eps, head_norm_eps, logit_cap, score_cap, embed_scale;
 };
 
-struct Row { // the new tokens of one sequence
+// The new tokens of one sequence.
+struct Row {
     int64_t first_slot;        // of position 0, where the prefix is contiguous; else -1
     const int32_t* pages;      // of the prefix, where it is not
     const int64_t* slots;      // [num_recent]: of the recent tokens; the last num_tokens are new
@@ -69,8 +74,8 @@ struct Row { // the new tokens of one sequence
     int64_t start, num_tokens; // in the batch
     int64_t prefix, seen_from; // tokens stored before the recent ones; the first that is attended
     int64_t num_recent;
-    const int64_t* segments;   // [num_segments, 2]: of the tokens that it sees, from the prefix on:
-    int64_t num_segments;      // how many, and by how many positions queries are rotated further
+    const int64_t* segments; // [num_segments, 2]: of the tokens that it sees, from the prefix on:
+    int64_t num_segments;    // how many, and by how many positions queries are rotated further
 };
 
 struct Call {
@@ -80,8 +85,8 @@ struct Call {
     const int64_t* slots;       // [T]
     const int64_t* logit_index; // [R]
     const Row* rows;
-    void* const* keys;   // per layer
-    void* const* values; // per layer
+    void* const* keys;    // per layer
+    void* const* values;  // per layer
     float* const* states; // [num_layers + 2]: where hidden states are wanted, else null; final last
     float* last;          // [R, hidden]: the last layer's output of the tokens with logits, or null
     float* last_normed;   // the same behind the final norm
@@ -90,7 +95,8 @@ struct Call {
     int32_t num_tokens, num_logits, num_rows, page_size, max_length, num_threads;
 };
 
-struct Chains { // the most probable tokens, one after the other, behind each row of a call
+// The most probable tokens, one after the other, behind each row of a call.
+struct Chains {
     const Call* known;       // of known tokens: the last one of each row has logits
     const int64_t* slots;    // [num_rows, num_levels]: of the drafted tokens
     const int32_t* num_rows; // [num_levels]: rows whose drafts go so deep, the first ones
@@ -101,7 +107,8 @@ struct Chains { // the most probable tokens, one after the other, behind each ro
     int32_t last_position; // further ones are computed as this one
 };
 
-struct Beams { // a search with ReDrafter's head; see beams.h
+// A search with ReDrafter's head; see beams.h.
+struct Beams {
     const Linear* recur;   // [hidden, 2 * hidden], of embedding and state; null: they are added
     const Linear* enter;   // [exit, 2 * hidden], of context and state; null: exit is 2 * hidden
     const Linear* head;    // [num_blocks + 1]: those of residual blocks, then to the logits
@@ -114,16 +121,18 @@ struct Beams { // a search with ReDrafter's head; see beams.h
     float min_logprob; // where all beams of a level are less probable, it is the last
 };
 
-struct ChainRow { // a sequence that is decoded, with drafts or without
-    const int32_t* pages; // of all its slots; read where these are not contiguous
-    const int64_t* ends;  // [num_ends]: ids behind which it ends
-    int64_t first_slot;   // of position 0, where they are; else -1
-    int64_t token, position; // the last known one
+// A sequence that is decoded, with drafts or without.
+struct ChainRow {
+    const int32_t* pages;        // of all its slots; read where these are not contiguous
+    const int64_t* ends;         // [num_ends]: ids behind which it ends
+    int64_t first_slot;          // of position 0, where they are; else -1
+    int64_t token, position;     // the last known one
     int64_t draft_len, num_left; // to draft in a step, and to decode, at most
     int64_t num_ends;
 };
 
-struct TargetStates { // hidden states of the target, as a draft module reads them
+// Hidden states of the target, as a draft module reads them.
+struct TargetStates {
     void* stored;          // [slots, num_layers, hidden], of `type`, F32 or BF16
     const int32_t* layers; // [num_layers]: which of Call::states they are
     const float* norm;     // [num_layers * hidden]: in front of `entry`; null: there is none
@@ -132,25 +141,27 @@ struct TargetStates { // hidden states of the target, as a draft module reads th
     float eps;
 };
 
-struct ChainSteps { // decode steps; see chain_steps.h
-    const Model* draft; // null: no row has drafts
-    const Call* known;  // of the draft network: known tokens of the rows with drafts
-    const Call* target; // of the last known token of each row, with room for `width` of them
+// Decode steps; see chain_steps.h.
+struct ChainSteps {
+    const Model* draft;   // null: no row has drafts
+    const Call* known;    // of the draft network: known tokens of the rows with drafts
+    const Call* target;   // of the last known token of each row, with room for `width` of them
     const ChainRow* rows; // [num_rows]: none drafts more than the one before it
     const TargetStates* states; // null: the draft network reads none
-    const int64_t* ids; // as of Chains
-    int64_t* tokens;    // [num_steps, num_rows, 2, width], written: drafted, and decoded ones
-    int32_t* counts;    // [num_steps, num_rows, 2], zeros, written: how many of either
+    const int64_t* ids;         // as of Chains
+    int64_t* tokens;       // [num_steps, num_rows, 2, width], written: drafted, and decoded ones
+    int32_t* counts;       // [num_steps, num_rows, 2], zeros, written: how many of either
     double* draft_seconds; // [1], written
     int32_t num_rows, num_steps;
-    int32_t width;          // one more than are drafted in a step
+    int32_t width;                      // one more than are drafted in a step
     int32_t num_choices, last_position; // as of Chains
-    int32_t num_known;      // the draft network reads further tokens as token 0
-    int32_t seen_from;      // as of Row, in the draft network
-    int32_t stores_drafted; // its entries of drafted tokens are those of known ones
+    int32_t num_known;                  // the draft network reads further tokens as token 0
+    int32_t seen_from;                  // as of Row, in the draft network
+    int32_t stores_drafted;             // its entries of drafted tokens are those of known ones
 };
 
-struct Trees { // dynamic trees, one behind each row of a call
+// Dynamic trees, one behind each row of a call.
+struct Trees {
     const Call* known;    // as of Chains, with room for the logits of `width` tokens of each row
     const int64_t* slots; // [num_rows, depth, width]: of the nodes that are read
     const int64_t* ids;   // as of Chains

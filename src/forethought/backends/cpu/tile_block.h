@@ -117,12 +117,12 @@ class TileBlock {
     const int num_tiles; // of queries: of TILE_ROWS tokens and one head, heads beside each other
     const int64_t stride;
     const uint16_t *keys, *values;
-    float *scores, *sums;    // [2, TILE_ROWS, TILE_POSITIONS], [num_tiles, TILE_ROWS, width]
-    float* totals;           // [num_tiles, TILE_ROWS, PANEL]: of the exponentials, in parts
-    float* highest;          // [num_tiles, TILE_ROWS]: of the scores
-    uint16_t* weights;       // [2, TILE_POSITIONS / 32, TILE_ROWS, 32]
-    uint16_t* packed_keys;   // [TILE_POSITIONS / PANEL, width / 2, PANEL, 2]
-    uint16_t* packed_values; // [width / PANEL, TILE_POSITIONS / 2, PANEL, 2]
+    float *scores, *sums;     // [2, TILE_ROWS, TILE_POSITIONS], [num_tiles, TILE_ROWS, width]
+    float* totals;            // [num_tiles, TILE_ROWS, PANEL]: of the exponentials, in parts
+    float* highest;           // [num_tiles, TILE_ROWS]: of the scores
+    uint16_t* weights;        // [2, TILE_POSITIONS / 32, TILE_ROWS, 32]
+    uint16_t* packed_keys;    // [TILE_POSITIONS / PANEL, width / 2, PANEL, 2]
+    uint16_t* packed_values;  // [width / PANEL, TILE_POSITIONS / 2, PANEL, 2]
     uint16_t* packed_queries; // [num_tiles, width / 32, TILE_ROWS, 32]
     const float* queries;
     float* out;
@@ -244,7 +244,8 @@ class TileBlock {
         __m512 total = _mm512_loadu_ps(totals + at * PANEL);
         for (int j = 0; j < size; j += TILE_INPUTS, given += TILE_ROWS * TILE_INPUTS) {
             const __m512 low = exp2_of(_mm512_fmsub_ps(_mm512_loadu_ps(own + j), scale, shift));
-            const __m512 high = exp2_of(_mm512_fmsub_ps(_mm512_loadu_ps(own + j + 16), scale, shift));
+            const __m512 high =
+                exp2_of(_mm512_fmsub_ps(_mm512_loadu_ps(own + j + 16), scale, shift));
             total += low + high;
             _mm512_storeu_si512(given, rounded(low, high));
         }

@@ -14,9 +14,10 @@
 
 #include <cstdint>
 
-constexpr int PASS_TOKENS = 512;  // that all steps of a panel are multiplied with at a time
-constexpr int FEW_TOKENS = 64;    // up to which the sums of a pass stay in tiles of AMX over all inputs
-constexpr int PASS_STEPS = 10;    // tiles of two panels that stay in the L1 cache: 20 KiB
+constexpr int PASS_TOKENS = 512; // that all steps of a panel are multiplied with at a time
+constexpr int FEW_TOKENS =
+    64; // up to which the sums of a pass stay in tiles of AMX over all inputs
+constexpr int PASS_STEPS = 10;       // tiles of two panels that stay in the L1 cache: 20 KiB
 constexpr int BLOCK_BYTES = 1 << 20; // of inputs that all panels pass by: half of an L2 cache
 
 // How rounded inputs [T, in] lie in tiles: [tiles, in / 32, tokens of a tile, 32]. All tiles have
@@ -24,7 +25,8 @@ constexpr int BLOCK_BYTES = 1 << 20; // of inputs that all panels pass by: half 
 struct TileLayout {
     int per_tile, steps;
 
-    TileLayout(int tokens, int64_t num_inputs) : steps(int(padded_inputs(num_inputs) / TILE_INPUTS)) {
+    TileLayout(int tokens, int64_t num_inputs)
+        : steps(int(padded_inputs(num_inputs) / TILE_INPUTS)) {
         const int tiles = tokens > 0 ? (tokens + TILE_ROWS - 1) / TILE_ROWS : 1;
         per_tile = tokens > 0 ? (tokens + tiles - 1) / tiles : 1;
     }
@@ -80,9 +82,7 @@ class TileInput {
   public:
     static bool is_possible() { return true; }
 
-    static bool takes(const Linear& w) {
-        return w.type == BF16 && !w.float32_input;
-    }
+    static bool takes(const Linear& w) { return w.type == BF16 && !w.float32_input; }
 
     // Round x [T, in] where that is not done. A tile is rounded by each thread for itself, more by
     // all of them together.
@@ -126,7 +126,8 @@ class TileInput {
         const int parts = rows > few ? (layout.steps + PASS_STEPS - 1) / PASS_STEPS : 1;
         const int most = (layout.steps + parts - 1) / parts;
         for (int step = 0; step < layout.steps; step += most)
-            multiply_part(from, stride, count, {step, least(step + most, layout.steps)}, t, rows, sums);
+            multiply_part(
+                from, stride, count, {step, least(step + most, layout.steps)}, t, rows, sums);
     }
 
   private:
@@ -158,7 +159,8 @@ class TileInput {
 
     // A line of the cache has 32 weights.
     static void fetch(const uint16_t* from, int lines) {
-        for (int i = 0; i < lines; i++) _mm_prefetch((const char*)(from + i * TILE_INPUTS), _MM_HINT_T1);
+        for (int i = 0; i < lines; i++)
+            _mm_prefetch((const char*)(from + i * TILE_INPUTS), _MM_HINT_T1);
     }
 };
 

@@ -125,7 +125,8 @@ static inline Vec sums(const Vec* v) {
     __m512 quads[4]; // of four vectors, beside each other in each quarter
     for (int i = 0; i < 4; i++, v += 4) {
         const auto halves = [](Vec a, Vec b) {
-            return _mm512_unpacklo_ps((__m512)a, (__m512)b) + _mm512_unpackhi_ps((__m512)a, (__m512)b);
+            return _mm512_unpacklo_ps((__m512)a, (__m512)b) +
+                   _mm512_unpackhi_ps((__m512)a, (__m512)b);
         };
         const __m512d a = (__m512d)halves(v[0], v[1]), b = (__m512d)halves(v[2], v[3]);
         quads[i] = (__m512)_mm512_unpacklo_pd(a, b) + (__m512)_mm512_unpackhi_pd(a, b);
