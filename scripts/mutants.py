@@ -339,7 +339,7 @@ MUTANTS = [
     ),
     Mutant(
         "engine/step.py",
-        "metrics.steps += row.is_decode",
+        "metrics.steps += is_decode",
         "metrics.steps += 1",
         "tests/engine/test_continuous_decode.py tests/engine/test_speculation.py",
     ),
@@ -386,7 +386,7 @@ MUTANTS = [
         "tests/engine/test_engine.py -k 'preempt'",
     ),
     Mutant(
-        "engine/step.py",
+        "engine/packing.py",
         "sequence.prompt_length - 1)",
         "sequence.prompt_length)",
         "tests/engine/test_engine.py -k 'prompt_logprobs'",

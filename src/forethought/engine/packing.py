@@ -16,7 +16,7 @@ from torch import Tensor
 from forethought.engine.scheduler import PlannedRow
 from forethought.engine.sequence import Sequence, siblings_to_sample
 from forethought.model.batch import ConcurrentTokens, Row
-from forethought.model.sampling import DevicePath, TokenContext
+from forethought.model.sampling import DevicePath, TokenContext, prompt_logprobs
 from forethought.speculative.drafter import NO_DRAFT, DeviceTokens, Draft
 from forethought.speculative.verify.accept import VerificationResult, verify_argmax
 from forethought.speculative.verify.unread_drafts import read_drafts
@@ -204,3 +204,16 @@ def keep_logits(rows: List[PlannedRow], logits: Tensor) -> list[Sequence]:
                 nonfinite.append(row.sequence)
         begin += row.num_logits + row.num_nodes
     return nonfinite
+
+
+def add_prompt_logprobs(sequence: Sequence, logits: Tensor, start: int) -> None:
+    """Score the prompt tokens that follow the positions from ``start`` on; logits: [M, V]."""
+    scores = sequence.prompt_logprobs
+    if not scores:
+        scores.append(None)
+    first = len(scores) - 1  # earlier positions were scored before a preemption
+    stop = min(start + len(logits), sequence.prompt_length - 1)
+    if first < stop:
+        following = sequence.tokens[first + 1 : stop + 1]
+        k = sequence.params.prompt_logprobs or 0
+        scores += prompt_logprobs(logits[first - start : stop - start], following, k)

@@ -29,6 +29,7 @@ from forethought.engine.continuous import ContinuousDecode
 from forethought.engine.drafting import Drafting
 from forethought.engine.packing import (
     PendingSample,
+    add_prompt_logprobs,
     keep_logits,
     pack,
     pending_samples,
@@ -49,7 +50,6 @@ from forethought.kv.storage import DraftKvCache, KvStorage
 from forethought.kv.table import SlotMove
 from forethought.model.device import ForwardTimer
 from forethought.model.runner import ModelRunner
-from forethought.model.sampling import prompt_logprobs
 from forethought.outputs import (
     GRAMMAR_COMPLETE,
     DraftedStep,
@@ -368,15 +368,16 @@ class Step:
         try:
             end = self._truncate(sequence, results) if results else (None, None)
             self._count_steps(row, end[0] is not None)
-            path = _kept_path(results)
+            tokens = tokens_of(results)
+            path = _kept_path(results, len(tokens))
             moves += sequence.table.keep_path(row.stop, path)
-            self._record(row, tokens_of(results)[: len(path)])
+            self._record(row, tokens[: len(path)])
         except Exception as error:  # its siblings go on without it
             return [self._fail(sequence, error)]
         if not results:
             return []
         siblings = [self._start_sibling(*sibling) for sibling in row.sibling_results]
-        return [self._append(sequence, results, end), *siblings]
+        return [self._append(sequence, tokens, end, results[0]), *siblings]
 
     def _start_sibling(self, sibling: Sequence, result: VerificationResult) -> Event:
         """Let a sibling of a row's sequence go on with a token of its own."""
@@ -385,7 +386,7 @@ class Step:
             attach_to_parent(sibling, has_logits=True)
             is_full = self._scheduler.is_full
             self._scheduler.place(sibling, Status.WAITING if is_full else Status.RUNNING)
-            return self._append(sibling, [result], end)
+            return self._append(sibling, result.tokens, end, result)
         except Exception as error:
             return self._fail(sibling, error)
 
@@ -421,7 +422,7 @@ class Step:
             row: with its results, whose tokens the sequence has yet to get.
             has_ended: the last of them ends the generation: what follows was cut, not rejected.
         """
-        sequence, metrics = row.sequence, row.sequence.metrics
+        sequence, metrics, is_decode = row.sequence, row.sequence.metrics, row.is_decode
         start = len(sequence.tokens) - sequence.prompt_length
         for number, result in enumerate(row.results, 1):
             num_drafted, num_accepted = len(result.draft.tokens), len(result.path)
@@ -434,7 +435,7 @@ class Step:
                 step = DraftedStep(start, num_accepted, row.drafter, rejected)
                 sequence.drafted_steps.append(step)
             else:
-                metrics.steps += row.is_decode
+                metrics.steps += is_decode
             start += len(result.tokens)
         if row.rule is not None and row.results:
             metrics.lossy = True
@@ -461,14 +462,20 @@ class Step:
             _publish(self._index, sequence, accepted)
         if sequence.wants_prompt_logprobs:
             assert row.known_logits is not None, "a computed row has its logits"
-            _add_prompt_logprobs(sequence, row.known_logits, row.start)
+            add_prompt_logprobs(sequence, row.known_logits, row.start)
 
-    def _append(self, sequence: Sequence, results: List[VerificationResult], end: End) -> Event:
-        """Append the tokens of some steps, the last of which may finish the generation.
+    def _append(
+        self, sequence: Sequence, tokens: list[int], end: End, scores: VerificationResult
+    ) -> Event:
+        """Append tokens, the last of which may finish the generation.
 
-        Scores are of a single step.
+        Args:
+            sequence: gets them.
+            tokens: of one step, or of several.
+            end: whether and how the generation ends.
+            scores: of the tokens, if they are asked for; then they are of one step.
         """
-        tokens, begin = tokens_of(results), len(sequence.tokens)
+        begin = len(sequence.tokens)
         sequence.sampled_positions += range(begin, begin + len(tokens))
         sequence.tokens += tokens
         sequence.usage.decoded += len(tokens)
@@ -476,7 +483,6 @@ class Step:
         reason, sequence.stop_reason = end
         if reason is not None:
             self._scheduler.finish(sequence, reason)
-        scores = results[0]
         return Event(sequence, tokens, scores.logprobs, reason, confidences=scores.confidences)
 
     def _fail(self, sequence: Sequence, error: Exception) -> Event:
@@ -524,12 +530,10 @@ def by_halves(
     return done
 
 
-def _kept_path(results: List[VerificationResult]) -> list[int]:
+def _kept_path(results: List[VerificationResult], num_tokens: int) -> list[int]:
     """The accepted nodes of a row, by their slots; the drafts of several steps are chains."""
-    if not results:
-        return []
-    path = results[0].path
-    return [*path, *range(len(path), len(tokens_of(results)) - 1)]
+    path = results[0].path if results else []
+    return [*path, *range(len(path), num_tokens - 1)]
 
 
 def _num_until_complete(sequence: Sequence, tokens: List[int]) -> int | None:
@@ -570,19 +574,6 @@ def _publish(index: PrefixIndex, sequence: Sequence, accepted: list[int]) -> Non
         parent = table.digests[-1] if table.digests else root
         page = table.pages[len(table.digests)]
         table.digests.append(index.publish(parent, tokens[begin : begin + size], page))
-
-
-def _add_prompt_logprobs(sequence: Sequence, logits: Tensor, start: int) -> None:
-    """Score the prompt tokens that follow the positions from ``start`` on; logits: [M, V]."""
-    found = sequence.prompt_logprobs
-    if not found:
-        found.append(None)
-    first = len(found) - 1  # earlier positions were scored before a preemption
-    stop = min(start + len(logits), sequence.prompt_length - 1)
-    if first < stop:
-        following = sequence.tokens[first + 1 : stop + 1]
-        k = sequence.params.prompt_logprobs or 0
-        found += prompt_logprobs(logits[first - start : stop - start], following, k)
 
 
 def _unplanned(error: Exception) -> RequestError:

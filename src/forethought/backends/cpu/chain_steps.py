@@ -158,7 +158,8 @@ class ChainCall:
         made = load_library().decode_chains(ctypes.byref(target.model), ctypes.byref(struct))
         if made < 0:
             raise IndexError("a token is outside the vocabulary of the target or the draft network")
-        return [self._steps(row, tokens, counts) for row in range(num_rows)], made, seconds.value
+        values, sizes = tokens.tolist(), counts.tolist()
+        return [self._steps(row, values, sizes) for row in range(num_rows)], made, seconds.value
 
     def _draft_fields(self, draft: NativeDraft, num_tokens: int) -> dict[str, object]:
         """Those of ``ChainSteps`` that say how to draft."""
@@ -175,18 +176,17 @@ class ChainCall:
         }
 
     def _steps(
-        self, row: int, tokens: array[int], counts: array[int]
+        self, row: int, tokens: list[int], counts: list[int]
     ) -> list[tuple[list[int], list[int]]]:
         """The steps of a row that gave a token: those before its end."""
-        num_rows, width, found = len(self.rows), 1 + self.rows[0].draft_len, []
-        for at in range(row, len(counts) // 2, num_rows):
-            num_drafted, count = counts[2 * at : 2 * at + 2]
+        num_rows, width, steps = len(self.rows), 1 + self.rows[0].draft_len, []
+        for at in range(2 * row, len(counts), 2 * num_rows):
+            count, begin = counts[at + 1], at * width
             if not count:
                 break
-            begin = 2 * at * width
-            decoded = tokens[begin + width : begin + width + count].tolist()
-            found.append((tokens[begin : begin + num_drafted].tolist(), decoded))
-        return found
+            decoded = tokens[begin + width : begin + width + count]
+            steps.append((tokens[begin : begin + counts[at]], decoded))
+        return steps
 
     @property
     def _num_further(self) -> int:
