@@ -14,6 +14,9 @@ draft costs time and nothing else. How a node's children are tested depends on `
 An ``AcceptanceRule`` (``rules.py``) replaces both where the configuration asks for lossy
 acceptance.
 
+Requests without drafts, plain decoding, are one call of ``model.sampling.sample``: temperature and
+all other parameters of the distribution are applied in ``model.sampling`` in any case.
+
 A walk ends where the target's logits are not finite: no token is drawn there. The last accepted
 token is then the last one that the request gains; if the root's logits are not finite it gains
 none.
@@ -194,7 +197,7 @@ def _verify_group(
     contexts = [context for request in requests for context in request.contexts]
     logits = _select(logits, rows)
     if len(rows) == len(requests):  # no draft at all: plain decoding
-        return _sample_plainly(logits, contexts, requests)
+        return _sample_roots(logits, contexts, requests)
     # 1. All that is computed on the device, and one transfer.
     download = Download()
     drafts = UnreadDrafts([request.draft for request in requests], download)
@@ -248,7 +251,7 @@ def _all_uniforms(requests: Sequence[VerificationRequest]) -> list[float]:
     return [uniform for request in requests for uniform in request.uniforms()]
 
 
-def _sample_plainly(
+def _sample_roots(
     logits: Tensor, contexts: Sequence[TokenContext], requests: Sequence[VerificationRequest]
 ) -> list[VerificationResult]:
     """One token per request, none of which has a draft."""
