@@ -10,8 +10,8 @@ import torch
 
 from chain_drafters import KINDS, few_tokens
 from engines import drain, engine_over
-from forethought.backends.cpu import chain_steps as native
 from forethought.backends.cpu import library
+from forethought.backends.cpu import native_steps as native
 from forethought.config.sampling import SamplingParams
 from forethought.engine import continuous
 from forethought.engine.engine import Engine

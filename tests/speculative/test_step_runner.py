@@ -16,6 +16,7 @@ import torch
 
 import models
 from forethought.backends.cpu import library
+from forethought.backends.cpu.native_steps import NativeSteps
 from forethought.config.sampling import SamplingParams
 from forethought.kv.pool import PagePool
 from forethought.kv.storage import KvStorage
@@ -25,7 +26,6 @@ from forethought.model.causal_lm import HiddenStateReader
 from forethought.model.loader import load
 from forethought.model.runner import ModelRunner
 from forethought.speculative.drafter import DraftRequest
-from forethought.speculative.native_steps import NativeSteps
 from forethought.speculative.step_runner import (
     Advance,
     DecodeRow,

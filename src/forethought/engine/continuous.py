@@ -11,6 +11,7 @@ import logging
 import math
 from collections.abc import Sequence as List
 
+from forethought.backends.cpu.native_steps import NativeSteps
 from forethought.engine.drafting import Drafting
 from forethought.engine.guarded_drafter import GuardedDrafter
 from forethought.engine.packing import is_plain_decode
@@ -20,7 +21,6 @@ from forethought.model.runner import ModelRunner
 from forethought.outputs import EngineStats
 from forethought.speculative.chain_rounds import ChainRounds
 from forethought.speculative.chain_source import ChainSource
-from forethought.speculative.native_steps import NativeSteps
 from forethought.speculative.step_runner import (
     Advance,
     DecodeRow,

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from forethought.backends.cpu.chain_steps import NativeDraftNetwork
+from forethought.backends.cpu.draft_network import NativeDraftNetwork
 from forethought.backends.cpu.network import NativeNetwork
 from forethought.backends.cuda.paged import PagedAttention
 from forethought.errors import ParameterError
@@ -61,7 +61,7 @@ class DraftModel:
 
     @property
     def native(self) -> NativeDraftNetwork | None:
-        """What drafts in ``backends.cpu.chain_steps``; None: it does not run in C++."""
+        """What drafts in ``backends.cpu.native_steps``; None: it does not run in C++."""
         network, known = self.runner.lm.network, self.runner.lm.vocab_size
         if not isinstance(network, NativeNetwork):
             return None

@@ -10,8 +10,8 @@ one, and that one in its place::
 Plain decoding is the case without drafts. Each row goes on from its own position until it has
 ended; what the engine does around a step is paid once for all of them. ``SingleSteps`` is the
 reference implementation, a loop of single steps. The others make all steps in one call of C++
-(``native_steps``), or queue them on a GPU and wait once: ``QueuedSteps``, and with drafts
-``chain_rounds``.
+(``backends.cpu.native_steps``), or queue them on a GPU and wait once: ``QueuedSteps``, and with
+drafts ``chain_rounds``.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from forethought.backends.cpu.chain_steps import NativeDraftNetwork, NativeEntry
+from forethought.backends.cpu.draft_network import NativeDraftNetwork, NativeEntry
 from forethought.backends.cpu.forward import NativeForward, TreeShape, Wanted
 from forethought.backends.cpu.network import NativeNetwork
 from forethought.backends.cpu.structures import JoinStruct, LayerStruct, ModelStruct

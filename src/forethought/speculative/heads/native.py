@@ -33,7 +33,7 @@ class NativeDraftModule:
         window: of its attention; None: all is attended to.
 
     Attributes:
-        native: what drafts in ``backends.cpu.chain_steps``.
+        native: what drafts in ``backends.cpu.native_steps``.
     """
 
     forward_path = "native"

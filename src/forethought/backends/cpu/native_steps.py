@@ -1,80 +1,35 @@
-"""Greedy decode steps, with drafts or without, all of them in one call of ``forward.cpp``."""
+"""Steps in one call of C++, with drafts of a network that runs there as well or without any."""
 
 from __future__ import annotations
 
 import ctypes
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple, Self
 
 import torch
 from torch import Tensor
 
+from forethought.backends.cpu.draft_network import NativeDraftNetwork
 from forethought.backends.cpu.forward import NativeForward, PackedCall, Wanted
 from forethought.backends.cpu.library import load_library
+from forethought.backends.cpu.network import NativeNetwork
 from forethought.backends.cpu.structures import (
     ChainRowStruct,
     ChainStepsStruct,
     TargetStatesStruct,
 )
-from forethought.backends.cpu.weights import TYPES, PackedLinear
-from forethought.model.attention.base import ForwardPass
-
-if TYPE_CHECKING:
-    from forethought.speculative.step_runner import DecodeRow
-
-
-@dataclass(frozen=True, slots=True)
-class NativeEntry:
-    """How a draft module reads the target's states, float32.
-
-    Attributes:
-        norm: ``[width]``, in front of ``linear``; None: there is none.
-        linear: to the module's width; None: they are read as they are.
-        eps: of the norm.
-    """
-
-    norm: Tensor | None
-    linear: PackedLinear | None
-    eps: float
-
-    def __call__(self, states: Tensor) -> Tensor:
-        """``[T, width]`` -> float32 ``[T, hidden]``."""
-        states = states.float()
-        if self.norm is not None:
-            states = self._normed(states.contiguous())
-        return states if self.linear is None else self.linear.multiply(states)
-
-    def _normed(self, states: Tensor) -> Tensor:
-        assert self.norm is not None
-        found = torch.empty_like(states)
-        load_library().norm_rows(
-            *(ctypes.c_void_p(tensor.data_ptr()) for tensor in (states, self.norm)),
-            *states.shape,
-            ctypes.c_float(self.eps),
-            ctypes.c_void_p(found.data_ptr()),
-        )
-        return found
-
-
-@dataclass(frozen=True, slots=True)
-class NativeDraftNetwork:
-    """What drafts.
-
-    Attributes:
-        forward: its packed weights.
-        num_choices: outputs that may be drafted, the first ones.
-        num_known: tokens that it knows; others are read as token 0.
-        ids: int64 ``[outputs]``, the target's id of each; None: the same.
-        entry: of the target's states; None: it is a model, which reads none.
-    """
-
-    forward: NativeForward
-    num_choices: int
-    num_known: int
-    ids: Tensor | None = None
-    entry: NativeEntry | None = None
+from forethought.backends.cpu.weights import TYPES
+from forethought.model.attention.base import ForwardPass, PagedPass
+from forethought.model.batch import Batch
+from forethought.model.runner import ModelRunner
+from forethought.speculative.chain_source import ChainSource, GreedyChains
+from forethought.speculative.draft_model import DraftModel
+from forethought.speculative.drafter import Draft
+from forethought.speculative.heads.native import NativeDraftModule
+from forethought.speculative.step_runner import Advance, DecodeRow, StepRunner
+from forethought.speculative.verify.accept import VerificationResult
 
 
 class StoredStates(NamedTuple):
@@ -249,3 +204,100 @@ class ChainCall:
                 eps=entry.eps,
             )
         )
+
+
+@dataclass(frozen=True, slots=True)
+class NativeSteps(StepRunner):
+    """Where the target runs natively, and the draft network, if there is one.
+
+    Attributes:
+        runner: of the target.
+        target: its packed weights.
+        chains: what drafts; None: plain decoding.
+        draft: the network of ``chains``.
+    """
+
+    runner: ModelRunner
+    target: NativeForward
+    chains: GreedyChains | None = None
+    draft: NativeDraftNetwork | None = None
+
+    @classmethod
+    def of(
+        cls, runner: ModelRunner, chains: ChainSource | None, rows: Sequence[DecodeRow]
+    ) -> Self | None:
+        """See :class:`StepRunner`."""
+        target = runner.lm.network
+        if not isinstance(target, NativeNetwork):
+            return None
+        if chains is None:
+            return cls(runner, target.forward)
+        if not isinstance(chains, GreedyChains):
+            return None
+        network = chains.runner.network
+        if not isinstance(network, DraftModel | NativeDraftModule) or network.native is None:
+            return None
+        return cls(runner, target.forward, chains, network.native)
+
+    def advance(self, rows: Sequence[DecodeRow], num_steps: int) -> Advance:
+        """See :class:`StepRunner`."""
+        if self.chains is None:
+            return self._call(rows, num_steps, None, None)
+        chains, drafting = self.chains, [row.request for row in rows if row.draft_len]
+        (advance,) = chains.runner.draft_behind(
+            drafting,
+            [0] * len(drafting),
+            lambda states, known, _: [
+                self._call(rows, num_steps, *self._drafting(chains, states, known))
+            ],
+        )
+        for row, results in zip(rows, advance.results, strict=True):
+            chains.mark(row.position, row.table, results)
+        return advance
+
+    def _drafting(
+        self, chains: GreedyChains, states: Tensor, known: PagedPass
+    ) -> tuple[NativeDraft, StoredStates | None]:
+        """What drafts, after a pass of it over the tokens that it has not read.
+
+        Args:
+            chains: see above.
+            states: ``[T, hidden]``, that it reads with these; ``[T, 0]`` for a draft model.
+            known: the pass.
+        """
+        assert self.draft is not None
+        self._replace_unknown(known, self.draft.num_known)
+        hidden_states, stored, entering = chains.runner.hidden_states, None, None
+        if hidden_states is not None:
+            stored = StoredStates(hidden_states.storage.keys[0], hidden_states.layer_ids)
+            entering = states.float().contiguous()
+        offset, stores_drafted = chains.runner.offset, chains.builder.stores_drafted
+        return NativeDraft(self.draft, known, entering, offset, stores_drafted), stored
+
+    def _call(
+        self,
+        rows: Sequence[DecodeRow],
+        num_steps: int,
+        draft: NativeDraft | None,
+        stored: StoredStates | None,
+    ) -> Advance:
+        lm = self.runner.lm
+        roots = Batch.build([row.root() for row in rows])
+        target = PagedPass(roots, self.runner.storage, lm.backend, lm.windows)
+        steps, num_forwards, seconds = ChainCall(target, rows, draft, stored).run(
+            self.target, num_steps
+        )
+        results = [[_result(*step) for step in row_steps] for row_steps in steps]
+        return Advance(results, num_forwards, seconds)
+
+    def _replace_unknown(self, known: PagedPass, num_known: int) -> None:
+        batch = known.batch
+        if num_known < self.runner.lm.vocab_size:
+            token_ids = batch.token_ids.where(batch.token_ids < num_known, 0)
+            known.batch = replace(batch, token_ids=token_ids)
+
+
+def _result(drafted: list[int], tokens: list[int]) -> VerificationResult:
+    if not drafted:
+        return VerificationResult([], tokens)
+    return VerificationResult(list(range(len(tokens) - 1)), tokens, draft=Draft(drafted))

@@ -1,0 +1,69 @@
+"""What drafts in C++: a packed network, and how it reads the target's hidden states."""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from forethought.backends.cpu.forward import NativeForward
+from forethought.backends.cpu.library import load_library
+from forethought.backends.cpu.weights import PackedLinear
+
+if TYPE_CHECKING:
+    pass
+
+
+@dataclass(frozen=True, slots=True)
+class NativeEntry:
+    """How a draft module reads the target's states, float32.
+
+    Attributes:
+        norm: ``[width]``, in front of ``linear``; None: there is none.
+        linear: to the module's width; None: they are read as they are.
+        eps: of the norm.
+    """
+
+    norm: Tensor | None
+    linear: PackedLinear | None
+    eps: float
+
+    def __call__(self, states: Tensor) -> Tensor:
+        """``[T, width]`` -> float32 ``[T, hidden]``."""
+        states = states.float()
+        if self.norm is not None:
+            states = self._normed(states.contiguous())
+        return states if self.linear is None else self.linear.multiply(states)
+
+    def _normed(self, states: Tensor) -> Tensor:
+        assert self.norm is not None
+        found = torch.empty_like(states)
+        load_library().norm_rows(
+            *(ctypes.c_void_p(tensor.data_ptr()) for tensor in (states, self.norm)),
+            *states.shape,
+            ctypes.c_float(self.eps),
+            ctypes.c_void_p(found.data_ptr()),
+        )
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class NativeDraftNetwork:
+    """What drafts.
+
+    Attributes:
+        forward: its packed weights.
+        num_choices: outputs that may be drafted, the first ones.
+        num_known: tokens that it knows; others are read as token 0.
+        ids: int64 ``[outputs]``, the target's id of each; None: the same.
+        entry: of the target's states; None: it is a model, which reads none.
+    """
+
+    forward: NativeForward
+    num_choices: int
+    num_known: int
+    ids: Tensor | None = None
+    entry: NativeEntry | None = None
