@@ -872,8 +872,8 @@ MUTANTS = [
     ),
     Mutant(
         "methods/compute_optimal.py",
-        "self.policy.method(difficulty)",
-        "self.policy.method(0.0)",
+        "self._policy.method(difficulty)",
+        "self._policy.method(0.0)",
         "tests/methods/test_compute_optimal.py",
     ),
     Mutant(
@@ -884,13 +884,13 @@ MUTANTS = [
     ),
     Mutant(
         "methods/sleep_time.py",
-        'question.input_str = f"{self.memory.text}{asked}"',
+        'question.input_str = f"{self._memory.text}{asked}"',
         'question.input_str = f"{self.context}{asked}"',
         "tests/methods/test_sleep_time.py",
     ),
     Mutant(
         "methods/specreason.py",
-        "is_kept = score >= self.score_threshold",
+        "is_kept = score >= self.threshold",
         "is_kept = True",
         "tests/methods/test_specreason.py",
     ),

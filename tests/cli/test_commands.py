@@ -34,19 +34,35 @@ def test_methods_lists_every_method_with_paper_and_defaults(capsys):
 
 
 def test_every_setting_of_a_built_in_method_is_explained(capsys):
-    on_budgets = ("budget_forcing", "no_thinking", "budget_vote")
-    choosing = ("majority_vote", "best_of_n", "deepconf", "deepconf_online", "compute_optimal")
-    for name in ("plain", "dynasor", *choosing, *on_budgets):
+    for name in methods.names():
         method = methods.describe(name)
         assert method.explanations.keys() == method.parameters.keys(), name
         assert all(method.explanations.values())
     assert main(["methods", "dynasor"]) == 0
-    assert "chunk_size=64: tokens of the main chain from one probe" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert "chunk_size=64, int >= 1: Tokens of the main chain from one probe" in shown
 
 
 def test_the_default_of_a_vote_is_the_command_lines(capsys):
     assert main(["methods", "majority_vote"]) == 0
-    assert "default_sample_num=8: samples" in capsys.readouterr().out
+    assert "default_sample_num=8, int >= 1: Samples" in capsys.readouterr().out
+
+
+def test_methods_are_listed_as_json_with_type_default_and_explanation_of_each_setting(capsys):
+    assert main(["methods", "--json"]) == 0
+    described = {method["name"]: method for method in json.loads(capsys.readouterr().out)}
+    assert [*described] == methods.names()
+    assert described["genrm"]["paper"].startswith("Zhang et al.")
+    settings = {setting["name"]: setting for setting in described["beam_search"]["settings"]}
+    assert settings["width"] == {
+        "name": "width",
+        "type": "int >= 1",
+        "default": 4,
+        "required": False,
+        "description": "Next steps that each continued beam gets.",
+    }
+    assert main(["methods", "plain", "--json"]) == 0
+    assert [method["name"] for method in json.loads(capsys.readouterr().out)] == ["plain"]
 
 
 def test_methods_can_show_one(capsys):

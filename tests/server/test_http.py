@@ -360,6 +360,7 @@ def test_the_catalogue_of_methods_says_what_each_takes(server: Served) -> None:
     samples = {each["name"]: each for each in vote["parameters"]}["default_sample_num"]
     assert samples["default"] == 8
     assert samples["description"]
+    assert (samples["schema"]["type"], samples["schema"]["minimum"]) == ("integer", 1)
     assert not found["best_of_n"]["available"]
     assert "--reward-model" in found["best_of_n"]["reason"]
     uses = ("no_thinking", "required"), ("dynasor", "adapts"), ("majority_vote", "unused")

@@ -10,6 +10,7 @@ stack with '+', the inner one first: dynasor+majority_vote.
 from __future__ import annotations
 
 import argparse
+import json
 import textwrap
 from typing import Any
 
@@ -37,10 +38,16 @@ _IN_PYTHON = {
 def configure(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments: one name, or none for all."""
     parser.add_argument("name", nargs="?", help="show only this method")
+    parser.add_argument("--json", action="store_true", help="print JSON, an object per method")
 
 
 def run(args: argparse.Namespace) -> int:
     """Print the list."""
+    if args.json:
+        names = methods.names() if args.name is None else [args.name]
+        described = [methods.describe(name).to_dict() for name in names]
+        print(json.dumps(described, indent=2))
+        return 0
     if args.name is not None:
         print(_entry(methods.describe(args.name)))
         return 0
@@ -66,7 +73,8 @@ def _settings(method: Method) -> list[str]:
     defaults = {**method.parameters, **with_samples(method.name, {})}
     for name, default in defaults.items():
         meaning = method.explanations.get(name, "")
-        shown = f"{_setting(name, default)}: {meaning}" if meaning else _setting(name, default)
+        head = f"{_setting(name, default)}, {method.settings[name].type_text}"
+        shown = f"{head}: {meaning}" if meaning else head
         lines += textwrap.wrap(shown, WIDTH, initial_indent="    ", subsequent_indent="      ")
     return lines
 

@@ -37,6 +37,8 @@ _OUR_WORDS = {
     "a valid number": "a finite number",
     "a valid tuple": "a list",
     "a valid dictionary": "a mapping",
+    "an instance of Sequence": "a list",
+    "'str' instances are not allowed as a Sequence value": "it must be a list",
     "a valid string": "a string",
     "a string, unable to parse raw data as a unicode string": "text without lone surrogates",
     "an instance of ": "",

@@ -15,19 +15,16 @@ else reads the sample. The score is the probability of "No", which means: keep i
 * Annealing: sample n has the temperature ``T * (1 - 2**-n)``. The first is greedy, later ones
   explore.
 
-Paper: Manvi, Singh and Ermon, "Adaptive Inference-Time Compute: LLMs Can Predict if They Can Do
-Better, Even Mid-Generation", 2024. arXiv 2410.02725. The paper trains the model to predict this;
-any model can be asked, and how well it knows is to be measured. The text of the question, the
-form of the annealing and the defaults are ours.
+The paper trains the model to predict this; any model can be asked, and how well it knows is to be
+measured. The text of the question, the form of the annealing and the defaults are ours.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Annotated, Any
-
-from pydantic import Field, TypeAdapter
+from dataclasses import KW_ONLY
+from typing import Any
 
 from forethought.errors import BudgetExceeded
 from forethought.rewards.confidence import NUM_LOGPROBS, word_probability
@@ -35,7 +32,6 @@ from forethought.scaffolding import sampling
 from forethought.scaffolding.controller import (
     Controller,
     ConversationForm,
-    expect_generation,
     expect_prompt,
     expect_streams,
     refuse_arguments,
@@ -43,20 +39,23 @@ from forethought.scaffolding.controller import (
 from forethought.scaffolding.parallel import Process
 from forethought.scaffolding.result import Stage
 from forethought.scaffolding.settings import (
-    BOOL,
-    OPTIONAL_POSITIVE_INT,
     POSITIVE_INT,
-    TEXT,
+    PositiveInt,
+    Probability,
+    Text,
+    required,
+    setting,
     validated,
+    with_settings,
 )
 from forethought.scaffolding.task import GenerationTask, StreamGenerationTask
 
 RESTART_PROMPT = "\n\nWould a new answer, written from the start, be better? (Yes/No) "
-_PROBABILITY: TypeAdapter[float] = TypeAdapter(Annotated[float, Field(ge=0, le=1)])
 _TO_THE_END = 2**31
 """Tokens of a step that has no other end than that of the sample."""
 
 
+@with_settings
 class AdaptiveComputeController(Controller):
     """Samples until the model itself says that a new start would not be better.
 
@@ -64,50 +63,50 @@ class AdaptiveComputeController(Controller):
     ``adaptive_compute``, the ``index`` of that sample, the ``scores`` of the finished samples and
     the ``partial_scores`` in the middle of each (None: there is none), and which were ``pruned``.
 
-    Args:
-        generation_controller: generates the samples; a plain generation, whose tasks can be
-            streams.
-        default_sample_num: samples at most, unless ``process`` gets ``sample_num``.
-        threshold: score of a finished sample that ends the sampling; 1.0: draw all.
-        round_size: samples that run side by side before the threshold is looked at.
-        prune_after: tokens after which a sample is probed while it runs; None: never.
-        prune_share: share of a round's samples that is then cancelled, those with the lowest
-            scores; at least one sample goes on.
-        restart_below: score in the middle below which a sample is cancelled in any case, unless it
-            is the last chance for an answer.
-        annealing: raise the temperature from 0 with the number of the sample.
-        restart_prompt: text behind a sample, to which "Yes" means that a new start is better.
-
     Raises:
         ParameterError: a setting of the wrong kind, or another method inside.
     """
 
+    paper = (
+        'Manvi, Singh and Ermon, "Adaptive Inference-Time Compute: LLMs Can Predict if They Can '
+        'Do Better, Even Mid-Generation", 2024. arXiv 2410.02725'
+    )
+
     conversation = ConversationForm.TEXT
 
-    def __init__(
-        self,
-        generation_controller: Controller,
-        default_sample_num: int = 16,
-        *,
-        threshold: float = 0.8,
-        round_size: int = 1,
-        prune_after: int | None = 64,
-        prune_share: float = 0.5,
-        restart_below: float = 0.0,
-        annealing: bool = True,
-        restart_prompt: str = RESTART_PROMPT,
-    ) -> None:
-        super().__init__()
-        self.generation_controller = expect_generation(generation_controller)
-        expect_streams("adaptive_compute", generation_controller)
-        self.default_sample_num = validated("default_sample_num", default_sample_num, POSITIVE_INT)
-        self.threshold = validated("threshold", threshold, _PROBABILITY)
-        self.round_size = validated("round_size", round_size, POSITIVE_INT)
-        self.prune_after = validated("prune_after", prune_after, OPTIONAL_POSITIVE_INT)
-        self.prune_share = validated("prune_share", prune_share, _PROBABILITY)
-        self.restart_below = validated("restart_below", restart_below, _PROBABILITY)
-        self.annealing = validated("annealing", annealing, BOOL)
-        self.restart_prompt = validated("restart_prompt", restart_prompt, TEXT)
+    generation_controller: Controller = required(
+        "Generates the samples; a plain generation, whose tasks can be streams."
+    )
+    default_sample_num: PositiveInt = setting(
+        16, "Samples at most, unless `process` gets `sample_num`."
+    )
+    _: KW_ONLY
+    threshold: Probability = setting(
+        0.8, "Score of a finished sample that ends the sampling; 1.0: draw all."
+    )
+    round_size: PositiveInt = setting(
+        1, "Samples that run side by side before the threshold is looked at."
+    )
+    prune_after: PositiveInt | None = setting(
+        64, "Tokens after which a sample is probed while it runs; None: never."
+    )
+    prune_share: Probability = setting(
+        0.5,
+        "Share of a round's samples that is then cancelled, those with the lowest scores; at "
+        "least one sample goes on.",
+    )
+    restart_below: Probability = setting(
+        0.0,
+        "Score in the middle below which a sample is cancelled in any case, unless it is the "
+        "last chance for an answer.",
+    )
+    annealing: bool = setting(True, "Raise the temperature from 0 with the number of the sample.")
+    restart_prompt: Text = setting(
+        RESTART_PROMPT, 'Text behind a sample, to which "Yes" means that a new start is better.'
+    )
+
+    def __post_init__(self) -> None:
+        expect_streams("adaptive_compute", self.generation_controller)
 
     def fan_out(self) -> int:
         """The samples, each of which may begin again."""

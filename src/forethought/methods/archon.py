@@ -12,8 +12,7 @@ or a file, see ``archon_config``; ``forethought.evaluation.pipeline_search`` loo
 If several candidates are left at the end, the first is the answer: of a ranker or an evaluator the
 best, else the one with the lowest number. (The paper's code draws one.)
 
-Paper: Saad-Falcon et al., "Archon: An Architecture Search Framework for Inference-Time Techniques",
-2024. arXiv 2409.15254. The components are the paper's; the texts of their prompts are ours.
+The components are the paper's; the texts of their prompts are ours.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from typing import Any
 from forethought.answers.answer_extraction import without_thought
 from forethought.errors import BudgetExceeded
 from forethought.methods.parts import archon_config
-from forethought.methods.parts.archon_config import DEFAULT, Component
+from forethought.methods.parts.archon_config import DEFAULT, Component, Pipeline
 from forethought.methods.parts.archon_prompts import (
     PROMPTS,
     is_correct,
@@ -40,6 +39,7 @@ from forethought.scaffolding import sampling
 from forethought.scaffolding.controller import Controller, expect_one_text, refuse_arguments
 from forethought.scaffolding.parallel import ParallelProcess, Process
 from forethought.scaffolding.result import ScaffoldingOutput, Stage
+from forethought.scaffolding.settings import setting, with_settings
 from forethought.scaffolding.task import ChatTask, GenerationTask
 
 _FUSER_TEMPERATURE = 0.7
@@ -66,34 +66,42 @@ class _State:
     tests: tuple[str, ...] = ()
 
 
+@with_settings
 class ArchonController(Controller):
     """Runs the layers of a pipeline, one after the other, and returns the first candidate left.
 
     ``customized_result_fields["archon"]`` holds for each layer that has ended the types of its
     components and the number of ``candidates`` behind it, and whether the ``budget`` ended it.
 
-    Args:
-        pipeline: the layers, as a mapping or the path of a JSON or YAML file; by default five
-            samples, critiques, the best three and their fusion.
-
     Raises:
         ParameterError: it cannot be read, or a layer cannot be run.
         UnknownNameError: a component of a type that there is not.
     """
+
+    paper = (
+        'Saad-Falcon et al., "Archon: An Architecture Search Framework for Inference-Time '
+        'Techniques", 2024. arXiv 2409.15254'
+    )
 
     class WorkerTag(Enum):
         """The worker of components that name no model."""
 
         GENERATION = "generation"
 
-    def __init__(self, pipeline: Mapping[str, Any] | str | Path = DEFAULT) -> None:
-        super().__init__()
-        self.pipeline, self._is_default = archon_config.load(pipeline), pipeline is DEFAULT
-        self.worker_tags = self.pipeline.models
+    pipeline: Pipeline | Mapping[str, Any] | str | Path = setting(
+        DEFAULT,
+        "The layers, as a mapping or the path of a JSON or YAML file; by default five samples, "
+        "critiques, the best three and their fusion.",
+    )
+
+    def __post_init__(self) -> None:
+        self._is_default = self.pipeline == DEFAULT
+        self._pipeline = self.pipeline = archon_config.load(self.pipeline)
+        self.worker_tags = self._pipeline.models
 
     def fan_out(self) -> int:
         """The calls of all components; a fuser counts each candidate that it reads."""
-        return self.pipeline.num_calls
+        return self._pipeline.num_calls
 
     def process(self, tasks: Sequence[GenerationTask], **kwargs: Any) -> Process:
         """Run the layers, and leave the answer on the task.
@@ -134,14 +142,14 @@ class ArchonController(Controller):
         """The layers; generators of the default ones have the temperature of the request."""
         is_chosen = "temperature" in task.chosen or sampling.is_set(task, "temperature")
         if not (self._is_default and is_chosen):
-            return self.pipeline.layers
+            return self._pipeline.layers
         as_requested = {"temperature": None}
         return [
             [
                 component.model_copy(update=as_requested if component.type == "generator" else {})
                 for component in layer
             ]
-            for layer in self.pipeline.layers
+            for layer in self._pipeline.layers
         ]
 
     def _run(

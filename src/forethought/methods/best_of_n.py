@@ -10,16 +10,14 @@ The score comes from a reward model, outcome or process (``NativeRewardControlle
 ``PRMController``), from a judge (``rewards.judge``), or from the model's own confidence
 (``ConfidenceRewardController``).
 
-Paper: Li et al., "Making Large Language Models Better Reasoners with Step-Aware Verifier", 2022.
 The weighted choice is its voting verifier (arXiv 2206.02336).
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import KW_ONLY
 from typing import Any, Literal
-
-from pydantic import TypeAdapter
 
 from forethought.answers import answer_spaces
 from forethought.answers.answer_extraction import AnswerRule
@@ -29,61 +27,68 @@ from forethought.errors import BudgetExceeded, ParameterError
 from forethought.scaffolding import sampling
 from forethought.scaffolding.controller import (
     Controller,
-    expect_controller,
-    expect_generation,
     expect_one,
     refuse_arguments,
     sampled,
 )
 from forethought.scaffolding.parallel import Process, run_until
 from forethought.scaffolding.result import Stage
-from forethought.scaffolding.settings import ON_FAILURE, POSITIVE_INT, OnFailure, validated
+from forethought.scaffolding.settings import (
+    POSITIVE_INT,
+    OnFailure,
+    PositiveInt,
+    required,
+    setting,
+    validated,
+    with_settings,
+)
 from forethought.scaffolding.task import GenerationTask
 
 Choice = Literal["best", "weighted"]
-_CHOICE: TypeAdapter[Choice] = TypeAdapter(Choice)
 
 
+@with_settings
 class BestOfNController(Controller):
     """Runs a controller several times and returns the sample with the highest reward score.
 
     ``customized_result_fields["best_of_n"]`` holds the ``scores`` and the winner's ``index``,
     and of a weighted choice the ``answer``.
 
-    Args:
-        generation_controller: cloned for each sample.
-        reward_controller: its ``process`` scores the samples' tasks and sets ``scores``.
-        default_sample_num: samples, unless ``process`` gets ``sample_num``.
-        on_failure: ``"drop"`` leaves failed samples out, as long as one does not fail; a failure of
-            the reward controller is always raised.
-        choice: ``"best"`` returns the sample with the highest score; ``"weighted"`` that of the
-            answer whose samples have the highest sum of scores.
-        answer_space: for the weighted choice: where the answer stands and which answers mean the
-            same, as in ``majority_vote``.
-        answer: the rule that finds answers, see ``answers.answer_extraction``.
-
     Raises:
         ParameterError: fewer than one sample, or a setting of the wrong kind.
     """
 
-    def __init__(
-        self,
-        generation_controller: Controller,
-        reward_controller: Controller,
-        default_sample_num: int = 4,
-        *,
-        on_failure: OnFailure = "raise",
-        choice: Choice = "best",
-        answer_space: AnswerSpace | str = "math",
-        answer: AnswerRule = "auto",
-    ) -> None:
-        super().__init__()
-        self.generation_controller = expect_generation(generation_controller)
-        self.reward_controller = expect_controller("reward_controller", reward_controller)
-        self.default_sample_num = validated("default_sample_num", default_sample_num, POSITIVE_INT)
-        self.on_failure = validated("on_failure", on_failure, ON_FAILURE)
-        self.choice = validated("choice", choice, _CHOICE)
-        self.answer_space = answer_spaces.answer_space(answer_space, answer)
+    paper = (
+        'Li et al., "Making Large Language Models Better Reasoners with Step-Aware Verifier", 2022'
+    )
+
+    generation_controller: Controller = required("Cloned for each sample.")
+    reward_controller: Controller = required(
+        "Its `process` scores the samples' tasks and sets `scores`."
+    )
+    default_sample_num: PositiveInt = setting(4, "Samples, unless `process` gets `sample_num`.")
+    _: KW_ONLY
+    on_failure: OnFailure = setting(
+        "raise",
+        '`"drop"` leaves failed samples out, as long as one does not fail; a failure of the '
+        "reward controller is always raised.",
+    )
+    choice: Choice = setting(
+        "best",
+        '`"best"` returns the sample with the highest score; `"weighted"` that of the answer '
+        "whose samples have the highest sum of scores.",
+    )
+    answer_space: AnswerSpace | str = setting(
+        "math",
+        "For the weighted choice: where the answer stands and which answers mean the same, as "
+        "in `majority_vote`.",
+    )
+    answer: AnswerRule = setting(
+        "auto", "The rule that finds answers, see `answers.answer_extraction`."
+    )
+
+    def __post_init__(self) -> None:
+        self.space = self.answer_space = answer_spaces.answer_space(self.answer_space, self.answer)
 
     def fan_out(self) -> int:
         """The samples."""
@@ -190,8 +195,8 @@ class BestOfNController(Controller):
                 f"got {min(scored.values())}",
                 'Use choice="best", or a reward that is not negative',
             )
-        pool = AnswerPool(self.answer_space.equivalence)
-        said = {number: self.answer_space.answer_of(samples[number]) for number in scored}
+        pool = AnswerPool(self.space.equivalence)
+        said = {number: self.space.answer_of(samples[number]) for number in scored}
         try:
             yield from pool.adding(said)
         except BudgetExceeded:
@@ -199,7 +204,7 @@ class BestOfNController(Controller):
         winner, _ = pool.heaviest(scored)
         if winner is None:
             return pool.info(), scored
-        rule = answer_spaces.rule_of(self.answer_space, samples[winner.first])
+        rule = answer_spaces.rule_of(self.space, samples[winner.first])
         info = pool.info(rule) | {"answer": winner.answer}
         return info, {number: scored[number] for number in sorted(winner.members)}
 

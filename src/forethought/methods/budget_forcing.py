@@ -8,15 +8,13 @@ budget, the closing marker is put behind it, and the model has to answer::
     ... so it is 5.Wait, 3 + 4 is 7. ... so it is 7.</think> The answer is 7.
 
 Each part continues the sequence of the one before, with its KV cache; on a server, its text.
-
-Paper: Muennighoff et al., "s1: Simple test-time scaling", 2025.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from enum import Enum
 from typing import Any
 
@@ -32,13 +30,11 @@ from forethought.scaffolding.controller import (
 from forethought.scaffolding.parallel import Process
 from forethought.scaffolding.result import Delta, Stage
 from forethought.scaffolding.settings import (
-    ANY_TEXT,
-    BOOL,
-    NON_NEGATIVE_INT,
-    OPTIONAL_POSITIVE_INT,
-    OPTIONAL_TEXT,
-    TEXT,
-    validated,
+    NonNegativeInt,
+    PositiveInt,
+    Text,
+    setting,
+    with_settings,
 )
 from forethought.scaffolding.task import GenerationTask
 from forethought.scaffolding.thinking import expect_thinking, thinking_of
@@ -58,6 +54,7 @@ class Thought:
     end: ThoughtEnd | None = None
 
 
+@with_settings
 class BudgetForcingController(Controller):
     """Makes a thought longer with "Wait" where it ends early, and ends it at a budget (s1).
 
@@ -65,22 +62,9 @@ class BudgetForcingController(Controller):
     and an answer that has no thought is warned of. The output is the whole text, with the inserted
     words. ``customized_result_fields["budget_forcing"]`` holds the number of ``waits``, the
     ``thinking_tokens`` that were generated, and how the thought ended (``end``).
-
-    Args:
-        num_waits: how many times the end of the thought is replaced by ``wait``.
-        thinking_budget: most tokens that are generated for the thought, the markers that were left
-            out included; None: no limit.
-        min_thinking_tokens: a thought with fewer is made longer, whatever ``num_waits`` says,
-            unless the model adds nothing to it.
-        wait: text that is put in the place of the end.
-        think_end: the model's closing marker; None: as the worker tells it, else ``</think>``.
-        answer_prefix: text behind the marker where the budget has ended the thought, such as
-            "Final Answer:".
-        streaming: stream the output as it comes.
-
-    Raises:
-        ParameterError: a setting of the wrong kind.
     """
+
+    paper = 'Muennighoff et al., "s1: Simple test-time scaling", 2025'
 
     conversation = ConversationForm.TEXT
     uses_thinking = "required"
@@ -90,27 +74,29 @@ class BudgetForcingController(Controller):
 
         GENERATION = "generation_with_budget_forcing"
 
-    def __init__(
-        self,
-        num_waits: int = 1,
-        thinking_budget: int | None = None,
-        min_thinking_tokens: int = 0,
-        *,
-        wait: str = "Wait",
-        think_end: str | None = None,
-        answer_prefix: str = "",
-        streaming: bool = False,
-    ) -> None:
-        super().__init__()
-        self.num_waits = validated("num_waits", num_waits, NON_NEGATIVE_INT)
-        self.thinking_budget = validated("thinking_budget", thinking_budget, OPTIONAL_POSITIVE_INT)
-        self.min_thinking_tokens = validated(
-            "min_thinking_tokens", min_thinking_tokens, NON_NEGATIVE_INT
-        )
-        self.wait = validated("wait", wait, TEXT)
-        self.think_end = validated("think_end", think_end, OPTIONAL_TEXT)
-        self.answer_prefix = validated("answer_prefix", answer_prefix, ANY_TEXT)
-        self.streaming = validated("streaming", streaming, BOOL)
+    num_waits: NonNegativeInt = setting(
+        1, "How many times the end of the thought is replaced by `wait`."
+    )
+    thinking_budget: PositiveInt | None = setting(
+        None,
+        "Most tokens that are generated for the thought, the markers that were left out "
+        "included; None: no limit.",
+    )
+    min_thinking_tokens: NonNegativeInt = setting(
+        0,
+        "A thought with fewer is made longer, whatever `num_waits` says, unless the model adds "
+        "nothing to it.",
+    )
+    _: KW_ONLY
+    wait: Text = setting("Wait", "Text that is put in the place of the end.")
+    think_end: Text | None = setting(
+        None, "The model's closing marker; None: as the worker tells it, else `</think>`."
+    )
+    answer_prefix: str = setting(
+        "",
+        'Text behind the marker where the budget has ended the thought, such as "Final Answer:".',
+    )
+    streaming: bool = setting(False, "Stream the output as it comes.")
 
     def fan_out(self) -> int:
         """The thought, its continuations and the answer."""

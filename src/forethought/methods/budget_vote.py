@@ -11,15 +11,13 @@ sample leaves of its share goes to further samples: one more begins whenever a w
 A sample begins only with a whole share, so all together never take more than the total. Which
 samples there are depends on their tokens alone, not on the order in which they end: the first k of
 them, k the lowest number with total - sum of their tokens < share.
-
-Paper: Wang et al., "Reasoning in Token Economies: Budget-Aware Evaluation of LLM Reasoning
-Strategies", 2024.
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import KW_ONLY
 from typing import Any
 
 from forethought.answers import answer_spaces
@@ -32,64 +30,69 @@ from forethought.answers.answers import (
 )
 from forethought.errors import BudgetExceeded, ParameterError
 from forethought.scaffolding import sampling
-from forethought.scaffolding.controller import Controller, expect_generation, expect_text, first_tag
+from forethought.scaffolding.controller import Controller, expect_text, first_tag
 from forethought.scaffolding.parallel import AsCompleted, Branch, Process
 from forethought.scaffolding.result import Stage
 from forethought.scaffolding.settings import (
-    OPTIONAL_POSITIVE_INT,
     POSITIVE_INT,
+    PositiveInt,
+    required,
+    setting,
     validated,
+    with_settings,
 )
 from forethought.scaffolding.task import GenerationTask
 from forethought.scaffolding.thinking import thinking_of
 
 
+@with_settings
 class BudgetVoteController(Controller):
     """Votes among as many samples as a fixed number of tokens pays for.
 
     ``customized_result_fields["budget_vote"]`` holds the ``answer``, the number of ``samples``, the
     ``tokens`` that they took, and what else a ``majority_vote`` says of its voters.
 
-    Args:
-        generation_controller: cloned for each sample; generates it as one task.
-        total_tokens: of all samples together; never exceeded.
-        default_sample_num: shares that the total is divided into, unless ``process`` gets
-            ``sample_num``; so many samples begin at once.
-        answer_tokens: of a share, left for the closing text and the answer; the rest is the
-            sample's ``thinking_budget``. None: no thought is closed, as for a model that is known
-            not to think.
-        max_sample_num: most samples, further ones included.
-        answer: the rule that finds answers, see ``answers.answer_extraction``.
-        extract_answer: in its place: finds the answer in a text; None: the sample does not vote.
-        equivalence: decides which answers mean the same, as in ``majority_vote``.
-
     Raises:
         ParameterError: a setting of the wrong kind, or a share that leaves nothing to think with.
     """
 
+    paper = (
+        'Wang et al., "Reasoning in Token Economies: Budget-Aware Evaluation of LLM Reasoning '
+        'Strategies", 2024'
+    )
+
     uses_thinking = "adapts"
 
-    def __init__(
-        self,
-        generation_controller: Controller,
-        total_tokens: int = 8192,
-        default_sample_num: int = 8,
-        *,
-        answer_tokens: int | None = 64,
-        max_sample_num: int = 64,
-        answer: AnswerRule = "auto",
-        extract_answer: Callable[[str], str | None] | None = None,
-        equivalence: Equivalence | PairwiseEquivalence | None = None,
-    ) -> None:
-        super().__init__()
-        self.generation_controller = expect_generation(generation_controller)
-        self.total_tokens = validated("total_tokens", total_tokens, POSITIVE_INT)
-        self.default_sample_num = validated("default_sample_num", default_sample_num, POSITIVE_INT)
-        self.answer_tokens = validated("answer_tokens", answer_tokens, OPTIONAL_POSITIVE_INT)
-        self.max_sample_num = validated("max_sample_num", max_sample_num, POSITIVE_INT)
-        self.answer, self.extract_answer = answer, extract_answer
-        self.answer_space = answer_spaces.answer_space("math", answer, extract_answer)
-        self.equivalence = checked_equivalence(equivalence)
+    generation_controller: Controller = required(
+        "Cloned for each sample; generates it as one task."
+    )
+    total_tokens: PositiveInt = setting(8192, "Of all samples together; never exceeded.")
+    default_sample_num: PositiveInt = setting(
+        8,
+        "Shares that the total is divided into, unless `process` gets `sample_num`; so many "
+        "samples begin at once.",
+    )
+    _: KW_ONLY
+    answer_tokens: PositiveInt | None = setting(
+        64,
+        "Of a share, left for the closing text and the answer; the rest is the sample's "
+        "`thinking_budget`. None: no thought is closed, as for a model that is known not to "
+        "think.",
+    )
+    max_sample_num: PositiveInt = setting(64, "Most samples, further ones included.")
+    answer: AnswerRule = setting(
+        "auto", "The rule that finds answers, see `answers.answer_extraction`."
+    )
+    extract_answer: Callable[[str], str | None] | None = setting(
+        None, "In its place: finds the answer in a text; None: the sample does not vote."
+    )
+    equivalence: Equivalence | PairwiseEquivalence | None = setting(
+        None, "Decides which answers mean the same, as in `majority_vote`."
+    )
+
+    def __post_init__(self) -> None:
+        self.space = answer_spaces.answer_space("math", self.answer, self.extract_answer)
+        self.equivalence = checked_equivalence(self.equivalence)
 
     def fan_out(self) -> int:
         """The samples, each with a thought and an answer."""
@@ -168,7 +171,7 @@ class BudgetVoteController(Controller):
 
     def _vote(self, task: GenerationTask, samples: Sequence[GenerationTask]) -> Process:
         pool, texts = AnswerPool(self.equivalence), [sample.output_str for sample in samples]
-        answers = [self.answer_space.answer_of(sample) for sample in samples]
+        answers = [self.space.answer_of(sample) for sample in samples]
         with contextlib.suppress(BudgetExceeded):  # of seconds
             yield from pool.adding(dict(enumerate(answers)))
         winner = pool.winner
@@ -178,7 +181,7 @@ class BudgetVoteController(Controller):
         chosen = samples[first if winner is None else winner.first]
         task.take_answer(chosen)
         task.customized_result_fields["budget_vote"] = {
-            **pool.info(answer_spaces.rule_of(self.answer_space, chosen)),
+            **pool.info(answer_spaces.rule_of(self.space, chosen)),
             "samples": len(samples),
             "tokens": sum(map(_num_tokens, samples)),
         }

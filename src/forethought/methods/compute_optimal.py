@@ -13,14 +13,12 @@ and costs nothing more. Policies and how they are fitted: ``methods.parts.diffic
 
 The paper predicts difficulty by the mean score that a reward model gives to 2048 samples, and has
 five bins; a few probes, their agreement, and the defaults are ours.
-
-Paper: Snell et al., "Scaling LLM Test-Time Compute Optimally can be More Effective than Scaling
-Model Parameters", 2024. arXiv 2408.03314.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import KW_ONLY
 from pathlib import Path
 from typing import Any
 
@@ -42,84 +40,85 @@ from forethought.methods.table import MethodTable, SettingsByMethod
 from forethought.scaffolding import sampling
 from forethought.scaffolding.controller import (
     Controller,
-    expect_controller,
-    expect_generation,
     expect_one_text,
     sampled,
 )
 from forethought.scaffolding.parallel import Process, run_until
 from forethought.scaffolding.result import Stage
+from forethought.scaffolding.settings import required, setting, with_settings
 from forethought.scaffolding.task import GenerationTask
 
 __all__ = ["PROBES", "ComputeOptimalController", "Policy", "fit"]
 
 
+@with_settings
 class ComputeOptimalController(Controller):
     """Answers a question with the method that a policy chooses by its difficulty.
 
     ``customized_result_fields["compute_optimal"]`` holds the ``difficulty``, the ``method``, the
     ``answer`` in the text that is returned and the ``answer_rule`` that found it.
 
-    Args:
-        policy: a ``Policy``, a mapping with its fields, or the path of its JSON file.
-        generation_controller: cloned for each probe.
-        answer_space: where the answer stands and which answers mean the same, as in
-            ``majority_vote``.
-        answer: the rule that finds answers, see ``answers.answer_extraction``.
-        settings: by method of the policy: its further settings.
-        reward_controller: scores the probes from 0 to 1, for a policy that was fitted on scores.
-        method_table: where the policy's methods, and those in ``settings``, have their names. A
-            policy may come from a file, and names no code: by default its methods are those that
-            are shipped. ``methods.closed([NAME])`` has a plug-in or ``"module:Class"`` too.
-
     Raises:
         ParameterError: a setting of the wrong kind, or no policy.
         UnknownNameError: the policy names a method that is not in the table.
     """
 
+    paper = (
+        'Snell et al., "Scaling LLM Test-Time Compute Optimally can be More Effective than '
+        'Scaling Model Parameters", 2024. arXiv 2408.03314'
+    )
+
     draws_samples = True
     """Probes, and what the methods of the policy draw, are equal at temperature 0."""
 
-    def __init__(
-        self,
-        policy: Policy | Mapping[str, Any] | str | Path,
-        generation_controller: Controller,
-        *,
-        answer_space: AnswerSpace | str = "math",
-        answer: AnswerRule = "auto",
-        settings: SettingsByMethod | None = None,
-        reward_controller: Controller | None = None,
-        method_table: MethodTable | None = None,
-    ) -> None:
-        super().__init__()
-        self.policy = Policy.load(policy)
-        self.generation_controller = expect_generation(generation_controller)
-        self.answer_space = answer_spaces.answer_space(answer_space, answer)
-        self.reward_controller = (
-            None
-            if reward_controller is None
-            else expect_controller("reward_controller", reward_controller)
-        )
-        if (self.policy.difficulty == "score") != (reward_controller is not None):
+    policy: Policy | Mapping[str, Any] | str | Path = required(
+        "A `Policy`, a mapping with its fields, or the path of its JSON file."
+    )
+    generation_controller: Controller = required("Cloned for each probe.")
+    _: KW_ONLY
+    answer_space: AnswerSpace | str = setting(
+        "math",
+        "Where the answer stands and which answers mean the same, as in `majority_vote`.",
+    )
+    answer: AnswerRule = setting(
+        "auto", "The rule that finds answers, see `answers.answer_extraction`."
+    )
+    settings: SettingsByMethod | None = setting(
+        None, "By method of the policy: its further settings."
+    )
+    reward_controller: Controller | None = setting(
+        None, "Scores the probes from 0 to 1, for a policy that was fitted on scores."
+    )
+    method_table: MethodTable | None = setting(
+        None,
+        "Where the policy's methods, and those in `settings`, have their names. A policy may "
+        "come from a file, and names no code: by default its methods are those that are "
+        'shipped. `methods.closed([NAME])` has a plug-in or `"module:Class"` too.',
+    )
+
+    def __post_init__(self) -> None:
+        policy = self._policy = self.policy = Policy.load(self.policy)
+        self.space = self.answer_space = answer_spaces.answer_space(self.answer_space, self.answer)
+        if (policy.difficulty == "score") != (self.reward_controller is not None):
             raise ParameterError(
                 "the policy and reward_controller do not belong together",
-                f"the policy predicts difficulty by {self.policy.difficulty}, and "
-                f"reward_controller is {reward_controller}",
+                f"the policy predicts difficulty by {policy.difficulty}, and "
+                f"reward_controller is {self.reward_controller}",
                 "Give the reward that the policy was fitted with, and none for agreement",
             )
-        unknown = (settings or {}).keys() - {*self.policy.methods}
-        if unknown:
-            raise ParameterError.unknown("the policy", unknown, self.policy.methods)
-        _check_names(self.policy, methods.shipped() if method_table is None else method_table)
+        settings, table = self.settings or {}, self.method_table
+        if unknown := settings.keys() - {*policy.methods}:
+            raise ParameterError.unknown("the policy", unknown, policy.methods)
+        _check_names(policy, methods.shipped() if table is None else table)
         self.controllers = {
-            name: stack(name, method_table=method_table, **(settings or {}).get(name, {}))
-            for name in self.policy.methods
+            name: stack(name, method_table=table, **settings.get(name, {}))
+            for name in policy.methods
             if name != PROBES
         }
 
     def fan_out(self) -> int:
         """The probes."""
-        return self.policy.num_probes
+        return self._policy.num_probes
 
     def process(self, tasks: Sequence[GenerationTask], **kwargs: Any) -> Process:
         """Draw the probes, and leave the results of the chosen method on the task.
@@ -139,12 +138,12 @@ class ComputeOptimalController(Controller):
             chosen, difficulty = yield from self._vote(probes)
         else:
             chosen, difficulty = yield from self._scored(self.reward_controller, probes)
-        method = self.policy.method(difficulty)
-        answer = self.answer_space.answer_of(chosen)
+        method = self._policy.method(difficulty)
+        answer = self.space.answer_of(chosen)
         yield Stage("probed", fields={"difficulty": difficulty, "answer": answer})
         if method != PROBES:
             answered = task.copy()
-            sampling.vary(answered, self.policy.num_probes)
+            sampling.vary(answered, self._policy.num_probes)
             try:
                 yield from self.controllers[method].process([answered])
                 chosen = answered
@@ -155,26 +154,26 @@ class ComputeOptimalController(Controller):
         task.customized_result_fields["compute_optimal"] = {
             "difficulty": difficulty,
             "method": method,
-            "answer": self.answer_space.answer_of(chosen),
-            "answer_rule": answer_spaces.rule_of(self.answer_space, chosen),
+            "answer": self.space.answer_of(chosen),
+            "answer_rule": answer_spaces.rule_of(self.space, chosen),
         }
 
     def _probe(self, task: GenerationTask, options: Mapping[str, Any]) -> Process:
         """Draw the probes; returns those that have ended, in their order."""
-        branches = sampled(self.generation_controller, [task], self.policy.num_probes, options)
+        branches = sampled(self.generation_controller, [task], self._policy.num_probes, options)
         ended = yield from run_until(branches)
         return [branch.tasks[0] for branch in branches if branch in ended]
 
     def _vote(self, probes: Sequence[GenerationTask]) -> Process:
         """The probe that gives the most frequent answer, and the difficulty."""
-        pool = AnswerPool(self.answer_space.equivalence)
-        said = {number: self.answer_space.answer_of(probe) for number, probe in enumerate(probes)}
+        pool = AnswerPool(self.space.equivalence)
+        said = {number: self.space.answer_of(probe) for number, probe in enumerate(probes)}
         try:
             yield from pool.adding(said)
         except BudgetExceeded:
             return probes[0], 1.0
         chosen = probes[0 if pool.winner is None else pool.winner.first]
-        return chosen, difficulty_of(pool, self.policy.num_probes)
+        return chosen, difficulty_of(pool, self._policy.num_probes)
 
     def _scored(self, reward: Controller, probes: Sequence[GenerationTask]) -> Process:
         """The probe with the highest score, and the difficulty."""
@@ -184,7 +183,7 @@ class ComputeOptimalController(Controller):
             return probes[0], 1.0
         scores = [score or 0.0 for score in getattr(reward, "scores", None) or [0.0] * len(probes)]
         best = max(range(len(probes)), key=scores.__getitem__)
-        return probes[best], score_difficulty(scores, self.policy.num_probes)
+        return probes[best], score_difficulty(scores, self._policy.num_probes)
 
 
 def _check_names(policy: Policy, table: MethodTable) -> None:

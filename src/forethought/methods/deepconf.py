@@ -22,16 +22,14 @@ The confidence of a token is computed in the decode step; servers are asked for 
 Which samples are cancelled for their confidence is a function of the samples, whatever the order in
 which they end and however many tokens come at once. Which have ended at a consensus is not.
 
-Paper: Fu et al., "Deep Think with Confidence", 2025. arXiv 2508.15260. Its runs draw up
-to 512 samples; the default number here is ours.
+Its runs draw up to 512 samples; the default number here is ours.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Annotated, Any
-
-from pydantic import Field, TypeAdapter
+from dataclasses import KW_ONLY
+from typing import Any
 
 from forethought.answers import answer_spaces
 from forethought.answers.answer_extraction import AnswerRule
@@ -47,6 +45,7 @@ from forethought.rewards.confidence import (
     WINDOW,
     Aggregation,
     ConfidenceRewardController,
+    TopK,
     stop_threshold,
     watch_groups,
 )
@@ -54,7 +53,6 @@ from forethought.scaffolding import sampling
 from forethought.scaffolding.controller import (
     Controller,
     ConversationForm,
-    expect_generation,
     expect_one,
     expect_streams,
     expect_text,
@@ -62,68 +60,55 @@ from forethought.scaffolding.controller import (
 from forethought.scaffolding.parallel import Branch, Process, run_until
 from forethought.scaffolding.result import Stage
 from forethought.scaffolding.settings import (
-    ON_FAILURE,
-    OPTIONAL_POSITIVE_INT,
     POSITIVE_INT,
     OnFailure,
+    PositiveInt,
+    Share,
+    required,
+    setting,
     validated,
+    with_settings,
 )
 from forethought.scaffolding.task import ChatTask, GenerationTask, StreamGenerationTask
 
-_SHARE: TypeAdapter[float] = TypeAdapter(Annotated[float, Field(gt=0, le=1)])
-_OPTIONAL_SHARE: TypeAdapter[float | None] = TypeAdapter(Annotated[float, Field(gt=0, le=1)] | None)
 
+@with_settings
+class _ConfidenceVoteController(Controller):
+    """Base of both methods."""
 
-class DeepConfController(Controller):
-    """Draws samples and lets the most confident ones vote, weighted by their confidence.
+    paper = 'Fu et al., "Deep Think with Confidence", 2025. arXiv 2508.15260'
 
-    The output is the sample of the winning answer with the highest confidence.
-    ``customized_result_fields["deepconf"]`` holds the ``answer``, its ``share`` of the weight, the
-    number of ``samples``, the ``confidences`` of all (None: it failed or did not end), and the
-    numbers of the ``voters``.
+    generation_controller: Controller = required("Cloned for each sample.")
+    default_sample_num: PositiveInt = setting(16, "Samples, unless `process` gets `sample_num`.")
+    _: KW_ONLY
+    kept: Share = setting(
+        0.9,
+        "Share of the samples with an answer that votes, the most confident ones; the paper's "
+        "are 0.1 and 0.9.",
+    )
+    window: PositiveInt = setting(WINDOW, "Tokens of a group, and of the tail.")
+    top_k: TopK = setting(
+        TOP_K, "Most probable tokens that the confidence of a token is taken over."
+    )
+    answer: AnswerRule = setting(
+        "auto", "The rule that finds answers, see `answers.answer_extraction`."
+    )
+    extract_answer: Callable[[str], str | None] | None = setting(
+        None, "In its place: finds the answer in a text; None: the sample does not vote."
+    )
+    equivalence: Equivalence | PairwiseEquivalence | None = setting(
+        None, "Decides which answers mean the same, as in `majority_vote`."
+    )
+    on_failure: OnFailure = setting(
+        "raise", '`"raise"` fails if a sample does; `"drop"` votes without it.'
+    )
 
-    Args:
-        generation_controller: cloned for each sample.
-        default_sample_num: samples, unless ``process`` gets ``sample_num``.
-        kept: share of the samples with an answer that votes, the most confident ones: 0.1 and 0.9
-            in the paper; 1.0: all.
-        aggregation: the confidence of a sample: the mean over its tokens (``"mean"``) or over its
-            last ``window`` (``"tail_mean"``), its ``"lowest_group"``, or its ``"bottom_groups"``,
-            the lowest tenth.
-        window: tokens of a group, and of the tail.
-        top_k: most probable tokens that the confidence of a token is taken over.
-        answer: the rule that finds answers, see ``answers.answer_extraction``.
-        extract_answer: in its place: finds the answer in a text; None: the sample does not vote.
-        equivalence: decides which answers mean the same, as in ``majority_vote``.
-        on_failure: ``"raise"`` fails if a sample does; ``"drop"`` votes without it.
-
-    Raises:
-        ParameterError: a setting of the wrong kind.
-    """
-
-    def __init__(
-        self,
-        generation_controller: Controller,
-        default_sample_num: int = 16,
-        *,
-        kept: float = 0.9,
-        aggregation: Aggregation = "bottom_groups",
-        window: int = WINDOW,
-        top_k: int = TOP_K,
-        answer: AnswerRule = "auto",
-        extract_answer: Callable[[str], str | None] | None = None,
-        equivalence: Equivalence | PairwiseEquivalence | None = None,
-        on_failure: OnFailure = "raise",
-    ) -> None:
-        super().__init__()
-        self.generation_controller = expect_generation(generation_controller)
-        self.default_sample_num = validated("default_sample_num", default_sample_num, POSITIVE_INT)
-        self.kept = validated("kept", kept, _SHARE)
-        self.reward = ConfidenceRewardController(aggregation, window=window, top_k=top_k)
-        self.answer, self.extract_answer = answer, extract_answer
-        self.answer_space = answer_spaces.answer_space("math", answer, extract_answer)
-        self.equivalence = checked_equivalence(equivalence)
-        self.on_failure = validated("on_failure", on_failure, ON_FAILURE)
+    def __post_init__(self) -> None:
+        self.reward = ConfidenceRewardController(
+            "lowest_group", window=self.window, top_k=self.top_k
+        )
+        self.space = answer_spaces.answer_space("math", self.answer, self.extract_answer)
+        self.equivalence = checked_equivalence(self.equivalence)
 
     def fan_out(self) -> int:
         """The samples."""
@@ -179,71 +164,65 @@ class DeepConfController(Controller):
         return {}
 
 
-class OnlineDeepConfController(DeepConfController):
+@with_settings
+class DeepConfController(_ConfidenceVoteController):
+    """Draws samples and lets the most confident ones vote, weighted by their confidence.
+
+    The output is the sample of the winning answer with the highest confidence.
+    ``customized_result_fields["deepconf"]`` holds the ``answer``, its ``share`` of the weight, the
+    number of ``samples``, the ``confidences`` of all (None: it failed or did not end), and the
+    numbers of the ``voters``.
+    """
+
+    _: KW_ONLY
+    aggregation: Aggregation = setting(
+        "bottom_groups",
+        "The confidence of a sample: the mean over its tokens or over its last `window`, its "
+        "lowest group, or the lowest tenth of its groups.",
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.reward = ConfidenceRewardController(
+            self.aggregation, window=self.window, top_k=self.top_k
+        )
+
+
+@with_settings
+class OnlineDeepConfController(_ConfidenceVoteController):
     """Draws a warm-up, then samples that are cancelled when a group of tokens lacks confidence.
 
     ``customized_result_fields["deepconf"]`` holds what that of ``deepconf`` does, the ``threshold``
     (None: no sample of the warm-up has one), and the numbers of the samples ``stopped`` for it. A
     sample's weight is its lowest group confidence.
-
-    Args:
-        generation_controller: generates one sample, cloned for each; a plain generation, whose
-            tasks can be streams.
-        default_sample_num: samples at most, the warm-up included, unless ``process`` gets
-            ``sample_num``.
-        num_warmup: samples that are drawn whole and set the threshold.
-        kept: share of the warm-up at or above the threshold: 0.1 is the paper's "low", 0.9 "high".
-        consensus: share of the weight with which an answer ends the sampling; None: draw all.
-        concurrency: samples under way at once after the warm-up; None: all of them.
-        chunk_size: tokens of a sample between two checks of its groups; what is decided does not
-            depend on it.
-        window: tokens of a group.
-        top_k: most probable tokens that the confidence of a token is taken over.
-        answer: the rule that finds answers, see ``answers.answer_extraction``.
-        extract_answer: in its place: finds the answer in a text; None: the sample does not vote.
-        equivalence: decides which answers mean the same, as in ``majority_vote``.
-        on_failure: ``"raise"`` fails if a sample does; ``"drop"`` votes without it.
-
-    Raises:
-        ParameterError: a setting of the wrong kind.
     """
 
     conversation = ConversationForm.TEXT
 
-    def __init__(
-        self,
-        generation_controller: Controller,
-        default_sample_num: int = 64,
-        *,
-        num_warmup: int = 16,
-        kept: float = 0.9,
-        consensus: float | None = 0.95,
-        concurrency: int | None = None,
-        chunk_size: int = 32,
-        window: int = WINDOW,
-        top_k: int = TOP_K,
-        answer: AnswerRule = "auto",
-        extract_answer: Callable[[str], str | None] | None = None,
-        equivalence: Equivalence | PairwiseEquivalence | None = None,
-        on_failure: OnFailure = "raise",
-    ) -> None:
-        super().__init__(
-            generation_controller,
-            default_sample_num,
-            kept=kept,
-            aggregation="lowest_group",
-            window=window,
-            top_k=top_k,
-            answer=answer,
-            extract_answer=extract_answer,
-            equivalence=equivalence,
-            on_failure=on_failure,
-        )
-        expect_streams("deepconf_online", generation_controller)
-        self.num_warmup = validated("num_warmup", num_warmup, POSITIVE_INT)
-        self.consensus = validated("consensus", consensus, _OPTIONAL_SHARE)
-        self.concurrency = validated("concurrency", concurrency, OPTIONAL_POSITIVE_INT)
-        self.chunk_size = validated("chunk_size", chunk_size, POSITIVE_INT)
+    generation_controller: Controller = required(
+        "Generates one sample, cloned for each; a plain generation, whose tasks can be streams."
+    )
+    default_sample_num: PositiveInt = setting(
+        64, "Samples at most, the warm-up included, unless `process` gets `sample_num`."
+    )
+    _: KW_ONLY
+    num_warmup: PositiveInt = setting(16, "Samples that are drawn whole and set the threshold.")
+    kept: Share = setting(
+        0.9, "Share of the warm-up at or above the threshold; the paper's are 0.1 and 0.9."
+    )
+    consensus: Share | None = setting(
+        0.95, "Share of the weight with which an answer ends the sampling; None: draw all."
+    )
+    concurrency: PositiveInt | None = setting(
+        None, "Samples that run at once after the warm-up; None: all of them."
+    )
+    chunk_size: PositiveInt = setting(
+        32, "Tokens of a sample between two checks of its groups; it changes no decision."
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        expect_streams("deepconf_online", self.generation_controller)
 
     def _check(self, tasks: Sequence[GenerationTask]) -> None:
         super()._check(tasks)
@@ -304,7 +283,9 @@ class _Vote:
         threshold: the group confidence below which a sample is stopped; None: none is.
     """
 
-    def __init__(self, method: DeepConfController, task: GenerationTask, num_samples: int) -> None:
+    def __init__(
+        self, method: _ConfidenceVoteController, task: GenerationTask, num_samples: int
+    ) -> None:
         self._method, self._task, self.num_samples = method, task, num_samples
         self.samples: list[_Sample] = []
         self.threshold: float | None = None
@@ -383,7 +364,7 @@ class _Vote:
         task.take_answer(chosen.task)
         texts = [each.task.output_str if each.has_ended else None for each in self.samples]
         task.candidates = [*texts, *missing]
-        rule = answer_spaces.rule_of(self._method.answer_space, chosen.task)
+        rule = answer_spaces.rule_of(self._method.space, chosen.task)
         task.customized_result_fields["deepconf"] = {
             **self._pool.info(rule),
             "answer": None if winner is None else winner.answer,
@@ -415,7 +396,11 @@ class _Sample:
     """
 
     def __init__(
-        self, method: DeepConfController, task: GenerationTask, number: int, threshold: float | None
+        self,
+        method: _ConfidenceVoteController,
+        task: GenerationTask,
+        number: int,
+        threshold: float | None,
     ) -> None:
         self._method, self._threshold = method, threshold
         self.task = task.copy()
@@ -444,4 +429,4 @@ class _Sample:
         if task.error is None and not self.is_stopped:
             self.has_ended = True
             self.confidence = self._method.reward.score(task)
-            self.answer = self._method.answer_space.answer_of(task)
+            self.answer = self._method.space.answer_of(task)

@@ -4,79 +4,44 @@ N samples of width M are N/M subtrees. Each begins with M first steps of its own
 them, continues it M times, keeps the best, and so on until that one is finished. No subtree waits
 for another one. All answers that were finished on the way are candidates.
 
-Paper: Beeching, Tunstall and Rush, "Scaling test-time compute with open models", 2024. Hugging Face
-blog; the defaults of ``width``, ``max_steps`` and ``aggregation`` are those of its code,
-search-and-learn. There ``lookahead`` is a part of the algorithm too, 0 by default.
+Hugging Face blog; the defaults of ``width``, ``max_steps`` and ``aggregation`` are those of its
+code, search-and-learn. There ``lookahead`` is a part of the algorithm too, 0 by default.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import KW_ONLY
 from typing import Any
 
 from forethought.methods.parts.search import (
-    MAX_STEPS,
-    STEP_TOKEN,
+    LookaheadSearchController,
     Search,
-    SearchController,
     beam_stages,
     best_of,
     expect_multiple,
     merged,
 )
-from forethought.rewards.prm_controller import StepAggregation
-from forethought.scaffolding.controller import Controller
 from forethought.scaffolding.parallel import ParallelProcess, Process
-from forethought.scaffolding.settings import POSITIVE_INT, OnFailure, validated
+from forethought.scaffolding.settings import OnFailure, PositiveInt, setting, with_settings
 
 
-class DVTSController(SearchController):
-    """Searches greedily in several independent subtrees, and returns the best of their answers.
+@with_settings
+class DVTSController(LookaheadSearchController):
+    """Searches greedily in several independent subtrees, and returns the best of their answers."""
 
-    Args:
-        generation_controller: generates the steps; it is given the tasks of all beams of a subtree
-            at once.
-        reward_controller: scores beams, best as a process reward model; None: the mean
-            log-probability of their tokens.
-        default_sample_num: beams of all subtrees together, a multiple of ``width``.
-        width: next steps among which a subtree chooses.
-        lookahead: greedy steps beyond a beam that its score is taken from.
-        step_token: text that ends a step.
-        max_steps: steps of an answer; the last one goes on to its end.
-        aggregation: what makes one score of those of the steps: ``"last"``, ``"min"``,
-            ``"product"`` or ``"mean"``.
-        on_failure: ``"drop"`` goes on without what failed: a beam, or a subtree with all its beams.
-
-    Raises:
-        ParameterError: a setting of the wrong kind.
-    """
+    paper = 'Beeching, Tunstall and Rush, "Scaling test-time compute with open models", 2024'
 
     name = "dvts"
 
-    def __init__(
-        self,
-        generation_controller: Controller,
-        reward_controller: Controller | None = None,
-        default_sample_num: int = 16,
-        width: int = 4,
-        *,
-        lookahead: int = 0,
-        step_token: str = STEP_TOKEN,
-        max_steps: int = MAX_STEPS,
-        aggregation: StepAggregation = "last",
-        on_failure: OnFailure = "raise",
-    ) -> None:
-        super().__init__(
-            generation_controller,
-            reward_controller,
-            default_sample_num=default_sample_num,
-            lookahead=lookahead,
-            step_token=step_token,
-            max_steps=max_steps,
-            aggregation=aggregation,
-            on_failure=on_failure,
-        )
-        self.width = validated("width", width, POSITIVE_INT)
+    default_sample_num: PositiveInt = setting(
+        16, "Beams of all subtrees together, a multiple of `width`."
+    )
+    width: PositiveInt = setting(4, "Next steps among which a subtree chooses.")
+    _: KW_ONLY
+    on_failure: OnFailure = setting(
+        "raise", '`"drop"` goes on without what failed: a beam, or a subtree with all its beams.'
+    )
 
     def check_count(self, count: int) -> None:
         """See ``SearchController``."""

@@ -16,8 +16,7 @@ many tokens a step of the engine draws:
    server, which generates the chain in requests of ``chunk_size`` tokens, at most a chunk is
    decoded ahead of the probes; the engine gives probes priority and runs on meanwhile.
 
-Paper: Fu et al., "Reasoning Without Self-Doubt: More Efficient Chain-of-Thought Through Certainty
-Probing", 2025. The texts and defaults are those of TensorRT-LLM's blog on scaffolding.
+The texts and defaults are those of TensorRT-LLM's blog on scaffolding.
 """
 
 from __future__ import annotations
@@ -25,6 +24,7 @@ from __future__ import annotations
 import itertools
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import KW_ONLY
 from enum import Enum
 from pathlib import Path
 from typing import Any
@@ -47,7 +47,14 @@ from forethought.scaffolding.controller import (
 )
 from forethought.scaffolding.parallel import AsCompleted, Process
 from forethought.scaffolding.result import Delta, Stage, spans_within
-from forethought.scaffolding.settings import BOOL, DIRECTORY, POSITIVE_INT, WORDS, validated
+from forethought.scaffolding.settings import (
+    DIRECTORY,
+    PositiveInt,
+    Words,
+    setting,
+    validated,
+    with_settings,
+)
 from forethought.scaffolding.task import ComputeTask, GenerationTask, StreamGenerationTask
 from forethought.scaffolding.thinking import thinking_of
 
@@ -64,6 +71,7 @@ class _Unset(int):
 _THRESHOLD, _CHUNK = map(_Unset, EFFORT["mid"])
 
 
+@with_settings
 class DynasorGenerationController(Controller):
     r"""Ends a chain of thought once probes of it agree on the answer (Dynasor-CoT).
 
@@ -79,28 +87,16 @@ class DynasorGenerationController(Controller):
     tokenizer. ``customized_result_fields["dynasor"]`` holds
     ``early_exit``, the probes' ``answers`` and the number of ``kept_tokens``.
 
-    Args:
-        generation_dir: directory of the model's tokenizer, for the tokens of the written answer.
-        max_tokens: maximum number of tokens of the main chain.
-        certainty_threshold: probes in a row that have to agree.
-        chunk_size: tokens of the main chain from one probe to the next.
-        streaming: stream the output, each token as soon as it is certain to be a part of it; so
-            does a task whose ``streaming_output_flag`` is set.
-        effort: "mild", "low", "mid", "high" or "crazy": sets ``certainty_threshold`` and
-            ``chunk_size`` where they are not given (see ``EFFORT``).
-        probe_length: maximum number of tokens of a probe.
-        temperature: of main chain and probes.
-        top_p: of main chain and probes.
-        uncertain_words: a probe whose answer has one of them does not count.
-        equivalence: decides which answers agree: an object with a method
-            ``canonical_form(answer)``, by default ``MathEquivalence()``; or a function of two
-            answers, which is called in a thread.
-
     Raises:
         ParameterError: a number is not a whole one above 0, another setting is of the wrong kind,
             or there is no such directory.
         UnknownNameError: there is no such effort.
     """
+
+    paper = (
+        'Fu et al., "Reasoning Without Self-Doubt: More Efficient Chain-of-Thought Through '
+        'Certainty Probing", 2025'
+    )
 
     conversation = ConversationForm.TEXT
     uses_thinking = "adapts"
@@ -110,36 +106,52 @@ class DynasorGenerationController(Controller):
 
         GENERATION = "generation_with_dynasor_cot"
 
-    def __init__(
-        self,
-        generation_dir: str | Path | None = None,
-        max_tokens: int = 8192,
-        certainty_threshold: int = _THRESHOLD,
-        chunk_size: int = _CHUNK,
-        streaming: bool = False,
-        *,
-        effort: str | None = None,
-        probe_length: int = 20,
-        temperature: float = 0.6,
-        top_p: float = 0.95,
-        uncertain_words: Sequence[str] = UNCERTAIN_WORDS,
-        equivalence: Equivalence | PairwiseEquivalence | None = None,
-    ) -> None:
-        super().__init__()
-        threshold, chunk = _effort(effort, certainty_threshold, chunk_size)
-        self.certainty_threshold = validated("certainty_threshold", threshold, POSITIVE_INT)
-        self.chunk_size = validated("chunk_size", chunk, POSITIVE_INT)
-        self.max_tokens = validated("max_tokens", max_tokens, POSITIVE_INT)
-        self.probe_length = validated("probe_length", probe_length, POSITIVE_INT)
-        self.streaming = validated("streaming", streaming, BOOL)
-        self.generation_dir = generation_dir
-        self.sampling_params = {"temperature": temperature, "top_p": top_p}
-        self.sampling_params["max_tokens"] = max_tokens
-        self.uncertain_words = validated("uncertain_words", uncertain_words, WORDS)
-        self.equivalence = checked_equivalence(equivalence)
-        if generation_dir is not None:
-            validated("generation_dir", generation_dir, DIRECTORY)
-        self._tokenizer = None if generation_dir is None else AnswerTokenizer(generation_dir)
+    generation_dir: str | Path | None = setting(
+        None, "Directory of the model's tokenizer, for the tokens of the written answer."
+    )
+    max_tokens: PositiveInt = setting(8192, "Maximum number of tokens of the main chain.")
+    certainty_threshold: PositiveInt = setting(_THRESHOLD, "Probes in a row that have to agree.")
+    chunk_size: PositiveInt = setting(
+        _CHUNK, "Tokens of the main chain from one probe to the next."
+    )
+    streaming: bool = setting(
+        False,
+        "Stream the output, each token as soon as it is certain to be a part of it; so does a "
+        "task whose `streaming_output_flag` is set.",
+    )
+    _: KW_ONLY
+    effort: str | None = setting(
+        None,
+        '"mild", "low", "mid", "high" or "crazy": sets `certainty_threshold` and `chunk_size` '
+        "where they are not given (see `EFFORT`).",
+    )
+    probe_length: PositiveInt = setting(20, "Maximum number of tokens of a probe.")
+    temperature: float = setting(0.6, "Of main chain and probes.")
+    top_p: float = setting(0.95, "Of main chain and probes.")
+    uncertain_words: Words = setting(
+        UNCERTAIN_WORDS, "A probe whose answer has one of them does not count."
+    )
+    equivalence: Equivalence | PairwiseEquivalence | None = setting(
+        None,
+        "Decides which answers agree: an object with a method `canonical_form(answer)`, by "
+        "default `MathEquivalence()`; or a function of two answers, which is called in a "
+        "thread.",
+    )
+
+    def __post_init__(self) -> None:
+        self.certainty_threshold, self.chunk_size = _effort(
+            self.effort, self.certainty_threshold, self.chunk_size
+        )
+        self.sampling_params = {
+            "temperature": self.temperature,
+            "top_p": self.top_p,
+            "max_tokens": self.max_tokens,
+        }
+        self.rule = checked_equivalence(self.equivalence)
+        self._tokenizer = None
+        if self.generation_dir is not None:
+            validated("generation_dir", self.generation_dir, DIRECTORY)
+            self._tokenizer = AnswerTokenizer(self.generation_dir)
 
     def fan_out(self) -> int:
         """The chain, and a probe for each of its chunks."""
@@ -161,7 +173,7 @@ class DynasorGenerationController(Controller):
         sampling.fill(task, self.sampling_params)
         task.streaming_output_flag = task.streaming_output_flag or self.streaming
         profile, main = thinking_of(task, self.WorkerTag.GENERATION), self._main_chain(task)
-        agreement = Agreement(self.certainty_threshold, self.uncertain_words, self.equivalence)
+        agreement = Agreement(self.certainty_threshold, self.uncertain_words, self.rule)
         stream = _OutputStream(task, main)
         last, is_cut = yield from self._run(task, main, agreement, stream)
         is_early = agreement.reached

@@ -13,14 +13,14 @@ the line; so it is token for token the chain that would go on. No probe is asked
 does; in return it takes a model that says when it has an answer, in words that are known
 (``markers``). A thought without them is not shortened.
 
-Paper: Chen et al., "Do NOT Think That Much for 2+3=? On the Overthinking of o1-Like LLMs", 2024.
-arXiv 2412.21187. There the first solution of a finished thought is kept, to train on ("first
-correct solutions"); stopping the generation there, by the words that state it, is ours.
+There the first solution of a finished thought is kept, to train on ("first correct solutions");
+stopping the generation there, by the words that state it, is ours.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import KW_ONLY
 from enum import Enum
 from typing import Any
 
@@ -35,13 +35,14 @@ from forethought.scaffolding.controller import (
 )
 from forethought.scaffolding.parallel import Process
 from forethought.scaffolding.result import Delta, Stage
-from forethought.scaffolding.settings import BOOL, OPTIONAL_TEXT, TEXT, WORDS, validated
+from forethought.scaffolding.settings import Text, Words, setting, with_settings
 from forethought.scaffolding.task import GenerationTask, StreamGenerationTask
 from forethought.scaffolding.thinking import thinking_of
 
 MARKERS = ("answer is", "Answer:", "\\boxed{")
 
 
+@with_settings
 class FirstAnswerController(Controller):
     """Closes the thought behind the first answer that it states.
 
@@ -53,16 +54,14 @@ class FirstAnswerController(Controller):
     (None: it came to its own end), and the tokens of the chain (``chain_tokens``), without those of
     an answer behind a thought that was ended.
 
-    Args:
-        markers: texts that state an answer; the thought ends with the line that the first one is
-            in.
-        line_end: text that ends this line.
-        think_end: the model's closing marker; None: as the worker tells it, else ``</think>``.
-        streaming: stream the output as it comes.
-
     Raises:
         ParameterError: a setting of the wrong kind, or no markers.
     """
+
+    paper = (
+        'Chen et al., "Do NOT Think That Much for 2+3=? On the Overthinking of o1-Like LLMs", '
+        "2024. arXiv 2412.21187"
+    )
 
     conversation = ConversationForm.TEXT
     uses_thinking = "adapts"
@@ -72,23 +71,22 @@ class FirstAnswerController(Controller):
 
         GENERATION = "generation_to_first_answer"
 
-    def __init__(
-        self,
-        markers: Sequence[str] = MARKERS,
-        *,
-        line_end: str = "\n",
-        think_end: str | None = None,
-        streaming: bool = False,
-    ) -> None:
-        super().__init__()
-        self.markers = validated("markers", markers, WORDS)
+    markers: Words = setting(
+        MARKERS,
+        "Texts that state an answer; the thought ends with the line that the first one is in.",
+    )
+    _: KW_ONLY
+    line_end: Text = setting("\n", "Text that ends this line.")
+    think_end: Text | None = setting(
+        None, "The model's closing marker; None: as the worker tells it, else `</think>`."
+    )
+    streaming: bool = setting(False, "Stream the output as it comes.")
+
+    def __post_init__(self) -> None:
         if not self.markers:
             raise ParameterError(
                 "invalid markers", "there are none", "Give texts that state an answer"
             )
-        self.line_end = validated("line_end", line_end, TEXT)
-        self.think_end = validated("think_end", think_end, OPTIONAL_TEXT)
-        self.streaming = validated("streaming", streaming, BOOL)
 
     def process(self, tasks: Sequence[GenerationTask], **kwargs: Any) -> Process:
         """Solve the tasks concurrently.

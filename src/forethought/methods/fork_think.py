@@ -14,8 +14,7 @@ it alone. The forks are spread over the ``num_points`` least confident groups, t
 first, and draw with seeds of their own. On the engine a fork takes the seed path's keys and values
 up to its point; the confidences come from the decode step.
 
-Paper: Al-Khalili et al., "Fork-Think with Confidence", 2026. arXiv 2606.31484. Groups, their
-confidence as DeepConf defines it, and the defaults are ours.
+Groups, their confidence as DeepConf defines it, and the defaults are ours.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
 from forethought.answers import answer_spaces
@@ -31,19 +30,26 @@ from forethought.answers.answer_extraction import AnswerRule
 from forethought.answers.answer_spaces import AnswerSpace
 from forethought.answers.answers import AnswerPool
 from forethought.errors import BudgetExceeded
-from forethought.rewards.confidence import TOP_K, ConfidenceRewardController, mean
+from forethought.rewards.confidence import TOP_K, ConfidenceRewardController, TopK, mean
 from forethought.scaffolding import sampling
 from forethought.scaffolding.controller import (
     Controller,
     ConversationForm,
-    expect_generation,
     expect_prompt,
     expect_streams,
     refuse_arguments,
 )
 from forethought.scaffolding.parallel import Branch, Process, run_until
 from forethought.scaffolding.result import Stage
-from forethought.scaffolding.settings import ON_FAILURE, POSITIVE_INT, OnFailure, validated
+from forethought.scaffolding.settings import (
+    POSITIVE_INT,
+    OnFailure,
+    PositiveInt,
+    required,
+    setting,
+    validated,
+    with_settings,
+)
 from forethought.scaffolding.task import GenerationTask, StreamGenerationTask
 
 _REFUSED = ("n", "echo", *sampling.OF_THOUGHTS)
@@ -61,6 +67,7 @@ class ForkingPoint:
     """Mean over the group behind it."""
 
 
+@with_settings
 class ForkThinkController(Controller):
     """Draws one path, forks it where it was least confident, and votes.
 
@@ -68,44 +75,39 @@ class ForkThinkController(Controller):
     ``customized_result_fields["fork_think"]`` holds the ``answer``, the ``points`` (tokens of the
     seed path before each, and its confidence) and how many paths ``finished``.
 
-    Args:
-        generation_controller: generates the paths; a plain generation, whose tasks can be streams.
-        default_sample_num: paths, the seed path included, unless ``process`` gets ``sample_num``.
-        num_points: groups at which the seed path is forked.
-        window: tokens of a group.
-        top_k: most probable tokens that the confidence of a token is taken over.
-        answer_space: where the answer stands and which answers mean the same, as in
-            ``majority_vote``.
-        answer: the rule that finds answers, see ``answers.answer_extraction``.
-        on_failure: ``"drop"`` votes without forks that failed.
-
     Raises:
         ParameterError: a setting of the wrong kind, or another method inside.
     """
 
+    paper = 'Al-Khalili et al., "Fork-Think with Confidence", 2026. arXiv 2606.31484'
+
     conversation = ConversationForm.TEXT
 
-    def __init__(
-        self,
-        generation_controller: Controller,
-        default_sample_num: int = 8,
-        *,
-        num_points: int = 4,
-        window: int = 16,
-        top_k: int = TOP_K,
-        answer_space: AnswerSpace | str = "math",
-        answer: AnswerRule = "auto",
-        on_failure: OnFailure = "raise",
-    ) -> None:
-        super().__init__()
-        self.generation_controller = expect_generation(generation_controller)
-        expect_streams("fork_think", generation_controller)
-        self.default_sample_num = validated("default_sample_num", default_sample_num, POSITIVE_INT)
-        self.num_points = validated("num_points", num_points, POSITIVE_INT)
-        self.window = validated("window", window, POSITIVE_INT)
-        self.confidence = ConfidenceRewardController("mean", top_k=top_k)
-        self.answer_space = answer_spaces.answer_space(answer_space, answer)
-        self.on_failure = validated("on_failure", on_failure, ON_FAILURE)
+    generation_controller: Controller = required(
+        "Generates the paths; a plain generation, whose tasks can be streams."
+    )
+    default_sample_num: PositiveInt = setting(
+        8, "Paths, the seed path included, unless `process` gets `sample_num`."
+    )
+    _: KW_ONLY
+    num_points: PositiveInt = setting(4, "Groups at which the seed path is forked.")
+    window: PositiveInt = setting(16, "Tokens of a group.")
+    top_k: TopK = setting(
+        TOP_K, "Most probable tokens that the confidence of a token is taken over."
+    )
+    answer_space: AnswerSpace | str = setting(
+        "math",
+        "Where the answer stands and which answers mean the same, as in `majority_vote`.",
+    )
+    answer: AnswerRule = setting(
+        "auto", "The rule that finds answers, see `answers.answer_extraction`."
+    )
+    on_failure: OnFailure = setting("raise", '`"drop"` votes without forks that failed.')
+
+    def __post_init__(self) -> None:
+        expect_streams("fork_think", self.generation_controller)
+        self.confidence = ConfidenceRewardController("mean", top_k=self.top_k)
+        self.space = self.answer_space = answer_spaces.answer_space(self.answer_space, self.answer)
 
     def fan_out(self) -> int:
         """The samples, and the first answer."""
@@ -211,8 +213,8 @@ class ForkThinkController(Controller):
         points: Sequence[ForkingPoint],
         count: int,
     ) -> Process:
-        pool = AnswerPool(self.answer_space.equivalence)
-        said = {number: self.answer_space.answer_of(path) for number, path in paths.items()}
+        pool = AnswerPool(self.space.equivalence)
+        said = {number: self.space.answer_of(path) for number, path in paths.items()}
         with contextlib.suppress(BudgetExceeded):  # then the seed path is returned
             yield from pool.adding(said)
         winner = pool.winner
@@ -223,7 +225,7 @@ class ForkThinkController(Controller):
         texts = [paths[n].output_str if n in paths else None for n in range(count)]
         task.candidates = texts
         task.customized_result_fields["fork_think"] = {
-            **pool.info(answer_spaces.rule_of(self.answer_space, chosen)),
+            **pool.info(answer_spaces.rule_of(self.space, chosen)),
             "points": [{"at": p.num_tokens, "confidence": p.confidence} for p in points],
             "finished": len(paths),
         }

@@ -17,16 +17,14 @@ the same time; then each reads what the others have written, behind its own, and
 There a text is prefilled by each of its readers; ``exchanged_tokens`` tells how many tokens that
 were.
 
-Paper: Rodionov et al., "Hogwild! Inference: Parallel LLM Generation via Concurrent Attention",
-2025. arXiv 2504.06261. Named workers, the contiguous layout of what a worker sees, the shared
-history in steps and the regular question whether work is redundant are the paper's; the texts are
-ours.
+Named workers, the contiguous layout of what a worker sees, the shared history in steps and the
+regular question whether work is redundant are the paper's; the texts are ours.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import KW_ONLY, dataclass, field
 from enum import Enum
 from typing import Any
 
@@ -43,12 +41,11 @@ from forethought.scaffolding.controller import (
 from forethought.scaffolding.parallel import Process
 from forethought.scaffolding.result import ScaffoldingOutput, Stage
 from forethought.scaffolding.settings import (
-    ANY_TEXT,
-    FUNCTION,
-    NON_NEGATIVE_INT,
-    POSITIVE_INT,
-    WORDS,
-    validated,
+    NonNegativeInt,
+    PositiveInt,
+    Words,
+    setting,
+    with_settings,
 )
 from forethought.scaffolding.task import GenerationTask
 
@@ -75,6 +72,7 @@ class _Worker:
     has_ended: bool = False
 
 
+@with_settings
 class HogwildController(Controller):
     """Named workers that read each other's tokens while they write (Hogwild! Inference).
 
@@ -85,22 +83,12 @@ class HogwildController(Controller):
     ``customized_result_fields["hogwild"]`` holds the number of ``turns``, what each worker has
     written (``texts``, by name) and whether the budget ended it (``budget_ended``): the output is
     then the text of the first worker.
-
-    Args:
-        workers: their names, at least two.
-        turn_tokens: tokens that a worker writes before its text is looked at.
-        max_turns: turns of each worker at most.
-        check_every: turns of a worker from one question whether its work is redundant to the
-            next; 0: it is never asked.
-        opening: text behind the question, which tells the workers how to work.
-        check: the text of that question.
-        final: text in front of the final answer.
-        extract_answer: finds an answer in a worker's text, which ends the turns; None: there is
-            none.
-
-    Raises:
-        ParameterError: a setting of the wrong kind.
     """
+
+    paper = (
+        'Rodionov et al., "Hogwild! Inference: Parallel LLM Generation via Concurrent '
+        'Attention", 2025. arXiv 2504.06261'
+    )
 
     conversation = ConversationForm.TEXT
 
@@ -112,20 +100,27 @@ class HogwildController(Controller):
     _name = "hogwild"
     step_end = ""
 
-    def __init__(
-        self,
-        workers: Sequence[str] = ("Alice", "Bob"),
-        turn_tokens: int = 32,
-        max_turns: int = 32,
-        check_every: int = 4,
-        *,
-        opening: str = OPENING,
-        check: str = CHECK,
-        final: str = FINAL,
-        extract_answer: Any = extract_answer_from_boxed,
-    ) -> None:
-        super().__init__()
-        self.workers = validated("workers", workers, WORDS)
+    workers: Words = setting(("Alice", "Bob"), "Their names, at least two.")
+    turn_tokens: PositiveInt = setting(
+        32, "Tokens that a worker writes before its text is looked at."
+    )
+    max_turns: PositiveInt = setting(32, "Turns of each worker at most.")
+    check_every: NonNegativeInt = setting(
+        4,
+        "Turns of a worker from one question whether its work is redundant to the next; 0: it "
+        "is never asked.",
+    )
+    _: KW_ONLY
+    opening: str = setting(
+        OPENING, "Text behind the question, which tells the workers how to work."
+    )
+    check: str = setting(CHECK, "The text of that question.")
+    final: str = setting(FINAL, "Text in front of the final answer.")
+    extract_answer: Callable[[str], str | None] = setting(
+        extract_answer_from_boxed, "Finds an answer in a worker's text, which ends the turns."
+    )
+
+    def __post_init__(self) -> None:
         if len(set(self.workers)) < max(2, len(self.workers)):
             raise ParameterError(
                 "invalid workers", f"got {self.workers!r:.200}", "Give two or more different names"
@@ -137,13 +132,6 @@ class HogwildController(Controller):
                 f"Give at most {MAX_WORKERS}",
                 param="workers",
             )
-        self.turn_tokens = validated("turn_tokens", turn_tokens, POSITIVE_INT)
-        self.max_turns = validated("max_turns", max_turns, POSITIVE_INT)
-        self.check_every = validated("check_every", check_every, NON_NEGATIVE_INT)
-        self.opening = validated("opening", opening, ANY_TEXT)
-        self.check = validated("check", check, ANY_TEXT)
-        self.final = validated("final", final, ANY_TEXT)
-        self.extract_answer = validated("extract_answer", extract_answer, FUNCTION)
 
     def fan_out(self) -> int:
         """A turn of each worker at a time, and the answer."""
@@ -265,28 +253,13 @@ class HogwildController(Controller):
         part.max_tokens = self.turn_tokens
 
 
+@with_settings
 class HogwildTurnsController(HogwildController):
     """Named workers that write side by side and read each other's text in turns (as Hogwild!).
 
     As ``HogwildController``, on any worker: the others' texts are put behind a worker's own when a
     turn is over. ``customized_result_fields["hogwild_turns"]`` also holds the tokens that were
     inserted (``exchanged_tokens``; None on a server, which does not tell).
-
-    Args:
-        workers: their names, at least two.
-        turn_tokens: tokens that a worker writes before it reads the others.
-        max_turns: turns of each worker at most.
-        check_every: turns of a worker from one question whether its work is redundant to the
-            next; 0: it is never asked.
-        step_end: text that ends a turn earlier.
-        opening: text behind the question, which tells the workers how to work.
-        check: the text of that question.
-        final: text in front of the final answer.
-        extract_answer: finds an answer in a worker's text, which ends the turns; None: there is
-            none.
-
-    Raises:
-        ParameterError: a setting of the wrong kind.
     """
 
     class WorkerTag(Enum):
@@ -296,30 +269,12 @@ class HogwildTurnsController(HogwildController):
 
     _name = "hogwild_turns"
 
-    def __init__(
-        self,
-        workers: Sequence[str] = ("Alice", "Bob"),
-        turn_tokens: int = 64,
-        max_turns: int = 16,
-        check_every: int = 4,
-        *,
-        step_end: str = "\n\n",
-        opening: str = OPENING,
-        check: str = CHECK,
-        final: str = FINAL,
-        extract_answer: Any = extract_answer_from_boxed,
-    ) -> None:
-        super().__init__(
-            workers,
-            turn_tokens,
-            max_turns,
-            check_every,
-            opening=opening,
-            check=check,
-            final=final,
-            extract_answer=extract_answer,
-        )
-        self.step_end = validated("step_end", step_end, ANY_TEXT)
+    turn_tokens: PositiveInt = setting(
+        64, "Tokens that a worker writes before it reads the others."
+    )
+    max_turns: PositiveInt = setting(16, "Turns of each worker at most.")
+    _: KW_ONLY
+    step_end: str = setting("\n\n", "Text that ends a turn earlier.")
 
     def _join(self, task: GenerationTask, parts: Sequence[GenerationTask]) -> None:
         """They write apart from each other."""

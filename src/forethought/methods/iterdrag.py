@@ -10,16 +10,14 @@
 Each line continues the sequence before it, so no document is prefilled twice. When there have been
 ``max_iterations`` follow-ups, or the model writes something else, it has to give the final answer.
 
-Paper: Yue et al., "Inference Scaling for Long-Context Retrieval Augmented Generation", 2024.
-arXiv 2410.04343. Follow-ups, intermediate answers and at most five iterations are the paper's; it
-retrieves with a learned model and constrains the beginning of each line. The prompt's texts are
-ours.
+Follow-ups, intermediate answers and at most five iterations are the paper's; it retrieves with a
+learned model and constrains the beginning of each line. The prompt's texts are ours.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from enum import Enum
 from typing import Any
 
@@ -29,7 +27,13 @@ from forethought.methods.parts.retrieval import INSTRUCTION, Demonstration, Retr
 from forethought.scaffolding import sampling
 from forethought.scaffolding.parallel import Process
 from forethought.scaffolding.result import ScaffoldingOutput, Stage
-from forethought.scaffolding.settings import NON_NEGATIVE_INT, POSITIVE_INT, validated
+from forethought.scaffolding.settings import (
+    NonNegativeInt,
+    PositiveInt,
+    required,
+    setting,
+    with_settings,
+)
 from forethought.scaffolding.task import ChatTask, GenerationTask
 
 FOLLOW_UP = "Follow up:"
@@ -54,6 +58,7 @@ class _Progress:
         return [number for numbers in self.documents for number in numbers]
 
 
+@with_settings
 class IterDRAGController(RetrievalController):
     """Answers a question by follow-up questions with documents for each, as plain text (IterDRAG).
 
@@ -65,41 +70,39 @@ class IterDRAGController(RetrievalController):
     ``answers``, the numbers of the ``documents`` of the question and of each follow-up, whether the
     final answer was ``forced``, and whether the budget ended it before it (``budget_ended``): the
     output is then the last intermediate answer.
-
-    Args:
-        documents: texts, or a ``methods.parts.bm25.BM25Index``.
-        num_documents: retrieved for the question, for each follow-up and each example, without
-            those that are in the prompt already (the paper's k).
-        examples: mappings of ``question``, ``answer`` and ``steps``, a list of (follow-up question,
-            its answer).
-        num_examples: how many of them, from the first on (the paper's m); None: all.
-        max_iterations: follow-up questions at most (the paper's n).
-        line_tokens: length of a follow-up question or an intermediate answer at most.
-        instruction: text in front of all.
-
-    Raises:
-        ParameterError: a setting of the wrong kind.
     """
+
+    paper = (
+        'Yue et al., "Inference Scaling for Long-Context Retrieval Augmented Generation", 2024. '
+        "arXiv 2410.04343"
+    )
 
     class WorkerTag(Enum):
         """The worker that generates."""
 
         GENERATION = "generation_with_iterdrag"
 
-    def __init__(
-        self,
-        documents: Sequence[str] | BM25Index,
-        num_documents: int = 5,
-        examples: Sequence[Any] = (),
-        num_examples: int | None = None,
-        max_iterations: int = 5,
-        *,
-        line_tokens: int = 128,
-        instruction: str = INSTRUCTION,
-    ) -> None:
-        super().__init__("iterdrag", documents, num_documents, examples, num_examples, instruction)
-        self.max_iterations = validated("max_iterations", max_iterations, NON_NEGATIVE_INT)
-        self.line_tokens = validated("line_tokens", line_tokens, POSITIVE_INT)
+    name = "iterdrag"
+
+    documents: Sequence[str] | BM25Index = required("Texts, or a `methods.parts.bm25.BM25Index`.")
+    num_documents: PositiveInt = setting(
+        5,
+        "Retrieved for the question, for each follow-up and each example, without those that "
+        "are in the prompt already (the paper's k).",
+    )
+    examples: Sequence[Any] = setting(
+        (),
+        "Mappings of `question`, `answer` and `steps`, a list of (follow-up question, its answer).",
+    )
+    num_examples: NonNegativeInt | None = setting(
+        None, "How many of them, from the first on (the paper's m); None: all."
+    )
+    max_iterations: NonNegativeInt = setting(5, "Follow-up questions at most (the paper's n).")
+    _: KW_ONLY
+    line_tokens: PositiveInt = setting(
+        128, "Length of a follow-up question or an intermediate answer at most."
+    )
+    instruction: str = setting(INSTRUCTION, "Text in front of all.")
 
     def fan_out(self) -> int:
         """The follow-up questions, each with its answer, and the last answer."""
@@ -110,7 +113,7 @@ class IterDRAGController(RetrievalController):
         question = task.question_text or ""
         progress, budget_ended, forced = _Progress([self._retrieve(question)]), False, False
         yield Stage("retrieved", fields={"query": question, "documents": progress.documents[0]})
-        shown = "".join(map(self._shown, self.examples))
+        shown = "".join(map(self._shown, self.demonstrations))
         asked = f"{self._block(progress.documents[0])}Question: {question}\n"
         prompt = self._prompted(task, f"{self.instruction}{shown}{asked}")
         try:

@@ -28,8 +28,6 @@ consistency (Aggarwal et al., "Let's Sample Step by Step: Adaptive-Consistency f
 Reasoning and Coding with LLMs", 2023, arXiv 2305.11860), which draws one sample after the other
 (``concurrency=1``), up to 40, and stops at 0.95. Here samples may run concurrently; those under way
 are then cancelled.
-
-Paper: Wang et al., "Self-Consistency Improves Chain of Thought Reasoning in Language Models", 2022.
 """
 
 from __future__ import annotations
@@ -37,9 +35,10 @@ from __future__ import annotations
 import contextlib
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import KW_ONLY
 from typing import Annotated, Any
 
-from pydantic import Field, TypeAdapter
+from pydantic import Field
 
 from forethought.answers import answer_spaces
 from forethought.answers.answer_extraction import AnswerRule
@@ -53,7 +52,6 @@ from forethought.answers.answers import (
 from forethought.errors import BudgetExceeded, ParameterError
 from forethought.scaffolding.controller import (
     Controller,
-    expect_generation,
     expect_text,
     refuse_arguments,
     sampled,
@@ -61,22 +59,23 @@ from forethought.scaffolding.controller import (
 from forethought.scaffolding.parallel import AsCompleted, Branch, Process, num_to_begin
 from forethought.scaffolding.result import Stage
 from forethought.scaffolding.settings import (
-    BOOL,
-    CONCURRENCY,
-    ON_FAILURE,
     POSITIVE_INT,
     Concurrency,
     OnFailure,
+    PositiveInt,
+    required,
+    setting,
     validated,
+    with_settings,
 )
 from forethought.scaffolding.task import ComputeTask, GenerationTask
 
-_PROBABILITY: TypeAdapter[float | None] = TypeAdapter(Annotated[float, Field(gt=0.5, lt=1)] | None)
 _Said = dict[int, str | None]
 """Answers by the numbers of their samples; None: it does not vote."""
 SampleTasks = list[list[GenerationTask]]
 
 
+@with_settings
 class MajorityVoteController(Controller):
     """Runs a controller several times and returns the sample with the most frequent answer.
 
@@ -90,57 +89,66 @@ class MajorityVoteController(Controller):
 
     To vote differently override ``majority_vote``; sampling then never stops early.
 
-    Args:
-        generation_controller: cloned for each sample.
-        default_sample_num: samples, unless ``process`` gets ``sample_num``.
-        early_stop: end each sample under way once it cannot change the output, which is the same
-            as without (see the module for the proof).
-        answer_space: where the answer stands and which answers mean the same: ``"math"``,
-            ``"choice"``, ``"json"``, ``"tool_calls"``, ``"text"``, or an object, such as
-            ``CodeAnswers(inputs)``; see ``answers.answer_spaces``.
-        answer: the rule by which the answer space ``"math"`` finds answers: ``"boxed"``,
-            ``"hash"``, ``"phrase"``, ``"number"``, or ``"auto"``: the first of these that finds
-            one. See ``answers.answer_extraction``.
-        extract_answer: finds the answer in a text, in the place of the answer space; it returns
-            None for a sample that does not vote.
-        equivalence: decides which answers mean the same, in the place of the answer space: an
-            object with a method ``canonical_form(answer)``, or a function of two answers, which is
-            called in a thread.
-        statistical_stop: end sampling once the leading answer is ahead of the second with this
-            probability (0.95 in the paper); None: never. The output may differ from a full vote's.
-        concurrency: samples under way at once; ``"doubling"``: 2, then as many again as have
-            ended, so that 2, 4, 8, ... are drawn; None: all.
-        on_failure: ``"raise"`` fails if a sample does; ``"drop"`` votes without it.
-
     Raises:
         ParameterError: fewer than one sample, or a setting of the wrong kind.
     """
 
-    def __init__(
-        self,
-        generation_controller: Controller,
-        default_sample_num: int = 1,
-        early_stop: bool = True,
-        *,
-        answer_space: AnswerSpace | str = "math",
-        answer: AnswerRule = "auto",
-        extract_answer: Callable[[str], str | None] | None = None,
-        equivalence: Equivalence | PairwiseEquivalence | None = None,
-        statistical_stop: float | None = None,
-        concurrency: Concurrency = None,
-        on_failure: OnFailure = "raise",
-    ) -> None:
-        super().__init__()
-        self.generation_controller = expect_generation(generation_controller)
-        self.early_stop = validated("early_stop", early_stop, BOOL)
-        self.default_sample_num = validated("default_sample_num", default_sample_num, POSITIVE_INT)
-        self.answer_space = answer_spaces.answer_space(answer_space, answer, extract_answer)
-        self.answer, self.extract_answer = answer, extract_answer
-        rule = self.answer_space.equivalence if equivalence is None else equivalence
+    paper = (
+        'Wang et al., "Self-Consistency Improves Chain of Thought Reasoning in Language '
+        'Models", 2022'
+    )
+
+    generation_controller: Controller = required("Cloned for each sample.")
+    default_sample_num: PositiveInt = setting(1, "Samples, unless `process` gets `sample_num`.")
+    early_stop: bool = setting(
+        True,
+        "End each sample under way once it cannot change the output, which is the same as "
+        "without (see the module for the proof).",
+    )
+    _: KW_ONLY
+    answer_space: AnswerSpace | str = setting(
+        "math",
+        'Where the answer stands and which answers mean the same: `"math"`, `"choice"`, '
+        '`"json"`, `"tool_calls"`, `"text"`, or an object, such as `CodeAnswers(inputs)`; see '
+        "`answers.answer_spaces`.",
+    )
+    answer: AnswerRule = setting(
+        "auto",
+        'The rule by which the answer space `"math"` finds answers: `"boxed"`, `"hash"`, '
+        '`"phrase"`, `"number"`, or `"auto"`: the first of these that finds one. See '
+        "`answers.answer_extraction`.",
+    )
+    extract_answer: Callable[[str], str | None] | None = setting(
+        None,
+        "Finds the answer in a text, in the place of the answer space; it returns None for a "
+        "sample that does not vote.",
+    )
+    equivalence: Equivalence | PairwiseEquivalence | None = setting(
+        None,
+        "Decides which answers mean the same, in the place of the answer space: an object with "
+        "a method `canonical_form(answer)`, or a function of two answers, which is called in a "
+        "thread.",
+    )
+    statistical_stop: Annotated[float, Field(gt=0.5, lt=1)] | None = setting(
+        None,
+        "End sampling once the leading answer is ahead of the second with this probability "
+        "(0.95 in the paper); None: never. The output may differ from a full vote's.",
+    )
+    concurrency: Concurrency = setting(
+        None,
+        'Samples under way at once; `"doubling"`: 2, then as many again as have ended, so that '
+        "2, 4, 8, ... are drawn; None: all.",
+    )
+    on_failure: OnFailure = setting(
+        "raise", '`"raise"` fails if a sample does; `"drop"` votes without it.'
+    )
+
+    def __post_init__(self) -> None:
+        self.space = self.answer_space = answer_spaces.answer_space(
+            self.answer_space, self.answer, self.extract_answer
+        )
+        rule = self.space.equivalence if self.equivalence is None else self.equivalence
         self.equivalence = checked_equivalence(rule)
-        self.statistical_stop = validated("statistical_stop", statistical_stop, _PROBABILITY)
-        self.concurrency = validated("concurrency", concurrency, CONCURRENCY)
-        self.on_failure = validated("on_failure", on_failure, ON_FAILURE)
 
     def fan_out(self) -> int:
         """The samples."""
@@ -192,7 +200,7 @@ class MajorityVoteController(Controller):
         yield Stage("voted", fields={"answer": answer, "tally": pool.tally})
         info = {"answer": answer, "samples": count, "finished": len(voters)}
         if not self._overridden:
-            rule = answer_spaces.rule_of(self.answer_space, chosen.tasks[0])
+            rule = answer_spaces.rule_of(self.space, chosen.tasks[0])
             info = pool.info(rule) | info
         if self.statistical_stop is not None:
             info["probability"] = pool.lead_probability
@@ -226,7 +234,7 @@ class MajorityVoteController(Controller):
         """
         pool = AnswerPool(self.equivalence)
         for number, tasks in enumerate(candidates_tasks):
-            answer = self.answer_space.answer_of(tasks[0])
+            answer = self.space.answer_of(tasks[0])
             if answer is not None:
                 pool.add(number, answer)
         return (0, None) if pool.winner is None else (pool.winner.first, pool.winner.answer)
@@ -293,8 +301,7 @@ class MajorityVoteController(Controller):
             raise (spent or failed)[0]
         if not self._overridden:
             answers = {
-                branches.index(branch): self.answer_space.answer_of(branch.tasks[0])
-                for branch in cut
+                branches.index(branch): self.space.answer_of(branch.tasks[0]) for branch in cut
             }
             with contextlib.suppress(BudgetExceeded):  # of seconds
                 yield from pool.adding(answers)
@@ -318,7 +325,7 @@ class MajorityVoteController(Controller):
     def _answer(self, branch: Branch) -> str | None:
         """The vote of a sample that has ended; None: it has failed, or a subclass votes."""
         is_voter = branch.error is None and not self._overridden
-        return self.answer_space.answer_of(branch.tasks[0]) if is_voter else None
+        return self.space.answer_of(branch.tasks[0]) if is_voter else None
 
 
 def _store(tasks: Sequence[GenerationTask], chosen: Sequence[Any], samples: Sequence[Any]) -> None:

@@ -13,40 +13,30 @@ unfinished beam below it is not entered again, so no iteration is spent on what 
 The answer is the finished one with the best score, rollouts included; if there is none, the beam
 with the best score is completed.
 
-Paper: Qi et al., "Mutual Reasoning Makes Smaller LLMs Stronger Problem-Solvers", 2024. arXiv
-2408.06195 (its search, UCT; not its actions and its second model). Values from a process
-reward model: Wang et al., "OpenR", 2024, arXiv 2410.09671. ``exploration`` is UCT's sqrt(2); the
-other defaults are ours.
+(its search, UCT; not its actions and its second model). Values from a process reward model: Wang et
+al., "OpenR", 2024, arXiv 2410.09671. ``exploration`` is UCT's sqrt(2); the other defaults are ours.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
-from typing import Annotated
-
-from pydantic import Field, TypeAdapter
+from dataclasses import KW_ONLY, dataclass, field
 
 from forethought.methods.parts.search import (
-    MAX_STEPS,
-    STEP_TOKEN,
     Beam,
+    ScoredSearchController,
     Search,
-    SearchController,
     beam_stages,
     merged,
 )
-from forethought.rewards.prm_controller import StepAggregation
-from forethought.scaffolding.controller import Controller
 from forethought.scaffolding.parallel import Process
 from forethought.scaffolding.settings import (
-    NON_NEGATIVE_INT,
-    POSITIVE_INT,
-    OnFailure,
-    validated,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveInt,
+    setting,
+    with_settings,
 )
-
-_EXPLORATION: TypeAdapter[float] = TypeAdapter(Annotated[float, Field(ge=0, allow_inf_nan=False)])
 
 
 @dataclass(eq=False)
@@ -97,57 +87,27 @@ class _Node:
             node = node.parent
 
 
-class MCTSController(SearchController):
-    """Continues the steps with the best upper confidence bound (Monte Carlo tree search).
+@with_settings
+class MCTSController(ScoredSearchController):
+    """Continues the steps with the best upper confidence bound (Monte Carlo tree search)."""
 
-    Args:
-        generation_controller: generates the steps; it is given the tasks of an iteration at once.
-        reward_controller: scores beams, best as a process reward model; None: the mean
-            log-probability of their tokens.
-        default_sample_num: iterations: beams that are continued.
-        width: next steps that a continued beam gets.
-        exploration: weight of what has been visited rarely; values are to be between 0 and 1 for
-            the default.
-        rollouts: complete answers that are sampled from a new beam for its value; 0: the value is
-            the score of the beam.
-        step_token: text that ends a step.
-        max_steps: steps of an answer; the last one goes on to its end.
-        aggregation: what makes one score of those of the steps: ``"last"``, ``"min"``,
-            ``"product"`` or ``"mean"``.
-        on_failure: ``"drop"`` goes on without beams whose generation failed.
-
-    Raises:
-        ParameterError: a setting of the wrong kind.
-    """
+    paper = (
+        'Qi et al., "Mutual Reasoning Makes Smaller LLMs Stronger Problem-Solvers", 2024. '
+        "arXiv 2408.06195"
+    )
 
     name = "mcts"
 
-    def __init__(
-        self,
-        generation_controller: Controller,
-        reward_controller: Controller | None = None,
-        default_sample_num: int = 16,
-        width: int = 4,
-        *,
-        exploration: float = math.sqrt(2.0),
-        rollouts: int = 0,
-        step_token: str = STEP_TOKEN,
-        max_steps: int = MAX_STEPS,
-        aggregation: StepAggregation = "last",
-        on_failure: OnFailure = "raise",
-    ) -> None:
-        super().__init__(
-            generation_controller,
-            reward_controller,
-            default_sample_num=default_sample_num,
-            step_token=step_token,
-            max_steps=max_steps,
-            aggregation=aggregation,
-            on_failure=on_failure,
-        )
-        self.width = validated("width", width, POSITIVE_INT)
-        self.exploration = validated("exploration", exploration, _EXPLORATION)
-        self.rollouts = validated("rollouts", rollouts, NON_NEGATIVE_INT)
+    default_sample_num: PositiveInt = setting(16, "Iterations: beams that are continued.")
+    width: PositiveInt = setting(4, "Next steps that a continued beam gets.")
+    _: KW_ONLY
+    exploration: NonNegativeFloat = setting(
+        math.sqrt(2.0),
+        "Weight of what has been visited rarely; the default is for values from 0 to 1.",
+    )
+    rollouts: NonNegativeInt = setting(
+        0, "Complete answers sampled from a new beam for its value; 0: its score is the value."
+    )
 
     def fan_out(self) -> int:
         """The children of each expanded node, with their rollouts."""

@@ -7,8 +7,6 @@ side. So this method stands within another one::
 
     no_thinking+majority_vote    the most frequent of N answers without a thought
     no_thinking+best_of_n        the one with the highest score
-
-Paper: Ma et al., "Reasoning Models Can Be Effective Without Thinking", 2025.
 """
 
 from __future__ import annotations
@@ -18,9 +16,9 @@ from typing import Any
 
 from forethought.config.thoughts import MARKERS
 from forethought.scaffolding import sampling
-from forethought.scaffolding.controller import Controller, expect_generation, first_tag
+from forethought.scaffolding.controller import Controller, first_tag
 from forethought.scaffolding.parallel import Process
-from forethought.scaffolding.settings import OPTIONAL_TEXT, validated
+from forethought.scaffolding.settings import Text, required, setting, with_settings
 from forethought.scaffolding.task import ChatTask, GenerationTask
 from forethought.scaffolding.thinking import expect_thinking, thinking_of
 
@@ -29,30 +27,24 @@ FINISHED = "Okay, I think I have finished thinking.\n</think>\n\n"
 ``</think>``."""
 
 
+@with_settings
 class NoThinkingController(Controller):
     """Answers without a thought: a finished one stands in its place.
 
     ``thinking_budget`` of the tasks is 0, so the prompt has to open a thought, as the chat
     templates of reasoning models do, or the model opens it itself. In a chat, what runs the model
     leaves the thought out.
-
-    Args:
-        generation_controller: generates the answers.
-        thinking_end: the finished thought; it has the model's closing marker in it. None: the
-            marker alone.
-
-    Raises:
-        ParameterError: a setting of the wrong kind.
     """
+
+    paper = 'Ma et al., "Reasoning Models Can Be Effective Without Thinking", 2025'
 
     uses_thinking = "required"
 
-    def __init__(
-        self, generation_controller: Controller, thinking_end: str | None = FINISHED
-    ) -> None:
-        super().__init__()
-        self.generation_controller = expect_generation(generation_controller)
-        self.thinking_end = validated("thinking_end", thinking_end, OPTIONAL_TEXT)
+    generation_controller: Controller = required("Generates the answers.")
+    thinking_end: Text | None = setting(
+        FINISHED,
+        "The finished thought; it has the model's closing marker in it. None: the marker alone.",
+    )
 
     def process(self, tasks: Sequence[GenerationTask], **kwargs: Any) -> Process:
         """Generate the answers.

@@ -21,11 +21,9 @@ and prefills the others. With ``join="pages"`` the main thread reads the threads
 where they are, each as it was computed, at positions that are rotated (``AttentionGroup``): only
 the closing tags are prefilled.
 
-Paper: Pan et al., "Learning Adaptive Parallel Reasoning with Language Models", and Lian et al.,
-"ThreadWeaver: Adaptive Threading for Efficient Parallel Reasoning in Language Models", both 2025.
-arXiv 2504.15466 and 2512.07843. The tags of ``"threadweaver"`` are those of its authors. APR's
-paper writes spawn(msgs) and join(msg), and its Countdown model has tags of that task; those here
-are ours. A model has to be trained to spawn. With ``max_depth`` above 1 threads spawn in turn.
+The tags of ``"threadweaver"`` are those of its authors. APR's paper writes spawn(msgs) and
+join(msg), and its Countdown model has tags of that task; those here are ours. A model has to be
+trained to spawn. With ``max_depth`` above 1 threads spawn in turn.
 """
 
 from __future__ import annotations
@@ -33,8 +31,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from enum import Enum
 from typing import Any, Literal
-
-from pydantic import TypeAdapter
 
 from forethought.errors import BudgetExceeded, ParameterError
 from forethought.methods.parts.threads import ThreadFormat, ThreadProgress, format_of
@@ -49,19 +45,14 @@ from forethought.scaffolding.controller import (
 )
 from forethought.scaffolding.parallel import ParallelProcess, Process
 from forethought.scaffolding.result import Delta, Stage
-from forethought.scaffolding.settings import (
-    NON_NEGATIVE_INT,
-    OPTIONAL_POSITIVE_INT,
-    POSITIVE_INT,
-    validated,
-)
+from forethought.scaffolding.settings import NonNegativeInt, PositiveInt, setting, with_settings
 from forethought.scaffolding.task import GenerationTask
 
-_JOIN: TypeAdapter[Literal["text", "pages"]] = TypeAdapter(Literal["text", "pages"])
 _MANY = 1 << 32
 """Threads beyond which they are not counted."""
 
 
+@with_settings
 class ParallelThinkingController(Controller):
     """Threads that the model spawns as it thinks, run side by side and joined (APR, ThreadWeaver).
 
@@ -74,19 +65,16 @@ class ParallelThinkingController(Controller):
     and prefilled (``join_tokens``; None on a server, which does not tell), and whether the budget
     ended the output (``budget_ended``).
 
-    Args:
-        thread_format: ``"threadweaver"``, ``"apr"`` or a ``ThreadFormat``.
-        thread_tokens: most tokens that a thread generates; None: no limit of its own.
-        max_threads: of one spawn.
-        max_spawns: of each thread; behind the last one, refused ones included, it goes on alone.
-        max_depth: levels of threads: 1, the main thread alone spawns; 2, its threads do, too.
-        join: ``"text"``, or ``"pages"`` on the built-in engine, for formats whose threads go on
-            from the main thread and return all that they write.
-
     Raises:
         UnknownNameError: there is no such format.
         ParameterError: another setting of the wrong kind.
     """
+
+    paper = (
+        'Pan et al., "Learning Adaptive Parallel Reasoning with Language Models", and Lian et '
+        'al., "ThreadWeaver: Adaptive Threading for Efficient Parallel Reasoning in Language '
+        'Models", both 2025. arXiv 2504.15466 and 2512.07843'
+    )
 
     conversation = ConversationForm.TEXT
 
@@ -95,23 +83,29 @@ class ParallelThinkingController(Controller):
 
         GENERATION = "generation_with_parallel_thinking"
 
-    def __init__(
-        self,
-        thread_format: str | ThreadFormat = "threadweaver",
-        thread_tokens: int | None = None,
-        max_threads: int = 8,
-        max_spawns: int = 16,
-        max_depth: int = 1,
-        join: Literal["text", "pages"] = "text",
-    ) -> None:
-        super().__init__()
-        self.thread_format = format_of(thread_format)
-        self.thread_tokens = validated("thread_tokens", thread_tokens, OPTIONAL_POSITIVE_INT)
-        self.max_threads = validated("max_threads", max_threads, POSITIVE_INT)
-        self.max_spawns = validated("max_spawns", max_spawns, NON_NEGATIVE_INT)
-        self.max_depth = validated("max_depth", max_depth, POSITIVE_INT)
-        self.join = validated("join", join, _JOIN)
-        if self.join == "pages" and (not self.thread_format.is_whole or self.max_depth > 1):
+    thread_format: str | ThreadFormat = setting(
+        "threadweaver", '`"threadweaver"`, `"apr"` or a `ThreadFormat`.'
+    )
+    thread_tokens: PositiveInt | None = setting(
+        None, "Most tokens that a thread generates; None: no limit of its own."
+    )
+    max_threads: PositiveInt = setting(8, "Of one spawn.")
+    max_spawns: NonNegativeInt = setting(
+        16,
+        "Of each thread; behind the last one, refused ones included, it goes on alone.",
+    )
+    max_depth: PositiveInt = setting(
+        1, "Levels of threads: 1, the main thread alone spawns; 2, its threads do, too."
+    )
+    join: Literal["text", "pages"] = setting(
+        "text",
+        '`"text"`, or `"pages"` on the built-in engine, for formats whose threads go on from '
+        "the main thread and return all that they write.",
+    )
+
+    def __post_init__(self) -> None:
+        self.format = format_of(self.thread_format)
+        if self.join == "pages" and (not self.format.is_whole or self.max_depth > 1):
             raise ParameterError(
                 "invalid join",
                 "only threads that go on from the main thread and return all that they write, and "
@@ -167,7 +161,7 @@ class ParallelThinkingController(Controller):
 
     def think(self, main: ThreadProgress, stop: Sequence[str]) -> Process:
         """Generate a thread to its end, with all that it spawns."""
-        form = self.thread_format
+        form = self.format
         while True:
             part = main.part
             may_spawn = main.num_spawns < self.max_spawns and main.depth < self.max_depth
@@ -188,7 +182,7 @@ class ParallelThinkingController(Controller):
 
     def _spawn(self, main: ThreadProgress, spawned: Sequence[tuple[str, str]]) -> Process:
         """Run threads side by side, and go on behind what they return."""
-        part, form = main.part, self.thread_format
+        part, form = main.part, self.format
         begins = [form.thread_begin.format(number=n, text=text) for n, text in spawned]
         threads = [
             ThreadProgress(self._thread(part, *numbered), self.thread_tokens, main.depth + 1)
@@ -217,7 +211,7 @@ class ParallelThinkingController(Controller):
         A token is read once it is stored, so each thread generates a further one behind its closing
         tag, which nobody reads.
         """
-        form, part = self.thread_format, main.part
+        form, part = self.format, main.part
         closed: list[GenerationTask] = [
             each.part.fork(form.thread_end, max_tokens=1, stop=[], temperature=0.0)
             for each in threads
@@ -238,13 +232,13 @@ class ParallelThinkingController(Controller):
             return
         parts = [each.part for each in threads]
         for part in parts:
-            part.stop, part.max_tokens = [self.thread_format.thread_end], self.thread_tokens
+            part.stop, part.max_tokens = [self.format.thread_end], self.thread_tokens
         yield parts
         for each in threads:
             each.add(each.part)
 
     def _thread(self, part: GenerationTask, index: int, begun: str) -> GenerationTask:
-        form, thread = self.thread_format, GenerationTask(input_str=begun)
+        form, thread = self.format, GenerationTask(input_str=begun)
         if form.inherits:
             thread = part.fork(form.spawn_end + begun)
         else:
@@ -277,5 +271,5 @@ class _Thread(Controller):
 
     def process(self, tasks: Sequence[Any], **kwargs: Any) -> Process:
         """Generate it to its end."""
-        end = self._method.thread_format.thread_end
+        end = self._method.format.thread_end
         yield from self._method.think(self._thread, [end])

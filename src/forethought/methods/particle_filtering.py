@@ -12,99 +12,64 @@ Finished particles keep their weight and are drawn with the others. The search e
 weights are flattened, so that not all come from the same one. ``lookahead`` takes the score of a
 particle from what greedy steps beyond it make of it.
 
-Paper: Puri et al., "A Probabilistic Inference Approach to Inference-Time Scaling of LLMs using
-Particle-Based Monte Carlo Methods", 2025. arXiv 2502.01618. Annealing and look-ahead:
-Giannone et al., "Mitigating Premature Exploitation in Particle-based Monte Carlo for Inference-Time
-Scaling", 2025; its temperature is the one of its_hub. The number of particles is our default.
+Annealing and look-ahead: Giannone et al., "Mitigating Premature Exploitation in Particle-based
+Monte Carlo for Inference-Time Scaling", 2025; its temperature is the one of its_hub. The number of
+particles is our default.
 """
 
 from __future__ import annotations
 
+from dataclasses import KW_ONLY
 from typing import Literal
 
-from pydantic import TypeAdapter
-
 from forethought.methods.parts.particles import (
-    RESAMPLING,
-    WEIGHTING,
     ParticleSettings,
     Resampling,
     Weighting,
     draw,
     sweep,
 )
-from forethought.methods.parts.search import MAX_STEPS, STEP_TOKEN, Search, SearchController
-from forethought.rewards.prm_controller import StepAggregation
-from forethought.scaffolding.controller import Controller
+from forethought.methods.parts.search import LookaheadSearchController, Search
 from forethought.scaffolding.parallel import Process
-from forethought.scaffolding.settings import BOOL, OnFailure, validated
-
-Selection = Literal["argmax", "sample"]
-_SELECTION: TypeAdapter[Selection] = TypeAdapter(Selection)
+from forethought.scaffolding.settings import PositiveInt, setting, with_settings
 
 
-class ParticleFilteringController(SearchController):
-    """Draws the beams that go on in proportion to weights from their scores (particle filtering).
+@with_settings
+class ParticleFilteringController(LookaheadSearchController):
+    """Draws the beams that go on in proportion to their weights (particle filtering)."""
 
-    Args:
-        generation_controller: generates the steps; it is given the tasks of all particles at once.
-        reward_controller: scores particles, best as a process reward model; None: the mean
-            log-probability of their tokens.
-        default_sample_num: particles.
-        weighting: ``"odds"``, r / (1 - r), of scores that are probabilities; ``"softmax"``: the
-            exponential function of scores that are none; None: odds if there is a reward
-            controller, else softmax.
-        resampling: ``"multinomial"`` draws independently, ``"systematic"`` with less noise.
-        annealing: entropic particle filtering: flatten the weights early on where few particles
-            have most of them.
-        selection: of the finished particles, ``"argmax"`` returns the one with the highest score,
-            ``"sample"`` draws one by their weights.
-        lookahead: greedy steps beyond a particle that its score is taken from.
-        step_token: text that ends a step.
-        max_steps: steps of an answer; the last one goes on to its end.
-        aggregation: what makes one score of those of the steps: ``"last"``, ``"min"``,
-            ``"product"`` or ``"mean"``.
-        on_failure: ``"drop"`` goes on without particles whose generation failed.
-
-    Raises:
-        ParameterError: a setting of the wrong kind.
-    """
+    paper = (
+        'Puri et al., "A Probabilistic Inference Approach to Inference-Time Scaling of LLMs '
+        'using Particle-Based Monte Carlo Methods", 2025. arXiv 2502.01618'
+    )
 
     name = "particle_filtering"
 
-    def __init__(
-        self,
-        generation_controller: Controller,
-        reward_controller: Controller | None = None,
-        default_sample_num: int = 8,
-        *,
-        weighting: Weighting | None = None,
-        resampling: Resampling = "multinomial",
-        annealing: bool = False,
-        selection: Selection = "argmax",
-        lookahead: int = 0,
-        step_token: str = STEP_TOKEN,
-        max_steps: int = MAX_STEPS,
-        aggregation: StepAggregation = "last",
-        on_failure: OnFailure = "raise",
-    ) -> None:
-        super().__init__(
-            generation_controller,
-            reward_controller,
-            default_sample_num=default_sample_num,
-            lookahead=lookahead,
-            step_token=step_token,
-            max_steps=max_steps,
-            aggregation=aggregation,
-            on_failure=on_failure,
-        )
-        given = validated("weighting", weighting, WEIGHTING)
-        self.particles = ParticleSettings(
-            given or ("softmax" if reward_controller is None else "odds"),
-            validated("resampling", resampling, RESAMPLING),
-            validated("annealing", annealing, BOOL),
-        )
-        self.selection = validated("selection", selection, _SELECTION)
+    default_sample_num: PositiveInt = setting(8, "Particles.")
+    _: KW_ONLY
+    weighting: Weighting | None = setting(
+        None,
+        '`"odds"`, r / (1 - r), of scores that are probabilities; `"softmax"`, the exponential '
+        "function, of others; None: odds if there is a reward controller.",
+    )
+    resampling: Resampling = setting(
+        "multinomial", '`"multinomial"` draws independently, `"systematic"` with less noise.'
+    )
+    annealing: bool = setting(
+        False,
+        "Entropic particle filtering: flatten the weights early on where few particles have "
+        "most of them.",
+    )
+    selection: Literal["argmax", "sample"] = setting(
+        "argmax",
+        'Of the finished particles, `"argmax"` returns the one with the highest score, '
+        '`"sample"` draws one by their weights.',
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        weighting = self.weighting or ("softmax" if self.reward_controller is None else "odds")
+        self.particles = ParticleSettings(weighting, self.resampling, self.annealing)
 
     def search(self, search: Search, count: int) -> Process:
         """See ``SearchController``."""

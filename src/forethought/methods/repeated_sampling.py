@@ -7,17 +7,13 @@ easy problem costs one sample and a hard one all of them.
 
 ``early_stop=False`` draws and verifies every sample. Their results give an unbiased estimate of
 pass@k for every ``k`` up to their number; those of a run that ends with the first success do not.
-
-Paper: Brown et al., "Large Language Monkeys: Scaling Inference Compute with Repeated Sampling",
-2024.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import KW_ONLY
 from typing import Any, Literal
-
-from pydantic import TypeAdapter
 
 from forethought.answers import answer_spaces
 from forethought.answers.answer_extraction import AnswerRule
@@ -28,7 +24,6 @@ from forethought.rewards.verifier import Verifier
 from forethought.scaffolding import sampling
 from forethought.scaffolding.controller import (
     Controller,
-    expect_generation,
     expect_one,
     expect_text,
 )
@@ -37,18 +32,20 @@ from forethought.scaffolding.result import Stage
 from forethought.scaffolding.settings import (
     BOOL,
     FUNCTION,
-    ON_FAILURE,
     POSITIVE_INT,
     OnFailure,
+    PositiveInt,
+    required,
+    setting,
     validated,
+    with_settings,
 )
 from forethought.scaffolding.task import ComputeTask, GenerationTask
 
-Concurrency = int | Literal["doubling"]
 Fallback = Literal["vote", "first"]
-_FALLBACK: TypeAdapter[Fallback] = TypeAdapter(Fallback)
 
 
+@with_settings
 class RepeatedSamplingController(Controller):
     """Draws samples until a verifier accepts one, which is returned.
 
@@ -62,50 +59,50 @@ class RepeatedSamplingController(Controller):
     was begun: True, False, or None (cancelled, or the budget was spent). Where the samples have
     voted, ``vote`` says what a ``majority_vote`` says of its voters.
 
-    Args:
-        generation_controller: cloned for each sample.
-        verifier: whether a text answers a question, as a function of both, which runs in a thread
-            (a coroutine function on the event loop); or the name of one in
-            ``rewards.verifier``.
-        default_sample_num: samples at most, unless ``process`` gets ``sample_num``.
-        concurrency: samples under way at once; or ``"doubling"``: 1, then as many again as were
-            rejected so far, so that 1, 2, 4, 8, ... are drawn.
-        early_stop: begin no further sample once one is accepted; False: draw and verify all.
-        fallback: what is returned if none is accepted: the ``"vote"`` over the answers, as of a
-            majority vote; or the ``"first"`` sample.
-        answer: the rule that finds the answers of that vote, see
-            ``answers.answer_extraction``.
-        on_failure: ``"raise"`` fails if a sample does; ``"drop"`` counts it as rejected; a
-            failure of the verifier is always raised.
-
     Raises:
-        ParameterError: a setting of the wrong kind.
         UnknownNameError: there is no verifier of this name.
     """
 
-    def __init__(
-        self,
-        generation_controller: Controller,
-        verifier: Verifier | str,
-        default_sample_num: int = 16,
-        concurrency: Concurrency = 1,
-        *,
-        early_stop: bool = True,
-        fallback: Fallback = "vote",
-        answer: AnswerRule = "auto",
-        on_failure: OnFailure = "raise",
-    ) -> None:
-        super().__init__()
-        self.generation_controller = expect_generation(generation_controller)
-        self.verifier = _verifier(verifier)
-        self.default_sample_num = validated("default_sample_num", default_sample_num, POSITIVE_INT)
-        self.concurrency = concurrency
-        if concurrency != "doubling":
-            validated('concurrency (a number or "doubling")', concurrency, POSITIVE_INT)
-        self.early_stop = validated("early_stop", early_stop, BOOL)
-        self.fallback = validated("fallback", fallback, _FALLBACK)
-        self.answer_space = answer_spaces.answer_space("math", answer)
-        self.on_failure = validated("on_failure", on_failure, ON_FAILURE)
+    paper = (
+        'Brown et al., "Large Language Monkeys: Scaling Inference Compute with Repeated '
+        'Sampling", 2024'
+    )
+
+    generation_controller: Controller = required("Cloned for each sample.")
+    verifier: Verifier | str = required(
+        "Whether a text answers a question, as a function of both, which runs in a thread (a "
+        "coroutine function on the event loop); or the name of one in `rewards.verifier`."
+    )
+    default_sample_num: PositiveInt = setting(
+        16, "Samples at most, unless `process` gets `sample_num`."
+    )
+    concurrency: PositiveInt | Literal["doubling"] = setting(
+        1,
+        'Samples under way at once; or `"doubling"`: 1, then as many again as were rejected so '
+        "far, so that 1, 2, 4, 8, ... are drawn.",
+    )
+    _: KW_ONLY
+    early_stop: bool = setting(
+        True, "Begin no further sample once one is accepted; False: draw and verify all."
+    )
+    fallback: Fallback = setting(
+        "vote",
+        'What is returned if none is accepted: the `"vote"` over the answers, as of a majority '
+        'vote; or the `"first"` sample.',
+    )
+    answer: AnswerRule = setting(
+        "auto",
+        "The rule that finds the answers of that vote, see `answers.answer_extraction`.",
+    )
+    on_failure: OnFailure = setting(
+        "raise",
+        '`"raise"` fails if a sample does; `"drop"` counts it as rejected; a failure of the '
+        "verifier is always raised.",
+    )
+
+    def __post_init__(self) -> None:
+        self.verify = _verifier(self.verifier)
+        self.space = answer_spaces.answer_space("math", self.answer)
 
     def fan_out(self) -> int:
         """The samples."""
@@ -193,14 +190,14 @@ class RepeatedSamplingController(Controller):
             raise next(sample.error for sample in samples if sample.error)
         if self.fallback == "first":
             return ended[0]
-        votes = {n: self.answer_space.answer_of(samples[n].task) for n in ended}
-        pool = AnswerPool(self.answer_space.equivalence)
+        votes = {n: self.space.answer_of(samples[n].task) for n in ended}
+        pool = AnswerPool(self.space.equivalence)
         try:
             yield from pool.adding(votes)
         except BudgetExceeded:
             return ended[0]
         index = ended[0] if pool.winner is None else pool.winner.first
-        rule = answer_spaces.rule_of(self.answer_space, samples[index].task)
+        rule = answer_spaces.rule_of(self.space, samples[index].task)
         info["vote"] = pool.info(rule)
         return index
 
@@ -240,7 +237,7 @@ class _Sample:
         yield from self._method.generation_controller.clone().process(tasks, **options)
         self.has_ended, self.error = task.error is None, task.error
         if task.error is None and task.output_str is not None:
-            check = ComputeTask(self._method.verifier, task.question_text, task.output_str)
+            check = ComputeTask(self._method.verify, task.question_text, task.output_str)
             yield [check]
             self.verified = validated("result of the verifier", check.result, BOOL)
             yield Stage("scored", fields={"accepted": self.verified})

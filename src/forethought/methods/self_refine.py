@@ -12,25 +12,26 @@ These are the steps of the paper's algorithm. Its refinement reads all earlier a
 feedback, as here; its feedback reads the question and the last answer alone. Here it reads what the
 refinement reads, so that the sequence only grows and nothing is prefilled twice.
 
-Paper: Madaan et al., "Self-Refine: Iterative Refinement with Self-Feedback", 2023. arXiv
-2303.17651. At most four rounds are the paper's; the texts, which the paper writes with examples for
-each kind of question, are ours.
+At most four rounds are the paper's; the texts, which the paper writes with examples for each kind
+of question, are ours.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import KW_ONLY
 from typing import Any
 
 from forethought.methods.parts.revision import RevisingController, RevisionEnd
-from forethought.scaffolding.controller import Controller, NativeGenerationController
+from forethought.scaffolding.controller import NativeGenerationController
 from forethought.scaffolding.parallel import Process
 from forethought.scaffolding.result import Stage
 from forethought.scaffolding.settings import (
-    NON_NEGATIVE_INT,
-    OPTIONAL_POSITIVE_INT,
-    TEXT,
-    validated,
+    NonNegativeInt,
+    PositiveInt,
+    Text,
+    setting,
+    with_settings,
 )
 from forethought.scaffolding.task import GenerationTask
 
@@ -41,41 +42,39 @@ FEEDBACK_PROMPT = (
 REFINE_PROMPT = "\n\nWrite a better answer that follows the feedback.\n\nAnswer: "
 
 
+@with_settings
 class SelfRefineController(RevisingController):
     """Feedback on the answer and a better answer in turn, until the model accepts it.
 
     ``customized_result_fields["self_refine"]`` holds the number of ``answers``, the ``index`` of
     the one that is returned (the last), the texts of the ``feedback``, and why it ended (``end``, a
     ``RevisionEnd``).
-
-    Args:
-        generation_controller: cloned for each answer.
-        num_refinements: further answers at most.
-        feedback_prompt: text behind an answer, which asks for feedback.
-        refine_prompt: text behind feedback, which asks for a better answer.
-        stop_phrase: feedback that has this phrase, in upper or lower case, accepts the answer.
-        feedback_tokens: length of the feedback at most; None: as of an answer.
-
-    Raises:
-        ParameterError: a setting of the wrong kind.
     """
 
-    def __init__(
-        self,
-        generation_controller: Controller,
-        num_refinements: int = 4,
-        *,
-        feedback_prompt: str = FEEDBACK_PROMPT,
-        refine_prompt: str = REFINE_PROMPT,
-        stop_phrase: str = "It is correct",
-        feedback_tokens: int | None = None,
-    ) -> None:
-        super().__init__("self_refine", generation_controller)
-        self.num_refinements = validated("num_refinements", num_refinements, NON_NEGATIVE_INT)
-        self.feedback_prompt = validated("feedback_prompt", feedback_prompt, TEXT)
-        self.refine_prompt = validated("refine_prompt", refine_prompt, TEXT)
-        self.stop_phrase = validated("stop_phrase", stop_phrase, TEXT)
-        self.feedback_tokens = validated("feedback_tokens", feedback_tokens, OPTIONAL_POSITIVE_INT)
+    paper = (
+        'Madaan et al., "Self-Refine: Iterative Refinement with Self-Feedback", 2023. arXiv '
+        "2303.17651"
+    )
+
+    name = "self_refine"
+
+    num_refinements: NonNegativeInt = setting(4, "Further answers at most.")
+    _: KW_ONLY
+    feedback_prompt: Text = setting(
+        FEEDBACK_PROMPT, "Text behind an answer, which asks for feedback."
+    )
+    refine_prompt: Text = setting(
+        REFINE_PROMPT, "Text behind feedback, which asks for a better answer."
+    )
+    stop_phrase: Text = setting(
+        "It is correct",
+        "Feedback that has this phrase, in upper or lower case, accepts the answer.",
+    )
+    feedback_tokens: PositiveInt | None = setting(
+        None, "Length of the feedback at most; None: as of an answer."
+    )
+
+    def __post_init__(self) -> None:
         self._critic = NativeGenerationController()
 
     def fan_out(self) -> int:

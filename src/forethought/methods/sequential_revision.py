@@ -4,28 +4,25 @@ In place of N independent samples, a chain of N answers: the model sees its atte
 them. The last is not always the best, as a right answer may be revised to a wrong one, so the
 answer is chosen among all of the chain: by a reward model, or by a vote.
 
-Paper: Snell et al., "Scaling LLM Test-Time Compute Optimally can be More Effective than Scaling
-Model Parameters", 2024. arXiv 2408.03314. Its model is trained to revise and sees at
-most the last four answers; here any model is asked for a revision and sees all. The number of
-revisions and the text are ours.
+Its model is trained to revise and sees at most the last four answers; here any model is asked for a
+revision and sees all. The number of revisions and the text are ours.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import KW_ONLY
 from typing import Any, Literal
-
-from pydantic import TypeAdapter
 
 from forethought.answers import answer_spaces
 from forethought.answers.answer_extraction import AnswerRule
 from forethought.answers.answers import AnswerPool
 from forethought.errors import ParameterError
 from forethought.methods.parts.revision import RevisingController, RevisionEnd, answers_alone
-from forethought.scaffolding.controller import Controller, expect_controller
+from forethought.scaffolding.controller import Controller
 from forethought.scaffolding.parallel import Process
 from forethought.scaffolding.result import Stage
-from forethought.scaffolding.settings import NON_NEGATIVE_INT, TEXT, validated
+from forethought.scaffolding.settings import NonNegativeInt, Text, setting, with_settings
 from forethought.scaffolding.task import GenerationTask
 
 REVISE_PROMPT = (
@@ -33,9 +30,9 @@ REVISE_PROMPT = (
     "\n\nAnswer: "
 )
 Selection = Literal["vote", "last", "reward"]
-_SELECTION: TypeAdapter[Selection] = TypeAdapter(Selection)
 
 
+@with_settings
 class SequentialRevisionController(RevisingController):
     """A chain of answers, each revising the ones before it, of which one is chosen.
 
@@ -44,48 +41,47 @@ class SequentialRevisionController(RevisingController):
     say of the ``vote``, as of a ``majority_vote``, and why the chain ended (``end``, a
     ``RevisionEnd``).
 
-    Args:
-        generation_controller: cloned for each answer.
-        num_revisions: further answers at most.
-        selection: the ``"vote"`` over the boxed answers, as of a majority vote, in which a tie
-            goes to the group and the answer that came last; the ``"last"`` one; or that with the
-            highest ``"reward"``, of equals the last one.
-        reward_controller: scores the answers, if ``selection`` is ``"reward"``.
-        revise_prompt: text behind an answer, which asks for another.
-        answer: the rule that finds answers, see ``answers.answer_extraction``.
-        extract_answer: in its place: finds the answer to vote with in a text; None: there is none.
-
     Raises:
         ParameterError: a setting of the wrong kind, or a ``selection`` that does not go with
             ``reward_controller``.
     """
 
-    def __init__(
-        self,
-        generation_controller: Controller,
-        num_revisions: int = 3,
-        selection: Selection = "vote",
-        reward_controller: Controller | None = None,
-        *,
-        revise_prompt: str = REVISE_PROMPT,
-        answer: AnswerRule = "auto",
-        extract_answer: Callable[[str], str | None] | None = None,
-    ) -> None:
-        super().__init__("sequential_revision", generation_controller)
-        self.num_revisions = validated("num_revisions", num_revisions, NON_NEGATIVE_INT)
-        self.selection = validated("selection", selection, _SELECTION)
-        if (selection == "reward") != (reward_controller is not None):
+    paper = (
+        'Snell et al., "Scaling LLM Test-Time Compute Optimally can be More Effective than '
+        'Scaling Model Parameters", 2024. arXiv 2408.03314'
+    )
+
+    name = "sequential_revision"
+
+    num_revisions: NonNegativeInt = setting(3, "Further answers at most.")
+    selection: Selection = setting(
+        "vote",
+        'The `"vote"` over the boxed answers, as of a majority vote, in which a tie goes to the '
+        'group and the answer that came last; the `"last"` one; or that with the highest '
+        '`"reward"`, of equals the last one.',
+    )
+    reward_controller: Controller | None = setting(
+        None, 'Scores the answers, if `selection` is `"reward"`.'
+    )
+    _: KW_ONLY
+    revise_prompt: Text = setting(REVISE_PROMPT, "Text behind an answer, which asks for another.")
+    answer: AnswerRule = setting(
+        "auto", "The rule that finds answers, see `answers.answer_extraction`."
+    )
+    extract_answer: Callable[[str], str | None] | None = setting(
+        None, "In its place: finds the answer to vote with in a text; None: there is none."
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if (self.selection == "reward") != (self.reward_controller is not None):
             raise ParameterError(
                 "selection and reward_controller do not go together",
-                f"got selection={selection!r} and reward_controller={reward_controller!r}",
+                f"got selection={self.selection!r} and "
+                f"reward_controller={self.reward_controller!r}",
                 'Give a reward_controller with selection="reward", and only then',
             )
-        if reward_controller is not None:
-            expect_controller("reward_controller", reward_controller)
-        self.reward_controller: Any = reward_controller
-        self.revise_prompt = validated("revise_prompt", revise_prompt, TEXT)
-        self.answer, self.extract_answer = answer, extract_answer
-        self.answer_space = answer_spaces.answer_space("math", answer, extract_answer)
+        self.space = answer_spaces.answer_space("math", self.answer, self.extract_answer)
 
     def fan_out(self) -> int:
         """The answers."""
@@ -106,15 +102,16 @@ class SequentialRevisionController(RevisingController):
             return latest
         if self.selection == "vote":
             return (yield from self._vote(answers, info))
-        yield from self.reward_controller.process(answers_alone(answers))
-        scores = info["scores"] = list(self.reward_controller.scores)
+        reward: Any = self.reward_controller
+        yield from reward.process(answers_alone(answers))
+        scores = info["scores"] = list(reward.scores)
         ranked = [(score, number) for number, score in enumerate(scores) if score is not None]
         return max(ranked, default=(0.0, latest))[1]
 
     def _vote(self, answers: Sequence[GenerationTask], info: dict[str, Any]) -> Process:
         latest = len(answers) - 1
-        final_answers = [self.answer_space.answer_of(answer) for answer in answers]
-        pool = AnswerPool(self.answer_space.equivalence)
+        final_answers = [self.space.answer_of(answer) for answer in answers]
+        pool = AnswerPool(self.space.equivalence)
         finding = pool.classes.finding([answer for answer in final_answers if answer is not None])
         if finding:
             yield finding
@@ -124,6 +121,6 @@ class SequentialRevisionController(RevisingController):
             if answer is not None:
                 pool.add(age, answer)
         index = latest if pool.winner is None else latest - pool.winner.first
-        info["vote"] = pool.info(answer_spaces.rule_of(self.answer_space, answers[index]))
+        info["vote"] = pool.info(answer_spaces.rule_of(self.space, answers[index]))
         yield Stage("voted", fields={"answer": info["vote"]["answer"], "tally": pool.tally})
         return index

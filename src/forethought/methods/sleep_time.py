@@ -11,10 +11,9 @@ several thoughts may be drawn side by side and are put one behind the other. At 
 question continues the context and its thoughts, so that its own answer can be short. The sleep-time
 tokens are divided among all questions about the context.
 
-Paper: Lin et al., "Sleep-time Compute: Beyond Inference Scaling at Test-time", 2025.
-arXiv 2504.13171. The parallel thoughts and the price of a token at test time, ten times that of one
-at sleep time, are the paper's. Its thoughts replace the context, and here they follow it, so that
-one sequence holds both; the texts of the prompts are ours.
+The parallel thoughts and the price of a token at test time, ten times that of one at sleep time,
+are the paper's. Its thoughts replace the context, and here they follow it, so that one sequence
+holds both; the texts of the prompts are ours.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ import hashlib
 import threading
 from collections.abc import Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Any
 
 from forethought.errors import ParameterError
@@ -34,7 +33,6 @@ from forethought.scaffolding.controller import (
     ConversationForm,
     NativeGenerationController,
     answer_by,
-    expect_generation,
     refuse_arguments,
     side_by_side,
 )
@@ -42,13 +40,13 @@ from forethought.scaffolding.execution_scope import num_generated
 from forethought.scaffolding.parallel import Process
 from forethought.scaffolding.result import Stage
 from forethought.scaffolding.settings import (
-    ANY_TEXT,
-    OPTIONAL_TEXT,
-    POSITIVE_INT,
-    TEXT,
-    WORDS,
     FileName,
-    validated,
+    PositiveInt,
+    Text,
+    Words,
+    required,
+    setting,
+    with_settings,
 )
 from forethought.scaffolding.task import (
     ComputeTask,
@@ -81,7 +79,7 @@ class SleepMemory:
     """Generated for the answers to them."""
     thinking: Future[None] | None = field(default=None, repr=False)
     """Done when the request that is thinking now has ended."""
-    lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
+    lock: Any = field(default_factory=threading.Lock, repr=False)
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy, or what is unpickled, knows what was thought; nobody is thinking in it."""
@@ -111,6 +109,7 @@ class SleepMemory:
         thinking.set_result(None)
 
 
+@with_settings
 class SleepTimeController(Controller):
     """Questions about a context that the model has thought about before.
 
@@ -121,57 +120,41 @@ class SleepTimeController(Controller):
     ``"memory"`` or from the ``"snapshot"`` (``origin``), and how many tokens were generated for
     them in this request (``sleep_tokens``). ``memory.cost_per_question()`` is what they cost so far
     per question.
-
-    Args:
-        generation_controller: answers each question.
-        context: what the questions will be about.
-        anticipated: questions to expect, for the thoughts to prepare.
-        sleep_tokens: length of a thought at most.
-        num_thoughts: thoughts drawn side by side, which are put one behind the other.
-        snapshot: name under which tokens and KV of context and thoughts are saved; a hash of the
-            context and of the prompts is added to it. Needs a worker with snapshots
-            (EngineWorker, with snapshot_dir). None: context and thoughts are continued as text,
-            over the worker's prefix cache.
-        sleep_prompt: text behind the context that asks for the thoughts.
-        question_prefix: text between the thoughts and the question.
-        answer_prefix: text between the question and its answer.
-        memory: what was thought before, as another controller's ``memory``; None: nothing.
-
-    Raises:
-        ParameterError: a setting of the wrong kind.
     """
+
+    paper = (
+        'Lin et al., "Sleep-time Compute: Beyond Inference Scaling at Test-time", 2025. arXiv '
+        "2504.13171"
+    )
 
     conversation = ConversationForm.NONE
 
-    clone_shares = ("memory",)
+    clone_shares = ("memory", "_memory")
 
-    def __init__(
-        self,
-        generation_controller: Controller,
-        context: str,
-        anticipated: Sequence[str] = (),
-        sleep_tokens: int = 512,
-        num_thoughts: int = 1,
-        snapshot: FileName | None = None,
-        *,
-        sleep_prompt: str = SLEEP_PROMPT,
-        question_prefix: str = "\n\nQuestion: ",
-        answer_prefix: str = "\n\nAnswer: ",
-        memory: SleepMemory | None = None,
-    ) -> None:
-        super().__init__()
-        self.generation_controller: Any = expect_generation(generation_controller)
-        self.context = validated("context", context, TEXT)
-        self.anticipated = validated("anticipated", anticipated, WORDS)
-        self.sleep_tokens = validated("sleep_tokens", sleep_tokens, POSITIVE_INT)
-        self.num_thoughts = validated("num_thoughts", num_thoughts, POSITIVE_INT)
-        self.snapshot = validated("snapshot", snapshot, OPTIONAL_TEXT)
-        self.sleep_prompt = validated("sleep_prompt", sleep_prompt, ANY_TEXT)
-        self.question_prefix = validated("question_prefix", question_prefix, ANY_TEXT)
-        self.answer_prefix = validated("answer_prefix", answer_prefix, ANY_TEXT)
-        if not isinstance(memory, SleepMemory | None):
-            raise ParameterError("invalid memory", f"got {memory!r}", "Give a SleepMemory")
-        self.memory = SleepMemory() if memory is None else memory
+    generation_controller: Controller = required("Answers each question.")
+    context: Text = required("What the questions will be about.")
+    anticipated: Words = setting((), "Questions to expect, for the thoughts to prepare.")
+    sleep_tokens: PositiveInt = setting(512, "Length of a thought at most.")
+    num_thoughts: PositiveInt = setting(
+        1, "Thoughts drawn side by side, which are put one behind the other."
+    )
+    snapshot: FileName | None = setting(
+        None,
+        "Name under which tokens and KV of context and thoughts are saved; a hash of the "
+        "context and of the prompts is added to it. Needs a worker with snapshots "
+        "(EngineWorker, with snapshot_dir). None: context and thoughts are continued as text, "
+        "over the worker's prefix cache.",
+    )
+    _: KW_ONLY
+    sleep_prompt: str = setting(SLEEP_PROMPT, "Text behind the context that asks for the thoughts.")
+    question_prefix: str = setting("\n\nQuestion: ", "Text between the thoughts and the question.")
+    answer_prefix: str = setting("\n\nAnswer: ", "Text between the question and its answer.")
+    memory: SleepMemory | None = setting(
+        None, "What was thought before, as another controller's `memory`; None: nothing."
+    )
+
+    def __post_init__(self) -> None:
+        self._memory = self.memory = self.memory or SleepMemory()
         self._thinker = NativeGenerationController()
 
     def fan_out(self) -> int:
@@ -202,12 +185,12 @@ class SleepTimeController(Controller):
         yield Stage("thought", fields=told)
         if sleep_only:
             for task in tasks:
-                task.result = self.memory.text
+                task.result = self._memory.text
         else:
             before = num_generated()
             yield from side_by_side(_Answer(self), tasks, self._answer)
-            self.memory.num_questions += len(tasks)
-            self.memory.test_tokens += num_generated() - before
+            self._memory.num_questions += len(tasks)
+            self._memory.test_tokens += num_generated() - before
         for task in tasks:
             task.customized_result_fields["sleep_time"] = dict(told)
 
@@ -220,15 +203,15 @@ class SleepTimeController(Controller):
             For ``customized_result_fields``: where they are from, and the tokens generated for
             them.
         """
-        while self.memory.text is None:
-            busy = self.memory.claim()
+        while self._memory.text is None:
+            busy = self._memory.claim()
             if busy is not None:
                 yield [ComputeTask(_wait, busy)]
                 continue
             try:
                 return (yield from self._sleep(task))
             finally:
-                self.memory.release()
+                self._memory.release()
         return {"origin": "memory", "sleep_tokens": 0}
 
     def _sleep(self, task: GenerationTask) -> Process:
@@ -236,7 +219,7 @@ class SleepTimeController(Controller):
         if self.snapshot is not None:
             restored = yield from self._restore()
             if restored.found:
-                self.memory.text = restored.text
+                self._memory.text = restored.text
                 return {"origin": "snapshot", "sleep_tokens": 0}
         prompt = self._prompt()
         prompt.priority = task.priority
@@ -250,8 +233,8 @@ class SleepTimeController(Controller):
             name = self._name()
             yield [SaveSessionTask(first.worker_tag, source=first, suffix=behind, name=name)]
         num_tokens = sum(thought.num_generated for thought in thoughts)
-        self.memory.sleep_tokens += num_tokens
-        self.memory.text = f"{first.input_str}{first.output_str or ''}{behind}"
+        self._memory.sleep_tokens += num_tokens
+        self._memory.text = f"{first.input_str}{first.output_str or ''}{behind}"
         return {"origin": "new", "sleep_tokens": num_tokens}
 
     def _prompt(self) -> GenerationTask:
@@ -277,7 +260,7 @@ class SleepTimeController(Controller):
         asked = f"{self.question_prefix}{task.input_str}{self.answer_prefix}"
         if self.snapshot is None:
             question = task.copy()
-            question.input_str = f"{self.memory.text}{asked}"
+            question.input_str = f"{self._memory.text}{asked}"
         else:
             restored = yield from self._restore()
             question = restored.session.fork(asked)

@@ -12,7 +12,6 @@ The principles are written anew each time, so critiques differ and their sum is 
 score. The answers stand in another order in each critique. A meta reward model, if there is one,
 scores the critiques themselves, and only the best of them vote.
 
-Paper: Liu et al., "Inference-Time Scaling for Generalist Reward Modeling", 2025. arXiv 2504.02495.
 The paper trains the model (self-principled critique tuning, SPCT: DeepSeek-GRM); any chat model can
 be asked. Scores from 1 to 10, their sum as the vote and the filter are the paper's; the text of the
 prompt and the defaults are ours.
@@ -23,6 +22,7 @@ from __future__ import annotations
 import random
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import KW_ONLY
 from typing import Any
 
 from forethought.config.sampling import SamplingParams
@@ -38,13 +38,12 @@ from forethought.scaffolding import sampling
 from forethought.scaffolding.controller import (
     Controller,
     NativeRewardController,
-    expect_controller,
     has_failed,
     refuse_arguments,
 )
 from forethought.scaffolding.parallel import AsCompleted, Process
 from forethought.scaffolding.result import Stage
-from forethought.scaffolding.settings import BOOL, OPTIONAL_POSITIVE_INT, POSITIVE_INT, validated
+from forethought.scaffolding.settings import PositiveInt, Text, setting, with_settings
 from forethought.scaffolding.task import ChatTask, GenerationTask, RewardTask
 
 CRITIQUE_PROMPT = """\
@@ -64,6 +63,7 @@ HIGHEST = 10
 _SCORES = re.compile(r"scores\W*?\[([^\]]*)\]", re.IGNORECASE)
 
 
+@with_settings
 class SPCTRewardController(NativeRewardController):
     """Scores answers by the sum over several sampled critiques, the best of which vote.
 
@@ -72,48 +72,48 @@ class SPCTRewardController(NativeRewardController):
     read, and None for a task that failed. ``critiques`` holds the texts of the critiques, ``votes``
     the scores in each (None: it cannot be read), and ``voters`` the numbers of those that voted.
 
-    Args:
-        num_critiques: k, sampled side by side.
-        meta_reward_controller: scores critiques, as answers to the prompt that they were given;
-            None: all of them vote.
-        num_voters: critiques that vote, those that ``meta_reward_controller`` scores highest; None:
-            half of them.
-        shuffled: whether the answers stand in another order in each critique.
-        prompt: what is asked; ``{question}``, ``{count}`` and ``{answers}`` are replaced. The last
-            "Scores: [...]" of a critique counts.
-        sampling_params: of the critiques; by default at temperature 1, with at most 2048 tokens. A
-            ``seed`` decides the order of the answers too.
-
     Raises:
         ParameterError: a setting of the wrong kind, a prompt without ``{answers}``, or
             ``num_voters`` without a meta reward.
     """
 
-    def __init__(
-        self,
-        num_critiques: int = 8,
-        meta_reward_controller: Controller | None = None,
-        *,
-        num_voters: int | None = None,
-        shuffled: bool = True,
-        prompt: str = CRITIQUE_PROMPT,
-        sampling_params: Mapping[str, Any] | SamplingParams | None = None,
-    ) -> None:
-        super().__init__()
-        self.num_critiques = validated("num_critiques", num_critiques, POSITIVE_INT)
-        self.meta_reward_controller = meta_reward_controller
-        if meta_reward_controller is not None:
-            expect_controller("meta_reward_controller", meta_reward_controller)
-        self.num_voters = validated("num_voters", num_voters, OPTIONAL_POSITIVE_INT)
-        if num_voters is not None and meta_reward_controller is None:
+    paper = (
+        'Liu et al., "Inference-Time Scaling for Generalist Reward Modeling", 2025. arXiv '
+        "2504.02495"
+    )
+
+    num_critiques: PositiveInt = setting(8, "K, sampled side by side.")
+    meta_reward_controller: Controller | None = setting(
+        None,
+        "Scores critiques, as answers to the prompt that they were given; None: all of them vote.",
+    )
+    _: KW_ONLY
+    num_voters: PositiveInt | None = setting(
+        None,
+        "Critiques that vote, those that `meta_reward_controller` scores highest; None: half of "
+        "them.",
+    )
+    shuffled: bool = setting(True, "Whether the answers stand in another order in each critique.")
+    prompt: Text = setting(
+        CRITIQUE_PROMPT,
+        'What is asked; `{question}`, `{count}` and `{answers}` are replaced. The last "Scores: '
+        '[...]" of a critique counts.',
+    )
+    sampling_params: Mapping[str, Any] | SamplingParams | None = setting(
+        None,
+        "Of the critiques; by default at temperature 1, with at most 2048 tokens. A `seed` "
+        "decides the order of the answers too.",
+    )
+
+    def __post_init__(self) -> None:
+        if self.num_voters is not None and self.meta_reward_controller is None:
             raise ParameterError(
                 "num_voters needs a meta_reward_controller",
                 "without one there is no order among the critiques, and all of them vote",
                 "Give one, or leave num_voters out",
             )
-        self.shuffled = validated("shuffled", shuffled, BOOL)
-        self.prompt = checked_prompt(prompt, "{answers}")
-        given = sampling.checked(type(self).__name__, sampling_params)
+        checked_prompt(self.prompt, "{answers}")
+        given = sampling.checked(type(self).__name__, self.sampling_params)
         self.sampling_params = {**CRITIQUE_PARAMS, **given}
         self.critiques: list[str] = []
         self.votes: list[list[int] | None] = []
@@ -166,7 +166,8 @@ class SPCTRewardController(NativeRewardController):
 
     def _orders(self, count: int, seed: int | None) -> list[list[int]]:
         """The order of the answers in each critique, which the request's seed decides."""
-        source = random.Random(self.sampling_params.get("seed") or seed or 0)
+        params: Any = self.sampling_params
+        source = random.Random(params.get("seed") or seed or 0)
         orders = [list(range(count)) for _ in range(self.num_critiques)]
         for order in orders if self.shuffled else []:
             source.shuffle(order)

@@ -27,16 +27,15 @@ It stacks with speculative decoding of tokens in each engine. On an engine a rej
 the first draft of the step that replaces it: where the base model writes the same, its tokens are
 verified and not generated one by one.
 
-Paper: Pan et al., "SpecReason: Fast and Accurate Inference-Time Compute via Speculative Reasoning",
-2025. arXiv 2504.07891. The scale, the threshold of 7, steps that end at a blank line and the first
-steps by the base model are the paper's; the text of the score prompt is ours.
+The scale, the threshold of 7, steps that end at a blank line and the first steps by the base model
+are the paper's; the text of the score prompt is ours.
 """
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from enum import Enum
 from typing import Annotated, Any, Literal
 
@@ -61,19 +60,17 @@ from forethought.scaffolding.controller import (
 from forethought.scaffolding.parallel import AsCompleted, Process
 from forethought.scaffolding.result import Delta, ScaffoldingOutput, Stage
 from forethought.scaffolding.settings import (
-    BOOL,
-    NON_NEGATIVE_INT,
-    OPTIONAL_TEXT,
-    POSITIVE_INT,
-    TEXT,
+    NonNegativeInt,
+    PositiveInt,
+    Text,
+    setting,
     validated,
+    with_settings,
 )
 from forethought.scaffolding.task import GenerationTask
 from forethought.scaffolding.thinking import thinking_of
 
 Scorer = Literal["prompt", "likelihood"]
-_SCORER: TypeAdapter[Scorer] = TypeAdapter(Scorer)
-_AGGREGATION: TypeAdapter[Aggregation] = TypeAdapter(Aggregation)
 _THRESHOLDS: dict[Scorer, TypeAdapter[float | None]] = {
     "prompt": TypeAdapter(Annotated[float, Field(strict=True, ge=0, le=10)] | None),
     "likelihood": TypeAdapter(Annotated[float, Field(strict=True, ge=0, le=1)] | None),
@@ -97,6 +94,7 @@ class _Chain(StepChain):
     """Drafts and steps, in the order in which they were asked for."""
 
 
+@with_settings
 class SpecReasonController(Controller):
     """Steps of a small model, scored by the base model and kept or rewritten.
 
@@ -104,29 +102,12 @@ class SpecReasonController(Controller):
     tokenizers, so the prompt is text. ``customized_result_fields["specreason"]`` holds the
     ``scores`` of the steps in their order (None: the base model wrote it unasked), how many were
     ``accepted`` and ``rejected``, and whether the budget ended the output (``budget_ended``).
-
-    Args:
-        score_threshold: the least score of a step that is kept; 0 keeps all. None: 7 of 9, or a
-            probability of 0.1.
-        first_n_base_steps: steps at the beginning that the base model writes, as they plan the
-            rest.
-        step_tokens: length of a step at most.
-        max_steps: after so many the base model writes the rest.
-        step_end: text that ends a step.
-        think_end: marker behind which the base model writes the answer; None: all is steps.
-            ``"auto"``: the base model's, ``</think>`` where it is not known, and None where the
-            base model does not think.
-        score_prompt: text behind a step; the base model's next token is the score. What is no digit
-            counts as 0.
-        scorer: ``"prompt"``: the base model is asked for a score from 0 to 9; or ``"likelihood"``:
-            its own probability of the step, on workers that hold its sequence (``EngineWorker``).
-        aggregation: of the probabilities of a step's tokens: ``"min"`` or the geometric ``"mean"``.
-        pipelined: draft the next step while one is scored; costs the tokens of drafts behind steps
-            that are not kept.
-
-    Raises:
-        ParameterError: a setting of the wrong kind.
     """
+
+    paper = (
+        'Pan et al., "SpecReason: Fast and Accurate Inference-Time Compute via Speculative '
+        'Reasoning", 2025. arXiv 2504.07891'
+    )
 
     conversation = ConversationForm.NONE
     uses_thinking = "adapts"
@@ -137,34 +118,47 @@ class SpecReasonController(Controller):
         SMALL = "small_model"
         BASE = "base_model"
 
-    def __init__(
-        self,
-        score_threshold: float | None = None,
-        first_n_base_steps: int = 0,
-        step_tokens: int = 512,
-        max_steps: int = 256,
-        *,
-        step_end: str = "\n\n",
-        think_end: str | None = "auto",
-        score_prompt: str = SCORE_PROMPT,
-        scorer: Scorer = "prompt",
-        aggregation: Aggregation = "min",
-        pipelined: bool = False,
-    ) -> None:
-        super().__init__()
-        self.scorer = validated("scorer", scorer, _SCORER)
-        self.aggregation = validated("aggregation", aggregation, _AGGREGATION)
-        threshold = validated("score_threshold", score_threshold, _THRESHOLDS[self.scorer])
-        self.score_threshold = _DEFAULT_THRESHOLDS[self.scorer] if threshold is None else threshold
-        self.first_n_base_steps = validated(
-            "first_n_base_steps", first_n_base_steps, NON_NEGATIVE_INT
-        )
-        self.step_tokens = validated("step_tokens", step_tokens, POSITIVE_INT)
-        self.max_steps = validated("max_steps", max_steps, POSITIVE_INT)
-        self.step_end = validated("step_end", step_end, TEXT)
-        self.think_end = validated("think_end", think_end, OPTIONAL_TEXT)
-        self.score_prompt = validated("score_prompt", score_prompt, TEXT)
-        self.pipelined = validated("pipelined", pipelined, BOOL)
+    score_threshold: float | None = setting(
+        None,
+        "The least score of a step that is kept; 0 keeps all. None: 7 of 9, or a probability of "
+        "0.1.",
+    )
+    first_n_base_steps: NonNegativeInt = setting(
+        0, "Steps at the beginning that the base model writes, as they plan the rest."
+    )
+    step_tokens: PositiveInt = setting(512, "Length of a step at most.")
+    max_steps: PositiveInt = setting(256, "After so many the base model writes the rest.")
+    _: KW_ONLY
+    step_end: Text = setting("\n\n", "Text that ends a step.")
+    think_end: Text | None = setting(
+        "auto",
+        'Marker behind which the base model writes the answer; None: all is steps. `"auto"`: '
+        "the base model's, `</think>` where it is not known, and None where the base model does "
+        "not think.",
+    )
+    score_prompt: Text = setting(
+        SCORE_PROMPT,
+        "Text behind a step; the base model's next token is the score. What is no digit counts "
+        "as 0.",
+    )
+    scorer: Scorer = setting(
+        "prompt",
+        '`"prompt"`: the base model is asked for a score from 0 to 9; or `"likelihood"`: its '
+        "own probability of the step, on workers that hold its sequence (`EngineWorker`).",
+    )
+    aggregation: Aggregation = setting(
+        "min", 'Of the probabilities of a step\'s tokens: `"min"` or the geometric `"mean"`.'
+    )
+    pipelined: bool = setting(
+        False,
+        "Draft the next step while one is scored; costs the tokens of drafts behind steps that "
+        "are not kept.",
+    )
+
+    def __post_init__(self) -> None:
+        kind = _THRESHOLDS[self.scorer]
+        threshold = validated("score_threshold", self.score_threshold, kind)
+        self.threshold = _DEFAULT_THRESHOLDS[self.scorer] if threshold is None else threshold
 
     def fan_out(self) -> int:
         """The steps, each drafted, scored and perhaps written again."""
@@ -211,7 +205,7 @@ class SpecReasonController(Controller):
         task.result = ScaffoldingOutput(chain.text)
         task.finish_reason, task.stop_reason = chain.finish_reason, chain.stop_reason
         scored = [score for score in chain.scores if score is not None]
-        num_accepted = sum(score >= self.score_threshold for score in scored)
+        num_accepted = sum(score >= self.threshold for score in scored)
         task.customized_result_fields["specreason"] = {
             "scores": chain.scores,
             "accepted": num_accepted,
@@ -241,7 +235,7 @@ class SpecReasonController(Controller):
             chain.written.append(draft)
             yield [draft]
         score, ahead = yield from self._score(chain, draft)
-        is_kept = score >= self.score_threshold
+        is_kept = score >= self.threshold
         fields = {"step": len(chain.scores), "score": score, "accepted": is_kept}
         yield Stage("scored", fields=fields)
         if is_kept:
@@ -273,7 +267,7 @@ class SpecReasonController(Controller):
         ahead = self._next_draft(chain, draft) if self.pipelined else None
         score: float | None = None
         with AsCompleted([judged] if ahead is None else [judged, ahead]) as running:
-            while running and (score is None or score >= self.score_threshold):
+            while running and (score is None or score >= self.threshold):
                 try:
                     done = yield running
                 except BudgetExceeded:
@@ -283,7 +277,7 @@ class SpecReasonController(Controller):
                 if done is judged:
                     score = chain.scorer.score(judged)
         assert score is not None, "the judgement was among those that have ended"
-        if score >= self.score_threshold:
+        if score >= self.threshold:
             chain.scorer.keep(judged)
         has_next = ahead is not None and ahead.finish_reason is not None and ahead.error is None
         return score, ahead if has_next else None

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import functools
 import inspect
-import re
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
-from types import MappingProxyType
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
 from forethought.config.registry import Registry
 from forethought.errors import ParameterError
+from forethought.scaffolding.settings import REQUIRED, Setting, settings_of
 
 if TYPE_CHECKING:
     from forethought.scaffolding.controller import Controller
@@ -40,17 +39,46 @@ class Method:
     """One line."""
     paper: str
     """The paper that it follows; empty if there is none."""
-    parameters: Mapping[str, Any]
-    """Name -> default; ``REQUIRED`` where there is none."""
-    explanations: Mapping[str, str] = field(default_factory=dict)
-    """Name -> what it means, from the docstring of its class, of those that it explains."""
+    settings: Mapping[str, Setting]
+    """By name, in the order of the constructor's parameters."""
     conversation: str = "messages"
     """How it answers conversations: a ``ConversationForm``."""
     uses_thinking: ThinkingUse = "unused"
     """What the thoughts of models are to it: it does not look at them (``unused``), does without
     where there are none (``adapts``), or is for models that think alone (``required``)."""
 
-    REQUIRED = inspect.Parameter.empty
+    REQUIRED = REQUIRED
+
+    @property
+    def parameters(self) -> Mapping[str, Any]:
+        """Name -> default of the settings; ``REQUIRED`` where there is none."""
+        return _defaults(self.settings)
+
+    def to_dict(self) -> dict[str, Any]:
+        """All of it as JSON has it."""
+        return {
+            "name": self.name,
+            "description": self.description,
+            "paper": self.paper,
+            "conversation": self.conversation,
+            "thinking": self.uses_thinking,
+            "settings": [
+                {
+                    "name": name,
+                    "type": self.settings[name].type_text,
+                    "default": as_json(default),
+                    "required": default is REQUIRED,
+                    "description": self.explanations.get(name, ""),
+                }
+                for name, default in self.parameters.items()
+            ],
+        }
+
+    @property
+    def explanations(self) -> Mapping[str, str]:
+        """Name -> what it means, as plain text, of the settings that say so."""
+        explained = {name: setting.help.replace("`", "") for name, setting in self.settings.items()}
+        return {name: text for name, text in explained.items() if text}
 
 
 class MethodTable:
@@ -150,38 +178,33 @@ class MethodTable:
 
 @functools.lru_cache(_DESCRIBED)
 def _described(method: Any, name: str) -> Method:
-    text, parameters = inspect.getdoc(method) or "", parameters_of(method)
-    first_line = text.partition("\n")[0].replace("``", "")
-    explanations = _explanations(text, parameters)
+    description = (inspect.getdoc(method) or "").partition("\n")[0].replace("``", "")
     form = str(getattr(method, "conversation", "messages"))
     use: ThinkingUse = getattr(method, "uses_thinking", "unused")
-    return Method(name, first_line, _paper(method), parameters, explanations, form, use)
+    paper = getattr(method, "paper", "")
+    return Method(name, description, paper, settings_of(method), form, use)
 
 
-def _paper(method: Any) -> str:
-    """What the docstring of the method's module says after ``Paper:``, to the end of the entry."""
-    text = inspect.getdoc(inspect.getmodule(method)) or ""
-    match = re.search(r"^Paper: (.*?\d{4})\.", text, re.MULTILINE | re.DOTALL)
-    return " ".join(match[1].split()) if match else ""
-
-
-def _explanations(docstring: str, parameters: Iterable[str]) -> dict[str, str]:
-    """What the ``Args`` of a docstring say about each parameter that they name."""
-    section = re.search(r"^Args:\n((?:[ \t]+.*\n?|\n)+)", docstring, re.MULTILINE)
-    entries = re.split(r"^    (?=\w+:)", section[1], flags=re.MULTILINE) if section else []
-    explanations = {}
-    for entry in entries:
-        name, _, meaning = entry.partition(":")
-        if name in parameters:
-            explanations[name] = " ".join(meaning.split()).replace("``", "")
-    return explanations
-
-
-@functools.lru_cache(_DESCRIBED)
 def parameters_of(method: Any) -> Mapping[str, Any]:
-    """Name -> default of the parameters of a method's class."""
-    parameters = inspect.signature(method).parameters.items()
-    defaults = {name: parameter.default for name, parameter in parameters}
+    """Name -> default of the settings of a method's class."""
+    return _defaults(settings_of(method))
+
+
+def as_json(default: Any) -> Any:
+    """The default of a setting as JSON has it; None where there is none."""
+    if default is REQUIRED:
+        return None
+    if isinstance(default, str | int | float | bool | None):
+        return default
+    if isinstance(default, tuple | list):
+        return [as_json(item) for item in default]
+    if isinstance(default, Mapping):
+        return {str(key): as_json(item) for key, item in default.items()}
+    return getattr(default, "__name__", str(default))
+
+
+def _defaults(settings: Mapping[str, Setting]) -> Mapping[str, Any]:
+    defaults = {name: setting.default for name, setting in settings.items()}
     if "generation_controller" in defaults:
         defaults["generation_controller"] = "plain"
-    return MappingProxyType(defaults)
+    return defaults

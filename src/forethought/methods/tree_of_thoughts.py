@@ -12,9 +12,8 @@ other: it is asked several times which one is the most promising (``"vote"``)::
 Proposed steps do not end an answer: that is generated as the last of ``max_steps``.
 Questions to the model are put behind the beam that they are about, as a fork of it.
 
-Paper: Yao et al., "Tree of Thoughts: Deliberate Problem Solving with Large Language Models", 2023.
-arXiv 2305.10601. The numbers are those of its Game of 24 (b = 5,
-three values of sure = 20, likely = 1 and impossible = 0.001); the wording of the prompts is ours.
+The numbers are those of its Game of 24 (b = 5, three values of sure = 20, likely = 1 and impossible
+= 0.001); the wording of the prompts is ours.
 """
 
 from __future__ import annotations
@@ -22,14 +21,13 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, Literal
+from dataclasses import KW_ONLY
+from typing import Annotated, Literal
 
-from pydantic import Field, TypeAdapter
+from pydantic import Field
 
 from forethought.errors import ParameterError
 from forethought.methods.parts.search import (
-    MAX_STEPS,
-    STEP_TOKEN,
     Beam,
     Search,
     SearchController,
@@ -39,7 +37,7 @@ from forethought.methods.parts.search import (
 )
 from forethought.scaffolding.controller import Controller
 from forethought.scaffolding.parallel import Process
-from forethought.scaffolding.settings import POSITIVE_INT, TEXT, OnFailure, validated
+from forethought.scaffolding.settings import TEXT, PositiveInt, setting, validated, with_settings
 from forethought.scaffolding.task import GenerationTask
 
 PROPOSE = "\n\nPossible next steps, one per line:\n"
@@ -48,83 +46,52 @@ VOTE = "\n\n{choices}\nThe number of the most promising of these attempts is"
 VALUES: Mapping[str, float] = {"sure": 20.0, "likely": 1.0, "impossible": 0.001}
 """What each word of a judgement counts."""
 
-_KINDS: Mapping[str, TypeAdapter[Any]] = {
-    "strategy": TypeAdapter(Literal["bfs", "dfs"]),
-    "thoughts": TypeAdapter(Literal["sample", "propose"]),
-    "evaluation": TypeAdapter(Literal["value", "vote"]),
-    "threshold": TypeAdapter(Annotated[float, Field(allow_inf_nan=False)]),
-}
 
-
+@with_settings
 class TreeOfThoughtsController(SearchController):
-    """Searches over steps that the model proposes and judges itself (tree of thoughts).
+    """Searches over steps that the model proposes and judges itself (tree of thoughts)."""
 
-    Args:
-        generation_controller: generates steps and judgements; it is given many tasks at once.
-        reward_controller: scores beams in place of the model.
-        default_sample_num: beams that breadth first search continues; depth first search does not
-            use it.
-        num_thoughts: next steps that are sampled for a beam, or at most taken from a proposal.
-        strategy: ``"bfs"`` or ``"dfs"``.
-        thoughts: how steps are found, ``"sample"`` or ``"propose"``.
-        evaluation: how the model judges them, ``"value"`` or ``"vote"``.
-        num_evaluations: judgements per beam, or votes per level.
-        threshold: depth first search enters beams with a higher score only.
-        max_expansions: beams that depth first search continues at most.
-        judgement_tokens: most tokens of a judgement.
-        prompts: texts for ``"propose"``, ``"value"`` and ``"vote"`` in place of the built-in ones;
-            that of the vote has ``{choices}`` in it.
-        step_token: text that ends a step.
-        max_steps: steps of an answer; the last one goes on to its end.
-        on_failure: ``"drop"`` goes on without beams and judgements whose generation failed.
-
-    Raises:
-        ParameterError: a setting of the wrong kind.
-    """
+    paper = (
+        'Yao et al., "Tree of Thoughts: Deliberate Problem Solving with Large Language Models", '
+        "2023. arXiv 2305.10601"
+    )
 
     name = "tree_of_thoughts"
 
-    def __init__(
-        self,
-        generation_controller: Controller,
-        reward_controller: Controller | None = None,
-        default_sample_num: int = 5,
-        num_thoughts: int = 5,
-        *,
-        strategy: Literal["bfs", "dfs"] = "bfs",
-        thoughts: Literal["sample", "propose"] = "sample",
-        evaluation: Literal["value", "vote"] = "value",
-        num_evaluations: int = 3,
-        threshold: float = 0.01,
-        max_expansions: int = 100,
-        judgement_tokens: int = 16,
-        prompts: Mapping[str, str] | None = None,
-        step_token: str = STEP_TOKEN,
-        max_steps: int = MAX_STEPS,
-        on_failure: OnFailure = "raise",
-    ) -> None:
-        super().__init__(
-            generation_controller,
-            reward_controller,
-            default_sample_num=default_sample_num,
-            step_token=step_token,
-            max_steps=max_steps,
-            on_failure=on_failure,
-        )
-        self.judges_itself = reward_controller is None
-        self.num_thoughts = validated("num_thoughts", num_thoughts, POSITIVE_INT)
-        self.num_evaluations = validated("num_evaluations", num_evaluations, POSITIVE_INT)
-        self.max_expansions = validated("max_expansions", max_expansions, POSITIVE_INT)
-        self.judgement_tokens = validated("judgement_tokens", judgement_tokens, POSITIVE_INT)
-        self.strategy = validated("strategy", strategy, _KINDS["strategy"])
-        self.thoughts = validated("thoughts", thoughts, _KINDS["thoughts"])
-        self.evaluation = validated("evaluation", evaluation, _KINDS["evaluation"])
-        self.threshold = validated("threshold", threshold, _KINDS["threshold"])
-        self.prompts = _checked_prompts(prompts or {})
+    reward_controller: Controller | None = setting(None, "Scores beams in place of the model.")
+    default_sample_num: PositiveInt = setting(
+        5, "Beams that breadth first search continues; depth first search does not use it."
+    )
+    num_thoughts: PositiveInt = setting(
+        5, "Next steps that are sampled for a beam, or at most taken from a proposal."
+    )
+    _: KW_ONLY
+    strategy: Literal["bfs", "dfs"] = setting("bfs", "Breadth first or depth first search.")
+    thoughts: Literal["sample", "propose"] = setting(
+        "sample", "Steps are sampled one by one, or several are proposed at once, one per line."
+    )
+    evaluation: Literal["value", "vote"] = setting(
+        "value", "The model judges beams one by one, or votes for the best of a level."
+    )
+    num_evaluations: PositiveInt = setting(3, "Judgements per beam, or votes per level.")
+    threshold: Annotated[float, Field(allow_inf_nan=False)] = setting(
+        0.01, "Depth first search enters beams with a higher score only."
+    )
+    max_expansions: PositiveInt = setting(100, "Beams that depth first search continues at most.")
+    judgement_tokens: PositiveInt = setting(16, "Most tokens of a judgement.")
+    prompts: Mapping[str, str] | None = setting(
+        None,
+        'Texts for `"propose"`, `"value"` and `"vote"` in place of the built-in ones; that of '
+        "the vote has `{choices}` in it.",
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._prompts = _checked_prompts(self.prompts or {})
 
     def fan_out(self) -> int:
         """The thoughts, each with its evaluations."""
-        steps = self.default_sample_num * self.settings.max_steps
+        steps = self.default_sample_num * self.max_steps
         expanded = steps if self.strategy == "bfs" else self.max_expansions
         return expanded * self.num_thoughts * (1 + self.num_evaluations)
 
@@ -170,7 +137,7 @@ class TreeOfThoughtsController(SearchController):
             wanted = [(beam, number) for beam in beams for number in range(self.num_thoughts)]
             grown: list[Beam] = yield from search.step(wanted)
             return grown
-        tasks = [search.fork(beam, self.prompts["propose"], 0, is_aside=True) for beam in beams]
+        tasks = [search.fork(beam, self._prompts["propose"], 0, is_aside=True) for beam in beams]
         yield from search.ask(tasks)
         return [
             step
@@ -191,7 +158,7 @@ class TreeOfThoughtsController(SearchController):
 
     def _judge(self, search: Search, beams: Sequence[Beam]) -> Process:
         """Score the beams."""
-        if not self.judges_itself:
+        if self.reward_controller is not None:
             yield from search.score(beams)
             return
         new = [beam for beam in beams if beam.score is None]
@@ -205,7 +172,7 @@ class TreeOfThoughtsController(SearchController):
     def _value(self, search: Search, beams: Sequence[Beam]) -> Process:
         numbers = range(self.num_evaluations)
         asked = {
-            id(beam): [self._question(search, beam, self.prompts["value"], n) for n in numbers]
+            id(beam): [self._question(search, beam, self._prompts["value"], n) for n in numbers]
             for beam in beams
         }
         yield from search.ask([task for tasks in asked.values() for task in tasks])
@@ -214,7 +181,7 @@ class TreeOfThoughtsController(SearchController):
 
     def _vote(self, search: Search, beams: Sequence[Beam]) -> Process:
         choices = "\n".join(f"{n}.\n{beam.text}" for n, beam in enumerate(beams, start=1))
-        prompt = self.prompts["vote"].replace("{choices}", choices)
+        prompt = self._prompts["vote"].replace("{choices}", choices)
         numbers = range(self.num_evaluations)
         tasks = [self._question(search, search.root, prompt, number) for number in numbers]
         yield from search.ask(tasks)

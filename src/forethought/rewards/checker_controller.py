@@ -18,21 +18,18 @@ from forethought.errors import ParameterError
 from forethought.rewards import verifier as verifiers
 from forethought.scaffolding.controller import NativeRewardController, has_failed, refuse_arguments
 from forethought.scaffolding.parallel import Process
-from forethought.scaffolding.settings import FUNCTION, validated
+from forethought.scaffolding.settings import required, with_settings
 from forethought.scaffolding.task import ComputeTask, GenerationTask, RewardTask
 
 Checker = Callable[[str, str], float]
 """(text of the question, text of the answer) -> its score; True is 1 and False 0."""
 
 
+@with_settings
 class CheckerController(NativeRewardController):
     """Scores answers by a function of question and answer.
 
     ``scores`` holds one per task, None for one that failed.
-
-    Args:
-        checker: of the question's text and the answer's, which runs in a thread; or the name of one
-            in ``rewards.verifier``, whose scores are 1 and 0.
 
     Raises:
         ParameterError: it is no function.
@@ -42,12 +39,14 @@ class CheckerController(NativeRewardController):
     class WorkerTag(Enum):
         """None: nothing is run."""
 
-    def __init__(self, checker: Checker | str) -> None:
-        super().__init__()
-        self.checker: Checker = (
-            verifiers.verifier(checker)
-            if isinstance(checker, str)
-            else validated("checker", checker, FUNCTION)
+    checker: Checker | str = required(
+        "Of the question's text and the answer's, which runs in a thread; or the name of one in "
+        "`rewards.verifier`, whose scores are 1 and 0."
+    )
+
+    def __post_init__(self) -> None:
+        self.check: Checker = (
+            verifiers.verifier(self.checker) if isinstance(self.checker, str) else self.checker
         )
 
     def process(self, tasks: Sequence[GenerationTask | RewardTask], **kwargs: Any) -> Process:
@@ -59,7 +58,7 @@ class CheckerController(NativeRewardController):
         """
         refuse_arguments(self, kwargs)
         pairs = [None if has_failed(task) else _texts(task) for task in tasks]
-        scoring = ComputeTask(partial(_score_all, self.checker), pairs)
+        scoring = ComputeTask(partial(_score_all, self.check), pairs)
         yield [scoring]
         self.scores = scoring.result
 

@@ -22,7 +22,7 @@ from enum import Enum
 from itertools import accumulate
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, TypeAdapter
+from pydantic import Field
 
 from forethought.config.sampling import MAX_LOGPROBS
 from forethought.errors import ParameterError
@@ -35,7 +35,7 @@ from forethought.scaffolding.controller import (
 )
 from forethought.scaffolding.parallel import Process
 from forethought.scaffolding.result import Stage
-from forethought.scaffolding.settings import POSITIVE_INT, validated
+from forethought.scaffolding.settings import PositiveInt, setting, with_settings
 from forethought.scaffolding.task import GenerationTask, RewardTask, StreamGenerationTask
 
 TOP_K = 20
@@ -47,10 +47,8 @@ NUM_LOGPROBS = 20
 """Most probable tokens among which a word is looked for; servers give no more."""
 
 Measure = Literal["confidence", "logprob", "entropy", "self_certainty"]
+TopK = Annotated[int, Field(ge=1, le=MAX_LOGPROBS)]
 Aggregation = Literal["mean", "tail_mean", "lowest_group", "bottom_groups"]
-_TOP_K: TypeAdapter[int] = TypeAdapter(Annotated[int, Field(strict=True, ge=1, le=MAX_LOGPROBS)])
-_MEASURE: TypeAdapter[Measure] = TypeAdapter(Measure)
-_AGGREGATION: TypeAdapter[Aggregation] = TypeAdapter(Aggregation)
 
 
 def confidence_of(entries: TokenLogprobs, k: int) -> TokenConfidence:
@@ -181,42 +179,35 @@ _AGGREGATIONS: Mapping[Aggregation, Callable[[Sequence[float], int], float]] = {
 }
 
 
+@with_settings
 class ConfidenceRewardController(NativeRewardController):
     """Scores samples by the model's own confidence in their tokens, which costs no model call.
 
     ``scores`` holds one per task, in their order; None for one that failed or has no tokens. The
     samples have to be generated with ``confidence``, which ``BestOfNController`` sets for them.
-
-    Paper: Fu et al., "Deep Think with Confidence", 2025, arXiv 2508.15260.
-
-    Args:
-        aggregation: ``"mean"``, ``"tail_mean"``, ``"lowest_group"`` or ``"bottom_groups"`` (the
-            lowest tenth).
-        measure: of a token: ``"confidence"`` (of the top k), ``"logprob"`` of the token itself,
-            ``"entropy"`` (its negative), or ``"self_certainty"`` (Kang et al. 2025, arXiv
-            2502.18581); the last two are not known on servers.
-        window: tokens of a group, and of the tail.
-        top_k: most probable tokens that the confidence of a token is taken over.
-
-    Raises:
-        ParameterError: a setting of the wrong kind.
     """
+
+    paper = 'Fu et al., "Deep Think with Confidence", 2025. arXiv 2508.15260'
 
     class WorkerTag(Enum):
         """None: nothing is run."""
 
-    def __init__(
-        self,
-        aggregation: Aggregation = "bottom_groups",
-        measure: Measure = "confidence",
-        window: int = WINDOW,
-        top_k: int = TOP_K,
-    ) -> None:
-        super().__init__()
-        self.aggregation = validated("aggregation", aggregation, _AGGREGATION)
-        self.measure = validated("measure", measure, _MEASURE)
-        self.window = validated("window", window, POSITIVE_INT)
-        self.top_k = validated("top_k", top_k, _TOP_K)
+    aggregation: Aggregation = setting(
+        "bottom_groups",
+        '`"mean"`, `"tail_mean"`, `"lowest_group"` or `"bottom_groups"` (the lowest tenth).',
+    )
+    measure: Measure = setting(
+        "confidence",
+        'Of a token: `"confidence"` (of the top k), `"logprob"` of the token itself, '
+        '`"entropy"` (its negative), or `"self_certainty"` (Kang et al. 2025, arXiv '
+        "2502.18581); the last two are not known on servers.",
+    )
+    window: PositiveInt = setting(WINDOW, "Tokens of a group, and of the tail.")
+    top_k: TopK = setting(
+        TOP_K, "Most probable tokens that the confidence of a token is taken over."
+    )
+
+    def __post_init__(self) -> None:
         self.sample_params = {"confidence": self.top_k}
 
     def fan_out(self) -> int:

@@ -8,16 +8,15 @@ over several verifications (GenRM-CoT with a vote)::
 
 With no verification (``num_verifications=0``) the question is asked at once (direct GenRM).
 
-Paper: Zhang et al., "Generative Verifiers: Reward Modeling as Next-Token Prediction", 2024. arXiv
-2408.15240. The paper trains the verifier; any model can be asked. The
-instruction and the question are the paper's; the number of verifications is ours (the paper goes
-up to 32).
+The paper trains the verifier; any model can be asked. The instruction and the question are the
+paper's; the number of verifications is ours (the paper goes up to 32).
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import KW_ONLY
 from enum import Enum
 from typing import Any
 
@@ -27,10 +26,11 @@ from forethought.scaffolding.controller import Controller, has_failed, refuse_ar
 from forethought.scaffolding.parallel import AsCompleted, Branch, Process
 from forethought.scaffolding.result import Stage
 from forethought.scaffolding.settings import (
-    NON_NEGATIVE_INT,
-    OPTIONAL_POSITIVE_INT,
-    TEXT,
-    validated,
+    NonNegativeInt,
+    PositiveInt,
+    Text,
+    setting,
+    with_settings,
 )
 from forethought.scaffolding.task import GenerationTask
 
@@ -38,6 +38,7 @@ VERIFY_PROMPT = "\n\nLet's verify step by step.\n"
 YES_NO_PROMPT = "\nIs the answer correct (Yes/No)?"
 
 
+@with_settings
 class GenRMController(Controller):
     """Scores answers by the probability of "Yes" behind verifications that a model generates.
 
@@ -45,40 +46,38 @@ class GenRMController(Controller):
     order, from 0 to 1; None for a task that failed, or of which the budget left no verification.
     ``votes`` holds the probabilities of "Yes", a list per task. A verification continues the
     answer's own sequence where its worker holds that, so the answer is not prefilled again.
-
-    Args:
-        num_verifications: K, sampled per answer; 0: the question is asked without any.
-        verify_prompt: text behind an answer, which asks for a verification.
-        yes_no_prompt: text behind a verification, which asks for "Yes" or "No".
-        yes: the word whose probability counts, in upper or lower case, with or without blanks.
-        verification_tokens: length of a verification at most; None: as of an answer.
-
-    Raises:
-        ParameterError: a setting of the wrong kind.
     """
+
+    paper = (
+        'Zhang et al., "Generative Verifiers: Reward Modeling as Next-Token Prediction", 2024. '
+        "arXiv 2408.15240"
+    )
 
     class WorkerTag(Enum):
         """The worker that verifies."""
 
         VERIFICATION = "verification"
 
-    def __init__(
-        self,
-        num_verifications: int = 4,
-        *,
-        verify_prompt: str = VERIFY_PROMPT,
-        yes_no_prompt: str = YES_NO_PROMPT,
-        yes: str = "Yes",
-        verification_tokens: int | None = None,
-    ) -> None:
-        super().__init__()
-        self.num_verifications = validated("num_verifications", num_verifications, NON_NEGATIVE_INT)
-        self.verify_prompt = validated("verify_prompt", verify_prompt, TEXT)
-        self.yes_no_prompt = validated("yes_no_prompt", yes_no_prompt, TEXT)
-        self.yes = validated("yes", yes, TEXT).strip().lower()
-        self.verification_tokens = validated(
-            "verification_tokens", verification_tokens, OPTIONAL_POSITIVE_INT
-        )
+    num_verifications: NonNegativeInt = setting(
+        4, "K, sampled per answer; 0: the question is asked without any."
+    )
+    _: KW_ONLY
+    verify_prompt: Text = setting(
+        VERIFY_PROMPT, "Text behind an answer, which asks for a verification."
+    )
+    yes_no_prompt: Text = setting(
+        YES_NO_PROMPT, 'Text behind a verification, which asks for "Yes" or "No".'
+    )
+    yes: Text = setting(
+        "Yes",
+        "The word whose probability counts, in upper or lower case, with or without blanks.",
+    )
+    verification_tokens: PositiveInt | None = setting(
+        None, "Length of a verification at most; None: as of an answer."
+    )
+
+    def __post_init__(self) -> None:
+        self._word = self.yes.strip().lower()
         self.scores: list[float | None] | None = None
         self.votes: list[list[float]] | None = None
 
@@ -143,7 +142,7 @@ class GenRMController(Controller):
 
     def probability_of_yes(self, question: GenerationTask) -> float:
         """The probability of all tokens that spell "Yes"; 0 if none is among the most probable."""
-        return word_probability(question, self.yes)
+        return word_probability(question, self._word)
 
 
 class _Verification:

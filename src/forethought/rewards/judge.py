@@ -21,7 +21,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any
 
-from pydantic import Field, TypeAdapter
+from pydantic import Field
 
 from forethought.answers.answer_extraction import without_thought
 from forethought.config.sampling import SamplingParams
@@ -30,7 +30,7 @@ from forethought.scaffolding import sampling
 from forethought.scaffolding.controller import NativeRewardController, has_failed, refuse_arguments
 from forethought.scaffolding.parallel import Process
 from forethought.scaffolding.result import Stage
-from forethought.scaffolding.settings import TEXT, validated
+from forethought.scaffolding.settings import TEXT, Text, setting, validated, with_settings
 from forethought.scaffolding.task import ChatTask, GenerationTask, RewardTask
 
 SCORE_PROMPT = """\
@@ -57,36 +57,34 @@ End with one line of the form "Best: N", where N is the number of that answer.""
 JUDGE_PARAMS: Mapping[str, Any] = {"temperature": 0.0, "max_tokens": 1024}
 _SCORE = re.compile(r"score\W*?(-?\d+(?:\.\d+)?)", re.IGNORECASE)
 _BEST = re.compile(r"best\W*?(\d+)", re.IGNORECASE)
-_HIGHEST: TypeAdapter[float] = TypeAdapter(Annotated[float, Field(gt=0)])
-_GROUP: TypeAdapter[int] = TypeAdapter(Annotated[int, Field(strict=True, ge=2)])
 
 
+@with_settings
 class JudgeRewardController(NativeRewardController):
     """Has a chat model score each answer by itself.
 
     ``scores`` holds one per task, from 0 to 1; 0 where the judge gives no score within its range,
     and None for one that failed.
 
-    Args:
-        prompt: what the judge is asked; ``{question}``, ``{answer}`` and ``{highest}`` are
-            replaced. The last "Score: N" of what it says counts.
-        highest: the best score that the judge may give; 10 by default, from 0 on.
-        sampling_params: of the judge; by default greedy, with at most 1024 tokens.
-
     Raises:
         ParameterError: a setting of the wrong kind, or a prompt without ``{answer}``.
     """
 
-    def __init__(
-        self,
-        prompt: str = SCORE_PROMPT,
-        highest: float = 10.0,
-        sampling_params: Mapping[str, Any] | SamplingParams | None = None,
-    ) -> None:
-        super().__init__()
-        self.prompt = checked_prompt(prompt, "{answer}")
-        self.highest = validated("highest", highest, _HIGHEST)
-        self.sampling_params = _judge_params(self, sampling_params)
+    prompt: Text = setting(
+        SCORE_PROMPT,
+        "What the judge is asked; `{question}`, `{answer}` and `{highest}` are replaced. The "
+        'last "Score: N" of what it says counts.',
+    )
+    highest: Annotated[float, Field(gt=0)] = setting(
+        10.0, "The best score that the judge may give; 10 by default, from 0 on."
+    )
+    sampling_params: Mapping[str, Any] | SamplingParams | None = setting(
+        None, "Of the judge; by default greedy, with at most 1024 tokens."
+    )
+
+    def __post_init__(self) -> None:
+        checked_prompt(self.prompt, "{answer}")
+        self.sampling_params = _judge_params(self)
 
     def process(self, tasks: Sequence[GenerationTask | RewardTask], **kwargs: Any) -> Process:
         """Score all tasks at once.
@@ -110,6 +108,7 @@ class JudgeRewardController(NativeRewardController):
         return score / self.highest if 0 <= score <= self.highest else 0.0
 
 
+@with_settings
 class CompareRewardController(NativeRewardController):
     """Has a chat model compare answers in groups, and the winners again, until one is left.
 
@@ -117,26 +116,25 @@ class CompareRewardController(NativeRewardController):
     that failed. Equal answers are compared once. Where the judge names none of a group, its first
     goes on.
 
-    Args:
-        group_size: answers that are compared at once; 2 compares pairs.
-        prompt: what the judge is asked; ``{question}``, ``{count}`` and ``{answers}`` are replaced.
-            The last "Best: N" of what it says counts.
-        sampling_params: of the judge; by default greedy, with at most 1024 tokens.
-
     Raises:
         ParameterError: a setting of the wrong kind, or a prompt without ``{answers}``.
     """
 
-    def __init__(
-        self,
-        group_size: int = 4,
-        prompt: str = COMPARE_PROMPT,
-        sampling_params: Mapping[str, Any] | SamplingParams | None = None,
-    ) -> None:
-        super().__init__()
-        self.group_size = validated("group_size", group_size, _GROUP)
-        self.prompt = checked_prompt(prompt, "{answers}")
-        self.sampling_params = _judge_params(self, sampling_params)
+    group_size: Annotated[int, Field(ge=2)] = setting(
+        4, "Answers that are compared at once; 2 compares pairs."
+    )
+    prompt: Text = setting(
+        COMPARE_PROMPT,
+        "What the judge is asked; `{question}`, `{count}` and `{answers}` are replaced. The "
+        'last "Best: N" of what it says counts.',
+    )
+    sampling_params: Mapping[str, Any] | SamplingParams | None = setting(
+        None, "Of the judge; by default greedy, with at most 1024 tokens."
+    )
+
+    def __post_init__(self) -> None:
+        checked_prompt(self.prompt, "{answers}")
+        self.sampling_params = _judge_params(self)
 
     def process(self, tasks: Sequence[GenerationTask | RewardTask], **kwargs: Any) -> Process:
         """Compare all tasks, which answer the same question.
@@ -226,8 +224,8 @@ def judging(controller: Any, judged: GenerationTask | RewardTask, prompt: str) -
     return chat
 
 
-def _judge_params(controller: Any, given: Mapping[str, Any] | SamplingParams | None) -> Any:
-    return {**JUDGE_PARAMS, **sampling.checked(type(controller).__name__, given)}
+def _judge_params(judge: JudgeRewardController | CompareRewardController) -> dict[str, Any]:
+    return {**JUDGE_PARAMS, **sampling.checked(type(judge).__name__, judge.sampling_params)}
 
 
 def question_of(task: GenerationTask | RewardTask) -> str:

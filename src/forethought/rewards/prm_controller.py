@@ -7,19 +7,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import KW_ONLY
 from typing import Any, Literal, Self
-
-from pydantic import TypeAdapter
 
 from forethought.errors import ParameterError
 from forethought.rewards.step_format import STEP_FORMATS, ChatSteps, StepFormat
 from forethought.scaffolding.controller import NativeRewardController, has_failed, refuse_arguments
 from forethought.scaffolding.parallel import Process
-from forethought.scaffolding.settings import validated
+from forethought.scaffolding.settings import required, setting, with_settings
 from forethought.scaffolding.task import ComputeTask, GenerationTask, RewardTask
 
 StepAggregation = Literal["product", "min", "mean", "last"]
-_AGGREGATION: TypeAdapter[StepAggregation] = TypeAdapter(StepAggregation)
 AGGREGATIONS: Mapping[StepAggregation, Callable[[Sequence[float]], float]] = {
     "product": math.prod,
     "min": min,
@@ -29,6 +27,7 @@ AGGREGATIONS: Mapping[StepAggregation, Callable[[Sequence[float]], float]] = {
 """The score of an answer from those of its steps, of which there is at least one."""
 
 
+@with_settings
 class PRMController(NativeRewardController):
     """Scores answers step by step: ``scores`` holds one per task, in their order.
 
@@ -36,36 +35,28 @@ class PRMController(NativeRewardController):
     task. The worker of the tag ``REWARD``, such as ``RewardWorker``, reads the token ids and the
     positions of the scores from a ``RewardTask``. Texts are tokenised in a thread.
 
-    Args:
-        tokenizer: the reward model's; shared by all clones.
-        split_steps: see ``ChatSteps``.
-        step_token: see ``ChatSteps``.
-        separate_token: see ``ChatSteps``.
-        step_format: how the model reads an answer, in place of a chat with separators.
-        aggregation: what makes one score of those of the steps: ``"product"``, ``"min"``,
-            ``"mean"`` or ``"last"``.
-
     Raises:
         UsageError, ParameterError: as ``ChatSteps``, if there is no other format; or
             ``aggregation`` is none of the four.
     """
 
-    def __init__(
-        self,
-        tokenizer: Any,
-        split_steps: bool = True,
-        step_token: str = "\n\n",
-        separate_token: str = "<extra_0>",
-        *,
-        step_format: StepFormat | None = None,
-        aggregation: StepAggregation = "product",
-    ) -> None:
-        super().__init__()
-        self.tokenizer = tokenizer
-        self.step_format: StepFormat = step_format or ChatSteps(
-            tokenizer, split_steps, step_token, separate_token
+    tokenizer: Any = required("The reward model's; shared by all clones.")
+    split_steps: bool = setting(True, "See `ChatSteps`.")
+    step_token: str = setting("\n\n", "See `ChatSteps`.")
+    separate_token: str = setting("<extra_0>", "See `ChatSteps`.")
+    _: KW_ONLY
+    step_format: StepFormat | None = setting(
+        None, "How the model reads an answer, in place of a chat with separators."
+    )
+    aggregation: StepAggregation = setting(
+        "product",
+        'What makes one score of those of the steps: `"product"`, `"min"`, `"mean"` or `"last"`.',
+    )
+
+    def __post_init__(self) -> None:
+        self.format: StepFormat = self.step_format or ChatSteps(
+            self.tokenizer, self.split_steps, self.step_token, self.separate_token
         )
-        self.aggregation = validated("aggregation", aggregation, _AGGREGATION)
         self.step_scores: list[list[float] | None] | None = None
 
     @classmethod
@@ -107,6 +98,6 @@ class PRMController(NativeRewardController):
                 "the task lacks input_str or output_str",
                 "Give the prompt as text, and do not skip the detokenizer",
             )
-        encoded = self.step_format.encode(task.input_str, task.output_str)
+        encoded = self.format.encode(task.input_str, task.output_str)
         task.input_tokens, task.step_positions = encoded
         return task

@@ -15,7 +15,7 @@ from __future__ import annotations
 import re
 from bisect import bisect_left
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from forethought.errors import ParameterError, UsageError
 from forethought.scaffolding.settings import BOOL, validated
@@ -31,6 +31,7 @@ class StepInput(NamedTuple):
     """Where the scores of the steps are read, rising; at least one."""
 
 
+@runtime_checkable
 class StepFormat(Protocol):
     """The format of one kind of process reward model."""
 

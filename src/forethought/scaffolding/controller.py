@@ -14,10 +14,13 @@ import dataclasses
 import inspect
 from collections import deque
 from collections.abc import Callable, Generator, Mapping, Sequence
+from dataclasses import KW_ONLY
 from enum import Enum, StrEnum
 from functools import partial
 from types import MappingProxyType
 from typing import Any, ClassVar, Self, TypeVar
+
+from pydantic_core import core_schema
 
 from forethought.config.sampling import SamplingParams
 from forethought.errors import BudgetExceeded, ParameterError
@@ -35,7 +38,13 @@ from forethought.scaffolding.parallel import (
     checked_process,
 )
 from forethought.scaffolding.result import ScaffoldingOutput
-from forethought.scaffolding.settings import ANY_TEXT, BOOL, OnFailure, validated
+from forethought.scaffolding.settings import (
+    ANY_TEXT,
+    OnFailure,
+    setting,
+    validated,
+    with_settings,
+)
 from forethought.scaffolding.task import ChatTask, GenerationTask, RewardTask, Task
 from forethought.scaffolding.thinking import ThinkingUse
 
@@ -141,6 +150,8 @@ class Controller(Cloneable):
 
     task_collections: Mapping[str, Any] = MappingProxyType({})
     conversation: ClassVar[ConversationForm] = ConversationForm.MESSAGES
+    paper: ClassVar[str] = ""
+    """The paper that it follows: authors, title and year."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         """Refuse a class with ``async def`` generators, which the driver cannot run.
@@ -161,6 +172,16 @@ class Controller(Cloneable):
 
     def __init__(self) -> None:
         self.task_collections = {}
+
+    def __post_init__(self) -> None:
+        """Check settings against each other and derive attributes; see ``with_settings``."""
+
+    @classmethod
+    def __get_pydantic_core_schema__(cls, source: Any, handler: Any) -> core_schema.CoreSchema:
+        """A setting of this type is a controller."""
+        return core_schema.with_info_plain_validator_function(
+            lambda value, info: expect_controller(info.context, value)
+        )
 
     def generate(
         self,
@@ -259,41 +280,35 @@ def _behind(task: GenerationTask, other: GenerationTask) -> ScaffoldingOutput | 
     return ScaffoldingOutput.join([before, other.result])
 
 
+@with_settings
 class NativeGenerationController(Controller):
-    """One plain generation per task.
-
-    Args:
-        sampling_params: sampling fields for tasks that do not set them themselves.
-        streaming: stream tokens to the caller as they come.
-        custom_sampling_params: an older name of ``sampling_params``.
-
-    Raises:
-        ParameterError: a sampling parameter that does not exist, both names of them, or
-            ``streaming`` is not a bool.
-    """
+    """One plain generation per task."""
 
     class WorkerTag(Enum):
         """The worker that generates."""
 
         GENERATION = "generation"
 
-    def __init__(
-        self,
-        sampling_params: Mapping[str, Any] | SamplingParams | None = None,
-        streaming: bool = False,
-        *,
-        custom_sampling_params: Mapping[str, Any] | SamplingParams | None = None,
-    ) -> None:
-        super().__init__()
-        if sampling_params is not None and custom_sampling_params is not None:
-            raise ParameterError(
-                f"{type(self).__name__} is given its sampling parameters twice",
-                "custom_sampling_params is an older name of sampling_params",
-                "Give sampling_params alone",
-            )
-        given = custom_sampling_params if sampling_params is None else sampling_params
+    sampling_params: Mapping[str, Any] | SamplingParams | None = setting(
+        None, "Sampling fields for tasks that do not set them themselves."
+    )
+    streaming: bool = setting(False, "Stream tokens to the caller as they come.")
+    _: KW_ONLY
+    custom_sampling_params: Mapping[str, Any] | SamplingParams | None = setting(
+        None, "An older name of `sampling_params`."
+    )
+
+    def __post_init__(self) -> None:
+        given = self.sampling_params
+        if self.custom_sampling_params is not None:
+            if given is not None:
+                raise ParameterError(
+                    f"{type(self).__name__} is given its sampling parameters twice",
+                    "custom_sampling_params is an older name of sampling_params",
+                    "Give sampling_params alone",
+                )
+            given = self.custom_sampling_params
         self.sampling_params = sampling.checked(type(self).__name__, given)
-        self.streaming = validated("streaming", streaming, BOOL)
 
     def process(self, tasks: Sequence[GenerationTask], **kwargs: Any) -> Process:
         """Generate for all tasks at once.
@@ -302,38 +317,25 @@ class NativeGenerationController(Controller):
             ParameterError: keyword arguments; there are none.
         """
         refuse_arguments(self, kwargs)
+        params: Any = self.sampling_params
         for task in tasks:
             task.worker_tag = self.WorkerTag.GENERATION
-            sampling.fill(task, self.sampling_params)
+            sampling.fill(task, params)
             task.streaming_output_flag = task.streaming_output_flag or self.streaming
         yield list(tasks)
 
 
+@with_settings
 class NativeChatController(NativeGenerationController):
     """One turn of chat per task: a plain task's prompt becomes the user's message.
 
     The answer is stored on the given task and in the chat.
-
-    Args:
-        sampling_params: sampling fields for tasks that do not set them themselves.
-        streaming: stream tokens to the caller as they come.
-        system: a system prompt, to open the chats that are made of plain tasks.
-        custom_sampling_params: an older name of ``sampling_params``.
-
-    Raises:
-        ParameterError: as ``NativeGenerationController``.
     """
 
-    def __init__(
-        self,
-        sampling_params: Mapping[str, Any] | SamplingParams | None = None,
-        streaming: bool = False,
-        *,
-        system: str | None = None,
-        custom_sampling_params: Mapping[str, Any] | SamplingParams | None = None,
-    ) -> None:
-        super().__init__(sampling_params, streaming, custom_sampling_params=custom_sampling_params)
-        self.system = system
+    _: KW_ONLY
+    system: str | None = setting(
+        None, "A system prompt, to open the chats that are made of plain tasks."
+    )
 
     def process(self, tasks: Sequence[GenerationTask], **kwargs: Any) -> Process:
         """Generate the assistant's next message in all chats at once.

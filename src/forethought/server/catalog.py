@@ -8,6 +8,7 @@ from typing import Any
 from forethought import methods
 from forethought.errors import ParameterError
 from forethought.methods import Method
+from forethought.methods.table import as_json
 from forethought.scaffolding.controller import ConversationForm
 from forethought.server.backends import Conversation
 from forethought.server.composition import NUM_SAMPLES
@@ -72,9 +73,10 @@ def _method(service: Service, name: str) -> dict[str, Any]:
         "parameters": [
             {
                 "name": parameter,
-                "default": _plain(default),
+                "default": as_json(default),
                 "required": default is Method.REQUIRED,
                 "description": method.explanations.get(parameter, ""),
+                "schema": settable[parameter].json_schema(),
             }
             for parameter, default in defaults.items()
             if parameter in settable and parameter not in _UNLISTED
@@ -110,17 +112,6 @@ def _missing(service: Service, name: str, defaults: dict[str, Any]) -> str | Non
     if length is not None and length < needed:
         return f"its prompts need a context of {needed} tokens or more; this model has {length}"
     return service.backend.missing(name)
-
-
-def _plain(value: Any) -> Any:
-    """A default as JSON has it."""
-    if value is Method.REQUIRED:
-        return None
-    if isinstance(value, str | int | float | bool | None):
-        return value
-    if isinstance(value, tuple | list):
-        return [_plain(each) for each in value]
-    return getattr(value, "__name__", str(value))
 
 
 def drafters(service: Service) -> dict[str, Any]:

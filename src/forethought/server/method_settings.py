@@ -36,9 +36,9 @@ from forethought.errors import ParameterError
 from forethought.methods import MethodTable
 from forethought.methods.parts.difficulty import PROBES, Policy
 from forethought.methods.stack import SAMPLES, StackedMethod, split
-from forethought.methods.table import BY_METHOD, parameters_of
+from forethought.methods.table import BY_METHOD
 from forethought.scaffolding.controller import Controller
-from forethought.scaffolding.settings import NAMES_A_FILE, NotInRequests
+from forethought.scaffolding.settings import NAMES_A_FILE, NotInRequests, settings_of
 from forethought.server.protocol import StructuredOutputs
 
 MAX_SAMPLES, MAX_NUMBER = 1024, 1 << 17
@@ -114,6 +114,14 @@ class Parameter:
     reason: str = ""
     """Why a request may give nothing; of ``"json"``, no text."""
 
+    def json_schema(self) -> dict[str, Any]:
+        """Of what a request may give."""
+        if self.kind == "json":
+            assert self.adapter is not None, "made with one"
+            return self.adapter.json_schema()
+        kinds = ["string", "object"] if self.kind == "controller" else ["object"]
+        return {"type": kinds if self.adapter is None else [*kinds, "null"]}
+
 
 @functools.lru_cache(_MAX_TABLES)
 def schema_of(table: MethodTable) -> SettingsSchema:
@@ -133,10 +141,10 @@ class SettingsSchema:
         for name in table.names():
             _parameters_of(table.resolve(name))
 
-    def settable(self, name: str) -> list[str]:
-        """The parameters of a method that a request may give."""
+    def settable(self, name: str) -> dict[str, Parameter]:
+        """The parameters of a method that a request may give, by name."""
         parameters = _parameters_of(self._table.resolve(name))
-        return [key for key, parameter in parameters.items() if parameter.kind != "none"]
+        return {key: value for key, value in parameters.items() if value.kind != "none"}
 
     def check(self, spec: str, settings: Mapping[str, Any]) -> None:
         """Refuse settings that a request may not give.
@@ -287,16 +295,11 @@ def _refused(path: str, reason: str, value: Any = None) -> ParameterError:
 
 @functools.cache
 def _parameters_of(method: Any) -> Mapping[str, Parameter]:
-    """By name, for the class of a method. A type that cannot be read is no type of a request."""
-    call = getattr(method, "__init__", method) if isinstance(method, type) else method
-    try:
-        hints = typing.get_type_hints(call, include_extras=True)
-    except (NameError, TypeError, AttributeError, SyntaxError):
-        hints = {}
-    return {
-        name: _parameter(hints.get(name, Any), default)
-        for name, default in parameters_of(method).items()
-    }
+    """By name, for the class of a method. What checks them in its constructor is made, too."""
+    settings = settings_of(method)
+    for setting in settings.values():
+        _ = setting.adapter
+    return {name: _parameter(setting.type, setting.default) for name, setting in settings.items()}
 
 
 def _parameter(hint: Any, default: Any) -> Parameter:

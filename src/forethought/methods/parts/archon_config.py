@@ -149,14 +149,16 @@ class Pipeline:
         }
 
 
-def load(given: Mapping[str, Any] | str | Path) -> Pipeline:
-    """A pipeline from a mapping, or from a file (``.json``, ``.yaml``, ``.yml``).
+def load(given: Pipeline | Mapping[str, Any] | str | Path) -> Pipeline:
+    """The pipeline itself, or that of a mapping or of a file (``.json``, ``.yaml``, ``.yml``).
 
     Raises:
         ParameterError: it cannot be read, or a layer cannot be run; says which one.
         UnknownNameError: a component of a type that there is not.
         DependencyError: a YAML file, and pyyaml is not installed.
     """
+    if isinstance(given, Pipeline):
+        return given
     values = given if isinstance(given, Mapping) else _read(Path(given))
     layers = values.get("layers") if isinstance(values, Mapping) else None
     if not isinstance(layers, Sequence) or isinstance(layers, str) or not layers:

@@ -20,16 +20,12 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Literal
 
-from pydantic import TypeAdapter
-
 from forethought.errors import ParameterError
 from forethought.methods.parts.search import Beam, Search, beam_stages
 from forethought.scaffolding.parallel import Process
 
 Weighting = Literal["odds", "softmax"]
 Resampling = Literal["multinomial", "systematic"]
-WEIGHTING: TypeAdapter[Weighting | None] = TypeAdapter(Weighting | None)
-RESAMPLING: TypeAdapter[Resampling] = TypeAdapter(Resampling)
 _SMALLEST = 1e-7
 """Scores are kept so far away from 0 and 1."""
 

@@ -11,7 +11,6 @@ from forethought.methods.parts.bm25 import BM25Index
 from forethought.scaffolding import sampling
 from forethought.scaffolding.controller import Controller, refuse_arguments, side_by_side
 from forethought.scaffolding.parallel import Process
-from forethought.scaffolding.settings import ANY_TEXT, NON_NEGATIVE_INT, POSITIVE_INT, validated
 from forethought.scaffolding.task import ChatTask, GenerationTask
 
 INSTRUCTION = (
@@ -57,37 +56,21 @@ class Demonstration:
 class RetrievalController(Controller):
     """Base of methods that answer a question with retrieved documents. Override ``_solve``.
 
-    Args:
-        name: of the method.
-        documents: texts, or an index of them.
-        num_documents: the best documents for a query, that are put into the prompt.
-        examples: demonstrations; each gets the documents that its own questions retrieve.
-        num_examples: how many of them, from the first on; None: all.
-        instruction: text in front of all.
-
-    Raises:
-        ParameterError: a setting of the wrong kind.
+    A subclass declares these attributes as settings, and its ``name``.
     """
 
-    def __init__(
-        self,
-        name: str,
-        documents: Sequence[str] | BM25Index,
-        num_documents: int,
-        examples: Sequence[Any],
-        num_examples: int | None,
-        instruction: str,
-    ) -> None:
-        super().__init__()
-        self._name = name
-        self.index = documents if isinstance(documents, BM25Index) else BM25Index(documents)
-        self.num_documents = validated("num_documents", num_documents, POSITIVE_INT)
-        if isinstance(examples, str | Mapping) or not isinstance(examples, Sequence):
-            raise ParameterError("invalid examples", f"got {examples!r}", "Give a list of them")
-        if num_examples is not None:
-            validated("num_examples", num_examples, NON_NEGATIVE_INT)
-        self.examples = tuple(map(Demonstration.read, examples))[:num_examples]
-        self.instruction = validated("instruction", instruction, ANY_TEXT)
+    name = ""
+    documents: Sequence[str] | BM25Index
+    num_documents: int
+    examples: Sequence[Any]
+    num_examples: int | None
+    instruction: str
+
+    def __post_init__(self) -> None:
+        given = self.documents
+        self.index = given if isinstance(given, BM25Index) else BM25Index(given)
+        shown = self.examples[: self.num_examples]
+        self.demonstrations = [Demonstration.read(example) for example in shown]
 
     def process(self, tasks: Sequence[GenerationTask], **kwargs: Any) -> Process:
         """Answer the questions side by side.
@@ -98,10 +81,10 @@ class RetrievalController(Controller):
         """
         refuse_arguments(self, kwargs)
         for task in tasks:
-            sampling.refuse(task, ["echo"], self._name, "Leave it out")
+            sampling.refuse(task, ["echo"], self.name, "Leave it out")
             if task.question_text is None or task.skip_detokenizer:
                 raise ParameterError(
-                    f"{self._name} searches for the words of the question",
+                    f"{self.name} searches for the words of the question",
                     "the prompt is token ids, or no text is wanted",
                     'Give the question as text: generate(prompt, question="...")',
                 )

@@ -20,13 +20,13 @@ from forethought.errors import BudgetExceeded
 from forethought.scaffolding import sampling
 from forethought.scaffolding.controller import (
     Controller,
-    expect_generation,
     expect_text,
     side_by_side,
 )
 from forethought.scaffolding.execution_scope import current_scope
 from forethought.scaffolding.parallel import Process
 from forethought.scaffolding.result import Delta, Stage
+from forethought.scaffolding.settings import required, with_settings
 from forethought.scaffolding.task import ChatTask, GenerationTask
 
 
@@ -47,21 +47,14 @@ class RevisionEnd(StrEnum):
     """The next answer failed, and its failure was only noted."""
 
 
+@with_settings
 class RevisingController(Controller):
-    """Base of methods that revise an answer. Override ``_revise``, and perhaps ``_choose``.
+    """Base of methods that revise an answer. Override ``_revise``, and perhaps ``_choose``."""
 
-    Args:
-        name: of the method, under which ``customized_result_fields`` has what it did.
-        generation_controller: cloned for each answer.
+    name = ""
+    """Of the method, under which ``customized_result_fields`` has what it did."""
 
-    Raises:
-        ParameterError: ``generation_controller`` is no controller.
-    """
-
-    def __init__(self, name: str, generation_controller: Controller) -> None:
-        super().__init__()
-        self._name = name
-        self.generation_controller = expect_generation(generation_controller)
+    generation_controller: Controller = required("Cloned for each answer.")
 
     def process(
         self,
@@ -87,8 +80,8 @@ class RevisingController(Controller):
         yield from side_by_side(self, tasks, lambda task: self._solve(task, options), options)
 
     def _check(self, task: GenerationTask) -> None:
-        sampling.refuse(task, ["n"], self._name, "Put the method into one that samples")
-        expect_text(self._name, task, "it reads the texts of the answers")
+        sampling.refuse(task, ["n"], self.name, "Put the method into one that samples")
+        expect_text(self.name, task, "it reads the texts of the answers")
 
     def _solve(self, task: GenerationTask, options: Mapping[str, Any]) -> Process:
         first = task.copy()
@@ -168,14 +161,14 @@ class RevisingController(Controller):
         """Leave the chosen answer on the task."""
         task.take_answer(answers[index])
         task.candidates = [answer.output_str for answer in answers]
-        task.customized_result_fields[self._name] = {
+        task.customized_result_fields[self.name] = {
             **info,
             "answers": len(answers),
             "index": index,
         }
         yield Stage("selected", fields={"answer": index, "end": str(info["end"])})
         if task.streaming_output_flag and task.output_str:
-            yield Delta(task.output_str, tuple(task.output_tokens or ()), self._name)
+            yield Delta(task.output_str, tuple(task.output_tokens or ()), self.name)
 
 
 def answers_alone(answers: Sequence[GenerationTask]) -> list[GenerationTask]:

@@ -21,11 +21,9 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import cached_property
 from typing import Any
-
-from pydantic import TypeAdapter
 
 from forethought.errors import BudgetExceeded, ParameterError
 from forethought.rewards.confidence import ConfidenceRewardController
@@ -34,8 +32,6 @@ from forethought.scaffolding import sampling
 from forethought.scaffolding.controller import (
     Controller,
     ConversationForm,
-    expect_controller,
-    expect_generation,
     expect_one,
     expect_text,
     refuse_arguments,
@@ -43,21 +39,21 @@ from forethought.scaffolding.controller import (
 from forethought.scaffolding.parallel import Process
 from forethought.scaffolding.result import ScaffoldingOutput, Stage
 from forethought.scaffolding.settings import (
-    NON_NEGATIVE_INT,
-    ON_FAILURE,
     POSITIVE_INT,
-    TEXT,
+    NonNegativeInt,
     OnFailure,
+    PositiveInt,
+    Text,
+    required,
+    setting,
     validated,
+    with_settings,
 )
 from forethought.scaffolding.task import GenerationTask
 
-STEP_TOKEN = "\n\n"
-MAX_STEPS = 40
 _REFUSED = ("n", "echo", "include_stop_str_in_output")
 _COMPLETION = 2**31
 """Number of the sample that completes a beam; no other has it."""
-_AGGREGATION: TypeAdapter[StepAggregation] = TypeAdapter(StepAggregation)
 
 
 @dataclass(eq=False)
@@ -118,9 +114,9 @@ class StepSettings:
 
     step_token: str
     max_steps: int
-    aggregation: StepAggregation
-    lookahead: int
     on_failure: OnFailure
+    aggregation: StepAggregation = "last"
+    lookahead: int = 0
 
 
 class Search:
@@ -365,6 +361,7 @@ class Search:
         task.candidates = [answer.text for answer in self.answers]
 
 
+@with_settings
 class SearchController(Controller):
     """Base of searches over the steps of an answer: override ``search``.
 
@@ -372,47 +369,38 @@ class SearchController(Controller):
     ``customized_result_fields`` holds, by ``name``: the ``score`` and the ``step_scores`` of the
     output, the ``scores`` of the candidates, the ``index`` of the output among them, and whether a
     ``budget`` ended the search.
-
-    Args:
-        generation_controller: generates the steps; it is given the tasks of all beams at once.
-        reward_controller: scores beams; None: the mean log-probability of their tokens.
-        settings: ``default_sample_num``, and those of ``StepSettings``.
-
-    Raises:
-        ParameterError: a setting of the wrong kind.
     """
 
     conversation = ConversationForm.TEXT
-
     name = "search"
 
-    def __init__(
-        self,
-        generation_controller: Controller,
-        reward_controller: Controller | None,
-        **settings: Any,
-    ) -> None:
-        super().__init__()
-        self.generation_controller = expect_generation(generation_controller)
-        self.reward_controller = (
+    generation_controller: Controller = required(
+        "Generates the steps; it is given the tasks of all beams at once."
+    )
+    reward_controller: Controller | None = setting(
+        None,
+        "Scores beams, best as a process reward model; None: the mean log-probability of their "
+        "tokens.",
+    )
+    default_sample_num: PositiveInt = setting(16, "Beams, unless `process` gets `sample_num`.")
+    _: KW_ONLY
+    step_token: Text = setting("\n\n", "Text that ends a step.")
+    max_steps: PositiveInt = setting(40, "Steps of an answer; the last one goes on to its end.")
+    on_failure: OnFailure = setting(
+        "raise", '`"drop"` goes on without beams whose generation failed.'
+    )
+
+    def __post_init__(self) -> None:
+        self.scorer: Controller = (
             ConfidenceRewardController("mean", "logprob")
-            if reward_controller is None
-            else expect_controller("reward_controller", reward_controller)
+            if self.reward_controller is None
+            else self.reward_controller
         )
-        self.default_sample_num = validated(
-            "default_sample_num", settings["default_sample_num"], POSITIVE_INT
-        )
-        self.settings = StepSettings(
-            validated("step_token", settings.get("step_token", STEP_TOKEN), TEXT),
-            validated("max_steps", settings.get("max_steps", MAX_STEPS), POSITIVE_INT),
-            validated("aggregation", settings.get("aggregation", "last"), _AGGREGATION),
-            validated("lookahead", settings.get("lookahead", 0), NON_NEGATIVE_INT),
-            validated("on_failure", settings.get("on_failure", "raise"), ON_FAILURE),
-        )
+        self.steps = StepSettings(self.step_token, self.max_steps, self.on_failure)
 
     def fan_out(self) -> int:
         """The beams at each step, with those that look ahead."""
-        return self.default_sample_num * self.settings.max_steps * (1 + self.settings.lookahead)
+        return self.default_sample_num * self.max_steps * (1 + self.steps.lookahead)
 
     def process(
         self, tasks: Sequence[GenerationTask], sample_num: int | None = None, **kwargs: Any
@@ -435,7 +423,7 @@ class SearchController(Controller):
         expect_text(self.name, task, "it finds the steps in the text")
         count = self.default_sample_num if sample_num is None else sample_num
         self.check_count(validated("sample_num", count, POSITIVE_INT))
-        search = Search(task, self.generation_controller, self.reward_controller, self.settings)
+        search = Search(task, self.generation_controller, self.scorer, self.steps)
         sampling.refuse(search.template, _REFUSED, self.name, "Leave it out")
         over_budget, chosen = False, None
         try:
@@ -472,6 +460,34 @@ class SearchController(Controller):
             The beam to return; None: the best one.
         """
         raise NotImplementedError(f"{type(self).__name__} does not override search")
+
+
+@with_settings
+class ScoredSearchController(SearchController):
+    """Base of searches that rank beams by the scores of their steps."""
+
+    _: KW_ONLY
+    aggregation: StepAggregation = setting(
+        "last", "What makes one score of those of the steps of a beam."
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.steps = replace(self.steps, aggregation=self.aggregation)
+
+
+@with_settings
+class LookaheadSearchController(ScoredSearchController):
+    """Base of searches that may score a beam by greedy steps beyond it."""
+
+    _: KW_ONLY
+    lookahead: NonNegativeInt = setting(
+        0, "Greedy steps beyond a beam, from which its score is taken."
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.steps = replace(self.steps, lookahead=self.lookahead)
 
 
 def merged(beams: Iterable[Beam]) -> list[Beam]:

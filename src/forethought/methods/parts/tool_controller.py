@@ -16,13 +16,14 @@ their results behind it. What goes wrong in a call is such a result: the model r
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import KW_ONLY
 from enum import Enum
 from typing import Any
 
 from forethought.config.sampling import SamplingParams
 from forethought.errors import ParameterError, UsageError
 from forethought.scaffolding import sampling
-from forethought.scaffolding.controller import Controller, expect_generation, refuse_arguments
+from forethought.scaffolding.controller import Controller, refuse_arguments
 from forethought.scaffolding.messages import (
     AssistantMessage,
     RoleMessage,
@@ -34,9 +35,11 @@ from forethought.scaffolding.parallel import ParallelProcess, Process
 from forethought.scaffolding.result import Stage
 from forethought.scaffolding.settings import (
     ANY_TEXT,
-    OPTIONAL_POSITIVE_INT,
-    POSITIVE_INT,
+    PositiveInt,
+    required,
+    setting,
     validated,
+    with_settings,
 )
 from forethought.scaffolding.task import (
     ChatTask,
@@ -50,21 +53,11 @@ _SHOWN = 200
 """Characters of arguments and results that stages show."""
 
 
+@with_settings
 class ChatWithMCPController(Controller):
     """Generates, runs the tools that the model calls, and goes on until it calls none.
 
     The output's ``meta["tools"]`` says how often: ``rounds``, ``calls``, ``errors``.
-
-    Args:
-        generation_controller: generates the model's messages; its worker must take ``ChatTask``.
-        system_prompts: messages in front of the user's.
-        max_iterations: rounds of tool calls. After them the answer is asked for without tools.
-        tools: descriptions of the tools that the model may call; None: all those of the worker,
-            as far as it can list them.
-        max_calls: calls that are run in one round; further ones are refused. None: all are.
-
-    Raises:
-        ParameterError: a setting of the wrong kind.
     """
 
     class WorkerTag(Enum):
@@ -72,21 +65,25 @@ class ChatWithMCPController(Controller):
 
         TOOLCALL = "tool_call"
 
-    def __init__(
-        self,
-        generation_controller: Controller,
-        system_prompts: Sequence[RoleMessage] | None = None,
-        max_iterations: int = 3,
-        tools: Sequence[Any] | None = None,
-        *,
-        max_calls: int | None = None,
-    ) -> None:
-        super().__init__()
-        self.generation_controller = expect_generation(generation_controller)
-        self.system_prompts = _messages(system_prompts)
-        self.max_iterations = validated("max_iterations", max_iterations, POSITIVE_INT)
-        self.tools = None if tools is None else list(tools)
-        self.max_calls = validated("max_calls", max_calls, OPTIONAL_POSITIVE_INT)
+    generation_controller: Controller = required(
+        "Generates the model's messages; its worker must take `ChatTask`."
+    )
+    system_prompts: Sequence[RoleMessage] | None = setting(None, "Messages in front of the user's.")
+    max_iterations: PositiveInt = setting(
+        3, "Rounds of tool calls. After them the answer is asked for without tools."
+    )
+    tools: Sequence[Any] | None = setting(
+        None,
+        "Descriptions of the tools that the model may call; None: all those of the worker, as "
+        "far as it can list them.",
+    )
+    _: KW_ONLY
+    max_calls: PositiveInt | None = setting(
+        None, "Calls that are run in one round; further ones are refused. None: all are."
+    )
+
+    def __post_init__(self) -> None:
+        self._system_prompts = _messages(self.system_prompts)
 
     def generate(
         self,
@@ -189,10 +186,10 @@ class ChatWithMCPController(Controller):
 
     def _chat(self, prompt: Any) -> ChatTask:
         if isinstance(prompt, str):
-            return ChatTask.create_from_prompt(prompt, self.system_prompts)
+            return ChatTask.create_from_prompt(prompt, self._system_prompts)
         is_chat = isinstance(prompt, Sequence) and not isinstance(prompt, bytes)
         if is_chat and prompt and not isinstance(prompt[0], int):
-            return ChatTask.create_from_messages([*self.system_prompts, *_messages(prompt)])
+            return ChatTask.create_from_messages([*self._system_prompts, *_messages(prompt)])
         raise ParameterError(
             "a chat needs text",
             f"got {str(prompt)[:60]!r}",
