@@ -18,7 +18,10 @@ from forethought.workers.upstream import UpstreamWorker
 from models import ARCHITECTURES
 
 ROOT = Path(__file__).parents[1]
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+METHODS = ROOT / "docs" / "methods"
+METHOD_PAGES = [METHODS / "index.md", *sorted(METHODS.glob("[!i]*.md"))]
+DOCS = [*sorted((ROOT / "docs").glob("*.md")), *METHOD_PAGES]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *DOCS]
 
 
 def examples(page: Path) -> list[str]:
@@ -128,11 +131,11 @@ def test_the_examples_of_the_readme_run_one_after_the_other():
 
 
 def guide_of(name: str) -> list[str]:
-    """The examples of the guide to methods in which this stands."""
-    return [code for code in examples(ROOT / "docs" / "methods.md") if name in code]
+    """The examples of the pages about methods that contain this."""
+    return [code for code in GUIDE if name in code]
 
 
-GUIDE = examples(ROOT / "docs" / "methods.md")
+GUIDE = [code for page in METHOD_PAGES for code in examples(page)]
 SCRIPTED = [
     code
     for code in GUIDE
@@ -186,8 +189,14 @@ def test_the_guide_of_speculative_decoding_names_every_setting():
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_every_link_leads_somewhere(page):
-    for target in re.findall(r"\]\(([^)#:]+)\)", page.read_text(encoding="utf-8")):
-        assert (page.parent / target).exists(), target
+    for target in re.findall(r"\]\(([^):]+)\)", page.read_text(encoding="utf-8")):
+        name, _, heading = target.partition("#")
+        path = page.parent / name if name else page
+        assert path.exists(), target
+        if heading:
+            headings = re.findall(r"^#+ (.*)$", path.read_text(encoding="utf-8"), re.MULTILINE)
+            slugs = [re.sub(r"[^\w\- ]", "", text.lower()).replace(" ", "-") for text in headings]
+            assert heading in slugs, target
 
 
 def test_the_examples_of_thinking_budgets_run(capsys):
@@ -232,9 +241,9 @@ def test_the_guides_examples_run_unless_they_name_a_model_of_the_readers(capsys)
     assert [code for code in engines if "path/of/model" not in code] == [
         GUIDE[0],
         *guide_of('"repeated_sampling"'),
-        *guide_of('create("beam_search"'),
         *guide_of("snapshot_dir="),
         *guide_of('create("hogwild"'),
+        *guide_of('create("beam_search"'),
     ]
     exec(*guide_of('create("beam_search"'), {"__name__": "guide"})
     assert "\\boxed" in capsys.readouterr().out

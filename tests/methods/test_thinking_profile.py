@@ -231,6 +231,6 @@ def test_methods_say_what_thoughts_are_to_them(capsys):
 
 
 def test_the_page_of_methods_has_their_use_of_thoughts():
-    text = (Path(__file__).parents[2] / "docs" / "methods.md").read_text(encoding="utf-8")
+    text = (Path(__file__).parents[2] / "docs" / "methods" / "index.md").read_text(encoding="utf-8")
     for name in (*REQUIRED, *ADAPTING):
         assert f"| `{name}` |" in text, name

@@ -411,7 +411,7 @@ def text(rows: Sequence[MethodRow], left_out: Mapping[str, str]) -> str:
 
 
 def markdown(rows: Sequence[MethodRow]) -> str:
-    """The table in Markdown, as docs/methods.md has it."""
+    """The table in Markdown, as docs/methods/results.md has it."""
     head, *lines = [" | ".join(line) for line in cells(rows)]
     rule = " | ".join(["---", *["---:"] * (len(cells(rows)[0]) - 1)])
     return "\n".join(f"| {line} |" for line in [head, rule, *lines]) + "\n"
