@@ -300,8 +300,8 @@ MUTANTS = [
     Mutant("engine/scheduler.py", "wanted = min(wanted, PROMPT_LOGPROB_ROWS)", "pass", SCHEDULER),
     Mutant(
         "engine/scheduler.py",
-        "self._index.match(sequence.tokens[:limit]",
-        "self._index.match(sequence.tokens",
+        "limit = len(sequence.tokens) - 1",
+        "limit = len(sequence.tokens)",
         "tests/engine/test_engine.py -k 'tenant or found or prefix'",
     ),
     Mutant(
@@ -312,8 +312,8 @@ MUTANTS = [
     ),
     Mutant(
         "engine/scheduler.py",
-        "sequence.parent is not None or plan.has_failed(sequence):\n                continue",
-        "sequence.parent is not None or plan.has_failed(sequence):\n                break",
+        "if s.parent is None and not plan.has_failed(s)",
+        "if not plan.has_failed(s)",
         "tests/engine/test_engine.py -k 'fork or sample'",
     ),
     Mutant(

@@ -193,6 +193,21 @@ def test_pages_that_depend_on_others_are_not_found_by_prompts_with_the_same_toke
     ended(machine, other, seeing)
 
 
+def test_pages_of_prompts_with_the_same_tokens_are_not_found_where_others_are_read() -> None:
+    machine = engine(**LIMITS)
+    other = written(machine, [*PREFIX, *FIRST])
+    machine.add([*PREFIX, *OWN, *SECOND], GREEDY)
+    drain(machine)
+    seeing = reader(machine, [other], [*OWN, *SECOND])
+    machine.resume(seeing, GREEDY)
+    drain(machine)
+    assert 0 < seeing.usage.cached <= len(PREFIX)
+    (plain,) = machine.add([*PREFIX, *FIRST, *OWN, *SECOND], GREEDY)
+    drain(machine)
+    assert outputs([seeing]) == outputs([plain])
+    ended(machine, other, seeing)
+
+
 def test_a_fork_reads_what_its_parent_reads() -> None:
     machine = engine(**LIMITS)
     other = written(machine, [*PREFIX, *FIRST])

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from engines import expect_empty
+from forethought.backends.cpu.native_steps import NativeSteps
 from forethought.config.drafters import UserProvidedDecodingConfig
 from forethought.config.sampling import SamplingParams
 from forethought.engine.sequence import Sequence
@@ -30,6 +31,7 @@ from forethought.errors import (
     UsageError,
 )
 from forethought.llm.llm import LLM
+from forethought.model.runner import ModelRunner
 from forethought.outputs import FinishReason
 from forethought.speculative.drafter import Drafter
 from models import greedy
@@ -315,18 +317,20 @@ def test_leaving_a_stream_early_aborts_it(llm):
     assert not llm._frontend.has_work
 
 
-@pytest.mark.parametrize(("name", "num_calls"), [("forward", 1), ("decode", 1), ("decode", 2)])
-def test_an_interrupted_call_aborts_its_requests(llm, monkeypatch, name, num_calls):
-    runner, calls = llm._frontend.engine.runner, []
-    compute = getattr(runner, name)
+@pytest.mark.parametrize(
+    ("owner", "name", "num_calls"),
+    [(ModelRunner, "forward", 1), (NativeSteps, "advance", 1), (NativeSteps, "advance", 2)],
+)
+def test_an_interrupted_call_aborts_its_requests(llm, monkeypatch, owner, name, num_calls):
+    compute, calls = getattr(owner, name), []
 
-    def interrupted(rows):
-        calls.append(rows)
+    def interrupted(*args):
+        calls.append(args)
         if len(calls) == num_calls:
             raise KeyboardInterrupt
-        return compute(rows)
+        return compute(*args)
 
-    monkeypatch.setattr(runner, name, interrupted)
+    monkeypatch.setattr(owner, name, interrupted)
     with pytest.raises(KeyboardInterrupt):
         llm.generate(PROMPTS, GREEDY)
     expect_empty(llm._frontend.engine)

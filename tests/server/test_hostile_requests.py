@@ -19,8 +19,8 @@ from forethought.server.settings import Settings
 from forethought.server.workers import SMALL, Workers
 from http_servers import WAIT, Served, eventually, served
 
-LAG = 0.1
-"""Seconds that the event loop may be held up."""
+LAG = 0.3
+"""Seconds that the event loop may be held up; an unbounded request holds it up for many seconds."""
 REQUESTS = hostile_requests.requests()
 
 

@@ -16,6 +16,8 @@ The defaults of ``width``, ``max_steps`` and ``aggregation`` are those of search
 
 from __future__ import annotations
 
+from typing_extensions import override
+
 from forethought.methods.parts.search import (
     LookaheadSearchController,
     Search,
@@ -42,12 +44,12 @@ class BeamSearchController(LookaheadSearchController):
     default_sample_num: PositiveInt = setting(16, "Beams, a multiple of `width`.")
     width: PositiveInt = setting(4, "Next steps that each continued beam gets.")
 
+    @override
     def check_count(self, count: int) -> None:
-        """See ``SearchController``."""
         expect_multiple(count, self.width, self.name)
 
+    @override
     def search(self, search: Search, count: int) -> Process:
-        """See ``SearchController``."""
         kept, width = [search.root], count
         while not all(beam.finished for beam in kept):
             going = [beam for beam in kept if not beam.finished]

@@ -14,6 +14,8 @@ from collections.abc import Sequence
 from dataclasses import KW_ONLY
 from typing import Any
 
+from typing_extensions import override
+
 from forethought.methods.parts.search import (
     LookaheadSearchController,
     Search,
@@ -43,12 +45,12 @@ class DVTSController(LookaheadSearchController):
         "raise", '`"drop"` goes on without what failed: a beam, or a subtree with all its beams.'
     )
 
+    @override
     def check_count(self, count: int) -> None:
-        """See ``SearchController``."""
         expect_multiple(count, self.width, self.name)
 
+    @override
     def search(self, search: Search, count: int) -> Process:
-        """See ``SearchController``."""
         starts = range(0, count, self.width)
         subtrees = [_Subtree(search, range(start, start + self.width)) for start in starts]
         process = ParallelProcess(

@@ -22,6 +22,8 @@ from __future__ import annotations
 import math
 from dataclasses import KW_ONLY, dataclass, field
 
+from typing_extensions import override
+
 from forethought.methods.parts.search import (
     Beam,
     ScoredSearchController,
@@ -113,8 +115,8 @@ class MCTSController(ScoredSearchController):
         """The children of each expanded node, with their rollouts."""
         return self.default_sample_num * self.width * (1 + self.rollouts)
 
+    @override
     def search(self, search: Search, count: int) -> Process:
-        """See ``SearchController``."""
         root = _Node(search.root)
         for _ in range(count):
             if root.exhausted:

@@ -22,6 +22,8 @@ from __future__ import annotations
 from dataclasses import KW_ONLY
 from typing import Literal
 
+from typing_extensions import override
+
 from forethought.methods.parts.particles import (
     ParticleSettings,
     Resampling,
@@ -71,8 +73,8 @@ class ParticleFilteringController(LookaheadSearchController):
         weighting = self.weighting or ("softmax" if self.reward_controller is None else "odds")
         self.particles = ParticleSettings(weighting, self.resampling, self.annealing)
 
+    @override
     def search(self, search: Search, count: int) -> Process:
-        """See ``SearchController``."""
         particles, shares = yield from sweep(search, count, self.particles)
         if self.selection == "argmax":
             return None

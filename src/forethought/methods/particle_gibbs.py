@@ -13,6 +13,8 @@ from __future__ import annotations
 
 from dataclasses import KW_ONLY
 
+from typing_extensions import override
+
 from forethought.errors import ParameterError
 from forethought.methods.parts.particles import (
     ParticleSettings,
@@ -60,8 +62,8 @@ class ParticleGibbsController(LookaheadSearchController):
         weighting = self.weighting or ("softmax" if self.reward_controller is None else "odds")
         self.particles = ParticleSettings(weighting, self.resampling)
 
+    @override
     def check_count(self, count: int) -> None:
-        """See ``SearchController``."""
         if self.num_iterations > 1 and count <= self.num_references:
             raise ParameterError(
                 "particle_gibbs has no particle to draw",
@@ -73,8 +75,8 @@ class ParticleGibbsController(LookaheadSearchController):
         """The particles at each step of each iteration."""
         return super().fan_out() * self.num_iterations
 
+    @override
     def search(self, search: Search, count: int) -> Process:
-        """See ``SearchController``."""
         references: list[Beam] = []
         for number in range(self.num_iterations):
             particles, shares = yield from sweep(search, count, self.particles, number, references)

@@ -25,6 +25,7 @@ from dataclasses import KW_ONLY
 from typing import Annotated, Literal
 
 from pydantic import Field
+from typing_extensions import override
 
 from forethought.errors import ParameterError
 from forethought.methods.parts.search import (
@@ -95,8 +96,8 @@ class TreeOfThoughtsController(SearchController):
         expanded = steps if self.strategy == "bfs" else self.max_expansions
         return expanded * self.num_thoughts * (1 + self.num_evaluations)
 
+    @override
     def search(self, search: Search, count: int) -> Process:
-        """See ``SearchController``."""
         if self.strategy == "bfs":
             yield from self._breadth_first(search, count)
         else:

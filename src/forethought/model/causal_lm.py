@@ -22,6 +22,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+from typing_extensions import override
 
 from forethought.errors import ModelError
 from forethought.kv.storage import KvStorage, LayerShape
@@ -136,10 +137,9 @@ def capturing_hidden_states(
 class Network(Protocol):
     """Token ids to logits; attention is computed by the forward pass."""
 
-    @property
-    def rotations(self) -> Tensor | None:
-        """Cosines and signed sines ``[positions, 2, rotary_dim]`` that rotate queries and keys of
-        all layers (``llama.layers.rotary_table``); None: not known, or not the same of all."""
+    rotations: Tensor | None
+    """Cosines and signed sines ``[positions, 2, rotary_dim]`` that rotate queries and keys of
+    all layers (``llama.layers.rotary_table``); None: not known, or not the same of all."""
 
     def __call__(self, batch: Batch, forward_pass: ForwardPass) -> Tensor:
         """Logits ``[R, vocab]`` in the model's dtype, without gradients."""
@@ -155,7 +155,7 @@ class Network(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class TransformersNetwork:
+class TransformersNetwork(Network):
     """The transformers module, with attention over pages installed."""
 
     module: PreTrainedModel
@@ -164,8 +164,8 @@ class TransformersNetwork:
     """The decoder layers, found when they are first wanted."""
 
     @torch.inference_mode()
+    @override
     def __call__(self, batch: Batch, forward_pass: ForwardPass) -> Tensor:
-        """See :class:`Network`."""
         decoder = self.module.get_decoder()
         with capturing_hidden_states(decoder, forward_pass, self._find_layers):
             output = self.module(
@@ -182,13 +182,13 @@ class TransformersNetwork:
             self._layers.extend(decoder_layers(self.module.get_decoder()))
         return self._layers
 
+    @override
     def embed(self, token_ids: Tensor) -> Tensor:
-        """See :class:`Network`."""
         embedded: Tensor = self.module.get_input_embeddings()(token_ids)
         return embedded
 
+    @override
     def unembed(self, states: Tensor) -> Tensor:
-        """See :class:`Network`."""
         logits: Tensor = self.module.get_output_embeddings()(states)
         return logits
 

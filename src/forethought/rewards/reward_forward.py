@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import transformers
 from torch import Tensor, nn
+from typing_extensions import override
 
 from forethought.backends.cpu.library import NO_COMPILER, is_available, warn_unavailable
 from forethought.backends.cpu.network import NativeNetwork
@@ -76,10 +77,10 @@ class NativeRewardForward(SegmentForward):
         self._storage = KvStorage([shape] * len(windows), _LEAST_SLOTS, 1, module.dtype)
         self._free = list(range(_LEAST_SLOTS))[::-1]
 
+    @override
     def compute(
         self, rows: Sequence[list[int]], pasts: Sequence[Sequence[list[int]]]
     ) -> list[tuple[list[int], list[float]]]:
-        """See ``SegmentForward``."""
         new: list[list[int]] = []
         try:
             for ids in rows:
@@ -93,12 +94,12 @@ class NativeRewardForward(SegmentForward):
         found = iter(scores)
         return [(slots, [next(found) for _ in slots]) for slots in new]
 
+    @override
     def split(self, states: list[int], count: int) -> tuple[list[int], list[int]]:
-        """See ``SegmentForward``."""
         return states[:count], states[count:]
 
+    @override
     def free(self, states: list[int]) -> None:
-        """See ``SegmentForward``."""
         self._free += reversed(states)
 
     def _take(self, count: int) -> list[int]:
@@ -157,10 +158,10 @@ class TorchRewardForward(SegmentForward):
         config = backbone.config.get_text_config()
         self._last = (getattr(config, "max_position_embeddings", None) or math.inf) - 1
 
+    @override
     def compute(
         self, rows: Sequence[list[int]], pasts: Sequence[Sequence[Tensor]]
     ) -> list[tuple[Tensor, list[float]]]:
-        """See ``SegmentForward``."""
         past_lengths = [sum(part.shape[3] for part in past) for past in pasts]
         past, width = max(past_lengths), max(map(len, rows))
         cache = transformers.DynamicCache(config=self._backbone.config)
@@ -189,8 +190,8 @@ class TorchRewardForward(SegmentForward):
             results.append((torch.stack(layers), scores[row][: len(ids)]))
         return results
 
+    @override
     def split(self, states: Tensor, count: int) -> tuple[Tensor, Tensor]:
-        """See ``SegmentForward``."""
         return states[:, :, :, :count].clone(), states[:, :, :, count:].clone()
 
     def free(self, states: Tensor) -> None:

@@ -17,6 +17,8 @@ from bisect import bisect_left
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
+from typing_extensions import override
+
 from forethought.errors import ParameterError, UsageError
 from forethought.scaffolding.settings import BOOL, validated
 
@@ -116,7 +118,7 @@ class ChatSteps:
         return text.replace(self._separator, " ")
 
 
-class ContinuedSteps:
+class ContinuedSteps(StepFormat):
     """The answer behind its prompt, as the generating model wrote it: a step is a line.
 
     The score of a step is read at the token in which its line ends, and of an unfinished last one
@@ -131,8 +133,8 @@ class ContinuedSteps:
     def __init__(self, tokenizer: Any, step_token: str = "\n") -> None:
         self._tokenizer, self._step_token = tokenizer, _checked_step_token(step_token)
 
+    @override
     def encode(self, question: str, answer: str) -> StepInput:
-        """See ``StepFormat``."""
         prompt = self._prompt(question)
         encoding = self._tokenizer(
             prompt + answer, add_special_tokens=False, return_offsets_mapping=True, verbose=False
@@ -155,7 +157,7 @@ class ContinuedSteps:
         return question if is_rendered else before + question + behind
 
 
-class SkyworkSteps:
+class SkyworkSteps(StepFormat):
     """The question in a line, then each step with a line end of its own, at which it is read.
 
     As SkyworkAI's inference code prepares it: question and steps are tokenised one by one, and a
@@ -170,6 +172,7 @@ class SkyworkSteps:
         self._tokenizer, self._step_token = tokenizer, _checked_step_token(step_token)
         self._end = self._ids(step_token)[-1]
 
+    @override
     def encode(self, question: str, answer: str) -> StepInput:
         """See ``StepFormat``; blank steps are left out."""
         ids = self._ids((self._tokenizer.bos_token or "") + question + "\n")

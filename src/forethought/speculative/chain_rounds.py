@@ -25,6 +25,7 @@ from typing import NamedTuple, Self
 import numpy as np
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from forethought.backends.cuda.graph_runner import GraphRunner
 from forethought.backends.cuda.graphs import (
@@ -296,6 +297,7 @@ class ChainRounds(StepRunner):
         assert isinstance(made, cls)
         return made
 
+    @override
     def advance(self, rows: Sequence[DecodeRow], num_steps: int) -> Advance:
         """See :class:`StepRunner`. All rows make all rounds, also those that have ended."""
         num_steps, draft_len = min(num_steps, max(row.num_left for row in rows)), rows[0].draft_len

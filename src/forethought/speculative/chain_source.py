@@ -9,6 +9,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
+from typing_extensions import override
+
 from forethought.kv.storage import DraftKvCache
 from forethought.kv.table import PageTable
 from forethought.speculative.draft_module import DraftModuleRunner, TokenRange
@@ -49,7 +51,7 @@ class ChainSource(Protocol):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class TextChains:
+class TextChains(ChainSource):
     """Of a drafter that reads the tokens of requests and nothing else.
 
     Attributes:
@@ -66,13 +68,13 @@ class TextChains:
         """Always."""
         return True
 
+    @override
     def draft(self, requests: list[DraftRequest]) -> None:
-        """See :class:`ChainSource`."""
         self.drafter.prepare_draft_tokens(ScheduledRequests(requests))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class GreedyChains:
+class GreedyChains(ChainSource):
     """Of a drafter that takes the most probable tokens of a network.
 
     Attributes:
@@ -94,13 +96,13 @@ class GreedyChains:
         """The target's hidden states, if they are read, and the network's keys and values."""
         return self.runner.draft_caches
 
+    @override
     def can_follow(self, request: DraftRequest) -> bool:
-        """See :class:`ChainSource`."""
         states = self.runner.hidden_states
         return states is None or states.covers(table_of(request), len(request.tokens) - 1)
 
+    @override
     def draft(self, requests: list[DraftRequest]) -> None:
-        """See :class:`ChainSource`."""
         self.builder.grow(self.runner, requests)
 
     def mark(self, root: int, table: PageTable, results: Sequence[VerificationResult]) -> None:

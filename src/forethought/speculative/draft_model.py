@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
+from typing_extensions import override
 
 from forethought.backends.cpu.draft_network import NativeDraftNetwork
 from forethought.backends.cpu.network import NativeNetwork
@@ -23,6 +24,7 @@ from forethought.model.device import find_device
 from forethought.model.runner import ModelRunner
 from forethought.speculative.draft_module import (
     ChainDrafter,
+    DraftNetwork,
     ModuleOutput,
     TokenRange,
     compute_in_chunks,
@@ -33,7 +35,7 @@ PADDING = 0.02
 """Share of the vocabulary that may be padding in one model and not in the other."""
 
 
-class DraftModel:
+class DraftModel(DraftNetwork):
     """A draft model over a KV storage, with logits over the target's vocabulary.
 
     Ids that only the target has are read as 0 and have no probability: they are padding, and where
@@ -55,6 +57,7 @@ class DraftModel:
         self.forward_path = runner.lm.path.taken
 
     @property
+    @override
     def draft_chains(self) -> ChainDrafter | None:
         """See ``DraftNetwork``: where it runs in C++."""
         return self._draft_chains if isinstance(self.runner.lm.network, NativeNetwork) else None

@@ -114,10 +114,8 @@ class DraftNetwork(Protocol):
         """The same for dynamic trees."""
         ...
 
-    @property
-    def windows(self) -> Sequence[int | None]:
-        """Attention window of each layer; None: all positions are visible."""
-        ...
+    windows: Sequence[int | None]
+    """Attention window of each layer; None: all positions are visible."""
 
     def __call__(self, states: Tensor, forward_pass: ForwardPass) -> ModuleOutput:
         """Compute T entries, and the output at the R positions in the batch's ``logit_index``.

@@ -15,11 +15,13 @@ from functools import partial
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from forethought.backends.cpu.forward import TreeShape
 from forethought.backends.cuda.draft_graph import Advance, DraftGraphs, ReadNodes
 from forethought.speculative.draft_module import DraftModuleRunner, ModuleOutput
 from forethought.speculative.drafter import Draft, DraftRequest
+from forethought.speculative.tree import TreeBuilder
 
 
 class Expansion:
@@ -107,7 +109,7 @@ def tree_of(nodes: Sequence[list[int]], count: int) -> Draft:
     return Draft([token for _, token, _ in kept], tuple(node_of[parent] for _, _, parent in kept))
 
 
-class DynamicTreeBuilder:
+class DynamicTreeBuilder(TreeBuilder):
     """Builds dynamic trees; see this module's docstring.
 
     Args:
@@ -124,6 +126,7 @@ class DynamicTreeBuilder:
         made = self._width + (depth - 1) * self._width**2
         return max(min(self._total, made), self._width * (depth - 1))
 
+    @override
     def grow(self, runner: DraftModuleRunner, requests: Sequence[DraftRequest]) -> None:
         """See ``TreeBuilder``. Requests with fewer KV slots get narrower trees, separately."""
         shapes: dict[tuple[int, int], list[DraftRequest]] = {}

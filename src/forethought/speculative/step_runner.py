@@ -25,6 +25,7 @@ from typing import Self
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from forethought.kv.storage import HiddenStateCache
 from forethought.kv.table import PageTable, TableView
@@ -197,8 +198,8 @@ class SingleSteps(StepRunner):
         waits = chains is not None and runner.lm.device.type != "cpu"
         return None if waits else cls(runner, chains)
 
+    @override
     def advance(self, rows: Sequence[DecodeRow], num_steps: int) -> Advance:
-        """See :class:`StepRunner`."""
         progress = list(map(RowProgress.of, rows))
         going, num_forwards, draft_seconds = progress, 0, 0.0
         while going and num_forwards < num_steps:
@@ -248,6 +249,7 @@ class QueuedSteps(StepRunner):
         """Without drafts."""
         return cls(runner) if chains is None and runner.lm.device.type == "cuda" else None
 
+    @override
     def advance(self, rows: Sequence[DecodeRow], num_steps: int) -> Advance:
         """See :class:`StepRunner`. Rows that have ended go on until they have all their tokens."""
         largest, tokens = list[Tensor](), list[Tensor]()

@@ -8,6 +8,7 @@ from typing import Protocol
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from forethought.backends.cuda.draft_graph import Advance, DraftGraphs, ReadNodes
 from forethought.config.tree import TreeChoices
@@ -46,7 +47,7 @@ def tokens_of_ranks(logits: Tensor, positions: Tensor, ranks: Tensor, max_rank: 
     return logits.topk(width).indices[:, positions, ranks.clamp(max=width - 1)]
 
 
-class StaticTreeBuilder:
+class StaticTreeBuilder(TreeBuilder):
     """A static tree of ranks, or a chain, drafted level by level.
 
     Tokens stay on the device: each level's forward is queued behind the previous one. On a GPU the
@@ -84,6 +85,7 @@ class StaticTreeBuilder:
         """Nodes of the tree down to ``depth``."""
         return self._num_nodes[min(depth, self.depth)]
 
+    @override
     def grow(self, runner: DraftModuleRunner, requests: Sequence[DraftRequest]) -> None:
         """See :class:`TreeBuilder`. Short drafts take no part in the forwards of deeper levels."""
         requests = sorted(requests, key=self._size, reverse=True)

@@ -74,7 +74,7 @@ class TracedRequest:
 
     @property
     def usage(self) -> dict[str, int]:
-        """See ``Usage``: of all its steps."""
+        """The usage of all its steps."""
         return self.spans[-1].usage
 
     @property

@@ -209,12 +209,12 @@ class _Reader:
         self.found: dict[int, list[Tensor]] = {layer_id: [] for layer_id in layer_ids}
 
     def write(self, slots: Tensor, states: Mapping[int, Tensor]) -> None:
-        """See ``model.causal_lm.HiddenStateReader``."""
+        """Keep copies of the states, by layer."""
         for layer_id in self.layer_ids:
             self.found[layer_id].append(states[layer_id].clone())  # out of inference mode
 
     def mark_stored(self, slots: object) -> None:
-        """See ``model.causal_lm.HiddenStateReader``."""
+        """Nothing is stored by slot here."""
 
 
 def _parts(texts: Sequence[Sequence[int]]) -> Iterator[list[Sequence[int]]]:

@@ -207,7 +207,7 @@ class NativeModule:
         slots: Sequence[Sequence[int]],
         ids: Tensor | None,
     ) -> list[list[int]]:
-        """See ``NativeForward.draft_chains``; states ``[T, hidden]``."""
+        """Greedy chains of draft tokens after ``states`` ``[T, hidden]``, a token per slot."""
         entering = states.float().contiguous()
         return self._forward.draft_chains(forward_pass, entering, slots, ids)
 
@@ -219,6 +219,6 @@ class NativeModule:
         shape: TreeShape,
         ids: Tensor | None,
     ) -> list[list[list[int]]]:
-        """See ``NativeForward.draft_trees``; states ``[T, hidden]``."""
+        """Draft trees after ``states`` ``[T, hidden]``, in one call."""
         entering = states.float().contiguous()
         return self._forward.draft_trees(forward_pass, entering, slots, shape, ids)

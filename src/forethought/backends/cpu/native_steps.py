@@ -10,6 +10,7 @@ from typing import NamedTuple, Self
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from forethought.backends.cpu.draft_network import NativeDraftNetwork
 from forethought.backends.cpu.forward import NativeForward, PackedCall, Wanted
@@ -223,10 +224,10 @@ class NativeSteps(StepRunner):
     draft: NativeDraftNetwork | None = None
 
     @classmethod
+    @override
     def of(
         cls, runner: ModelRunner, chains: ChainSource | None, rows: Sequence[DecodeRow]
     ) -> Self | None:
-        """See :class:`StepRunner`."""
         target = runner.lm.network
         if not isinstance(target, NativeNetwork):
             return None
@@ -239,8 +240,8 @@ class NativeSteps(StepRunner):
             return None
         return cls(runner, target.forward, chains, network.native)
 
+    @override
     def advance(self, rows: Sequence[DecodeRow], num_steps: int) -> Advance:
-        """See :class:`StepRunner`."""
         if self.chains is None:
             return self._call(rows, num_steps, None, None)
         chains, drafting = self.chains, [row.request for row in rows if row.draft_len]

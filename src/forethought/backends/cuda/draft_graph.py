@@ -234,7 +234,7 @@ class _PagedLevels:
     def advance(
         self, depth: int, token_ids: Tensor, states: Tensor, visible: Tensor | None
     ) -> ModuleOutput:
-        """See :meth:`DraftModuleRunner.advance`."""
+        """One level of the draft trees, as in ``DraftModuleRunner.advance``."""
         rows, inputs = self._inputs.num_rows, self._inputs.levels[depth - 1]
         self._token_ids.append(token_ids.view(rows, -1))
         self._states.append(states.view(rows, len(states) // rows, states.shape[-1]))

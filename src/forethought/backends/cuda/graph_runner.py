@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from forethought.backends.cuda.graphs import (
     GRAPH_BYTES,
@@ -62,6 +63,7 @@ class GraphRunner(ModelRunner):
         self._logits: Tensor | None = None
         """float32 ``[tokens, vocab]``, in which all graphs leave their logits."""
 
+    @override
     def forward(self, rows: Sequence[Row], readers: Sequence[HiddenStateReader] = ()) -> Tensor:
         """See :class:`ModelRunner`; the result is overwritten by the next forward."""
         captured = None

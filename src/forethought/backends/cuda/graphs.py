@@ -23,6 +23,7 @@ from typing import Protocol
 import numpy as np
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from forethought.backends.cuda.paged_layout import (
     CHAIN,
@@ -69,7 +70,7 @@ Capture = Callable[[Callable[[], Tensor]], Graph]
 """Captures what a function queues on the device, without running it."""
 
 
-class CudaGraph:
+class CudaGraph(Graph):
     """A graph of torch.
 
     Args:
@@ -86,8 +87,8 @@ class CudaGraph:
         with torch.cuda.graph(self._graph, pool, stream, capture_error_mode="thread_local"):
             self.output = compute()
 
+    @override
     def replay(self) -> None:
-        """See :class:`Graph`."""
         self._graph.replay()
 
 
@@ -102,7 +103,7 @@ class CudaCapture:
         self._stream, self._pool = torch.cuda.Stream(device), torch.cuda.graph_pool_handle()
 
     def __call__(self, compute: Callable[[], Tensor]) -> CudaGraph:
-        """See ``Capture``."""
+        """Capture the kernels that ``compute`` launches."""
         with torch.cuda.device(self._stream.device):
             return CudaGraph(compute, self._stream, self._pool)
 

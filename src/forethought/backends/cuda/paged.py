@@ -14,10 +14,11 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from forethought.backends.cuda.paged_layout import CHAIN, WORD_BITS, PagedLayout
 from forethought.kv.storage import KvStorage
-from forethought.model.attention.base import Capability, Scoring
+from forethought.model.attention.base import AttentionBackend, Capability, Scoring
 from forethought.model.batch import Batch
 
 
@@ -36,23 +37,23 @@ class PagedPlan:
     page_size: int
 
 
-class PagedAttention:
+class PagedAttention(AttentionBackend):
     """Attention over pages in place; Triton kernels on CUDA."""
 
     name = "triton"
     capabilities = frozenset(Capability)
 
+    @override
     def plan(self, batch: Batch, storage: KvStorage, window: int | None) -> PagedPlan:
-        """See :class:`~forethought.model.attention.base.AttentionBackend`."""
         layout = batch.layout
         if layout is None:
             layout = PagedLayout.of(batch.spans, storage.device)
         return PagedPlan(layout, window, storage.page_size)
 
+    @override
     def attend(
         self, q: Tensor, keys: Tensor, values: Tensor, plan: PagedPlan, scoring: Scoring
     ) -> Tensor:
-        """See :class:`~forethought.model.attention.base.AttentionBackend`."""
         layout = plan.layout
         result: Tensor = paged_attention(
             q if q.stride(-1) == 1 else q.contiguous(),

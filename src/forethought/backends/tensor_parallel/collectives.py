@@ -16,6 +16,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from typing_extensions import override
 
 from forethought.backends.tensor_parallel.shard import Shard
 from forethought.model.llama.layers import Projection
@@ -112,7 +113,7 @@ class Collectives:
         self._group = self._store = None
 
 
-class ReducedProjection:
+class ReducedProjection(Projection):
     """A product whose weight is cut by its inputs: the sum of what all ranks give.
 
     Args:
@@ -123,14 +124,14 @@ class ReducedProjection:
     def __init__(self, own: Projection, sums: Sums) -> None:
         self._own, self._sums = own, sums
 
+    @override
     def __call__(self, x: Tensor) -> Tensor:
-        """See :class:`~forethought.model.llama.layers.Projection`."""
         return self._sums.all_reduce(self._own(x))
 
+    @override
     def plus(self, x: Tensor, other: Tensor) -> Tensor:
-        """See :class:`~forethought.model.llama.layers.Projection`."""
         return self(x).add_(other)
 
+    @override
     def silu(self, x: Tensor) -> Tensor:
-        """See :class:`~forethought.model.llama.layers.Projection`."""
         return torch.nn.functional.silu(self(x))

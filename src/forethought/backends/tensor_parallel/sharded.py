@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from forethought.backends.tensor_parallel.collectives import Collectives, ReducedProjection, Sums
 from forethought.backends.tensor_parallel.ranks import Ranks
@@ -27,7 +28,7 @@ from forethought.kv.storage import KvStorage, LayerShape
 from forethought.kv.table import PageCopy, SlotMove
 from forethought.model.attention.base import ForwardPass
 from forethought.model.batch import Batch, Span
-from forethought.model.causal_lm import CausalLM
+from forethought.model.causal_lm import CausalLM, Network
 from forethought.model.llama.network import FusedNetwork
 from forethought.model.runner import ModelRunner
 
@@ -89,7 +90,7 @@ def _with_tree(span: Span, convert: Callable[[Any], Any]) -> Span:
     return span if span.tree is None else replace(span, tree=convert(span.tree))
 
 
-class ShardedNetwork:
+class ShardedNetwork(Network):
     """The network of rank 0; see :class:`~forethought.model.causal_lm.Network`.
 
     Args:
@@ -102,6 +103,7 @@ class ShardedNetwork:
         self.rotations = own.rotations
 
     @torch.inference_mode()
+    @override
     def __call__(self, batch: Batch, forward_pass: ForwardPass) -> Tensor:
         """See ``Network``; raises EngineStopped."""
 
@@ -112,12 +114,12 @@ class ShardedNetwork:
         indices = batch.indices()
         return self._ranks.run(Forward.of(forward_pass), compute)
 
+    @override
     def embed(self, token_ids: Tensor) -> Tensor:
-        """See ``Network``."""
         return self.own.embed(token_ids)
 
+    @override
     def unembed(self, states: Tensor) -> Tensor:
-        """See ``Network``."""
         return self.own.unembed(states)
 
 
@@ -233,37 +235,40 @@ class ShardedStorage(KvStorage):
         super().__init__(lm.layer_shapes, 1, page_size, lm.dtype, lm.device)
 
     @property
+    @override
     def whole_layers(self) -> tuple[LayerShape, ...]:
-        """See ``KvStorage``."""
         size = self.ranks.size
         return tuple(replace(own, kv_heads=own.kv_heads * size) for own in self.layers)
 
+    @override
     def resize(self, num_pages: int) -> None:
         """See ``KvStorage``; raises EngineStopped where another rank has too little memory."""
         super().resize(num_pages)
         self.ranks.ask(Resize(num_pages))
 
+    @override
     def copy_pages(self, copies: Sequence[PageCopy]) -> None:
-        """See ``KvStorage``."""
         self._call("copy_pages", copies, super().copy_pages)
 
+    @override
     def move_slots(self, moves: Sequence[SlotMove]) -> None:
-        """See ``KvStorage``."""
         self._call("move_slots", moves, super().move_slots)
 
+    @override
     def clear_slots(self, slots: Sequence[int]) -> None:
-        """See ``KvStorage``."""
         self._call("clear_slots", slots, super().clear_slots)
 
     def _call(self, method: str, argument: Sequence[Any], own: Callable[[Any], None]) -> None:
         if argument:
             self.ranks.run(StorageCall(method, argument), lambda: own(argument))
 
+    @override
     def read_slots(self, slots: Sequence[int]) -> list[Tensor]:
         """See ``KvStorage``: with the KV heads of all ranks."""
         numbers, own = list(slots), super().read_slots(slots)
         return self.ranks.run(ReadSlots(numbers), lambda: _whole(own, self.ranks.collectives))
 
+    @override
     def write_slots(self, slots: Sequence[int], stacks: Sequence[Tensor]) -> None:
         """See ``KvStorage``: what ``read_slots`` has returned."""
         numbers, shapes, write = list(slots), self.stack_shapes(len(slots)), super().write_slots
@@ -284,10 +289,11 @@ class ShardedRunner(ModelRunner):
         super().__init__(lm, storage)
         self.ranks = ranks
 
+    @override
     def check_running(self) -> None:
-        """See ``ModelRunner``."""
         self.ranks.check()
 
+    @override
     def shutdown(self) -> None:
         """See ``ModelRunner``: end the processes of the other ranks."""
         self.ranks.close()

@@ -21,6 +21,8 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from typing import Any
 
+from typing_extensions import override
+
 from forethought.compat.tensorrt_llm.task_collection import TaskCollection, observed
 from forethought.errors import ParameterError
 from forethought.scaffolding.controller import Controller
@@ -83,8 +85,8 @@ class ConstantRateStrategy(ThroughputStrategy):
         super().__init__(max_concurrency)
         self.rate, self.initial_burst = validated("rate", rate, SECONDS), initial_burst
 
+    @override
     def start_times(self, count: int) -> list[float]:
-        """See ``Strategy``."""
         burst = min(count, max(1, int(self.rate))) if self.initial_burst else 1
         gaps = self._gaps(count - burst)
         times = [0.0] * min(count, burst)

@@ -16,6 +16,8 @@ import math
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from typing_extensions import override
+
 from forethought.errors import ParameterError
 from forethought.scaffolding import sampling
 from forethought.scaffolding.parallel import Process
@@ -139,8 +141,8 @@ class PromptScorer(StepScorer):
         super().__init__(tag)
         self._prompt = prompt
 
+    @override
     def judgement(self, chain: StepChain, draft: GenerationTask) -> Process:
-        """See ``StepScorer``."""
         yield from ()
         asked = GenerationTask(input_str=f"{chain.so_far}{draft.output_str}{self._prompt}")
         sampling.choose(asked, _ONE_TOKEN)
@@ -169,6 +171,7 @@ class LikelihoodScorer(StepScorer):
         self._base: GenerationTask | None = None
         """Its sequence ends where the chain does."""
 
+    @override
     def judgement(self, chain: StepChain, draft: GenerationTask) -> Process:
         """See ``StepScorer``; an empty step is not scored."""
         text = chain.text_of(draft)

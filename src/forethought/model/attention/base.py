@@ -16,6 +16,7 @@ from functools import cached_property
 from typing import Any, Protocol
 
 from torch import Tensor
+from typing_extensions import override
 
 from forethought.kv.storage import KvStorage
 from forethought.model.batch import Batch
@@ -228,8 +229,8 @@ class PagedPass(ForwardPass):
         plans = {window: self.backend.plan(batch, storage, window) for window in windows}
         return [plans[window] for window in self._windows]
 
+    @override
     def layout(self) -> KvLayout:
-        """See :class:`ForwardPass`."""
         batch, storage = self.batch, self.storage
         rows = [
             KvRow(
@@ -258,8 +259,8 @@ class PagedPass(ForwardPass):
         offset = self.batch.spans[0].seen_from
         return self.batch.positions + offset if offset else self.batch.positions
 
+    @override
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scoring: Scoring) -> Tensor:
-        """See :class:`ForwardPass`."""
         self.storage.write(layer, self.batch.slots, k, v)
         return self.attend_stored(layer, q, scoring)
 

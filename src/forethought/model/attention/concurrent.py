@@ -24,6 +24,7 @@ from dataclasses import replace
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from forethought.kv.storage import KvStorage
 from forethought.model.attention.base import (
@@ -63,8 +64,8 @@ class ConcurrentPass(PagedPass):
             if span.concurrent is not None
         ]
 
+    @override
     def attend_stored(self, layer: int, q: Tensor, scoring: Scoring) -> Tensor:
-        """See :class:`~forethought.model.attention.base.PagedPass`."""
         attended = super().attend_stored(layer, q, scoring)
         for span, slots in self._views:
             keys = self.storage.keys[layer][slots].float()

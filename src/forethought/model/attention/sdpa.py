@@ -24,10 +24,11 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from typing_extensions import override
 
 from forethought.kv.staging import upload
 from forethought.kv.storage import KvStorage
-from forethought.model.attention.base import Capability, Scoring
+from forethought.model.attention.base import AttentionBackend, Capability, Scoring
 from forethought.model.batch import Batch, Span
 
 # On a CPU. A row with fewer bytes of keys and values per layer than SMALL_ROW_BYTES joins a group
@@ -462,7 +463,7 @@ FOLDED_FROM = 2048
 """heads * L from which few queries of a row are folded even if that is not batch-invariant."""
 
 
-class SdpaAttention:
+class SdpaAttention(AttentionBackend):
     """Attention through torch's kernels.
 
     Args:
@@ -475,14 +476,14 @@ class SdpaAttention:
     def __init__(self, grouping: str = "auto") -> None:
         self._planner = SdpaPlanner(grouping)
 
+    @override
     def plan(self, batch: Batch, storage: KvStorage, window: int | None) -> SdpaPlan:
-        """See :class:`~forethought.model.attention.base.AttentionBackend`."""
         return self._planner(batch, storage, window)
 
+    @override
     def attend(
         self, q: Tensor, keys: Tensor, values: Tensor, plan: SdpaPlan, scoring: Scoring
     ) -> Tensor:
-        """See :class:`~forethought.model.attention.base.AttentionBackend`."""
         if len(plan.views) == q.shape[0]:
             return _attend_views(q, keys, values, plan.views, scoring)
         out = q.new_empty(*q.shape[:2], values.shape[-1])

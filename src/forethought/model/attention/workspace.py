@@ -17,6 +17,7 @@ from functools import cached_property
 import numpy as np
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from forethought.kv.staging import upload
 from forethought.kv.storage import KvStorage, addresses_of
@@ -236,7 +237,7 @@ class KvWorkspace:
         )
 
     def _visible(self, row: int, size: int, seen: Tensor | None) -> Tensor | None:
-        """See ``KvRow``; one new token that attends to all is a chain."""
+        """The new tokens that each new token attends to, bool ``[size, added]``; None: a chain."""
         if seen is None and size == 1:
             return None
         visible = torch.ones(size, self.added, dtype=torch.bool)
@@ -297,12 +298,12 @@ class WorkspacePass(ForwardPass):
         """One per layer; made when the first one attends."""
         return self._workspace.masks(self._depths, self._seen)
 
+    @override
     def layout(self) -> KvLayout:
-        """See ``ForwardPass``."""
         return self._workspace.layout(len(self._depths), self._seen)
 
+    @override
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scoring: Scoring) -> Tensor:
-        """See ``ForwardPass``."""
         keys, values = self._workspace.put(layer, self._begin, k, v)
         rows, kv_heads, mask = keys.shape[0], keys.shape[1], self._masks[layer]
         tokens, heads, dim = q.shape

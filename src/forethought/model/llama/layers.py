@@ -20,6 +20,7 @@ from typing import Protocol
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from typing_extensions import override
 
 from forethought.model.attention.base import ForwardPass, Scoring
 from forethought.model.device import has_fast_matmul, owned
@@ -95,28 +96,28 @@ class Projection(Protocol):
         ...
 
 
-class PlainProjection:
+class PlainProjection(Projection):
     """The obvious product, on any device and in any dtype."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
         self.weight, self.bias = weight, bias
 
+    @override
     def __call__(self, x: Tensor) -> Tensor:
-        """See :class:`Projection`."""
         return F.linear(x, self.weight, self.bias)
 
+    @override
     def plus(self, x: Tensor, other: Tensor) -> Tensor:
-        """See :class:`Projection`."""
         if self.bias is None:
             return torch.addmm(other, x, self.weight.t())
         return F.linear(x, self.weight, self.bias).add_(other)
 
+    @override
     def silu(self, x: Tensor) -> Tensor:
-        """See :class:`Projection`."""
         return F.silu(F.linear(x, self.weight, self.bias))
 
 
-class PackedProjection:
+class PackedProjection(Projection):
     """The product by oneDNN, with the weight in its blocked layout."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
@@ -125,23 +126,23 @@ class PackedProjection:
         self._linear = torch.ops.mkldnn._linear_pointwise.default
         self._linear_plus = torch.ops.mkldnn._linear_pointwise.binary
 
+    @override
     def __call__(self, x: Tensor) -> Tensor:
-        """See :class:`Projection`."""
         result: Tensor = self._linear(x, self.weight, self.bias, "none", [], "")
         return result
 
+    @override
     def plus(self, x: Tensor, other: Tensor) -> Tensor:
-        """See :class:`Projection`."""
         result: Tensor = self._linear_plus(x, other, self.weight, self.bias, "add")
         return result
 
+    @override
     def silu(self, x: Tensor) -> Tensor:
-        """See :class:`Projection`."""
         result: Tensor = self._linear(x, self.weight, self.bias, "swish", [], "")
         return result
 
 
-class BatchInvariantProjection:
+class BatchInvariantProjection(Projection):
     """A packed product of at most ``BATCH_INVARIANT_ROWS`` rows at a time.
 
     For more rows oneDNN splits long sums differently.
@@ -150,21 +151,21 @@ class BatchInvariantProjection:
     def __init__(self, packed: PackedProjection) -> None:
         self.packed = packed
 
+    @override
     def __call__(self, x: Tensor) -> Tensor:
-        """See :class:`Projection`."""
         if x.shape[0] <= BATCH_INVARIANT_ROWS:
             return self.packed(x)
         return torch.cat([self.packed(part) for part in x.split(BATCH_INVARIANT_ROWS)])
 
+    @override
     def plus(self, x: Tensor, other: Tensor) -> Tensor:
-        """See :class:`Projection`."""
         if x.shape[0] <= BATCH_INVARIANT_ROWS:
             return self.packed.plus(x, other)
         parts = zip(x.split(BATCH_INVARIANT_ROWS), other.split(BATCH_INVARIANT_ROWS), strict=True)
         return torch.cat([self.packed.plus(*part) for part in parts])
 
+    @override
     def silu(self, x: Tensor) -> Tensor:
-        """See :class:`Projection`."""
         return torch.cat([self.packed.silu(part) for part in x.split(BATCH_INVARIANT_ROWS)])
 
 
@@ -203,14 +204,14 @@ class GatedActivation(Protocol):
         ...
 
 
-class MergedGatedActivation:
+class MergedGatedActivation(GatedActivation):
     """One product for both, then the activation; ``product`` has the outputs of G, then of U."""
 
     def __init__(self, product: Projection) -> None:
         self.product = product
 
+    @override
     def __call__(self, x: Tensor) -> Tensor:
-        """See :class:`GatedActivation`."""
         both = self.product(x)
         if has_kernels(both.device):
             result: Tensor = silu_and_mul(both)
@@ -219,7 +220,7 @@ class MergedGatedActivation:
         return F.silu(gated).mul_(up)
 
 
-class PackedGatedActivation:
+class PackedGatedActivation(GatedActivation):
     """Two products by oneDNN, which applies activation and multiplication as it writes."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
@@ -230,8 +231,8 @@ class PackedGatedActivation:
         self._linear = torch.ops.mkldnn._linear_pointwise.default
         self._linear_times = torch.ops.mkldnn._linear_pointwise.binary
 
+    @override
     def __call__(self, x: Tensor) -> Tensor:
-        """See :class:`GatedActivation`."""
         gated = self._linear(x, self.gated, self.biases[0], "swish", [], "")
         result: Tensor = self._linear_times(x, gated, self.up, self.biases[1], "mul")
         return result

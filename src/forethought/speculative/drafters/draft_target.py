@@ -12,6 +12,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import cached_property
 
+from typing_extensions import override
+
 from forethought.backends.cuda.graphs import GraphCapturer
 from forethought.config.drafters import DraftTargetDecodingConfig
 from forethought.config.tree import TreeChoices
@@ -76,8 +78,8 @@ class DraftTargetDrafter(Drafter):
         return cls(model, choices, sampled=config.draft_sampling == "sampled", graphs=graphs)
 
     @property
+    @override
     def forward_path(self) -> str:
-        """See :class:`Drafter`."""
         return self._model.forward_path
 
     @property
@@ -86,8 +88,8 @@ class DraftTargetDrafter(Drafter):
         return self._runner.draft_caches
 
     @cached_property
+    @override
     def chain_source(self) -> GreedyChains | None:
-        """See :class:`Drafter`."""
         if not self._trees.is_chain:
             return None
         return GreedyChains(self._runner, self._trees, self._model.max_positions)
@@ -96,12 +98,12 @@ class DraftTargetDrafter(Drafter):
         """Nodes of the tree down to ``depth``."""
         return self._trees.nodes(depth)
 
+    @override
     def prepare_draft_tokens(
         self,
         scheduled_requests: ScheduledRequests,
         resource_manager: ResourceManager | None = None,
     ) -> None:
-        """See :class:`Drafter`."""
         longest = self._model.max_positions
         requests = [
             request

@@ -14,6 +14,7 @@ from functools import cached_property
 from pathlib import Path
 
 import torch
+from typing_extensions import override
 
 from forethought.config.drafters import EagleDecodingConfig
 from forethought.config.tree import TreeChoices
@@ -63,8 +64,8 @@ class EagleDrafter(Drafter):
         return cls(runner, hidden_states, _tree_builder(config, target, head.vocab_size))
 
     @property
+    @override
     def forward_path(self) -> str:
-        """See :class:`Drafter`."""
         return self._runner.network.forward_path
 
     @property
@@ -73,8 +74,8 @@ class EagleDrafter(Drafter):
         return self._runner.draft_caches
 
     @cached_property
+    @override
     def chain_source(self) -> GreedyChains | None:
-        """See :class:`Drafter`."""
         if not isinstance(self._trees, StaticTreeBuilder) or not self._trees.is_chain:
             return None
         return GreedyChains(self._runner, self._trees)
@@ -83,12 +84,12 @@ class EagleDrafter(Drafter):
         """KV slots that a draft of ``depth`` levels needs."""
         return self._trees.nodes(depth)
 
+    @override
     def prepare_draft_tokens(
         self,
         scheduled_requests: ScheduledRequests,
         resource_manager: ResourceManager | None = None,
     ) -> None:
-        """See :class:`Drafter`."""
         requests = readable(scheduled_requests.generation_requests, self._hidden_states)
         if requests:
             self._trees.grow(self._runner, requests)

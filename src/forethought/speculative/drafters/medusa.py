@@ -17,6 +17,7 @@ from typing import Protocol
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from forethought.config.drafters import MedusaDecodingConfig
 from forethought.config.tree import TreeChoices
@@ -65,7 +66,7 @@ class HeadTrees(Protocol):
         ...
 
 
-class StaticTrees:
+class StaticTrees(HeadTrees):
     """The same tree of ranks in every step.
 
     Args:
@@ -78,10 +79,11 @@ class StaticTrees:
         self._levels = torch.tensor([len(path) - 1 for path in choices.paths], device=device)
         self._ranks = torch.tensor(choices.ranks, device=device)
 
+    @override
     def nodes(self, depth: int) -> int:
-        """See :class:`HeadTrees`."""
         return self._choices.num_nodes[min(depth, self.depth)]
 
+    @override
     def grow(self, heads: Heads, states: Tensor, requests: Sequence[DraftRequest]) -> None:
         """See :class:`HeadTrees`. Shorter drafts are made of the tree's first nodes."""
         logits, ids = heads(states, _num_levels(self, requests)), heads.token_map
@@ -99,7 +101,7 @@ class StaticTrees:
             request.draft = Draft(row[:count], self._choices.draft_parents(count))
 
 
-class TopTrees:
+class TopTrees(HeadTrees):
     """The most probable nodes, with the positions taken as independent of each other.
 
     Args:
@@ -112,12 +114,12 @@ class TopTrees:
         self.depth, self._max_nodes = depth, max_nodes
         self._min_logprob = math.log(min_prob) if min_prob else -math.inf
 
+    @override
     def nodes(self, depth: int) -> int:
-        """See :class:`HeadTrees`."""
         return self._max_nodes if depth > 0 else 0
 
+    @override
     def grow(self, heads: Heads, states: Tensor, requests: Sequence[DraftRequest]) -> None:
-        """See :class:`HeadTrees`."""
         count, width = _num_levels(self, requests), min(self._max_nodes, heads.vocab)
         scores, tokens = heads.most_probable(states, count, width)
         for row, request in enumerate(requests):
@@ -205,8 +207,8 @@ class MedusaDrafter(Drafter):
         )
 
     @property
+    @override
     def forward_path(self) -> str:
-        """See :class:`Drafter`."""
         return self._heads.forward_path
 
     @property
@@ -218,12 +220,12 @@ class MedusaDrafter(Drafter):
         """Nodes of a tree of ``depth`` levels at most."""
         return self._trees.nodes(depth)
 
+    @override
     def prepare_draft_tokens(
         self,
         scheduled_requests: ScheduledRequests,
         resource_manager: ResourceManager | None = None,
     ) -> None:
-        """See :class:`Drafter`."""
         requests = readable(scheduled_requests.generation_requests, self._hidden_states)
         if not requests:
             return

@@ -31,6 +31,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from forethought.backends.cuda.draft_graph import MAX_DRAFT_GRAPHS, known_bucket, state_slots
 from forethought.backends.cuda.graphs import (
@@ -126,8 +127,8 @@ class MTPDrafter(Drafter):
         return cls(runners, hidden_states, target.max_num_tokens, config.max_draft_len)
 
     @property
+    @override
     def forward_path(self) -> str:
-        """See :class:`Drafter`."""
         return self._runners[0].network.forward_path
 
     @property
@@ -136,18 +137,18 @@ class MTPDrafter(Drafter):
         return (self._hidden_states, *(runner.cache for runner in self._runners))
 
     @cached_property
+    @override
     def chain_source(self) -> GreedyChains | None:
-        """See :class:`Drafter`."""
         if len(self._runners) > 1:
             return None
         return GreedyChains(self._runners[0], self._replayed)
 
+    @override
     def prepare_draft_tokens(
         self,
         scheduled_requests: ScheduledRequests,
         resource_manager: ResourceManager | None = None,
     ) -> None:
-        """See :class:`Drafter`."""
         requests = readable(scheduled_requests.generation_requests, self._hidden_states)
         if not requests:
             return

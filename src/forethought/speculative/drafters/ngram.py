@@ -18,6 +18,8 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from typing_extensions import override
+
 from forethought.errors import ParameterError
 from forethought.speculative.chain_source import TextChains
 from forethought.speculative.drafter import (
@@ -248,8 +250,8 @@ class NGramDrafter(Drafter):
         return not self._learnt and not self._siblings
 
     @property
+    @override
     def chain_source(self) -> TextChains:
-        """See :class:`Drafter`."""
         return TextChains(self)
 
     def prepare_draft_tokens(

@@ -21,6 +21,7 @@ from concurrent.futures import Executor, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 
 from torch import Tensor
+from typing_extensions import override
 
 from forethought.config.drafters import PearlDecodingConfig
 from forethought.kv.pool import OutOfPages, PagePool
@@ -132,8 +133,8 @@ class PearlDrafter(Drafter):
         return cls(model, config.max_draft_len, overlap=config.overlap)
 
     @property
+    @override
     def forward_path(self) -> str:
-        """See :class:`Drafter`."""
         return self._model.forward_path
 
     @property
@@ -141,8 +142,8 @@ class PearlDrafter(Drafter):
         """It has as many pages of its own as the target."""
         return self._storage.bytes_per_page
 
+    @override
     def resize(self, num_pages: int) -> None:
-        """See :class:`Drafter`."""
         self._storage.resize(num_pages)
         self._pool = PagePool(num_pages, self._storage.page_size)
 

@@ -19,6 +19,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from forethought.backends.cpu.heads import NativeBeams
 from forethought.backends.cpu.network import NativeNetwork
@@ -86,8 +87,8 @@ class ReDrafterDrafter(Drafter):
         )
 
     @property
+    @override
     def forward_path(self) -> str:
-        """See :class:`Drafter`."""
         return self._search.forward_path
 
     @property
@@ -99,12 +100,12 @@ class ReDrafterDrafter(Drafter):
         """As many as if no two beams had a common prefix."""
         return min(self._num_beams * depth, self._max_nodes)
 
+    @override
     def prepare_draft_tokens(
         self,
         scheduled_requests: ScheduledRequests,
         resource_manager: ResourceManager | None = None,
     ) -> None:
-        """See :class:`Drafter`."""
         requests = readable(scheduled_requests.generation_requests, self._hidden_states)
         if not requests:
             return
@@ -243,7 +244,7 @@ class NativeBeamSearch:
         length: int,
         min_logprob: float = -math.inf,
     ) -> list[Beams]:
-        """See :class:`BeamSearch`."""
+        """Search in C++, for all contexts in one call."""
         levels = self._beams(contexts, roots, width, length, min_logprob)
         ends = [0, *accumulate(len(level.tokens[0]) for level in levels)]
         starts, found = _starts(ends), list[Beams]()

@@ -21,6 +21,8 @@ from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from typing import TYPE_CHECKING
 
+from typing_extensions import override
+
 from forethought.errors import ParameterError
 from forethought.speculative.chain_source import TextChains
 from forethought.speculative.drafter import (
@@ -360,8 +362,8 @@ class SuffixDrafter(Drafter):
         return -(-self.max_total_draft_tokens * depth // self.max_draft_len)
 
     @property
+    @override
     def chain_source(self) -> TextChains | None:
-        """See :class:`Drafter`."""
         return TextChains(self) if self.max_total_draft_tokens == self.max_draft_len else None
 
     def prepare_draft_tokens(

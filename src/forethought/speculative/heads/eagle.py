@@ -8,12 +8,14 @@ authors' names (``fc``, ``layers.0.*``, ``embed_tokens``).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import LlamaConfig
+from typing_extensions import override
 
 from forethought.backends.cpu.module import ModuleParts
 from forethought.kv.storage import LayerShape
@@ -106,7 +108,7 @@ def eagle_network(head: EagleHead, lm: CausalLM) -> DraftModule:
     return NativeDraftModule(native, head.fc.weight.dtype, layer_shape(head.config))
 
 
-class EagleNetwork:
+class EagleNetwork(DraftModule):
     """An :class:`EagleHead` over pages, in few operations; see ``speculative.draft_module``.
 
     Args:
@@ -125,16 +127,17 @@ class EagleNetwork:
         self._layer = DraftLayer(layer, head.config, lm.max_positions)
         self.dtype: torch.dtype = head.fc.weight.dtype
         self.shape: LayerShape = self._layer.shape
-        self.windows: tuple[int | None, ...] = (None,)
+        self.windows: Sequence[int | None] = (None,)
         self.vocab_size: int = lm.vocab_size
         self.ids: Tensor | None = None
 
+    @override
     def enter(self, states: Tensor) -> Tensor:
         """See ``DraftModule``: the state is read unchanged."""
         return states.to(self.dtype)
 
+    @override
     def __call__(self, states: Tensor, forward_pass: ForwardPass) -> ModuleOutput:
-        """See ``DraftNetwork``."""
         token_ids = forward_pass.batch.token_ids
         embedded = self._lm.embed(token_ids) if self._own is None else self._own(token_ids)
         x = self._join(torch.cat([embedded.to(self.dtype), states], -1))

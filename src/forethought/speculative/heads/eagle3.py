@@ -9,7 +9,7 @@ token. Loads and saves the authors' layout (``midlayer.*``) and that of the spec
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -17,6 +17,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 from transformers import LlamaConfig
+from typing_extensions import override
 
 from forethought.backends.cpu.module import ModuleParts
 from forethought.kv.storage import LayerShape
@@ -260,7 +261,7 @@ def eagle3_network(head: Eagle3Head, lm: CausalLM) -> DraftModule:
     return NativeDraftModule(native, head.fc.weight.dtype, layer_shape(head.config), ids)
 
 
-class Eagle3Network:
+class Eagle3Network(DraftModule):
     """An :class:`Eagle3Head` over pages, in few operations; see ``speculative.draft_module``.
 
     Args:
@@ -284,17 +285,17 @@ class Eagle3Network:
         self._norm_output = traits.norm_output
         self.dtype: torch.dtype = head.fc.weight.dtype
         self.shape: LayerShape = self._layer.shape
-        self.windows: tuple[int | None, ...] = (None,)
+        self.windows: Sequence[int | None] = (None,)
         self.vocab_size = traits.draft_vocab_size
         self.ids = None if self.vocab_size == lm.vocab_size else head.ids
 
+    @override
     def enter(self, states: Tensor) -> Tensor:
-        """See ``DraftModule``."""
         states = states.to(self.dtype)
         return self._fuse(states if self._enter_norm is None else self._enter_norm(states))
 
+    @override
     def __call__(self, states: Tensor, forward_pass: ForwardPass) -> ModuleOutput:
-        """See ``DraftNetwork``."""
         token_ids = forward_pass.batch.token_ids
         embedded = self._lm.embed(token_ids) if self._own is None else self._own(token_ids)
         normed = self._norms(torch.stack([embedded.to(self.dtype), states], 1))

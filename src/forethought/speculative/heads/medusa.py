@@ -200,11 +200,11 @@ class NativeDraftHeads:
         return self._count
 
     def __call__(self, states: Tensor, count: int) -> Tensor:
-        """See :class:`DraftHeads`."""
+        """Logits of the first ``count`` heads."""
         return self._heads(states, count)
 
     def most_probable(self, states: Tensor, count: int, width: int) -> RankedTokens:
-        """See :class:`DraftHeads`."""
+        """The ``width`` most probable tokens of the first ``count`` heads, ranked."""
         logprobs, outputs = self._heads.most_probable(states, count, width)
         tokens = list(outputs) if self._ids is None else [self._ids[each] for each in outputs]
         begins = [

@@ -21,6 +21,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
+from typing_extensions import override
 
 from forethought.backends.cpu.module import ModuleParts, NativeModule
 from forethought.backends.cpu.network import NativeNetwork
@@ -37,7 +38,7 @@ from forethought.model.causal_lm import CausalLM
 from forethought.model.llama.layers import Norm, projection
 from forethought.model.llama.network import FusedNetwork, is_fusable
 from forethought.silence import without_progress_bars
-from forethought.speculative.draft_module import ModuleOutput
+from forethought.speculative.draft_module import DraftModule, ModuleOutput
 from forethought.speculative.heads.checkpoint import Checkpoint, refused
 from forethought.speculative.heads.mtp_layout import (
     LAYOUTS,
@@ -196,16 +197,16 @@ class NativeMtpNetwork(NativeDraftModule):
         self._lm, self._fed_back = lm, fed_back
 
     def read(self, states: Tensor, forward_pass: ForwardPass) -> ModuleStates:
-        """See :class:`MtpNetwork`."""
+        """The states that the next draft step reads, and the normed ones."""
         last, normed = self._module.read(states, forward_pass)
         return ModuleStates(normed if self._fed_back == "normed" else last, normed)
 
     def logits(self, normed: Tensor) -> Tensor:
-        """See :class:`MtpNetwork`."""
+        """Logits ``[R, vocab]`` of the target's LM head."""
         return self._lm.unembed(normed)
 
 
-class MtpNetwork:
+class MtpNetwork(DraftModule):
     """An :class:`MtpModule` over pages; see ``speculative.draft_module``.
 
     Args:
@@ -219,13 +220,15 @@ class MtpNetwork:
     def __init__(self, module: MtpModule, lm: CausalLM) -> None:
         self._module, self._lm = module, lm
         profile = _profile(module)
-        self.shape, self.windows, self.dtype = profile.shape, (profile.window,), lm.dtype
+        self.shape, self.dtype = profile.shape, lm.dtype
+        self.windows: Sequence[int | None] = (profile.window,)
         self.vocab_size, self.ids = lm.vocab_size, None
         module.model.set_attn_implementation(ATTENTION)
         self._fused: _FusedModule | None = None
         if lm.path.taken != "transformers" and is_fusable(module.model):
             self._fused = _FusedModule(module, lm.max_positions)
 
+    @override
     def enter(self, states: Tensor) -> Tensor:
         """See ``DraftModule``: the target's state behind its final norm is read unchanged."""
         return states
@@ -250,8 +253,8 @@ class MtpNetwork:
         """``[..., hidden]`` behind the last norm -> ``[..., vocab]``."""
         return self._lm.unembed(normed)
 
+    @override
     def __call__(self, states: Tensor, forward_pass: ForwardPass) -> ModuleOutput:
-        """See ``DraftNetwork``."""
         left = self.read(states, forward_pass)
         return ModuleOutput(left.states, self.logits(left.normed))
 

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from forethought.backends.cpu.forward import TreeShape
 from forethought.backends.cpu.module import ModuleParts, NativeModule
@@ -17,12 +18,12 @@ from forethought.backends.cpu.network import NativeNetwork
 from forethought.kv.storage import LayerShape
 from forethought.model.attention.base import ForwardPass
 from forethought.model.causal_lm import CausalLM
-from forethought.speculative.draft_module import ModuleOutput
+from forethought.speculative.draft_module import DraftNetwork, ModuleOutput
 
 log = logging.getLogger(__name__)
 
 
-class NativeDraftModule:
+class NativeDraftModule(DraftNetwork):
     """See ``DraftModule``; states and logits are float32.
 
     Args:
@@ -47,20 +48,22 @@ class NativeDraftModule:
         window: int | None = None,
     ) -> None:
         self._module, self.enter = module, module.enter
-        self.dtype, self.shape, self.windows = dtype, shape, (window,)
+        self.dtype, self.shape = dtype, shape
+        self.windows: Sequence[int | None] = (window,)
         self.vocab_size, self.ids = module.vocab_size, ids
         self.native = module.draft_network(ids)
 
+    @override
     def __call__(self, states: Tensor, forward_pass: ForwardPass) -> ModuleOutput:
-        """See ``DraftNetwork``."""
         return ModuleOutput(*self._module(states, forward_pass))
 
+    @override
     def draft_chains(
         self, states: Tensor, forward_pass: ForwardPass, slots: Sequence[Sequence[int]]
     ) -> list[list[int]]:
-        """See ``ChainDrafter``."""
         return self._module.draft_chains(states, forward_pass, slots, self.ids)
 
+    @override
     def draft_trees(
         self,
         states: Tensor,
@@ -68,7 +71,6 @@ class NativeDraftModule:
         slots: Sequence[Sequence[int]],
         shape: TreeShape,
     ) -> list[list[list[int]]]:
-        """See ``TreeDrafter``."""
         return self._module.draft_trees(states, forward_pass, slots, shape, self.ids)
 
 

@@ -184,7 +184,7 @@ class DraftRecurrence:
             self._last = product(last.weight, None)
 
     def advance(self, embedded: Tensor, state: Tensor) -> Tensor:
-        """See :class:`ReDrafterHead`; both ``[R, hidden]``."""
+        """The next recurrent state, both ``[R, hidden]``."""
         if self._recur is None:
             return embedded + state
         return self._recur.silu(torch.cat([embedded, state], -1))

@@ -23,6 +23,7 @@ from typing import Literal
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from forethought.config.drafters import MedusaDecodingConfig, MTPDecodingConfig
 from forethought.config.sampling import SamplingParams
@@ -72,7 +73,7 @@ def _drafted_nodes(
     return upload(rows, device), token_ids([request.draft for request in requests], device)
 
 
-class RelaxedAcceptance:
+class RelaxedAcceptance(AcceptanceRule):
     """Relaxed acceptance while a reasoning model thinks; an ``AcceptanceRule``.
 
     Args:
@@ -92,6 +93,7 @@ class RelaxedAcceptance:
         """Greedy requests; sampled ones have no single most probable token to compare with."""
         return params.greedy
 
+    @override
     def test_nodes(self, logits: Tensor, requests: Sequence[VerificationRequest]) -> Tensor:
         """See ``AcceptanceRule``: whether a node is the most probable token, and tolerable."""
         contexts = [context for request in requests for context in request.contexts]
@@ -100,6 +102,7 @@ class RelaxedAcceptance:
         is_top = probs.max(dim=-1).indices[rows] == tokens  # of equal ones, the first
         return torch.stack([is_top, self.is_tolerable(probs[rows], tokens)], dim=1)
 
+    @override
     def path(self, request: VerificationRequest, tests: NodeTests) -> list[int]:
         """See ``AcceptanceRule``: the longest path of accepted nodes, of equal ones the first."""
         draft = request.draft
@@ -140,7 +143,7 @@ _EPSILON = 1e-5
 """Added to a probability before its logarithm is taken, as in the authors' code."""
 
 
-class TypicalAcceptance:
+class TypicalAcceptance(AcceptanceRule):
     """Typical acceptance; an ``AcceptanceRule``.
 
     Args:
@@ -162,6 +165,7 @@ class TypicalAcceptance:
         entropy = -(probs * (probs + _EPSILON).log()).sum(dim=-1)
         return (self.alpha * torch.exp(-entropy)).clamp(max=self.threshold)
 
+    @override
     def test_nodes(self, logits: Tensor, requests: Sequence[VerificationRequest]) -> Tensor:
         """See ``AcceptanceRule``: by how much p(x) exceeds the threshold, and its logarithm."""
         contexts = [context for request in requests for context in request.contexts]
@@ -171,6 +175,7 @@ class TypicalAcceptance:
         margins = own - self.thresholds(probs)[rows]
         return torch.stack([margins, own.clamp(min=_EPSILON).log()], dim=1)
 
+    @override
     def path(self, request: VerificationRequest, tests: NodeTests) -> list[int]:
         """See ``AcceptanceRule``; of paths of equal length, the more probable one is taken."""
         return _most_probable_longest_path(request.draft, tests)
@@ -230,7 +235,7 @@ def synthetic_path(
     return path
 
 
-class SyntheticAcceptance:
+class SyntheticAcceptance(AcceptanceRule):
     """Acceptance at random; an ``AcceptanceRule``.
 
     Args:
@@ -260,11 +265,12 @@ class SyntheticAcceptance:
         """All requests but those with a grammar or a thinking budget: random tokens break both."""
         return not params.constrains
 
+    @override
     def test_nodes(self, logits: Tensor, requests: Sequence[VerificationRequest]) -> None:
         """See ``AcceptanceRule``: the logits do not matter."""
 
+    @override
     def path(self, request: VerificationRequest, tests: NodeTests) -> list[int]:
-        """See ``AcceptanceRule``."""
         return synthetic_path(request.draft, self._rate, self._uniform(request))
 
     @staticmethod

@@ -108,7 +108,7 @@ class DraftModelRecipe:
 
     @staticmethod
     def decoding(directory: Path) -> DraftTargetDecodingConfig:
-        """See ``recipes.table``."""
+        """How to decode with the drafter that was saved in ``directory``."""
         return DraftTargetDecodingConfig(
             speculative_model=directory, max_draft_len=_EVALUATED_DRAFT_LEN
         )
@@ -120,7 +120,7 @@ class DraftModelRecipe:
         return [ParameterGroup(list(self.module.parameters()))]
 
     def batch(self, step: int) -> TrainingBatch:
-        """See :class:`~forethought.training.trainer.Recipe`."""
+        """The batch of a step, counted from 0."""
         return self._batches(step)
 
     def loss(self, batch: TrainingBatch) -> Tensor:

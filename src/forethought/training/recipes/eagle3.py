@@ -124,12 +124,12 @@ class Eagle3Recipe:
     def build(
         cls, settings: Eagle3Settings, texts: Sequence[Text], teacher: Teacher
     ) -> Eagle3Recipe:
-        """See ``training.recipes.table``."""
+        """The recipe that ``settings`` describe, its initial weights drawn here."""
         return cls(teacher, texts, settings)
 
     @staticmethod
     def decoding(directory: Path) -> DecodingBaseConfig:
-        """See ``recipes.table``: chains of the length of the training-time test in the paper."""
+        """How to decode with the drafter that was saved in ``directory``."""
         return EagleDecodingConfig(max_draft_len=_EVALUATED_DRAFT_LEN, speculative_model=directory)
 
     @property
@@ -142,7 +142,7 @@ class Eagle3Recipe:
         return [ParameterGroup(list(self._head.parameters()))]
 
     def batch(self, step: int) -> TrainingBatch:
-        """See :class:`~forethought.training.trainer.Recipe`."""
+        """The batch of a step, counted from 0."""
         return self._batches(step)
 
     def loss(self, batch: TrainingBatch) -> Tensor:

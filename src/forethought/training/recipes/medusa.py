@@ -78,7 +78,7 @@ class MedusaRecipe:
 
     @staticmethod
     def decoding(directory: Path) -> MedusaDecodingConfig:
-        """See ``recipes.table``."""
+        """How to decode with the drafter that was saved in ``directory``."""
         return MedusaDecodingConfig(speculative_model=directory)
 
     def groups(self) -> list[ParameterGroup]:
@@ -86,11 +86,11 @@ class MedusaRecipe:
         return [ParameterGroup(list(self.module.parameters()))]
 
     def batch(self, step: int) -> TrainingBatch:
-        """See :class:`~forethought.training.trainer.Recipe`."""
+        """The batch of a step, counted from 0."""
         return self._batches(step)
 
     def loss(self, batch: TrainingBatch) -> Tensor:
-        """See :func:`heads_loss`."""
+        """The loss of a batch, a float32 scalar."""
         return heads_loss(self.module, batch, self._settings)
 
     def save(self, directory: Path) -> None:

@@ -127,7 +127,7 @@ class Medusa2Recipe:
 
     @staticmethod
     def decoding(directory: Path) -> MedusaDecodingConfig:
-        """See ``recipes.table``."""
+        """How to decode with the drafter that was saved in ``directory``."""
         return MedusaDecodingConfig(speculative_model=directory)
 
     def groups(self) -> list[ParameterGroup]:
@@ -160,7 +160,7 @@ class Medusa2Recipe:
         return progress - self._settings.heads_first + 1 / self._settings.steps
 
     def batch(self, step: int) -> JointBatch:
-        """See :class:`~forethought.training.trainer.Recipe`."""
+        """The batch of a step, counted from 0."""
         return JointBatch(self._batches(step), step / self._settings.steps)
 
     def loss(self, batch: JointBatch) -> Tensor:

@@ -299,7 +299,7 @@ class MtpRecipe:
 
     @staticmethod
     def decoding(directory: Path) -> MTPDecodingConfig:
-        """See ``recipes.table``."""
+        """How to decode with the drafter that was saved in ``directory``."""
         return MTPDecodingConfig(max_draft_len=_EVALUATED_DRAFT_LEN, speculative_model=directory)
 
     def groups(self) -> list[ParameterGroup]:
@@ -307,7 +307,7 @@ class MtpRecipe:
         return [ParameterGroup(list(self.module.parameters()))]
 
     def batch(self, step: int) -> TrainingBatch:
-        """See :class:`~forethought.training.trainer.Recipe`."""
+        """The batch of a step, counted from 0."""
         return self._batches(step)
 
     def loss(self, batch: TrainingBatch) -> Tensor:

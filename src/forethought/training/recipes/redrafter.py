@@ -80,7 +80,7 @@ class ReDrafterRecipe:
 
     @staticmethod
     def decoding(directory: Path) -> ReDrafterDecodingConfig:
-        """See ``recipes.table``."""
+        """How to decode with the drafter that was saved in ``directory``."""
         return ReDrafterDecodingConfig(speculative_model=directory)
 
     def groups(self) -> list[ParameterGroup]:
@@ -88,7 +88,7 @@ class ReDrafterRecipe:
         return [ParameterGroup(list(self.module.parameters()))]
 
     def batch(self, step: int) -> TrainingBatch:
-        """See :class:`~forethought.training.trainer.Recipe`."""
+        """The batch of a step, counted from 0."""
         return self._batches(step)
 
     def loss(self, batch: TrainingBatch) -> Tensor:
