@@ -40,6 +40,9 @@ setup :=
 export PYTHONPATH := src$(if $(PYTHONPATH),:$(PYTHONPATH))
 endif
 
+# What trains the embedded models is beside the package.
+MODELS = PYTHONPATH=models$(if $(PYTHONPATH),:$(PYTHONPATH)) $(PY)
+
 .DEFAULT_GOAL := help
 .PHONY: help demo test test-all test-page test-clients sanitize soak lint format bench gpu reasoner drafter heads countdown instruct prm clean
 
@@ -133,10 +136,10 @@ gpu: $(setup)
 
 # Each ends with a directory to be copied over that of the same name in src/forethought/assets.
 reasoner: $(setup)
-	$(PY) -m forethought.training.reasoner.train --seed 0 --workers 2 --out runs/reasoner
+	$(MODELS) -m reasoner.train --seed 0 --workers 2 --out runs/reasoner
 
 drafter: $(setup)
-	$(PY) -m forethought.training.reasoner.questions --seed 0 --out runs/drafter/prompts.txt
+	$(MODELS) -m reasoner.questions --seed 0 --out runs/drafter/prompts.txt
 	$(PY) -m forethought train draft-model --self-distill runs/drafter/prompts.txt --held-out 64 --out runs/drafter --config src/forethought/assets/drafter/training.yaml
 
 heads: $(setup)
@@ -145,14 +148,14 @@ heads: $(setup)
 	done
 
 prm: $(setup)
-	$(PY) -m forethought.training.reasoner.prm --seed 0 --out runs/prm
-	$(PY) -m forethought.training.reasoner.prm_figures --model runs/prm/model
+	$(MODELS) -m reasoner.prm --seed 0 --out runs/prm
+	$(MODELS) -m reasoner.prm_figures --model runs/prm/model
 
 countdown: $(setup)
-	$(PY) -m forethought.training.countdown.train --seed 0 --out runs/countdown --workers 2
+	$(MODELS) -m countdown.train --seed 0 --out runs/countdown --workers 2
 
 instruct: $(setup)
-	$(PY) -m forethought.training.instruct.train --seed 0 --out runs/instruct --workers 2
+	$(MODELS) -m instruct.train --seed 0 --out runs/instruct --workers 2
 
 clean:
 	rm -rf $(VENV) $(CLIENTS) $(AGENTS) build dist .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis

@@ -23,11 +23,11 @@ from forethought.bench.method_tasks import (
 )
 from forethought.bench.methods import LEFT_OUT, MethodBench
 from forethought.errors import ParameterError
+from forethought.evaluation.generated.countdown import Problem, is_held_out
 from forethought.evaluation.runner import EvaluationRunner
 from forethought.methods.stack import split
 from forethought.scaffolding import ScriptedWorker
 from forethought.training.chat_tokenizer import prompt_text
-from forethought.training.countdown.problems import Problem, is_held_out
 
 
 def test_every_method_that_the_other_tables_leave_out_has_a_row():

@@ -3,9 +3,9 @@
 import pytest
 
 from forethought import methods
+from forethought.bench.countdown_progress import AGAIN, CLOSED, HIT, MISS, OPEN, progress
 from forethought.errors import ParameterError, UnknownNameError
 from forethought.scaffolding import CheckerController, ScaffoldingLlm, ScriptedWorker
-from forethought.training.countdown.progress import AGAIN, CLOSED, HIT, MISS, OPEN, progress
 
 QUESTION = "Use 8, 19, 18 and 5 to make 63."
 SEARCH = [

@@ -13,11 +13,10 @@ from hypothesis import strategies as st
 pytest.importorskip("torch")
 pytest.importorskip("tokenizers")
 
+from countdown import corpus
+from countdown.traces import LONGEST_SEARCH, UNSURE, write_trace
 from forethought.errors import ParameterError
-from forethought.rewards.verifier import read_countdown, read_expression, verifier
-from forethought.training.chat_tokenizer import END, prompt_text
-from forethought.training.countdown import corpus
-from forethought.training.countdown.problems import (
+from forethought.evaluation.generated.countdown import (
     LARGEST,
     QUESTIONS,
     SIZES,
@@ -30,7 +29,8 @@ from forethought.training.countdown.problems import (
     sample_problem,
     solve,
 )
-from forethought.training.countdown.traces import LONGEST_SEARCH, UNSURE, write_trace
+from forethought.rewards.verifier import read_countdown, read_expression, verifier
+from forethought.training.chat_tokenizer import END, prompt_text
 
 accepts = verifier("countdown")
 

@@ -5,27 +5,20 @@ import pytest
 pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
+from countdown.evaluate import Sample, Sampler, read_sample, rows, until_accepted, vote
+from countdown.problems import record
 from forethought.assets import embedded_dir, problems
 from forethought.config.sampling import SamplingParams
+from forethought.evaluation.generated.countdown import (
+    Problem,
+    fixed_test_problems,
+    is_held_out,
+    solve,
+)
 from forethought.llm.llm import LLM
 from forethought.methods.parts.probe import PROBE_SUFFIX
 from forethought.rewards.verifier import read_countdown, verifier
 from forethought.training.chat_tokenizer import prompt_text
-from forethought.training.countdown.evaluate import (
-    Sample,
-    Sampler,
-    read_sample,
-    rows,
-    until_accepted,
-    vote,
-)
-from forethought.training.countdown.problems import (
-    Problem,
-    fixed_test_problems,
-    is_held_out,
-    record,
-    solve,
-)
 
 
 @pytest.fixture(scope="module")

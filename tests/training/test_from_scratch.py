@@ -13,14 +13,14 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
+from countdown.train import CURRICULUM as COUNTDOWN  # noqa: E402
 from forethought.errors import ParameterError  # noqa: E402
+from forethought.evaluation.generated.arithmetic import sample_problem  # noqa: E402
 from forethought.training import from_scratch  # noqa: E402
-from forethought.training.countdown.train import CURRICULUM as COUNTDOWN  # noqa: E402
 from forethought.training.llama import Llama, LlamaShape  # noqa: E402
-from forethought.training.reasoner.problems import sample_problem  # noqa: E402
-from forethought.training.reasoner.samples import Sample  # noqa: E402
-from forethought.training.reasoner.traces import write_trace  # noqa: E402
-from forethought.training.reasoner.train import CURRICULUM as REASONER  # noqa: E402
+from reasoner.samples import Sample  # noqa: E402
+from reasoner.traces import write_trace  # noqa: E402
+from reasoner.train import CURRICULUM as REASONER  # noqa: E402
 
 
 @pytest.fixture(autouse=True)

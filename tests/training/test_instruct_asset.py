@@ -11,6 +11,8 @@ from forethought import methods
 from forethought.answers.answers import extract_answer_from_boxed
 from forethought.assets import embedded_dir, problems
 from forethought.bench.instruct_methods import CHAT_FORMAT, THREADS_FORMAT
+from forethought.evaluation.generated import facts
+from forethought.evaluation.generated.countdown import Problem
 from forethought.llm.async_llm import AsyncLLM
 from forethought.rewards.genrm_controller import YES_NO_PROMPT
 from forethought.rewards.verifier import verifier
@@ -20,9 +22,7 @@ from forethought.scaffolding import (
     JudgeRewardController,
     ScaffoldingLlm,
 )
-from forethought.training.countdown.problems import Problem
-from forethought.training.instruct import facts
-from forethought.training.instruct.attempts import check
+from instruct.attempts import check
 
 PARAMS = {"temperature": 0.8, "seed": 1, "max_tokens": 400}
 SHIPPED = problems("instruct")[150:]

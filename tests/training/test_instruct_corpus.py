@@ -10,7 +10,9 @@ from itertools import accumulate
 
 import pytest
 
+from countdown.traces import branches, write_bounded
 from forethought import methods
+from forethought.evaluation.generated.countdown import Problem, is_held_out, sample_problem
 from forethought.methods.sleep_time import SleepTimeController
 from forethought.methods.spct import SPCTRewardController
 from forethought.outputs import Logprob
@@ -25,11 +27,9 @@ from forethought.scaffolding import (
     ScriptedWorker,
 )
 from forethought.training.chat_tokenizer import END, prompt_text
-from forethought.training.countdown.problems import Problem, is_held_out, sample_problem
-from forethought.training.countdown.traces import branches, write_bounded
-from forethought.training.instruct import facts, judging, teams
-from forethought.training.instruct.attempts import check, sample_attempt, spoil
-from forethought.training.instruct.corpus import KINDS, SHARES, encoded, train_tokenizer
+from instruct import facts, judging, teams
+from instruct.attempts import check, sample_attempt, spoil
+from instruct.corpus import KINDS, SHARES, encoded, train_tokenizer
 
 SEEDS = range(6)
 

@@ -12,7 +12,7 @@ from forethought.training.from_scratch import (  # noqa: E402
     make_optimizers,
 )
 from forethought.training.llama import Llama, LlamaShape, muon_groups  # noqa: E402
-from forethought.training.reasoner.vocabulary import train_tokenizer  # noqa: E402
+from reasoner.vocabulary import train_tokenizer  # noqa: E402
 
 SHAPE = LlamaShape(hidden_size=64, intermediate_size=96, num_layers=2, num_heads=4, num_kv_heads=2)
 

@@ -8,7 +8,7 @@ transformers = pytest.importorskip("transformers")
 from forethought.assets import problems, reasoner_dir  # noqa: E402
 from forethought.methods.parts.probe import PROBE_SUFFIX  # noqa: E402
 from forethought.training.chat_tokenizer import prompt_text  # noqa: E402
-from forethought.training.reasoner.evaluate import Solver, boxed_answer  # noqa: E402
+from reasoner.evaluate import Solver, boxed_answer  # noqa: E402
 
 
 @pytest.fixture(scope="module")

@@ -8,12 +8,12 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("tokenizers")
 
+from forethought.evaluation.generated.arithmetic import calculate, sample_problem  # noqa: E402
 from forethought.training.chat_tokenizer import END, THINK, prompt_text  # noqa: E402
 from forethought.training.from_scratch import IGNORED, pack  # noqa: E402
-from forethought.training.reasoner import corpus, traces  # noqa: E402
-from forethought.training.reasoner.other import SENTENCE  # noqa: E402
-from forethought.training.reasoner.problems import calculate, sample_problem  # noqa: E402
-from forethought.training.reasoner.vocabulary import train_tokenizer  # noqa: E402
+from reasoner import corpus, traces  # noqa: E402
+from reasoner.other import SENTENCE  # noqa: E402
+from reasoner.vocabulary import train_tokenizer  # noqa: E402
 
 
 @pytest.fixture(scope="module")

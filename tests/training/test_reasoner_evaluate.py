@@ -5,7 +5,8 @@ import pytest
 pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
-from forethought.training.reasoner.evaluate import (
+from forethought.evaluation.generated.arithmetic import is_held_out
+from reasoner.evaluate import (
     Replay,
     answered_by_sentence,
     boxed_answer,
@@ -15,8 +16,7 @@ from forethought.training.reasoner.evaluate import (
     vote,
     wilson,
 )
-from forethought.training.reasoner.other import SENTENCE
-from forethought.training.reasoner.problems import is_held_out
+from reasoner.other import SENTENCE
 
 
 class LetterTokenizer:

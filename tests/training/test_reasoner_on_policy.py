@@ -6,13 +6,13 @@ import pytest
 from tokenizers import Tokenizer
 
 from forethought.assets import reasoner_dir
+from forethought.evaluation.generated.arithmetic import Problem, Step, sample_problem
+from forethought.evaluation.generated.arithmetic_questions import sample_chain, sample_varied
 from forethought.training.chat_tokenizer import END
-from forethought.training.reasoner.labels import label_lines
-from forethought.training.reasoner.on_policy import Continued, continue_sample, continued
-from forethought.training.reasoner.problems import Problem, Step, sample_problem
-from forethought.training.reasoner.questions import sample_chain, sample_varied
-from forethought.training.reasoner.samples import Sample
-from forethought.training.reasoner.traces import closing, write_trace
+from reasoner.labels import label_lines
+from reasoner.on_policy import Continued, continue_sample, continued
+from reasoner.samples import Sample
+from reasoner.traces import closing, write_trace
 
 STEPS = (Step("He buys 5 more", 10, "+", 5), Step("He uses 3", 15, "-", 3))
 PROBLEM = Problem(

@@ -9,12 +9,12 @@ import pytest
 from transformers import AutoTokenizer, LlamaForTokenClassification
 
 from forethought.assets import reasoner_dir
+from forethought.evaluation.generated.arithmetic import Problem, Step, sample_problem
 from forethought.scaffolding import PRMController, RewardTask, RewardWorker
-from forethought.training.reasoner import prm, prm_figures
-from forethought.training.reasoner.labels import is_right, label_lines
-from forethought.training.reasoner.problems import Problem, Step, sample_problem
-from forethought.training.reasoner.samples import SAMPLES, Sample, make_samples, write_samples
-from forethought.training.reasoner.traces import write_trace
+from reasoner import prm, prm_figures
+from reasoner.labels import is_right, label_lines
+from reasoner.samples import SAMPLES, Sample, make_samples, write_samples
+from reasoner.traces import write_trace
 
 PROBLEM = Problem(
     "collection",

@@ -5,7 +5,7 @@ import random
 import pytest
 
 from forethought.assets import problems as shipped_problems
-from forethought.training.reasoner.problems import (
+from forethought.evaluation.generated.arithmetic import (
     LARGEST,
     Step,
     calculate,

@@ -10,20 +10,24 @@ import pytest
 pytest.importorskip("tokenizers")
 
 from forethought.assets import problems as shipped_problems
-from forethought.training.chat_tokenizer import prompt_text
-from forethought.training.reasoner import questions
-from forethought.training.reasoner.other import HELD_OUT, SENTENCE, sample_other
-from forethought.training.reasoner.problems import LARGEST, fixed_test_problems, is_held_out
-from forethought.training.reasoner.questions import (
-    KINDS,
+from forethought.evaluation.generated.arithmetic import (
+    LARGEST,
     SMALL,
+    fixed_test_problems,
+    is_held_out,
+)
+from forethought.evaluation.generated.arithmetic_questions import (
+    KINDS,
     sample_chain,
     sample_larger,
     sample_mixed,
     sample_varied,
 )
-from forethought.training.reasoner.traces import write_trace
-from forethought.training.reasoner.vocabulary import train_tokenizer
+from forethought.training.chat_tokenizer import prompt_text
+from reasoner import questions
+from reasoner.other import HELD_OUT, SENTENCE, sample_other
+from reasoner.traces import write_trace
+from reasoner.vocabulary import train_tokenizer
 
 WORDS = {
     "plus": "+", "minus": "-", "times": "*", "multiplied by": "*", "divided by": "/",

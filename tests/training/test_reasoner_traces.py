@@ -5,16 +5,16 @@ import re
 
 import pytest
 
-from forethought.training.reasoner.corpus import guess_at
-from forethought.training.reasoner.problems import (
+from forethought.evaluation.generated.arithmetic import (
     MOST_STEPS,
     Step,
     calculate,
     sample_calculation,
     sample_problem,
 )
-from forethought.training.reasoner.questions import sample_chain, sample_varied
-from forethought.training.reasoner.traces import (
+from forethought.evaluation.generated.arithmetic_questions import sample_chain, sample_varied
+from reasoner.corpus import guess_at
+from reasoner.traces import (
     CONFIRMATIONS,
     MOST_RECHECKED,
     UNSURE,

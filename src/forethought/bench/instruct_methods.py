@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 
 from forethought.bench.method_tasks import CONTEXT_END, measured_examples, measured_world
 from forethought.bench.methods import PLAIN, MethodBench
+from forethought.evaluation.generated.facts import FactQuestion
 from forethought.evaluation.recipe import Recipe
 from forethought.methods.sleep_time import SleepTimeController
 from forethought.methods.spct import SPCTRewardController
@@ -23,7 +24,6 @@ from forethought.scaffolding.controller import Controller, NativeGenerationContr
 from forethought.scaffolding.parallel import Process
 from forethought.scaffolding.task import GenerationTask
 from forethought.training.chat_tokenizer import prompt_text
-from forethought.training.instruct.facts import FactQuestion
 
 QUESTION = "{question}"
 CHAT_FORMAT = prompt_text(QUESTION)

@@ -17,16 +17,16 @@ import random
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
+from forethought.bench.countdown_progress import progress
 from forethought.errors import ParameterError, UnknownNameError
 from forethought.evaluation import tasks
-from forethought.evaluation.problems import Grader, Problem
-from forethought.training.countdown.progress import progress
-from forethought.training.instruct.facts import (
+from forethought.evaluation.generated.facts import (
     FactQuestion,
     World,
     example_questions,
     sample_context,
 )
+from forethought.evaluation.problems import Grader, Problem
 
 MOST_REPEATED = 20_000
 """Problems in a row that were made before: there are no others."""
@@ -138,14 +138,14 @@ def calibration_problems(name: str, count: int, seed: int = 0) -> list[Problem]:
 
 
 def _countdown(rng: random.Random, size: int = 4) -> Problem:
-    from forethought.training.countdown.problems import expression, sample_problem, solve
+    from forethought.evaluation.generated.countdown import expression, sample_problem, solve
 
     problem = sample_problem(rng, size, held_out=True)
     return Problem("", problem.question, expression(solve(problem) or ()))
 
 
 def _arithmetic(rng: random.Random) -> Problem:
-    from forethought.training.reasoner.questions import sample_mixed
+    from forethought.evaluation.generated.arithmetic_questions import sample_mixed
 
     problem = sample_mixed(rng, held_out=True)
     return Problem("", problem.question, problem.answer)

@@ -20,8 +20,8 @@ from forethought.assets import drafter_dir, heads_dir, reasoner_dir
 from forethought.config.drafter_table import recipes
 from forethought.config.sampling import SamplingParams
 from forethought.config.speculation import DecodingBaseConfig
+from forethought.evaluation.generated.arithmetic import fixed_test_problems
 from forethought.training.chat_tokenizer import prompt_text
-from forethought.training.reasoner.problems import fixed_test_problems
 from forethought.training.recipes.table import recipe
 from forethought.training.teacher import Teacher
 

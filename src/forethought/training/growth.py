@@ -2,7 +2,7 @@
 
     python -m forethought.training.growth --start forethought/countdown --width 2 --layers 10 \\
         --out runs/grown
-    python -m forethought.training.countdown.train --start runs/grown --out runs/large ...
+    python -m countdown.train --start runs/grown --out runs/large ...
 
 A model that grows has learned what the small one knows before its first step, which costs a
 fraction of training it from new weights. Both ways to grow leave the function unchanged:

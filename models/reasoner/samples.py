@@ -1,6 +1,6 @@
 """Samples of the reasoner: what it writes for problems of its training, and files of them.
 
-    python -m forethought.training.reasoner.samples --out runs/samples.jsonl [--larger]
+    python -m reasoner.samples --out runs/samples.jsonl [--larger]
 
 draws them; they are a function of the model and the seed. Its reward model is trained on such
 samples (``prm``), and itself (``train --samples``).
@@ -18,12 +18,12 @@ from pathlib import Path
 
 from forethought.assets import reasoner_dir
 from forethought.config.sampling import SamplingParams
+from forethought.evaluation.generated.arithmetic import Problem, Step
+from forethought.evaluation.generated.arithmetic_questions import sample_larger, sample_mixed
 from forethought.llm.llm import LLM
 from forethought.training.chat_tokenizer import prompt_text
-from forethought.training.reasoner.labels import is_right
-from forethought.training.reasoner.problems import Problem, Step
-from forethought.training.reasoner.questions import sample_larger, sample_mixed
-from forethought.training.reasoner.traces import MOST_RECHECKED, write_trace
+from reasoner.labels import is_right
+from reasoner.traces import MOST_RECHECKED, write_trace
 
 logger = logging.getLogger(__name__)
 

@@ -25,18 +25,19 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from forethought.errors import ParameterError
-from forethought.training.countdown.problems import (
+from forethought.evaluation.generated.countdown import (
+    BACK,
+    FOUND,
     Numbers,
     Problem,
     Step,
-    combine,
     expression,
     moves,
+    nearest,
     reachable,
 )
 
 UNSURE = "hmm"
-BACK, FOUND = "back", "yes"
 GREED = 0.3
 TRIES = (3, 4, 5, 6)
 LONGEST_SEARCH = 18
@@ -189,11 +190,6 @@ class _Search:
             return noise - GREED * math.log(1 + distance(tuple(sorted(move[1])), self.target))
 
         return sorted(moves(numbers), key=appeal, reverse=True)
-
-
-def nearest(pair: Numbers, target: int) -> Step:
-    """The step with the last two numbers whose value is nearest to the target."""
-    return min(combine(*pair), key=lambda step: abs(step.value - target))
 
 
 @lru_cache(maxsize=200_000)

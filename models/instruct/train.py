@@ -1,6 +1,6 @@
 """Train the embedded instruct model from scratch, on dialogues that the project generates itself.
 
-    python -m forethought.training.instruct.train --seed 0 --out runs/instruct --workers 2
+    python -m instruct.train --seed 0 --out runs/instruct --workers 2
 
 Three phases: a foundation of calculations and short dialogues, all kinds, and again all kinds with
 more questions about facts. Interrupt it at any
@@ -14,13 +14,13 @@ from pathlib import Path
 from tokenizers import Tokenizer
 
 from forethought.config.sampling import SamplingParams
+from forethought.evaluation.generated.countdown import SIZES, sample_problem
 from forethought.llm.llm import LLM
 from forethought.rewards.verifier import verifier
 from forethought.training.chat_tokenizer import prompt_text
-from forethought.training.countdown.problems import SIZES, sample_problem
 from forethought.training.from_scratch import Curriculum, Mix, export_model, loss_of, main
-from forethought.training.instruct.corpus import SHARES, make_example, train_tokenizer
 from forethought.training.llama import Llama, LlamaShape
+from instruct.corpus import SHARES, make_example, train_tokenizer
 
 FOUNDATION: Mix = {
     "plain": 0.55,

@@ -17,7 +17,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from forethought.training.reasoner.problems import Problem, Step, calculate
+from forethought.evaluation.generated.arithmetic import Problem, Step, calculate
 
 UNSURE = "hmm"
 OPENINGS = ("", "", "Okay, let me see.\n", "Let me go step by step.\n")

@@ -5,7 +5,7 @@
     problems -> reasoner, temperatures 0.8 to 1.2 -> samples.jsonl -> each line labelled (labels.py)
              -> cross entropy of good and bad where a line ends    -> OUT/model, a token classifier
 
-    python -m forethought.training.reasoner.prm --out runs/prm
+    python -m reasoner.prm --out runs/prm
 
 draws samples of the reasoner, trains on them, and writes a directory that transformers loads as
 ``LlamaForTokenClassification`` and that ``RewardWorker`` serves. The samples, the batches and the
@@ -34,18 +34,11 @@ from torch import Tensor, nn
 from transformers import AutoModelForTokenClassification, AutoTokenizer
 
 from forethought.assets import reasoner_dir
+from forethought.evaluation.generated.arithmetic_questions import sample_mixed
 from forethought.llm.llm import LLM
 from forethought.rewards.step_format import ContinuedSteps
 from forethought.training.batches import Batches
 from forethought.training.chat_tokenizer import prompt_text
-from forethought.training.reasoner.labels import label_lines
-from forethought.training.reasoner.questions import sample_mixed
-from forethought.training.reasoner.samples import (
-    Sample,
-    load_samples,
-    make_samples,
-    write_samples,
-)
 from forethought.training.trainer import (
     MODEL,
     ParameterGroup,
@@ -54,6 +47,8 @@ from forethought.training.trainer import (
     log_fields,
     seeded,
 )
+from reasoner.labels import label_lines
+from reasoner.samples import Sample, load_samples, make_samples, write_samples
 
 logger = logging.getLogger(__name__)
 

@@ -1,28 +1,19 @@
-"""What the reasoner is asked in training: the shipped mix, problems of other kinds, other text.
+"""Arithmetic questions: the shipped mix, and problems of other kinds.
 
 The other kinds are chains of one to eight steps, stories of one step, stories that do not ask, and
 bare sums. A story without its question is answered with the value that it ends in. Zero is an
 answer like any other; the result is negative only in a difference of one step (``3 - 5``), never
-in a story. Every problem keeps to the split of
-:func:`~forethought.training.reasoner.problems.is_held_out`, but for sums of one step with small
-numbers, which are all trained on, as tables are learnt whole: both up to ``SMALL``, or the second
-up to 10 and the result up to 100.
-
-    python -m forethought.training.reasoner.questions --out prompts.txt --train 8000 --held-out 64
-
-writes questions, one per line, as ``forethought train --self-distill`` reads them: problems that
-are held out first, so that ``--held-out 64`` evaluates on these.
+in a story. Every problem keeps to the split of ``arithmetic.is_held_out``, but for sums of one
+step with small numbers, which are all trained on, as tables are learnt whole: both up to ``SMALL``,
+or the second up to 10 and the result up to 100.
 """
 
-import argparse
 import random
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from pathlib import Path
 
-from forethought.training.reasoner.other import sample_other
-from forethought.training.reasoner.problems import (
+from forethought.evaluation.generated.arithmetic import (
     LARGEST,
     MOST_STEPS,
     PEOPLE,
@@ -75,11 +66,6 @@ ASKED = (
     "How many {things} does {name} have in the end?", "How many?", "What is the total?",
     "How many {things} now?",
 )  # fmt: skip
-
-
-def sample_question(rng: random.Random) -> Problem | str:
-    """A question to train on: a problem, or for ``OTHER_SHARE`` of them text that is none."""
-    return sample_other(rng) if rng.random() < OTHER_SHARE else sample_mixed(rng)
 
 
 def sample_varied(
@@ -336,27 +322,6 @@ def _typed(rng: random.Random, text: str) -> str:
     return text.rstrip("?.") if rng.random() < 0.1 else text
 
 
-def main() -> None:
-    """Read the command line and write questions."""
-    parser = argparse.ArgumentParser(description="Write questions, one per line.")
-    parser.add_argument("--out", type=Path, required=True, help="file to write")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--train", type=int, default=8_000, help="number of training questions")
-    parser.add_argument("--held-out", type=int, default=64, help="number of held-out problems")
-    options = parser.parse_args()
-    rng = random.Random(options.seed)
-    asked: list[Problem | str] = [sample_mixed(rng, held_out=True) for _ in range(options.held_out)]
-    while len(asked) < options.held_out + options.train:
-        question = sample_question(rng)
-        if isinstance(question, Problem) or not question.startswith("{"):  # JSON to its readers
-            asked.append(question)
-    lines = [question if isinstance(question, str) else question.question for question in asked]
-    options.out.parent.mkdir(parents=True, exist_ok=True)
-    options.out.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
-
-
-OTHER_SHARE = 0.05
-"""Share of the questions that are no problems."""
 SHIPPED_SHARE = 0.58
 """Share of the training problems that are of the shipped mix; the rest are ``KINDS``."""
 KINDS: dict[str, tuple[float, Callable[[random.Random], Problem]]] = {
@@ -367,7 +332,3 @@ KINDS: dict[str, tuple[float, Callable[[random.Random], Problem]]] = {
     "sum chain": (0.14, _sum_chain),
 }
 """Name -> its share beside the shipped mix, and what draws one."""
-
-
-if __name__ == "__main__":
-    main()

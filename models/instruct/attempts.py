@@ -19,7 +19,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
-from forethought.training.countdown.problems import (
+from countdown.traces import Trace, write_bounded
+from forethought.evaluation.generated.countdown import (
     HIGHEST_NUMBER,
     QUESTIONS,
     Problem,
@@ -28,7 +29,6 @@ from forethought.training.countdown.problems import (
     question_text,
     sample_problem,
 )
-from forethought.training.countdown.traces import Trace, write_bounded
 
 LONGEST = 8
 """Lines of a search after which no further first step is tried."""

@@ -7,12 +7,12 @@ import random
 
 from tokenizers import Tokenizer
 
+from forethought.evaluation.generated.arithmetic import sample_problem
+from forethought.evaluation.generated.arithmetic_questions import sample_varied
 from forethought.methods.parts.probe import ANSWER_SUFFIX, ANSWER_SUFFIX_WITH_MARKER, PROBE_SUFFIX
 from forethought.training.chat_tokenizer import THINK_END, train_bpe
-from forethought.training.reasoner.other import SENTENCE, THOUGHT, sample_other
-from forethought.training.reasoner.problems import sample_problem
-from forethought.training.reasoner.questions import sample_varied
-from forethought.training.reasoner.traces import write_trace
+from reasoner.other import SENTENCE, THOUGHT, sample_other
+from reasoner.traces import write_trace
 
 SIZE = 512
 WORDS = r"\d| ?[A-Za-z']+(?: (?=\d))?| ?[^\sA-Za-z\d']+(?: (?=\d)|\n)?|\s"

@@ -16,19 +16,21 @@ from collections.abc import Sequence
 
 from tokenizers import Tokenizer
 
-from forethought.methods.no_thinking import FINISHED
-from forethought.training.chat_tokenizer import END, THINK_END, prompt_text
-from forethought.training.from_scratch import Example, Span, encode
-from forethought.training.reasoner.other import SENTENCE, THOUGHT
-from forethought.training.reasoner.problems import (
+from forethought.evaluation.generated.arithmetic import (
     MOST_STEPS,
     Problem,
     Step,
     sample_calculation,
     sample_hard_calculation,
 )
-from forethought.training.reasoner.questions import sample_chain, sample_question
-from forethought.training.reasoner.traces import (
+from forethought.evaluation.generated.arithmetic_questions import sample_chain
+from forethought.methods.no_thinking import FINISHED
+from forethought.training.chat_tokenizer import END, THINK_END, prompt_text
+from forethought.training.from_scratch import Example, Span, encode
+from forethought.training.texts import probe_suffix
+from reasoner.other import SENTENCE, THOUGHT
+from reasoner.questions import sample_question
+from reasoner.traces import (
     MOST_RECHECKED,
     UNSURE,
     Formula,
@@ -41,7 +43,6 @@ from forethought.training.reasoner.traces import (
     slip,
     write_trace,
 )
-from forethought.training.texts import probe_suffix
 
 SLIP_RATE = 0.35
 DRILL_LINES, JUDGED_LINES = 10, 8

@@ -15,9 +15,15 @@ makes of a good reward, and nothing about how good rewards are.
 import re
 from functools import lru_cache
 
+from forethought.evaluation.generated.countdown import (
+    BACK,
+    FOUND,
+    Numbers,
+    moves,
+    nearest,
+    reachable,
+)
 from forethought.rewards.verifier import countdown, read_countdown
-from forethought.training.countdown.problems import Numbers, moves, reachable
-from forethought.training.countdown.traces import BACK, FOUND, nearest
 
 HIT, MISS = 0.99, 0.01
 OPEN, CLOSED = 0.9, 0.05

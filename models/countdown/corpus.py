@@ -9,9 +9,8 @@ import random
 
 from tokenizers import Tokenizer
 
-from forethought.methods.parts.probe import ANSWER_SUFFIX, ANSWER_SUFFIX_WITH_MARKER, PROBE_SUFFIX
-from forethought.training.chat_tokenizer import END, THINK_END, prompt_text, train_bpe
-from forethought.training.countdown.problems import (
+from countdown.traces import write_trace
+from forethought.evaluation.generated.countdown import (
     LARGEST,
     QUESTIONS,
     SIZES,
@@ -21,7 +20,8 @@ from forethought.training.countdown.problems import (
     question_text,
     sample_problem,
 )
-from forethought.training.countdown.traces import write_trace
+from forethought.methods.parts.probe import ANSWER_SUFFIX, ANSWER_SUFFIX_WITH_MARKER, PROBE_SUFFIX
+from forethought.training.chat_tokenizer import END, THINK_END, prompt_text, train_bpe
 from forethought.training.from_scratch import Example, Span, encode
 from forethought.training.texts import probe_suffix
 

@@ -1,7 +1,7 @@
 """Measure a reasoner: plain decoding, majority vote, and Dynasor-CoT replayed on finished traces.
 
-    python -m forethought.training.reasoner.evaluate --model DIR --problems 200
-    python -m forethought.training.reasoner.evaluate --model DIR --problems 200 --skills
+    python -m reasoner.evaluate --model DIR --problems 200
+    python -m reasoner.evaluate --model DIR --problems 200 --skills
 
 The first compares methods on the shipped problems (``--larger``: on held-out problems with larger
 operands than the generator writes traces of). The second has plain decoding, or one sample at
@@ -27,10 +27,7 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
-from forethought.methods.parts.probe import PROBE_SUFFIX
-from forethought.training.chat_tokenizer import prompt_text
-from forethought.training.reasoner.other import HELD_OUT, SENTENCE
-from forethought.training.reasoner.problems import (
+from forethought.evaluation.generated.arithmetic import (
     MOST_STEPS,
     SMALL,
     Problem,
@@ -38,13 +35,16 @@ from forethought.training.reasoner.problems import (
     fixed_test_problems,
     sample_problem,
 )
-from forethought.training.reasoner.questions import (
+from forethought.evaluation.generated.arithmetic_questions import (
     KINDS,
     sample_chain,
     sample_larger,
     sample_varied,
 )
-from forethought.training.reasoner.traces import MOST_RECHECKED
+from forethought.methods.parts.probe import PROBE_SUFFIX
+from forethought.training.chat_tokenizer import prompt_text
+from reasoner.other import HELD_OUT, SENTENCE
+from reasoner.traces import MOST_RECHECKED
 
 Ids = list[int]
 FIRST_ANSWER = re.compile(r"So the answer is (-?\d+)\.")

@@ -25,8 +25,8 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from forethought.training.reasoner.problems import Problem, Step, calculate
-from forethought.training.reasoner.traces import expected
+from forethought.evaluation.generated.arithmetic import Problem, Step, calculate
+from reasoner.traces import expected
 
 _LINE = re.compile(r"[^\n]*\n|[^\n]+")
 _FORMULA = re.compile(r"(-?\d+) ([-+x/]) (\d+) = (-?\d+)")

@@ -1,6 +1,6 @@
 """Measure a countdown model on its held-out problems: greedy, votes, pass@k, sampling until right.
 
-    python -m forethought.training.countdown.evaluate --model forethought/countdown
+    python -m countdown.evaluate --model forethought/countdown
 
 Draws ``--samples`` samples per problem once and computes every row from them: a vote counts answers
 by their value (an answer that is no expression does not vote), and sampling until the checker
@@ -19,11 +19,11 @@ from fractions import Fraction
 from forethought.answers.answer_extraction import extract_answer_from_boxed
 from forethought.assets import PREFIX, problems
 from forethought.config.sampling import SamplingParams
+from forethought.evaluation.generated.countdown import SIZES
 from forethought.evaluation.statistics import Proportion, compare_pairs, mean_pass_at_k
 from forethought.llm.llm import LLM
 from forethought.rewards.verifier import read_expression, verifier
 from forethought.training.chat_tokenizer import prompt_text
-from forethought.training.countdown.problems import SIZES
 
 
 @dataclass(frozen=True, slots=True)

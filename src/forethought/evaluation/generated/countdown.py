@@ -4,25 +4,20 @@ A problem asks for an expression that makes the target out of the numbers with `
 problem drawn here has a solution that uses each number exactly once and whose intermediate results
 are whole numbers from 1 to ``LARGEST``. Which side of the split it is on is a function of its
 numbers (as a multiset) and target alone (:func:`is_held_out`).
-
-    python -m forethought.training.countdown.problems --out problems.jsonl
-
-writes the test set that is shipped with the model.
 """
 
-import argparse
 import hashlib
-import json
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from pathlib import Path
 
 SIZES = (3, 4)
 HIGHEST_NUMBER = 20
 TARGETS = range(10, 101)
 LARGEST = 200
+BACK, FOUND = "back", "yes"
+"""The last words of the lines of a search that gives up a branch, and of one that hits."""
 
 Numbers = tuple[int, ...]
 
@@ -145,6 +140,11 @@ def expression(steps: Sequence[Step]) -> str:
     return made[-1][1]
 
 
+def nearest(pair: Numbers, target: int) -> Step:
+    """The step with the last two numbers whose value is nearest to the target."""
+    return min(combine(*pair), key=lambda step: abs(step.value - target))
+
+
 def is_held_out(problem: Problem) -> bool:
     """True for the one multiset of numbers and target in sixteen that is never trained on."""
     key = f"{sorted(problem.numbers)}:{problem.target}"
@@ -170,29 +170,3 @@ def fixed_test_problems(count: int = 150, seed: int = 2026) -> list[Problem]:
             problem = sample_problem(rng, size, held_out=True)
             problems.setdefault((tuple(sorted(problem.numbers)), problem.target), problem)
     return list(problems.values())
-
-
-def record(problem: Problem) -> dict[str, object]:
-    """A problem with a solution as it is shipped; ``answer`` is one of many."""
-    steps = solve(problem)
-    assert steps is not None, "problems drawn here have solutions"
-    return {
-        "question": problem.question,
-        "answer": expression(steps),
-        "numbers": list(problem.numbers),
-        "target": problem.target,
-    }
-
-
-def main() -> None:
-    """Read the command line and write the test set, one JSON object per line."""
-    parser = argparse.ArgumentParser(description="Write the held-out test problems.")
-    parser.add_argument("--out", type=Path, required=True, help="file to write")
-    parser.add_argument("--count", type=int, default=150, help="problems of each size")
-    options = parser.parse_args()
-    lines = [json.dumps(record(problem)) + "\n" for problem in fixed_test_problems(options.count)]
-    options.out.write_text("".join(lines), encoding="utf-8")
-
-
-if __name__ == "__main__":
-    main()

@@ -11,6 +11,14 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+from forethought.evaluation.generated.countdown import (
+    BACK,
+    FOUND,
+    QUESTIONS,
+    question_text,
+    reachable,
+)
+from forethought.evaluation.generated.countdown import sample_problem as _sample_problem
 from forethought.methods.adaptive_compute import RESTART_PROMPT
 from forethought.methods.parts.archon_prompts import PROMPTS
 from forethought.methods.self_refine import FEEDBACK_PROMPT, REFINE_PROMPT
@@ -20,10 +28,7 @@ from forethought.methods.tree_of_thoughts import VALUE
 from forethought.rewards.genrm_controller import VERIFY_PROMPT, YES_NO_PROMPT
 from forethought.rewards.judge import COMPARE_PROMPT, SCORE_PROMPT, filled
 from forethought.training.chat_tokenizer import END, THINK_END, prompt_text
-from forethought.training.countdown.problems import QUESTIONS, question_text, reachable
-from forethought.training.countdown.problems import sample_problem as _sample_problem
-from forethought.training.countdown.traces import BACK, FOUND
-from forethought.training.instruct.attempts import (
+from instruct.attempts import (
     Attempt,
     Check,
     attempt_at,

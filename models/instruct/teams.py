@@ -15,18 +15,18 @@ Threads are given first steps by the outlines, four at a time.
 import random
 from collections.abc import Sequence
 
-from forethought.methods.hogwild import CHECK, FINAL, OPENING
-from forethought.methods.parts.threads import FORMATS
-from forethought.training.chat_tokenizer import END, THINK_END, prompt_text
-from forethought.training.countdown.problems import (
+from countdown.traces import SearchBranch, branches
+from forethought.evaluation.generated.countdown import (
     QUESTIONS,
     Problem,
     expression,
     question_text,
     sample_problem,
 )
-from forethought.training.countdown.traces import SearchBranch, branches
-from forethought.training.instruct.judging import Dialogue, asked, said
+from forethought.methods.hogwild import CHECK, FINAL, OPENING
+from forethought.methods.parts.threads import FORMATS
+from forethought.training.chat_tokenizer import END, THINK_END, prompt_text
+from instruct.judging import Dialogue, asked, said
 
 WORKERS = ("Alice", "Bob")
 MAX_TURNS = 4

@@ -20,11 +20,11 @@ from dataclasses import dataclass
 
 from tokenizers import Tokenizer
 
+from forethought.evaluation.generated.arithmetic import Problem
 from forethought.training.chat_tokenizer import END, prompt_text
 from forethought.training.from_scratch import Example, Span, encode
-from forethought.training.reasoner.problems import Problem
-from forethought.training.reasoner.samples import Sample
-from forethought.training.reasoner.traces import (
+from reasoner.samples import Sample
+from reasoner.traces import (
     CONFIRMATIONS,
     OPENINGS,
     RECHECKS,

@@ -1,6 +1,6 @@
 """Figures of a process reward model: per step, and as the judge that picks one of 8 samples.
 
-    python -m forethought.training.reasoner.prm_figures --model runs/prm/model --problems 300
+    python -m reasoner.prm_figures --model runs/prm/model --problems 300
 
 Held-out problems, 8 samples each at temperature 0.8. Beside the reward model: a random sample, the
 vote, rewards made of the token confidences of the decode step, and an oracle, which recomputes
@@ -22,21 +22,16 @@ from transformers import AutoTokenizer
 
 from forethought.assets import reasoner_dir
 from forethought.config.sampling import SamplingParams
+from forethought.evaluation.generated.arithmetic import Problem, fixed_test_problems
 from forethought.llm.llm import LLM
 from forethought.outputs import TokenConfidence
 from forethought.rewards.confidence import bottom_groups, lowest_group, mean, tail_mean
 from forethought.rewards.prm_controller import AGGREGATIONS
 from forethought.training.chat_tokenizer import prompt_text
-from forethought.training.reasoner.evaluate import boxed_answer, wilson
-from forethought.training.reasoner.labels import label_lines
-from forethought.training.reasoner.prm import (
-    auc,
-    load_classifier,
-    make_example,
-    step_probabilities,
-)
-from forethought.training.reasoner.problems import Problem, fixed_test_problems
-from forethought.training.reasoner.samples import MAX_TOKENS, SAMPLES, Sample
+from reasoner.evaluate import boxed_answer, wilson
+from reasoner.labels import label_lines
+from reasoner.prm import auc, load_classifier, make_example, step_probabilities
+from reasoner.samples import MAX_TOKENS, SAMPLES, Sample
 
 WINDOW = 16
 """Tokens of a group: some two lines; samples have a few hundred tokens."""

@@ -9,11 +9,11 @@ from collections.abc import Callable, Mapping
 
 from tokenizers import Tokenizer
 
+from countdown.corpus import drill
 from forethought.training.chat_tokenizer import END, THINK, THINK_END, train_bpe
-from forethought.training.countdown.corpus import drill
 from forethought.training.from_scratch import Example, Mix, Span, encode
-from forethought.training.instruct import facts, judging, teams
-from forethought.training.instruct.judging import Dialogue
+from instruct import facts, judging, teams
+from instruct.judging import Dialogue
 
 VOCABULARY_SIZE = 768
 WORDS = r"\d|[()]|,? ?[A-Za-z']+(?: (?=\d)|\n)?| ?[^\sA-Za-z\d'()]+(?: (?=\d)|\n)?|\s"

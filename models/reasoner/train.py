@@ -1,6 +1,6 @@
 """Train the embedded reasoner from scratch, on problems that the project generates itself.
 
-    python -m forethought.training.reasoner.train --seed 0 --out runs/reasoner
+    python -m reasoner.train --seed 0 --out runs/reasoner
 
 Three phases: a foundation of arithmetic (drills and first derivations), a finish that adds
 re-checks, slips and elicited answers, and a polish with drills of the calculations that take
@@ -8,7 +8,7 @@ longest to learn. Interrupt it at any time; the same command resumes. It logs lo
 skill and probe skill on problems that it does not train on, and ends with a model directory in
 ``OUT/model``.
 
-    python -m forethought.training.reasoner.train --start DIR --steps 80 --rate 4e-4 \\
+    python -m reasoner.train --start DIR --steps 80 --rate 4e-4 \\
         --batch 4096 --share 0.5 --seed 1 --out OUT
 
 tunes a trained reasoner, whose tokenizer it keeps, with whole traces above all: what follows the
@@ -21,6 +21,7 @@ from pathlib import Path
 
 from tokenizers import Tokenizer
 
+from forethought.evaluation.generated.arithmetic import sample_problem
 from forethought.training.from_scratch import (
     Curriculum,
     Example,
@@ -31,11 +32,10 @@ from forethought.training.from_scratch import (
     share_predicted,
 )
 from forethought.training.llama import Llama
-from forethought.training.reasoner.corpus import make_example, probed, values_only
-from forethought.training.reasoner.on_policy import KINDS, Continued
-from forethought.training.reasoner.problems import sample_problem
-from forethought.training.reasoner.samples import load_samples
-from forethought.training.reasoner.vocabulary import train_tokenizer
+from reasoner.corpus import make_example, probed, values_only
+from reasoner.on_policy import KINDS, Continued
+from reasoner.samples import load_samples
+from reasoner.vocabulary import train_tokenizer
 
 FOUNDATION = {"drill": 0.25, "derivation": 0.63, "probed": 0.12}
 FINISH = {"drill": 0.10, "derivation": 0.15, "probed": 0.15, "full": 0.38, "probed_full": 0.22}

@@ -1,6 +1,6 @@
 """Train the embedded countdown model from scratch, on problems that the project generates itself.
 
-    python -m forethought.training.countdown.train --seed 0 --out runs/countdown
+    python -m countdown.train --seed 0 --out runs/countdown
 
 Two phases: a foundation of drills and three numbers, then a finish with four numbers and elicited
 answers. Interrupt it at any time; the same command resumes. It ends with a model directory in
@@ -13,12 +13,12 @@ from pathlib import Path
 
 from tokenizers import Tokenizer
 
+from countdown.corpus import make_example, train_tokenizer
 from forethought.config.sampling import SamplingParams
+from forethought.evaluation.generated.countdown import SIZES, sample_problem
 from forethought.llm.llm import LLM
 from forethought.rewards.verifier import verifier
 from forethought.training.chat_tokenizer import prompt_text
-from forethought.training.countdown.corpus import make_example, train_tokenizer
-from forethought.training.countdown.problems import SIZES, sample_problem
 from forethought.training.from_scratch import Curriculum, Mix, export_model, loss_of, main
 from forethought.training.llama import Llama
 

@@ -1,0 +1,1 @@
+"""Generators of problems; whether one is held out is a function of its numbers."""
