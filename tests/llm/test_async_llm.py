@@ -629,7 +629,7 @@ def test_a_session_keeps_its_engine_running(direct):
 def test_the_llm_takes_no_direct_calls_while_lent_and_all_afterwards(direct, expected):
     stream = direct.stream(PROMPTS[0], GREEDY)
     next(stream)
-    with pytest.raises(UsageError, match="under way"):
+    with pytest.raises(UsageError, match="in progress"):
         AsyncLLM.over(direct)
     stream.close()
     session = direct.start(PROMPTS[0])

@@ -485,7 +485,7 @@ def test_a_session_whose_grammar_is_compiled_can_be_read_forked_and_ended_but_no
         await asyncio.to_thread(slow.entered.acquire)
         assert (await stream.peek()).token_ids == []
         for change in (session.extend("x"), session.rewind(1), session.generate(FREE)):
-            with pytest.raises(UsageError, match="a generation is under way"):
+            with pytest.raises(UsageError, match="a generation is in progress"):
                 await change
         async with await session.fork() as fork:
             assert (await fork.generate(FREE)).token_ids

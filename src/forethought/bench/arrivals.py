@@ -1,8 +1,8 @@
 """When the requests of a serving benchmark arrive, and what they ask.
 
-Open loop: a request is sent when its time has come, however many are under way. The times are those
-of a Poisson process, or of a trace in Mooncake's format (Qin et al., Mooncake, 2024): one JSON
-object per line with ``timestamp`` (ms), ``input_length``, ``output_length`` (tokens) and
+Open loop: a request is sent when its time has come, however many are in progress. The times are
+those of a Poisson process, or of a trace in Mooncake's format (Qin et al., Mooncake, 2024): one
+JSON object per line with ``timestamp`` (ms), ``input_length``, ``output_length`` (tokens) and
 ``hash_ids``, one id per block of 512 tokens of the prompt.
 """
 
@@ -39,14 +39,11 @@ class Arrival:
 def poisson(
     prompts: Sequence[str], count: int, rate: float, max_tokens: int, seed: int = 0
 ) -> list[Arrival]:
-    """``count`` requests with exponentially distributed gaps.
+    """``count`` requests with exponentially distributed gaps, which take their prompts in turn.
 
     Args:
-        prompts: asked in turn.
-        count: of requests.
         rate: requests per second; infinite: all at once.
         max_tokens: of each answer.
-        seed: of the gaps.
 
     Raises:
         ParameterError: a count or a rate that is not above zero.
@@ -55,18 +52,17 @@ def poisson(
     validated("max_tokens", max_tokens, POSITIVE_INT)
     if not rate > 0:
         raise ParameterError("invalid rate", f"got {rate}", "Give requests per second, or inf")
-    source, at, found = random.Random(seed), 0.0, []
+    source, at, arrivals = random.Random(seed), 0.0, []
     for number in range(count):
-        found.append(Arrival(at, prompts[number % len(prompts)], max_tokens))
+        arrivals.append(Arrival(at, prompts[number % len(prompts)], max_tokens))
         at += 0.0 if math.isinf(rate) else source.expovariate(rate)
-    return found
+    return arrivals
 
 
 def load_mooncake(path: Path, speed: float = 1.0, max_requests: int | None = None) -> list[Arrival]:
     """The requests of a trace; equal blocks get equal texts, so that prefixes are shared as there.
 
     Args:
-        path: of the trace.
         speed: the timestamps are divided by it.
         max_requests: only the first ones; None: all.
 
@@ -77,9 +73,11 @@ def load_mooncake(path: Path, speed: float = 1.0, max_requests: int | None = Non
     if not (speed > 0 and math.isfinite(speed)):
         raise ParameterError("invalid speed", f"got {speed}", "Give a factor above 0")
     lines = problems.read_lines(path, "requests", "Give a trace in Mooncake's format")
-    found = [_arrival(line, where, speed) for where, line in lines[:max_requests]]
-    first = min(arrival.at for arrival in found)
-    shifted = [Arrival(each.at - first, each.prompt, each.max_tokens) for each in found]
+    arrivals = [_arrival(line, where, speed) for where, line in lines[:max_requests]]
+    first = min(arrival.at for arrival in arrivals)
+    shifted = [
+        Arrival(arrival.at - first, arrival.prompt, arrival.max_tokens) for arrival in arrivals
+    ]
     return sorted(shifted, key=lambda arrival: arrival.at)
 
 
@@ -109,8 +107,8 @@ def _text(ids: Sequence[Any], length: int, where: str) -> str:
     for identity in ids:
         source = random.Random(f"block {identity}")
         words += source.choices(_WORDS, k=min(BLOCK_SIZE, max(0, length - len(words))))
-    own = random.Random(f"rest {where}")
-    words += own.choices(_WORDS, k=max(0, length - len(words)))
+    ending = random.Random(f"rest {where}")
+    words += ending.choices(_WORDS, k=max(0, length - len(words)))
     return " ".join(words)
 
 

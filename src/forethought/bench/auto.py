@@ -80,7 +80,7 @@ class AutoBench:
         configs: the drafters to try, with every length settled.
         quantizations: forms beside the stored one: ``int8``, ``int4``.
         threads: numbers of threads to try.
-        batches: prompts under way at once.
+        batches: numbers of concurrent prompts.
         max_tokens: of an answer.
         rounds: runs of everything.
     """
@@ -105,17 +105,15 @@ class AutoBench:
     def num_runs(self) -> int:
         """How many runs are timed in both stages."""
         variants = 1 + len(variants_of(self.configs))
-        each = len(self.batches) * self.rounds
-        return each * (len(self.forms) * len(self.threads) + variants)
+        num_runs_each = len(self.batches) * self.rounds
+        return num_runs_each * (len(self.forms) * len(self.threads) + variants)
 
     def run(
         self,
         read_prompts: Callable[[LLM], Sequence[Prompt]],
         on_run: Callable[[str], None] = lambda doing: None,
     ) -> Choice:
-        """Measure, and choose.
-
-        The number of torch's threads is that of the best form afterwards.
+        """Measure, and choose. The number of torch's threads is that of the best form afterwards.
 
         Args:
             read_prompts: the prompts as the model takes them; as many as the largest batch.
@@ -200,13 +198,13 @@ class AutoBench:
 def fastest_batch(rows: Sequence[BenchRow], advice: Recommendation) -> int:
     """The batch size at which what is recommended generates the most tokens per second.
 
-    Args:
-        rows: of the second stage, plain decoding among them.
-        advice: what they recommend; plain decoding above its ``max_concurrency``.
+    ``rows`` are of the second stage; above ``max_concurrency`` plain decoding is recommended.
     """
     most = math.inf if advice.max_concurrency is None else advice.max_concurrency
-    taken = [row for row in rows if row.variant == (advice.variant if row.batch <= most else PLAIN)]
-    return max(taken, key=lambda row: row.tokens_per_second).batch
+    eligible = [
+        row for row in rows if row.variant == (advice.variant if row.batch <= most else PLAIN)
+    ]
+    return max(eligible, key=lambda row: row.tokens_per_second).batch
 
 
 def thread_counts() -> list[int]:
@@ -229,8 +227,7 @@ def form_table(rows: Sequence[FormRow], batches: Sequence[int]) -> str:
 def save_auto_plot(choice: Choice, batches: Sequence[int], path: Path, title: str) -> Path:
     """Plot both stages over the batch size as a PNG: forms of the weights, then drafters.
 
-    Raises:
-        DependencyError: matplotlib is not installed.
+    Raises DependencyError if matplotlib is not installed.
     """
     figure = new_figure(10.0, 4.5)
     forms, drafters = figure.subplots(1, 2)

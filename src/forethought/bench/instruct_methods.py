@@ -45,40 +45,40 @@ class InstructBench(MethodBench):
         """One for each row; plain decoding first, then the vote."""
         n = self.num_samples
         return [
-            self.made(PLAIN),
-            self.made(f"majority_vote@{n}"),
+            self.recipe_of(PLAIN),
+            self.recipe_of(f"majority_vote@{n}"),
             *(self._chosen_by(n, name, one) for name, one in self._rewards().items()),
-            self.made(
+            self.recipe_of(
                 f"tree_of_thoughts@{n // 2}",
                 num_thoughts=3,
                 step_token="\n",
                 max_steps=16,
                 num_evaluations=1,
             ),
-            self.made("self_refine"),
-            self.made("sequential_revision"),
-            self.made(
+            self.recipe_of("self_refine"),
+            self.recipe_of("sequential_revision"),
+            self.recipe_of(
                 "sequential_revision, genrm",
                 selection="reward",
                 reward_controller=_verifying(1),
             ),
-            self.made(f"adaptive_compute@{2 * n}"),
-            self.made("archon", pipeline=_pipeline(n, {"type": "ranker", "top_k": 2})),
-            self.made("archon, verifier", pipeline=_pipeline(n, {"type": "verifier"})),
+            self.recipe_of(f"adaptive_compute@{2 * n}"),
+            self.recipe_of("archon", pipeline=_pipeline(n, {"type": "ranker", "top_k": 2})),
+            self.recipe_of("archon, verifier", pipeline=_pipeline(n, {"type": "verifier"})),
             replace(
-                self.made("hogwild_turns", turn_tokens=160, max_turns=4),
+                self.recipe_of("hogwild_turns", turn_tokens=160, max_turns=4),
                 prompt_format=CHAT_FORMAT,
             ),
             replace(
-                self.made("hogwild", turn_tokens=64, max_turns=10, check_every=0),
+                self.recipe_of("hogwild", turn_tokens=64, max_turns=10, check_every=0),
                 prompt_format=CHAT_FORMAT,
             ),
             replace(
-                self.made("parallel_thinking", thread_tokens=160, max_spawns=2),
+                self.recipe_of("parallel_thinking", thread_tokens=160, max_spawns=2),
                 prompt_format=THREADS_FORMAT,
             ),
             replace(
-                self.made("parallel_thinking", thread_tokens=160, max_spawns=2, join="pages"),
+                self.recipe_of("parallel_thinking", thread_tokens=160, max_spawns=2, join="pages"),
                 name="parallel_thinking, pages",
                 prompt_format=THREADS_FORMAT,
             ),
@@ -95,7 +95,7 @@ class InstructBench(MethodBench):
         }
 
     def _chosen_by(self, n: int, name: str, reward: Controller) -> Recipe:
-        return self.made(f"best_of_n@{n}, {name}", reward_controller=reward)
+        return self.recipe_of(f"best_of_n@{n}, {name}", reward_controller=reward)
 
 
 def _verifying(num_verifications: int) -> GenRMController:
@@ -106,7 +106,7 @@ def _verifying(num_verifications: int) -> GenRMController:
 
 
 def _pipeline(num_samples: int, chosen: Mapping[str, Any]) -> dict[str, Any]:
-    """Samples, critiques for a ranker, the choice, and a fusion of what is left."""
+    """Samples, critiques for a ranker, the choice, and a fusion of the chosen ones."""
     drawn = {"type": "generator", "samples": num_samples, "temperature": 0.8}
     critics = [[{"type": "critic"}]] if chosen["type"] == "ranker" else []
     return {"layers": [[drawn], *critics, [chosen], [{"type": "fuser", "temperature": 0.0}]]}
@@ -119,7 +119,7 @@ class FactsBench(MethodBench):
 
     def recipes(self) -> list[Recipe]:
         """One for each row; no documents first, then one of them for each question."""
-        alone = replace(self.made(PLAIN), prompt_format=f"Question: {QUESTION}\nAnswer:")
+        alone = replace(self.recipe_of(PLAIN), prompt_format=f"Question: {QUESTION}\nAnswer:")
         return [
             alone,
             *(self._retrieving("drag", count) for count in (1, 2, 4, 8)),
@@ -129,41 +129,40 @@ class FactsBench(MethodBench):
     def _retrieving(self, method: str, count: int) -> Recipe:
         is_iterated = method == "iterdrag"
         settings: dict[str, Any] = {"max_iterations": 3, "line_tokens": 32} if is_iterated else {}
-        made = self.made(
+        base = self.recipe_of(
             f"{method}, k = {count}",
             documents=measured_world().documents,
             num_documents=count,
-            examples=[_example(each, is_iterated) for each in measured_examples()],
+            examples=[_example(example, is_iterated) for example in measured_examples()],
             **settings,
         )
         shown = {"num_documents": count, "num_examples": len(measured_examples())}
-        return replace(made, prompt_format=QUESTION, settings=shown)
+        return replace(base, prompt_format=QUESTION, settings=shown)
 
 
 def _example(question: FactQuestion, is_iterated: bool) -> dict[str, Any]:
-    found: dict[str, Any] = {"question": question.text, "answer": question.working}
-    return {**found, "steps": question.steps} if is_iterated else found
+    fields: dict[str, Any] = {"question": question.text, "answer": question.working}
+    return {**fields, "steps": question.steps} if is_iterated else fields
 
 
 class ContextBench(MethodBench):
-    """The rows of questions about contexts, asked at once or behind thoughts about them."""
+    """The rows of questions about contexts, asked at once or after thoughts about them."""
 
     left_out: ClassVar[Mapping[str, str]] = {}
 
     def recipes(self) -> list[Recipe]:
         """Two: the context is a part of the prompt, or was thought about before."""
-        asked = f"{QUESTION}\n\nAnswer: "
-        slept = replace(self.made(PLAIN), name="sleep_time", controller=SleepTimeByContext())
+        prompt_format = f"{QUESTION}\n\nAnswer: "
+        slept = replace(self.recipe_of(PLAIN), name="sleep_time", controller=SleepTimeByContext())
         return [
-            replace(self.made(PLAIN), prompt_format=asked),
+            replace(self.recipe_of(PLAIN), prompt_format=prompt_format),
             replace(slept, prompt_format=QUESTION),
         ]
 
 
 class SleepTimeByContext(Controller):
-    """Sleep-time compute for questions about several contexts, which stand in front of them.
-
-    Thoughts about a context are shared by all of its questions, of clones too.
+    """Sleep-time compute for questions after one of several contexts. Thoughts about a context are
+    shared by all of its questions, of clones too.
     """
 
     clone_shares = ("controllers",)
@@ -178,8 +177,8 @@ class SleepTimeByContext(Controller):
         [task] = tasks
         context, _, question = (task.input_str or "").partition(CONTEXT_END)
         if context not in self.controllers:
-            made = SleepTimeController(self.generation_controller, context, sleep_tokens=256)
-            self.controllers[context] = made
+            controller = SleepTimeController(self.generation_controller, context, sleep_tokens=256)
+            self.controllers[context] = controller
         task.input_str = question
         yield from self.controllers[context].clone().process([task], **kwargs)
 

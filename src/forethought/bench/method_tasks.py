@@ -53,7 +53,7 @@ class MethodTask:
     reward_model: str | None = None
     """The embedded reward model, if there is one."""
     checker: Callable[[str, str], float] | None = None
-    """Scores answers as far as they have come, where there is no reward model."""
+    """Scores answers before they are complete, where there is no reward model."""
     chunk_size: int = 32
     """Tokens between two probes of Dynasor-CoT."""
 
@@ -97,44 +97,48 @@ TASKS: Mapping[str, MethodTask] = {
 
 
 def held_out_problems(name: str, count: int, seed: int = 0) -> list[Problem]:
-    """So many problems of a task that its embedded model was not trained on.
+    """``count`` problems of a task that its embedded model was not trained on.
 
     The shipped ones first, where there are any; if they are too few, further ones of the same
     generators and the same side of the split, of four numbers where these are counted.
 
-    Raises:
-        ParameterError: there are fewer different ones.
+    Raises ParameterError if there are fewer different ones.
     """
     task = method_task(name)
-    found = [] if name in ("facts", "context") else tasks.task(task.evaluated).problems()
-    known = {problem.question for problem in found}
-    made, num_known = _MAKERS[name](random.Random(f"{seed}:{name}")), 0
-    while len(found) < count:
-        problem = next(made)
-        if problem.question not in known:
-            known.add(problem.question)
-            found.append(replace(problem, name=str(len(found))))
-            num_known = 0
-        elif (num_known := num_known + 1) > MOST_REPEATED:
+    problems = [] if name in ("facts", "context") else tasks.task(task.evaluated).problems()
+    questions = {problem.question for problem in problems}
+    generator, num_repeats = _MAKERS[name](random.Random(f"{seed}:{name}")), 0
+    while len(problems) < count:
+        problem = next(generator)
+        if problem.question not in questions:
+            questions.add(problem.question)
+            problems.append(replace(problem, name=str(len(problems))))
+            num_repeats = 0
+        elif (num_repeats := num_repeats + 1) > MOST_REPEATED:
             raise ParameterError(
                 f"there are no {count} problems of {name}",
-                f"{len(found)} are different, and {num_known} further ones were among them",
-                f"Ask for at most {len(found)}",
+                f"{len(problems)} are different, and {num_repeats} further ones were among them",
+                f"Ask for at most {len(problems)}",
             )
-    return found[:count] if count >= len(found) else random.Random(seed).sample(found, count)
+    return (
+        problems[:count] if count >= len(problems) else random.Random(seed).sample(problems, count)
+    )
 
 
 def calibration_problems(name: str, count: int, seed: int = 0) -> list[Problem]:
-    """So many problems of the same generators and the same side of the split, which are not among
-    those of ``held_out_problems``; where numbers are counted, half of them have three."""
-    known = {problem.question for problem in held_out_problems(name, 1000)}
-    rng, found = random.Random(f"{seed}:calibration:{name}"), list[Problem]()
-    while len(found) < count:
-        made = _arithmetic(rng) if name == "arithmetic" else _countdown(rng, 3 + len(found) % 2)
-        if made.question not in known:
-            known.add(made.question)
-            found.append(replace(made, name=str(len(found))))
-    return found
+    """``count`` problems of the same generators and the same side of the split, which are not among
+    those of ``held_out_problems``; where numbers are counted, half of them have three.
+    """
+    questions = {problem.question for problem in held_out_problems(name, 1000)}
+    rng, problems = random.Random(f"{seed}:calibration:{name}"), list[Problem]()
+    while len(problems) < count:
+        problem = (
+            _arithmetic(rng) if name == "arithmetic" else _countdown(rng, 3 + len(problems) % 2)
+        )
+        if problem.question not in questions:
+            questions.add(problem.question)
+            problems.append(replace(problem, name=str(len(problems))))
+    return problems
 
 
 def _countdown(rng: random.Random, size: int = 4) -> Problem:
@@ -170,11 +174,11 @@ def _endless(make: Callable[[random.Random], Problem]) -> Callable[..., Iterator
 
 
 def _facts(rng: random.Random) -> Iterator[Problem]:
-    world, shown = measured_world(), {each.text for each in measured_examples()}
+    world, shown = measured_world(), {example.text for example in measured_examples()}
     while True:
-        asked = world.question(rng)
-        if asked.text not in shown:
-            yield Problem("", asked.text, asked.answer)
+        question = world.question(rng)
+        if question.text not in shown:
+            yield Problem("", question.text, question.answer)
 
 
 def _contexts(rng: random.Random) -> Iterator[Problem]:
@@ -195,11 +199,7 @@ _MAKERS: Mapping[str, Callable[[random.Random], Iterator[Problem]]] = {
 
 
 def method_task(name: str) -> MethodTask:
-    """The task of this name.
-
-    Raises:
-        UnknownNameError: there is no table for it.
-    """
+    """The task of this name; raises UnknownNameError if there is no table for it."""
     if name not in TASKS:
         raise UnknownNameError("task", name, TASKS)
     return TASKS[name]

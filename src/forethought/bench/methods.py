@@ -65,7 +65,6 @@ class MethodBench:
     """Makes the recipes of the table.
 
     Args:
-        task: that is solved.
         tokens: generated per problem, about.
         judge: scores steps and answers; None: the task's checker does, or the model's confidence.
         judge_worker: runs the reward model; None: there is none.
@@ -95,43 +94,41 @@ class MethodBench:
     def recipes(self) -> list[Recipe]:
         """One for each row; plain decoding first, then the vote."""
         n = self.num_samples
-        found = [
-            self.made(PLAIN),
-            self.made(f"majority_vote@{n}"),
-            self.made(
+        recipes = [
+            self.recipe_of(PLAIN),
+            self.recipe_of(f"majority_vote@{n}"),
+            self.recipe_of(
                 f"majority_vote@{2 * n}, statistical stop",
                 statistical_stop=0.95,
                 concurrency="doubling",
             ),
-            self.made(f"budget_vote@{n}", total_tokens=self.tokens),
-            self.made(f"no_thinking+majority_vote@{n}"),
-            self.made("budget_forcing"),
-            self.made("first_answer"),
-            self.made("dynasor", chunk_size=self.task.chunk_size, certainty_threshold=2),
-            self.made(
+            self.recipe_of(f"budget_vote@{n}", total_tokens=self.tokens),
+            self.recipe_of(f"no_thinking+majority_vote@{n}"),
+            self.recipe_of("budget_forcing"),
+            self.recipe_of("first_answer"),
+            self.recipe_of("dynasor", chunk_size=self.task.chunk_size, certainty_threshold=2),
+            self.recipe_of(
                 f"dynasor+majority_vote@{n}", chunk_size=self.task.chunk_size, certainty_threshold=2
             ),
-            self.made(f"deepconf@{n}", window=32),
-            self.made(f"deepconf_online@{n}", num_warmup=max(1, n // 2), window=32),
-            self.made(f"fork_think@{n}"),
+            self.recipe_of(f"deepconf@{n}", window=32),
+            self.recipe_of(f"deepconf_online@{n}", num_warmup=max(1, n // 2), window=32),
+            self.recipe_of(f"fork_think@{n}"),
             *self._chosen(n),
             *self._searches(n),
         ]
         if self.policy is not None:
-            found.append(self._compute_optimal(self.policy))
+            recipes.append(self._compute_optimal(self.policy))
         if self.task.verifier is not None:
-            found += [
-                self.made(f"repeated_sampling@{count}", verifier=self.task.verifier)
+            recipes += [
+                self.recipe_of(f"repeated_sampling@{count}", verifier=self.task.verifier)
                 for count in (2 * n, 4 * n)
             ]
-        return found
+        return recipes
 
     def calibration_recipes(self) -> list[Recipe]:
         """The rows that a policy is fitted on: the probe first, then what it may choose.
 
-        Raises:
-            ParameterError: the task has no exact checker, whose result on a probe tells how
-                difficult the problem is.
+        Raises ParameterError without an exact checker, which says how difficult a problem is.
         """
         if self.task.verifier is None:
             raise ParameterError(
@@ -139,20 +136,24 @@ class MethodBench:
                 "it has no exact checker to score the probes",
                 "Use --task countdown",
             )
-        probe = self.made(PLAIN)
+        probe = self.recipe_of(PLAIN)
         params = {**probe.sampling_params, "temperature": TEMPERATURE}
         counts = sorted({max(2, self.num_samples // 2), self.num_samples})
         searches = [f"particle_filtering@{count}" for count in counts]
         return [
             replace(probe, name=PROBE, sampling_params=params),
-            self.made(f"best_of_n@{self.num_samples}", judged=True),
-            *(self.made(name, judged=True, step_token="\n") for name in searches),
+            self.recipe_of(f"best_of_n@{self.num_samples}", judged=True),
+            *(self.recipe_of(name, judged=True, step_token="\n") for name in searches),
         ]
 
     def _compute_optimal(self, policy: Policy) -> Recipe:
-        given = {"step_token": "\n", "reward_controller": self._reward}
+        shared_settings = {"step_token": "\n", "reward_controller": self._reward}
         settings = {
-            name: {key: value for key, value in given.items() if value and key in parameters(name)}
+            name: {
+                key: value
+                for key, value in shared_settings.items()
+                if value and key in parameters(name)
+            }
             for name in policy.methods
             if name != PROBES
         }
@@ -165,37 +166,37 @@ class MethodBench:
                     "Use --task countdown, or leave --policy out",
                 )
             by_score["reward_controller"] = CheckerController(self.task.verifier)
-        made = self.made("compute_optimal", policy=policy, settings=settings, **by_score)
-        return replace(made, settings={"policy": policy})
+        base = self.recipe_of("compute_optimal", policy=policy, settings=settings, **by_score)
+        return replace(base, settings={"policy": policy})
 
     def _chosen(self, n: int) -> list[Recipe]:
-        found = [
-            self.made(f"best_of_n@{n}, confidence", reward_controller=_confidence()),
+        recipes = [
+            self.recipe_of(f"best_of_n@{n}, confidence", reward_controller=_confidence()),
         ]
         if self._reward is not None:
-            found += [
-                self.made(f"best_of_n@{n}", judged=True),
-                self.made(f"best_of_n@{n}, weighted", judged=True, choice="weighted"),
+            recipes += [
+                self.recipe_of(f"best_of_n@{n}", judged=True),
+                self.recipe_of(f"best_of_n@{n}, weighted", judged=True, choice="weighted"),
             ]
-        return found
+        return recipes
 
     def _searches(self, n: int) -> list[Recipe]:
         steps: dict[str, Any] = {"step_token": "\n", "judged": True}
         by = "" if self._reward is not None else ", confidence"
         return [
-            self.made(f"beam_search@{n}{by}", width=2, **steps),
-            self.made(f"particle_filtering@{n}{by}", **steps),
-            self.made(f"dvts@{n}{by}", width=2, **steps),
-            self.made(f"particle_gibbs@{n // 2}{by}", num_iterations=2, **steps),
-            self.made(f"mcts@{n}{by}", width=2, **steps),
+            self.recipe_of(f"beam_search@{n}{by}", width=2, **steps),
+            self.recipe_of(f"particle_filtering@{n}{by}", **steps),
+            self.recipe_of(f"dvts@{n}{by}", width=2, **steps),
+            self.recipe_of(f"particle_gibbs@{n // 2}{by}", num_iterations=2, **steps),
+            self.recipe_of(f"mcts@{n}{by}", width=2, **steps),
         ]
 
-    def made(self, name: str, judged: bool = False, **settings: Any) -> Recipe:
+    def recipe_of(self, name: str, judged: bool = False, **settings: Any) -> Recipe:
         """The recipe of a row; what follows a comma in its name tells it from another one."""
         if judged and self._reward is not None:
             settings["reward_controller"] = self._reward
         has_own_limit = "total_tokens" in settings
-        made = recipe(
+        base = recipe(
             name.partition(",")[0],
             temperature=TEMPERATURE,
             max_tokens=None if has_own_limit else self.task.max_tokens,
@@ -204,7 +205,7 @@ class MethodBench:
         workers = {}
         if judged and self.judge_worker is not None:
             workers = {NativeRewardController.WorkerTag.REWARD: self.judge_worker}
-        return replace(made, name=name, workers=workers)
+        return replace(base, name=name, workers=workers)
 
 
 def _confidence() -> Any:
@@ -225,10 +226,10 @@ class MethodRow:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values."""
-        found = self.row.to_dict()
-        found["tokens_per_problem"] = round(self.row.tokens_per_attempt, 1)
-        found["against"] = {name: paired.to_dict() for name, paired in self.against.items()}
-        found["groups"] = {
+        fields = self.row.to_dict()
+        fields["tokens_per_problem"] = round(self.row.tokens_per_attempt, 1)
+        fields["against"] = {name: paired.to_dict() for name, paired in self.against.items()}
+        fields["groups"] = {
             name: {
                 "accuracy": round(correct.value, 4),
                 "accuracy_ci": [round(bound, 4) for bound in correct.interval()],
@@ -236,43 +237,43 @@ class MethodRow:
             }
             for name, (correct, tokens) in self.groups.items()
         }
-        return found
+        return fields
 
 
 def chosen(recipes: Sequence[Recipe], only: str | None, against: str | None = None) -> list[Recipe]:
     """Plain decoding, the vote, the row ``against``, and those that are named in ``only``.
 
-    A name that is no row's stands for all rows whose names begin so.
-
-    Raises:
-        UnknownNameError: no row's name begins so.
+    A name of no row stands for all rows whose names begin with it; UnknownNameError if there is
+    none.
     """
     names = [one.name for one in recipes]
     if against is not None and against not in names:
         raise UnknownNameError("row", against, names)
     if only is None:
         return list(recipes)
-    wanted = set[str]() if against is None else {against}
+    chosen_names = set[str]() if against is None else {against}
     for name in map(str.strip, only.split(",")):
-        found = [name] if name in names else [each for each in names if each.startswith(name)]
-        if not found:
+        matches = (
+            [name]
+            if name in names
+            else [row_name for row_name in names if row_name.startswith(name)]
+        )
+        if not matches:
             raise UnknownNameError("row", name, names)
-        wanted.update(found)
-    return [*recipes[:2], *(one for one in recipes[2:] if one.name in wanted)]
+        chosen_names.update(matches)
+    return [*recipes[:2], *(one for one in recipes[2:] if one.name in chosen_names)]
 
 
 class MethodTable:
     """Runs the recipes, and compares each with plain decoding, a vote, and others by name.
 
-    Every row has a journal of its own, so that rows can be added; a row whose settings have
-    changed is refused while the older one is not finished.
+    Every row has a journal of its own, so that rows can be added; a row whose settings have changed
+    is refused while the older one is not finished.
 
     Args:
-        runner: solves the problems.
-        problems: at least one.
         task: whose groups the rows have.
         settings: everything but recipe and reward model that decides the results, as plain values.
-        judge: what tells the reward model from another, of the rows that have one.
+        judge: identifies the reward model of the rows that have one.
 
     Attributes:
         journals: path of each row's journal, by name.
@@ -303,35 +304,34 @@ class MethodTable:
 
         Args:
             recipes: with different names; each is compared with the first and the second.
-            folder: of the journals.
-            is_fresh: forget the journals that are there.
-            bar: shows the progress; None: nothing does.
+            is_fresh: forget the journals in ``folder``.
+            bar: shows the progress.
             against: names of further ones that each is compared with.
 
         Raises:
             ParameterError: a journal is that of a row with other settings, and not finished.
             Exception: of the first attempt that fails; those that are finished are in the journals.
         """
-        made = {}
+        attempts = {}
         for one in recipes:
             settings = {**self._settings, "recipe": one.to_dict()}
             settings |= {"reward_model": dict(self._judge)} if one.workers else {}
             path = journal_path(folder, one.name)
             with Journal(path, settings, is_fresh) as journal:
                 comparison = Comparison(self._runner, self._problems, journal, bar=bar)
-                made[one.name] = comparison.attempts(one)
+                attempts[one.name] = comparison.attempts(one)
                 journal.finish()
                 self.journals[one.name] = journal.path
         baselines = list(dict.fromkeys([*(one.name for one in recipes[:2]), *against]))
-        return [self._row(name, made, baselines) for name in made]
+        return [self._row(name, attempts, baselines) for name in attempts]
 
     def _row(
-        self, name: str, made: Mapping[str, Sequence[Attempt]], baselines: Sequence[str]
+        self, name: str, attempts_by_name: Mapping[str, Sequence[Attempt]], baselines: Sequence[str]
     ) -> MethodRow:
-        attempts = made[name]
+        attempts = attempts_by_name[name]
         outcomes = outcomes_of(attempts)
         against = {
-            other: compare_pairs(other, outcomes_of(made[other]), outcomes)
+            other: compare_pairs(other, outcomes_of(attempts_by_name[other]), outcomes)
             for other in baselines
             if other != name
         }
@@ -343,10 +343,10 @@ class MethodTable:
             by_group.setdefault(self._task.group_of(attempt.problem), []).append(attempt)
         return {
             name: (
-                Proportion(sum(one.correct for one in some), len(some)),
-                sum(one.usage.decoded for one in some) / len(some),
+                Proportion(sum(one.correct for one in group), len(group)),
+                sum(one.usage.decoded for one in group) / len(group),
             )
-            for name, some in sorted(by_group.items())
+            for name, group in sorted(by_group.items())
         }
 
 
@@ -356,11 +356,8 @@ def journal_path(folder: Path, name: str) -> Path:
 
 
 def fit_policy(rows: Sequence[MethodRow], journals: Mapping[str, Path]) -> Policy:
-    """The most accurate policy with at most half of the tokens of best of N.
-
-    Args:
-        rows: of ``MethodBench.calibration_recipes``.
-        journals: of their methods, as ``MethodTable.journals``.
+    """The most accurate policy with at most half of the tokens of best of N, from the rows of
+    ``MethodBench.calibration_recipes``.
     """
     best_of_n = next(one.row for one in rows if one.row.method.startswith("best_of_n"))
     return fit(
@@ -419,5 +416,5 @@ def markdown(rows: Sequence[MethodRow]) -> str:
 
 def json_line(rows: Sequence[MethodRow], left_out: Mapping[str, str], **settings: Any) -> str:
     """The JSON object on one line, with its end."""
-    found = {"benchmark": "methods", **settings, "rows": [row.to_dict() for row in rows]}
-    return json.dumps(found | {"left_out": dict(left_out)}) + "\n"
+    report = {"benchmark": "methods", **settings, "rows": [row.to_dict() for row in rows]}
+    return json.dumps(report | {"left_out": dict(left_out)}) + "\n"

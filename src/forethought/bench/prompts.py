@@ -25,8 +25,7 @@ def load_prompts(path: Path) -> list[str]:
 
     Blank lines and repetitions are left out: drafters would find the earlier answer of the latter.
 
-    Raises:
-        UsageError: the file cannot be read, holds no prompt, or an object has none.
+    Raises UsageError if the file cannot be read, holds no prompt, or an object has none.
     """
     lines = problems.read_lines(path, "prompts", "Give a file with one per line")
     return list(dict.fromkeys(_prompt(line.strip(), where) for where, line in lines))

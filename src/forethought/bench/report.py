@@ -23,7 +23,7 @@ class BenchRow:
 
     variant: Variant
     batch: int
-    """Prompts under way at once."""
+    """Number of concurrent prompts."""
     tokens_per_second: float
     ratio: float
     """To plain decoding in the same round."""
@@ -85,8 +85,8 @@ _SHOWN_POSITIONS = 4
 
 def table(rows: Sequence[BenchRow]) -> str:
     """The rows as aligned text."""
-    left = [_HEAD.index(name) for name in ("drafter", "by position")]
-    return aligned([_HEAD, *(_cells(row) for row in rows)], left)
+    left_aligned = [_HEAD.index(name) for name in ("drafter", "by position")]
+    return aligned([_HEAD, *(_cells(row) for row in rows)], left_aligned)
 
 
 def _cells(row: BenchRow) -> tuple[str, ...]:
@@ -116,7 +116,7 @@ WORTH_IT = 1.03
 
 @dataclass(frozen=True, slots=True)
 class Recommendation:
-    """The variant that does best over all batch sizes, and the numbers behind it."""
+    """The variant that does best over all batch sizes, and the rows that show it."""
 
     variant: Variant
     """Plain decoding if no drafter is faster."""
@@ -134,20 +134,20 @@ class Recommendation:
             return [f"Recommended: no speculation; the fastest at each batch size: {tried}"]
         ratios = ", ".join(f"{row.ratio:.2f} x plain at batch {row.batch}" for row in self.rows)
         length = self.rows[0].metrics.mean_acceptance_length or 1.0
-        found = [
+        texts = [
             f"Recommended: {self.variant.drafter} with max_draft_len {self.variant.max_draft_len}: "
             f"{ratios} ({length:.2f} tokens per step)"
         ]
         if self.max_concurrency is not None:
-            found.append(
+            texts.append(
                 f"It does not pay at larger batches: set max_concurrency to {self.max_concurrency},"
                 " or length_control to goodput"
             )
         other = [row for row in self.best if row.variant not in (self.variant, PLAIN)]
         if other:
             faster = ", ".join(f"{r.variant.label} at {r.batch}: {r.ratio:.2f}" for r in other)
-            found.append(f"Faster at single batch sizes: {faster}")
-        return found
+            texts.append(f"Faster at single batch sizes: {faster}")
+        return texts
 
     def to_dict(self) -> dict[str, object]:
         """Plain values."""
@@ -163,11 +163,8 @@ class Recommendation:
 def recommend(rows: Sequence[BenchRow]) -> Recommendation:
     """The variant with the highest geometric mean of its ratios to plain decoding.
 
-    Where a variant is slower than plain decoding its ratio counts as 1, since ``max_concurrency``
-    switches it off there. Rows with synthetic acceptance do not count.
-
-    Args:
-        rows: of all variants at the same batch sizes, plain decoding among them.
+    A ratio below 1 counts as 1, since ``max_concurrency`` switches the drafter off there. Rows with
+    synthetic acceptance do not count. All variants, and plain decoding, have the same batch sizes.
     """
     rows = [row for row in rows if not row.metrics.synthetic]
     by_variant: dict[Variant, list[BenchRow]] = {}
@@ -201,8 +198,7 @@ def _limit(rows: Sequence[BenchRow]) -> int | None:
 def save_plot(rows: Sequence[BenchRow], path: Path, title: str = "") -> Path:
     """Draw tokens/s against plain decoding over batch size, and acceptance by position.
 
-    Raises:
-        DependencyError: matplotlib is not installed.
+    Raises DependencyError if matplotlib is not installed.
     """
     with saving(path, "plot") as file:
         draw(rows, title).savefig(file, dpi=150)
@@ -252,14 +248,7 @@ def _draw_acceptance(axes: Any, variant: Variant, row: BenchRow, color: str) -> 
 
 
 class BenchProgress(ProgressBar):
-    """One bar over all runs; called after each.
-
-    Args:
-        total: runs there will be.
-
-    Raises:
-        DependencyError: tqdm is not installed.
-    """
+    """One bar over all runs; called after each. Raises DependencyError without tqdm."""
 
     def __init__(self, total: int) -> None:
         super().__init__(total, "run")

@@ -58,7 +58,7 @@ class ModelCost:
         dense_bytes: of the weights that every step reads.
         expert_bytes: of the weights of all experts.
         active_experts: share of the experts that one token uses; 1 without experts.
-        dense_weights: number of weights behind ``dense_bytes`` that are multiplied.
+        dense_weights: number of weights among ``dense_bytes`` that are multiplied.
         expert_weights: the same of all experts.
         kv_bytes: of the keys and values of one token in all layers.
         attention_operations: per token and token of context, in all layers.
@@ -128,9 +128,9 @@ class Machine:
     def measure(cls, device: torch.device, dtype: torch.dtype) -> Machine:
         """Measure both, with as many threads as torch has."""
         buffer = torch.ones(READ_BYTES // 4, device=device)
-        left = torch.randn(PRODUCT_SIZE, PRODUCT_SIZE, device=device).to(dtype)
+        matrix = torch.randn(PRODUCT_SIZE, PRODUCT_SIZE, device=device).to(dtype)
         read = _seconds(buffer.sum, device)
-        product = _seconds(lambda: left @ left, device)
+        product = _seconds(lambda: matrix @ matrix, device)
         return cls(READ_BYTES / read, 2 * PRODUCT_SIZE**3 / product)
 
 
@@ -181,26 +181,25 @@ def measure_steps(
 ) -> Iterator[tuple[int, int, float, float]]:
     """Time decode steps: yields (batch, context, seconds of a step, of them in the network).
 
-    Prompts of ``context`` ids are prefilled once; each round then decodes behind them, once one
+    Prompts of ``context`` ids are prefilled once; each round then decodes after them, once one
     token and once several, and takes the difference.
 
-    Raises:
-        ParameterError: a context does not fit into the model with the tokens decoded behind it.
+    Raises ParameterError if a context and the decoded tokens do not fit into the model.
     """
     limit = llm.max_length
     for context in contexts:
         if context + NUM_DECODED > limit:
             raise ParameterError(
                 f"invalid context {context}",
-                f"with {NUM_DECODED} tokens behind it, it is longer than {limit}",
+                f"with {NUM_DECODED} tokens after it, it is longer than {limit}",
                 "Choose a shorter one",
             )
     for context in contexts:
         for batch in batches:
             prompts = _prompts(llm, batch, context)
             _decode(llm, prompts, 1)
-            found = [_difference(llm, prompts) for _ in range(rounds)]
-            steps, networks = zip(*found, strict=True)
+            differences = [_difference(llm, prompts) for _ in range(rounds)]
+            steps, networks = zip(*differences, strict=True)
             yield batch, context, median(steps), median(networks)
 
 
@@ -244,11 +243,11 @@ def save_roofline(rows: Sequence[RooflineRow], path: Path, title: str) -> Path:
     figure = new_figure(7.0, 4.5)
     axes = figure.add_subplot()
     for index, context in enumerate(sorted({row.context for row in rows})):
-        some = sorted((row for row in rows if row.context == context), key=lambda row: row.batch)
-        batches, colour = [row.batch for row in some], f"C{index}"
-        axes.plot(batches, [row.step * 1e3 for row in some], "o-", color=colour)
-        axes.plot(batches, [row.floor * 1e3 for row in some], "--", color=colour)
-        axes.annotate(f"context {context}", (batches[-1], some[-1].step * 1e3), color=colour)
+        points = sorted((row for row in rows if row.context == context), key=lambda row: row.batch)
+        batches, colour = [row.batch for row in points], f"C{index}"
+        axes.plot(batches, [row.step * 1e3 for row in points], "o-", color=colour)
+        axes.plot(batches, [row.floor * 1e3 for row in points], "--", color=colour)
+        axes.annotate(f"context {context}", (batches[-1], points[-1].step * 1e3), color=colour)
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
     axes.set_xlabel("sequences in a step")
@@ -309,11 +308,11 @@ def _difference(llm: LLM, prompts: list[list[int]]) -> tuple[float, float]:
 
 def _seconds(run: Callable[[], Any], device: torch.device, repeats: int = 7) -> float:
     """The shortest of several runs."""
-    found = []
+    durations = []
     for _ in range(repeats):
         began = time.perf_counter()
         run()
         if device.type == "cuda":
             torch.cuda.synchronize(device)
-        found.append(time.perf_counter() - began)
-    return min(found)
+        durations.append(time.perf_counter() - began)
+    return min(durations)

@@ -72,7 +72,7 @@ class Exchange:
 
     @property
     def tpot(self) -> float | None:
-        """Seconds per token behind the first; None for a single token."""
+        """Seconds per token after the first; None for a single token."""
         rest = self.num_output_tokens - 1
         return (self.e2e - self.ttft) / rest if rest > 0 else None
 
@@ -84,11 +84,9 @@ class Exchange:
 
 @dataclass(frozen=True, slots=True)
 class ServingReport:
-    """What a run has shown.
+    """The measurements of a run that took ``seconds`` up to the end of the last answer.
 
     Args:
-        exchanges: all of them.
-        seconds: from the start to the end of the last answer.
         targets: seconds by the names of ``TARGETS``.
     """
 
@@ -104,7 +102,7 @@ class ServingReport:
     @property
     def tokens_per_second(self) -> float:
         """Output tokens of complete answers, over the whole run."""
-        return sum(each.num_output_tokens for each in self.completed) / self.seconds
+        return sum(exchange.num_output_tokens for exchange in self.completed) / self.seconds
 
     @property
     def goodput(self) -> float | None:
@@ -121,16 +119,18 @@ class ServingReport:
         """All measurements of each kind, in seconds."""
         done = self.completed
         return {
-            "ttft": [each.ttft for each in done],
-            "tpot": [each.tpot for each in done if each.tpot is not None],
-            "itl": [gap for each in done for gap in each.itl],
-            "e2e": [each.e2e for each in done],
+            "ttft": [exchange.ttft for exchange in done],
+            "tpot": [exchange.tpot for exchange in done if exchange.tpot is not None],
+            "itl": [gap for exchange in done for gap in exchange.itl],
+            "e2e": [exchange.e2e for exchange in done],
         }
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values; latencies in milliseconds."""
         done, goodput = self.completed, self.goodput
-        errors = sorted({each.error for each in self.exchanges if each.error is not None})
+        errors = sorted(
+            {exchange.error for exchange in self.exchanges if exchange.error is not None}
+        )
         return {
             "num_requests": len(self.exchanges),
             "num_completed": len(done),
@@ -139,31 +139,31 @@ class ServingReport:
             "seconds": round(self.seconds, 3),
             "requests_per_second": round(len(done) / self.seconds, 3),
             "output_tokens_per_second": round(self.tokens_per_second, 1),
-            "num_prompt_tokens": sum(each.num_prompt_tokens for each in done),
-            "num_output_tokens": sum(each.num_output_tokens for each in done),
+            "num_prompt_tokens": sum(exchange.num_prompt_tokens for exchange in done),
+            "num_output_tokens": sum(exchange.num_output_tokens for exchange in done),
             "goodput": None if goodput is None else round(goodput, 3),
             "targets_ms": {name: round(s * 1000, 3) for name, s in self.targets.items()},
         } | {f"{name}_ms": _summary(values) for name, values in self.latencies().items()}
 
     def lines(self) -> list[str]:
         """For people."""
-        found = self.to_dict()
+        report = self.to_dict()
         head = ("ms", "mean", *(f"p{p}" for p in PERCENTILES))
         cells = [
-            [name.upper(), *(f"{value:,.1f}" for value in found[f"{name}_ms"].values())]
+            [name.upper(), *(f"{value:,.1f}" for value in report[f"{name}_ms"].values())]
             for name in ("ttft", "tpot", "itl", "e2e")
-            if found[f"{name}_ms"]
+            if report[f"{name}_ms"]
         ]
         lines = [aligned([head, *cells])] if cells else []
         lines.append(
-            f"{found['num_completed']} of {found['num_requests']} requests in "
-            f"{found['seconds']:.1f} s: {found['requests_per_second']:.2f} requests/s, "
-            f"{found['output_tokens_per_second']:,.1f} output tokens/s"
+            f"{report['num_completed']} of {report['num_requests']} requests in "
+            f"{report['seconds']:.1f} s: {report['requests_per_second']:.2f} requests/s, "
+            f"{report['output_tokens_per_second']:,.1f} output tokens/s"
         )
         if self.goodput is not None:
-            wanted = ", ".join(f"{name} <= {s * 1000:g} ms" for name, s in self.targets.items())
-            lines.append(f"goodput: {self.goodput:.2f} requests/s with {wanted}")
-        return lines + [f"failed: {error}" for error in found["errors"]]
+            targets = ", ".join(f"{name} <= {s * 1000:g} ms" for name, s in self.targets.items())
+            lines.append(f"goodput: {self.goodput:.2f} requests/s with {targets}")
+        return lines + [f"failed: {error}" for error in report["errors"]]
 
 
 def percentile(values: Sequence[float], percent: float) -> float:
@@ -178,36 +178,35 @@ def _summary(values: Sequence[float]) -> dict[str, float]:
     """Mean and percentiles in milliseconds; empty if nothing was measured."""
     if not values:
         return {}
-    found = {"mean": sum(values) / len(values)}
-    found |= {f"p{percent}": percentile(values, percent) for percent in PERCENTILES}
-    return {name: round(value * 1000, 3) for name, value in found.items()}
+    statistics = {"mean": sum(values) / len(values)}
+    statistics |= {f"p{percent}": percentile(values, percent) for percent in PERCENTILES}
+    return {name: round(value * 1000, 3) for name, value in statistics.items()}
 
 
 def read_targets(texts: Sequence[str]) -> dict[str, float]:
     """Targets such as ``ttft:200`` (milliseconds), in seconds by name.
 
-    Raises:
-        ParameterError: one is written in another way, or named twice.
+    Raises ParameterError if one is written in another way, or named twice.
     """
-    found: dict[str, float] = {}
+    seconds: dict[str, float] = {}
     for text in texts:
         name, _, number = text.partition(":")
         try:
             limit = float(number)
         except ValueError:
             limit = math.nan
-        if name not in TARGETS or name in found or not limit > 0:
+        if name not in TARGETS or name in seconds or not limit > 0:
             raise ParameterError(
                 f"invalid target {text!r}",
                 "it is no name and milliseconds above 0, or it is given twice",
                 f"Write it as in ttft:200; names: {', '.join(TARGETS)}",
             )
-        found[name] = limit / 1000
-    return found
+        seconds[name] = limit / 1000
+    return seconds
 
 
 class ServingBench:
-    """Sends requests to a server as they arrive.
+    """Sends requests to a server as they arrive. Raises DependencyError without ``aiohttp``.
 
     Args:
         url: of the server's API, such as ``http://host:8000/v1``. A user and a password in it are
@@ -215,11 +214,8 @@ class ServingBench:
         model: name of the model; None: the first one that the server lists.
         chat: as chats; else as completions.
         api_key: of the server, if its URL names no user.
-        max_concurrency: most requests under way at once; further ones wait. None: no limit.
+        max_concurrency: most requests at once; further ones wait. None: no limit.
         fields: further fields of every request's body.
-
-    Raises:
-        DependencyError: the ``aiohttp`` package is not installed.
     """
 
     def __init__(
@@ -276,7 +272,8 @@ class ServingBench:
 
     def _session(self) -> ClientSession:
         """Connections without a limit: a client of the ``openai`` package would take longer for a
-        streamed request than a server does beside its model."""
+        streamed request than a server does beside its model.
+        """
         return self._http.ClientSession(
             headers=self._headers,
             connector=self._http.TCPConnector(limit=0, keepalive_timeout=_KEPT_SECONDS),
@@ -316,18 +313,14 @@ class ServingBench:
 
 
 async def _check(response: ClientResponse) -> None:
-    """Raise a ``RequestError`` with what the server said if it refused a request."""
+    """Raises RequestError with the server's text if it refused a request."""
     if response.status >= 400:
-        said = await response.text(errors="replace")
-        raise RequestError(f"the server answered {response.status}", said[:_SHOWN])
+        text = await response.text(errors="replace")
+        raise RequestError(f"the server answered {response.status}", text[:_SHOWN])
 
 
 def _take(exchange: Exchange, line: bytes, began: float) -> None:
-    """A line of the stream.
-
-    Raises:
-        RequestError: it says that the request has failed.
-    """
+    """Read a line of the stream; raises RequestError if it says that the request has failed."""
     if not line.startswith(b"data:") or line.endswith(b"[DONE]"):
         return
     chunk = json.loads(line[5:])

@@ -42,14 +42,8 @@ class Solved:
 
 @dataclass(frozen=True, slots=True)
 class TwoModels:
-    """Solves problems with the base model, the small one, and both.
-
-    Args:
-        base: runs the base model.
-        small: runs the small one.
-        controller: of SpecReason.
-        grader: of the answers.
-        params: sampling parameters; the seed is that of the problem.
+    """Solves problems with the base model, the small one, and both. Each problem's seed is its
+    own.
     """
 
     base: EngineWorker
@@ -68,16 +62,16 @@ class TwoModels:
             SMALL: (NativeGenerationController(), {tag: self.small}),
             SPECREASON: (self.controller, {tags.BASE: self.base, tags.SMALL: self.small}),
         }
-        found: dict[str, list[Solved]] = {name: [] for name in runs}
+        attempts: dict[str, list[Solved]] = {name: [] for name in runs}
         with ExitStack() as stack:
             llms = {name: stack.enter_context(ScaffoldingLlm(*run)) for name, run in runs.items()}
             for llm in llms.values():
                 self._solve(llm, problems[0], 0)  # what is compiled on first use is not timed
             for number, problem in enumerate(problems):
                 for name, llm in llms.items():
-                    found[name].append(self._solve(llm, problem, number))
+                    attempts[name].append(self._solve(llm, problem, number))
                 on_problem()
-        return found
+        return attempts
 
     def _solve(self, llm: ScaffoldingLlm, problem: Problem, number: int) -> Solved:
         prompt = self._prompt(problem.question)
@@ -88,18 +82,17 @@ class TwoModels:
         after = [worker.llm.stats.decoded for worker in (self.base, self.small)]
         output = result.output
         assert output is not None, "generate raises where there is none"
-        told = output.meta.get("specreason", {})
+        counts = output.meta.get("specreason", {})
         return Solved(
             self.grader.grade(output.text or "", problem),
             seconds,
             after[0] - before[0],
             after[1] - before[1],
-            told.get("accepted", 0),
-            told.get("rejected", 0),
+            counts.get("accepted", 0),
+            counts.get("rejected", 0),
         )
 
     def _prompt(self, question: str) -> str:
-        """The question in the models' chat template, as text."""
         tokenizer = self.base.tokenizer
         if not tokenizer.chat_template:
             return question
@@ -129,7 +122,7 @@ class TwoModelsRow:
     def to_dict(self) -> dict[str, Any]:
         """Plain values."""
         low, high = self.correct.interval()
-        found = {
+        fields = {
             "method": self.method,
             "accuracy": round(self.correct.value, 4),
             "accuracy_ci": [round(low, 4), round(high, 4)],
@@ -142,34 +135,32 @@ class TwoModelsRow:
             if self.share_accepted is None
             else round(self.share_accepted, 4),
         }
-        return found | ({} if self.paired is None else self.paired.to_dict())
+        return fields | ({} if self.paired is None else self.paired.to_dict())
 
 
-def rows(found: Mapping[str, Sequence[Solved]], seed: int = 0) -> list[TwoModelsRow]:
-    """The rows of the table; the base model's first.
-
-    Args:
-        found: of ``TwoModels.solve``.
-        seed: of the resampled problems.
-    """
-    return [_row(name, found[BASE], attempts, seed) for name, attempts in found.items()]
+def rows(attempts_by_method: Mapping[str, Sequence[Solved]], seed: int = 0) -> list[TwoModelsRow]:
+    """The rows of the table, from ``TwoModels.solve``; the base model's first."""
+    return [
+        _row(name, attempts_by_method[BASE], attempts, seed)
+        for name, attempts in attempts_by_method.items()
+    ]
 
 
 def _row(name: str, base: Sequence[Solved], attempts: Sequence[Solved], seed: int) -> TwoModelsRow:
     count = len(attempts)
-    scored = sum(each.num_accepted + each.num_rejected for each in attempts)
-    outcomes = [[each.correct] for each in attempts]
-    paired = compare_pairs(BASE, [[each.correct] for each in base], outcomes)
+    scored = sum(attempt.num_accepted + attempt.num_rejected for attempt in attempts)
+    outcomes = [[attempt.correct] for attempt in attempts]
+    paired = compare_pairs(BASE, [[attempt.correct] for attempt in base], outcomes)
     pairs = [(one.seconds, other.seconds) for one, other in zip(base, attempts, strict=True)]
     return TwoModelsRow(
         name,
-        Proportion(sum(each.correct for each in attempts), count),
-        sum(each.seconds for each in attempts) / count,
+        Proportion(sum(attempt.correct for attempt in attempts), count),
+        sum(attempt.seconds for attempt in attempts) / count,
         _ratio(pairs),
         ratio_interval(pairs, seed),
-        sum(each.base_tokens for each in attempts) / count,
-        sum(each.small_tokens for each in attempts) / count,
-        sum(each.num_accepted for each in attempts) / scored if scored else None,
+        sum(attempt.base_tokens for attempt in attempts) / count,
+        sum(attempt.small_tokens for attempt in attempts) / count,
+        sum(attempt.num_accepted for attempt in attempts) / scored if scored else None,
         None if name == BASE else paired,
     )
 
@@ -220,5 +211,5 @@ def text(table: Sequence[TwoModelsRow]) -> str:
 
 def json_line(table: Sequence[TwoModelsRow], **settings: Any) -> str:
     """The JSON object on one line, with its end."""
-    found = {"benchmark": "specreason", **settings, "rows": [row.to_dict() for row in table]}
-    return json.dumps(found) + "\n"
+    report = {"benchmark": "specreason", **settings, "rows": [row.to_dict() for row in table]}
+    return json.dumps(report) + "\n"

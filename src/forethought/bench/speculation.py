@@ -60,13 +60,12 @@ def run_once(
     max_tokens: int,
     salt: str,
 ) -> BenchRun:
-    """Generate greedily from all prompts, ``batch`` of them at a time.
+    """Generate greedily from all prompts, ``batch`` of them at a time: the next ones start when all
+    of these have ended.
 
     Args:
         llm: has the variant's drafter.
-        variant: how to decode.
         prompts: each as text or token ids.
-        batch: prompts under way at once; the next ones start when all of these have ended.
         max_tokens: of each answer.
         salt: unique to the run, so that it shares neither prefixes nor pools of drafts with others.
 
@@ -136,35 +135,28 @@ class SpeculationBench:
     ) -> list[BenchRow]:
         """Measure all variants, and plain decoding, at all batch sizes.
 
-        Args:
-            variants: plain decoding not among them.
-            batches: prompts under way at once.
-            on_run: called after each run with its variant and batch size.
-
-        Raises:
-            ParameterError: a batch size for which there are too few prompts.
-            UsageError: as ``run_once``.
+        ``on_run`` is called after each run with its variant and batch size. Raises as ``run_once``,
+        and ParameterError for a batch size for which there are too few prompts.
         """
         check_batches(batches, len(self._prompts))
         rows = []
         for batch in batches:
-            found = self._rounds_of([PLAIN, *variants], batch, on_run)
-            rows += [_row(variant, batch, found) for variant in found]
+            runs = self._rounds_of([PLAIN, *variants], batch, on_run)
+            rows += [_row(variant, batch, runs) for variant in runs]
         return rows
 
     def _rounds_of(
         self, variants: list[Variant], batch: int, on_run: Callable[[Variant, int], None]
     ) -> dict[Variant, list[BenchRun]]:
-        """The runs of each variant, one per round."""
         for variant in variants:
             self._run(variant, batch, _WARM_UP_TOKENS)
-        found: dict[Variant, list[BenchRun]] = {variant: [] for variant in variants}
+        runs: dict[Variant, list[BenchRun]] = {variant: [] for variant in variants}
         for number in range(self._rounds):
             start = number % len(variants)
             for variant in chain(variants[start:], variants[:start]):
-                found[variant].append(self._run(variant, batch, self._max_tokens))
+                runs[variant].append(self._run(variant, batch, self._max_tokens))
                 on_run(variant, batch)
-        return found
+        return runs
 
     def _run(self, variant: Variant, batch: int, max_tokens: int) -> BenchRun:
         self._num_runs += 1
@@ -179,11 +171,7 @@ class SpeculationBench:
 
 
 def check_batches(batches: Sequence[int], prompts: int) -> None:
-    """Whether there are enough prompts.
-
-    Raises:
-        ParameterError: a batch size below 1, or for which there are too few.
-    """
+    """Raises ParameterError for a batch size below 1, or for which there are too few prompts."""
     for batch in batches:
         if not 1 <= batch <= prompts:
             raise ParameterError(
@@ -193,8 +181,8 @@ def check_batches(batches: Sequence[int], prompts: int) -> None:
             )
 
 
-def _row(variant: Variant, batch: int, found: dict[Variant, list[BenchRun]]) -> BenchRow:
-    runs, plain = found[variant], found[PLAIN]
+def _row(variant: Variant, batch: int, runs_by_variant: dict[Variant, list[BenchRun]]) -> BenchRow:
+    runs, plain = runs_by_variant[variant], runs_by_variant[PLAIN]
     ratios = [mine.speed / other.speed for mine, other in zip(runs, plain, strict=True)]
     reference = plain[0].outputs
     equal = [

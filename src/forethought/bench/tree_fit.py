@@ -80,10 +80,9 @@ class FittedTree:
 def fit_tree(profile: AcceptanceProfile, nodes: int) -> FittedTree:
     """The tree of at most ``nodes`` nodes with the largest expected acceptance.
 
-    Nodes of probability 0 are left out. Among equals the one that comes first is taken: by
-    length, then by value.
+    Nodes of probability 0 are left out. Ties go to the shorter path, then to the smaller one.
     """
-    kept: list[RankPath] = []
+    paths: list[RankPath] = []
     expected = 1.0
     heap: list[tuple[float, int, RankPath]] = []
 
@@ -93,12 +92,12 @@ def fit_tree(profile: AcceptanceProfile, nodes: int) -> FittedTree:
                 heapq.heappush(heap, (-chance, len(path), path))
 
     offer(())
-    while heap and len(kept) < nodes:
+    while heap and len(paths) < nodes:
         cost, _, path = heapq.heappop(heap)
-        kept.append(path)
+        paths.append(path)
         expected -= cost
         offer(path)
-    return FittedTree(tuple(sorted(kept, key=lambda path: (len(path), path))), expected)
+    return FittedTree(tuple(sorted(paths, key=lambda path: (len(path), path))), expected)
 
 
 def _children(profile: AcceptanceProfile, path: RankPath) -> Iterator[RankPath]:
@@ -108,33 +107,23 @@ def _children(profile: AcceptanceProfile, path: RankPath) -> Iterator[RankPath]:
 
 
 def comb(depth: int, width: int) -> tuple[RankPath, ...]:
-    """The tree that measures a profile: ``width`` ranks behind each prefix of the top-1 path.
+    """The tree that measures a profile: ``width`` ranks after each prefix of the top-1 path.
 
-    It has ``depth * width`` nodes, and every rank of every level is seen where the levels before
-    it were right.
+    It has ``depth * width`` nodes, and every rank of every level is seen where the levels before it
+    were right.
     """
     return tuple((*(0,) * level, rank) for level in range(depth) for rank in range(width))
 
 
 class ProfileCount:
-    """Counts which ranks were right, level by level.
-
-    Args:
-        depth: levels of the drafts.
-        width: ranks at each.
-    """
+    """Counts which ranks were right, for ``depth`` levels of drafts with ``width`` ranks each."""
 
     def __init__(self, depth: int, width: int) -> None:
         self._tried = [0] * depth
         self._right = [[0] * width for _ in range(depth)]
 
     def record(self, drafted: Sequence[RankPath], accepted: RankPath) -> None:
-        """Count one verified draft.
-
-        Args:
-            drafted: its nodes, as paths of ranks.
-            accepted: the accepted path.
-        """
+        """Count one verified draft: its nodes, and the accepted one, as paths of ranks."""
         inner = {path[:-1] for path in drafted}
         for level in range(len(accepted) + 1):
             if accepted[:level] in inner:
@@ -159,11 +148,7 @@ _PAGE_SIZE = 16
 
 
 def choices_field(config: DecodingBaseConfig) -> str:
-    """The field that holds a drafter's static tree.
-
-    Raises:
-        ParameterError: it drafts none.
-    """
+    """The field of a drafter's static tree; raises ParameterError if it drafts none."""
     for name in type(config).model_fields:
         if name.endswith("_choices"):
             return name
@@ -179,9 +164,9 @@ def widened(config: DecodingBaseConfig, width: int = WIDTH) -> DecodingBaseConfi
     field = choices_field(config)
     sizes = {"max_draft_len", "max_total_draft_tokens", "tree", "min_draft_probability", field}
     fields: dict[str, Any] = {name: getattr(config, name) for name in config.model_fields_set}
-    kept = {name: value for name, value in fields.items() if name not in sizes}
-    kept[field] = comb(config.max_draft_len, width)
-    return type(config)(**kept)
+    settings = {name: value for name, value in fields.items() if name not in sizes}
+    settings[field] = comb(config.max_draft_len, width)
+    return type(config)(**settings)
 
 
 def measure_profile(
@@ -292,8 +277,7 @@ _SHOWN = 4
 def drafter_of(configs: Sequence[DecodingBaseConfig]) -> DecodingBaseConfig:
     """The drafter that a tree is fitted for.
 
-    Raises:
-        ParameterError: not exactly one is configured, or it has no static trees.
+    Raises ParameterError if not exactly one is configured, or it has no static trees.
     """
     if len(configs) != 1:
         raise ParameterError(
@@ -329,12 +313,12 @@ def fit_static_tree(
 def tree_fit_lines(report: dict[str, Any]) -> list[str]:
     """For people."""
     profile = AcceptanceProfile(tuple(map(tuple, report["profile"])))
-    found = ["accepted, in % of the drafts that got there, by rank:"]
+    lines = ["accepted, in % of the drafts that got there, by rank:"]
     for level, chances in enumerate(profile.chances, start=1):
         shown = "  ".join(f"{100 * chance:5.1f}" for chance in chances[:_SHOWN])
-        found.append(f"  level {level}: {shown} ...")
+        lines.append(f"  level {level}: {shown} ...")
     for size, tree in report["sizes"].items():
         nodes = "node: " if size == "1" else "nodes:"
-        found.append(f"{size:>4} {nodes} {tree['acceptance_length']:.2f} tokens per step")
+        lines.append(f"{size:>4} {nodes} {tree['acceptance_length']:.2f} tokens per step")
     choices = json.dumps(report["choices"], separators=(",", ":"))
-    return [*found, f"{report['field']}: {choices}"]
+    return [*lines, f"{report['field']}: {choices}"]

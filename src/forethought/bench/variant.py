@@ -45,10 +45,8 @@ PLAIN = Variant()
 
 
 def default_configs(draft_model: Path | None = None) -> list[DecodingBaseConfig]:
-    """The drafters without a model, one with goodput length control, and a draft model's.
-
-    Args:
-        draft_model: directory of the target's draft model; None: there is none.
+    """The drafters without a model, one with goodput length control, and that of
+    ``draft_model``.
     """
     configs: list[DecodingBaseConfig] = [
         NGramDecodingConfig(max_draft_len=8, max_matching_ngram_size=4, is_use_oldest=False),
@@ -71,7 +69,6 @@ def settled(
     A given drafter under goodput control has itself at fixed lengths beside it.
 
     Args:
-        configs: as they were written; none: the default ones.
         max_batch_size: of the engine, which ``AutoDecodingConfig`` goes by.
         draft_model: for the default ones.
     """
@@ -97,7 +94,6 @@ def variants_of(
     """What to measure of the engine's drafters, plain decoding not among it.
 
     Args:
-        configs: of the drafters.
         lengths: draft lengths to try; None: each drafter's longest, its half and its quarter. A
             drafter that chooses its length itself, or drafts trees, is tried at its longest only.
 
@@ -112,15 +108,15 @@ def variants_of(
                 f"the longest drafts have {longest} levels",
                 f"Use 1 to {longest}, or a configuration with a larger max_draft_len",
             )
-    found: dict[Variant, None] = {}  # as a set that keeps its order
+    variants: dict[Variant, None] = {}  # as a set that keeps its order
     for config in configs:
         longest = config.max_draft_len
         fixed = config.length_control == "fixed" and config.drafts_chains
         tried = [longest // 4, longest // 2, longest] if lengths is None else lengths
         for length in tried if fixed else [longest]:
             if 1 <= length <= longest:
-                found[Variant(config.name, length)] = None
-    return list(found)
+                variants[Variant(config.name, length)] = None
+    return list(variants)
 
 
 def written(
@@ -128,10 +124,7 @@ def written(
 ) -> dict[str, object] | None:
     """The ``speculative_config`` block of a YAML file for a variant; None for plain decoding.
 
-    Args:
-        variant: of one of the drafters.
-        configs: of the drafters.
-        max_concurrency: the field of that name, unless it is None or a schedule decides.
+    ``max_concurrency`` is written unless it is None or a schedule decides.
     """
     if variant == PLAIN:
         return None
@@ -156,7 +149,7 @@ def _plain(value: Any) -> object:
     if isinstance(value, bool | int | float | str | dict | None):
         return value
     if isinstance(value, tuple | list):
-        return [_plain(each) for each in value]
+        return [_plain(item) for item in value]
     if isinstance(value, Path):
         return str(value)
     return f"{type(value).__module__}:{type(value).__qualname__}"

@@ -102,7 +102,6 @@ class Respondent:
     """A method with a worker, ready to answer at the terminal.
 
     Args:
-        controller: the method.
         worker: executes all its tasks, but for those of ``others``.
         others: further workers by tag.
         trace_file: where the trace of the last answer is written at the end; None: nowhere.
@@ -127,21 +126,17 @@ class Respondent:
         write: Callable[[str], None],
         question: str | None = None,
     ) -> Answer:
-        """Answer one prompt.
+        """Answer one prompt; the pieces of text that ``write`` gets, all together, are the answer.
+
+        Raises the method's error. If ``write`` raises, or Ctrl-C is pressed, the request ends
+        first.
 
         Args:
-            prompt: of a type that the controller takes.
-            params: sampling fields by name.
-            write: called with each new piece of text; all pieces together are the answer.
             question: the user's text, for a method that verifies or scores its answers.
-
-        Raises:
-            Exception: of the method. If ``write`` raises, or Ctrl-C is pressed, the
-                request is ended first.
         """
         began = time.perf_counter()
-        asked: dict[str, Any] = {} if question is None else {"question": question}
-        result = self._llm.generate_async(prompt, sampling_params=params, **asked)
+        fields: dict[str, Any] = {} if question is None else {"question": question}
+        result = self._llm.generate_async(prompt, sampling_params=params, **fields)
         self._result = result
         try:
             streamed = _print(result, write)
@@ -180,7 +175,7 @@ _INNER = "generation_controller"
 
 @dataclass(frozen=True, slots=True)
 class Backend:
-    """A worker, and the model behind it."""
+    """A worker, and its model."""
 
     worker: Worker
     name: str
@@ -266,7 +261,6 @@ def as_chat(spec: str, settings: Collection[str], instead: str) -> str:
     """The same stack of methods, with chats instead of its plain decoding.
 
     Args:
-        spec: names of methods, as for ``stack``.
         settings: names of the settings that are given.
         instead: what to do about a method that cannot chat.
 
@@ -294,20 +288,16 @@ def _cannot_chat(method: str, instead: str) -> ParameterError:
 
 
 def sampling_of(args: argparse.Namespace) -> dict[str, Any]:
-    """The sampling fields that were given, checked.
-
-    Raises:
-        ParameterError: a value is outside its range.
-    """
+    """The sampling fields that were given; raises ParameterError for a value outside its range."""
     names = ("max_tokens", "temperature", "top_p", "seed", *options.THINKING)
-    given = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
+    fields = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
     if any(value is not None for value in (args.json_schema, args.regex, args.choice)):
         _check_shape(args)
         schema = None if args.json_schema is None else _schema(args.json_schema)
         shape = GuidedDecodingParams(json=schema, regex=args.regex, choice=args.choice)
-        given["guided_decoding"] = shape
-    SamplingParams(**given)
-    return given
+        fields["guided_decoding"] = shape
+    SamplingParams(**fields)
+    return fields
 
 
 def _check_shape(args: argparse.Namespace) -> None:
@@ -329,23 +319,24 @@ def _check_shape(args: argparse.Namespace) -> None:
         )
 
 
-def _schema(given: str) -> str:
+def _schema(text_or_path: str) -> str:
     """The schema, given as text or as the path of a file."""
-    if given.lstrip().startswith("{"):
-        return given
+    if text_or_path.lstrip().startswith("{"):
+        return text_or_path
     try:
-        return Path(given).read_text(encoding="utf-8")
+        return Path(text_or_path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ParameterError(
-            f"cannot read the schema in {given}", str(error), "Give a file, or the schema itself"
+            f"cannot read the schema in {text_or_path}",
+            str(error),
+            "Give a file, or the schema itself",
         ) from error
 
 
 def open_backend(args: argparse.Namespace) -> AbstractContextManager[Backend]:
     """The backend that the options choose: loaded when entered, shut down at the end.
 
-    Raises:
-        UsageError: options that contradict each other; when entered, a model that cannot be loaded.
+    Raises UsageError for contradictory options; when entered, for a model that cannot be loaded.
     """
     check_thinking_field(args)
     if wants_server(args):
@@ -390,7 +381,6 @@ def server_opener(
     """A function that builds a worker for the server that the options choose.
 
     Args:
-        args: the options.
         concurrency: limits the worker's requests, and repeats those that are refused; None: all
             are sent at once, and the client repeats a refused one twice.
 

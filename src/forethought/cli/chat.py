@@ -1,6 +1,6 @@
 """Talk to a model. /exit or Ctrl-D leaves, /clear begins again.
 
-Ctrl-C ends the answer under way and keeps its text so far; pressed at the prompt it leaves.
+Ctrl-C ends the current answer and keeps its text so far; pressed at the prompt it leaves.
 """
 
 from __future__ import annotations
@@ -56,13 +56,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 class Conversation:
-    """The turns so far, and the loop that adds to them.
-
-    Args:
-        respondent: answers lists of messages.
-        params: sampling fields by name.
-        system: system prompt; None: there is none.
-    """
+    """The turns so far, after the prompt ``system``, and the loop that adds to them."""
 
     def __init__(self, respondent: Respondent, params: dict[str, Any], system: str | None) -> None:
         self._respondent, self._params = respondent, params

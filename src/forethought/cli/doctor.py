@@ -34,8 +34,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Examine the machine and print the result."""
-    found = examine()
-    print(json.dumps(found, ensure_ascii=False) if args.json else "\n".join(lines(found)))
+    facts = examine()
+    print(json.dumps(facts, ensure_ascii=False) if args.json else "\n".join(lines(facts)))
     return 0
 
 
@@ -64,47 +64,47 @@ def missing_by_extra() -> dict[str, list[str]] | None:
         required = metadata.requires("forethought") or []
     except metadata.PackageNotFoundError:
         return None
-    found: dict[str, list[str]] = {}
+    by_extra: dict[str, list[str]] = {}
     for requirement in required:
         name = re.match(r"[\w.-]+", requirement)
         extra = re.search(r"extra == ['\"](\w+)['\"]", requirement)
         if name is None or extra is None or extra[1] in _NOT_FOR_USERS:
             continue
-        missing = found.setdefault(extra[1], [])
+        missing = by_extra.setdefault(extra[1], [])
         if _version(name[0]) is None:
             missing.append(name[0])
-    return found
+    return by_extra
 
 
-def lines(found: dict[str, Any]) -> list[str]:
+def lines(facts: dict[str, Any]) -> list[str]:
     """For people."""
-    versions = ", ".join(f"{name} {version}" for name, version in found["versions"].items())
-    processor, torch = found["processor"], found["torch"]
+    versions = ", ".join(f"{name} {version}" for name, version in facts["versions"].items())
+    processor, torch = facts["processor"], facts["torch"]
     sets = ", ".join(processor["instruction_sets"]) or "unknown"
     shown = {
         "versions": versions,
-        "system": f"{found['system']}; {found['executable']}",
+        "system": f"{facts['system']}; {facts['executable']}",
         "processor": f"{processor['name']}, {count_of(processor['cores'], 'core')}",
         "instruction sets": sets,
-        "torch": found["torch_error"] if torch is None else _torch_line(torch),
+        "torch": facts["torch_error"] if torch is None else _torch_line(torch),
         "GPU": "unknown without torch" if torch is None else ", ".join(torch["gpus"]) or "none",
-        "sandbox": _sandbox_line(found["sandbox"]),
+        "sandbox": _sandbox_line(facts["sandbox"]),
     }
     width = max(map(len, shown)) + 2
     return [
         *(f"{name:<{width}}{value}" for name, value in shown.items()),
         "",
         "extras",
-        *_extra_lines(found["extras"]),
+        *_extra_lines(facts["extras"]),
         "",
         "embedded models",
         *(
             f"  {name:<22}{'ready' if there else 'missing: install forethought again'}"
-            for name, there in found["embedded_models"].items()
+            for name, there in facts["embedded_models"].items()
         ),
         "",
         "fast paths",
-        *_path_lines(found["fast_paths"]),
+        *_path_lines(facts["fast_paths"]),
     ]
 
 
@@ -127,13 +127,13 @@ def _sandbox_line(kinds: dict[str, str | None]) -> str:
 def _extra_lines(extras: dict[str, list[str]] | None) -> list[str]:
     if extras is None:
         return ["  unknown: forethought is run from its source and is not installed"]
-    found = []
+    lines_of_extras = []
     for extra, missing in extras.items():
         state = "installed"
         if missing:
             state = f'missing {", ".join(missing)}: pip install "forethought[{extra}]"'
-        found.append(f"  {extra:<8}{state}")
-    return found
+        lines_of_extras.append(f"  {extra:<8}{state}")
+    return lines_of_extras
 
 
 def _path_lines(paths: dict[str, str] | None) -> list[str]:
@@ -183,18 +183,18 @@ def _fast_paths(torch: Any) -> dict[str, str]:
     from forethought.model.attention.sdpa import MIN_QUERIES
     from forethought.model.llama.layers import PackedProjection, projection
 
-    found = {}
+    paths = {}
     for name in _DTYPES:
         layer = projection(torch.zeros(64, 64, dtype=getattr(torch, name)))
         packed = isinstance(layer, PackedProjection)
-        found[f"linear layers, {name}"] = (
+        paths[f"linear layers, {name}"] = (
             "oneDNN, weights packed and activations fused" if packed else "torch's own product"
         )
-    found["layers on the processor"] = _native()
-    found["attention, 16 bits"] = _attention(MIN_QUERIES)
-    found["batch invariance"] = _invariance(MIN_QUERIES)
-    found["CUDA"] = _cuda(torch)
-    return found
+    paths["layers on the processor"] = _native()
+    paths["attention, 16 bits"] = _attention(MIN_QUERIES)
+    paths["batch invariance"] = _invariance(MIN_QUERIES)
+    paths["CUDA"] = _cuda(torch)
+    return paths
 
 
 def _native() -> str:

@@ -291,7 +291,6 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _folder(args: argparse.Namespace, plan: _Plan) -> Path:
-    """Where journal and report are written."""
     if args.out is not None:
         return Path(args.out)
     source = args.task or (Path(args.data).stem if args.data else "arithmetic")
@@ -320,21 +319,20 @@ class _Plan:
         return [str(method["name"]) for method in self.settings["methods"]]
 
     def title(self, task: str | None) -> str:
-        """One line for the report."""
         return f"{task or 'evaluation'}, {count_of(len(self.problems), 'problem')}"
 
 
 def _plan(args: argparse.Namespace) -> _Plan:
     task = tasks.task(args.task) if args.task else None
     if task is not None:
-        given = task.problems(args.data)
+        candidates = task.problems(args.data)
     else:
-        given = problems.load(args.data) if args.data else problems.shipped()
+        candidates = problems.load(args.data) if args.data else problems.shipped()
     count = args.problems
     searches = args.search or args.search_pipelines
     if count is None and (searches or args.stop_when_decided is not None):
-        count = len(given)  # in random order, which both rely on
-    chosen = problems.choose(given, count, args.seed)
+        count = len(candidates)  # in random order, which both rely on
+    chosen = problems.choose(candidates, count, args.seed)
     _check(args)
     recipes = _recipes(args, NativeRewardController() if wants_judge(args) else None)
     _check_verifiers(recipes, chosen)
@@ -361,10 +359,8 @@ def _plan(args: argparse.Namespace) -> _Plan:
 
 
 def _check_verifiers(recipes: Sequence[Recipe], chosen: Sequence[Problem]) -> None:
-    """Have the verifiers that are chosen by name read every question, which costs nothing.
-
-    Raises:
-        UsageError: one cannot.
+    """Have the verifiers that are chosen by name read every question now; UsageError if one
+    cannot.
     """
     named = [recipe.settings.get(_VERIFIER) for recipe in recipes]
     for accepts in {verifier(name) for name in named if isinstance(name, str)}:
@@ -406,8 +402,8 @@ _SEARCH_OPTIONS = {
 def _check_search(args: argparse.Namespace) -> None:
     """Refuse options of a search without it, and a search with options that it decides itself."""
     for name, owners in _SEARCH_OPTIONS.items():
-        if getattr(args, name) is not None and not any(getattr(args, own) for own in owners):
-            options = " or ".join(_option(own) for own in owners)
+        if getattr(args, name) is not None and not any(getattr(args, owner) for owner in owners):
+            options = " or ".join(_option(owner) for owner in owners)
             raise ParameterError(
                 f"{_option(name)} needs {options}", "it belongs to a search", f"Add {options}"
             )
@@ -461,7 +457,7 @@ def _grader(args: argparse.Namespace, task: tasks.Task | None) -> Grader:
 def _model(
     args: argparse.Namespace, task: tasks.Task | None
 ) -> tuple[Callable[[], AsyncLLM | Worker], dict[str, Any], bool]:
-    """Opens the model; what it is, for the journal; whether it is an embedded one."""
+    """Opens the model; its identity, for the journal; whether it is an embedded one."""
     if wants_server(args):
         concurrency = AdaptiveConcurrency(max(1, args.in_flight))
         described = {"url": args.url, "name": args.api_model, "thinking": args.thinking_field}
@@ -510,15 +506,15 @@ def _options(args: argparse.Namespace) -> ComparisonOptions:
 def _recipes(args: argparse.Namespace, judging: NativeRewardController | None) -> list[Recipe]:
     """One recipe per method. A setting goes to every method that has it, and one must."""
     chats = wants_server(args) and args.prompt_format is None
-    given = args.methods
-    if given is None:
-        given = _CHAT_METHODS if chats else _METHODS
-    specs = _specs(args, given, chats)
+    method_list = args.methods
+    if method_list is None:
+        method_list = _CHAT_METHODS if chats else _METHODS
+    specs = _specs(args, method_list, chats)
     settings = parse_settings(args.set)
     allowed = {name for spec in specs for name in parameters(spec)}
     unknown = settings.keys() - allowed
     if unknown:
-        raise ParameterError.unknown(f"methods {given!r}", unknown, allowed)
+        raise ParameterError.unknown(f"methods {method_list!r}", unknown, allowed)
     check_judge(args, specs, settings)
     if args.search:
         counts = (args.search_samples or SEARCH_SAMPLES).split(",")
@@ -526,32 +522,33 @@ def _recipes(args: argparse.Namespace, judging: NativeRewardController | None) -
     checker = tasks.task(args.task).verifier if args.task else None
     recipes = []
     for spec in specs:
-        own = {key: value for key, value in settings.items() if key in parameters(spec)}
+        method_settings = {key: value for key, value in settings.items() if key in parameters(spec)}
         if args.all_samples and _EARLY_STOP in parameters(spec):
-            own.setdefault(_EARLY_STOP, False)
+            method_settings.setdefault(_EARLY_STOP, False)
         if args.answer is not None and _ANSWER in parameters(spec):
-            own.setdefault(_ANSWER, args.answer)
+            method_settings.setdefault(_ANSWER, args.answer)
         if checker is not None and _VERIFIER in parameters(spec):
-            own.setdefault(_VERIFIER, checker)
-        made = _recipe(args, spec, judged_by(spec, judging) | own, chats)
-        recipes.append(replace(made, repeats=args.repeats))
+            method_settings.setdefault(_VERIFIER, checker)
+        base = _recipe(args, spec, judged_by(spec, judging) | method_settings, chats)
+        recipes.append(replace(base, repeats=args.repeats))
     recipes = _within_budgets(args, recipes)
     _refuse_equal(recipes)
     return recipes
 
 
-def _specs(args: argparse.Namespace, given: str, chats: bool) -> list[str]:
-    """The methods of ``--methods``, one by one."""
+def _specs(args: argparse.Namespace, method_list: str, chats: bool) -> list[str]:
     if wants_server(args) and not chats and args.max_tokens is None:
         raise ParameterError(
             "--prompt-format with --url needs --max-tokens",
             "servers end a completion after a few tokens by default",
             "Say how long an answer may be",
         )
-    specs = [spec.strip() for spec in given.split(",")]
+    specs = [spec.strip() for spec in method_list.split(",")]
     if "" in specs:
         raise ParameterError(
-            "invalid --methods", f"{given!r} has an empty entry", "Write names with commas between"
+            "invalid --methods",
+            f"{method_list!r} has an empty entry",
+            "Write names with commas between",
         )
     return specs
 
@@ -561,8 +558,8 @@ def _within_budgets(args: argparse.Namespace, recipes: Sequence[Recipe]) -> list
     if args.search:
         limits = (args.search_budgets or _NO_LIMIT).split(",")
         budgets = [None if one.strip() == _NO_LIMIT else _budget(f"tokens={one}") for one in limits]
-        return [variant for made in recipes for variant in within_each(made, budgets)]
-    return [replace(made, budget=_budget(args.budget)) for made in recipes]
+        return [variant for base in recipes for variant in within_each(base, budgets)]
+    return [replace(base, budget=_budget(args.budget)) for base in recipes]
 
 
 def _refuse_equal(recipes: Sequence[Recipe]) -> None:
@@ -582,7 +579,7 @@ def _recipe(args: argparse.Namespace, spec: str, settings: dict[str, Any], chats
     instead = "Write the prompt in the model's own format: --prompt-format"
     if judged:
         instead = "Name only methods that decode plainly inside best_of_n"
-    made = recipe(
+    base = recipe(
         as_chat(spec, settings, instead) if chats or judged else spec,
         samples=args.samples,
         temperature=args.temperature,
@@ -591,20 +588,19 @@ def _recipe(args: argparse.Namespace, spec: str, settings: dict[str, Any], chats
     )
     limits = {name: getattr(args, name) for name in THINKING if getattr(args, name) is not None}
     SamplingParams(**limits)  # refuses values outside their ranges before anything runs
-    params = {**made.sampling_params, **limits}
+    params = {**base.sampling_params, **limits}
     is_chat = chats or judged
-    return replace(made, name=spec, is_chat=is_chat, sampling_params=params)
+    return replace(base, name=spec, is_chat=is_chat, sampling_params=params)
 
 
 def _budget(text: str | None) -> Budget:
-    """``"tokens=200,seconds=5"`` as a budget."""
-    given = parse_settings(text.split(","), "--budget") if text else {}
-    unknown = given.keys() - {"tokens", "seconds", "calls"}
+    limits = parse_settings(text.split(","), "--budget") if text else {}
+    unknown = limits.keys() - {"tokens", "seconds", "calls"}
     if unknown:
         raise ParameterError.unknown("a budget", unknown, ("tokens", "seconds", "calls"))
-    if "seconds" in given:
-        given["seconds"] = float(given["seconds"])
-    return Budget(**given)
+    if "seconds" in limits:
+        limits["seconds"] = float(limits["seconds"])
+    return Budget(**limits)
 
 
 # ---- reports -------------------------------------------------------------------------------------
@@ -640,7 +636,7 @@ def _compared(
 def _proposal(
     args: argparse.Namespace, plan: _Plan, recipes: Sequence[Recipe], comparison: Comparison
 ) -> Proposal | None:
-    """What the search has found; None if there is none to do."""
+    """What the search proposes; None if there is none to do."""
     if args.search:
         from forethought.evaluation.search import Search
 
@@ -669,7 +665,6 @@ def _space(args: argparse.Namespace) -> PipelineSpace:
 
 
 def _searched(args: argparse.Namespace, plan: _Plan, proposal: Proposal | None) -> Report | None:
-    """The report of a search; None if there was none."""
     if proposal is None:
         return None
     notes = [*proposal.notes, f"Use it: {_command(args, proposal.recipe)}"]

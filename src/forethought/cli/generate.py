@@ -99,20 +99,14 @@ def run(args: argparse.Namespace) -> int:
 
 
 class _Writing:
-    """Writes an answer as it streams, after the introduction of the model.
-
-    Ctrl-C ends the line of the text so far.
-
-    Args:
-        chosen: the backend.
-        show: whether the text is written.
+    """Writes an answer as it streams, if ``show``, after the introduction of the model. Ctrl-C ends
+    the line of the text so far.
     """
 
     def __init__(self, chosen: Backend, *, show: bool) -> None:
         self._chosen, self._show, self._begun = chosen, show, False
 
     def __call__(self, text: str) -> None:
-        """Write another piece."""
         if not self._begun:
             self._chosen.introduce()
         self._begun = True
@@ -170,7 +164,6 @@ def _chats(args: argparse.Namespace) -> bool:
 
 
 def _prompt(args: argparse.Namespace, question: str, chosen: Backend) -> Any:
-    """The prompt for the method."""
     if _chats(args) or args.url is not None:
         return question
     if args.raw or not chosen.can_chat:

@@ -41,7 +41,7 @@ class Judge:
         return PRMController.of(self.worker) if by_step else NativeRewardController()
 
     def step_controller(self, aggregation: StepAggregation) -> NativeRewardController:
-        """The same for a search: the score of an answer as far as it has come."""
+        """The same for a search, whose answers are scored before they are complete."""
         if not self.worker.by_step:
             return self.controller
         return PRMController.of(self.worker, aggregation=aggregation)
@@ -163,11 +163,7 @@ def reward_server_opener(args: argparse.Namespace) -> Callable[[], RewardServerW
 def check_reward_model(model: str | None) -> None:
     """Find the directory of a reward model on this machine before torch is imported.
 
-    Args:
-        model: local directory, Hub id or embedded model; None: there is none.
-
-    Raises:
-        UsageError: there is no such model, or the directory holds none.
+    Raises UsageError if there is no such model, or the directory holds none.
     """
     if model is not None:
         checked_model_dir(model, kind="reward model")
@@ -176,9 +172,7 @@ def check_reward_model(model: str | None) -> None:
 def reward_tokenizer(name: str) -> Any:
     """The tokenizer in a local directory or of the Hub.
 
-    Raises:
-        UsageError: there is none.
-        DependencyError: ``transformers`` is not installed.
+    Raises UsageError if there is none, DependencyError if ``transformers`` is not installed.
     """
     try:
         from forethought.llm.tokenizer import Tokenizer
@@ -188,21 +182,18 @@ def reward_tokenizer(name: str) -> Any:
     return Tokenizer.load(find_model_dir(name, weights=False)).hf
 
 
-def check_judge(args: argparse.Namespace, specs: Sequence[str], given: Collection[str]) -> None:
-    """Check that a reward model is given if a method needs one, and only if one can use it.
+def check_judge(
+    args: argparse.Namespace, specs: Sequence[str], setting_names: Collection[str]
+) -> None:
+    """Raises ParameterError if a method needs a reward model and none is given, or none could use
+    it.
 
-    Args:
-        args: the options.
-        specs: the stacks of methods that are to run.
-        given: names of the methods' settings that are given.
-
-    Raises:
-        ParameterError: one is missing, or would not be used.
+    ``specs`` are the stacks of methods, ``setting_names`` those of the settings that are given.
     """
     reward_server_opener(args)
     judged = [spec for spec in specs if _REWARD in parameters(spec)]
     needing = [spec for spec in judged if parameters(spec)[_REWARD] is Method.REQUIRED]
-    if needing and not wants_judge(args) and _REWARD not in given:
+    if needing and not wants_judge(args) and _REWARD not in setting_names:
         raise ParameterError(
             f"method {needing[0]} needs a reward model",
             "it chooses by its scores",
@@ -218,10 +209,10 @@ def check_judge(args: argparse.Namespace, specs: Sequence[str], given: Collectio
 
 
 def judge_settings(args: argparse.Namespace) -> dict[str, Any] | None:
-    """What tells the reward model from another, for a journal; None: there is none."""
+    """Identifies the reward model in a journal; None: there is none."""
     if args.reward_url is not None:
-        given = {name: getattr(args, name) for name in REWARD_SERVER}
-        return {"url": shown_url(args.reward_url), **{k: v for k, v in given.items() if v}}
+        options = {name: getattr(args, name) for name in REWARD_SERVER}
+        return {"url": shown_url(args.reward_url), **{k: v for k, v in options.items() if v}}
     model = args.reward_model
     return None if model is None else {"model": model, "files": fingerprint(find_model_dir(model))}
 
@@ -230,8 +221,7 @@ def judge_settings(args: argparse.Namespace) -> dict[str, Any] | None:
 def open_judge(args: argparse.Namespace) -> Iterator[Judge | None]:
     """The reward model that the options choose, shut down at the end; None if they choose none.
 
-    Raises:
-        UsageError: it cannot be opened.
+    Raises UsageError if it cannot be opened.
     """
     if (open_server := reward_server_opener(args)) is not None:
         with open_server() as scorer:
@@ -248,8 +238,7 @@ def open_judge(args: argparse.Namespace) -> Iterator[Judge | None]:
 def open_local_judge(model: str) -> Iterator[Judge]:
     """The reward model in a local directory or of the Hub, shut down at the end.
 
-    Raises:
-        UsageError: it cannot be opened.
+    Raises UsageError if it cannot be opened.
     """
     try:
         from forethought.workers.reward import RewardWorker

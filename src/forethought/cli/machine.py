@@ -55,10 +55,8 @@ def num_threads(llm: LLM) -> int:
 
 
 def measured_on(fields: dict[str, Any]) -> dict[str, Any]:
-    """The machine as reports of ``bench`` name it.
-
-    Args:
-        fields: of ``LlmArgs``, with ``num_threads`` and ``dtype`` as they were.
+    """The machine as reports of ``bench`` name it; ``fields`` are those of the run's
+    ``LlmArgs``.
     """
     import torch
 
@@ -80,12 +78,12 @@ def _facts(path: Path) -> dict[str, str]:
         lines: Iterable[str] = path.read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
         return {}
-    found: dict[str, str] = {}
+    facts: dict[str, str] = {}
     for line in lines:
         key, colon, value = line.partition(":")
         if colon:
-            found.setdefault(key.strip(), value.strip())
-    return found
+            facts.setdefault(key.strip(), value.strip())
+    return facts
 
 
 def _macos_name() -> str:

@@ -47,7 +47,7 @@ class Parser(argparse.ArgumentParser):
         raise UsageError(message, fix=fix or f"See {self.prog} --help")
 
     def _fix(self, message: str) -> str:
-        """What does the same as an argument of an engine that is no option of the command."""
+        """An option of the command that does the same as an engine's argument."""
         if "--config" not in self._option_string_actions:
             return ""
         from forethought.config.engine import LlmArgs
@@ -101,7 +101,7 @@ def _run(argv: list[str]) -> int:
 
 
 def _read(parser: Parser, argv: list[str], run: Callable[[argparse.Namespace], int]) -> int:
-    """Parse and run; ``--help`` and ``--version``, after which argparse leaves, are status 0."""
+    """Parse and run; ``--help`` and ``--version``, after which argparse exits, are status 0."""
     try:
         args = parser.parse_args(argv)
     except SystemExit:

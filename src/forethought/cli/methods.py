@@ -1,6 +1,6 @@
 """List the inference-time methods: what each does, the paper it follows, and its settings.
 
-Rewards, listed behind them, score the answers of others: --method best_of_n --set
+Rewards, listed after them, score the answers of others: --method best_of_n --set
 reward_controller=judge.
 
 A setting is given as --set name=value, and the defaults are those of the command line; methods
@@ -68,7 +68,6 @@ def _entry(method: Method) -> str:
 
 
 def _settings(method: Method) -> list[str]:
-    """Name, default and meaning of each, one below the other."""
     lines = []
     defaults = {**method.parameters, **with_samples(method.name, {})}
     for name, default in defaults.items():

@@ -53,7 +53,7 @@ def load_config_file(path: Path) -> dict[str, Any]:
 
 
 def _once_each(yaml: Any) -> Any:
-    """YAML's safe loader, but it refuses a name that is given twice instead of taking the last."""
+    """YAML's safe loader, but it refuses a repeated name instead of taking the last."""
 
     class Loader(yaml.SafeLoader):  # type: ignore[misc]
         def construct_mapping(self, node: Any, deep: bool = False) -> Any:
@@ -78,12 +78,7 @@ def parse_settings(pairs: Iterable[str], option: str = "--set") -> dict[str, Any
     A value is read as JSON (numbers, ``true``, ``false``, ``null``, quoted text, lists), else as
     text.
 
-    Args:
-        pairs: the settings as they are written.
-        option: the option that they are given with, for messages.
-
-    Raises:
-        ParameterError: a pair without ``=`` or without a key, or a key given twice.
+    Raises ParameterError about ``option`` for a pair without ``=`` or key, or a repeated key.
     """
     settings: dict[str, Any] = {}
     for pair in pairs:
@@ -102,9 +97,8 @@ def parse_settings(pairs: Iterable[str], option: str = "--set") -> dict[str, Any
 
 
 def with_samples(spec: str, settings: dict[str, Any]) -> dict[str, Any]:
-    """The settings of a method, with ``SAMPLES`` samples where it would draw a single one.
-
-    The class defaults to 1, as in TensorRT-LLM; but a vote needs several.
+    """The settings of a method, with ``SAMPLES`` samples where it would draw a single one: classes
+    default to 1, as in TensorRT-LLM, but a vote needs several.
     """
     drawing = [method for method in split(spec) if method.draws_samples]
     if not drawing or drawing[-1].samples is not None or drawing[-1].parameters[SAMPLE_NUM] != 1:
@@ -165,10 +159,8 @@ def add_thinking_options(parser: argparse.ArgumentParser) -> None:
 
 
 def embedded_draft_model(name: str | None = "draft_target") -> Path | None:
-    """Directory of the embedded reasoner's own weights for a drafter; None: it has none here.
-
-    Args:
-        name: of ``--speculative``.
+    """Directory of the embedded reasoner's own weights for a drafter of ``--speculative``, if
+    any.
     """
     spec = drafter_table.options().get(name or "")
     return None if spec is None else spec.embedded_dir()
@@ -180,7 +172,6 @@ def speculative_config_of(
     """The configuration that the options stand for; None if none is given.
 
     Args:
-        args: the options.
         draft_model: what ``--speculative`` drafts with where ``--draft-model`` is not given.
         model: that is drafted for; None: the embedded reasoner, for which there is one.
 
@@ -233,7 +224,7 @@ def model_path(text: str) -> Path:
 
 
 class _SetModel(argparse.Action):
-    """Stores the model, which is named once: behind the command or by ``--model``."""
+    """Stores the model, which is named once: after the command or by ``--model``."""
 
     def __call__(
         self,
@@ -301,12 +292,7 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
 
 
 def has_model_options(args: argparse.Namespace, config: Mapping[str, Any] | None = None) -> bool:
-    """Whether any of the options is given.
-
-    Args:
-        args: the options.
-        config: what counts in place of the file of ``--config``.
-    """
+    """Whether any option of the model is given; ``config`` replaces the file of ``--config``."""
     names = (*_OPTIONS, "speculative", "draft_model", "max_draft_len")
     has_file = args.config is not None if config is None else bool(config)
     return has_file or any(getattr(args, name) is not None for name in names)
@@ -318,7 +304,6 @@ def llm_args_of(
     """The fields of ``LlmArgs`` that the options stand for, checked.
 
     Args:
-        args: the options.
         config: fields in place of those in the file of ``--config``.
         **defaults: fields that the command sets where nothing else does.
 
@@ -328,8 +313,8 @@ def llm_args_of(
     if config is None:
         config = {} if args.config is None else load_config_file(args.config)
     fields = defaults | LlmArgs.translated(config)
-    given = {name: getattr(args, name) for name in _OPTIONS}
-    fields |= {name: value for name, value in given.items() if value is not None}
+    options = {name: getattr(args, name) for name in _OPTIONS}
+    fields |= {name: value for name, value in options.items() if value is not None}
     _check_revision(fields)
     speculative = speculative_config_of(args, model=fields.get("model"))
     if speculative is not None:
@@ -339,7 +324,6 @@ def llm_args_of(
 
 
 def _check_revision(fields: Mapping[str, Any]) -> None:
-    """Refuse a revision of what does not come from the Hub."""
     model, revision = fields.get("model"), fields.get("revision")
     if revision is None:
         return
@@ -356,11 +340,7 @@ def _check_revision(fields: Mapping[str, Any]) -> None:
 def check_models(fields: Mapping[str, Any]) -> None:
     """Find the directories of the model, its tokenizer and its drafters, before torch is imported.
 
-    Args:
-        fields: of ``LlmArgs``.
-
-    Raises:
-        UsageError: there is no such model, or the directory holds none.
+    Raises UsageError if there is no such model, or the directory holds none.
     """
     code = bool(fields.get("trust_remote_code"))
     revision = fields.get("revision")
@@ -374,24 +354,15 @@ def check_models(fields: Mapping[str, Any]) -> None:
 
 
 def check_draft_model(config: DecodingBaseConfig) -> None:
-    """Find the directory of a drafter's model, if it has one, before torch is imported.
-
-    Raises:
-        UsageError: there is no such model, or the directory holds none.
-    """
+    """Find the directory of a drafter's model, if it has one. Raises as ``check_models``."""
     if config.speculative_model is not None:
         checked_model_dir(config.speculative_model, config.revision, kind="draft model")
 
 
 def llm_opener(fields: Mapping[str, Any]) -> Callable[[], AsyncLLM]:
-    """A function that builds the chosen model.
+    """A function that builds the model of the ``LlmArgs`` in ``fields``.
 
-    Args:
-        fields: of ``LlmArgs``.
-
-    Raises:
-        UsageError: as ``check_models``.
-        DependencyError: torch or transformers is not installed.
+    Raises as ``check_models``, and DependencyError if torch or transformers is not installed.
     """
     check_models(fields)
     check_installed()
@@ -401,11 +372,7 @@ def llm_opener(fields: Mapping[str, Any]) -> Callable[[], AsyncLLM]:
 
 
 def check_installed() -> None:
-    """Check that a model can run on this machine.
-
-    Raises:
-        DependencyError: torch or transformers is not installed.
-    """
+    """Raises DependencyError if torch or transformers is not installed."""
     try:
         import forethought.llm.async_llm  # noqa: F401
     except ModuleNotFoundError as error:
@@ -415,18 +382,10 @@ def check_installed() -> None:
 
 
 def expect_positive(args: argparse.Namespace, *names: str) -> None:
-    """Refuse numbers below 1.
-
-    Args:
-        args: of the command.
-        names: of options that hold a number or several.
-
-    Raises:
-        ParameterError: one is below 1.
-    """
+    """Raises ParameterError if one of the named options, or an entry of one, is below 1."""
     for name in names:
         value = getattr(args, name)
-        if any(each < 1 for each in (value if isinstance(value, list) else [value])):
+        if any(number < 1 for number in (value if isinstance(value, list) else [value])):
             option = f"--{name.replace('_', '-')}"
             raise ParameterError(f"invalid {option}", f"got {value}", "Give numbers of at least 1")
 
@@ -455,8 +414,7 @@ def add_thinks_option(parser: argparse.ArgumentParser | argparse._ArgumentGroup)
 def thinks_of(args: argparse.Namespace) -> bool | None:
     """Whether the model on a server thinks, as the option says; None: it is not given.
 
-    Raises:
-        ParameterError: a configuration file has another value than yes and no.
+    Raises ParameterError if a configuration file has another value than yes and no.
     """
     if args.thinks not in (None, "yes", "no"):
         raise ParameterError("invalid thinks", f"got {args.thinks!r}", "Write yes or no")

@@ -212,11 +212,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def address(args: argparse.Namespace) -> tuple[str, int]:
-    """Host and port to listen at.
-
-    Raises:
-        ParameterError: there is no such port.
-    """
+    """Host and port to listen at; raises ParameterError if there is no such port."""
     port = _PORT if args.port is None else args.port
     if not 0 <= port < 1 << 16:
         raise ParameterError("invalid port", f"got {port}", "Give 0 to 65535")
@@ -229,8 +225,7 @@ def read_config(args: argparse.Namespace) -> dict[str, Any]:
     What its section ``server`` sets, and no option does, becomes an attribute of ``args``.
 
     Raises:
-        UsageError: the file cannot be read, or the section has a field that there is not, or one of
-            another type.
+        UsageError: an unreadable file, or an unknown field or wrong type in the section.
     """
     fields = {} if args.config is None else options.load_config_file(args.config)
     section = fields.pop(_SECTION, None) or {}
@@ -238,9 +233,9 @@ def read_config(args: argparse.Namespace) -> dict[str, Any]:
         raise ParameterError(
             f"invalid section {_SECTION}", f"it holds {section!r:.80}", "Write fields by name"
         )
-    known = ("port", *_TEXTS, *_LISTS, *_SETTINGS, *_FILE_ONLY)
-    if unknown := section.keys() - set(known):
-        raise ParameterError.unknown(f"the section {_SECTION} of {args.config}", unknown, known)
+    names = ("port", *_TEXTS, *_LISTS, *_SETTINGS, *_FILE_ONLY)
+    if unknown := section.keys() - set(names):
+        raise ParameterError.unknown(f"the section {_SECTION} of {args.config}", unknown, names)
     for name, value in section.items():
         if value is not None and getattr(args, name, None) is None:
             setattr(args, name, _of_section(name, value))
@@ -249,10 +244,10 @@ def read_config(args: argparse.Namespace) -> dict[str, Any]:
 
 def _of_section(name: str, value: Any) -> Any:
     """A value in the section ``server``, as the option has it."""
-    given = [value] if isinstance(value, str) else value
+    texts = [value] if isinstance(value, str) else value
     if name in _LISTS or name in _JOINED:
-        is_valid = isinstance(given, list) and all(isinstance(each, str) for each in given)
-        value = given if name in _LISTS or not is_valid else ",".join(given)
+        is_valid = isinstance(texts, list) and all(isinstance(text, str) for text in texts)
+        value = texts if name in _LISTS or not is_valid else ",".join(texts)
     elif name in _TEXTS:
         is_valid = isinstance(value, str)
     elif name in ("port", "reasoning_in_content"):
@@ -267,34 +262,28 @@ def _of_section(name: str, value: Any) -> Any:
 
 
 def settings_of(args: argparse.Namespace) -> Settings:
-    """The settings that the options stand for.
-
-    Raises:
-        ParameterError: a value outside its range.
+    """The settings that the options stand for; raises ParameterError for a value outside its
+    range.
     """
     from forethought.server.hosts import is_loopback
     from forethought.server.settings import Settings
 
     environment = filter(None, os.environ.get("FORETHOUGHT_API_KEYS", "").split(","))
-    given = {name: getattr(args, name, None) for name in (*_SETTINGS, *_FILE_ONLY)}
-    given |= {name: getattr(args, option) for option, name in _LISTS.items()}
-    given["api_keys"] = [*(args.api_key or ()), *environment]
+    fields = {name: getattr(args, name, None) for name in (*_SETTINGS, *_FILE_ONLY)}
+    fields |= {name: getattr(args, option) for option, name in _LISTS.items()}
+    fields["api_keys"] = [*(args.api_key or ()), *environment]
     if args.allowed_host is None and is_loopback(address(args)[0]):
-        given["allowed_hosts"] = [address(args)[0]]
-    return Settings(**{name: value for name, value in given.items() if value is not None})
+        fields["allowed_hosts"] = [address(args)[0]]
+    return Settings(**{name: value for name, value in fields.items() if value is not None})
 
 
 def opener(
     args: argparse.Namespace, config: Mapping[str, Any] | None = None
 ) -> Callable[[], Backend]:
-    """A function that opens what the options choose.
+    """A function that opens what the options choose; raises UsageError if they contradict each
+    other.
 
-    Args:
-        args: the options.
-        config: fields for the engine, in place of those in the file of ``--config``.
-
-    Raises:
-        UsageError: options that contradict each other.
+    ``config`` has fields for the engine, in place of those in the file of ``--config``.
     """
     has_model = options.has_model_options(args, config)
     chosen = [args.upstream is not None, args.worker is not None, has_model]
@@ -328,11 +317,7 @@ def _refuse_judge(args: argparse.Namespace) -> None:
 def _judge_opener(
     args: argparse.Namespace, default: str = "none"
 ) -> Callable[[], RewardWorker | RewardServerWorker | None]:
-    """A function that opens the reward model that the options choose, or ``default``.
-
-    Raises:
-        UsageError: options that contradict each other.
-    """
+    """A function that opens the reward model that the options choose, or ``default``."""
     if (open_server := reward_server_opener(args)) is not None:
         return open_server
     model = args.reward_model or default
@@ -351,8 +336,8 @@ def _judge_opener(
     return open_local
 
 
-def _scripted(given: Sequence[str]) -> Callable[[], Backend]:
-    kind, path = given
+def _scripted(words: Sequence[str]) -> Callable[[], Backend]:
+    kind, path = words
     if kind != "scripted":
         raise ParameterError(f"unknown worker {kind!r}", "there is scripted", "--worker scripted F")
     from forethought.server.scripted_backend import ScriptedBackend, read_script
@@ -393,9 +378,8 @@ def _upstream(args: argparse.Namespace) -> Callable[[], Backend]:
 def _tokenizer(name: str) -> Tokenizer:
     """The tokenizer in a local directory, of the Hub or of an embedded model.
 
-    Raises:
-        UsageError: there is none, or it has no chat template.
-        DependencyError: ``transformers`` is not installed.
+    Raises UsageError if there is none or it has no chat template, DependencyError without
+    ``transformers``.
     """
     try:
         from forethought.llm.tokenizer import Tokenizer
@@ -403,30 +387,26 @@ def _tokenizer(name: str) -> Tokenizer:
         raise DependencyError.missing(
             error.name or "transformers", "--tokenizer", "local"
         ) from error
-    found = Tokenizer.load(find_model_dir(name, weights=False))
-    if not found.hf.chat_template:
+    tokenizer = Tokenizer.load(find_model_dir(name, weights=False))
+    if not tokenizer.hf.chat_template:
         why = "it makes the prompts of conversations"
         raise ParameterError(f"--tokenizer {name} has no chat template", why, "Name another one")
-    return found
+    return tokenizer
 
 
 def _extensions(fields: str | None) -> list[str]:
-    """The extensions of ``OpenaiWorker`` that ``--upstream-fields`` names.
-
-    Raises:
-        ParameterError: a name that there is not.
-    """
+    """The extensions of ``OpenaiWorker`` in ``--upstream-fields``; ParameterError for others."""
     from forethought.workers.openai import EXTENSIONS
 
-    known = {_SHAPE if name == "guided_decoding" else name: name for name in EXTENSIONS}
+    extension_names = {_SHAPE if name == "guided_decoding" else name: name for name in EXTENSIONS}
     named = [name.strip() for name in fields.split(",")] if fields else []
-    if unknown := set(named) - known.keys():
-        raise ParameterError.unknown("--upstream-fields", unknown, known)
-    return [known[name] for name in named]
+    if unknown := set(named) - extension_names.keys():
+        raise ParameterError.unknown("--upstream-fields", unknown, extension_names)
+    return [extension_names[name] for name in named]
 
 
 async def _ask_lengths(worker: UpstreamWorker) -> None:
-    """Let the worker know the contexts of the models, if the servers are there already."""
+    """Have the worker ask for the contexts of the models, if the servers are up already."""
     try:
         await worker.upstream.ask_lengths()
     finally:
@@ -434,14 +414,13 @@ async def _ask_lengths(worker: UpstreamWorker) -> None:
 
 
 async def _first_model(worker: UpstreamWorker) -> str:
-    """The model that is listed first."""
     try:
-        found = await worker.upstream.models()
+        models = await worker.upstream.models()
     finally:
         await worker.async_shutdown()
-    if not found:
-        raise ParameterError("no model behind --upstream", "none is listed", "Give --api-model")
-    return found[0]
+    if not models:
+        raise ParameterError("no model at --upstream", "none is listed", "Give --api-model")
+    return models[0]
 
 
 def _engine(args: argparse.Namespace, config: Mapping[str, Any] | None) -> Callable[[], Backend]:
@@ -475,14 +454,14 @@ def _examples(model: str) -> list[dict[str, str]]:
     """Questions of an embedded model's own problems; none for others."""
     if not assets.is_embedded(model):
         return []
-    found = assets.problems(model)[:_EXAMPLES]
+    problems = assets.problems(model)[:_EXAMPLES]
     return [
         {
             "title": _title(problem["question"]),
             "prompt": problem["question"],
             "method": _METHODS[number % len(_METHODS)],
         }
-        for number, problem in enumerate(found)
+        for number, problem in enumerate(problems)
     ]
 
 
@@ -492,7 +471,6 @@ def _title(question: str) -> str:
 
 
 def _announce(settings: Settings, backend: Backend) -> Callable[[str], None]:
-    """Writes where the server is, once it is."""
     name = (list(settings.served_model_names) or [backend.name])[0]
 
     def announce(url: str) -> None:

@@ -67,8 +67,8 @@ def run(args: argparse.Namespace) -> int:
     if args.action == "show":
         _refuse("show", {"--otel": args.otel, "--mooncake": args.mooncake})
     else:
-        given = {f"--price-{name}": getattr(args, f"price_{name}") for name in _PRICES}
-        _refuse("export", {"--html": args.html, **given})
+        price_options = {f"--price-{name}": getattr(args, f"price_{name}") for name in _PRICES}
+        _refuse("export", {"--html": args.html, **price_options})
         if not any(outputs):
             raise UsageError("nothing to export", "no format is given", "Give --otel or --mooncake")
     trace, prices = Trace.load(args.file), _prices(args)
@@ -84,7 +84,6 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _prices(args: argparse.Namespace) -> Prices | None:
-    """The prices of the options; None: they give none."""
     if args.price_in is None and args.price_out is None and args.price_cached is None:
         return None
     if args.price_in is None or args.price_out is None:

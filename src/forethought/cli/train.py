@@ -110,17 +110,13 @@ def run(args: argparse.Namespace) -> int:
     training, source = TrainingRun(args.kind, fields, args.out, target), _source(args)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", stream=sys.stderr)
     with _ProgressBar() as bar:
-        found = training(source, args.held_out, bar)
-    _report(args, training, found)
+        metrics = training(source, args.held_out, bar)
+    _report(args, training, metrics)
     return 0
 
 
 def _check_paths(args: argparse.Namespace, fields: Mapping[str, Any]) -> None:
-    """Refuse what cannot be read or written before torch is imported.
-
-    Raises:
-        UsageError: there is no such file or model, or nothing can be written to ``--out``.
-    """
+    """Raises UsageError, before torch is imported, for what cannot be read or written."""
     for path, kind in ((args.data, "texts"), (args.self_distill, "prompts")):
         try:
             if path is not None:
@@ -151,7 +147,6 @@ class _ProgressBar:
         self._bar: Any = None
 
     def __call__(self, progress: Progress) -> None:
-        """Advance by a step."""
         if self._bar is None:
             self._bar = self._begin(progress)
         shown = [f"loss {progress.loss:.3f}"]
@@ -184,20 +179,20 @@ class _ProgressBar:
         self._open.close()
 
 
-def _report(args: argparse.Namespace, training: TrainingRun, found: dict[str, float]) -> None:
+def _report(args: argparse.Namespace, training: TrainingRun, metrics: dict[str, float]) -> None:
     drafter = training.drafter
     if args.json:
         report: dict[str, Any] = {"kind": args.kind, "drafter": str(drafter)}
         if training.model is not None:
             report["model"] = str(training.model)
-        print(json.dumps({name: _round(value) for name, value in (report | found).items()}))
+        print(json.dumps({name: _round(value) for name, value in (report | metrics).items()}))
         return
-    print(f"{drafter}: {found['acceptance_length']:.2f} tokens per step on held-out prompts")
+    print(f"{drafter}: {metrics['acceptance_length']:.2f} tokens per step on held-out prompts")
     if training.model is not None:
         print(
             f"{training.model}: the model that it drafts for, which is not the original: it is "
-            f"{found['kl']:.4f} nats (mean KL) away from it on held-out answers and has another "
-            f"most probable token at {1 - found['same_choice']:.1%} of the positions"
+            f"{metrics['kl']:.4f} nats (mean KL) away from it on held-out answers and has another "
+            f"most probable token at {1 - metrics['same_choice']:.1%} of the positions"
         )
     [name] = [name for name, spec in drafter_table.options().items() if args.kind in spec.recipes]
     target = training.model or args.target

@@ -46,13 +46,11 @@ _OUR_WORDS = {
 
 
 class StrictModel(BaseModel):
-    """A frozen pydantic model that refuses what cannot be with a ``ParameterError``.
+    """A frozen pydantic model that raises ``ParameterError`` for an unknown name, or a value of the
+    wrong type or outside its range.
 
     A name whose value is None, ``null`` in YAML, is not given: its field has its default, and an
     unknown name is ignored (``cuda_graph_config: null`` in a file for TensorRT-LLM).
-
-    Raises:
-        ParameterError: an unknown name, or a value of the wrong type or outside its range.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, populate_by_name=True)
@@ -79,14 +77,12 @@ class StrictModel(BaseModel):
     def translated(cls, values: Mapping[str, Any]) -> dict[str, Any]:
         """Values by the names of our fields, where they have those of other engines.
 
-        Raises:
-            ParameterError: an argument of another engine that cannot be honoured.
+        Raises ParameterError for an argument of another engine that cannot be honoured.
         """
         return translate(cls.__name__, values, cls._known_names(), cls.foreign_arguments)
 
     @classmethod
     def _known_names(cls) -> set[str]:
-        """The names of the fields, and their aliases."""
         names = set(cls.model_fields)
         for info in cls.model_fields.values():
             if isinstance(info.validation_alias, AliasChoices):
@@ -95,11 +91,7 @@ class StrictModel(BaseModel):
 
     @classmethod
     def from_dict(cls: type[_Model], values: dict[str, Any]) -> _Model:
-        """Build from field names and values.
-
-        Raises:
-            ParameterError: an unknown name, or a value of the wrong type or outside its range.
-        """
+        """Build from field names and values; raises as the constructor."""
         return cls(**values)
 
 
@@ -122,8 +114,7 @@ class RequestParams:
     def replace(self: _Params, **changes: Any) -> _Params:
         """A copy with some fields changed; what was given before still counts as given.
 
-        Raises:
-            ParameterError: a field does not exist or its value is outside its range.
+        Raises ParameterError if a field does not exist or its value is outside its range.
         """
         return type(self)(**{**self._given_values(), **changes})
 
@@ -142,11 +133,7 @@ class RequestParams:
 
     @classmethod
     def from_dict(cls: type[_Params], values: Mapping[str, Any]) -> _Params:
-        """Build from field names and values.
-
-        Raises:
-            ParameterError: a name is not a field, or a value is outside its range.
-        """
+        """Build from field names and values; raises ParameterError for a wrong name or value."""
         return cls(**values)
 
 
@@ -230,13 +217,7 @@ def _shown(value: Any) -> str:
 
 
 def _refusal(owner: str, shown: str, error: pydantic.ValidationError) -> UsageError:
-    """The first complaint of pydantic in our own words, or the refusal that it has caught.
-
-    Args:
-        owner: name of the class.
-        shown: how a field is called in messages, with ``{}`` for its name.
-        error: what pydantic raised.
-    """
+    """The first complaint of pydantic in our own words, or the refusal that it has caught."""
     first = error.errors(include_url=False)[0]
     caught = first.get("ctx", {}).get("error")
     if isinstance(caught, UsageError):

@@ -158,8 +158,7 @@ def recipes() -> dict[str, str]:
 def find_drafter(kind: Any) -> DrafterSpec:
     """The entry of a ``decoding_type``; case, ``_`` and ``-`` do not matter.
 
-    Raises:
-        UnknownNameError: there is no such ``decoding_type``.
+    Raises UnknownNameError if there is none.
     """
     spelled = _plain(str(kind))
     for spec in DRAFTERS:

@@ -66,10 +66,8 @@ class NGramDecodingConfig(DecodingBaseConfig):
 class AutoDecodingConfig(DecodingBaseConfig):
     """An ``NGramDecodingConfig`` with lengths chosen by the engine's batch size.
 
-    Other fields are passed on to it.
-
-    n-grams of 3 and drafts of 5 up to 4 sequences at once, else n-grams of 5 and drafts of 3; none
-    with more than 32 running: TensorRT-LLM's heuristic.
+    TensorRT-LLM's heuristic: n-grams of 3 and drafts of 5 up to 4 sequences at once, else n-grams
+    of 5 and drafts of 3; none with more than 32 running. Other fields are passed on.
     """
 
     decoding_type: ClassVar[str] = "AUTO"
@@ -77,13 +75,9 @@ class AutoDecodingConfig(DecodingBaseConfig):
     name: str = Field(default="ngram", min_length=1)
 
     def resolve(self, max_batch_size: int) -> NGramDecodingConfig:
-        """The configuration for an engine.
+        """The configuration for an engine that runs ``max_batch_size`` sequences at once.
 
-        Args:
-            max_batch_size: sequences that the engine runs at once.
-
-        Raises:
-            ParameterError: a given field contradicts the lengths.
+        Raises ParameterError if a given field contradicts the lengths.
         """
         few = max_batch_size <= 4
         chosen: dict[str, Any] = {
@@ -93,12 +87,12 @@ class AutoDecodingConfig(DecodingBaseConfig):
         if self.draft_len_schedule is None and self.length_control == "fixed":
             chosen["max_concurrency"] = 32
         fields = type(self).model_fields.items()
-        given = {
+        non_default = {
             name: value
             for name, field in fields
             if (value := getattr(self, name)) != field.get_default()
         }
-        return NGramDecodingConfig(**{**chosen, **given})
+        return NGramDecodingConfig(**{**chosen, **non_default})
 
     def _settle_lengths(self) -> None:
         """Left to ``resolve``."""
@@ -375,7 +369,6 @@ class MedusaDecodingConfig(DecodingBaseConfig):
     None: the square root of ``posterior_threshold``."""
 
     def _settle_lengths(self) -> None:
-        """Settle the tree as well, which determines the lengths."""
         if self.posterior_alpha is not None and self.posterior_threshold is None:
             reason = "posterior_threshold is not given, and without it acceptance is exact"
             raise self._refuse("posterior_alpha", self.posterior_alpha, reason)
@@ -411,12 +404,12 @@ class MedusaDecodingConfig(DecodingBaseConfig):
         if self.min_draft_probability:
             reason = "tree is 'choices', which always drafts all nodes"
             raise self._refuse("min_draft_probability", self.min_draft_probability, reason)
-        given = self.medusa_choices
-        if given is None:
+        choices = self.medusa_choices
+        if choices is None:
             self._set("medusa_choices", self._default_tree())
-        elif self.num_medusa_heads is not None and max(map(len, given)) > self.num_medusa_heads:
+        elif self.num_medusa_heads is not None and max(map(len, choices)) > self.num_medusa_heads:
             reason = f"a path of it is longer than num_medusa_heads, {self.num_medusa_heads}"
-            raise self._refuse("medusa_choices", given, reason)
+            raise self._refuse("medusa_choices", choices, reason)
         assert self.medusa_choices is not None
         self._settle_tree("medusa_choices", self.medusa_choices)
 
@@ -451,12 +444,12 @@ class MedusaDecodingConfig(DecodingBaseConfig):
         weights cannot be read.
         """
         directory = self._directory()
-        found = None if directory is None else stored_heads(directory)
-        if found is None:
+        num_stored = None if directory is None else stored_heads(directory)
+        if num_stored is None:
             stored = self._stored()
             listed = stored.get("medusa_num_heads", stored.get("num_heads"))
-            found = listed if isinstance(listed, int) and listed > 0 else None
-        limits = [limit for limit in (self.num_medusa_heads, found, MAX_LEVELS) if limit]
+            num_stored = listed if isinstance(listed, int) and listed > 0 else None
+        limits = [limit for limit in (self.num_medusa_heads, num_stored, MAX_LEVELS) if limit]
         return min(limits) if len(limits) > 1 else None
 
     def _stored(self) -> dict[str, Any]:
@@ -500,10 +493,8 @@ def stored_heads(directory: Path) -> int | None:
 
 
 def _tensor_names(file: Path) -> list[str]:
-    """Names of the tensors in a safetensors file, or in a file that ``torch.save`` wrote.
-
-    The latter is a zip archive with a pickle of the tensors' names and offsets, which is searched
-    for its strings and not executed.
+    """Names of the tensors in a safetensors file, or in a file that ``torch.save`` wrote: a zip
+    archive with a pickle, which is searched for its strings and not executed.
     """
     if file.suffix == ".safetensors":
         with file.open("rb") as stream:
@@ -514,7 +505,7 @@ def _tensor_names(file: Path) -> list[str]:
     with zipfile.ZipFile(file) as archive:
         pickled = next((name for name in archive.namelist() if name.endswith("/data.pkl")), "")
         operations = pickletools.genops(archive.read(pickled))
-        return [found for _, found, _ in operations if isinstance(found, str)]
+        return [argument for _, argument, _ in operations if isinstance(argument, str)]
 
 
 class ReDrafterDecodingConfig(DecodingBaseConfig):
@@ -547,8 +538,8 @@ class ReDrafterDecodingConfig(DecodingBaseConfig):
 
     def _settle_lengths(self) -> None:
         """The depth is a beam's length; the size at most that of beams without common prefix."""
-        given = "draft_len_per_beam" in self.model_fields_set
-        if not given and self.max_draft_len:
+        is_given = "draft_len_per_beam" in self.model_fields_set
+        if not is_given and self.max_draft_len:
             self._set("draft_len_per_beam", self.max_draft_len)
         if self.min_draft_probability and self.tree == "beams":
             reason = "tree is 'beams', which are always all drafted"
@@ -598,23 +589,23 @@ class UserProvidedDecodingConfig(DecodingBaseConfig):
     def _load(cls, value: Any, info: pydantic.ValidationInfo) -> Any:
         kind = str(info.field_name)
         try:
-            made = Registry(kind, {}).create(value) if isinstance(value, str | type) else value
+            instance = Registry(kind, {}).create(value) if isinstance(value, str | type) else value
         except UsageError:
             raise
         except Exception as error:  # the caller's own code may raise anything
             raise ValueError(f"it cannot be created: {type(error).__name__}: {error}") from error
         method = "prepare_draft_tokens" if kind == "drafter" else "get_max_resource_count"
-        if not callable(getattr(made, method, None)):
+        if not callable(getattr(instance, method, None)):
             raise ValueError(f"it has no method {method}")
-        return made
+        return instance
 
     @pydantic.field_serializer("drafter", "resource_manager")
     def _dump(self, value: Any, info: pydantic.FieldSerializationInfo) -> Any:
         """The name it was given by; a Python dump keeps an object without a name."""
-        kept = info.mode == "python" and not is_dataclass(
+        keeps_object = info.mode == "python" and not is_dataclass(
             value
         )  # which pydantic would dump field by field
-        if value is None or (kept and info.field_name not in self._names):
+        if value is None or (keeps_object and info.field_name not in self._names):
             return value
         if info.field_name not in self._names:
             raise ParameterError(

@@ -196,7 +196,7 @@ class LlmArgs(StrictModel):
 class LlmOptions(TypedDict, total=False):
     """The fields of ``LlmArgs`` beside ``model``, as keyword arguments of ``LLM`` and ``AsyncLLM``.
 
-    For editors and type checkers only: what they mean and which values are allowed stands in
+    For editors and type checkers only: what they mean and which values are allowed is in
     ``LlmArgs``, which checks them.
     """
 

@@ -39,9 +39,8 @@ class ForeignArgument:
     def put(self, owner: str, name: str, value: Any, result: dict[str, Any]) -> None:
         """Add what ``value`` means to the fields in ``result``.
 
-        Raises:
-            ParameterError: it would change something that cannot be honoured, or the field is
-                given under its own name too.
+        Raises ParameterError if it cannot be honoured, or the field is given under its own name
+        too.
         """
         if self.entries is not None and isinstance(value, Mapping):
             rest = translate(f"{name} of {owner}", value, (), self.entries)
@@ -70,7 +69,6 @@ def translate(
         owner: name of the class, for messages.
         values: by name; foreign ones that are None are not given.
         fields: names of the fields of the class, and their aliases.
-        table: of the class.
 
     Raises:
         ParameterError: an argument of another engine that cannot be honoured.

@@ -35,7 +35,6 @@ def _refuse_schema(schema: Any, reason: str) -> ParameterError:
 
 
 def _distinct(choices: Any) -> Any:
-    """A list without repetitions, as a tuple; anything else as it is."""
     is_list = isinstance(choices, Iterable) and not isinstance(choices, str)
     return tuple(dict.fromkeys(choices)) if is_list else choices
 
@@ -73,11 +72,11 @@ class GuidedDecodingParams(RequestParams):
     choice: _Choices | None = None
 
     def __post_init__(self) -> None:
-        given = self._set_fields()
-        if len(given) != 1:
+        shapes = self._set_fields()
+        if len(shapes) != 1:
             raise ParameterError(
                 "invalid guided_decoding",
-                f"one shape is needed, and {' and '.join(given) or 'none'} is given",
+                f"one shape is needed, and {' and '.join(shapes) or 'none'} is given",
                 f"Set one of {', '.join(self.names())}",
                 param="guided_decoding",
             )

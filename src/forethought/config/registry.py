@@ -43,9 +43,7 @@ class Registry:
     def resolve(self, spec: Any) -> Any:
         """The object that ``spec`` names.
 
-        Raises:
-            UnknownNameError: no such short name.
-            UsageError: a ``"module:Name"`` that cannot be imported.
+        Raises UnknownNameError for a short name, UsageError for a ``"module:Name"``.
         """
         return self._load(spec) if isinstance(spec, str) else spec
 
@@ -57,9 +55,7 @@ class Registry:
     def closed(self, allowed: Iterable[str] = ()) -> ClosedRegistry:
         """The names of the table, and ``allowed`` ones: plug-ins, or ``"module:Name"``.
 
-        Raises:
-            UnknownNameError: an allowed name that there is not.
-            UsageError: one that cannot be imported.
+        Raises UnknownNameError for an unknown name, UsageError for one that cannot be imported.
         """
         names = dict.fromkeys([*self._table, *allowed])
         return ClosedRegistry(self.kind, {name: self._load(name) for name in names})
@@ -85,12 +81,7 @@ class Registry:
 
 
 class ClosedRegistry(Registry):
-    """Names and their objects, and no others: no plug-in, and nothing is imported for a name.
-
-    Args:
-        kind: as of ``Registry``.
-        objects: by name.
-    """
+    """Names and their objects, and no others: no plug-in, and nothing is imported for a name."""
 
     is_closed = True
 

@@ -83,8 +83,6 @@ def _as_id(token: Any) -> int:
 
 
 def _from_dict(cls: type[RequestParams]) -> BeforeValidator:
-    """Take a dictionary of the fields of ``cls`` as well."""
-
     def build(value: Any) -> Any:
         return cls.from_dict(value) if isinstance(value, Mapping) else value
 
@@ -145,7 +143,7 @@ class SamplingParams(RequestParams):
     ``ignore_eos``             the model's end-of-sequence tokens do not end the generation
     ``logprobs``               log-probabilities of the chosen token and of the top k
     ``prompt_logprobs``        the same for the tokens of the prompt; of a session, for those that
-                               ``extend`` has put behind it (``session.prompt_logprobs``)
+                               ``extend`` has added to it (``session.prompt_logprobs``)
     ``confidence``             ``TokenConfidence`` of each token, over its top k (DeepConf's is 20)
     ``skip_special_tokens``    leave special tokens out of the text
     ``priority``               lower runs first; equal ones in order of arrival
@@ -161,7 +159,7 @@ class SamplingParams(RequestParams):
     float16 as well. Elsewhere the rounding of logits depends on the batch, and where two tokens are
     nearly equally probable the same seed may draw another one; see docs/determinism.md.
 
-    A thought is what stands between the model's markers, such as ``<think>`` and ``</think>``. Its
+    A thought is what is between the model's markers, such as ``<think>`` and ``</think>``. Its
     tokens are counted from the opening marker, which the model or the prompt has written: those in
     the prompt count, the markers and the closing text do not. See docs/thinking-budgets.md.
 

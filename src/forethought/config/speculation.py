@@ -51,28 +51,19 @@ Nodes = Annotated[int, Field(ge=0, le=MAX_NODES)]
 
 
 def find_config_class(kind: Any) -> type[DecodingBaseConfig]:
-    """The class that a ``decoding_type`` names; case, ``_`` and ``-`` do not matter.
-
-    Raises:
-        UnknownNameError: there is no such ``decoding_type``.
-    """
-    found: type[DecodingBaseConfig] = Registry("decoding_type", {}).resolve(
+    """The class that a ``decoding_type`` names. Raises as ``find_drafter``."""
+    config_class: type[DecodingBaseConfig] = Registry("decoding_type", {}).resolve(
         find_drafter(kind).config
     )
-    return found
+    return config_class
 
 
 def named_config(name: str, model: object = None, **fields: Any) -> DecodingBaseConfig:
     """The configuration of a drafter that is given by its name alone, as ``--speculative`` does.
 
     Its longest drafts are those of the table of drafters, and goodput control chooses the length of
-    each, unless the fields say how long drafts are. For the embedded reasoner it drafts with the
-    weights that are shipped for it.
-
-    Args:
-        name: a ``decoding_type``; case, ``_`` and ``-`` do not matter.
-        model: that it drafts for; None: the embedded reasoner.
-        **fields: of the configuration; these win.
+    each, unless ``fields`` say how long drafts are. For the embedded reasoner (``model`` None) it
+    drafts with the weights that are shipped for it.
 
     Raises:
         UnknownNameError: there is no such drafter.
@@ -149,7 +140,7 @@ class DecodingBaseConfig(StrictModel):
     """For measuring speed: each level of a draft is accepted with this probability, whatever its
     tokens. Outputs are then meaningless, and marked as such."""
     synthetic_acceptance_length: float | None = Field(default=None, ge=1.0)
-    """The same by length: each step generates so many tokens on average, that of the target itself
+    """The same by length: each step generates this many tokens on average, the target's own
     included: with 2.6 one drafted token is always accepted, and a second one in 60 % of the steps.
     As vLLM's field of this name and SGLang's ``SGLANG_SIMULATE_ACC_LEN``; TensorRT-LLM's
     ``TLLM_SPEC_DECODE_FORCE_NUM_ACCEPTED_TOKENS`` is less by the target's token. Shorter drafts
@@ -194,8 +185,7 @@ class DecodingBaseConfig(StrictModel):
     def with_local_model(self) -> Self:
         """A copy with ``speculative_model`` as a directory, downloaded if it is a Hub id.
 
-        Raises:
-            UsageError: as :func:`~forethought.model_dir.find_model_dir`.
+        Raises UsageError as :func:`~forethought.model_dir.find_model_dir`.
         """
         if self.speculative_model is None:
             return self
@@ -282,7 +272,6 @@ class DecodingBaseConfig(StrictModel):
             raise self._refuse("synthetic_acceptance_length", length, reason)
 
     def _set(self, name: str, value: Any) -> None:
-        """Set a field during construction; afterwards it is frozen."""
         self.__dict__[name] = value
 
     def _refuse(self, name: str, value: Any, reason: str) -> ParameterError:
@@ -293,11 +282,8 @@ class DecodingBaseConfig(StrictModel):
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Any:
-        """Build a configuration from a dictionary.
-
-        Args:
-            values: field names and values; ``decoding_type`` names the class, unless it is called
-                on that class.
+        """Build a configuration from a dictionary, whose ``decoding_type`` names the class, unless
+        this is called on that class.
 
         Raises:
             UnknownNameError: there is no such ``decoding_type``.
@@ -313,14 +299,14 @@ class DecodingBaseConfig(StrictModel):
     @classmethod
     def _expect(cls, kind: Any) -> type[DecodingBaseConfig]:
         """The class that ``kind`` names, which must be this class or derived from it."""
-        found = find_config_class(kind)
-        if not issubclass(found, cls):
+        config_class = find_config_class(kind)
+        if not issubclass(config_class, cls):
             raise ParameterError(
                 f"invalid decoding_type in {cls.__name__}",
-                f"got {kind!r}, which is {found.__name__}",
-                f"Call {found.__name__}.from_dict, or leave decoding_type out",
+                f"got {kind!r}, which is {config_class.__name__}",
+                f"Call {config_class.__name__}.from_dict, or leave decoding_type out",
             )
-        return found
+        return config_class
 
 
 def read_configs(value: Any, model: object = None) -> tuple[DecodingBaseConfig, ...]:

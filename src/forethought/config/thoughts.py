@@ -17,8 +17,8 @@ MARKERS = (
 def markers_in(text: str) -> tuple[str, str] | None:
     """The markers of the last thought that a text opens or closes; None: there is none.
 
-    A closing marker without the opening one, which was in the prompt, counts of those of most
-    models alone: the others may be in a text for reasons of their own.
+    A closing marker without the opening one, which was in the prompt, counts only if it is that of
+    most models: the others may be in a text for other reasons.
     """
     matches = [
         (max(text.rfind(start), text.rfind(end)), (start, end))

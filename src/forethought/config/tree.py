@@ -24,10 +24,8 @@ from forethought.errors import ParameterError
 
 
 def node_depths(parents: Sequence[int]) -> list[int]:
-    """Depth of each node of a tree: 1 for the children of the root.
-
-    Args:
-        parents: the node that each one follows, -1 for the root; parents come before children.
+    """Depth of each node of a tree: 1 for the children of the root. Parents come before
+    children.
     """
     depths: list[int] = []
     for parent in parents:
@@ -36,7 +34,6 @@ def node_depths(parents: Sequence[int]) -> list[int]:
 
 
 def _from_text(value: Any) -> Any:
-    """Parse a list of paths that is given as text."""
     try:
         return ast.literal_eval(value) if isinstance(value, str) else value
     except (ValueError, SyntaxError) as error:
@@ -64,37 +61,29 @@ def missing_path(paths: Collection[tuple[int, ...]]) -> tuple[int, ...] | None:
 
 @dataclass(frozen=True)
 class TreeChoices:
-    """A static tree, each node a path of ranks from the root.
+    """A static tree: ``paths`` has one path of ranks from the root per node, sorted by length, then
+    by value.
 
     Rank r is the drafter's r-th most probable token, from 0: ``(1, 0)`` is the most probable token
     after the second most probable. Medusa's and EAGLE's choices are written so.
-
-    Attributes:
-        paths: one per node, sorted by length, then by value.
     """
 
     paths: tuple[tuple[int, ...], ...]
 
     @classmethod
     def parse(cls, choices: Iterable[Sequence[int]] | str) -> TreeChoices:
-        """Read a list of all nodes, or of the paths to the leaves only.
+        """Read paths, or the text of a list of them: of all nodes, or of the leaves only.
 
-        Args:
-            choices: paths, or the text of a list of them. The nodes on a path belong to the tree
-                whether they are listed or not.
-
-        Raises:
-            ParameterError: there is no path, an empty one or a repeated one, or an entry is not a
-                rank.
+        Raises ParameterError for no path, an empty or repeated one, or an entry that is no rank.
         """
-        given = _paths(choices)
-        if not given or not all(given):
+        paths = _paths(choices)
+        if not paths or not all(paths):
             raise _refused(choices, "a tree is one or more paths of at least one rank")
-        if any(isinstance(rank, bool) or rank < 0 for path in given for rank in path):
+        if any(isinstance(rank, bool) or rank < 0 for path in paths for rank in path):
             raise _refused(choices, "ranks are integers from 0")
-        if len(set(given)) < len(given):
+        if len(set(paths)) < len(paths):
             raise _refused(choices, "a path is listed twice")
-        return cls(all_nodes(given))
+        return cls(all_nodes(paths))
 
     @classmethod
     def chain(cls, length: int) -> TreeChoices:
@@ -130,14 +119,8 @@ class TreeChoices:
         return TreeChoices(self.paths[: self.num_nodes[min(depth, self.depth)]])
 
     def expect_ranks_below(self, vocab_size: int, name: str) -> None:
-        """Check that every rank is that of a token.
-
-        Args:
-            vocab_size: size of the drafter's vocabulary.
-            name: the configuration field, for the message.
-
-        Raises:
-            ParameterError: a rank is not below ``vocab_size``.
+        """Raises ParameterError, about field ``name``, for a rank that is not below
+        ``vocab_size``.
         """
         if max(self.ranks) >= vocab_size:
             raise ParameterError(

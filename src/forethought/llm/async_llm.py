@@ -30,12 +30,8 @@ MAX_PENDING = 1024
 
 
 class ConcurrencyLimit:
-    """``async with limit:`` waits until fewer than ``max_running`` tasks are inside, in order.
-
-    For tasks of any event loop in any thread, which ``asyncio.Semaphore`` is not.
-
-    Args:
-        max_running: at least 1.
+    """``async with limit:`` waits, in order of arrival, until fewer than ``max_running`` tasks are
+    inside. Unlike ``asyncio.Semaphore`` it serves tasks of any event loop in any thread.
     """
 
     def __init__(self, max_running: int) -> None:
@@ -64,7 +60,6 @@ class ConcurrencyLimit:
         self._leave()
 
     def _leave(self) -> None:
-        """Admit the task that has waited longest and whose loop still runs."""
         with self._lock:
             while self._waiting:
                 waiter = self._waiting.popleft()
@@ -89,16 +84,13 @@ class AsyncLLM:
         async with AsyncLLM() as llm:
             outputs = await asyncio.gather(*[llm.generate(prompt) for prompt in prompts])
 
-    Cancelling a task that waits for a request aborts it and frees its pages.
+    Cancelling a task that waits for a request aborts it and frees its pages. Raises as ``LLM``.
 
     Args:
         model: local Hugging Face directory, or Hub id; None: the embedded reasoner.
-        max_pending: requests that may be unfinished at once; more wait before they begin. Sessions
-            are not counted: a client that holds one may wait for another, which must then begin.
+        max_pending: unfinished requests at once; more wait before they begin. Sessions are not
+            counted: a client that holds one may wait for another, which must then begin.
         fields: any field of ``LlmArgs``.
-
-    Raises:
-        UsageError: as ``LLM``.
     """
 
     def __init__(
@@ -116,7 +108,7 @@ class AsyncLLM:
         """Run the engine of an ``LLM``, which takes no direct calls before ``shutdown``.
 
         Raises:
-            UsageError: one of its streams is under way, or it is lent already.
+            UsageError: one of its streams is in progress, or it is lent already.
         """
         _check(max_pending)
         self = cls.__new__(cls)
@@ -153,10 +145,7 @@ class AsyncLLM:
     ) -> RequestOutput:
         """Answer a conversation, through the model's chat template.
 
-        Args:
-            messages: mappings with ``role`` and ``content``.
-            sampling_params: how to sample and when to stop.
-            template_args: further arguments of the template.
+        ``messages`` have ``role`` and ``content``; ``template_args`` go to the template.
 
         Raises:
             UsageError: there is no template, or it refuses the messages; else as ``generate``.
@@ -183,15 +172,11 @@ class AsyncLLM:
     ) -> AsyncGenerator[RequestOutput, None]:
         """Continue one prompt; each item is everything so far. Raises as ``generate``.
 
-        The request begins with the first item, and the engine never waits for the reader. Leaving
-        the iterator early aborts the request. Errors of a grammar are raised with the first item,
-        since it is compiled then.
+        The request begins with the first item, which also raises the errors of a grammar, and the
+        engine never waits for the reader. Leaving the iterator early aborts the request.
 
-        Args:
-            prompt: text or token ids.
-            sampling_params: how to sample and when to stop.
-            gather: seconds between the ticks of a clock; from one to the next comes one item at
-                most, unless the request ends: fewer, larger ones.
+        ``gather`` makes items fewer and larger: at most one per so many seconds of the loop's
+        clock, and one at the end.
         """
         return self._stream(*self._checked().read(prompt, sampling_params), gather)
 
@@ -258,25 +243,17 @@ class AsyncLLM:
     def check(
         self, prompt: str | Sequence[int], sampling_params: SamplingParams | None = None
     ) -> list[int]:
-        """The tokens of a prompt; raises as ``generate`` would for a prompt and params that it
-        refuses before it begins."""
+        """The tokens of a prompt; raises what ``generate`` raises before it begins."""
         return self._checked().read(prompt, sampling_params)[0].token_ids
 
     def encode(self, text: str, *, special: bool = True) -> list[int]:
-        """The ids of a text.
-
-        Args:
-            text: any.
-            special: with the special tokens that the tokenizer puts around a whole text.
-        """
+        """Token ids; ``special``: with the special tokens that the tokenizer puts around a text."""
         tokenizer = self._frontend.tokenizer
         return tokenizer.encode(text) if special else tokenizer.encode_more(text)
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """The text of ids, special tokens included.
-
-        Raises:
-            ParameterError: an id outside the vocabulary.
+        """The text of ids, special tokens included. ParameterError if an id is not in the
+        vocabulary.
         """
         size = self._frontend.engine.runner.lm.vocab_size
         bad = next((token for token in token_ids if not 0 <= token < size), None)
@@ -302,15 +279,11 @@ class AsyncLLM:
         return None
 
     def set_step_barrier(self, barrier: Callable[[], None] | None) -> None:
-        """Have the engine call ``barrier`` on its thread, and step when that has returned.
+        """Have the engine thread call ``barrier`` before a step that follows new outputs or
+        commands.
 
-        It is called if outputs were delivered or commands run since the step before. Without it
-        the engine does not wait for its clients, and how many steps it runs before a client ends
-        its request depends on the scheduling of threads. A measurement that must repeat exactly
-        waits in it until its event loop is idle.
-
-        Args:
-            barrier: None: do not wait any more.
+        Without it, how many steps run before a client ends its request depends on the scheduling of
+        threads. A measurement that must repeat exactly waits in it until its event loop is idle.
         """
         self._thread.barrier = barrier
 

@@ -58,32 +58,26 @@ class _Handle:
 
     @property
     def idle(self) -> engine_sequence.Sequence:
-        """The sequence, to be changed or to generate from.
-
-        Raises:
-            UsageError: a generation is about to begin.
-        """
+        """The sequence, unless a generation waits for its grammar (UsageError)."""
         if self.reserved is not None:
             raise UsageError(
                 "the session is in use",
-                "a generation is under way, whose grammar is being compiled",
+                "a generation is in progress, whose grammar is being compiled",
                 "Wait for its generation to end, or abort it",
             )
         return self.opened
 
 
 class AsyncSession:
-    """Made by ``AsyncLLM.start``. Closed by ``close``, at the end of an ``async with``, or when
-    garbage collected.
+    """A live sequence of ``AsyncLLM.start``. Closed by ``close``, at the end of an ``async with``,
+    or when garbage collected.
 
     Lengths count tokens from the start of the prompt. One generation at a time; while it goes on
     the session can be forked and read.
 
     Args:
         owner: kept alive for as long as the session is.
-        thread: of the engine.
-        token_ids: the prompt; None if ``sequence`` is given.
-        sequence: a live sequence of this session alone.
+        token_ids: the prompt; None if ``sequence``, a live sequence of this session, is given.
     """
 
     def __init__(
@@ -106,7 +100,7 @@ class AsyncSession:
         Cancelling the awaiting task ends the generation; its tokens so far stay.
 
         Raises:
-            UsageError: a generation is under way, or the session is closed.
+            UsageError: a generation is in progress, or the session is closed.
             ContextLengthError, CapacityError: there is no capacity for another token.
             ParameterError: params that a live sequence cannot honour.
             RequestError: it failed in the engine; the session is closed.
@@ -119,21 +113,21 @@ class AsyncSession:
             stream.leave()
 
     def stream(self, sampling_params: SamplingParams | None = None) -> SessionStream:
-        """Continue the sequence; iterate for everything so far, as often as you ask.
+        """Continue the sequence; iterate for everything so far.
 
-        The generation begins at once and runs on, iterated or not, until it ends or
-        ``abort`` or ``close`` end it. Errors, as of ``generate``, are raised by the iterator. With
-        a new grammar, tokens come once that is compiled.
+        The generation begins at once and runs on, iterated or not, until it ends or ``abort`` or
+        ``close`` end it. The iterator raises the errors of ``generate``. With a new grammar, tokens
+        come once that is compiled.
         """
         handle, thread = self._handle, self._thread
         thread.check_process()
         checked = thread.frontend.read_params(sampling_params)
         stream = OutputStream(Generation.completion)
         reservation = _Reservation(stream, checked)
-        found = thread.frontend.grammars.find(checked)
-        if found is not None or checked.guided_decoding is None:
-            made = thread.frontend.limited(checked, found)
-            thread.begin(stream, lambda: thread.frontend.resume(handle.idle, checked, made))
+        compiled = thread.frontend.grammars.find(checked)
+        if compiled is not None or checked.guided_decoding is None:
+            constraints = thread.frontend.limited(checked, compiled)
+            thread.begin(stream, lambda: thread.frontend.resume(handle.idle, checked, constraints))
         else:
             thread.call_for(stream, _reserve, thread, handle, reservation)
             work = _begin_compiled(thread, handle, reservation)
@@ -147,22 +141,21 @@ class AsyncSession:
         """Read the tokens of other sessions while they are written; see ``Engine.attend_to``.
 
         Args:
-            others: the sessions that are read from now on, in this order. Keep them open.
-            length: tokens that all begin with, behind which they are read; None: as many as there
-                are.
+            others: replaces the sessions that are read so far. Keep them open.
+            length: of the common beginning, after which they are read; None: the longest.
 
         Raises:
             UsageError: one of them is closed or of another engine, they do not begin alike, or this
-                one has no token of its own behind the common beginning.
+                one has no token of its own after the common beginning.
             ModelError: the model's attention cannot.
         """
         engine, handles = self._thread.frontend.engine, [other._handle for other in others]
-        given = None if length is None else read_length(length)
+        num_shared = None if length is None else read_length(length)
 
         def attend() -> None:
-            own, read = self._handle.opened, [handle.opened for handle in handles]
-            count = num_common([own, *read]) if given is None else given
-            engine.attend_to(own, dict.fromkeys(read, count))
+            reader, read = self._handle.opened, [handle.opened for handle in handles]
+            count = num_common([reader, *read]) if num_shared is None else num_shared
+            engine.attend_to(reader, dict.fromkeys(read, count))
 
         await self._do(attend)
 
@@ -178,9 +171,8 @@ class AsyncSession:
         """Continue sessions that attend to each other, all from the same step on; as ``stream``.
 
         Args:
-            generations: the sessions of one engine, and how each is continued.
             others: sessions that all of them attend to as well.
-            length: tokens that all begin with, behind which the others' are read.
+            length: of the common beginning, after which the others' tokens are read.
             adds: to what each attends to already; else in place of it.
 
         Raises:
@@ -188,8 +180,10 @@ class AsyncSession:
             ParameterError, ContextLengthError, CapacityError: as ``generate``; none has begun.
         """
         thread = generations[0][0]._thread
-        made = [await thread.frontend.compiled(params) for _, params in generations]
-        own = [_Reservation(OutputStream(Generation.completion), p) for _, p in generations]
+        constraints = [await thread.frontend.compiled(params) for _, params in generations]
+        reservations = [
+            _Reservation(OutputStream(Generation.completion), p) for _, p in generations
+        ]
         handles = [session._handle for session, _ in generations]
         if len({id(handle) for handle in handles}) < len(handles):
             raise UsageError(
@@ -199,32 +193,32 @@ class AsyncSession:
 
         def begin() -> None:
             engine, frontend = thread.frontend.engine, thread.frontend
-            for handle, reservation in zip(handles, own, strict=True):
+            for handle, reservation in zip(handles, reservations, strict=True):
                 engine.check_resume(handle.idle, reservation.params)
             before = [(handle.opened, handle.opened.others) for handle in handles]
             try:
                 for handle in handles:
                     others = handle.opened.others if adds else ()
-                    earlier = {each.sequence: each.num_common for each in others}
-                    new = [each.opened for each in read if each is not handle]
+                    earlier = {other.sequence: other.num_common for other in others}
+                    new = [other.opened for other in read if other is not handle]
                     engine.attend_to(handle.opened, {**earlier, **dict.fromkeys(new, length)})
             except UsageError:  # the sessions stay as they were
                 for sequence, others in before:
                     sequence.others = others
                 raise
-            for handle, reservation, shape in zip(handles, own, made, strict=True):
+            for handle, reservation, shape in zip(handles, reservations, constraints, strict=True):
                 resume = partial(frontend.resume, handle.opened, reservation.params, shape)
                 thread.follow(reservation.stream, resume)
 
         await generations[0][0]._do(begin)
-        pairs = zip(generations, own, strict=True)
-        return [SessionStream(session, each) for (session, _), each in pairs]
+        pairs = zip(generations, reservations, strict=True)
+        return [SessionStream(session, reservation) for (session, _), reservation in pairs]
 
     async def extend(self, more: str | Sequence[int]) -> None:
         """Append text or token ids; they are computed with the next generation.
 
         Raises:
-            UsageError: a generation is under way, or the session is closed.
+            UsageError: a generation is in progress, or the session is closed.
             ContextLengthError, CapacityError: it does not fit.
         """
         handle, frontend = self._handle, self._thread.frontend
@@ -252,11 +246,8 @@ class AsyncSession:
     async def save(self, name: str) -> Path:
         """Save tokens and KV under a name, for ``restore`` of this or another process.
 
-        What is not computed yet is computed first, by a fork: this session stays as it is, and may
-        generate meanwhile. Nothing waits for the file. An older snapshot of the name is replaced.
-
-        Returns:
-            The file.
+        A fork computes what is not computed yet, so this session may generate meanwhile. Nothing
+        waits for the file. An older snapshot of the name is replaced.
 
         Raises:
             ParameterError: ``snapshot_dir`` is not set, or the name is invalid.
@@ -287,25 +278,25 @@ class AsyncSession:
     ) -> AsyncSession:
         """A session that goes on from a snapshot; see ``AsyncLLM.restore``."""
         # Made on the engine thread: if the caller is cancelled, it is garbage.
-        made = thread.call(lambda: cls(owner, thread, sequence=thread.frontend.restore(saved)))
-        return await asyncio.shield(asyncio.wrap_future(made))
+        session = thread.call(lambda: cls(owner, thread, sequence=thread.frontend.restore(saved)))
+        return await asyncio.shield(asyncio.wrap_future(session))
 
     async def rewind(self, length: int) -> None:
         """Drop all tokens from ``length`` on.
 
         Raises:
-            UsageError: a generation is under way, the session is closed or not that long.
+            UsageError: a generation is in progress, the session is closed or not that long.
         """
-        handle, frontend, kept = self._handle, self._thread.frontend, read_length(length)
-        await self._do(lambda: frontend.engine.rewind(handle.idle, kept))
+        handle, frontend, num_kept = self._handle, self._thread.frontend, read_length(length)
+        await self._do(lambda: frontend.engine.rewind(handle.idle, num_kept))
 
     async def abort(self) -> None:
-        """End the generation under way, if any, with the output so far."""
+        """End the current generation, if any, with the output so far."""
         handle, thread = self._handle, self._thread
         await self._do(lambda: _stop(thread, handle))
 
     async def close(self) -> None:
-        """Give back the pages; a generation under way ends. Closing twice is fine."""
+        """Give back the pages; the current generation ends. Closing twice is fine."""
         if self._finalizer.detach():
             handle, thread = self._handle, self._thread
             with contextlib.suppress(EngineStopped):  # which closed everything
@@ -365,11 +356,8 @@ class AsyncSession:
 
 
 class SessionStream:
-    """An async iterator over one generation of a session: the newest output, everything so far.
-
-    Args:
-        session: kept alive for as long as the stream is.
-        reservation: of its generation, which may have begun.
+    """An async iterator over one generation of a session: the newest output, everything so far. It
+    keeps the session alive; the generation of ``reservation`` may have begun.
     """
 
     def __init__(self, session: AsyncSession, reservation: _Reservation) -> None:
@@ -434,7 +422,6 @@ def _drop(thread: EngineThread, handle: _Handle) -> None:
 
 
 def _reserve(thread: EngineThread, handle: _Handle, reservation: _Reservation) -> None:
-    """Refuse other changes of the sequence until the generation begins."""
     thread.frontend.engine.check_resume(handle.idle, reservation.params)
     handle.reserved = reservation
 
@@ -469,7 +456,6 @@ def _refuse(handle: _Handle, reservation: _Reservation, error: Exception) -> Non
 
 
 def _release(handle: _Handle, reservation: _Reservation) -> bool:
-    """Drop the reservation; whether there still was one."""
     if handle.reserved is not reservation:
         return False
     handle.reserved = None
@@ -479,7 +465,6 @@ def _release(handle: _Handle, reservation: _Reservation) -> bool:
 def _peek(
     thread: EngineThread, handle: _Handle, reservation: _Reservation
 ) -> CompletionOutput | None:
-    """The output of a generation so far; None if it has ended."""
     if handle.reserved is reservation:
         return CompletionOutput(0)
     return thread.peek(reservation.stream)
@@ -493,7 +478,7 @@ def _end(thread: EngineThread, handle: _Handle, reservation: _Reservation) -> No
 
 
 def _stop(thread: EngineThread, handle: _Handle) -> None:
-    """End the generation under way, if any, and publish its output."""
+    """End the current generation, if any, and publish its output."""
     if handle.reserved is not None:
         _end(thread, handle, handle.reserved)
     thread.publish(thread.frontend.stop(handle.opened))

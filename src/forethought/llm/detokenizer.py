@@ -5,7 +5,7 @@ decodes when the text is asked for, or with each token if there are stop strings
 
 ``Detokenizer`` makes the text of all tokens in pieces. Decoding a token depends on those around it:
 a character may be spread over several tokens, and a sentencepiece tokenizer drops the space before
-a text's first word. So tokens are decoded in a short window behind the preceding ones, and text
+a text's first word. So tokens are decoded in a short window after the preceding ones, and text
 that may still change is held back.
 
 ``find_stop`` gives the same result however the text was cut into tokens: that of matching one
@@ -34,18 +34,12 @@ KEEP = 5
 
 
 class Detokenizer:
-    """The text that continues ``context``.
+    """The text that continues ``context``, of which only the last few tokens are read.
 
-    ``decode(context) + (all that push and flush return) == decode(context + pushed)``, but for two
-    things that cannot be: a character that the context leaves unfinished is returned whole, and
-    when one byte of a run of sentencepiece's byte tokens is wrong, decoding makes the whole run
-    unreadable, where characters that were returned before stay.
-    Work per token is bounded: a window of about ``2 * KEEP`` tokens is decoded.
-
-    Args:
-        tokenizer: of the model.
-        context: the tokens before; only the last few are read.
-        skip_special_tokens: leave special tokens out of the text.
+    ``decode(context) + (all that push and flush return) == decode(context + pushed)``, with two
+    exceptions: a character that the context leaves unfinished is returned whole, and one wrong byte
+    makes a whole run of sentencepiece's byte tokens unreadable, of which earlier characters were
+    returned. Each token costs the decoding of about ``2 * KEEP`` tokens.
     """
 
     def __init__(
@@ -131,24 +125,21 @@ class Stop:
 
     @property
     def end(self) -> int:
-        """The position behind it."""
+        """The position after it."""
         return self.start + len(self.text)
 
 
-def find_stop(text: str, known: int, stops: Sequence[str]) -> Stop | None:
-    """The stop string completed first behind ``text[:known]``; of several, the longest.
+def find_stop(text: str, num_searched: int, stops: Sequence[str]) -> Stop | None:
+    """The stop string completed first after ``text[:num_searched]``; of several, the longest.
 
-    Args:
-        text: the text so far.
-        known: how much of it was searched before; a match may begin there but not end.
-        stops: non-empty strings.
+    A match may begin in the part that was searched before, but not end there.
     """
-    found = []
+    matches = []
     for stop in stops:
-        start = text.find(stop, max(0, known - len(stop) + 1))
+        start = text.find(stop, max(0, num_searched - len(stop) + 1))
         if start >= 0:
-            found.append(Stop(stop, start))
-    return min(found, key=lambda stop: (stop.end, stop.start), default=None)
+            matches.append(Stop(stop, start))
+    return min(matches, key=lambda stop: (stop.end, stop.start), default=None)
 
 
 def count_held(text: str, stops: Sequence[str]) -> int:
@@ -161,18 +152,12 @@ def count_held(text: str, stops: Sequence[str]) -> int:
 
 
 class Transcript:
-    """The text of one sample.
+    """The text of one sample, which continues that of ``context``.
 
     ``token_ids`` are all tokens up to the one that ended it, the token that completed a stop string
     included; ``text`` ends before the stop string and before an end-of-sequence or stop token,
     unless ``include_stop_str_in_output``. Stop strings completed before ``min_tokens`` tokens are
     ignored.
-
-    Args:
-        tokenizer: of the model.
-        params: of the request.
-        context: the tokens before the generation; its text continues theirs.
-        index: which of the ``n`` samples.
     """
 
     def __init__(
@@ -199,17 +184,12 @@ class Transcript:
         *,
         confidences: Sequence[TokenConfidence] | None = None,
     ) -> None:
-        """Append the tokens that the engine sampled.
+        """Append the tokens that the engine sampled, with one entry of logprobs and confidences
+        each.
 
-        A completed stop string ends the transcript; the caller then finds ``finish_reason`` set and
-        tokens behind the completing one left out.
-
-        Args:
-            tokens: in order; the last one ended the generation if ``finish_reason`` is ``STOP``.
-            logprobs: one entry per token, if asked for.
-            finish_reason: as the engine gives it; None: the sample goes on.
-            stop_reason: as the engine gives it.
-            confidences: one entry per token, if asked for.
+        A completed stop string ends the transcript: ``finish_reason`` is set then, and the tokens
+        after it are left out. If the engine's ``finish_reason`` is ``STOP``, the last token is the
+        one that ended the generation.
         """
         ended_by_token = finish_reason is FinishReason.STOP and stop_reason != GRAMMAR_COMPLETE
         for i, token in enumerate(tokens):
@@ -285,11 +265,11 @@ class Transcript:
             self._num_decoded = self._num_shown
 
     def _find_stop(self) -> Stop | None:
-        known = len(self._text)
+        num_searched = len(self._text)
         self._decode()
         if len(self.token_ids) < self._params.min_tokens:
             return None
-        return find_stop(self._text, known, self._params.stop)
+        return find_stop(self._text, num_searched, self._params.stop)
 
     def _add_logprobs(self, token: int, entries: TokenLogprobs) -> None:
         assert self._logprobs is not None

@@ -44,10 +44,8 @@ Callback = Callable[[], None]
 class OutputStream(Generic[Output]):
     """The outputs of one generation, awaited on the event loop that is running now.
 
-    Several coroutines of that loop may wait at once, for different numbers of tokens.
-
-    Args:
-        read: makes the client's output of a generation; called on the engine thread.
+    Several coroutines of that loop may wait at once, for different numbers of tokens. The engine
+    thread calls ``read`` to make the client's output.
     """
 
     def __init__(self, read: Callable[[Generation], Output]) -> None:
@@ -109,8 +107,7 @@ class OutputStream(Generic[Output]):
     async def next(self) -> Output | None:
         """The newest output not returned before; None when there are no more.
 
-        Raises:
-            RequestError, EngineStopped: the generation failed.
+        Raises the generation's error, or EngineStopped.
         """
         while self._newest is None or self._returned:
             if self._failure is not None:
@@ -123,7 +120,6 @@ class OutputStream(Generic[Output]):
 
     async def reach(self, count: int) -> Output:
         """The newest output once its first sample has ``count`` tokens; the last if it ends before.
-
         Raises as ``next``. The loop is not woken up earlier.
         """
         while not self.ended and self._size < count:
@@ -142,8 +138,7 @@ class OutputStream(Generic[Output]):
     async def pause(self, seconds: float) -> None:
         """Wait for the next tick of a clock that ticks every ``seconds``, or for the end.
 
-        The clock is the loop's, so the streams of a loop resume together: one timer, one step whose
-        outputs they want, and one wake-up of the loop by the engine thread for all of them.
+        All streams of a loop share its clock, so one step and one wake-up serve all of them.
         """
         if self.ended:
             return
@@ -185,10 +180,8 @@ def _run(callbacks: list[Callback]) -> None:
 
 
 class EngineThread:
-    """Steps a frontend's engine until it is stopped or the engine dies.
-
-    Args:
-        frontend: used by this thread alone from now on, but for what its class allows from any.
+    """Steps a frontend's engine until it is stopped or the engine dies. Other threads then call
+    only what ``Frontend`` allows from any thread.
     """
 
     def __init__(self, frontend: Frontend) -> None:
@@ -211,12 +204,10 @@ class EngineThread:
     # ---- from any thread --------------------------------------------------------------------
 
     def call(self, function: Callable[..., Result], *args: Any) -> Future[Result]:
-        """Queue a command: run a function on the engine thread before the next step.
+        """Queue a command: run a function on the engine thread before the next step. If the future
+        is cancelled before that, it is not run.
 
-        If the future is cancelled before that, the function is not run.
-
-        Raises:
-            EngineStopped: the thread has ended. If it ends later, the future fails with the same.
+        Raises EngineStopped if the thread has ended; if it ends later, the future fails with it.
         """
         self.check_process()
         future: Future[Result] = Future()
@@ -248,23 +239,19 @@ class EngineThread:
         return os.getpid() != self._pid
 
     def check_process(self) -> None:
-        """Called before anything that could wait for the thread, or for a lock that it held.
-
-        Raises:
-            EngineStopped: this is a forked child, in which the thread does not run.
+        """Raises EngineStopped in a forked child, where the thread does not run. Called before
+        anything that could wait for the thread, or for a lock that it held.
         """
         if self.is_forked:
             raise EngineStopped(
                 "this AsyncLLM does not run in a forked process",
-                f"its engine thread stayed behind in process {self._pid}",
+                f"its engine thread stayed in process {self._pid}",
                 "Build it in the process that uses it",
             )
 
     def begin(self, stream: OutputStream[Any], start: Callable[[], Generation]) -> None:
-        """Start a generation whose outputs go to ``stream``; it fails if ``start`` does.
-
-        Raises:
-            EngineStopped: the thread has ended.
+        """Start a generation whose outputs go to ``stream``; it fails if ``start`` does. Raises
+        EngineStopped if the thread has ended.
         """
         self.call_for(stream, self.follow, stream, start)
 
@@ -289,9 +276,8 @@ class EngineThread:
         self._commands.put(None)
 
     def stop(self) -> None:
-        """End the thread after its current step; what is unfinished fails with EngineStopped.
-
-        In a forked child, which has no such thread, nothing is done.
+        """End the thread after its current step; what is unfinished fails with EngineStopped. In a
+        forked child, which has no such thread, nothing is done.
         """
         if self.is_forked:
             return

@@ -33,7 +33,7 @@ _LOWER, _UPPER = ("minimum", "exclusiveMinimum"), ("maximum", "exclusiveMaximum"
 
 
 def with_exact_bounds(schema: Any) -> Any:
-    """A JSON schema to which llguidance keeps exactly; the same object where it does already.
+    """A JSON schema that llguidance follows exactly; the same object where it does already.
 
     Raises:
         ValueError: a value or a range that it cannot write; the message has its path.
@@ -42,7 +42,6 @@ def with_exact_bounds(schema: Any) -> Any:
 
 
 def _large(value: Any) -> Iterator[bool]:
-    """Whether each number in a value of JSON is large."""
     if isinstance(value, Mapping):
         value = value.values()
     elif not isinstance(value, list):
@@ -74,11 +73,7 @@ def _exact(schema: Any, path: str) -> Any:
 
 
 def _check_values(value: Any, path: str) -> None:
-    """Refuse integers that a double does not hold.
-
-    Raises:
-        ValueError: there is one.
-    """
+    """Raises ValueError if an integer is not exact as a double."""
     if isinstance(value, Mapping | list):
         for inner in value.values() if isinstance(value, Mapping) else value:
             _check_values(inner, path)
@@ -87,7 +82,7 @@ def _check_values(value: Any, path: str) -> None:
 
 
 def _with_bounds(schema: dict[str, Any], path: str) -> dict[str, Any]:
-    """The schema with those of its own bounds moved that are large."""
+    """The schema with its own large bounds moved."""
     kinds = schema.get("type", ())
     kinds = [kinds] if isinstance(kinds, str) else kinds
     is_integer = "integer" in kinds and "number" not in kinds
@@ -111,13 +106,10 @@ def _with_bounds(schema: dict[str, Any], path: str) -> dict[str, Any]:
 def _bound(
     schema: Mapping[str, Any], names: tuple[str, str], is_integer: bool, sign: int
 ) -> int | None:
-    """The inclusive bound of integers that two keywords stand for; None: there is none.
+    """The inclusive bound that an inclusive and an exclusive keyword stand for together.
 
-    Args:
-        schema: with the keywords.
-        names: of the inclusive and the exclusive bound.
-        is_integer: whether only integers are allowed; else decimals stand between them.
-        sign: 1 of an upper bound, -1 of a lower one.
+    ``sign`` is 1 of an upper bound and -1 of a lower one. Unless ``is_integer``, decimals are
+    allowed between integers.
     """
     bounds = []
     for name, is_exclusive in zip(names, (False, True), strict=True):
@@ -146,7 +138,7 @@ def _double_within(bound: int) -> int:
 
 
 def _decimal_within(bound: int) -> int:
-    """The same of at most 15 digits, whose text is that of the double."""
+    """The largest double up to ``bound`` of at most 15 digits, which its text keeps."""
     unit = 10 ** max(0, len(str(abs(bound))) - _DIGITS)
     value = bound // unit * unit
     return value if float(value) <= bound else value - unit

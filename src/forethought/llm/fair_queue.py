@@ -10,15 +10,10 @@ Item = TypeVar("Item")
 
 
 class FairQueue(Generic[Item]):
-    """Gives out the next item of the tenant of which the fewest run.
+    """Gives out the next item of the tenant that has the fewest running.
 
-    Of one tenant it is by turns the smallest item and the one that has waited longest: a small one
-    does not wait for all large ones before it, and a large one not for ever. Not safe for several
-    threads at once.
-
-    Args:
-        tenant: of an item.
-        size: of an item; roughly the work that it takes.
+    Of one tenant it is by turns the smallest item and the oldest: small items overtake large ones,
+    and no large one waits for ever. Not thread-safe.
     """
 
     def __init__(self, tenant: Callable[[Item], str], size: Callable[[Item], int]) -> None:

@@ -49,14 +49,7 @@ from forethought.outputs import (
 
 
 class Generation:
-    """The samples of one prompt, or one continuation of a live sequence.
-
-    Args:
-        sequences: the samples, just started.
-        tokenizer: of the model.
-        prompt: what they continue; None for a live sequence, which holds its own.
-        rule: of their thoughts, if there is one.
-    """
+    """The samples of one prompt, or one continuation of a live sequence (no ``prompt`` then)."""
 
     def __init__(
         self,
@@ -107,9 +100,8 @@ class Generation:
         return failure
 
     def take(self, event: Event) -> bool:
-        """Add what a step did to one sample; whether that sample is finished now.
-
-        A call that is interrupted changes nothing; one that is repeated changes nothing more.
+        """Add what a step did to one sample; whether that sample is finished now. Safe to repeat: a
+        call that is interrupted changes nothing, and a second one nothing more.
         """
         transcript, stop_reason = self._transcripts[event.sequence.id], event.sequence.stop_reason
         if event is not self._taken:
@@ -170,15 +162,13 @@ class Generation:
     def output(self) -> RequestOutput:
         """A copy of everything so far.
 
-        Raises:
-            RequestError: its tokens cannot be decoded; the generation is finished then.
+        Raises RequestError if its tokens cannot be decoded; the generation is finished then.
         """
         with self._failing():
             return self._output()
 
     @contextlib.contextmanager
     def _failing(self) -> Iterator[None]:
-        """An exception inside fails this generation."""
         try:
             yield
         except Exception as error:
@@ -217,15 +207,8 @@ class Generation:
 
 
 class Frontend:
-    """Starts generations, steps the engine, and gives its events to their generations.
-
-    Args:
-        engine: used through this frontend alone.
-        tokenizer: of its model.
-        model_dir: of the model.
-        grammars: compiles grammars for this tokenizer.
-        thinking: the limits of the model's thoughts.
-        snapshots: of live sequences.
+    """Starts generations, steps the engine, and gives its events to their generations. The engine
+    is used through this frontend alone.
     """
 
     def __init__(
@@ -255,7 +238,7 @@ class Frontend:
         Args:
             model: as ``find_model_dir`` takes it; None: the embedded reasoner.
             fields: of ``LlmArgs``.
-            unnamed: what a caller has given after the model without a name, which is refused.
+            unnamed: further positional arguments of a caller, which are refused.
 
         Raises:
             UsageError: an unknown field, a bad value, or a directory that cannot be loaded.
@@ -298,8 +281,7 @@ class Frontend:
     def read(self, prompt: Any, params: Any) -> tuple[Prompt, SamplingParams]:
         """A caller's prompt in tokens, and its params, checked; the grammar is not compiled yet.
 
-        Raises:
-            ParameterError, ContextLengthError, CapacityError: see ``Engine.check_prompt``.
+        Raises as ``Engine.check_prompt``.
         """
         if isinstance(prompt, str):
             self.tokenizer.check_length(prompt, self.engine.limits.max_length)
@@ -310,9 +292,8 @@ class Frontend:
     def read_params(self, params: Any) -> SamplingParams:
         """The params of one generation, checked; the grammar is not compiled yet.
 
-        Raises:
-            ParameterError: they are no ``SamplingParams``, their grammar is too large, or the
-                model has no thoughts to limit.
+        Raises ParameterError if they are no ``SamplingParams``, their grammar is too large, or they
+        limit thoughts of a model that has none.
         """
         checked = self._in_tokens(read_params(params))
         self.grammars.check(checked)
@@ -321,18 +302,17 @@ class Frontend:
 
     def _in_tokens(self, params: SamplingParams) -> SamplingParams:
         """The params with a prediction in tokens."""
-        own = params.speculation
-        if own is None or not isinstance(own.prediction, str):
+        speculation = params.speculation
+        if speculation is None or not isinstance(speculation.prediction, str):
             return params
-        self.tokenizer.check_length(own.prediction, self.engine.limits.max_length)
-        ids = tuple(self.tokenizer.encode_more(own.prediction)) or None
-        return params.replace(speculation=own.replace(prediction=ids))
+        self.tokenizer.check_length(speculation.prediction, self.engine.limits.max_length)
+        ids = tuple(self.tokenizer.encode_more(speculation.prediction)) or None
+        return params.replace(speculation=speculation.replace(prediction=ids))
 
     def constraints(self, params: SamplingParams) -> Constraints | None:
         """What makes the constraints of the samples, once compiled; None where all is allowed.
 
-        Raises:
-            ParameterError, DependencyError, RequestTimeout: as ``GrammarCompiler.constraints``.
+        Raises as ``GrammarCompiler.constraints``.
         """
         return self.limited(params, self.grammars.constraints(params))
 
@@ -341,7 +321,7 @@ class Frontend:
         return self.limited(params, await self.grammars.compiled(params))
 
     def limited(self, params: SamplingParams, grammar: Constraints | None) -> Constraints | None:
-        """The constraints of a grammar, behind a thought with its limits if the params set any."""
+        """The constraints of a grammar, after a thought with its limits if the params set any."""
         rule = self.thinking.rule(params)
         return grammar if rule is None else rule.constraints(grammar)
 
@@ -360,12 +340,11 @@ class Frontend:
         self.tokenizer.check_length(text, self.engine.limits.max_length)
         return text, self.tokenizer.encode_more(text)  # the template wrote all special tokens
 
-    def abandon(self, left: Sequence | Generation) -> None:
-        """End a live sequence or a generation with the next ``sweep``.
-
-        The garbage collector may call this at any moment.
+    def abandon(self, garbage: Sequence | Generation) -> None:
+        """End a live sequence or a generation with the next ``sweep``. The garbage collector may
+        call this at any moment.
         """
-        self._abandoned.append(left)
+        self._abandoned.append(garbage)
 
     @property
     def has_abandoned(self) -> bool:
@@ -386,7 +365,7 @@ class Frontend:
 
     @property
     def is_busy(self) -> bool:
-        """Whether a generation is under way."""
+        """Whether a generation is in progress."""
         return bool(self._generations)
 
     def submit(
@@ -414,8 +393,8 @@ class Frontend:
     def fork_to_save(self, sequence: Sequence) -> tuple[list[int], Sequence]:
         """The tokens of a live sequence, and a fork of all but the last, whose KV is to be saved.
 
-        The last one is left out: a continuation computes it again, as it needs its logits.
-        What the fork has yet to compute it computes with its ``params``.
+        A continuation computes the last one again, as it needs its logits. The fork computes, with
+        its ``params``, what is missing.
         """
         fork = self.fork(sequence, max(1, len(sequence.tokens) - 1))
         fork.params = PREFILL.replace(cache_salt=sequence.params.cache_salt)
@@ -448,12 +427,12 @@ class Frontend:
         """End what was abandoned; the generations that this ended."""
         ended = []
         while self._abandoned:
-            left = self._abandoned.popleft()
-            if isinstance(left, Sequence):
-                ended += self.close(left)
+            garbage = self._abandoned.popleft()
+            if isinstance(garbage, Sequence):
+                ended += self.close(garbage)
             else:
-                self.abort(left)
-                ended.append(left)
+                self.abort(garbage)
+                ended.append(garbage)
         return ended
 
     def abort(self, generation: Generation) -> None:
@@ -486,7 +465,7 @@ class Frontend:
             self.close(sequence)
 
     def _finish(self, generation: Generation, sequence: Sequence) -> None:
-        """A sample has ended: drop tokens behind a stop string, or abort failed siblings."""
+        """A sample has ended: drop tokens after a stop string; abort siblings of a failed one."""
         if generation.failure is not None:
             self.abort(generation)
         else:
@@ -495,7 +474,6 @@ class Frontend:
         self._generations.pop(sequence.id, None)  # last, so that an interrupted call is repeated
 
     def _follow(self, sequences: list[Sequence], prompt: Prompt | None = None) -> Generation:
-        """The generation of sequences that have just been started."""
         try:
             rule = self.thinking.rule(sequences[0].params)
             generation = Generation(sequences, self.tokenizer, prompt, rule)

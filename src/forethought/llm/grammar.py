@@ -63,8 +63,8 @@ class GrammarConstraint:
 
     Args:
         start: a matcher at its beginning; it is copied and never moved.
-        writable: the tokens that may occur in an output or end it.
-        ends: those of them that end an output.
+        writable: mask of the tokens that may occur in an output or end it.
+        ends: mask of those that end an output.
     """
 
     def __init__(self, start: LLMatcher, writable: Bits, ends: Bits) -> None:
@@ -73,7 +73,7 @@ class GrammarConstraint:
         self._path: list[int] = []
         """The tokens that the matcher has consumed."""
         self._mask: Bits | None = None
-        """The mask behind ``_path``, once computed."""
+        """The mask after ``_path``, once computed."""
         self._failure = ""
         """The last error of a matcher."""
         self._stuck: dict[tuple[int, ...], str] = {}
@@ -118,10 +118,10 @@ class GrammarConstraint:
         return self._matcher.is_accepting() and not (self.mask(output) & self._text).any()
 
     def _compute_mask(self) -> Bits:
-        found = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
+        allowed = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
         mask = np.zeros_like(self._writable)
-        size = min(len(found), len(mask))
-        mask[:size] = found[:size] & self._writable[:size]
+        size = min(len(allowed), len(mask))
+        mask[:size] = allowed[:size] & self._writable[:size]
         if self._matcher.is_error():
             path = tuple(self._path)
             self._give_up()
@@ -132,7 +132,7 @@ class GrammarConstraint:
         return mask
 
     def _move(self, output: list[int]) -> bool:
-        """Move the matcher behind ``output``, if that is within the grammar."""
+        """Move the matcher to the end of ``output``; False if that is not in the grammar."""
         shared = _shared(self._path, output)
         if shared < len(self._path):
             self._matcher.rollback(len(self._path) - shared)
@@ -165,7 +165,7 @@ def read_error(matcher: LLMatcher) -> str:
 
 
 def _shared(path: list[int], output: list[int]) -> int:
-    """The length of their common prefix; slices compare at the speed of C."""
+    """The length of their common prefix. Slices compare at the speed of C."""
     size = min(len(path), len(output))
     if path[:size] == output[:size]:
         return size
@@ -190,8 +190,8 @@ MAX_ROW_ITEMS = 2_000
 are computed between the steps of all requests. A choice, and an enum of strings, count as one."""
 MAX_STEP_ITEMS, SMALL_VOCABULARY = (10_000, 50_000), 10_000
 """Alternatives that one mask may look at in all, which bounds its work and that of compiling: with
-a vocabulary of up to so many tokens, and with a larger one, whose masks look at as many for
-ordinary JSON (llguidance's own bound)."""
+a vocabulary of up to ``SMALL_VOCABULARY`` tokens, and with a larger one, whose masks look at as
+many for ordinary JSON (llguidance's own bound)."""
 
 _stack_size_lock = threading.RLock()
 """Held while ``threading.stack_size``, which is that of the whole process, is ``STACK_BYTES``."""
@@ -221,13 +221,8 @@ class _Compilation:
 
 
 class GrammarCompiler:
-    """Compiles grammars for one model; safe to use from several threads.
-
-    Args:
-        tokenizer: of the model.
-        vocab_size: width of the model's logits; may differ from the tokenizer's size.
-        eos_ids: the model's end-of-sequence ids.
-        config: the limits of size and time.
+    """Compiles grammars for one model; safe to use from several threads. ``vocab_size`` is the
+    width of the model's logits and may differ from the tokenizer's size.
     """
 
     def __init__(
@@ -251,11 +246,7 @@ class GrammarCompiler:
         weakref.finalize(self, _await_compilers, self._compilers)
 
     def check(self, params: SamplingParams) -> None:
-        """Refuse a shape that is too large to be compiled.
-
-        Raises:
-            ParameterError: it is larger than ``max_grammar_bytes``.
-        """
+        """Raises ParameterError for a grammar of more than ``max_grammar_bytes``."""
         shape, max_bytes = params.guided_decoding, self._config.max_grammar_bytes
         if shape is None or (size := _size(shape)) <= max_bytes:
             return
@@ -300,13 +291,13 @@ class GrammarCompiler:
         if params.guided_decoding is None:
             return None
         with self._lock:
-            found = self._compilations.get(_key(params))
-            return (
-                None if found is None or not found.future.done() else found.future.result().samples
-            )
+            compilation = self._compilations.get(_key(params))
+        if compilation is None or not compilation.future.done():
+            return None
+        return compilation.future.result().samples
 
     def after_fork(self) -> None:
-        """In a forked child: the compiling threads stayed behind, with what they compiled."""
+        """In a forked child: the compiling threads and what they compiled are not there."""
         self._lock, self._vocabulary_lock = threading.RLock(), threading.Lock()
         self._queue.clear()
         self._compilers.clear()
@@ -339,7 +330,6 @@ class GrammarCompiler:
                         self._start_compiler()
 
     def _find(self, key: _Key, salt: str) -> _Compilation:
-        """Found or started; with the lock held."""
         compilation = self._compilations.get(key)
         if compilation is None:
             self._start_compiler()
@@ -349,8 +339,9 @@ class GrammarCompiler:
         return compilation
 
     def _start_compiler(self) -> None:
-        """Start a thread if fewer than ``MAX_COMPILERS`` are in use: one that is over its time, or
-        that compiles what no request waits for any more, does not count."""
+        """Start a thread if fewer than ``MAX_COMPILERS`` are in use. One that is over its time, or
+        compiles what no request waits for any more, does not count.
+        """
         limit = time.monotonic() - self._config.compile_timeout
         late = sum(c.began <= limit or not c.num_waiting for c in self._compiling_now)
         if len(self._compilers) >= min(MAX_COMPILERS + late, MAX_COMPILER_THREADS):
@@ -396,7 +387,7 @@ class GrammarCompiler:
             return None
 
     def _leave(self, compilation: _Compilation) -> None:
-        """It is compiled no more; with the lock held."""
+        """Mark as not compiled any more; with the lock held."""
         if compilation in self._compiling_now:  # else this is a forked child
             self._compiling_now.discard(compilation)
             self._queue.ended(compilation)
@@ -406,8 +397,7 @@ class GrammarCompiler:
             del self._compilations[compilation.key]
 
     def _evict(self) -> None:
-        """Keep the latest grammars within ``COMPILED`` and ``COMPILED_BYTES``, and those that
-        requests wait for."""
+        """Keep the latest grammars within ``COMPILED`` and ``COMPILED_BYTES``, and those in use."""
         done = [
             c for c in list(self._compilations.values()) if c.future.done() and not c.num_waiting
         ]
@@ -442,9 +432,9 @@ class GrammarCompiler:
         if start.is_error():
             raise _refuse(shape, _reason(read_error(start)))
         ends = frozenset() if ignore_eos else self._eos_ids
-        known = range(min(tokens.vocab_size, self._vocab_size))
+        shared_ids = range(min(tokens.vocab_size, self._vocab_size))
         never = {*tokens.eos_tokens, *self._eos_ids} - ends
-        writable = self._pack(token for token in known if token not in never)
+        writable = self._pack(token for token in shared_ids if token not in never)
         constraint = GrammarConstraint(start, writable, self._pack(ends))
         if not constraint.mask([]).any():
             failure = _reason(constraint.failure)
@@ -458,7 +448,6 @@ class GrammarCompiler:
 
     @property
     def _tokens(self) -> Any:
-        """The vocabulary in llguidance's form, made once."""
         with self._vocabulary_lock:
             return self._vocabulary
 
@@ -488,11 +477,7 @@ class GrammarCompiler:
 
 
 def _grammar(shape: GuidedDecodingParams) -> str:
-    """The grammar in llguidance's notation.
-
-    Raises:
-        ValueError: it is malformed.
-    """
+    """The grammar in llguidance's notation; raises ValueError if it is malformed."""
     from llguidance import LLMatcher, grammar_from
 
     if shape.json is not None:
@@ -510,13 +495,8 @@ def _grammar(shape: GuidedDecodingParams) -> str:
 
 
 def _check_intersections(grammar: str) -> None:
-    """Refuse what takes too long to compile.
-
-    Args:
-        grammar: in llguidance's notation, which is Lark's.
-
-    Raises:
-        ValueError: a definition has too many ``&``. Those with a negation, ``& ~``, cost little.
+    """Raises ValueError if a definition has too many ``&``: these take too long to compile. A
+    negation, ``& ~``, costs little.
     """
     for definition in _DEFINITION.split(_LITERAL.sub(" ", grammar)):
         count = len(_INTERSECTION.findall(definition))
@@ -534,7 +514,6 @@ _INTERSECTION = re.compile(r"&(?!\s*~)")
 
 
 def _escape(text: str) -> str:
-    """A regular expression that matches a text and nothing else."""
     return "".join(f"\\{char}" if char in _SPECIAL else char for char in text)
 
 
@@ -542,7 +521,7 @@ _SPECIAL = frozenset(r"\.+*?()|[]{}^$#&-~/")
 
 
 def _check_first_token(shape: GuidedDecodingParams, constraint: GrammarConstraint) -> None:
-    """Some limits of llguidance show only behind the first token: consume one and check again."""
+    """Consume one token and check again: some limits of llguidance show only then."""
     first = int(np.unpackbits(constraint.mask([]), bitorder="little").argmax())
     probe = constraint.fresh()
     try:
@@ -564,7 +543,6 @@ def _reason(error: str) -> str:
 
 
 def _size(shape: GuidedDecodingParams) -> int:
-    """Bytes of its text, the choices of a list together."""
     texts = (shape.json, shape.regex, shape.grammar, *(shape.choice or ()))
     return sum(len(text.encode(errors="surrogatepass")) for text in texts if isinstance(text, str))
 
@@ -611,8 +589,7 @@ def _start_with_large_stack(thread: threading.Thread) -> None:
 
 
 def _await_compilers(compilers: set[threading.Thread]) -> None:
-    """At the end of the program: a thread that comes back from llguidance while the interpreter is
-    taken down crashes the process."""
+    """At exit: a thread that returns from llguidance into a finalizing interpreter crashes it."""
     end = time.monotonic() + EXIT_SECONDS
     for thread in list(compilers):
         if thread is not threading.current_thread():

@@ -38,10 +38,8 @@ from forethought.outputs import (
 
 
 class FifoLock:
-    """A lock that threads get in order of arrival.
-
-    ``threading.Lock`` does not promise that: a thread that releases it and acquires it again at
-    once keeps the others waiting for as long as it likes.
+    """A lock that threads get in order of arrival. With ``threading.Lock``, a thread that releases
+    it and acquires it again at once can keep the others waiting.
     """
 
     def __init__(self) -> None:
@@ -104,7 +102,7 @@ class FifoLock:
                 self._locked = False
 
     def after_fork(self) -> None:
-        """In a forked child, which has one thread: no other one releases it or waits for it.
+        """In a forked child, whose single thread nobody else waits for.
 
         If another thread held it, or was about to, it is never released: what that thread was
         changing may be half changed.
@@ -172,7 +170,8 @@ class LLM:
     def generate(
         self, prompts: Any, sampling_params: Params = None, *, use_tqdm: bool = False
     ) -> RequestOutput | list[RequestOutput]:
-        """Continue one prompt or many.
+        """Continue one prompt or many. If one of many is refused, none has run and the error gives
+        its index.
 
         Args:
             prompts: a string or a list of token ids; or a list of such, for a list of results.
@@ -185,8 +184,6 @@ class LLM:
             ContextLengthError, CapacityError: a prompt leaves no capacity for an answer.
             RequestTimeout: a grammar of ``guided_decoding`` was not compiled in time.
             RequestError: a request failed in the engine; the others of this call are aborted.
-
-        If one prompt of many is refused, none has run and the error gives its index.
         """
         bar = _progress_bar(use_tqdm)
         if not is_batch(prompts):
@@ -205,10 +202,7 @@ class LLM:
     ) -> RequestOutput:
         """Answer a conversation, through the model's chat template.
 
-        Args:
-            messages: mappings with ``role`` and ``content``.
-            sampling_params: how to sample and when to stop.
-            template_args: further arguments of the template.
+        ``messages`` have ``role`` and ``content``; ``template_args`` go to the template.
 
         Raises:
             UsageError: there is no template, or it refuses the messages; else as ``generate``.
@@ -228,17 +222,13 @@ class LLM:
     def stream(
         self, prompt: str | Sequence[int], sampling_params: SamplingParams | None = None
     ) -> Iterator[RequestOutput]:
-        """Continue one prompt; everything so far after each step. Raises as ``generate``.
-
-        The request begins with the first item. Leaving the iterator early aborts it.
+        """Continue one prompt; everything so far after each step. Raises as ``generate``. The
+        request begins with the first item. Leaving the iterator early aborts it.
         """
         return self._stream(self._read(prompt, sampling_params))
 
     def start(self, prompt: str | Sequence[int]) -> Session:
-        """A live sequence that holds the prompt and generates when its methods are called.
-
-        Raises as ``generate``.
-        """
+        """A live sequence of the prompt, whose methods generate. Raises as ``generate``."""
         read, _ = self._checked().read(prompt, None)
         with self._exclusive() as frontend:
             return Session(self, frontend.open(read.token_ids))
@@ -275,13 +265,13 @@ class LLM:
         """A frontend for ``borrower``; direct calls are refused until ``take_back``.
 
         Raises:
-            UsageError: it is lent already, or a stream is under way.
+            UsageError: it is lent already, or a stream is in progress.
         """
         with self._exclusive() as frontend:
             if frontend.is_busy:
                 raise UsageError(
                     f"{borrower} cannot take over this LLM",
-                    "a generation is under way",
+                    "a generation is in progress",
                     "Finish or close its streams first",
                 )
             self._borrower = borrower
@@ -313,7 +303,7 @@ class LLM:
         return self._frontend
 
     def _checked(self) -> Frontend:
-        """The frontend, for what may be done in any thread; raises as ``_exclusive``."""
+        """The frontend, for what any thread may do at any time; raises as ``_exclusive``."""
         frontend = self._running()
         if self._borrower is not None:
             raise UsageError(
@@ -326,7 +316,6 @@ class LLM:
         return frontend
 
     def _after_fork(self) -> None:
-        """In a forked child: forget the threads of its parent."""
         self._lock.after_fork()
         if self._frontend is not None:
             self._frontend.grammars.after_fork()
@@ -351,9 +340,8 @@ class LLM:
     def _exclusive(self) -> Iterator[Frontend]:
         """The frontend, while no other thread uses it.
 
-        Raises:
-            EngineStopped: the LLM has been shut down, or cannot run in this process.
-            UsageError: it is lent, or called from within its own step, such as by a drafter.
+        Raises EngineStopped after a shutdown or a fork, and UsageError if the engine is lent or
+        calls back from its own step, as a drafter might.
         """
         self._checked()
         if self._lock.owner == threading.get_ident():
@@ -387,7 +375,6 @@ class LLM:
             self._sweep()
 
     def _drop(self, sequence: engine_sequence.Sequence) -> None:
-        """Close the live sequence of a session that is garbage."""
         if self._frontend is not None:
             self._frontend.abandon(sequence)
             self._sweep()
@@ -470,10 +457,6 @@ class Session:
 
     Made by ``LLM.start``. Closed by ``close``, at the end of a ``with``, or when garbage collected.
     Lengths count tokens from the start of the prompt. One generation at a time.
-
-    Args:
-        llm: runs it.
-        sequence: live, in the engine of ``llm``.
     """
 
     def __init__(self, llm: LLM, sequence: engine_sequence.Sequence) -> None:
@@ -497,10 +480,9 @@ class Session:
             self._llm._abort(generation)
 
     def stream(self, sampling_params: SamplingParams | None = None) -> Iterator[CompletionOutput]:
-        """Continue the sequence; everything so far after each step. Raises as ``generate``.
-
-        The generation begins with the first item. Leaving the iterator early ends it; its
-        tokens so far stay.
+        """Continue the sequence; everything so far after each step. Raises as ``generate``. The
+        generation begins with the first item. Leaving the iterator early ends it; its tokens so
+        far stay.
         """
         checked, constraints = self._read(sampling_params)
         with self._llm._exclusive() as frontend:
@@ -545,17 +527,16 @@ class Session:
             return Session(self._llm, frontend.fork(self._sequence, cut))
 
     def attend_to(self, others: Sequence[Session], length: int | None = None) -> None:
-        """Read the tokens of other sessions of this ``LLM``, which may be generating, in place of
-        having them put into a prompt; see ``Engine.attend_to``.
+        """Read the tokens of other sessions of this ``LLM``, which may be generating; see
+        ``Engine.attend_to``.
 
         Args:
-            others: the sessions that are read from now on, in this order. Keep them open.
-            length: tokens that all begin with, behind which they are read; None: as many as there
-                are.
+            others: replaces the sessions that are read so far. Keep them open.
+            length: of the common beginning, after which they are read; None: the longest.
 
         Raises:
             UsageError: one of them is closed or of another engine, they do not begin alike, or this
-                one has no token of its own behind the common beginning.
+                one has no token of its own after the common beginning.
             ModelError: the model's attention cannot.
         """
         with self._llm._exclusive() as frontend:
@@ -567,20 +548,17 @@ class Session:
         """Drop all tokens from ``length`` on.
 
         Raises:
-            UsageError: a generation is under way, the session is closed or not that long.
+            UsageError: a generation is in progress, the session is closed or not that long.
         """
-        kept = read_length(length)
+        num_kept = read_length(length)
         with self._llm._exclusive() as frontend:
-            frontend.engine.rewind(self._sequence, kept)
+            frontend.engine.rewind(self._sequence, num_kept)
 
     def save(self, name: str) -> Path:
         """Save tokens and KV under a name, for ``LLM.restore`` of this or another process.
 
-        What is not computed yet is computed first, by a fork: this session stays as it is. Other
-        requests go on while the file is written. An older snapshot of the name is replaced.
-
-        Returns:
-            The file.
+        A fork computes what is not computed yet, so this session stays as it is. Other requests go
+        on while the file is written. An older snapshot of the name is replaced.
 
         Raises:
             ParameterError: ``snapshot_dir`` is not set, or the name is invalid.
@@ -641,11 +619,7 @@ class Session:
 
 
 def _progress_bar(use_tqdm: bool) -> WithProgress:
-    """tqdm's progress bar, or none.
-
-    Raises:
-        DependencyError: tqdm is not installed.
-    """
+    """tqdm's progress bar, or none; raises DependencyError if tqdm is not installed."""
     if not use_tqdm:
         return list
     try:

@@ -30,19 +30,14 @@ class Response:
 
 
 class ResponseParser:
-    """Reads messages as a tokenizer's response template says.
+    """Reads messages as a response template says: ``template``, or else the tokenizer's own.
 
-    Args:
-        tokenizer: of transformers.
-        template: a response template in place of the tokenizer's own.
-
-    Raises:
-        ParameterError: there is no template, or transformers refuses it.
+    Raises ParameterError if there is none, or transformers refuses it.
     """
 
     def __init__(self, tokenizer: Any, template: Mapping[str, Any] | None = None) -> None:
-        own = getattr(tokenizer, "response_template", None)
-        self._template = own if template is None else dict(template)
+        tokenizer_template = getattr(tokenizer, "response_template", None)
+        self._template = tokenizer_template if template is None else dict(template)
         if self._template is None:
             raise ParameterError(
                 "this model's tool calls cannot be read",
@@ -58,12 +53,10 @@ class ResponseParser:
     def parse(
         self, text: str, prompt: Sequence[int], tools: Sequence[Mapping[str, Any]] | None
     ) -> Response:
-        """Read a message.
+        """Read a generated message, special tokens included.
 
-        Args:
-            text: generated, special tokens included.
-            prompt: token ids before it, whose end may open the message.
-            tools: descriptions in OpenAI's form; the types of arguments follow them.
+        The end of ``prompt`` may open the message. The types of arguments follow ``tools``,
+        descriptions in OpenAI's form.
         """
         prefix = self._tokenizer.decode(list(prompt))
         try:
@@ -83,12 +76,8 @@ class ResponseParser:
         *,
         keeps_reasoning: bool = False,
     ) -> ResponseStream:
-        """Reads a message while it is generated; arguments as ``parse``.
-
-        Args:
-            prompt: token ids before it.
-            tools: that may be called.
-            keeps_reasoning: leave the thought in the content, with its markers.
+        """Reads a message while it is generated; arguments as ``parse``. ``keeps_reasoning`` leaves
+        the thought in the content, with its markers.
         """
         prefix = self._tokenizer.decode(list(prompt))
         reading = self._tokenizer.get_response_parser(
@@ -99,25 +88,22 @@ class ResponseParser:
 
 
 class ResponseStream:
-    """The message that a growing text stands for.
+    """The message in a growing text.
 
-    A part of the text that is a call is held back. At the end it is a call, or, where it cannot be
-    read or names no known function, content after all. White space around content and thought
-    belongs to the markers.
-
-    Args:
-        reading: the parser of transformers, which has read the prompt.
-        known: names of the functions that may be called.
-        keeps_reasoning: leave the thought in the content, with its markers.
+    Text of a call is held back. At the end it is a call or, where it cannot be read or names no
+    function of ``functions``, content after all. White space around content and thought belongs to
+    the markers.
 
     Attributes:
         calls: name and arguments, as JSON, of each call, once the text is over.
     """
 
-    def __init__(self, reading: Any, known: Collection[str], keeps_reasoning: bool = False) -> None:
-        self._reading, self._known, self._keeps = reading, known, keeps_reasoning
+    def __init__(
+        self, reading: Any, functions: Collection[str], keeps_reasoning: bool = False
+    ) -> None:
+        self._reading, self._functions, self._keeps = reading, functions, keeps_reasoning
         self.calls: tuple[tuple[str, str], ...] = ()
-        self._text, self._place, self._behind_call = "", 0, False
+        self._text, self._place, self._follows_call = "", 0, False
         self._reasoning, self._content = _Trimmed(), _Trimmed()
         self._failed = False
 
@@ -140,7 +126,7 @@ class ResponseStream:
                 message, events = self._reading.finalize()
                 reasoning, content = self._taken(events)
                 calls = tuple(map(_call, message.get("tool_calls") or ()))
-                self._failed = any(name not in self._known for name, _ in calls)
+                self._failed = any(name not in self._functions for name, _ in calls)
                 self.calls = () if self._failed else calls
             except (KeyError, TypeError, ValueError):
                 self._failed = True
@@ -156,12 +142,12 @@ class ResponseStream:
                 continue
             is_thought = event["field"] in _REASONING
             if not is_thought and event["field"] != "content":
-                self._behind_call = True
+                self._follows_call = True
                 continue
             chunk: str = event["text"]
             begin = max(self._place, self._text.find(chunk, self._place))
             end = begin + len(chunk)
-            if self._keeps and not self._behind_call:
+            if self._keeps and not self._follows_call:
                 chunk = self._text[self._place : end]
             self._place = max(self._place, end)
             if is_thought and not self._keeps:
@@ -178,7 +164,7 @@ class _Trimmed:
         self._held, self._has_begun = "", False
 
     def push(self, text: str) -> str:
-        """What is certain to be no end, ``text`` being the next piece."""
+        """The text before ``text`` that is certain not to be trailing white space."""
         self._held += text
         if not self._has_begun:
             self._held = self._held.lstrip()
@@ -189,11 +175,7 @@ class _Trimmed:
 
 
 def _call(call: Mapping[str, Any]) -> tuple[str, str]:
-    """Name and arguments of a parsed call.
-
-    Raises:
-        ValueError: the model wrote something else than a call.
-    """
+    """Name and arguments of a parsed call; raises ValueError if the model wrote something else."""
     function = call.get("function", call) if isinstance(call, Mapping) else None
     name = function.get("name") if isinstance(function, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(name, str):

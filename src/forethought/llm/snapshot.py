@@ -47,15 +47,13 @@ _CHUNK = 2**22
 
 
 class SnapshotStore:
-    """The snapshots in one directory, for one model.
+    """The snapshots in one directory, for one model; safe to use from any thread.
 
-    Its methods may be called from any thread. The first one that needs the hash of the model reads
-    the weights.
+    The first method that needs the hash of the model reads the weights.
 
     Args:
-        directory: of the files; None: there is none, and snapshots are refused.
-        model_dir: of the model.
-        dtype: of its keys and values.
+        directory: None: snapshots are refused.
+        dtype: of the model's keys and values.
         layers: what each attention layer stores per token.
         quantization: of its weights at load; None: as the checkpoint has them.
     """
@@ -81,8 +79,7 @@ class SnapshotStore:
     def path(self, name: str) -> Path:
         """The file of a name.
 
-        Raises:
-            ParameterError: there is no directory, or the name could not be that of a file in it.
+        Raises ParameterError if there is no directory, or the name is not a plain file name.
         """
         if not isinstance(name, str) or not _NAME.fullmatch(name):
             raise ParameterError(
@@ -95,8 +92,7 @@ class SnapshotStore:
     def names(self) -> list[str]:
         """The names of all snapshots in the directory, also those of other models.
 
-        Raises:
-            ParameterError: there is no directory.
+        Raises ParameterError if there is no directory.
         """
         files = self._checked_directory().glob(f"*{_SUFFIX}")
         return sorted(f.name.removesuffix(_SUFFIX) for f in files if not f.name.startswith("."))
@@ -104,9 +100,7 @@ class SnapshotStore:
     def save(self, name: str, snapshot: SequenceSnapshot) -> Path:
         """Write a snapshot, in the place of one that has the name.
 
-        Raises:
-            ParameterError: as ``path``.
-            SnapshotError: the file cannot be written.
+        Raises ParameterError as ``path``, and SnapshotError if the file cannot be written.
         """
         path, tensors = self.path(name), _tensors(snapshot)
         metadata = {**self._identity(), "digest": _digest(tensors)}
@@ -169,11 +163,11 @@ class SnapshotStore:
 
     def _check(self, name: str, metadata: Mapping[str, str]) -> None:
         for key, expected in self._identity().items():
-            found = metadata.get(key)
-            if found != expected:
+            value = metadata.get(key)
+            if value != expected:
                 raise SnapshotError(
                     f"the snapshot {name!r} does not fit this model",
-                    f"its {key} is {_short(found)}, and that of the model {_short(expected)}",
+                    f"its {key} is {_short(value)}, and that of the model {_short(expected)}",
                     "Restore it with the model and dtype that it was saved with, or save it anew",
                 )
 
@@ -197,7 +191,6 @@ def _snapshot(tensors: Mapping[str, Tensor]) -> SequenceSnapshot:
 
 
 def _digest(tensors: Mapping[str, Tensor]) -> str:
-    """A hash of the names, shapes and bytes of tensors."""
     digest = blake2b(digest_size=16)
     for name in sorted(tensors):
         tensor = tensors[name]
@@ -208,11 +201,7 @@ def _digest(tensors: Mapping[str, Tensor]) -> str:
 
 
 def _hash_of_files(directory: Path) -> str:
-    """A hash of the files that decide what a model computes.
-
-    Raises:
-        SnapshotError: one cannot be read.
-    """
+    """A hash of the files that decide what a model computes."""
     digest = blake2b(digest_size=16)
     patterns = ("config.json", "*.safetensors", "*.bin", "*.pt")
     try:

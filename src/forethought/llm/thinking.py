@@ -1,6 +1,6 @@
 r"""Thinking budgets: a ``Constraint`` that closes a thought at its cap.
 
-The thought is what stands between the model's markers, such as ``<think>`` and ``</think>``; either
+The thought is what is between the model's markers, such as ``<think>`` and ``</think>``; either
 of them may be one token or several. How far a thought is depends on the tokens of the sequence
 alone, so it holds at every node of a draft tree, and in a fork, a rewound session or a generation
 that goes on where another one ended::
@@ -9,14 +9,14 @@ that goes on where another one ended::
     ... <think>\n Let me see. ... 12. </think>\n\n The answer is 12.
                [ thought: counted     )[ closing text )[ answer: under the grammar, if there is one
 
-* Below the cap every token is allowed. A token of white space directly behind the opening marker,
+* Below the cap every token is allowed. A token of white space directly after the opening marker,
   as in ``<think>\n``, belongs to the marker, whether the model or the chat template has written it.
 * With ``thinking_budget`` tokens of thought, or at the first natural boundary from
   ``thinking_soft`` tokens on, the tokens of the closing text are forced, one by one: the
   distribution is a point mass.
 * Where the model opens another thought in the same output, its tokens are counted with those of the
   first one.
-* A grammar begins behind the thought. In the thought it only forbids end-of-sequence, so that the
+* A grammar begins after the thought. In the thought it only forbids end-of-sequence, so that the
   output does not end without its shape.
 """
 
@@ -40,15 +40,15 @@ from forethought.model.sampling import Constraint, Constraints
 from forethought.outputs import ThinkingOutput, ThoughtEnd
 
 BOUNDARY = re.compile(r"(?:\n|[。！？]|[^\W\d_][)\]*\"'”’]*[.!?…][)\]*\"'”’]*)[^\S\n]*$")
-"""The end of a line, or of a sentence; not a point behind a digit, which may be a decimal point or
+"""The end of a line, or of a sentence; not a point after a digit, which may be a decimal point or
 the number of an item."""
 
 STATES = 512
-"""States along one path that are kept, so that those of a draft's nodes are at hand."""
+"""States along one path that are kept, so that a draft's nodes find theirs."""
 
 
 class Progress(NamedTuple):
-    """How far the thought is behind some tokens."""
+    """The state of the thought after some tokens."""
 
     thinking: bool
     """Within a thought, or in the text that closes it."""
@@ -59,7 +59,7 @@ class Progress(NamedTuple):
     end: ThoughtEnd | None = None
     """How the last thought was, or is being closed."""
     num_answered: int = 0
-    """Tokens behind the last thought; all, if there was none."""
+    """Tokens after the last thought; all, if there was none."""
     tail: tuple[str, ...] = ()
     """The texts of the last tokens, in which a marker may have begun."""
 
@@ -101,7 +101,7 @@ class ThinkingRule:
         return ThoughtEnd.SOFT if is_soft and BOUNDARY.search("".join(progress.tail)) else None
 
     def advance(self, progress: Progress, token: int) -> Progress:
-        """The progress behind one more token."""
+        """The progress after one more token."""
         if not progress.thinking:
             return self._answer(progress, token)
         due = self.due(progress)
@@ -175,12 +175,8 @@ class ThinkingRule:
 
 
 class ThinkingConstraint:
-    """A ``Constraint`` that keeps to a ``ThinkingRule``, and to a grammar behind the thought.
-
-    Args:
-        rule: of the request.
-        begin: the progress at the end of the prompt.
-        grammar: of the answer, if there is one.
+    """A ``Constraint`` that keeps to a ``ThinkingRule``, and to a grammar after the thought.
+    ``begin`` is the progress at the end of the prompt.
     """
 
     def __init__(self, rule: ThinkingRule, begin: Progress, grammar: Constraint | None) -> None:
@@ -188,7 +184,7 @@ class ThinkingConstraint:
         self._path: list[int] = []
         """The tokens of the last query that had new ones."""
         self._states, self._first = [begin], 0
-        """The progress behind ``_first`` tokens of the path, and behind each further one."""
+        """The progress after ``_first`` tokens of the path, and after each further one."""
 
     def mask(self, output: Sequence[int]) -> NDArray[np.uint8] | None:
         """Which tokens may come after ``output``; see ``Constraint``."""
@@ -224,7 +220,7 @@ class ThinkingConstraint:
             raise
 
     def progress(self, output: Sequence[int]) -> Progress:
-        """How far the thought is behind ``output``. Prefixes that share most tokens cost little."""
+        """The progress after ``output``. Prefixes that share most tokens cost little."""
         size, shared = len(output), self._shared(output)
         if shared < self._first:
             self._path, self._states, self._first, shared = [], [self._begin], 0, 0
@@ -239,12 +235,11 @@ class ThinkingConstraint:
         return self._states[size - self._first]
 
     def output(self, output: Sequence[int]) -> ThinkingOutput:
-        """What there is to tell of the thought behind ``output``."""
+        """The state of the thought after ``output``, for the caller."""
         progress = self.progress(output)
         return ThinkingOutput(progress.num_tokens, progress.end)
 
     def _shared(self, output: Sequence[int]) -> int:
-        """Tokens that the path and ``output`` have in common, from the first one on."""
         path, size = self._path, min(len(self._path), len(output))
         if path[:size] == output[:size]:
             return size
@@ -264,13 +259,7 @@ class ThinkingConstraint:
 
 
 class ThinkingBudgets:
-    """Makes the rules of requests to one model.
-
-    Args:
-        tokenizer: of the model.
-        vocab_size: width of the model's logits.
-        eos_ids: the model's end-of-sequence ids.
-    """
+    """Makes the rules of requests to one model, whose logits are ``vocab_size`` wide."""
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_ids: frozenset[int]) -> None:
         self._tokenizer, self._vocab_size = tokenizer, vocab_size
@@ -282,19 +271,13 @@ class ThinkingBudgets:
         return self._tokenizer.thinking_markers
 
     def check(self, params: SamplingParams) -> None:
-        """Refuse limits of a thought that cannot be kept.
-
-        Raises:
-            ParameterError: the model has no markers, or ``thinking_end`` does not close a thought.
+        """Raises ParameterError if the model has no markers or ``thinking_end`` closes no
+        thought.
         """
         self.rule(params)
 
     def rule(self, params: SamplingParams) -> ThinkingRule | None:
-        """The rule of a request; None without a limit.
-
-        Raises:
-            ParameterError: as ``check``.
-        """
+        """The rule of a request; None without a limit. Raises as ``check``."""
         if not params.limits_thinking:
             return None
         if self.markers is None:
@@ -319,15 +302,15 @@ class ThinkingBudgets:
             never=frozenset() if params.ignore_eos else self._eos_ids,
         )
 
-    def _closing(self, given: str | tuple[int, ...] | None, end: str) -> tuple[int, ...]:
-        if given is None:
-            given = end + self._space_behind(end)
-        ids = tuple(self._tokenizer.encode_more(given)) if isinstance(given, str) else given
+    def _closing(self, closing: str | tuple[int, ...] | None, end: str) -> tuple[int, ...]:
+        if closing is None:
+            closing = end + self._space_after(end)
+        ids = tuple(self._tokenizer.encode_more(closing)) if isinstance(closing, str) else closing
         if end not in "".join(map(self._tokenizer.piece, ids)):
             raise ParameterError(
                 "thinking_end does not end the thought",
-                f"it is {given!r}, without the model's marker {end}",
-                f"Put {end} behind it",
+                f"it is {closing!r}, without the model's marker {end}",
+                f"Put {end} after it",
             )
         if any(token >= self._vocab_size for token in ids):
             raise ParameterError(
@@ -337,7 +320,7 @@ class ThinkingBudgets:
             )
         return ids
 
-    def _space_behind(self, end: str) -> str:
+    def _space_after(self, end: str) -> str:
         """The line ends that the chat template writes behind the closing marker."""
         line_ends = re.findall(rf"{re.escape(end)}((?:\\n|\n)*)", self._tokenizer.template_text)
         return max((lines.replace("\\n", "\n") for lines in line_ends), key=len, default="")

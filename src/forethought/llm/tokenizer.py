@@ -49,11 +49,7 @@ _NO_FILES = (
 
 
 def _check_template(hf: Any, path: Path) -> None:
-    """Refuse a chat template that is no template; what one says to a message is not looked at.
-
-    Raises:
-        ModelError: it is so; says where.
-    """
+    """Raises ModelError, with the place, for a chat template that does not parse."""
     if not hf.chat_template:
         return
     try:
@@ -72,10 +68,8 @@ def _check_template(hf: Any, path: Path) -> None:
 
 
 class Tokenizer:
-    """Text to ids and back; safe to use from several threads.
-
-    Args:
-        hf: the Hugging Face tokenizer; an attribute of the same name.
+    """Text to ids and back by ``hf``, the Hugging Face tokenizer. Safe to use from several
+    threads.
     """
 
     def __init__(self, hf: Any) -> None:
@@ -95,11 +89,7 @@ class Tokenizer:
 
     @classmethod
     def load(cls, path: Path, trust_remote_code: bool = False) -> Tokenizer:
-        """The tokenizer in a local directory.
-
-        Raises:
-            ModelError: there is none, or it cannot be read.
-        """
+        """The tokenizer in a local directory; raises ModelError if it cannot be read."""
         if not path.is_dir():
             raise ModelError(
                 f"no tokenizer at {path}",
@@ -143,12 +133,9 @@ class Tokenizer:
         return template if isinstance(template, str) else "\n".join(template.values())
 
     def expect_ids_below(self, vocab_size: int, path: Path) -> None:
-        """Refuse the tokenizer of a model that has fewer tokens than its vocabulary.
+        """Raises ModelError if the model has fewer tokens than the tokenizer's own vocabulary.
 
-        Tokens that were added to it may be beyond: a prompt that has them is refused.
-
-        Raises:
-            ModelError: it is another model's.
+        Added tokens may be beyond: a prompt that has them is refused.
         """
         if self.hf.vocab_size > vocab_size:
             raise ModelError(
@@ -167,14 +154,11 @@ class Tokenizer:
         return self._ids(text, add_special_tokens=True)
 
     def check_length(self, text: str, max_length: int) -> None:
-        """Refuse a text that is certain to have too many tokens, at the cost of a beginning of it.
-
-        Args:
-            text: of any length.
-            max_length: tokens that it may have.
+        """Refuse a text that is certain to have too many tokens, by encoding only a beginning of
+        it.
 
         Raises:
-            ContextLengthError: it has more.
+            ContextLengthError: it has more than ``max_length``.
             ParameterError, RequestError: as ``encode``.
         """
         why = ""
@@ -192,11 +176,8 @@ class Tokenizer:
             )
 
     def encode_more(self, text: str) -> list[int]:
-        """Ids of a text that continues another one: nothing is added at its beginning.
-
-        Raises:
-            ParameterError: the text is not valid Unicode.
-            RequestError: the tokenizer failed.
+        """Ids of a text that continues another one: nothing is added at its beginning. Raises as
+        ``encode``.
         """
         if self._prepends_space:  # as sentencepiece does at the start of a text: encode mid-text
             head, whole = self._ids("\n"), self._ids("\n" + text)
@@ -205,11 +186,7 @@ class Tokenizer:
         return self._ids(text)
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        """The text of ids, never tidied up afterwards.
-
-        Raises:
-            RequestError: the tokenizer failed.
-        """
+        """The text of ids, never tidied up. Raises RequestError if the tokenizer failed."""
         try:
             return self._decode(ids, skip_special_tokens)
         except Exception as error:
@@ -236,8 +213,9 @@ class Tokenizer:
         return self._pieces[token]
 
     def piece_within(self, token: int) -> str:
-        """The text of one token after others, with the space that sentencepiece drops in front of
-        a whole text."""
+        """The text of one token after others, with the space that sentencepiece drops at the start
+        of a text.
+        """
         if not self._prepends_space:
             return self.piece(token)
         if token not in self._pieces_within:
@@ -264,10 +242,7 @@ class Tokenizer:
     ) -> str:
         """The prompt that the model's chat template makes of a conversation.
 
-        Args:
-            messages: mappings with ``role`` and ``content``, as OpenAI's API has them.
-            template_args: further arguments of the template; ``add_generation_prompt`` is True by
-                default.
+        ``messages`` are as in OpenAI's API; ``add_generation_prompt`` is True by default.
 
         Raises:
             UsageError: the model has no chat template, or the template refuses the messages.
@@ -310,8 +285,9 @@ class Tokenizer:
         return ids
 
     def _encoded(self, text: str, add_special_tokens: bool) -> list[int]:
-        """By the library in Rust alone, without the GIL and beside other threads, where hf does no
-        more than to call it: so no short text waits for a long one."""
+        """Encoded by the Rust library, without the GIL and concurrently with other threads, where
+        hf only calls it: no short text waits for a long one.
+        """
         backend: Any = self.hf.backend_tokenizer if self.hf.is_fast else None
         cuts = (getattr(backend, name, "unknown") for name in ("truncation", "padding"))
         ids: list[int]
@@ -329,12 +305,12 @@ class Tokenizer:
         """Whether hf makes other ids of a text than the library in Rust."""
         sample = " A sample,\n of  text: 12 \u00e9 "
         with self._lock:
-            wanted = [
+            expected = [
                 self.hf(sample, add_special_tokens=s, verbose=False).input_ids
                 for s in (True, False)
             ]
         encode = self.hf.backend_tokenizer.encode
-        return wanted != [encode(sample, add_special_tokens=s).ids for s in (True, False)]
+        return expected != [encode(sample, add_special_tokens=s).ids for s in (True, False)]
 
     def _find_byte_values(self) -> dict[int, int]:
         vocabulary = self.hf.get_vocab()
@@ -361,7 +337,6 @@ def _failure(what: str, error: Exception) -> RequestError:
 
 
 def _invalidity(text: str) -> str:
-    """Why a text is invalid Unicode; empty if it is not."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -381,8 +356,7 @@ class Prompt:
 def read_prompt(prompt: Any, tokenizer: Tokenizer) -> Prompt:
     """The tokens of a prompt: a string or a list of ids. Admission refuses an empty list.
 
-    Raises:
-        ParameterError: it is neither, or an empty string.
+    Raises ParameterError if it is neither, or an empty string.
     """
     if isinstance(prompt, str):
         if not prompt:
@@ -392,11 +366,7 @@ def read_prompt(prompt: Any, tokenizer: Tokenizer) -> Prompt:
 
 
 def read_ids(ids: Any) -> list[int]:
-    """Token ids as plain integers.
-
-    Raises:
-        ParameterError: it is not a list of integers.
-    """
+    """Token ids as plain integers; raises ParameterError if it is not a list of integers."""
     if isinstance(ids, Sequence) and all(map(_is_id, ids)) and not isinstance(ids, bytes):
         return [int(token) for token in ids]
     fix = "Call .tolist() on arrays; give several prompts as a list of strings or of lists of ids"
@@ -410,11 +380,7 @@ def read_ids(ids: Any) -> list[int]:
 
 
 def read_length(length: Any) -> int:
-    """A number of tokens as a plain integer.
-
-    Raises:
-        ParameterError: it is not a whole number.
-    """
+    """A number of tokens as a plain integer; raises ParameterError if it is not a whole number."""
     if not _is_id(length):
         raise ParameterError("invalid length", f"got {length!r}", "Give a whole number of tokens")
     return int(length)
@@ -430,11 +396,7 @@ def is_batch(prompts: Any) -> bool:
 
 
 def read_params(params: Any) -> SamplingParams:
-    """The params of one prompt; None stands for the defaults.
-
-    Raises:
-        ParameterError: it is something else.
-    """
+    """The params of one prompt; None: the defaults. Raises ParameterError for anything else."""
     if params is None:
         return SamplingParams()
     if not isinstance(params, SamplingParams):

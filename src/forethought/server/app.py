@@ -1,4 +1,4 @@
-"""``create_app``: the endpoints, and what stands in front of them all.
+"""``create_app``: the endpoints, and the guard in front of them.
 
 ::
 
@@ -81,12 +81,7 @@ _TYPES = {
 
 
 def create_app(backend: Backend, settings: Settings | None = None) -> FastAPI:
-    """The application. Its backend is the caller's to close, once the application has ended.
-
-    Args:
-        backend: of the model.
-        settings: of the server.
-    """
+    """The application. The caller closes the backend once it has ended."""
     chosen = settings or Settings()
     linecache.getlines(__file__)  # FastAPI looks up the lines of each endpoint at its first request
 
@@ -131,8 +126,6 @@ def _service(request: Request) -> Service:
 
 
 def _add_bodies(app: FastAPI) -> None:
-    """The endpoints that take a body; routes are tried in this order."""
-
     async def chat(body: ChatRequest, request: Request) -> Response:
         """Answer a conversation."""
         return await chat_completions(_service(request), body, request)
@@ -178,7 +171,7 @@ def _add_responses(app: FastAPI) -> None:
         stream: bool = False,
         starting_after: Annotated[int | None, Query(ge=0)] = None,
     ) -> Response:
-        """A response that is kept; or its events behind a number."""
+        """A stored response; or its events after a number."""
         record = _service(request).store.find(response_id, request.state.caller.tenant)
         return resumed(record, starting_after) if stream else JSONResponse(record.response)
 
@@ -261,7 +254,6 @@ def _add_page(app: FastAPI) -> None:
 
 
 async def _file(path: Path) -> Response:
-    """A file of the page, with what the browser may do with it."""
     headers = {"content-security-policy": POLICY, "referrer-policy": "no-referrer"}
     return FileResponse(path, media_type=_TYPES[path.suffix], headers=headers)
 
@@ -311,28 +303,23 @@ def _invalid(complaints: Any) -> HttpError:
 
 
 def _foremost(complaints: Any) -> Mapping[str, Any]:
-    """The complaint to tell: of a union, about the alternative that fits best."""
+    """The complaint to report: of a union, about the alternative that fits best."""
 
     def progress(complaint: Mapping[str, Any]) -> tuple[int, int]:
         """How deep, and how far into a list, the value fits."""
         last = complaint["loc"][-1]
         return len(complaint["loc"]), last if isinstance(last, int) else 0
 
-    unknown = [each for each in complaints if each["type"] == "extra_forbidden"]
+    unknown = [error for error in complaints if error["type"] == "extra_forbidden"]
     return max(unknown or complaints, key=progress)
 
 
 class BodyRoute(APIRoute):
     """A route to ``async def endpoint(body: Model, request: Request) -> Response``.
 
-    FastAPI finds and documents it, as any route. What it would do for each request (solve
-    dependencies that there are none of, enter exit stacks, parse the content type as an e-mail's)
-    takes several times as long as reading and validating the body of a chat.
-
-    Args:
-        path: of the URL.
-        endpoint: ``body`` is annotated with the model that validates it.
-        options: as ``APIRoute`` takes them.
+    FastAPI finds and documents it like any route. FastAPI's own handling of each request
+    (dependencies, exit stacks, the content type) takes several times as long as reading and
+    validating the body of a chat.
     """
 
     def __init__(self, path: str, endpoint: Callable[..., Any], **options: Any) -> None:
@@ -346,11 +333,7 @@ class BodyRoute(APIRoute):
         await response(scope, receive, send)
 
     async def _body(self, request: Request) -> BaseModel:
-        """The body of a request.
-
-        Raises:
-            RequestValidationError: it is no JSON, or not what the model takes.
-        """
+        """The body of a request; raises RequestValidationError if the model does not take it."""
         if not _is_json(request):
             raise _no_json(request)
         service = _service(request)
@@ -360,7 +343,7 @@ class BodyRoute(APIRoute):
         return await service.workers.run(read, request.state.caller.tenant, size)
 
     def _read(self, content: bytes, max_values: int) -> BaseModel:
-        """The body in ``content``. Raises as ``_body``, and HttpError: it has too many values."""
+        """The body in ``content``. Raises as ``_body``, and HttpError for too many values."""
         try:
             check_values(content, max_values)
             values = from_json(content, cache_strings="keys")
@@ -397,20 +380,14 @@ def _is_json(request: Request) -> bool:
 
 
 def _no_json(request: Request) -> HttpError:
-    """The refusal of a body that is not called JSON."""
     shown = repr(request.headers.get("content-type", "")[:80])
     message = f"the header Content-Type is {shown}, and it has to be application/json"
     return HttpError(415, message, code="unsupported_content_type")
 
 
 class Guard:
-    """Gives each request an id, and refuses those without a key or with too large a body.
-
-    An exception of an endpoint that has no handler of its own becomes a response here.
-
-    Args:
-        app: behind it.
-        settings: of the server.
+    """Gives each request an id, and refuses those without a key or with too large a body. An
+    exception of ``app`` that has no handler becomes a response here.
     """
 
     def __init__(self, app: ASGIApp, settings: Settings) -> None:
@@ -424,8 +401,8 @@ class Guard:
             return
         service: Service = scope["app"].state.service
         headers = dict(scope["headers"])
-        given = headers.get(b"x-request-id", b"").decode("latin-1")
-        request_id = given if _ID.fullmatch(given) else next(service.ids)
+        client_id = headers.get(b"x-request-id", b"").decode("latin-1")
+        request_id = client_id if _ID.fullmatch(client_id) else next(service.ids)
         call = _Call(request_id, scope, receive, send, (self._max_bytes, service.body_bytes))
         scope.setdefault("state", {})["request_id"] = call.id
         service.calls.add(call)
@@ -483,19 +460,20 @@ class _Call:
         self._began = time.perf_counter()
 
     def end(self) -> None:
-        """End it, as the server ends."""
+        """Wake up whoever waits for a message, as the server ends."""
         self._has_ended = True
         if self._receiving is not None:
             self._receiving.cancel()
 
     def check_length(self, length: bytes | None) -> None:
-        """Refuse a body that says itself that it is too large."""
+        """Refuse a body whose header says that it is too large."""
         if length is not None and length.isdigit() and int(length) > self._max_bytes:
             raise self._too_large()
 
     async def receive(self) -> Message:
-        """The next message, ``ENDED`` if the server ends; refuses the part of a body with which it
-        becomes too large."""
+        """The next message, or ``ENDED`` if the server ends; refuses a body that becomes too
+        large.
+        """
         if self._has_ended:
             return ENDED
         self._receiving = asyncio.current_task()
@@ -519,12 +497,11 @@ class _Call:
         """Send, with the id of the request among the headers."""
         if message["type"] == "http.response.start":
             self.status = message["status"]
-            own = [(b"x-request-id", self.id.encode()), (b"x-content-type-options", b"nosniff")]
-            message = {**message, "headers": [*message.get("headers", ()), *own]}
+            headers = [(b"x-request-id", self.id.encode()), (b"x-content-type-options", b"nosniff")]
+            message = {**message, "headers": [*message.get("headers", ()), *headers]}
         await self._send(message)
 
     def close(self) -> None:
-        """It has ended, and its body is not needed any more."""
         self._all_bytes.give_back(self._num_bytes)
 
     def log(self) -> None:

@@ -66,16 +66,13 @@ class ClientMessage(RoleMessage):
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """What is to be answered.
+    """What is to be answered: messages and tools in OpenAI's form.
 
     Attributes:
-        messages: in OpenAI's form.
-        tools: that may be called.
         template_args: further arguments of the chat template.
         has_shape: a grammar holds for the answer.
-        thinks_first: a thought is asked for in front of that; else the answer begins at once.
-        schema_fields: name, description and ``strict`` of the schema that the answer has to keep
-            to, for other servers; None: the client has given none.
+        thinks_first: the answer under the grammar begins after a thought; else at once.
+        schema_fields: name, description and ``strict`` of the client's schema, for other servers.
         reasoning_effort: how much to think, for other servers; None: left to them.
         max_tokens_field: the name that the client gives the limit of tokens, for other servers.
     """
@@ -98,8 +95,8 @@ class Conversation:
     @property
     def question(self) -> str:
         """The text of the last message of the user."""
-        asked = [str(m.get("content") or "") for m in self.messages if m["role"] == "user"]
-        return asked[-1] if asked else ""
+        questions = [str(m.get("content") or "") for m in self.messages if m["role"] == "user"]
+        return questions[-1] if questions else ""
 
     def asking(self, text: str) -> Conversation:
         """The same with another text as the user's last message."""
@@ -113,7 +110,6 @@ class Prompted:
     """A prompt for methods.
 
     Attributes:
-        prompt: text, token ids, or a chat.
         question: what the user asks, as text.
         innermost: makes what generates inside the methods.
         asking: the prompt for another question.
@@ -163,9 +159,9 @@ class Backend(abc.ABC):
         thinks: whether the model thinks; None: unknown.
         salted: whether prefixes are cached apart for different salts.
         llm: the engine; None: there is none here.
-        servers: those behind this one.
-        passes_chats_on: whether conversations go to other servers as they are, which offer the
-            tools, force the calls and read ``reasoning_effort``.
+        servers: the upstream servers.
+        passes_chats_on: conversations go to upstream servers as they are, which offer the tools,
+            force the calls and read ``reasoning_effort``.
     """
 
     name: str
@@ -212,8 +208,8 @@ class Backend(abc.ABC):
         if isinstance(prompt, str):
             return prompt
         text = self.detokenize(prompt)
-        whole, own = self.tokenize(text), self.tokenize(text, special=False)
-        begins_twice = len(whole) > len(own) and whole[:2] == [*prompt[:1], *prompt[:1]]
+        whole, unmarked = self.tokenize(text), self.tokenize(text, special=False)
+        begins_twice = len(whole) > len(unmarked) and whole[:2] == [*prompt[:1], *prompt[:1]]
         return self.detokenize(prompt[1:]) if begins_twice else text
 
     def count(self, text: str) -> int:
@@ -229,31 +225,22 @@ class Backend(abc.ABC):
         return texts_of_entries()
 
     def count_thought(self, thought: str, ids: Sequence[int] | None) -> int:
-        """Tokens of the thought that an answer begins with.
-
-        Args:
-            thought: its text.
-            ids: of the whole answer; None: not known.
+        """Tokens of the thought that an answer begins with; ``ids`` are those of the whole
+        answer.
         """
         return self.count(thought) if thought else 0
 
     def check(self, prompt: Prompt, params: SamplingParams) -> Prompt:
-        """Raise ``UsageError`` for what it cannot honour, before anything runs.
+        """The prompt of a method, in tokens if they are known now.
 
-        Args:
-            prompt: of a method.
-            params: of the request.
-
-        Returns:
-            The prompt, in tokens if they are known now.
+        Raises UsageError for what the backend cannot honour, before anything runs.
         """
         return prompt
 
     def task_params(self, prompted: Prompted, params: Mapping[str, Any]) -> Mapping[str, Any]:
         """The sampling fields of a request as its workers take them.
 
-        Raises:
-            ParameterError: one that they do not take; it names the request's field.
+        Raises ParameterError with the request's field if they do not take one.
         """
         return params
 
@@ -266,7 +253,7 @@ class Backend(abc.ABC):
         return []
 
     def load(self) -> dict[str, Any]:
-        """How busy it is, by the names of ``GET /v1/load``, as far as it is known."""
+        """How busy it is, by the names of ``GET /v1/load``; what is unknown is left out."""
         return {}
 
     def examples(self) -> list[dict[str, str]]:
@@ -316,18 +303,14 @@ def worker_table(worker: Worker, reward: Worker | None) -> dict[Any, Worker]:
 
 
 class _Judging(Worker):
-    """Executes what rewards ask for: scores on a reward model, critiques on the model itself.
-
-    Args:
-        worker: of the model; shut down by its owner, as the other one.
-        reward: of the reward model.
+    """Executes the tasks of rewards: scores on a reward model, critiques on the model itself. Both
+    workers are shut down by their owners.
     """
 
     def __init__(self, worker: Worker, reward: Worker) -> None:
         self._worker, self._reward = worker, reward
 
     async def run_task(self, task: Task) -> TaskStatus:
-        """Execute ``task`` where it belongs."""
         chosen = self._reward if isinstance(task, RewardTask) else self._worker
         return await chosen.run_task(task)
 
@@ -336,14 +319,7 @@ class _Judging(Worker):
 
 
 class EngineBackend(Backend):
-    """One model on this machine.
-
-    Args:
-        llm: the model; shut down by ``close``.
-        name: of the model.
-        judge: a reward model; shut down by ``close``.
-        examples: questions to try.
-    """
+    """One model on this machine. ``close`` shuts down ``llm`` and ``judge``, a reward model."""
 
     salted = True
 
@@ -363,7 +339,7 @@ class EngineBackend(Backend):
         self.reward = None if judge is None else judging(judge)
         self.markers = llm.thinking_markers
         self.thinks = self.markers is not None
-        self._marker_ids = [self.tokenize(each, special=False) for each in self.markers or ()]
+        self._marker_ids = [self.tokenize(marker, special=False) for marker in self.markers or ()]
         self._responses = response_parser(llm.tokenizer)
         self._examples = [dict(example) for example in examples]
 
@@ -392,18 +368,13 @@ class EngineBackend(Backend):
         )
 
     def _reader(self, ids: list[int], tools: Tools) -> Callable[[bool], ResponseStream] | None:
-        """Of the answer to a prompt."""
         responses = self._responses
         if responses is None or tools.forced:
             return None
         return lambda keeps: responses.stream(ids, tools.offered, keeps_reasoning=keeps)
 
     def render(self, conversation: Conversation) -> list[int]:
-        """The ids of a conversation.
-
-        Raises:
-            UsageError: the template refuses it.
-        """
+        """The ids of a conversation; raises UsageError if the template refuses it."""
         ids = rendered(self._engine.tokenizer, conversation, self._engine.chat_prompt)
         is_closed = conversation.has_shape and not conversation.thinks_first
         tail = self._engine.decode(ids[-_TAIL:]) if is_closed else ""
@@ -441,11 +412,7 @@ class EngineBackend(Backend):
         return text
 
     def detokenize(self, ids: Sequence[int]) -> str:
-        """The text of ids.
-
-        Raises:
-            ParameterError: an id outside the vocabulary.
-        """
+        """The text of ids; raises ParameterError if one is outside the vocabulary."""
         return self._engine.decode(ids)
 
     @property
@@ -488,22 +455,21 @@ class EngineBackend(Backend):
 
 
 def template_args(hf: Any, conversation: Conversation) -> dict[str, Any]:
-    """The arguments of a tokenizer's chat template, tools among them if it has a place for them.
+    """The arguments of a tokenizer's chat template, tools among them if it takes tools.
 
-    Raises:
-        ParameterError: an argument is not the client's.
+    Raises ParameterError for an argument that clients may not set.
     """
-    given = dict(conversation.template_args)
-    if given and (own := given.keys() & inspect.signature(hf.apply_chat_template).parameters):
+    args = dict(conversation.template_args)
+    if args and (reserved := args.keys() & inspect.signature(hf.apply_chat_template).parameters):
         raise ParameterError(
-            f"chat_template_kwargs.{min(own)} is not allowed",
+            f"chat_template_kwargs.{min(reserved)} is not allowed",
             "it is set by the server",
             "Give only what the model's own chat template reads",
             param="chat_template_kwargs",
         )
     if conversation.tools.offered and shows_tools(hf):
-        given["tools"] = conversation.tools.offered
-    return given
+        args["tools"] = conversation.tools.offered
+    return args
 
 
 def shows_tools(hf: Any) -> bool:
@@ -514,18 +480,12 @@ def shows_tools(hf: Any) -> bool:
 def rendered(
     hf: Any, conversation: Conversation, render: Callable[[Any, dict[str, Any]], Rendered]
 ) -> Rendered:
-    """What the chat template makes of a conversation.
+    """A conversation in the chat template, which ``render`` applies.
 
-    Where it has no place for tools, they are in a system message; where it takes no system message
-    either, in front of the first message of the user.
+    If it takes no tools, they are in a system message; if it takes no system message either, in
+    front of the first message of the user.
 
-    Args:
-        hf: the tokenizer.
-        conversation: with its tools.
-        render: applies the template to messages and its further arguments.
-
-    Raises:
-        UsageError: the template refuses the conversation, or an argument is not the client's.
+    Raises UsageError if the template refuses the conversation or an argument.
     """
     arguments, messages = template_args(hf, conversation), conversation.messages
     if shows_tools(hf) or not (conversation.tools.offered or has_calls(messages)):

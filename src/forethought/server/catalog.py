@@ -32,8 +32,7 @@ def models(service: Service) -> dict[str, Any]:
 def model(service: Service, name: str) -> dict[str, Any]:
     """The body of ``GET /v1/models/NAME``; with methods in front of the name, too.
 
-    Raises:
-        UnknownNameError: there is no such model.
+    Raises UnknownNameError if there is no such model.
     """
     read_model(name, service.models, service.methods)
     return _model(service, name)
@@ -116,19 +115,22 @@ def _missing(service: Service, name: str, defaults: dict[str, Any]) -> str | Non
 
 def drafters(service: Service) -> dict[str, Any]:
     """The body of ``GET /v1/drafters``."""
-    found = [
-        {"name": each.name, "active": each.active, "reason": each.reason}
-        for each in service.backend.drafters()
+    entries = [
+        {"name": drafter.name, "active": drafter.active, "reason": drafter.reason}
+        for drafter in service.backend.drafters()
     ]
-    plain = {"name": "none", "active": not found, "reason": None if found else "nothing is drafted"}
-    return {"object": "list", "data": [*found, plain]}
+    plain = {
+        "name": "none",
+        "active": not entries,
+        "reason": None if entries else "nothing is drafted",
+    }
+    return {"object": "list", "data": [*entries, plain]}
 
 
 def tokenize(service: Service, body: TokenizeRequest) -> dict[str, Any]:
     """The body of ``POST /tokenize``.
 
-    Raises:
-        UsageError: neither or both of ``prompt`` and ``messages``, or no such model.
+    Raises UsageError for neither or both of ``prompt`` and ``messages``, or no such model.
     """
     _check_model(service, body.model)
     if (body.prompt is None) == (body.messages is None):
@@ -141,10 +143,10 @@ def tokenize(service: Service, body: TokenizeRequest) -> dict[str, Any]:
     else:
         assert body.prompt is not None, "checked above"
         tokens = backend.tokenize(body.prompt, body.add_special_tokens) if body.prompt else []
-    found: dict[str, Any] = {"count": len(tokens), "max_model_len": backend.max_length}
+    result: dict[str, Any] = {"count": len(tokens), "max_model_len": backend.max_length}
     if body.return_token_strs:
-        found["token_strs"] = [backend.detokenize([token]) for token in tokens]
-    return {**found, "tokens": tokens}
+        result["token_strs"] = [backend.detokenize([token]) for token in tokens]
+    return {**result, "tokens": tokens}
 
 
 def detokenize(service: Service, body: DetokenizeRequest) -> dict[str, Any]:
@@ -154,6 +156,5 @@ def detokenize(service: Service, body: DetokenizeRequest) -> dict[str, Any]:
 
 
 def _check_model(service: Service, name: str | None) -> None:
-    """Raises ``UnknownNameError`` for a model that is not served."""
     if name:
         read_model(name, service.models, service.methods)

@@ -21,7 +21,7 @@ from forethought.server.http import (
     encode,
     encode_failure,
     http_error,
-    until_gone,
+    until_disconnected,
 )
 from forethought.server.job import Ask, Job, Outcome, Piece
 from forethought.server.logprobs import Span, chat_logprobs
@@ -43,22 +43,17 @@ _THOUGHT = ("reasoning", "reasoning_content")
 
 
 async def chat_completions(service: Service, body: ChatRequest, request: Request) -> Response:
-    """Answer a conversation.
-
-    Raises:
-        Exception: what ``http_error`` makes a response of.
-    """
+    """Answer a conversation. Raises what ``http_error`` makes a response of."""
     with ExitStack() as held:
         held.enter_context(service.admitted())
         prepare = partial(_prepared, service, body, request.state.caller)
         chat = await service.prepared(request, prepare)
         if body.stream:
             return EventStream(chat.events(), held.pop_all())
-        return await until_gone(request.receive, chat.whole())
+        return await until_disconnected(request.receive, chat.whole())
 
 
 def _prepared(service: Service, body: ChatRequest, caller: Caller) -> _Chat:
-    """The answer to a body, before it begins."""
     tools = tools_of(body)
     sampling = service.sampling_of(body, tools)
     conversation = Conversation(
@@ -104,7 +99,6 @@ class _Chat:
     # ---- at once ------------------------------------------------------------------------------
 
     async def whole(self) -> JSONResponse:
-        """The answer at the end."""
         outcome = await self._service.outcome(self._job)
         answers = [self._answer(output) for output in outcome.outputs]
         return JSONResponse(
@@ -150,7 +144,9 @@ class _Chat:
         return self._logprobs(*AnswerTokens(self._service, self._ask).rest(answer, output))
 
     def _logprobs(self, thought: Sequence[Span], content: Sequence[Span]) -> dict[str, Any]:
-        """Those of the content under OpenAI's name, and those of the thought beside them."""
+        """Those of the content under OpenAI's name, and those of the thought in a field of their
+        own.
+        """
         top = self._body.top_logprobs or 0
         logprobs: dict[str, Any] = {"content": chat_logprobs(content, top), "refusal": None}
         if thought and self._shows_reasoning:
@@ -160,7 +156,6 @@ class _Chat:
     # ---- as a stream --------------------------------------------------------------------------
 
     async def events(self) -> AsyncGenerator[bytes, None]:
-        """The answer as it comes."""
         service, job, opened = self._service, self._job, False
         streams = [AnswerStream(service, job.ask.prompted, self._tools) for _ in job.choices]
         lines: list[bytes] = []  # not sent: those of the last update go with the end
@@ -187,7 +182,6 @@ class _Chat:
             yield LastEvents(b"".join([*lines, encode_failure(error)]))
 
     def _role(self) -> bytes:
-        """The first chunk of each choice: the role."""
         delta = {"role": "assistant", "content": ""}
         return b"".join(self._chunk(index, delta) for index in self._job.choices)
 
@@ -252,7 +246,7 @@ class _Chat:
     def _last_logprobs(
         self, index: int, answer: Answer, output: ScaffoldingOutput
     ) -> dict[str, Any] | None:
-        """Those that did not go with the text of choice ``index``; None if there are none."""
+        """Those not yet sent with the text of choice ``index``; None if there are none."""
         if index in self._tokens:
             logprobs = self._logprobs(*self._tokens[index].rest(answer, output))
         elif self._job.streams_logprobs:

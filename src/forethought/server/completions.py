@@ -29,7 +29,7 @@ from forethought.server.http import (
     encode,
     encode_failure,
     http_error,
-    until_gone,
+    until_disconnected,
 )
 from forethought.server.job import Job, Outcome, Piece, Update
 from forethought.server.logprobs import Span, TextLogprobs, TokenSpans, completion_logprobs
@@ -39,22 +39,17 @@ from forethought.server.usage import chat_usage
 
 
 async def completions(service: Service, body: CompletionRequest, request: Request) -> Response:
-    """Continue one prompt or several.
-
-    Raises:
-        Exception: what ``http_error`` makes a response of.
-    """
+    """Continue one prompt or several. Raises what ``http_error`` makes a response of."""
     with ExitStack() as held:
         held.enter_context(service.admitted())
         prepare = partial(_prepared, service, body, request.state.caller)
         answer = await service.prepared(request, prepare)
         if body.stream:
             return EventStream(answer.events(), held.pop_all())
-        return await until_gone(request.receive, answer.whole())
+        return await until_disconnected(request.receive, answer.whole())
 
 
 def _prepared(service: Service, body: CompletionRequest, caller: Caller) -> _Completions:
-    """The answer to a body, before it begins."""
     prompts = prompts_of(body)
     sampling = service.sampling_of(body)
     if len(prompts) * (body.n or 1) > service.settings.max_choices:
@@ -73,13 +68,9 @@ def _prepared(service: Service, body: CompletionRequest, caller: Caller) -> _Com
 
 
 def prompts_of(body: CompletionRequest) -> list[str | list[int]]:
-    """The prompts of a body, each as text or token ids.
-
-    Raises:
-        ParameterError: there is none.
-    """
-    given: Any = body.prompt
-    prompts = given if isinstance(given, list) and given and not _is_id(given[0]) else [given]
+    """The prompts of a body, each as text or token ids; raises ParameterError if there is none."""
+    value: Any = body.prompt
+    prompts = value if isinstance(value, list) and value and not _is_id(value[0]) else [value]
     if any(not prompt for prompt in prompts):
         why, fix = "there is nothing to continue", "Give some text"
         raise ParameterError("empty prompt", why, fix, param="prompt")
@@ -114,7 +105,6 @@ class _Completions:
     # ---- at once ------------------------------------------------------------------------------
 
     async def whole(self) -> JSONResponse:
-        """All answers at the end."""
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(self._caught(job)) for job in self._jobs]
         outcomes = []
@@ -138,13 +128,11 @@ class _Completions:
             return error
 
     def _choice(self, number: int, index: int, outcome: Outcome) -> dict[str, Any]:
-        """Choice ``index`` of prompt ``number``."""
         output, text = outcome.outputs[index], self._text(number)
         text.add(output.logprobs or (), output.token_ids or ())
         return self._chosen(number, index, *text.finish(output.text or "", output), _reason(output))
 
     def _text(self, number: int) -> _Text:
-        """Of a choice of prompt ``number``."""
         echoed = self._echoed(number) if self._body.echo else None
         return _Text(self._service.backend, self._jobs[number], echoed, self._body.logprobs)
 
@@ -164,14 +152,13 @@ class _Completions:
         }
 
     def _echoed(self, number: int) -> str:
-        """The text of a prompt."""
         prompt = self._prompts[number]
         return prompt if isinstance(prompt, str) else self._service.backend.detokenize(prompt)
 
     # ---- as a stream --------------------------------------------------------------------------
 
     async def events(self) -> AsyncGenerator[bytes, None]:
-        """The answers as they come, those of several prompts between each other."""
+        """The answers as they come; those of several prompts are interleaved."""
         texts: dict[tuple[int, int], _Text] = {}
         has_begun, lines = bool(self._body.events), list[bytes]()
         if has_begun:
@@ -180,7 +167,7 @@ class _Completions:
         try:
             async with aclosing(_merged(self._service, self._jobs)) as updates:
                 async for number, update in updates:
-                    lines += [self._event(number, each) for each in update.events]
+                    lines += [self._event(number, event) for event in update.events]
                     for piece in update.pieces:
                         lines.append(self._piece(number, piece, texts))
                     has_begun = has_begun or bool(lines)
@@ -192,12 +179,11 @@ class _Completions:
             if not has_begun:
                 raise failed.error from failed.error.__cause__
             if self._body.events:
-                told = self._jobs[failed.number].failed(http_error(failed.error).message)
-                lines.append(self._event(failed.number, told))
+                event = self._jobs[failed.number].failed(http_error(failed.error).message)
+                lines.append(self._event(failed.number, event))
             yield LastEvents(b"".join([*lines, encode_failure(failed.error)]))
 
     def _event(self, number: int, event: dict[str, Any]) -> bytes:
-        """An event of prompt ``number``."""
         return encode("forethought", {**event, "prompt": number})
 
     def _piece(self, number: int, piece: Piece, texts: dict[tuple[int, int], _Text]) -> bytes:
@@ -234,9 +220,7 @@ class _Text:
     """The text of one choice, at once or as it streams, and the log-probabilities of its tokens.
 
     Args:
-        backend: of the model.
-        job: that generates it.
-        echoed: the prompt that stands in front; None: none does.
+        echoed: the prompt in front of it; None: it is not echoed.
         top: alternatives per token; None: no log-probabilities are asked for.
     """
 
@@ -261,7 +245,6 @@ class _Text:
         return opening + text, self._logprobs(spans)
 
     def finish(self, text: str, output: ScaffoldingOutput) -> tuple[str, dict[str, Any] | None]:
-        """The last text of ``output``."""
         opening, spans = self._opening()
         if self._tokens is not None:
             is_cut = isinstance(output.stop_reason, str) and output.stop_reason != GRAMMAR_COMPLETE
@@ -278,7 +261,7 @@ class _Text:
     def _prompt_spans(
         self, entries: Sequence[TokenLogprobs | None], ids: Sequence[int]
     ) -> Iterator[Span]:
-        """Of the prompt's tokens; the first of them may be one that the text is without."""
+        """Of the prompt's tokens; its text may be without the first of them."""
         text_of, first = self._backend.token_texts((), False), self._backend.detokenize(ids[:1])
         shown = first if (self._echoed or "").startswith(first) else ""
         if shown or "\ufffd" in first:  # else a special token that the text is without
@@ -298,10 +281,9 @@ def _reason(output: ScaffoldingOutput) -> str:
 
 
 def _usage(outcomes: Sequence[Outcome]) -> dict[str, Any]:
-    """Of all prompts together."""
     usage = sum((outcome.usage for outcome in outcomes), Usage())
     metrics = sum((outcome.metrics for outcome in outcomes), SpeculationMetrics())
-    spent = next((each.spent_budget for each in outcomes if each.spent_budget), None)
+    spent = next((end.spent_budget for end in outcomes if end.spent_budget), None)
     return chat_usage(usage, metrics, None, spent)
 
 
@@ -318,8 +300,7 @@ async def _merged(
 ) -> AsyncGenerator[tuple[int, Update], None]:
     """The updates of all jobs as they come, each with the number of its job.
 
-    Raises:
-        _JobFailed: one of them has failed.
+    Raises _JobFailed if one of them has failed.
     """
     queue: asyncio.Queue[tuple[int, Update] | _JobFailed | None] = asyncio.Queue(1)
 

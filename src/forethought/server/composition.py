@@ -36,24 +36,17 @@ class Dispatch(Controller):
     """Runs the controller that is given with the request."""
 
     def generate(self, prompt: Any, *, controller: Controller, **kwargs: Any) -> Process:  # type: ignore[override]
-        """Let ``controller`` answer.
-
-        Args:
-            prompt: of a type that it takes.
-            controller: made for this request.
-            **kwargs: of its ``generate``.
-        """
+        """Let ``controller``, which was made for this request, answer ``prompt``."""
         return (yield from controller.generate(prompt, **kwargs))
 
 
 class Pipeline(Controller):
-    """Methods one after the other: each is asked the answer of the one before it.
+    """Methods one after the other: each gets the answer of the one before it as its question.
 
     Only the last one streams to the caller; the others run in branches. Where the budget ends
     before a method has a text, the answer is that of the method before it.
 
     Args:
-        controllers: in their order.
         asking: makes the prompts of all but the first.
         visible: the part of a text that is its answer, without a thought.
     """
@@ -65,53 +58,45 @@ class Pipeline(Controller):
         self.controllers, self._asking, self._visible = list(controllers), asking, visible
 
     def generate(self, prompt: Any, **kwargs: Any) -> Process:
-        """Run them.
-
-        Raises:
-            BudgetExceeded: the budget is spent before the first one has a text.
+        """Run them; raises BudgetExceeded if the budget is spent before the first one has a
+        text.
         """
-        found: Any = None
+        result: Any = None
         try:
             for controller in self.controllers[:-1]:
                 running = ParallelProcess([_Answering(controller, prompt, kwargs)], [[]])
                 yield running
-                found = running.branches[0].result
-                answer = self._visible(_text(found))
+                result = running.branches[0].result
+                answer = self._visible(_text(result))
                 prompt, kwargs = self._asking(answer), {**kwargs, "question": answer}
             return (yield from self.controllers[-1].generate(prompt, **kwargs))
         except BudgetExceeded:
-            if found is None:
+            if result is None:
                 raise
-            return found
+            return result
 
 
 class Choices(Controller):
-    """Several answers to one prompt, each in a branch of its own whose path is its index.
-
-    Args:
-        controllers: one per answer.
-    """
+    """Several answers to one prompt, each in a branch of its own whose path is its index."""
 
     def __init__(self, controllers: Sequence[Controller]) -> None:
         super().__init__()
         self.controllers = list(controllers)
 
     def generate(self, prompt: Any, **kwargs: Any) -> Process:
-        """Run them side by side; returns the output of each.
+        """Run them concurrently; returns the output of each.
 
-        One that has no text as the budget is spent is empty, with finish reason ``length``.
-
-        Raises:
-            BudgetExceeded: so it is with all of them.
+        One that has no text as the budget is spent is empty, with finish reason ``length``; if all
+        are, BudgetExceeded is raised.
         """
         params = sampling.checked("sampling_params", kwargs.pop("sampling_params", None))
         answering = []
         for index, controller in enumerate(self.controllers):
-            own = dict(params)
-            if index and own.get("seed") is not None:
-                own["seed"] = sampling.derived_seed(own["seed"], index)
-            own_kwargs = {**kwargs, "sampling_params": own}
-            answering.append(_Choice(controller, prompt, own_kwargs))
+            choice_params = dict(params)
+            if index and choice_params.get("seed") is not None:
+                choice_params["seed"] = sampling.derived_seed(choice_params["seed"], index)
+            choice_kwargs = {**kwargs, "sampling_params": choice_params}
+            answering.append(_Choice(controller, prompt, choice_kwargs))
         running = ParallelProcess(answering, [[] for _ in answering])
         yield running
         spent = [choice.spent for choice in answering if choice.spent is not None]
@@ -128,21 +113,17 @@ class _Answering(Controller):
         self._controller, self._prompt, self._kwargs = controller, prompt, kwargs
 
     def process(self, tasks: Sequence[Task], **kwargs: Any) -> Process:
-        """Let it answer; there are no tasks before it makes one."""
         return (yield from self._controller.generate(self._prompt, **self._kwargs))
 
 
 class _Choice(_Answering):
-    """One of several answers: where the budget leaves it without a text, the others go on.
-
-    Attributes:
-        spent: why it has no text; None: it has one, or has not ended.
+    """One of several answers: where the budget leaves it without a text (``spent`` is the reason),
+    the others go on.
     """
 
     spent: BudgetExceeded | None = None
 
     def process(self, tasks: Sequence[Task], **kwargs: Any) -> Process:
-        """Let it answer; there are no tasks before it makes one."""
         try:
             return (yield from super().process(tasks, **kwargs))
         except BudgetExceeded as error:
@@ -172,11 +153,10 @@ def compose(
     """The controller of a request.
 
     Args:
-        composition: its methods.
-        settings: of the only stack of methods there is.
+        settings: for a composition of one stack of methods.
         innermost: makes what generates inside the innermost methods.
         reward: scores answers for methods that take a reward controller; None: there is none.
-        streaming: whether the text of methods is streamed as far as they can.
+        streaming: whether the text of methods is streamed where they can.
         num_choices: how often each choice is answered.
         pipeline: ``asking`` and ``visible`` of ``Pipeline``.
 
@@ -196,8 +176,10 @@ def compose(
             schema_of(table).check(stage, settings)
 
     def answering(stages: Sequence[str]) -> Controller:
-        made = [_stacked(stage, table, settings, innermost, reward, streaming) for stage in stages]
-        return made[0] if len(made) == 1 else Pipeline(made, *pipeline)
+        controllers = [
+            _stacked(stage, table, settings, innermost, reward, streaming) for stage in stages
+        ]
+        return controllers[0] if len(controllers) == 1 else Pipeline(controllers, *pipeline)
 
     choices = [answering(stages) for stages in composition.choices for _ in range(num_choices)]
     return choices[0] if len(choices) == 1 else Choices(choices)
@@ -206,8 +188,7 @@ def compose(
 def check_generations(controller: Controller, limit: int) -> None:
     """Refuse a composition that could begin too many generations, before any is made.
 
-    Raises:
-        ParameterError: the product of its samples, branches and steps is above ``limit``.
+    Raises ParameterError if the product of samples, branches and steps is above ``limit``.
     """
     if (count := controller.num_generations()) > limit:
         factors = " x ".join(f"{factor:,}" for factor in _factors(controller)) or "1"
@@ -220,7 +201,7 @@ def check_generations(controller: Controller, limit: int) -> None:
 
 
 def _factors(controller: Controller) -> list[int]:
-    """The numbers along its largest chain of controllers, the outermost first; those of 1 not."""
+    """The numbers above 1 along its largest chain of controllers, the outermost first."""
     inner = controller.inner_controllers()
     largest = max(inner, key=lambda member: member.num_generations(), default=None)
     number = controller.fan_out()
@@ -232,10 +213,9 @@ def _factors(controller: Controller) -> list[int]:
 
 
 def streams_truly(composition: Composition) -> bool:
-    """Whether the text that its methods stream is the answer, as far as it is certain.
+    """Whether the text that its methods stream is a final part of the answer.
 
-    Of others, such as votes, the answer is certain at their end; what they stream is what their
-    samples are.
+    Others, such as votes, stream their samples, and the answer is known at their end.
     """
     last = (composition.split(stages[-1])[-1] for stages in composition.choices)
     return all(_STREAMING in method.parameters for method in last)
@@ -256,7 +236,6 @@ def refuse_conversation(
     """Refuse a method, or one inside it, that cannot answer a conversation here.
 
     Args:
-        controller: of the request.
         table: has its name.
         missing: what a method of a name lacks here.
         as_text: whether a chat template has made a text of it.

@@ -28,11 +28,9 @@ if TYPE_CHECKING:
 
 
 class EngineJob(Job):
-    """A request that the engine answers by itself.
+    """A request that the engine answers without a method.
 
     Args:
-        llm: the model.
-        backend: of the model.
         ask: what to run; its composition is plain.
         place: opens a place among the running requests, for which it waits.
         gather: seconds in which new tokens are gathered.
@@ -69,8 +67,8 @@ class EngineJob(Job):
     @property
     def metrics(self) -> SpeculationMetrics:
         """As of the last output."""
-        found = [] if self._last is None else self._last.outputs
-        return sum((each.metrics for each in found if each.metrics), SpeculationMetrics())
+        samples = [] if self._last is None else self._last.outputs
+        return sum((sample.metrics for sample in samples if sample.metrics), SpeculationMetrics())
 
     @property
     def prompt_scores(self) -> tuple[Sequence[TokenLogprobs | None], Sequence[int]] | None:
@@ -101,33 +99,33 @@ class EngineJob(Job):
         """The end of a job whose updates are over."""
         assert self._last is not None, "it has ended"
         return Outcome(
-            [_as_output(each) for each in self._last.outputs],
+            [_as_output(sample) for sample in self._last.outputs],
             self.usage,
             self.metrics,
             self.seconds,
         )
 
     def _update(self, output: RequestOutput) -> Update:
-        pieces = [self._piece(each) for each in output.outputs]
+        pieces = [self._piece(sample) for sample in output.outputs]
         pieces = [piece for piece in pieces if piece.num_tokens or piece.text]
         if not self.ask.events:
             return Update(pieces, [], output.finished)
         several = self.num_choices > 1
         branches = [(str(piece.index) if several else "", piece) for piece in pieces]
-        deltas = [self._delta(b, each.text, each.num_tokens) for b, each in branches]
+        deltas = [self._delta(b, piece.text, piece.num_tokens) for b, piece in branches]
         return Update(pieces, deltas, output.finished)
 
     def _piece(self, output: CompletionOutput) -> Piece:
-        """What a sample has that has not been streamed."""
-        index, seen = output.index, self._num_shown[output.index]
+        """The part of a sample that has not been streamed."""
+        index, num_shown = output.index, self._num_shown[output.index]
         text = output.text[len(self._streamed[index]) :]
-        tokens = output.token_ids[seen:]
+        tokens = output.token_ids[num_shown:]
         self._num_shown[index], self._streamed[index] = len(output.token_ids), output.text
-        return Piece(index, text, len(tokens), tokens, (output.logprobs or [])[seen:])
+        return Piece(index, text, len(tokens), tokens, (output.logprobs or [])[num_shown:])
 
     @asynccontextmanager
     async def _running(self) -> AsyncGenerator[None, None]:
-        """It has a place inside; raises ``RequestTimeout`` when it has taken too long."""
+        """Takes a place among the running requests; raises ``RequestTimeout`` after too long."""
         try:
             async with asyncio.timeout(self.ask.timeout), self._place(self.ask.priority):
                 self._queue_seconds = self.seconds

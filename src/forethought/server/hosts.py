@@ -26,15 +26,10 @@ def is_loopback(name: str) -> bool:
 
 
 def check_host(hosts: Sequence[bytes], allowed: Sequence[str]) -> None:
-    """Refuse a request to another name.
+    """Refuse a request to another name than ``allowed``: ``*.example.com`` allows those below one,
+    ``*`` all; names of this machine alone are always allowed.
 
-    Args:
-        hosts: the headers ``Host`` of the request.
-        allowed: names, ``*.example.com`` for those below one, ``*`` for all; those of this machine
-            alone are always allowed.
-
-    Raises:
-        HttpError: there is no header, or more than one, or it has another name; with status 421.
+    Raises HttpError (421) if there is not exactly one header ``Host``, or it has another name.
     """
     shown = hosts[0].decode("latin-1") if len(hosts) == 1 else ""
     name = _name(shown)

@@ -34,12 +34,7 @@ _JSON = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"))
 
 
 class Caller(NamedTuple):
-    """Who sends a request.
-
-    Attributes:
-        tenant: the salt of the key that was shown.
-        parent: the caller's span, from ``traceparent``.
-    """
+    """Who sends a request: the salt of its key, and its span from ``traceparent``."""
 
     tenant: str = ""
     parent: TraceParent | None = None
@@ -55,11 +50,8 @@ class HttpError(HTTPException):
     """A refusal with a status of its own.
 
     Args:
-        status: of HTTP.
-        message: for the caller.
         param: the field that it is about.
         code: a word for programs.
-        headers: of the response.
     """
 
     def __init__(
@@ -90,7 +82,6 @@ class HttpError(HTTPException):
 
 
 def _type_of(status: int) -> str:
-    """OpenAI's word for a kind of error."""
     if status == 401:
         return "authentication_error"
     if status == 404:
@@ -133,7 +124,7 @@ def http_error(error: BaseException) -> HttpError:
     if isinstance(error, RequestCancelled):
         return HttpError(CLIENT_CLOSED, str(error), code="cancelled")
     if isinstance(error, UpstreamError):
-        return HttpError(502, f"the server behind this one: {error}", code="upstream_error")
+        return HttpError(502, f"the upstream server failed: {error}", code="upstream_error")
     if isinstance(error, EngineStopped):
         return HttpError(503, str(error), code="engine_stopped")
     if isinstance(error, ForethoughtError):
@@ -142,10 +133,10 @@ def http_error(error: BaseException) -> HttpError:
 
 
 def _foreign(error: BaseException) -> HttpError:
-    """An error of another library: of another server, or of this one."""
+    """An error of another library, of an upstream server or of this one."""
     status = getattr(error, "status_code", None)
     if isinstance(status, int):  # of the openai package
-        message = f"the server behind this one answered {status}: {str(error)[:500]}"
+        message = f"the upstream server answered {status}: {str(error)[:500]}"
         passed = status if status in (400, 404, 413, 422, 429) else 502
         code = getattr(error, "code", None)  # as context_length_exceeded, which clients look for
         is_passed = passed == status and isinstance(code, str)
@@ -154,18 +145,17 @@ def _foreign(error: BaseException) -> HttpError:
         "APIConnectionError",
         "APITimeoutError",
     ):
-        return HttpError(502, f"the server behind this one: {error}", code="upstream_error")
+        return HttpError(502, f"the upstream server failed: {error}", code="upstream_error")
     return HttpError(500, f"the request failed: {type(error).__name__}", code="internal_error")
 
 
-async def until_gone(receive: Receive, work: Coroutine[Any, Any, Result]) -> Result:
-    """The result of ``work``, a task of its own, cancelled as soon as the client has gone away.
+async def until_disconnected(receive: Receive, work: Coroutine[Any, Any, Result]) -> Result:
+    """The result of ``work``, run as a task and cancelled as soon as the client disconnects.
 
     A stream's task is resumed with each chunk; that of the request would be resumed through all
     layers between the connection and the endpoint.
 
-    Raises:
-        HttpError: it has, with status 499; or the server ends, with status 503.
+    Raises HttpError: 499 if the client has disconnected, 503 if the server ends.
     """
     doing, watching = asyncio.create_task(work), asyncio.create_task(_gone(receive))
     watching.add_done_callback(lambda _: doing.cancel())
@@ -206,10 +196,8 @@ def encode_failure(error: BaseException) -> bytes:
 
 
 class ChunkEncoder:
-    """Encodes the chunks of one stream, which differ in their choice alone.
-
-    Args:
-        head: the fields in front of ``choices``.
+    """Encodes the chunks of one stream; ``head`` are the fields before ``choices``, the same in
+    all.
     """
 
     def __init__(self, head: Mapping[str, Any]) -> None:
@@ -220,14 +208,10 @@ class ChunkEncoder:
         return f"{self._opening}{_JSON.encode(choice)}]}}\n\n".encode(errors="replace")
 
     def encode_delta(self, index: int, names: Sequence[str], text: str) -> bytes:
-        """The event of a chat's chunk that has nothing but new text, as ``encode`` writes it.
+        """The event of a chat's chunk with only new text, as ``encode`` writes it; most are of this
+        kind.
 
-        Most chunks are of this kind.
-
-        Args:
-            index: of the choice.
-            names: fields of the delta that have the text.
-            text: that is new.
+        ``names`` are the fields of the delta that have the text.
         """
         written = _JSON.encode(text)
         delta = ",".join([f'"{name}":{written}' for name in names])
@@ -240,15 +224,14 @@ class LastEvents(bytes):
 
 
 class EventStream(Response):
-    """Server-sent events; when the client goes away their source is cancelled.
+    """Server-sent events; when the client disconnects their source is cancelled.
 
-    The status is sent with the first event, so that what that fails with may have one of its own;
-    if it does not come for a while, the status is sent before.
+    The status is sent with the first event, so that an error of that can set it, or after a while.
 
     Args:
         events: encoded; several at once are sent together. No ``LastEvents``, or at the end.
         held: closed at the end, however it comes.
-        on_gone: called if the client goes away before the end.
+        on_disconnect: called if the client disconnects before the end.
     """
 
     media_type = "text/event-stream"
@@ -258,27 +241,26 @@ class EventStream(Response):
         events: AsyncGenerator[bytes, None],
         held: ExitStack | None = None,
         *,
-        on_gone: Callable[[], object] | None = None,
+        on_disconnect: Callable[[], object] | None = None,
     ) -> None:
         self.status_code, self.background = 200, None
         self.init_headers({"cache-control": "no-store", "x-accel-buffering": "no"})
-        self._events, self._held, self._on_gone = events, held or ExitStack(), on_gone
+        self._events, self._held, self._on_disconnect = events, held or ExitStack(), on_disconnect
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send the events, until they end or the client goes away.
+        """Send the events, until they end or the client disconnects.
 
-        Raises:
-            Exception: what the first event failed with.
-            HttpError: the client went away before it, with status 499; or the server ended.
+        Raises what the first event failed with, or HttpError if the client disconnects before it
+        (499) or the server ends.
         """
         start = {"type": "http.response.start", "status": 200, "headers": self.raw_headers}
         opening = _Opening(send, start)
         with self._held:
             try:
-                await until_gone(receive, self._write(send, opening))
+                await until_disconnected(receive, self._write(send, opening))
             except HttpError as error:
-                if self._on_gone is not None:
-                    self._on_gone()
+                if self._on_disconnect is not None:
+                    self._on_disconnect()
                 if not opening.has_begun:
                     raise
                 if error.status != CLIENT_CLOSED:
@@ -308,13 +290,7 @@ class EventStream(Response):
 
 class _Opening:
     """The first message of a response, sent once: when it is asked for, or after a while.
-
-    Args:
-        send: to the client.
-        message: the first one.
-
-    Attributes:
-        has_begun: whether it has been sent, or is being sent.
+    ``has_begun`` once it is sent or being sent.
     """
 
     def __init__(self, send: Send, message: Message) -> None:
@@ -323,7 +299,7 @@ class _Opening:
         self._timer = asyncio.get_running_loop().call_later(FIRST_SECONDS, self._begin_late)
 
     async def sent(self) -> None:
-        """Until it has been sent."""
+        """Wait until it has been sent."""
         if self._late is not None:
             await self._late
         elif not self.has_begun:
@@ -332,7 +308,6 @@ class _Opening:
             await self._send(self._message)
 
     def close(self) -> None:
-        """Send it no more."""
         self._timer.cancel()
 
     def _begin_late(self) -> None:

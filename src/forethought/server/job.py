@@ -58,11 +58,8 @@ class Ask:
     """What a client asks for, whatever the API.
 
     Attributes:
-        id: of the request, in its answer.
         model: name that the answer carries.
-        served: name of the served model behind it.
-        prompted: the prompt.
-        composition: the methods.
+        served: name of the served model that generates it.
         settings: of the method, if there is one.
         params: sampling fields that the client sets, by the names of tasks.
         fields: path of the body's field by the name of the sampling parameter that it sets, where
@@ -76,7 +73,7 @@ class Ask:
         priority: lower runs first.
         streaming: whether text is wanted as it comes.
         events: whether stages and the text of branches are wanted as well.
-        parent: the caller's span, if it has told one.
+        parent: the caller's span, if there is one.
     """
 
     id: str
@@ -144,11 +141,7 @@ class Outcome:
 
 
 class Job(abc.ABC):
-    """A request under way.
-
-    Args:
-        ask: what it runs.
-        backend: of the model.
+    """A request in progress.
 
     Attributes:
         num_choices: answers that it gives.
@@ -192,7 +185,7 @@ class Job(abc.ABC):
     @property
     @abc.abstractmethod
     def usage(self) -> Usage:
-        """Of the whole request, as far as it is known."""
+        """Of the whole request, so far."""
 
     @property
     @abc.abstractmethod
@@ -205,9 +198,8 @@ class Job(abc.ABC):
 
     @abc.abstractmethod
     def updates(self) -> AsyncGenerator[Update, None]:
-        """What it streams; leaving the iterator early ends the request.
-
-        The pieces of a choice join to the beginning of its text; ``rest`` is what is missing.
+        """What it streams; leaving the iterator early ends the request. The pieces of a choice join
+        to the beginning of its text; ``rest`` is what is missing.
         """
 
     @abc.abstractmethod
@@ -252,12 +244,12 @@ class Job(abc.ABC):
 
     def _drafter(self) -> tuple[str | None, str | None]:
         """The drafter that is asked first, and why there is none or why it may not help."""
-        asked = self.ask.params.get("speculation")
-        drafters = [each for each in self._backend.drafters() if each.active]
-        if asked is not None and not asked.enabled:
+        speculation = self.ask.params.get("speculation")
+        drafters = [drafter for drafter in self._backend.drafters() if drafter.active]
+        if speculation is not None and not speculation.enabled:
             return None, "the request switches drafts off"
-        if asked is not None and asked.drafter is not None:
-            return asked.drafter, None
+        if speculation is not None and speculation.drafter is not None:
+            return speculation.drafter, None
         return (drafters[0].name, None) if drafters else (None, "the server has no drafter")
 
     def _delta(self, branch: str, text: str, num_tokens: int) -> dict[str, Any]:
@@ -305,16 +297,10 @@ _EVENT_SIZE = 256
 
 
 class Unread:
-    """What a job has streamed since its reader has taken something: texts joined, and events.
+    """Texts, joined, and events that a job has streamed and its reader has not taken.
 
-    Events are bounded, for a client that reads nothing, or too slowly: further ones are left out
+    Events are bounded to ``max_size`` characters, for a slow client: further ones are left out
     until the reader has taken these. Texts of answers are as long as the answers.
-
-    Args:
-        max_size: characters of the events.
-
-    Attributes:
-        events: in order.
     """
 
     def __init__(self, max_size: int) -> None:
@@ -381,12 +367,10 @@ class MethodJob(Job):
 
     Args:
         llm: runs it; its prototype is a ``Dispatch``.
-        backend: of the model.
-        ask: what to run.
         gather: seconds in which new tokens are gathered.
 
     Raises:
-        UsageError: methods or settings that cannot be.
+        UsageError: an invalid method or setting.
     """
 
     def __init__(
@@ -466,9 +450,8 @@ class MethodJob(Job):
         return self.ended()
 
     async def updates(self) -> AsyncGenerator[Update, None]:
-        """What it streams; leaving the iterator early ends the request.
-
-        It is read as it comes, however slowly it is taken: nothing waits for a client.
+        """What it streams; leaving the iterator early ends the request. Nothing waits for a slow
+        client.
         """
         unread = Unread(MAX_UNREAD)
         reading = asyncio.create_task(self._read(unread))
@@ -493,13 +476,13 @@ class MethodJob(Job):
         """The end of a job whose updates are over."""
         outputs = list(self._result.outputs)[: self.num_choices]
         outputs += [ScaffoldingOutput("")] * (self.num_choices - len(outputs))
-        found = self._result
+        result = self._result
         return Outcome(
             outputs,
-            found.usage,
-            found.metrics,
+            result.usage,
+            result.metrics,
             self.seconds,
-            spent_budget=found.spent_budget,
+            spent_budget=result.spent_budget,
         )
 
     def _add(self, batch: Sequence[StreamedItem], unread: Unread) -> None:
@@ -565,7 +548,7 @@ def _field_of(setting: str | None, ask: Ask) -> str:
 
 
 def _add_drafts(event: dict[str, Any], delta: Delta) -> None:
-    """Say where drafts were verified in a text that is about to be put behind an event's."""
+    """Add the verified drafts of a delta whose text is about to be appended to an event's."""
     before = len(event["text"])
     for start, end, drafter, rejected in delta.drafts:
         drafts: list[Any] = event.setdefault("drafts", [])

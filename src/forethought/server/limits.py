@@ -26,21 +26,13 @@ class Overloaded(ForethoughtError):
 
 
 class ByteLimit:
-    """Bounds the bytes of bodies that are held at once, of requests that have not ended.
-
-    Args:
-        max_bytes: of all of them.
-    """
+    """Bounds the bytes of the bodies of all unfinished requests."""
 
     def __init__(self, max_bytes: int) -> None:
         self._num_free = max_bytes
 
     def take(self, num_bytes: int) -> None:
-        """Hold further bytes.
-
-        Raises:
-            Overloaded: there are too many.
-        """
+        """Hold further bytes; raises Overloaded if there are too many."""
         if num_bytes > self._num_free:
             raise Overloaded("too many large requests", "their bodies take too much memory", 5)
         self._num_free -= num_bytes
@@ -51,11 +43,7 @@ class ByteLimit:
 
 
 class Admission:
-    """Counts unfinished requests.
-
-    Args:
-        max_running: requests that run at once.
-        max_waiting: further ones that may wait.
+    """Counts unfinished requests: ``max_running`` run, ``max_waiting`` wait.
 
     Attributes:
         unfinished: requests that run or wait.
@@ -74,8 +62,7 @@ class Admission:
     def admit(self) -> Iterator[None]:
         """A request is unfinished inside.
 
-        Raises:
-            Overloaded: there are too many, or the server is about to end.
+        Raises Overloaded if there are too many, or the server is about to end.
         """
         if self.draining:
             raise Overloaded(
@@ -99,8 +86,7 @@ class Admission:
     async def drain(self, seconds: float) -> bool:
         """Take no further request, and wait for the others; whether they have finished.
 
-        Args:
-            seconds: after the first call; a further one waits no longer.
+        ``seconds`` count from the first call; a further one waits no longer.
         """
         self.draining = True
         if self._drain_until is None:

@@ -52,23 +52,13 @@ class Span(NamedTuple):
 
 
 class TokenSpans:
-    """Finds where the tokens of a text lie in it, from the first one on.
-
-    Args:
-        text_of: the text of each token.
-        start: characters in front of the first one.
-    """
+    """Finds the characters of each token of a text, of which ``start`` come before the first."""
 
     def __init__(self, text_of: TokenText, start: int = 0) -> None:
         self._text_of, self._length = text_of, start
 
     def add(self, entries: Sequence[TokenLogprobs | None], ids: Sequence[int]) -> Iterator[Span]:
-        """The spans of further tokens.
-
-        Args:
-            entries: one for each token.
-            ids: the tokens; empty where they are not known: the first of an entry is it.
-        """
+        """The spans of further tokens; without ``ids``, a token is the first of its entry."""
         for number, entry in enumerate(entries):
             token = ids[number] if number < len(ids) else None
             chosen = _chosen(entry, token) if entry else None
@@ -88,11 +78,8 @@ class AnswerSpans(NamedTuple):
 class AnswerLogprobs:
     """Sorts the log-probabilities of one answer's tokens into those of its thought and its content.
 
-    Those of markers, of white space between, of calls, of a stop string and of what ended the
-    generation belong to neither.
-
-    Args:
-        text_of: the text of each token.
+    Markers, white space between, calls, a stop string and what ended the generation belong to
+    neither.
     """
 
     def __init__(self, text_of: TokenText) -> None:
@@ -107,9 +94,7 @@ class AnswerLogprobs:
     ) -> tuple[list[Span], list[Span]]:
         """The tokens of the thought, and of the content, that have not been taken.
 
-        Args:
-            spans: as far as they are known.
-            position: characters that ``spans`` are final for; None: all.
+        ``spans`` are final up to character ``position``; None: all of them.
         """
         by_kind: tuple[list[Span], list[Span]] = ([], [])
         while self._waiting and (position is None or self._waiting[0].end <= position):
@@ -124,13 +109,8 @@ class AnswerLogprobs:
 
 
 class TextLogprobs:
-    """The log-probabilities of the tokens of a text that is continued.
-
-    Those of a stop string are left out, as the text is without it.
-
-    Args:
-        text_of: the text of each token.
-        start: characters of the echoed prompt in front of the first one.
+    """The log-probabilities of the tokens of a text that is continued, without those of a stop
+    string. ``start`` characters of an echoed prompt come before the first one.
     """
 
     def __init__(self, text_of: TokenText, start: int = 0) -> None:
@@ -196,7 +176,7 @@ def _chosen(entry: TokenLogprobs, token: int | None) -> Logprob:
 
 
 def _ranked(entry: Mapping[int, Logprob]) -> list[Logprob]:
-    return sorted(entry.values(), key=lambda each: -each.logprob)
+    return sorted(entry.values(), key=lambda logprob: -logprob.logprob)
 
 
 def _bytes(entry: Logprob) -> bytes:

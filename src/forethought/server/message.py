@@ -42,7 +42,7 @@ def answer_of(
         text, thought = _KeptThought(service.backend.markers).push(thought, text), ""
     is_cut = output.finish_reason == "length"
     reasoning, content, calls = _read(text, service, prompted, tools, is_cut)
-    calls = [*calls, *map(_given, output.meta.get("tool_calls", ()))]
+    calls = [*calls, *map(_parsed_call, output.meta.get("tool_calls", ()))]
     reasoning = thought + reasoning
     reason = _REASONS.get(output.finish_reason or "stop", "stop")
     if calls and reason == "stop" and all(call.is_whole for call in calls):
@@ -52,16 +52,16 @@ def answer_of(
 
 
 def num_thought_tokens(service: Service, job: Job, answers: Sequence[Answer]) -> int:
-    """Tokens of thought in all that a job generated, as far as their texts are known.
+    """Tokens of thought in all that a job generated, where their texts are known.
 
-    Those of generations that a method has cancelled are not. Where only texts are known, they are
-    counted, which may give more than were generated: then it is those that were.
+    Generations that a method has cancelled are not counted. Where only texts are known, they are
+    tokenised, and the count is capped at the number that was generated.
     """
-    found = sum(answer.num_reasoning_tokens for answer in answers)
+    count = sum(answer.num_reasoning_tokens for answer in answers)
     is_whole = len(job.generations) <= len(answers) or job.ask.prompted.keeps_thought
     if not is_whole:
-        found = sum(_num_thought_in(each, service, job.ask.prompted) for each in job.generations)
-    return min(found, job.usage.completion_tokens)
+        count = sum(_num_thought_in(task, service, job.ask.prompted) for task in job.generations)
+    return min(count, job.usage.completion_tokens)
 
 
 def _num_thought_in(task: GenerationTask, service: Service, prompted: Prompted) -> int:
@@ -75,7 +75,7 @@ def _num_thought_in(task: GenerationTask, service: Service, prompted: Prompted) 
 
 
 def _begins_in_thought(task: GenerationTask, service: Service, prompted: Prompted) -> bool:
-    """Whether what stands before a task's output ends within a thought."""
+    """Whether the text before a task's output ends within a thought."""
     markers, point = service.backend.markers, task.fork_point
     if point is not None and point.output is not None:
         before = ReasoningSplitter(markers, prompted.is_open)
@@ -89,7 +89,6 @@ def _begins_in_thought(task: GenerationTask, service: Service, prompted: Prompte
 def _read(
     text: str, service: Service, prompted: Prompted, tools: Tools, is_cut: bool
 ) -> tuple[str, str, Sequence[Call]]:
-    """Thought, content and calls of a text."""
     if prompted.reader is not None:
         reader = prompted.reader(prompted.keeps_thought)
         pieces = [reader.push(text), reader.finish()]
@@ -105,15 +104,15 @@ def _read(
     return reasoning, *tools.parse(content, is_cut)
 
 
-def _given(call: dict[str, Any]) -> Call:
+def _parsed_call(call: dict[str, Any]) -> Call:
     """A call that another server has parsed."""
     function = call["function"]
-    made = Call.create(function["name"], function["arguments"])
-    return made._replace(id=call["id"]) if call.get("id") else made
+    parsed = Call.create(function["name"], function["arguments"])
+    return parsed._replace(id=call["id"]) if call.get("id") else parsed
 
 
 def _count(reasoning: str, output: ScaffoldingOutput, service: Service) -> int:
-    """Tokens of a thought: as they were counted under a budget, or those of its text."""
+    """Tokens of a thought: as counted under a budget, or else those of its text."""
     if output.thinking is not None:
         return output.thinking.num_tokens
     return service.backend.count_thought(reasoning, output.token_ids)
@@ -143,13 +142,8 @@ def answer_spans(text: str, answer: Answer, service: Service, prompted: Prompted
 class AnswerStream:
     """The pieces of one answer, sorted into thought and content.
 
-    What may be the beginning of a call is held back, and a call is given at the end; the arguments
-    of a forced one as they are generated.
-
-    Args:
-        service: with the model's markers.
-        prompted: how the answer is read, and whether the prompt has opened a thought.
-        tools: of the request.
+    Text that may begin a call is held back, and a call is returned at the end; the arguments of a
+    forced one as they are generated.
     """
 
     def __init__(self, service: Service, prompted: Prompted, tools: Tools) -> None:
@@ -169,11 +163,8 @@ class AnswerStream:
         self._has_thought = False
 
     def push(self, text: str, thought: str = "") -> Split:
-        """The new thought and content that are certain.
-
-        Args:
-            text: the next piece.
-            thought: of another server, which tells it apart.
+        """The new thought and content that are certain; ``thought`` comes apart from an upstream
+        server.
         """
         if self._reader is not None:
             return Split(*self._reader.push(text))
@@ -235,8 +226,8 @@ class AnswerStream:
             return
         opening = None
         if earlier is None:
-            made = Call.create(delta.name, None)
-            opening = made._replace(id=delta.id or made.id)
+            call = Call.create(delta.name, None)
+            opening = call._replace(id=delta.id or call.id)
         self._pieces.append(CallPiece(number, opening, delta.arguments))
         self._passed[number] = (earlier or "") + delta.arguments
 
@@ -248,7 +239,7 @@ class AnswerStream:
             self._arguments += new
 
     def _finish_calls(self, calls: Sequence[Call]) -> None:
-        """Give the calls that have not been given, and what is missing of the forced one."""
+        """Return the calls that have not been returned, and what is missing of the forced one."""
         for number, call in enumerate(calls):
             if number in self._passed:
                 if rest := call.arguments.removeprefix(self._passed[number]):
@@ -259,7 +250,7 @@ class AnswerStream:
                 self._pieces.append(CallPiece(number, None, rest))
 
     def _certain(self, content: str) -> str:
-        """The part of the content that is certain to be none of a call."""
+        """The part of the content that certainly belongs to no call."""
         if not self._watches:
             return content
         if self._call is not None:
@@ -268,9 +259,9 @@ class AnswerStream:
         self._held += content
         if self._begins_call():
             return ""
-        kept = max(overlap(self._held, opening) for opening in OPENINGS)
-        kept = max(kept, len(self._held) - len(self._held.rstrip()))
-        certain = self._held[: len(self._held) - kept]
+        num_held = max(overlap(self._held, opening) for opening in OPENINGS)
+        num_held = max(num_held, len(self._held) - len(self._held.rstrip()))
+        certain = self._held[: len(self._held) - num_held]
         self._held, self._sent = self._held[len(certain) :], self._sent + certain
         return certain
 
@@ -282,12 +273,7 @@ class AnswerStream:
 
 
 class AnswerTokens:
-    """The log-probabilities of one answer's tokens, sorted as its text is.
-
-    Args:
-        service: with the model's tokens.
-        ask: of the answer.
-    """
+    """The log-probabilities of one answer's tokens, sorted as its text is."""
 
     def __init__(self, service: Service, ask: Ask) -> None:
         self._service, self._prompted = service, ask.prompted
@@ -296,11 +282,8 @@ class AnswerTokens:
         self._tokens, self._has_streamed = AnswerLogprobs(text_of), False
 
     def push(self, piece: Piece, stream: AnswerStream) -> tuple[list[Span], list[Span]]:
-        """Those of the thought and of the content that are certain now.
-
-        Args:
-            piece: the next one, which ``stream`` has got.
-            stream: of the answer.
+        """Those of the thought and of the content that are certain after ``piece``, which
+        ``stream`` has got.
         """
         self._has_streamed = True
         self._tokens.add(piece.logprobs, piece.token_ids)
@@ -322,7 +305,6 @@ class _KeptThought:
         self._is_open = False
 
     def push(self, thought: str, text: str) -> str:
-        """The text with the new part of its thought in front."""
         opening = self._start if thought and not self._is_open else ""
         self._is_open = self._is_open or bool(thought)
         closing = self._end if text and self._is_open else ""
@@ -331,5 +313,5 @@ class _KeptThought:
 
 
 def _thought_of(output: ScaffoldingOutput) -> str:
-    """That another server has told apart."""
+    """The thought that an upstream server has returned apart."""
     return str(output.meta.get("reasoning") or "")

@@ -130,11 +130,7 @@ def schema_of(table: MethodTable) -> SettingsSchema:
 
 
 class SettingsSchema:
-    """The settings of the methods of a table, as requests may give them.
-
-    Args:
-        table: closed; the parameters of all its methods are read now.
-    """
+    """The settings that requests may give the methods of a closed table; read once, now."""
 
     def __init__(self, table: MethodTable) -> None:
         self._table = table
@@ -147,15 +143,11 @@ class SettingsSchema:
         return {key: value for key, value in parameters.items() if value.kind != "none"}
 
     def check(self, spec: str, settings: Mapping[str, Any]) -> None:
-        """Refuse settings that a request may not give.
+        """Refuse settings that a request may not give to the methods of ``spec`` (as for
+        ``stack``).
 
-        Args:
-            spec: methods, as for ``stack``.
-            settings: of all of them.
-
-        Raises:
-            ParameterError: a setting that there is not, that names code or a file, or a value of
-                another type or beyond its bound; it names the whole way to it.
+        Raises ParameterError, with the whole path, for an unknown setting, one that names code or a
+        file, and a value of another type or beyond its bound.
         """
         self._check_settings(self._stacked(spec, "method"), settings, _ROOT, 0)
 
@@ -200,7 +192,6 @@ class SettingsSchema:
                 _validate(parameter.adapter, value, path)
 
     def _check_controller(self, value: Any, path: str, level: int) -> None:
-        """The name of a method, or a mapping of its name and its settings."""
         if isinstance(value, str):
             self._check_name(value, path)
             return
@@ -210,7 +201,6 @@ class SettingsSchema:
         self._check_settings([StackedMethod(name, table=self._table)], settings, path, level + 1)
 
     def _check_policy(self, value: Any, path: str) -> None:
-        """The fields of a policy, each of whose methods has a name here."""
         fields = _mapping(value, path, NAMES_A_FILE)
         for name, content in fields.items():
             if name not in _POLICY:
@@ -223,7 +213,6 @@ class SettingsSchema:
                 self._stacked(spec, f"{path}.methods.{number}")
 
     def _stacked(self, spec: str, path: str) -> list[StackedMethod]:
-        """The methods of a stack, each of which has a name here."""
         if len(spec) > _MAX_LENGTH or spec.count("+") >= _MAX_STACKED:
             raise _refused(path, f"at most {_MAX_STACKED} methods are stacked", spec)
         try:
@@ -281,7 +270,7 @@ def _validate(adapter: TypeAdapter[Any], value: Any, path: str) -> None:
 
 
 def _is_step(step: int | str) -> bool:
-    """Whether it is an index or a key, and no kind of value among several."""
+    """Whether it is an index or a key, and not pydantic's name of a union's member."""
     return isinstance(step, int) or (step.isidentifier() and step not in _KINDS)
 
 
@@ -295,7 +284,7 @@ def _refused(path: str, reason: str, value: Any = None) -> ParameterError:
 
 @functools.cache
 def _parameters_of(method: Any) -> Mapping[str, Parameter]:
-    """By name, for the class of a method. What checks them in its constructor is made, too."""
+    """By name, for the class of a method; makes the validators of its constructor, too."""
     settings = settings_of(method)
     for setting in settings.values():
         _ = setting.adapter
@@ -328,7 +317,7 @@ def _parameter(hint: Any, default: Any) -> Parameter:
 
 
 def _members(hint: Any) -> Iterator[Any]:
-    """The members of a union, of one inside too; a type that is none is the only one."""
+    """The members of a union, nested ones too; any other type is its only member."""
     if get_origin(hint) in (Union, types.UnionType):
         for member in get_args(hint):
             yield from _members(member)

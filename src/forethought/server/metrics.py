@@ -1,6 +1,6 @@
 """``ServerMetrics``: what ``/metrics`` shows, for Prometheus.
 
-The names are vLLM's with ``forethought:`` in the place of ``vllm:``. Three gauges stand under
+The names are vLLM's with ``forethought:`` in the place of ``vllm:``. Three gauges exist under
 vLLM's own names too, since routers look for them there. Every registry belongs to one server.
 
 Latencies and tokens are counted as requests stream and end; gauges and the totals of the engine are
@@ -57,7 +57,7 @@ _Metric = TypeVar("_Metric", Counter, Histogram)
 
 
 class Upstream(Protocol):
-    """A server behind this one."""
+    """An upstream server."""
 
     url: str
     is_healthy: bool
@@ -99,7 +99,7 @@ class ServerMetrics:
         self._registry.register(self.inter_token)
         self.per_token = self._histogram(
             "request_time_per_output_token_seconds",
-            "Of a request: seconds behind its first token, over the tokens behind it.",
+            "Of a request: seconds after its first token, over the tokens after it.",
             both,
             _TOKEN,
         )
@@ -155,11 +155,8 @@ class ServerMetrics:
         )
 
     def request_started(self, model: str, method: str) -> RequestMetrics:
-        """A request has arrived.
-
-        Args:
-            model: as served.
-            method: name of the method, or of the outermost one; ``none`` for plain generation.
+        """A request has arrived, for ``method``: the outermost one, or ``none`` for plain
+        generation.
         """
         if method not in self._methods and len(self._methods) >= _MAX_METHODS:
             method = _OTHER
@@ -177,14 +174,13 @@ class ServerMetrics:
     ) -> None:
         """Read gauges and totals from these functions whenever the metrics are asked for.
 
-        Args:
-            load: ``running``, ``waiting`` and, if there is a KV cache, ``kv_cache_usage`` (0 to 1).
-            stats: of the engine; None: there is none here.
+        ``load`` has ``running``, ``waiting`` and, if there is a KV cache, ``kv_cache_usage`` (0 to
+        1).
         """
         self._observed.load, self._observed.stats = load, stats
 
     def observe_upstream(self, servers: Sequence[Upstream]) -> None:
-        """Show the servers behind this one."""
+        """Show the upstream servers."""
         self._observed.servers = servers
 
     def observe_loop(self, loop: asyncio.AbstractEventLoop) -> Callable[[], object]:
@@ -213,14 +209,7 @@ class ServerMetrics:
 
 
 class RequestMetrics:
-    """Counts one request as it goes on.
-
-    Args:
-        metrics: of the server.
-        model: label of its series.
-        method: label of its series.
-        series: of these labels, by metric; filled as they are used.
-    """
+    """Counts one request as it goes on, with labels for model and method."""
 
     def __init__(
         self, metrics: ServerMetrics, model: str, method: str, series: dict[Any, Any]
@@ -255,7 +244,6 @@ class RequestMetrics:
         Args:
             reason: ``stop``, ``length``, ``abort``, ``error``, ...
             usage: of everything that ran for it.
-            speculation: acceptance of its drafts, if anything is known of it.
             seconds: since it arrived.
             tokens_saved: tokens that its method did without; below 0 counts as 0.
         """
@@ -276,11 +264,10 @@ class RequestMetrics:
             self._count_drafts(speculation)
 
     def _of(self, metric: _Metric) -> _Metric:
-        """The series of a metric with this request's labels."""
         if metric not in self._series:
             self._series[metric] = metric.labels(*self._labels)
-        found: _Metric = self._series[metric]
-        return found
+        series: _Metric = self._series[metric]
+        return series
 
     def _count_drafts(self, speculation: SpeculationMetrics) -> None:
         metrics, (model, _) = self._metrics, self._labels
@@ -292,13 +279,8 @@ class RequestMetrics:
 
 
 class TokenLatencies(Collector):
-    """A histogram that takes many observations of one value at once, as tokens come in streams.
-
-    Args:
-        name: of the metric.
-        help_text: what it shows.
-        labels: their names.
-        bounds: of the buckets, rising.
+    """A histogram that takes many observations of one value at once, as tokens come in streams. Its
+    bucket ``bounds`` rise.
     """
 
     def __init__(
@@ -342,7 +324,7 @@ _ENGINE_TOTALS = {
 
 
 class _Observed(Collector):
-    """Reads the engine and the servers behind this one when the metrics are asked for."""
+    """Reads the engine and the upstream servers when the metrics are asked for."""
 
     def __init__(self) -> None:
         self.load: Callable[[], Mapping[str, Any]] = dict
@@ -375,7 +357,7 @@ class _Observed(Collector):
             return
         healthy = GaugeMetricFamily(
             f"{PREFIX}upstream_healthy",
-            "Whether a server behind this one works.",
+            "Whether an upstream server works.",
             labels=["server"],
         )
         running = GaugeMetricFamily(

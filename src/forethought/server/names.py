@@ -29,12 +29,8 @@ _MAX_METHODS, _MAX_LENGTH = 16, 1024
 
 @dataclass(frozen=True, slots=True)
 class Composition:
-    """The methods of one request.
-
-    Attributes:
-        choices: one entry per choice: the stacks of methods that run one after the other, each
-            written as for ``methods.stack``.
-        table: where they have their names.
+    """The methods of one request: an entry of ``choices`` per choice, whose stacks of methods run
+    one after the other, each written as for ``methods.stack``.
     """
 
     choices: tuple[tuple[str, ...], ...] = ((PLAIN,),)
@@ -61,11 +57,7 @@ class Composition:
 
 
 def read_method(spec: str, table: MethodTable | None = None) -> Composition:
-    """The composition that a text describes.
-
-    Args:
-        spec: as above, without a model.
-        table: of the methods that have a name; None: those that are shipped.
+    """The composition that ``spec`` describes, as above but without a model.
 
     Raises:
         UnknownNameError: there is no such method.
@@ -93,15 +85,7 @@ def read_method(spec: str, table: MethodTable | None = None) -> Composition:
 def read_model(
     model: str, served: Sequence[str], table: MethodTable | None = None
 ) -> tuple[str, Composition | None]:
-    """The served name that a client's ``model`` ends with, and the methods in front of it.
-
-    Args:
-        model: as the client gives it.
-        served: names of the served model.
-        table: of the methods that have a name; None: those that are shipped.
-
-    Returns:
-        The name, and the composition; None if there is none in front of it.
+    """The served name that a client's ``model`` ends with, and the methods in front of it, if any.
 
     Raises:
         UnknownNameError: no served model has this name.
@@ -109,9 +93,9 @@ def read_model(
     """
     if model in served:
         return model, None
-    found = [(model.removesuffix(f"-{name}"), name) for name in sorted(served, key=len)]
+    splits = [(model.removesuffix(f"-{name}"), name) for name in sorted(served, key=len)]
     refusal: UsageError | None = None
-    for spec, name in found:  # the longest spec first
+    for spec, name in splits:  # the longest spec first
         if spec != model:
             try:
                 return name, read_method(spec, table)

@@ -1,6 +1,6 @@
 """The bodies of requests, checked by pydantic. A field that is not listed here is refused by name.
 
-Names, types and ranges are OpenAI's; behind them stand the extensions that vLLM's clients send, and
+Names, types and ranges are OpenAI's; after them come the extensions that vLLM's clients send, and
 those of this server: ``method``, ``method_params``, ``budget``, ``speculation``, ``events``.
 At the end: messages and tools as chat templates take them.
 """
@@ -31,11 +31,8 @@ MAX_DEPTH, MAX_VALUES = 64, 1 << 16
 
 
 def check_values(content: bytes, limit: int) -> None:
-    """Refuse JSON that holds more values than can be read while others wait.
-
-    Raises:
-        ValueError: it has more than ``limit``, as the commas, braces and brackets outside of its
-            strings tell.
+    """Raises ValueError for JSON with more than ``limit`` values, counted by commas, braces and
+    brackets outside of strings: reading it would keep others waiting.
     """
     if sum(map(content.count, _BEFORE_VALUES)) <= limit:
         return
@@ -55,11 +52,11 @@ _BEFORE_VALUES = (b",", b"{", b"[")
 
 
 def _shallow(value: Any) -> Any:
-    """Refuses what is nested too deeply for those who walk through it."""
+    """Refuses deep nesting, which recursive readers could not follow."""
     level, count = [value], 0
     for _ in range(MAX_DEPTH):
-        inner = [each for each in level if isinstance(each, dict | list)]
-        level = [c for each in inner for c in (each.values() if isinstance(each, dict) else each)]
+        inner = [item for item in level if isinstance(item, dict | list)]
+        level = [c for item in inner for c in (item.values() if isinstance(item, dict) else item)]
         count += len(level)
         if count > MAX_VALUES:
             raise ValueError(f"it holds more than {MAX_VALUES:,} values")
@@ -69,7 +66,7 @@ def _shallow(value: Any) -> Any:
 
 
 def _shallow_text(text: str) -> str:
-    """The same of JSON as text; what is no JSON is refused by those who need it."""
+    """``_shallow`` of JSON as text; text that is no JSON is refused where it is needed."""
     try:
         _shallow(json.loads(text))
     except json.JSONDecodeError:
@@ -80,7 +77,6 @@ def _shallow_text(text: str) -> str:
 
 
 def _object(arguments: str) -> str:
-    """The arguments of a call; none are ``{}``."""
     return arguments if arguments.strip() else "{}"
 
 
@@ -104,7 +100,7 @@ Summary = Literal["auto", "concise", "detailed"]
 
 
 def _itself(value: Any) -> Any:
-    """``value``. Where pydantic calls Python for each item of a list, other threads get a turn."""
+    """``value``. Calling Python for each item of a list lets other threads run meanwhile."""
     return value
 
 
@@ -242,7 +238,7 @@ class RefusalPart(Body):
 
 
 def _part_kind(part: Any) -> str:
-    """The tag of a part's type, which is no name of a field."""
+    """The tag of a part's type for pydantic; no name of a field."""
     kind = part.get("type") if isinstance(part, dict) else None
     return "<refusal>" if kind == "refusal" else "<text>"
 
@@ -521,10 +517,7 @@ Includable = Literal[
 
 
 def _kind(item: Any) -> str:
-    """The tag of an item's type, which is no name of a field.
-
-    Neither messages nor references need to name their type.
-    """
+    """The tag of an item's type for pydantic; messages and references need not name theirs."""
     if not isinstance(item, dict):
         return "<message>"
     is_reference = "id" in item and "role" not in item
@@ -596,13 +589,9 @@ class DetokenizeRequest(Body):
 
 
 def path_of(complaint: Mapping[str, Any], body: Any) -> list[str | int]:
-    """The path of the field that a complaint of pydantic is about.
+    """The path of the field in ``body`` that a complaint of pydantic is about.
 
     Where a value may be of several kinds, pydantic names the kind among the steps of the path.
-
-    Args:
-        complaint: with ``loc`` and ``type``.
-        body: as it was sent.
     """
     path: list[str | int] = []
     is_missing = complaint["type"] == "missing"
@@ -631,8 +620,8 @@ def tools_of(body: ChatRequest) -> Tools:
 
 def make_tools(tools: Sequence[Tool], choice: str, named: bool, several: bool) -> Tools:
     """The tools of a request, as it has sent them."""
-    given = [tool.model_dump(exclude_none=True) for tool in tools]
-    return Tools(given, choice, several, named)
+    descriptions = [tool.model_dump(exclude_none=True) for tool in tools]
+    return Tools(descriptions, choice, several, named)
 
 
 def schema_fields(shape: JsonSchema | TextFormat | None) -> Mapping[str, Any] | None:
@@ -643,10 +632,8 @@ def schema_fields(shape: JsonSchema | TextFormat | None) -> Mapping[str, Any] | 
 
 
 def message_dicts(messages: Sequence[Message]) -> list[dict[str, Any]]:
-    """Messages as chat templates take them.
-
-    Raises:
-        ParameterError: one lacks what its role needs.
+    """Messages as chat templates take them; raises ParameterError if one lacks what its role
+    needs.
     """
     return [_message_dict(message, index) for index, message in enumerate(messages)]
 
@@ -657,22 +644,22 @@ def _message_dict(message: Message, index: int) -> dict[str, Any]:
         content = "".join(part.text for part in content)
     content = message.refusal if not content and message.refusal else content
     role = "system" if message.role == "developer" else message.role
-    made: dict[str, Any] = {"role": role, "content": content if content is not None else ""}
+    result: dict[str, Any] = {"role": role, "content": content if content is not None else ""}
     if content is None and (role != "assistant" or not message.tool_calls):
         what, why = f"a message of the {role} needs content", "it is null"
         raise ParameterError(what, why, "Give text", param=f"messages.{index}.content")
     if message.name is not None:
-        made["name"] = message.name
+        result["name"] = message.name
     if role == "tool":
         if message.tool_call_id is None:
             path = f"messages.{index}.tool_call_id"
             raise ParameterError(f"a tool's message needs {path}", "it is missing", "", param=path)
-        made["tool_call_id"] = message.tool_call_id
+        result["tool_call_id"] = message.tool_call_id
     thought = message.reasoning_content or message.reasoning
     if thought and role == "assistant":
-        made["reasoning_content"] = thought
+        result["reasoning_content"] = thought
     if message.tool_calls:
-        made["tool_calls"] = [
+        result["tool_calls"] = [
             call.model_dump(exclude={"index"}, exclude_none=True) for call in message.tool_calls
         ]
-    return made
+    return result

@@ -15,17 +15,16 @@ class Split(NamedTuple):
 class ReasoningSplitter:
     """Splits the pieces of one text at the markers of a thought.
 
-    A piece of text that may be the beginning of a marker is held back until that is known. White
-    space around a marker belongs to it. A text has one thought, at its beginning; markers behind it
-    are content.
+    Text that may begin a marker is held back until that is known. White space around a marker
+    belongs to it. A text has one thought, at its beginning; markers after it are content.
 
     Args:
-        markers: what opens and closes a thought; None: there are none, and all is content.
+        markers: what opens and closes a thought; None: all is content.
         is_open: whether the prompt has opened the thought.
 
     Attributes:
         position: characters of the text that have been sorted.
-        thought: characters of the text between which the thought lies, as far as it is known.
+        thought: first and last character of the thought so far.
         answer_start: where the answer begins; None: not known.
     """
 
@@ -76,10 +75,9 @@ class ReasoningSplitter:
         return Split("", held)
 
     def _take(self, count: int) -> str:
-        """Remove the first characters that are held."""
-        taken, self._held = self._held[:count], self._held[count:]
+        text, self._held = self._held[:count], self._held[count:]
         self.position += count
-        return taken
+        return text
 
     def _skip_blanks(self) -> None:
         self._take(len(self._held) - len(self._held.lstrip()))
@@ -88,7 +86,7 @@ class ReasoningSplitter:
         self._state, self.answer_start = "answer", self.position
 
     def _before(self) -> None:
-        """In front of a thought: white space alone may stand there."""
+        """Before a thought there may be only white space."""
         text = self._held.lstrip()
         if text.startswith(self._start):
             self._take(len(self._held) - len(text) + len(self._start))
@@ -97,18 +95,18 @@ class ReasoningSplitter:
             self._begin_answer()
 
     def _thought(self) -> str:
-        """The part of a thought that is certain to be none of its closing marker."""
+        """The part of a thought that certainly belongs to no closing marker."""
         thought, marker, _ = self._held.partition(self._end)
         if marker:
             certain, self._state = thought.rstrip(), "closed"
         else:
             num_held = overlap(self._held, self._end)
             certain = self._held[: len(self._held) - num_held].rstrip()
-        taken = self._take(len(certain))
+        text = self._take(len(certain))
         self.thought = (self.thought[0], self.position)
         if marker:
             self._take(len(thought) - len(certain) + len(marker))
-        return taken
+        return text
 
 
 def overlap(text: str, marker: str) -> int:

@@ -2,12 +2,12 @@ r"""Other servers that answer: conversations go to them as they are, or as text 
 
 ::
 
-    conversation --> chat of the server behind                           (ChatTask)
+    conversation --> chat of the upstream server                         (ChatTask)
                  \-> the model's chat template, here --> completions     (with a tokenizer)
 
 A chat is answered whole, so it serves methods that draw whole answers, and what they ask further is
-a message behind it. A completion can be continued and forked, as other methods do. What only the
-server behind can do makes a chat: forced calls, shapes of the output, ``reasoning_effort``.
+a message after it. A completion can be continued and forked, as other methods do. What only the
+upstream server can do makes a chat: forced calls, shapes of the output, ``reasoning_effort``.
 """
 
 from __future__ import annotations
@@ -61,8 +61,8 @@ class RemoteBackend(Backend):
         worker: sends the requests; shut down by ``close``.
         name: of the model there.
         markers: what opens and closes the model's thoughts, where no tokenizer tells it.
-        tokenizer: of the model there, with its chat template; None: there is none here, and
-            conversations are sent as chats.
+        tokenizer: of the model there, with its chat template; None: conversations are sent as
+            chats.
         judge: a reward model; shut down by ``close``.
     """
 
@@ -124,7 +124,6 @@ class RemoteBackend(Backend):
     def _reader(
         self, ids: list[int], conversation: Conversation
     ) -> Callable[[bool], ResponseStream] | None:
-        """Of the answer to a prompt."""
         responses, tools = self._responses, conversation.tools.offered
         if responses is None:
             return None
@@ -137,15 +136,16 @@ class RemoteBackend(Backend):
         self._has_asked_length = await self.worker.upstream.ask_lengths()
 
     def _num_left(self, prompt: str | Sequence[int]) -> int | None:
-        """Tokens of the context behind the prompt of a completion; None: not known."""
+        """Tokens that the context leaves for a completion; None: not known."""
         if self.max_length is None:
             return None
         length = self._length_of(prompt) if isinstance(prompt, str) else len(prompt)
         return max(1, self.max_length - length)
 
     def _length_of(self, text: str) -> int:
-        """Tokens of a text. That of a request's prompt is known from ``check``: the event loop does
-        not tokenise it again for each generation."""
+        """Tokens of a text. ``check`` keeps that of a request's prompt, so that the event loop does
+        not tokenise it again for each generation.
+        """
         key = hash(text), len(text)
         length = self._lengths.get(key)
         if length is None:
@@ -201,31 +201,32 @@ class RemoteBackend(Backend):
     def task_params(self, prompted: Prompted, params: Mapping[str, Any]) -> Mapping[str, Any]:
         """``params`` without ``speculation`` that asks for no drafts: there are none here.
 
-        Raises:
-            ParameterError: a field that the servers are not known to take.
+        Raises ParameterError for a field that the servers are not known to take.
         """
-        found = dict(params)
-        asked = found.get("speculation")
-        if asked is not None and (not asked.enabled or asked == SpeculationParams()):
-            del found["speculation"]
-        for name, value in found.items():
+        fields = dict(params)
+        speculation = fields.get("speculation")
+        if speculation is not None and (
+            not speculation.enabled or speculation == SpeculationParams()
+        ):
+            del fields["speculation"]
+        for name, value in fields.items():
             is_neutral = value in (sampling.DEFAULTS[name], sampling.NEUTRAL.get(name))
             if not is_neutral and (why := self._refusal(name, value, prompted)):
                 raise ParameterError(*why, param=name)
-        return found
+        return fields
 
     def _refusal(self, name: str, value: Any, prompted: Prompted) -> tuple[str, str, str] | None:
         """Why the servers cannot be sent a field: what, why and what to do; None if they can."""
         is_completion = not isinstance(prompted.prompt, ChatTask)
         if name in EXTENSIONS and name not in (*self.worker.extensions, "guided_decoding"):
-            why = "OpenAI's API has no such field, and the server behind is not known to take it"
+            why = "OpenAI's API has no such field, and the upstream server is not known to take it"
             return f"{name} is not supported here", why, f"If it does, {_RESTART} {_FIELDS} {name}"
         if name == "guided_decoding":
             return self._shape_refusal(value, is_completion)
         if name == "thinking_budget" and not is_completion and self.worker.thinking_field is None:
             return (
                 "thinking_budget is not supported here",
-                "the server behind has a field of its own for it, which is not known",
+                "the upstream server has a field of its own for it, which is not known",
                 f"Use reasoning_effort, or {_RESTART} --thinking-field NAME",
             )
         if name == "thinking_soft":
@@ -238,22 +239,18 @@ class RemoteBackend(Backend):
     def _shape_refusal(
         self, shape: GuidedDecodingParams, is_completion: bool
     ) -> tuple[str, str, str] | None:
-        """The same for the shape of the output."""
+        """As ``_refusal``, for the shape of the output."""
         if shape.json is None and not shape.json_object:
             why = "there is no field for it that servers agree on"
             return f"structured_outputs with {shape.kind} is not supported here", why, "Use json"
         if is_completion and "guided_decoding" not in self.worker.extensions:
-            fix = f"Ask a chat; or, if the server behind takes it, {_RESTART} {_FIELDS}"
+            fix = f"Ask a chat; or, if the upstream server takes it, {_RESTART} {_FIELDS}"
             why = "completions have no response_format in OpenAI's API"
             return "structured_outputs is not supported here", why, f"{fix} response_format"
         return None
 
     def render(self, conversation: Conversation) -> list[int]:
-        """The ids of a conversation.
-
-        Raises:
-            UsageError: there is no tokenizer here, or its template refuses the conversation.
-        """
+        """The ids of a conversation; raises UsageError without a tokenizer, or as its template."""
         tokenizer = self._own_tokenizer()
         text = rendered(tokenizer.hf, conversation, tokenizer.render)
         if self.max_length is not None:
@@ -261,20 +258,12 @@ class RemoteBackend(Backend):
         return tokenizer.encode_more(text)
 
     def tokenize(self, text: str, special: bool = True) -> list[int]:
-        """The ids of a text.
-
-        Raises:
-            UsageError: there is no tokenizer here.
-        """
+        """The ids of a text; raises UsageError if there is no tokenizer here."""
         tokenizer = self._own_tokenizer()
         return tokenizer.encode(text) if special else tokenizer.encode_more(text)
 
     def detokenize(self, ids: Sequence[int]) -> str:
-        """The text of ids.
-
-        Raises:
-            UsageError: there is no tokenizer here, or an id is outside its vocabulary.
-        """
+        """The text of ids; raises UsageError without a tokenizer, or for an id it does not have."""
         tokenizer = self._own_tokenizer()
         if any(token >= len(tokenizer.hf) for token in ids):
             why = "they are outside the vocabulary"
@@ -304,7 +293,7 @@ class RemoteBackend(Backend):
 
 
 def _chat_prompt(conversation: Conversation) -> Prompted:
-    """The conversation as a chat of the server behind."""
+    """The conversation as a chat of the upstream server."""
     if conversation.template_args:
         raise ParameterError(
             "chat_template_kwargs are not supported here",
@@ -321,7 +310,6 @@ def _chat_prompt(conversation: Conversation) -> Prompted:
 
 
 def _chat(conversation: Conversation) -> ChatTask:
-    """The conversation as a task."""
     tools, chat = conversation.tools, ChatTask()
     chat.messages = [ClientMessage(message) for message in conversation.messages]
     if tools.offered:

@@ -13,14 +13,10 @@ from forethought.server.limits import Overloaded
 
 
 class Record:
-    """One response: what it is now, and the events that have made it so.
-
-    Args:
-        response: in OpenAI's form; changed as it goes on.
-        tenant: whose it is.
-        messages: the conversation that it answers, without the instructions.
+    """One response, which changes as it goes on, and the events that have made it so.
 
     Attributes:
+        messages: the conversation that it answers, without the instructions.
         events: in order; the number of each is its index.
         task: runs it; None before.
         finished: when it ended, by the monotonic clock; None before.
@@ -82,10 +78,10 @@ class Record:
 
 
 class ResponseStore:
-    """Responses by their ids. Each tenant has an equal share, and pushes out none of the others'.
+    """Responses by their ids. Each tenant has an equal share, in which only its own are evicted.
 
     Args:
-        max_stored: that are kept; of a tenant's share, the one that finished first makes room.
+        max_stored: responses in all; of a tenant's share, the one that finished first is evicted.
         max_bytes: of memory that they take, roughly; the newest of a tenant is always kept.
         seconds: how long a finished one is kept.
         num_tenants: that share these limits.
@@ -102,18 +98,17 @@ class ResponseStore:
         return len(self._records)
 
     def make_room(self, tenant: str) -> None:
-        """Let one more of a tenant in.
+        """Make capacity for one more response of a tenant.
 
-        Raises:
-            Overloaded: its share is full, and none of those that are kept has finished.
+        Raises Overloaded if its share is full, and none of those that are kept has finished.
         """
         self._expire()
-        own = [record for record in self._records.values() if record.tenant == tenant]
+        records = [record for record in self._records.values() if record.tenant == tenant]
         ended = sorted(
-            (record for record in own if record.finished is not None),
+            (record for record in records if record.finished is not None),
             key=lambda record: record.finished or 0.0,
         )
-        num_left, num_bytes = len(own), sum(record.num_bytes for record in own)
+        num_left, num_bytes = len(records), sum(record.num_bytes for record in records)
         while num_left >= self._max_stored or (num_left and num_bytes > self._max_bytes):
             if not ended:
                 if num_left < self._max_stored:
@@ -128,16 +123,7 @@ class ResponseStore:
         self._records[record.id] = record
 
     def find(self, response_id: str, tenant: str, field: str = "response_id") -> Record:
-        """A response of a tenant.
-
-        Args:
-            response_id: of the response.
-            tenant: whose it is.
-            field: of the request that names it.
-
-        Raises:
-            HttpError: it has none of this id.
-        """
+        """A response of a tenant. Raises HttpError about ``field`` if it has none of this id."""
         self._expire()
         record = self._records.get(response_id)
         if record is None or record.tenant != tenant:
@@ -174,7 +160,7 @@ def _size(value: Any) -> int:
     """Bytes of memory that a value of JSON takes; what two of them share is counted twice."""
     size = sys.getsizeof(value)
     if isinstance(value, Mapping):
-        return size + sum(_size(each) for each in value.values())
+        return size + sum(_size(item) for item in value.values())
     if isinstance(value, list | tuple):
         return size + sum(map(_size, value))
     return size

@@ -28,7 +28,7 @@ from forethought.server.http import (
     HttpError,
     encode,
     http_error,
-    until_gone,
+    until_disconnected,
 )
 from forethought.server.job import Job, Piece
 from forethought.server.logprobs import Span, chat_logprobs
@@ -66,11 +66,7 @@ _CUT = {"length": "max_output_tokens", "content_filter": "content_filter"}
 
 
 async def create_response(service: Service, body: ResponseRequest, request: Request) -> Response:
-    """Answer, or begin to in the background.
-
-    Raises:
-        Exception: what ``http_error`` makes a response of.
-    """
+    """Answer, or begin to in the background. Raises what ``http_error`` makes a response of."""
     stored, caller = body.store is not False, request.state.caller
     if body.background and not stored:
         why, fix = "store is false", "Leave store out"
@@ -88,12 +84,12 @@ async def create_response(service: Service, body: ResponseRequest, request: Requ
         run = _Run(service, job, record, tools, top)
         record.task = service.spawn(run.run(), held.pop_all())
     if body.stream:
-        on_gone = None if body.background else record.task.cancel
-        return EventStream(_encoded(record, 0), on_gone=on_gone)
+        on_disconnect = None if body.background else record.task.cancel
+        return EventStream(_encoded(record, 0), on_disconnect=on_disconnect)
     if body.background:
         return JSONResponse(record.response)
     try:
-        await until_gone(request.receive, record.end())
+        await until_disconnected(request.receive, record.end())
     finally:
         record.task.cancel()
     if run.error is not None:
@@ -104,7 +100,6 @@ async def create_response(service: Service, body: ResponseRequest, request: Requ
 def _prepared(
     service: Service, body: ResponseRequest, caller: Caller, messages: Sequence[dict[str, Any]]
 ) -> tuple[Job, Record, Tools]:
-    """The answer to a conversation, before it begins, and the record of it."""
     tools = _tools(body)
     sampling = service.sampling_of(body, tools)
     opening = [{"role": "system", "content": body.instructions}] if body.instructions else []
@@ -131,7 +126,7 @@ def _prepared(
 
 
 def resumed(record: Record, after: int | None) -> Response:
-    """The events of a response behind number ``after``."""
+    """The events of a response that follow number ``after``."""
     return EventStream(_encoded(record, 0 if after is None else after + 1))
 
 
@@ -145,7 +140,7 @@ async def _encoded(record: Record, first: int) -> AsyncGenerator[bytes, None]:
 
 
 def conversation_of(service: Service, body: ResponseRequest, tenant: str) -> list[dict[str, Any]]:
-    """The messages that a body stands for, those of the response before it in front.
+    """The messages of a body, after those of its previous response.
 
     Raises:
         HttpError: there is no such response.
@@ -162,8 +157,8 @@ def conversation_of(service: Service, body: ResponseRequest, tenant: str) -> lis
                 "Wait for its end",
                 param=field,
             )
-        messages += [dict(each) for each in record.messages]
-        messages += _said(record.response["output"])
+        messages += [dict(message) for message in record.messages]
+        messages += _output_messages(record.response["output"])
     if isinstance(body.input, str):
         return [*messages, {"role": "user", "content": body.input}]
     for item in _resolved(service, body.input, tenant):
@@ -176,11 +171,7 @@ def conversation_of(service: Service, body: ResponseRequest, tenant: str) -> lis
 
 
 def _resolved(service: Service, items: Sequence[Any], tenant: str) -> Iterator[Any]:
-    """The items, with those in place of the references that are kept for the tenant.
-
-    Raises:
-        HttpError: there is none of this id.
-    """
+    """The items, with those that the tenant's references name in their place."""
     stored_items: dict[str, dict[str, Any]] | None = None
     for index, item in enumerate(items):
         if not isinstance(item, ItemReference):
@@ -218,7 +209,7 @@ def _plain(content: str | Sequence[InputText | RefusalPart]) -> str:
     return content if isinstance(content, str) else "".join(part.text for part in content)
 
 
-def _said(output: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+def _output_messages(output: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """The output items of a response as messages."""
     text = "".join(
         part.get("text") or part.get("refusal", "")
@@ -297,7 +288,6 @@ def _response(body: ResponseRequest, name: str, model: str, stored: bool) -> dic
 
 
 def _text(body: ResponseRequest) -> dict[str, Any]:
-    """The field ``text`` of a response."""
     options = body.text or TextOptions()
     if options.format is None:
         shape: dict[str, Any] = {"type": "text"}
@@ -312,12 +302,8 @@ def _text(body: ResponseRequest) -> dict[str, Any]:
 
 
 class _Item:
-    """An output item with one text, of a thought or a message, while it is generated.
-
-    Args:
-        record: of the response.
-        index: of the item.
-        kind: ``reasoning``, ``message`` or ``refusal``, which is a message.
+    """An output item with one text while it is generated: ``reasoning``, ``message`` or
+    ``refusal``, which is a message.
     """
 
     _NAMES: ClassVar = {"reasoning": "reasoning_text", "refusal": "refusal"}
@@ -339,7 +325,6 @@ class _Item:
         self._add_event("response.content_part.added", part=self._part())
 
     def push(self, text: str, logprobs: Sequence[dict[str, Any]] = ()) -> None:
-        """More of its text, and log-probabilities of its tokens."""
         self._text += text
         self._logprobs += logprobs
         extra: dict[str, Any] = {}
@@ -348,7 +333,6 @@ class _Item:
         self._add_event(f"response.{self._name}.delta", delta=text, **extra)
 
     def close(self, status: str = "completed") -> None:
-        """Its text is complete."""
         text: dict[str, Any] = {self._field: self._text}
         if self._kind == "message":
             text["logprobs"] = self._logprobs
@@ -367,20 +351,13 @@ class _Item:
     def _add_event(
         self, kind: str, *, location: dict[str, Any] | None = None, **fields: Any
     ) -> None:
-        """Add an event about the item, or about its text."""
         if location is None:
             location = {"item_id": self._item["id"], "content_index": 0}
         self._record.add(kind, output_index=self._index, **location, **fields)
 
 
 class _CallItem:
-    """An output item that is a call, while it is generated.
-
-    Args:
-        record: of the response.
-        index: of the item.
-        call: its name and id.
-    """
+    """An output item that is a call, while it is generated."""
 
     def __init__(self, record: Record, index: int, call: Call) -> None:
         self._record, self._arguments = record, ""
@@ -396,13 +373,11 @@ class _CallItem:
         self._add_event("response.output_item.added", item=dict(self._item))
 
     def push(self, arguments: str) -> None:
-        """More of its arguments."""
         self._arguments += arguments
         kind, item_id = "response.function_call_arguments.delta", self._item["id"]
         self._add_event(kind, item_id=item_id, delta=arguments)
 
     def close(self, status: str) -> None:
-        """Its arguments are complete, or cut."""
         done = {**self._item, "status": status, "arguments": self._arguments}
         kind = "response.function_call_arguments.done"
         call = {"name": done["name"], "arguments": done["arguments"]}
@@ -418,10 +393,6 @@ class _Run:
     """Turns a job into the events of a record.
 
     Args:
-        service: of the server.
-        job: that runs.
-        record: of the response.
-        tools: of the request.
         top: alternatives per token of the message; None: no log-probabilities are asked for.
 
     Attributes:
@@ -441,7 +412,6 @@ class _Run:
         self.error: Exception | None = None
 
     async def run(self) -> None:
-        """Run to the end; does not raise."""
         record = self._record
         self._snapshot("response.created")
         record.response["status"] = "in_progress"
@@ -527,7 +497,7 @@ class _Run:
         self._snapshot("response.incomplete" if reason else "response.completed")
 
     def _push_calls(self) -> None:
-        """What is new of calls."""
+        """Send what is new of calls."""
         for piece in self._stream.take_calls():
             if piece.opening is not None:
                 self._close()

@@ -40,12 +40,8 @@ _MAX_LINES = 1 << 16
 class Server(uvicorn.Server):
     """uvicorn, which refuses new requests from the first signal on and finishes what runs.
 
-    While requests run, the server still listens, so that others are told to come back (503). A
-    second signal ends it at once.
-
-    Args:
-        app: to be served.
-        drain_seconds: for what runs.
+    While requests run, the server still listens and answers others with 503. It ends after
+    ``drain_seconds``, or at once with a second signal.
     """
 
     def __init__(self, app: FastAPI, drain_seconds: float) -> None:
@@ -68,10 +64,8 @@ class Server(uvicorn.Server):
         return None if service is None else service.admission
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """A signal: end, after what runs; a second one ends at once.
-
-        The signal is not raised again afterwards, so that the process ends with a status of its
-        own.
+        """A signal: end, after what runs; a second one ends at once. It is not raised again
+        afterwards, so that the process ends with a status of its own.
         """
         if self._admission is not None:
             self._admission.draining = True
@@ -90,7 +84,6 @@ class Server(uvicorn.Server):
 
 
 def _protocol() -> type[asyncio.Protocol]:
-    """HTTP in C if it is installed, else in Python."""
     try:
         from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
     except ModuleNotFoundError:
@@ -105,9 +98,6 @@ def _without_upgrades(protocol: type[Any]) -> type[asyncio.Protocol]:
 
     httptools takes what follows the headers of such a request for another protocol. Clients that
     offer HTTP/2 with every request, as those of Java do, would lose their bodies.
-
-    Args:
-        protocol: uvicorn's, with httptools.
     """
     import httptools
 
@@ -153,11 +143,8 @@ def _impatient(protocol: type[Any], seconds: float) -> type[asyncio.Protocol]:
     """A protocol of HTTP that closes a connection whose next request does not arrive.
 
     Else clients that send a header a minute, or headers without end, hold connections and memory.
-
-    Args:
-        protocol: of uvicorn; its ``cycle`` is the request that has arrived last.
-        seconds: from the connection, or the first byte of a further request, to the end of the
-            headers.
+    ``seconds`` count from the connection, or the first byte of a further request, to the end of the
+    headers.
     """
 
     class Impatient(protocol):  # type: ignore[misc]
@@ -206,8 +193,7 @@ def _impatient(protocol: type[Any], seconds: float) -> type[asyncio.Protocol]:
 def bind(host: str, port: int) -> socket.socket:
     """A socket that has the address and does not listen yet: connections are refused.
 
-    Raises:
-        UsageError: the address cannot be used.
+    Raises UsageError if the address cannot be used.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     opened = socket.socket(family, socket.SOCK_STREAM)
@@ -232,7 +218,6 @@ def serve(
     """Serve until a signal; returns the exit status: 0 unless a second signal cut off what ran.
 
     Args:
-        app: the application.
         bound: socket of ``bind``.
         drain_seconds: for requests that run when the signal comes.
         announce: called with the URL once requests can come.
@@ -255,11 +240,10 @@ def serve(
 
 @contextlib.contextmanager
 def rare_collections() -> Iterator[None]:
-    """Garbage collections are rarer inside, and leave out what is there already.
+    """Garbage collections are rarer inside, and leave out what exists already.
 
-    Each step of the engine and each request makes objects, for which Python's own thresholds would
-    take one or two per cent of the processor time; a full collection would visit all that was
-    loaded, while all streams wait.
+    With Python's own thresholds they would take one or two per cent of the processor time, and a
+    full collection would visit all that was loaded, while all streams wait.
     """
     thresholds = gc.get_threshold()
     gc.collect()
@@ -273,15 +257,10 @@ def rare_collections() -> Iterator[None]:
 
 
 class LogHandler(logging.StreamHandler[TextIO]):
-    """Writes the lines of a log together, some time later; those up to a warning without delay.
+    """Writes the lines of a log together every ``seconds``; warnings and errors without delay.
 
-    A write wakes up what reads the log. A write per request would cost several per cent of all that
-    the event loop does. A thread writes, so that who logs never waits for a disk or a full pipe:
-    the methods of one request may log a warning for each of their samples.
-
-    Args:
-        stream: gets the lines.
-        seconds: in which they are gathered.
+    A write wakes up what reads the log; one per request would cost several per cent of the event
+    loop's time. A thread writes, so that nobody who logs waits for a disk or a full pipe.
     """
 
     def __init__(self, stream: TextIO, seconds: float = _LOG_SECONDS) -> None:

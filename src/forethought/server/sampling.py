@@ -102,11 +102,9 @@ def sampling_of(
     thinks: bool = False,
     passes_chats_on: bool = False,
 ) -> RequestSampling:
-    """The sampling fields that a body sets.
+    """The sampling fields that a body sets; a forced call of ``tools`` is a shape.
 
     Args:
-        body: of the request.
-        tools: of the request; a forced call is a shape.
         thinks: whether the model has thoughts that can be limited.
         passes_chats_on: whether another server forces the calls and reads ``reasoning_effort``.
 
@@ -134,8 +132,7 @@ def sampling_of(
 def sampling_params(params: Mapping[str, Any], **further: Any) -> SamplingParams:
     """The sampling fields of a task, and further ones, as the engine takes them.
 
-    Raises:
-        ParameterError: a value outside its range; a temperature of None and such.
+    Raises ParameterError for a value outside its range.
     """
     arguments = {("logprobs" if name == "num_logprobs" else name): v for name, v in params.items()}
     return SamplingParams(**arguments, **further)
@@ -158,10 +155,8 @@ def compact(params: Mapping[str, Any]) -> Mapping[str, Any]:
 
 @contextmanager
 def named_by_client(fields: Mapping[str, str]) -> Iterator[None]:
-    """An error raised inside is about the fields as the client calls them.
-
-    Args:
-        fields: as of ``RequestSampling``.
+    """An error raised inside names the fields as the client does; see
+    ``RequestSampling.fields``.
     """
     try:
         yield
@@ -188,7 +183,6 @@ def _renamed(error: ForethoughtError, fields: Mapping[str, str]) -> ForethoughtE
 
 
 def _in_words(text: str, fields: Mapping[str, str]) -> str:
-    """A message with the client's names of fields."""
     for name, path in fields.items():
         of_shape = r"(?:(?:json|json_object|regex|grammar|choice) in )?"
         pattern = (of_shape if name == "guided_decoding" else "") + rf"(?<![\w.]){re.escape(name)}"
@@ -219,7 +213,7 @@ def _read_limit(body: Generating, params: dict[str, Any], fields: dict[str, str]
 
 
 def _prompt_logprobs(body: Generating) -> int | None:
-    """Of an echoed prompt; where nothing else is asked for, it is scored or nothing is computed."""
+    """Of an echoed prompt: asked for, or needed because nothing else is computed."""
     if not isinstance(body, CompletionRequest) or not body.echo:
         return None
     return body.logprobs if body.logprobs is not None or body.max_tokens != 0 else 0
@@ -289,7 +283,6 @@ def _read_shape(
 
 
 def _shapes(body: Generating) -> Iterator[tuple[str, GuidedDecodingParams]]:
-    """Path of the field, and its shape."""
     if body.structured_outputs is not None:
         fields = body.structured_outputs.model_dump(by_alias=True, exclude_none=True)
         path = ".".join(["structured_outputs", *(fields if len(fields) == 1 else ())])
@@ -328,8 +321,7 @@ def _read_thinking(
 ) -> bool:
     """The limit of the thought; whether a thought without a limit is asked for.
 
-    Raises:
-        ParameterError: it is given twice, or the model does not think.
+    Raises ParameterError if it is given twice, or the model does not think.
     """
     budgets = {name: getattr(body, name) for name in _BUDGETS if getattr(body, name) is not None}
     if len(set(budgets.values())) > 1:
@@ -342,7 +334,7 @@ def _read_thinking(
     is_unlimited = _asks_template_for_thought(body)
     for name, budget in budgets.items():
         if budget < -1:
-            why, fix = f"got {budget}", "-1 stands for no limit"
+            why, fix = f"got {budget}", "-1 means no limit"
             raise ParameterError(f"invalid {name}", why, fix, param=name)
         is_unlimited = is_unlimited or budget == -1
         if budget != -1:

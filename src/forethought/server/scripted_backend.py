@@ -31,10 +31,6 @@ class ScriptedBackend(Backend):
     """Scripted answers, one token per character; for tests of clients without a model.
 
     A prompt is the text of the last message. Tool calls are scripted too: ``read_script``.
-
-    Args:
-        script: as ``ScriptedWorker`` takes it.
-        name: of the model.
     """
 
     markers = ("<think>", "</think>")
@@ -77,14 +73,11 @@ class ScriptedBackend(Backend):
 
 
 def read_script(path: Path) -> Any:
-    """The script in a JSON or YAML file.
+    """The script in a JSON or YAML file; raises UsageError if it is not one.
 
     It is a list of answers in order of asking, or answers (or lists of them) by prompt, ``*`` being
     any other prompt. An answer is a text, or a mapping with ``text``, ``tool_calls`` (each with
     ``name`` and ``arguments``), ``finish_reason``, ``delay``, ``seconds_per_token`` and ``error``.
-
-    Raises:
-        UsageError: it cannot be read, or is something else.
     """
     try:
         text = path.read_text(encoding="utf-8")
@@ -115,7 +108,7 @@ def read_script(path: Path) -> Any:
 
 
 def _ordered(replies: Sequence[Reply], what: str, repeats: bool = False) -> Any:
-    """A script that gives the replies in order of asking, or the one again and again."""
+    """A script with the replies in order of asking; ``repeats`` the last one."""
     numbers = itertools.count()
 
     def script(prompt: str, index: int) -> Reply:

@@ -26,7 +26,7 @@ from forethought.scaffolding.worker import Worker
 from forethought.server.backends import Backend, Prompted
 from forethought.server.composition import Dispatch, needs_text
 from forethought.server.engine_job import EngineJob
-from forethought.server.http import Caller, until_gone
+from forethought.server.http import Caller, until_disconnected
 from forethought.server.job import Ask, EchoJob, Job, MethodJob, Outcome, Update
 from forethought.server.limits import Admission, ByteLimit, Overloaded
 from forethought.server.method_settings import schema_of
@@ -71,15 +71,7 @@ class Totals:
 
 
 class _Counting:
-    """Tells the metrics of one job.
-
-    Args:
-        job: that runs.
-        metrics: of its request.
-
-    Attributes:
-        outcome: its end, once it is known.
-    """
+    """Reports one job to the metrics of its request; ``outcome`` is its end, once it is known."""
 
     def __init__(self, job: Job, metrics: RequestMetrics) -> None:
         self._job, self.metrics = job, metrics
@@ -87,7 +79,6 @@ class _Counting:
         self._last: float | None = None
 
     def count(self, num_tokens: int) -> None:
-        """So many tokens have come."""
         if not num_tokens:
             return
         now = self._job.seconds
@@ -101,15 +92,9 @@ class _Counting:
 class Service:
     """What endpoints share. Made and closed on the event loop that serves.
 
-    Args:
-        backend: of the model.
-        settings: of the server.
-
     Attributes:
-        metrics: of all requests.
         calls: requests of clients that are connected.
         ids: random, of 128 bits, in hexadecimal.
-        started: time of its start.
         models: the names under which clients know the model.
         methods: those that clients may name: closed.
     """
@@ -148,7 +133,7 @@ class Service:
         self._tenants = [(key.encode(), _salt(key)) for key in settings.api_keys]
 
     def _workers(self) -> Mapping[Any, Worker]:
-        """The backend's, and that of the model for what else allowed methods ask."""
+        """The backend's, and the model's for other kinds of task of the allowed methods."""
         workers = self.backend.workers
         model = workers[NativeGenerationController.WorkerTag.GENERATION.value]
         others = set(self.methods.tags()) - set(methods.shipped().tags())
@@ -183,27 +168,24 @@ class Service:
     # ---- tenants ------------------------------------------------------------------------------
 
     def tenant(self, authorization: str | None) -> str | None:
-        """The salt of the tenant whose key a header shows; None: no key of this server.
-
-        All keys are compared, each in constant time.
+        """The salt of the tenant whose key a header shows; None: no key of this server. All keys
+        are compared, each in constant time.
         """
         if not self._tenants:
             return ""
         scheme, _, shown = (authorization or "").partition(" ")
-        given, found = shown.strip().encode(errors="replace"), None
+        key_shown, tenant_salt = shown.strip().encode(errors="replace"), None
         for key, salt in self._tenants:
-            if hmac.compare_digest(key, given) and scheme.lower() == "bearer":
-                found = salt
-        return found
+            if hmac.compare_digest(key, key_shown) and scheme.lower() == "bearer":
+                tenant_salt = salt
+        return tenant_salt
 
     # ---- requests -----------------------------------------------------------------------------
 
     def resolve(self, body: Generating) -> tuple[str, Composition]:
         """The model that a request names, and its methods.
 
-        Raises:
-            UnknownNameError: there is no such model or method.
-            ParameterError: methods are given twice.
+        Raises UnknownNameError for another model or method, ParameterError for methods given twice.
         """
         model, named = (self.models[0], None)
         if body.model:
@@ -224,22 +206,20 @@ class Service:
     ) -> Result:
         """What ``work`` makes of a body: templates, tokens, schemas.
 
-        It is called on the event loop if the body is small, else by a worker, while the client is
-        there.
+        A small body is handled on the event loop, a large one by a worker while the client is
+        connected.
 
         Args:
-            request: whose body it is.
-            work: raises what is wrong with it.
             num_bytes: that are read beside the body.
 
         Raises:
-            HttpError: the client has gone.
+            HttpError: the client has disconnected.
         """
         await self.backend.prepare()
         size, tenant = request.state.num_bytes + num_bytes, request.state.caller.tenant
         if size <= SMALL:
             return work()
-        return await until_gone(request.receive, self.workers.run(work, tenant, size))
+        return await until_disconnected(request.receive, self.workers.run(work, tenant, size))
 
     def ask(
         self,
@@ -251,7 +231,7 @@ class Service:
         num_choices: int,
         caller: Caller,
     ) -> Ask:
-        """What a request asks for, checked as far as it can be before it runs.
+        """What a request asks for, checked where that is possible before it runs.
 
         Raises:
             UsageError: it asks for what cannot be.
@@ -300,10 +280,8 @@ class Service:
         )
 
     def sampling_of(self, body: Generating, tools: Tools | None = None) -> RequestSampling:
-        """What a body and its tools ask of the sampling.
-
-        Raises:
-            ParameterError: fields that contradict each other.
+        """What a body and its tools ask of the sampling; raises as ``sampling_of`` of the
+        module.
         """
         thinks, passes = self.backend.markers is not None, self.backend.passes_chats_on
         return sampling_of(body, tools, thinks=thinks, passes_chats_on=passes)
@@ -331,8 +309,8 @@ class Service:
     def start(self, ask: Ask) -> Job:
         """Begin a request that has been admitted.
 
-        Raises:
-            UsageError: its methods cannot run, or the prompt's log-probabilities are not known.
+        Raises UsageError if its methods cannot run, or the prompt's log-probabilities are not
+        known.
         """
         gather, engine = self.settings.stream_interval, self.backend.llm
         is_plain = ask.composition.is_plain and not ask.is_limited and not ask.settings
@@ -382,7 +360,6 @@ class Service:
 
     @contextmanager
     def _counted(self, job: Job) -> Iterator[_Counting]:
-        """Count a job when it is over, however it ends."""
         spec = job.ask.composition
         method = "none" if spec.is_plain else spec.split(spec.choices[0][-1])[-1].name
         counting = _Counting(job, self.metrics.request_started(job.ask.served, method))
@@ -438,7 +415,7 @@ class Service:
 
 
 def _salt(key: str) -> str:
-    """What stands for a tenant in caches: no part of the key can be read from it."""
+    """The tenant's salt in caches: no part of the key can be read from it."""
     return hashlib.blake2b(key.encode(), digest_size=16, person=b"forethought").hexdigest()
 
 
@@ -463,5 +440,5 @@ class _RandomIds:
 
 def _saved(meta: Mapping[str, Any]) -> int:
     """Tokens that methods report to have saved."""
-    found = [each.get("tokens_saved") for each in meta.values() if isinstance(each, Mapping)]
-    return sum(count for count in found if isinstance(count, int))
+    counts = [entry.get("tokens_saved") for entry in meta.values() if isinstance(entry, Mapping)]
+    return sum(count for count in counts if isinstance(count, int))

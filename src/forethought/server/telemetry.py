@@ -1,7 +1,7 @@
 """``Telemetry``: the spans of each request, sent to an OpenTelemetry collector.
 
 By the semantic conventions for generative AI, as ``tracing.trace_otel`` makes them of traces: a
-span per task, branches as children of the request. They are sent behind the event loop when a
+span per task, branches as children of the request. They are sent by another thread when a
 request is over; a collector that is slow or down costs spans, never a request.
 """
 
@@ -29,10 +29,10 @@ MAX_PENDING = 256
 
 
 class Telemetry:
-    """Sends the spans of requests through an exporter.
+    """Sends the spans of requests through an exporter of the ``opentelemetry`` SDK.
 
     Args:
-        exporter: a span exporter of the ``opentelemetry`` SDK; shut down by ``close``.
+        exporter: shut down by ``close``.
         model: name that the spans of generations carry.
 
     Attributes:
@@ -47,14 +47,9 @@ class Telemetry:
 
     @classmethod
     def to(cls, endpoint: str, model: str) -> Telemetry:
-        """To a collector that takes OTLP over HTTP.
+        """To a collector that takes OTLP over HTTP at ``endpoint``, by default its ``/v1/traces``.
 
-        Args:
-            endpoint: its URL; without a path it is completed with ``/v1/traces``.
-            model: name that the spans carry.
-
-        Raises:
-            DependencyError: the extra ``otel`` is not installed.
+        Raises DependencyError if the extra ``otel`` is not installed.
         """
         name = "opentelemetry.exporter.otlp.proto.http.trace_exporter"
         try:
@@ -66,11 +61,8 @@ class Telemetry:
         return cls(make(endpoint=url if urlsplit(url).path else f"{url}/v1/traces"), model)
 
     def record(self, trace: Trace | None, parent: TraceParent | None = None) -> None:
-        """Send the spans of a request that is over.
-
-        Args:
-            trace: of the request; None: it never began.
-            parent: the caller's span; nothing is sent if the caller records none.
+        """Send the spans of a request that is over; nothing if it never began or ``parent`` does
+        not record.
         """
         if trace is None or (parent is not None and not parent.is_sampled):
             return
@@ -99,12 +91,7 @@ class Telemetry:
 
 
 def plain_trace(job: Job, reason: str) -> Trace:
-    """The trace of a request that the engine has answered without a method: one task.
-
-    Args:
-        job: that is over.
-        reason: for which it ended.
-    """
+    """The trace of a request that the engine has answered without a method: one task."""
     outcomes = {"error": "failed", "abort": "cancelled"}
     usage = _counts(job.usage)
     span = Span(

@@ -147,12 +147,10 @@ class Tools:
         return [self.choice] if self.named else names
 
     def parse(self, text: str, is_cut: bool = False) -> tuple[str, list[Call]]:
-        """The content of an answer without its calls, and the calls.
+        """The content of an answer without its thought and calls, and the calls.
 
-        Args:
-            text: of the answer, after its thought.
-            is_cut: whether it has ended at its length: a call that it ends in is one, with the
-                arguments, up to what has come.
+        ``is_cut``: it has ended at its length; a call at the end of it is returned with the
+        arguments so far.
         """
         if not self.offered:
             return text, []
@@ -163,13 +161,12 @@ class Tools:
 
 
 def _shown(tool: Mapping[str, Any]) -> dict[str, Any]:
-    """A tool as chat templates take it."""
     function = {name: value for name, value in tool["function"].items() if name != "strict"}
     return {**tool, "function": function}
 
 
 def _forced(text: str, names: Sequence[str], is_cut: bool) -> tuple[str, list[Call]]:
-    """What a grammar has made the model write: a call, or the beginning of one."""
+    """The call, or the beginning of one, that a grammar has forced."""
     reading = CallText(names)
     reading.push(text)
     if reading.call is not None:
@@ -182,13 +179,8 @@ def _forced(text: str, names: Sequence[str], is_cut: bool) -> tuple[str, list[Ca
 
 
 class CallText:
-    """The text of a call, read while it grows.
-
-    Args:
-        names: that the call may have.
-
-    Attributes:
-        call: with its name and an id, once the name is known.
+    """The text of a call, read while it grows. ``call`` has its name and an id, once the name is
+    known.
     """
 
     def __init__(self, names: Collection[str]) -> None:
@@ -242,19 +234,19 @@ _OPEN = ("additionalProperties", "patternProperties", "unevaluatedProperties", "
 def closed(schema: Mapping[str, Any]) -> dict[str, Any]:
     """A schema whose objects have the properties that it names and no others.
 
-    An object that says otherwise itself, or that is combined of several schemas, stays as it is.
+    An object that says otherwise, or is combined of several schemas, stays as it is.
     """
     return _closed(schema, frozenset(_combined_refs(schema, False)))
 
 
 def _closed(schema: Any, open_refs: Set[str]) -> Any:
-    """The same of a part; definitions whose references are ``kept`` stay as they are."""
+    """``closed`` of a subschema; definitions that ``open_refs`` refer to stay as they are."""
     if not isinstance(schema, Mapping):
         return schema
-    made = dict(schema)
+    result = dict(schema)
     for word in ("properties", "$defs", "definitions"):
         if isinstance(schema.get(word), Mapping):
-            made[word] = {
+            result[word] = {
                 name: value if f"#/{word}/{name}" in open_refs else _closed(value, open_refs)
                 for name, value in schema[word].items()
             }
@@ -263,12 +255,12 @@ def _closed(schema: Any, open_refs: Set[str]) -> Any:
     lists = ["prefixItems"] if is_object else ["prefixItems", "anyOf", "oneOf"]
     for word in lists:
         if isinstance(schema.get(word), list):
-            made[word] = [_closed(value, open_refs) for value in schema[word]]
+            result[word] = [_closed(value, open_refs) for value in schema[word]]
     if "items" in schema:
-        made["items"] = _closed(schema["items"], open_refs)
+        result["items"] = _closed(schema["items"], open_refs)
     if is_object and not is_combined and not any(word in schema for word in _OPEN):
-        made["additionalProperties"] = False
-    return made
+        result["additionalProperties"] = False
+    return result
 
 
 def _combined_refs(schema: Any, is_combined: bool) -> Iterator[str]:
@@ -298,24 +290,24 @@ _VALUES = ("const", "enum", "default", "examples")
 
 
 def _moved(schema: Any, root: str) -> Any:
-    """A schema that stands at ``root`` of another one: its references lead to itself there."""
+    """A schema to be put at ``root`` of another one: its references lead to itself there."""
     if isinstance(schema, list):
-        return [_moved(each, root) for each in schema]
+        return [_moved(item, root) for item in schema]
     if not isinstance(schema, Mapping):
         return schema
-    made: dict[str, Any] = {}
+    result: dict[str, Any] = {}
     for word, part in schema.items():
         if word == "$ref" and isinstance(part, str) and (part == "#" or part.startswith("#/")):
-            made[word] = root + part[1:]
+            result[word] = root + part[1:]
         elif word in _NAMES and isinstance(part, Mapping):
-            made[word] = {name: _moved(each, root) for name, each in part.items()}
+            result[word] = {name: _moved(item, root) for name, item in part.items()}
         elif word != "$id":  # references would lead to it
-            made[word] = part if word in _VALUES else _moved(part, root)
-    return made
+            result[word] = part if word in _VALUES else _moved(part, root)
+    return result
 
 
 def _call_schema(function: Mapping[str, Any], place: str) -> dict[str, Any]:
-    """The schema of a call, which stands at ``place``."""
+    """The schema of a call, to be put at ``place``."""
     parameters = function.get("parameters") or {}
     if not any(word in parameters for word in (*_COMBINING, *_VALUES, "type")):
         parameters = {"type": "object", **parameters}  # arguments are none but objects

@@ -39,11 +39,11 @@ def hermes_messages(
     """The messages in the form of Hermes, with a system message that describes the tools."""
     shown: list[dict[str, Any]] = []
     for message in messages:
-        made = _hermes_message(message)
+        converted = _hermes_message(message)
         if message["role"] == "tool" and shown and shown[-1].get("role") == "user":
-            shown[-1]["content"] += f"\n{made['content']}"
+            shown[-1]["content"] += f"\n{converted['content']}"
         else:
-            shown.append(made)
+            shown.append(converted)
     if not tools:
         return shown
     described = "\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools)
@@ -55,15 +55,14 @@ def hermes_messages(
 
 
 def _hermes_message(message: Mapping[str, Any]) -> dict[str, Any]:
-    """One message: calls and results as text."""
     content = str(message.get("content") or "")
     if message["role"] == "tool":
         text = f"<tool_response>\n{content}\n</tool_response>"
         return {"role": "user", "content": text}
-    made = {name: value for name, value in message.items() if name != "tool_calls"}
+    fields = {name: value for name, value in message.items() if name != "tool_calls"}
     called = [call["function"] for call in message.get("tool_calls") or ()]
     calls = [as_text(function["name"], _arguments(function["arguments"])) for function in called]
-    return {**made, "content": "\n".join(filter(None, [content, *calls]))}
+    return {**fields, "content": "\n".join(filter(None, [content, *calls]))}
 
 
 def _arguments(value: Any) -> Any:

@@ -16,8 +16,6 @@ def chat_usage(
     """``usage`` of chats and completions, which adds up all that was run inside.
 
     Args:
-        usage: of the whole request.
-        metrics: of its drafts.
         reasoning_tokens: of the thoughts in all that was run inside; None: there is no such part.
         spent_budget: the limit of the budget that ended it; None: none.
     """

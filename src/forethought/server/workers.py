@@ -28,10 +28,8 @@ class _Job:
 
 
 class Workers:
-    """Runs work in a few threads, in fair turns (``FairQueue``). Used on one event loop.
-
-    Args:
-        num_workers: threads.
+    """Runs work in ``num_workers`` threads, in fair turns (``FairQueue``). Used on one event
+    loop.
     """
 
     def __init__(self, num_workers: int = NUM_WORKERS) -> None:
@@ -40,17 +38,10 @@ class Workers:
         self._queue = FairQueue[_Job](lambda job: job.tenant, lambda job: job.size)
 
     async def run(self, work: Callable[[], Result], tenant: str, size: int) -> Result:
-        """What ``work`` returns; it is called here at once if it is small.
+        """What ``work`` returns or raises; it is called here at once if ``size``, in bytes, is
+        small.
 
         Work that has begun goes on where this is cancelled; its result is dropped.
-
-        Args:
-            work: of a request.
-            tenant: whose request it is.
-            size: bytes that it goes through.
-
-        Raises:
-            Exception: what ``work`` raises.
         """
         if size <= SMALL:
             return work()

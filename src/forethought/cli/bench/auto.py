@@ -103,7 +103,7 @@ def measure(args: argparse.Namespace) -> int:
 
 
 def _fields(args: argparse.Namespace) -> dict[str, Any]:
-    """The fields of ``LlmArgs``; refuses impossible values, and options that exclude each other."""
+    """The fields of ``LlmArgs``; refuses impossible values and options that exclude each other."""
     model.expect_positive(args, "batch", "rounds", "max_tokens")
     if args.threads is not None:
         model.expect_positive(args, "threads")
@@ -118,7 +118,6 @@ def _fields(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _report(args: argparse.Namespace, name: str, choice: Choice) -> None:
-    """Write configuration and plot, and print."""
     import yaml
 
     from forethought.bench import auto

@@ -124,7 +124,7 @@ def measure(args: argparse.Namespace) -> int:
     reward = args.reward_model
     judging = nullcontext() if reward is None else open_local_judge(reward)
     with closing(grader), judging as judge:
-        made = bench_of(args.task)(
+        method_bench = bench_of(args.task)(
             kind,
             args.tokens,
             None if judge is None else judge.step_controller("last"),
@@ -132,9 +132,9 @@ def measure(args: argparse.Namespace) -> int:
             policy,
         )
         recipes = (
-            bench.chosen(made.recipes(), args.only, args.against)
+            bench.chosen(method_bench.recipes(), args.only, args.against)
             if args.calibrate is None
-            else made.calibration_recipes()
+            else method_bench.calibration_recipes()
         )
         runner = EvaluationRunner(
             model.llm_opener(fields), seed=args.seed, in_flight=args.in_flight, grader=grader
@@ -146,11 +146,13 @@ def measure(args: argparse.Namespace) -> int:
             against = [] if args.against is None else [args.against]
             rows = table.rows(recipes, folder, is_fresh=args.fresh, bar=bar, against=against)
     measured_on = machine.measured_on(fields)
-    line = bench.json_line(rows, made.left_out, machine=measured_on, tokens=args.tokens, **settings)
+    line = bench.json_line(
+        rows, method_bench.left_out, machine=measured_on, tokens=args.tokens, **settings
+    )
     save_text(folder / "methods.md", bench.markdown(rows), "report")
     save_text(folder / "methods.json", line, "report")
     if not args.json:
-        print(bench.text(rows, made.left_out))
+        print(bench.text(rows, method_bench.left_out))
     print(line, end="")
     if args.calibrate is not None:
         bench.fit_policy(rows, table.journals).save(args.calibrate)
@@ -158,25 +160,19 @@ def measure(args: argparse.Namespace) -> int:
 
 
 def _check_rows(args: argparse.Namespace, kind: MethodTask, policy: Policy | None) -> None:
-    """Refuse names of rows that there are not, before the reward model is loaded.
-
-    Raises:
-        UnknownNameError: there is one.
-    """
+    """Raises UnknownNameError for a name of no row, before the reward model is loaded."""
     from forethought.bench import methods as bench
     from forethought.bench.instruct_methods import bench_of
 
     judge = None if args.reward_model is None else NativeRewardController()
-    made = bench_of(args.task)(kind, args.tokens, judge, None, policy)
+    method_bench = bench_of(args.task)(kind, args.tokens, judge, None, policy)
     if args.calibrate is None:
-        bench.chosen(made.recipes(), args.only, args.against)
+        bench.chosen(method_bench.recipes(), args.only, args.against)
 
 
 def _check_calibration(args: argparse.Namespace, has_checker: bool) -> None:
-    """Refuse what a calibration has no use for.
-
-    Raises:
-        ParameterError: there is such an option, or no exact checker.
+    """Raises ParameterError for options that a calibration does not use, or without an exact
+    checker.
     """
     if not has_checker:
         raise ParameterError(
@@ -184,19 +180,19 @@ def _check_calibration(args: argparse.Namespace, has_checker: bool) -> None:
             "it has no exact checker, whose result on a probe tells how difficult a problem is",
             "Use --task countdown",
         )
-    given = [name for name in ("only", "against", "policy") if getattr(args, name) is not None]
-    if given:
+    names = [name for name in ("only", "against", "policy") if getattr(args, name) is not None]
+    if names:
         raise ParameterError(
-            f"--calibrate cannot be used with --{given[0]}",
+            f"--calibrate cannot be used with --{names[0]}",
             "it runs the rows that a policy chooses from",
-            f"Leave --{given[0]} out",
+            f"Leave --{names[0]} out",
         )
 
 
 def _settings(
     args: argparse.Namespace, fields: dict[str, Any], problems: Sequence[Problem]
 ) -> dict[str, Any]:
-    """What decides the rows beside their recipes, as plain values."""
+    """What decides the results beside the recipes, as plain values."""
     from forethought.evaluation.journal import problems_hash
 
     return {
@@ -211,7 +207,7 @@ def _settings(
 
 
 def _files(directory: Any, revision: str | None = None) -> dict[str, Any]:
-    """What tells a model from another, for a journal; empty if there is none."""
+    """Identifies a model in a journal; empty if there is none."""
     from forethought.evaluation.journal import fingerprint
     from forethought.model_dir import find_model_dir
 

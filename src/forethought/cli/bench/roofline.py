@@ -102,7 +102,6 @@ def measure(args: argparse.Namespace) -> int:
 
 
 def _notes(report: dict[str, Any]) -> list[str]:
-    """Lines below the table of ``bench roofline``."""
     where, cost = report["machine"], report["cost"]
     weights = (cost["dense_bytes"] + cost["expert_bytes"]) / 1e6
     return [

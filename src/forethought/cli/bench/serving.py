@@ -1,5 +1,5 @@
 """Load on any OpenAI-compatible server: requests are sent when their time has come,
-however many are under way. The key is read from OPENAI_API_KEY. The last line is JSON.
+however many are in progress. The key is read from OPENAI_API_KEY. The last line is JSON.
 
 forethought bench serving --url http://127.0.0.1:8000/v1 --rate 8 --goodput ttft:200 tpot:50
 """
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 _RATE, _NUM_REQUESTS, _MAX_TOKENS = 4.0, 64, 192
 _FOR_PROMPTS = ("prompts", "rate", "max_tokens", "seed")
-"""Options that a trace stands in place of."""
+"""Options that a trace replaces."""
 
 
 def configure(measured: Any) -> None:
@@ -115,11 +115,8 @@ def measure(args: argparse.Namespace) -> int:
 
 
 def _arrivals(args: argparse.Namespace) -> list[Arrival]:
-    """The requests to send.
-
-    Raises:
-        UsageError: a file that cannot be read, a value out of range, or options that exclude
-            each other.
+    """The requests to send; raises UsageError for an unreadable file, a value out of range, or
+    options that exclude each other.
     """
     from forethought.bench import prompts
     from forethought.bench.arrivals import load_mooncake, poisson
@@ -154,11 +151,7 @@ def _given(value: Any, default: Any) -> Any:
 
 
 def _extra_body(text: str | None) -> dict[str, Any]:
-    """The object that ``--extra-body`` holds.
-
-    Raises:
-        ParameterError: it is no JSON object.
-    """
+    """The object in ``--extra-body``; raises ParameterError if it is no JSON object."""
     try:
         value = json.loads(text or "{}")
     except json.JSONDecodeError as error:

@@ -94,8 +94,8 @@ def measure(args: argparse.Namespace) -> int:
         nullcontext() if args.json else Bar(len(problems), "problem") as bar,
     ):
         two = bench.TwoModels(base, small, controller, grader, params)
-        found = two.solve(problems, bar or (lambda: None))
-    table = bench.rows(found)
+        attempts = two.solve(problems, bar or (lambda: None))
+    table = bench.rows(attempts)
     line = bench.json_line(
         table,
         machine=machine.measured_on(fields),

@@ -54,7 +54,7 @@ def configure(measured: Any, description: str | None) -> None:
         "--fit-tree",
         type=int,
         metavar="NODES",
-        help="instead of timing, find the best static tree of so many tokens for the drafter",
+        help="instead of timing, find the best static tree of N tokens for the drafter",
     )
     options.add_argument("--json", action="store_true", help="print the JSON line only")
     options.add_argument(
@@ -112,7 +112,6 @@ def measure(args: argparse.Namespace) -> int:
 
 
 def _check(args: argparse.Namespace) -> None:
-    """Refuse impossible values, and options that would be ignored."""
     SamplingParams(max_tokens=args.max_tokens)
     if args.rounds is not None and args.rounds < 1:
         raise ParameterError("invalid --rounds", f"got {args.rounds}", "Run at least 1")
@@ -132,7 +131,6 @@ def _check(args: argparse.Namespace) -> None:
 
 
 def _fit_tree(args: argparse.Namespace, texts: list[str]) -> int:
-    """Fit a tree to the drafter, and report."""
     from forethought.assets import reasoner_dir
     from forethought.bench.prompts import as_user_turn
     from forethought.bench.tree_fit import drafter_of, fit_static_tree, tree_fit_lines
@@ -173,7 +171,6 @@ def _report(
     rounds: int,
     folder: Path,
 ) -> None:
-    """Write the files, and print."""
     from forethought.bench.report import recommend, save_plot, table
     from forethought.bench.variant import written
 
@@ -202,24 +199,23 @@ def _report(
 
 
 def _notes(rows: list[BenchRow], report: dict[str, Any]) -> list[str]:
-    """Lines below the table."""
     where, rounds = report["machine"], report["rounds"]
     device = where["processor"] if where["device"] == "cpu" else where["device"]
-    found = [
+    notes = [
         f"{report['model']} in {where['dtype']} on {device}, "
         f"{count_of(where['threads'], 'thread')}, torch {where['torch']}; "
         f"medians of {count_of(rounds, 'round')}; "
         "ratio: to plain decoding in the same round; by position: of the decode steps"
     ]
     if any(row.identical_share < 1.0 for row in rows):
-        found.append(
+        notes.append(
             "identical: between nearly equal probabilities rounding decides, and it depends on the "
             "other sequences of the batch and on page boundaries, with drafts or without; the rows "
             "of plain decoding show how often it differs from itself (in float32 hardly ever)"
         )
     if any(row.metrics.synthetic for row in rows):
-        found.append("*: synthetic_acceptance is set; the tokens mean nothing")
-    return found
+        notes.append("*: synthetic_acceptance is set; the tokens mean nothing")
+    return notes
 
 
 def _ignore(variant: Variant, batch: int) -> None:

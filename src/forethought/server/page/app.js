@@ -25,7 +25,7 @@ const runs = new Map();
 /** @type {RunView[]} the runs that are shown: one, or two that are compared */
 let views = [];
 let tree = new Tree();
-/** @type {AbortController | null} of the run under way */
+/** @type {AbortController | null} of the current run */
 let active = null;
 let frameAsked = false;
 /** Whether the page is being left: what fails then fails because of that. */
@@ -72,7 +72,7 @@ function say(text) {
 /** Asks the question of a turn with the present settings. @param {Turn} turn */
 async function begin(turn) {
   if (active) {
-    say("A run is under way. Stop it first.");
+    say("A run is in progress. Stop it first.");
     return;
   }
   const request = composer.request(tree.messages(turn, runOf));
@@ -89,7 +89,7 @@ async function begin(turn) {
 /** Asks the same with plain decoding, and compares. @param {Run} run */
 async function runPlain(run) {
   if (active) {
-    say("A run is under way. Stop it first.");
+    say("A run is in progress. Stop it first.");
     return;
   }
   const { method_params, budget, ...request } = run.record.request;
@@ -403,7 +403,7 @@ byId("theme").addEventListener("click", nextTheme);
 byId("open-runs").addEventListener("click", () => showRuns(null));
 byId("close-runs").addEventListener("click", () => byId("runs").close());
 byId("new").addEventListener("click", () => {
-  if (active) return say("A run is under way. Stop it first.");
+  if (active) return say("A run is in progress. Stop it first.");
   tree = new Tree();
   localStorage.removeItem(CONVERSATION);
   conversation.render(tree);
