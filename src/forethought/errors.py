@@ -63,13 +63,8 @@ class UsageError(ForethoughtError, ValueError):
 
 
 class ParameterError(UsageError):
-    """A value outside its range, an unknown field, or two fields that exclude each other.
-
-    Args:
-        what: as of the base, and so are ``why`` and ``fix``.
-        why: the reason.
-        fix: what to do.
-        param: the field that it is about; None: of no single one.
+    """A value outside its range, an unknown field, or two fields that exclude each other. ``param``
+    is the field that it is about; None: no single one.
     """
 
     def __init__(
@@ -81,11 +76,11 @@ class ParameterError(UsageError):
     @classmethod
     def unknown(cls, owner: str, names: Iterable[str], allowed: Iterable[str]) -> ParameterError:
         """Refuse keyword names that ``owner`` does not have, naming those that it has."""
-        unknown, known = sorted(names), sorted(allowed)
+        unknown, choices = sorted(names), sorted(allowed)
         return cls(
             f"{owner} has no parameter {', '.join(map(repr, unknown)):.{_SHOWN}}",
-            _nearest(unknown[0][:_SHOWN], known) or "the name is unknown",
-            f"Allowed: {', '.join(known) or 'none'}",
+            _nearest(unknown[0][:_SHOWN], choices) or "the name is unknown",
+            f"Allowed: {', '.join(choices) or 'none'}",
             param=unknown[0],
         )
 
@@ -95,7 +90,6 @@ class UnknownNameError(UsageError):
 
     Args:
         kind: what the name should have named, such as ``"method"``.
-        name: the name as given.
         allowed: the names there are.
 
     Attributes:
@@ -105,13 +99,13 @@ class UnknownNameError(UsageError):
     param: str | None = None
 
     def __init__(self, kind: str, name: str, allowed: Iterable[str]) -> None:
-        known = sorted(allowed)
+        choices = sorted(allowed)
         super().__init__(
             f"unknown {kind} {name!r:.{_SHOWN}}",
-            _nearest(str(name)[:_SHOWN], known) or f"no {kind} has this name",
-            f"Allowed: {', '.join(known) or 'none'}",
+            _nearest(str(name)[:_SHOWN], choices) or f"no {kind} has this name",
+            f"Allowed: {', '.join(choices) or 'none'}",
         )
-        self.kind, self.name, self.allowed = kind, name, known
+        self.kind, self.name, self.allowed = kind, name, choices
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (self.kind, self.name, self.allowed)
@@ -159,11 +153,8 @@ class DependencyError(UsageError, ImportError):
 
 
 class TaskError(ForethoughtError):
-    """A worker failed on a task. Raised at the controller's ``yield``.
-
-    Attributes:
-        task: the task that failed.
-        status: its ``TaskStatus``.
+    """The failure of ``task`` on a worker, with its ``status``. Raised at the controller's
+    ``yield``.
     """
 
     def __init__(

@@ -11,10 +11,8 @@ from types import FrameType
 
 @contextmanager
 def deferred_interrupts() -> Iterator[None]:
-    """Let SIGINT take effect at the end of the block, and a second one at once.
-
-    Signals are handled in the main thread, so nothing is done in others, or where SIGINT has no
-    handler in Python.
+    """Let SIGINT take effect at the end of the block, and a second one at once. Nothing is done
+    outside the main thread, or where SIGINT has no handler in Python.
     """
     before = signal.getsignal(signal.SIGINT)
     if threading.current_thread() is not threading.main_thread() or not callable(before):

@@ -27,9 +27,8 @@ class LazyNames:
     def load(self, name: str) -> Any:
         """Import a name, and keep it in the package.
 
-        Raises:
-            AttributeError: the package has no such name.
-            DependencyError: its module needs a package that is not installed.
+        Raises AttributeError if the package has no such name, DependencyError if its module needs a
+        package that is not installed.
         """
         if name in self._submodules:
             return importlib.import_module(f"{self._package}.{name}")

@@ -31,7 +31,7 @@ _LEFT_OUT = (
     *("*/*", "consolidated*"),
     *("optimizer*", "scheduler*", "rng_state*", "training_args*"),
 )
-"""Duplicates of the weights, in folders or in another layout, and what a trainer left behind."""
+"""Duplicates of the weights, in folders or in another layout, and the files of a trainer."""
 _LFS_HEAD = b"version https://git-lfs"
 _LFS_MOST_BYTES = 1024
 
@@ -81,10 +81,10 @@ def find_model_dir(
             "there is no such directory",
             "Give a local Hugging Face directory, or a Hub id such as Qwen/Qwen3-0.6B",
         )
-    wanted = [*_TEXTS, *(_SAFETENSORS if weights else ()), *(("*.py",) if code else ())]
-    directory = _download(str(model), revision, wanted)
+    patterns = [*_TEXTS, *(_SAFETENSORS if weights else ()), *(("*.py",) if code else ())]
+    directory = _download(str(model), revision, patterns)
     if weights and not any(directory.glob("*.safetensors")):
-        directory = _download(str(model), revision, [*wanted, *_OTHER_WEIGHTS])
+        directory = _download(str(model), revision, [*patterns, *_OTHER_WEIGHTS])
     if weights and not any(directory.glob("*config.json")):
         raise ModelError(
             f"cannot load the model {model}",
@@ -97,16 +97,10 @@ def find_model_dir(
 def checked_model_dir(
     model: str | Path, revision: str | None = None, *, kind: str = "model", code: bool = False
 ) -> Path:
-    """The directory of a model, found and checked as far as that takes no torch.
+    """The directory of a model as ``find_model_dir`` finds it, checked without torch.
 
-    Args:
-        model: as of ``find_model_dir``, and so are ``revision`` and ``code``.
-        revision: of a Hub id.
-        kind: see ``check_model_dir``. Of a ``model`` the files are checked, too.
-        code: whether Python files are wanted, too.
-
-    Raises:
-        UsageError: as ``find_model_dir``, ``check_model_dir`` and ``check_checkpoint``.
+    ``kind`` is as of ``check_model_dir``; of a ``model`` the files are checked, too. Raises as
+    ``find_model_dir``, ``check_model_dir`` and ``check_checkpoint``.
     """
     directory = find_model_dir(model, revision, code=code)
     if kind == "model":
@@ -117,26 +111,21 @@ def checked_model_dir(
 
 
 def check_checkpoint(directory: Path) -> dict[str, tuple[int, ...]]:
-    """Refuse a model whose configuration or weights are missing, cut short or not what they are.
+    """Check a model's configuration and weights; returns the shapes of the tensors by name.
 
-    Returns:
-        The shapes of the tensors by their names, as the safetensors have them.
-
-    Raises:
-        ModelError: as ``check_model_dir``, ``check_config``, ``check_token_ids`` and
-            ``check_weight_files``, or there are no weights.
+    Raises ModelError as ``check_model_dir``, ``check_config``, ``check_token_ids`` and
+    ``check_weight_files``, or if there are no weights.
     """
     check_model_dir(directory)
     written = read_json(directory / "config.json")
     check_config(written, directory)
     check_token_ids(written, directory)
-    if not any(found for pattern in _WEIGHT_FILES for found in directory.glob(pattern)):
+    if not any(file for pattern in _WEIGHT_FILES for file in directory.glob(pattern)):
         raise _broken(directory, "model", f"it has no weights ({', '.join(_WEIGHT_FILES)})")
     return check_weight_files(directory)
 
 
 def _download(name: str, revision: str | None, patterns: Sequence[str]) -> Path:
-    """The snapshot of a repository with the files that match."""
     try:
         import huggingface_hub
     except ModuleNotFoundError as error:
@@ -144,7 +133,7 @@ def _download(name: str, revision: str | None, patterns: Sequence[str]) -> Path:
             "huggingface_hub", f"{name} is no local directory, and a Hub id", "local"
         ) from error
     try:
-        found = huggingface_hub.snapshot_download(
+        directory = huggingface_hub.snapshot_download(
             name,
             revision=revision,
             allow_patterns=list(patterns),
@@ -153,19 +142,14 @@ def _download(name: str, revision: str | None, patterns: Sequence[str]) -> Path:
     except Exception as error:  # also what breaks off a download: the network, the disk, ...
         why, fix = explain_hub_error(error, name, revision)
         raise ModelError(f"cannot get the model {name}", why, fix) from error
-    return Path(found)
+    return Path(directory)
 
 
 def explain_hub_error(
     error: Exception, name: str, revision: str | None, kind: str = "model"
 ) -> tuple[str, str]:
-    """Why a download failed, and what can be done about it.
-
-    Args:
-        error: of ``huggingface_hub``.
-        name: id on the Hub.
-        revision: branch, tag or commit that was asked for.
-        kind: "model" or "data set".
+    """Why a download from the Hub failed, and what can be done about it; ``kind`` is "model" or
+    "data set".
     """
     from huggingface_hub import constants, errors
 
@@ -210,8 +194,8 @@ def _is_about_repository(error: Exception) -> bool:
     """Whether the Hub says what is wrong with the name, the revision or the access."""
     from huggingface_hub import errors
 
-    known = (errors.GatedRepoError, errors.RepositoryNotFoundError, errors.RevisionNotFoundError)
-    return isinstance(error, known)
+    classes = (errors.GatedRepoError, errors.RepositoryNotFoundError, errors.RevisionNotFoundError)
+    return isinstance(error, classes)
 
 
 def _http_status(error: BaseException | None) -> int | None:
@@ -225,15 +209,10 @@ def _http_status(error: BaseException | None) -> int | None:
 
 
 def check_model_dir(directory: Path, kind: str = "model") -> None:
-    """Refuse what is no Hugging Face directory, with the cause.
+    """Refuse what is no Hugging Face directory; weights are not read.
 
-    Args:
-        directory: to be checked; weights are not read.
-        kind: what it should hold, as messages say it.
-
-    Raises:
-        ModelError: it is missing, has no ``config.json``, or holds an adapter, GGUF files or
-            pointers of Git LFS instead of weights.
+    Raises ModelError if it is missing, has no ``config.json``, or holds an adapter, GGUF files or
+    pointers of Git LFS instead of weights. ``kind`` is what messages call it.
     """
     if not directory.is_dir():
         why, fix = "there is no such directory", "Give the path of a local Hugging Face directory"
@@ -258,11 +237,7 @@ def check_model_dir(directory: Path, kind: str = "model") -> None:
 
 
 def read_json(file: Path, kind: str = "model") -> dict[str, Any]:
-    """The object in a JSON file of a model's directory.
-
-    Raises:
-        ModelError: it cannot be read, or is no object.
-    """
+    """The object in a JSON file of a model's directory; raises ModelError if there is none."""
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
@@ -285,15 +260,10 @@ _TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
 def check_config(written: Mapping[str, Any], directory: Path, kind: str = "model") -> None:
-    """Refuse a ``config.json`` with a field of the wrong type, or a size that cannot be.
+    """Refuse a ``config.json``, or a nested one, with a field of the wrong type or an impossible
+    size.
 
-    Args:
-        written: its content; nested configurations are checked, too.
-        directory: where it is.
-        kind: what that should hold, as messages say it.
-
-    Raises:
-        ModelError: there is such a field; says which.
+    Raises ModelError with the field. ``kind`` is what messages call the directory's content.
     """
     for prefix, part in (("", written), ("text_config.", written.get("text_config"))):
         if not isinstance(part, Mapping):
@@ -313,10 +283,8 @@ def check_config(written: Mapping[str, Any], directory: Path, kind: str = "model
 
 
 def check_token_ids(written: Mapping[str, Any], directory: Path) -> None:
-    """Refuse a ``config.json`` that has passed ``check_config``, with an id that is no token.
-
-    Raises:
-        ModelError: there is one; says which.
+    """Raises ModelError for a ``config.json`` that has passed ``check_config``, with an id that is
+    no token.
     """
     for prefix, part in (("", written), ("text_config.", written.get("text_config"))):
         if not isinstance(part, Mapping):
@@ -355,10 +323,8 @@ def _is_ids(value: Any) -> bool:
 
 
 def check_generation_config(directory: Path, vocab_size: int, kind: str = "model") -> None:
-    """Refuse a ``generation_config.json`` that cannot be read, or whose ids are no tokens.
-
-    Raises:
-        ModelError: it is so; says what is wrong.
+    """Raises ModelError for a ``generation_config.json`` that cannot be read, or whose ids are no
+    tokens.
     """
     file = directory / "generation_config.json"
     if not file.exists():
@@ -374,13 +340,9 @@ def check_generation_config(directory: Path, vocab_size: int, kind: str = "model
 
 
 def check_weight_files(directory: Path, kind: str = "model") -> dict[str, tuple[int, ...]]:
-    """Refuse weights of which a file is missing, unreadable or cut short; reads the files' heads.
+    """The shapes of the tensors by name, from the heads of the weight files.
 
-    Returns:
-        The shapes of the tensors by their names, as the safetensors have them.
-
-    Raises:
-        ModelError: a file is missing, cannot be read or is cut short; says which.
+    Raises ModelError with the name of a file that is missing, unreadable or cut short.
     """
     try:
         return _stored_shapes(directory, kind)
@@ -418,8 +380,7 @@ def _indexed_shapes(index: Path, kind: str) -> dict[str, tuple[int, ...]]:
 def tensor_shapes(file: Path, kind: str = "model") -> dict[str, tuple[int, ...]]:
     """The shapes of the tensors in a safetensors file, all of whose bytes are there.
 
-    Raises:
-        ModelError: the file is cut short, or is none.
+    Raises ModelError if the file is cut short, or is none.
     """
     size = file.stat().st_size
     with file.open("rb") as stream:
@@ -452,11 +413,7 @@ def _check_archives(directory: Path, kind: str) -> None:
 
 
 def check_tokenizer_files(directory: Path, kind: str = "tokenizer") -> None:
-    """Refuse a tokenizer of which a JSON file cannot be read.
-
-    Raises:
-        ModelError: it is so; says which file.
-    """
+    """Raises ModelError for a tokenizer's JSON file that cannot be read."""
     for name in _TOKENIZER_FILES:
         if (directory / name).is_file():
             read_json(directory / name, kind)
@@ -485,8 +442,8 @@ def _refuse_adapter(directory: Path, kind: str) -> None:
     if not written.is_file() or any(not file.name.startswith("adapter_") for file in weights):
         return
     try:
-        found = json.loads(written.read_text(encoding="utf-8"))
-        method, base = found.get("peft_type") or "", found.get("base_model_name_or_path")
+        config = json.loads(written.read_text(encoding="utf-8"))
+        method, base = config.get("peft_type") or "", config.get("base_model_name_or_path")
     except (OSError, ValueError, AttributeError):
         method, base = "", None
     raise _broken(

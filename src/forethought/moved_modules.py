@@ -114,10 +114,8 @@ class MovedModules(MetaPathFinder, Loader):
 
 
 def former_name(module: str, name: str) -> Any:
-    """The object that a module once defined; for its ``__getattr__``.
-
-    Raises:
-        AttributeError: the module never had that name.
+    """The object that a module once defined; for its ``__getattr__``, so it raises
+    AttributeError.
     """
     home = FORMER_NAMES.get(module.removeprefix(_PREFIX), {}).get(name)
     if home is None:

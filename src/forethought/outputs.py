@@ -30,7 +30,7 @@ class ThoughtEnd(StrEnum):
     NATURAL = "natural"
     """The model wrote its closing marker."""
     SOFT = "soft"
-    """At a natural boundary behind ``thinking_soft`` tokens."""
+    """At a natural boundary after ``thinking_soft`` tokens."""
     BUDGET = "budget"
     """At ``thinking_budget`` tokens."""
 
@@ -54,7 +54,7 @@ class Logprob:
     rank: int | None = None
     """Rank of the token by probability; 1 is the most probable."""
     token: str | None = None
-    """Its text, where a tokenizer is at hand."""
+    """Its text, if there is a tokenizer."""
     raw: bytes | None = field(default=None, compare=False, repr=False)
     """Its bytes, where they are no text: of a part of a character."""
 
@@ -64,9 +64,8 @@ TokenLogprobs = dict[int, Logprob]
 
 
 class TokenConfidence(NamedTuple):
-    """How certain the model was where it chose a token, under its own distribution (raw logits).
-
-    Of p over V tokens, in nats; larger is more certain, but for ``entropy``.
+    """How certain the model was where it chose a token, under its own distribution (raw logits). Of
+    p over V tokens, in nats; larger is more certain, but for ``entropy``.
     """
 
     value: float
@@ -199,12 +198,12 @@ class DraftedStep(NamedTuple):
     drafter: str
     """By its name in the engine."""
     rejected: tuple[int, ...]
-    """Of a chain, the drafted tokens behind those; of a tree, the children of the last of those."""
+    """Of a chain, the drafted tokens after those; of a tree, the children of the last of those."""
 
 
 @dataclass(slots=True)
 class CompletionOutput:
-    """One sample of one prompt, complete or as far as it has come."""
+    """One sample of one prompt, complete or partial."""
 
     index: int
     """Which of the ``n`` samples, from 0."""

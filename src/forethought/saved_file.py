@@ -15,10 +15,8 @@ from forethought.errors import FileError, UsageError
 def check_folder(folder: Path) -> None:
     """Refuse a folder that no file can be made in, before the work whose results go there begins.
 
-    Of a folder that is not there yet, the nearest parent is tried. Nothing is made.
-
-    Raises:
-        UsageError: no file, or no folder of this name, can be made.
+    Of a folder that is not there yet, the nearest parent is tried. Nothing is made. Raises
+    UsageError.
     """
     try:
         nearest = next(path for path in (folder, *folder.parents) if path.exists())
@@ -32,12 +30,7 @@ def check_folder(folder: Path) -> None:
 def check_file(path: Path, kind: str) -> None:
     """Refuse the name of a file that could not be written in the end; see ``check_folder``.
 
-    Args:
-        path: of the file. Its folder must be there.
-        kind: what it will hold, as messages say it.
-
-    Raises:
-        UsageError: there is no such folder, it cannot be written to, or the name is a folder's.
+    Raises UsageError if its folder is missing or read-only, or the name is that of a folder.
     """
     if not path.parent.is_dir():
         why, fix = "there is no such folder", "Make it first"
@@ -50,9 +43,8 @@ def check_file(path: Path, kind: str) -> None:
 
 
 def save_text(path: str | Path, text: str, kind: str) -> None:
-    """Write ``text`` in UTF-8, in the place of what is there; see ``saving``.
-
-    A lone surrogate, which UTF-8 cannot hold, becomes its escape, as JSON writes it.
+    """Write ``text`` in UTF-8, in the place of what is there; see ``saving``. A lone surrogate,
+    which UTF-8 cannot hold, becomes its escape, as JSON writes it.
     """
     with saving(path, kind) as file:
         file.write_bytes(text.encode("utf-8", "backslashreplace"))
@@ -65,12 +57,7 @@ def saving(path: str | Path, kind: str) -> Iterator[Path]:
     Where the block or the disk fails, what was there is as it was. What is no ordinary file, such
     as a pipe, is written directly.
 
-    Args:
-        path: of the file.
-        kind: what it holds, as messages say it, such as ``"trace"``.
-
-    Raises:
-        FileError: the file cannot be written.
+    Raises FileError, which calls the file by its ``kind``, if it cannot be written.
     """
     try:
         target = Path(path).resolve()  # a link stays one

@@ -10,9 +10,8 @@ from typing import Any
 
 @contextmanager
 def without_progress_bars() -> Iterator[None]:
-    """Have transformers show no bars for what this thread does inside.
-
-    Other threads keep theirs, and the user's settings are as they were afterwards.
+    """Have transformers show no bars for what this thread does inside. Other threads keep theirs,
+    and the user's settings are as they were afterwards.
     """
     from transformers.utils import logging
 

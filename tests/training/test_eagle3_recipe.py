@@ -120,7 +120,7 @@ def test_distributions_are_restricted_to_the_draft_vocabulary() -> None:
         torch.tensor([[0.6, 0.2, 0.2], [0.5, 0.4, 0.1], [0.9, 0.1, 0.0]]),
         rows,
     )
-    assert distribution.known.tolist() == [True, False, False]
+    assert distribution.has_label.tolist() == [True, False, False]
     torch.testing.assert_close(
         distribution.probs, torch.tensor([[0.75, 0.0, 0.25], [0.0, 0.8, 0.2], [0.0, 0.0, 0.0]])
     )

@@ -253,7 +253,7 @@ def test_each_step_is_told_with_its_loss_its_speed_and_the_time_left(tmp_path: P
     assert [progress.step for progress in reported] == list(range(1, 31))
     assert all(progress.tokens_per_second > 0 for progress in reported)
     assert (reported[0].seconds_left > 0, reported[-1].seconds_left) == (True, 0.0)
-    found = [progress.found for progress in reported]
+    found = [progress.results for progress in reported]
     assert (found[9], found[10]) == ({}, {"acceptance_length": 2.5})
 
 

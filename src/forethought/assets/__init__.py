@@ -41,12 +41,9 @@ def is_reasoner(model: object) -> bool:
 def embedded_dir(name: str) -> Path:
     """Directory of an embedded model, or of embedded heads, in the Hugging Face layout.
 
-    Args:
-        name: of one that answers, judges or drafts, with or without the prefix:
-            ``"forethought/countdown"``, ``"countdown"``, ``"forethought/medusa"``.
+    ``name`` is as in ``"forethought/countdown"``, ``"countdown"``, ``"forethought/medusa"``.
 
-    Raises:
-        UnknownNameError: there is no such model.
+    Raises UnknownNameError if there is no such model.
     """
     short, names = name.removeprefix(PREFIX), (*MODELS, *REWARD_MODELS, *DRAFTERS)
     if short not in names:
@@ -70,19 +67,14 @@ def heads_dir(kind: str) -> Path:
 
 
 def problems(name: str = "reasoner") -> list[dict[str, Any]]:
-    """The shipped test problems of an embedded model, none of which it was trained on.
+    """The shipped test problems of an embedded model, none of which it was trained on, in order.
 
-    Args:
-        name: of the model; ``instruct`` is asked the problems of ``countdown``.
+    Each has ``question`` and ``answer``. Those of ``countdown``, which ``instruct`` is asked, too,
+    also have ``numbers`` and ``target``; their ``answer`` is one of many, which the verifier
+    ``countdown`` checks.
 
-    Returns:
-        The problems in their fixed order, each with the keys ``question`` and ``answer``. Those of
-        ``countdown`` also have ``numbers`` and ``target``; their ``answer`` is one of many, which
-        the verifier ``countdown`` checks.
-
-    Raises:
-        UnknownNameError: there is no such model.
+    Raises UnknownNameError if there is no such model.
     """
-    asked = "countdown" if name.removeprefix(PREFIX) == "instruct" else name
-    with (embedded_dir(asked) / "problems.jsonl").open(encoding="utf-8") as lines:
+    directory_name = "countdown" if name.removeprefix(PREFIX) == "instruct" else name
+    with (embedded_dir(directory_name) / "problems.jsonl").open(encoding="utf-8") as lines:
         return [json.loads(line) for line in lines]

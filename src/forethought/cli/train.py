@@ -152,8 +152,8 @@ class _ProgressBar:
         shown = [f"loss {progress.loss:.3f}"]
         if progress.tokens_per_second:
             shown.append(f"{progress.tokens_per_second:,.0f} tokens/s")
-        if "acceptance_length" in progress.found:
-            shown.append(f"acceptance length {progress.found['acceptance_length']:.2f}")
+        if "acceptance_length" in progress.results:
+            shown.append(f"acceptance length {progress.results['acceptance_length']:.2f}")
         self._bar.set_postfix_str(", ".join(shown), refresh=False)
         self._bar.update()
 

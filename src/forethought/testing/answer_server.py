@@ -19,13 +19,8 @@ from forethought.testing.samples import Respond, sample_logprobs
 
 
 class AnswerServer:
-    """What is answered, and what is under way.
-
-    Args:
-        respond: gives the text behind a prompt, by the request's seed.
-
-    Attributes:
-        url: where it listens.
+    """The function ``respond``, which gives the text after a prompt by the request's seed, and the
+    requests in progress. It listens at ``url``.
     """
 
     def __init__(self, respond: Respond) -> None:
@@ -97,7 +92,6 @@ class _Handler(BaseHTTPRequestHandler):
     disable_nagle_algorithm = True
 
     def do_POST(self) -> None:
-        """Answer a completion or a chat."""
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         self.answers.count(1)
         try:
@@ -130,21 +124,21 @@ def _cut(text: str, body: dict[str, Any]) -> tuple[str, str, str | None]:
     """The text up to its first stop string and ``max_tokens``, why it ends, and at which string."""
     stops = body.get("stop") or []
     stops = [stops] if isinstance(stops, str) else stops
-    found = min(((text.find(stop), stop) for stop in stops if stop in text), default=None)
-    kept = text if found is None else text[: found[0]]
+    match = min(((text.find(stop), stop) for stop in stops if stop in text), default=None)
+    answer = text if match is None else text[: match[0]]
     limit = body.get("max_tokens")
-    if limit is not None and len(kept) > limit:
-        return kept[:limit], "length", None
-    return kept, "stop", None if found is None else found[1]
+    if limit is not None and len(answer) > limit:
+        return answer[:limit], "length", None
+    return answer, "stop", None if match is None else match[1]
 
 
 def _completion_logprobs(entries: TokenLogprobs) -> dict[str, Any]:
-    """The log-probabilities of one token as completions give them; the chosen one stands first."""
-    found = {entry.token or "": entry.logprob for entry in entries.values()}
-    chosen = next(iter(found))
-    return {"tokens": [chosen], "token_logprobs": [found[chosen]], "top_logprobs": [found]}
+    """The log-probabilities of one token as completions give them; the chosen one comes first."""
+    by_token = {entry.token or "": entry.logprob for entry in entries.values()}
+    chosen = next(iter(by_token))
+    return {"tokens": [chosen], "token_logprobs": [by_token[chosen]], "top_logprobs": [by_token]}
 
 
 def _choice(is_chat: bool, number: int, text: str) -> dict[str, Any]:
-    said = {"delta": {"content": text}} if is_chat else {"text": text}
-    return {"index": number, "finish_reason": None, "logprobs": None, **said}
+    content = {"delta": {"content": text}} if is_chat else {"text": text}
+    return {"index": number, "finish_reason": None, "logprobs": None, **content}

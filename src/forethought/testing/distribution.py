@@ -44,19 +44,16 @@ Distribution = Mapping[tuple[int, ...], float]
 def sample(machine: Engine, prompt: Sequence[int]) -> list[Sequence[int]]:
     """``NUM_SAMPLES`` outputs of the engine."""
     params = [SAMPLED.replace(seed=seed) for seed in range(NUM_SAMPLES // SAMPLES_PER_SEED)]
-    samples = [each for one in params for each in machine.add(prompt, one)]
+    samples = [live for one in params for live in machine.add(prompt, one)]
     while machine.has_work:
         for event in machine.step():
             assert event.error is None, event.error
-    return [each.output for each in samples]
+    return [live.output for live in samples]
 
 
 def exact_distribution(machine: Engine, prompt: Sequence[int]) -> Distribution:
-    """The joint distribution of the tokens under ``SAMPLED``, from the model's log-probabilities.
-
-    Args:
-        machine: an engine without drafters.
-        prompt: token ids.
+    """The joint distribution of the tokens under ``SAMPLED``, from the model's log-probabilities;
+    ``machine`` is an engine without drafters.
     """
     distribution: dict[tuple[int, ...], float] = {(): 1.0}
     params = SamplingParams(temperature=0.0, max_tokens=1, logprobs=WIDTH, ignore_eos=True)

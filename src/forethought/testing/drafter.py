@@ -58,7 +58,7 @@ def check_drafter(
     prompts: Sequence[Sequence[int]] | None = None,
     max_draft_len: int = 4,
 ) -> list[str]:
-    """Run the suite.
+    """Run the suite; returns the sentences that hold, one per check.
 
     Args:
         drafter: an object, or a configuration.
@@ -66,11 +66,8 @@ def check_drafter(
         prompts: token ids, at least three prompts; None: some with repetitions.
         max_draft_len: for a drafter object, the greatest depth of its drafts.
 
-    Returns:
-        The sentences that hold, one per check.
-
     Raises:
-        AssertionError: with the sentence that does not.
+        AssertionError: with the sentence that does not hold.
         UsageError: the model or the drafter cannot be loaded.
     """
     config = drafter
@@ -102,7 +99,6 @@ class _Suite:
         }
 
     def run(self) -> list[str]:
-        """Every check in turn."""
         checks: list[Callable[[], None]] = [
             self.greedy_tokens_are_those_of_plain_decoding,
             self.penalties_see_the_path_of_each_node,
@@ -111,7 +107,7 @@ class _Suite:
             self.rewinds_forget,
             self.forks_agree,
             self.limits_and_stop_tokens_hold,
-            self.aborts_leave_nothing_behind,
+            self.aborts_free_all_pages,
             self.a_small_cache_changes_nothing,
         ]
         held = []
@@ -195,8 +191,8 @@ class _Suite:
             self._step(machine)
             fork = machine.fork(parent, len(parent.tokens) - len(forks) % 2)
             if len(fork.tokens) < len(prompt) + NUM_TOKENS:
-                left = len(prompt) + NUM_TOKENS - len(fork.tokens)
-                machine.resume(fork, GREEDY.replace(max_tokens=left))
+                num_remaining = len(prompt) + NUM_TOKENS - len(fork.tokens)
+                machine.resume(fork, GREEDY.replace(max_tokens=num_remaining))
             forks.append(fork)
         self._drain(machine)
         for live in (parent, *forks):
@@ -213,8 +209,7 @@ class _Suite:
             params = GREEDY.replace(stop_token_ids=(stop,))
             assert self._one(params) == output[: output.index(stop) + 1]
 
-    def aborts_leave_nothing_behind(self) -> None:
-        """Whenever a request is aborted, its pages are freed."""
+    def aborts_free_all_pages(self) -> None:
         for steps in range(1, 8):
             machine = self._engine()
             samples = [machine.add(prompt, GREEDY)[0] for prompt in self._prompts]

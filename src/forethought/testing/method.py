@@ -82,7 +82,10 @@ def check_method(
     counts: tuple[str, ...] = (),
     min_calls: int | None = None,
 ) -> list[str]:
-    """Run the suite.
+    """Run the suite; returns the sentences that hold, one per check.
+
+    Candidates are compared where both runs have one: which samples are ended early may depend on
+    their order, what is returned may not.
 
     Args:
         create: makes the method, with settings under which it generates a few samples. Its tags
@@ -94,25 +97,23 @@ def check_method(
         backends: those that the method can run on, ``script`` among them.
         params: sampling parameters of the request; by default a seed, ``max_tokens`` of 400 and a
             temperature.
-        counts: names in what the method says about its result (``meta``) that count work, which
-            differs from worker to worker, or with the order in which samples end; they are not
-            compared.
+        counts: names in ``meta`` that count work, which differs from worker to worker or with the
+            order in which samples end; they are not compared.
         min_calls: of a worker that the method is to make on these samples: with fewer, what
             distinguishes it has not run, and the checks say nothing. None: one for a plain
             generation, and two for all others.
 
-    Candidates are compared where both runs have one: which samples are ended early may depend on
-    their order, what is returned may not.
-
-    Returns:
-        The sentences that hold, one per check.
-
     Raises:
-        AssertionError: with the sentence that does not.
+        AssertionError: with the sentence that does not hold.
     """
     with tempfile.TemporaryDirectory(prefix="check-method-") as directory:
-        given = PARAMS if params is None else dict(params)
-        settings = {"prompt": prompt, "params": given, "counts": counts, "min_calls": min_calls}
+        sampling_params = PARAMS if params is None else dict(params)
+        settings = {
+            "prompt": prompt,
+            "params": sampling_params,
+            "counts": counts,
+            "min_calls": min_calls,
+        }
         suite = _Suite(create, respond, score, Path(directory), settings)
         return suite.run(backends)
 
@@ -134,7 +135,6 @@ class _Suite:
         self._num_calls = 0
 
     def run(self, backends: tuple[str, ...]) -> list[str]:
-        """Every check in turn."""
         checks: list[Callable[[], None]] = [
             self.the_same_samples_give_the_same_result,
             self.the_order_in_which_samples_finish_changes_nothing,
@@ -172,7 +172,7 @@ class _Suite:
         self._expect(self._decided(self._scripted()))
 
     def the_order_in_which_samples_finish_changes_nothing(self) -> None:
-        """Answers wait for so many turns of the event loop that they finish in other orders."""
+        """Answers wait for turns of the event loop, so that they finish in other orders."""
         for factor in (7, 5):
             worker = self._scripted()
             worker.turns = partial(_turns, factor)
@@ -190,38 +190,38 @@ class _Suite:
         for failing in self._some_calls():
             error = RuntimeError("this branch fails")
             worker = self._scripted(partial(_at, failing, Reply("", error=error)))
-            found = self._outcome(worker)
-            is_named = not isinstance(found, Exception) or "this branch fails" in str(found)
-            assert is_named, f"call {failing} failed, and the request with {found!r}"
+            outcome = self._outcome(worker)
+            is_named = not isinstance(outcome, Exception) or "this branch fails" in str(outcome)
+            assert is_named, f"call {failing} failed, and the request with {outcome!r}"
         worker = self._scripted(lambda number, text: Reply("", error=RuntimeError("all fail")))
-        found = self._outcome(worker)
-        assert isinstance(found, Exception), f"all calls failed, and the result is {found!r}"
+        outcome = self._outcome(worker)
+        assert isinstance(outcome, Exception), f"all calls failed, and the result is {outcome!r}"
 
     def a_branch_that_hangs_is_ended_by_the_timeout(self) -> None:
         """The request fails with ``RequestTimeout``, unless it does not need the branch."""
         for hanging in self._some_calls():
             worker = self._scripted(partial(_at, hanging, Reply("x", delay=_FOREVER)))
-            found = self._outcome(worker, timeout=TIMEOUT)
-            is_timeout = isinstance(found, RequestTimeout)
-            assert is_timeout or not isinstance(found, Exception), repr(found)
+            outcome = self._outcome(worker, timeout=TIMEOUT)
+            is_timeout = isinstance(outcome, RequestTimeout)
+            assert is_timeout or not isinstance(outcome, Exception), repr(outcome)
 
     def a_request_can_be_cancelled_at_any_call(self) -> None:
         """It fails with ``RequestCancelled``, and nothing of it runs on."""
         for number in self._some_calls():
             reached = threading.Event()
             worker = self._scripted(partial(_hang, number, reached))
-            found = self._outcome(worker, cancel_at=reached)
-            is_cancelled = isinstance(found, RequestCancelled)
-            assert is_cancelled or not isinstance(found, Exception), repr(found)
+            outcome = self._outcome(worker, cancel_at=reached)
+            is_cancelled = isinstance(outcome, RequestCancelled)
+            assert is_cancelled or not isinstance(outcome, Exception), repr(outcome)
 
     def a_budget_of_calls_is_kept(self) -> None:
         """Beyond it the request fails with ``BudgetExceeded``, or has the best answer so far."""
         for limit in sorted({1, max(1, self._num_calls // 2)}):
             worker = self._scripted()
-            found = self._outcome(worker, budget=Budget(calls=limit))
+            outcome = self._outcome(worker, budget=Budget(calls=limit))
             assert len(worker.calls) <= limit, f"{len(worker.calls)} calls of {limit} were made"
-            is_spent = isinstance(found, BudgetExceeded)
-            assert is_spent or not isinstance(found, Exception), repr(found)
+            is_spent = isinstance(outcome, BudgetExceeded)
+            assert is_spent or not isinstance(outcome, Exception), repr(outcome)
 
     def the_engine_gives_the_same_result_and_no_page_is_left(self) -> None:
         """With samples forced on a tiny model; also when the request is cancelled."""
@@ -231,9 +231,9 @@ class _Suite:
             for number in self._some_calls():
                 reached = threading.Event()
                 worker.expect(number, reached)
-                found = self._outcome(worker, cancel_at=reached)
-                is_cancelled = isinstance(found, RequestCancelled)
-                assert is_cancelled or not isinstance(found, Exception), repr(found)
+                outcome = self._outcome(worker, cancel_at=reached)
+                is_cancelled = isinstance(outcome, RequestCancelled)
+                assert is_cancelled or not isinstance(outcome, Exception), repr(outcome)
                 self._expect_empty(worker)
 
     # ---- running ------------------------------------------------------------------------------
@@ -241,7 +241,7 @@ class _Suite:
     def _outcome(
         self, worker: Worker, *, cancel_at: threading.Event | None = None, **options: Any
     ) -> Any:
-        """What a request comes to, its error or its decisions; nothing of it is left running."""
+        """The error or the decisions of a request; nothing of it is left running."""
         controller = self._create()
         workers = dict.fromkeys(methods.worker_tags(controller), worker)
         params = self._settings["params"]
@@ -252,24 +252,24 @@ class _Suite:
                 result.on_finish(cancel_at.set)
                 assert cancel_at.wait(WAIT), "the request hangs"
                 result.abort()
-            found = _found(result, self._settings["counts"])
-            left = asyncio.run_coroutine_threadsafe(_left(), llm.loop).result(WAIT)
-            assert not left, f"asyncio tasks are left: {left}"
-        return found
+            outcome = _result_of(result, self._settings["counts"])
+            task_names = asyncio.run_coroutine_threadsafe(_running_tasks(), llm.loop).result(WAIT)
+            assert not task_names, f"asyncio tasks are left: {task_names}"
+        return outcome
 
     def _decided(self, worker: Worker) -> Any:
-        found = self._outcome(worker)
-        if isinstance(found, Exception):
-            raise AssertionError(f"it fails: {found!r}") from found
-        return found
+        outcome = self._outcome(worker)
+        if isinstance(outcome, Exception):
+            raise AssertionError(f"it fails: {outcome!r}") from outcome
+        return outcome
 
-    def _expect(self, found: Any) -> None:
-        assert _agree(found, self._expected), f"{found} is not {self._expected}"
+    def _expect(self, outcome: Any) -> None:
+        assert _agree(outcome, self._expected), f"{outcome} is not {self._expected}"
 
     def _min_calls(self) -> int:
-        given: int | None = self._settings["min_calls"]
-        if given is not None:
-            return given
+        setting: int | None = self._settings["min_calls"]
+        if setting is not None:
+            return setting
         return 1 if isinstance(self._create(), NativeGenerationController) else 2
 
     def _some_calls(self) -> list[int]:
@@ -326,15 +326,10 @@ class _Suite:
 
 
 class _SampleWorker(ScriptedWorker):
-    """Answers with the samples.
+    """Answers with the samples of ``respond``, and reward tasks with ``score``.
 
-    Args:
-        respond: gives them.
-        score: answers reward tasks.
-        disturb: what is answered in place of a sample, by the number of the call.
-
-    Attributes:
-        turns: of the event loop that a call waits before it is answered, by its number.
+    ``disturb`` answers in place of a sample, by the number of the call; ``turns`` of the event loop
+    pass before a call, by its number, is answered.
     """
 
     def __init__(
@@ -349,12 +344,10 @@ class _SampleWorker(ScriptedWorker):
         self._num_begun = 0
 
     async def generation_handler(self, task: GenerationTask) -> TaskStatus:
-        """Wait, and generate."""
         await self._wait()
         return await super().generation_handler(task)
 
     async def stream_handler(self, task: StreamGenerationTask) -> TaskStatus:
-        """Wait, and generate the next tokens."""
         if not task.under_way:
             await self._wait()
         return await super().stream_handler(task)
@@ -392,16 +385,15 @@ class _ForcedWorker(EngineWorker):
         self._num_calls, self._awaited, self._reached = 0, number, reached
 
     def thinking(self, task: GenerationTask) -> None:
-        """Not known: the samples are what says whether there is a thought."""
+        """Left unset: the samples say whether there is a thought."""
 
     async def generation_handler(self, task: GenerationTask) -> TaskStatus:
-        """Generate, with the log-probabilities of the samples in the place of the model's."""
+        """Generate, with the log-probabilities of the samples in place of the model's."""
         status = await super().generation_handler(task)
         _score(task)
         return status
 
     async def stream_handler(self, task: StreamGenerationTask) -> TaskStatus:
-        """The same, step by step."""
         status = await super().stream_handler(task)
         _score(task)
         return status
@@ -425,13 +417,13 @@ class _ForcedWorker(EngineWorker):
 
 
 def _score(task: GenerationTask) -> None:
-    """Give a task the log-probabilities and confidences that are said for its text."""
+    """Give a task the log-probabilities and confidences of its text."""
     scores = sample_logprobs(task.output_str or "")
     if task.logprobs is not None:
         task.logprobs = scores[: len(task.logprobs)]
     if task.confidences is not None and task.confidence is not None:
-        found = [confidence_of(each, task.confidence) for each in scores]
-        task.confidences = [*found[: len(task.confidences)]]
+        confidences = [confidence_of(logprobs, task.confidence) for logprobs in scores]
+        task.confidences = [*confidences[: len(task.confidences)]]
 
 
 def _seed(task: GenerationTask, number: int) -> int:
@@ -446,7 +438,6 @@ def _turns(factor: int, number: int) -> int:
 
 
 def _at(number: int, reply: Reply, call: int, text: str) -> str | Reply:
-    """``reply`` for the call of this number, the sample for all others."""
     return reply if call == number else text
 
 
@@ -457,7 +448,7 @@ def _hang(number: int, reached: threading.Event, call: int, text: str) -> str | 
     return Reply(text, delay=_FOREVER)
 
 
-def _found(result: ScaffoldingResult, counts: tuple[str, ...]) -> Any:
+def _result_of(result: ScaffoldingResult, counts: tuple[str, ...]) -> Any:
     """The error of a request, or what it has decided."""
     ended = threading.Event()
     result.on_finish(ended.set)
@@ -477,18 +468,17 @@ def _decisions(result: ScaffoldingResult, counts: tuple[str, ...]) -> Any:
     ]
 
 
-def _agree(found: Sequence[Any], expected: Sequence[Any]) -> bool:
-    """Whether two runs have decided the same, as far as the order of the samples does not matter.
-
-    A candidate is None where its sample was ended early.
+def _agree(outcome: Sequence[Any], expected: Sequence[Any]) -> bool:
+    """Whether two runs have decided the same, up to the order of the samples. A candidate is None
+    where its sample was ended early.
     """
-    if len(found) != len(expected):
+    if len(outcome) != len(expected):
         return False
     return all(
         (one[:2], one[3]) == (other[:2], other[3])
         and len(one[2]) == len(other[2])
         and all(a == b for a, b in zip(one[2], other[2], strict=True) if None not in (a, b))
-        for one, other in zip(found, expected, strict=True)
+        for one, other in zip(outcome, expected, strict=True)
     )
 
 
@@ -502,7 +492,7 @@ def _plain(meta: Any, counts: tuple[str, ...]) -> Any:
     return json.loads(text, object_pairs_hook=kept)
 
 
-async def _left() -> list[str]:
+async def _running_tasks() -> list[str]:
     """Names of asyncio tasks that are still there, after those that are ending have ended."""
     others = asyncio.all_tasks() - {asyncio.current_task()}
     if others:

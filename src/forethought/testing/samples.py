@@ -13,7 +13,7 @@ from collections.abc import Callable
 from forethought.outputs import Logprob, TokenLogprobs
 
 Respond = Callable[[str, int], str]
-"""What is generated behind a prompt, given a seed; never empty."""
+"""What is generated after a prompt, given a seed; never empty."""
 
 _MARKS = "~^@|&%$#"
 """The first character of an answer says which one it is."""
@@ -32,14 +32,14 @@ def sample_answer(prompt: str, seed: int) -> str:
     if prompt.endswith("{"):
         return f"{_MARKS.index(last[1]) // 2}}}" if last[0] >= 0 else "0}"
     if last[0] >= 0:
-        known, answer = prompt[last[0] :], _answer(_MARKS.index(last[1]))
-        if answer.startswith(known) and known != answer:
-            return answer[len(known) :]
+        beginning, answer = prompt[last[0] :], _answer(_MARKS.index(last[1]))
+        if answer.startswith(beginning) and beginning != answer:
+            return answer[len(beginning) :]
     drawn = _drawn(prompt, seed)
-    asked = prompt.rstrip().lower()
-    if asked.endswith("score:"):
+    question = prompt.rstrip().lower()
+    if question.endswith("score:"):
         return str(drawn % 10)
-    if asked.endswith("(sure, likely or impossible):"):
+    if question.endswith("(sure, likely or impossible):"):
         return _JUDGEMENTS[drawn % len(_JUDGEMENTS)]
     return _answer(drawn % len(_MARKS))
 
@@ -51,17 +51,17 @@ def sample_score(question: str, answer: str) -> float:
 
 def sample_logprobs(text: str) -> list[TokenLogprobs]:
     """Log-probabilities of the characters of a text, and of one other in the place of each."""
-    found = []
+    logprobs = []
     for place, token in enumerate(text):
         share = 0.5 + _drawn(text[: place + 1], 0) % 400 / 1000
         other = "?" if token != "?" else "!"
-        found.append(
+        logprobs.append(
             {
                 ord(token): Logprob(math.log(share), 1, token),
                 ord(other): Logprob(math.log(1 - share), 2, other),
             }
         )
-    return found
+    return logprobs
 
 
 def _answer(number: int) -> str:

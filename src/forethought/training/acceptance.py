@@ -27,14 +27,7 @@ from forethought.training.teacher import Teacher
 
 
 class AcceptanceEvaluation:
-    """Decodes some prompts with a drafter.
-
-    Args:
-        teacher: the target.
-        prompts: token ids; none of them trained on.
-        max_tokens: of each answer.
-        temperature: of the answers.
-    """
+    """Decodes some prompts, none of them trained on, with a drafter, at a temperature."""
 
     def __init__(
         self,
@@ -47,21 +40,18 @@ class AcceptanceEvaluation:
         self._params = SamplingParams(temperature=temperature, max_tokens=max_tokens, seed=0)
 
     def __call__(self, drafter: DecodingBaseConfig) -> dict[str, float]:
-        """Measure a drafter.
+        """Measure a drafter: ``acceptance_length``, mean tokens per step, that of the target
+        included; ``accepted_k`` for k = 1, 2, ...: share of the steps that accepted k drafted
+        tokens or more.
 
-        Returns:
-            ``acceptance_length``: mean tokens per step, that of the target included; ``accepted_k``
-            for k = 1, 2, ...: share of the steps that accepted k drafted tokens or more.
-
-        Raises:
-            UsageError: the drafter cannot be loaded.
+        Raises UsageError if the drafter cannot be loaded.
         """
         params = [self._params] * len(self._prompts)
         metrics = self._teacher.generate(self._prompts, params, drafter).metrics
-        found = {"acceptance_length": metrics.mean_acceptance_length or 1.0}
+        results = {"acceptance_length": metrics.mean_acceptance_length or 1.0}
         for position, count in enumerate(metrics.accepted_by_position, start=1):
-            found[f"accepted_{position}"] = count / metrics.steps
-        return found
+            results[f"accepted_{position}"] = count / metrics.steps
+        return results
 
 
 def with_draft_len(config: DecodingBaseConfig, draft_len: int | None) -> DecodingBaseConfig:
@@ -96,14 +86,16 @@ def main() -> None:
     for temperature in options.temperatures:
         evaluation = AcceptanceEvaluation(teacher, prompts, options.max_tokens, temperature)
         for draft_len in options.lengths or [None]:
-            found = evaluation(with_draft_len(config, draft_len))
-            shares = " ".join(f"{found[name]:.2f}" for name in found if name != "acceptance_length")
+            results = evaluation(with_draft_len(config, draft_len))
+            shares = " ".join(
+                f"{results[name]:.2f}" for name in results if name != "acceptance_length"
+            )
             sys.stdout.write(
                 f"T={temperature}  K={draft_len or config.max_draft_len}"
-                f"  {found['acceptance_length']:.2f} tokens per step"
+                f"  {results['acceptance_length']:.2f} tokens per step"
                 f"  accepted by position {shares}\n"
             )
-            rows.append({"temperature": temperature, "draft_len": draft_len, **found})
+            rows.append({"temperature": temperature, "draft_len": draft_len, **results})
     sys.stdout.write(json.dumps({"rows": rows}) + "\n")
 
 

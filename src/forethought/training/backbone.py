@@ -30,13 +30,7 @@ from forethought.training.teacher import Teacher
 
 
 class LoraAdapter(nn.Module):
-    """The product that is added to one layer's output.
-
-    Args:
-        inputs, outputs: of the layer.
-        rank: rows of ``A``.
-        scale: factor on the product.
-    """
+    """The product ``scale * B A x`` that is added to one layer's output; A has ``rank`` rows."""
 
     def __init__(self, inputs: int, outputs: int, rank: int, scale: float) -> None:
         super().__init__()
@@ -105,13 +99,13 @@ class LoraAdapters(nn.Module):
 
     def merged(self) -> dict[str, Tensor]:
         """The adapted layers' weights by their names in the model, in its dtype and layout."""
-        found = {}
+        weights = {}
         for name, layer in self._layers.items():
             added = self._adapters[_key(name)].weight()
             if isinstance(layer, Conv1D):
                 added = added.T
-            found[f"{name}.weight"] = (layer.weight.float() + added).to(layer.weight.dtype)
-        return found
+            weights[f"{name}.weight"] = (layer.weight.float() + added).to(layer.weight.dtype)
+        return weights
 
 
 def _is_quantised(module: PreTrainedModel) -> bool:
@@ -127,7 +121,6 @@ def _adding(adapter: nn.Module) -> Any:
 
 
 def _sizes(layer: nn.Module) -> tuple[int, int]:
-    """Numbers of inputs and outputs."""
     rows, columns = layer.weight.shape
     return (rows, columns) if isinstance(layer, Conv1D) else (columns, rows)
 
@@ -150,14 +143,11 @@ class BackboneOutput:
 
 
 class Backbone:
-    """A teacher's model and its adapters.
+    """A teacher's model and its adapters. Raises ModelError if it has no layers to adapt.
 
     Args:
         teacher: loaded with ``fuse=False``; its model stays the original.
         rank, alpha: see :class:`~forethought.training.backbone.LoraAdapters`.
-
-    Raises:
-        ModelError: it has no layers to adapt.
     """
 
     def __init__(self, teacher: Teacher, rank: int, alpha: float) -> None:
@@ -169,10 +159,8 @@ class Backbone:
         self._attention = "sdpa" if sdpa else "eager"
 
     def original(self, tokens: Tensor) -> BackboneOutput:
-        """Read texts as the original does, without gradients.
-
-        Args:
-            tokens: int64 ``[R, W]``, padded at their ends with any tokens.
+        """Read texts, int64 ``[R, W]``, padded at their ends, as the original does; without
+        gradients.
         """
         with torch.no_grad():
             return self._read(tokens)
@@ -192,8 +180,8 @@ class Backbone:
             open_.enter_context(self._differentiable())
             hook = self._module.get_decoder().register_forward_hook(keep_output)
             open_.callback(hook.remove)
-            seen = torch.ones_like(tokens)  # causal: padding comes after all that counts
-            output = self._module(input_ids=tokens, attention_mask=seen, use_cache=False)
+            all_ones = torch.ones_like(tokens)  # causal: padding comes after all that counts
+            output = self._module(input_ids=tokens, attention_mask=all_ones, use_cache=False)
         return BackboneOutput(states[0], output.logits)
 
     @contextmanager

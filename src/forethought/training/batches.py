@@ -47,8 +47,6 @@ class TrainingBatches:
     """Batches of texts, each read by the target when it is asked for.
 
     Args:
-        texts: at least one.
-        teacher: the target.
         layer_ids: indices of the hidden states to take.
         tokens: of a batch, padding included; a longer text has a batch to itself.
         seed: of the shuffling.
@@ -71,18 +69,18 @@ class TrainingBatches:
     def __call__(self, step: int) -> TrainingBatch:
         """The batch of a step, counted from 0."""
         texts = self._batches(step)
-        seen = self._teacher.observe([t.token_ids for t in texts], self._layer_ids, self._width)
-        tokens, taught = pad_texts(texts, seen.probs.device)
+        observed = self._teacher.observe([t.token_ids for t in texts], self._layer_ids, self._width)
+        tokens, taught = pad_texts(texts, observed.probs.device)
         lengths = [len(text) for text in texts]
         return TrainingBatch(
             tokens=tokens,
             taught=taught,
-            lengths=torch.tensor(lengths, device=seen.probs.device),
+            lengths=torch.tensor(lengths, device=observed.probs.device),
             states={
-                layer_id: _padded(all_.split(lengths)) for layer_id, all_ in seen.states.items()
+                layer_id: _padded(all_.split(lengths)) for layer_id, all_ in observed.states.items()
             },
-            choices=_padded(seen.choices.split(lengths)),
-            probs=_padded(seen.probs.split(lengths)),
+            choices=_padded(observed.choices.split(lengths)),
+            probs=_padded(observed.probs.split(lengths)),
         )
 
 
@@ -100,23 +98,15 @@ def _padded(parts: Sequence[Tensor]) -> Tensor:
 def cross_entropy_terms(logits: Tensor, choices: Tensor, probs: Tensor) -> Tensor:
     """Terms ``-p log q`` of the cross entropy, in nats: float32 ``[..., K]``.
 
-    Args:
-        logits: of q, ``[..., vocab]``.
-        choices: int64 ``[..., K]``, the most probable tokens of p.
-        probs: float32 ``[..., K]``, their probabilities; the rest of p is left out.
+    ``logits`` ``[..., vocab]`` are those of q; ``choices`` (int64) and ``probs`` (float32), both
+    ``[..., K]``, are the most probable tokens of p, whose rest is left out.
     """
     logits = logits.float()
     return probs * (logits.logsumexp(-1, keepdim=True) - logits.gather(-1, choices))
 
 
 class Batches(Generic[_Text]):
-    """Texts in batches.
-
-    Args:
-        texts: at least one.
-        tokens: of a batch, padding included; a longer text has a batch to itself.
-        seed: of the shuffling.
-    """
+    """Texts in batches of ``tokens``, padding included; a longer text has a batch to itself."""
 
     def __init__(self, texts: Sequence[_Text], tokens: int, seed: int) -> None:
         self._texts, self._tokens, self._seed = texts, tokens, seed

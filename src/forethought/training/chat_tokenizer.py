@@ -33,12 +33,8 @@ def prompt_text(question: str) -> str:
 
 
 def train_bpe(texts: Iterable[str], size: int, words: str) -> Tokenizer:
-    """Learn the merges from texts.
-
-    Args:
-        texts: to learn from, without the markers.
-        size: of the vocabulary, markers included.
-        words: a regular expression; no token reaches beyond one of its matches.
+    """Learn the merges from texts without the markers; ``size`` includes these. No token reaches
+    beyond a match of the regular expression ``words``.
     """
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(

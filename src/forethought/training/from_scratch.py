@@ -321,10 +321,10 @@ def run_worker(worker: int, curriculum: Curriculum, options: argparse.Namespace)
 
 @torch.no_grad()
 def average_with(network: Llama, directory: Path, share: float) -> None:
-    """Make the weights ``share`` of their own and the rest of those in ``directory``.
+    """Average the weights with those in ``directory``, ``share`` being that of their own.
 
-    Between a model and what it was tuned to, the mean keeps most of what both know (Wortsman et al.
-    2022, "Robust fine-tuning of zero-shot models", arXiv 2109.01903).
+    Between a model and what it was tuned to, the mean keeps most of both (Wortsman et al. 2022,
+    "Robust fine-tuning of zero-shot models", arXiv 2109.01903).
     """
     other = Llama(network.shape)
     other.load(directory)
@@ -334,7 +334,6 @@ def average_with(network: Llama, directory: Path, share: float) -> None:
 
 
 def _begin(curriculum: Curriculum, options: argparse.Namespace) -> tuple[Tokenizer, Llama]:
-    """Tokenizer and network at step 0: new ones, or those of the model to begin with."""
     if options.start is not None:
         return Tokenizer.from_file(str(options.start / "tokenizer.json")), Llama.of(options.start)
     tokenizer = curriculum.train_tokenizer(options.seed)

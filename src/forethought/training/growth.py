@@ -12,7 +12,7 @@ fraction of training it from new weights. Both ways to grow leave the function u
   copies; what reads a unit divides its weight among the copies. The shares are drawn, as copies
   with equal shares would have equal gradients for ever.
 * **Depth** (block expansion: Wu et al., "LLaMA Pro: Progressive LLaMA with Block Expansion", 2024,
-  arXiv 2401.02415). Behind a layer stand copies of it whose two output matrices are zero, so they
+  arXiv 2401.02415). A layer is followed by copies of it whose two output matrices are zero, so they
   add nothing to the residual stream until they are trained.
 """
 
@@ -38,7 +38,6 @@ def grow(network: Llama, width: int = 1, num_layers: int | None = None, seed: in
     """A network that gives the logits of ``network``, up to rounding.
 
     Args:
-        network: is left as it is.
         width: number of copies of each unit and head.
         num_layers: of the new network, spread evenly over the old ones; None: as many.
         seed: of the shares in which weights are divided.
@@ -54,15 +53,15 @@ def grow(network: Llama, width: int = 1, num_layers: int | None = None, seed: in
             f"width {width}, and {num_layers} layers where there are {old.num_layers}",
             "Give a width of at least 1, and at least as many layers",
         )
-    made = Llama(_grown_shape(old, width, num_layers))
+    grown = Llama(_grown_shape(old, width, num_layers))
     shares = _Shares(width, seed)
-    made.embedding.weight.copy_(network.embedding.weight.repeat(1, width))
-    made.norm.weight.copy_(shares.divide(network.norm.weight))
+    grown.embedding.weight.copy_(network.embedding.weight.repeat(1, width))
+    grown.norm.weight.copy_(shares.divide(network.norm.weight))
     sources = [index * old.num_layers // num_layers for index in range(num_layers)]
     for index, source in enumerate(sources):
         is_copy = index > 0 and sources[index - 1] == source
-        _grow_layer(network.layers[source], made.layers[index], shares, is_copy)
-    return made
+        _grow_layer(network.layers[source], grown.layers[index], shares, is_copy)
+    return grown
 
 
 class _Shares:
@@ -118,8 +117,8 @@ def main() -> None:
     start = find_model_dir(options.start)
     network = Llama.of(start)
     tokenizer = Tokenizer.from_file(str(start / "tokenizer.json"))
-    made = grow(network, options.width, options.layers, options.seed)
-    export_model(made, tokenizer, options.out)
+    grown = grow(network, options.width, options.layers, options.seed)
+    export_model(grown, tokenizer, options.out)
 
 
 if __name__ == "__main__":

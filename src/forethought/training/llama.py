@@ -66,11 +66,7 @@ class LlamaShape:
 
     @classmethod
     def of(cls, directory: Path) -> Self:
-        """The sizes of a model that was trained here.
-
-        Raises:
-            ModelError: there is no such ``config.json``.
-        """
+        """The sizes of a model that was trained here; ModelError if it has no ``config.json``."""
         try:
             config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
             return cls(**{name: config[key] for name, key in _CONFIG_NAMES.items()})
@@ -92,8 +88,8 @@ def rotary_tables(shape: LlamaShape, length: int) -> tuple[Tensor, Tensor]:
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotary embedding of x ``[..., head_dim]``; cos and sin broadcast against it."""
-    left, right = x.chunk(2, dim=-1)
-    return x * cos + torch.cat([-right, left], dim=-1) * sin
+    x0, x1 = x.chunk(2, dim=-1)
+    return x * cos + torch.cat([-x1, x0], dim=-1) * sin
 
 
 class LlamaLayer(nn.Module):
@@ -190,11 +186,7 @@ class Llama(nn.Module):
 
     @classmethod
     def of(cls, directory: Path) -> Self:
-        """The network that :meth:`save` wrote, with its sizes.
-
-        Raises:
-            ModelError: there is none.
-        """
+        """The network that :meth:`save` wrote; raises ModelError if there is none."""
         network = cls(LlamaShape.of(directory))
         network.load(directory)
         return network
@@ -202,8 +194,7 @@ class Llama(nn.Module):
     def load(self, directory: Path) -> None:
         """Take the weights that :meth:`save` wrote, which bf16 has rounded.
 
-        Raises:
-            ModelError: they are not there, or those of another shape.
+        Raises ModelError if they are missing or of another shape.
         """
         try:
             saved = load_file(directory / "model.safetensors")
@@ -225,9 +216,7 @@ class Llama(nn.Module):
     def llama_config(self, eos_token_id: int, dtype: str = "bfloat16") -> dict[str, object]:
         """The ``config.json`` with which transformers loads :meth:`llama_state`.
 
-        Args:
-            eos_token_id: end of sequence and padding.
-            dtype: that the model is to run in, whatever its weights are stored in.
+        ``eos_token_id`` pads, too. ``dtype`` is what the model is to run in, however it is stored.
         """
         shape = self.shape
         return {
@@ -264,15 +253,10 @@ class Llama(nn.Module):
 
 
 def muon_groups(network: Llama, weight_decay: float | None = None) -> list[ParameterGroup]:
-    """Muon for the matrices of the layers, AdamW without weight decay for embedding and norms.
-
-    Args:
-        network: its parameters are grouped.
-        weight_decay: of the matrices; None: that of the settings.
-    """
+    """Muon for the matrices of the layers, AdamW without weight decay for embedding and norms."""
     matrices = [weight for weight in network.layers.parameters() if weight.ndim == 2]
-    known = {id(weight) for weight in matrices}
-    others = [weight for weight in network.parameters() if id(weight) not in known]
+    matrix_ids = {id(weight) for weight in matrices}
+    others = [weight for weight in network.parameters() if id(weight) not in matrix_ids]
     return [
         ParameterGroup(others, weight_decay=0.0),
         ParameterGroup(matrices, muon=True, weight_decay=weight_decay),

@@ -49,35 +49,29 @@ _DISTILLATION = ("temperatures", "max_tokens", "probe_share")
 
 
 class Divergence:
-    """Compares the next-token distributions of two models at every position of some answers.
-
-    Args:
-        original: the model that the other one was adapted from.
-        texts: prompts with answers.
+    """Compares the next-token distributions of an adapted model with those of its original, at
+    every position of some answers.
     """
 
     def __init__(self, original: Teacher, texts: Sequence[Text]) -> None:
         self._original, self._ids = original, [text.token_ids for text in texts]
-        self._wanted = torch.cat([_before_answer(text) for text in texts])
+        self._in_answer = torch.cat([_before_answer(text) for text in texts])
 
     def __call__(self, adapted: Teacher) -> dict[str, float]:
-        """Compare.
-
-        Returns:
-            ``kl``: mean KL(original || adapted) in nats, at temperature 1; ``same_choice``: share
-            of the positions where the two agree on the most probable token.
+        """``kl``: mean KL(original || adapted) in nats, at temperature 1; ``same_choice``: share of
+        the positions where the two agree on the most probable token.
         """
         divergence, same, begin = 0.0, 0, 0
         both = zip(
             self._original.distributions(self._ids), adapted.distributions(self._ids), strict=True
         )
         for original, other in both:
-            wanted = self._wanted[begin : begin + len(original)].to(original.device)
+            in_answer = self._in_answer[begin : begin + len(original)].to(original.device)
             begin += len(original)
-            original, other = original[wanted], other[wanted]  # [N, vocab]
+            original, other = original[in_answer], other[in_answer]  # [N, vocab]
             divergence += float(F.kl_div(other, original, reduction="sum", log_target=True))
             same += int((original.argmax(-1) == other.argmax(-1)).sum())
-        count = int(self._wanted.sum())
+        count = int(self._in_answer.sum())
         # Rounding may make the sum of a divergence of 0 negative.
         return {"kl": max(0.0, divergence / count), "same_choice": same / count}
 
@@ -98,10 +92,8 @@ class Source:
     """Prompts that the target answers."""
 
     def count(self) -> int:
-        """Number of texts or prompts in the file: an upper bound of the number of texts.
-
-        Raises:
-            UsageError: the file cannot be read.
+        """Number of texts or prompts in the file: an upper bound of the number of texts. Raises
+        UsageError if the file cannot be read.
         """
         path, kind = (self.prompts, "prompts") if self.data is None else (self.data, "texts")
         assert path is not None, "one of the two is given"
@@ -156,11 +148,7 @@ class TrainingRun:
 
     @cached_property
     def teacher(self) -> Teacher:
-        """The target.
-
-        Raises:
-            ModelError: it cannot be loaded.
-        """
+        """The target; raises ModelError if it cannot be loaded."""
         return self._target.load(fuse=not self.settings.adapts)
 
     @property
@@ -181,9 +169,8 @@ class TrainingRun:
     def check(self, source: Source, held_out: int) -> None:
         """Check everything that needs no target.
 
-        Raises:
-            UsageError: there are too few texts, they cannot be read, the directory cannot be
-                written, or its checkpoint cannot be resumed from.
+        Raises UsageError if there are too few texts, they cannot be read, the directory cannot be
+        written, or its checkpoint cannot be resumed from.
         """
         _check_held_out(held_out, source.count())
         check_folder(self._out)
@@ -201,14 +188,9 @@ class TrainingRun:
     ) -> dict[str, float]:
         """Train to the end, resuming an earlier run in the same directory.
 
-        Args:
-            source: of the texts.
-            held_out: number of texts, the first ones, that are evaluated on and not trained on.
-            on_step: called after each step.
-
-        Returns:
-            Results of the last evaluation: see ``AcceptanceEvaluation``, and ``Divergence`` where
-            the target is adapted.
+        The first ``held_out`` texts are evaluated on and not trained on. Returns the results of the
+        last evaluation: see ``AcceptanceEvaluation``, and ``Divergence`` where the target is
+        adapted.
 
         Raises:
             UsageError: as :meth:`check`, or the target cannot be loaded.
@@ -234,13 +216,13 @@ class TrainingRun:
 
     def _evaluate(self, drafter: Path, texts: Sequence[Text]) -> dict[str, float]:
         """Acceptance of the drafter, and divergence of the adapted target."""
-        target, found = self.teacher, dict[str, float]()
+        target, divergence = self.teacher, dict[str, float]()
         if self.model is not None:
             target = Teacher.load(self.model, "auto", str(self.teacher.lm.device), fuse=False)
-            found = Divergence(self.teacher, texts)(target)
+            divergence = Divergence(self.teacher, texts)(target)
         prompts = [text.prompt for text in texts]
         evaluation = AcceptanceEvaluation(target, prompts, self._answers.max_tokens)
-        return evaluation(self._recipe.decoding(drafter)) | found
+        return evaluation(self._recipe.decoding(drafter)) | divergence
 
     def _texts(self, source: Source) -> list[Text]:
         max_len = self.teacher.lm.max_positions

@@ -53,13 +53,7 @@ class Observed:
 
 
 class Teacher:
-    """A target model with its tokenizer.
-
-    Args:
-        lm: the model.
-        tokenizer: its tokenizer.
-        directory: of model and tokenizer.
-    """
+    """A target model with its tokenizer, both from ``directory``."""
 
     def __init__(self, lm: CausalLM, tokenizer: Tokenizer, directory: Path) -> None:
         self.lm, self.tokenizer, self.directory = lm, tokenizer, directory
@@ -69,16 +63,10 @@ class Teacher:
     def load(
         cls, directory: Path, dtype: str = "auto", device: str = "auto", fuse: bool = True
     ) -> Teacher:
-        """Load a local Hugging Face directory.
+        """Load a local Hugging Face directory; raises ModelError if that fails.
 
-        Args:
-            directory: of the model.
-            dtype, device: of its weights.
-            fuse: use the native or the fused forward where there is one; ``module`` is then not
-                available.
-
-        Raises:
-            ModelError: it cannot be loaded.
+        With ``fuse``, the native or the fused forward is used where there is one, and ``module`` is
+        not available.
         """
         lm = loader.load(
             directory,
@@ -103,12 +91,8 @@ class Teacher:
     def observe(
         self, texts: Sequence[Sequence[int]], layer_ids: Sequence[int], width: int = 8
     ) -> Observed:
-        """Hidden states and top-k probabilities at every token.
-
-        Args:
-            texts: token ids; each fits the context.
-            layer_ids: indices of the hidden states to take.
-            width: K.
+        """Hidden states of ``layer_ids`` and the top ``width`` probabilities at every token; each
+        text fits the context.
         """
         reader = _Reader(layer_ids)
         top_k: list[tuple[Tensor, Tensor]] = []
@@ -116,17 +100,14 @@ class Teacher:
             top = logits.softmax(dim=-1).topk(min(width, logits.shape[-1]))
             top_k.append((top.indices, top.values))
         return Observed(
-            {layer_id: torch.cat(found) for layer_id, found in reader.found.items()},
+            {layer_id: torch.cat(states) for layer_id, states in reader.states.items()},
             torch.cat([indices for indices, _ in top_k]),
             torch.cat([values for _, values in top_k]),
         )
 
     def distributions(self, texts: Sequence[Sequence[int]]) -> Iterator[Tensor]:
-        """Next-token distributions at every token of texts, in their order.
-
-        Yields:
-            Log-probabilities at temperature 1 in nats, float32 ``[T, vocab]``, of some whole texts.
-            How many depends on the texts alone.
+        """Log-probabilities of the next token at temperature 1 in nats, float32 ``[T, vocab]``, at
+        every token of some whole texts at a time; how many depends on the texts alone.
         """
         for logits in self._read(texts, _Reader(())):
             yield logits.log_softmax(dim=-1)
@@ -149,12 +130,8 @@ class Teacher:
         params: Sequence[SamplingParams],
         drafter: DecodingBaseConfig | None = None,
     ) -> Answers:
-        """Continue prompts through the engine.
-
-        Args:
-            prompts: token ids.
-            params: one for each.
-            drafter: for speculative decoding; None: without.
+        """Continue prompts through the engine, with one of ``params`` each, speculatively if
+        ``drafter``.
 
         Raises:
             UsageError: a prompt does not fit, or the drafter cannot be loaded.
@@ -162,7 +139,9 @@ class Teacher:
         """
         machine = self._engine(drafter)
         began = time.perf_counter()
-        live = [machine.add(ids, each)[0] for ids, each in zip(prompts, params, strict=True)]
+        live = [
+            machine.add(ids, sampling)[0] for ids, sampling in zip(prompts, params, strict=True)
+        ]
         while machine.has_work:
             for event in machine.step():
                 if event.error is not None:
@@ -206,12 +185,11 @@ class _Reader:
 
     def __init__(self, layer_ids: Sequence[int]) -> None:
         self.layer_ids = tuple(layer_ids)
-        self.found: dict[int, list[Tensor]] = {layer_id: [] for layer_id in layer_ids}
+        self.states: dict[int, list[Tensor]] = {layer_id: [] for layer_id in layer_ids}
 
     def write(self, slots: Tensor, states: Mapping[int, Tensor]) -> None:
-        """Keep copies of the states, by layer."""
         for layer_id in self.layer_ids:
-            self.found[layer_id].append(states[layer_id].clone())  # out of inference mode
+            self.states[layer_id].append(states[layer_id].clone())  # out of inference mode
 
     def mark_stored(self, slots: object) -> None:
         """Nothing is stored by slot here."""

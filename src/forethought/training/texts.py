@@ -68,31 +68,29 @@ class Text:
 
 
 def load_texts(path: Path, tokenizer: Tokenizer, max_len: int) -> list[Text]:
-    """The texts of a file, truncated to ``max_len`` tokens; those left without answer are dropped.
+    """The texts of a file, truncated to ``max_len`` tokens; those without answer are dropped.
 
-    Raises:
-        UsageError: the file cannot be read, or a line has none of the formats.
+    Raises UsageError if the file cannot be read, or a line has none of the formats.
     """
     texts = [
         _text(record, tokenizer, f"{path}:{number}")
         for number, record in read_records(path, "texts")
     ]
     cut = [Text(text.token_ids[:max_len], text.prompt_length) for text in texts]
-    kept = [text for text in cut if 0 < text.prompt_length < len(text)]
-    if not kept:
+    answered = [text for text in cut if 0 < text.prompt_length < len(text)]
+    if not answered:
         raise UsageError(
             f"nothing to learn from in {path}",
             f"none of its {len(texts)} texts has an answer within {max_len} tokens",
             "Give prompts with answers",
         )
-    return kept
+    return answered
 
 
 def load_prompts(path: Path, tokenizer: Tokenizer) -> list[list[int]]:
     """Prompts, one per line: text, or an object with ``prompt``, ``messages`` or ``token_ids``.
 
-    Raises:
-        UsageError: the file cannot be read or holds no prompt.
+    Raises UsageError if the file cannot be read or holds no prompt.
     """
     prompts = []
     for number, record in read_records(path, "prompts"):
@@ -146,31 +144,27 @@ def _render(turns: Sequence[dict[str, Any]], tokenizer: Tokenizer) -> list[int]:
 
 
 def read_records(path: Path, kind: str) -> list[tuple[int, Any]]:
-    """Line numbers and records, each an object or a line of text.
+    """Line numbers and records, each an object or a line of text. ``kind`` is their name in
+    messages.
 
-    Args:
-        path: of the file.
-        kind: of its records, for messages.
-
-    Raises:
-        UsageError: it cannot be read, is empty, or a line that begins with ``{`` is not JSON.
+    Raises UsageError if the file cannot be read or is empty, or a line from ``{`` on is not JSON.
     """
     try:
         lines = path.read_text(encoding="utf-8").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(f"cannot read the {kind} in {path}", str(error), "Give a file") from error
-    found: list[tuple[int, Any]] = []
+    records: list[tuple[int, Any]] = []
     for number, line in enumerate(lines, start=1):
         if line.strip():
             try:
-                found.append((number, json.loads(line) if line.startswith("{") else line))
+                records.append((number, json.loads(line) if line.startswith("{") else line))
             except json.JSONDecodeError as error:
                 raise UsageError(
                     f"{path}:{number} is not JSON", str(error), "Fix the line"
                 ) from error
-    if not found:
+    if not records:
         raise UsageError(f"no {kind} in {path}", "the file is empty", "Write one per line")
-    return found
+    return records
 
 
 def _ids(record: dict[str, Any], where: str) -> list[int]:
@@ -180,8 +174,8 @@ def _ids(record: dict[str, Any], where: str) -> list[int]:
     return ids
 
 
-def _bad(where: str, wanted: str) -> UsageError:
-    return UsageError(f"nothing to read at {where}", f"it lacks {wanted}", "See --help")
+def _bad(where: str, what: str) -> UsageError:
+    return UsageError(f"nothing to read at {where}", f"it lacks {what}", "See --help")
 
 
 class DistillationSettings(StrictModel):
@@ -205,9 +199,7 @@ def self_distil(
 ) -> list[Text]:
     """Texts with the target's answers to all prompts; those that ``path`` lacks are generated.
 
-    Raises:
-        ParameterError: it has answers to other prompts.
-        UsageError: it cannot be parsed.
+    Raises ParameterError if it has answers to other prompts, UsageError if it cannot be parsed.
     """
     done = _resume(prompts, path) if path.exists() else 0
     while done < len(prompts):
@@ -261,20 +253,15 @@ def probe_prompts(
     """Prompts that interrupt a share of the texts and ask for the final answer.
 
     Each is a text cut at a random position of its answer, followed by :func:`probe_suffix`; those
-    that leave no space for ``PROBE_TOKENS`` in the context are dropped. A function of the texts
-    and of the seed.
-
-    Args:
-        texts: prompts and answers.
-        teacher: gives the tokenizer and the context length.
-        settings: ``seed`` and ``probe_share``.
+    that leave no space for ``PROBE_TOKENS`` in the context are dropped. They depend on the texts
+    and the seed alone.
     """
     rng, tokenizer = random.Random(f"{settings.seed}:probes"), teacher.tokenizer
     max_len, prompts = teacher.lm.max_positions - PROBE_TOKENS, []
     for text in rng.sample(texts, int(len(texts) * settings.probe_share)):
-        kept = text.token_ids[: rng.randint(text.prompt_length, len(text))]
-        suffix = probe_suffix(tokenizer.decode(kept[text.prompt_length :]), rng)
-        prompt = kept + tokenizer.encode_more(suffix)
+        beginning = text.token_ids[: rng.randint(text.prompt_length, len(text))]
+        suffix = probe_suffix(tokenizer.decode(beginning[text.prompt_length :]), rng)
+        prompt = beginning + tokenizer.encode_more(suffix)
         if len(prompt) <= max_len:
             prompts.append(prompt)
     return prompts

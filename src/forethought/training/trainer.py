@@ -1,4 +1,4 @@
-"""The training loop of every recipe: seeded, resumable, with an evaluation every so many steps.
+"""The training loop of every recipe: seeded, resumable, with an evaluation at regular intervals.
 
 A :class:`Recipe` has the module, the batch of each step and its loss; the :class:`Trainer` has the
 optimizers, the learning rate's schedule, checkpoints and logs. Batches are functions of the step,
@@ -92,12 +92,10 @@ class ParameterGroup:
 def build_optimizers(
     groups: Sequence[ParameterGroup], rate: float, weight_decay: float
 ) -> list[tuple[torch.optim.Optimizer, list[ParameterGroup]]]:
-    """AdamW and Muon, as far as groups ask for them, each with its groups in their order.
+    """AdamW and Muon, where groups ask for them, each with its groups in their order.
 
-    Args:
-        groups: one entry of ``param_groups`` each.
-        rate: peak learning rate; Muon's updates are scaled to the size of AdamW's.
-        weight_decay: of groups that have none of their own.
+    Muon's updates are scaled to the size of AdamW's, so ``rate`` is the peak for both.
+    ``weight_decay`` is for groups that have none of their own.
     """
 
     def entries(chosen: Sequence[ParameterGroup]) -> list[dict[str, Any]]:
@@ -111,16 +109,16 @@ def build_optimizers(
 
     with_adam = [group for group in groups if not group.muon]
     with_muon = [group for group in groups if group.muon]
-    found: list[tuple[torch.optim.Optimizer, list[ParameterGroup]]] = []
+    optimizers: list[tuple[torch.optim.Optimizer, list[ParameterGroup]]] = []
     if with_adam:
         adam = torch.optim.AdamW(entries(with_adam), lr=rate, betas=(0.9, 0.98))
-        found.append((adam, with_adam))
+        optimizers.append((adam, with_adam))
     if with_muon:
         muon = torch.optim.Muon(
             entries(with_muon), lr=rate, momentum=0.95, adjust_lr_fn="match_rms_adamw"
         )
-        found.append((muon, with_muon))
-    return found
+        optimizers.append((muon, with_muon))
+    return optimizers
 
 
 class Recipe(Protocol):
@@ -143,9 +141,7 @@ class Recipe(Protocol):
         """The loss, a float32 scalar."""
 
     def save(self, directory: Path) -> None:
-        """Write the drafter for use; a recipe that adapts the target writes that as ``MODEL``
-        beside it.
-        """
+        """Write the drafter; a recipe that adapts the target writes that as ``MODEL`` beside it."""
 
 
 class DrafterSettings(TrainingSettings):
@@ -162,11 +158,7 @@ class DrafterSettings(TrainingSettings):
 
 
 def begin_with(module: nn.Module, state: Mapping[str, Tensor], directory: Path) -> None:
-    """Give a module the weights ``state``, which were read from ``directory``.
-
-    Raises:
-        ModelError: they are not those of such a module.
-    """
+    """Give a module the weights ``state``; raises ModelError if they do not fit it."""
     try:
         module.load_state_dict(dict(state))
     except RuntimeError as error:
@@ -191,7 +183,7 @@ class Progress:
     """Since the run was started or resumed; 0 where batches have no ``num_tokens``."""
     seconds_left: float
     """Estimate, at the mean time of a step since the run was started or resumed."""
-    found: Mapping[str, float]
+    results: Mapping[str, float]
     """Results of the last evaluation; empty before the first one."""
 
 
@@ -226,7 +218,7 @@ class Trainer:
         self.recipe, self.settings, self.directory = recipe, settings, directory
         self._output = directory / output
         self._check, self._on_step = check, on_step
-        self._found: dict[str, float] | None = None
+        self._results: dict[str, float] | None = None
         self._num_tokens = 0  # of the current batch
         self._optimizers = build_optimizers(recipe.groups(), settings.rate, settings.weight_decay)
         self.step, self.seconds = 0, 0.0
@@ -234,10 +226,8 @@ class Trainer:
         self._load()
 
     def run(self, until: int | None = None) -> dict[str, float]:
-        """Train to the end, or up to step ``until``.
-
-        Returns:
-            Results of the last evaluation; empty without ``check``.
+        """Train to the end, or up to step ``until``; returns the results of the last evaluation,
+        empty without ``check``.
 
         Raises:
             KeyboardInterrupt: on SIGINT, after a checkpoint was written.
@@ -258,7 +248,7 @@ class Trainer:
                 if checked:
                     with interruption.let_through():
                         self._evaluate()
-        return self._evaluate() if self._found is None else self._found
+        return self._evaluate() if self._results is None else self._results
 
     def _advance(self, pace: _Pace, end: int) -> None:
         """One step, with its timing, log line and callback."""
@@ -276,7 +266,7 @@ class Trainer:
             loss=float(loss),
             tokens_per_second=pace.tokens_per_second,
             seconds_left=(end - self.step) * pace.seconds_per_step,
-            found=self._found or {},
+            results=self._results or {},
         )
         if logged:
             log_fields(
@@ -291,7 +281,6 @@ class Trainer:
             self._on_step(progress)
 
     def _learn(self) -> Tensor:
-        """One step; returns its loss."""
         settings, recipe = self.settings, self.recipe
         progress = self.step / settings.steps
         for optimizer, groups in self._optimizers:
@@ -322,21 +311,21 @@ class Trainer:
 
     def _precision(self) -> torch.autocast:
         device = next(self.recipe.module.parameters()).device.type
-        wanted = self.settings.dtype == "bfloat16"
-        return torch.autocast(device, dtype=torch.bfloat16, enabled=wanted)
+        is_bfloat16 = self.settings.dtype == "bfloat16"
+        return torch.autocast(device, dtype=torch.bfloat16, enabled=is_bfloat16)
 
     def _evaluate(self) -> dict[str, float]:
         try:
             self.recipe.save(self._output)
         except SafetensorError as error:
             raise OSError(f"cannot write the weights in {self._output}: {error}") from error
-        self._found = {}
+        self._results = {}
         if self._check is not None:
             self.recipe.module.eval()
-            self._found = self._check(self._output)
+            self._results = self._check(self._output)
             self.recipe.module.train()
-            log_fields(logger, step=self.step, **self._found)
-        return self._found
+            log_fields(logger, step=self.step, **self._results)
+        return self._results
 
     @property
     def _checkpoint(self) -> Path:
@@ -383,9 +372,7 @@ def load_checkpoint(
 ) -> dict[str, Any] | None:
     """The checkpoint of a run in ``directory``; None: there is none.
 
-    Raises:
-        ParameterError: it was made with other settings.
-        UsageError: it cannot be read.
+    Raises ParameterError if it was made with other settings, UsageError if it cannot be read.
     """
     path = directory / CHECKPOINT
     if not path.exists():
@@ -425,7 +412,6 @@ class _Pace:
         self._steps, self._num_tokens, self._seconds = 0, 0, 0.0
 
     def add(self, tokens: int, seconds: float) -> None:
-        """Count a step."""
         self._steps, self._num_tokens = self._steps + 1, self._num_tokens + tokens
         self._seconds += seconds
 
@@ -462,7 +448,6 @@ class _Interruption:
         self._before.clear()
 
     def act(self) -> None:
-        """Raise the deferred signal, if there is one."""
         if self.pending is not None:
             number, self.pending = self.pending, None
             logger.info("saved; the same command goes on from here")
@@ -487,9 +472,8 @@ class _Interruption:
 
 @contextmanager
 def seeded(seed: int, step: int = 0) -> Iterator[None]:
-    """Inside, torch's random state is a function of (seed, step); it is restored afterwards.
-
-    Step 0 is for initial weights; the steps of the loop count from 1.
+    """Inside, torch's random state is a function of (seed, step); it is restored afterwards. Step 0
+    is for initial weights; the steps of the loop count from 1.
     """
     devices = range(torch.cuda.device_count()) if torch.cuda.is_available() else ()
     with torch.random.fork_rng(devices=list(devices)):

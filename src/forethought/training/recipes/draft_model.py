@@ -59,14 +59,7 @@ class DraftModelSettings(DrafterSettings):
 
 
 class DraftModelRecipe:
-    """A draft model for a target.
-
-    Args:
-        settings: of the run.
-        batches: with the target's distributions.
-        module: the draft model, in float32, on the target's device.
-        teacher: the target, whose tokenizer the draft model shares.
-    """
+    """A draft model in float32 for a target, whose tokenizer it shares."""
 
     Settings = DraftModelSettings
 
@@ -86,8 +79,7 @@ class DraftModelRecipe:
     ) -> DraftModelRecipe:
         """A draft model with random weights, or with those of ``settings.start``.
 
-        Raises:
-            ModelError: these are not there, or of another shape.
+        Raises ModelError if these are missing or of another shape.
         """
         shape = LlamaShape(
             vocab_size=teacher.lm.vocab_size,
@@ -124,9 +116,8 @@ class DraftModelRecipe:
         return self._batches(step)
 
     def loss(self, batch: TrainingBatch) -> Tensor:
-        """Mean cross entropy in nats over the positions whose next token the target chose.
-
-        Its lower bound is the entropy of the target.
+        """Mean cross entropy in nats over the positions whose next token the target chose; its
+        lower bound is the entropy of the target.
         """
         probs = batch.probs[:, :-1] * batch.taught[:, 1:, None]  # [R, W - 1, K]
         logits = self.module(batch.tokens[:, :-1])  # [R, W - 1, vocab]

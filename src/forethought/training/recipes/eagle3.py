@@ -89,13 +89,7 @@ class Eagle3Settings(DrafterSettings):
 
 
 class Eagle3Recipe:
-    """See ``training.trainer.Recipe`` and ``training.recipes.table``.
-
-    Args:
-        teacher: the target.
-        texts: to train on.
-        settings: of the run.
-    """
+    """A head, for ``training.trainer``."""
 
     Settings = Eagle3Settings
 
@@ -157,7 +151,7 @@ class Eagle3Recipe:
                 distribution = restricted(
                     _at(batch.choices, read), _at(batch.probs, read), self._rows
                 )
-                learned = _at(batch.taught, read + 1) & distribution.known
+                learned = _at(batch.taught, read + 1) & distribution.has_label
                 weight = self._settings.step_decay**step
                 loss = loss + weight * soft_cross_entropy(logits, distribution, learned)
         return loss
@@ -165,17 +159,10 @@ class Eagle3Recipe:
     def predictions(
         self, batch: TrainingBatch, dtype: torch.dtype = torch.float32
     ) -> Iterator[tuple[Tensor, Tensor]]:
-        """Logits of each step.
+        """Positions t, int64 ``[S]``, and logits ``[R, S, draft_vocab_size]`` of each step.
 
-        Step 0 reads state t and token t + 1 at position t; step i reads its own output of step
-        i - 1 for position t, and token t + 1 + i, and predicts token t + 2 + i.
-
-        Args:
-            batch: texts.
-            dtype: of the computation.
-
-        Yields:
-            Positions t, int64 ``[S]``, and logits ``[R, S, draft_vocab_size]``.
+        Step 0 reads state t and token t + 1 at position t; step i reads its own output of step i -
+        1 for position t, and token t + 1 + i, and predicts token t + 2 + i.
         """
         captured = torch.cat([batch.states[layer] for layer in self._layer_ids], -1)
         states = self._head.fuse(captured[:, :-2].to(dtype))
@@ -191,8 +178,8 @@ class Eagle3Recipe:
     def _embed(self, token_ids: Tensor) -> Tensor:
         """int64 ``[...]`` -> ``[..., hidden]``."""
         if self._head.traits.own_embedding:
-            own: Tensor = self._head.embed_tokens(token_ids)
-            return own
+            embedded: Tensor = self._head.embed_tokens(token_ids)
+            return embedded
         return self._teacher.lm.embed(token_ids)
 
     def _sample(
@@ -223,26 +210,26 @@ class Restricted:
     Attributes:
         rows: int64 ``[..., K]``, rows of the head's logits; 0 for what is not in the vocabulary.
         probs: float32 ``[..., K]``, summing to 1, or all 0.
-        known: bool ``[...]``, whether the most probable token is in the vocabulary.
+        has_label: bool ``[...]``, whether the most probable token is in the vocabulary.
     """
 
-    def __init__(self, rows: Tensor, probs: Tensor, known: Tensor) -> None:
-        self.rows, self.probs, self.known = rows, probs, known
+    def __init__(self, rows: Tensor, probs: Tensor, has_label: Tensor) -> None:
+        self.rows, self.probs, self.has_label = rows, probs, has_label
 
 
 def restricted(choices: Tensor, probs: Tensor, rows: Tensor) -> Restricted:
-    """Restrict top-k probabilities to the draft vocabulary.
+    """Restrict the target's most probable tokens, in falling order, to the draft vocabulary.
 
     Args:
-        choices: int64 ``[..., K]``, the target's most probable tokens in falling order.
+        choices: int64 ``[..., K]``.
         probs: float32 ``[..., K]``.
         rows: int64 ``[vocab]``, each token's row in the draft vocabulary, or -1.
     """
-    found = rows[choices]
-    inside = found >= 0
-    kept = probs * inside
-    kept = kept / kept.sum(-1, keepdim=True).clamp_min(1e-20)
-    return Restricted(found.clamp_min(0), kept, inside[..., 0])
+    draft_rows = rows[choices]
+    inside = draft_rows >= 0
+    kept_probs = probs * inside
+    kept_probs = kept_probs / kept_probs.sum(-1, keepdim=True).clamp_min(1e-20)
+    return Restricted(draft_rows.clamp_min(0), kept_probs, inside[..., 0])
 
 
 def soft_cross_entropy(logits: Tensor, target: Restricted, learned: Tensor) -> Tensor:
@@ -256,25 +243,22 @@ class TrainingTimeTestAttention:
 
     In the first step, position t sees positions 0 to t. In a later step it sees the same keys of
     the first step, and of each step since then its own alone, as in decoding; see ``recipes.mtp``.
-
-    Args:
-        rotary: cosines and sines ``[positions, head_dim]``.
+    ``rotary`` are cosines and sines ``[positions, head_dim]``.
     """
 
     def __init__(self, rotary: tuple[Tensor, Tensor]) -> None:
         self._cos, self._sin = rotary
         self._past: Keys | None = None
-        self._own: list[Keys] = []
+        self._later_keys: list[Keys] = []
 
     def __call__(self, positions: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """See ``speculative.heads.layers.Attend``.
+        """Attend with q, k, v ``[R, S, heads or kv_heads, head_dim]``; see
+        ``speculative.heads.layers.Attend``.
 
-        Args:
-            positions: int64 ``[S]``, rising: positions t of the first step, all of them in that
-                step; they stay the same from the second step on.
-            q, k, v: ``[R, S, heads or kv_heads, head_dim]``.
+        ``positions``, int64 ``[S]``, rise: all of the first step, and the same subset from the
+        second step on.
         """
-        rotated = positions + len(self._own) + (self._past is not None)
+        rotated = positions + len(self._later_keys) + (self._past is not None)
         q, k = self._rotate(q, rotated), self._rotate(k, rotated)
         grouped = q.shape[2] // k.shape[2]
         if grouped > 1:
@@ -284,8 +268,8 @@ class TrainingTimeTestAttention:
             self._past = k, v
             mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         else:
-            self._own.append((k, v))
-            mixed = attend_depth(q, self._past, self._own, positions, q.shape[-1] ** -0.5)
+            self._later_keys.append((k, v))
+            mixed = attend_depth(q, self._past, self._later_keys, positions, q.shape[-1] ** -0.5)
         return mixed.transpose(1, 2)
 
     def _rotate(self, x: Tensor, positions: Tensor) -> Tensor:
@@ -294,12 +278,7 @@ class TrainingTimeTestAttention:
 
 
 def draft_vocabulary(texts: Sequence[Text], settings: Eagle3Settings) -> Tensor:
-    """Ids of the most frequent tokens of the answers, int64, rising; ties go to the smaller id.
-
-    Args:
-        texts: prompts and answers.
-        settings: ``draft_vocab_size``.
-    """
+    """Ids of the most frequent tokens of the answers, int64, rising; ties go to the smaller id."""
     counts = Counter(token for text in texts for token in text.token_ids[text.prompt_length :])
     ranked = sorted(counts, key=lambda token: (-counts[token], token))
     return torch.tensor(sorted(ranked[: settings.draft_vocab_size]), dtype=torch.int64)
@@ -366,14 +345,14 @@ def new_head(teacher: Teacher, vocabulary: Tensor, settings: Eagle3Settings) -> 
 
 def _intermediate_size(target: object) -> int:
     """Width of the target's feed-forward layers; 4 hidden sizes if its config has none."""
-    found = getattr(target, "intermediate_size", None) or getattr(target, "ffn_dim", None)
-    return int(found or 4 * target.hidden_size)  # type: ignore[attr-defined]
+    size = getattr(target, "intermediate_size", None) or getattr(target, "ffn_dim", None)
+    return int(size or 4 * target.hidden_size)  # type: ignore[attr-defined]
 
 
 def _num_key_value_heads(target: object) -> int:
     """The target's; as many as query heads if its config has none."""
-    found = getattr(target, "num_key_value_heads", None)
-    return int(found or target.num_attention_heads)  # type: ignore[attr-defined]
+    num_heads = getattr(target, "num_key_value_heads", None)
+    return int(num_heads or target.num_attention_heads)  # type: ignore[attr-defined]
 
 
 def _plain_rope(target: object) -> dict[str, object]:
@@ -386,6 +365,6 @@ def _plain_rope(target: object) -> dict[str, object]:
 def _at(x: Tensor, positions: Tensor) -> Tensor:
     """x ``[R, W, ...]`` at ``positions`` [S] -> ``[R, S, ...]``; 0 after the end."""
     width = x.shape[1]
-    found = x[:, positions.clamp(max=width - 1)]
+    rows = x[:, positions.clamp(max=width - 1)]
     beyond = (positions >= width).view(-1, *[1] * (x.ndim - 2))
-    return found.masked_fill(beyond, 0)
+    return rows.masked_fill(beyond, 0)

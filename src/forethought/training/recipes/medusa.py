@@ -44,13 +44,8 @@ class MedusaSettings(DrafterSettings):
 
 
 class MedusaRecipe:
-    """Heads for a target.
-
-    Args:
-        settings: sizes and weights of the losses.
-        batches: with the states after the final norm.
-        module: the heads, in float32, on the target's device.
-        teacher: the target, in whose dtype the heads are saved.
+    """Heads in float32 for a target, in whose dtype they are saved. Batches have the states after
+    the final norm.
     """
 
     Settings = MedusaSettings
@@ -100,12 +95,10 @@ class MedusaRecipe:
 
 
 def new_heads(settings: MedusaSettings, teacher: Teacher) -> MedusaHeads:
-    """Heads in float32 on the target's device: those of ``settings.start``, or new ones.
+    """Heads in float32 on the target's device: those of ``settings.start``, or new ones, which
+    begin as the target's own projection.
 
-    New ones begin as the target's own projection.
-
-    Raises:
-        ModelError: the heads to begin with have other sizes.
+    Raises ModelError if the heads to begin with have other sizes.
     """
     shape = MedusaShape(
         hidden=teacher.hidden_size,
@@ -126,13 +119,7 @@ def new_heads(settings: MedusaSettings, teacher: Teacher) -> MedusaHeads:
 
 
 def heads_loss(heads: MedusaHeads, batch: TrainingBatch, settings: MedusaSettings) -> Tensor:
-    """Mean cross entropy of each head in nats, weighted, summed.
-
-    Args:
-        heads: applied to the batch's states after the final norm.
-        batch: texts.
-        settings: weights and labels.
-    """
+    """Mean cross entropy of each head in nats, weighted, summed."""
     states = batch.states[FINAL].float()  # [R, W, hidden]
     losses = [
         settings.decay**number * head_loss(head, states, batch, number + 2, settings.labels)
@@ -149,18 +136,17 @@ def head_loss(
     Args:
         head: states ``[N, hidden]`` -> logits ``[N, vocab]``.
         states: float32 ``[R, W - ahead, hidden]`` or longer.
-        batch: R texts.
         ahead: the label of position t is token t + ahead.
         labels: see ``MedusaSettings``.
     """
-    wanted = batch.taught[:, ahead:]  # [R, W - ahead]
-    logits = head(states[:, : wanted.shape[1]][wanted]).float()  # [N, vocab]
+    is_label = batch.taught[:, ahead:]  # [R, W - ahead]
+    logits = head(states[:, : is_label.shape[1]][is_label]).float()  # [N, vocab]
     if not len(logits):  # every answer is too short for this head
         return logits.sum()
     if labels == "tokens":
-        return nn.functional.cross_entropy(logits, batch.tokens[:, ahead:][wanted])
-    choices = batch.choices[:, ahead - 1 : -1][wanted]  # [N, K]
-    probs = batch.probs[:, ahead - 1 : -1][wanted]
+        return nn.functional.cross_entropy(logits, batch.tokens[:, ahead:][is_label])
+    choices = batch.choices[:, ahead - 1 : -1][is_label]  # [N, K]
+    probs = batch.probs[:, ahead - 1 : -1][is_label]
     return cross_entropy_terms(logits, choices, probs).sum() / probs.sum()
 
 

@@ -81,15 +81,7 @@ class JointBatch:
 
 
 class Medusa2Recipe:
-    """Heads for a target that is trained with them.
-
-    Args:
-        settings: of the run.
-        batches: of texts.
-        heads: in float32, on the target's device.
-        backbone: the target and its adapters.
-        teacher: the target, in whose dtype everything is saved.
-    """
+    """Heads for a target that is trained with them; everything is saved in the target's dtype."""
 
     Settings = Medusa2Settings
 
@@ -109,12 +101,7 @@ class Medusa2Recipe:
     def build(
         cls, settings: Medusa2Settings, texts: Sequence[Text], teacher: Teacher
     ) -> Medusa2Recipe:
-        """Given heads or new ones, and new adapters.
-
-        Args:
-            settings: of the run.
-            texts: to learn from.
-            teacher: loaded with ``fuse=False``.
+        """Given heads or new ones, and new adapters, for a teacher loaded with ``fuse=False``.
 
         Raises:
             ModelError: the target cannot be adapted, or the heads do not fit it.
@@ -193,25 +180,19 @@ class Medusa2Recipe:
 def backbone_loss(
     adapted: BackboneOutput, tokens: Tensor, taught: Tensor, original: BackboneOutput | None
 ) -> Tensor:
-    """Mean over the positions whose next token belongs to an answer, in nats.
+    """Mean over the positions whose next token belongs to an answer (``taught``), in nats.
 
-    Args:
-        adapted: outputs of the model that is trained.
-        tokens: int64 ``[R, W]``.
-        taught: bool ``[R, W]``, tokens of answers.
-        original: the loss is KL(original || adapted); None: the loss is the cross entropy of the
-            tokens.
+    With ``original`` it is KL(original || adapted), else the cross entropy of the tokens.
     """
-    wanted = taught[:, 1:]
-    logits = adapted.logits[:, :-1][wanted].float()  # [N, vocab]
+    is_label = taught[:, 1:]
+    logits = adapted.logits[:, :-1][is_label].float()  # [N, vocab]
     if original is None:
-        return F.cross_entropy(logits, tokens[:, 1:][wanted])
-    distributions = original.logits[:, :-1][wanted].float().log_softmax(-1)
+        return F.cross_entropy(logits, tokens[:, 1:][is_label])
+    distributions = original.logits[:, :-1][is_label].float().log_softmax(-1)
     return F.kl_div(logits.log_softmax(-1), distributions, reduction="batchmean", log_target=True)
 
 
 def _top_k(read: BackboneOutput) -> tuple[Tensor, Tensor]:
-    """``choices`` and ``probs`` of a batch."""
     distribution = read.logits.detach().float().softmax(-1)
     top = distribution.topk(min(_DISTRIBUTION_WIDTH, distribution.shape[-1]))
     return top.indices, top.values
@@ -219,20 +200,20 @@ def _top_k(read: BackboneOutput) -> tuple[Tensor, Tensor]:
 
 def _heads(settings: Medusa2Settings, teacher: Teacher) -> MedusaHeads:
     """Heads to start from, in float32 on the target's device."""
-    given = settings.initial_heads
-    if given is None:
+    directory = settings.initial_heads
+    if directory is None:
         return new_heads(settings, teacher)
-    heads = MedusaHeads.load(find_model_dir(given), teacher.hidden_size, teacher.lm.vocab_size)
-    found = (heads.shape.heads, heads.shape.blocks)
-    if found != (settings.num_heads, settings.num_layers):
+    heads = MedusaHeads.load(find_model_dir(directory), teacher.hidden_size, teacher.lm.vocab_size)
+    sizes = (heads.shape.heads, heads.shape.blocks)
+    if sizes != (settings.num_heads, settings.num_layers):
         raise ParameterError(
-            f"the heads in {given} have other sizes than the run",
-            "num_heads and num_layers are {} and {}".format(*found),
+            f"the heads in {directory} have other sizes than the run",
+            "num_heads and num_layers are {} and {}".format(*sizes),
             "Give these in the settings, or other heads",
         )
     if heads.token_map is not None:
         raise ParameterError(
-            f"the heads in {given} cannot be trained on",
+            f"the heads in {directory} cannot be trained on",
             "they know only a part of the target's tokens",
             "Give heads without a token_map",
         )

@@ -50,8 +50,11 @@ Keys = tuple[Tensor, Tensor]
 """Keys ``[R, heads, rows, key_dim]``, and values ``[R, heads, rows, value_dim]``."""
 
 
-def attend_depth(q: Tensor, past: Keys, own: Sequence[Keys], rows: Tensor, scale: float) -> Tensor:
-    """A later depth: query s sees rows 0 to ``rows[s]`` of ``past``, and row s of each of ``own``.
+def attend_depth(
+    q: Tensor, past: Keys, later: Sequence[Keys], rows: Tensor, scale: float
+) -> Tensor:
+    """A later depth: query s sees rows 0 to ``rows[s]`` of ``past``, and row s of each of
+    ``later``.
 
     On a CPU with torch's flash kernel, which never holds the scores of all pairs; elsewhere by
     :func:`attend_depth_reference`.
@@ -59,7 +62,7 @@ def attend_depth(q: Tensor, past: Keys, own: Sequence[Keys], rows: Tensor, scale
     Args:
         q: ``[R, heads, S, key_dim]``.
         past: of the first depth, W rows.
-        own: of each later depth, this one included, S rows each.
+        later: of each later depth, this one included, S rows each.
         rows: int64 ``[S]``, rising, below W.
         scale: on the products.
 
@@ -67,29 +70,29 @@ def attend_depth(q: Tensor, past: Keys, own: Sequence[Keys], rows: Tensor, scale
         ``[R, heads, S, value_dim]``.
     """
     if q.device.type != "cpu" or q.shape[-1] != past[1].shape[-1]:
-        return attend_depth_reference(q, past, own, rows, scale)
-    flat = [tensor for pair in own for tensor in pair]
+        return attend_depth_reference(q, past, later, rows, scale)
+    flat = [tensor for pair in later for tensor in pair]
     mixed: Tensor = _FlashDepth.apply(q, *past, rows, scale, *flat)
     return mixed
 
 
 def attend_depth_reference(
-    q: Tensor, past: Keys, own: Sequence[Keys], rows: Tensor, scale: float
+    q: Tensor, past: Keys, later: Sequence[Keys], rows: Tensor, scale: float
 ) -> Tensor:
     """Reference implementation of :func:`attend_depth`: one softmax over all scores."""
     keys, values = past
-    seen = torch.arange(keys.shape[2], device=q.device) <= rows[:, None]
-    scores = [(q @ keys.transpose(-1, -2)).float().masked_fill(~seen, float("-inf"))]
-    scores += [(q * k).sum(-1, keepdim=True).float() for k, _ in own]
+    is_visible = torch.arange(keys.shape[2], device=q.device) <= rows[:, None]
+    scores = [(q @ keys.transpose(-1, -2)).float().masked_fill(~is_visible, float("-inf"))]
+    scores += [(q * k).sum(-1, keepdim=True).float() for k, _ in later]
     weights = (torch.cat(scores, -1) * scale).softmax(-1).to(values.dtype)
     mixed = weights[..., : keys.shape[2]] @ values
-    for depth, (_, v) in enumerate(own, start=keys.shape[2]):
+    for depth, (_, v) in enumerate(later, start=keys.shape[2]):
         mixed = mixed + weights[..., depth, None] * v
     return mixed
 
 
 class _FlashDepth(torch.autograd.Function):
-    """Blocks of the past through the flash kernel and ``own`` by hand, joined by log-sum-exp.
+    """Blocks of the past through the flash kernel and ``later`` by hand, joined by log-sum-exp.
 
     With the joint log-sum-exp and output, the kernel's own backward gives a block's gradients of
     the joint softmax: it needs nothing else of the other scores (Dao et al., 2022, arXiv
@@ -98,7 +101,7 @@ class _FlashDepth(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, rows: Tensor, scale: float, *own: Tensor
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, rows: Tensor, scale: float, *later: Tensor
     ) -> Tensor:
         blocks = _blocks(rows, k.shape[2], q.dtype)
         mixed, sums = [], []
@@ -108,38 +111,38 @@ class _FlashDepth(torch.autograd.Function):
             )
             mixed.append(out)
             sums.append(lse)
-        scores = torch.stack([(q * key).sum(-1, dtype=torch.float32) for key in own[::2]]) * scale
+        scores = torch.stack([(q * key).sum(-1, dtype=torch.float32) for key in later[::2]]) * scale
         lse = torch.cat([torch.stack(sums), scores]).logsumexp(0)  # [R, heads, S]
-        weights = (scores - lse).exp()  # [own, R, heads, S]
-        shares = [*((each - lse).exp() for each in sums), *weights]
+        weights = (scores - lse).exp()  # [later, R, heads, S]
+        shares = [*((block_lse - lse).exp() for block_lse in sums), *weights]
         out = torch.zeros_like(v[:, :, :1]).expand(*q.shape[:3], -1).contiguous()
-        for share, value in zip(shares, [*mixed, *own[1::2]], strict=True):
+        for share, value in zip(shares, [*mixed, *later[1::2]], strict=True):
             out.addcmul_(share.unsqueeze(-1).to(out.dtype), value)
-        ctx.save_for_backward(q, k, v, out, lse, weights, *own)
+        ctx.save_for_backward(q, k, v, out, lse, weights, *later)
         ctx.blocks, ctx.scale = blocks, scale
         return out
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, out, lse, weights, *own = ctx.saved_tensors
-        given, scale = gradients[0].contiguous(), ctx.scale
+        q, k, v, out, lse, weights, *later = ctx.saved_tensors
+        gradient, scale = gradients[0].contiguous(), ctx.scale
         dq, dk, dv = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
         for block in ctx.blocks:
             parts = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-                *(given, q, *block.of(k, v), out, lse, 0.0, block.causal),
+                *(gradient, q, *block.of(k, v), out, lse, 0.0, block.causal),
                 attn_mask=block.mask,
                 scale=scale,
             )
             for whole, part in zip((dq, *block.of(dk, dv)), parts, strict=True):
                 whole.add_(part)
-        delta = (given * out).sum(-1, dtype=torch.float32)
-        found: list[Tensor] = []
-        for weight, key, value in zip(weights, own[::2], own[1::2], strict=True):
-            along = (given * value).sum(-1, dtype=torch.float32) - delta
+        delta = (gradient * out).sum(-1, dtype=torch.float32)
+        later_gradients: list[Tensor] = []
+        for weight, key, value in zip(weights, later[::2], later[1::2], strict=True):
+            along = (gradient * value).sum(-1, dtype=torch.float32) - delta
             score = (scale * weight * along).unsqueeze(-1).to(q.dtype)
             dq.addcmul_(score, key)
-            found += [score * q, weight.unsqueeze(-1).to(q.dtype) * given]
-        return dq, dk, dv, None, None, *found
+            later_gradients += [score * q, weight.unsqueeze(-1).to(q.dtype) * gradient]
+        return dq, dk, dv, None, None, *later_gradients
 
 
 class _Block(NamedTuple):
@@ -157,16 +160,15 @@ class _Block(NamedTuple):
 
 
 def _blocks(rows: Tensor, width: int, dtype: torch.dtype) -> list[_Block]:
-    """What queries at ``rows`` see of ``width`` rows.
-
-    If these are the last rows: a full block before them and a causal triangle.
+    """What queries at ``rows`` see of ``width`` rows; of the last rows, a full block before them
+    and a causal triangle.
     """
     first = width - len(rows)
     if int(rows[0]) == first:
         triangle = _Block(first, width, causal=True)
         return [_Block(0, first), triangle] if first else [triangle]
-    seen = torch.arange(width) <= rows[:, None]
-    mask = torch.zeros(seen.shape, dtype=dtype).masked_fill(~seen, float("-inf"))
+    is_visible = torch.arange(width) <= rows[:, None]
+    mask = torch.zeros(is_visible.shape, dtype=dtype).masked_fill(~is_visible, float("-inf"))
     return [_Block(0, width, mask=mask)]
 
 
@@ -175,7 +177,7 @@ class TrainingTimeTestKeys:
 
     def __init__(self) -> None:
         self._past: Keys | None = None
-        self._own: list[Keys] = []
+        self._later: list[Keys] = []
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> Tensor:
         """Attention of the next depth, which has at most as many rows as the one before.
@@ -195,10 +197,10 @@ class TrainingTimeTestKeys:
         if self._past is None:
             self._past = k, v
             return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale)
-        self._own.append((k, v))
-        own = [(k[:, :, :num_rows], v[:, :, :num_rows]) for k, v in self._own]
+        self._later.append((k, v))
+        later = [(k[:, :, :num_rows], v[:, :, :num_rows]) for k, v in self._later]
         rows = torch.arange(num_rows, device=q.device)
-        return attend_depth(q, self._past, own, rows, scale or q.shape[-1] ** -0.5)
+        return attend_depth(q, self._past, later, rows, scale or q.shape[-1] ** -0.5)
 
 
 def attend(
@@ -241,14 +243,7 @@ class MtpSettings(DrafterSettings):
 
 
 class MtpRecipe:
-    """Modules for a target.
-
-    Args:
-        settings: sizes and weights of the losses.
-        batches: with the states after the final norm.
-        module: the modules, in float32, on the target's device.
-        teacher: the target.
-    """
+    """Modules in float32 for a target. Batches have the states after the final norm."""
 
     Settings = MtpSettings
 
@@ -269,9 +264,8 @@ class MtpRecipe:
     def build(cls, settings: MtpSettings, texts: Sequence[Text], teacher: Teacher) -> MtpRecipe:
         """New modules, or those of ``settings.start``.
 
-        Raises:
-            ModelError: the target's attention has features that the training-time test lacks, or
-                the modules to begin with are not there, or others.
+        Raises ModelError if the target's attention has features that the training-time test lacks,
+        or the modules to begin with are missing or others.
         """
         lm = teacher.lm
         unknown = {Capability.SOFTCAP, Capability.SINKS}.intersection(
@@ -311,9 +305,8 @@ class MtpRecipe:
         return self._batches(step)
 
     def loss(self, batch: TrainingBatch) -> Tensor:
-        """Mean cross entropy at each depth in nats, weighted.
-
-        At depth k row t has state t and token t + k, and predicts token t + k + 1.
+        """Mean cross entropy at each depth in nats, weighted. At depth k row t has state t and
+        token t + k, and predicts token t + k + 1.
         """
         states = batch.states[FINAL].float()
         rows, width = batch.tokens.shape
@@ -325,15 +318,15 @@ class MtpRecipe:
             states = states[:, :size]
             replayed = len(self.module) == 1
             positions = torch.arange(size, device=states.device) + (depth - 1) * replayed
-            left = self.module[0 if replayed else depth - 1](
+            result = self.module[0 if replayed else depth - 1](
                 self._teacher.lm.embed(batch.tokens[:, depth : depth + size]).float(),
                 states,
                 positions.expand(rows, -1),
                 **{KEYWORD: keys if replayed else TrainingTimeTestKeys()},
             )
-            loss = head_loss(self._logits, left.normed, batch, depth + 1, self._settings.labels)
+            loss = head_loss(self._logits, result.normed, batch, depth + 1, self._settings.labels)
             losses.append(weight * loss)
-            states = left.states
+            states = result.states
         return torch.stack(losses).sum()
 
     def _logits(self, normed: Tensor) -> Tensor:

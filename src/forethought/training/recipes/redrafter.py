@@ -42,13 +42,8 @@ class ReDrafterSettings(DrafterSettings):
 
 
 class ReDrafterRecipe:
-    """A head for a target.
-
-    Args:
-        settings: of the run.
-        batches: with the states after the final norm.
-        module: the head, in float32, on the target's device.
-        teacher: the target, for its embeddings.
+    """A head in float32 for a target, whose embeddings it reads. Batches have the states after the
+    final norm.
     """
 
     Settings = ReDrafterSettings
@@ -94,8 +89,8 @@ class ReDrafterRecipe:
     def loss(self, batch: TrainingBatch) -> Tensor:
         """Mean cross entropy in nats, over positions and tokens.
 
-        From state t the head reads token t + 1 and predicts token t + 2; then it reads that one. As
-        in decoding, token t + 1 belongs to the answer.
+        From state t the head reads token t + 1, which belongs to the answer as in decoding, and
+        predicts token t + 2; then it reads that one.
         """
         head = self.module
         rows, positions = self._sample(batch)
@@ -103,8 +98,10 @@ class ReDrafterRecipe:
         state = torch.zeros_like(context)
         total, count = context.new_zeros(()), 0
         for read in range(1, 1 + self._settings.draft_len):
-            known = positions + read + 1 < batch.lengths[rows]  # the label is in the text
-            rows, positions, context, state = (x[known] for x in (rows, positions, context, state))
+            has_label = positions + read + 1 < batch.lengths[rows]  # the label is in the text
+            rows, positions, context, state = (
+                x[has_label] for x in (rows, positions, context, state)
+            )
             at = rows, positions + read
             embedded = self._teacher.lm.embed(batch.tokens[at]).float()
             state = head.advance(embedded, state)
@@ -115,9 +112,9 @@ class ReDrafterRecipe:
     def _sample(self, batch: TrainingBatch) -> tuple[Tensor, Tensor]:
         """Row and position, int64 ``[N]`` each: a share of those whose next token is taught."""
         rows, positions = batch.taught[:, 1:].nonzero(as_tuple=True)
-        kept = torch.randperm(len(rows)).to(rows.device)
-        kept = kept[: max(1, int(len(rows) * self._settings.share))]
-        return rows[kept], positions[kept]
+        indices = torch.randperm(len(rows)).to(rows.device)
+        indices = indices[: max(1, int(len(rows) * self._settings.share))]
+        return rows[indices], positions[indices]
 
     def save(self, directory: Path) -> None:
         """In Apple's layout."""
@@ -127,12 +124,10 @@ class ReDrafterRecipe:
 
 
 def new_head(teacher: Teacher, settings: ReDrafterSettings) -> ReDrafterHead:
-    """A head in float32: that of ``settings.start``, or an untrained one.
+    """A head in float32: that of ``settings.start``, or an untrained one, whose state has values
+    around 1 for any scale of embeddings.
 
-    The state of the latter has values around 1 for any scale of embeddings.
-
-    Raises:
-        ModelError: the head to begin with has other sizes.
+    Raises ModelError if the head to begin with has other sizes.
     """
     lm = teacher.lm
     wide = settings.exit_dim or 2 * lm.hidden_size

@@ -30,10 +30,6 @@ class RecipeClass(Protocol):
 
 
 def recipe(name: str) -> RecipeClass:
-    """The recipe of this name.
-
-    Raises:
-        UnknownNameError: there is none.
-    """
-    found: RecipeClass = Registry("recipe", recipes()).resolve(name)
-    return found
+    """The recipe of this name; raises UnknownNameError if there is none."""
+    recipe_class: RecipeClass = Registry("recipe", recipes()).resolve(name)
+    return recipe_class
