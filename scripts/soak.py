@@ -34,7 +34,7 @@ import openai
 
 from forethought import AsyncLLM
 from forethought.server.app import create_app
-from forethought.server.backends import EngineBackend
+from forethought.server.backends.engine_backend import EngineBackend
 from forethought.server.runner import Server, bind, rare_collections
 from forethought.server.settings import Settings
 

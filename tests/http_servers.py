@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 from openai import OpenAI
 
 from forethought.server.app import create_app
-from forethought.server.backends import Backend
+from forethought.server.backends.backend import Backend
+from forethought.server.backends.scripted_backend import ScriptedBackend
 from forethought.server.runner import Server, bind
-from forethought.server.scripted_backend import ScriptedBackend
 from forethought.server.service import Service
 from forethought.server.settings import Settings
 from forethought.workers.scripted import Script

@@ -13,7 +13,7 @@ from forethought.config.drafter_table import DRAFTERS
 from forethought.config.speculation import DecodingBaseConfig
 from forethought.scaffolding import ScaffoldingLlm, ScriptedWorker
 from forethought.server.app import create_app
-from forethought.server.remote_backend import RemoteBackend
+from forethought.server.backends.remote_backend import RemoteBackend
 from forethought.workers.upstream import UpstreamWorker
 from models import ARCHITECTURES
 

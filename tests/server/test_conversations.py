@@ -10,7 +10,7 @@ import pytest
 
 from forethought import methods
 from forethought.scaffolding.controller import ConversationForm
-from forethought.server.remote_backend import RemoteBackend
+from forethought.server.backends.remote_backend import RemoteBackend
 from forethought.workers.upstream import UpstreamWorker
 from http_servers import Served, served
 from openai_server import OpenaiServer, serving

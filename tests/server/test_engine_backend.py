@@ -20,8 +20,8 @@ from forethought.llm.tokenizer import Tokenizer
 from forethought.scaffolding.task import RewardTask, TaskStatus
 from forethought.scaffolding.worker import Worker
 from forethought.server.app import create_app
-from forethought.server.backends import EngineBackend
-from forethought.server.remote_backend import RemoteBackend
+from forethought.server.backends.engine_backend import EngineBackend
+from forethought.server.backends.remote_backend import RemoteBackend
 from forethought.server.settings import Settings
 from forethought.workers.upstream import UpstreamWorker
 from http_servers import WAIT, Served, eventually, served

@@ -12,8 +12,8 @@ import pytest
 
 import hostile_requests
 from forethought.llm.async_llm import AsyncLLM
-from forethought.server.backends import EngineBackend
-from forethought.server.protocol import check_values
+from forethought.server.backends.engine_backend import EngineBackend
+from forethought.server.protocol.body import check_values
 from forethought.server.runner import rare_collections
 from forethought.server.settings import Settings
 from forethought.server.workers import SMALL, Workers

@@ -10,15 +10,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from forethought.errors import ParameterError, UnknownNameError, UsageError
-from forethought.server.backends import (
-    Conversation,
-    template_args,
-)
+from forethought.server.backends.backend import Conversation
+from forethought.server.backends.engine_backend import template_args
+from forethought.server.backends.scripted_backend import ScriptedBackend, read_script
 from forethought.server.http import ChunkEncoder
 from forethought.server.names import Composition, read_model
-from forethought.server.reasoning import ReasoningSplitter, split
-from forethought.server.scripted_backend import ScriptedBackend, read_script
-from forethought.server.tool_calls import Tools, as_text
+from forethought.server.protocol.reasoning import ReasoningSplitter, split
+from forethought.server.protocol.tool_calls import Tools, as_text
 
 CHUNK = ChunkEncoder({"id": "1", "object": "chat.completion.chunk"})
 MARKERS = ("<think>", "</think>")

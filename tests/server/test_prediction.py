@@ -5,8 +5,8 @@ from pydantic import ValidationError
 
 from forethought.config.sampling import SpeculationParams
 from forethought.errors import ParameterError
-from forethought.server.protocol import ChatRequest
-from forethought.server.sampling import sampling_of
+from forethought.server.protocol.chat_request import ChatRequest
+from forethought.server.protocol.sampling import sampling_of
 
 ASK = {"messages": [{"role": "user", "content": "Write it again."}]}
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from forethought.server.remote_backend import RemoteBackend
+from forethought.server.backends.remote_backend import RemoteBackend
 from forethought.workers.upstream import Retries, UpstreamWorker
 from http_servers import Served, served
 from openai_server import OpenaiServer, serving

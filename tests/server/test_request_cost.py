@@ -11,7 +11,7 @@ import pytest
 
 from forethought.config import registry
 from forethought.server.app import create_app
-from forethought.server.scripted_backend import ScriptedBackend
+from forethought.server.backends.scripted_backend import ScriptedBackend
 
 MOST_CALLS = 7_000
 """Of ``majority_vote@8`` over answers of one token: about 2 ms of processor time in 2026."""

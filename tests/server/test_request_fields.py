@@ -12,14 +12,14 @@ from forethought import AsyncLLM, methods
 from forethought.config.drafters import NGramDecodingConfig
 from forethought.scaffolding.sampling import is_set
 from forethought.scaffolding.task import GenerationTask
-from forethought.server.backends import EngineBackend
-from forethought.server.protocol import (
-    ChatRequest,
+from forethought.server.backends.engine_backend import EngineBackend
+from forethought.server.protocol.chat_request import ChatRequest
+from forethought.server.protocol.completion_request import (
     CompletionRequest,
     DetokenizeRequest,
-    ResponseRequest,
     TokenizeRequest,
 )
+from forethought.server.protocol.responses_request import ResponseRequest
 from forethought.server.settings import Settings
 from http_servers import Answer, Served, scripted, served
 

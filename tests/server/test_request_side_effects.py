@@ -22,11 +22,11 @@ from forethought.errors import UsageError
 from forethought.llm.async_llm import AsyncLLM
 from forethought.methods import Method, MethodTable
 from forethought.scaffolding.controller import NativeGenerationController
-from forethought.server.backends import EngineBackend
+from forethought.server.backends.engine_backend import EngineBackend
 from forethought.server.composition import check_generations, compose
 from forethought.server.method_settings import SettingsSchema, schema_of
 from forethought.server.names import Composition, read_method
-from forethought.server.protocol import ChatRequest
+from forethought.server.protocol.chat_request import ChatRequest
 from http_servers import scripted, served
 
 CHAT, COMPLETIONS, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"

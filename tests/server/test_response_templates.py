@@ -15,7 +15,7 @@ from transformers import LlamaConfig
 
 from forethought.llm.async_llm import AsyncLLM
 from forethought.llm.response import ResponseParser
-from forethought.server.backends import EngineBackend
+from forethought.server.backends.engine_backend import EngineBackend
 from forethought.server.settings import Settings
 from http_servers import Served, served
 from models import save_random

@@ -10,8 +10,8 @@ import openai
 import pytest
 from pydantic import BaseModel
 
+from forethought.server.protocol.tool_calls import as_text
 from forethought.server.settings import Settings
-from forethought.server.tool_calls import as_text
 from forethought.workers.scripted import Reply
 from http_servers import Served, eventually, scripted
 

@@ -13,7 +13,7 @@ import reward_server
 from forethought.assets import REASONER
 from forethought.cli import serve
 from forethought.errors import ParameterError, UsageError
-from forethought.server.remote_backend import RemoteBackend
+from forethought.server.backends.remote_backend import RemoteBackend
 from http_servers import scripted, served
 from openai_server import serving
 

@@ -11,7 +11,7 @@ from fastapi.testclient import TestClient
 
 from forethought import AsyncLLM
 from forethought.server.app import create_app
-from forethought.server.backends import EngineBackend
+from forethought.server.backends.engine_backend import EngineBackend
 
 SCHEMA = {
     "type": "object",

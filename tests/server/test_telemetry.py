@@ -139,7 +139,7 @@ def test_the_server_sends_the_spans_of_its_requests(exporter):
     from fastapi.testclient import TestClient
 
     from forethought.server.app import create_app
-    from forethought.server.scripted_backend import ScriptedBackend
+    from forethought.server.backends.scripted_backend import ScriptedBackend
 
     app = create_app(
         ScriptedBackend(lambda prompt, index: "4"), Settings(otlp_endpoint="http://127.0.0.1:9")

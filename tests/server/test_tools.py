@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 
 from forethought import AsyncLLM
-from forethought.server.backends import EngineBackend, raw_prompt
-from forethought.server.message import Answer, AnswerStream
-from forethought.server.tool_calls import CallText, Tools, as_text, closed
-from forethought.server.tool_messages import hermes_messages, merged_system
+from forethought.server.backends.backend import raw_prompt
+from forethought.server.backends.engine_backend import EngineBackend
+from forethought.server.endpoints.message import Answer, AnswerStream
+from forethought.server.protocol.tool_calls import CallText, Tools, as_text, closed
+from forethought.server.protocol.tool_messages import hermes_messages, merged_system
 from http_servers import Served, scripted, served
 
 CHAT, RESPONSES = "/v1/chat/completions", "/v1/responses"
@@ -350,7 +351,7 @@ def test_a_model_whose_template_has_no_place_for_tools_reads_them_in_the_system_
     ]
     hf.chat_template = "{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}"
     try:
-        from forethought.server.backends import Conversation
+        from forethought.server.backends.backend import Conversation
 
         for choice in ("auto", "required"):
             conversation = Conversation(talk, Tools([WRITE, OTHER], choice))

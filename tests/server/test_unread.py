@@ -8,10 +8,10 @@ from contextlib import aclosing
 import pytest
 
 from forethought.server import job as job_module
-from forethought.server.chat import _prepared
+from forethought.server.endpoints.chat import _prepared
 from forethought.server.http import Caller
 from forethought.server.job import MethodJob, Unread, Update
-from forethought.server.protocol import ChatRequest
+from forethought.server.protocol.chat_request import ChatRequest
 from forethought.server.service import Service
 from http_servers import WAIT, scripted
 

@@ -29,7 +29,7 @@ from forethought.model_dir import find_model_dir
 
 if TYPE_CHECKING:
     from forethought.llm.tokenizer import Tokenizer
-    from forethought.server.backends import Backend
+    from forethought.server.backends.backend import Backend
     from forethought.server.settings import Settings
     from forethought.workers.reward import RewardWorker
     from forethought.workers.reward_server import RewardServerWorker
@@ -340,14 +340,14 @@ def _scripted(words: Sequence[str]) -> Callable[[], Backend]:
     kind, path = words
     if kind != "scripted":
         raise ParameterError(f"unknown worker {kind!r}", "there is scripted", "--worker scripted F")
-    from forethought.server.scripted_backend import ScriptedBackend, read_script
+    from forethought.server.backends.scripted_backend import ScriptedBackend, read_script
 
     script = read_script(Path(path))
     return lambda: ScriptedBackend(script)
 
 
 def _upstream(args: argparse.Namespace) -> Callable[[], Backend]:
-    from forethought.server.remote_backend import RemoteBackend
+    from forethought.server.backends.remote_backend import RemoteBackend
     from forethought.workers.upstream import UpstreamWorker
 
     name: str | None = args.api_model
@@ -430,7 +430,7 @@ def _engine(args: argparse.Namespace, config: Mapping[str, Any] | None) -> Calla
     open_llm = options.llm_opener(fields)
 
     def open_backend() -> Backend:
-        from forethought.server.backends import EngineBackend
+        from forethought.server.backends.engine_backend import EngineBackend
 
         judge = open_judge()
         try:

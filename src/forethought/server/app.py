@@ -31,24 +31,23 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from forethought import __version__
 from forethought.errors import ForethoughtError
-from forethought.server import catalog
-from forethought.server.backends import Backend
-from forethought.server.chat import chat_completions
-from forethought.server.completions import completions
+from forethought.server.backends.backend import Backend
+from forethought.server.endpoints import catalog
+from forethought.server.endpoints.chat import chat_completions
+from forethought.server.endpoints.completions import completions
+from forethought.server.endpoints.responses import create_response, resumed
 from forethought.server.hosts import check_host
 from forethought.server.http import CLIENT_CLOSED, ENDED, Caller, HttpError, http_error
 from forethought.server.limits import ByteLimit
 from forethought.server.metrics import CONTENT_TYPE
-from forethought.server.protocol import (
-    ChatRequest,
+from forethought.server.protocol.body import check_values, path_of
+from forethought.server.protocol.chat_request import ChatRequest
+from forethought.server.protocol.completion_request import (
     CompletionRequest,
     DetokenizeRequest,
-    ResponseRequest,
     TokenizeRequest,
-    check_values,
-    path_of,
 )
-from forethought.server.responses import create_response, resumed
+from forethought.server.protocol.responses_request import ResponseRequest
 from forethought.server.service import Service
 from forethought.server.settings import Settings
 from forethought.tracing.trace_otel import TraceParent

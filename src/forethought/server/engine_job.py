@@ -20,7 +20,7 @@ from forethought.outputs import (
     Usage,
 )
 from forethought.scaffolding.result import ScaffoldingOutput
-from forethought.server.backends import Backend
+from forethought.server.backends.backend import Backend
 from forethought.server.job import Ask, Job, Outcome, Piece, Update
 
 if TYPE_CHECKING:

@@ -35,7 +35,7 @@ from forethought.scaffolding.result import (
 from forethought.scaffolding.scaffolding_llm import ScaffoldingLlm
 from forethought.scaffolding.task import ChatTask, GenerationTask
 from forethought.scaffolding.trace import Trace
-from forethought.server.backends import Backend, Prompted
+from forethought.server.backends.backend import Backend, Prompted
 from forethought.server.composition import (
     check_generations,
     compose,
@@ -44,9 +44,9 @@ from forethought.server.composition import (
     streams_truly,
 )
 from forethought.server.names import Composition
-from forethought.server.reasoning import split
+from forethought.server.protocol.reasoning import split
+from forethought.server.protocol.usage import chat_usage, speculation
 from forethought.server.settings import DEFAULT_MAX_GENERATIONS
-from forethought.server.usage import chat_usage, speculation
 from forethought.tracing.trace_otel import TraceParent
 
 MAX_UNREAD = 1 << 22

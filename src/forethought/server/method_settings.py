@@ -39,7 +39,7 @@ from forethought.methods.stack import SAMPLES, StackedMethod, split
 from forethought.methods.table import BY_METHOD
 from forethought.scaffolding.controller import Controller
 from forethought.scaffolding.settings import NAMES_A_FILE, NotInRequests, settings_of
-from forethought.server.protocol import StructuredOutputs
+from forethought.server.protocol.body import StructuredOutputs
 
 MAX_SAMPLES, MAX_NUMBER = 1024, 1 << 17
 """Of a method's samples, and of any whole number among its settings, as clients may set them."""

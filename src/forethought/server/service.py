@@ -23,7 +23,7 @@ from forethought.scaffolding.budget import Budget
 from forethought.scaffolding.controller import NativeGenerationController
 from forethought.scaffolding.scaffolding_llm import ScaffoldingLlm
 from forethought.scaffolding.worker import Worker
-from forethought.server.backends import Backend, Prompted
+from forethought.server.backends.backend import Backend, Prompted
 from forethought.server.composition import Dispatch, needs_text
 from forethought.server.engine_job import EngineJob
 from forethought.server.http import Caller, until_disconnected
@@ -32,18 +32,19 @@ from forethought.server.limits import Admission, ByteLimit, Overloaded
 from forethought.server.method_settings import schema_of
 from forethought.server.metrics import RequestMetrics, ServerMetrics
 from forethought.server.names import Composition, read_method, read_model
-from forethought.server.protocol import ChatRequest, Generating
-from forethought.server.response_store import ResponseStore
-from forethought.server.sampling import (
+from forethought.server.protocol.body import Generating
+from forethought.server.protocol.chat_request import ChatRequest
+from forethought.server.protocol.sampling import (
     RequestSampling,
     compact,
     named_by_client,
     sampling_of,
     sampling_params,
 )
+from forethought.server.protocol.tool_calls import Tools
+from forethought.server.response_store import ResponseStore
 from forethought.server.settings import Settings
 from forethought.server.telemetry import Telemetry, plain_trace
-from forethought.server.tool_calls import Tools
 from forethought.server.workers import SMALL, Workers
 
 _MIN_BODIES = 8

@@ -14,7 +14,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from forethought.server.tool_calls import as_text
+from forethought.server.protocol.tool_calls import as_text
 
 _PROMPT = """\
 You may call functions to answer the user. These are their signatures, within <tools></tools>:

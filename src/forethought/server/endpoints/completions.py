@@ -20,7 +20,7 @@ from forethought.outputs import (
     Usage,
 )
 from forethought.scaffolding.result import ScaffoldingOutput
-from forethought.server.backends import Backend, raw_prompt
+from forethought.server.backends.backend import Backend, raw_prompt
 from forethought.server.http import (
     Caller,
     ChunkEncoder,
@@ -32,10 +32,10 @@ from forethought.server.http import (
     until_disconnected,
 )
 from forethought.server.job import Job, Outcome, Piece, Update
-from forethought.server.logprobs import Span, TextLogprobs, TokenSpans, completion_logprobs
-from forethought.server.protocol import CompletionRequest
+from forethought.server.protocol.completion_request import CompletionRequest
+from forethought.server.protocol.logprobs import Span, TextLogprobs, TokenSpans, completion_logprobs
+from forethought.server.protocol.usage import chat_usage
 from forethought.server.service import Service
-from forethought.server.usage import chat_usage
 
 
 async def completions(service: Service, body: CompletionRequest, request: Request) -> Response:

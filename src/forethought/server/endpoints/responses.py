@@ -21,7 +21,13 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from forethought.errors import ParameterError
-from forethought.server.backends import Conversation
+from forethought.server.backends.backend import Conversation
+from forethought.server.endpoints.message import (
+    AnswerStream,
+    AnswerTokens,
+    answer_of,
+    num_thought_tokens,
+)
 from forethought.server.http import (
     Caller,
     EventStream,
@@ -31,10 +37,15 @@ from forethought.server.http import (
     until_disconnected,
 )
 from forethought.server.job import Job, Piece
-from forethought.server.logprobs import Span, chat_logprobs
-from forethought.server.message import AnswerStream, AnswerTokens, answer_of, num_thought_tokens
-from forethought.server.protocol import (
+from forethought.server.protocol.chat_request import (
     Function,
+    RefusalPart,
+    Tool,
+    make_tools,
+    schema_fields,
+)
+from forethought.server.protocol.logprobs import Span, chat_logprobs
+from forethought.server.protocol.responses_request import (
     FunctionCallItem,
     FunctionCallOutput,
     InputItem,
@@ -43,18 +54,14 @@ from forethought.server.protocol import (
     ItemReference,
     ReasoningItem,
     ReasoningOptions,
-    RefusalPart,
     ResponseRequest,
     TextOptions,
-    Tool,
-    make_tools,
-    schema_fields,
 )
+from forethought.server.protocol.sampling import wants_logprobs
+from forethought.server.protocol.tool_calls import Call, Tools
+from forethought.server.protocol.usage import response_usage
 from forethought.server.response_store import Record
-from forethought.server.sampling import wants_logprobs
 from forethought.server.service import Service
-from forethought.server.tool_calls import Call, Tools
-from forethought.server.usage import response_usage
 
 log = logging.getLogger(__name__)
 _ERROR_CODES = {400: "invalid_prompt", 429: "rate_limit_exceeded"}

@@ -10,11 +10,12 @@ from forethought.errors import ParameterError
 from forethought.methods import Method
 from forethought.methods.table import as_json
 from forethought.scaffolding.controller import ConversationForm
-from forethought.server.backends import Conversation
+from forethought.server.backends.backend import Conversation
 from forethought.server.composition import NUM_SAMPLES
 from forethought.server.method_settings import schema_of
 from forethought.server.names import read_model
-from forethought.server.protocol import DetokenizeRequest, TokenizeRequest, message_dicts
+from forethought.server.protocol.chat_request import message_dicts
+from forethought.server.protocol.completion_request import DetokenizeRequest, TokenizeRequest
 from forethought.server.service import Service
 
 _TITLES = {"dvts": "DVTS", "mcts": "MCTS", "deepconf": "DeepConf", "genrm": "GenRM"}

@@ -9,12 +9,12 @@ from typing import Any
 
 from forethought.scaffolding.result import CallDelta, ScaffoldingOutput
 from forethought.scaffolding.task import ChatTask, GenerationTask
-from forethought.server.backends import Prompted, opens_thought
+from forethought.server.backends.backend import Prompted, opens_thought
 from forethought.server.job import Ask, Job, Piece
-from forethought.server.logprobs import AnswerLogprobs, AnswerSpans, Span
-from forethought.server.reasoning import ReasoningSplitter, Split, overlap, split
+from forethought.server.protocol.logprobs import AnswerLogprobs, AnswerSpans, Span
+from forethought.server.protocol.reasoning import ReasoningSplitter, Split, overlap, split
+from forethought.server.protocol.tool_calls import OPENINGS, Call, CallPiece, CallText, Tools
 from forethought.server.service import Service
-from forethought.server.tool_calls import OPENINGS, Call, CallPiece, CallText, Tools
 
 DEFAULT_MARKERS = ("<think>", "</think>")
 _REASONS = {reason: reason for reason in ("stop", "length", "tool_calls", "content_filter")}

@@ -12,7 +12,14 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from forethought.scaffolding.result import ScaffoldingOutput
-from forethought.server.backends import Conversation
+from forethought.server.backends.backend import Conversation
+from forethought.server.endpoints.message import (
+    Answer,
+    AnswerStream,
+    AnswerTokens,
+    answer_of,
+    num_thought_tokens,
+)
 from forethought.server.http import (
     Caller,
     ChunkEncoder,
@@ -24,18 +31,16 @@ from forethought.server.http import (
     until_disconnected,
 )
 from forethought.server.job import Ask, Job, Outcome, Piece
-from forethought.server.logprobs import Span, chat_logprobs
-from forethought.server.message import (
-    Answer,
-    AnswerStream,
-    AnswerTokens,
-    answer_of,
-    num_thought_tokens,
+from forethought.server.protocol.chat_request import (
+    ChatRequest,
+    message_dicts,
+    schema_fields,
+    tools_of,
 )
-from forethought.server.protocol import ChatRequest, message_dicts, schema_fields, tools_of
+from forethought.server.protocol.logprobs import Span, chat_logprobs
+from forethought.server.protocol.tool_calls import CallPiece, Tools
+from forethought.server.protocol.usage import chat_usage
 from forethought.server.service import Service
-from forethought.server.tool_calls import CallPiece, Tools
-from forethought.server.usage import chat_usage
 
 _CONTENT = ("content",)
 _THOUGHT = ("reasoning", "reasoning_content")

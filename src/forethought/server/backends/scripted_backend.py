@@ -12,7 +12,7 @@ from typing import Any
 from forethought.config.sampling import SamplingParams
 from forethought.errors import ParameterError, UsageError
 from forethought.scaffolding.worker import Worker
-from forethought.server.backends import (
+from forethought.server.backends.backend import (
     Backend,
     Conversation,
     NativeGeneration,
@@ -20,7 +20,7 @@ from forethought.server.backends import (
     Prompted,
     worker_table,
 )
-from forethought.server.tool_calls import as_text
+from forethought.server.protocol.tool_calls import as_text
 from forethought.workers.scripted import Reply, ScriptedWorker
 
 _OTHER = "*"

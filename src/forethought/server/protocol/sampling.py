@@ -28,14 +28,11 @@ from forethought.errors import (
     UnknownNameError,
     UsageError,
 )
-from forethought.server.protocol import (
-    ChatRequest,
-    CompletionRequest,
-    Generating,
-    Penalised,
-    ResponseRequest,
-)
-from forethought.server.tool_calls import Tools
+from forethought.server.protocol.body import Generating, Penalised
+from forethought.server.protocol.chat_request import ChatRequest
+from forethought.server.protocol.completion_request import CompletionRequest
+from forethought.server.protocol.responses_request import ResponseRequest
+from forethought.server.protocol.tool_calls import Tools
 
 EFFORTS: Mapping[str, int | None] = {
     "none": 0,
@@ -148,9 +145,6 @@ def compact(params: Mapping[str, Any]) -> Mapping[str, Any]:
         return params
     schema = {**schema, "x-guidance": {"whitespace_pattern": _WHITE_SPACE}}
     return {**params, "guided_decoding": GuidedDecodingParams(json=schema)}
-
-
-# ---- errors --------------------------------------------------------------------------------------
 
 
 @contextmanager

@@ -24,19 +24,17 @@ from forethought.scaffolding import sampling
 from forethought.scaffolding.controller import ConversationForm
 from forethought.scaffolding.task import ChatTask
 from forethought.scaffolding.worker import Worker
-from forethought.server.backends import (
+from forethought.server.backends.backend import (
     Backend,
     ClientMessage,
     Conversation,
     NativeGeneration,
     Prompt,
     Prompted,
-    judging,
     opens_thought,
-    rendered,
-    response_parser,
     worker_table,
 )
+from forethought.server.backends.engine_backend import judging, rendered, response_parser
 from forethought.workers.openai import EXTENSIONS
 
 if TYPE_CHECKING:

@@ -1,0 +1,1 @@
+"""What answers requests: the engine, a script, other servers."""

@@ -1,0 +1,1 @@
+"""Chats, completions and responses over HTTP, and the lists of models and methods."""

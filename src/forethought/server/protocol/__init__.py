@@ -1,0 +1,1 @@
+"""The OpenAI protocol: bodies of requests, and the fields of answers."""

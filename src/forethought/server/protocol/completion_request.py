@@ -1,0 +1,42 @@
+"""The bodies of ``POST /v1/completions``, ``/tokenize`` and ``/detokenize``."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import Field
+
+from forethought.server.protocol.body import Body, Count, Ids, Penalised, Text
+from forethought.server.protocol.chat_request import Messages
+
+Texts = Annotated[list[Text], Field(fail_fast=True)]
+IdLists = Annotated[list[Ids], Field(fail_fast=True)]
+
+
+class CompletionRequest(Penalised):
+    """``POST /v1/completions``."""
+
+    prompt: Text | Ids | Texts | IdLists
+    echo: bool | None = None
+    logprobs: Count | None = None
+
+
+MAX_TOKENIZED = 1 << 19
+"""Characters of a text that is tokenised for its tokens alone."""
+
+
+class TokenizeRequest(Body):
+    """``POST /tokenize``: a text, or a conversation through the chat template."""
+
+    model: Text | None = None
+    prompt: Annotated[str, Field(max_length=MAX_TOKENIZED)] | None = None
+    messages: Messages | None = None
+    add_special_tokens: bool = True
+    return_token_strs: bool = False
+
+
+class DetokenizeRequest(Body):
+    """``POST /detokenize``."""
+
+    model: Text | None = None
+    tokens: Ids
