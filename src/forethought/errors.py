@@ -177,7 +177,7 @@ class UpstreamError(ForethoughtError):
 
 
 class RequestError(ForethoughtError):
-    """One request failed in the engine; ``__cause__`` tells how. The other requests go on."""
+    """One request failed in the engine; ``__cause__`` is the error. The other requests go on."""
 
 
 class LogitsError(RequestError):

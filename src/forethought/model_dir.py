@@ -71,7 +71,7 @@ def find_model_dir(
         if revision is not None:
             raise ParameterError(
                 f"invalid revision {revision!r}",
-                f"{path} lies on this machine, and revisions are those of the Hugging Face Hub",
+                f"{path} is on this machine, and revisions are those of the Hugging Face Hub",
                 "Leave it out",
             )
         return path

@@ -17,7 +17,7 @@ from forethought.bench.methods import (
     LEFT_OUT,
     PROBE,
     MethodBench,
-    MethodTable,
+    MethodComparison,
     cells,
     chosen,
     fit_policy,
@@ -86,7 +86,7 @@ class Grader:
 def rows(folder, says, recipes=None, settings=None):
     worker = ScriptedWorker(says)
     runner = EvaluationRunner(lambda: worker, grader=Grader())
-    table = MethodTable(runner, PROBLEMS, TASK, settings or {"seed": 0}, {})
+    table = MethodComparison(runner, PROBLEMS, TASK, settings or {"seed": 0}, {})
     recipes = recipes or [
         recipe("plain"),
         recipe("majority_vote@2"),
@@ -248,7 +248,7 @@ def test_the_command_writes_the_table_and_where_it_was_measured(capsys, tmp_path
 def test_rows_are_compared_with_another_row_too(tmp_path):
     recipes = [recipe("plain"), recipe("majority_vote@3"), recipe("no_thinking")]
     runner = EvaluationRunner(lambda: ScriptedWorker(lambda *_: "right"), grader=Grader())
-    table = MethodTable(runner, PROBLEMS, TASK, {"seed": 0}, {})
+    table = MethodComparison(runner, PROBLEMS, TASK, {"seed": 0}, {})
     found = table.rows(recipes, tmp_path, against=["no_thinking"])
     assert [[*one.against] for one in found] == [
         ["majority_vote@3", "no_thinking"],

@@ -54,13 +54,13 @@ def progress(question: str, text: str) -> float:
 
 
 def _state_score(numbers: Numbers, target: int, lines: list[str]) -> float:
-    """Whether the target can be made in the branch that the last line stands in."""
+    """Whether the target can be made in the branch of the last line."""
     state, tried = numbers, set[Numbers]()
     for line in lines:
         if line == BACK:
             state, tried = numbers, set()
-        elif left := _LEFT.fullmatch(line):
-            state, tried = tuple(map(int, left[1].split())), set()
+        elif match := _LEFT.fullmatch(line):
+            state, tried = tuple(map(int, match[1].split())), set()
         elif line.endswith(BACK):
             tried.add(_tried(state, line))
     if state != numbers and not _follows(tuple(sorted(numbers)), tuple(sorted(state))):
@@ -73,7 +73,7 @@ def _state_score(numbers: Numbers, target: int, lines: list[str]) -> float:
 @lru_cache(maxsize=10_000)
 def _follows(numbers: Numbers, state: Numbers) -> bool:
     """Whether one move leaves a state of the numbers; both sorted."""
-    return any(tuple(sorted(left)) == state for _, left in moves(numbers))
+    return any(tuple(sorted(remaining)) == state for _, remaining in moves(numbers))
 
 
 def _tried(state: Numbers, line: str) -> Numbers:
@@ -93,8 +93,8 @@ def _tried(state: Numbers, line: str) -> Numbers:
 def _is_open(state: Numbers, tried: set[Numbers], target: int) -> bool:
     """Whether a move that was not tried leads from three numbers to the target."""
     return any(
-        len(left) == 2
-        and tuple(sorted(left)) not in tried
-        and nearest(left, target).value == target
-        for _, left in moves(state)
+        len(remaining) == 2
+        and tuple(sorted(remaining)) not in tried
+        and nearest(remaining, target).value == target
+        for _, remaining in moves(state)
     )

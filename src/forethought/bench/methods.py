@@ -162,7 +162,7 @@ class MethodBench:
             if self.task.verifier is None:
                 raise ParameterError(
                     "the policy cannot be used on this task",
-                    "it tells how difficult a problem is by an exact checker of its probe",
+                    "it measures how difficult a problem is by an exact checker of its probe",
                     "Use --task countdown, or leave --policy out",
                 )
             by_score["reward_controller"] = CheckerController(self.task.verifier)
@@ -192,7 +192,7 @@ class MethodBench:
         ]
 
     def recipe_of(self, name: str, judged: bool = False, **settings: Any) -> Recipe:
-        """The recipe of a row; what follows a comma in its name tells it from another one."""
+        """The recipe of a row; what follows a comma in its name distinguishes it."""
         if judged and self._reward is not None:
             settings["reward_controller"] = self._reward
         has_own_limit = "total_tokens" in settings
@@ -264,7 +264,7 @@ def chosen(recipes: Sequence[Recipe], only: str | None, against: str | None = No
     return [*recipes[:2], *(one for one in recipes[2:] if one.name in chosen_names)]
 
 
-class MethodTable:
+class MethodComparison:
     """Runs the recipes, and compares each with plain decoding, a vote, and others by name.
 
     Every row has a journal of its own, so that rows can be added; a row whose settings have changed

@@ -167,7 +167,7 @@ class ServingReport:
 
 
 def percentile(values: Sequence[float], percent: float) -> float:
-    """The value below which ``percent`` % lie, interpolated linearly; ``values`` is not empty."""
+    """The ``percent``-th percentile, interpolated linearly; ``values`` is not empty."""
     ranked = sorted(values)
     rank = (len(ranked) - 1) * percent / 100
     low, high = math.floor(rank), math.ceil(rank)

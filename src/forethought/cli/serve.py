@@ -187,7 +187,7 @@ def _add_server_options(server: argparse._ArgumentGroup) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Serve until the process is told to end."""
+    """Serve until the process gets a signal to end."""
     try:
         import fastapi  # noqa: F401
         import uvicorn  # noqa: F401

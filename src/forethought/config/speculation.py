@@ -256,7 +256,7 @@ class DecodingBaseConfig(StrictModel):
             reason = first or "it must have batch sizes from 1 as keys"
             raise self._refuse("draft_len_schedule", schedule, reason)
         if any(not 0 <= length <= self.max_draft_len for length in schedule.values()):
-            reason = f"lengths lie between 0 and max_draft_len, {self.max_draft_len}"
+            reason = f"lengths are between 0 and max_draft_len, {self.max_draft_len}"
             raise self._refuse("draft_len_schedule", schedule, reason)
         self._set("draft_len_schedule", dict(sorted(schedule.items())))
 

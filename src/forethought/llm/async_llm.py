@@ -175,8 +175,8 @@ class AsyncLLM:
         The request begins with the first item, which also raises the errors of a grammar, and the
         engine never waits for the reader. Leaving the iterator early aborts the request.
 
-        ``gather`` makes items fewer and larger: at most one per so many seconds of the loop's
-        clock, and one at the end.
+        With ``gather``, at most one item per that many seconds of the loop's clock comes, and one
+        at the end.
         """
         return self._stream(*self._checked().read(prompt, sampling_params), gather)
 

@@ -402,7 +402,7 @@ class Guard:
         headers = dict(scope["headers"])
         client_id = headers.get(b"x-request-id", b"").decode("latin-1")
         request_id = client_id if _ID.fullmatch(client_id) else next(service.ids)
-        call = _Call(request_id, scope, receive, send, (self._max_bytes, service.body_bytes))
+        call = _OpenRequest(request_id, scope, receive, send, (self._max_bytes, service.body_bytes))
         scope.setdefault("state", {})["request_id"] = call.id
         service.calls.add(call)
         try:
@@ -440,7 +440,7 @@ def _needs_key(scope: Scope) -> bool:
     return not (page or path in _OPEN or scope["method"] == "OPTIONS")
 
 
-class _Call:
+class _OpenRequest:
     """One request: its id, its status, and the bytes of its body."""
 
     def __init__(

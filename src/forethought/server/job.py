@@ -112,7 +112,7 @@ class Piece:
     logprobs: Sequence[TokenLogprobs] = ()
     """One entry per token, where they are asked for."""
     thought: str = ""
-    """Of another server, which tells it apart from the text."""
+    """From another server, which returns it apart from the text."""
     calls: list[CallDelta] = field(default_factory=list)
     """The same of calls."""
 

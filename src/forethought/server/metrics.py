@@ -28,7 +28,7 @@ from forethought.outputs import EngineStats, SpeculationMetrics, Usage
 
 PREFIX = "forethought:"
 ALIASES = ("num_requests_waiting", "num_requests_running", "kv_cache_usage_perc")
-"""Gauges that stand under ``vllm:`` as well."""
+"""Gauges that exist under ``vllm:`` as well."""
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _MAX_METHODS = 64
 """Methods with a label of their own; clients can compose as many as they like."""

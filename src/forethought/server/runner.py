@@ -1,4 +1,4 @@
-"""Runs the application with uvicorn until the process is told to end."""
+"""Runs the application with uvicorn until the process gets a signal to end."""
 
 from __future__ import annotations
 

@@ -56,7 +56,7 @@ _NUM_IDS = 256
 Result = TypeVar("Result")
 
 
-class Call(Protocol):
+class OpenRequest(Protocol):
     """A request on a connection."""
 
     def end(self) -> None:
@@ -105,7 +105,7 @@ class Service:
         self.models = list(settings.served_model_names) or [backend.name]
         self.admission = Admission(settings.max_running, settings.max_waiting)
         self.started, self.totals, self.ids = time.time(), Totals(), _RandomIds()
-        self.workers, self.calls = Workers(), set[Call]()
+        self.workers, self.calls = Workers(), set[OpenRequest]()
         self.body_bytes = ByteLimit(
             settings.max_body_bytes * max(_MIN_BODIES, settings.max_running)
         )
@@ -322,7 +322,9 @@ class Service:
         if ask.sampling.max_tokens == 0 and "num_logprobs" not in ask.params:
             return EchoJob(ask, self.backend)
         scored = scores_prompt or "num_logprobs" in ask.params
-        if engine is not None and is_plain and (scored or not ask.events):  # a worker tells drafts
+        if (
+            engine is not None and is_plain and (scored or not ask.events)
+        ):  # a worker's events have drafts
             return EngineJob(engine, self.backend, ask, self.llm.place, gather)
         if scores_prompt:
             raise ParameterError(

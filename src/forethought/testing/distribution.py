@@ -7,7 +7,7 @@ Statistic: Pearson's chi-square of the joint distribution of the first ``LENGTH`
 prompt against the exact one, with ``top_k`` so small that all outcomes can be listed; outcomes
 expected fewer than ``MIN_EXPECTED`` times count as one. Sample: ``NUM_SAMPLES`` independent
 generations. Threshold: ``P_VALUE``; one correct drafter in a million falls below it. Power: a
-distribution at a total variation of 0.1 lies hundreds of standard deviations away.
+distribution at a total variation of 0.1 is hundreds of standard deviations away.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """The training loop of every recipe: seeded, resumable, with an evaluation at regular intervals.
 
-A :class:`Recipe` has the module, the batch of each step and its loss; the :class:`Trainer` has the
-optimizers, the learning rate's schedule, checkpoints and logs. Batches are functions of the step,
-and so is every random number drawn in it: a run that was interrupted ends with the weights of one
-that was not::
+A :class:`TrainingRecipe` has the module, the batch of each step and its loss; the :class:`Trainer`
+has the optimizers, the learning rate's schedule, checkpoints and logs. Batches are functions of the
+step, and so is every random number drawn in it: a run that was interrupted ends with the weights of
+one that was not::
 
     step:  batch(step) -> loss -> backward -> clip -> optimizers     random numbers: (seed, step)
     every check_every steps:  checkpoint -> save drafter -> check(drafter directory)
@@ -121,7 +121,7 @@ def build_optimizers(
     return optimizers
 
 
-class Recipe(Protocol):
+class TrainingRecipe(Protocol):
     """A module to train, its batches and its loss."""
 
     @property
@@ -208,7 +208,7 @@ class Trainer:
 
     def __init__(
         self,
-        recipe: Recipe,
+        recipe: TrainingRecipe,
         settings: TrainingSettings,
         directory: Path,
         check: Check | None = None,

@@ -142,7 +142,9 @@ def measure(args: argparse.Namespace) -> int:
         settings = _settings(args, fields, problems)
         total = len(recipes) * len(problems)
         with nullcontext() if args.json else EvaluationProgress(total) as bar:
-            table = bench.MethodTable(runner, problems, kind, settings, _files(args.reward_model))
+            table = bench.MethodComparison(
+                runner, problems, kind, settings, _files(args.reward_model)
+            )
             against = [] if args.against is None else [args.against]
             rows = table.rows(recipes, folder, is_fresh=args.fresh, bar=bar, against=against)
     measured_on = machine.measured_on(fields)
@@ -177,7 +179,7 @@ def _check_calibration(args: argparse.Namespace, has_checker: bool) -> None:
     if not has_checker:
         raise ParameterError(
             f"--calibrate cannot be used with --task {args.task}",
-            "it has no exact checker, whose result on a probe tells how difficult a problem is",
+            "it has no exact checker, whose result on a probe says how difficult a problem is",
             "Use --task countdown",
         )
     names = [name for name in ("only", "against", "policy") if getattr(args, name) is not None]

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 Prompt = str | list[int] | ChatTask
 """Of a method."""
 Innermost = Callable[[bool], Controller]
-"""Makes what generates inside methods; told whether it streams."""
+"""Makes what generates inside methods; the argument is whether it streams."""
 
 
 class ClientMessage(RoleMessage):
@@ -168,7 +168,7 @@ class Backend(abc.ABC):
 
     @abc.abstractmethod
     def tokenize(self, text: str, special: bool = True) -> list[int]:
-        """The ids of a text, with the special tokens that stand around a whole text or without."""
+        """The ids of a text, with the special tokens around a whole text or without."""
 
     @abc.abstractmethod
     def detokenize(self, ids: Sequence[int]) -> str:

@@ -58,7 +58,7 @@ class RemoteBackend(Backend):
     Args:
         worker: sends the requests; shut down by ``close``.
         name: of the model there.
-        markers: what opens and closes the model's thoughts, where no tokenizer tells it.
+        markers: what opens and closes the model's thoughts, if there is no tokenizer.
         tokenizer: of the model there, with its chat template; None: conversations are sent as
             chats.
         judge: a reward model; shut down by ``close``.
@@ -161,7 +161,7 @@ class RemoteBackend(Backend):
 
     @property
     def max_length(self) -> int | None:
-        """Tokens of the model's context, where its servers have told."""
+        """Tokens of the model's context, if its servers have reported it."""
         return self.worker.upstream.max_lengths.get(self.name)
 
     @property

@@ -119,7 +119,7 @@ def _count(reasoning: str, output: ScaffoldingOutput, service: Service) -> int:
 
 
 def answer_spans(text: str, answer: Answer, service: Service, prompted: Prompted) -> AnswerSpans:
-    """Where the thought and the content of an answer lie in the text that was generated."""
+    """The ranges of an answer's thought and content in the text that was generated."""
     end = len(text) if service.backend.llm is not None else sys.maxsize
     if prompted.keeps_thought or not prompted.is_chat:
         return AnswerSpans((0, 0), (0, end))
@@ -180,7 +180,7 @@ class AnswerStream:
 
     @property
     def spans(self) -> AnswerSpans:
-        """Where the thought and the content lie that are certain."""
+        """The ranges of the thought and the content that are certain."""
         splitter = self._splitter
         start = splitter.position if splitter.answer_start is None else splitter.answer_start
         return AnswerSpans(splitter.thought, (start, self.position))
@@ -298,7 +298,7 @@ class AnswerTokens:
 
 
 class _KeptThought:
-    """Puts the thought that another server tells apart back into the text, between markers."""
+    """Puts the thought that another server returns apart back into the text, between markers."""
 
     def __init__(self, markers: tuple[str, str] | None) -> None:
         self._start, self._end = markers or DEFAULT_MARKERS

@@ -1,4 +1,4 @@
-r"""Log-probabilities as OpenAI's APIs write them, and where their tokens lie in a text.
+r"""Log-probabilities as OpenAI's APIs write them, and where their tokens are in a text.
 
 ::
 
@@ -69,7 +69,7 @@ class TokenSpans:
 
 
 class AnswerSpans(NamedTuple):
-    """Between which characters of a text its thought and its content lie."""
+    """The ranges of characters of a text that are its thought and its content."""
 
     thought: tuple[int, int]
     content: tuple[int, int]

@@ -112,7 +112,7 @@ class Tools:
 
     @property
     def offered(self) -> list[dict[str, Any]]:
-        """Those that the model is told of; ``strict`` is said to other servers alone."""
+        """Those that the model is shown; ``strict`` is sent to other servers alone."""
         return [] if self.choice == "none" else [_shown(tool) for tool in self.tools]
 
     @property

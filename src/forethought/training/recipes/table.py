@@ -11,7 +11,7 @@ from forethought.config.registry import Registry
 from forethought.config.speculation import DecodingBaseConfig
 from forethought.training.teacher import Teacher
 from forethought.training.texts import Text
-from forethought.training.trainer import Recipe, TrainingSettings
+from forethought.training.trainer import TrainingRecipe, TrainingSettings
 
 
 class RecipeClass(Protocol):
@@ -20,7 +20,7 @@ class RecipeClass(Protocol):
     Settings: type[TrainingSettings]
     """The recipe's own fields beside the loop's."""
 
-    def build(self, settings: Any, texts: Sequence[Text], teacher: Teacher) -> Recipe:
+    def build(self, settings: Any, texts: Sequence[Text], teacher: Teacher) -> TrainingRecipe:
         """The recipe that ``settings`` describe, its initial weights drawn here."""
         ...
 
