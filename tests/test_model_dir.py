@@ -117,7 +117,7 @@ def test_an_existing_directory_wins_over_the_hub_and_has_no_revisions(
     environment = hub.environment(tmp_path)
     assert find(environment, "org/model", cwd=tmp_path) == "org/model"
     assert not hub.fetched
-    with pytest.raises(ParameterError, match="lies on this machine"):
+    with pytest.raises(ParameterError, match="is on this machine"):
         find_model_dir(tmp_path, "v1")
 
 
@@ -127,7 +127,7 @@ def test_an_embedded_model_is_found_by_name_without_the_hub(
 ) -> None:
     assert find(hub.environment(tmp_path), name) == str(assets.embedded_dir(name))
     assert not hub.fetched
-    with pytest.raises(ParameterError, match="lies on this machine"):
+    with pytest.raises(ParameterError, match="is on this machine"):
         find_model_dir(name, "v1")
 
 
@@ -259,7 +259,7 @@ def test_a_missing_draft_model_is_told_before_the_target_is_loaded(
 
 
 def test_revisions_belong_to_models() -> None:
-    with pytest.raises(ParameterError, match="lies on this machine"):
+    with pytest.raises(ParameterError, match="is on this machine"):
         find_model_dir(reasoner_dir(), "main")
     with pytest.raises(ParameterError, match="there is no speculative_model"):
         NGramDecodingConfig(revision="main")

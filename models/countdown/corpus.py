@@ -1,6 +1,6 @@
 """Training examples of the countdown model.
 
-Kinds: ``drill`` (bare calculations), ``three`` and ``four`` (a problem of so many numbers with its
+Kinds: ``drill`` (bare calculations), ``three`` and ``four`` (a problem of that size with its
 trace), ``probed`` (such a trace cut at a random token, and the answer elicited there). Loss is
 never taken on the question, the operands of a drill or an elicitation suffix.
 """

@@ -54,8 +54,8 @@ class Sampler:
             )
             outputs = self.llm.generate(prompts, params)
             for question, output, samples in zip(questions, outputs, drawn, strict=True):
-                made = output.outputs[0]
-                samples.append(read_sample(question, made.text, len(made.token_ids)))
+                answer = output.outputs[0]
+                samples.append(read_sample(question, answer.text, len(answer.token_ids)))
         return drawn
 
 
@@ -103,17 +103,21 @@ class Row:
 def rows(greedy: Sequence[Sample], drawn: Sequence[Sequence[Sample]]) -> list[Row]:
     """Greedy decoding, votes, sampling until accepted, and pass@k with k samples' tokens."""
     largest = len(drawn[0])
-    found = [_row("greedy", greedy, greedy, [sample.num_tokens for sample in greedy])]
+    table_rows = [_row("greedy", greedy, greedy, [sample.num_tokens for sample in greedy])]
     for size in (2, 4, 8, 16, 32):
         if size <= largest:
             parts = [samples[:size] for samples in drawn]
-            found.append(_row(f"vote of {size}", map(vote, parts), greedy, map(_tokens, parts)))
+            table_rows.append(
+                _row(f"vote of {size}", map(vote, parts), greedy, map(_tokens, parts))
+            )
     sought = [until_accepted(samples) for samples in drawn]
     last = [samples[-1] for samples in sought]
-    found.append(_row(f"until accepted, at most {largest}", last, greedy, map(_tokens, sought)))
+    table_rows.append(
+        _row(f"until accepted, at most {largest}", last, greedy, map(_tokens, sought))
+    )
     mean_tokens = sum(map(_tokens, drawn)) / len(drawn) / largest
     coverage = mean_pass_at_k([[sample.accepted for sample in samples] for samples in drawn])
-    return found + [Row(f"pass@{k}", share, k * mean_tokens) for k, share in coverage.items()]
+    return table_rows + [Row(f"pass@{k}", share, k * mean_tokens) for k, share in coverage.items()]
 
 
 def _row(
@@ -143,15 +147,15 @@ def main() -> None:
     shipped, results = problems("countdown"), dict[str, list[Row]]()
     with LLM(options.model, dtype=options.dtype) as llm:
         for size in SIZES:
-            asked = [p["question"] for p in shipped if len(p["numbers"]) == size]
-            asked = asked[: options.problems]
-            greedy = Sampler(llm, 0.0, options.max_tokens).draw(asked, 1)
+            questions = [p["question"] for p in shipped if len(p["numbers"]) == size]
+            questions = questions[: options.problems]
+            greedy = Sampler(llm, 0.0, options.max_tokens).draw(questions, 1)
             sampler = Sampler(llm, options.temperature, options.max_tokens)
-            found = rows([s[0] for s in greedy], sampler.draw(asked, options.samples))
-            results[f"{size} numbers"] = found
-            sys.stdout.write(f"{size} numbers, {len(asked)} problems\n")
-            sys.stdout.writelines(f"  {row}\n" for row in found)
-    shown = {name: [asdict(row) for row in found] for name, found in results.items()}
+            table_rows = rows([s[0] for s in greedy], sampler.draw(questions, options.samples))
+            results[f"{size} numbers"] = table_rows
+            sys.stdout.write(f"{size} numbers, {len(questions)} problems\n")
+            sys.stdout.writelines(f"  {row}\n" for row in table_rows)
+    shown = {name: [asdict(row) for row in table_rows] for name, table_rows in results.items()}
     sys.stdout.write(json.dumps(shown) + "\n")
 
 

@@ -83,7 +83,7 @@ def write_trace(problem: Problem, rng: random.Random) -> Trace:
 def write_bounded(
     problem: Problem, rng: random.Random, longest: int, avoid: Sequence[Step] = ()
 ) -> tuple[Trace, bool]:
-    """A search of about so many lines, and whether it hit; else the answer is what came nearest.
+    """A search of about ``longest`` lines; whether it hit, else the answer is what came nearest.
 
     Args:
         problem: its target may be out of reach.
@@ -93,8 +93,8 @@ def write_bounded(
     """
     search = _Search(problem.target, rng, longest, avoid)
     steps = search.run(problem.numbers, TRIES if len(problem.numbers) > 3 else None)
-    found = search.nearest if steps is None else steps
-    return Trace("".join(search.lines), expression(found)), steps is not None
+    best_steps = search.nearest if steps is None else steps
+    return Trace("".join(search.lines), expression(best_steps)), steps is not None
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,11 +112,11 @@ class SearchBranch:
 def branches(problem: Problem, rng: random.Random) -> Iterator[SearchBranch]:
     """The searches below each first step, in the order in which a search tries them."""
     search = _Search(problem.target, rng)
-    for step, left in search.ordered(problem.numbers):
+    for step, remaining in search.ordered(problem.numbers):
         search.lines, search.nearest = [], []
-        found = search.try_step(step, left, TRIES)
-        steps = search.nearest if found is None else [step, *found]
-        yield SearchBranch(step, "".join(search.lines), tuple(steps), found is not None)
+        solution = search.try_step(step, remaining, TRIES)
+        steps = search.nearest if solution is None else [step, *solution]
+        yield SearchBranch(step, "".join(search.lines), tuple(steps), solution is not None)
 
 
 class _Search:
@@ -143,31 +143,33 @@ class _Search:
             return self._last(numbers, "")
         ordered = self.ordered(numbers)
         fresh = [move for move in ordered if move[0] not in self.avoid]
-        for step, left in fresh or ordered:
+        for step, remaining in fresh or ordered:
             if len(self.lines) >= self.longest:
                 return None
-            found = self.try_step(step, left, tries)
-            if found is not None:
-                return [step, *found]
+            solution = self.try_step(step, remaining, tries)
+            if solution is not None:
+                return [step, *solution]
         return None
 
     def try_step(
-        self, step: Step, left: Numbers, tries: tuple[int, ...] | None
+        self, step: Step, remaining: Numbers, tries: tuple[int, ...] | None
     ) -> list[Step] | None:
-        """The steps found behind ``step``, which leaves ``left``; None: nothing hits."""
+        """The steps found after ``step``, which leaves ``remaining``; None: nothing hits."""
         self._path.append(step)
-        found = self._below(step, left, tries)
+        solution = self._below(step, remaining, tries)
         self._path.pop()
-        return found
+        return solution
 
-    def _below(self, step: Step, left: Numbers, tries: tuple[int, ...] | None) -> list[Step] | None:
-        if len(left) == 2:
-            return self._last(left, f"{step}, ")
-        self.lines.append(f"{step}, left {' '.join(map(str, left))}\n")
-        for below, rest in self.ordered(left)[: self.rng.choice(tries or TRIES)]:
-            found = self.try_step(below, rest, tries)
-            if found is not None:
-                return [below, *found]
+    def _below(
+        self, step: Step, remaining: Numbers, tries: tuple[int, ...] | None
+    ) -> list[Step] | None:
+        if len(remaining) == 2:
+            return self._last(remaining, f"{step}, ")
+        self.lines.append(f"{step}, left {' '.join(map(str, remaining))}\n")
+        for below, rest in self.ordered(remaining)[: self.rng.choice(tries or TRIES)]:
+            solution = self.try_step(below, rest, tries)
+            if solution is not None:
+                return [below, *solution]
         self.lines.append(f"{BACK}\n")
         return None
 
@@ -197,4 +199,4 @@ def distance(numbers: Numbers, target: int) -> int:
     """How near to the target any search from ``numbers`` comes."""
     if len(numbers) == 2:
         return abs(nearest(numbers, target).value - target)
-    return min(distance(tuple(sorted(left)), target) for _, left in moves(numbers))
+    return min(distance(tuple(sorted(remaining)), target) for _, remaining in moves(numbers))

@@ -48,7 +48,7 @@ class Attempt:
 
     @property
     def answer(self) -> str:
-        """What stands behind the thought."""
+        """The text after the thought."""
         return f"The answer is \\boxed{{{self.trace.answer}}}."
 
     @property
@@ -77,7 +77,7 @@ def attempt_at(problem: Problem, question: str, rng: random.Random) -> Attempt:
 
 
 def sample_answer(rng: random.Random, problem: Problem, question: str) -> Attempt:
-    """An answer, the search behind it unknown: of an attempt, or a right or a spoilt one."""
+    """An answer without its search: of an attempt, or a right or a spoilt one."""
     attempt = attempt_at(problem, question, rng)
     if rng.random() < 0.25:
         spoilt = spoil(attempt.trace.answer, rng)
@@ -96,12 +96,12 @@ def first_steps(problem: Problem, search: str) -> list[Step]:
 def spoil(expression: str, rng: random.Random) -> str:
     """The expression with another number or another sign in it."""
     if rng.random() < 0.5:
-        found = rng.choice(list(re.finditer(r"\d+", expression)))
+        match = rng.choice(list(re.finditer(r"\d+", expression)))
         other = str(rng.randint(1, HIGHEST_NUMBER))
     else:
-        found = rng.choice(list(re.finditer(r"[-+*/]", expression)))
+        match = rng.choice(list(re.finditer(r"[-+*/]", expression)))
         other = rng.choice("+-*/")
-    return f"{expression[: found.start()]}{other}{expression[found.end() :]}"
+    return f"{expression[: match.start()]}{other}{expression[match.end() :]}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,14 +153,14 @@ def check(problem: Problem, expression: str) -> Check:
         steps.append(text)
         if value is None:
             break
-    told = RIGHT if value == problem.target else WRONG
-    return Check(f"{line}{', '.join([*steps, told])}\n", True, value, problem.target)
+    conclusion = RIGHT if value == problem.target else WRONG
+    return Check(f"{line}{', '.join([*steps, conclusion])}\n", True, value, problem.target)
 
 
-def _amiss(used: Counter[int], given: Counter[int]) -> str:
-    if missing := sorted((given - used).elements()):
+def _amiss(used: Counter[int], available: Counter[int]) -> str:
+    if missing := sorted((available - used).elements()):
         return f"{missing[0]} is missing"
-    if surplus := sorted((used - given).elements()):
+    if surplus := sorted((used - available).elements()):
         return f"{surplus[0]} is too much"
     return ""
 
@@ -187,4 +187,4 @@ def _steps(node: ast.expr) -> Iterator[tuple[str, Fraction | None]]:
 
 def checks(problem: Problem, answers: Sequence[Attempt]) -> list[Check]:
     """The check of each answer."""
-    return [check(problem, each.trace.answer) for each in answers]
+    return [check(problem, attempt.trace.answer) for attempt in answers]

@@ -1,6 +1,6 @@
 """Training examples of the instruct model: its kinds, their weights, and its tokenizer.
 
-Every turn of a dialogue is tokenised by itself, as the texts that methods put behind a sequence
+Every turn of a dialogue is tokenised alone, as the texts that methods append to a sequence
 are. ``drill`` is bare calculation, as of the countdown model.
 """
 
@@ -65,7 +65,7 @@ def train_tokenizer(seed: int = 0, samples: int = 150) -> Tokenizer:
 
 
 def encoded(tokenizer: Tokenizer, dialogue: Dialogue) -> Example:
-    """The tokens of a dialogue, each turn tokenised by itself."""
+    """The tokens of a dialogue, each turn tokenised alone."""
     ids: list[int] = []
     trained: list[bool] = []
     for turn in dialogue:

@@ -53,7 +53,7 @@ def document_dialogue(
     retriever: Retriever, examples: Sequence[FactQuestion], last: FactQuestion
 ) -> Dialogue:
     """The dialogue of ``drag``."""
-    shown = "".join(f"{_asked(retriever, each)} {each.working}\n\n" for each in examples)
+    shown = "".join(f"{_asked(retriever, example)} {example.working}\n\n" for example in examples)
     prompt = f"{INSTRUCTION}{shown}{_asked(retriever, last)}"
     return [asked(prompt), said(f" {last.working}{END}")]
 
@@ -73,22 +73,22 @@ def follow_up_dialogue(
     retriever: Retriever, examples: Sequence[FactQuestion], last: FactQuestion
 ) -> Dialogue:
     """The dialogue of ``iterdrag``."""
-    shown = "".join(_shown(retriever, each) for each in examples)
-    known: list[int] = []
-    block = retriever.block(last.text, known)
-    found = [asked(f"{INSTRUCTION}{shown}{block}Question: {last.text}\n")]
+    shown = "".join(_shown(retriever, example) for example in examples)
+    shown_documents: list[int] = []
+    block = retriever.block(last.text, shown_documents)
+    turns = [asked(f"{INSTRUCTION}{shown}{block}Question: {last.text}\n")]
     for query, answer in last.steps:
-        found.append(said(f"{FOLLOW_UP} {query}{END}"))
-        found.append(asked(f"\n{retriever.block(query, known)}{INTERMEDIATE}"))
-        found += [said(f" {answer}{END}"), asked("\n")]
-    return [*found, said(f"{FINAL} {last.working}{END}")]
+        turns.append(said(f"{FOLLOW_UP} {query}{END}"))
+        turns.append(asked(f"\n{retriever.block(query, shown_documents)}{INTERMEDIATE}"))
+        turns += [said(f" {answer}{END}"), asked("\n")]
+    return [*turns, said(f"{FINAL} {last.working}{END}")]
 
 
 def _shown(retriever: Retriever, example: FactQuestion) -> str:
-    known: list[int] = []
-    text = f"{retriever.block(example.text, known)}Question: {example.text}\n"
+    shown_documents: list[int] = []
+    text = f"{retriever.block(example.text, shown_documents)}Question: {example.text}\n"
     for query, answer in example.steps:
-        block = retriever.block(query, known)
+        block = retriever.block(query, shown_documents)
         text += f"{FOLLOW_UP} {query}\n{block}{INTERMEDIATE} {answer}\n"
     return f"{text}{FINAL} {example.working}\n\n"
 
@@ -97,7 +97,7 @@ def _shown(retriever: Retriever, example: FactQuestion) -> str:
 
 
 def slept(rng: random.Random) -> Dialogue:
-    """What follows from a context; or a question behind it, or behind the context alone."""
+    """What follows from a context; or a question after it, or after the context alone."""
     context = sample_context(rng)
     prompt = context.text + SLEEP_PROMPT
     if rng.random() < 0.4:

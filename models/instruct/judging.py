@@ -41,7 +41,7 @@ from instruct.attempts import (
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """A text, which is tokenised by itself, and whether it is trained on."""
+    """A text, which is tokenised alone, and whether it is trained on."""
 
     text: str
     trained: bool
@@ -73,25 +73,25 @@ def plain(rng: random.Random) -> Dialogue:
 def revised(rng: random.Random) -> Dialogue:
     """An attempt and up to two revisions."""
     attempt = sample_attempt(rng)
-    found = [asked(prompt_text(attempt.question)), said(attempt.trace.text)]
+    dialogue = [asked(prompt_text(attempt.question)), said(attempt.trace.text)]
     for _ in range(rng.randint(1, 2)):
         attempt = attempt.again(rng)
-        found += [asked(REVISE_PROMPT), said(attempt.trace.text)]
-    return [*found[:-1], said(found[-1].text + END)]
+        dialogue += [asked(REVISE_PROMPT), said(attempt.trace.text)]
+    return [*dialogue[:-1], said(dialogue[-1].text + END)]
 
 
 def refined(rng: random.Random) -> Dialogue:
     """An attempt, feedback, and better attempts with feedback until one is right."""
     attempt = sample_attempt(rng)
-    found = [asked(prompt_text(attempt.question)), said(attempt.trace.text)]
+    dialogue = [asked(prompt_text(attempt.question)), said(attempt.trace.text)]
     for last in (False, True):
         result = check(attempt.problem, attempt.trace.answer)
-        found += [asked(FEEDBACK_PROMPT), said(_feedback(result) + END)]
+        dialogue += [asked(FEEDBACK_PROMPT), said(_feedback(result) + END)]
         if result.is_right or last:
             break
         attempt = attempt.again(rng)
-        found += [asked(REFINE_PROMPT), said(attempt.trace.text)]
-    return found
+        dialogue += [asked(REFINE_PROMPT), said(attempt.trace.text)]
+    return dialogue
 
 
 def _feedback(result: Check) -> str:
@@ -112,7 +112,7 @@ def verified(rng: random.Random) -> Dialogue:
 
 
 def restarted(rng: random.Random) -> Dialogue:
-    """An attempt as far as it has come, and whether a new one would be better."""
+    """An unfinished attempt, and whether a new one would be better."""
     attempt = sample_attempt(rng)
     text = attempt.trace.text
     if rng.random() < 0.6:
@@ -126,10 +126,10 @@ def valued(rng: random.Random) -> Dialogue:
     """An attempt up to the end of a line, and whether it can still succeed."""
     attempt = sample_attempt(rng)
     lines = attempt.trace.search.splitlines(keepends=True)
-    kept = lines[: rng.randint(1, len(lines))]
-    text = "".join(kept)
-    value = value_of(attempt, kept)
-    if len(kept) == len(lines) and rng.random() < 0.5:
+    first_lines = lines[: rng.randint(1, len(lines))]
+    text = "".join(first_lines)
+    value = value_of(attempt, first_lines)
+    if len(first_lines) == len(lines) and rng.random() < 0.5:
         text = attempt.trace.text
         value = "sure" if attempt.is_right else "impossible"
     return [asked(prompt_text(attempt.question) + text), asked(VALUE), said(f" {value}{END}")]
@@ -141,13 +141,13 @@ def value_of(attempt: Attempt, lines: Sequence[str]) -> str:
     last = lines[-1].strip()
     if last.endswith(FOUND):
         return "sure"
-    left = attempt.problem.numbers
+    remaining = attempt.problem.numbers
     for line in lines:
         if line.strip() == BACK:
-            left = attempt.problem.numbers
+            remaining = attempt.problem.numbers
         elif named := _LEFT.match(line):
-            left = tuple(map(int, named[1].split()))
-    return "likely" if attempt.problem.target in reachable(left) else "impossible"
+            remaining = tuple(map(int, named[1].split()))
+    return "likely" if attempt.problem.target in reachable(remaining) else "impossible"
 
 
 # ---- chats about answers -------------------------------------------------------------------------
@@ -167,12 +167,12 @@ def _chat(prompt: str, values: Mapping[str, str], thought: str, reply: str) -> D
 
 
 def _listed(answers: Sequence[Attempt], form: str) -> str:
-    texts = [form.format(n=n, text=each.answer) for n, each in enumerate(answers, start=1)]
+    texts = [form.format(n=n, text=attempt.answer) for n, attempt in enumerate(answers, start=1)]
     return "\n\n".join(texts)
 
 
 def _thought(results: Sequence[Check]) -> str:
-    return "".join(f"{n}. {each.text}" for n, each in enumerate(results, start=1))
+    return "".join(f"{n}. {result.text}" for n, result in enumerate(results, start=1))
 
 
 def scored(rng: random.Random) -> Dialogue:
@@ -200,7 +200,7 @@ def criticised(rng: random.Random) -> Dialogue:
     values = {"{question}": question, "{count}": str(len(answers)), "{answers}": listed}
     reply = (
         "Principles: each number once, weight 5; the target, weight 5.\n"
-        f"Scores: [{', '.join(str(each.score) for each in results)}]"
+        f"Scores: [{', '.join(str(result.score) for result in results)}]"
     )
     return _chat(CRITIQUE_PROMPT, values, _thought(results), reply)
 
@@ -220,9 +220,9 @@ def _order(results: Sequence[Check]) -> list[int]:
 
 def _with_critiques(answers: Sequence[Attempt], results: Sequence[Check], shown: bool) -> str:
     texts = []
-    for n, (each, result) in enumerate(zip(answers, results, strict=True), start=1):
-        told = f"\n\nCritique of [{n}]: {critique(result)}" if shown else ""
-        texts.append(f"[{n}] {each.answer}{told}")
+    for n, (attempt, result) in enumerate(zip(answers, results, strict=True), start=1):
+        appendix = f"\n\nCritique of [{n}]: {critique(result)}" if shown else ""
+        texts.append(f"[{n}] {attempt.answer}{appendix}")
     return "\n\n".join(texts)
 
 
@@ -233,8 +233,10 @@ def _pipeline(rng: random.Random, name: str) -> Dialogue:
     if name == "critic":
         return _chat(PROMPTS[name], asked_about, results[0].text, critique(results[0]))
     if name == "verifier":
-        told = "[Correct]" if results[0].is_right else "[Incorrect]"
-        return _chat(PROMPTS[name], asked_about, results[0].text, f"{results[0].finding}\n{told}")
+        conclusion = "[Correct]" if results[0].is_right else "[Incorrect]"
+        return _chat(
+            PROMPTS[name], asked_about, results[0].text, f"{results[0].finding}\n{conclusion}"
+        )
     has_critiques = rng.random() < 0.6
     listed = _with_critiques(answers, results, has_critiques)
     values = {"{question}": question, "{count}": str(len(answers)), "{answers}": listed}

@@ -53,24 +53,26 @@ def _boxed(branch: SearchBranch) -> str:
 
 
 def _best(problem: Problem, tried: Sequence[SearchBranch]) -> SearchBranch:
-    return min(tried, key=lambda each: abs(each.steps[-1].value - problem.target))
+    return min(tried, key=lambda branch: abs(branch.steps[-1].value - problem.target))
 
 
 def turns(rng: random.Random) -> Dialogue:
     """The sequence of one of two workers, up to the final answer in that of the first."""
     problem, question = _sampled(rng)
-    found = list(branches(problem, rng))
-    own = [[each for each in found if each.first.sign in signs] for signs in ("+-", "*/")]
+    all_branches = list(branches(problem, rng))
+    by_worker = [
+        [branch for branch in all_branches if branch.first.sign in signs] for signs in ("+-", "*/")
+    ]
     me = rng.randrange(2)
     name, other = WORKERS[me], WORKERS[1 - me]
     dialogue = [asked(f"{prompt_text(question)}{OPENING}\n{name}: ")]
     tried: list[SearchBranch] = []
     for turn in range(MAX_TURNS):
-        written = [each[turn] if turn < len(each) else None for each in own]
-        tried += [each for each in written if each is not None]
+        written = [branch[turn] if turn < len(branch) else None for branch in by_worker]
+        tried += [branch for branch in written if branch is not None]
         mine, theirs = written[me], written[1 - me]
-        texts = [_turn_text(each) for each in (mine, theirs)]
-        is_over = turn + 1 == MAX_TURNS or any(each is None or each.hits for each in written)
+        texts = [_turn_text(branch) for branch in (mine, theirs)]
+        is_over = turn + 1 == MAX_TURNS or any(branch is None or branch.hits for branch in written)
         dialogue.append(said(texts[0] + (END if mine is None or mine.hits else "\n\n")))
         if is_over:
             break
@@ -94,9 +96,10 @@ def _turn_text(branch: SearchBranch | None) -> str:
 def threads(rng: random.Random) -> Dialogue:
     """One thread, or the main thread with rounds of threads until one hits."""
     problem, question = _sampled(rng)
-    found = list(branches(problem, rng))
-    rounds = [found[n : n + NUM_THREADS] for n in range(0, len(found), NUM_THREADS)][:MAX_TURNS]
-    number = next((n for n, each in enumerate(rounds) if any(b.hits for b in each)), None)
+    all_branches = list(branches(problem, rng))
+    starts = range(0, len(all_branches), NUM_THREADS)[:MAX_TURNS]
+    rounds = [all_branches[n : n + NUM_THREADS] for n in starts]
+    number = next((n for n, group in enumerate(rounds) if any(b.hits for b in group)), None)
     last = len(rounds) - 1 if number is None else number
     chosen = rng.randint(0, last) if rng.random() < 0.6 else None
     dialogue = [asked(prompt_text(question))]
@@ -104,14 +107,14 @@ def threads(rng: random.Random) -> Dialogue:
         if n == chosen:
             return [*dialogue, *_thread(rng, group, first=n == 0)]
         dialogue += [said(_outlines(group, first=n == 0)), *_joined(group)]
-    tried = [each for group in rounds[: last + 1] for each in group]
+    tried = [branch for group in rounds[: last + 1] for branch in group]
     answer = f"\n{THINK_END}\nThe answer is {_boxed(_best(problem, tried))}."
     return [*dialogue, said(answer + END)]
 
 
 def _outlines(group: Sequence[SearchBranch], *, first: bool) -> str:
     listed = "".join(
-        f"<Outline>{n}: {each.first}</Outline>\n" for n, each in enumerate(group, start=1)
+        f"<Outline>{n}: {branch.first}</Outline>\n" for n, branch in enumerate(group, start=1)
     )
     return f"{'' if first else chr(10)}<Parallel>\n{_FORMAT.spawn_begin}\n{listed}"
 
@@ -139,10 +142,10 @@ def _thread_text(branch: SearchBranch) -> str:
 
 
 def _joined(group: Sequence[SearchBranch]) -> Dialogue:
-    """The first thread, and the others behind it."""
-    first, *others = (_thread_text(each) for each in group)
+    """The first thread, and the others after it."""
+    first, *others = (_thread_text(branch) for branch in group)
     joined = "".join(
         _FORMAT.joined.format(number=n, text=text) for n, text in enumerate(others, start=2)
     )
-    behind = f"{_FORMAT.thread_end}{joined}{_FORMAT.join_end}"
-    return [asked(_FORMAT.spawn_end + _begin(1)), said(first), asked(behind)]
+    closing = f"{_FORMAT.thread_end}{joined}{_FORMAT.join_end}"
+    return [asked(_FORMAT.spawn_end + _begin(1)), said(first), asked(closing)]

@@ -56,8 +56,8 @@ def drill(tokenizer: Tokenizer, rng: random.Random, *, hard: bool = False) -> Ex
     spans = []
     for _ in range(DRILL_LINES):
         for index, formula in enumerate(_drilled(rng, hard)):
-            asked = f"{formula.left} {formula.sign} {formula.right}"
-            spans.append(Span(", " + asked if index else asked, False))
+            calculation = f"{formula.left} {formula.sign} {formula.right}"
+            spans.append(Span(", " + calculation if index else calculation, False))
             spans.append(Span(f" = {formula.value}", True))
         spans.append(Span(".\n", True))
     return encode(tokenizer, spans)
@@ -111,31 +111,33 @@ def _joined(formulas: Sequence[Formula]) -> str:
     return ", ".join(f"{f.left} {f.sign} {f.right} = {f.value}" for f in formulas)
 
 
-def trace_of(asked: Problem | str, rng: random.Random, slip_rate: float = 0.0) -> tuple[str, Trace]:
-    """What was asked, a problem or other text, and what the reasoner is to write after it."""
-    if isinstance(asked, Problem):
-        return asked.question, write_trace(asked, rng, slip_rate)
+def trace_of(
+    problem_or_text: Problem | str, rng: random.Random, slip_rate: float = 0.0
+) -> tuple[str, Trace]:
+    """The question, a problem's or another text, and what the reasoner is to write after it."""
+    if isinstance(problem_or_text, Problem):
+        return problem_or_text.question, write_trace(problem_or_text, rng, slip_rate)
     answer = Piece(f"</think>\n{SENTENCE}", UNSURE)
-    return asked, Trace((Piece(THOUGHT, UNSURE),), (answer,))
+    return problem_or_text, Trace((Piece(THOUGHT, UNSURE),), (answer,))
 
 
-def derivation(tokenizer: Tokenizer, rng: random.Random, asked: Problem | str) -> Example:
+def derivation(tokenizer: Tokenizer, rng: random.Random, problem_or_text: Problem | str) -> Example:
     """A problem with its first derivation; the text breaks off where re-checks would begin."""
-    question, trace = trace_of(asked, rng)
+    question, trace = trace_of(problem_or_text, rng)
     return encode(tokenizer, _spans(question, trace.derivation))
 
 
-def full(tokenizer: Tokenizer, rng: random.Random, asked: Problem | str) -> Example:
+def full(tokenizer: Tokenizer, rng: random.Random, problem_or_text: Problem | str) -> Example:
     """A problem with its whole trace and the end token."""
-    question, trace = trace_of(asked, rng, SLIP_RATE)
+    question, trace = trace_of(problem_or_text, rng, SLIP_RATE)
     return encode(tokenizer, [*_spans(question, trace.pieces), Span(END, True)])
 
 
 def probed(
-    tokenizer: Tokenizer, rng: random.Random, asked: Problem | str, *, whole: bool = False
+    tokenizer: Tokenizer, rng: random.Random, problem_or_text: Problem | str, *, whole: bool = False
 ) -> Example:
     """A derivation (or a whole trace) cut at a random token, and the answer elicited there."""
-    question, trace = trace_of(asked, rng, SLIP_RATE if whole else 0.0)
+    question, trace = trace_of(problem_or_text, rng, SLIP_RATE if whole else 0.0)
     pieces = trace.pieces if whole else trace.derivation
     spans = _spans(question, pieces)
     text = "".join(span.text for span in spans)
@@ -143,13 +145,13 @@ def probed(
     first = sum(start < len(spans[0].text) for start, _ in offsets)
     cut = rng.randint(first, len(offsets))
     length = offsets[cut - 1][1]
-    kept, guess = _keep(spans, length), guess_at(pieces, length - len(spans[0].text))
+    beginning, guess = _keep(spans, length), guess_at(pieces, length - len(spans[0].text))
     elicited = _closed(guess, rng) if rng.random() < CLOSED else []
     if not elicited or THINK_END in text[:length]:
         suffix = probe_suffix(text[:length], rng)
         elicited = [Span(suffix, False), Span(guess + "}\n\\]" + END, True)]
     if rng.random() < 0.5:
-        return encode(tokenizer, kept + elicited)
+        return encode(tokenizer, beginning + elicited)
     head, tail = encode(tokenizer, spans), encode(tokenizer, elicited)
     return Example(head.ids[:cut] + tail.ids, head.trained[:cut] + tail.trained)
 
@@ -186,13 +188,13 @@ def _spans(question: str, pieces: tuple[Piece, ...]) -> list[Span]:
 
 def _keep(spans: list[Span], length: int) -> list[Span]:
     """The first ``length`` characters of a list of spans."""
-    kept: list[Span] = []
+    spans_kept: list[Span] = []
     for span in spans:
         if length <= 0:
             break
-        kept.append(Span(span.text[:length], span.trained))
+        spans_kept.append(Span(span.text[:length], span.trained))
         length -= len(span.text)
-    return kept
+    return spans_kept
 
 
 def make_example(tokenizer: Tokenizer, rng: random.Random, kind: str) -> Example:
@@ -203,9 +205,9 @@ def make_example(tokenizer: Tokenizer, rng: random.Random, kind: str) -> Example
         return judged(tokenizer, rng)
     if kind == "full_chain":
         return full(tokenizer, rng, sample_chain(rng, rng.randint(MOST_RECHECKED, MOST_STEPS)))
-    asked = sample_question(rng)
+    problem_or_text = sample_question(rng)
     if kind == "derivation":
-        return derivation(tokenizer, rng, asked)
+        return derivation(tokenizer, rng, problem_or_text)
     if kind == "full":
-        return full(tokenizer, rng, asked)
-    return probed(tokenizer, rng, asked, whole=kind == "probed_full")
+        return full(tokenizer, rng, problem_or_text)
+    return probed(tokenizer, rng, problem_or_text, whole=kind == "probed_full")

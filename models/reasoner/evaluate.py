@@ -119,8 +119,8 @@ class Solver:
 
 def boxed_answer(text: str) -> str:
     """Content of the last ``\\boxed{...}``, or an empty string."""
-    found = re.findall(r"\\boxed\{([^{}]*)\}", text)
-    return found[-1].strip() if found else ""
+    matches = re.findall(r"\\boxed\{([^{}]*)\}", text)
+    return matches[-1].strip() if matches else ""
 
 
 def wilson(right: float, count: int) -> tuple[float, float]:
@@ -155,9 +155,9 @@ class Replay:
             for row, trace in enumerate(traces)
             for cut in range(every, len(trace), every)
         ]
-        asked = [prompts[row] + traces[row][:cut] + suffix for row, cut in cuts]
+        probe_prompts = [prompts[row] + traces[row][:cut] + suffix for row, cut in cuts]
         self.probes: dict[tuple[int, int], tuple[str, int]] = {}
-        for key, ids in zip(cuts, solver.complete(asked, PROBE_TOKENS), strict=True):
+        for key, ids in zip(cuts, solver.complete(probe_prompts, PROBE_TOKENS), strict=True):
             count = next(
                 (n for n in range(1, len(ids)) if "}" in solver.tokenizer.decode(ids[:n])), len(ids)
             )
@@ -169,12 +169,12 @@ class Replay:
 
         A probe runs beside the main chain, which meanwhile advances by the probe's length.
         """
-        length, spent, seen = len(self.traces[row]), 0, [""]
+        length, spent, answers = len(self.traces[row]), 0, [""]
         for cut in range(chunk, length, chunk):
             answer, count = self.probes[row, cut]
             spent += count
-            seen.append(answer)
-            last = seen[-threshold:]
+            answers.append(answer)
+            last = answers[-threshold:]
             if answer and last == [answer] * threshold and not UNCERTAIN.search(answer):
                 return answer, min(cut + count, length) + spent
         return None, length + spent
@@ -214,11 +214,11 @@ def evaluate(solver: Solver, problems: list[dict[str, str]], chunks: Sequence[in
 
 def larger_test_problems(count: int, seed: int = 2025) -> list[Problem]:
     """Distinct held-out problems with larger operands than the generator writes traces of."""
-    rng, found = random.Random(seed), dict[str, Problem]()
-    while len(found) < count:
+    rng, by_question = random.Random(seed), dict[str, Problem]()
+    while len(by_question) < count:
         problem = sample_larger(rng, held_out=True)
-        found[problem.question] = problem
-    return list(found.values())
+        by_question[problem.question] = problem
+    return list(by_question.values())
 
 
 def kinds_of_problem(count: int, seed: int = 2026) -> dict[str, list[Problem]]:
@@ -253,8 +253,8 @@ def skill(
     first, last = [], []
     for problem, trace in zip(problems, traces, strict=True):
         text = solver.tokenizer.decode(trace)
-        said = FIRST_ANSWER.search(text)
-        first.append(said is not None and said[1] == problem.answer)
+        match = FIRST_ANSWER.search(text)
+        first.append(match is not None and match[1] == problem.answer)
         last.append(boxed_answer(text) == problem.answer)
     count, pairs = len(problems), list(zip(first, last, strict=True))
     return Skill(

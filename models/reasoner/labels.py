@@ -1,6 +1,6 @@
 """Labels of a sample's steps: each line of a trace recomputed exactly from its problem.
 
-A step is a line. It is good if it is right, and nothing wrong stands before it: what has been
+A step is a line. It is good if it is right, and nothing wrong comes before it: what has been
 derived so far is the problem's own derivation, or has been corrected to it. A line is right if
 
 ======================  ==========================================================================
@@ -11,7 +11,7 @@ a re-check              its formulas are exact and give the value of the step th
                         quotes what held; where it doubts a value, this is said of the calculation
                         that follows, and the slip that it names is one
 a value or an answer    it is the problem's
-a sentence read again   it stands in the question
+a sentence read again   it is in the question
 anything else           it has no digits
 ======================  ==========================================================================
 
@@ -43,7 +43,7 @@ _BOXED = re.compile(r"\\boxed\{([^{}]*)\}")
 
 
 def label_lines(problem: Problem, text: str) -> list[bool]:
-    """Whether each line of ``text``, what was generated behind ``<think>``, is a good step.
+    """Whether each line of ``text``, what was generated after ``<think>``, is a good step.
 
     Blank lines are none.
     """
@@ -53,8 +53,8 @@ def label_lines(problem: Problem, text: str) -> list[bool]:
 
 def is_right(problem: Problem, text: str) -> bool:
     """Whether the last answer in a box is the problem's."""
-    found = _BOXED.findall(text)
-    return bool(found) and found[-1].strip() == problem.answer
+    matches = _BOXED.findall(text)
+    return bool(matches) and matches[-1].strip() == problem.answer
 
 
 @dataclass
@@ -108,8 +108,8 @@ class _Checker:
             return False
         index, joined = due[0], ", ".join("{} {} {} = {}".format(*f) for f in formulas)
         step = self.problem.steps[index]
-        asked = (str(step.left), step.sign, str(step.right))
-        right = joined == text and (len(formulas) > 1 or formulas[0][:3] == asked)
+        calculation = (str(step.left), step.sign, str(step.right))
+        right = joined == text and (len(formulas) > 1 or formulas[0][:3] == calculation)
         return self._hold(index, int(formulas[-1][3]), right and _are_exact(formulas))
 
     def _hold(self, index: int, value: int, right: bool) -> bool:

@@ -47,7 +47,7 @@ _CLAIM = re.compile(r"So the answer is (-?\d+)\.\n")
 
 @dataclass(frozen=True, slots=True)
 class Continuation:
-    """What is kept of a sample, and what the solver writes behind it, up to the spoken answer.
+    """What is kept of a sample, and what the solver writes after it, up to the spoken answer.
 
     Of a sample that never goes astray nothing is kept: all of it is the solver's.
     """
@@ -78,8 +78,8 @@ def continue_sample(sample: Sample, rng: random.Random) -> Continuation | None:
         if index == len(lines) - 1 and "</think>" not in sample.text:
             return None  # cut off in its middle
         kind = "astray" if solver.began_right else "slipped"
-        kept, gold = solver.resume(line)
-        return Continuation("".join(lines[:index]) + kept, gold, kind)
+        prefix, gold = solver.resume(line)
+        return Continuation("".join(lines[:index]) + prefix, gold, kind)
     if not solver.has_ended:
         return None
     if solver.began_right:
@@ -124,16 +124,16 @@ def _read_derivation(problem: Problem, lines: list[str]) -> list[int] | None:
     if len(rows) <= len(problem.steps):
         return None
     for step, line in zip(problem.steps, rows, strict=False):
-        found = _DERIVED.fullmatch(line)
-        if found is None or (found["reason"] or "") != step.reason:
+        match = _DERIVED.fullmatch(line)
+        if match is None or (match["reason"] or "") != step.reason:
             return None
-        noted.append(int(found["value"]))
+        noted.append(int(match["value"]))
     claim = _CLAIM.fullmatch(rows[len(problem.steps)])
     return None if claim is None else [*noted, int(claim[1])]
 
 
 class _Solver:
-    """Who reads a sample behind its derivation: the lines that may come, and those that should."""
+    """Reads a sample after its derivation: the lines that may come, and those that should."""
 
     def __init__(self, problem: Problem, noted: list[int], rng: random.Random) -> None:
         self.problem, self._rng = problem, rng
@@ -165,15 +165,15 @@ class _Solver:
         """What to keep of a line that is not accepted, and all that follows."""
         if not self._due:
             return "", self._ending()
-        kept, gold = "", self._due[0]
+        prefix, gold = "", self._due[0]
         if self._checks and len(self._due) > 1:
-            kept, gold = self._mend(line)
+            prefix, gold = self._mend(line)
         if gold == self._answer:
-            return kept, gold
+            return prefix, gold
         gold += "".join(self._due[1:])
         if self._checks:
             self._noted = self._exact
-        return kept, gold + self._ending()
+        return prefix, gold + self._ending()
 
     def _opens(self, line: str) -> bool:
         if line in RECHECKS and is_rechecked(self.problem):
@@ -200,8 +200,8 @@ class _Solver:
     def _confirms(self, line: str) -> bool:
         """Whether the line confirms the answer in other words than the one that is due."""
         answer = self.problem.answer
-        said = [text.format(answer) for text in CONFIRMATIONS]
-        return self._due[0] in said and line in said
+        confirmations = [text.format(answer) for text in CONFIRMATIONS]
+        return self._due[0] in confirmations and line in confirmations
 
     def _close(self, line: str) -> None:
         if self._checks:
@@ -214,27 +214,27 @@ class _Solver:
         index = len(self.problem.steps) - len(self._due) + 1
         noted, value = self._noted[index], self._exact[index]
         is_mended = self._noted[:index] != self._exact[:index]
-        found, right = _CHECKED.fullmatch(line), _CHECKED.fullmatch(due)
-        if found is None or right is None or is_mended or found["sign"] != right["sign"]:
+        written, right = _CHECKED.fullmatch(line), _CHECKED.fullmatch(due)
+        if written is None or right is None or is_mended or written["sign"] != right["sign"]:
             return "", due
         step = self.problem.steps[index]
-        differs = int(found["value"]) != expected(step, noted)
-        if found["first"] != right["first"] and not differs:
+        differs = int(written["value"]) != expected(step, noted)
+        if written["first"] != right["first"] and not differs:
             return "", due
         beside = had(expected(step, noted))
         asks, *third = again(noted, step)
-        doubts = found["rest"].startswith(beside + asks.text)
+        doubts = written["rest"].startswith(beside + asks.text)
         if differs or (doubts and self._rng.random() < 0.5):
             calculated = "".join(piece.text for piece in third)
             ending = ", yes.\n" if noted == value else ". That was a slip.\n"
             gold = beside + asks.text + calculated + ending
-            kept = next(
-                (t for t in (beside + asks.text, beside) if found["rest"].startswith(t)), ""
+            prefix = next(
+                (t for t in (beside + asks.text, beside) if written["rest"].startswith(t)), ""
             )
         else:
             gold = right["rest"]
-            kept = beside if found["rest"].startswith(beside) else ""
-        return found["first"] + kept, gold.removeprefix(kept)
+            prefix = beside if written["rest"].startswith(beside) else ""
+        return written["first"] + prefix, gold.removeprefix(prefix)
 
     def _ending(self) -> str:
         """What follows the present re-check or rereading."""

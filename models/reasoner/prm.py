@@ -76,7 +76,7 @@ class Example:
 
 
 def make_example(tokenizer: Any, sample: Sample) -> Example:
-    """The sample as the model reads it: behind its prompt, scored where a line ends."""
+    """The sample as the model reads it: after its prompt, scored where a line ends."""
     prompt = prompt_text(sample.problem.question)
     token_ids, positions = ContinuedSteps(tokenizer).encode(prompt, sample.text)
     labels = label_lines(sample.problem, sample.text) or [False]  # nothing is no good step
@@ -86,7 +86,7 @@ def make_example(tokenizer: Any, sample: Sample) -> Example:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """R examples of at most W tokens, padded behind with token 0, which no step attends to."""
+    """R examples of at most W tokens, padded at the end with token 0, which no step attends to."""
 
     tokens: Tensor
     """int64 [R, W]."""
@@ -154,8 +154,8 @@ class PrmRecipe:
     def groups(self) -> list[ParameterGroup]:
         """The new head, and with a lower learning rate what the target has learned already."""
         head = list(self.module.score.parameters())
-        known = {id(weight) for weight in head}
-        rest = [weight for weight in self.module.parameters() if id(weight) not in known]
+        head_ids = {id(weight) for weight in head}
+        rest = [weight for weight in self.module.parameters() if id(weight) not in head_ids]
         return [ParameterGroup(head, scale=lambda progress: HEAD_RATE), ParameterGroup(rest)]
 
     def batch(self, step: int) -> Batch:
@@ -197,7 +197,7 @@ def load_classifier(directory: Path) -> Any:
 def step_logits(module: nn.Module, batch: Batch) -> Tensor:
     """float32 [S, 2]: the logits of bad and good at each step.
 
-    Attention is causal and the padding stands behind, so no mask is needed.
+    Attention is causal and the padding is at the end, so no mask is needed.
     """
     hidden = module.model(batch.tokens, use_cache=False).last_hidden_state
     return module.score(hidden[batch.rows, batch.places]).float()
@@ -212,7 +212,7 @@ def fit_head(module: Any, examples: Sequence[Example]) -> None:
             hidden = module.model(batch.tokens, use_cache=False).last_hidden_state
             parts.append(hidden[batch.rows, batch.places].float())
             labels.append(batch.labels.float())
-    states, wanted = torch.cat(parts), torch.cat(labels)  # [S, hidden], [S]
+    states, targets = torch.cat(parts), torch.cat(labels)  # [S, hidden], [S]
     mean, spread = states.mean(dim=0), states.std(dim=0, correction=0) + 1e-6
     states = (states - mean) / spread
     weight = torch.zeros(states.shape[1] + 1, requires_grad=True)  # the last one is the bias
@@ -221,7 +221,7 @@ def fit_head(module: Any, examples: Sequence[Example]) -> None:
     def closure() -> Tensor:
         optimizer.zero_grad()
         logits = states @ weight[:-1] + weight[-1]
-        loss = F.binary_cross_entropy_with_logits(logits, wanted) + 1e-4 * weight.square().sum()
+        loss = F.binary_cross_entropy_with_logits(logits, targets) + 1e-4 * weight.square().sum()
         loss.backward()
         return loss
 
@@ -236,12 +236,14 @@ def fit_head(module: Any, examples: Sequence[Example]) -> None:
 @torch.no_grad()
 def step_probabilities(module: nn.Module, examples: Sequence[Example]) -> list[list[float]]:
     """The probability that each step of each example is good."""
-    found: list[list[float]] = []
+    probabilities: list[list[float]] = []
     for begin in range(0, len(examples), _PART):
         batch = Batch.of(examples[begin : begin + _PART])
         good = iter(step_logits(module, batch).softmax(dim=-1)[:, 1].tolist())
-        found += [[next(good) for _ in each.labels] for each in examples[begin : begin + _PART]]
-    return found
+        probabilities += [
+            [next(good) for _ in example.labels] for example in examples[begin : begin + _PART]
+        ]
+    return probabilities
 
 
 def auc(scores: Sequence[float], labels: Sequence[int]) -> float:
@@ -302,7 +304,9 @@ def train(samples: Sequence[Sample], held_out: Sequence[Sample], options: Any) -
         check_every=max(1, options.steps // 8),
     )
     tokenizer = AutoTokenizer.from_pretrained(options.target, local_files_only=True)
-    examples, others = ([make_example(tokenizer, s) for s in some] for some in (samples, held_out))
+    examples, others = (
+        [make_example(tokenizer, s) for s in group] for group in (samples, held_out)
+    )
     labels = [label for example in examples for label in example.labels]
     right = sum(sample.is_right for sample in samples) / len(samples)
     log_fields(

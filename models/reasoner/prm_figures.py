@@ -71,11 +71,11 @@ def draw(llm: LLM, problems: Sequence[Problem], seed: int) -> list[list[Candidat
     outputs = llm.generate([prompt_text(problem.question) for problem in problems], params)
     groups = []
     for problem, output in zip(problems, outputs, strict=True):
-        samples = [(Sample(problem, each.text), each) for each in output.outputs]
+        samples = [(Sample(problem, completion.text), completion) for completion in output.outputs]
         groups.append(
             [
-                Candidate(sample, list(each.confidences or ()), _labels(sample), [])
-                for sample, each in samples
+                Candidate(sample, list(completion.confidences or ()), _labels(sample), [])
+                for sample, completion in samples
             ]
         )
     return groups
@@ -87,9 +87,9 @@ def judge(groups: Sequence[Group], directory: Path) -> list[list[Candidate]]:
     tokenizer = AutoTokenizer.from_pretrained(directory, local_files_only=True)
     candidates = [candidate for group in groups for candidate in group]
     examples = [make_example(tokenizer, candidate.sample) for candidate in candidates]
-    found = iter(step_probabilities(module, examples))
+    probabilities = iter(step_probabilities(module, examples))
     return [
-        [Candidate(c.sample, c.confidences, c.labels, next(found)) for c in group]
+        [Candidate(c.sample, c.confidences, c.labels, next(probabilities)) for c in group]
         for group in groups
     ]
 
@@ -136,7 +136,9 @@ def rewards() -> dict[str, Reward]:
         return lambda c: combine(c.steps)
 
     return {
-        **{f"reward model, {name}": of_steps(each) for name, each in AGGREGATIONS.items()},
+        **{
+            f"reward model, {name}": of_steps(aggregate) for name, aggregate in AGGREGATIONS.items()
+        },
         "confidence, mean": confidence(mean),
         "confidence, tail": confidence(lambda values: tail_mean(values, 2 * WINDOW)),
         "confidence, lowest group": confidence(lambda values: lowest_group(values, WINDOW)),
@@ -168,17 +170,17 @@ def vote(group: Group, reward: Reward = lambda candidate: 1.0) -> str:
 def selection_figures(groups: Sequence[Group]) -> dict[str, float]:
     """Accuracy by each way to get one answer of the samples of a problem."""
     judged, count = rewards(), len(groups)
-    found = {
+    num_right = {
         "random sample": sum(mean([float(c.sample.is_right) for c in group]) for group in groups),
         "vote": float(sum(vote(group) == group[0].sample.problem.answer for group in groups)),
     }
     for name, reward in judged.items():
-        found[name] = float(sum(best(group, reward).sample.is_right for group in groups))
+        num_right[name] = float(sum(best(group, reward).sample.is_right for group in groups))
     for name in ("reward model, last", "confidence, mean"):
         right = (vote(group, judged[name]) == group[0].sample.problem.answer for group in groups)
-        found[f"vote weighted by {name}"] = float(sum(right))
-    found["any of them"] = float(sum(any(c.sample.is_right for c in group) for group in groups))
-    return {name: right / count for name, right in found.items()}
+        num_right[f"vote weighted by {name}"] = float(sum(right))
+    num_right["any of them"] = float(sum(any(c.sample.is_right for c in group) for group in groups))
+    return {name: right / count for name, right in num_right.items()}
 
 
 def sample_aucs(groups: Sequence[Group]) -> dict[str, float]:
@@ -205,8 +207,8 @@ def main() -> None:
     sys.stdout.write("".join(f"{name:34} {value:8.3f}\n" for name, value in steps.items()))
     for name, share in selected.items():
         low, high = wilson(share * len(groups), len(groups))
-        told = f" AUC {aucs[name]:.3f}" if name in aucs else ""
-        sys.stdout.write(f"{name:38} {share:6.1%} [{low:.1%}, {high:.1%}]{told}\n")
+        auc_text = f" AUC {aucs[name]:.3f}" if name in aucs else ""
+        sys.stdout.write(f"{name:38} {share:6.1%} [{low:.1%}, {high:.1%}]{auc_text}\n")
     line = {"problems": len(groups), "steps": steps, "selection": selected, "sample_auc": aucs}
     sys.stdout.write(json.dumps(line) + "\n")
 

@@ -32,12 +32,14 @@ def main() -> None:
     parser.add_argument("--held-out", type=int, default=64, help="number of held-out problems")
     options = parser.parse_args()
     rng = random.Random(options.seed)
-    asked: list[Problem | str] = [sample_mixed(rng, held_out=True) for _ in range(options.held_out)]
-    while len(asked) < options.held_out + options.train:
+    questions: list[Problem | str] = [
+        sample_mixed(rng, held_out=True) for _ in range(options.held_out)
+    ]
+    while len(questions) < options.held_out + options.train:
         question = sample_question(rng)
         if isinstance(question, Problem) or not question.startswith("{"):  # JSON to its readers
-            asked.append(question)
-    lines = [question if isinstance(question, str) else question.question for question in asked]
+            questions.append(question)
+    lines = [question if isinstance(question, str) else question.question for question in questions]
     options.out.parent.mkdir(parents=True, exist_ok=True)
     options.out.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
 

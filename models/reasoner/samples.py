@@ -39,7 +39,7 @@ _PART = 64
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """What the reasoner wrote for a problem, behind ``<think>``."""
+    """What the reasoner wrote for a problem, after ``<think>``."""
 
     problem: Problem
     text: str

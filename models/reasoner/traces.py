@@ -151,7 +151,7 @@ def closing(problem: Problem) -> str:
 def recheck(problem: Problem, noted: Sequence[int], rng: random.Random) -> list[Piece]:
     """Every step once more, after a derivation that gave the values ``noted``.
 
-    The first step whose value is not the noted one is named a slip, and the steps behind it are
+    The first step whose value is not the noted one is named a slip, and the steps after it are
     computed with the right value, to the answer. Without a slip the answer is confirmed.
     """
     values = [step.value for step in problem.steps]
@@ -277,9 +277,11 @@ def _with_slip(problem: Problem, slip_at: int, rng: random.Random) -> list[_Line
             left_from, right_from = problem.inputs[2 * index : 2 * index + 2]
             left = step.left if left_from is None else lines[left_from].value
             right = step.right if right_from is None else lines[right_from].value
-            seen = replace(step, left=left, right=right)
-            formulas = derived(seen)
-            lines.append(_Line(seen, tuple(slip(formulas, rng) if index == slip_at else formulas)))
+            step_as_seen = replace(step, left=left, right=right)
+            formulas = derived(step_as_seen)
+            lines.append(
+                _Line(step_as_seen, tuple(slip(formulas, rng) if index == slip_at else formulas))
+            )
         values = [formula.value for line in lines for formula in line.formulas]
         if min(values) > 0 and lines[slip_at].value != problem.steps[slip_at].value:
             return lines
@@ -331,8 +333,8 @@ def _calculations(formulas: Sequence[Formula], guess: str) -> list[Piece]:
     pieces: list[Piece] = []
     for index, formula in enumerate(formulas):
         comma = ", " if index else ""
-        asked = f"{comma}{formula.left} {formula.sign} {formula.right} = "
-        pieces.append(Piece(asked, guess))
+        calculation = f"{comma}{formula.left} {formula.sign} {formula.right} = "
+        pieces.append(Piece(calculation, guess))
         pieces.append(Piece(str(formula.value), guess, not formula.is_slip, is_value=True))
     return pieces
 
@@ -364,12 +366,16 @@ def _doubted(line: _Line, lines: Sequence[_Line], answer: str, rng: random.Rando
     if wrong == "value":
         written = _calculations(slip(checks, rng), answer)
     elif wrong == "operand":
-        numbers = {n for each in lines for n in (each.step.left, each.step.right, each.value)}
+        numbers = {
+            n
+            for other_line in lines
+            for n in (other_line.step.left, other_line.step.right, other_line.value)
+        }
         if others := sorted(numbers - {checks[0].left}):
             other = rng.choice(others)
             astray = rechecked(replace(step, left=other), other)
-            asked, *rest = _calculations(astray, answer)
-            written = [replace(asked, trained=False), *rest]
+            question, *rest = _calculations(astray, answer)
+            written = [replace(question, trained=False), *rest]
     values = [int(piece.text) for piece in written if piece.is_value]
     noted = Piece(had(expected(step, line.value)), answer)
     if min(values) < 1:
@@ -380,7 +386,7 @@ def _doubted(line: _Line, lines: Sequence[_Line], answer: str, rng: random.Rando
 
 
 def had(value: int) -> str:
-    """What the derivation has, written behind what a re-check gives before the two are judged."""
+    """What the derivation has, written after what a re-check gives before the two are judged."""
     return f", I had {value}"
 
 
@@ -390,8 +396,8 @@ def again(noted: int, step: Step) -> list[Piece]:
     It quotes the step's words, as the derivation did, since the re-check may have taken a number of
     another step; and it is judged as the second was, beside the value of the derivation.
     """
-    asked = Piece(f". Again: {step.reason}: " if step.reason else ". Again: ", UNSURE)
-    return [asked, *_calculations(derived(step), UNSURE), Piece(had(noted), UNSURE)]
+    question = Piece(f". Again: {step.reason}: " if step.reason else ". Again: ", UNSURE)
+    return [question, *_calculations(derived(step), UNSURE), Piece(had(noted), UNSURE)]
 
 
 def _reread(problem: Problem, lines: list[_Line], rng: random.Random) -> list[Piece]:

@@ -116,7 +116,7 @@ def test_a_terminal_sees_tokens_per_second_the_time_left_and_the_acceptance(
         (["--self-distill", "/nowhere.txt"], "/nowhere.txt"),
         (["--out", "/dev/null/x"], "cannot write to /dev/null/x"),
         (["--target", "/nowhere/at/all"], "no model at /nowhere/at/all"),
-        (["--revision", "main"], "lies on this machine"),
+        (["--revision", "main"], "is on this machine"),
         (["--data", "/nowhere.jsonl"], "either --data or --self-distill"),
     ],
 )
