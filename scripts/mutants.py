@@ -832,8 +832,8 @@ MUTANTS = [
     ),
     Mutant(
         "methods/adaptive_compute.py",
-        "for each in worst[:num_pruned]:",
-        "for each in worst[:0]:",
+        "for sample in worst[:num_pruned]:",
+        "for sample in worst[:0]:",
         "tests/methods/test_adaptive_compute.py",
     ),
     Mutant(
@@ -844,8 +844,8 @@ MUTANTS = [
     ),
     Mutant(
         "methods/deepconf.py",
-        "for number, each in confidences.items() if each >= lowest}",
-        "for number, each in confidences.items()}",
+        "for n, value in confidences.items() if value >= lowest}",
+        "for n, value in confidences.items()}",
         DEEPCONF,
     ),
     Mutant(
@@ -862,7 +862,10 @@ MUTANTS = [
         REVISION,
     ),
     Mutant(
-        "methods/spct.py", "sorted(ranked[:kept])", "sorted(ranked)", "tests/methods/test_spct.py"
+        "methods/spct.py",
+        "sorted(ranked[:num_voters])",
+        "sorted(ranked)",
+        "tests/methods/test_spct.py",
     ),
     Mutant(
         "rewards/genrm_controller.py",
@@ -884,8 +887,8 @@ MUTANTS = [
     ),
     Mutant(
         "methods/sleep_time.py",
-        'question.input_str = f"{self._memory.text}{asked}"',
-        'question.input_str = f"{self.context}{asked}"',
+        'question.input_str = f"{self._memory.text}{suffix}"',
+        'question.input_str = f"{self.context}{suffix}"',
         "tests/methods/test_sleep_time.py",
     ),
     Mutant(
@@ -920,8 +923,8 @@ MUTANTS = [
     ),
     Mutant(
         "methods/parallel_thinking.py",
-        "self._go_on(main, threads[0].part, behind, behind.removeprefix(first))",
-        "self._go_on(main, part, behind, behind)",
+        "self._go_on(main, threads[0].part, joined, joined.removeprefix(first))",
+        "self._go_on(main, part, joined, joined)",
         "tests/methods/test_parallel_thinking.py",
     ),
     Mutant(
@@ -932,8 +935,8 @@ MUTANTS = [
     ),
     Mutant(
         "methods/parts/steps.py",
-        'min(found) if self._aggregation == "min" else',
-        'min(found) if self._aggregation != "min" else',
+        'min(logprobs) if self._aggregation == "min" else',
+        'min(logprobs) if self._aggregation != "min" else',
         "tests/methods/test_specreason.py",
     ),
     Mutant(
@@ -975,8 +978,8 @@ MUTANTS = [
     ),
     Mutant(
         "methods/tree_of_thoughts.py",
-        "for task in asked[id(beam)])",
-        "for task in asked[id(beam)][:1])",
+        "for task in replies[id(beam)])",
+        "for task in replies[id(beam)][:1])",
         SEARCH,
     ),
     Mutant(
@@ -993,7 +996,7 @@ MUTANTS = [
     ),
     Mutant(
         "methods/beam_search.py",
-        "merged([*(beam for beam in kept if beam.finished), *grown])",
+        "merged([*(beam for beam in beams_kept if beam.finished), *grown])",
         "merged(grown)",
         SEARCH,
     ),

@@ -188,11 +188,11 @@ def closed(allowed: Iterable[str] = ()) -> MethodTable:
     All are imported now, and nothing is imported for a name later.
 
     Args:
-        allowed: names of plug-ins, or ``"module:Class"``, by which they are named then.
+        allowed: names of plug-ins, or ``"module:Class"``, which then serves as the name.
 
     Raises:
-        UnknownNameError: an allowed name that there is not.
-        UsageError: one that cannot be imported.
+        UnknownNameError: an allowed name does not exist.
+        UsageError: one cannot be imported.
     """
     return MethodTable(_REGISTRY.closed(allowed))
 
@@ -209,11 +209,7 @@ def names() -> list[str]:
 
 
 def describe(name: str) -> Method:
-    """What a method does and how it can be set.
-
-    Raises:
-        UnknownNameError: there is no such method.
-    """
+    """What a method does and its settings; raises ``UnknownNameError`` for an unknown name."""
     return _OPEN.describe(name)
 
 
@@ -221,7 +217,8 @@ def create(spec: str | Controller, **settings: Any) -> Controller:
     """A controller.
 
     Args:
-        spec: the name of a method, ``"module:Class"`` of one's own, or a controller as it is.
+        spec: the name of a method, ``"module:Class"``, or a controller, which is returned
+            unchanged.
         **settings: parameters of its class; ``generation_controller`` may be a name, or a mapping
             of ``method`` and its settings.
 

@@ -15,7 +15,7 @@ else reads the sample. The score is the probability of "No", which means: keep i
 * Annealing: sample n has the temperature ``T * (1 - 2**-n)``. The first is greedy, later ones
   explore.
 
-The paper trains the model to predict this; any model can be asked, and how well it knows is to be
+The paper trains the model to predict this; any model can be asked, and its calibration is to be
 measured. The text of the question, the form of the annealing and the defaults are ours.
 """
 
@@ -102,7 +102,7 @@ class AdaptiveComputeController(Controller):
     )
     annealing: bool = setting(True, "Raise the temperature from 0 with the number of the sample.")
     restart_prompt: Text = setting(
-        RESTART_PROMPT, 'Text behind a sample, to which "Yes" means that a new start is better.'
+        RESTART_PROMPT, 'Text after a sample, to which "Yes" means that a new start is better.'
     )
 
     def __post_init__(self) -> None:
@@ -138,55 +138,54 @@ class AdaptiveComputeController(Controller):
                 numbers = range(len(samples), min(count, len(samples) + self.round_size))
                 group = [_Sample(self, task, number) for number in numbers]
                 samples += group
-                is_last = len(samples) == count and not any(each.has_ended for each in samples)
+                is_last = len(samples) == count and not any(sample.has_ended for sample in samples)
                 yield from self._round(group, is_last)
         except BudgetExceeded:
-            if not any(each.has_ended for each in samples):
+            if not any(sample.has_ended for sample in samples):
                 raise
         yield from _finish(task, samples, count)
 
     def _round(self, group: Sequence[_Sample], is_last_chance: bool) -> Process:
-        """Draw samples, prune some of them on the way, and score those that have ended."""
         if self.prune_after is not None:
             yield from self._advance(group, self.prune_after)
             yield from self._prune(group, is_last_chance)
         yield from self._advance(group, _TO_THE_END)
-        ended = [each for each in group if each.has_ended]
-        for each, score in zip(ended, (yield from self._probe(ended)), strict=True):
-            each.score = score
-            yield Stage("scored", fields={"sample": each.number, "score": score})
+        ended = [sample for sample in group if sample.has_ended]
+        for sample, score in zip(ended, (yield from self._probe(ended)), strict=True):
+            sample.score = score
+            yield Stage("scored", fields={"sample": sample.number, "score": score})
 
     def _advance(self, group: Sequence[_Sample], num_tokens: int) -> Process:
-        """Generate so many further tokens of all samples under way."""
-        going = [each for each in group if not each.stream.end_flag]
-        for each in going:
-            each.stream.streaming_step = num_tokens
+        """Generate ``num_tokens`` further tokens of all running samples."""
+        going = [sample for sample in group if not sample.stream.end_flag]
+        for sample in going:
+            sample.stream.streaming_step = num_tokens
         if going:
-            yield from self.generation_controller.process([each.stream for each in going])
+            yield from self.generation_controller.process([sample.stream for sample in going])
 
     def _prune(self, group: Sequence[_Sample], is_last_chance: bool) -> Process:
-        """Cancel the samples under way that score lowest."""
-        going = [each for each in group if not each.stream.end_flag]
-        for each, score in zip(going, (yield from self._probe(going)), strict=True):
-            each.partial_score = score
-            fields = {"sample": each.number, "score": score, "at": each.stream.num_generated}
+        """Cancel the running samples that score lowest."""
+        going = [sample for sample in group if not sample.stream.end_flag]
+        for sample, score in zip(going, (yield from self._probe(going)), strict=True):
+            sample.partial_score = score
+            fields = {"sample": sample.number, "score": score, "at": sample.stream.num_generated}
             yield Stage("probed", fields=fields)
         num_pruned = math.floor(self.prune_share * len(group))
-        worst = sorted(going, key=lambda each: (each.partial_score or 0.0, -each.number))
-        num_low = sum((each.partial_score or 0.0) < self.restart_below for each in worst)
+        worst = sorted(going, key=lambda sample: (sample.partial_score or 0.0, -sample.number))
+        num_low = sum((sample.partial_score or 0.0) < self.restart_below for sample in worst)
         spared = int(is_last_chance and len(going) == len(group))
         num_pruned = min(max(num_low, min(num_pruned, len(group) - 1)), len(going) - spared)
-        for each in worst[:num_pruned]:
-            each.is_pruned = each.stream.cancel_flag = True
-            fields = {"sample": each.number, "score": each.partial_score}
+        for sample in worst[:num_pruned]:
+            sample.is_pruned = sample.stream.cancel_flag = True
+            fields = {"sample": sample.number, "score": sample.partial_score}
             yield Stage("pruned", "a new start is likely to be better", fields=fields)
         if num_pruned:
-            yield [each.stream for each in worst[:num_pruned]]
+            yield [sample.stream for sample in worst[:num_pruned]]
 
     def _probe(self, samples: Sequence[_Sample]) -> Process:
-        """How probable it is, for each sample as far as it is, that a new start is not better."""
+        """For each sample, the probability that a new start is not better than its text so far."""
         probes: list[GenerationTask] = [
-            each.stream.fork(
+            sample.stream.fork(
                 self.restart_prompt,
                 GenerationTask,
                 inherit=False,
@@ -195,7 +194,7 @@ class AdaptiveComputeController(Controller):
                 max_tokens=1,
                 num_logprobs=NUM_LOGPROBS,
             )
-            for each in samples
+            for sample in samples
         ]
         if probes:
             yield probes
@@ -223,28 +222,26 @@ class _Sample:
         sampling.vary(self.stream, number)
         if method.annealing:
             sampling.fill(self.stream, getattr(method.generation_controller, "sampling_params", {}))
-            given = self.stream.temperature
-            highest = 1.0 if given is None else given
+            temperature = self.stream.temperature
+            highest = 1.0 if temperature is None else temperature
             sampling.choose(self.stream, {"temperature": highest * (1.0 - 0.5**number)})
 
     @property
     def has_ended(self) -> bool:
-        """Whether it was drawn to its end."""
         return self.stream.end_flag and not self.is_pruned
 
 
 def _finish(task: GenerationTask, samples: Sequence[_Sample], count: int) -> Process:
-    """Leave the best sample on the task."""
-    best = max((each for each in samples if each.has_ended), key=_rank)
+    best = max((sample for sample in samples if sample.has_ended), key=_rank)
     yield Stage("selected", fields={"sample": best.number, "score": best.score})
     task.result, task.request_handle = best.stream.result, best.stream.request_handle
-    texts = [each.stream.output_str if each.has_ended else None for each in samples]
+    texts = [sample.stream.output_str if sample.has_ended else None for sample in samples]
     task.candidates = texts + [None] * (count - len(samples))
     task.customized_result_fields["adaptive_compute"] = {
         "index": best.number,
-        "scores": [each.score for each in samples],
-        "partial_scores": [each.partial_score for each in samples],
-        "pruned": [each.number for each in samples if each.is_pruned],
+        "scores": [sample.score for sample in samples],
+        "partial_scores": [sample.partial_score for sample in samples],
+        "pruned": [sample.number for sample in samples if sample.is_pruned],
     }
 
 
@@ -253,6 +250,6 @@ def _rank(sample: _Sample) -> float:
 
 
 def _score(probe: GenerationTask) -> float:
-    """The probability of "No" among that of the two words; 0.5 if neither is probable."""
+    """The probability of "No" relative to both words; 0.5 if neither is probable."""
     keep, restart = word_probability(probe, "no"), word_probability(probe, "yes")
     return keep / (keep + restart) if keep + restart > 0 else 0.5

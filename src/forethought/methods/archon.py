@@ -1,4 +1,4 @@
-"""Archon: layers of inference-time techniques, each of which reads what the one before has left.
+"""Archon: layers of inference-time techniques, each of which reads the output of the one before.
 
 ::
 
@@ -54,13 +54,13 @@ class Candidate:
 
     @property
     def text(self) -> str:
-        """Its text, behind the thought."""
+        """Its text after the thought."""
         return without_thought(self.output.text)
 
 
 @dataclass(frozen=True)
 class _State:
-    """What one layer leaves for the next."""
+    """The output of one layer, which the next one reads."""
 
     candidates: tuple[Candidate, ...] = ()
     tests: tuple[str, ...] = ()
@@ -71,11 +71,11 @@ class ArchonController(Controller):
     """Runs the layers of a pipeline, one after the other, and returns the first candidate left.
 
     ``customized_result_fields["archon"]`` holds for each layer that has ended the types of its
-    components and the number of ``candidates`` behind it, and whether the ``budget`` ended it.
+    components and the number of ``candidates`` after it, and whether the ``budget`` ended it.
 
     Raises:
         ParameterError: it cannot be read, or a layer cannot be run.
-        UnknownNameError: a component of a type that there is not.
+        UnknownNameError: a component's type does not exist.
     """
 
     paper = (
@@ -129,7 +129,7 @@ class ArchonController(Controller):
                     raise
                 over_budget = True
                 break
-            texts = texts or [each.output.text for each in state.candidates]
+            texts = texts or [candidate.output.text for candidate in state.candidates]
             fields = {"types": [e.type for e in layer], "candidates": len(state.candidates)}
             info.append(fields)
             yield Stage("layer", fields={"number": number, **fields})
@@ -155,18 +155,19 @@ class ArchonController(Controller):
     def _run(
         self, task: GenerationTask, state: _State, layer: Sequence[Component], number: int
     ) -> Process:
-        """The state behind a layer, whose components run side by side."""
-        runs = [_Run(task, state, each, (number, n)) for n, each in enumerate(layer)]
+        runs = [_Run(task, state, component, (number, n)) for n, component in enumerate(layer)]
         process = ParallelProcess(runs, [[] for _ in runs])
         yield process
-        found: list[_State] = [branch.result for branch in process.branches]
-        if len(found) == 1:
-            return found[0]
-        if {each.type for each in layer} <= {"generator", "fuser"}:
-            every = tuple(each for one in found for each in one.candidates)
+        states: list[_State] = [branch.result for branch in process.branches]
+        if len(states) == 1:
+            return states[0]
+        if {component.type for component in layer} <= {"generator", "fuser"}:
+            every = tuple(candidate for result in states for candidate in result.candidates)
             return replace(state, candidates=every)
-        changed = (each.candidates for each in found if each.candidates is not state.candidates)
-        tests = (each.tests for each in found if each.tests is not state.tests)
+        changed = (
+            result.candidates for result in states if result.candidates is not state.candidates
+        )
+        tests = (result.tests for result in states if result.tests is not state.tests)
         return _State(next(changed, state.candidates), next(tests, state.tests))
 
 
@@ -186,65 +187,64 @@ class _Run:
         self._task, self._state, self._component, self._place = task, state, component, place
 
     def process(self, tasks: Sequence[Any], **kwargs: Any) -> Process:
-        """Run it; returns the state behind it."""
+        """Run it; returns the state after it."""
         run: Callable[[Any], Process] = getattr(self, f"_{self._component.type}")
         return (yield from run(self._component))
 
-    def _generator(self, given: archon_config.Generator) -> Process:
-        drawn = [self._prepared(self._task.copy(), n) for n in range(given.samples)]
+    def _generator(self, config: archon_config.Generator) -> Process:
+        drawn = [self._prepared(self._task.copy(), n) for n in range(config.samples)]
         yield drawn
         return replace(self._state, candidates=_candidates(drawn))
 
-    def _critic(self, given: archon_config.Critic) -> Process:
-        said = yield from self._each("critic")
-        pairs = zip(self._state.candidates, said, strict=True)
-        criticised = tuple(replace(each, critique=text) for each, text in pairs)
+    def _critic(self, config: archon_config.Critic) -> Process:
+        critiques = yield from self._each("critic")
+        pairs = zip(self._state.candidates, critiques, strict=True)
+        criticised = tuple(replace(candidate, critique=text) for candidate, text in pairs)
         return replace(self._state, candidates=criticised)
 
-    def _ranker(self, given: archon_config.Ranker) -> Process:
+    def _ranker(self, config: archon_config.Ranker) -> Process:
         candidates = self._state.candidates
         if len(candidates) == 1:
             return self._state
         chat = self._chat("ranker", 0, self._listed())
         yield [chat]
         order = ranking_in(chat.output_str or "", len(candidates))
-        return replace(self._state, candidates=tuple(candidates[n] for n in order[: given.top_k]))
+        return replace(self._state, candidates=tuple(candidates[n] for n in order[: config.top_k]))
 
-    def _fuser(self, given: archon_config.Fuser) -> Process:
-        chats = [self._chat("fuser", n, self._listed()) for n in range(given.samples)]
+    def _fuser(self, config: archon_config.Fuser) -> Process:
+        chats = [self._chat("fuser", n, self._listed()) for n in range(config.samples)]
         yield chats
         return replace(self._state, candidates=_candidates(chats))
 
-    def _verifier(self, given: archon_config.Verifier) -> Process:
-        said = yield from self._each("verifier")
-        pairs = zip(self._state.candidates, said, strict=True)
-        kept = tuple(each for each, text in pairs if is_correct(text))[: given.top_k]
-        return replace(self._state, candidates=kept) if kept else self._state
+    def _verifier(self, config: archon_config.Verifier) -> Process:
+        verdicts = yield from self._each("verifier")
+        pairs = zip(self._state.candidates, verdicts, strict=True)
+        correct = tuple(candidate for candidate, text in pairs if is_correct(text))[: config.top_k]
+        return replace(self._state, candidates=correct) if correct else self._state
 
-    def _unit_test_generator(self, given: archon_config.UnitTestGenerator) -> Process:
-        chat = self._chat("unit_test_generator", 0, {"{count}": str(given.num_tests)})
+    def _unit_test_generator(self, config: archon_config.UnitTestGenerator) -> Process:
+        chat = self._chat("unit_test_generator", 0, {"{count}": str(config.num_tests)})
         yield [chat]
         return replace(
-            self._state, tests=unit_tests_in(without_thought(chat.output_str))[: given.num_tests]
+            self._state, tests=unit_tests_in(without_thought(chat.output_str))[: config.num_tests]
         )
 
-    def _unit_test_evaluator(self, given: archon_config.UnitTestEvaluator) -> Process:
+    def _unit_test_evaluator(self, config: archon_config.UnitTestEvaluator) -> Process:
         tests = [f"Test {n}: {text}" for n, text in enumerate(self._state.tests, start=1)]
         if not tests:
             return self._state
-        said = yield from self._each("unit_test_evaluator", {"{tests}": "\n".join(tests)})
-        passed = [num_passed(text, len(tests)) for text in said]
+        reports = yield from self._each("unit_test_evaluator", {"{tests}": "\n".join(tests)})
+        passed = [num_passed(text, len(tests)) for text in reports]
         order = sorted(range(len(passed)), key=lambda n: -passed[n])
-        kept = tuple(self._state.candidates[n] for n in order[: given.top_k])
-        return replace(self._state, candidates=kept)
+        best = tuple(self._state.candidates[n] for n in order[: config.top_k])
+        return replace(self._state, candidates=best)
 
     # ---- calls --------------------------------------------------------------------------------
 
     def _each(self, prompt: str, values: Mapping[str, str] | None = None) -> Process:
-        """What is said about each candidate."""
         chats = [
-            self._chat(prompt, n, {"{answer}": each.text, **(values or {})})
-            for n, each in enumerate(self._state.candidates)
+            self._chat(prompt, n, {"{answer}": candidate.text, **(values or {})})
+            for n, candidate in enumerate(self._state.candidates)
         ]
         yield chats
         return [without_thought(chat.output_str) for chat in chats]
@@ -252,8 +252,9 @@ class _Run:
     def _listed(self) -> dict[str, str]:
         """The values of a prompt about all candidates: each with its number and its critique."""
         texts = [
-            f"[{n}] {each.text}" + (f"\n\nCritique of [{n}]: {each.critique}" * bool(each.critique))
-            for n, each in enumerate(self._state.candidates, start=1)
+            f"[{n}] {candidate.text}"
+            + (f"\n\nCritique of [{n}]: {candidate.critique}" * bool(candidate.critique))
+            for n, candidate in enumerate(self._state.candidates, start=1)
         ]
         return {"{count}": str(len(texts)), "{answers}": "\n\n".join(texts)}
 
@@ -268,11 +269,11 @@ class _Run:
 
     def _prepared(self, call: Any, number: int) -> Any:
         """A call with the settings of its component, and a seed of its own."""
-        given = self._component
-        call.worker_tag = given.model or ArchonController.WorkerTag.GENERATION
+        config = self._component
+        call.worker_tag = config.model or ArchonController.WorkerTag.GENERATION
         call.streaming_output_flag, call.priority = False, self._task.priority
-        limits = {"temperature": given.temperature, "max_tokens": given.max_tokens}
-        sampling.choose(call, {name: each for name, each in limits.items() if each is not None})
+        limits = {"temperature": config.temperature, "max_tokens": config.max_tokens}
+        sampling.choose(call, {name: limit for name, limit in limits.items() if limit is not None})
         for place in (*self._place, number):
             sampling.vary(call, place)
         return call

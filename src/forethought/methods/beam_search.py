@@ -50,12 +50,14 @@ class BeamSearchController(LookaheadSearchController):
 
     @override
     def search(self, search: Search, count: int) -> Process:
-        kept, width = [search.root], count
-        while not all(beam.finished for beam in kept):
-            going = [beam for beam in kept if not beam.finished]
+        beams_kept, width = [search.root], count
+        while not all(beam.finished for beam in beams_kept):
+            going = [beam for beam in beams_kept if not beam.finished]
             grown = yield from search.step([(b, k) for b in going for k in range(width)])
-            beams = merged([*(beam for beam in kept if beam.finished), *grown])
+            beams = merged([*(beam for beam in beams_kept if beam.finished), *grown])
             yield from search.score(beams)
-            kept, width = best_of(beams, count // self.width), self.width
-            why = f"it is not among the best {len(kept)}"
-            yield from beam_stages("pruned", why, [beam for beam in beams if beam not in kept])
+            beams_kept, width = best_of(beams, count // self.width), self.width
+            why = f"it is not among the best {len(beams_kept)}"
+            yield from beam_stages(
+                "pruned", why, [beam for beam in beams if beam not in beams_kept]
+            )

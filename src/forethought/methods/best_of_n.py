@@ -80,7 +80,7 @@ class BestOfNController(Controller):
     )
     answer_space: AnswerSpace | str = setting(
         "math",
-        "For the weighted choice: where the answer stands and which answers mean the same, as "
+        "For the weighted choice: how the answer is extracted and which answers mean the same, as "
         "in `majority_vote`.",
     )
     answer: AnswerRule = setting(
@@ -147,11 +147,6 @@ class BestOfNController(Controller):
         yield Stage("selected", branch=paths[info["index"]], fields=fields)
 
     def _sample(self, task: GenerationTask, count: int, options: Mapping[str, Any]) -> Process:
-        """Generate the samples; those that failed or were not finished have their ``error`` set.
-
-        Returns:
-            The samples, and the paths of their branches.
-        """
         branches = sampled(self.generation_controller, [task], count, options, self.on_failure)
         samples = [branch.tasks[0] for branch in branches]
         for sample in samples:
@@ -167,7 +162,7 @@ class BestOfNController(Controller):
         return samples, [branch.path for branch in branches]
 
     def _score(self, samples: Sequence[GenerationTask], options: Mapping[str, Any]) -> Process:
-        """The samples' scores; if the budget ends before, 0 for each that has been finished."""
+        """The samples' scores; if the budget ends before, 0 for each finished sample."""
         try:
             yield from self.reward_controller.process(samples, **options)
         except BudgetExceeded:
@@ -184,8 +179,8 @@ class BestOfNController(Controller):
         return list(scores)
 
     def _leading(self, samples: Sequence[GenerationTask], scored: Mapping[int, float]) -> Process:
-        """What there is to say of the vote, and the scores of the samples that give the answer
-        with the largest sum of scores.
+        """The vote's result fields, and the scores of the samples of the answer with the largest
+        sum.
 
         All scores, if no sample has an answer.
         """
@@ -196,9 +191,9 @@ class BestOfNController(Controller):
                 'Use choice="best", or a reward that is not negative',
             )
         pool = AnswerPool(self.space.equivalence)
-        said = {number: self.space.answer_of(samples[number]) for number in scored}
+        answers = {number: self.space.answer_of(samples[number]) for number in scored}
         try:
-            yield from pool.adding(said)
+            yield from pool.adding(answers)
         except BudgetExceeded:
             return {"answer": None}, scored
         winner, _ = pool.heaviest(scored)
@@ -226,7 +221,6 @@ class BestOfNController(Controller):
 
 
 def _unscored(samples: Sequence[GenerationTask]) -> Exception:
-    """The error if no sample has a score."""
     errors = (sample.error for sample in samples if sample.error is not None)
     return next(errors, None) or ParameterError(
         "no sample has a score", "its worker gave none", "Use a worker that sets score"

@@ -1,8 +1,8 @@
 """Budget forcing: a thought is made longer with "Wait", and is ended at a budget.
 
-Where the model ends its thought too early, its closing marker is left out, and "Wait" is put behind
-the thought, which goes on from there; it often finds a mistake then. Where the thought reaches the
-budget, the closing marker is put behind it, and the model has to answer::
+Where the model ends its thought too early, its closing marker is left out, and "Wait" is appended
+to the thought, which goes on from there; it often finds a mistake then. Where the thought reaches
+the budget, the closing marker is appended, and the model has to answer::
 
     ... so it is 5.</think>             the model wants to end: the marker is left out,
     ... so it is 5.Wait, 3 + 4 is 7. ... so it is 7.</think> The answer is 7.
@@ -94,7 +94,7 @@ class BudgetForcingController(Controller):
     )
     answer_prefix: str = setting(
         "",
-        'Text behind the marker where the budget has ended the thought, such as "Final Answer:".',
+        'Text after the marker where the budget has ended the thought, such as "Final Answer:".',
     )
     streaming: bool = setting(False, "Stream the output as it comes.")
 
@@ -106,8 +106,8 @@ class BudgetForcingController(Controller):
         """Solve the tasks concurrently.
 
         Raises:
-            ParameterError: keyword arguments; there are none. Or ``n`` samples, no text wanted, or
-                a task whose thought has limits of its own, or a model that does not think.
+            ParameterError: keyword arguments, ``n`` samples, no text wanted, a task with another
+                limit of its thought, or a model that does not think.
         """
         refuse_arguments(self, kwargs)
         for task in tasks:
@@ -128,15 +128,15 @@ class BudgetForcingController(Controller):
             yield [part]
             thought.num_tokens += part.num_generated
             rest = _left(task.max_tokens, thought.num_tokens)
-            left = _left(self.thinking_budget, thought.num_tokens)
-            most, wants_to_end = _least(rest, left), part.stop_reason == thought.marker
+            tokens_left = _left(self.thinking_budget, thought.num_tokens)
+            most, wants_to_end = _least(rest, tokens_left), part.stop_reason == thought.marker
             if wants_to_end and most != 0 and self._goes_on(thought, part):
                 thought.num_waits += 1
                 yield self._told("prolonged", "the thought ends early", thought)
                 part = yield from self._continue(part, self.wait, max_tokens=most)
             elif wants_to_end:
                 thought.end = ThoughtEnd.NATURAL
-            elif part.finish_reason == "length" and left == 0 and rest != 0:
+            elif part.finish_reason == "length" and tokens_left == 0 and rest != 0:
                 thought.end = ThoughtEnd.BUDGET
             else:
                 break  # the whole output has ended
@@ -144,8 +144,8 @@ class BudgetForcingController(Controller):
             forced = thought.end is ThoughtEnd.BUDGET
             if forced:
                 yield self._told("forced", "the thinking budget is spent", thought)
-            behind = thought.marker + (self.answer_prefix if forced else "")
-            part = yield from self._continue(part, behind, max_tokens=rest, stop=task.stop)
+            inserted = thought.marker + (self.answer_prefix if forced else "")
+            part = yield from self._continue(part, inserted, max_tokens=rest, stop=task.stop)
             yield [part]
         if thought.end is None and not profile.is_thinking(part.output_str or ""):
             _logger.warning("budget_forcing has changed nothing: the answer has no thought")
@@ -162,7 +162,6 @@ class BudgetForcingController(Controller):
         return Stage(name, why, fields={"at": thought.num_tokens, "waits": thought.num_waits})
 
     def _continue(self, part: GenerationTask, text: str, **fields: Any) -> Process:
-        """The next part, behind an inserted text."""
         if part.streaming_output_flag:
             yield Delta(text, source="budget_forcing")
         fork = part.fork(text, **fields)
@@ -170,7 +169,6 @@ class BudgetForcingController(Controller):
         return fork
 
     def _finish(self, task: GenerationTask, part: GenerationTask, thought: Thought) -> None:
-        """Leave the output on the task."""
         task.result, task.request_handle = part.joined, part.request_handle
         task.thinking = ThinkingOutput(thought.num_tokens, thought.end)
         task.customized_result_fields["budget_forcing"] = {
@@ -184,7 +182,6 @@ _REFUSED = ("n", "include_stop_str_in_output", *sampling.OF_THOUGHTS)
 
 
 def _least(*limits: int | None) -> int | None:
-    """The lowest limit; None: there is none."""
     return min((limit for limit in limits if limit is not None), default=None)
 
 

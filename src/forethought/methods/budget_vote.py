@@ -69,7 +69,7 @@ class BudgetVoteController(Controller):
     total_tokens: PositiveInt = setting(8192, "Of all samples together; never exceeded.")
     default_sample_num: PositiveInt = setting(
         8,
-        "Shares that the total is divided into, unless `process` gets `sample_num`; so many "
+        "Shares that the total is divided into, unless `process` gets `sample_num`; this many "
         "samples begin at once.",
     )
     _: KW_ONLY
@@ -112,7 +112,7 @@ class BudgetVoteController(Controller):
             ParameterError: not exactly one task, one with limits of its own, or a share that leaves
                 nothing to think with.
             BudgetExceeded: the budget of the request is spent before there is a text; else the
-                samples vote as far as they have come.
+                texts so far vote.
         """
         if len(tasks) != 1:
             raise ParameterError("a budget vote takes one task", f"got {len(tasks)}", "Split them")
@@ -133,17 +133,14 @@ class BudgetVoteController(Controller):
     def _run(self, task: GenerationTask, share: int, options: Mapping[str, Any]) -> Process:
         """Generate samples while a whole share is left; returns them, in their order.
 
-        Beyond the budget of the request no sample begins; those under way keep their texts.
-
-        Raises:
-            BudgetExceeded: it is spent, and there is no text.
+        Beyond the budget of the request no sample begins; running ones keep their texts.
         """
-        samples, left, most = list[GenerationTask](), self.total_tokens, self.max_sample_num
+        samples, tokens_left, most = list[GenerationTask](), self.total_tokens, self.max_sample_num
         spent: BudgetExceeded | None = None
         with AsCompleted() as running:
             while True:
-                while left >= share and len(samples) < most:
-                    left -= share
+                while tokens_left >= share and len(samples) < most:
+                    tokens_left -= share
                     samples.append(self._sample(task, len(samples), share))
                     controller = self.generation_controller.clone()
                     running.add(Branch(controller, [samples[-1]], options))
@@ -154,7 +151,7 @@ class BudgetVoteController(Controller):
                 except BudgetExceeded as error:
                     most, spent = 0, error
                 else:
-                    left += share - _num_tokens(done.tasks[0])
+                    tokens_left += share - _num_tokens(done.tasks[0])
         if spent is not None and not any(sample.output_str for sample in samples):
             raise spent
         return samples
@@ -191,5 +188,4 @@ _REFUSED = ("n", "max_tokens", "thinking_budget")
 
 
 def _num_tokens(sample: GenerationTask) -> int:
-    """Tokens that a sample took."""
     return max(sample.usage.completion_tokens, sample.num_generated)

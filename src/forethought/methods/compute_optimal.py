@@ -78,7 +78,7 @@ class ComputeOptimalController(Controller):
     _: KW_ONLY
     answer_space: AnswerSpace | str = setting(
         "math",
-        "Where the answer stands and which answers mean the same, as in `majority_vote`.",
+        "How the answer is extracted and which answers mean the same, as in `majority_vote`.",
     )
     answer: AnswerRule = setting(
         "auto", "The rule that finds answers, see `answers.answer_extraction`."
@@ -159,7 +159,6 @@ class ComputeOptimalController(Controller):
         }
 
     def _probe(self, task: GenerationTask, options: Mapping[str, Any]) -> Process:
-        """Draw the probes; returns those that have ended, in their order."""
         branches = sampled(self.generation_controller, [task], self._policy.num_probes, options)
         ended = yield from run_until(branches)
         return [branch.tasks[0] for branch in branches if branch in ended]
@@ -167,9 +166,9 @@ class ComputeOptimalController(Controller):
     def _vote(self, probes: Sequence[GenerationTask]) -> Process:
         """The probe that gives the most frequent answer, and the difficulty."""
         pool = AnswerPool(self.space.equivalence)
-        said = {number: self.space.answer_of(probe) for number, probe in enumerate(probes)}
+        answers = {number: self.space.answer_of(probe) for number, probe in enumerate(probes)}
         try:
-            yield from pool.adding(said)
+            yield from pool.adding(answers)
         except BudgetExceeded:
             return probes[0], 1.0
         chosen = probes[0 if pool.winner is None else pool.winner.first]
@@ -187,7 +186,6 @@ class ComputeOptimalController(Controller):
 
 
 def _check_names(policy: Policy, table: MethodTable) -> None:
-    """Refuse a policy with methods that are not in the table."""
     for spec in policy.methods:
         for method in split(spec, table) if spec != PROBES else ():
             table.resolve(method.name)

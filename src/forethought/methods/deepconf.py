@@ -16,7 +16,7 @@ confidence of a group of ``window`` tokens falls below it::
                                                            [...1.83.]   below: cancelled
 
 Cancelled samples do not vote, nor do those of the warm-up that would have been. Sampling ends with
-the first answer that has ``consensus`` of all weight; what is then under way is cancelled.
+the first answer that has ``consensus`` of all weight; running samples are then cancelled.
 
 The confidence of a token is computed in the decode step; servers are asked for log-probabilities.
 Which samples are cancelled for their confidence is a function of the samples, whatever the order in
@@ -125,8 +125,8 @@ class _ConfidenceVoteController(Controller):
             **kwargs: of the samples' ``process``.
 
         Raises:
-            ParameterError: not exactly one task, one without a text, samples of which there are no
-                confidences, or fewer than one sample.
+            ParameterError: not exactly one task, one without a text, samples without confidences,
+                or fewer than one sample.
             BudgetExceeded: the budget is spent and no sample has ended; else those vote that have.
         """
         self._check(tasks)
@@ -143,7 +143,6 @@ class _ConfidenceVoteController(Controller):
         expect_text("DeepConf", task, "it finds the answers in the text of the samples")
 
     def _draw(self, vote: _Vote, options: Mapping[str, Any]) -> Process:
-        """Draw all samples."""
         branches = (vote.begin(options) for _ in range(vote.num_samples))
         yield from run_until(branches, vote.on_end)
 
@@ -157,10 +156,10 @@ class _ConfidenceVoteController(Controller):
         if not confidences:
             return {}
         lowest = stop_threshold([*confidences.values()], self.kept)
-        return {number: each for number, each in confidences.items() if each >= lowest}
+        return {n: value for n, value in confidences.items() if value >= lowest}
 
     def details(self, vote: _Vote) -> dict[str, Any]:
-        """What else ``customized_result_fields`` says about a vote."""
+        """Further fields of a vote for ``customized_result_fields``."""
         return {}
 
 
@@ -232,11 +231,10 @@ class OnlineDeepConfController(_ConfidenceVoteController):
             )
 
     def _draw(self, vote: _Vote, options: Mapping[str, Any]) -> Process:
-        """Draw the warm-up, set the threshold, and draw the others."""
         num_warmup = min(self.num_warmup, vote.num_samples)
         warmup = [vote.begin(options) for _ in range(num_warmup)]
         ended = yield from run_until(warmup, vote.on_end)
-        lowest = [each.confidence for each in vote.samples if each.confidence is not None]
+        lowest = [sample.confidence for sample in vote.samples if sample.confidence is not None]
         if len(ended) < num_warmup or not lowest:
             return  # the budget is spent, or all have failed
         vote.threshold = stop_threshold(lowest, self.kept)
@@ -248,7 +246,7 @@ class OnlineDeepConfController(_ConfidenceVoteController):
             return  # those vote that have ended
 
     def _until(self, vote: _Vote) -> Callable[[Branch], Process]:
-        """What ends the sampling after the warm-up: a consensus."""
+        """The condition that ends the sampling after the warm-up: a consensus."""
 
         def has_consensus(branch: Branch) -> Process:
             yield from vote.on_end(branch)
@@ -257,16 +255,17 @@ class OnlineDeepConfController(_ConfidenceVoteController):
         return has_consensus
 
     def voters(self, confidences: Mapping[int, float], threshold: float | None) -> dict[int, float]:
-        """The samples that vote, and their weights: those that reach the threshold.
-
-        If none does, all of them vote.
-        """
-        found = {n: each for n, each in confidences.items() if each >= (threshold or 0.0)}
-        return found or dict(confidences)
+        """The samples that reach the threshold, and their weights; all of them, if none does."""
+        voters = {
+            n: confidence
+            for n, confidence in confidences.items()
+            if confidence >= (threshold or 0.0)
+        }
+        return voters or dict(confidences)
 
     def details(self, vote: _Vote) -> dict[str, Any]:
         """The threshold, and the samples that were stopped."""
-        stopped = [number for number, each in enumerate(vote.samples) if each.is_stopped]
+        stopped = [number for number, sample in enumerate(vote.samples) if sample.is_stopped]
         return {"threshold": vote.threshold, "stopped": stopped}
 
 
@@ -292,22 +291,23 @@ class _Vote:
         self._pool, self._counted = AnswerPool(method.equivalence), set[int]()
 
     def begin(self, options: Mapping[str, Any]) -> Branch:
-        """What runs the next sample."""
         sample = _Sample(self._method, self._task, len(self.samples), self.threshold)
         self.samples.append(sample)
         sample.branch = Branch(sample, [sample.task], options, self._method.on_failure)
         return sample.branch
 
     def on_end(self, branch: Any) -> Process:
-        """Note that a sample has ended, which is never enough by itself."""
+        """Note that a sample has ended, which alone is never enough."""
         branch.controller.error = branch.error or branch.tasks[0].error
         yield from ()
         return False
 
     def count(self) -> Process:
         """Pool the answers of the samples that have ended, in the order of their numbers."""
-        said = {n: each.answer for n, each in enumerate(self.samples) if n not in self._counted}
-        votes = {number: answer for number, answer in said.items() if answer is not None}
+        answers = {
+            n: sample.answer for n, sample in enumerate(self.samples) if n not in self._counted
+        }
+        votes = {number: answer for number, answer in answers.items() if answer is not None}
         try:
             yield from self._pool.adding(votes)
         except BudgetExceeded:
@@ -323,13 +323,15 @@ class _Vote:
         return self._pool.heaviest(self._voters())[1] >= consensus
 
     def _voters(self) -> dict[int, float]:
-        found = {
+        confidences = {
             number: self.samples[number].confidence
             for group in self._pool.groups.values()
             for number in group.members
         }
-        known = {number: each for number, each in sorted(found.items()) if each is not None}
-        return self._method.voters(known, self.threshold)
+        measured = {
+            n: confidence for n, confidence in sorted(confidences.items()) if confidence is not None
+        }
+        return self._method.voters(measured, self.threshold)
 
     def stages(self) -> Process:
         """The stages that say which samples vote, and the weight of each answer."""
@@ -348,21 +350,16 @@ class _Vote:
         yield Stage("voted", fields={"answer": answer, "tally": tally})
 
     def finish(self) -> None:
-        """Leave the winner's results on the task.
-
-        Raises:
-            Exception: of the first sample, if all have failed.
-        """
-        ended = [number for number, each in enumerate(self.samples) if each.has_ended]
+        ended = [number for number, sample in enumerate(self.samples) if sample.has_ended]
         if not ended:
-            raise next(each.error for each in self.samples if each.error is not None)
+            raise next(sample.error for sample in self.samples if sample.error is not None)
         voters = self._voters()
         winner, share = self._pool.heaviest(voters)
         best = ended[:1] if winner is None else [n for n in winner.members if n in voters]
         chosen = self.samples[min(best, key=lambda number: (-voters.get(number, 0.0), number))]
         task, missing = self._task, [None] * (self.num_samples - len(self.samples))
         task.take_answer(chosen.task)
-        texts = [each.task.output_str if each.has_ended else None for each in self.samples]
+        texts = [sample.task.output_str if sample.has_ended else None for sample in self.samples]
         task.candidates = [*texts, *missing]
         rule = answer_spaces.rule_of(self._method.space, chosen.task)
         task.customized_result_fields["deepconf"] = {
@@ -370,7 +367,7 @@ class _Vote:
             "answer": None if winner is None else winner.answer,
             "share": share,
             "samples": self.num_samples,
-            "confidences": [*(each.confidence for each in self.samples), *missing],
+            "confidences": [*(sample.confidence for sample in self.samples), *missing],
             "voters": [*voters],
             **self._method.details(self),
         }
@@ -386,10 +383,9 @@ class _Sample:
         threshold: group confidence below which it is stopped; None: it is drawn whole.
 
     Attributes:
-        task: its copy; a stream, if it may be stopped.
         branch: that draws it.
         confidence: of its tokens; None before it has ended, and if it was stopped or failed.
-        answer: the same.
+        answer: likewise.
         is_stopped: whether a group of its tokens fell below the threshold.
         has_ended: whether it was drawn to its end.
         error: why it failed; None if it did not.
@@ -416,7 +412,6 @@ class _Sample:
         self.is_stopped = self.has_ended = False
 
     def process(self, tasks: Sequence[GenerationTask], **options: Any) -> Process:
-        """Draw it, and note its confidence and its answer."""
         task, controller = self.task, self._method.generation_controller.clone()
         if self._threshold is None:
             yield from controller.process(tasks, **options)

@@ -4,10 +4,10 @@
 
     documents 3 2 1 | question | answer     an example, with what its own question retrieves
     ...
-    documents k ... 2 1 | question | ->     the best document stands next to the question
+    documents k ... 2 1 | question | ->     the best document is next to the question
 
 More documents and more examples are more computation per question: ``num_documents`` and
-``num_examples`` scale it. The documents are found by BM25.
+``num_examples`` scale it. The documents are retrieved by BM25.
 
 The order of the documents and their place in the examples are the paper's; it retrieves with a
 learned model. The texts of the prompt are ours.

@@ -62,18 +62,12 @@ class DVTSController(LookaheadSearchController):
 
 
 class _Subtree:
-    """One greedy search.
-
-    Args:
-        search: that it is a part of.
-        numbers: of its first steps.
-    """
+    """One greedy search: a part of ``search``, with the first steps of these ``numbers``."""
 
     def __init__(self, search: Search, numbers: range) -> None:
         self._search, self._numbers = search, numbers
 
     def process(self, tasks: Sequence[Any], **kwargs: Any) -> Process:
-        """Continue the best beam until it is finished."""
         search, beam, numbers = self._search, self._search.root, self._numbers
         while not beam.finished:
             grown = yield from search.step([(beam, number) for number in numbers])

@@ -77,12 +77,12 @@ class DynasorGenerationController(Controller):
 
     Sampling fields that a task sets win over the settings here; ``max_tokens`` counts the tokens
     that the main chain generates. The output is the main chain up to the last agreeing probe and
-    the answer in a ``\boxed{}`` behind it, or all of the main chain if that ends by itself first.
+    the answer in a ``\boxed{}`` after it, or all of the main chain if that ends by itself first.
     Where ``max_tokens`` or the budget of the request cuts the chain, the answer of the last probe
     that has one is written after it. A thought that the chain ends within is closed first; a model
     that does not think has none.
 
-    ``output_tokens`` are the tokens of the main chain that were kept, exactly. The answer behind
+    ``output_tokens`` are the tokens of the main chain that were kept, exactly. The answer after
     them is written, not generated: its tokens are there only if ``generation_dir`` names a
     tokenizer. ``customized_result_fields["dynasor"]`` holds
     ``early_exit``, the probes' ``answers`` and the number of ``kept_tokens``.
@@ -161,7 +161,7 @@ class DynasorGenerationController(Controller):
         """Solve the tasks concurrently.
 
         Raises:
-            ParameterError: keyword arguments; there are none. Or ``n`` samples or no text wanted.
+            ParameterError: keyword arguments, ``n`` samples, or no text wanted.
             ModelError: ``generation_dir`` holds no tokenizer.
         """
         refuse_arguments(self, kwargs)
@@ -169,7 +169,7 @@ class DynasorGenerationController(Controller):
 
     def _solve(self, task: GenerationTask) -> Process:
         sampling.refuse(task, ["n"], "Dynasor", "Put it under majority_vote for several samples")
-        expect_text("Dynasor", task, "it writes the answer behind the text of the chain")
+        expect_text("Dynasor", task, "it writes the answer after the text of the chain")
         sampling.fill(task, self.sampling_params)
         task.streaming_output_flag = task.streaming_output_flag or self.streaming
         profile, main = thinking_of(task, self.WorkerTag.GENERATION), self._main_chain(task)
@@ -206,9 +206,9 @@ class DynasorGenerationController(Controller):
         """Generate the chain, and probe it, until probes agree, it ends or the budget is spent.
 
         Returns:
-            The probe at which the chain is to be cut, if there is one: the one with which enough
-            agree, or the last one that has an answer where ``max_tokens`` or the budget has cut
-            the chain; and whether one of these has.
+            The probe at which the chain is to be cut, if there is one (the one with which enough
+            agree, or the last one with an answer where a limit has cut the chain); and whether a
+            limit has.
         """
         probes: deque[Probe] = deque()
         forked_at, answered, agreed = 0, None, None
@@ -298,7 +298,7 @@ def _effort(effort: str | None, threshold: int, chunk: int) -> tuple[int, int]:
 def _certain(
     main: StreamGenerationTask, probes: Sequence[Probe], agreement: Agreement
 ) -> tuple[str, int]:
-    """How much of the main chain, in text and tokens, no probe under way can cut off.
+    """The prefix of the main chain, in text and tokens, that no probe in flight can cut off.
 
     The next probes can end the chain at the one that completes a run, at the earliest.
     """
@@ -322,8 +322,8 @@ class _OutputStream:
         self._characters, self._tokens = len(text), max(count, self._tokens)
         if new or tokens:
             pairs = zip((self._main.output_str or "")[start:], new, strict=False)
-            own = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
-            drafts = spans_within(self._main.draft_spans, start, start + own)
+            num_common = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
+            drafts = spans_within(self._main.draft_spans, start, start + num_common)
             delta = Delta(new, tuple(tokens), "dynasor", tuple(drafts))
             self._task.streaming_output_list.append(delta)
             yield delta

@@ -1,19 +1,19 @@
-"""First-answer stopping: the thought is closed behind the first answer that it states.
+"""First-answer stopping: the thought is closed after the first answer that it states.
 
-A reasoning model that has found an answer goes on to check it, often several times; mostly the
-first answer was right and the checks change nothing. Here the thought ends with the line that
-states the first answer, and the model writes its final answer behind it::
+A reasoning model that has an answer goes on to check it, often several times; mostly the first
+answer was right and the checks change nothing. Here the thought ends with the line that states the
+first answer, and the model writes its final answer after it::
 
     thought     47 + 3 = 50. So the answer is 50.       stated: "answer is"
                 Wait, let me check that again. ...      never generated
     answer      </think> The answer is 50.
 
-The chain is one generation, which is looked at token by token and cut behind the token that ends
-the line; so it is token for token the chain that would go on. No probe is asked, as Dynasor-CoT
-does; in return it takes a model that says when it has an answer, in words that are known
-(``markers``). A thought without them is not shortened.
+The chain is one generation, which is inspected token by token and cut after the token that ends the
+line; so its tokens are those of the uncut chain. No probe is asked, as Dynasor-CoT does; in return
+the model has to announce an answer in known words (``markers``). A thought without them is not
+shortened.
 
-There the first solution of a finished thought is kept, to train on ("first correct solutions");
+The paper keeps the first solution of a finished thought, to train on ("first correct solutions");
 stopping the generation there, by the words that state it, is ours.
 """
 
@@ -44,15 +44,15 @@ MARKERS = ("answer is", "Answer:", "\\boxed{")
 
 @with_settings
 class FirstAnswerController(Controller):
-    """Closes the thought behind the first answer that it states.
+    """Closes the thought after the first answer that it states.
 
-    Behind a prompt of text that closes a thought itself nothing is closed: what comes is the
-    answer. All else is read as a thought up to ``think_end``. A model that is known not to think is
-    stopped after the line that states the answer, and that is its answer.
+    If the prompt closes its thought, nothing is closed: the output is the answer. All else is read
+    as a thought up to ``think_end``. A model that is known not to think is stopped after the line
+    that states the answer, and that is its answer.
 
     ``customized_result_fields["first_answer"]`` holds the ``marker`` that the thought was ended by
     (None: it came to its own end), and the tokens of the chain (``chain_tokens``), without those of
-    an answer behind a thought that was ended.
+    an answer after a thought that was ended.
 
     Raises:
         ParameterError: a setting of the wrong kind, or no markers.
@@ -92,8 +92,8 @@ class FirstAnswerController(Controller):
         """Solve the tasks concurrently.
 
         Raises:
-            ParameterError: keyword arguments; there are none. Or ``n`` samples, no text wanted, or
-                a task whose thought has limits of its own.
+            ParameterError: keyword arguments, ``n`` samples, no text wanted, or a task with other
+                limits of its thought.
         """
         refuse_arguments(self, kwargs)
         for task in tasks:
@@ -136,7 +136,7 @@ class FirstAnswerController(Controller):
         }
 
     def _answer(self, task: GenerationTask, chain: StreamGenerationTask, think_end: str) -> Process:
-        """Generate the answer behind the chain, whose thought is closed; returns the last part."""
+        """Generate the answer after the chain, whose thought is closed; returns the last part."""
         fields: dict[str, Any] = {}
         if task.max_tokens is not None:
             fields["max_tokens"] = task.max_tokens - chain.num_generated
@@ -158,7 +158,7 @@ def _is_answering(prompt: str, think_end: str) -> bool:
 
 
 class _Thought:
-    """Reads a thought as it grows; what has been read is not searched again."""
+    """Reads a thought as it grows; the text that it has searched is not searched again."""
 
     def __init__(self, method: FirstAnswerController, think_end: str) -> None:
         self._method, self._think_end = method, think_end
@@ -170,15 +170,15 @@ class _Thought:
         self.is_closed = False
 
     def stated(self, text: str) -> str | None:
-        """The marker in the first line that has one and is finished, if there is one so far."""
+        """The marker in the first finished line that has one; None so far."""
         begin = max(self._behind, self._searched - self._overlap)
         end = text.find(self._think_end, begin)
         self.is_closed, self._searched = end >= 0, len(text)
         stop = end if self.is_closed else len(text)
         if self._marker is None:
-            places = [(text.find(each, begin, stop), each) for each in self._method.markers]
-            if found := [(place, each) for place, each in places if place >= 0]:
-                place, self._marker = min(found)
+            places = [(text.find(marker, begin, stop), marker) for marker in self._method.markers]
+            if matches := [(place, marker) for place, marker in places if place >= 0]:
+                place, self._marker = min(matches)
                 self._behind = begin = place + len(self._marker)
         if self._marker is None or text.find(self._method.line_end, begin, stop) < 0:
             return None

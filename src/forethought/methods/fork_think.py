@@ -9,7 +9,7 @@
                        +---- ==== ==== ==== ==== \\boxed{5}        the answers are voted on
 
 Where the model was sure, all paths would go on alike; drawing whole paths from the prompt pays for
-these tokens each time. A fork at the start of a group of low confidence pays for what comes behind
+these tokens each time. A fork at the start of a group of low confidence pays for the tokens after
 it alone. The forks are spread over the ``num_points`` least confident groups, the least confident
 first, and draw with seeds of their own. On the engine a fork takes the seed path's keys and values
 up to its point; the confidences come from the decode step.
@@ -64,7 +64,7 @@ class ForkingPoint:
     num_characters: int
     """Characters of its text before it."""
     confidence: float
-    """Mean over the group behind it."""
+    """Mean over the group that it starts."""
 
 
 @with_settings
@@ -97,7 +97,7 @@ class ForkThinkController(Controller):
     )
     answer_space: AnswerSpace | str = setting(
         "math",
-        "Where the answer stands and which answers mean the same, as in `majority_vote`.",
+        "How the answer is extracted and which answers mean the same, as in `majority_vote`.",
     )
     answer: AnswerRule = setting(
         "auto", "The rule that finds answers, see `answers.answer_extraction`."
@@ -151,19 +151,15 @@ class ForkThinkController(Controller):
         return seed
 
     def _draw(self, seed: StreamGenerationTask) -> Process:
-        """Draw the seed path group by group.
-
-        Returns:
-            The least confident points, the least confident first.
-        """
-        points, known = list[ForkingPoint](), 0
+        """Draw the seed path; returns the least confident points, the least confident first."""
+        points, num_values = list[ForkingPoint](), 0
         while not seed.end_flag:
             before = seed.num_generated, len(seed.output_str or "")
             yield from self.generation_controller.process([seed])
             values = self.confidence.values(seed)
-            if values[known:]:
-                points.append(ForkingPoint(*before, mean(values[known:])))
-            known = len(values)
+            if values[num_values:]:
+                points.append(ForkingPoint(*before, mean(values[num_values:])))
+            num_values = len(values)
         points.sort(key=lambda point: point.confidence)
         return points[: self.num_points]
 
@@ -175,10 +171,10 @@ class ForkThinkController(Controller):
             start.output_tokens = seed.output_tokens[: point.num_tokens]
         start.logprobs = seed.logprobs and seed.logprobs[: point.num_tokens]
         start.confidences = seed.confidences and seed.confidences[: point.num_tokens]
-        kept = zip(start.output_tokens or (), start.logprobs or (), strict=False)
-        known = [entry[token].logprob for token, entry in kept if token in entry]
-        is_known = start.logprobs is not None and len(known) == len(start.logprobs)
-        start.cumulative_logprob = sum(known) if is_known else None
+        pairs = zip(start.output_tokens or (), start.logprobs or (), strict=False)
+        logprobs = [entry[token].logprob for token, entry in pairs if token in entry]
+        is_known = start.logprobs is not None and len(logprobs) == len(start.logprobs)
+        start.cumulative_logprob = sum(logprobs) if is_known else None
         fork: GenerationTask = start.fork(on_failure=self.on_failure)
         if seed.max_tokens is not None:
             sampling.choose(fork, {"max_tokens": seed.max_tokens - point.num_tokens})
@@ -201,7 +197,6 @@ class ForkThinkController(Controller):
         }
 
     def _whole(self, task: GenerationTask, fork: GenerationTask) -> GenerationTask:
-        """The path of a fork, from the prompt on."""
         path = task.copy()
         path.result, path.request_handle = fork.joined, fork.request_handle
         return path
@@ -214,9 +209,9 @@ class ForkThinkController(Controller):
         count: int,
     ) -> Process:
         pool = AnswerPool(self.space.equivalence)
-        said = {number: self.space.answer_of(path) for number, path in paths.items()}
+        answers = {number: self.space.answer_of(path) for number, path in paths.items()}
         with contextlib.suppress(BudgetExceeded):  # then the seed path is returned
-            yield from pool.adding(said)
+            yield from pool.adding(answers)
         winner = pool.winner
         answer = None if winner is None else winner.answer
         yield Stage("voted", fields={"answer": answer, "tally": pool.tally})

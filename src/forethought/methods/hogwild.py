@@ -8,14 +8,14 @@ built-in engine::
     Alice sees: question | Bob: b1 b2 b3 ...   | Alice: a1 a2 a3 ...
     Bob sees:   question | Alice: a1 a2 a3 ... | Bob: b1 b2 b3 ...
 
-``hogwild_turns`` does with text what can be done on any server: the workers write a turn each at
-the same time; then each reads what the others have written, behind its own, and goes on::
+``hogwild_turns`` approximates it with text, on any server: the workers write a turn each at the
+same time; then each reads the others' turns, appended to its own, and goes on::
 
     Alice's sequence: question | Alice: a1 | Bob: b1 | Alice: a2 | Bob: b2 | ... | Final answer:
     Bob's sequence:   question | Bob: b1 | Alice: a1 | Bob: b2 | Alice: a2 | ...
 
-There a text is prefilled by each of its readers; ``exchanged_tokens`` tells how many tokens that
-were.
+There a text is prefilled by each of its readers; ``exchanged_tokens`` is the number of these
+tokens.
 
 Named workers, the contiguous layout of what a worker sees, the shared history in steps and the
 regular question whether work is redundant are the paper's; the texts are ours.
@@ -61,14 +61,14 @@ MAX_WORKERS = 64
 
 @dataclass
 class _Worker:
-    """One worker as far as it has come."""
+    """The state of one worker."""
 
     name: str
     part: GenerationTask
     """Its newest turn."""
     turns: list[str] = field(default_factory=list)
     unread: str = ""
-    """What goes behind its newest turn when it goes on."""
+    """The suffix of its newest turn when it goes on."""
     has_ended: bool = False
 
 
@@ -111,9 +111,7 @@ class HogwildController(Controller):
         "is never asked.",
     )
     _: KW_ONLY
-    opening: str = setting(
-        OPENING, "Text behind the question, which tells the workers how to work."
-    )
+    opening: str = setting(OPENING, "Text after the question, which tells the workers how to work.")
     check: str = setting(CHECK, "The text of that question.")
     final: str = setting(FINAL, "Text in front of the final answer.")
     extract_answer: Callable[[str], str | None] = setting(
@@ -141,8 +139,8 @@ class HogwildController(Controller):
         """Answer the questions side by side.
 
         Raises:
-            ParameterError: keyword arguments; there are none. Or a prompt of token ids, or fields
-                that an output of several parts cannot honour.
+            ParameterError: keyword arguments, a prompt of token ids, or fields that an output of
+                several parts cannot honour.
             BudgetExceeded: the budget is spent before there is a text; else that of the first
                 worker that has one is returned.
         """
@@ -159,30 +157,30 @@ class HogwildController(Controller):
 
     def _solve(self, task: GenerationTask) -> Process:
         workers = [self._worker(task, number) for number in range(len(self.workers))]
-        told: dict[str, Any] = {"turns": 0, "budget_ended": False}
+        details: dict[str, Any] = {"turns": 0, "budget_ended": False}
         try:
             while True:
-                yield from self._turn(task, workers, told)
-                if self._is_over(workers, told["turns"]):
+                yield from self._turn(task, workers, details)
+                if self._is_over(workers, details["turns"]):
                     break
-                self._go_on(task, workers, told["turns"])
+                self._go_on(task, workers, details["turns"])
             first = workers[0]
-            final = self._behind(task, first.part, first.unread + self.final, task)
+            final = self._continuation(task, first.part, first.unread + self.final, task)
             final.stop, final.max_tokens = list(sampling.stop_strings(task)), task.max_tokens
             final.streaming_output_flag = task.streaming_output_flag
             self._join(task, [final, *(worker.part for worker in workers[1:])])
             yield [final]
-            self._count(told, [final])
+            self._count(details, [final])
             task.result, task.request_handle = final.result, final.request_handle
         except BudgetExceeded:
-            texts = ("".join(each.turns) or each.part.output_str for each in workers)
+            texts = ("".join(worker.turns) or worker.part.output_str for worker in workers)
             text = next((text for text in texts if text), None)
             if text is None:
                 raise
-            told["budget_ended"] = True
+            details["budget_ended"] = True
             task.result = ScaffoldingOutput(text, finish_reason="length")
-        told["texts"] = {worker.name: "".join(worker.turns) for worker in workers}
-        task.customized_result_fields[self._name] = told
+        details["texts"] = {worker.name: "".join(worker.turns) for worker in workers}
+        task.customized_result_fields[self._name] = details
 
     def _worker(self, task: GenerationTask, number: int) -> _Worker:
         name = self.workers[number]
@@ -192,14 +190,14 @@ class HogwildController(Controller):
         return _Worker(name, part)
 
     def _turn(
-        self, task: GenerationTask, workers: Sequence[_Worker], told: dict[str, Any]
+        self, task: GenerationTask, workers: Sequence[_Worker], details: dict[str, Any]
     ) -> Process:
         """Let all workers write that have not ended, at the same time."""
         writing = [worker for worker in workers if not worker.has_ended]
         self._join(task, [worker.part for worker in workers])
         yield [worker.part for worker in writing]
-        told["turns"] += 1
-        self._count(told, [worker.part for worker in writing])
+        details["turns"] += 1
+        self._count(details, [worker.part for worker in writing])
         for worker in writing:
             part = worker.part
             stopped = bool(self.step_end) and part.stop_reason == self.step_end
@@ -207,40 +205,41 @@ class HogwildController(Controller):
             worker.turns.append(f"{part.output_str or ''}{worker.unread}")
             worker.has_ended = not stopped and part.finish_reason != "length"
         self._exchange(workers, writing)
-        yield Stage("exchanged", "a turn is over", fields={"turn": told["turns"]})
+        yield Stage("exchanged", "a turn is over", fields={"turn": details["turns"]})
 
     def _join(self, task: GenerationTask, parts: Sequence[GenerationTask]) -> None:
-        """Called before any of the parts is generated, with what all workers are at."""
+        """Called before any of the parts is generated, with the parts of all workers."""
         AttentionGroup(parts, f"{task.input_str}{self.opening}")
 
     def _exchange(self, workers: Sequence[_Worker], writing: Sequence[_Worker]) -> None:
         """Called when those that were writing have ended their turn."""
 
-    def _count(self, told: dict[str, Any], parts: Sequence[GenerationTask]) -> None:
+    def _count(self, details: dict[str, Any], parts: Sequence[GenerationTask]) -> None:
         """Called with parts that were generated."""
 
     def _is_over(self, workers: Sequence[_Worker], num_turns: int) -> bool:
-        """Whether there is nothing more to write."""
-        found = [self.extract_answer("".join(worker.turns)) for worker in workers]
+        answers = [self.extract_answer("".join(worker.turns)) for worker in workers]
         all_ended = all(worker.has_ended for worker in workers)
-        return num_turns == self.max_turns or all_ended or any(each is not None for each in found)
+        return (
+            num_turns == self.max_turns
+            or all_ended
+            or any(answer is not None for answer in answers)
+        )
 
     def _go_on(self, task: GenerationTask, workers: Sequence[_Worker], num_turns: int) -> None:
-        """Give each worker its next turn."""
         asks = bool(self.check_every) and (num_turns + 1) % self.check_every == 0
         for worker in workers:
             if not worker.has_ended:
-                behind = self._behind_turn(worker, asks)
-                worker.part = self._behind(task, worker.part, behind, worker.part)
+                suffix = self._turn_suffix(worker, asks)
+                worker.part = self._continuation(task, worker.part, suffix, worker.part)
 
-    def _behind_turn(self, worker: _Worker, asks: bool) -> str:
-        """The text between two turns of a worker."""
+    def _turn_suffix(self, worker: _Worker, asks: bool) -> str:
         return f"\n{self.check}" if asks else ""
 
-    def _behind(
+    def _continuation(
         self, task: GenerationTask, source: GenerationTask, text: str, like: GenerationTask
     ) -> GenerationTask:
-        """The task that goes on behind ``source`` and a text, drawing as ``like`` does."""
+        """The task that goes on after ``source`` and a text, sampled as ``like`` is."""
         part: GenerationTask = source.fork(text, inherit=False)
         self._prepare(like, part)
         part.priority = task.priority
@@ -257,9 +256,9 @@ class HogwildController(Controller):
 class HogwildTurnsController(HogwildController):
     """Named workers that write side by side and read each other's text in turns (as Hogwild!).
 
-    As ``HogwildController``, on any worker: the others' texts are put behind a worker's own when a
-    turn is over. ``customized_result_fields["hogwild_turns"]`` also holds the tokens that were
-    inserted (``exchanged_tokens``; None on a server, which does not tell).
+    As ``HogwildController``, on any worker: the others' texts are appended to a worker's own when a
+    turn is over. ``customized_result_fields["hogwild_turns"]`` also holds the number of inserted
+    tokens (``exchanged_tokens``; None on a server, which does not tell).
     """
 
     class WorkerTag(Enum):
@@ -277,7 +276,7 @@ class HogwildTurnsController(HogwildController):
     step_end: str = setting("\n\n", "Text that ends a turn earlier.")
 
     def _join(self, task: GenerationTask, parts: Sequence[GenerationTask]) -> None:
-        """They write apart from each other."""
+        """Nothing to do: they do not attend to each other."""
 
     def _exchange(self, workers: Sequence[_Worker], writing: Sequence[_Worker]) -> None:
         for worker in writing:
@@ -285,17 +284,17 @@ class HogwildTurnsController(HogwildController):
                 if other is not worker:
                     other.unread += f"\n{worker.name}: {worker.turns[-1].strip()}"
 
-    def _behind_turn(self, worker: _Worker, asks: bool) -> str:
+    def _turn_suffix(self, worker: _Worker, asks: bool) -> str:
         return f"{worker.unread}\n{worker.name}: {self.check if asks else ''}"
 
-    def _count(self, told: dict[str, Any], parts: Sequence[GenerationTask]) -> None:
-        """Add the tokens that were read from others, as far as the worker tells."""
-        told.setdefault("exchanged_tokens", 0)
+    def _count(self, details: dict[str, Any], parts: Sequence[GenerationTask]) -> None:
+        """Add the tokens that were read from others, if the worker counts them."""
+        details.setdefault("exchanged_tokens", 0)
         for part in parts:
-            if part.fork_point is not None and told["exchanged_tokens"] is not None:
-                known = part.inserted_tokens
-                told["exchanged_tokens"] = (
-                    None if known is None else told["exchanged_tokens"] + len(known)
+            if part.fork_point is not None and details["exchanged_tokens"] is not None:
+                inserted = part.inserted_tokens
+                details["exchanged_tokens"] = (
+                    None if inserted is None else details["exchanged_tokens"] + len(inserted)
                 )
 
 

@@ -45,7 +45,7 @@ NEXT = "The next line:"
 
 @dataclass
 class _Progress:
-    """How far the chain of follow-ups has come."""
+    """The documents and follow-ups so far."""
 
     documents: list[list[int]]
     """Numbers of those retrieved for the question and for each follow-up."""
@@ -105,7 +105,7 @@ class IterDRAGController(RetrievalController):
     instruction: str = setting(INSTRUCTION, "Text in front of all.")
 
     def fan_out(self) -> int:
-        """The follow-up questions, each with its answer, and the last answer."""
+        """The follow-up questions with their answers, and the final answer."""
         return 1 + 2 * self.max_iterations
 
     def _solve(self, task: GenerationTask) -> Process:
@@ -114,8 +114,8 @@ class IterDRAGController(RetrievalController):
         progress, budget_ended, forced = _Progress([self._retrieve(question)]), False, False
         yield Stage("retrieved", fields={"query": question, "documents": progress.documents[0]})
         shown = "".join(map(self._shown, self.demonstrations))
-        asked = f"{self._block(progress.documents[0])}Question: {question}\n"
-        prompt = self._prompted(task, f"{self.instruction}{shown}{asked}")
+        suffix = f"{self._block(progress.documents[0])}Question: {question}\n"
+        prompt = self._prompted(task, f"{self.instruction}{shown}{suffix}")
         try:
             task.result, forced = yield from self._follow_up(task, prompt, progress)
         except BudgetExceeded:
@@ -134,10 +134,9 @@ class IterDRAGController(RetrievalController):
     def _follow_up(
         self, task: GenerationTask, part: GenerationTask, progress: _Progress
     ) -> Process:
-        """Ask and answer follow-ups; the final answer, and whether it was forced."""
-        behind = ""
+        prefix = ""
         while len(progress.queries) < self.max_iterations:
-            line = self._part(task, part, behind, self.line_tokens)
+            line = self._part(task, part, prefix, self.line_tokens)
             yield [line]
             text = (line.output_str or "").strip()
             if text.startswith(FINAL):
@@ -151,31 +150,31 @@ class IterDRAGController(RetrievalController):
             yield Stage("retrieved", fields={"query": query, "documents": numbers})
             progress.queries.append(query)
             progress.documents.append(numbers)
-            asked = f"\n{self._block(numbers)}{INTERMEDIATE}"
-            part = self._part(task, line, asked, self.line_tokens)
+            suffix = f"\n{self._block(numbers)}{INTERMEDIATE}"
+            part = self._part(task, line, suffix, self.line_tokens)
             yield [part]
             progress.answers.append((part.output_str or "").strip())
-            behind = "\n"
+            prefix = "\n"
         asked_all = len(progress.queries) == self.max_iterations
         why = "there are no further questions" if asked_all else "it is no follow-up question"
         yield Stage("forced", why, fields={"queries": len(progress.queries)})
-        final = self._part(task, part, f"{behind}{FINAL}", task.max_tokens)
+        final = self._part(task, part, f"{prefix}{FINAL}", task.max_tokens)
         yield [final]
         output = final.result or ScaffoldingOutput("")
         output.text = (output.text or "").strip()
         return output, True
 
     def _part(
-        self, task: GenerationTask, source: GenerationTask, behind: str, max_tokens: int | None
+        self, task: GenerationTask, source: GenerationTask, suffix: str, max_tokens: int | None
     ) -> GenerationTask:
-        """The task that writes a line behind ``source`` and a text."""
+        """The task that writes a line after ``source`` and a suffix."""
         if source.result is not None:
             is_chat = isinstance(source, ChatTask)
-            part = source.follow_up(behind.strip() or NEXT if is_chat else behind, inherit=False)
+            part = source.follow_up(suffix.strip() or NEXT if is_chat else suffix, inherit=False)
         elif isinstance(source, ChatTask):
-            part = source.asked_again(f"{source.messages[-1].content}{behind}")
+            part = source.asked_again(f"{source.messages[-1].content}{suffix}")
         else:
-            part = GenerationTask(input_str=f"{source.input_str}{behind}")
+            part = GenerationTask(input_str=f"{source.input_str}{suffix}")
         part.streaming_output_flag = False
         sampling.carry(task, part)
         part.worker_tag, part.priority = self.WorkerTag.GENERATION, task.priority
@@ -184,13 +183,12 @@ class IterDRAGController(RetrievalController):
         return part
 
     def _shown(self, example: Demonstration) -> str:
-        """An example, with the documents that its questions retrieve."""
         numbers = self._retrieve(example.question)
-        text, known = f"{self._block(numbers)}Question: {example.question}\n", [*numbers]
-        for asked, said in example.steps:
-            numbers = self._retrieve(asked, known)
-            known += numbers
-            text += f"{FOLLOW_UP} {asked}\n{self._block(numbers)}{INTERMEDIATE} {said}\n"
+        text, numbers_shown = f"{self._block(numbers)}Question: {example.question}\n", [*numbers]
+        for follow_up, answer in example.steps:
+            numbers = self._retrieve(follow_up, numbers_shown)
+            numbers_shown += numbers
+            text += f"{FOLLOW_UP} {follow_up}\n{self._block(numbers)}{INTERMEDIATE} {answer}\n"
         return f"{text}{FINAL} {example.answer}\n\n"
 
 

@@ -26,7 +26,7 @@ full vote: it ends sampling as soon as the leading answer is ahead of the second
 probability, by a Beta posterior over the two (``answers.lead_probability``). That is adaptive
 consistency (Aggarwal et al., "Let's Sample Step by Step: Adaptive-Consistency for Efficient
 Reasoning and Coding with LLMs", 2023, arXiv 2305.11860), which draws one sample after the other
-(``concurrency=1``), up to 40, and stops at 0.95. Here samples may run concurrently; those under way
+(``concurrency=1``), up to 40, and stops at 0.95. Here samples may run concurrently; running ones
 are then cancelled.
 """
 
@@ -70,7 +70,7 @@ from forethought.scaffolding.settings import (
 )
 from forethought.scaffolding.task import ComputeTask, GenerationTask
 
-_Said = dict[int, str | None]
+_Answers = dict[int, str | None]
 """Answers by the numbers of their samples; None: it does not vote."""
 SampleTasks = list[list[GenerationTask]]
 
@@ -102,13 +102,13 @@ class MajorityVoteController(Controller):
     default_sample_num: PositiveInt = setting(1, "Samples, unless `process` gets `sample_num`.")
     early_stop: bool = setting(
         True,
-        "End each sample under way once it cannot change the output, which is the same as "
+        "End each running sample once it cannot change the output, which is the same as "
         "without (see the module for the proof).",
     )
     _: KW_ONLY
     answer_space: AnswerSpace | str = setting(
         "math",
-        'Where the answer stands and which answers mean the same: `"math"`, `"choice"`, '
+        'How the answer is extracted and which answers mean the same: `"math"`, `"choice"`, '
         '`"json"`, `"tool_calls"`, `"text"`, or an object, such as `CodeAnswers(inputs)`; see '
         "`answers.answer_spaces`.",
     )
@@ -136,7 +136,7 @@ class MajorityVoteController(Controller):
     )
     concurrency: Concurrency = setting(
         None,
-        'Samples under way at once; `"doubling"`: 2, then as many again as have ended, so that '
+        'Samples running at once; `"doubling"`: 2, then as many again as have ended, so that '
         "2, 4, 8, ... are drawn; None: all.",
     )
     on_failure: OnFailure = setting(
@@ -207,7 +207,7 @@ class MajorityVoteController(Controller):
         tasks[0].customized_result_fields["majority_vote"] = info
 
     def _check(self, tasks: Sequence[GenerationTask], vote_kwargs: Mapping[str, Any]) -> None:
-        """Refuse what the vote cannot honour."""
+        """Refuse vote arguments and tasks that the vote cannot honour."""
         if not tasks:
             raise ParameterError("a vote takes a task", "got none", "Give at least one")
         if not self._overridden:
@@ -216,8 +216,7 @@ class MajorityVoteController(Controller):
             refuse_arguments(self, vote_kwargs, "majority_vote")
 
     def _own_vote(self, voters: Sequence[Branch], kwargs: Mapping[str, Any]) -> Process:
-        """The winner and its answer by the ``majority_vote`` of a subclass."""
-        vote = ComputeTask(self.majority_vote, [list(each.tasks) for each in voters], **kwargs)
+        vote = ComputeTask(self.majority_vote, [list(branch.tasks) for branch in voters], **kwargs)
         yield [vote]
         index, answer = vote.result
         return voters[index], answer
@@ -250,7 +249,7 @@ class MajorityVoteController(Controller):
             Those that have ended.
         """
         numbers: dict[Any, int] = {branch: number for number, branch in enumerate(branches)}
-        waiting, said, ended = deque(branches), _Said(), list[Branch]()
+        waiting, answers, ended = deque(branches), _Answers(), list[Branch]()
         with AsCompleted() as running:
             while waiting or running:
                 num_open = len(waiting), len(running)
@@ -259,25 +258,25 @@ class MajorityVoteController(Controller):
                 try:
                     branch = yield running
                 except BudgetExceeded:
-                    waiting.clear()  # those under way end by themselves, or are cut
+                    waiting.clear()  # running ones end alone, or are cut
                     continue
                 ended.append(branch)
-                said[numbers[branch]] = self._answer(branch)
+                answers[numbers[branch]] = self._answer(branch)
                 pending = [numbers[other] for other in (*running.pending, *waiting)]
                 try:
-                    yield from self._count(pool, said, branches, pending)
+                    yield from self._count(pool, answers, branches, pending)
                 except BudgetExceeded:
                     break  # vote with the samples that have ended
                 if self.statistical_stop and pool.lead_probability >= self.statistical_stop:
                     break
-                if self.early_stop and pool.decided([*pending, *said]):
+                if self.early_stop and pool.decided([*pending, *answers]):
                     waiting.clear()  # they come after all that have begun
                     winner = pool.winner  # those above it can no longer be returned
                     idle = [b for b in running.pending if winner and numbers[b] > winner.first]
                     if idle:
                         running.cancel(*idle)
         try:
-            yield from self._count(pool, said, branches, ())
+            yield from self._count(pool, answers, branches, ())
         except BudgetExceeded:
             if pool.winner is None:
                 raise
@@ -290,7 +289,7 @@ class MajorityVoteController(Controller):
 
         Raises:
             BudgetExceeded: none of them has a text.
-            Exception: what the samples have failed with.
+            Exception: the failure of the samples.
         """
         failed = [branch.error for branch in (*ended, *branches) if branch.error is not None]
         assert failed, "a sample that does not vote has failed, or the budget has ended it"
@@ -308,10 +307,14 @@ class MajorityVoteController(Controller):
         return cut
 
     def _count(
-        self, pool: AnswerPool, said: _Said, branches: Sequence[Branch], pending: Collection[int]
+        self,
+        pool: AnswerPool,
+        answers: _Answers,
+        branches: Sequence[Branch],
+        pending: Collection[int],
     ) -> Process:
-        """Move the votes that can be counted by now from ``said`` to ``pool``."""
-        counted = yield from pool.adding_in_order(said, pending)
+        """Move the votes that can be counted by now from ``answers`` to ``pool``."""
+        counted = yield from pool.adding_in_order(answers, pending)
         for number, answer in counted.items():
             if answer is not None:
                 fields = {"answer": answer, "tally": pool.tally}
@@ -319,7 +322,6 @@ class MajorityVoteController(Controller):
 
     @property
     def _overridden(self) -> bool:
-        """Whether a subclass votes in its own way."""
         return type(self).majority_vote is not MajorityVoteController.majority_vote
 
     def _answer(self, branch: Branch) -> str | None:
@@ -329,7 +331,9 @@ class MajorityVoteController(Controller):
 
 
 def _store(tasks: Sequence[GenerationTask], chosen: Sequence[Any], samples: Sequence[Any]) -> None:
-    """Leave the results of the chosen sample on the tasks, and the texts of all samples."""
     for number, (task, sample) in enumerate(zip(tasks, chosen, strict=True)):
         task.take_answer(sample)
-        task.candidates = [None if each is None else each[number].output_str for each in samples]
+        task.candidates = [
+            None if tasks_of_sample is None else tasks_of_sample[number].output_str
+            for tasks_of_sample in samples
+        ]

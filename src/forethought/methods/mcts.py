@@ -7,8 +7,8 @@ level to the next beam with the highest upper confidence bound (UCT)::
 
 It continues that beam ``width`` times, gives each new beam a value, and adds the values to all
 beams above. The new beams are generated and valued concurrently. A value is the score of the beam;
-with ``rollouts`` the mean score of so many complete answers that are sampled from it. What has no
-unfinished beam below it is not entered again, so no iteration is spent on what is known.
+with ``rollouts`` the mean score of that many complete answers that are sampled from it. A beam
+without unfinished beams below it is not entered again, so no iteration repeats another.
 
 The answer is the finished one with the best score, rollouts included; if there is none, the beam
 with the best score is completed.
@@ -55,7 +55,7 @@ class _Node:
 
     @property
     def exhausted(self) -> bool:
-        """Whether there is nothing below it to continue."""
+        """Whether no beam below it can be continued."""
         return self.beam.finished or (
             self.expanded and all(child.exhausted for child in self.children)
         )
@@ -74,7 +74,7 @@ class _Node:
         return self.total / self.visits + exploration * spread
 
     def expand(self, beams: list[Beam], values: list[float]) -> None:
-        """Put beams below this one, but for those without a value."""
+        """Add beams below this one, except those without a value."""
         self.expanded = True
         for beam, value in zip(beams, values, strict=True):
             if value > -math.inf:
@@ -128,19 +128,17 @@ class MCTSController(ScoredSearchController):
             values = yield from self._values(search, beams)
             leaf.expand(beams, values)
         yield from search.score((yield from search.complete_best()))
-        kept = search.best.path if search.best is not None else []
-        rest = [beam for beam in root.unvisited if beam not in kept]
+        best_path = search.best.path if search.best is not None else []
+        rest = [beam for beam in root.unvisited if beam not in best_path]
         yield from beam_stages("pruned", "the iterations are over", rest)
 
     def _select(self, node: _Node) -> _Node:
-        """The node to continue."""
         while node.children:
             going = [child for child in node.children if not child.exhausted]
             node = max(going, key=lambda child: child.bound(self.exploration))
         return node
 
     def _values(self, search: Search, beams: list[Beam]) -> Process:
-        """The value of each beam."""
         going = [beam for beam in beams if not beam.finished]
         if not self.rollouts or not going:
             return [_score(beam) for beam in beams]

@@ -1,9 +1,9 @@
-"""NoThinking: the thought is skipped, and what it would have cost is spent on more samples.
+"""NoThinking: the thought is skipped, and its cost is spent on more samples.
 
-A thought that is said to be finished stands in the place of a thought; the model answers behind it.
-One such answer is worse than one with a thought. Several together, from among which a vote or a
-verifier chooses, are as good at fewer tokens and a fraction of the time, since they run side by
-side. So this method stands within another one::
+The prompt continues with a finished thought; the model answers after it. One such answer is worse
+than one with a thought. Several together, from among which a vote or a verifier chooses, are as
+good at fewer tokens and a fraction of the time, since they run side by side. So this method is used
+inside another one::
 
     no_thinking+majority_vote    the most frequent of N answers without a thought
     no_thinking+best_of_n        the one with the highest score
@@ -29,7 +29,7 @@ FINISHED = "Okay, I think I have finished thinking.\n</think>\n\n"
 
 @with_settings
 class NoThinkingController(Controller):
-    """Answers without a thought: a finished one stands in its place.
+    """Answers without a thought, after one that is already finished.
 
     ``thinking_budget`` of the tasks is 0, so the prompt has to open a thought, as the chat
     templates of reasoning models do, or the model opens it itself. In a chat, what runs the model
@@ -54,15 +54,14 @@ class NoThinkingController(Controller):
             **kwargs: of ``generation_controller.process``.
 
         Raises:
-            ParameterError: a task has a thinking budget, or another limit of its thought, or the
-                model does not think.
+            ParameterError: a task with a limit of its thought, or a model that does not think.
         """
         limits = ("thinking_budget", "thinking_soft", "thinking_end")
         tag = first_tag(self.generation_controller)
         for task in tasks:
             sampling.refuse(task, limits, "no_thinking", "Leave it out: there is no thought")
             profile = thinking_of(task, tag)
-            expect_thinking("no_thinking", profile, "a finished thought stands in the place of one")
+            expect_thinking("no_thinking", profile, "a finished thought replaces one")
             finished = None if isinstance(task, ChatTask) else self.thinking_end
             if finished == FINISHED:
                 finished = FINISHED.replace(MARKERS[0][1], profile.think_end)

@@ -1,12 +1,12 @@
 """Parallel reasoning: the model itself spawns threads, which think side by side and are joined.
 
 Two formats of spawn and join, and others by ``ThreadFormat``. In ``"threadweaver"`` a thread goes
-on from all that was said before, in a fork of the main thread; none sees the others::
+on from the whole text so far, in a fork of the main thread; none sees the others::
 
     ... <Parallel><Outlines><Outline>1: 6 x 6</Outline><Outline>2: 9 x 9</Outline></Outlines>
         <Thread>1: 36.</Thread>       \\ forks of the main thread, generated at the same time
         <Thread>2: 81.</Thread>       /
-        </Parallel> The sum is 117.   the main thread, behind the texts of all threads
+        </Parallel> The sum is 117.   the main thread, after the texts of all threads
 
 In ``"apr"`` a thread sees nothing but the message that it is spawned with, and the main thread
 nothing but the message that it returns::
@@ -15,7 +15,7 @@ nothing but the message that it returns::
         <join>36</join><join>81</join> The sum is 117.
 
 By default a join is prefilled as text: in causal attention the keys and values of a token depend on
-all tokens before it, and a thread was computed without the threads that stand before it in the
+all tokens before it, and a thread was computed without the threads that come before it in the
 joined text. Only the first thread has none before it: the main thread goes on from its sequence,
 and prefills the others. With ``join="pages"`` the main thread reads the threads' keys and values
 where they are, each as it was computed, at positions that are rotated (``AttentionGroup``): only
@@ -56,9 +56,9 @@ _MANY = 1 << 32
 class ParallelThinkingController(Controller):
     """Threads that the model spawns as it thinks, run side by side and joined (APR, ThreadWeaver).
 
-    ``max_tokens`` of the request bounds what the main thread generates itself; its output holds
-    what the threads returned, too. A spawn without a thread, or with more than ``max_threads``, is
-    left to the main thread, which goes on behind it.
+    ``max_tokens`` of the request bounds the tokens that the main thread generates; its output also
+    holds the texts that the threads returned. A spawn without a thread, or with more than
+    ``max_threads``, is left to the main thread, which goes on after it.
     ``customized_result_fields["parallel_thinking"]`` holds the number of threads of each spawn
     (``spawns``), the tokens that threads generated (``thread_tokens``), those generated one after
     the other, with the longest thread of each spawn (``longest_path``), those that joins inserted
@@ -92,7 +92,7 @@ class ParallelThinkingController(Controller):
     max_threads: PositiveInt = setting(8, "Of one spawn.")
     max_spawns: NonNegativeInt = setting(
         16,
-        "Of each thread; behind the last one, refused ones included, it goes on alone.",
+        "Of each thread; after the last one, refused ones included, it goes on alone.",
     )
     max_depth: PositiveInt = setting(
         1, "Levels of threads: 1, the main thread alone spawns; 2, its threads do, too."
@@ -126,8 +126,8 @@ class ParallelThinkingController(Controller):
         """Think about the tasks side by side.
 
         Raises:
-            ParameterError: keyword arguments; there are none. Or fields that an output of several
-                parts cannot honour.
+            ParameterError: keyword arguments, or fields that an output of several parts cannot
+                honour.
             BudgetExceeded: the budget is spent before there is a text; else that is returned.
         """
         refuse_arguments(self, kwargs)
@@ -181,7 +181,7 @@ class ParallelThinkingController(Controller):
                 yield from self._go_on(main, part, form.spawn_end, form.spawn_end)
 
     def _spawn(self, main: ThreadProgress, spawned: Sequence[tuple[str, str]]) -> Process:
-        """Run threads side by side, and go on behind what they return."""
+        """Run threads side by side, and go on after their results."""
         part, form = main.part, self.format
         begins = [form.thread_begin.format(number=n, text=text) for n, text in spawned]
         threads = [
@@ -193,49 +193,48 @@ class ParallelThinkingController(Controller):
         main.add_threads(threads)
         written = [thread.written(form) for thread in threads]
         yield Stage("joined", "all threads have ended", fields={"threads": len(threads)})
-        behind = form.join([number for number, _ in spawned], written)
+        joined = form.join([number for number, _ in spawned], written)
         if self.join == "pages":
-            yield from self._read(main, threads, behind)
+            yield from self._read(main, threads, joined)
             return
         first = f"{form.spawn_end}{begins[0]}{written[0]}"
-        if form.inherits and behind.startswith(first):  # its keys and values are those of the join
-            yield from self._go_on(main, threads[0].part, behind, behind.removeprefix(first))
+        if form.inherits and joined.startswith(first):  # its keys and values are those of the join
+            yield from self._go_on(main, threads[0].part, joined, joined.removeprefix(first))
         else:
-            yield from self._go_on(main, part, behind, behind)
+            yield from self._go_on(main, part, joined, joined)
 
-    def _read(
-        self, main: ThreadProgress, threads: Sequence[ThreadProgress], behind: str
-    ) -> Process:
+    def _read(self, main: ThreadProgress, threads: Sequence[ThreadProgress], text: str) -> Process:
         """Go on from the main thread, which reads the threads in their pages.
 
-        A token is read once it is stored, so each thread generates a further one behind its closing
+        A token is read once it is stored, so each thread generates a further one after its closing
         tag, which nobody reads.
         """
         form, part = self.format, main.part
         closed: list[GenerationTask] = [
-            each.part.fork(form.thread_end, max_tokens=1, stop=[], temperature=0.0)
-            for each in threads
+            thread.part.fork(form.thread_end, max_tokens=1, stop=[], temperature=0.0)
+            for thread in threads
         ]
-        for each in closed:
-            each.worker_tag, each.is_aside = part.worker_tag, True
+        for task in closed:
+            task.worker_tag, task.is_aside = part.worker_tag, True
         yield closed
         common = f"{part.input_str}{part.output_str}{form.spawn_end}"
         main.count_inserted(closed)
-        yield from self._go_on(main, part, behind, f"{form.spawn_end}{form.join_end}")
+        yield from self._go_on(main, part, text, f"{form.spawn_end}{form.join_end}")
         AttentionGroup([main.part, *closed], common, adds=True)
-        main.read = behind
+        main.read = text
 
     def _run(self, threads: Sequence[ThreadProgress]) -> Process:
-        """Generate threads to their ends, side by side."""
         if threads[0].depth < self.max_depth:
-            yield ParallelProcess([_Thread(self, each) for each in threads], [[] for _ in threads])
+            yield ParallelProcess(
+                [_Thread(self, thread) for thread in threads], [[] for _ in threads]
+            )
             return
-        parts = [each.part for each in threads]
+        parts = [thread.part for thread in threads]
         for part in parts:
             part.stop, part.max_tokens = [self.format.thread_end], self.thread_tokens
         yield parts
-        for each in threads:
-            each.add(each.part)
+        for thread in threads:
+            thread.add(thread.part)
 
     def _thread(self, part: GenerationTask, index: int, begun: str) -> GenerationTask:
         form, thread = self.format, GenerationTask(input_str=begun)
@@ -248,18 +247,18 @@ class ParallelThinkingController(Controller):
         return thread
 
     def _go_on(
-        self, main: ThreadProgress, source: GenerationTask, behind: str, suffix: str
+        self, main: ThreadProgress, source: GenerationTask, text: str, suffix: str
     ) -> Process:
-        """The next part, from ``source`` and ``suffix``: what ``source`` lacks of ``behind``."""
+        """The next part, from ``source`` and ``suffix``: what ``source`` lacks of ``text``."""
         part: GenerationTask = source.fork(suffix, inherit=False)
         part.priority = main.part.priority
         sampling.carry(main.part, part)
         part.worker_tag = main.part.worker_tag
         part.streaming_output_flag = main.part.streaming_output_flag
         main.part = part
-        main.text += behind
+        main.text += text
         if part.streaming_output_flag:
-            yield Delta(behind, source="parallel_thinking")
+            yield Delta(text, source="parallel_thinking")
 
 
 class _Thread(Controller):
@@ -270,6 +269,5 @@ class _Thread(Controller):
         self._method, self._thread = method, thread
 
     def process(self, tasks: Sequence[Any], **kwargs: Any) -> Process:
-        """Generate it to its end."""
         end = self._method.format.thread_end
         yield from self._method.think(self._thread, [end])

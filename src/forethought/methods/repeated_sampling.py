@@ -49,7 +49,7 @@ Fallback = Literal["vote", "first"]
 class RepeatedSamplingController(Controller):
     """Draws samples until a verifier accepts one, which is returned.
 
-    Samples under way with a higher number are then cancelled. Those with a lower one run on, and
+    Running samples with a higher number are then cancelled. Those with a lower one run on, and
     the lowest numbered one that is accepted is returned, however fast each of them is. If none is
     accepted, ``fallback`` chooses among those that have ended. Sample ``i`` draws with the same
     seed as sample ``i`` of a majority vote.
@@ -57,7 +57,7 @@ class RepeatedSamplingController(Controller):
     ``customized_result_fields["repeated_sampling"]`` holds whether the returned sample was
     ``accepted``, its ``index``, the number of ``samples`` allowed, and ``verified``, for each that
     was begun: True, False, or None (cancelled, or the budget was spent). Where the samples have
-    voted, ``vote`` says what a ``majority_vote`` says of its voters.
+    voted, ``vote`` has the fields of a ``majority_vote``.
 
     Raises:
         UnknownNameError: there is no verifier of this name.
@@ -78,7 +78,7 @@ class RepeatedSamplingController(Controller):
     )
     concurrency: PositiveInt | Literal["doubling"] = setting(
         1,
-        'Samples under way at once; or `"doubling"`: 1, then as many again as were rejected so '
+        'Samples running at once; or `"doubling"`: 1, then as many again as were rejected so '
         "far, so that 1, 2, 4, 8, ... are drawn.",
     )
     _: KW_ONLY
@@ -153,7 +153,7 @@ class RepeatedSamplingController(Controller):
     def _draw(self, task: GenerationTask, count: int, options: Mapping[str, Any]) -> Process:
         """Draw and verify, until a sample is accepted, there are ``count``, or the budget ends.
 
-        Beyond the budget no sample begins; those under way that end nevertheless count.
+        Beyond the budget no sample begins; running ones that end nevertheless count.
 
         Returns:
             The samples that were begun, by number.
@@ -211,8 +211,6 @@ class _Sample:
         number: of the sample.
 
     Attributes:
-        task: its copy.
-        number: of the sample.
         has_ended: whether it was drawn without a failure.
         verified: whether it is accepted; None as long as that is unknown.
         error: why it failed; None if it did not.
@@ -228,11 +226,9 @@ class _Sample:
         self.error: Exception | None = None
 
     def branch(self, options: Mapping[str, Any]) -> Branch:
-        """The branch that runs it, with these keyword arguments of ``process``."""
         return Branch(self, [self.task], options, self._method.on_failure)
 
     def process(self, tasks: Sequence[GenerationTask], **options: Any) -> Process:
-        """Draw, then verify."""
         task = self.task
         yield from self._method.generation_controller.clone().process(tasks, **options)
         self.has_ended, self.error = task.error is None, task.error
@@ -243,11 +239,7 @@ class _Sample:
             yield Stage("scored", fields={"accepted": self.verified})
 
     def ended(self, error: Exception | None) -> bool:
-        """Note that its branch has ended; returns whether it is accepted: False without a text.
-
-        Raises:
-            Exception: of the verifier.
-        """
+        """Note that its branch has ended; returns whether it is accepted: False without a text."""
         if error is not None and self.has_ended:
             raise error
         self.error = self.error or error
@@ -256,27 +248,22 @@ class _Sample:
 
 
 def _end_above(number: int, running: AsCompleted) -> None:
-    """Cancel the samples under way that come after an accepted one."""
+    """Cancel the running samples that come after an accepted one."""
     pending: list[Any] = running.pending
     above = [branch for branch in pending if branch.controller.number > number]
     if above:
         running.cancel(*above)
 
 
-def _verifier(given: Any) -> Callable[[str, str], Any]:
-    """The function itself, or the one of that name."""
-    if isinstance(given, str):
-        return verifiers.verifier(given)
-    function: Callable[[str, str], Any] = validated("verifier", given, FUNCTION)
+def _verifier(verifier: Any) -> Callable[[str, str], Any]:
+    if isinstance(verifier, str):
+        return verifiers.verifier(verifier)
+    function: Callable[[str, str], Any] = validated("verifier", verifier, FUNCTION)
     return function
 
 
 def _expect_texts(task: GenerationTask) -> None:
-    """Check that there is a question, and that there will be an answer, for the verifier to read.
-
-    Raises:
-        ParameterError: one of them would be missing.
-    """
+    """Raise ``ParameterError`` unless the verifier will have a question and an answer to read."""
     if task.question_text is None:
         raise ParameterError(
             "the verifier needs the question as text",

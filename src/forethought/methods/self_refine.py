@@ -61,10 +61,10 @@ class SelfRefineController(RevisingController):
     num_refinements: NonNegativeInt = setting(4, "Further answers at most.")
     _: KW_ONLY
     feedback_prompt: Text = setting(
-        FEEDBACK_PROMPT, "Text behind an answer, which asks for feedback."
+        FEEDBACK_PROMPT, "Text after an answer, which asks for feedback."
     )
     refine_prompt: Text = setting(
-        REFINE_PROMPT, "Text behind feedback, which asks for a better answer."
+        REFINE_PROMPT, "Text after feedback, which asks for a better answer."
     )
     stop_phrase: Text = setting(
         "It is correct",

@@ -1,11 +1,11 @@
-"""Sequential revisions: each answer is written with all earlier ones in sight; one is then chosen.
+"""Sequential revisions: each answer is written with all earlier ones in the context; one is chosen.
 
 In place of N independent samples, a chain of N answers: the model sees its attempts and corrects
 them. The last is not always the best, as a right answer may be revised to a wrong one, so the
 answer is chosen among all of the chain: by a reward model, or by a vote.
 
-Its model is trained to revise and sees at most the last four answers; here any model is asked for a
-revision and sees all. The number of revisions and the text are ours.
+The paper's model is trained to revise and sees at most the last four answers; here any model is
+asked for a revision and sees all. The number of revisions and the text are ours.
 """
 
 from __future__ import annotations
@@ -37,9 +37,8 @@ class SequentialRevisionController(RevisingController):
     """A chain of answers, each revising the ones before it, of which one is chosen.
 
     ``customized_result_fields["sequential_revision"]`` holds the number of ``answers``, the
-    ``index`` of the one that is returned, the ``scores`` of a reward controller or what there is to
-    say of the ``vote``, as of a ``majority_vote``, and why the chain ended (``end``, a
-    ``RevisionEnd``).
+    ``index`` of the one that is returned, the ``scores`` of a reward controller or the ``vote``,
+    with the fields of a ``majority_vote``, and why the chain ended (``end``, a ``RevisionEnd``).
 
     Raises:
         ParameterError: a setting of the wrong kind, or a ``selection`` that does not go with
@@ -64,7 +63,7 @@ class SequentialRevisionController(RevisingController):
         None, 'Scores the answers, if `selection` is `"reward"`.'
     )
     _: KW_ONLY
-    revise_prompt: Text = setting(REVISE_PROMPT, "Text behind an answer, which asks for another.")
+    revise_prompt: Text = setting(REVISE_PROMPT, "Text after an answer, which asks for another.")
     answer: AnswerRule = setting(
         "auto", "The rule that finds answers, see `answers.answer_extraction`."
     )

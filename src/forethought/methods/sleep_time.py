@@ -6,10 +6,10 @@
     later                                               \\ question 1 | answer 1
                                                          \\ question 2 | answer 2
 
-At sleep time the model draws what can be inferred from a context whose questions are not known yet;
-several thoughts may be drawn side by side and are put one behind the other. At test time each
-question continues the context and its thoughts, so that its own answer can be short. The sleep-time
-tokens are divided among all questions about the context.
+At sleep time the model draws inferences from a context whose questions are not known yet; several
+thoughts may be drawn side by side and are concatenated. At test time each question continues the
+context and its thoughts, so that its own answer can be short. The sleep-time tokens are divided
+among all questions about the context.
 
 The parallel thoughts and the price of a token at test time, ten times that of one at sleep time,
 are the paper's. Its thoughts replace the context, and here they follow it, so that one sequence
@@ -65,9 +65,9 @@ TEST_TIME_PRICE = 10.0
 
 @dataclass(eq=False)
 class SleepMemory:
-    """What was thought about a context, and what it and the questions have cost so far.
+    """The thoughts about a context, and what they and the questions have cost so far.
 
-    One memory is shared by all requests of a controller, and by all controllers it is given to.
+    One memory is shared by all requests of a controller, and by all controllers that take it.
     """
 
     text: str | None = None
@@ -82,7 +82,7 @@ class SleepMemory:
     lock: Any = field(default_factory=threading.Lock, repr=False)
 
     def __getstate__(self) -> dict[str, Any]:
-        """A copy, or what is unpickled, knows what was thought; nobody is thinking in it."""
+        """The state of a copy or a pickle, which no request is filling."""
         return {**vars(self), "thinking": None, "lock": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -102,7 +102,7 @@ class SleepMemory:
             return None
 
     def release(self) -> None:
-        """The one who has claimed it has thought, or has failed."""
+        """Called by the one who has claimed it, after it has thought or failed."""
         with self.lock:
             thinking, self.thinking = self.thinking, None
         assert thinking is not None, "it was claimed"
@@ -136,7 +136,7 @@ class SleepTimeController(Controller):
     anticipated: Words = setting((), "Questions to expect, for the thoughts to prepare.")
     sleep_tokens: PositiveInt = setting(512, "Length of a thought at most.")
     num_thoughts: PositiveInt = setting(
-        1, "Thoughts drawn side by side, which are put one behind the other."
+        1, "Thoughts drawn side by side, which are put one after the other."
     )
     snapshot: FileName | None = setting(
         None,
@@ -146,7 +146,7 @@ class SleepTimeController(Controller):
         "over the worker's prefix cache.",
     )
     _: KW_ONLY
-    sleep_prompt: str = setting(SLEEP_PROMPT, "Text behind the context that asks for the thoughts.")
+    sleep_prompt: str = setting(SLEEP_PROMPT, "Text after the context that asks for the thoughts.")
     question_prefix: str = setting("\n\nQuestion: ", "Text between the thoughts and the question.")
     answer_prefix: str = setting("\n\nAnswer: ", "Text between the question and its answer.")
     memory: SleepMemory | None = setting(
@@ -177,12 +177,12 @@ class SleepTimeController(Controller):
         refuse_arguments(self, kwargs)
         if any(task.input_str is None for task in tasks):
             raise ParameterError(
-                "sleep_time puts questions behind a text",
+                "sleep_time appends questions to a text",
                 "the prompt is token ids",
                 "Give the question as text (forethought generate: --raw)",
             )
-        told = yield from self._fill_memory(tasks[0])
-        yield Stage("thought", fields=told)
+        details = yield from self._fill_memory(tasks[0])
+        yield Stage("thought", fields=details)
         if sleep_only:
             for task in tasks:
                 task.result = self._memory.text
@@ -192,17 +192,12 @@ class SleepTimeController(Controller):
             self._memory.num_questions += len(tasks)
             self._memory.test_tokens += num_generated() - before
         for task in tasks:
-            task.customized_result_fields["sleep_time"] = dict(told)
+            task.customized_result_fields["sleep_time"] = dict(details)
 
     # ---- sleep time ---------------------------------------------------------------------------
 
     def _fill_memory(self, task: GenerationTask) -> Process:
-        """Wait until there are thoughts.
-
-        Returns:
-            For ``customized_result_fields``: where they are from, and the tokens generated for
-            them.
-        """
+        """Wait until there are thoughts; returns the details for ``customized_result_fields``."""
         while self._memory.text is None:
             busy = self._memory.claim()
             if busy is not None:
@@ -215,7 +210,6 @@ class SleepTimeController(Controller):
         return {"origin": "memory", "sleep_tokens": 0}
 
     def _sleep(self, task: GenerationTask) -> Process:
-        """Fill the memory; returns as ``_fill_memory``."""
         if self.snapshot is not None:
             restored = yield from self._restore()
             if restored.found:
@@ -228,13 +222,13 @@ class SleepTimeController(Controller):
         thoughts = prompt.samples_of(self.num_thoughts)
         yield from self._thinker.process(thoughts)
         first, *others = thoughts
-        behind = "".join(f"\n\n{thought.output_str or ''}" for thought in others)
+        suffix = "".join(f"\n\n{thought.output_str or ''}" for thought in others)
         if self.snapshot is not None:
             name = self._name()
-            yield [SaveSessionTask(first.worker_tag, source=first, suffix=behind, name=name)]
+            yield [SaveSessionTask(first.worker_tag, source=first, suffix=suffix, name=name)]
         num_tokens = sum(thought.num_generated for thought in thoughts)
         self._memory.sleep_tokens += num_tokens
-        self._memory.text = f"{first.input_str}{first.output_str or ''}{behind}"
+        self._memory.text = f"{first.input_str}{first.output_str or ''}{suffix}"
         return {"origin": "new", "sleep_tokens": num_tokens}
 
     def _prompt(self) -> GenerationTask:
@@ -248,22 +242,21 @@ class SleepTimeController(Controller):
         return restoring
 
     def _name(self) -> str:
-        """The snapshot's name, of which every other context and prompt has another one."""
-        asked = f"{self._prompt().input_str}\0{self.num_thoughts}\0{self.sleep_tokens}"
-        digest = hashlib.blake2b(asked.encode(), digest_size=6).hexdigest()
+        """The snapshot's name, which depends on context and prompts."""
+        key = f"{self._prompt().input_str}\0{self.num_thoughts}\0{self.sleep_tokens}"
+        digest = hashlib.blake2b(key.encode(), digest_size=6).hexdigest()
         return f"{self.snapshot}-{digest}"
 
     # ---- test time ----------------------------------------------------------------------------
 
     def _answer(self, task: GenerationTask) -> Process:
-        """Answer a question behind the thoughts."""
-        asked = f"{self.question_prefix}{task.input_str}{self.answer_prefix}"
+        suffix = f"{self.question_prefix}{task.input_str}{self.answer_prefix}"
         if self.snapshot is None:
             question = task.copy()
-            question.input_str = f"{self._memory.text}{asked}"
+            question.input_str = f"{self._memory.text}{suffix}"
         else:
             restored = yield from self._restore()
-            question = restored.session.fork(asked)
+            question = restored.session.fork(suffix)
             sampling.carry(task, question)
             question.streaming_output_flag = task.streaming_output_flag
             question.priority = task.priority
@@ -278,7 +271,6 @@ class _Answer:
         self._controller = controller
 
     def process(self, tasks: Sequence[GenerationTask], **kwargs: Any) -> Process:
-        """Answer the question."""
         yield from self._controller._answer(tasks[0])
 
 

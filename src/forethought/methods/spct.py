@@ -9,7 +9,7 @@
                                                sums    13  9 17      the third answer wins
 
 The principles are written anew each time, so critiques differ and their sum is finer than one
-score. The answers stand in another order in each critique. A meta reward model, if there is one,
+score. Each critique lists the answers in another order. A meta reward model, if there is one,
 scores the critiques themselves, and only the best of them vote.
 
 The paper trains the model (self-principled critique tuning, SPCT: DeepSeek-GRM); any chat model can
@@ -113,8 +113,8 @@ class SPCTRewardController(NativeRewardController):
                 "Give one, or leave num_voters out",
             )
         checked_prompt(self.prompt, "{answers}")
-        given = sampling.checked(type(self).__name__, self.sampling_params)
-        self.sampling_params = {**CRITIQUE_PARAMS, **given}
+        params = sampling.checked(type(self).__name__, self.sampling_params)
+        self.sampling_params = {**CRITIQUE_PARAMS, **params}
         self.critiques: list[str] = []
         self.votes: list[list[int] | None] = []
         self.voters: list[int] = []
@@ -127,7 +127,7 @@ class SPCTRewardController(NativeRewardController):
         """Score all tasks, which answer the same question.
 
         Raises:
-            ParameterError: keyword arguments; there are none. Or a question that is no text.
+            ParameterError: keyword arguments, or a question that is no text.
             BudgetExceeded: the budget is spent and no critique has ended; else those vote that
                 have.
         """
@@ -142,19 +142,20 @@ class SPCTRewardController(NativeRewardController):
         ended = yield from _run(chats)
         self.critiques = [(chat.output_str or "") if chat in ended else "" for chat in chats]
         self.votes = [
-            votes_in(said, order) for said, order in zip(self.critiques, orders, strict=True)
+            votes_in(critique, order)
+            for critique, order in zip(self.critiques, orders, strict=True)
         ]
         self.voters = [k for k, votes in enumerate(self.votes) if votes is not None]
         if self.meta_reward_controller is not None and self.voters:
             yield from self._filter(self.meta_reward_controller.clone(), chats)
         yield from self._tell()
-        given = [votes for k in self.voters if (votes := self.votes[k]) is not None]
+        valid_votes = [votes for k in self.voters if (votes := self.votes[k]) is not None]
         for place, number in enumerate(alive):
-            total = sum(votes[place] for votes in given)
-            self.scores[number] = total / (HIGHEST * max(1, len(given)))
+            total = sum(votes[place] for votes in valid_votes)
+            self.scores[number] = total / (HIGHEST * max(1, len(valid_votes)))
 
     def _tell(self) -> Process:
-        """What each critique votes, or why it does not."""
+        """Yield a stage with the votes of each critique, or why it has none."""
         for number, votes in enumerate(self.votes):
             fields = {"critique": number, "scores": votes}
             if number in self.voters:
@@ -181,7 +182,6 @@ class SPCTRewardController(NativeRewardController):
         return chat
 
     def _filter(self, reward: Any, chats: Sequence[ChatTask]) -> Process:
-        """Leave the critiques that the meta reward scores highest among the voters."""
         try:
             yield from reward.process([chats[number] for number in self.voters])
         except BudgetExceeded:
@@ -191,8 +191,8 @@ class SPCTRewardController(NativeRewardController):
             (number for number in self.voters if scores[number] is not None),
             key=lambda number: -scores[number],
         )
-        kept = self.num_voters or max(1, self.num_critiques // 2)
-        self.voters = sorted(ranked[:kept])
+        num_voters = self.num_voters or max(1, self.num_critiques // 2)
+        self.voters = sorted(ranked[:num_voters])
 
 
 def votes_in(critique: str, order: Sequence[int]) -> list[int] | None:
@@ -200,10 +200,10 @@ def votes_in(critique: str, order: Sequence[int]) -> list[int] | None:
 
     Args:
         critique: its text.
-        order: the numbers of the answers as they stand in it.
+        order: the numbers of the answers in the order of the critique.
     """
-    found = _SCORES.findall(critique)
-    values = re.findall(r"-?\d+(?:\.\d+)?", found[-1]) if found else []
+    matches = _SCORES.findall(critique)
+    values = re.findall(r"-?\d+(?:\.\d+)?", matches[-1]) if matches else []
     whole = [int(value) for value in values if value.isdecimal() and 1 <= int(value) <= HIGHEST]
     if len(whole) != len(values) or len(whole) != len(order):
         return None

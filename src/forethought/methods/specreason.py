@@ -3,7 +3,7 @@
 ::
 
     small model   drafts a step, to the next blank line
-    base model    reads it and scores it from 0 to 9, in one token behind a prefilled prompt
+    base model    reads it and scores it from 0 to 9, in one token after a prefilled prompt
                   score >= threshold: the step is kept
                   score <  threshold: the base model writes the step instead
 
@@ -15,12 +15,12 @@ With ``pipelined`` the small model drafts the next step while the base model sco
     small model   | draft 1 | draft 2 | draft 3 | ...
     base model              | score 1 | score 2 | ...
 
-A draft behind a step that is not kept is cancelled; the output is the same.
+A draft after a step that is not kept is cancelled; the output is the same.
 
 **Scores.** The paper asks the base model for a digit, which takes one that follows instructions.
 ``scorer="likelihood"`` is ours: the score is the base model's own probability of the step's tokens,
 of the least probable one (``aggregation="min"``) or as a geometric mean (``"mean"``), from 0 to 1.
-The step is put behind the base model's live sequence, which computes its tokens in one forward; if
+The step is appended to the base model's live sequence, which computes its tokens in one forward; if
 the step is kept, they are computed already, and if not, the sequence is forked before them.
 
 It stacks with speculative decoding of tokens in each engine. On an engine a rejected step is also
@@ -127,18 +127,18 @@ class SpecReasonController(Controller):
         0, "Steps at the beginning that the base model writes, as they plan the rest."
     )
     step_tokens: PositiveInt = setting(512, "Length of a step at most.")
-    max_steps: PositiveInt = setting(256, "After so many the base model writes the rest.")
+    max_steps: PositiveInt = setting(256, "After this many the base model writes the rest.")
     _: KW_ONLY
     step_end: Text = setting("\n\n", "Text that ends a step.")
     think_end: Text | None = setting(
         "auto",
-        'Marker behind which the base model writes the answer; None: all is steps. `"auto"`: '
+        'Marker after which the base model writes the answer; None: all is steps. `"auto"`: '
         "the base model's, `</think>` where it is not known, and None where the base model does "
         "not think.",
     )
     score_prompt: Text = setting(
         SCORE_PROMPT,
-        "Text behind a step; the base model's next token is the score. What is no digit counts "
+        "Text after a step; the base model's next token is the score. What is no digit counts "
         "as 0.",
     )
     scorer: Scorer = setting(
@@ -151,7 +151,7 @@ class SpecReasonController(Controller):
     )
     pipelined: bool = setting(
         False,
-        "Draft the next step while one is scored; costs the tokens of drafts behind steps that "
+        "Draft the next step while one is scored; costs the tokens of drafts after steps that "
         "are not kept.",
     )
 
@@ -168,8 +168,8 @@ class SpecReasonController(Controller):
         """Solve the tasks concurrently.
 
         Raises:
-            ParameterError: keyword arguments; there are none. Or a prompt of token ids, or fields
-                that an output of several parts cannot honour.
+            ParameterError: keyword arguments, a prompt of token ids, or fields that an output of
+                several parts cannot honour.
             BudgetExceeded: the budget is spent before there is a step; else the output so far is
                 returned.
         """
@@ -256,10 +256,8 @@ class SpecReasonController(Controller):
         return part
 
     def _score(self, chain: _Chain, draft: GenerationTask) -> Process:
-        """Have the base model score a step.
-
-        Returns:
-            The score, and the draft of the step behind it, if there is one.
+        """Have the base model score a step; returns the score, and the draft of the next step or
+        None.
         """
         judged = yield from chain.scorer.judgement(chain, draft)
         if judged is None:
@@ -283,7 +281,7 @@ class SpecReasonController(Controller):
         return score, ahead if has_next else None
 
     def _next_draft(self, chain: _Chain, draft: GenerationTask) -> GenerationTask | None:
-        """The task of the draft behind another one; None if no step comes behind it."""
+        """The task that drafts the step after ``draft``; None if it is the last one."""
         later = copy.copy(chain)
         later.add(draft)
         goes_on = later.finish_reason is None and later.is_thinking

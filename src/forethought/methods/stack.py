@@ -22,7 +22,7 @@ SAMPLES = "default_sample_num"
 
 @dataclass(frozen=True, slots=True)
 class StackedMethod:
-    """One method of a stack, as it is written."""
+    """One method of a stack, as its name is written."""
 
     name: str
     samples: int | None = None
@@ -42,15 +42,7 @@ class StackedMethod:
 
 
 def split(spec: str, table: MethodTable | None = None) -> list[StackedMethod]:
-    """The methods of ``"inner+outer@8"``, the innermost first.
-
-    Args:
-        spec: as for ``stack``.
-        table: where they have their names; None: the open one.
-
-    Raises:
-        ParameterError: what stands after ``@`` is no number above 0.
-    """
+    """The methods of ``"inner+outer@8"``, the innermost first; ``table`` resolves the names."""
     names = methods.open_table() if table is None else table
     return [_stacked(part, names) for part in spec.split("+")]
 
@@ -79,15 +71,14 @@ def stack(
 
     Args:
         spec: names of methods, the innermost first, each perhaps with its samples.
-        innermost: what generates in place of plain decoding, such as a chat.
+        innermost: the controller in place of plain decoding, such as a chat.
         method_table: where the names are; None: the open one.
         **settings: each goes to the outermost method that has a parameter of this name.
 
     Raises:
         UnknownNameError: there is no such method.
-        ParameterError: one of them is a reward, which answers nothing; no method of the stack has a
-            setting; or a method takes none inside it, or is given two; or samples are set twice, or
-            for a method that draws none.
+        ParameterError: a method is a reward, or takes no inner method; no method has a setting; or
+            something is set twice.
     """
     table = methods.open_table() if method_table is None else method_table
     stacked = split(spec, table)
@@ -126,7 +117,6 @@ def _refuse_rewards(stacked: Sequence[StackedMethod]) -> None:
 
 
 def _around(innermost: Controller, method: StackedMethod, settings: dict[str, Any]) -> Controller:
-    """The first method of a stack, with ``innermost`` in place of plain decoding."""
     if method.name == "plain":
         if settings:
             raise ParameterError.unknown("plain decoding here", settings, ())
@@ -141,14 +131,8 @@ def _around(innermost: Controller, method: StackedMethod, settings: dict[str, An
 
 
 def parameters(spec: str, table: MethodTable | None = None) -> dict[str, Any]:
-    """Name -> default of every parameter that ``stack(spec, ...)`` takes.
-
-    Args:
-        spec: as for ``stack``.
-        table: where the names are; None: the open one.
-
-    Raises:
-        UnknownNameError: there is no such method.
+    """Name -> default of every parameter that ``stack(spec, ...)`` takes; ``table`` resolves the
+    names.
     """
     return _parameters(split(spec, table))
 
@@ -161,14 +145,11 @@ def _parameters(stacked: Sequence[StackedMethod]) -> dict[str, Any]:
 
 
 def refuse_greedy_samples(controller: Controller, temperature: float | None) -> None:
-    """Refuse several samples that are decoded greedily, as all of them would be equal.
+    """Raise ``ParameterError`` for several samples at temperature 0, as all of them would be equal.
 
     Args:
         controller: a method, perhaps with others inside.
         temperature: of its tasks; None: not set.
-
-    Raises:
-        ParameterError: the temperature is 0, and a method draws more than one sample.
     """
     inner: Any = controller
     while temperature == 0 and isinstance(inner, Controller):
@@ -186,15 +167,14 @@ def refuse_greedy_samples(controller: Controller, temperature: float | None) -> 
 def _split_settings(
     spec: str, stacked: list[StackedMethod], settings: dict[str, Any]
 ) -> list[dict[str, Any]]:
-    """The settings of each method."""
-    known = [method.parameters for method in stacked]
+    parameters_of = [method.parameters for method in stacked]
     allowed = _parameters(stacked)
     unknown = settings.keys() - allowed.keys()
     if unknown:
         raise ParameterError.unknown(f"method {spec!r}", unknown, allowed)
     settings_of = [_samples_of(method) for method in stacked]
     for key, value in settings.items():
-        owner = max(number for number, taken in enumerate(known) if key in taken)
+        owner = max(number for number, names in enumerate(parameters_of) if key in names)
         if key in settings_of[owner]:
             raise ParameterError(
                 f"{stacked[owner].name!r} is given its samples twice",
@@ -206,7 +186,6 @@ def _split_settings(
 
 
 def _samples_of(method: StackedMethod) -> dict[str, Any]:
-    """The setting that ``@N`` stands for."""
     if method.samples is None:
         return {}
     if not method.draws_samples:

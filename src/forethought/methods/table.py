@@ -1,4 +1,4 @@
-"""``MethodTable``: methods by name, with what there is to know about each before it is used."""
+"""``MethodTable``: methods by name, with the description of each."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _DESCRIBED = 1024
 
 @dataclass(frozen=True, slots=True)
 class Method:
-    """What there is to know about a method before using it."""
+    """The description of a method."""
 
     name: str
     description: str
@@ -55,7 +55,7 @@ class Method:
         return _defaults(self.settings)
 
     def to_dict(self) -> dict[str, Any]:
-        """All of it as JSON has it."""
+        """All fields as JSON."""
         return {
             "name": self.name,
             "description": self.description,
@@ -76,7 +76,7 @@ class Method:
 
     @property
     def explanations(self) -> Mapping[str, str]:
-        """Name -> what it means, as plain text, of the settings that say so."""
+        """Name -> help of the settings that have one, as plain text."""
         explained = {name: setting.help.replace("`", "") for name, setting in self.settings.items()}
         return {name: text for name, text in explained.items() if text}
 
@@ -97,27 +97,19 @@ class MethodTable:
         return self._registry.names()
 
     def resolve(self, name: str) -> Callable[..., Controller]:
-        """The class of a method.
-
-        Raises:
-            UnknownNameError: there is no such method.
-        """
+        """The class of a method; raises ``UnknownNameError`` for an unknown name."""
         method: Callable[..., Controller] = self._registry.resolve(name)
         return method
 
     def describe(self, name: str) -> Method:
-        """What a method does and how it can be set.
-
-        Raises:
-            UnknownNameError: there is no such method.
-        """
+        """What a method does and its settings; raises ``UnknownNameError`` for an unknown name."""
         return _described(self.resolve(name), name)
 
     def create(self, spec: str | Controller, **settings: Any) -> Controller:
         """A controller.
 
         Args:
-            spec: the name of a method, or a controller as it is.
+            spec: the name of a method, or a controller, which is returned unchanged.
             **settings: parameters of its class; those that are controllers may be names, or
                 mappings of ``method`` and its settings.
 

@@ -1,5 +1,4 @@
-"""Tree of thoughts: the model proposes steps and judges them itself, over a breadth or depth first
-search.
+"""Tree of thoughts: the model proposes steps and judges them itself, in a tree search.
 
 Steps ("thoughts") are sampled one by one (``"sample"``), or the model is asked for several at once,
 one per line (``"propose"``). They are judged one by one: the model is asked several times whether
@@ -10,7 +9,7 @@ other: it is asked several times which one is the most promising (``"vote"``)::
     depth first     the best step first, down to an answer; beams judged too low are not entered
 
 Proposed steps do not end an answer: that is generated as the last of ``max_steps``.
-Questions to the model are put behind the beam that they are about, as a fork of it.
+Questions to the model are appended to a fork of the beam that they are about.
 
 The numbers are those of its Game of 24 (b = 5, three values of sure = 20, likely = 1 and impossible
 = 0.001); the wording of the prompts is ours.
@@ -105,15 +104,17 @@ class TreeOfThoughtsController(SearchController):
         yield from self._judge(search, (yield from search.complete_best()))
 
     def _breadth_first(self, search: Search, count: int) -> Process:
-        kept = [search.root]
-        while not all(beam.finished for beam in kept):
-            going = [beam for beam in kept if not beam.finished]
+        beams_kept = [search.root]
+        while not all(beam.finished for beam in beams_kept):
+            going = [beam for beam in beams_kept if not beam.finished]
             grown = yield from self._continue(search, going)
-            beams = merged([*(beam for beam in kept if beam.finished), *grown])
+            beams = merged([*(beam for beam in beams_kept if beam.finished), *grown])
             yield from self._judge(search, beams)
-            kept = best_of(beams, count)
-            why = f"it is not among the best {len(kept)}"
-            yield from beam_stages("pruned", why, [beam for beam in beams if beam not in kept])
+            beams_kept = best_of(beams, count)
+            why = f"it is not among the best {len(beams_kept)}"
+            yield from beam_stages(
+                "pruned", why, [beam for beam in beams if beam not in beams_kept]
+            )
 
     def _depth_first(self, search: Search) -> Process:
         waiting = [search.root]
@@ -135,8 +136,10 @@ class TreeOfThoughtsController(SearchController):
     def _continue(self, search: Search, beams: Sequence[Beam]) -> Process:
         """The next steps of the beams, all of which have as many; the last one is generated."""
         if self.thoughts == "sample" or any(map(search.is_last, beams)):
-            wanted = [(beam, number) for beam in beams for number in range(self.num_thoughts)]
-            grown: list[Beam] = yield from search.step(wanted)
+            continuations = [
+                (beam, number) for beam in beams for number in range(self.num_thoughts)
+            ]
+            grown: list[Beam] = yield from search.step(continuations)
             return grown
         tasks = [search.fork(beam, self._prompts["propose"], 0, is_aside=True) for beam in beams]
         yield from search.ask(tasks)
@@ -158,7 +161,6 @@ class TreeOfThoughtsController(SearchController):
     # ---- judgements ---------------------------------------------------------------------------
 
     def _judge(self, search: Search, beams: Sequence[Beam]) -> Process:
-        """Score the beams."""
         if self.reward_controller is not None:
             yield from search.score(beams)
             return
@@ -172,13 +174,13 @@ class TreeOfThoughtsController(SearchController):
 
     def _value(self, search: Search, beams: Sequence[Beam]) -> Process:
         numbers = range(self.num_evaluations)
-        asked = {
+        replies = {
             id(beam): [self._question(search, beam, self._prompts["value"], n) for n in numbers]
             for beam in beams
         }
-        yield from search.ask([task for tasks in asked.values() for task in tasks])
+        yield from search.ask([task for tasks in replies.values() for task in tasks])
         for beam in beams:
-            beam.score = math.fsum(_value_of(task.output_str or "") for task in asked[id(beam)])
+            beam.score = math.fsum(_value_of(task.output_str or "") for task in replies[id(beam)])
 
     def _vote(self, search: Search, beams: Sequence[Beam]) -> Process:
         choices = "\n".join(f"{n}.\n{beam.text}" for n, beam in enumerate(beams, start=1))
@@ -196,21 +198,21 @@ class TreeOfThoughtsController(SearchController):
 
 
 def _value_of(text: str) -> float:
-    """What the last judgement in a text counts; 0 if there is none."""
+    """The value of the last judgement in a text; 0 if there is none."""
     words = re.findall("|".join(VALUES), text.lower())
     return VALUES[words[-1]] if words else 0.0
 
 
 def _number_of(text: str) -> int | None:
-    found = re.search(r"\d+", text)
-    return int(found[0]) if found else None
+    match = re.search(r"\d+", text)
+    return int(match[0]) if match else None
 
 
-def _checked_prompts(given: Mapping[str, str]) -> dict[str, str]:
-    known = {"propose": PROPOSE, "value": VALUE, "vote": VOTE}
-    if unknown := given.keys() - known:
-        raise ParameterError.unknown("prompts", unknown, known)
-    prompts = known | {name: validated(name, text, TEXT) for name, text in given.items()}
+def _checked_prompts(custom: Mapping[str, str]) -> dict[str, str]:
+    defaults = {"propose": PROPOSE, "value": VALUE, "vote": VOTE}
+    if unknown := custom.keys() - defaults:
+        raise ParameterError.unknown("prompts", unknown, defaults)
+    prompts = defaults | {name: validated(name, text, TEXT) for name, text in custom.items()}
     if "{choices}" not in prompts["vote"]:
         raise ParameterError(
             "invalid prompt of the vote", "it has no {choices} in it", "Say where they stand"

@@ -1,8 +1,7 @@
-"""Inference-time methods as controllers, and the machinery that runs them on workers.
+"""Inference-time methods as controllers, and the driver that runs them on workers.
 
-The names are those of ``tensorrt_llm.scaffolding`` and some of our own. They are loaded when first
-used; none but ``EngineWorker`` and ``RewardWorker`` needs torch, and without it ``import *`` leaves
-those out.
+The names are those of ``tensorrt_llm.scaffolding`` and some of our own, loaded at first use. Only
+``EngineWorker`` and ``RewardWorker`` need torch; without it ``import *`` leaves them out.
 """
 
 from __future__ import annotations

@@ -17,15 +17,15 @@ if TYPE_CHECKING:
 
 
 class AttentionGroup:
-    """Tasks of one worker that read each other; each gets the group as ``attention_group``.
+    """Tasks of one worker that read each other's KV; each gets the group as ``attention_group``.
 
-    Those that have begun when the group is made are read as far as they are. All others have to be
-    yielded together: they begin in the same step of the engine.
+    Tasks that have begun when the group is made are read up to their present length. The others
+    have to be yielded together: they begin in the same step of the engine.
 
     Args:
         tasks: with one sample each.
-        common: the text that all of their prompts begin with, behind which the others are read.
-        adds: to what the tasks' sequences read already, where they are forks; else in place of it.
+        common: the text that all prompts begin with; the others' tokens are read after it.
+        adds: to what the sequences of forks read already; else in place of it.
 
     Attributes:
         failure: why the group cannot begin; None while it can.
@@ -53,11 +53,11 @@ class AttentionGroup:
         Args:
             task: one that has not begun.
             ready: what the worker starts it from.
-            start: begins all tasks, given what was ready of each; called for the last one.
+            start: begins all tasks from their ``ready``; called for the last one that arrives.
 
         Raises:
-            UsageError: another task of the group has failed before it began, or this is none of
-                its tasks that has yet to begin.
+            UsageError: the task is not one that has yet to begin, or another one failed before it
+                began.
             BudgetExceeded: that one was refused, because the budget is spent.
         """
         if self.failure is not None:

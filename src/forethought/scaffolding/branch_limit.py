@@ -1,6 +1,4 @@
-"""``BranchLimit`` and ``StartPace``: how many branches of a request run at once, and how fast they
-begin.
-"""
+"""``BranchLimit`` and ``StartPace``: how many branches run, and how fast they begin."""
 
 from __future__ import annotations
 
@@ -16,17 +14,16 @@ MAX_STARTS = 16
 
 
 class StartPace:
-    """Lets all frames together start a few items in each turn of the event loop.
+    """Starts only a few items in each turn of the event loop, over all frames together.
 
-    Each item is made and run up to its first wait: a thousand at once would hold up everything else
-    on the loop.
+    An item runs up to its first wait when it starts: a thousand at once would block the loop.
     """
 
     def __init__(self) -> None:
         self._num_starts = MAX_STARTS
 
     async def step(self) -> None:
-        """An item has been started; returns in another turn of the loop if it was the last one."""
+        """Count a started item; yields to the event loop after the last one of its turn."""
         if self._num_starts == MAX_STARTS:
             asyncio.get_running_loop().call_soon(self._next_turn)
         self._num_starts -= 1
@@ -38,12 +35,12 @@ class StartPace:
 
 
 class BranchLimit:
-    """How many branches of a request run at once. Others begin when one of them ends.
+    """Limits how many branches of a request run at once; others begin when one ends.
 
-    A frame without a running branch may always begin one, so that the innermost ones end.
+    A frame without a running branch may always begin one, so that the innermost ones can end.
 
     Args:
-        num_requests: how many requests share ``MAX_BRANCHES``, at present.
+        num_requests: the number of requests that share ``MAX_BRANCHES`` now.
     """
 
     def __init__(self, num_requests: Callable[[], int] = lambda: 1) -> None:
@@ -70,12 +67,12 @@ class BranchLimit:
                 del self._waiting[frame]
 
     def begun(self, frame: object) -> None:
-        """A branch of a frame has begun."""
+        """Count a branch of a frame that has begun."""
         self._num_branches += 1
         self._num_of[frame] += 1
 
     def ended(self, frame: object) -> None:
-        """A branch of a frame has ended: that frame may go on, or the one that waits longest."""
+        """Count a branch that has ended: its frame, or the longest waiting one, may go on."""
         self._num_branches -= 1
         self._num_of[frame] -= 1
         if not self._num_of[frame]:

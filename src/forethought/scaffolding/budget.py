@@ -56,9 +56,9 @@ class BudgetAccount:
         budget: the limits.
 
     Attributes:
-        on_exhausted: called once, when the tokens or seconds have run out under way.
+        on_exhausted: called once, when the tokens or seconds run out during the request.
         usage: tokens of all tasks together.
-        metrics: of all finished generations, as far as workers report them.
+        metrics: of all finished generations whose workers report them.
         calls: executions begun.
         exhausted: the error of every further execution; None while there is budget left.
         expired: whether the seconds are over.
@@ -90,7 +90,7 @@ class BudgetAccount:
         return "tokens" if self._refused is None and self.tokens_left == 0 else self._refused
 
     def begin_generation(self, path: str, task: Any) -> None:
-        """A generation in the scope of this path is about to be executed."""
+        """Record a generation that is about to be executed in the scope of this path."""
         self.generations.setdefault(id(task), (path, task))
 
     def generated_in(self, path: str) -> list[Any]:
@@ -102,18 +102,14 @@ class BudgetAccount:
         ]
 
     def limit(self, max_tokens: int | None) -> int | None:
-        """``max_tokens`` of a generation about to start, cut to what is left."""
-        left = self.tokens_left
-        if left is None or max_tokens is None:
-            return left if max_tokens is None else max_tokens
-        return min(left, max_tokens)
+        """``max_tokens`` of a generation about to start, limited to the remaining tokens."""
+        tokens_left = self.tokens_left
+        if tokens_left is None or max_tokens is None:
+            return tokens_left if max_tokens is None else max_tokens
+        return min(tokens_left, max_tokens)
 
     def begin_call(self) -> None:
-        """A task is about to be executed.
-
-        Raises:
-            BudgetExceeded: nothing more may run.
-        """
+        """Count a call; raises ``BudgetExceeded`` if nothing more may run."""
         if self.exhausted is not None:
             raise self.exhausted
         if self.budget.calls is not None and self.calls >= self.budget.calls:
@@ -123,14 +119,12 @@ class BudgetAccount:
         self.calls += 1
 
     def record(self, usage: Usage) -> int:
-        """Add the growth of ``usage``, the live counter of one execution.
+        """Add the growth of ``usage``, the live counter of one execution, since the last call.
 
-        It may be called any number of times: only growth since the last call is added. A counter
-        may fall, where a worker learns that it has counted too many; then fewer tokens are beyond
-        the budget as well.
+        A counter may fall, where a worker learns that it has counted too many.
 
         Returns:
-            How many of the new tokens are beyond the budget: they are to be in no text.
+            The number of new tokens beyond the budget, which no text may contain.
         """
         _, counted = self._seen.setdefault(id(usage), (usage, Usage()))
         growth = usage - counted
@@ -151,17 +145,17 @@ class BudgetAccount:
         return max(0, self._num_beyond - before)
 
     def ended(self, metrics: SpeculationMetrics | None) -> None:
-        """A generation is over, with its speculation metrics, if its worker has any."""
+        """Add the speculation metrics of a generation that is over, if its worker has any."""
         if metrics is not None:
             self.metrics += metrics
 
     def expire(self) -> None:
-        """The seconds are over."""
+        """End the budget, because its seconds are over."""
         self.expired = True
         self.exhaust(self._exceeded("seconds", self.budget.seconds))
 
     def exhaust(self, reason: BudgetExceeded) -> None:
-        """Nothing more may run; every further execution fails with ``reason``."""
+        """End the budget: every further execution fails with ``reason``."""
         if self.exhausted is None:
             self.exhausted = reason
             self.on_exhausted()

@@ -66,7 +66,7 @@ class Cloneable:
     clone_copies: ClassVar[tuple[str, ...]] = ()
 
     def clone(self) -> Self:
-        """A new object of the same class; ``__init__`` is not called.
+        """A new object of the same class, made without calling ``__init__``.
 
         Containers and cloneable attributes are copied recursively, everything else is shared,
         unless ``clone_shares`` or ``clone_copies`` say otherwise.
@@ -154,11 +154,7 @@ class Controller(Cloneable):
     """The paper that it follows: authors, title and year."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
-        """Refuse a class with ``async def`` generators, which the driver cannot run.
-
-        Raises:
-            ParameterError: ``process`` or ``generate`` is an ``async def``.
-        """
+        """Refuse ``async def`` generators, which the driver cannot run."""
         super().__init_subclass__(**kwargs)
         for name in ("process", "generate"):
             method = vars(cls).get(name)
@@ -197,11 +193,11 @@ class Controller(Cloneable):
         Args:
             prompt: text, token ids, or a ``ChatTask``.
             sampling_params: fields that the caller of the method sets on that task.
-            question: what the user asks, as text, where ``prompt`` is token ids or went through a
-                chat template; verifiers and reward models read it.
-            history: messages before the question, where ``prompt`` is a conversation that went
-                through a chat template; judges read them.
-            **kwargs: handed on to ``process``.
+            question: the user's question as text, for verifiers and reward models, where ``prompt``
+                is token ids or went through a chat template.
+            history: messages before the question, for judges, where ``prompt`` went through a chat
+                template.
+            **kwargs: passed on to ``process``.
         """
         task = GenerationTask.create_from_prompt(prompt)
         task.question = None if question is None else validated("question", question, ANY_TEXT)
@@ -217,11 +213,11 @@ class Controller(Cloneable):
         return task.samples if len(task.samples) > 1 else task.create_scaffolding_output()
 
     def fan_out(self) -> int:
-        """How many times at most it asks each controller inside it, or the model, about a task."""
+        """At most how many times it calls each controller inside it, or the model, for a task."""
         return 1
 
     def num_generations(self) -> int:
-        """At most how many generations it begins for a task, by the controllers inside included."""
+        """At most how many generations it and its inner controllers begin for a task."""
         inner = sum(controller.num_generations() for controller in self.inner_controllers())
         return self.fan_out() * max(1, inner)
 
@@ -241,27 +237,26 @@ class Controller(Cloneable):
 
 
 def _answer_so_far(task: GenerationTask) -> ScaffoldingOutput | None:
-    """The longest text behind a prompt that has been generated in this scope; None: there is none.
+    """The longest text that this scope has generated after the prompt; None: there is none.
 
-    Of a fork, that is the text of all that it continues as well. Tasks that are asides count for
-    nothing. Where there is no text yet, it is the longest thought that a server has told apart.
+    Of a fork, that includes the text that it continues. Asides do not count. Where there is no text
+    yet, it is the longest thought that a server has sent separately.
     """
     scope = current_scope()
-    found = [] if scope is None else scope.account.generated_in(scope.path)
-    outputs = [_behind(task, other) for other in found]
-    longest = max((each for each in outputs if each is not None), key=_lengths, default=None)
+    generations = [] if scope is None else scope.account.generated_in(scope.path)
+    outputs = [_continuation(task, other) for other in generations]
+    longest = max((output for output in outputs if output is not None), key=_lengths, default=None)
     if longest is None or not any(_lengths(longest)):
         return None
     return dataclasses.replace(longest, finish_reason="length", stop_reason=None)
 
 
 def _lengths(output: ScaffoldingOutput) -> tuple[int, int]:
-    """Of its text, and of the thought that a server has told apart, in characters."""
     return len(output.text or ""), len(output.meta.get("reasoning") or "")
 
 
-def _behind(task: GenerationTask, other: GenerationTask) -> ScaffoldingOutput | None:
-    """What ``other`` has made of the prompt of ``task``; None if it has another one."""
+def _continuation(task: GenerationTask, other: GenerationTask) -> ScaffoldingOutput | None:
+    """The output of ``other`` after the prompt of ``task``; None if its prompt is another one."""
     if other.is_aside:
         return None
     if isinstance(task, ChatTask):
@@ -299,23 +294,19 @@ class NativeGenerationController(Controller):
     )
 
     def __post_init__(self) -> None:
-        given = self.sampling_params
+        params = self.sampling_params
         if self.custom_sampling_params is not None:
-            if given is not None:
+            if params is not None:
                 raise ParameterError(
                     f"{type(self).__name__} is given its sampling parameters twice",
                     "custom_sampling_params is an older name of sampling_params",
                     "Give sampling_params alone",
                 )
-            given = self.custom_sampling_params
-        self.sampling_params = sampling.checked(type(self).__name__, given)
+            params = self.custom_sampling_params
+        self.sampling_params = sampling.checked(type(self).__name__, params)
 
     def process(self, tasks: Sequence[GenerationTask], **kwargs: Any) -> Process:
-        """Generate for all tasks at once.
-
-        Raises:
-            ParameterError: keyword arguments; there are none.
-        """
+        """Generate for all tasks at once; it takes no keyword arguments."""
         refuse_arguments(self, kwargs)
         params: Any = self.sampling_params
         for task in tasks:
@@ -329,7 +320,7 @@ class NativeGenerationController(Controller):
 class NativeChatController(NativeGenerationController):
     """One turn of chat per task: a plain task's prompt becomes the user's message.
 
-    The answer is stored on the given task and in the chat.
+    The answer is stored on the task and in the chat.
     """
 
     _: KW_ONLY
@@ -338,11 +329,7 @@ class NativeChatController(NativeGenerationController):
     )
 
     def process(self, tasks: Sequence[GenerationTask], **kwargs: Any) -> Process:
-        """Generate the assistant's next message in all chats at once.
-
-        Raises:
-            ParameterError: keyword arguments, or a task whose prompt is not text.
-        """
+        """Generate the assistant's next message in all chats at once; prompts have to be text."""
         chats = [self._chat(task) for task in tasks]
         try:
             yield from super().process(chats, **kwargs)
@@ -374,11 +361,11 @@ class NativeRewardController(Controller):
     """Scores answers: ``scores`` holds one per task, in their order.
 
     A finished generation task is scored by its question (``GenerationTask.question_text``) and its
-    output, a reward task as it is. A
-    generation task that failed with ``on_failure="drop"`` has the score None.
+    output, a reward task as it is. A generation task that failed with ``on_failure="drop"`` scores
+    None.
 
     Attributes:
-        sample_params: sampling fields that the generation of what is scored has to set.
+        sample_params: sampling fields that the generation of the scored answers has to set.
     """
 
     sample_params: Mapping[str, Any] = MappingProxyType({})
@@ -393,11 +380,7 @@ class NativeRewardController(Controller):
         self.scores: list[float | None] | None = None
 
     def process(self, tasks: Sequence[GenerationTask | RewardTask], **kwargs: Any) -> Process:
-        """Score all tasks at once.
-
-        Raises:
-            ParameterError: keyword arguments; there are none.
-        """
+        """Score all tasks at once; it takes no keyword arguments."""
         refuse_arguments(self, kwargs)
         rewards = [None if has_failed(task) else self._reward(task) for task in tasks]
         yield from self._score(rewards)
@@ -420,11 +403,7 @@ def has_failed(task: GenerationTask | RewardTask) -> bool:
 
 
 def expect_controller(name: str, value: Any) -> Any:
-    """``value``, a controller.
-
-    Raises:
-        ParameterError: it is anything else.
-    """
+    """Return ``value`` if it is a controller; else raise ``ParameterError``."""
     if not isinstance(value, Controller):
         raise ParameterError(
             f"invalid {name}",
@@ -440,16 +419,14 @@ def expect_generation(value: Any) -> Any:
 
 
 def first_tag(controller: Controller) -> Any:
-    """The tag of the worker to which a controller gives its tasks, as its class declares it."""
+    """The worker tag that the controller's class declares for its tasks."""
     tags: list[Any] = list(type(controller).WorkerTag)
     return tags[0] if tags else NativeGenerationController.WorkerTag.GENERATION
 
 
 def expect_streams(method: str, controller: Controller) -> None:
-    """Check that the task of a controller is generated as it is, so that it can be a stream.
-
-    Raises:
-        ParameterError: it is no plain generation.
+    """Raise ``ParameterError`` unless the controller generates its task itself, so that it can
+    stream.
     """
     plain = isinstance(controller, NativeGenerationController)
     if not plain or isinstance(controller, NativeChatController):
@@ -461,11 +438,7 @@ def expect_streams(method: str, controller: Controller) -> None:
 
 
 def expect_prompt(method: str, tasks: Sequence[GenerationTask]) -> GenerationTask:
-    """The one task of a method that continues its text.
-
-    Raises:
-        ParameterError: there is not exactly one, or it is a chat, or no text is wanted.
-    """
+    """Return the only task, which has to be text to continue; else raise ``ParameterError``."""
     if len(tasks) != 1 or isinstance(tasks[0], ChatTask) or tasks[0].skip_detokenizer:
         raise ParameterError(
             f"{method} takes one prompt, and gives text",
@@ -476,21 +449,15 @@ def expect_prompt(method: str, tasks: Sequence[GenerationTask]) -> GenerationTas
 
 
 def expect_one(method: str, tasks: Sequence[Any]) -> Any:
-    """The one task of a method.
-
-    Raises:
-        ParameterError: there is not exactly one.
-    """
+    """Return the one task of a method; raise ``ParameterError`` if there is not exactly one."""
     if len(tasks) != 1:
         raise ParameterError(f"{method} takes one task", f"got {len(tasks)}", "Give them apart")
     return tasks[0]
 
 
 def expect_one_text(method: str, tasks: Sequence[GenerationTask]) -> GenerationTask:
-    """The one task of a method, whose output is wanted as text.
-
-    Raises:
-        ParameterError: there is not exactly one, or no text is wanted.
+    """Return the one task of a method if its output is wanted as text; else raise
+    ``ParameterError``.
     """
     if len(tasks) != 1 or tasks[0].skip_detokenizer:
         raise ParameterError(
@@ -502,16 +469,13 @@ def expect_one_text(method: str, tasks: Sequence[GenerationTask]) -> GenerationT
 
 
 def expect_text(method: str, task: GenerationTask, why: str, fix: str = "Leave it out") -> None:
-    """Check that the output of a task is wanted as text.
+    """Raise ``ParameterError`` unless the output of a task is wanted as text.
 
     Args:
         method: for the error.
         task: of the request.
         why: what the method needs the text for.
         fix: what the caller can do.
-
-    Raises:
-        ParameterError: no text is wanted.
     """
     if task.skip_detokenizer:
         raise ParameterError(f"{method} cannot honour skip_detokenizer", why, fix)
@@ -526,7 +490,7 @@ def sampled(
 ) -> list[Branch]:
     """Branches that draw samples: each runs a clone of a controller on copies of the tasks.
 
-    Both are made when a branch begins, so that those that never do cost nothing.
+    Both are made when a branch begins, so that branches that never begin cost nothing.
 
     Args:
         controller: generates one sample.
@@ -547,20 +511,17 @@ def sampled(
     ]
 
 
-def answer_by(controller: Controller, task: GenerationTask, asked: GenerationTask) -> Process:
-    """Have another task answered, and leave its results on ``task``, also where the budget ends it.
+def answer_by(controller: Controller, task: GenerationTask, replacement: GenerationTask) -> Process:
+    """Answer ``replacement`` with a clone of the controller, and leave its results on ``task``.
 
-    Args:
-        controller: cloned, to answer it.
-        task: of the request.
-        asked: what is asked in its place.
+    The results so far are left where the budget ends it, too.
     """
     try:
-        yield from controller.clone().process([asked])
+        yield from controller.clone().process([replacement])
     finally:
-        task.result, task.samples = asked.result, asked.samples
-        task.request_handle = asked.request_handle
-        task.status, task.error = asked.status, asked.error
+        task.result, task.samples = replacement.result, replacement.samples
+        task.request_handle = replacement.request_handle
+        task.status, task.error = replacement.status, replacement.error
 
 
 def side_by_side(
@@ -569,34 +530,20 @@ def side_by_side(
     solve: Callable[[Any], Process],
     options: Mapping[str, Any] | None = None,
 ) -> Process:
-    """The ``process`` of a method that works on each task by itself: a branch for each of several.
-
-    Args:
-        controller: whose ``process`` is run in the branches.
-        tasks: one or more.
-        solve: works on a task.
-        options: keyword arguments of that ``process``.
-    """
+    """The ``process`` of a method that solves each task alone, several of them in branches."""
     if len(tasks) == 1:
         yield from solve(tasks[0])
     else:
-        each = [[task] for task in tasks]
-        yield ParallelProcess([controller] * len(each), each, [options or {}] * len(each))
+        tasks_list = [[task] for task in tasks]
+        yield ParallelProcess(
+            [controller] * len(tasks_list), tasks_list, [options or {}] * len(tasks_list)
+        )
 
 
 def refuse_arguments(
     controller: Controller, kwargs: Mapping[str, Any], method: str = "process"
 ) -> None:
-    """Refuse arguments that would change nothing, such as sampling fields given one by one.
-
-    Args:
-        controller: the controller that received them.
-        kwargs: the arguments.
-        method: which of its methods.
-
-    Raises:
-        ParameterError: there are any.
-    """
+    """Refuse arguments of ``method`` that would change nothing, such as single sampling fields."""
     if kwargs:
         owner, name = type(controller).__name__, next(iter(kwargs))
         raise ParameterError(

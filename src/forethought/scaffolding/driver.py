@@ -1,7 +1,7 @@
 """Drives the generators of one request: runs what they yield, and resumes them with the results.
 
 A ``Frame`` drives one generator: that of the request, or that of a parallel branch. It owns
-everything that it has put in flight, and when it ends, nothing of it is left running.
+everything that it has started, and when it ends, nothing of it is still running.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class Routes:
         workers: by tag: enum members or plain strings. A tag is looked up as it is, then by value.
 
     Raises:
-        ParameterError: they are no mapping, or something among them is no worker.
+        ParameterError: they are no mapping, or a value is no worker.
     """
 
     def __init__(self, workers: Mapping[Any, Worker]) -> None:
@@ -86,17 +86,13 @@ class Routes:
         self._by_value = {_value(tag): worker for tag, worker in workers.items()}
 
     def find(self, tag: Any) -> Worker:
-        """The worker for ``tag``.
-
-        Raises:
-            WorkerTagError: there is none.
-        """
+        """The worker for ``tag``; raises ``WorkerTagError`` if there is none."""
         worker = self._by_tag.get(tag) or self._by_value.get(_value(tag))
         if worker is None:
-            known = ", ".join(sorted(repr(value) for value in self._by_value))
+            tags = ", ".join(sorted(repr(value) for value in self._by_value))
             raise WorkerTagError(
                 f"no worker serves {tag!r}",
-                f"the workers are those of {known}" if known else "there are no workers",
+                f"the workers are those of {tags}" if tags else "there are no workers",
                 "Give ScaffoldingLlm workers={tag: worker} with this tag",
             )
         return worker
@@ -135,7 +131,7 @@ class Run:
     """Of all requests on the event loop."""
 
     def thinking(self, task: GenerationTask, tag: Any) -> ThinkingProfile | None:
-        """What the worker of a tag tells of how its model thinks; None: nothing."""
+        """How the model of the worker of a tag thinks; None: unknown."""
         try:
             profile: ThinkingProfile | None = self.routes.find(tag).thinking(task)
         except WorkerTagError:  # it is raised where the task is yielded
@@ -151,7 +147,7 @@ class Run:
             self.stream(event, grown)
 
     def stop_executions(self) -> None:
-        """Cancel what workers execute, as the budget is spent; with no time left, all work."""
+        """Cancel what workers execute, as the budget is spent; out of time, computations too."""
         for job in self.executions | (self.computations if self.account.expired else set()):
             if not job.cancelling():
                 job.cancel()
@@ -167,19 +163,19 @@ class Frame:
         self._branch_numbers = itertools.count()
         self._item_finished = asyncio.Event()
         self._parts: dict[int, tuple[Task, StreamedPart]] = {}
-        """By id of the tasks under way whose text is the request's; holding them keeps the ids."""
+        """By id of the running tasks whose text is the request's; the values keep the ids valid."""
 
     async def drive(self, process: Process) -> Any:
         """Run ``process`` to its end and return what it returns.
 
-        What fails is thrown into it at its ``yield``; what it does not catch comes out of here.
+        A failure is thrown into it at its ``yield``; one that it does not catch is raised here.
         """
         enter(self.scope)
         resume = partial(process.send, None)
         try:
             while True:
                 try:
-                    wanted = resume()
+                    request = resume()
                 except StopIteration as stop:
                     return stop.value
                 except Exception:
@@ -187,12 +183,12 @@ class Frame:
                 except BaseException as error:
                     raise controller_quit(error) from error
                 try:
-                    value = await self._perform(wanted)
+                    value = await self._perform(request)
                 except Exception as error:
                     resume = partial(process.throw, error)
                 else:
                     resume = partial(process.send, value)
-                if self.run.tracer is not None and not isinstance(wanted, Delta | Stage):
+                if self.run.tracer is not None and not isinstance(request, Delta | Stage):
                     await self.run.tracer.resume(self.scope.path)
         finally:
             try:
@@ -200,37 +196,37 @@ class Frame:
             finally:
                 await self._settle()
 
-    async def _perform(self, wanted: Any) -> Any:
+    async def _perform(self, request: Any) -> Any:
         """Do what a controller yielded; returns what its ``yield`` evaluates to."""
         await self._cancel_stopped()
         self._end_cancelled_streams()
-        if isinstance(wanted, Sequence) and all(isinstance(item, Task) for item in wanted):
-            return await self._all(wanted)
-        if isinstance(wanted, ParallelProcess):
-            return await self._all(wanted.branches)
-        if isinstance(wanted, AsCompleted):
-            return await self._next(wanted)
-        if isinstance(wanted, FirstDone):
+        if isinstance(request, Sequence) and all(isinstance(item, Task) for item in request):
+            return await self._all(request)
+        if isinstance(request, ParallelProcess):
+            return await self._all(request.branches)
+        if isinstance(request, AsCompleted):
+            return await self._next(request)
+        if isinstance(request, FirstDone):
             try:
-                with wanted.race:
-                    return await self._next(wanted.race)
+                with request.race:
+                    return await self._next(request.race)
             finally:
-                await _cancel_all(wanted.race.take_stopped())
-        if isinstance(wanted, Delta):
-            self._stream(None, wanted)
+                await _cancel_all(request.race.take_stopped())
+        if isinstance(request, Delta):
+            self._stream(None, request)
             return None
-        if isinstance(wanted, Stage):
-            self._tell(wanted)
+        if isinstance(request, Stage):
+            self._tell(request)
             return None
-        if isinstance(wanted, Task | Branch):
+        if isinstance(request, Task | Branch):
             raise UsageError(
-                f"a controller yielded a bare {type(wanted).__name__}",
+                f"a controller yielded a bare {type(request).__name__}",
                 "what is yielded is a list, of one task too",
-                "Write 'yield [task]'" if isinstance(wanted, Task) else "Use a ParallelProcess",
+                "Write 'yield [task]'" if isinstance(request, Task) else "Use a ParallelProcess",
             )
         raise UsageError(
-            f"a controller yielded {type(wanted).__name__}",
-            f"{wanted!r} is nothing that can be run",
+            f"a controller yielded {type(request).__name__}",
+            f"{request!r} is nothing that can be run",
             "Yield a list of tasks, a ParallelProcess, AsCompleted, FirstDone, a Delta or a Stage",
         )
 
@@ -239,7 +235,8 @@ class Frame:
     async def _all(self, items: Iterable[Item]) -> None:
         """Run all and wait for all; the first failure cancels the others.
 
-        Where it is only that the budget of calls is spent, those that have begun run to their end.
+        Where the failure is that the budget of calls is spent, items that have begun run to their
+        end.
         """
         jobs: dict[asyncio.Task[None], Item] = {}
         pending: set[Job] = set()
@@ -257,12 +254,7 @@ class Frame:
                 self._raise_error(item, job)
 
     async def _start_all(self, items: Iterable[Item], jobs: dict[Any, Item]) -> bool:
-        """Start items until the limit of branches is reached; whether none of them stops the rest.
-
-        Args:
-            items: to be started.
-            jobs: gets each item by its job.
-        """
+        """Start items until the limit of branches is reached; False if one stops the rest."""
         stopping: list[Job] = []
 
         def on_done(job: Job) -> None:
@@ -281,14 +273,13 @@ class Frame:
         return not stopping
 
     def _goes_on_beside(self, job: Job) -> bool:
-        """Whether what runs beside a job that is done is to go on."""
         failure = asyncio.CancelledError() if job.cancelled() else job.exception()
         refused = isinstance(failure, BudgetExceeded) and self.run.account.exhausted is None
         return failure is None or refused
 
     async def _next(self, race: AsCompleted) -> Item:
         """Start what is new, wait for the first to finish, and return it."""
-        if not any(known is race for known in self._races):
+        if not any(other is race for other in self._races):
             self._races.append(race)
         for item in race.new:
             is_full = isinstance(item, Branch) and not self.run.branches.admits(self)
@@ -315,8 +306,8 @@ class Frame:
     def _raise_error(self, item: Item, job: Job) -> None:
         """Raise what ``item`` failed with.
 
-        This frame never waits for a job that it has cancelled, so a job that was cancelled was so
-        by its own code: a failure like any other.
+        This frame never waits for a job that it has cancelled, so a cancelled job was cancelled by
+        its own code: a failure like any other.
         """
         try:
             job.result()
@@ -328,14 +319,12 @@ class Frame:
                 raise item.error from error
 
     async def _cancel_stopped(self) -> None:
-        """Cancel the jobs of items that controllers have cancelled."""
         for race in self._races:
             await _cancel_all(race.take_stopped())
 
     def _end_cancelled_streams(self) -> None:
-        """End the generations of cancelled streams.
-
-        Cancelling a step ends the generation only if a step is awaited at that moment.
+        """End the generations of cancelled streams, which cancelling a step does only while it is
+        awaited.
         """
         cancelled = [item for race in self._races for item in race.take_cancelled()]
         self._races = [race for race in self._races if race]
@@ -382,7 +371,6 @@ class Frame:
         return job
 
     def _on_ended(self, item: Item, span: Span | None, job: asyncio.Task[None]) -> None:
-        """Say and record that ``item`` is over."""
         try:
             why = self._why_ended(item, job)
             if isinstance(item, GenerationTask) and item.attention_group is not None:
@@ -425,12 +413,12 @@ class Frame:
             raise branch.error
 
     async def _turn(self, span: Span | None) -> None:
-        """Wait until ``span`` may end: at once, unless a recording is repeated."""
+        """Wait until ``span`` may end: at once, unless a recording is replayed."""
         if self.run.tracer is not None:
             await self.run.tracer.turn(span)
 
     async def _execute(self, task: Task, span: Span | None) -> None:
-        """Execute ``task``; raises what goes wrong, unless it is to be dropped."""
+        """Execute ``task``; raises its failure, unless ``on_failure`` drops it."""
         try:
             validated("on_failure", task.on_failure, ON_FAILURE)
             if isinstance(task, ComputeTask):
@@ -443,11 +431,7 @@ class Frame:
             raise task.error
 
     async def _compute(self, task: ComputeTask, span: Span | None) -> None:
-        """Run ``task`` until it is done, or until the seconds of the budget are over.
-
-        Raises:
-            BudgetExceeded: they are over.
-        """
+        """Run ``task`` until it is done, or raise ``BudgetExceeded`` once the seconds are over."""
         run = self.run
         if run.account.expired:
             task.status, task.error = TaskStatus.WORKER_EXECEPTION, run.account.exhausted
@@ -479,7 +463,6 @@ class Frame:
         task.error = error if raisable else _failure(task, error)
 
     async def _compute_on_loop(self, task: ComputeTask) -> None:
-        """Await the coroutine of a task on this event loop."""
         task.status, task.error = TaskStatus.SUCCESS, None
         try:
             task.result = await task.function(*task.args, **task.kwargs)
@@ -490,11 +473,7 @@ class Frame:
             task.error = error if isinstance(error, Exception) else _failure(task, error)
 
     async def _run_on_worker(self, task: Task) -> None:
-        """Have a worker execute ``task``, and record its usage.
-
-        Raises:
-            BudgetExceeded: the budget has been exhausted, before or meanwhile.
-        """
+        """Have a worker execute ``task``, and record its usage; fails without a budget."""
         run = self.run
         execution = asyncio.current_task()
         assert execution is not None, "executions run in asyncio tasks of their own"
@@ -529,7 +508,6 @@ class Frame:
         return ending
 
     async def _outcome(self, task: Task) -> tuple[TaskStatus, Exception | None]:
-        """Have a worker execute ``task``; returns the outcome."""
         failed = TaskStatus.WORKER_EXECEPTION
         try:
             worker = self.run.routes.find(task.worker_tag)
@@ -546,8 +524,8 @@ class Frame:
             failure = _unsuccessful(task, status, worker)
             return failure.status or failed, failure
         if isinstance(task, GenerationTask):  # if the worker does not count
-            known, counted = task.num_generated, task.usage.completion_tokens
-            task.usage.completion_tokens = max(known, counted)
+            num_generated, num_counted = task.num_generated, task.usage.completion_tokens
+            task.usage.completion_tokens = max(num_generated, num_counted)
         return status, None
 
     # ---- streaming ----------------------------------------------------------------------------
@@ -582,7 +560,6 @@ class Frame:
         self.run.publish(StreamEvent(self.scope.path, output))
 
     def _tell(self, stage: Stage) -> None:
-        """Stream ``stage``, and record it."""
         branch = self.scope.path if stage.branch is None else stage.branch
         if self.run.tracer is not None:
             self.run.tracer.stage(branch, stage)
@@ -590,7 +567,7 @@ class Frame:
 
 
 def controller_quit(error: BaseException) -> UsageError:
-    """The error of a request when its controller raises a ``BaseException``, such as SystemExit.
+    """The error of a request whose controller raises a ``BaseException``, such as ``SystemExit``.
 
     Raised as it is, it would end the event loop, or look like the cancellation of the request.
     """
@@ -604,7 +581,7 @@ def controller_quit(error: BaseException) -> UsageError:
 
 
 def _attempt(work: Callable[[], Any]) -> tuple[Any, BaseException | None]:
-    """What ``work`` returns, and what it raises: no future carries every kind of exception."""
+    """The result and the error of ``work``: a future cannot carry every kind of exception."""
     try:
         return work(), None
     except BaseException as error:
@@ -621,10 +598,9 @@ def _close(process: Process) -> None:
 
 
 def _is_cancelled(error: BaseException) -> bool:
-    """Whether ``error`` came because the running asyncio task is to end.
+    """Whether ``error`` was raised because the running asyncio task is being cancelled.
 
-    A worker may be left by the same exceptions for reasons of its own, such as a task of its own
-    that was cancelled.
+    A worker may raise the same exceptions itself, such as when a task of its own was cancelled.
     """
     try:
         current = asyncio.current_task()
@@ -635,7 +611,6 @@ def _is_cancelled(error: BaseException) -> bool:
 
 
 def _failure(item: Item, error: BaseException) -> TaskError:
-    """The error of a task, or of a branch, that ``error`` has ended."""
     failed = TaskStatus.WORKER_EXECEPTION
     why = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
     failure = TaskError(f"{type(item).__name__} failed", why, task=item, status=failed)
@@ -644,13 +619,12 @@ def _failure(item: Item, error: BaseException) -> TaskError:
 
 
 def _is_of_group(error: BudgetExceeded, task: Task) -> bool:
-    """Whether it refused another task, with which this one was to begin."""
+    """Whether the error refused another task of the group with which this one was to begin."""
     group = task.attention_group if isinstance(task, GenerationTask) else None
     return group is not None and group.failure is error
 
 
 def _unsuccessful(task: Task, status: Any, worker: Worker) -> TaskError:
-    """The error of a task whose worker returned another status than success."""
     kind, name = type(task).__name__, type(worker).__name__
     if not isinstance(status, TaskStatus):
         why, fix = f"{name} returned {status!r}", "Return a TaskStatus, or None for success"
@@ -663,7 +637,7 @@ def _unsuccessful(task: Task, status: Any, worker: Worker) -> TaskError:
 
 
 async def _end(jobs: Sequence[asyncio.Task[None]]) -> None:
-    """Cancel and wait until they are gone. A second cancellation would disturb their clean-up."""
+    """Cancel and wait until they have ended. A second cancellation would disturb their clean-up."""
     await _cancel_all(jobs)
     if jobs:
         await asyncio.wait(jobs)

@@ -88,7 +88,6 @@ class _CurrentScope:
     """``current_scope()``, or ``current_scope.get()`` as of a ``ContextVar``."""
 
     def __call__(self) -> ExecutionScope | None:
-        """The scope that the caller runs in; None outside of a ``ScaffoldingLlm``."""
         return _current.get()
 
     get = __call__

@@ -64,12 +64,7 @@ class ToolCall:
 
     @staticmethod
     def create(call: Any) -> ToolCall:
-        """``call`` itself, or the same from a dictionary in OpenAI's form or from an object with
-        the same attributes.
-
-        Raises:
-            ParameterError: it is none of them.
-        """
+        """``call`` as a ``ToolCall``: from itself, OpenAI's dictionary or a similar object."""
         if isinstance(call, ToolCall):
             return call
         try:
@@ -93,16 +88,13 @@ class AssistantMessage(RoleMessage):
     Args:
         content: its text; None for a message that only calls tools.
         reasoning: its reasoning, if the server separates it.
-        reasoning_content: the same under the name that some servers use.
+        reasoning_content: an alias of ``reasoning`` that some servers use.
         tool_calls: the calls; dictionaries in OpenAI's form become ``ToolCall``.
         finish_reason: why it ended.
-        refusal: why the model does not answer, in the place of a text.
+        refusal: why the model does not answer, in place of a text.
 
     Attributes:
-        unreadable_call: why a call in ``content`` cannot be read; None if all could be.
-
-    Raises:
-        ParameterError: something among ``tool_calls`` is no call.
+        unreadable_call: why a call in ``content`` cannot be read; None if all can be.
     """
 
     unreadable_call: str | None = None
@@ -139,8 +131,8 @@ class ToolMessage(RoleMessage):
     Args:
         content: what the model reads.
         tool_call_id: of the call.
-        trace_stdout: what the tool printed, for those who read the chat; it is not sent.
-        trace_stderr: the same of its errors.
+        trace_stdout: what the tool printed, for readers of the chat; it is not sent.
+        trace_stderr: the tool's error output, likewise.
     """
 
     def __init__(

@@ -36,11 +36,7 @@ class TaskProcessor(Protocol):
 
 
 def checked_process(controller: Any, method: str, returned: Any) -> Process:
-    """What ``process`` or ``generate`` of a controller returned, if it can be run.
-
-    Raises:
-        UsageError: it is no generator.
-    """
+    """Return the generator of a controller's ``method``; raise ``UsageError`` if it is none."""
     if not isinstance(returned, Generator):
         raise UsageError(
             f"{type(controller).__name__}.{method} is no generator: it returned {returned!r}",
@@ -55,21 +51,16 @@ class Branch:
 
     Args:
         controller: its ``process`` is called at once, and begins when the branch is yielded.
-        tasks: given to ``process``.
+        tasks: passed to ``process``.
         kwargs: keyword arguments of ``process``.
         on_failure: ``"raise"`` throws the branch's failure into the controller that waits for it;
             ``"drop"`` only notes it in ``error``.
 
     Attributes:
-        controller: as given.
-        tasks: as given.
-        process: what ``process`` of the controller returned.
-        result: what that returned in the end.
+        process: the generator of the controller.
+        result: the value that it returned in the end.
         error: why it failed; None if it did not.
         path: its place in the request, once it has begun: ``"2"``, or ``"2.0"`` inside of ``"2"``.
-
-    Raises:
-        ParameterError: ``on_failure`` is neither.
     """
 
     def __init__(
@@ -90,13 +81,7 @@ class Branch:
         kwargs: Mapping[str, Any] | None = None,
         on_failure: OnFailure = "raise",
     ) -> Self:
-        """A branch whose controller and tasks are made when it begins, or when they are read.
-
-        Args:
-            make: returns both.
-            kwargs: as of the constructor.
-            on_failure: as of the constructor.
-        """
+        """A branch whose controller and tasks are made when it begins, or at their first use."""
         branch = cls.__new__(cls)
         branch._expect(kwargs, on_failure)
         branch._make = make
@@ -122,26 +107,26 @@ class Branch:
 
     @cached_property
     def controller(self) -> TaskProcessor:
-        """Made now, if it was not before."""
+        """The controller; made at first use."""
         return self._made[0]
 
     @cached_property
     def tasks(self) -> Sequence[Any]:
-        """Made now, if they were not before."""
+        """The tasks; made at first use."""
         return self._made[1]
 
     @cached_property
     def process(self) -> Process:
-        """Made now, if it was not before."""
+        """The generator; made at first use."""
         return self._checked(self.controller, self.tasks)
 
     def observe(self, owner: object, wrap: Callable[[Process], Process]) -> None:
-        """Have ``wrap`` around the process once it begins, once for each owner."""
+        """Wrap the process in ``wrap`` when it begins, once for each owner."""
         if all(other is not owner for other, _ in self.observers):
             self.observers.append((owner, wrap))
 
     def begin(self) -> Process:
-        """The process, with all that observe it."""
+        """The process, wrapped by all observers."""
         process = self.process
         for _, wrap in self.observers:
             process = wrap(process)
@@ -154,9 +139,9 @@ def num_to_begin(
     """How many branches may begin now.
 
     Args:
-        concurrency: how many may be under way.
+        concurrency: how many may run at once.
         num_waiting: how many have not begun.
-        num_running: how many are under way.
+        num_running: how many are running.
         num_ended: how many have ended.
         first: how many begin at first, where their number doubles.
     """
@@ -177,13 +162,10 @@ class ParallelProcess:
     If one fails, the others are cancelled and its error is raised at the ``yield``.
 
     Args:
-        controllers: one per branch; the same one may stand several times.
+        controllers: one per branch; one controller may run several.
         tasks_list: the tasks of each branch.
         kwargs_list: the keyword arguments of each branch; None: none.
         on_failure: see ``Branch``.
-
-    Raises:
-        ParameterError: the lists differ in length, or ``on_failure`` is neither.
     """
 
     def __init__(
@@ -227,8 +209,8 @@ class AsCompleted:
                 if done is main:
                     running.add(main)     # a stream goes on to its next step
 
-    Leaving the ``with`` block cancels what is left; of a stream, the generation too. A failure is
-    raised at the ``yield``; the others go on, so that the controller may catch it and go on too.
+    Leaving the ``with`` block cancels the remaining items; of a stream, the generation too. A
+    failure is raised at the ``yield``; the other items run on, so that the controller can catch it.
     """
 
     def __init__(self, items: Iterable[Item] = ()) -> None:
@@ -291,19 +273,19 @@ class AsCompleted:
         return tuple(self._new.values())
 
     def started(self, item: Item, job: Job) -> None:
-        """The driver has put ``item`` in flight."""
+        """Record the job of an item that the driver has started."""
         self._new.pop(id(item), None)
         self._running[id(item)] = item, job
 
     def finished(self, item: Item) -> None:
-        """``item`` is done, unless it was cancelled before."""
+        """Record that an item is done, unless it was cancelled before."""
         done = self._running.pop(id(item), None)
         if done is not None:
             self._finished.append(done)
 
     @property
     def has_finished(self) -> bool:
-        """Whether something has finished that was not returned yet."""
+        """Whether an item has finished that was not returned yet."""
         return bool(self._finished)
 
     def take_stopped(self) -> list[Job]:
@@ -317,7 +299,7 @@ class AsCompleted:
         return cancelled
 
     def take(self) -> tuple[Item, Job] | None:
-        """The first thing that finished and was not returned yet."""
+        """The first item that finished and was not returned yet."""
         return self._finished.popleft() if self._finished else None
 
 
@@ -346,7 +328,7 @@ def run_until(
         branches: in the order in which they begin; one is taken when it is to begin.
         decided: called for each that ends, as ``yield from decided(branch)``; True: it is enough.
             None: all are to end.
-        concurrency: branches under way at once; None: all.
+        concurrency: branches running at once; None: all.
 
     Returns:
         Those that have ended, in the order in which they did.

@@ -75,14 +75,14 @@ class ScaffoldingOutput:
         """Text that a method puts between generated parts, to be joined with them.
 
         Args:
-            text: as it stands between them.
+            text: exactly as it is inserted.
             token_ids: its ids, where they are known.
         """
-        known = token_ids if token_ids is not None or text else []
-        absent: list[TokenConfidence | None] = [None] * len(known or ())
+        ids = token_ids if token_ids is not None or text else []
+        absent: list[TokenConfidence | None] = [None] * len(ids or ())
         return cls(
             text,
-            known,
+            ids,
             logprobs=[{} for _ in absent],
             cumulative_logprob=0.0,
             confidences=absent,
@@ -93,10 +93,10 @@ class ScaffoldingOutput:
         """One output of several parts, in their order; a string is inserted text without ids.
 
         Text, ids, log-probabilities, their sum and confidences are joined where all parts have
-        them, and else None. The log-probabilities of an inserted token are an empty dictionary, its
-        confidence is None. How it ended is that of the last part; ``usage`` is the sum, of ``meta``
-        and ``thinking`` the later one wins. Ids are taken as they are: a token that ended a part
-        and is not in its text is in between.
+        them, and else None. An inserted token has an empty dictionary of log-probabilities and no
+        confidence. How it ended is that of the last part; ``usage`` is the sum, of ``meta`` and
+        ``thinking`` the later one wins. Ids are joined unchanged: a token that ended a part and is
+        not in its text stays.
         """
         outputs = [cls.inserted(part) if isinstance(part, str) else part for part in parts]
         whole = cls("", [], logprobs=[], cumulative_logprob=0.0, confidences=[])
@@ -127,7 +127,7 @@ class ScaffoldingOutput:
         )
 
     def without_last(self, num_tokens: int) -> ScaffoldingOutput:
-        """The same text without its last ``num_tokens`` ids, which make none of it."""
+        """The same text without its last ``num_tokens`` ids, which contribute no text."""
         if not num_tokens or self.token_ids is None:
             return self
         cut = dataclasses.replace(self, token_ids=self.token_ids[:-num_tokens])
@@ -178,7 +178,7 @@ def _sum(one: Any, other: Any) -> Any:
 
 
 class DraftSpan(NamedTuple):
-    """A draft in a text: what of it was accepted, in characters, and what was rejected behind."""
+    """A draft in a text: its accepted characters, and the text that was rejected after them."""
 
     start: int
     end: int
@@ -187,30 +187,24 @@ class DraftSpan(NamedTuple):
     rejected: str
 
     def within(self, start: int, end: int) -> DraftSpan | None:
-        """Its part between two positions, counted from the first; None if it has none there."""
-        first, behind = max(start, self.start), min(end, self.end)
+        """Its part between two positions, relative to the first; None if it has none there."""
+        first, last = max(start, self.start), min(end, self.end)
         rejected = self.rejected if start <= self.end < end else ""
-        if first >= behind and not rejected:
+        if first >= last and not rejected:
             return None
-        return DraftSpan(first - start, max(first, behind) - start, self.drafter, rejected)
+        return DraftSpan(first - start, max(first, last) - start, self.drafter, rejected)
 
 
 def spans_within(spans: Sequence[DraftSpan], start: int, end: int) -> list[DraftSpan]:
-    """The parts of spans between two positions, counted from the first.
-
-    Args:
-        spans: in order; only the last ones are looked at.
-        start: position in their text.
-        end: another one.
-    """
-    found: deque[DraftSpan] = deque()
+    """The parts of spans between two positions, relative to the first; it reads the end only."""
+    parts: deque[DraftSpan] = deque()
     for span in reversed(spans):
         if span.end < start:
             break
         part = span.within(start, end)
         if part is not None:
-            found.appendleft(part)
-    return list(found)
+            parts.appendleft(part)
+    return list(parts)
 
 
 class CallDelta(NamedTuple):
@@ -232,7 +226,7 @@ class Delta:
     source: str = ""
     """Identifies a stream within its branch: the deltas of one source join to one text."""
     drafts: tuple[DraftSpan, ...] = ()
-    """Where drafts were verified in ``text``, as far as its worker knows."""
+    """Where drafts were verified in ``text``, if its worker knows."""
     reasoning: str = ""
     """New text of a thought that a server tells apart from ``text``; it comes before it."""
     calls: tuple[CallDelta, ...] = ()
@@ -241,9 +235,9 @@ class Delta:
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """A step of a method, for those who watch it: ``yield Stage("pruned", "its score is lowest")``.
+    """A step of a method, for observers: ``yield Stage("pruned", "its score is lowest")``.
 
-    The driver itself gives ``spawned`` and ``ended`` for each parallel branch, and ``scored`` for
+    The driver itself emits ``spawned`` and ``ended`` for each parallel branch, and ``scored`` for
     each reward task. A method adds what it decides; it resumes at once.
     """
 
@@ -269,7 +263,7 @@ class StreamEvent:
 
 
 class StreamedOutputs(list[Any]):
-    """A ``streaming_output_list`` that hands each item on as soon as it is appended."""
+    """A ``streaming_output_list`` that passes each item on as soon as it is appended."""
 
     def __init__(self, forward: Any) -> None:
         super().__init__()
@@ -279,11 +273,11 @@ class StreamedOutputs(list[Any]):
         return list, ()  # a copy is a plain list and streams nothing
 
     def append(self, item: Any) -> None:
-        """Hand ``item`` on; the list itself stays empty, so that a long stream costs nothing."""
+        """Pass ``item`` on; the list itself stays empty, so that a long stream costs nothing."""
         self._forward(item)
 
     def extend(self, items: Any) -> None:
-        """Hand all ``items`` on, in order."""
+        """Pass all ``items`` on, in order."""
         for item in items:
             self._forward(item)
 
@@ -320,7 +314,7 @@ class StreamedText:
 
 
 class StreamedPart:
-    """What one task has streamed, as far as it has not been taken.
+    """The text that one task has streamed and nobody has taken yet.
 
     Attributes:
         is_open: whether more may come.
@@ -434,7 +428,7 @@ class ScaffoldingResult:
     def cur_output(self) -> Any:
         """While iterating: the text so far (see ``StreamedText``); else the final output.
 
-        What a user's worker streams that is no text is shown as it is.
+        Output of a custom worker that is no text is passed through unchanged.
         """
         return self.output if self._current is None else self._current
 
@@ -534,13 +528,13 @@ class ScaffoldingResult:
         yield self
 
     async def abatches(self, gather: float = 0.0) -> AsyncIterator[Sequence[StreamedItem]]:
-        """Everything streamed, from the beginning: each time all that has come since the last time.
+        """Everything streamed, from the beginning, in batches of all items since the last one.
 
-        For the only reader, who sends it on: an item has the event, and the new text of the request
-        itself. What has been yielded is kept for no other iterator.
+        For a single reader, such as a server: batches are kept for no other iterator. An item has
+        the event, and the new text of the request itself.
 
         Args:
-            gather: seconds that pass between two batches at least, unless the request ends.
+            gather: minimum seconds between two batches, unless the request ends.
         """
         loop = asyncio.get_running_loop()
         ended = asyncio.ensure_future(_wait(self._done))
@@ -606,7 +600,7 @@ class ScaffoldingResult:
             self._notify()
 
     def on_finish(self, call: Callable[[], Any]) -> None:
-        """``call`` once the request is over; at once if it is. What it raises is logged."""
+        """Run ``call`` once the request is over; at once if it is. What it raises is logged."""
 
         def run(_: object) -> None:
             try:
@@ -631,7 +625,6 @@ class ScaffoldingResult:
 
 
 async def _wait(future: concurrent.futures.Future[Any]) -> None:
-    """Until ``future`` is done, well or not, in any thread."""
     loop = asyncio.get_running_loop()
     waiter = loop.create_future()
 

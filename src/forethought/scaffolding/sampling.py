@@ -147,15 +147,12 @@ OF_ONE_PART = (
 
 
 def checked(owner: str, params: Mapping[str, Any] | SamplingParams | None) -> dict[str, Any]:
-    """Sampling parameters by field name, none of them unknown.
+    """Sampling parameters by field name; raises ``ParameterError`` for unknown names.
 
     Args:
         owner: name of their receiver, for the error.
         params: by field name (``logprobs`` is accepted for ``num_logprobs``), or
-            ``SamplingParams``, of which the fields count that were given.
-
-    Raises:
-        ParameterError: a name is not a sampling field, or there are no names.
+            ``SamplingParams``, of which only the fields count that its caller set.
     """
     if not isinstance(params, Mapping | SamplingParams | None):
         raise ParameterError(
@@ -165,40 +162,42 @@ def checked(owner: str, params: Mapping[str, Any] | SamplingParams | None) -> di
         )
     if isinstance(params, SamplingParams):
         params = _given(params)
-    given = dict(params or {})
-    if "logprobs" in given:
-        given["num_logprobs"] = given.pop("logprobs")
-    unknown = given.keys() - set(FIELDS)
+    fields = dict(params or {})
+    if "logprobs" in fields:
+        fields["num_logprobs"] = fields.pop("logprobs")
+    unknown = fields.keys() - set(FIELDS)
     if unknown:
         raise ParameterError.unknown(owner, unknown, FIELDS)
-    if "stop" in given:
-        _stop_strings(owner, given["stop"])
-    return given
+    if "stop" in fields:
+        _stop_strings(owner, fields["stop"])
+    return fields
 
 
 def _given(params: SamplingParams) -> dict[str, Any]:
-    """The fields that were given; of those that tasks do not have, only what changes something."""
-    plain, known = SamplingParams(), {*FIELDS, "logprobs"}
-    given = {name: getattr(params, name) for name in params.given}
+    """The fields that the caller set; of those that tasks lack, only the ones that change
+    something.
+    """
+    plain, supported = SamplingParams(), {*FIELDS, "logprobs"}
+    fields = {name: getattr(params, name) for name in params.given}
     return {
         name: list(value) if isinstance(value, tuple) else value
-        for name, value in given.items()
-        if name in known or value != getattr(plain, name)
+        for name, value in fields.items()
+        if name in supported or value != getattr(plain, name)
     }
 
 
 def is_set(task: SamplingFields, name: str) -> bool:
-    """Whether the task itself gives the field a value of its own."""
+    """Whether the task itself sets the field."""
     value = getattr(task, name)
     return bool(value != DEFAULTS[name] and not (name == "stop" and not value))
 
 
 def choose(task: SamplingFields, params: Mapping[str, Any]) -> None:
-    """Set fields for good: no controller fills them, not even those that are set to a default.
+    """Set fields so that no controller fills them, even those that are set to a default.
 
     Args:
         task: changed in place.
-        params: by field name. None takes a choice back: the controller fills that field.
+        params: by field name. None undoes a choice: the controller fills that field.
     """
     for name, value in params.items():
         setattr(task, name, copy.copy(DEFAULTS[name] if value is None else value))
@@ -221,8 +220,8 @@ def fill(task: SamplingFields, params: Mapping[str, Any]) -> None:
 def vary(task: Any, number: int) -> None:
     """Let a copy be sample ``number`` of its prompt: with one seed, all would be the same.
 
-    The seed may be the task's own, or come later, from the controller that generates. A task that
-    does not generate stays as it is. ``task.samples_of`` copies and varies.
+    The seed may be the task's, or come later, from the controller that generates. A task that does
+    not generate is unchanged. ``task.samples_of`` copies and varies.
     """
     if not hasattr(task, "sample_path"):
         return
@@ -252,16 +251,12 @@ def carry(source: SamplingFields, target: SamplingFields, names: Iterable[str] =
 
 
 def refuse(task: SamplingFields, names: Iterable[str], worker: str, fix: str) -> None:
-    """Refuse fields that ``worker`` cannot honour.
-
-    Raises:
-        ParameterError: the task sets one of ``names``.
-    """
-    asked = [name for name in names if is_set(task, name)]
-    if asked:
+    """Raise ``ParameterError`` if the task sets one of the fields that ``worker`` cannot honour."""
+    unsupported = [name for name in names if is_set(task, name)]
+    if unsupported:
         raise ParameterError(
-            f"{worker} cannot honour {', '.join(asked)}",
-            f"the task sets {asked[0]}={getattr(task, asked[0])!r}",
+            f"{worker} cannot honour {', '.join(unsupported)}",
+            f"the task sets {unsupported[0]}={getattr(task, unsupported[0])!r}",
             fix,
         )
 
@@ -271,9 +266,6 @@ def to_params(task: SamplingFields, *, priority: int = 0) -> SamplingParams:
 
     ``best_of``, ``echo``, ``suffix``, ``user`` and ``return_context_logits`` have no counterpart
     there: refuse them first.
-
-    Raises:
-        ParameterError: a value is outside its range.
     """
     own_priority = getattr(task, "priority", None)
     values: dict[str, Any] = {name: getattr(task, name) for name in _SAME_NAME}
@@ -290,11 +282,7 @@ def to_params(task: SamplingFields, *, priority: int = 0) -> SamplingParams:
 
 
 def stop_strings(task: SamplingFields) -> tuple[str, ...]:
-    """The stop strings, however they are written.
-
-    Raises:
-        ParameterError: there is something else among them.
-    """
+    """The stop strings of a task, written as one string or several."""
     return _stop_strings("the task", task.stop)
 
 

@@ -1,4 +1,4 @@
-"""``ScaffoldingLlm``: answers prompts with a method. Admits requests and gives each a controller.
+"""``ScaffoldingLlm``: answers prompts with a method. Admits requests and clones the controller.
 
 The numbered life of a request:
 
@@ -6,7 +6,7 @@ The numbered life of a request:
 2. It waits there, by priority and then first come first served, for one of
    ``max_parallel_requests`` slots; its deadline already runs.
 3. The prototype controller is cloned, and ``generate`` of the clone is driven (see ``driver``).
-4. What it returns, or what goes wrong, ends the result; the next request takes its slot.
+4. What it returns, or its error, ends the result; the next request takes its slot.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ _SETTLE_SECONDS = 5.0
 
 @dataclass
 class _Waiting:
-    """What waits for a place: by priority, and then first come first served."""
+    """An entry of the waiting queue: by priority, and then first come first served."""
 
     priority: int
     arrival: int
@@ -69,16 +69,14 @@ class _Waiting:
 
 @dataclass
 class _Place(_Waiting):
-    """A place among the running requests that is held for work elsewhere."""
+    """A slot among the running requests that is held for work elsewhere."""
 
-    given: asyncio.Future[None]
+    granted: asyncio.Future[None]
     """Done when it is there; cancelled when nobody waits for it any more."""
 
 
 @dataclass
 class _Request(_Waiting):
-    """One request, from its submission to its end."""
-
     result: ScaffoldingResult
     prompt: Any
     kwargs: dict[str, Any]
@@ -169,14 +167,12 @@ class ScaffoldingLlm:
             timeout: seconds from now until the request fails with ``RequestTimeout``.
             priority: lower runs first.
             budget: limits of everything that the method does inside.
-            cache_salt: whatever the method runs inside shares cached prefixes, and pools of drafts,
-                only with requests of the same salt, such as those of one tenant. ``OpenaiWorker``
-                refuses it: another server has the cache.
-            **kwargs: handed on to ``generate``, and by it to ``process`` of the controller.
+            cache_salt: cached prefixes and draft pools are shared only with requests of the same
+                salt, such as those of one tenant. ``OpenaiWorker`` refuses it.
+            **kwargs: passed on to ``generate``, and by it to ``process`` of the controller.
 
         Raises:
-            ParameterError: an unknown sampling parameter, a timeout that is not above zero, a
-                priority that is no whole number, or a budget that is no ``Budget``.
+            ParameterError: an invalid argument.
             EngineStopped: after ``shutdown``.
         """
         if timeout is not None:
@@ -261,7 +257,7 @@ class ScaffoldingLlm:
 
     @asynccontextmanager
     async def place(self, priority: int = 0) -> AsyncGenerator[None, None]:
-        """Hold one of the places of requests, for work that runs elsewhere on this event loop.
+        """Hold one of the request slots, for work that runs elsewhere on this event loop.
 
         Args:
             priority: as of a request, among which it waits for its turn.
@@ -270,12 +266,12 @@ class ScaffoldingLlm:
         heapq.heappush(self._waiting, place)
         self._admit()
         try:
-            await place.given
+            await place.granted
             yield
         finally:
-            if place.given.done() and not place.given.cancelled():
+            if place.granted.done() and not place.granted.cancelled():
                 self._num_held -= 1
-            place.given.cancel()
+            place.granted.cancel()
             self._admit()
 
     # ---- running, on the event loop -----------------------------------------------------------
@@ -301,9 +297,9 @@ class ScaffoldingLlm:
         while self._waiting and len(self._running) + self._num_held < self.max_parallel_requests:
             request = heapq.heappop(self._waiting)
             if isinstance(request, _Place):
-                if not request.given.done():
+                if not request.granted.done():
                     self._num_held += 1
-                    request.given.set_result(None)
+                    request.granted.set_result(None)
             elif request.stopped is None:
                 request.job = self.loop.create_task(self._serve(request))
                 self._running[request.job] = request
@@ -382,7 +378,6 @@ class ScaffoldingLlm:
         return outputs
 
     def _tracer(self, request: _Request, account: BudgetAccount) -> Tracer | None:
-        """What records the request; None: nothing does."""
         if not self.trace:
             return None
         method = type(self.prototype_controller).__name__
@@ -394,7 +389,6 @@ class ScaffoldingLlm:
         return self.loop.run_in_executor(self._pool, context.run, function)
 
     def _stop(self, request: _Request, reason: Exception) -> None:
-        """End a request from outside; it fails with ``reason``."""
         if request.stopped is None and not request.result.finished:
             request.stopped = reason
             if request.job is None:
@@ -411,7 +405,7 @@ class ScaffoldingLlm:
 
         Args:
             shutdown_workers: shut the workers down as well.
-            shutdown_wokers: an old misspelling of it, still found in code that is ported.
+            shutdown_wokers: a misspelling of it that ported code still uses.
         """
         workers = shutdown_workers or shutdown_wokers
         if self.loop.is_closed():
@@ -426,7 +420,6 @@ class ScaffoldingLlm:
                 self._stop_loop(self._thread)
 
     def _stop_loop(self, thread: threading.Thread) -> None:
-        """Stop and close the event loop that runs in ``thread``."""
         asyncio.run_coroutine_threadsafe(_settle(), self.loop).result()
         asyncio.run_coroutine_threadsafe(self.loop.shutdown_asyncgens(), self.loop).result()
         self.loop.call_soon_threadsafe(self.loop.stop)
@@ -440,7 +433,7 @@ class ScaffoldingLlm:
         waiting, self._waiting = self._waiting, []
         for request in waiting:
             if isinstance(request, _Place):
-                request.given.cancel()
+                request.granted.cancel()
             else:
                 self._stop(request, reason)
         running = dict(self._running)
@@ -494,17 +487,14 @@ def _is_cancelling(request: _Request) -> bool:
 
 
 async def _settle() -> None:
-    """Let what was shielded from cancellation come to its end, such as closing sequences."""
     others = asyncio.all_tasks() - {asyncio.current_task()}
     if others:
         await asyncio.wait(others, timeout=_SETTLE_SECONDS)
 
 
 def _outputs(controller: Controller, output: Any) -> list[ScaffoldingOutput]:
-    """The outputs that ``generate`` of a controller returned.
-
-    Raises:
-        UsageError: something else than outputs is returned, such as text or a task.
+    """The outputs that ``generate`` of a controller returned; ``UsageError`` if it is something
+    else.
     """
     if output is None:
         return []

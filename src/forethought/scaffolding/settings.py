@@ -49,9 +49,9 @@ _C = TypeVar("_C", bound="type[Any]")
 
 @dataclass(frozen=True, slots=True)
 class NotInRequests:
-    """Marks, in ``Annotated``, a type of settings that a server's clients may not give.
+    """Marks, in ``Annotated``, a type of settings that a server's clients may not set.
 
-    Paths, functions and objects are none of theirs without it.
+    Paths, functions and objects need no mark.
     """
 
     reason: str
@@ -111,14 +111,12 @@ class Setting:
 
     @functools.cached_property
     def adapter(self) -> TypeAdapter[Any]:
-        """What checks a value; made when it is first read."""
+        """The validator of values; made when it is first read."""
         return _adapter(self.type)
 
     def value(self, arguments: Mapping[str, Any]) -> Any:
-        """The value that the arguments of a constructor give to the setting.
-
-        Raises:
-            ParameterError: it has another type, or is outside the range.
+        """The setting's value in the arguments of a constructor; raises ``ParameterError`` if it is
+        invalid.
         """
         if self.name not in arguments:
             return self.default
@@ -150,25 +148,27 @@ def required(help: str) -> Any:
 def with_settings(cls: _C) -> _C:
     """Give a class the constructor that its settings, and those of its bases, make.
 
-    As with dataclasses, what follows ``_: KW_ONLY`` is given by name alone, and ``__post_init__``
-    checks what concerns several settings, and makes what is derived of them. A subclass that has a
-    constructor of its own calls this one with ``super().__init__(...)``.
+    As with dataclasses, settings after ``_: KW_ONLY`` are passed by name, and ``__post_init__``
+    checks settings against each other and derives attributes. A subclass with a constructor of its
+    own calls this one with ``super().__init__(...)``.
     """
-    own: dict[str, _Field] = {}
+    declared: dict[str, _Field] = {}
     is_keyword = False
     for name, annotation in inspect.get_annotations(cls).items():
         if annotation in (KW_ONLY, "KW_ONLY"):
             is_keyword = True
         elif isinstance(field := vars(cls).get(name), _Field):
-            own[name] = replace(field, is_keyword=is_keyword)
-    if bare := [n for n, value in vars(cls).items() if isinstance(value, _Field) and n not in own]:
+            declared[name] = replace(field, is_keyword=is_keyword)
+    if bare := [
+        n for n, value in vars(cls).items() if isinstance(value, _Field) and n not in declared
+    ]:
         raise TypeError(f"{cls.__name__}.{bare[0]} is a setting without an annotation")
-    for name, field in own.items():
+    for name, field in declared.items():
         if field.default is REQUIRED:
             delattr(cls, name)
         else:
             setattr(cls, name, field.default)
-    setattr(cls, _FIELDS, own)
+    setattr(cls, _FIELDS, declared)
     cls.__init__ = _constructor(cls)
     return cls
 
@@ -203,21 +203,21 @@ def _parameter(name: str, field: _Field) -> inspect.Parameter:
 
 
 def _fields(cls: type[Any]) -> dict[str, _Field]:
-    """Those given by position, a base's before those of its subclasses; then by name, reversed."""
+    """Positional settings, a base's before its subclasses'; then those by name, reversed."""
     declared = [vars(base)[_FIELDS] for base in cls.__mro__ if _FIELDS in vars(base)]
     fields: dict[str, _Field] = {}
-    for own in reversed(declared):
-        fields |= own
+    for fields_of_base in reversed(declared):
+        fields |= fields_of_base
     positional = {name: field for name, field in fields.items() if not field.is_keyword}
-    nearest_first = dict.fromkeys(name for own in declared for name in own)
+    nearest_first = dict.fromkeys(name for fields_of_base in declared for name in fields_of_base)
     return positional | {name: fields[name] for name in nearest_first if name not in positional}
 
 
 def settings_of(method: Callable[..., Any]) -> Mapping[str, Setting]:
     """Name -> setting, in the order of the constructor's parameters.
 
-    A class with a constructor of its own, or a function, has its parameters for settings, which
-    say nothing about themselves.
+    Of a class with a constructor of its own, or a function, the parameters are settings without
+    help.
     """
     bases = method.__mro__ if isinstance(method, type) else ()
     owner = next((base for base in bases if "__init__" in vars(base)), None)
@@ -274,7 +274,6 @@ def _text_of(kind: Any) -> str:
 
 
 def _limited(text: str, marks: Sequence[Any]) -> str:
-    """A type with its range, such as ``float in (0, 1]``."""
     limits = [limit for mark in marks for limit in getattr(mark, "metadata", ())]
     bounds = {
         name: getattr(limit, name) for limit in limits for name in _BOUNDS if hasattr(limit, name)
@@ -313,11 +312,7 @@ ON_FAILURE: TypeAdapter[OnFailure] = _adapter(OnFailure)
 
 
 def validated(name: str, value: Any, kind: TypeAdapter[_T]) -> _T:
-    """``value`` as ``kind``.
-
-    Raises:
-        ParameterError: it has another type, or is outside the range.
-    """
+    """``value`` as ``kind``; raises ``ParameterError`` for another type or range."""
     try:
         return kind.validate_python(value, context=name)
     except ValidationError as error:
@@ -325,11 +320,12 @@ def validated(name: str, value: Any, kind: TypeAdapter[_T]) -> _T:
 
 
 def _refusal(name: str, value: Any, error: ValidationError) -> UsageError:
-    """The refusal that a validator has raised, or what pydantic says, of a union all of it."""
     complaints = error.errors(include_url=False)
     caught = complaints[0].get("ctx", {}).get("error")
     if isinstance(caught, UsageError):
         return caught
-    is_union = all(each["loc"] and isinstance(each["loc"][0], str) for each in complaints)
+    is_union = all(
+        complaint["loc"] and isinstance(complaint["loc"][0], str) for complaint in complaints
+    )
     first, *others = dict.fromkeys(map(rule, complaints if is_union else complaints[:1]))
     return refusal(name, value, " or ".join([first, *(o.removeprefix("it must ") for o in others)]))

@@ -60,20 +60,20 @@ class TaskStatus(Enum):
 class Task:
     """Base of all tasks.
 
-    A subclass need not call ``super().__init__``: the class attributes stand in.
+    A subclass need not call ``super().__init__``: the class attributes are the defaults.
 
     Attributes:
         worker_tag: key of its worker, in ``ScaffoldingLlm``'s ``workers``.
         streaming_output_flag: whether what the worker produces is streamed to the caller.
         streaming_output_list: where a worker appends what it streams.
         custom_input_params: for the user's own workers and collections; no built-in one reads it.
-        custom_output_params: the same, on the way back.
+        custom_output_params: results of the user's own workers.
         on_failure: ``"raise"`` throws a failure into the controller at its ``yield``; ``"drop"``
             only records it in ``status`` and ``error``.
         priority: lower runs first where a worker has a queue; None: that of the request.
         status: the outcome; None before.
         error: why it failed.
-        usage: tokens of the last execution, as far as its worker counts them.
+        usage: tokens of the last execution, if its worker counts them.
     """
 
     worker_tag: Any = field(default=None)
@@ -135,7 +135,7 @@ class ForkPoint:
     """The point at which another task's sequence is continued.
 
     A worker that holds the sequence forks it there, token for token; every other one uses
-    ``input_str``, the same as text.
+    ``input_str``, the whole as text.
     """
 
     handle: Any
@@ -143,11 +143,11 @@ class ForkPoint:
     kept: int | None
     """Generated tokens of it that are kept, however far it is; None: unknown to its worker."""
     suffix: str
-    """Text put behind them."""
+    """Text appended to them."""
     input_str: str | None
     """The whole as text; once the task's ``input_str`` differs, the fork no longer applies."""
     output: ScaffoldingOutput | None = None
-    """The output up to there, behind the prompt of the first task of a chain of forks."""
+    """The output up to there, after the prompt of the first task of a chain of forks."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (None, self.kept, self.suffix, self.input_str)
@@ -161,9 +161,8 @@ class GenerationTask(sampling.SamplingFields, Task):
     the worker.
 
     A deep copy or a pickle of a task holds its request and its results, but no ``request_handle``
-    and no ``attention_group``:
-    a stream in progress starts again if it is yielded, and a fork continues the text. ``copy`` and
-    ``copy.copy`` keep the sequence that a fork continues.
+    and no ``attention_group``: a stream in progress starts again if it is yielded, and a fork
+    continues the text. ``copy`` and ``copy.copy`` keep the sequence that a fork continues.
     """
 
     # the prompt: ids win over text
@@ -210,8 +209,8 @@ class GenerationTask(sampling.SamplingFields, Task):
     """The thought under a thinking budget, where the worker enforces that itself."""
     context_logits: Any = field(default=None, init=False, repr=False)
     draft_spans: list[DraftSpan] = field(default_factory=list, init=False, repr=False)
-    """Where drafts were verified in ``output_str``, in order, as far as its worker knows; on a
-    stream some may lie behind what it has brought."""
+    """Where drafts were verified in ``output_str``, in order, if its worker knows; of a
+    stream some may be beyond the text that it has returned."""
     samples: list[ScaffoldingOutput] = field(default_factory=list, init=False, repr=False)
     """All ``n`` of them; the fields above are those of the first."""
     candidates: list[str | None] = field(default_factory=list, init=False, repr=False)
@@ -243,11 +242,7 @@ class GenerationTask(sampling.SamplingFields, Task):
 
     @staticmethod
     def create_from_prompt(prompt: str | Sequence[int] | ChatTask) -> GenerationTask:
-        """A task for a prompt given as text, as token ids, or as a chat, of which it is a copy.
-
-        Raises:
-            ParameterError: it is none of them.
-        """
+        """A task for a prompt given as text, as token ids, or as a chat, of which it is a copy."""
         if isinstance(prompt, str):
             return GenerationTask(input_str=prompt)
         if isinstance(prompt, ChatTask):
@@ -277,18 +272,15 @@ class GenerationTask(sampling.SamplingFields, Task):
         return duplicate
 
     def __getstate__(self) -> dict[str, Any]:
-        own = {name: value for name, value in vars(self).items() if name != "attention_group"}
-        return own | {"request_handle": None}
+        state = {name: value for name, value in vars(self).items() if name != "attention_group"}
+        return state | {"request_handle": None}
 
     @property
     def result(self) -> ScaffoldingOutput | None:
         """All result fields at once; None before the task has run.
 
         Assigning takes over the ``result`` of another task, a text, or the first of the ``outputs``
-        of an engine's result; None makes the fields blank.
-
-        Raises:
-            ParameterError: something else is assigned.
+        of an engine's result; None clears the fields.
         """
         if self.output_str is None and self.output_tokens is None and self.finish_reason is None:
             return None
@@ -308,14 +300,14 @@ class GenerationTask(sampling.SamplingFields, Task):
 
     @result.setter
     def result(self, result: Any) -> None:
-        given = _as_output(result)
-        self.output_str, self.output_tokens = given.text, given.token_ids
-        self.finish_reason, self.stop_reason = given.finish_reason, given.stop_reason
-        self.logprobs, self.cumulative_logprob = given.logprobs, given.cumulative_logprob
-        self.confidences = given.confidences
-        self.customized_result_fields = dict(given.meta)
-        self.usage, self.thinking = given.usage, given.thinking
-        self.samples, self.candidates = [], list(given.candidates)
+        output = _as_output(result)
+        self.output_str, self.output_tokens = output.text, output.token_ids
+        self.finish_reason, self.stop_reason = output.finish_reason, output.stop_reason
+        self.logprobs, self.cumulative_logprob = output.logprobs, output.cumulative_logprob
+        self.confidences = output.confidences
+        self.customized_result_fields = dict(output.meta)
+        self.usage, self.thinking = output.usage, output.thinking
+        self.samples, self.candidates = [], list(output.candidates)
         self.draft_spans = []
         if result is None:
             self.context_logits = self.llm_request_params = self.request_handle = None
@@ -330,7 +322,7 @@ class GenerationTask(sampling.SamplingFields, Task):
 
         Text, ids and log-probabilities of the forked task up to the fork, of the inserted suffix
         and of this task; of all tasks before, if the forked one is itself a fork. The ids are those
-        that the sequence holds behind the first task's prompt. See ``ScaffoldingOutput.join``.
+        that the sequence holds after the first task's prompt. See ``ScaffoldingOutput.join``.
 
         None before the task has run; the result itself if it is no fork.
         """
@@ -351,7 +343,7 @@ class GenerationTask(sampling.SamplingFields, Task):
 
     @property
     def num_generated(self) -> int:
-        """Tokens generated so far, as exactly as the worker knows."""
+        """Tokens generated so far, as exactly as the worker counts them."""
         if self.output_tokens is not None:
             return len(self.output_tokens)
         return self.usage_completion_tokens or 0
@@ -361,10 +353,7 @@ class GenerationTask(sampling.SamplingFields, Task):
 
         Their seeds are hashes of the seed and the path of sample numbers, so the samples of a
         sample repeat none, and the same seed draws the same samples again. It does not matter
-        whether the seed is this task's own, or is filled in by a controller later.
-
-        Raises:
-            ParameterError: ``num_samples`` is no whole number above 0.
+        whether the seed is this task's, or is filled in by a controller later.
         """
         samples = [self.copy() for _ in range(validated("num_samples", num_samples, POSITIVE_INT))]
         for number, sample in enumerate(samples):
@@ -379,21 +368,21 @@ class GenerationTask(sampling.SamplingFields, Task):
         inherit: bool = True,
         **fields: Any,
     ) -> _Generation:
-        """A task that continues this one from where it is now, with ``suffix`` put behind it.
+        """A task that continues this one at its present end, after ``suffix``.
 
-        This one is not disturbed and may still be generating. A worker that holds its sequence
-        continues exactly its tokens, KV kept; every other one gets the same in text.
+        This task is not disturbed and may still be generating. A worker that holds its sequence
+        continues exactly its tokens and keeps their KV; every other one gets the text.
 
-        All sampling fields are taken over, as this task has them: a fork with an empty suffix goes
-        on as this task would. ``max_tokens`` and ``min_tokens`` count the tokens of the fork alone.
-        For several forks that differ: ``task.fork(suffix).samples_of(n)``.
+        All sampling fields are taken over: a fork with an empty suffix goes on as this task would.
+        ``max_tokens`` and ``min_tokens`` count the tokens of the fork alone. For several forks that
+        differ: ``task.fork(suffix).samples_of(n)``.
 
         Args:
-            suffix: text between what there is and what is to be generated.
+            suffix: text before the new tokens.
             kind: class of the new task; ``GenerationTask`` by default.
             inherit: whether sampling fields are taken over.
-            **fields: fields of the new task. A sampling field given here wins over this task's and
-                the controller's; None leaves it to the controller.
+            **fields: fields of the new task. A sampling field here wins over this task's and the
+                controller's; None leaves it to the controller.
 
         Raises:
             ParameterError: the new task has no such field.
@@ -402,14 +391,14 @@ class GenerationTask(sampling.SamplingFields, Task):
         if self.input_str is not None:
             output = self.output_str or ""
             text = (output if self.echo and output else self.input_str + output) + suffix
-        kept = 0 if self.output_str is None else None  # nothing has come back yet, or no tokens
+        num_kept = 0 if self.output_str is None else None  # nothing has come back yet, or no tokens
         if self.output_tokens is not None:
-            kept = len(self.output_tokens)
+            num_kept = len(self.output_tokens)
         new: Any = kind or GenerationTask
         child: _Generation = new(input_str=text)
         child.worker_tag, child.question = self.worker_tag, self.question
         child.history = list(self.history)
-        child.fork_point = ForkPoint(self.request_handle, kept, suffix, text, self.joined)
+        child.fork_point = ForkPoint(self.request_handle, num_kept, suffix, text, self.joined)
         if inherit:
             sampling.carry(self, child)
         _set_fields(child, fields)
@@ -425,9 +414,6 @@ class GenerationTask(sampling.SamplingFields, Task):
             instruction: what the model is to do.
             inherit: whether sampling fields are taken over.
             **fields: as of ``fork``.
-
-        Raises:
-            ParameterError: the new task has no such field.
         """
         if self.chat is not None:
             return self.chat.follow_up(instruction, inherit=inherit, **fields)
@@ -435,17 +421,17 @@ class GenerationTask(sampling.SamplingFields, Task):
         return child
 
     def asking(self, text: str) -> ChatTask:
-        """A chat that asks ``text`` in the place of the question, with the same messages before it.
+        """A chat that asks ``text`` in place of the question, with the same messages before it.
 
-        For what a method asks the model beside the answer, such as a judgement: sampling fields and
-        tools are not taken over.
+        For side questions of a method, such as a judgement: sampling fields and tools are not taken
+        over.
         """
         if self.chat is not None:
             return self.chat.asking(text)
         return ChatTask(messages=[*self.history, UserMessage(text)])
 
     def asked_again(self, text: str) -> ChatTask:
-        """The same request as a chat, with another text in the place of the question."""
+        """The same request as a chat, with another text in place of the question."""
         chat = self.asking(text)
         sampling.carry(self, chat)
         for name in ("streaming_output_flag", "on_failure", "priority", "skip_detokenizer"):
@@ -465,11 +451,7 @@ class GenerationTask(sampling.SamplingFields, Task):
 
 
 def _set_fields(task: GenerationTask, fields: Mapping[str, Any]) -> None:
-    """Set fields of a new task; sampling fields for good.
-
-    Raises:
-        ParameterError: the task has no such field.
-    """
+    """Set fields of a new task, sampling fields with ``choose``."""
     for name, value in fields.items():
         if name in sampling.FIELDS:
             sampling.choose(task, {name: value})
@@ -483,20 +465,20 @@ def _set_fields(task: GenerationTask, fields: Mapping[str, Any]) -> None:
 class StreamGenerationTask(GenerationTask):
     """A generation that returns to its controller every few tokens.
 
-    The controller yields the same task again and again until ``end_flag``. Generation continues
-    between the yields, and the worker may be ahead; the results, and the sequence that ``fork``
-    continues, hold exactly the tokens that were asked for.
+    The controller yields the same task again until ``end_flag``. Generation continues between the
+    yields, and the worker may be ahead; the results, and the sequence that ``fork`` continues, hold
+    exactly the tokens that were requested.
     """
 
     cancel_flag: bool = False
     """Set it and yield once more: the worker ends the generation; the results stay as they are."""
     streaming_step: int = 1
-    """Come back with exactly so many tokens more, or with the last ones; 0: at once, with whatever
+    """Return with exactly this many tokens more, or with the last ones; 0: at once, with whatever
     there is."""
     tokens_per_request: int | None = None
     """Tokens that one request to a server generates, but for the rest of a word. The next request
     continues the text over the server's prefix cache, once a step asks for more; so the server is
-    never more than so many tokens ahead of the steps. None: one request generates all.
+    never more than this many tokens ahead of the steps. None: one request generates all.
 
     A prompt of token ids, stop strings, penalties, ``min_tokens``, a guided shape and a thinking
     budget cannot be continued in another request, so they too make it one. Workers that hold the
@@ -518,11 +500,7 @@ class StreamGenerationTask(GenerationTask):
 
     @property
     def checked_step(self) -> int:
-        """``streaming_step``.
-
-        Raises:
-            ParameterError: it is no whole number, or below 0.
-        """
+        """``streaming_step``; raises ``ParameterError`` if it is no whole number, or below 0."""
         return validated("streaming_step", self.streaming_step, NON_NEGATIVE_INT)
 
     def copy(self) -> Self:
@@ -533,7 +511,6 @@ class StreamGenerationTask(GenerationTask):
 
 
 def _as_output(result: Any) -> ScaffoldingOutput:
-    """What is assigned to a task's ``result``, as an output."""
     if isinstance(result, ScaffoldingOutput):
         return result
     if result is None or isinstance(result, str):
@@ -591,8 +568,8 @@ class ChatTask(StreamGenerationTask):
         """``question``, or else the text of the last user message; None if there is none."""
         if self.question is not None:
             return self.question
-        asked = [message for message in self.messages if message.role == "user"]
-        return asked[-1].content if asked else None
+        questions = [message for message in self.messages if message.role == "user"]
+        return questions[-1].content if questions else None
 
     def copy(self) -> Self:
         """The same chat, free to go on differently, without results."""
@@ -619,9 +596,9 @@ class ChatTask(StreamGenerationTask):
         return child
 
     def asking(self, text: str) -> ChatTask:
-        """A chat that asks ``text`` in the place of the last question.
+        """A chat that asks ``text`` in place of the last question.
 
-        Behind the results of tools, it is one more question: they belong to the last one.
+        After results of tools, it is one more question: they belong to the last one.
         """
         request = self._request
         before = request[:-1] if request and request[-1].role == "user" else request
@@ -633,7 +610,7 @@ class ChatTask(StreamGenerationTask):
         )
 
     def asked_again(self, text: str) -> ChatTask:
-        """The same request with another text in the place of the last question."""
+        """The same request with another text in place of the last question."""
         child = self.unanswered()
         child.messages = self.asking(text).messages
         return child
@@ -658,13 +635,11 @@ class ChatTask(StreamGenerationTask):
 
     @property
     def _is_answered(self) -> bool:
-        """Whether the last message is the model's answer."""
         is_last = bool(self.messages) and isinstance(self.messages[-1], AssistantMessage)
         return is_last and self.result is not None
 
     @property
     def _request(self) -> list[RoleMessage]:
-        """The messages without the answer."""
         return self.messages[:-1] if self._is_answered else list(self.messages)
 
     @property
@@ -703,7 +678,7 @@ class ChatTask(StreamGenerationTask):
         system_prompts: Sequence[RoleMessage] | None = None,
         tools: Any = None,
     ) -> ChatTask:
-        """A chat that opens with ``system_prompts`` and a user's message, as far as given.
+        """A chat that opens with ``system_prompts`` and a user's message, where they are not None.
 
         Args:
             user_prompt: text of the user's message; None: the chat has no user's message yet.
@@ -725,7 +700,7 @@ class ChatTask(StreamGenerationTask):
 class RewardTask(Task):
     """Score an answer.
 
-    ``score`` is the result. Scoring several steps of one answer gives ``step_scores`` too, and
+    ``score`` is the result. Scoring several steps of one answer sets ``step_scores`` too, and
     their product as ``score``.
     """
 
@@ -797,7 +772,7 @@ class SaveSessionTask(Task):
     source: GenerationTask | None = None
     """Its prompt and output are saved."""
     suffix: str = ""
-    """Text put behind them."""
+    """Text appended to them."""
     name: str = ""
 
 

@@ -1,8 +1,8 @@
-"""What a method knows of how its model thinks: which markers open and close a thought.
+"""How a model thinks, for methods: which markers open and close a thought.
 
-A worker tells it for a prompt (``Worker.thinking``): the engine by the chat template and the
-vocabulary of its model, ``OpenaiWorker`` as it is told, or by what the server has sent. Where a
-worker does not know, the text decides: what has an opening marker is a thought.
+A worker tells it for a prompt (``Worker.thinking``): the engine by its chat template and
+vocabulary, ``OpenaiWorker`` by its arguments, or by what the server has sent. Where a worker does
+not know, the text decides: what has an opening marker is a thought.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class ThinkingProfile:
 
     @property
     def think_end(self) -> str:
-        """What closes a thought; ``</think>`` where nothing is known."""
+        """The closing marker of a thought; ``</think>`` where nothing is known."""
         return (self.markers or MARKERS[0])[1]
 
     def is_thinking(self, output: str) -> bool:
@@ -58,25 +58,14 @@ class ThinkingProfile:
 
 
 def is_within_thought(text: str, markers: Sequence[str], was_open: bool = False) -> bool:
-    """Whether a text ends within a thought.
-
-    Args:
-        text: its last marker decides.
-        markers: what opens and closes a thought.
-        was_open: whether it begins within one.
-    """
+    """Whether a text ends within a thought: its last marker decides, or else ``was_open``."""
     start, end = markers
     opened, closed = text.rfind(start), text.rfind(end)
     return was_open if opened == closed == -1 else opened > closed
 
 
 def thinking_of(task: GenerationTask, tag: Any) -> ThinkingProfile:
-    """How the model of a worker thinks after the prompt of a task.
-
-    Args:
-        task: of the request.
-        tag: the worker's.
-    """
+    """How the model of the worker of ``tag`` thinks after the prompt of a task."""
     scope = current_scope()
     profile = None if scope is None or scope.thinking is None else scope.thinking(task, tag)
     text = task.input_str or ""
@@ -90,9 +79,6 @@ def expect_thinking(method: str, profile: ThinkingProfile, why: str) -> None:
         method: its name.
         profile: of the model.
         why: what the method does with thoughts.
-
-    Raises:
-        ParameterError: the model does not think.
     """
     if profile.has_no_thoughts:
         raise ParameterError(

@@ -79,14 +79,12 @@ class Span:
     """``type``, ``what``, ``why`` and ``fix`` of a failure."""
 
     def check(self, number: int, branches: Collection[str]) -> None:
-        """Check what the types of the fields leave open.
+        """Check what the types of the fields leave open; raises ``ValueError`` that names the
+        value.
 
         Args:
             number: its position among the spans.
             branches: paths of the branches of the trace.
-
-        Raises:
-            ValueError: a value cannot be; says which.
         """
         place = f"spans.{number}"
         has_ended = self.outcome is not None
@@ -106,11 +104,7 @@ class Span:
                 raise ValueError(f"{place}.{name} cannot be {getattr(self, name)!r}")
 
     def check_results(self) -> None:
-        """Decode what its execution changed.
-
-        Raises:
-            ValueError: something is nothing that a trace holds; says where.
-        """
+        """Decode its results; raises a ``ValueError`` that names an undecodable one."""
         place = f"spans.{self.number}"
         for name, value in self.results.items():
             grown = isinstance(value, dict) and value.get("$") == "grown"
@@ -144,11 +138,7 @@ def _is_count(value: Any, limit: float = math.inf) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Prices:
-    """Prices of tokens, per million, in any currency.
-
-    Raises:
-        ParameterError: one is negative, or no number.
-    """
+    """Prices of tokens, per million, in any currency; not negative."""
 
     input: float
     output: float
@@ -162,7 +152,7 @@ class Prices:
                 validated(name, value, NON_NEGATIVE_FLOAT)
 
     def cost(self, usage: Mapping[str, int]) -> float:
-        """What the tokens of a ``usage`` cost: those of prompts, and all that were generated."""
+        """The cost of the tokens of a ``usage``: those of prompts, and all that were generated."""
         prompt = usage.get("prompt_tokens", 0)
         cached = min(prompt, usage.get("cached", 0))
         output = max(usage.get("completion_tokens", 0), usage.get("decoded", 0))
@@ -207,30 +197,20 @@ class Trace:
 
     @property
     def scaffolding_outputs(self) -> list[ScaffoldingOutput]:
-        """What the request returned.
-
-        Raises:
-            TraceError: the record of one is damaged.
-        """
+        """The outputs of the request; raises ``TraceError`` if the record of one is damaged."""
         try:
             return [decoded(output, f"outputs.{n}") for n, output in enumerate(self.outputs)]
         except ValueError as error:
             raise _damaged(error) from error
 
     def save(self, path: str | Path) -> None:
-        """Write the trace as JSON; what was there stays as it is until all of it is written.
-
-        Raises:
-            FileError: the file cannot be written.
-        """
+        """Write the trace as JSON; an earlier file is replaced once all of it is written."""
         save_text(path, json.dumps(asdict(self), ensure_ascii=False), "trace")
 
     @classmethod
     def load(cls, path: str | Path) -> Self:
-        """Read what ``save`` has written.
-
-        Raises:
-            TraceError: there is no such file, or it is no trace of this version.
+        """Read a trace that ``save`` has written; raises ``TraceError`` if it is missing or no
+        trace.
         """
         try:
             values = json.loads(Path(path).read_text(encoding="utf-8"))
@@ -250,11 +230,7 @@ class Trace:
             ) from error
 
     def check(self) -> None:
-        """Check the values that a replay reads; ``load`` has checked the rest.
-
-        Raises:
-            TraceError: one is damaged; says which.
-        """
+        """Check the values that a replay reads; ``load`` has checked the rest."""
         try:
             Budget(**self.budget)
             for name in ("prompt", "kwargs", "thinking", "outputs"):
@@ -265,11 +241,7 @@ class Trace:
             raise _damaged(error) from error
 
     def _check_order(self) -> None:
-        """Check what the types of the fields leave open.
-
-        Raises:
-            ValueError: a span or an order cannot be; says which.
-        """
+        """Check what the types of the fields leave open."""
         paths = {"", *(span.branch for span in self.spans if span.kind == "branch")}
         for number, span in enumerate(self.spans):
             span.check(number, paths)
@@ -293,7 +265,7 @@ class Trace:
     # ---- reading it ---------------------------------------------------------------------------
 
     def tasks(self) -> list[Span]:
-        """The executions of tasks, a stream's steps each for itself."""
+        """The executions of tasks, each step of a stream separately."""
         return [span for span in self.spans if span.kind == "task"]
 
     def inside(self, branch: str) -> list[Span]:
@@ -314,7 +286,7 @@ class Trace:
 
         Args:
             width: characters per line.
-            prices: adds what the request and each of its tasks cost; None: no costs.
+            prices: adds the costs of the request and of each of its tasks; None: no costs.
         """
         head = f"{self.method}  {_seconds(self.seconds)}  {_tokens(self.usage)}"
         head += f"  {shown_cost(self.usage, prices)}" if prices else ""

@@ -1,4 +1,4 @@
-"""Values of tasks as JSON and back: what a trace file holds of prompts, settings and results.
+"""Values of tasks as JSON and back: prompts, settings and results in a trace file.
 
 A value that JSON lacks is an object with the key ``"$"``: the name of its class, and its content.
 """
@@ -22,8 +22,8 @@ from forethought.scaffolding.thinking import ThinkingProfile
 
 _CLASSES: Mapping[str, type[Any]] = MappingProxyType(
     {
-        known.__name__: known
-        for known in (
+        kind.__name__: kind
+        for kind in (
             outputs.FinishReason,
             outputs.Logprob,
             outputs.SpeculationMetrics,
@@ -52,10 +52,8 @@ def encoded(value: Any, *, lenient: bool = False) -> Any:
 
     Args:
         value: made of plain values, containers, and the classes of results and messages.
-        lenient: stand the name of its class in for a value that is anything else.
-
-    Raises:
-        TypeError: it holds something else.
+        lenient: write the name of its class for a value that is anything else, in place of raising
+            ``TypeError``.
     """
     kind = type(value)
     if kind is float and not math.isfinite(value):
@@ -111,14 +109,11 @@ _PLAIN: Mapping[str, Callable[[Any], Any]] = MappingProxyType(
 
 
 def decoded(value: Any, place: str = "") -> Any:
-    """The value that ``encoded`` was given; None for what it could not hold.
+    """The value that ``encoded`` was called with; None for what it could not hold.
 
     Args:
         value: as it is in the trace.
         place: where that is, for errors.
-
-    Raises:
-        ValueError: it is nothing that ``encoded`` returns; says where.
     """
     if isinstance(value, list):
         return [decoded(item, f"{place}.{number}") for number, item in enumerate(value)]
@@ -139,11 +134,7 @@ def decoded(value: Any, place: str = "") -> Any:
 
 
 def _object(kind: Any, content: Any) -> Any:
-    """An object of the class with exactly its attributes.
-
-    Raises:
-        ValueError: one is missing, unknown or of another type.
-    """
+    """An object of the class with exactly its attributes; raises ``ValueError`` for wrong ones."""
     if issubclass(kind, Enum):
         return kind(content)
     attributes = _attributes(kind)
@@ -157,10 +148,10 @@ def _object(kind: Any, content: Any) -> Any:
         _whole_adapter(kind).validate_python(content)
     if issubclass(kind, tuple):
         return kind(**content)
-    made = object.__new__(kind)
+    instance = object.__new__(kind)
     for name, item in content.items():
-        object.__setattr__(made, name, item)
-    return made
+        object.__setattr__(instance, name, item)
+    return instance
 
 
 @functools.lru_cache(maxsize=64)
@@ -186,7 +177,6 @@ _OPTIONAL = frozenset({"unreadable_call"})
 
 
 def _attributes(kind: type[Any]) -> frozenset[str]:
-    """Names of the attributes that an object of a class has."""
     if kind.__name__ in _MESSAGES:
         return frozenset(vars(_MESSAGES[kind.__name__]))
     if issubclass(kind, tuple):
@@ -204,11 +194,7 @@ def _reason(error: Exception) -> str:
 
 
 def expect_type(kind: Any, name: str, value: Any) -> None:
-    """Check an attribute of an object against the class, where that says its type.
-
-    Raises:
-        ValueError: it is of another type.
-    """
+    """Raise ``ValueError`` unless an attribute has the type that the class declares."""
     if isinstance(getattr(kind, name, None), property):
         raise ValueError(f"{name} cannot be set")
     try:
@@ -219,7 +205,6 @@ def expect_type(kind: Any, name: str, value: Any) -> None:
 
 @functools.lru_cache(maxsize=512)
 def _adapter(kind: type[Any], name: str) -> TypeAdapter[Any]:
-    """Checks an attribute of a class."""
     hint = get_type_hints(kind).get(name, Any)
     try:
         return TypeAdapter(hint, config=ConfigDict(arbitrary_types_allowed=True))
@@ -231,15 +216,12 @@ Kind = TypeVar("Kind")
 
 
 def checked(kind: type[Kind], values: Any, place: str = "") -> Kind:
-    """A dataclass of JSON values, each of the type of its field.
+    """A dataclass of JSON values, each of the type of its field; else raises ``ValueError``.
 
     Args:
         kind: the dataclass.
         values: by the names of its fields; those that have defaults may be left out.
         place: where they are, for errors.
-
-    Raises:
-        ValueError: one is missing, unknown or of another type; says which.
     """
     fields = {field.name: field for field in dataclasses.fields(kind)}  # type: ignore[arg-type]
     if not isinstance(values, dict):

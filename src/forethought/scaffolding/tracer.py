@@ -1,4 +1,4 @@
-"""The tracer of a request: it is shown what the driver runs, and records it as a trace."""
+"""The tracer of a request: the driver calls it with what it runs; it records a trace."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ _NOT_RESULTS = frozenset(
 
 
 class Tracer:
-    """What the driver shows of a request: spans as they begin and end, and stages.
+    """Hooks that the driver calls as spans begin and end, and for stages.
 
     Attributes:
         trace: where they are recorded.
@@ -63,41 +63,39 @@ class Tracer:
     trace: Trace
 
     def begin(self, branch: str, item: Item) -> Span:
-        """``item`` is about to run: a task in ``branch``, or the branch of this path itself."""
+        """Called when a task in ``branch``, or the branch of this path itself, is about to run."""
         raise NotImplementedError
 
     async def turn(self, span: Span) -> None:
-        """Returns once ``span`` may end. Only a branch or a computation waits for it."""
+        """Return once ``span`` may end. Only a branch or a computation waits for it."""
 
     async def resume(self, branch: str) -> None:
-        """The wait of the controller of ``branch`` is over; returns once it may go on."""
+        """Return once the controller of ``branch``, whose wait is over, may go on."""
 
     def ended(self, span: Span, item: Item, outcome: str) -> None:
-        """The job of ``item`` is over, however."""
+        """Called when the job of ``item`` is over, whatever its outcome."""
 
     def stage(self, branch: str, stage: Stage) -> None:
-        """A stage of ``branch``."""
+        """Called for a stage of ``branch``."""
 
     def profiled(self, task: GenerationTask, tag: Any, profile: ThinkingProfile) -> None:
-        """A controller has asked how the model thinks after the prompt of ``task``."""
+        """Called when a controller has asked how the model thinks after the prompt of ``task``."""
 
     def exhausted(self, then: Callable[[], None]) -> None:
-        """The budget has run out during the execution; ``then`` stops what goes on."""
+        """Called when the budget has run out; ``then`` stops what is still running."""
 
     def finish(self, outcome: Sequence[Any] | BaseException, *, stopped: bool = False) -> None:
-        """The request is over: with its outputs, or failed; ``stopped`` from outside or not."""
+        """Called when the request is over, with its outputs or its error; ``stopped`` from outside
+        or not.
+        """
 
     def failed(self, error: BaseException) -> None:
-        """It has raised ``error`` in one of the methods above; none of them is called again."""
+        """Called when it has raised ``error`` in one of the hooks; none of them is called again."""
         _logger.error("the trace of %s is incomplete", self.trace.request_id, exc_info=error)
 
 
 class GuardedTracer:
-    """Calls a tracer until it raises; then the request goes on without it.
-
-    Args:
-        tracer: what is called.
-    """
+    """Calls a tracer until it raises; then the request goes on without it."""
 
     def __init__(self, tracer: Tracer) -> None:
         self._tracer: Tracer | None = tracer
@@ -164,7 +162,6 @@ class GuardedTracer:
 
 
 def _ends_the_task(error: BaseException) -> bool:
-    """Whether ``error`` came because the request is stopped, and not from the tracer."""
     try:
         current = asyncio.current_task()
     except RuntimeError:  # the event loop is closed
@@ -346,11 +343,7 @@ def _change(same: Any, old: Any, value: Any) -> Any:
 
 
 def apply_results(span: Span, task: Task) -> None:
-    """Put what the execution of ``span`` changed on ``task``.
-
-    Raises:
-        TraceError: the trace lacks some of it.
-    """
+    """Apply the results in ``span`` to ``task``; raises ``TraceError`` if some are missing."""
     if span.omitted:
         raise TraceError(
             f"the trace cannot answer span {span.number}",

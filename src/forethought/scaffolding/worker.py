@@ -52,27 +52,24 @@ class Worker:
         return await handler(self, task) or TaskStatus.SUCCESS
 
     def _handler(self, kind: type[Task]) -> TaskHandler | None:
-        found = (self.task_handlers.get(ancestor) for ancestor in kind.__mro__)
-        return next((handler for handler in found if handler is not None), None)
+        handlers = (self.task_handlers.get(ancestor) for ancestor in kind.__mro__)
+        return next((handler for handler in handlers if handler is not None), None)
 
     def thinking(self, task: Any) -> Any:
-        """How the model thinks after the prompt of a task, a ``ThinkingProfile``; None: unknown.
+        """The ``ThinkingProfile`` after the prompt of a task; None: unknown.
 
-        Called on the event loop before the task runs; it computes nothing that takes long.
+        Called on the event loop before the task runs; it must not compute for long.
         """
         return None
 
     async def on_scope_end(self, scope_id: str) -> None:
-        """A request, or one of its parallel branches, is over: let go of what was kept for it."""
+        """Free the state of a request, or of one of its parallel branches, that is over."""
 
     async def on_loop_end(self) -> None:
-        """A ``ScaffoldingLlm`` on the running event loop has ended, and the loop may end with it.
-
-        What belongs to the loop, such as idle connections, is to be closed here.
-        """
+        """Close what belongs to the running event loop, such as idle connections: it may end."""
 
     def shutdown(self) -> None:
-        """Let go of everything. Called by the owner, from any thread."""
+        """Free all resources. Called by the owner, from any thread."""
 
     async def async_shutdown(self) -> None:
         """The part of ``shutdown`` that has to happen on the event loop; called before it."""

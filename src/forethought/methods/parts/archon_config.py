@@ -123,7 +123,12 @@ class Pipeline:
     @property
     def models(self) -> list[str]:
         """The worker tags that are named, each once."""
-        named = [each.model for layer in self.layers for each in layer if each.model is not None]
+        named = [
+            component.model
+            for layer in self.layers
+            for component in layer
+            if component.model is not None
+        ]
         return list(dict.fromkeys(named))
 
     @property
@@ -143,32 +148,35 @@ class Pipeline:
         return total
 
     def to_dict(self) -> dict[str, Any]:
-        """What it was read from, without what is not set."""
+        """The mapping that it was read from, without unset fields."""
         return {
-            "layers": [[each.model_dump(exclude_none=True) for each in row] for row in self.layers]
+            "layers": [
+                [component.model_dump(exclude_none=True) for component in row]
+                for row in self.layers
+            ]
         }
 
 
-def load(given: Pipeline | Mapping[str, Any] | str | Path) -> Pipeline:
+def load(source: Pipeline | Mapping[str, Any] | str | Path) -> Pipeline:
     """The pipeline itself, or that of a mapping or of a file (``.json``, ``.yaml``, ``.yml``).
 
     Raises:
-        ParameterError: it cannot be read, or a layer cannot be run; says which one.
-        UnknownNameError: a component of a type that there is not.
+        ParameterError: it cannot be read, or a layer cannot be run; names the layer.
+        UnknownNameError: a component's type does not exist.
         DependencyError: a YAML file, and pyyaml is not installed.
     """
-    if isinstance(given, Pipeline):
-        return given
-    values = given if isinstance(given, Mapping) else _read(Path(given))
+    if isinstance(source, Pipeline):
+        return source
+    values = source if isinstance(source, Mapping) else _read(Path(source))
     layers = values.get("layers") if isinstance(values, Mapping) else None
     if not isinstance(layers, Sequence) or isinstance(layers, str) or not layers:
         raise _invalid("layers", f"got {layers!r}", "Give a list of layers, each a list")
     unknown = values.keys() - {"layers", "name"}
     if unknown:
         raise ParameterError.unknown("a pipeline", unknown, ("layers", "name"))
-    found = tuple(_layer(f"layers[{n}]", layer) for n, layer in enumerate(layers))
-    _check(found)
-    return Pipeline(found)
+    layers_read = tuple(_layer(f"layers[{n}]", layer) for n, layer in enumerate(layers))
+    _check(layers_read)
+    return Pipeline(layers_read)
 
 
 def _read(path: Path) -> Any:
@@ -192,20 +200,20 @@ def _read(path: Path) -> Any:
         ) from error
 
 
-def _layer(name: str, given: Any) -> tuple[Component, ...]:
-    if not isinstance(given, Sequence) or isinstance(given, str) or not given:
-        raise _invalid(name, f"got {given!r}", "Give a list of components")
-    return tuple(_component(f"{name}[{n}]", each) for n, each in enumerate(given))
+def _layer(name: str, values: Any) -> tuple[Component, ...]:
+    if not isinstance(values, Sequence) or isinstance(values, str) or not values:
+        raise _invalid(name, f"got {values!r}", "Give a list of components")
+    return tuple(_component(f"{name}[{n}]", item) for n, item in enumerate(values))
 
 
-def _component(name: str, given: Any) -> Component:
-    if not isinstance(given, Mapping) or "type" not in given:
-        raise _invalid(name, f"got {given!r}", 'Give a mapping with "type"')
-    kind = given["type"]
+def _component(name: str, values: Any) -> Component:
+    if not isinstance(values, Mapping) or "type" not in values:
+        raise _invalid(name, f"got {values!r}", 'Give a mapping with "type"')
+    kind = values["type"]
     if not isinstance(kind, str) or kind not in COMPONENTS:
         raise UnknownNameError(f"type in {name}", str(kind), COMPONENTS)
     try:
-        return COMPONENTS[kind](**given)
+        return COMPONENTS[kind](**values)
     except ParameterError as error:
         raise ParameterError(f"{name}: {error.what}", error.why, error.fix) from error
 
@@ -214,7 +222,7 @@ def _check(layers: Sequence[Sequence[Component]]) -> None:
     """Refuse an order of components that cannot work."""
     has_tests = False
     for number, layer in enumerate(layers):
-        name, kinds = f"layers[{number}]", {each.type for each in layer}
+        name, kinds = f"layers[{number}]", {component.type for component in layer}
         if (kinds == {"generator"}) != (number == 0):
             raise _invalid(
                 name,
@@ -225,7 +233,7 @@ def _check(layers: Sequence[Sequence[Component]]) -> None:
         if not alone and not (kinds <= _NOTES and len(kinds) == len(layer)):
             raise _invalid(
                 name,
-                f"{', '.join(each.type for each in layer)} cannot run side by side",
+                f"{', '.join(component.type for component in layer)} cannot run side by side",
                 "Give each a layer of its own",
             )
         if "unit_test_evaluator" in kinds and not has_tests:

@@ -1,4 +1,4 @@
-"""What the components of Archon ask a model, and what is read in its replies.
+"""The prompts of Archon's components, and the parsers of the replies.
 
 The components are those of Saad-Falcon et al. 2024 (arXiv 2409.15254); the texts are ours.
 """
@@ -69,24 +69,26 @@ End with one line per test, of the form "Test 1: Passed" or "Test 1: Failed"."""
 def ranking_in(text: str, count: int) -> list[int]:
     """The indices of the candidates, best first; those that are not named come last."""
     line = text[text.lower().rfind("ranking") :] if "ranking" in text.lower() else text
-    named = [int(each) - 1 for each in re.findall(r"\[(\d+)\]", line)]
+    named = [int(number) - 1 for number in re.findall(r"\[(\d+)\]", line)]
     return list(dict.fromkeys(n for n in (*named, *range(count)) if 0 <= n < count))
 
 
 def is_correct(text: str) -> bool:
     """Whether the last of "[Correct]" and "[Incorrect]" is the first of the two."""
-    found = re.findall(r"\[(correct|incorrect)\]", text.lower())
-    return bool(found) and found[-1] == "correct"
+    matches = re.findall(r"\[(correct|incorrect)\]", text.lower())
+    return bool(matches) and matches[-1] == "correct"
 
 
 def unit_tests_in(text: str) -> tuple[str, ...]:
     """The tests in a list with dashes or numbers."""
-    found = re.findall(r"^\s*(?:[-*]|\d+[.)])\s+(\S.*)$", text, re.MULTILINE)
-    return tuple(each.strip() for each in found)
+    items = re.findall(r"^\s*(?:[-*]|\d+[.)])\s+(\S.*)$", text, re.MULTILINE)
+    return tuple(item.strip() for item in items)
 
 
 def num_passed(text: str, num_tests: int) -> int:
-    """How many tests are said to be passed; what is said last of a test counts."""
-    found = re.findall(r"test\s*(\d+)\W+(passed|failed)", text.lower())
-    said = {int(number): word for number, word in found if 1 <= int(number) <= num_tests}
-    return sum(word == "passed" for word in said.values())
+    """The number of tests that the text reports as passed; of several reports of a test the last
+    counts.
+    """
+    matches = re.findall(r"test\s*(\d+)\W+(passed|failed)", text.lower())
+    results = {int(number): word for number, word in matches if 1 <= int(number) <= num_tests}
+    return sum(word == "passed" for word in results.values())

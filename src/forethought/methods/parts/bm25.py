@@ -35,13 +35,13 @@ def words(text: str) -> list[str]:
 
 
 class BM25Index:
-    """Documents, found by their words.
+    """Documents, indexed by their words.
 
     Args:
         documents: the texts.
         k1: how much further occurrences of a word count: 0: not at all.
         b: how much a long document is discounted: 0: not at all, 1: by its length.
-        tokenize: makes words of a text; the same for documents and queries.
+        tokenize: makes words of a text; applied to documents and queries.
 
     Raises:
         ParameterError: there are no documents, one is no text, or a parameter is out of range.
@@ -67,9 +67,9 @@ class BM25Index:
         """Word -> document -> occurrences."""
         self._lengths: list[int] = []
         for number, text in enumerate(self.documents):
-            found = self._tokenize(text)
-            self._lengths.append(len(found))
-            for word, count in Counter(found).items():
+            tokens = self._tokenize(text)
+            self._lengths.append(len(tokens))
+            for word, count in Counter(tokens).items():
                 self._counts[word][number] = count
         self._mean_length = sum(self._lengths) / len(self._lengths) or 1.0
 
@@ -83,22 +83,19 @@ class BM25Index:
 
     def scores(self, query: str) -> dict[int, float]:
         """The scores of the documents that share a word with the query, by their numbers."""
-        found: dict[int, float] = defaultdict(float)
+        scores: dict[int, float] = defaultdict(float)
         for word in self._tokenize(query):
             for number, count in self._counts.get(word, {}).items():
-                found[number] += self.idf(word) * self._weight(count, number)
-        return dict(found)
+                scores[number] += self.idf(word) * self._weight(count, number)
+        return dict(scores)
 
     def search(self, query: str, num_documents: int) -> list[int]:
-        """The numbers of the best documents, the best one first; of equals the earlier one.
+        """The numbers of the best documents that share a word with the query, best first.
 
-        Fewer where fewer share a word with the query.
-
-        Raises:
-            ParameterError: ``num_documents`` is no whole number above 0.
+        Of equal scores the earlier document is first; ``num_documents`` is at least 1.
         """
-        most, found = validated("num_documents", num_documents, POSITIVE_INT), self.scores(query)
-        return sorted(found, key=lambda number: (-found[number], number))[:most]
+        most, scores = validated("num_documents", num_documents, POSITIVE_INT), self.scores(query)
+        return sorted(scores, key=lambda number: (-scores[number], number))[:most]
 
     def _weight(self, count: int, number: int) -> float:
         length = self._lengths[number] / self._mean_length

@@ -2,10 +2,10 @@
 
 The difficulty is predicted from some samples, the probes: 1 - (votes of the most frequent answer) /
 (number of probes), or where there is a reward 1 - (their mean score). A ``Policy`` says which
-method answers a question of that difficulty. ``fit`` finds one on a calibration file: questions are
-sorted into bins of difficulty, each with about as many, and of all ways to give each bin a method
-the most accurate one is taken whose tokens stay within a limit on average. The file is the journal
-that ``forethought eval`` writes::
+method answers a question of that difficulty. ``fit`` makes one from a calibration file: questions
+are sorted into bins of difficulty, each with about as many, and of all ways to give each bin a
+method the most accurate one is taken whose tokens stay within a limit on average. The file is the
+journal that ``forethought eval`` writes::
 
     forethought eval ... --methods plain,majority_vote@8,majority_vote@32 --samples 4 --out DIR
     fit("DIR/...", max_tokens=2000).save("policy.json")
@@ -78,21 +78,19 @@ class Policy:
         save_text(path, json.dumps(asdict(self), indent=2) + "\n", "policy")
 
     @classmethod
-    def load(cls, given: Policy | Mapping[str, Any] | str | Path) -> Policy:
-        """The policy itself, or the one of a mapping or of a JSON file.
-
-        Raises:
-            ParameterError: there is no such file, or it is no policy.
+    def load(cls, source: Policy | Mapping[str, Any] | str | Path) -> Policy:
+        """The policy itself, or the one of a mapping or of a JSON file; else raises
+        ``ParameterError``.
         """
         try:
-            if isinstance(given, str | Path):
-                given = json.loads(Path(given).read_text(encoding="utf-8"))
-            return _POLICY.validate_python(given)
+            if isinstance(source, str | Path):
+                source = json.loads(Path(source).read_text(encoding="utf-8"))
+            return _POLICY.validate_python(source)
         except (OSError, ValueError, ValidationError) as error:
             if isinstance(error, ParameterError):
                 raise
             raise ParameterError(
-                "invalid policy", f"{given!r}: {error}", "Give what Policy.save has written"
+                "invalid policy", f"{source!r}: {error}", "Give what Policy.save has written"
             ) from error
 
 
@@ -159,8 +157,6 @@ def fit(
 
 @dataclass(frozen=True, slots=True)
 class _Question:
-    """What the calibration file says about one question."""
-
     difficulty: float
     outcomes: Mapping[str, tuple[float, float]]
     """Method -> (share of right attempts, tokens); those of the probes are in all of the tokens."""
@@ -187,11 +183,10 @@ def _attempts(path: str | Path) -> list[dict[str, Any]]:
 
 
 def _distinct(attempts: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """The first attempt of each problem, method and sample."""
-    found: dict[tuple[Any, ...], Mapping[str, Any]] = {}
-    for each in attempts:
-        found.setdefault(_key(each), each)
-    return list(found.values())
+    first: dict[tuple[Any, ...], Mapping[str, Any]] = {}
+    for attempt in attempts:
+        first.setdefault(_key(attempt), attempt)
+    return list(first.values())
 
 
 def _key(attempt: Mapping[str, Any]) -> tuple[Any, ...]:
@@ -201,16 +196,14 @@ def _key(attempt: Mapping[str, Any]) -> tuple[Any, ...]:
 def _questions(
     attempts: Sequence[Mapping[str, Any]], probe: str, num_probes: int, predict: _Predict
 ) -> list[_Question]:
-    """The questions of a journal.
-
-    Raises:
-        ParameterError: a question has too few probes, or lacks a method.
-    """
-    found: dict[int, dict[str, list[Mapping[str, Any]]]] = defaultdict(lambda: defaultdict(list))
-    for attempt in sorted(attempts, key=lambda each: each["sample"]):
-        found[attempt["number"]][attempt["method"]].append(attempt)
-    names = {name for by_method in found.values() for name in by_method} - {probe}
-    for number, by_method in found.items():
+    """The questions of a journal; raises if one has too few probes, or lacks a method."""
+    by_number: dict[int, dict[str, list[Mapping[str, Any]]]] = defaultdict(
+        lambda: defaultdict(list)
+    )
+    for attempt in sorted(attempts, key=lambda attempt: attempt["sample"]):
+        by_number[attempt["number"]][attempt["method"]].append(attempt)
+    names = {name for by_method in by_number.values() for name in by_method} - {probe}
+    for number, by_method in by_number.items():
         missing = sorted(names - by_method.keys())
         if len(by_method[probe]) < num_probes or missing:
             raise ParameterError(
@@ -218,9 +211,9 @@ def _questions(
                 f"{len(by_method[probe])} attempts with {probe!r}, and none with {missing}",
                 f"Evaluate all methods, and {probe!r} with {num_probes} samples per problem",
             )
-    if not found:
+    if not by_number:
         raise ParameterError("the calibration file is empty", "no attempts", "Run forethought eval")
-    return [_question(by, by[probe][:num_probes], probe, predict) for by in found.values()]
+    return [_question(by, by[probe][:num_probes], probe, predict) for by in by_number.values()]
 
 
 def _by_agreement(space: AnswerSpace) -> _Predict:

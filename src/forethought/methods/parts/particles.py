@@ -45,11 +45,8 @@ def log_weights(scores: Sequence[float], weighting: Weighting) -> list[float]:
 
     Args:
         scores: of the particles.
-        weighting: ``"odds"`` of scores that are probabilities; ``"softmax"``: scores are logarithms
-            already.
-
-    Raises:
-        ParameterError: a score of ``"odds"`` is no probability.
+        weighting: ``"odds"`` of scores that have to be probabilities; ``"softmax"``: scores are
+            logarithms already.
     """
     if weighting == "softmax":
         return list(scores)
@@ -60,13 +57,15 @@ def log_weights(scores: Sequence[float], weighting: Weighting) -> list[float]:
             f"a score is {wrong[0]}, and no probability",
             'Use weighting="softmax"',
         )
-    kept = [min(max(score, _SMALLEST), 1.0 - _SMALLEST) for score in scores]
-    return [math.log(score / (1.0 - score)) for score in kept]
+    clipped = [min(max(score, _SMALLEST), 1.0 - _SMALLEST) for score in scores]
+    return [math.log(score / (1.0 - score)) for score in clipped]
 
 
 def probabilities(logs: Sequence[float], temperature: float = 1.0) -> list[float]:
-    """The probability of each particle to be drawn, proportional to ``weight ** (1/temperature)``;
-    uniform if all weights are 0."""
+    """The probabilities of the particles, proportional to ``weight ** (1/temperature)``.
+
+    Uniform if all weights are 0.
+    """
     top = max(logs)
     if top == -math.inf:
         return [1.0 / len(logs)] * len(logs)
@@ -83,8 +82,8 @@ def effective_size(shares: Sequence[float]) -> float:
 def annealing_temperature(shares: Sequence[float], progress: float) -> float:
     """The temperature of the weights of entropic particle filtering, at least 1.
 
-    As its_hub has it: it is above 1 in the first half of the steps, where the effective sample size
-    is below half of the particles.
+    As in its_hub, it is above 1 in the first half of the steps, where the effective sample size is
+    below half of the particles.
 
     Args:
         shares: probabilities at temperature 1.
@@ -145,8 +144,8 @@ def sweep(
         followed = [path[min(step, len(path) - 1)] for path in paths]
         rest = particles[len(paths) :]
         slots = [slot for slot, beam in enumerate(rest) if not beam.finished]
-        wanted = [(rest[slot], first + len(paths) + slot) for slot in slots]
-        grown = (yield from search.step(wanted)) if wanted else []
+        requests = [(rest[slot], first + len(paths) + slot) for slot in slots]
+        grown = (yield from search.step(requests)) if requests else []
         particles = [*followed, *(beam for beam in rest if beam.finished), *grown]
         yield from search.score(particles)
         step += 1

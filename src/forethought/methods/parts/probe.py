@@ -1,7 +1,7 @@
-"""Probes: a chain of thought is asked for its answer so far, which is then written behind it.
+"""Probes: a chain of thought is asked for its answer so far, which is then appended to it.
 
-A probe is a fork of the chain behind which stands a text that prompts for the answer. The chain
-goes on undisturbed::
+A probe is a fork of the chain with a suffix that prompts for the answer. The chain goes on
+undisturbed::
 
     chain    ... 3 + 4 is 7, and 7 * 6 is 42 | Wait, let me check ...
     probe                                    | ... **Final Answer** \\[ \\boxed{ | 42 }
@@ -42,7 +42,7 @@ _CLOSE = "}"
 
 
 def written_answer(text: str, answer: str, profile: ThinkingProfile) -> str:
-    """What is written behind a chain to give its answer.
+    """The text that is appended to a chain to give its answer.
 
     Args:
         text: of the chain; a thought that it ends within is closed first.
@@ -111,7 +111,7 @@ class Probe:
 
 
 def _priority(task: GenerationTask) -> int:
-    """That of the task, or else of its request."""
+    """The priority of the task, or else of its request."""
     scope = current_scope()
     if task.priority is not None or scope is None:
         return task.priority or 0
@@ -135,7 +135,7 @@ class AnswerTokenizer:
         return type(self), (self._directory,)
 
     def encode(self, text: str) -> list[int]:
-        """Ids of a text that continues another one. Slow the first time.
+        """Ids of a text that continues another one. Loads the tokenizer at first use.
 
         Raises:
             DependencyError: transformers is not installed.

@@ -1,4 +1,4 @@
-"""What methods that put retrieved documents into the prompt share: documents and demonstrations."""
+"""The base of methods that put retrieved documents and demonstrations into the prompt."""
 
 from __future__ import annotations
 
@@ -30,21 +30,17 @@ class Demonstration:
 
     @classmethod
     def read(cls, value: Any) -> Demonstration:
-        """A demonstration, also of a mapping of its fields, or of (question, answer).
-
-        Raises:
-            ParameterError: it is neither.
-        """
+        """A demonstration, also from a mapping of its fields, or from (question, answer)."""
         try:
             if isinstance(value, cls):
                 return value
-            given = dict(value) if isinstance(value, Mapping) else None
-            made = cls(**given) if given is not None else cls(*value)
-            steps = tuple((str(asked), str(said)) for asked, said in made.steps)
-            texts = [made.question, made.answer]
+            fields = dict(value) if isinstance(value, Mapping) else None
+            example = cls(**fields) if fields is not None else cls(*value)
+            steps = tuple((str(question), str(answer)) for question, answer in example.steps)
+            texts = [example.question, example.answer]
             if isinstance(value, str) or not all(isinstance(text, str) for text in texts):
                 raise TypeError
-            return cls(made.question, made.answer, steps)
+            return cls(example.question, example.answer, steps)
         except (TypeError, ValueError) as error:
             raise ParameterError(
                 "invalid examples",
@@ -67,17 +63,14 @@ class RetrievalController(Controller):
     instruction: str
 
     def __post_init__(self) -> None:
-        given = self.documents
-        self.index = given if isinstance(given, BM25Index) else BM25Index(given)
+        documents = self.documents
+        self.index = documents if isinstance(documents, BM25Index) else BM25Index(documents)
         shown = self.examples[: self.num_examples]
         self.demonstrations = [Demonstration.read(example) for example in shown]
 
     def process(self, tasks: Sequence[GenerationTask], **kwargs: Any) -> Process:
-        """Answer the questions side by side.
-
-        Raises:
-            ParameterError: keyword arguments; there are none. Or a question that is not known as
-                text.
+        """Answer the questions side by side; they have to be text, and there are no keyword
+        arguments.
         """
         refuse_arguments(self, kwargs)
         for task in tasks:
@@ -91,7 +84,6 @@ class RetrievalController(Controller):
         yield from side_by_side(self, tasks, self._solve)
 
     def _solve(self, task: GenerationTask) -> Process:
-        """Answer one question."""
         raise NotImplementedError(f"{type(self).__name__} does not override _solve")
 
     def _prompted(self, task: GenerationTask, prompt: str) -> GenerationTask:
@@ -102,13 +94,13 @@ class RetrievalController(Controller):
         copy.input_tokens, copy.skip_tokenizer, copy.input_str = None, False, prompt
         return copy
 
-    def _retrieve(self, query: str, known: Iterable[int] = ()) -> list[int]:
+    def _retrieve(self, query: str, numbers_shown: Iterable[int] = ()) -> list[int]:
         """The numbers of the best documents that are not in the prompt yet, the best first."""
-        shown = set(known)
-        found = self.index.search(query, self.num_documents + len(shown))
-        return [number for number in found if number not in shown][: self.num_documents]
+        shown = set(numbers_shown)
+        numbers = self.index.search(query, self.num_documents + len(shown))
+        return [number for number in numbers if number not in shown][: self.num_documents]
 
     def _block(self, numbers: Sequence[int]) -> str:
-        """The documents as text, the best one last: next to what is asked about them."""
+        """The documents as text, the best one last: next to the question about them."""
         texts = [f"[{number + 1}] {self.index.documents[number]}\n" for number in numbers]
         return f"Documents:\n{''.join(reversed(texts))}" if texts else ""

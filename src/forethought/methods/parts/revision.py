@@ -1,7 +1,7 @@
-"""Methods that improve an answer step by step: what they share.
+"""The base of methods that improve an answer step by step.
 
 The first answer is that of any controller. Every further text, such as feedback or a better answer,
-continues the sequence before it behind an instruction, so nothing is prefilled twice::
+continues the sequence before it after an instruction, so nothing is prefilled twice::
 
     question | answer 0 | instruction | feedback | instruction | answer 1 | ...
 
@@ -107,15 +107,12 @@ class RevisingController(Controller):
     def _revise(
         self, answers: list[GenerationTask], info: dict[str, Any], options: Mapping[str, Any]
     ) -> Process:
-        """Append better answers.
+        """Append better answers, and return the ``RevisionEnd``.
 
         Args:
             answers: the first one.
-            info: what the method did, for ``customized_result_fields``.
+            info: details for ``customized_result_fields``.
             options: keyword arguments of each answer's ``process``.
-
-        Returns:
-            The ``RevisionEnd``.
         """
         raise NotImplementedError(f"{type(self).__name__} does not override _revise")
 
@@ -131,10 +128,8 @@ class RevisingController(Controller):
         instruction: str,
         options: Mapping[str, Any],
     ) -> Process:
-        """Append an answer that continues ``source`` behind ``instruction``.
-
-        Returns:
-            None; or why none follows.
+        """Append an answer that continues ``source`` after ``instruction``; or return why none
+        follows.
         """
         first, fields = answers[0], dict[str, Any]()
         if isinstance(first, ChatTask):
@@ -158,7 +153,6 @@ class RevisingController(Controller):
     def _finish(
         self, task: GenerationTask, answers: list[GenerationTask], index: int, info: dict[str, Any]
     ) -> Process:
-        """Leave the chosen answer on the task."""
         task.take_answer(answers[index])
         task.candidates = [answer.output_str for answer in answers]
         task.customized_result_fields[self.name] = {

@@ -1,6 +1,6 @@
-"""What searches over the steps of an answer share: generate steps, score, merge, rank.
+"""The base of searches over the steps of an answer: generate steps, score, merge, rank.
 
-A step is text up to a separator. A ``Beam`` is an answer as far as it has come, a path of steps::
+A step is text up to a separator. A ``Beam`` is a partial answer, a path of steps::
 
     prompt --+-- step 1 --+-- step 2 --+-- step 3 (ended)
              |            +-- step 2'
@@ -9,7 +9,7 @@ A step is text up to a separator. A ``Beam`` is an answer as far as it has come,
 A beam is continued by a fork of the task that generated its last step. The engine keeps the KV of
 the steps that beams have in common, so each of them is prefilled or decoded once; a server gets the
 text. Beams are scored by a reward controller: a process reward model (``PRMController``), any other
-that leaves ``scores``, or, where none is given, the model's own confidence. A text is scored once;
+that leaves ``scores``, or, where there is none, the model's own confidence. A text is scored once;
 of a longer one a ``RewardWorker`` runs the new tokens alone.
 
 ``SearchController`` is the base of the methods. Their results do not depend on what else runs: the
@@ -58,7 +58,7 @@ _COMPLETION = 2**31
 
 @dataclass(eq=False)
 class Beam:
-    """An answer as far as it has come."""
+    """A partial or finished answer: a path of steps."""
 
     parent: Beam | None = None
     """One step before; None for the empty answer."""
@@ -67,7 +67,7 @@ class Beam:
     task: GenerationTask | None = field(default=None, repr=False)
     """Generated its last step, or one before that which has been inserted."""
     inserted: str = ""
-    """Text behind the task's: the separator, which stopped it, or a step that the method wrote."""
+    """Text after the task's: the separator, which stopped it, or a step that the method wrote."""
     num_tokens: int = 0
     """Generated on the whole path."""
     finished: bool = False
@@ -88,7 +88,7 @@ class Beam:
 
     @cached_property
     def output(self) -> ScaffoldingOutput:
-        """The answer so far; behind a separator it would have gone on, so a limit has ended it."""
+        """The answer so far; with the finish reason of a limit, if it ends at a separator."""
         output = None if self.task is None else self.task.joined
         if output is None:
             return ScaffoldingOutput.inserted(self.inserted)
@@ -124,7 +124,7 @@ class Search:
 
     Args:
         task: of the request.
-        generation_controller: generates the steps; it is given the tasks of all beams at once.
+        generation_controller: generates the steps; it gets the tasks of all beams at once.
         reward_controller: scores beams.
         settings: of steps and scores.
 
@@ -145,8 +145,8 @@ class Search:
         self._generation, self._reward = generation_controller, reward_controller
         self.settings = settings
         self.template = task.copy()
-        given: Mapping[str, Any] = getattr(generation_controller, "sampling_params", {})
-        sampling.fill(self.template, given)
+        defaults: Mapping[str, Any] = getattr(generation_controller, "sampling_params", {})
+        sampling.fill(self.template, defaults)
         sampling.fill(self.template, getattr(reward_controller, "sample_params", {}))
         self._stops = sampling.stop_strings(self.template)
         self.root = Beam()
@@ -158,26 +158,25 @@ class Search:
     # ---- generating ---------------------------------------------------------------------------
 
     def step(
-        self, wanted: Iterable[tuple[Beam, int]], *, whole: bool = False, **fields: Any
+        self, continuations: Iterable[tuple[Beam, int]], *, whole: bool = False, **fields: Any
     ) -> Process:
         """Continue beams by one step each, all at once.
 
         The last of ``max_steps`` goes on to the end of the answer.
 
         Args:
-            wanted: beams that are not finished, each with the number of the sample: a beam
+            continuations: beams that are not finished, each with the number of the sample: a beam
                 continued several times needs as many different ones.
             whole: go on to the end of the answer.
             **fields: sampling fields of the steps.
 
         Returns:
-            The continued beams, in this order, without those whose generation failed, if these are
-            dropped.
+            The continued beams, in this order, without dropped failures.
 
         Raises:
             Exception: the failure, if they are not dropped, or if all failed.
         """
-        pairs = list(wanted)
+        pairs = list(continuations)
         stops = [] if whole else [self.settings.step_token]
         tasks = [self._continued(beam, number, stops, fields) for beam, number in pairs]
         try:
@@ -199,10 +198,8 @@ class Search:
                 raise next(task.error for task in tasks if task.error is not None)
 
     def complete_best(self) -> Process:
-        """Complete the best beam, if no answer is finished.
-
-        Returns:
-            What has been completed, to be scored: one beam, or none.
+        """Complete the best beam, if no answer is finished; returns the completed beams, to be
+        scored.
         """
         best = self.best
         if best is None or best.finished:
@@ -215,11 +212,11 @@ class Search:
         return Beam(beam, numbers, beam.task, beam.inserted + text, beam.num_tokens)
 
     def fork(self, beam: Beam, suffix: str, number: int, **fields: Any) -> GenerationTask:
-        """A task that continues a beam with ``suffix`` put behind it."""
+        """A task that continues a beam with ``suffix`` appended."""
         text = beam.inserted + suffix
         if beam.task is None and text and self.template.input_str is None:
             raise ParameterError(
-                "text cannot be put behind a prompt of token ids",
+                "text cannot be appended to a prompt of token ids",
                 "the method asks about the prompt, or writes the first step itself",
                 "Give the prompt as text",
             )
@@ -248,7 +245,6 @@ class Search:
     def _grown(
         self, pairs: Sequence[tuple[Beam, int]], tasks: Sequence[GenerationTask]
     ) -> list[Beam]:
-        """The beams whose next step is there."""
         return [
             self._child(beam, number, task)
             for (beam, number), task in zip(pairs, tasks, strict=True)
@@ -273,8 +269,8 @@ class Search:
     def score(self, beams: Sequence[Beam]) -> Process:
         """Score the beams that have no score, all at once; equal texts count as one.
 
-        With ``lookahead``, a beam has the score of what greedy decoding of so many further steps
-        makes of it; these steps are not kept.
+        With ``lookahead``, a beam has the score of its greedy continuation by that many steps,
+        which are not kept.
         """
         new = [beam for beam in beams if beam.score is None]
         try:
@@ -288,14 +284,14 @@ class Search:
         for _ in range(self.settings.lookahead):
             ahead = yield from self._one_ahead(ahead)
         yield from self._rate(ahead)
-        for beam, seen in zip(beams, ahead, strict=True):
-            if seen is not beam:
-                assert seen.score is not None, "it was rated"
-                beam.score = seen.score
-                beam.step_scores = [*(beam.parent.step_scores if beam.parent else ()), seen.score]
+        for beam, last in zip(beams, ahead, strict=True):
+            if last is not beam:
+                assert last.score is not None, "it was rated"
+                beam.score = last.score
+                beam.step_scores = [*(beam.parent.step_scores if beam.parent else ()), last.score]
 
     def _one_ahead(self, beams: Sequence[Beam]) -> Process:
-        """The same beams, each one greedy step further where it is not finished."""
+        """The beams, each continued by one greedy step where it is not finished."""
         going = [beam for beam in dict.fromkeys(beams) if not beam.finished]
         if not going:
             return beams
@@ -321,7 +317,7 @@ class Search:
     ) -> tuple[float, list[float]]:
         """The score of a beam, and those of its steps.
 
-        Without a model that scores steps, that of a step is what the answer up to there was given.
+        Without a model that scores steps, the score of a step is that of the answer up to there.
         """
         if not steps:
             before = beam.parent.step_scores if beam.parent else []
@@ -337,7 +333,7 @@ class Search:
     # ---- choosing -----------------------------------------------------------------------------
 
     def note(self, beams: Iterable[Beam]) -> None:
-        """Remember beams that may become the answer."""
+        """Record beams that may become the answer."""
         for beam in beams:
             (self.finished if beam.finished else self._unfinished).append(beam)
 
@@ -348,8 +344,9 @@ class Search:
 
     @property
     def best(self) -> Beam | None:
-        """The best finished beam, one that the model ended before one that was cut; or else the
-        best other one. None: there is none."""
+        """The best finished beam, preferably one that the model ended; else the best other one, or
+        None.
+        """
         beams = self.answers or sorted(self._unfinished, key=lambda beam: beam.numbers)
         ranked = best_of(beams, len(beams))
         return next((beam for beam in ranked if beam.has_ended), ranked[0]) if ranked else None
@@ -447,18 +444,10 @@ class SearchController(Controller):
         yield from beam_stages("selected", why, [best])
 
     def check_count(self, count: int) -> None:
-        """Whether there can be ``count`` samples.
-
-        Raises:
-            ParameterError: there cannot.
-        """
+        """Raise ``ParameterError`` if there cannot be ``count`` samples."""
 
     def search(self, search: Search, count: int) -> Process:
-        """Find answers with ``count`` samples.
-
-        Returns:
-            The beam to return; None: the best one.
-        """
+        """Find answers with ``count`` samples; returns the chosen beam (None: the best one)."""
         raise NotImplementedError(f"{type(self).__name__} does not override search")
 
 
@@ -531,11 +520,7 @@ def _rank(beam: Beam) -> float:
 
 
 def expect_multiple(count: int, width: int, name: str) -> None:
-    """Check that ``count`` beams are whole groups of ``width``.
-
-    Raises:
-        ParameterError: they are not.
-    """
+    """Raise ``ParameterError`` unless ``count`` beams are whole groups of ``width``."""
     if count % width:
         raise ParameterError(
             f"{name} cannot divide its samples",
@@ -545,11 +530,7 @@ def expect_multiple(count: int, width: int, name: str) -> None:
 
 
 def _scores_of(reward: Any, name: str, count: int, default: Any = None) -> Any:
-    """What a reward controller left as ``name``.
-
-    Raises:
-        ParameterError: it is not one value per beam.
-    """
+    """The attribute ``name`` of a reward controller, which needs a value per beam."""
     scores = getattr(reward, name, None)
     if scores is None and default is not None:
         return default

@@ -5,7 +5,7 @@ ends one, or the whole rest::
 
     prompt | step 1 \\n\\n | step 2 \\n\\n | step 3 </think> | the rest: the answer
 
-A ``StepScorer`` has a model score a step that another one has written, before it is put behind the
+A ``StepScorer`` has a model score a step that another one has written, before it is appended to the
 chain: ``PromptScorer`` asks for a digit, ``LikelihoodScorer`` reads the model's own probability of
 the step.
 """
@@ -34,13 +34,13 @@ _ONE_TOKEN: dict[str, Any] = {"max_tokens": 1, "temperature": 0.0}
 
 @dataclass
 class StepChain:
-    """The output of a task as far as it is written."""
+    """The output of a task so far."""
 
     task: GenerationTask
     """Of the request; its prompt is text."""
     step_end: str
     think_end: str | None
-    """Marker behind which there are no further steps; None: all is steps."""
+    """Marker after which there are no further steps; None: all is steps."""
     step_tokens: int
     """Length of a step at most."""
     text: str = ""
@@ -52,7 +52,7 @@ class StepChain:
 
     @property
     def so_far(self) -> str:
-        """The prompt and what is written."""
+        """The prompt and the output."""
         return f"{self.task.input_str}{self.text}"
 
     @property
@@ -60,19 +60,23 @@ class StepChain:
         return [self.step_end] if self.think_end is None else [self.step_end, self.think_end]
 
     def part(self, tag: Any, in_steps: bool = True) -> GenerationTask:
-        """The task of the worker ``tag`` that generates what comes next: a step, or the rest."""
+        """The task of the worker ``tag`` that generates the next part: a step, or the rest."""
         part = self.task.copy()
         part.worker_tag, part.streaming_output_flag = tag, False
         part.input_str = self.so_far
-        left = None if self.task.max_tokens is None else self.task.max_tokens - self.num_tokens
-        part.max_tokens = left
+        tokens_left = (
+            None if self.task.max_tokens is None else self.task.max_tokens - self.num_tokens
+        )
+        part.max_tokens = tokens_left
         if in_steps:
             part.stop = [*self._ends, *sampling.stop_strings(self.task)]
-            part.max_tokens = min(self.step_tokens, self.step_tokens if left is None else left)
+            part.max_tokens = min(
+                self.step_tokens, self.step_tokens if tokens_left is None else tokens_left
+            )
         return part
 
     def text_of(self, part: GenerationTask, in_steps: bool = True) -> str:
-        """What a part has written, with the text that ended its step."""
+        """The text of a part, with the text that ended its step."""
         text, stop = part.output_str or "", part.stop_reason
         at_end = in_steps and stop in self._ends
         if not isinstance(stop, str) or at_end == part.include_stop_str_in_output:
@@ -80,7 +84,7 @@ class StepChain:
         return text + stop if at_end else text.removesuffix(stop)
 
     def add(self, part: GenerationTask, in_steps: bool = True) -> str:
-        """Put a part, which has ended, behind the chain; returns its text."""
+        """Append a part, which has ended, to the chain; returns its text."""
         at_end = in_steps and part.stop_reason in self._ends
         text = self.text_of(part, in_steps)
         self.text += text
@@ -107,10 +111,8 @@ class StepScorer:
         self._tag = tag
 
     def judgement(self, chain: StepChain, draft: GenerationTask) -> Process:
-        """Prepare the judgement of a draft.
-
-        Returns:
-            The task whose result is the score, to be run; None: there is nothing to score.
+        """Prepare the judgement of a draft: the task whose result is the score; None: nothing to
+        score.
         """
         raise NotImplementedError(f"{type(self).__name__} does not override judgement")
 
@@ -119,10 +121,10 @@ class StepScorer:
         raise NotImplementedError(f"{type(self).__name__} does not override score")
 
     def keep(self, judged: GenerationTask) -> None:
-        """The step that was judged is put behind the chain."""
+        """Called when the judged step is appended to the chain."""
 
     def follow(self, part: GenerationTask) -> None:
-        """The model itself is about to write ``part`` behind the chain."""
+        """Called when the model itself is about to write ``part``."""
 
     def _prepared(self, chain: StepChain, task: GenerationTask) -> GenerationTask:
         task.worker_tag, task.priority = self._tag, chain.task.priority
@@ -130,11 +132,11 @@ class StepScorer:
 
 
 class PromptScorer(StepScorer):
-    """Asks for a score from 0 to 9, in one token behind a prompt.
+    """Asks for a score from 0 to 9, in one token after a prompt.
 
     Args:
         tag: of the model's worker.
-        prompt: text behind a step; what comes and is no digit counts as 0.
+        prompt: text after a step; a reply that is no digit counts as 0.
     """
 
     def __init__(self, tag: Any, prompt: str = SCORE_PROMPT) -> None:
@@ -144,9 +146,9 @@ class PromptScorer(StepScorer):
     @override
     def judgement(self, chain: StepChain, draft: GenerationTask) -> Process:
         yield from ()
-        asked = GenerationTask(input_str=f"{chain.so_far}{draft.output_str}{self._prompt}")
-        sampling.choose(asked, _ONE_TOKEN)
-        return self._prepared(chain, asked)
+        question = GenerationTask(input_str=f"{chain.so_far}{draft.output_str}{self._prompt}")
+        sampling.choose(question, _ONE_TOKEN)
+        return self._prepared(chain, question)
 
     def score(self, judged: GenerationTask) -> float:
         """The digit."""
@@ -157,7 +159,7 @@ class PromptScorer(StepScorer):
 class LikelihoodScorer(StepScorer):
     """The model's own probability of a step's tokens, from 0 to 1.
 
-    The step is put behind the model's live sequence, which computes its tokens in one forward. If
+    The step is appended to the model's live sequence, which computes its tokens in one forward. If
     it is kept, they are computed already; if not, the sequence is forked before them.
 
     Args:
@@ -173,7 +175,7 @@ class LikelihoodScorer(StepScorer):
 
     @override
     def judgement(self, chain: StepChain, draft: GenerationTask) -> Process:
-        """See ``StepScorer``; an empty step is not scored."""
+        """None for an empty step, too."""
         text = chain.text_of(draft)
         if not text:
             return None
@@ -188,36 +190,34 @@ class LikelihoodScorer(StepScorer):
         return self._prepared(chain, forked)
 
     def score(self, judged: GenerationTask) -> float:
-        """The probability; 0 without tokens.
-
-        Raises:
-            ParameterError: the worker does not give it.
-        """
-        found = judged.suffix_logprobs
-        if found is None:
+        """The probability; 0 without tokens, ``ParameterError`` if the worker does not give it."""
+        logprobs = judged.suffix_logprobs
+        if logprobs is None:
             raise ParameterError(
                 "the base model's worker cannot score by likelihood",
                 "it does not hold the sequence, and has no log-probabilities of a prompt",
                 "Use an EngineWorker for the base model, or scorer='prompt'",
             )
-        if not found:
+        if not logprobs:
             return 0.0
-        return math.exp(min(found) if self._aggregation == "min" else sum(found) / len(found))
+        return math.exp(
+            min(logprobs) if self._aggregation == "min" else sum(logprobs) / len(logprobs)
+        )
 
     def keep(self, judged: GenerationTask) -> None:
-        """The sequence goes on behind the step."""
+        """The sequence goes on after the step."""
         self._base = _without_output(judged)
 
     def follow(self, part: GenerationTask) -> None:
         """The part is written by the sequence, which is to end where the step does."""
         part.include_stop_str_in_output = True
         if self._base is not None:
-            behind: GenerationTask = self._base.fork()
-            part.input_str, part.fork_point = behind.input_str, behind.fork_point
+            fork: GenerationTask = self._base.fork()
+            part.input_str, part.fork_point = fork.input_str, fork.fork_point
         self._base = part
 
 
 def _without_output(task: GenerationTask) -> GenerationTask:
-    """The task, such that its forks go on behind its prompt."""
+    """The task without its output, so that its forks go on after its prompt."""
     task.output_str, task.output_tokens = "", []
     return task

@@ -1,8 +1,8 @@
 """Threads that a model spawns as it thinks: how it writes spawn and join, and what they cost.
 
-A ``ThreadFormat`` finds the threads in the text that spawns them, and writes what they return. A
-``ThreadProgress`` is one of them, or the main one, as far as it has come: its newest part, and what
-all its parts and the threads that it has spawned have generated.
+A ``ThreadFormat`` parses the threads in the text that spawns them, and formats their results. A
+``ThreadProgress`` is the state of one of them, or of the main one: its newest part, and the tokens
+that all its parts and the threads that it has spawned have generated.
 """
 
 from __future__ import annotations
@@ -38,47 +38,47 @@ class ThreadFormat:
     """Regular expression with the group ``text``: what of a thread, its closing tag included, is
     returned; nothing if it does not match. Empty: all that it has written."""
     joined: str
-    """How the text that a thread returns stands in the main thread."""
+    """The main thread's form of the text that a thread returns."""
     join_end: str
-    """What the main thread goes on from, behind them."""
+    """The text after them, from which the main thread goes on."""
 
     @property
     def is_whole(self) -> bool:
-        """Whether a thread stands in the main thread as it was generated, behind the same text."""
+        """Whether the main thread contains a thread as it was generated, after the same text."""
         whole = f"{self.thread_begin}{{text}}{self.thread_end}"
         return self.inherits and not self.returned and self.joined == whole
 
-    def tasks(self, said: str) -> list[tuple[str, str]] | None:
+    def tasks(self, text: str) -> list[tuple[str, str]] | None:
         """Number and text of each thread of the block with which a text ends; None: there is none.
 
-        A server that does not tell which stop string ended a text may have reached its end.
+        A server that does not report which stop string ended a text may have reached its end.
         """
-        _, begun, block = said.rpartition(self.spawn_begin)
+        _, begun, block = text.rpartition(self.spawn_begin)
         if not begun:
             return None
-        found = re.finditer(self.task, block, re.DOTALL)
+        matches = re.finditer(self.task, block, re.DOTALL)
         return [
-            (each.groupdict().get("number") or str(count), each["text"].strip())
-            for count, each in enumerate(found, start=1)
+            (match.groupdict().get("number") or str(count), match["text"].strip())
+            for count, match in enumerate(matches, start=1)
         ]
 
     def result(self, written: str) -> str:
-        """What a thread returns of what it has written."""
+        """The result in the text of a thread."""
         if not self.returned:
             return written
-        found = re.search(self.returned, written, re.DOTALL)
-        return found["text"] if found else ""
+        match = re.search(self.returned, written, re.DOTALL)
+        return match["text"] if match else ""
 
     def join(self, numbers: Sequence[str], written: Sequence[str]) -> str:
-        """What stands in the main thread behind the threads that it spawns.
+        """The main thread's text after the threads that it spawns.
 
         Args:
             numbers: of the threads.
             written: by each of them.
         """
         texts = [
-            self.joined.format(number=number, text=self.result(said))
-            for number, said in zip(numbers, written, strict=True)
+            self.joined.format(number=number, text=self.result(text))
+            for number, text in zip(numbers, written, strict=True)
         ]
         return f"{self.spawn_end}{''.join(texts)}{self.join_end}"
 
@@ -111,22 +111,18 @@ FORMATS: Mapping[str, ThreadFormat] = MappingProxyType(
 )
 
 
-def format_of(given: str | ThreadFormat) -> ThreadFormat:
-    """The format itself, or the one of that name.
-
-    Raises:
-        UnknownNameError: there is none of this name.
-    """
-    if isinstance(given, ThreadFormat):
-        return given
-    if given not in FORMATS:
-        raise UnknownNameError("thread_format", str(given), FORMATS)
-    return FORMATS[given]
+def format_of(format: str | ThreadFormat) -> ThreadFormat:
+    """The format itself, or the one of that name; else raises ``UnknownNameError``."""
+    if isinstance(format, ThreadFormat):
+        return format
+    if format not in FORMATS:
+        raise UnknownNameError("thread_format", str(format), FORMATS)
+    return FORMATS[format]
 
 
 @dataclass
 class ThreadProgress:
-    """A thread as far as it has come: the main one, or one that was spawned."""
+    """The state of a thread: the main one, or one that was spawned."""
 
     part: GenerationTask
     """The newest part; ``part.joined`` is all of them."""
@@ -139,7 +135,7 @@ class ThreadProgress:
     longest_path: int = 0
     join_tokens: int | None = 0
     spawns: list[int] = field(default_factory=list)
-    """Threads of each spawn; behind it those of the spawns in these threads."""
+    """Threads of each spawn; after it those of the spawns in these threads."""
     num_spawns: int = 0
     """Its own, those that were left to itself included."""
     text: str = ""
@@ -147,8 +143,8 @@ class ThreadProgress:
     output: ScaffoldingOutput | None = None
     """All parts that have ended, with what was joined between them."""
     read: str | None = None
-    """What stands before the newest part, if it reads threads in their pages; None: it goes on
-    behind their text."""
+    """The text before the newest part, if it reads threads in their pages; None: it goes on
+    after their text."""
 
     @property
     def left(self) -> int | None:
@@ -157,7 +153,7 @@ class ThreadProgress:
 
     @property
     def joined(self) -> ScaffoldingOutput | None:
-        """All parts with what was joined between them; None before one has generated."""
+        """All parts with the joined texts between them; None before one has generated."""
         if self.read is None or self.output is None:
             return self.part.joined
         result = self.part.result
@@ -168,13 +164,13 @@ class ThreadProgress:
         )
 
     def written(self, form: ThreadFormat) -> str:
-        """What it has written; where only a part of it is returned, with its closing tag."""
+        """Its text; where only a part of it is returned, with its closing tag."""
         closed = form.returned and self.part.stop_reason == form.thread_end
         return self.text + form.thread_end if closed else self.text
 
     def add(self, part: GenerationTask) -> None:
         """Count a part, which has ended."""
-        if self.output is not None:  # it goes on behind a join
+        if self.output is not None:  # it goes on after a join
             self.count_inserted([part])
         self.output = self.joined
         self.text += part.output_str or ""
@@ -182,11 +178,11 @@ class ThreadProgress:
         self.longest_path += part.num_generated
 
     def count_inserted(self, parts: Sequence[GenerationTask]) -> None:
-        """Count what stands before parts and was prefilled for a join, as far as it is known."""
+        """Count the tokens before parts that were prefilled for a join, if they are known."""
         for part in parts:
             inserted = part.inserted_tokens
-            known = inserted is not None and self.join_tokens is not None
-            self.join_tokens = (self.join_tokens or 0) + len(inserted or ()) if known else None
+            is_known = inserted is not None and self.join_tokens is not None
+            self.join_tokens = (self.join_tokens or 0) + len(inserted or ()) if is_known else None
 
     def add_threads(self, threads: Sequence[ThreadProgress]) -> None:
         """Count the threads of one spawn, which have ended, and all that these have spawned."""
@@ -194,7 +190,7 @@ class ThreadProgress:
         for thread in threads:
             self.spawns += thread.spawns
             self.thread_tokens += thread.num_own + thread.thread_tokens
-            known = self.join_tokens is not None and thread.join_tokens is not None
+            is_known = self.join_tokens is not None and thread.join_tokens is not None
             total = (self.join_tokens or 0) + (thread.join_tokens or 0)
-            self.join_tokens = total if known else None
+            self.join_tokens = total if is_known else None
         self.longest_path += max(thread.longest_path for thread in threads)

@@ -4,13 +4,13 @@ Paper: Yao et al., ReAct: Synergizing Reasoning and Acting in Language Models, 2
 
 ::
 
-    controller = ChatWithMCPController(NativeGenerationController())
-    workers = {"generation": EngineWorker(llm), "tool_call": MCPWorker(["http://127.0.0.1:8000/mcp"])}
-    with ScaffoldingLlm(controller, workers) as llm:
+    controller = ChatWithMCPController(NativeGenerationController()) workers = {"generation":
+    EngineWorker(llm), "tool_call": MCPWorker(["http://127.0.0.1:8000/mcp"])} with
+    ScaffoldingLlm(controller, workers) as llm:
         llm.generate("What is 127 * 45?").output.text
 
-Each round generates a message of the model, runs the tools that it calls, all at once, and puts
-their results behind it. What goes wrong in a call is such a result: the model reads it and goes on.
+Each round generates a message of the model, runs the tools that it calls, all at once, and appends
+their results. An error in a call is such a result: the model reads it and goes on.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ _SHOWN = 200
 class ChatWithMCPController(Controller):
     """Generates, runs the tools that the model calls, and goes on until it calls none.
 
-    The output's ``meta["tools"]`` says how often: ``rounds``, ``calls``, ``errors``.
+    The output's ``meta["tools"]`` counts ``rounds``, ``calls`` and ``errors``.
     """
 
     class WorkerTag(Enum):
@@ -111,10 +111,8 @@ class ChatWithMCPController(Controller):
         return chat.create_scaffolding_output()
 
     def process(self, tasks: Sequence[GenerationTask], **kwargs: Any) -> Process:
-        """Answer all chats at once; a plain task's prompt is the user's message.
-
-        Raises:
-            ParameterError: keyword arguments, or a task whose prompt is not text.
+        """Answer all chats at once; a plain task's prompt is the user's message, which has to be
+        text.
         """
         refuse_arguments(self, kwargs)
         if len(tasks) > 1:
@@ -129,7 +127,6 @@ class ChatWithMCPController(Controller):
                 task.status, task.error = chat.status, chat.error
 
     def _answer(self, chat: ChatTask) -> Process:
-        """Generate and run tools until the model answers."""
         counts = {"rounds": 0, "calls": 0, "errors": 0}
         if chat.tools is None:
             chat.tools = yield from self._tools()
@@ -147,19 +144,18 @@ class ChatWithMCPController(Controller):
         chat.customized_result_fields = {**chat.customized_result_fields, "tools": counts}
 
     def _tools(self) -> Any:
-        """The descriptions of the tools, given or those of the worker."""
         if self.tools is not None:
             return self.tools
-        asked = MCPToolListTask(self.WorkerTag.TOOLCALL, on_failure="drop")
-        yield [asked]
-        if isinstance(asked.error, UsageError):
-            raise asked.error
-        if asked.error is not None and asked.status is not TaskStatus.WORKER_NOT_SUPPORTED:
-            raise asked.error
-        return asked.tools
+        listing = MCPToolListTask(self.WorkerTag.TOOLCALL, on_failure="drop")
+        yield [listing]
+        if isinstance(listing.error, UsageError):
+            raise listing.error
+        if listing.error is not None and listing.status is not TaskStatus.WORKER_NOT_SUPPORTED:
+            raise listing.error
+        return listing.tools
 
     def _run_calls(self, chat: ChatTask, message: RoleMessage, counts: dict[str, int]) -> Any:
-        """Run the calls of ``message``, and put the results behind it."""
+        """Run the calls of ``message``, and append the results."""
         assert isinstance(message, AssistantMessage), "a message with calls"
         if message.unreadable_call is not None:
             counts["errors"] += 1
@@ -204,14 +200,10 @@ class ChatWithMCPController(Controller):
         return chat
 
 
-def _messages(given: Sequence[Any] | None) -> list[RoleMessage]:
-    """Messages, of which some may be dictionaries.
-
-    Raises:
-        ParameterError: something among them is no message.
-    """
+def _messages(values: Sequence[Any] | None) -> list[RoleMessage]:
+    """Messages, of which some may be dictionaries; ``ParameterError`` for anything else."""
     messages = []
-    for message in given or ():
+    for message in values or ():
         if isinstance(message, Mapping) and "role" in message:
             message = RoleMessage.from_dict(message)
         if not isinstance(message, RoleMessage):
@@ -234,11 +226,7 @@ def _is_failed(task: MCPCallTask) -> bool:
 
 
 def _result(task: MCPCallTask) -> ToolMessage:
-    """The message with the result.
-
-    Raises:
-        UsageError: the call could not be made at all, such as by a worker that does not exist.
-    """
+    """The message with the result; ``UsageError`` if no call was possible, as without a worker."""
     text = task.result_str
     if isinstance(task.error, UsageError) or task.status is TaskStatus.WORKER_NOT_SUPPORTED:
         raise task.error or UsageError("the worker runs no tools")
@@ -253,7 +241,6 @@ def _result(task: MCPCallTask) -> ToolMessage:
 
 
 def _shown(task: MCPCallTask) -> dict[str, Any]:
-    """Fields of a stage about a call."""
     result = str(task.error) if task.error is not None else str(task.result_str)
     return {
         "args": str(task.args)[:_SHOWN],
