@@ -115,18 +115,7 @@ class AdaptiveComputeController(Controller):
     def process(
         self, tasks: Sequence[GenerationTask], sample_num: int | None = None, **kwargs: Any
     ) -> Process:
-        """Sample in rounds, and leave the best sample on the task.
-
-        Args:
-            tasks: exactly one.
-            sample_num: in place of ``default_sample_num``.
-            **kwargs: none.
-
-        Raises:
-            ParameterError: keyword arguments, not exactly one task, or one that cannot be probed.
-            BudgetExceeded: the budget is spent and no sample has ended; else the best one so far is
-                the output.
-        """
+        """Sample in rounds, ``sample_num`` at most, and leave the best sample on the task."""
         refuse_arguments(self, kwargs)
         task = expect_prompt("adaptive_compute", tasks)
         sampling.refuse(task, ["n"], "adaptive_compute", "Use default_sample_num")

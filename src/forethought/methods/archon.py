@@ -104,16 +104,8 @@ class ArchonController(Controller):
         return self._pipeline.num_calls
 
     def process(self, tasks: Sequence[GenerationTask], **kwargs: Any) -> Process:
-        """Run the layers, and leave the answer on the task.
-
-        Args:
-            tasks: exactly one.
-            **kwargs: none.
-
-        Raises:
-            ParameterError: keyword arguments, not exactly one task, or a question that is no text.
-            BudgetExceeded: the budget is spent before the first layer has ended; else the first
-                candidate of the last one that has is returned.
+        """Run the layers on the only task; the answer is the first candidate of the last that has
+        ended.
         """
         refuse_arguments(self, kwargs)
         task = expect_one_text("archon", tasks)

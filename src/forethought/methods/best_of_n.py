@@ -103,7 +103,7 @@ class BestOfNController(Controller):
         select_best_kwargs: Mapping[str, Any] | None = None,
         **kwargs: Any,
     ) -> Process:
-        """Sample, score, and store the results of the best sample on the task.
+        """Sample, score, and leave the best sample on the only task.
 
         Args:
             tasks: exactly one; copied for each sample.
@@ -114,9 +114,7 @@ class BestOfNController(Controller):
             **kwargs: as ``generation_kwargs``.
 
         Raises:
-            ParameterError: not exactly one task, ``select_best_kwargs`` that nothing reads, or the
-                reward controller leaves no scores.
-            TaskError: every sample failed, although one alone is only noted.
+            TaskError: every sample failed.
         """
         if type(self).select_best is BestOfNController.select_best:
             refuse_arguments(self, select_best_kwargs or {}, "select_best")

@@ -103,12 +103,7 @@ class BudgetForcingController(Controller):
         return 2 + self.num_waits
 
     def process(self, tasks: Sequence[GenerationTask], **kwargs: Any) -> Process:
-        """Solve the tasks concurrently.
-
-        Raises:
-            ParameterError: keyword arguments, ``n`` samples, no text wanted, a task with another
-                limit of its thought, or a model that does not think.
-        """
+        """Solve the tasks concurrently; a task may have no other limit of its thought."""
         refuse_arguments(self, kwargs)
         for task in tasks:
             sampling.refuse(task, _REFUSED, "budget_forcing", "Use the settings of the method")

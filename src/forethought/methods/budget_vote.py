@@ -101,18 +101,12 @@ class BudgetVoteController(Controller):
     def process(
         self, tasks: Sequence[GenerationTask], sample_num: int | None = None, **kwargs: Any
     ) -> Process:
-        """Sample, vote, and leave the winner's results on the task.
+        """Sample, vote, and leave the winner on the only task.
 
         Args:
-            tasks: exactly one; copied for each sample.
+            tasks: exactly one, without other limits of its thought; copied for each sample.
             sample_num: shares; None: ``default_sample_num``.
             **kwargs: of the samples' ``process``.
-
-        Raises:
-            ParameterError: not exactly one task, one with limits of its own, or a share that leaves
-                nothing to think with.
-            BudgetExceeded: the budget of the request is spent before there is a text; else the
-                texts so far vote.
         """
         if len(tasks) != 1:
             raise ParameterError("a budget vote takes one task", f"got {len(tasks)}", "Split them")

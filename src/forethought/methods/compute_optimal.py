@@ -121,16 +121,10 @@ class ComputeOptimalController(Controller):
         return self._policy.num_probes
 
     def process(self, tasks: Sequence[GenerationTask], **kwargs: Any) -> Process:
-        """Draw the probes, and leave the results of the chosen method on the task.
+        """Draw the probes, and leave the results of the chosen method on the only task.
 
-        Args:
-            tasks: exactly one; copied.
-            **kwargs: of the probes' ``process``.
-
-        Raises:
-            ParameterError: not exactly one task, or one without a text.
-            BudgetExceeded: the budget is spent and no probe has ended; else the probes' answer is
-                returned if the method does not end.
+        ``kwargs`` are those of the probes' ``process``. The probes' answer is returned if the
+        budget ends the method.
         """
         task = expect_one_text("compute_optimal", tasks)
         probes = yield from self._probe(task, kwargs)

@@ -117,17 +117,9 @@ class _ConfidenceVoteController(Controller):
     def process(
         self, tasks: Sequence[GenerationTask], sample_num: int | None = None, **kwargs: Any
     ) -> Process:
-        """Sample, vote, and leave the winner's results on the task.
+        """Sample, vote, and leave the winner's results on the only task.
 
-        Args:
-            tasks: exactly one; copied for each sample.
-            sample_num: samples; None: ``default_sample_num``.
-            **kwargs: of the samples' ``process``.
-
-        Raises:
-            ParameterError: not exactly one task, one without a text, samples without confidences,
-                or fewer than one sample.
-            BudgetExceeded: the budget is spent and no sample has ended; else those vote that have.
+        ``sample_num`` replaces the default; ``kwargs`` are those of the samples' ``process``.
         """
         self._check(tasks)
         count = self.default_sample_num if sample_num is None else sample_num

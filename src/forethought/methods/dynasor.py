@@ -158,12 +158,7 @@ class DynasorGenerationController(Controller):
         return 1 + self.max_tokens // self.chunk_size
 
     def process(self, tasks: Sequence[GenerationTask], **kwargs: Any) -> Process:
-        """Solve the tasks concurrently.
-
-        Raises:
-            ParameterError: keyword arguments, ``n`` samples, or no text wanted.
-            ModelError: ``generation_dir`` holds no tokenizer.
-        """
+        """Solve the tasks concurrently; ``ModelError`` if ``generation_dir`` holds no tokenizer."""
         refuse_arguments(self, kwargs)
         yield from side_by_side(self, tasks, self._solve)
 

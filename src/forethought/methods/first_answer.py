@@ -89,12 +89,7 @@ class FirstAnswerController(Controller):
             )
 
     def process(self, tasks: Sequence[GenerationTask], **kwargs: Any) -> Process:
-        """Solve the tasks concurrently.
-
-        Raises:
-            ParameterError: keyword arguments, ``n`` samples, no text wanted, or a task with other
-                limits of its thought.
-        """
+        """Solve the tasks concurrently; a task may have no other limit of its thought."""
         refuse_arguments(self, kwargs)
         for task in tasks:
             sampling.refuse(task, _REFUSED, "first_answer", "Leave it out")

@@ -116,17 +116,8 @@ class ForkThinkController(Controller):
     def process(
         self, tasks: Sequence[GenerationTask], sample_num: int | None = None, **kwargs: Any
     ) -> Process:
-        """Draw the seed path, fork it, vote, and leave the winner on the task.
-
-        Args:
-            tasks: exactly one.
-            sample_num: in place of ``default_sample_num``.
-            **kwargs: none.
-
-        Raises:
-            ParameterError: keyword arguments, not exactly one task, or one that cannot be forked.
-            BudgetExceeded: the budget is spent before the seed path has ended; else the paths vote
-                that have.
+        """Draw the seed path, fork it ``sample_num`` - 1 times, vote, and leave the winner on the
+        task.
         """
         refuse_arguments(self, kwargs)
         task = expect_prompt("fork_think", tasks)

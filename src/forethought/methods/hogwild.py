@@ -138,11 +138,7 @@ class HogwildController(Controller):
     def process(self, tasks: Sequence[GenerationTask], **kwargs: Any) -> Process:
         """Answer the questions side by side.
 
-        Raises:
-            ParameterError: keyword arguments, a prompt of token ids, or fields that an output of
-                several parts cannot honour.
-            BudgetExceeded: the budget is spent before there is a text; else that of the first
-                worker that has one is returned.
+        A budget that ends an answer leaves the text of the first worker that has one.
         """
         refuse_arguments(self, kwargs)
         for task in tasks:

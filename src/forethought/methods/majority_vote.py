@@ -164,18 +164,14 @@ class MajorityVoteController(Controller):
     ) -> Process:
         """Sample, vote, and leave the winner's results on ``tasks``.
 
+        If the budget ends the sampling, samples that have ended vote; without any, the cut ones do.
+
         Args:
-            tasks: copied for each sample; the answer is looked for in the first one.
+            tasks: copied for each sample; the answer is extracted from the first one.
             sample_num: samples; None: ``default_sample_num``.
             generation_kwargs: keyword arguments of the samples' ``process``.
             majority_vote_kwargs: keyword arguments of ``majority_vote``.
             **kwargs: as ``generation_kwargs``.
-
-        Raises:
-            ParameterError: fewer than one sample, no task, a vote over texts and a task without
-                them, or ``majority_vote_kwargs`` that nothing reads.
-            BudgetExceeded: the budget is spent before there is a text; else the samples that have
-                ended vote, or where none has, the texts of those that it has cut.
         """
         self._check(tasks, majority_vote_kwargs or {})
         count = self.default_sample_num if sample_num is None else sample_num

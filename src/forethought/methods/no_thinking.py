@@ -47,15 +47,7 @@ class NoThinkingController(Controller):
     )
 
     def process(self, tasks: Sequence[GenerationTask], **kwargs: Any) -> Process:
-        """Generate the answers.
-
-        Args:
-            tasks: in which no thinking budget is set.
-            **kwargs: of ``generation_controller.process``.
-
-        Raises:
-            ParameterError: a task with a limit of its thought, or a model that does not think.
-        """
+        """Generate the answers; a task may have no limit of its thought."""
         limits = ("thinking_budget", "thinking_soft", "thinking_end")
         tag = first_tag(self.generation_controller)
         for task in tasks:

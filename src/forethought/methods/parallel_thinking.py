@@ -123,13 +123,7 @@ class ParallelThinkingController(Controller):
         return total + self.max_spawns
 
     def process(self, tasks: Sequence[GenerationTask], **kwargs: Any) -> Process:
-        """Think about the tasks side by side.
-
-        Raises:
-            ParameterError: keyword arguments, or fields that an output of several parts cannot
-                honour.
-            BudgetExceeded: the budget is spent before there is a text; else that is returned.
-        """
+        """Think about the tasks side by side."""
         refuse_arguments(self, kwargs)
         for task in tasks:
             sampling.refuse(task, sampling.OF_ONE_PART, "parallel_thinking", "Leave it out")

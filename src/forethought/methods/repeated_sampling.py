@@ -115,7 +115,9 @@ class RepeatedSamplingController(Controller):
         generation_kwargs: Mapping[str, Any] | None = None,
         **kwargs: Any,
     ) -> Process:
-        """Sample and verify, and store the results of the chosen sample on the task.
+        """Sample and verify, and leave the chosen sample on the only task.
+
+        If the budget ends the sampling, ``fallback`` chooses among the samples that have ended.
 
         Args:
             tasks: exactly one; copied for each sample.
@@ -124,11 +126,7 @@ class RepeatedSamplingController(Controller):
             **kwargs: as ``generation_kwargs``.
 
         Raises:
-            ParameterError: not exactly one task, fewer than one sample, a task without text to
-                verify, or a verifier that returns no bool.
-            TaskError: every sample failed, although one alone is only noted.
-            BudgetExceeded: the budget is spent and no sample has ended; else ``fallback`` chooses
-                among those that have ended.
+            TaskError: every sample failed.
         """
         task: GenerationTask = expect_one("repeated sampling", tasks)
         _expect_texts(task)

@@ -164,16 +164,7 @@ class SleepTimeController(Controller):
     def process(
         self, tasks: Sequence[GenerationTask], *, sleep_only: bool = False, **kwargs: Any
     ) -> Process:
-        """Answer the questions, side by side.
-
-        Args:
-            tasks: their prompts are the questions.
-            sleep_only: think, and answer nothing.
-            **kwargs: none.
-
-        Raises:
-            ParameterError: keyword arguments, or a question of token ids.
-        """
+        """Answer the tasks' prompts side by side; with ``sleep_only`` only think."""
         refuse_arguments(self, kwargs)
         if any(task.input_str is None for task in tasks):
             raise ParameterError(

@@ -124,13 +124,7 @@ class SPCTRewardController(NativeRewardController):
         return self.num_critiques
 
     def process(self, tasks: Sequence[GenerationTask | RewardTask], **kwargs: Any) -> Process:
-        """Score all tasks, which answer the same question.
-
-        Raises:
-            ParameterError: keyword arguments, or a question that is no text.
-            BudgetExceeded: the budget is spent and no critique has ended; else those vote that
-                have.
-        """
+        """Score all tasks, which answer the same question; critiques that have ended vote."""
         refuse_arguments(self, kwargs)
         alive = [number for number, task in enumerate(tasks) if not has_failed(task)]
         self.scores = [None] * len(tasks)

@@ -165,14 +165,7 @@ class SpecReasonController(Controller):
         return 3 * self.max_steps
 
     def process(self, tasks: Sequence[GenerationTask], **kwargs: Any) -> Process:
-        """Solve the tasks concurrently.
-
-        Raises:
-            ParameterError: keyword arguments, a prompt of token ids, or fields that an output of
-                several parts cannot honour.
-            BudgetExceeded: the budget is spent before there is a step; else the output so far is
-                returned.
-        """
+        """Solve the tasks concurrently."""
         refuse_arguments(self, kwargs)
         for task in tasks:
             sampling.refuse(task, _REFUSED, "specreason", "Leave it out")

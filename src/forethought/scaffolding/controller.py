@@ -232,7 +232,12 @@ class Controller(Cloneable):
         return list(controllers.values())
 
     def process(self, tasks: Sequence[Any], **kwargs: Any) -> Generator[Any, Any, Any]:
-        """Work on ``tasks``, leaving the results on them."""
+        """Work on ``tasks``, leaving the results on them.
+
+        Every method raises ``ParameterError`` for keyword arguments that it does not take and for
+        tasks that it cannot honour. One that combines texts raises ``BudgetExceeded`` only if the
+        budget is spent before there is a text; else it answers with the texts so far.
+        """
         raise NotImplementedError(f"{type(self).__name__} does not override process")
 
 

@@ -64,15 +64,7 @@ class RevisingController(Controller):
     ) -> Process:
         """Answer and revise, the tasks concurrently, and leave the chosen answer on each.
 
-        Args:
-            tasks: the questions.
-            generation_kwargs: keyword arguments of each answer's ``process``.
-            **kwargs: as ``generation_kwargs``.
-
-        Raises:
-            ParameterError: a task with ``n`` samples, or without text.
-            BudgetExceeded: the budget is spent before there is an answer; else the best one so far
-                is returned.
+        ``generation_kwargs`` or ``kwargs`` are keyword arguments of each answer's ``process``.
         """
         options = {**kwargs, **(generation_kwargs or {})}
         for task in tasks:

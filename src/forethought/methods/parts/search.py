@@ -402,19 +402,7 @@ class SearchController(Controller):
     def process(
         self, tasks: Sequence[GenerationTask], sample_num: int | None = None, **kwargs: Any
     ) -> Process:
-        """Search, and leave the best answer on the task.
-
-        Args:
-            tasks: exactly one.
-            sample_num: in place of ``default_sample_num``.
-            **kwargs: none.
-
-        Raises:
-            ParameterError: keyword arguments, not exactly one task, or one whose texts cannot be
-                searched.
-            BudgetExceeded: the budget is spent before there is a step; else the best answer so far
-                is the output.
-        """
+        """Search with ``sample_num`` samples, and leave the best answer on the only task."""
         refuse_arguments(self, kwargs)
         task: GenerationTask = expect_one(self.name, tasks)
         expect_text(self.name, task, "it finds the steps in the text")
