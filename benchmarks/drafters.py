@@ -102,7 +102,7 @@ class Contestant:
         outputs: list[list[int]] = []
         for start in range(0, len(prompts), self._batch_size):
             batch = self.llm.generate(prompts[start : start + self._batch_size], params)
-            outputs += [each.outputs[0].token_ids for each in batch]
+            outputs += [request_output.outputs[0].token_ids for request_output in batch]
         seconds, after = time.perf_counter() - began, self.llm.stats
         if counts:
             self.outputs += outputs
@@ -145,7 +145,9 @@ def main() -> None:
     for number in range(args.rounds + 1):
         start = number * args.prompts
         chosen = questions[start : start + args.prompts]
-        prompts = [plain.llm.chat_prompt([{"role": "user", "content": each}]) for each in chosen]
+        prompts = [
+            plain.llm.chat_prompt([{"role": "user", "content": question}]) for question in chosen
+        ]
         order = list(contestants.values())
         first = number % len(order)
         for contestant in order[first:] + order[:first]:

@@ -155,7 +155,7 @@ def measure(
             started = CLOCKS[args.clock]()
             tokens = generate(prompts, args.new)
             seconds = CLOCKS[args.clock]() - started
-            assert [len(each) for each in tokens] == [args.new] * case.batch, name
+            assert [len(answer) for answer in tokens] == [args.new] * case.batch, name
             if number:
                 speeds[name].append(case.batch * args.new / seconds)
     return speeds

@@ -72,16 +72,18 @@ def measure(
     speeds, ratios, count = list[float](), list[float](), max(8, args.fills * batch)
     for number in range(args.rounds + 1):
         chosen = asked(questions, number, count)
-        prompts = [plain.chat_prompt([{"role": "user", "content": each}]) for each, _ in chosen]
+        prompts = [
+            plain.chat_prompt([{"role": "user", "content": question}]) for question, _ in chosen
+        ]
         params = [
             SamplingParams(temperature=args.temperature, seed=0, max_tokens=300, cache_salt=salt)
             for _, salt in chosen
         ]
         engines = [plain, drafting] if number % 2 else [drafting, plain]
-        found = {llm: speed(llm, prompts, params) for llm in engines}
+        speed_by_llm = {llm: speed(llm, prompts, params) for llm in engines}
         if number:
-            speeds.append(found[drafting])
-            ratios.append(found[drafting] / found[plain])
+            speeds.append(speed_by_llm[drafting])
+            ratios.append(speed_by_llm[drafting] / speed_by_llm[plain])
     stats = drafting.stats
     for llm in (plain, drafting):
         llm.shutdown()

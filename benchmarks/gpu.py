@@ -199,13 +199,13 @@ def decode(engine: Engine, tokens: int, prompt: int) -> tuple[dict[str, Any], li
     while engine.has_work:
         engine.step()
     spent = time.perf_counter() - began
-    found = {
+    figures = {
         "batch": engine.limits.max_batch_size,
         "tokens/s": round((stats.decoded - before) / spent, 1),
         "ms/step": round(spent / (stats.steps - steps) * 1e3, 3),
         "drafting": round((stats.draft_seconds - drafting) / spent, 3),
     }
-    return found, [list(sequence.output) for sequence in live]
+    return figures, [list(sequence.output) for sequence in live]
 
 
 def lengths(small: bool) -> tuple[int, int]:
@@ -293,11 +293,11 @@ class CompiledLayer:
         residual: Tensor,
         rotation: tuple[Tensor, Tensor],
         forward_pass: ForwardPass,
-        kept: Tensor | None = None,
+        output_index: Tensor | None = None,
     ) -> Tensor:
         """See ``FusedLayer``; ``x`` is the residual itself."""
-        if kept is not None or len(x) > 64:  # a prefill
-            return self._layer(index, self._norm(x), residual, rotation, forward_pass, kept)
+        if output_index is not None or len(x) > 64:  # a prefill
+            return self._layer(index, self._norm(x), residual, rotation, forward_pass, output_index)
         assert isinstance(forward_pass, PagedPass)
         assert forward_pass._plans, "made here: a cached property has a lock, which is not traced"
         return self._compiled(self._norm, self._layer, index, x, rotation, forward_pass)
@@ -363,9 +363,9 @@ def compiled(device: torch.device, small: bool) -> Found:
     return rows
 
 
-def equal_prefix(found: Sequence[int], expected: Sequence[int]) -> int:
+def equal_prefix(tokens: Sequence[int], expected: Sequence[int]) -> int:
     """Tokens before the first that differs."""
-    pairs = enumerate(zip(found, expected, strict=True))
+    pairs = enumerate(zip(tokens, expected, strict=True))
     return next((at for at, (one, other) in pairs if one != other), len(expected))
 
 
@@ -454,8 +454,8 @@ def eagle(device: torch.device, small: bool) -> Found:
                         has_graphs=has_graphs,
                         configs=[chain(lm, Path(folder), length)],
                     )
-                    found, _ = decode(engine, tokens, prompt)
-                    rows.append({"length": length, "graphs": has_graphs, **found})
+                    figures, _ = decode(engine, tokens, prompt)
+                    rows.append({"length": length, "graphs": has_graphs, **figures})
     return rows
 
 
@@ -553,15 +553,15 @@ def main() -> int:
     parser.add_argument("--small", action="store_true", help="sizes that a CPU manages in seconds")
     parser.add_argument("--in-process", action="store_true", help="all parts in this process")
     args = parser.parse_args()
-    device, found = torch.device(args.device), Found()
+    device, figures = torch.device(args.device), Found()
     if not args.in_process:
         triton = importlib.util.find_spec("triton") is not None
         print(f"{device}, torch {torch.__version__}, CUDA {torch.version.cuda}, triton {triton}")
     for part in args.parts:
-        found += run_here(part, device, args.small) if args.in_process else run_apart(part, args)
+        figures += run_here(part, device, args.small) if args.in_process else run_apart(part, args)
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
-    print_report("gpu", found, device_name=name)
-    return int(any("failed" in row for row in found))
+    print_report("gpu", figures, device_name=name)
+    return int(any("failed" in row for row in figures))
 
 
 if __name__ == "__main__":

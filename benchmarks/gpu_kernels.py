@@ -37,7 +37,7 @@ Found = list[dict[str, Any]]
 PAGE = 16
 SHAPE, HEADS = LayerShape(8, 128, 128), 32
 CACHE_BYTES = 2**28
-"""More than the L2 cache of any GPU: weights of so many bytes are multiplied in turn."""
+"""More than the L2 cache of any GPU: weights of this many bytes are multiplied in turn."""
 
 
 def seconds(call: Callable[[], Any], device: torch.device, repeats: int) -> float:
@@ -127,7 +127,7 @@ def sdpa(device: torch.device, small: bool) -> Found:
 
 @dataclass(frozen=True)
 class LayerCase:
-    """What one layer attends to: rows of new tokens, a chain or a tree, behind stored ones."""
+    """What one layer attends to: rows of new tokens, a chain or a tree, after stored ones."""
 
     stored: int
     num_rows: int
@@ -171,9 +171,9 @@ class LayerInputs:
         layout = PagedLayout.of(self.batch.spans, self.device, split)
         return self._operands(self.q, self.keys, self.values, layout)
 
-    def error(self, found: Tensor) -> float:
+    def error(self, output: Tensor) -> float:
         """Greatest distance of the first row from ``exact``."""
-        return (found[: self.case.new].float().cpu() - self.exact).abs().max().item()
+        return (output[: self.case.new].float().cpu() - self.exact).abs().max().item()
 
     @cached_property
     def exact(self) -> Tensor:
@@ -201,29 +201,29 @@ def kernel(device: torch.device, small: bool) -> Found:
     """The backend that is the device's default: error, time and share of what a read reaches."""
     dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
     backend, reached = create_backend("auto", device), read_bandwidth(device, small)
-    found = []
+    figures = []
     for stored in (64,) if small else (512, 2048, 8192, 32768):
         for num_rows, new in product((1, 4) if small else (1, 16), (1, 5)):
-            made = LayerInputs(LayerCase(stored, num_rows, new, dtype=dtype), device)
-            plan = backend.plan(made.batch, made.storage, None)
+            inputs = LayerInputs(LayerCase(stored, num_rows, new, dtype=dtype), device)
+            plan = backend.plan(inputs.batch, inputs.storage, None)
 
-            def call(made: LayerInputs = made, plan: Any = plan) -> Tensor:
-                return backend.attend(made.q, made.keys, made.values, plan, made.scoring)
+            def call(inputs: LayerInputs = inputs, plan: Any = plan) -> Tensor:
+                return backend.attend(inputs.q, inputs.keys, inputs.values, plan, inputs.scoring)
 
             spent = device_seconds([call] * 20, device)
-            found.append(
+            figures.append(
                 {
                     "backend": backend.name,
                     "stored": stored,
                     "rows": num_rows,
                     "new": new,
-                    "error": round(made.error(call()), 6),
+                    "error": round(inputs.error(call()), 6),
                     "us": round(spent * 1e6, 1),
-                    "GB/s": round(made.case.num_bytes / spent / 1e9, 1),
-                    "share": round(made.case.num_bytes / spent / reached, 3),
+                    "GB/s": round(inputs.case.num_bytes / spent / 1e9, 1),
+                    "share": round(inputs.case.num_bytes / spent / reached, 3),
                 }
             )
-    return found
+    return figures
 
 
 SWEPT_SPLITS, SWEPT_WARPS = (1, 4, 8, 16, 32, 64), (2, 4, 8)
@@ -232,14 +232,14 @@ SWEPT_SPLITS, SWEPT_WARPS = (1, 4, 8, 16, 32, 64), (2, 4, 8)
 def sweep_cases(small: bool) -> list[LayerCase]:
     if small:
         return [LayerCase(64, 2, *new, torch.float32) for new in ((1, False), (5, True))]
-    made = [
+    cases = [
         LayerCase(stored, num_rows, *new, dtype)
         for dtype in (torch.bfloat16, torch.float32)
         for stored in (512, 2048, 8192, 32768)
         for num_rows in (1, 16)
         for new in ((1, False), (5, False), (20, True))
     ]
-    return [case for case in made if case.num_rows == 1 or case.dtype == torch.bfloat16]
+    return [case for case in cases if case.num_rows == 1 or case.dtype == torch.bfloat16]
 
 
 def sweep(device: torch.device, small: bool) -> Found:
@@ -252,13 +252,13 @@ def sweep(device: torch.device, small: bool) -> Found:
     return [_swept(LayerInputs(case, device), reached, small) for case in sweep_cases(small)]
 
 
-def _swept(made: LayerInputs, reached: float, small: bool) -> dict[str, Any]:
-    case, device = made.case, made.device
-    own = split_of(case.new, case.stored + case.new)[1]
+def _swept(inputs: LayerInputs, reached: float, small: bool) -> dict[str, Any]:
+    case, device = inputs.case, inputs.device
+    default_splits = split_of(case.new, case.stored + case.new)[1]
     times, errors = dict[tuple[int, int | None], float](), [0.0]
-    for splits, warps in _swept_settings(own, case, small):
-        call = _attention(made, splits, warps)
-        errors.append(made.error(call()))
+    for splits, warps in _swept_settings(default_splits, case, small):
+        call = _attention(inputs, splits, warps)
+        errors.append(inputs.error(call()))
         times[splits, warps] = device_seconds([call] * (2 if small else 20), device)
     best = min(times, key=lambda key: times[key])
     return {
@@ -266,9 +266,9 @@ def _swept(made: LayerInputs, reached: float, small: bool) -> dict[str, Any]:
         "stored": case.stored,
         "rows": case.num_rows,
         "new": case.name,
-        "own splits": own,
-        "us": round(times[own, None] * 1e6, 1),
-        "share": round(case.num_bytes / times[own, None] / reached, 3),
+        "own splits": default_splits,
+        "us": round(times[default_splits, None] * 1e6, 1),
+        "share": round(case.num_bytes / times[default_splits, None] / reached, 3),
         "splits x warps": "{} x {}".format(*best),
         "best us": round(times[best] * 1e6, 1),
         "best share": round(case.num_bytes / times[best] / reached, 3),
@@ -276,24 +276,26 @@ def _swept(made: LayerInputs, reached: float, small: bool) -> dict[str, Any]:
     }
 
 
-def _swept_settings(own: int, case: LayerCase, small: bool) -> Iterator[tuple[int, int | None]]:
+def _swept_settings(
+    default_splits: int, case: LayerCase, small: bool
+) -> Iterator[tuple[int, int | None]]:
     """Numbers of splits, and of warps; None: the kernels' own choice of both."""
-    yield own, None
+    yield default_splits, None
     for splits in (1, 2) if small else SWEPT_SPLITS:
         # A split has at least a block of keys; a GPU is full without splits of many rows.
         if case.stored // splits >= (16 if small else 64) and splits * case.num_rows <= 256:
             yield from ((splits, warps) for warps in ((4,) if small else SWEPT_WARPS))
 
 
-def _attention(made: LayerInputs, splits: int, warps: int | None) -> Callable[[], Tensor]:
+def _attention(inputs: LayerInputs, splits: int, warps: int | None) -> Callable[[], Tensor]:
     """A launch of the kernels; see ``_swept_settings``."""
 
     def split(size: int, length: int) -> tuple[int, int]:
         tokens = -(-length // splits)
         return tokens, -(-length // tokens)
 
-    operands = made.operands(split_of if warps is None else split)
-    if not has_triton(made.device):
+    operands = inputs.operands(split_of if warps is None else split)
+    if not has_triton(inputs.device):
         return lambda: attend_rows(operands)
     from forethought.backends.cuda.paged_triton import launch, settings_of
 
@@ -318,7 +320,7 @@ def gemv(device: torch.device, small: bool) -> Found:
     """Products of few tokens: cuBLAS, and a Triton kernel with the best of some settings."""
     shapes = {"tiny": (96, 64)} if small else WEIGHTS
     dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
-    reached, found = read_bandwidth(device, small), []
+    reached, figures = read_bandwidth(device, small), []
     for name, (outputs, inputs) in shapes.items():
         num_bytes = outputs * inputs * dtype.itemsize
         count = 1 if small else max(2, -(-CACHE_BYTES // num_bytes))
@@ -332,8 +334,8 @@ def gemv(device: torch.device, small: bool) -> Found:
             for one in ("cuBLAS", "Triton"):
                 if (spent := row.get(f"{one} us")) is not None:
                     row[f"{one} share"] = round(num_bytes / spent * 1e6 / reached, 3)
-            found.append(row)
-    return found
+            figures.append(row)
+    return figures
 
 
 def _products(x: Tensor, weights: Sequence[Tensor], small: bool) -> dict[str, Any]:

@@ -40,7 +40,7 @@ def answers(llm: LLM, prompts: list[list[int]], length: int) -> list[list[int]]:
 
 
 def quality(llm: LLM, prompts: list[list[int]], texts: list[list[int]]) -> dict[str, float]:
-    """Perplexity of the texts behind their prompts, and the share of top-1 tokens in them."""
+    """Perplexity of the texts after their prompts, and the share of top-1 tokens in them."""
     params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=1)
     losses, agreed = list[float](), 0
     whole = [prompt + text for prompt, text in zip(prompts, texts, strict=True)]
@@ -57,7 +57,7 @@ def quality(llm: LLM, prompts: list[list[int]], texts: list[list[int]]) -> dict[
 
 def speeds(llms: dict[str, LLM], prompts: list[list[int]], args: Any) -> dict[str, dict[str, Any]]:
     """Median tokens per second by form and batch size."""
-    found: dict[str, dict[str, Any]] = {name: {} for name in llms}
+    by_form: dict[str, dict[str, Any]] = {name: {} for name in llms}
     for batch in args.batches:
         chosen = [prompts[n % len(prompts)] for n in range(batch)]
         times: dict[str, list[float]] = {name: [] for name in llms}
@@ -68,8 +68,8 @@ def speeds(llms: dict[str, LLM], prompts: list[list[int]], args: Any) -> dict[st
                 times[name].append(time.perf_counter() - began)
         for name, seconds in times.items():
             speed = batch * args.length / statistics.median(seconds[1:])
-            found[name][f"tokens_per_second_{batch}"] = round(speed, 1)
-    return found
+            by_form[name][f"tokens_per_second_{batch}"] = round(speed, 1)
+    return by_form
 
 
 def main() -> None:

@@ -65,14 +65,14 @@ def forethought_server(threads: int, options: Sequence[str] = ()) -> Iterator[tu
     ) as process:
         try:
             assert process.stderr is not None
-            found = None
-            while found is None:
+            match = None
+            while match is None:
                 line = process.stderr.readline()
                 if not line:
                     raise SystemExit("forethought serve did not start")
-                found = re.search(r"(http://\S+) \(the page\)", line)
+                match = re.search(r"(http://\S+) \(the page\)", line)
             drain = subprocess.Popen(["cat"], stdin=process.stderr, stdout=subprocess.DEVNULL)
-            yield f"{found.group(1)}/v1", "model", process.pid
+            yield f"{match.group(1)}/v1", "model", process.pid
         finally:
             process.terminate()
     drain.wait()
@@ -94,9 +94,9 @@ def transformers_server(
     command += ["--port", str(port), "--host", "127.0.0.1", "--device", "cpu"]
     command += options
     with (
-        tempfile.TemporaryFile("w+") as said,
+        tempfile.TemporaryFile("w+") as log_file,
         subprocess.Popen(
-            command, stdout=subprocess.DEVNULL, stderr=said, env=environment(threads)
+            command, stdout=subprocess.DEVNULL, stderr=log_file, env=environment(threads)
         ) as process,
     ):
         try:
@@ -108,8 +108,8 @@ def transformers_server(
                         break
                 except (urllib.error.URLError, OSError):
                     if process.poll() is not None or time.monotonic() > until:
-                        said.seek(0)
-                        raise NotStarted(" ".join(said.read().splitlines()[-1:])) from None
+                        log_file.seek(0)
+                        raise NotStarted(" ".join(log_file.read().splitlines()[-1:])) from None
                     time.sleep(0.5)
             yield f"{url}/v1", model, process.pid
         finally:
@@ -140,16 +140,18 @@ def serve(
     def measure() -> Measured:
         before = processor_seconds(pid)
         crowd = ServingBench(url, model, max_concurrency=args.streams, fields=FIELDS)
-        asked = poisson(prompts, args.requests, math.inf, args.max_tokens)
-        report = asyncio.run(crowd.run(asked))
+        arrivals = poisson(prompts, args.requests, math.inf, args.max_tokens)
+        report = asyncio.run(crowd.run(arrivals))
         spent = processor_seconds(pid) - before
         alone = ServingBench(url, model, max_concurrency=1, fields=FIELDS)
         few = asyncio.run(alone.run(poisson(prompts, args.singles, math.inf, 8)))
-        for each in (*report.exchanges, *few.exchanges):
-            if each.error is not None:
-                raise SystemExit(f"{url}: {each.error}")
-        cpu = spent / sum(each.num_output_tokens for each in report.exchanges)
-        return Measured(report.tokens_per_second, cpu, [each.ttft for each in few.exchanges])
+        for exchange in (*report.exchanges, *few.exchanges):
+            if exchange.error is not None:
+                raise SystemExit(f"{url}: {exchange.error}")
+        cpu = spent / sum(exchange.num_output_tokens for exchange in report.exchanges)
+        return Measured(
+            report.tokens_per_second, cpu, [exchange.ttft for exchange in few.exchanges]
+        )
 
     return measure
 
@@ -176,9 +178,9 @@ def engine(
 
     def measure() -> Measured:
         began, before = time.perf_counter(), time.process_time()
-        found = asyncio.run(all_of(args.requests, args.streams, args.max_tokens))
+        counts = asyncio.run(all_of(args.requests, args.streams, args.max_tokens))
         seconds, spent = time.perf_counter() - began, time.process_time() - before
-        num_tokens = sum(count for count, _ in found)
+        num_tokens = sum(count for count, _ in counts)
         alone = asyncio.run(all_of(args.singles, 1, 8))
         return Measured(num_tokens / seconds, spent / num_tokens, [first for _, first in alone])
 
@@ -187,26 +189,30 @@ def engine(
 
 def run(contestants: dict[str, Callable[[], Measured]], rounds: int) -> list[dict[str, Any]]:
     """Rows of the table; the first round warms up."""
-    found: dict[str, list[Measured]] = {name: [] for name in contestants}
+    by_contestant: dict[str, list[Measured]] = {name: [] for name in contestants}
     for number in range(rounds + 1):
         for name, measure in contestants.items():
             measured = measure()
             if number:
-                found[name].append(measured)
-    return [row(name, found[name], found[OURS]) for name in contestants]
+                by_contestant[name].append(measured)
+    return [row(name, by_contestant[name], by_contestant[OURS]) for name in contestants]
 
 
-def row(name: str, found: Sequence[Measured], base: Sequence[Measured]) -> dict[str, Any]:
+def row(name: str, measurements: Sequence[Measured], base: Sequence[Measured]) -> dict[str, Any]:
     """Medians over the rounds; ratios are of the same round."""
-    pairs = list(zip(base, found, strict=True))
-    firsts = [seconds for each in found for seconds in each.firsts]
+    pairs = list(zip(base, measurements, strict=True))
+    firsts = [seconds for measurement in measurements for seconds in measurement.firsts]
     return {
         "server": name,
-        "tokens_per_second": round(median(each.tokens_per_second for each in found), 1),
+        "tokens_per_second": round(
+            median(measurement.tokens_per_second for measurement in measurements), 1
+        ),
         "ours_to_it": round(
             median(ours.tokens_per_second / it.tokens_per_second for ours, it in pairs), 3
         ),
-        "cpu_us_per_token": round(1e6 * median(each.cpu_per_token for each in found), 1),
+        "cpu_us_per_token": round(
+            1e6 * median(measurement.cpu_per_token for measurement in measurements), 1
+        ),
         "our_cpu_to_its": round(
             median(ours.cpu_per_token / it.cpu_per_token for ours, it in pairs), 3
         ),
@@ -234,13 +240,13 @@ def main() -> None:
     parser.add_argument("--continuous-batching", action="store_true", help="of transformers serve")
     args = parser.parse_args()
     prompts = shipped_prompts()
-    own = [args.model, "--dtype", args.dtype]
+    model_options = [args.model, "--dtype", args.dtype]
     flags = ["--dtype", args.dtype]
     flags += ["--continuous-batching"] if args.continuous_batching else []
     os.environ["OMP_NUM_THREADS"] = str(args.threads)
     with ExitStack() as opened:
-        ours = opened.enter_context(forethought_server(args.threads, own))
-        drafting = forethought_server(args.threads, [*own, "--speculative", "ngram"])
+        ours = opened.enter_context(forethought_server(args.threads, model_options))
+        drafting = forethought_server(args.threads, [*model_options, "--speculative", "ngram"])
         drafts = opened.enter_context(drafting)
         llm = AsyncLLM(args.model, dtype=args.dtype)
         opened.callback(llm.shutdown)

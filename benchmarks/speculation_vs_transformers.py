@@ -102,8 +102,8 @@ def ours(target: Path, draft: Path, length: int) -> dict[str, Generate]:
 def theirs(target: Path, draft: Path) -> dict[str, Generate]:
     """``generate`` as it is, with prompt lookup, and with an assistant."""
     module, assistant = (
-        AutoModelForCausalLM.from_pretrained(each, dtype=dtype()).to(device()).eval()
-        for each in (target, draft)
+        AutoModelForCausalLM.from_pretrained(directory, dtype=dtype()).to(device()).eval()
+        for directory in (target, draft)
     )
     extras: dict[str, dict[str, Any]] = {
         "plain": {},
@@ -135,7 +135,7 @@ def _eos(module: PreTrainedModel) -> int | list[int] | None:
     return module.generation_config.eos_token_id
 
 
-def reasoner_prompts(llm_dir: Path, rounds: int, each: int) -> Iterator[list[list[int]]]:
+def reasoner_prompts(llm_dir: Path, rounds: int, size: int) -> Iterator[list[list[int]]]:
     """Questions of the held-out set, through the chat template; none comes twice."""
     tokenizer = transformers.AutoTokenizer.from_pretrained(llm_dir)
     questions = [problem.question for problem in shipped()]
@@ -147,15 +147,15 @@ def reasoner_prompts(llm_dir: Path, rounds: int, each: int) -> Iterator[list[lis
                 add_generation_prompt=True,
                 return_dict=False,
             )
-            for question in questions[number * each : (number + 1) * each]
+            for question in questions[number * size : (number + 1) * size]
         ]
 
 
-def random_prompts(rounds: int, each: int) -> Iterator[list[list[int]]]:
+def random_prompts(rounds: int, size: int) -> Iterator[list[list[int]]]:
     """128 random tokens each."""
     source = random.Random(0)
     for _ in range(rounds):
-        yield [[source.randrange(3, 32_000) for _ in range(128)] for _ in range(each)]
+        yield [[source.randrange(3, 32_000) for _ in range(128)] for _ in range(size)]
 
 
 def measure(

@@ -84,15 +84,15 @@ def count_files() -> dict[str, int]:
         ],
     }
     params = SamplingParams(max_tokens=200, ignore_eos=True, temperature=0.0)
-    found = {}
+    num_files = {}
     for kind, config in configs.items():
         engine = resolve.build(LlmArgs.from_dict({"speculative_config": config}), reasoner_dir())
         engine.resume(engine.open([5, 6, 7, 8] * 8), params)
         for _ in range(WARM_UP):
             engine.step()
-        found[kind] = max(len(files_entered(engine)) for _ in range(COUNTED))
+        num_files[kind] = max(len(files_entered(engine)) for _ in range(COUNTED))
         engine.shutdown()
-    return found
+    return num_files
 
 
 def files_entered(engine: Engine) -> set[str]:
@@ -130,8 +130,12 @@ def main() -> None:
     print(f"{'sampling':<10}" + "".join(f"{head:>12}" for head in heads), end="   ")
     print(f"median of {args.rounds} rounds")
     for case in cases:
-        inside, outside = (statistics.median(each[case][i] for each in rounds) for i in (0, 1))
-        added = statistics.median(each[case][1] - each[case[0], False][1] for each in rounds)
+        inside, outside = (
+            statistics.median(by_case[case][i] for by_case in rounds) for i in (0, 1)
+        )
+        added = statistics.median(
+            by_case[case][1] - by_case[case[0], False][1] for by_case in rounds
+        )
         drafted = NUM_NODES * case[1]
         print(f"{case[0]:<10}{drafted:>12}{inside:>12.2f}{outside:>12.2f}{added:>12.2f}")
         rows.append(

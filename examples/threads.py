@@ -1,4 +1,4 @@
-"""Parallel reasoning: the model spawns threads, which think side by side, and goes on behind them.
+"""Parallel reasoning: the model spawns threads, which think side by side, and goes on after them.
 
 A scripted model stands in for one that was trained to spawn, so that the program runs offline.
 """

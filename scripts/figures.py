@@ -273,7 +273,7 @@ def _speed_and_ratio(row: Run) -> str:
 
 
 def goodput(runs: Sequence[Run]) -> str:
-    """Ratio to plain decoding with so many sequences at once."""
+    """Ratio to plain decoding with this many sequences at once."""
     labels = {batch: [str(batch)] for batch in (1, 4, 16, 64)}
     return by_processor(
         runs, ["sequences"], labels, lambda row: row["batch"], lambda row: f"{row['ratio']:.2f}"

@@ -1,7 +1,7 @@
 """Tables of methods and their settings: written into docs/methods from the fields of the classes.
 
 ``<!-- settings: beam_search, dvts -->`` is followed by a table of the settings of these methods, in
-which a row that several of them share stands once; ``<!-- methods -->`` by a table of all methods,
+which a row that several of them share comes once; ``<!-- methods -->`` by a table of all methods,
 each with a link to the heading above its settings. A table ends with ``<!-- end of settings -->``
 or ``<!-- end of methods -->``.
 
@@ -43,11 +43,11 @@ def main() -> int:
     stale = []
     for page in pages:
         text = page.read_text(encoding="utf-8")
-        made = written(text, places)
-        if made != text:
+        written_text = written(text, places)
+        if written_text != text:
             stale.append(page)
             if not args.check:
-                page.write_text(made, encoding="utf-8")
+                page.write_text(written_text, encoding="utf-8")
     for page in stale:
         print(f"{page.relative_to(ROOT)}: {'is stale' if args.check else 'written'}")
     return int(args.check and bool(stale))

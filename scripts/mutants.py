@@ -1,6 +1,6 @@
 """Mutation tests: break one line of the package at a time and see whether its tests notice.
 
-Each mutant replaces a short text that stands exactly once in its file, in a temporary copy of the
+Each mutant replaces a short text that is exactly once in its file, in a temporary copy of the
 tracked files; the tests named with it run there, up to the first failure. A mutant that no test
 notices is *alive*: either a test is missing, or the line has no effect and can go. Where a text is
 not in its file any more, or its replacement does not compile there, nothing runs: the mutant has to
@@ -45,7 +45,7 @@ class Mutant:
 
     Attributes:
         file: below the package.
-        original: a text that stands there exactly once.
+        original: a text that is there exactly once.
         replacement: what is written in its place.
         tests: arguments of pytest that select the tests expected to fail.
     """
@@ -1067,22 +1067,22 @@ def main() -> int:
     )
     parser.add_argument("--list", action="store_true", help="print the mutants and end")
     arguments = parser.parse_args()
-    wanted = [
+    chosen = [
         mutant
         for mutant in MUTANTS
         if not arguments.texts
         or any(text in f"{mutant.file}: {mutant.original}" for text in arguments.texts)
     ]
     if arguments.list:
-        for mutant in wanted:
+        for mutant in chosen:
             print(f"{mutant.file}: {_line(mutant.original)} -> {_line(mutant.replacement)}")
         return 0
-    findings = not_applicable(wanted) or run(wanted, max(1, arguments.jobs), arguments.unchecked)
+    findings = not_applicable(chosen) or run(chosen, max(1, arguments.jobs), arguments.unchecked)
     counts = Counter(finding.outcome for finding in findings)
     for finding in findings:
         if finding.outcome != "killed":
             print(finding)
-    print(json.dumps({"script": "mutants", "mutants": len(wanted), **counts}))
+    print(json.dumps({"script": "mutants", "mutants": len(chosen), **counts}))
     return int(counts["killed"] < len(findings))
 
 

@@ -87,10 +87,10 @@ def frames(browser: Browser, address: str) -> str:
     median, most, worst, rate, gap, long_gap = measured
     after = metrics(browser)
     spent = {name: 1000 * (after[name] - before[name]) / NUM_FRAMES for name in TIMES}
-    told = ", ".join(f"{name} {value:.2f} ms" for name, value in spent.items())
-    told += f", {(after['LayoutCount'] - before['LayoutCount']) / NUM_FRAMES:.1f} layouts"
+    times = ", ".join(f"{name} {value:.2f} ms" for name, value in spent.items())
+    times += f", {(after['LayoutCount'] - before['LayoutCount']) / NUM_FRAMES:.1f} layouts"
     return (
-        f"processor time a frame: {told}\n"
+        f"processor time a frame: {times}\n"
         f"the page's code a frame, by the wall clock: median {median:.2f} ms, "
         f"95th percentile {most:.2f} ms, longest {worst:.2f} ms\n"
         f"frames a second: {rate:.1f}; between two of them: median {gap:.1f} ms, "
@@ -100,8 +100,8 @@ def frames(browser: Browser, address: str) -> str:
 
 def metrics(browser: Browser) -> dict[str, float]:
     """Chromium's counters of the page, in seconds."""
-    found = browser.devtools("Performance.getMetrics")["metrics"]
-    return {each["name"]: each["value"] for each in found}
+    counters = browser.devtools("Performance.getMetrics")["metrics"]
+    return {counter["name"]: counter["value"] for counter in counters}
 
 
 def main() -> None:

@@ -80,10 +80,10 @@ async def abandoned(chats: Any, source: random.Random) -> None:
     async with await chats.create(
         model="reasoner", messages=question(source), stream=True, extra_body=body
     ) as chunks:
-        left = source.randrange(1, 6)
+        num_remaining = source.randrange(1, 6)
         async for _ in chunks:
-            left -= 1
-            if left <= 0:
+            num_remaining -= 1
+            if num_remaining <= 0:
                 return
 
 

@@ -17,9 +17,9 @@ is the share of the tokens before the first that differs from those of transform
 
 =============  ==================================================================================
 ``decode``     tokens/s of greedy decoding, prompts of 128 tokens, by batch size
-``first``      milliseconds to the first token behind a prompt of 512
+``first``      milliseconds to the first token after a prompt of 512
 ``mixed``      tokens/s of 64 requests with prompts of 16 to 256 tokens and answers of 16 to 192
-``context``    tokens/s of a long prompt, and of decoding behind it, batch 1
+``context``    tokens/s of a long prompt, and of decoding after it, batch 1
 ``speculate``  tokens/s of the reasoner on held-out questions: plain, prompt lookup, a draft model
 =============  ==================================================================================
 
@@ -90,12 +90,12 @@ class Session:
                 {
                     "model": self.model,
                     "max_batch": settings.max_batch,
-                    "contestant": each.label,
-                    "version": each.version,
-                    "loaded": each.loaded,
-                    "peak": each.peak,
+                    "contestant": peer.label,
+                    "version": peer.version,
+                    "loaded": peer.loaded,
+                    "peak": peer.peak,
                 }
-                for each in self.contestants
+                for peer in self.contestants
             ]
         finally:
             for contestant in self.contestants:
@@ -124,12 +124,14 @@ class Session:
     ) -> None:
         """Run the rounds, and keep and print the figures."""
         speculating = any(request.way != PLAIN for request in requests)
-        asked = [
-            each for each in self.contestants if not speculating or each.entry.engine in SPECULATING
+        contestants = [
+            contestant
+            for contestant in self.contestants
+            if not speculating or contestant.entry.engine in SPECULATING
         ]
         requests = [replace(request, clock=self.args.clock) for request in requests]
-        found = cases.run(asked, requests, how, self._failed, num_warm=num_warm)
-        for unit, rows in found.items():
+        figures = cases.run(contestants, requests, how, self._failed, num_warm=num_warm)
+        for unit, rows in figures.items():
             name = case if unit == "tokens/s" else f"{case} {unit}"
             for label, (value, ratio, agreement) in rows.items():
                 figure = Figure(self.model, name, label, value, ratio, agreement)
@@ -200,8 +202,8 @@ def question_requests(args: argparse.Namespace) -> Iterator[Request]:
     eos = json.loads((reasoner_dir() / "config.json").read_text(encoding="utf-8"))["eos_token_id"]
     questions = shipped_prompts()
     for number in range(args.rounds + 1):
-        some = questions[number * args.questions : (number + 1) * args.questions]
-        prompts = [as_user_turn(question, tokenizer) for question in some]
+        batch = questions[number * args.questions : (number + 1) * args.questions]
+        prompts = [as_user_turn(question, tokenizer) for question in batch]
         yield Request(prompts, [args.answer] * len(prompts), eos=eos)
 
 
@@ -217,9 +219,9 @@ def chosen_entries(args: argparse.Namespace) -> list[Entry]:
     entries = [Entry(engine, python) for engine, python in pythons.items() if python]
     if args.quantised:
         entries += [
-            Entry(each.engine, each.python, QUANTISED[each.engine])
-            for each in entries
-            if each.engine in QUANTISED
+            Entry(entry.engine, entry.python, QUANTISED[entry.engine])
+            for entry in entries
+            if entry.engine in QUANTISED
         ]
     return entries
 

@@ -16,7 +16,7 @@ FIRST_PROMPT = 512
 NUM_MIXED, MIXED_PROMPTS, MIXED_LENGTHS = 64, (16, 256), (16, 192)
 """Requests at once, and the bounds of their prompts' and answers' tokens."""
 NUM_BEHIND = 33
-"""Tokens decoded behind a long context."""
+"""Tokens decoded after a long context."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class Prompts:
         self._source, self._vocab_size = random.Random(seed), vocab_size
 
     def of(self, lengths: Iterable[int]) -> list[list[int]]:
-        """Prompts of so many tokens."""
+        """Prompts of this many tokens."""
         return [[self._source.randrange(3, self._vocab_size) for _ in range(n)] for n in lengths]
 
     def fixed(self, batch: int, prompt: int, new: int, *, timed: bool = False) -> Request:
@@ -80,7 +80,7 @@ def first_token(request: Request, answer: dict[str, Any]) -> dict[str, float]:
 
 
 def behind_context(request: Request, answer: dict[str, Any]) -> dict[str, float]:
-    """Tokens per second of the prompt, and of decoding behind it."""
+    """Tokens per second of the prompt, and of decoding after it."""
     (prompt,), (new,) = request.prompts, request.lengths
     if answer["first"] is None:
         return {}
@@ -107,17 +107,17 @@ def run(
         on_failure: told of who fails.
         num_warm: rounds at the beginning that count for agreement alone.
     """
-    asked = list(contestants)
+    remaining = list(contestants)
     figures: dict[str, dict[str, list[float]]] = {}
     agreed: dict[str, list[float]] = {}
     for number, request in enumerate(requests):
         answers: dict[str, dict[str, Any]] = {}
-        turn = number % len(asked)
-        for contestant in asked[turn:] + asked[:turn]:
+        turn = number % len(remaining)
+        for contestant in remaining[turn:] + remaining[:turn]:
             try:
                 answers[contestant.label] = contestant.generate(request)
             except Failed as failure:
-                asked.remove(contestant)
+                remaining.remove(contestant)
                 on_failure(contestant, failure)
         for label, answer in answers.items():
             agreed.setdefault(label, []).append(agreement(answer, answers[BASE]))
@@ -125,15 +125,15 @@ def run(
                 for name, value in measure(request, answer).items():
                     figures.setdefault(name, {}).setdefault(label, []).append(value)
     return {
-        name: {label: _summary(label, found, agreed[label]) for label in found}
-        for name, found in figures.items()
+        name: {label: _summary(label, by_label, agreed[label]) for label in by_label}
+        for name, by_label in figures.items()
     }
 
 
 def _summary(
-    label: str, found: dict[str, list[float]], agreed: list[float]
+    label: str, by_label: dict[str, list[float]], agreed: list[float]
 ) -> tuple[float, float, float]:
-    mine, base = found[label], found[BASE]
+    mine, base = by_label[label], by_label[BASE]
     ratio = median(a / b for a, b in zip(mine, base[: len(mine)], strict=True))
     return median(mine), ratio, sum(agreed) / len(agreed)
 

@@ -108,11 +108,11 @@ def prepared(entry: Entry, sources: list[Path], folder: Path, settings: Settings
     """Paths of models as the engine reads them, converted by a process that ends afterwards."""
     contestant = Contestant(entry, settings.threads, folder / f"{entry.engine}.log")
     try:
-        found = []
+        paths = []
         for source in sources:
-            kept = folder / entry.engine / source.name
-            kept.mkdir(parents=True, exist_ok=True)
-            found.append(contestant.prepare(source, kept, settings))
-        return found
+            target = folder / entry.engine / source.name
+            target.mkdir(parents=True, exist_ok=True)
+            paths.append(contestant.prepare(source, target, settings))
+        return paths
     finally:
         contestant.close()

@@ -20,7 +20,7 @@ BATCH, MICRO_BATCH = 2048, 512
 
 @dataclass
 class Row:
-    """A sequence under way."""
+    """A sequence in progress."""
 
     number: int
     """Of its prompt."""
@@ -54,14 +54,14 @@ class PeerEngine:
         self.vocab_size = llama_cpp.llama_vocab_n_tokens(
             llama_cpp.llama_model_get_vocab(self.model)
         )
-        wanted = llama_cpp.llama_context_default_params()
-        wanted.n_ctx = settings.max_len * settings.max_batch
-        wanted.n_batch, wanted.n_ubatch = BATCH, MICRO_BATCH
-        wanted.n_seq_max = settings.max_batch
-        wanted.n_threads = wanted.n_threads_batch = settings.threads
+        context_params = llama_cpp.llama_context_default_params()
+        context_params.n_ctx = settings.max_len * settings.max_batch
+        context_params.n_batch, context_params.n_ubatch = BATCH, MICRO_BATCH
+        context_params.n_seq_max = settings.max_batch
+        context_params.n_threads = context_params.n_threads_batch = settings.threads
         if not settings.form and settings.dtype == "float32":
-            wanted.type_k = wanted.type_v = TYPES["float32"].value
-        self.context = llama_cpp.llama_init_from_model(self.model, wanted)
+            context_params.type_k = context_params.type_v = TYPES["float32"].value
+        self.context = llama_cpp.llama_init_from_model(self.model, context_params)
         assert self.context
         self.max_batch = settings.max_batch
         self.batch = llama_cpp.llama_batch_init(BATCH, 0, 1)
@@ -112,7 +112,7 @@ class PeerEngine:
         return [(row, self._greedy(index)) for row, index in last]
 
     def _greedy(self, index: int) -> int:
-        """The most probable token behind token ``index`` of the batch."""
+        """The most probable token after token ``index`` of the batch."""
         logits = llama_cpp.llama_get_logits_ith(self.context, index)
         size = ctypes.POINTER(ctypes.c_float * self.vocab_size)
         return int(np.frombuffer(ctypes.cast(logits, size).contents, np.float32).argmax())

@@ -52,8 +52,8 @@ class PeerEngine:
         tokens: list[list[int]] = []
         first = None
         for begin in range(0, len(request.prompts), self.max_batch):
-            some = slice(begin, begin + self.max_batch)
-            answer = self._batch(request, request.prompts[some], request.lengths[some])
+            neighbours = slice(begin, begin + self.max_batch)
+            answer = self._batch(request, request.prompts[neighbours], request.lengths[neighbours])
             tokens += answer.tokens
             first = first or answer.first
         return Answer(tokens, first)

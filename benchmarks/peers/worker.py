@@ -57,7 +57,7 @@ class Settings:
 
 @dataclass(frozen=True)
 class Request:
-    """Prompts to continue greedily, all under way at once as far as ``max_batch`` allows."""
+    """Prompts to continue greedily, up to ``max_batch`` of them at once."""
 
     prompts: list[list[int]]
     lengths: list[int]
@@ -105,12 +105,12 @@ class Engine(Protocol):
 def memory() -> dict[str, int]:
     """MiB of this process: resident now, of that not of files, and the highest ever resident."""
     names = {"VmRSS": "resident", "RssAnon": "anonymous", "VmHWM": "peak"}
-    found = {}
+    sizes = {}
     for line in Path("/proc/self/status").read_text(encoding="ascii", errors="replace").split("\n"):
         name, _, value = line.partition(":")
         if name in names:
-            found[names[name]] = int(value.split()[0]) // 1024
-    return found
+            sizes[names[name]] = int(value.split()[0]) // 1024
+    return sizes
 
 
 def answer(engine: Engine, line: dict[str, Any]) -> dict[str, Any]:
@@ -127,10 +127,10 @@ def answer(engine: Engine, line: dict[str, Any]) -> dict[str, Any]:
     request = Request(**values)
     clock = CLOCKS[request.clock]
     started = clock()
-    made = engine.generate(request)
+    generated = engine.generate(request)
     seconds = clock() - started
-    first = None if made.first is None else made.first - began
-    return {"seconds": seconds, "first": first, "tokens": made.tokens, **memory()}
+    first = None if generated.first is None else generated.first - began
+    return {"seconds": seconds, "first": first, "tokens": generated.tokens, **memory()}
 
 
 def serve(engine: Engine, requests: TextIO, write: Callable[[str], object]) -> None:
