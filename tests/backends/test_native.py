@@ -113,6 +113,45 @@ def test_a_token_is_the_same_to_the_last_bit_in_every_batch(architecture: str, d
     assert torch.equal(torch.cat(found), alone[:30])
 
 
+def long_model(architecture: str, dtype: str, directory: Path) -> CausalLM:
+    """With room for 2,048 tokens."""
+    shutil.copytree(models.tiny(architecture), directory)
+    config = json.loads((directory / "config.json").read_text())
+    config["max_position_embeddings"] = 2048
+    (directory / "config.json").write_text(json.dumps(config))
+    return loader.load(directory, dtype=dtype, forward="native")
+
+
+@pytest.mark.parametrize("num_threads", [1, 3])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("architecture", ["llama", "llama_mqa", "gemma3"])
+def test_rows_that_share_a_prefix_have_the_logits_of_each_row_alone(
+    monkeypatch, tmp_path: Path, architecture: str, dtype: str, num_threads: int
+) -> None:
+    """Of one token and of draft trees, beside strangers, with prefixes that end within chunks."""
+    lm = long_model(architecture, dtype, tmp_path / "model")
+    monkeypatch.setattr(torch, "get_num_threads", lambda: num_threads)
+    runner, pool = new_runner(lm, size=8192)
+    scatter(pool)
+    trunk, stranger = PageTable(pool), PageTable(pool)
+    for table, size in ((trunk, 700), (stranger, 88)):
+        table.append(size)
+        runner.forward([Row(tokens(size), 0, table, logits_from=size)])
+    rows = []
+    for number, (length, size) in enumerate(
+        [(700, 1), (700, 5), (612, 1), (400, 3), (88, 1), (400, 1), (400, 40), (300, 1), (20, 1)]
+    ):
+        table = (stranger if number == 4 else trunk).fork(length)
+        table.append(3)
+        runner.forward([Row(tokens(3 + number)[:3], length, table)])
+        table.append(size)
+        parents = (-1, -1, 0, 0, 3) if size == 5 else None
+        rows.append(Row(tokens(size), length + 3, table, parents))
+    together = runner.forward(rows)
+    alone = torch.cat([runner.forward([row]) for row in rows])
+    assert torch.equal(together, alone)
+
+
 @pytest.mark.parametrize("architecture", ["llama_mqa", "mistral", "gemma3"])
 def test_a_path_of_a_draft_tree_is_the_same_to_the_last_bit_as_its_tokens_alone(
     architecture: str,
@@ -135,11 +174,7 @@ def test_behind_several_chunks_a_token_is_the_same_to_the_last_bit_however_it_is
     monkeypatch, tmp_path: Path, architecture: str, dtype: str
 ) -> None:
     """Alone, in a chain, in a tree whose nodes cross the end of a chunk, and with other threads."""
-    directory = shutil.copytree(models.tiny(architecture), tmp_path / "model")
-    config = json.loads((directory / "config.json").read_text())
-    config["max_position_embeddings"] = 2048
-    (directory / "config.json").write_text(json.dumps(config))
-    lm = loader.load(directory, dtype=dtype, forward="native")
+    lm = long_model(architecture, dtype, tmp_path / "model")
     size = 1022  # chunks of 256 tokens, which threads share from four on: one ends behind two more
     prompt, nodes = tokens(size), tokens(6)
     found = []

@@ -76,14 +76,15 @@ template <class T> class Attention {
     const Thread thread;
     float* scratch;
 
+    int group() const { return model.num_heads / model.num_kv_heads; }
+
     static bool takes_blocks(const Row& row) {
         return !row.visible && !row.num_segments && row.num_tokens > BLOCK_QUERIES;
     }
 
     void attend_blocks() const {
         const bool tiles = std::is_same_v<T, uint16_t> && TileBlock::is_possible();
-        const int group = model.num_heads / model.num_kv_heads;
-        const int tokens = tiles ? tile_tokens(group) : block_tokens(group);
+        const int tokens = tiles ? tile_tokens(group()) : block_tokens(group());
         int item = 0;
         const auto visit = [&](const Row& row, int n, int count) {
             for (int kv_head = 0; kv_head < model.num_kv_heads; kv_head++) {
@@ -111,31 +112,84 @@ template <class T> class Attention {
         });
     }
 
-    // Whether a row has many chunks, and there is room to keep those of all rows. It decides who
-    // computes a chunk, and no bit of what is found.
+    // Whether a row has many chunks, or rows share some, and there is room to keep those of all rows.
+    // It decides who computes a chunk, and no bit of what is found.
     bool keeps_chunks() const {
-        int most = 0;
-        each_together([&](const Row& row, int n, int count) {
-            const int chunks = together(row, n, count, 0).num_chunks();
-            most = chunks > most ? chunks : most;
-        });
-        return most >= SPLIT_CHUNKS && b.keeps_parts;
+        bool pays = false;
+        each_unit(
+            [&](const Unit& unit) { pays |= unit.num_rows > 1 || unit.chunk + 1 >= SPLIT_CHUNKS; });
+        return pays && b.keeps_parts;
     }
+
+    // A chunk of what tokens [begin, begin + count) of a row see, or all tokens of rows that read
+    // its first `shared` tokens in the same slots.
+    struct Unit {
+        const Row& row;
+        int num_rows, begin, count, chunk, shared;
+    };
 
     // Each thread reads what follows each other in the cache: all heads of some chunks.
     void attend_chunks() const {
-        int total = 0, unit = 0;
-        each_together([&](const Row& row, int n, int count) {
-            total += together(row, n, count, 0).num_chunks() * model.num_kv_heads;
+        int64_t total = 0, cost = 0;
+        each_unit([&](const Unit& unit) { total += cost_of(unit) * model.num_kv_heads; });
+        each_unit([&](const Unit& unit) {
+            for (int kv_head = 0; kv_head < model.num_kv_heads; kv_head++, cost += cost_of(unit))
+                if (cost * thread.count / total == thread.index)
+                    together(unit.row, unit.begin, unit.count, kv_head)
+                        .attend_kept(unit.chunk, unit.shared);
         });
-        const Share share = thread.share(total);
-        each_together([&](const Row& row, int n, int count) {
-            const int chunks = together(row, n, count, 0).num_chunks();
-            for (int item = 0; item < chunks * model.num_kv_heads; item++, unit++)
-                if (unit >= share.begin && unit < share.end)
-                    together(row, n, count, item % model.num_kv_heads)
-                        .attend_kept(item / model.num_kv_heads);
-        });
+    }
+
+    // How often its keys are read.
+    int64_t cost_of(const Unit& unit) const {
+        return (unit.count * group() + MAX_QUERIES - 1) / MAX_QUERIES;
+    }
+
+    // Call `visit` with the units of all rows that blocks do not take, chunk by chunk.
+    template <class F> void each_unit(F&& visit) const {
+        bool goes_on = true;
+        for (int chunk = 0; goes_on; chunk++) {
+            goes_on = false;
+            for (int r = 0, num_rows; r < call.num_rows; r += num_rows) {
+                const Unit together = together_with(r, chunk);
+                num_rows = together.num_rows;
+                if (num_rows > 1) {
+                    goes_on = true;
+                    visit(together);
+                } else if (!takes_blocks(call.rows[r])) {
+                    each_run_of(call.rows[r], [&](const Row& row, int n, int count) {
+                        const auto run = this->together(row, n, count, 0);
+                        if (chunk >= run.num_chunks()) return;
+                        goes_on = true;
+                        visit(Unit{row, 1, n, count, chunk, run.prefix_in(row, chunk)});
+                    });
+                }
+            }
+        }
+    }
+
+    // The rows from `r` on that share tokens of a chunk.
+    Unit together_with(int r, int chunk) const {
+        const Row& row = call.rows[r];
+        Unit unit{row, 1, 0, int(row.num_tokens), chunk, CHUNK};
+        for (; r + unit.num_rows < call.num_rows; unit.num_rows++) {
+            const int next = r + unit.num_rows, shared = num_shared(next, chunk);
+            const int count = unit.count + int(call.rows[next].num_tokens);
+            if (shared < MIN_SHARED || count * group() > TOGETHER_ROWS) break;
+            unit.count = count;
+            unit.shared = shared < unit.shared ? shared : unit.shared;
+        }
+        return unit;
+    }
+
+    // Tokens at the beginning of a chunk that a row reads in the same slots as the row before it.
+    int num_shared(int r, int chunk) const {
+        const Row &row = call.rows[r], &before = call.rows[r - 1];
+        const bool alike = row.seen_from == before.seen_from && !layer.window;
+        if (!alike || row.num_segments || before.num_segments) return 0;
+        if (takes_blocks(row) || takes_blocks(before)) return 0;
+        const int64_t count = b.common[r] - row.seen_from - int64_t(chunk) * CHUNK;
+        return count < 0 ? 0 : count < CHUNK ? int(count) : CHUNK;
     }
 
     void merge_chunks() const {
@@ -150,9 +204,11 @@ template <class T> class Attention {
     // Call `visit` with runs of tokens of the rows that blocks do not take.
     template <class F> void each_together(F&& visit) const {
         for (int r = 0; r < call.num_rows; r++)
-            if (!takes_blocks(call.rows[r]))
-                each_run(
-                    call.rows[r], Together<T>::tokens(model, layer, call.rows[r], thread), visit);
+            if (!takes_blocks(call.rows[r])) each_run_of(call.rows[r], visit);
+    }
+
+    template <class F> void each_run_of(const Row& row, F&& visit) const {
+        each_run(row, Together<T>::tokens(model, layer, row, thread), visit);
     }
 
     template <class F> static void each_run(const Row& row, int most, F&& visit) {

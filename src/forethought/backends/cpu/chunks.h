@@ -128,24 +128,24 @@ __attribute__((noinline)) static void merge(const Part& part, int dim, const Par
     *into.highest = most;
 }
 
-// Queries of `count` consecutive tokens of a row that see the same of its prefix, of the heads that
-// share a key head. Chunk c of a query has tokens [CHUNK c, CHUNK (c + 1)) of those that it sees, in
+// Queries of `count` consecutive tokens of rows, of the heads that share a key head: of one row,
+// whose tokens see the same of its prefix, or of several whose prefixes begin in the same slots, which
+// are read once for all of them. Chunk c of a query has tokens [CHUNK c, CHUNK (c + 1)) of those that it sees, in
 // order of position; its sums run over them in this order, and chunks are merged in theirs. So they
 // depend neither on the queries beside it nor on the threads (as Flash-Decoding, Dao et al. 2023).
 template <class T> class Together {
   public:
     // scratch: together_size() floats.
     Together(
-        const Model& model, const Layer& layer, const Call& call, const Scratch& b, const Row& row,
-        int n, int count, int kv_head, const T* keys, const T* values, float* scratch)
-        : layer(layer), b(b), row(row), n(n), count(count),
+        const Model& model, const Layer& layer, const Call& call, const Scratch& b,
+        const Row& first, int n, int count, int kv_head, const T* keys, const T* values,
+        float* scratch)
+        : layer(layer), b(b), first(first), n(n), count(count),
           group(model.num_heads / model.num_kv_heads), dim(model.head_dim),
           rotated(model.rotary_dim), page_size(call.page_size), num_heads(model.num_heads),
-          low(Sight(row, n, layer.window).low),
-          prefix(row.prefix > low ? int(row.prefix) - low : 0),
-          stride(int64_t(model.num_kv_heads) * dim), cap(model.score_cap),
-          keys(keys + kv_head * dim), values(values + kv_head * dim), scores(scratch),
-          first_head(int64_t(kv_head) * group) {
+          low(Sight(first, n, layer.window).low), stride(int64_t(model.num_kv_heads) * dim),
+          cap(model.score_cap), keys(keys + kv_head * dim), values(values + kv_head * dim),
+          scores(scratch), first_head(int64_t(kv_head) * group) {
         own_parts = scores + int64_t(group) * count * SCORES_WIDTH;
         offsets = (int64_t*)(own_parts + 2 * int64_t(group) * count * b.part_width);
     }
@@ -159,22 +159,28 @@ template <class T> class Together {
     }
 
     int num_chunks() const { // of the token that sees the most
-        return (prefix + int(row.num_recent) + CHUNK - 1) / CHUNK;
+        return (seen_prefix(first) + int(first.num_recent) + CHUNK - 1) / CHUNK;
     }
 
     void attend() const {
         const int64_t width = int64_t(group) * b.part_width;
         const Parts all{own_parts, width}, next{own_parts + count * width, width};
-        attend_chunk(0, all);
+        attend_chunk(0, prefix_in(first, 0), all);
         for (int chunk = 1; chunk < num_chunks(); chunk++) {
-            attend_chunk(chunk, next);
+            attend_chunk(chunk, prefix_in(first, chunk), next);
             for (int i = 0; i < count * group; i++) merge(part(next, i), dim, part(all, i));
         }
         for (int i = 0; i < count * group; i++) write(i, part(all, i));
     }
 
-    // One chunk, whose parts are kept for merge_kept().
-    void attend_kept(int chunk) const { attend_chunk(chunk, kept(chunk)); }
+    // Tokens of the prefix that a chunk has.
+    int prefix_in(const Row& row, int chunk) const {
+        const int count = seen_prefix(row) - chunk * CHUNK;
+        return count < 0 ? 0 : count < CHUNK ? count : CHUNK;
+    }
+
+    // One chunk, whose parts are kept for merge_kept(); the rows share its first tokens.
+    void attend_kept(int chunk, int shared) const { attend_chunk(chunk, shared, kept(chunk)); }
 
     // The outputs, from the chunks that are kept.
     void merge_kept() const {
@@ -194,9 +200,9 @@ template <class T> class Together {
 
     const Layer& layer;
     const Scratch& b;
-    const Row& row;
+    const Row& first; // the others follow it in the call
     const int n, count, group, dim, rotated, page_size, num_heads;
-    const int low, prefix; // the first token of the prefix that is seen, and how many are
+    const int low; // the first token of the prefix that is seen
     const int64_t stride;
     const float cap;
     const T *keys, *values;
@@ -204,16 +210,25 @@ template <class T> class Together {
     const int64_t first_head;
     int64_t* offsets; // [SCORES_WIDTH]: of keys and values of a chunk, in elements
 
+    int seen_prefix(const Row& row) const { return row.prefix > low ? int(row.prefix) - low : 0; }
+
+    // The row of token `m`, which becomes its number there.
+    const Row& row_of(int& m) const {
+        const Row* row = &first;
+        for (m += n; m >= row->num_tokens; row++) m -= int(row->num_tokens);
+        return *row;
+    }
+
     float* scores_of(int i) const { return scores + int64_t(i) * SCORES_WIDTH; }
 
     const float* query_of(int i) const {
-        return b.qkv + (row.start + n + i / group) * b.qkv_width + (first_head + i % group) * dim;
+        return b.qkv + (first.start + n + i / group) * b.qkv_width + (first_head + i % group) * dim;
     }
 
     Parts kept(int chunk) const {
         const int64_t token_stride = b.max_chunks * num_heads * b.part_width;
         const int64_t head = int64_t(chunk) * num_heads + first_head;
-        return {b.parts + (row.start + n) * token_stride + head * b.part_width, token_stride};
+        return {b.parts + (first.start + n) * token_stride + head * b.part_width, token_stride};
     }
 
     Part part(const Parts& parts, int i) const {
@@ -221,34 +236,34 @@ template <class T> class Together {
     }
 
     void write(int i, const Part& from) const {
-        float* out =
-            b.mixed + (row.start + n + i / group) * b.mixed_width + (first_head + i % group) * dim;
+        float* out = b.mixed + (first.start + n + i / group) * b.mixed_width +
+                     (first_head + i % group) * dim;
         for (int d = 0; d < dim; d++) out[d] = from.sums[d] / *from.total;
     }
 
-    void attend_chunk(int chunk, const Parts& parts) const {
-        const int begin = chunk * CHUNK, left = prefix - begin;
-        const int shared = left < 0 ? 0 : left < CHUNK ? left : CHUNK, queries = count * group;
-        list_prefix(begin, shared);
-        if (!row.num_segments)
+    // shared: tokens of the prefix that all tokens see, in the same slots.
+    void attend_chunk(int chunk, int shared, const Parts& parts) const {
+        const int begin = chunk * CHUNK, queries = count * group;
+        list_prefix(first, begin, 0, shared);
+        if (!first.num_segments)
             each_few(0, queries, [&](auto few, int i) { score<few()>(i, 0, shared); });
         for (int m = 0; m < count; m++) {
-            const int size = list_recent(m, begin, shared);
+            const int size = list_others(m, chunk, shared);
             score_own(m, begin, shared, size);
             for (int i = m * group; i < (m + 1) * group; i++) weigh(i, size, part(parts, i));
         }
         each_few(0, queries, [&](auto few, int i) { mix<few()>(parts, i, 0, shared); });
         for (int m = 0; m < count; m++) {
-            const int size = list_recent(m, begin, shared);
+            const int size = list_others(m, chunk, shared);
             each_few(m * group, (m + 1) * group, [&](auto few, int i) {
                 mix<few()>(parts, i, shared, size);
             });
         }
     }
 
-    // `size` tokens of the prefix, from one that is seen on.
-    void list_prefix(int begin, int size) const {
-        for (int i = 0, run; i < size; i += run) {
+    // Tokens [from, size) of the chunk that begins with token `begin` of those that are seen.
+    void list_prefix(const Row& row, int begin, int from, int size) const {
+        for (int i = from, run; i < size; i += run) {
             const int position = low + begin + i;
             const int64_t slot = prefix_slot(row, position, page_size);
             run = row.first_slot >= 0 ? size : page_size - position % page_size;
@@ -258,14 +273,17 @@ template <class T> class Together {
         pad_offsets(size);
     }
 
-    // Those of the recent tokens that token `m` sees in the chunk that begins with token `begin` of
-    // them, of which `shared` are of the prefix; returns the size of the chunk.
-    int list_recent(int m, int begin, int shared) const {
-        const int before = begin + shared - prefix; // recent tokens of the chunks before
+    // The tokens after the shared ones that token `m` sees in a chunk; returns the size of the chunk.
+    int list_others(int m, int chunk, int shared) const {
         if (shared == CHUNK) return CHUNK;
-        const Sight sight(row, n + m, layer.window);
+        const Row& row = row_of(m);
+        const int begin = chunk * CHUNK;
+        int size = prefix_in(row, chunk);
+        list_prefix(row, begin, shared, size);
+        const int before = begin + size - seen_prefix(row); // recent tokens of the chunks before
+        const Sight sight(row, m, layer.window);
         const bool all = !row.visible && !layer.window; // up to its own are seen
-        int size = shared, seen = all ? before : 0;
+        int seen = all ? before : 0;
         for (int r = seen; r < row.num_recent && size < CHUNK; r++)
             if (sight.sees(r) && seen++ >= before) offsets[size++] = row.slots[r] * stride;
         pad_offsets(size);
@@ -279,7 +297,7 @@ template <class T> class Together {
     }
 
     void score_own(int m, int begin, int shared, int size) const {
-        if (row.num_segments) {
+        if (first.num_segments) {
             for (int i = m * group; i < (m + 1) * group; i++)
                 score_segments(i, begin, begin + size);
         } else {
@@ -293,14 +311,14 @@ template <class T> class Together {
     void score_segments(int i, int begin, int end) const {
         float turned[MAX_HEAD_DIM];
         const float* q = query_of(i);
-        int first = 0;                                // of a segment
-        for (int s = 0; s <= row.num_segments; s++) { // what follows the segments is its own
-            const bool own = s == row.num_segments;
-            const int last = own ? end : first + int(row.segments[2 * s]);
-            const int from = first > begin ? first : begin, to = last < end ? last : end;
-            first = last;
+        int start = 0;                                  // of a segment
+        for (int s = 0; s <= first.num_segments; s++) { // what follows the segments is its own
+            const bool own = s == first.num_segments;
+            const int last = own ? end : start + int(first.segments[2 * s]);
+            const int from = start > begin ? start : begin, to = last < end ? last : end;
+            start = last;
             if (from >= to) continue;
-            turn(q, own ? 0 : row.segments[2 * s + 1], turned);
+            turn(q, own ? 0 : first.segments[2 * s + 1], turned);
             const float* turned_q = turned;
             float* scored = scores_of(i) + from - begin;
             score_keys<T, 1>(

@@ -45,6 +45,7 @@ class Forward {
             join(*model.join);
         else
             embed();
+        if (thread.index == 0) find_common();
         for (int index = 0; index < model.num_layers; index++) {
             const Layer& layer = model.layers[index];
             if (model.kv_type == F32)
@@ -75,6 +76,12 @@ class Forward {
     bool is_narrow() const {
         const bool states = call.states[model.num_layers] || call.states[model.num_layers + 1];
         return call.num_logits < call.num_tokens && !states;
+    }
+
+    // b.common; without a barrier.
+    void find_common() const {
+        for (int r = 0; r < call.num_rows; r++)
+            b.common[r] = r ? num_common(call.rows[r], call.rows[r - 1], call.page_size) : 0;
     }
 
     // b.x = the embeddings; without a barrier: each thread norms the tokens that it has embedded.

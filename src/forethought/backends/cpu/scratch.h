@@ -33,6 +33,7 @@ static inline int64_t block_size(int64_t dim, int group) {
 constexpr int TOGETHER_ROWS = 48; // queries of a Together, which share what they read
 constexpr int CHUNK = 256;        // tokens of the context that a few queries attend to at a time
 constexpr int SCORES_WIDTH = CHUNK + 2 * PANEL; // of a query, those of a chunk and what pads them
+constexpr int MIN_SHARED = 32;                  // tokens of a chunk that rows attend to together
 constexpr int64_t MAX_PARTS = int64_t(1) << 22; // floats of chunks that are kept
 
 // Floats of a part: what a query attends to in a chunk.
@@ -71,6 +72,7 @@ struct Scratch {
     float* joined;     // [T, 2 * hidden]: embeddings and states, in a draft module
     float* scores;     // [threads, scores_width]: of queries that attend together, and their sums
     float* parts;      // [T, max_chunks, heads, part_width]: of chunks, where they are kept
+    int64_t* common;   // [rows]: tokens of a row's prefix in the slots of the row before it
     uint16_t* tiles;   // the inputs of a product, rounded: see TileInput
     int64_t qkv_width, mixed_width, wide_width, scores_width, part_width;
     int64_t max_chunks; // of a row
@@ -109,6 +111,7 @@ struct Scratch {
         joined = take(tokens * joined_width);
         scores = take(threads * scores_width);
         parts = take(keeps_parts ? kept : MAX_PARTS);
+        common = (int64_t*)take(2 * tokens);
         const int64_t widest = larger(larger(mixed_width, wide_width), joined_width);
         tiles = (uint16_t*)take(tiles_size(tokens, widest, threads));
     }

@@ -11,6 +11,16 @@ static inline int64_t prefix_slot(const Row& row, int position, int page_size) {
     return int64_t(row.pages[position / page_size]) * page_size + position % page_size;
 }
 
+// Tokens at the beginning of two prefixes that are stored in the same slots.
+static inline int64_t num_common(const Row& row, const Row& other, int page_size) {
+    const int64_t most = row.prefix < other.prefix ? row.prefix : other.prefix;
+    int64_t count = 0;
+    while (count < most &&
+           prefix_slot(row, int(count), page_size) == prefix_slot(other, int(count), page_size))
+        count += page_size; // pages are shared whole
+    return count < most ? count : most;
+}
+
 // The tokens of the row that token `n` attends to: prefix [low, prefix), then recent ones.
 struct Sight {
     const Row& row;
