@@ -801,7 +801,7 @@ MUTANTS = [
     ),
     Mutant("methods/parts/probe.py", "_priority(main) - 1", "_priority(main)", DYNASOR),
     Mutant("methods/parts/probe.py", "self._tokens_left < 1", "self._tokens_left <= 1", DYNASOR),
-    Mutant("answers/answers.py", "found == self._class", "True", DYNASOR),
+    Mutant("answers/answers.py", "answer_class == self._class", "True", DYNASOR),
     Mutant(
         "methods/majority_vote.py", "in (*running.pending, *waiting)]", "in running.pending]", VOTES
     ),
@@ -869,8 +869,8 @@ MUTANTS = [
     ),
     Mutant(
         "rewards/genrm_controller.py",
-        "math.fsum(each) / len(each) if each",
-        "each[0] if each",
+        "math.fsum(probabilities) / len(probabilities) if probabilities",
+        "probabilities[0] if probabilities",
         "tests/methods/test_genrm.py",
     ),
     Mutant(

@@ -65,7 +65,7 @@ def ended(process):
 def test_a_hostile_formula_is_given_up_and_others_are_not(pool):
     hostile = [HARD, r"\sin(9^{9^{9^{9}}})", r"\Gamma(10^{8}!)", r"\binom{x}{10^{9}}+\sin x"]
     forms = pool.forms(["x+1", *hostile, "x+2"], STEPS).result(200)
-    assert forms.known.keys() == {"x+1", "x+2"}
+    assert forms.by_formula.keys() == {"x+1", "x+2"}
     assert {HARD, hostile[1]} <= forms.uncompared
 
 
@@ -89,19 +89,19 @@ def test_a_form_is_worked_out_once(pool, asked):
 
 def test_a_formula_that_was_given_up_is_tried_again_with_more_steps(pool):
     assert pool.forms(["x+1"], 10).result(200).uncompared == {"x+1"}
-    assert pool.forms(["x+1"], STEPS).result(200).known
+    assert pool.forms(["x+1"], STEPS).result(200).by_formula
 
 
 def test_cancelling_ends_the_process_that_is_at_it_and_no_other(pool, asked):
     hostile = pool.forms([HARD], LONG)
     at_it = asked.wait()
-    assert pool.forms(["x+1"], LONG).result(200).known
+    assert pool.forms(["x+1"], LONG).result(200).by_formula
     other = asked.wait()
     hostile.cancel()
     assert ended(at_it)
     assert other is not at_it
     assert other._popen.poll() is None
-    assert pool.forms(["x+2"], LONG).result(200).known
+    assert pool.forms(["x+2"], LONG).result(200).by_formula
 
 
 def test_more_formulas_than_processes_wait_and_may_be_cancelled(asked):
@@ -111,13 +111,13 @@ def test_more_formulas_than_processes_wait_and_may_be_cancelled(asked):
         waiting, cancelled = pool.forms(["x+1"], LONG), pool.forms(["x+2"], LONG)
         cancelled.cancel()
         hostile.cancel()
-        assert waiting.result(200).known
+        assert waiting.result(200).by_formula
     assert len({id(process) for process in asked.processes}) == 2
 
 
 def test_a_closed_pool_has_no_process_and_takes_no_work(asked):
     pool = SympyPool()
-    assert pool.forms(["x+1"], LONG).result(200).known
+    assert pool.forms(["x+1"], LONG).result(200).by_formula
     idle = asked.wait()
     hostile = pool.forms([HARD], LONG)
     busy = asked.wait()
@@ -132,7 +132,7 @@ def test_a_closed_pool_has_no_process_and_takes_no_work(asked):
 
 def test_it_works_from_many_threads_at_once(pool):
     futures = [pool.forms([f"x+{n}", f"{n}+x"], LONG) for n in range(12)]
-    found = [set(future.result(200).known.values()) for future in futures]
+    found = [set(future.result(200).by_formula.values()) for future in futures]
     assert [len(forms) for forms in found] == [1] * 12
     assert len(set.union(*found)) == 12
 

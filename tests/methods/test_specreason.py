@@ -256,9 +256,9 @@ def test_scores_and_steps_of_the_base_model_go_on_behind_the_kept_steps():
     _, calls = likely([(0.5,), (0.01,), (0.5,)])
     scored = [call.task for call in calls if call.task.score_suffix]
     assert [task.fork_point.suffix for task in scored] == ["s1\n\n", "s2\n\n", "s3</think>"]
-    assert scored[1].fork_point.kept == 0, "behind the first step, which was kept"
+    assert scored[1].fork_point.num_kept == 0, "behind the first step, which was kept"
     [rewritten] = [call.task for call in calls if call.task.prediction]
-    assert (rewritten.input_str, rewritten.fork_point.kept) == ("ps1\n\n", 0)
+    assert (rewritten.input_str, rewritten.fork_point.num_kept) == ("ps1\n\n", 0)
     assert scored[2].input_str == "ps1\n\nb2\n\ns3</think>"
 
 

@@ -153,7 +153,7 @@ def test_a_fork_says_in_text_and_by_handle_where_it_goes_on():
     assert child.input_str == "prompt one two? "
     assert (child.worker_tag, child.max_tokens) == ("w", 3)
     point = child.fork_point
-    assert (point.handle, point.kept, point.suffix) == (handle, 2, "? ")
+    assert (point.handle, point.num_kept, point.suffix) == (handle, 2, "? ")
     assert point.input_str == child.input_str
     assert type(task.fork(kind=StreamGenerationTask)) is StreamGenerationTask
 
@@ -162,9 +162,9 @@ def test_a_fork_of_what_has_not_come_back_yet_begins_at_its_prompt():
     """Its worker may have come far by then: as the text has nothing of that, nor has the fork."""
     task = GenerationTask(input_str="prompt ")
     task.request_handle = object()
-    assert (task.fork("? ").input_str, task.fork("? ").fork_point.kept) == ("prompt ? ", 0)
+    assert (task.fork("? ").input_str, task.fork("? ").fork_point.num_kept) == ("prompt ? ", 0)
     task.output_str = "text of a server"
-    assert task.fork("? ").fork_point.kept is None
+    assert task.fork("? ").fork_point.num_kept is None
 
 
 def test_a_fork_with_an_unknown_field_is_refused():

@@ -113,14 +113,12 @@ _BOX = re.compile(
 
 
 def extract_answer_from_boxed(text: str) -> str | None:
-    r"""What the last ``\boxed{...}`` or ``\fbox{...}`` holds; None if there is none or it is not
-    closed."""
+    r"""The content of the last closed box that is not empty; None without one."""
     boxes = list(_BOX.finditer(text))
     return _content(text, boxes[-1]) if boxes else None
 
 
 def _last_box(text: str) -> str | None:
-    """What the last closed box holds that is not empty."""
     end = len(text)
     for box in reversed(list(_BOX.finditer(text))):
         content = _content(text, box, end)
@@ -139,7 +137,7 @@ def _content(text: str, box: re.Match[str], limit: int | None = None) -> str | N
 
 
 def _unbraced(text: str) -> str | None:
-    r"""What stands in a box without braces, as in ``\boxed 7`` and ``\boxed $7$``."""
+    r"""The content of a box without braces, as in ``\boxed 7`` and ``\boxed $7$``."""
     if span := _MATH_SPAN.match(text):
         return _bare(_span_content(span))
     words = text.partition("$")[0].split()
@@ -214,7 +212,7 @@ def _after_hashes(text: str) -> str | None:
 
 
 def _after_phrase(text: str) -> str | None:
-    """What the last phrase says that says an answer."""
+    """The answer after the last phrase that announces one."""
     for phrase in reversed(deque(_PHRASE.finditer(text), _MAX_PHRASES)):
         answer = _stated(text[phrase.end() : phrase.end() + _PHRASE_LENGTH])
         if answer is not None:
@@ -250,7 +248,7 @@ def _stated(text: str) -> str | None:
 
 
 def _sentence(text: str) -> str:
-    """The text up to the end of its first sentence or clause; brackets are not taken apart."""
+    """The text up to the end of its first sentence or clause; brackets are not split."""
     depth = 0
     for position, sign in enumerate(text):
         depth += (sign in "([{") - (sign in ")]}")

@@ -1,4 +1,4 @@
-r"""Answer spaces: where the answer of a sample stands, and which answers mean the same.
+r"""Answer spaces: how the answer of a sample is extracted, and which answers mean the same.
 
 A vote takes one by name or as an object: ``MajorityVoteController(..., answer_space="choice")``.
 
@@ -46,7 +46,7 @@ from forethought.scaffolding.task import ChatTask, GenerationTask
 
 @runtime_checkable
 class AnswerSpace(Protocol):
-    """What finds the answer of a sample, and says which answers mean the same.
+    """Extracts the answer of a sample, and decides which answers mean the same.
 
     Attributes:
         equivalence: decides which answers mean the same.
@@ -75,7 +75,7 @@ class TextAnswers:
         self.equivalence = TextEquivalence() if equivalence is None else equivalence
 
     def answer_of(self, task: GenerationTask) -> str | None:
-        """What ``extract`` finds."""
+        """The result of ``extract``."""
         return None if task.output_str is None else self.extract(task.output_str)
 
 
@@ -95,7 +95,7 @@ class MathAnswers:
         self.answer = validated("answer", answer, ANSWER_RULE)
 
     def extracted(self, task: GenerationTask) -> ExtractedAnswer | None:
-        """The answer of a sample, and the rule that finds it."""
+        """The answer of a sample, and the rule that extracts it."""
         is_cut = task.finish_reason == "length"
         return extract_answer(task.output_str, self.answer, is_cut=is_cut)
 
@@ -177,7 +177,7 @@ class ToolCallAnswers:
         message = task.messages[-1] if isinstance(task, ChatTask) and task.messages else None
         if isinstance(message, AssistantMessage) and message.tool_calls:
             called = [call.function for call in message.tool_calls]
-            return [(each.name, json.loads(each.arguments or "{}")) for each in called]
+            return [(call.name, json.loads(call.arguments or "{}")) for call in called]
         marked = map(json.loads, self._MARKED.findall(task.output_str or ""))
         return [(str(call["name"]), call.get("arguments", {})) for call in marked]
 
@@ -186,9 +186,9 @@ class CodeAnswers(TextAnswers):
     """Python programs, run in a sandbox: they mean the same if they print the same.
 
     The program is the last fenced block of the text, or else the whole text, see ``program_in``. It
-    reads an input as its standard input. What counts is its output but for spaces at the end of
-    lines; an input on which it fails or takes too long is an output of its own. A program that
-    fails on every input means the same as no other.
+    reads an input as its standard input. Its result is its output without spaces at the end of
+    lines; a failure or timeout on an input counts as an output. A program that fails on every input
+    means the same as no other.
 
     Args:
         inputs: standard inputs to run each program on, at least one.
@@ -209,7 +209,7 @@ class CodeAnswers(TextAnswers):
         super().__init__(self._program, self)
 
     def canonical_form(self, answer: str) -> Hashable:
-        """What the program prints for each input. Takes as long as the program does."""
+        """The output of the program for each input; takes as long as the program does."""
         results = [self._sandbox.run(answer, stdin) for stdin in self._inputs]
         if all(result.status != "ok" for result in results):
             return ("fails", answer)
@@ -241,8 +241,8 @@ def answer_space(
 
     Args:
         space: an object or a name.
-        answer: the rule by which ``"math"`` finds answers.
-        extract_answer: a function that finds the answer in a text, in the place of the space's.
+        answer: the rule by which ``"math"`` extracts answers.
+        extract_answer: extracts the answer of a text, in place of the space's rule.
 
     Raises:
         UnknownNameError: there is none of this name.
@@ -276,7 +276,7 @@ def _space(space: AnswerSpace | str, answer: AnswerRule) -> AnswerSpace:
 
 
 def rule_of(space: AnswerSpace, task: GenerationTask) -> str | None:
-    """The rule that finds the answer of a sample; None where the space has no rules."""
+    """The rule that extracts the answer of a sample; None where the space has no rules."""
     extracted = space.extracted(task) if isinstance(space, MathAnswers) else None
     return None if extracted is None else extracted.rule
 

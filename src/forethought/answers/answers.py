@@ -39,10 +39,10 @@ _logger = logging.getLogger(__name__)
 
 @runtime_checkable
 class Equivalence(Protocol):
-    """What decides which answers mean the same, by a key."""
+    """Decides which answers mean the same, by a key."""
 
     def canonical_form(self, answer: str) -> Hashable:
-        """Equal for two answers if, and only if, they mean the same. May take a while."""
+        """A key that is equal for two answers if, and only if, they mean the same. May be slow."""
 
 
 PairwiseEquivalence = Callable[[str, str], bool]
@@ -63,7 +63,7 @@ class MathEquivalence:
     """Answers are the same if they are mathematically equal, in the sense of ``canonical_form``.
 
     Exact arithmetic, polynomials, words, and lists, sets and intervals of them take no process.
-    Other formulas are worked out by sympy in one: in a request that of the ``ScaffoldingLlm``,
+    Other formulas are evaluated by sympy in one: in a request that of the ``ScaffoldingLlm``,
     elsewhere one for the call.
 
     Args:
@@ -90,11 +90,7 @@ class MathEquivalence:
         return math.ceil(self.time_limit * STEPS_PER_SECOND)
 
     def canonical_form(self, answer: str) -> Hashable:
-        """The form of ``answer``. May take a while if there is a formula in it.
-
-        Raises:
-            DependencyError: there is one, and ``math-verify`` is not installed.
-        """
+        """The form of ``answer``; slow if there is a formula in it, which needs ``math-verify``."""
         classes = AnswerClasses(self)
         classes.find([answer])
         return classes.of(answer)
@@ -107,7 +103,7 @@ class MathEquivalence:
 
 
 def checked_equivalence(value: Any) -> Equivalence | PairwiseEquivalence:
-    """``value``, a rule for which answers mean the same; None: mathematical equality.
+    """``value`` if it decides which answers mean the same; None: mathematical equality.
 
     Raises:
         ParameterError: it has no method ``canonical_form``, and is no function of two answers.
@@ -134,17 +130,17 @@ def checked_equivalence(value: Any) -> Equivalence | PairwiseEquivalence:
 class AnswerClasses:
     """The classes of the answers of one vote, or of one chain of thought.
 
-    A class is known by something hashable, equal for the answers in it: their canonical form.
+    A class is identified by something hashable, equal for the answers in it: their canonical form.
     Where a function of two answers decides, that need not be transitive: an answer joins the
     earliest class whose first answer it equals, by ``function(first, answer)``, or else makes a new
-    one. So the classes are a function of the answers in the order in which they are looked for.
+    one. So the classes are a function of the answers in the order in which they are looked up.
 
     Args:
         equivalence: decides which answers mean the same; by default equal text does.
-        pool: works on formulas; None: that of the request, or one for as long as it is used.
+        pool: evaluates formulas; None: that of the request, or one for as long as it is used.
 
     Attributes:
-        in_order: whether the classes depend on the order in which answers are looked for.
+        in_order: whether the classes depend on the order in which answers are looked up.
     """
 
     def __init__(
@@ -168,11 +164,11 @@ class AnswerClasses:
         return answer in self._uncompared
 
     def unknown(self, answers: Sequence[str]) -> list[str]:
-        """Those of which ``find`` has to work out the classes first; each once."""
+        """The answers whose classes ``find`` has to compute first; each once."""
         return [answer for answer in dict.fromkeys(answers) if not self._is_quick(answer)]
 
     def find(self, answers: Sequence[str]) -> None:
-        """Work out the classes of ``answers``. May take a while: not for an event loop."""
+        """Compute the classes of ``answers``. Slow: not for an event loop."""
         unknown = self.unknown(answers)
         if unknown and self._math is not None:
             with self._pool() as pool:
@@ -186,7 +182,7 @@ class AnswerClasses:
                 self._known[answer] = self._class(answer)
 
     def finding(self, answers: Sequence[str]) -> list[ComputeTask]:
-        """``find`` for a controller: what it has to yield before, if anything."""
+        """``find`` for a controller: the tasks that it has to yield first, if any."""
         unknown = self.unknown(answers)
         if not unknown:
             return []
@@ -196,7 +192,7 @@ class AnswerClasses:
     # ---- canonical forms ------------------------------------------------------------------------
 
     def _is_quick(self, answer: str) -> bool:
-        """Whether the class of ``answer`` is known, or takes no time to find."""
+        """Whether the class of ``answer`` is known, or takes no time to compute."""
         if answer in self._known:
             return True
         if type(self._equivalence) is TextEquivalence:
@@ -213,7 +209,7 @@ class AnswerClasses:
 
     @property
     def _math(self) -> MathEquivalence | None:
-        """The equivalence, if formulas are worked out."""
+        """The equivalence, if formulas are evaluated."""
         rule = self._equivalence
         return rule if type(rule) is MathEquivalence else None
 
@@ -228,11 +224,7 @@ class AnswerClasses:
         return list(dict.fromkeys(itertools.chain.from_iterable(texts)))
 
     def _not_worked_out(self, answers: Iterable[str], error: ForethoughtError) -> Forms:
-        """What there is to say of the formulas where no process can be started.
-
-        Raises:
-            ForethoughtError: there is another reason, which is the caller's to know.
-        """
+        """The forms of the formulas where no process can be started; raises other errors."""
         if isinstance(error, DependencyError | EngineStopped):
             raise error
         _logger.warning("formulas are compared as text: %s", error)
@@ -249,7 +241,9 @@ class AnswerClasses:
             self._complete(answers, result)
 
     def _complete(self, answers: Sequence[str], result: Forms) -> None:
-        values = {text: forms.uncompared(text) for text in result.uncompared} | dict(result.known)
+        values = {text: forms.uncompared(text) for text in result.uncompared} | dict(
+            result.by_formula
+        )
         for answer in answers:
             self._set(answer, forms.completed(self._unfinished.pop(answer), values))
 
@@ -320,9 +314,9 @@ class AnswerPool:
         self._uncompared: dict[int, bool] = {}
 
     def add(self, number: int, answer: str) -> Group:
-        """Count the vote of sample ``number``; the group that it joins.
+        """Count the vote of sample ``number``; returns the group that it joins.
 
-        May take a while if the class of ``answer`` is ``unknown`` as yet.
+        Slow if the class of ``answer`` is still ``unknown``.
         """
         self.classes.find([answer])
         group = self.groups.setdefault(self.classes.of(answer), Group(answer))
@@ -338,11 +332,11 @@ class AnswerPool:
         Args:
             votes: answers by the numbers of their samples; None: the sample does not vote.
         """
-        given = {number: answer for number, answer in votes.items() if answer is not None}
-        finding = self.classes.finding(list(given.values()))
+        answers = {number: answer for number, answer in votes.items() if answer is not None}
+        finding = self.classes.finding(list(answers.values()))
         if finding:
             yield finding
-        for number, answer in given.items():
+        for number, answer in answers.items():
             self.add(number, answer)
 
     def adding_in_order(
@@ -357,7 +351,7 @@ class AnswerPool:
             pending: numbers of the samples whose votes may still come.
 
         Returns:
-            What was counted, in the order of the numbers.
+            The counted votes, in the order of the numbers.
         """
         last = min(pending) if pending and self.classes.in_order else math.inf
         counted = {number: votes[number] for number in sorted(votes) if number < last}
@@ -375,16 +369,16 @@ class AnswerPool:
         Returns:
             The group, and its share of all weight; ``(None, 0.0)`` where no member has a weight.
         """
-        found = [
+        totals = [
             (math.fsum(weights.get(number, 0.0) for number in group.members), group)
             for group in self.groups.values()
             if any(number in weights for number in group.members)
         ]
-        if not found:
+        if not totals:
             return None, 0.0
-        weight, group = min(found, key=lambda each: (-each[0], each[1].first))
-        total = math.fsum(each for each, _ in found)
-        return group, weight / total if total > 0 else 1.0 / len(found)
+        weight, group = min(totals, key=lambda total: (-total[0], total[1].first))
+        total = math.fsum(weight for weight, _ in totals)
+        return group, weight / total if total > 0 else 1.0 / len(totals)
 
     @property
     def winner(self) -> Group | None:
@@ -408,10 +402,10 @@ class AnswerPool:
         return sum(self._uncompared.values())
 
     def info(self, rule: str | None = None) -> dict[str, Any]:
-        """What a result says of the vote; a vote that nobody took part in is logged, too.
+        """The details of the vote for a result; a vote without voters is logged, too.
 
         Args:
-            rule: that found the answer in the winning sample.
+            rule: that extracted the answer of the winning sample.
         """
         info = {
             "answer": None if self.winner is None else self.winner.answer,
@@ -517,9 +511,9 @@ class Agreement:
         finding = self._classes.finding([answer])
         if finding:
             yield finding
-        found = self._classes.of(answer)
-        self.count = self.count + 1 if found == self._class else 1
-        self._class = found
+        answer_class = self._classes.of(answer)
+        self.count = self.count + 1 if answer_class == self._class else 1
+        self._class = answer_class
 
     def _counts(self, answer: str) -> bool:
         uncertain = self._uncertain is not None and self._uncertain.search(answer.lower())
@@ -535,11 +529,11 @@ def get_majority_result(
 
     Args:
         results: texts.
-        result_extractor: finds the answer in a text; None: it has none.
+        result_extractor: extracts the answer of a text; None: it has none.
         result_validator: whether an answer may vote.
 
     Returns:
-        ``(index, answer)``; ``(None, None)`` if nothing voted. Ties go to the first seen.
+        ``(index, answer)``; ``(None, None)`` if nothing voted. Ties go to the earliest.
     """
     pool = AnswerPool()
     for index, result in enumerate(results):

@@ -35,14 +35,11 @@ _FUNCTIONS, _NO_LETTERS = {"f", "g", "h"}, {"e", "d", "E", "I"}
 
 
 def exact_value(text: str) -> ExactValue:
-    """The value of a formula.
-
-    Args:
-        text: in LaTeX or as plain text.
+    """The value of a formula in LaTeX or plain text.
 
     Raises:
-        NotExact: it is no such value; it may be a formula nevertheless.
-        TooLarge: it is, but its size is beyond the bounds.
+        NotExact: it has no such value; it may be a formula nevertheless.
+        TooLarge: its size is beyond the bounds.
     """
     parser = _Parser(text)
     value = parser.sum(0)
@@ -68,7 +65,6 @@ class _Parser:
 
     @property
     def token(self) -> str:
-        """The next token; empty at the end."""
         return self._tokens[self._next] if self._next < len(self._tokens) else ""
 
     def _take(self) -> str:

@@ -65,7 +65,7 @@ def uncompared(text: str) -> Form:
 
 
 def is_uncompared(form: Form) -> bool:
-    """Whether a part of ``form`` is a text in place of what a formula is worth."""
+    """Whether a part of ``form`` is a text in place of the value of a formula."""
     if isinstance(form, tuple) and form[:1] == (_UNCOMPARED,):
         return True
     return isinstance(form, tuple | frozenset) and any(map(is_uncompared, form))
@@ -87,14 +87,14 @@ def formulas(form: Form) -> Iterator[str]:
             yield from formulas(part)
 
 
-def completed(form: Form, known: Mapping[str, Form]) -> Form:
-    """``form`` with the forms in ``known`` in place of its formulas, or their text."""
+def completed(form: Form, forms: Mapping[str, Form]) -> Form:
+    """``form`` with its formulas replaced by their ``forms``, or by their text."""
     if isinstance(form, Formula):
-        return known.get(form.text, form.text)
+        return forms.get(form.text, form.text)
     if isinstance(form, frozenset):
-        return frozenset(completed(part, known) for part in form)
+        return frozenset(completed(part, forms) for part in form)
     if isinstance(form, tuple):
-        parts = tuple(completed(part, known) for part in form)
+        parts = tuple(completed(part, forms) for part in form)
         return _set(parts[1]) if parts[0] == "set" and isinstance(parts[1], frozenset) else parts
     return form
 
@@ -183,7 +183,7 @@ _UNITS = frozenset(
 )
 _LETTER_UNITS = frozenset("mgshljnwvakcf")
 """Units of one letter count only in ``\\text{}``: elsewhere the letter is a variable."""
-_BEHIND_NUMBER = re.compile(
+_AFTER_NUMBER = re.compile(
     r"(.*[\d.})]) ?([A-Za-z]+(?:(?: ?/ ?| )[A-Za-z]+)*)(?:\^ ?(?:\{ ?[23] ?\}|[23]))?"
 )
 
@@ -208,7 +208,7 @@ _NO_UNITS = frozenset(
 
 
 def _tidy(answer: str) -> str:
-    """The answer in one spelling, and without what only spaces it out."""
+    """The answer in one spelling, without spacing."""
     answer = with_decimal_point(answer.strip())
     if (ellipsis := _ELLIPSIS.search(answer)) and ellipsis.end() == len(answer):
         answer = _ELLIPSIS.sub(r"\1\\overline{\2\3}", answer)
@@ -225,19 +225,19 @@ def with_decimal_point(text: str) -> str:
     return _DECIMAL_COMMA.sub(r"\1\3.\2\4", text)
 
 
-def _plain(found: re.Match[str]) -> str:
-    r"""What stands in a ``\text{}``; nothing if it is the unit of what stands before it."""
-    before, content = found.string[: found.start()].rstrip(), found[1].strip()
+def _plain(match: re.Match[str]) -> str:
+    r"""The text of a ``\text{}``; nothing if it is the unit of the number before it."""
+    before, content = match.string[: match.start()].rstrip(), match[1].strip()
     behind_value = before[-1:].isalnum() or before[-1:] in {"}", ")"}
     if behind_value and _is_unit(content.rstrip("."), _UNITS | _LETTER_UNITS):
         return " "
-    return f" {content} {found[2] or ''}"
+    return f" {content} {match[2] or ''}"
 
 
 def _without_unit(text: str) -> str:
-    """``text`` without a unit behind the number in it."""
-    found = _BEHIND_NUMBER.fullmatch(text)
-    return found[1].strip() if found is not None and _is_unit(found[2], _UNITS) else text
+    """``text`` without a unit after its number."""
+    match = _AFTER_NUMBER.fullmatch(text)
+    return match[1].strip() if match is not None and _is_unit(match[2], _UNITS) else text
 
 
 def _is_unit(text: str, first: frozenset[str]) -> bool:
@@ -272,37 +272,37 @@ def _number(text: str) -> Fraction | None:
         return Fraction(f"{re.sub('[.,]', '', whole)}.{decimals}0")
     text = _DOTTED.sub(r"\\overline{\1\2\3}", text)
     for pattern, value_of in _NUMBERS:
-        if found := pattern.fullmatch(text):
-            return value_of(found)
+        if match := pattern.fullmatch(text):
+            return value_of(match)
     return None
 
 
-def _repeating(found: re.Match[str]) -> Fraction:
-    whole, fixed, period = found[1] or "0", found[2], found[3] or found[4] or found[5]
+def _repeating(match: re.Match[str]) -> Fraction:
+    whole, fixed, period = match[1] or "0", match[2], match[3] or match[4] or match[5]
     return Fraction(f"{whole}.{fixed}0") + Fraction(
         int(period), 10 ** len(fixed) * (10 ** len(period) - 1)
     )
 
 
-def _fraction(found: re.Match[str]) -> Fraction | None:
+def _fraction(match: re.Match[str]) -> Fraction | None:
     above, below = (
-        _number((one or other).strip()) for one, other in (found.group(1, 2), found.group(3, 4))
+        _number((one or other).strip()) for one, other in (match.group(1, 2), match.group(3, 4))
     )
     return above / below if above is not None and below else None
 
 
-def _ratio(found: re.Match[str]) -> Fraction | None:
-    return Fraction(int(found[1]), int(found[2])) if int(found[2]) else None
+def _ratio(match: re.Match[str]) -> Fraction | None:
+    return Fraction(int(match[1]), int(match[2])) if int(match[2]) else None
 
 
-def _mixed(found: re.Match[str]) -> Fraction | None:
-    part = _number(found[2])
-    return None if part is None else int(found[1]) + part
+def _mixed(match: re.Match[str]) -> Fraction | None:
+    part = _number(match[2])
+    return None if part is None else int(match[1]) + part
 
 
-def _power(found: re.Match[str]) -> Fraction | None:
-    factor = Fraction(1) if found[1] is None else _number(found[1])
-    return None if factor is None else factor * Fraction(10) ** int(found[2] or found[3])
+def _power(match: re.Match[str]) -> Fraction | None:
+    factor = Fraction(1) if match[1] is None else _number(match[1])
+    return None if factor is None else factor * Fraction(10) ** int(match[2] or match[3])
 
 
 _SCALES = {"dozen": 12, "hundred": 100, "thousand": 1000, "million": 10**6}
@@ -405,8 +405,8 @@ def _value(text: str, depth: int) -> Form | None:
 
 
 def _choice(text: str, depth: int) -> Form | None:
-    found = _CHOICE.fullmatch(text)
-    return None if found is None else (found[1] or found[2]).casefold()
+    match = _CHOICE.fullmatch(text)
+    return None if match is None else (match[1] or match[2]).casefold()
 
 
 def _joined(text: str, depth: int) -> Form | None:
@@ -415,15 +415,15 @@ def _joined(text: str, depth: int) -> Form | None:
 
 
 def _matrix(text: str, depth: int) -> Form | None:
-    found = _MATRIX.fullmatch(text)
-    if found is None or "\\begin" in found[1]:
+    match = _MATRIX.fullmatch(text)
+    if match is None or "\\begin" in match[1]:
         return None
-    rows = [row.split("&") for row in found[1].strip().removesuffix("\\\\").split("\\\\")]
+    rows = [row.split("&") for row in match[1].strip().removesuffix("\\\\").split("\\\\")]
     return ("matrix", *(tuple(_read(cell.strip(), depth + 1) for cell in row) for row in rows))
 
 
 def _bracketed(text: str, depth: int) -> Form | None:
-    """A set, or values in order; what brackets around one thing hold."""
+    """A set, or values in order; for brackets around one thing, its form."""
     ends = _brackets(text)
     if ends is None:
         return None
@@ -442,8 +442,8 @@ def _listed(text: str, depth: int) -> Form | None:
 
 
 def _related(text: str, depth: int) -> Form | None:
-    """What an equation or an inequality says about the one name on one side of it."""
-    signs = [sign for sign, _ in _found(text, _RELATION)]
+    """The value of an equation or an inequality with one name on one side."""
+    signs = [sign for sign, _ in _matches(text, _RELATION)]
     sides = _split(text, _RELATION)
     if sides is None or not all(sides):
         return None
@@ -471,7 +471,7 @@ def _related(text: str, depth: int) -> Form | None:
 
 
 def _between(sides: list[str], signs: list[str], depth: int) -> Form | None:
-    """The interval that ``1 < x < 2`` says."""
+    """The interval of ``1 < x < 2``."""
     if set(signs) <= {">", "\\ge"}:
         sides, signs = sides[::-1], [_FLIPPED[sign] for sign in reversed(signs)]
     if not set(signs) <= {"<", "\\le"}:
@@ -482,10 +482,10 @@ def _between(sides: list[str], signs: list[str], depth: int) -> Form | None:
 
 def _either(text: str, depth: int) -> Form | None:
     r"""Both values of a formula with one ``\pm``."""
-    before, sign, behind = text.partition("\\pm")
-    if not sign or "\\pm" in behind or behind[:1].isalpha():
+    before, sign, after = text.partition("\\pm")
+    if not sign or "\\pm" in after or after[:1].isalpha():
         return None
-    values = (f"{before}+{behind.strip()}", f"{before}-{behind.strip()}")
+    values = (f"{before}+{after.strip()}", f"{before}-{after.strip()}")
     return _set(frozenset(_read(value, depth + 1) for value in values))
 
 
@@ -509,7 +509,7 @@ def _worked_out(text: str) -> Form:
         sides = [exact_value(side) for side in _split(text, _RELATION) or [text]]
         if len(sides) == 1:
             return value_form(sides[0])
-        return _relation([sign for sign, _ in _found(text, _RELATION)], sides)
+        return _relation([sign for sign, _ in _matches(text, _RELATION)], sides)
     except TooLarge:
         return Formula(text) if _LETTER.search(text) else uncompared(text)
     except NotExact:
@@ -527,13 +527,13 @@ def _relation(signs: list[str], sides: list[ExactValue]) -> Form:
     return relation_form(_KINDS[signs[0]], -differences[0] if is_flipped else differences[0])
 
 
-def _product(found: re.Match[str]) -> str:
-    """A run of letters as the product that it is; a parser takes ``ab`` for a unit and drops it."""
-    run = found[0]
-    is_differential = run[0] == "d" and len(run) == 2 and "\\int" in found.string
+def _product(match: re.Match[str]) -> str:
+    """A run of letters as a product; a parser takes ``ab`` for a unit and drops it."""
+    run = match[0]
+    is_differential = run[0] == "d" and len(run) == 2 and "\\int" in match.string
     if run[0] == "\\" or run == "sqrt" or is_differential:
         return run
-    factor = re.search(r"(?:^|[^\d^])[\d.]+ ?$", found.string[: found.start()])
+    factor = re.search(r"(?:^|[^\d^])[\d.]+ ?$", match.string[: match.start()])
     return ("\\cdot " if factor else "") + "\\cdot ".join(run)
 
 
@@ -541,7 +541,7 @@ def _product(found: re.Match[str]) -> str:
 
 
 def _members(parts: list[str], depth: int) -> Form:
-    """A set of what ``parts`` mean; equations for several names keep them."""
+    """A set of the values of ``parts``; equations for several names keep them."""
     equations = [part.partition("=") for part in parts]
     names = {name.strip() for name, sign, _ in equations if sign}
     if len(names) > 1 and all(map(_NAME.fullmatch, names)) and all(e[1] for e in equations):
@@ -571,10 +571,10 @@ def _mentions(text: str, name: str) -> bool:
 def _levels(text: str) -> Iterator[tuple[int, str, int]]:
     r"""Place, sign and depth of every bracket and sign; ``\{`` is one, other commands too."""
     depth = 0
-    for found in re.finditer(r"\\[A-Za-z]+|\\.|.", text, re.DOTALL):
-        sign = found[0]
+    for match in re.finditer(r"\\[A-Za-z]+|\\.|.", text, re.DOTALL):
+        sign = match[0]
         depth -= sign in _CLOSE
-        yield found.start(), sign, depth
+        yield match.start(), sign, depth
         depth += sign in _OPEN
 
 
@@ -596,20 +596,20 @@ def _unbraced(text: str) -> str:
     return text
 
 
-def _found(text: str, pattern: re.Pattern[str]) -> Iterator[tuple[str, re.Match[str]]]:
-    """Where ``pattern`` occurs outside of brackets, as (sign, match)."""
+def _matches(text: str, pattern: re.Pattern[str]) -> Iterator[tuple[str, re.Match[str]]]:
+    """The matches of ``pattern`` outside of brackets, as (sign, match)."""
     if pattern.search(text) is None:
         return
     outside = {place for place, sign, depth in _levels(text) if depth == 0}
-    for found in pattern.finditer(text):
-        if found.start() in outside:
-            yield found[0], found
+    for match in pattern.finditer(text):
+        if match.start() in outside:
+            yield match[0], match
 
 
 def _split(text: str, pattern: re.Pattern[str]) -> list[str] | None:
-    """The parts of ``text`` between what ``pattern`` finds outside of brackets; None if nothing."""
+    """The parts of ``text`` between matches of ``pattern`` outside of brackets, if any."""
     parts, begin = [], 0
-    for _, found in _found(text, pattern):
-        parts.append(text[begin : found.start()].strip())
-        begin = found.end()
+    for _, match in _matches(text, pattern):
+        parts.append(text[begin : match.start()].strip())
+        begin = match.end()
     return [*parts, text[begin:].strip()] if begin else None

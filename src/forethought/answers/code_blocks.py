@@ -45,8 +45,8 @@ def program_in(text: str, definition: re.Pattern[str] | None = None) -> Program 
     it is Python or has a ``definition``; else the last indented block; else the text.
 
     Args:
-        text: of the model; of a thought in it, what follows.
-        definition: found in a block that is preferred to later ones.
+        text: of the model; a thought in it is skipped.
+        definition: a pattern; a block with a match is preferred to later ones.
     """
     text = after_thought(text)
     blocks = [block for block in code_blocks(text) if block.code.strip()]
@@ -102,7 +102,7 @@ _ITEM = re.compile(r"( {0,3})([-+*]|(\d{1,9})[.)])(?=[ \t]|$)")
 
 
 class _Line(NamedTuple):
-    """What is left of a line within its containers."""
+    """The rest of a line within its containers."""
 
     text: str
     column: int = 0
@@ -110,7 +110,6 @@ class _Line(NamedTuple):
 
     @property
     def is_blank(self) -> bool:
-        """Whether there is nothing but white space."""
         return not self.text.strip(_SPACES)
 
     @property
@@ -162,7 +161,7 @@ class _Leaf:
 
 
 class _BlockParser:
-    """The first phase of CommonMark's parsing strategy, as far as code blocks take it."""
+    """The first phase of CommonMark's parsing strategy, as needed for code blocks."""
 
     def __init__(self) -> None:
         self._blocks: list[CodeBlock] = []
@@ -182,7 +181,6 @@ class _BlockParser:
         self._leaf = None
 
     def add(self, text: str) -> None:
-        """Read the next line."""
         line, num_matched = self._matched(_Line(text))
         is_inside = num_matched == len(self._containers)
         if self._leaf is not None:
@@ -198,7 +196,7 @@ class _BlockParser:
         self._open(line)
 
     def _matched(self, line: _Line) -> tuple[_Line, int]:
-        """What is left of the line within the open containers that it belongs to; their number."""
+        """The rest of the line within the open containers that it belongs to; their number."""
         for number, indent in enumerate(self._containers):
             if indent == 0:
                 match = _QUOTE.match(line.text)
@@ -248,7 +246,7 @@ class _BlockParser:
         self._in_paragraph = False
 
     def _inside(self, line: _Line) -> _Line | None:
-        """What is left of the line within the container that it begins; None: it begins none."""
+        """The rest of the line within the container that it begins; None: it begins none."""
         if match := _QUOTE.match(line.text):
             self._containers.append(0)
             return line.after(match.end()).unindented(1)

@@ -100,11 +100,7 @@ def _is_huge(monomial: Monomial) -> bool:
 
 
 def _factors(number: Fraction) -> dict[int, Fraction]:
-    """The exponents of the primes in a positive number.
-
-    Raises:
-        NotExact: they are not found.
-    """
+    """The exponents of the primes in a positive number; ``NotExact`` if they are not computed."""
     if bits(number) > MAX_BITS // 4:
         raise NotExact
     powers: dict[int, Fraction] = {}

@@ -1,4 +1,4 @@
-"""Processes that work on formulas with sympy, for one owner that ends them.
+"""Processes that evaluate formulas with sympy, for one owner that ends them.
 
 Sympy may take for ever and cannot be interrupted in a thread, so each formula goes to a process
 (``sympy_process``), which counts steps of work. A ``ScaffoldingLlm`` has one pool, shared by its
@@ -39,7 +39,7 @@ _T = TypeVar("_T")
 class Forms(NamedTuple):
     """Canonical forms of formulas."""
 
-    known: Mapping[str, Form]
+    by_formula: Mapping[str, Form]
     """By formula; those that sympy cannot read are missing."""
     uncompared: frozenset[str] = frozenset()
     """The formulas that take more steps than they may."""
@@ -52,7 +52,7 @@ class SympyPool:
     Cancelling the future ends the process that works on the formula.
 
     Args:
-        num_processes: at most so many at once; further formulas wait.
+        num_processes: the maximum; further formulas wait.
     """
 
     def __init__(self, num_processes: int = _NUM_PROCESSES) -> None:
@@ -63,7 +63,7 @@ class SympyPool:
         self._replies: dict[tuple[str, int], Any] = {}
 
     def forms(self, formulas: Iterable[str], steps: int) -> Future[Forms]:
-        """Work out canonical forms.
+        """Compute canonical forms.
 
         Args:
             formulas: parts of answers, without repetitions.
@@ -78,7 +78,7 @@ class SympyPool:
         return self._start(lambda job: self._forms(job, texts, steps))
 
     def close(self) -> None:
-        """End all processes; what they are at fails with ``EngineStopped``."""
+        """End all processes; unfinished formulas fail with ``EngineStopped``."""
         with self._changed:
             self._closed = True
             idle, self._idle = self._idle, []
@@ -102,7 +102,7 @@ class SympyPool:
     # ---- in threads of its own ------------------------------------------------------------------
 
     def _start(self, work: Callable[[_Job[_T]], _T]) -> Future[_T]:
-        """Begin ``work`` in a thread that does not hold up the end of the interpreter."""
+        """Run ``work`` in a thread that does not delay the end of the interpreter."""
         job = _Job(work, self._changed)
         threading.Thread(target=job.run, name="forethought-sympy", daemon=True).start()
         return job.future
@@ -114,7 +114,7 @@ class SympyPool:
         return Forms({text: _form(reply) for text, reply in read.items()}, uncompared)
 
     def _reply(self, job: _Job[Any], text: str, steps: int) -> Any:
-        """The reply of a process, or what one has replied to the same before."""
+        """The reply of a process, or an earlier reply to the same formula."""
         key = text, steps
         reply = self._replies.get(key, _ENDED)
         if reply is _ENDED:
@@ -126,11 +126,7 @@ class SympyPool:
         return reply
 
     def _ask(self, job: _Job[Any], request: dict[str, Any]) -> Any:
-        """The reply of a process; that the limit is reached, if two have ended over it.
-
-        Raises:
-            ForethoughtError: no process can be started.
-        """
+        """The reply of a process, or the limit, if two processes have ended over the request."""
         num_failed = 0
         for _ in range(_NUM_STARTS):
             process = self._take(job)
@@ -168,7 +164,6 @@ class SympyPool:
             process.end()
 
     def _check(self, job: _Job[Any]) -> None:
-        """Raise if ``job`` was cancelled."""
         if self._closed or job.future.cancelled():
             raise EngineStopped("the work on formulas was stopped")
 
@@ -223,12 +218,12 @@ class _Process:
         self.end = weakref.finalize(self, _end, popen)
 
     def wait_ready(self) -> bool:
-        """Wait until it takes requests; whether it does."""
+        """Wait until it takes requests; returns whether it does."""
         self._ready = self._ready or bool(self._reply())
         return self._ready
 
     def kill(self) -> None:
-        """Have it end; who waits for its answer gets none. For any thread."""
+        """End it; a waiting caller gets no reply. For any thread."""
         self.alive = False
         _kill(self._popen)
 
@@ -252,7 +247,7 @@ class _Process:
 
 
 def _environment() -> dict[str, str]:
-    """Of the process: none of the variables that change what Python runs, and one hash seed."""
+    """The process's environment: no variables that change what Python runs, one hash seed."""
     inherited = {name: value for name, value in os.environ.items() if name[:6] != "PYTHON"}
     return {**inherited, "PYTHONHASHSEED": "0"}
 

@@ -1,16 +1,16 @@
-"""The process that works on formulas: a request per line in, its result per line out, as JSON.
+"""The process that evaluates formulas: a request per line in, its result per line out, as JSON.
 
-``{"form": "x+1", "steps": 1000000}`` is answered with what the formula is worth, see
-``canonical_form``; ``null`` means that it cannot be read, and ``"limit"`` that it takes too much.
-Before that it prints one line when it is ready.
+``{"form": "x+1", "steps": 1000000}`` is answered with the formula's value, see ``canonical_form``;
+``null`` means that it cannot be read, and ``"limit"`` that it takes too much. Before that it prints
+one line when it is ready.
 
-Each formula is worked out in a fork of this process, which ends with it, so the result depends on
-the formula alone and not on what was asked before. The limit is a number of steps: calls and
-returns of functions, counted by the interpreter's profiler. Hashes are the same in each run
+Each formula is evaluated in a fork of this process, which ends with it, so the result depends on
+the formula alone and not on earlier requests. The limit is a number of steps: calls and returns of
+functions, counted by the interpreter's profiler. Hashes are the same in each run
 (``PYTHONHASHSEED``), so the count is, too, on every machine and whatever else runs there. Processor
 time, which only a single call into C can take without steps, and memory are limited as well.
 
-It ends when its input does, as it does when its parent is gone. Run by its path, it imports nothing
+It ends when its input does, as it does when its parent is dead. Run by its path, it imports nothing
 of the package but ``exact_value``; see ``sympy_pool`` for the other side.
 """
 
@@ -53,7 +53,7 @@ Reply = dict[str, Any]
 
 
 def canonical_form(text: str) -> Reply | None:
-    """What identifies a formula: its values at fixed points.
+    """The values of a formula at fixed points, which identify it.
 
     Formulas that are equal for all values of their symbols have the same values, however they are
     written; two that differ have not, unless they agree at all points (polynomial identity testing:
@@ -76,8 +76,8 @@ def canonical_form(text: str) -> Reply | None:
 def _parsed(text: str) -> Any:
     from math_verify import parse
 
-    found = parse(f"\\boxed{{{text}}}", parsing_timeout=None)
-    return found[0] if found else None
+    formulas = parse(f"\\boxed{{{text}}}", parsing_timeout=None)
+    return formulas[0] if formulas else None
 
 
 _CONSTANTS = frozenset("eid")
@@ -118,7 +118,7 @@ def _relation(formula: Any) -> Reply:
 
 
 def _evaluated(formula: Any) -> Any:
-    """The formula with its decimals as fractions, its sums worked out, and ``i`` as a number."""
+    """The formula with its decimals as fractions, its sums evaluated, and ``i`` as a number."""
     import sympy
 
     units = {symbol: sympy.I for symbol in formula.free_symbols if symbol.name == "i"}
@@ -126,7 +126,7 @@ def _evaluated(formula: Any) -> Any:
 
 
 def _values(formula: Any) -> list[Any]:
-    """What it is worth at the fixed points, one value if it has no symbols."""
+    """Its values at the fixed points, one value if it has no symbols."""
     import sympy
 
     if formula.is_Rational or not formula.free_symbols:
@@ -144,7 +144,7 @@ def _values(formula: Any) -> list[Any]:
 
 
 def _parts(value: Any) -> list[str] | None:
-    """Real and imaginary part in writing; None if it is no finite number."""
+    """Real and imaginary part as text; None if it is no finite number."""
     if not value.is_number or not value.is_finite:
         return None
     return [_written(part) for part in value.as_real_imag()]
@@ -186,7 +186,7 @@ class _Steps:
 
 
 def _bound_numbers() -> None:
-    """End the process before a number with more than ``_MAX_BITS`` bits is worked out."""
+    """End the process before a number with more than ``_MAX_BITS`` bits is computed."""
     import sympy
     from sympy.functions.combinatorial import factorials
 

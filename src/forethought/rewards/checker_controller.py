@@ -1,7 +1,7 @@
 """``CheckerController``: scores answers by a function of question and answer, without a model.
 
 An exact checker is the outcome reward of tasks whose answers can be checked, and a function that
-reads an answer as far as it has come is a process reward for a search::
+reads a partial answer is a process reward for a search::
 
     BestOfNController(generation, CheckerController("countdown"))
     BeamSearchController(generation, CheckerController(lambda question, text: ...))
@@ -50,12 +50,7 @@ class CheckerController(NativeRewardController):
         )
 
     def process(self, tasks: Sequence[GenerationTask | RewardTask], **kwargs: Any) -> Process:
-        """Score all tasks.
-
-        Raises:
-            ParameterError: keyword arguments; there are none. Or a task without question or answer
-                in text, or a score that is no number.
-        """
+        """Score all tasks, whose questions and answers have to be text."""
         refuse_arguments(self, kwargs)
         pairs = [None if has_failed(task) else _texts(task) for task in tasks]
         scoring = ComputeTask(partial(_score_all, self.check), pairs)
@@ -64,7 +59,6 @@ class CheckerController(NativeRewardController):
 
 
 def _texts(task: GenerationTask | RewardTask) -> tuple[str, str]:
-    """Question and answer of a task."""
     question = task.input_str if isinstance(task, RewardTask) else task.question_text
     if question is None or task.output_str is None:
         raise ParameterError(

@@ -56,7 +56,7 @@ def confidence_of(entries: TokenLogprobs, k: int) -> TokenConfidence:
 
     Args:
         entries: the chosen token first; those with a rank are among the most probable.
-        k: how many of the most probable tokens count, as far as they are there.
+        k: how many of the most probable tokens count, where they are present.
     """
     ranked = sorted(-entry.logprob for entry in entries.values() if entry.rank is not None)
     finite = [value for value in ranked[:k] if value < math.inf]
@@ -74,13 +74,13 @@ def word_probability(task: GenerationTask, word: str) -> float:
         task: generated with ``num_logprobs``.
         word: in any case, without blanks.
     """
-    wanted, entries = word.lower(), (task.logprobs or [{}])[0]
+    target, entries = word.lower(), (task.logprobs or [{}])[0]
     if not entries:
-        return float((task.output_str or "").strip().lower() == wanted)
+        return float((task.output_str or "").strip().lower() == target)
     return math.fsum(
         math.exp(entry.logprob)
         for entry in entries.values()
-        if entry.token is not None and entry.token.strip().lower() == wanted
+        if entry.token is not None and entry.token.strip().lower() == target
     )
 
 
@@ -112,18 +112,18 @@ def bottom_groups(values: Sequence[float], window: int = WINDOW, share: float = 
     return mean(groups[: max(1, int(share * len(groups)))])
 
 
-def stop_threshold(lowest: Sequence[float], kept: float) -> float:
+def stop_threshold(lowest: Sequence[float], share: float) -> float:
     """The group confidence below which online DeepConf stops a sample.
 
     Args:
         lowest: the ``lowest_group`` of each warm-up sample, at least one.
-        kept: share of the warm-up samples that lie at or above it: 0.1 ("low") to 0.9 ("high").
+        share: of the warm-up samples that lie at or above it: 0.1 ("low") to 0.9 ("high").
 
     Returns:
-        Their percentile ``100 (1 - kept)``, between two of them by linear interpolation.
+        Their percentile ``100 (1 - share)``, between two of them by linear interpolation.
     """
     ordered = sorted(lowest)
-    rank = (1.0 - kept) * (len(ordered) - 1)
+    rank = (1.0 - share) * (len(ordered) - 1)
     below = math.floor(rank)
     above = min(below + 1, len(ordered) - 1)
     return ordered[below] + (rank - below) * (ordered[above] - ordered[below])
@@ -151,9 +151,9 @@ def watch_groups(
     (window, threshold), num_checked = groups, 0
     while not stream.end_flag and stream.error is None:
         yield from controller.process([stream], **options or {})
-        known = [] if stream.error is not None else values(stream)
-        new = known[max(0, num_checked - window + 1) :]  # groups that end in new tokens
-        num_checked = len(known)
+        confidences = [] if stream.error is not None else values(stream)
+        new = confidences[max(0, num_checked - window + 1) :]  # groups that end in new tokens
+        num_checked = len(confidences)
         if len(new) < window or (lowest := lowest_group(new, window)) >= threshold:
             continue
         fields = {"score": lowest, "threshold": threshold}
@@ -211,34 +211,22 @@ class ConfidenceRewardController(NativeRewardController):
         self.sample_params = {"confidence": self.top_k}
 
     def fan_out(self) -> int:
-        """It asks nothing."""
+        """None: it calls no model."""
         return 0
 
     def process(self, tasks: Sequence[GenerationTask | RewardTask], **kwargs: Any) -> Process:
-        """Score all tasks.
-
-        Raises:
-            ParameterError: keyword arguments; there are none. Or a task without confidences.
-        """
+        """Score all tasks, whose workers have to give confidences."""
         refuse_arguments(self, kwargs)
         self.scores = [None if has_failed(task) else self.score(task) for task in tasks]
         yield from ()
 
     def score(self, task: Any) -> float | None:
-        """The confidence in a finished generation, or in one under way; None without tokens.
-
-        Raises:
-            ParameterError: as ``values``.
-        """
+        """The confidence in a finished or running generation; None without tokens."""
         values = self.values(task)
         return _AGGREGATIONS[self.aggregation](values, self.window) if values else None
 
     def values(self, task: Any) -> list[float]:
-        """The measure of each generated token, as far as there are tokens.
-
-        Raises:
-            ParameterError: its worker gave no confidences, or not this measure.
-        """
+        """The measure of each generated token; ``ParameterError`` if the worker gave none."""
         if getattr(task, "confidences", None) is None:
             if getattr(task, "output_str", None) == "":
                 return []
@@ -250,11 +238,11 @@ class ConfidenceRewardController(NativeRewardController):
             )
         read = _MEASURES[self.measure]
         values = [read(token) for token in task.confidences if token is not None]
-        known = [value for value in values if value is not None]
-        if len(known) < len(values):
+        measured = [value for value in values if value is not None]
+        if len(measured) < len(values):
             raise ParameterError(
                 f"{self.measure} is not known for this sample",
                 "its server gives the most probable tokens only",
                 "Use the measure confidence or logprob",
             )
-        return known
+        return measured

@@ -40,7 +40,7 @@ YES_NO_PROMPT = "\nIs the answer correct (Yes/No)?"
 
 @with_settings
 class GenRMController(Controller):
-    """Scores answers by the probability of "Yes" behind verifications that a model generates.
+    """Scores answers by the probability of "Yes" after verifications that a model generates.
 
     A reward controller, for ``best_of_n`` and others: ``scores`` holds one per task, in their
     order, from 0 to 1; None for a task that failed, or of which the budget left no verification.
@@ -63,10 +63,10 @@ class GenRMController(Controller):
     )
     _: KW_ONLY
     verify_prompt: Text = setting(
-        VERIFY_PROMPT, "Text behind an answer, which asks for a verification."
+        VERIFY_PROMPT, "Text after an answer, which asks for a verification."
     )
     yes_no_prompt: Text = setting(
-        YES_NO_PROMPT, 'Text behind a verification, which asks for "Yes" or "No".'
+        YES_NO_PROMPT, 'Text after a verification, which asks for "Yes" or "No".'
     )
     yes: Text = setting(
         "Yes",
@@ -86,13 +86,7 @@ class GenRMController(Controller):
         return max(1, 2 * self.num_verifications)
 
     def process(self, tasks: Sequence[GenerationTask], **kwargs: Any) -> Process:
-        """Verify all tasks at once.
-
-        Raises:
-            ParameterError: keyword arguments; there are none. Or a task without a finished text.
-            BudgetExceeded: the budget is spent and no verification has ended; else those that
-                have count.
-        """
+        """Verify all tasks at once; if the budget ends, the verifications so far count."""
         refuse_arguments(self, kwargs)
         votes: list[list[float]] = [[] for _ in tasks]
         owners: dict[int, int] = {}
@@ -113,10 +107,12 @@ class GenRMController(Controller):
                 votes[number].append(vote)
                 yield Stage("scored", branch=done.path, fields={"answer": number, "score": vote})
         self.votes = votes
-        self.scores = [math.fsum(each) / len(each) if each else None for each in votes]
+        self.scores = [
+            math.fsum(probabilities) / len(probabilities) if probabilities else None
+            for probabilities in votes
+        ]
 
     def _first_parts(self, task: GenerationTask) -> list[GenerationTask]:
-        """The verifications of a task, or the question alone if there are none."""
         if not isinstance(task, GenerationTask) or task.output_str is None:
             raise ParameterError(
                 "generative verification scores finished texts",
@@ -146,17 +142,13 @@ class GenRMController(Controller):
 
 
 class _Verification:
-    """One verification and the question behind it, as a branch."""
+    """One verification and the question after it, as a branch."""
 
     def __init__(self, method: GenRMController) -> None:
         self._method = method
 
     def process(self, tasks: Sequence[GenerationTask], **_: Any) -> Process:
-        """Generate the verification, if there is one, and ask for "Yes" or "No".
-
-        Returns:
-            The probability of "Yes".
-        """
+        """Generate the verification, if there is one, and return the probability of "Yes"."""
         part, tag = tasks[0], self._method.WorkerTag.VERIFICATION
         if self._method.num_verifications:
             part.worker_tag = tag

@@ -1,7 +1,7 @@
 """Rewards by a judge: a chat model that scores answers, or compares them.
 
-``JudgeRewardController`` has each answer scored by itself (pointwise). ``CompareRewardController``
-has groups of answers compared, and the best of each group again, until one is left (groupwise)::
+``JudgeRewardController`` scores each answer alone (pointwise). ``CompareRewardController`` compares
+groups of answers, and the best of each group again, until one is left (groupwise)::
 
     group_size 2      0  1   2  3   4        five answers
                        1      3     4        2 judgements; one that is alone passes
@@ -10,7 +10,7 @@ has groups of answers compared, and the best of each group again, until one is l
 
 Both are reward controllers: ``BestOfNController(generation, JudgeRewardController())``. Their tasks
 are chats, for the worker of the tag ``"reward"``; they cost tokens of the same budget. A judge is
-shown what follows an answer's thought (``</think>`` or another marker), and all of an answer
+shown the text after an answer's thought (``</think>`` or another marker), and all of an answer
 that was cut before its thought was closed.
 """
 
@@ -61,9 +61,9 @@ _BEST = re.compile(r"best\W*?(\d+)", re.IGNORECASE)
 
 @with_settings
 class JudgeRewardController(NativeRewardController):
-    """Has a chat model score each answer by itself.
+    """Has a chat model score each answer alone.
 
-    ``scores`` holds one per task, from 0 to 1; 0 where the judge gives no score within its range,
+    ``scores`` holds one per task, from 0 to 1; 0 where the judge names no score within its range,
     and None for one that failed.
 
     Raises:
@@ -87,11 +87,7 @@ class JudgeRewardController(NativeRewardController):
         self.sampling_params = _judge_params(self)
 
     def process(self, tasks: Sequence[GenerationTask | RewardTask], **kwargs: Any) -> Process:
-        """Score all tasks at once.
-
-        Raises:
-            ParameterError: keyword arguments; there are none. Or a question that is no text.
-        """
+        """Score all tasks at once; the questions have to be text."""
         refuse_arguments(self, kwargs)
         chats = [None if has_failed(task) else self._chat(task) for task in tasks]
         yield [chat for chat in chats if chat is not None]
@@ -102,9 +98,9 @@ class JudgeRewardController(NativeRewardController):
         values["{highest}"] = f"{self.highest:g}"
         return judging(self, task, filled(self.prompt, values))
 
-    def _score_in(self, said: str | None) -> float:
-        found = _SCORE.findall(said or "")
-        score = float(found[-1]) if found else math.nan
+    def _score_in(self, reply: str | None) -> float:
+        scores = _SCORE.findall(reply or "")
+        score = float(scores[-1]) if scores else math.nan
         return score / self.highest if 0 <= score <= self.highest else 0.0
 
 
@@ -137,22 +133,18 @@ class CompareRewardController(NativeRewardController):
         self.sampling_params = _judge_params(self)
 
     def process(self, tasks: Sequence[GenerationTask | RewardTask], **kwargs: Any) -> Process:
-        """Compare all tasks, which answer the same question.
-
-        Raises:
-            ParameterError: keyword arguments; there are none. Or a question that is no text.
-        """
+        """Compare all tasks, which answer the same question, which has to be text."""
         refuse_arguments(self, kwargs)
         alive = {n: task for n, task in enumerate(tasks) if not has_failed(task)}
         texts = {n: without_thought(task.output_str) for n, task in alive.items()}
         rounds = dict.fromkeys(texts.values(), 0)
         first = {text: number for number, text in reversed(texts.items())}
-        left = sorted(first.values())  # equal answers as one
-        while len(left) > 1:
+        finalists = sorted(first.values())  # equal answers as one
+        while len(finalists) > 1:
             size = self.group_size
-            groups = [left[begin : begin + size] for begin in range(0, len(left), size)]
-            left = yield from self._winners(alive, groups)
-            for number in left:
+            groups = [finalists[begin : begin + size] for begin in range(0, len(finalists), size)]
+            finalists = yield from self._winners(alive, groups)
+            for number in finalists:
                 rounds[texts[number]] += 1
         self.scores = [
             float(rounds[texts[number]]) if number in alive else None
@@ -182,10 +174,10 @@ class CompareRewardController(NativeRewardController):
         return judging(self, group[0], filled(self.prompt, {**values, "{answers}": texts}))
 
 
-def _best(said: str | None, count: int) -> int:
+def _best(reply: str | None, count: int) -> int:
     """The index of the answer that the judge names; 0 if it names none."""
-    found = _BEST.findall(said or "")
-    number = int(found[-1]) if found else 1
+    numbers = _BEST.findall(reply or "")
+    number = int(numbers[-1]) if numbers else 1
     return number - 1 if 1 <= number <= count else 0
 
 
@@ -206,13 +198,13 @@ def filled(prompt: str, values: Mapping[str, str]) -> str:
 def judging(controller: Any, judged: GenerationTask | RewardTask, prompt: str) -> ChatTask:
     """A chat of a reward controller with its ``sampling_params``, for its worker.
 
-    Its seed is the one of what is judged, unless ``sampling_params`` have one, so a request with a
+    Its seed is that of the judged task, unless ``sampling_params`` have one, so a request with a
     seed is judged alike each time.
 
     Args:
         controller: that judges.
-        judged: what is judged; the prompt stands in the place of its question, in its conversation.
-        prompt: what the judge is asked.
+        judged: the judged task; the prompt replaces its question, in its conversation.
+        prompt: of the judge.
     """
     if isinstance(judged, GenerationTask):
         chat = judged.asking(prompt)
@@ -229,11 +221,7 @@ def _judge_params(judge: JudgeRewardController | CompareRewardController) -> dic
 
 
 def question_of(task: GenerationTask | RewardTask) -> str:
-    """The question that a task answers.
-
-    Raises:
-        ParameterError: it is not there as text.
-    """
+    """The question that a task answers; ``ParameterError`` if it is not text."""
     text = task.question_text if isinstance(task, GenerationTask) else task.input_str
     if text is None:
         raise ParameterError(
@@ -245,11 +233,7 @@ def question_of(task: GenerationTask | RewardTask) -> str:
 
 
 def checked_prompt(prompt: str, field: str) -> str:
-    """A judge's prompt.
-
-    Raises:
-        ParameterError: it has no such field.
-    """
+    """A judge's prompt; ``ParameterError`` if it has no such field."""
     if field not in validated("prompt", prompt, TEXT):
         raise ParameterError("invalid prompt of a judge", f"it has no {field}", f"Put {field} in")
     return prompt

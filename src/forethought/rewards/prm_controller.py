@@ -66,13 +66,7 @@ class PRMController(NativeRewardController):
         return cls(worker.tokenizer, step_format=step_format, aggregation=aggregation)
 
     def process(self, tasks: Sequence[GenerationTask | RewardTask], **kwargs: Any) -> Process:
-        """Score all tasks at once.
-
-        Raises:
-            ParameterError: keyword arguments; there are none. Or a task without question or answer
-                in text.
-            UsageError: the format cannot be written with this tokenizer.
-        """
+        """Score all tasks at once; questions and answers have to be text."""
         refuse_arguments(self, kwargs)
         tokenising = ComputeTask(self._rewards, list(tasks))
         yield [tokenising]

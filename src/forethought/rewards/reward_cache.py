@@ -10,17 +10,16 @@ from typing import Any, Protocol
 
 
 class SegmentForward(Protocol):
-    """Computes segments, runs of tokens, and holds their keys and values in a form of its own: the
-    states of a segment."""
+    """Computes segments, runs of tokens, and defines the form of their KV, the states."""
 
     def compute(
         self, rows: Sequence[list[int]], pasts: Sequence[Sequence[Any]]
     ) -> list[tuple[Any, list[float]]]:
-        """Run R segments behind their pasts, in one pass.
+        """Run R segments after their pasts, in one pass.
 
         Args:
             rows: token ids.
-            pasts: of each row, the states of the segments that stand before it, in their order.
+            pasts: of each row, the states of the segments before it, in their order.
 
         Returns:
             For each row its states, and the score at each token.
@@ -30,7 +29,7 @@ class SegmentForward(Protocol):
         """The states of the first ``count`` tokens, and those of the others."""
 
     def free(self, states: Any) -> None:
-        """States that are not needed any more."""
+        """Free states that are not needed any more."""
 
 
 _LEAST_SHARED = 8
@@ -39,7 +38,7 @@ _LEAST_SHARED = 8
 
 @dataclass(eq=False, slots=True)
 class _Segment:
-    """A run of tokens behind its parent's."""
+    """A run of tokens after its parent's."""
 
     tokens: list[int]
     parent: _Segment | None = None
@@ -63,14 +62,14 @@ class _Segment:
 
 
 class RewardPrefixCache:
-    """Keys, values and scores of rows of tokens; what rows have in common stands once::
+    """Keys, values and scores of rows of tokens; common prefixes of rows are stored once::
 
         root -- question -- step 1 -- step 2
                                |
                                +----- another step 2
 
     Args:
-        forward: computes segments behind those above them.
+        forward: computes segments after those above them.
         max_tokens: kept between calls; the least recently used leaves go first.
     """
 
@@ -106,16 +105,16 @@ class RewardPrefixCache:
 
     def _fill(self, missing: Sequence[_Segment]) -> None:
         """Compute segments, parents before children, all that are ready in one pass."""
-        left = list(missing)
-        while left:
-            waiting = set(left)
-            ready = [segment for segment in left if segment.parent not in waiting]
+        remaining = list(missing)
+        while remaining:
+            waiting = set(remaining)
+            ready = [segment for segment in remaining if segment.parent not in waiting]
             pasts = [[s.states for s in segment.path[:-1]] for segment in ready]
-            found = self._forward.compute([segment.tokens for segment in ready], pasts)
-            for segment, (states, scores) in zip(ready, found, strict=True):
+            results = self._forward.compute([segment.tokens for segment in ready], pasts)
+            for segment, (states, scores) in zip(ready, results, strict=True):
                 segment.states, segment.scores = states, scores
                 self.num_tokens += len(segment.tokens)
-            left = [segment for segment in left if segment.states is None]
+            remaining = [segment for segment in remaining if segment.states is None]
 
     def _insert(self, ids: list[int]) -> _Segment:
         """The segment in which ``ids`` end, new or not; its path begins with them."""
@@ -138,7 +137,7 @@ class RewardPrefixCache:
         return segment
 
     def _split(self, segment: _Segment, count: int) -> _Segment:
-        """Cut a segment behind its first ``count`` tokens; it keeps the rest, below a new one."""
+        """Split a segment after its first ``count`` tokens; it keeps the rest, below a new one."""
         assert segment.parent is not None, "the root has no tokens"
         upper = _Segment(segment.tokens[:count], segment.parent, [segment], used=segment.used)
         siblings = segment.parent.children
@@ -178,6 +177,6 @@ class RewardPrefixCache:
 
 
 def _num_shared(one: Sequence[int], other: Sequence[int]) -> int:
-    """Tokens with which both begin."""
+    """The length of the common prefix."""
     pairs = enumerate(zip(one, other, strict=False))
     return next((index for index, (a, b) in pairs if a != b), min(len(one), len(other)))

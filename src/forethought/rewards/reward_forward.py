@@ -1,9 +1,9 @@
-"""Decoders of reward models behind cached prefixes: a segment in, its states and scores out.
+"""Decoders of reward models after cached prefixes: a segment in, its states and scores out.
 
-``TorchRewardForward`` runs the module of transformers: rows and what stands before them are padded
+``TorchRewardForward`` runs the module of transformers: rows and the states before them are padded
 to one shape. It takes every decoder, and is the reference implementation. ``NativeRewardForward``
 runs the layers in C++ over one pool of slots, of which a segment holds some: nothing is padded or
-copied. What runs beside a row, and where it was cut, changes no more than the rounding of a score.
+copied. The other rows of a batch, and the bounds of segments, change only the rounding of a score.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def native_forward(backbone: Any, head: Head) -> NativeRewardForward | None:
     None: it cannot run natively, or not as fast as torch runs it.
     """
     config, device = backbone.config, backbone.device
-    family = next((each for each in FAMILIES if each.config_class is type(config)), None)
+    family = next((family for family in FAMILIES if family.config_class is type(config)), None)
     if family is None or device.type != "cpu":
         return None
     if not is_available():
@@ -91,8 +91,8 @@ class NativeRewardForward(SegmentForward):
             for slots in new:
                 self.free(slots)
             raise
-        found = iter(scores)
-        return [(slots, [next(found) for _ in slots]) for slots in new]
+        remaining = iter(scores)
+        return [(slots, [next(remaining) for _ in slots]) for slots in new]
 
     @override
     def split(self, states: list[int], count: int) -> tuple[list[int], list[int]]:
@@ -107,16 +107,16 @@ class NativeRewardForward(SegmentForward):
         storage = self._storage
         while len(self._free) < count:
             size = storage.num_pages
-            kept = storage.read_slots(range(size))
+            stored = storage.read_slots(range(size))
             storage.resize(2 * size)
-            storage.write_slots(range(size), kept)
+            storage.write_slots(range(size), stored)
             self._free = [*reversed(range(size, 2 * size)), *self._free]
         return [self._free.pop() for _ in range(count)]
 
     def _scores(
         self, rows: Sequence[list[int]], before: Sequence[list[int]], new: Sequence[list[int]]
     ) -> list[float]:
-        """The score at each token of all rows, behind the tokens in the slots ``before``."""
+        """The score at each token of all rows, after the tokens in the slots ``before``."""
         spans, positions = list[Span](), list[int]()
         for past, slots in zip(before, new, strict=True):
             held, begin = (*past, *slots), len(positions)
@@ -131,15 +131,14 @@ class NativeRewardForward(SegmentForward):
             logit_index=torch.empty(0, dtype=torch.int64),
             spans=tuple(spans),
         )
-        wanted = frozenset({FINAL})
-        forward_pass = PagedPass(batch, self._storage, self._backend, self._windows, wanted)
+        states = frozenset({FINAL})
+        forward_pass = PagedPass(batch, self._storage, self._backend, self._windows, states)
         self._network(batch, forward_pass)
-        found: list[float] = self._head(forward_pass.states[FINAL]).tolist()
-        return found
+        results: list[float] = self._head(forward_pass.states[FINAL]).tolist()
+        return results
 
 
 def _first_of_run(slots: Sequence[int]) -> int | None:
-    """The first slot where each is one more than that before it, else None."""
     first = slots[0]
     return first if all(slot == first + i for i, slot in enumerate(slots)) else None
 
@@ -195,11 +194,11 @@ class TorchRewardForward(SegmentForward):
         return states[:, :, :, :count].clone(), states[:, :, :, count:].clone()
 
     def free(self, states: Tensor) -> None:
-        """Nothing is to be done: the garbage collector frees tensors."""
+        """Nothing to do: the garbage collector frees tensors."""
 
 
 def padded(rows: Iterable[list[int]], width: int, device: torch.device) -> Tensor:
-    """int64 [R, width], with 0 behind the rows."""
+    """int64 [R, width], with 0 after the rows."""
     return torch.tensor([row + [0] * (width - len(row)) for row in rows], device=device)
 
 

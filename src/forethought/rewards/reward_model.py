@@ -149,8 +149,8 @@ class RewardModel:
         """The input row of a query.
 
         Raises:
-            ParameterError: there is none, or the model scores steps and none are given, or the
-                other way round.
+            ParameterError: it has no input, or lacks steps that the model scores, or has steps that
+                it does not score.
             ContextLengthError: it is too long.
         """
         if (query.positions is not None) != self.by_step:
@@ -180,21 +180,20 @@ class RewardModel:
     def score(
         self, rows: Sequence[ScoringRow], queries: Sequence[RewardQuery]
     ) -> list[RewardScore]:
-        """Score all rows; no row is changed by its company."""
+        """Score all rows; a score does not depend on the other rows."""
         with torch.inference_mode():
             if self._prefixes is None or any(row.types for row in rows):
-                found = [(scores, len(row.ids)) for row, scores in self._whole(rows)]
+                scored = [(scores, len(row.ids)) for row, scores in self._whole(rows)]
             else:
-                found = self._prefixes.score([row.ids for row in rows])
+                scored = self._prefixes.score([row.ids for row in rows])
         results = []
-        for row, query, (scores, prefilled) in zip(rows, queries, found, strict=True):
+        for row, query, (scores, prefilled) in zip(rows, queries, scored, strict=True):
             steps = [scores[position] for position in query.positions or ()]
             score = math.prod(steps) if self.by_step else scores[-1]
             results.append(RewardScore(score, steps, len(row.ids), prefilled))
         return results
 
     def _tokenised(self, query: RewardQuery) -> ScoringRow:
-        """Question and answer in the format of the model's training."""
         question, answer = query.question, query.answer
         if question is None:
             raise ParameterError(
@@ -231,7 +230,9 @@ class RewardModel:
             scores = _label_scores(self._network(**inputs).logits).tolist()
         if isinstance(scores[0], float):
             return [(row, [score]) for row, score in zip(rows, scores, strict=True)]
-        return [(row, found[: len(row.ids)]) for row, found in zip(rows, scores, strict=True)]
+        return [
+            (row, row_scores[: len(row.ids)]) for row, row_scores in zip(rows, scores, strict=True)
+        ]
 
 
 # ---- loading -----------------------------------------------------------------------------------
@@ -267,23 +268,23 @@ def find_step_format(directory: Path, chosen: str | None = None) -> str | None:
     """
     config = _config(directory)
     name = str((config.get("architectures") or ["no architecture"])[0])
-    known = chosen or config.get("step_format")
-    if known is not None and known not in STEP_FORMATS:
+    format_name = chosen or config.get("step_format")
+    if format_name is not None and format_name not in STEP_FORMATS:
         raise ParameterError(
-            "invalid step_format", f"got {known!r}", f"Allowed: {', '.join(STEP_FORMATS)}"
+            "invalid step_format", f"got {format_name!r}", f"Allowed: {', '.join(STEP_FORMATS)}"
         )
     if name in _OWN_HEADS:
-        return known or _OWN_HEADS[name]
+        return format_name or _OWN_HEADS[name]
     if name.endswith("ForTokenClassification"):
-        return known or "chat"
+        return format_name or "chat"
     is_causal = name.endswith("ForCausalLM")
-    if is_causal and known == _PLUS_MINUS:
-        return known
-    if name.endswith("ForSequenceClassification") and known is None:
+    if is_causal and format_name == _PLUS_MINUS:
+        return format_name
+    if name.endswith("ForSequenceClassification") and format_name is None:
         return None
-    if known is not None and name.endswith(("ForCausalLM", "ForSequenceClassification")):
+    if format_name is not None and name.endswith(("ForCausalLM", "ForSequenceClassification")):
         raise ParameterError(
-            "invalid step_format", f"{name} cannot be read in {known!r}", "Leave it out"
+            "invalid step_format", f"{name} cannot be read in {format_name!r}", "Leave it out"
         )
     raise ModelError(
         f"the model in {directory} is no reward model",
@@ -333,13 +334,10 @@ def _label_scores(logits: Tensor) -> Tensor:
 
 
 class _Backbone(transformers.Qwen2Model):  # type: ignore[misc]
-    """The layers of a checkpoint whose head is read by the names of its weights."""
-
     _keys_to_ignore_on_load_unexpected = (r"^score\.", r"^v_head\.", r"^lm_head\.")
 
 
 def _with_own_head(directory: Path, name: str, dtype: str) -> _Network:
-    """A backbone of transformers, and a head made of the weights of the checkpoint."""
     if name == "Qwen2ForPrmModel":
         names = ["v_head.summary.weight", "v_head.summary.bias"]
     else:
@@ -364,7 +362,7 @@ def _plus_minus(network: _Network, tokenizer: Any, directory: Path) -> _Network:
         raise ModelError(
             f"the model in {directory} cannot be read in {_PLUS_MINUS!r}",
             f"its tokenizer makes {len(ids)} tokens of '+ -'",
-            "Choose a model that was trained to say + or - behind each step",
+            "Choose a model that was trained to say + or - after each step",
         )
     output = network.model.get_output_embeddings().weight[torch.tensor(ids)]  # [2, hidden]
 
@@ -376,7 +374,6 @@ def _plus_minus(network: _Network, tokenizer: Any, directory: Path) -> _Network:
 
 
 def _pretrained(kind: Any, directory: Path, dtype: str) -> Any:
-    """A model of a class of transformers, all of whose weights are there."""
     check_weight_files(directory, _KIND)
     try:
         with without_progress_bars():
@@ -397,7 +394,7 @@ def _pretrained(kind: Any, directory: Path, dtype: str) -> Any:
 
 def _read_tensors(directory: Path, names: Sequence[str]) -> list[Tensor]:
     """Weights by name, from safetensors or, where there are none, torch's files."""
-    found: dict[str, Tensor] = {}
+    tensors: dict[str, Tensor] = {}
     try:
         for file in _weight_files(directory):
             if file.suffix == ".safetensors":
@@ -405,17 +402,17 @@ def _read_tensors(directory: Path, names: Sequence[str]) -> list[Tensor]:
 
                 with safe_open(file, framework="pt") as stored:
                     here = set(names).intersection(stored.keys())
-                    found |= {name: stored.get_tensor(name) for name in here}
+                    tensors |= {name: stored.get_tensor(name) for name in here}
             else:
                 stored = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
-                found |= {name: stored[name] for name in names if name in stored}
+                tensors |= {name: stored[name] for name in names if name in stored}
     except Exception as error:
         raise _unreadable(directory, error) from error
-    missing = [name for name in names if name not in found]
+    missing = [name for name in names if name not in tensors]
     if missing:
         raise _refused(directory, f"its checkpoint lacks {', '.join(missing)}")
-    check_values(found.items(), directory, _KIND)
-    return [found[name] for name in names]
+    check_values(tensors.items(), directory, _KIND)
+    return [tensors[name] for name in names]
 
 
 def _weight_files(directory: Path) -> list[Path]:

@@ -2,11 +2,11 @@
 score of each step is read.
 
 ======================  ==========================================================================
-``chat``                a chat with a separator token behind each step (Qwen2.5-Math-PRM)
-``continuation``        the answer as it was generated, behind its prompt; a step is a line
-``skywork``             question and steps as plain text, read at the line end behind each step
+``chat``                a chat with a separator token after each step (Qwen2.5-Math-PRM)
+``continuation``        the answer as it was generated, after its prompt; a step is a line
+``skywork``             question and steps as plain text, read at the line end after each step
                         (Skywork-o1-Open-PRM)
-``math_shepherd``       the same with a tag behind each step (Math-Shepherd)
+``math_shepherd``       plain text with a tag after each step (Math-Shepherd)
 ======================  ==========================================================================
 """
 
@@ -46,7 +46,7 @@ class StepFormat(Protocol):
 
 
 class ChatSteps:
-    """A chat in the model's template, with a separator token behind each step of the answer.
+    """A chat in the model's template, with a separator token after each step of the answer.
 
     Zhang et al. 2025, "The Lessons of Developing Process Reward Models in Mathematical Reasoning".
     A separator inside a question or an answer is replaced by a blank, so that neither can choose
@@ -83,10 +83,8 @@ class ChatSteps:
         self._separator, self._separator_id = separate_token, _only_id(tokenizer, separate_token)
 
     def encode(self, question: str, answer: str) -> StepInput:
-        """See ``StepFormat``.
-
-        Raises:
-            UsageError: the chat template refuses the messages, or loses the separators.
+        """Blank steps are left out; ``UsageError`` if the chat template refuses or changes the
+        messages.
         """
         content = self._separated(answer)
         messages = [
@@ -119,11 +117,11 @@ class ChatSteps:
 
 
 class ContinuedSteps(StepFormat):
-    """The answer behind its prompt, as the generating model wrote it: a step is a line.
+    """The answer after its prompt, as the generating model wrote it: a step is a line.
 
     The score of a step is read at the token in which its line ends, and of an unfinished last one
-    at the last token. A prompt that the chat template has rendered already is taken as it is;
-    any other question is rendered.
+    at the last token. A prompt that the chat template has rendered already is used unchanged; any
+    other question is rendered.
 
     Args:
         tokenizer: the reward model's, with offsets.
@@ -152,9 +150,9 @@ class ContinuedSteps(StepFormat):
         mark = "\N{WHITE SQUARE}"
         messages = [{"role": "user", "content": mark}]
         whole = _rendered(self._tokenizer, messages, add_generation_prompt=True)
-        before, _, behind = whole.partition(mark)
-        is_rendered = question.startswith(before) and question.endswith(behind)
-        return question if is_rendered else before + question + behind
+        before, _, after = whole.partition(mark)
+        is_rendered = question.startswith(before) and question.endswith(after)
+        return question if is_rendered else before + question + after
 
 
 class SkyworkSteps(StepFormat):
@@ -174,7 +172,7 @@ class SkyworkSteps(StepFormat):
 
     @override
     def encode(self, question: str, answer: str) -> StepInput:
-        """See ``StepFormat``; blank steps are left out."""
+        """Blank steps are left out."""
         ids = self._ids((self._tokenizer.bos_token or "") + question + "\n")
         positions: list[int] = []
         for step in _steps(answer, self._step_token):
@@ -187,7 +185,7 @@ class SkyworkSteps(StepFormat):
 
 
 class TaggedSteps:
-    """Question and steps as one text, with a tag behind each step, at which it is read.
+    """Question and steps as one text, with a tag after each step, at which it is read.
 
     Wang et al. 2023, "Math-Shepherd", arXiv 2312.08935. A tag inside question or answer is
     replaced by a blank.
@@ -204,11 +202,7 @@ class TaggedSteps:
         self._tag_id = tokenizer(tag, verbose=False)["input_ids"][-1]
 
     def encode(self, question: str, answer: str) -> StepInput:
-        """See ``StepFormat``; blank steps are left out.
-
-        Raises:
-            UsageError: the tag is not one token of the tokenizer.
-        """
+        """Blank steps are left out; ``UsageError`` if the tag is not one token of the tokenizer."""
         steps = [self._plain(step) for step in _steps(answer, self._step_token)]
         text = f"{self._plain(question)} " + "\n".join(f"{step} {self._tag}" for step in steps)
         ids: list[int] = self._tokenizer(text, verbose=False)["input_ids"]
@@ -240,10 +234,10 @@ def _steps(answer: str, step_token: str) -> list[str]:
 
 
 def _step_ends(answer: str, step_token: str) -> list[int]:
-    """Behind each step that is not blank, its ``step_token`` included."""
+    """The end of each step that is not blank, its ``step_token`` included."""
     ends, begin = list[int](), 0
     for end in [
-        *(found.end() for found in re.finditer(re.escape(step_token), answer)),
+        *(match.end() for match in re.finditer(re.escape(step_token), answer)),
         len(answer),
     ]:
         if answer[begin:end].strip():
@@ -273,13 +267,13 @@ def _rendered(tokenizer: Any, messages: list[dict[str, str]], **options: Any) ->
 def _only_id(tokenizer: Any, text: str) -> int:
     """The id of the single token ``text``, without the special tokens of the encoder."""
     ids: list[int] = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
-    known = tokenizer.get_vocab().get(text)
-    if known is None and len(ids) == 1 and ids[0] != tokenizer.unk_token_id:
-        known = ids[0]
-    if known is None:
+    token_id = tokenizer.get_vocab().get(text)
+    if token_id is None and len(ids) == 1 and ids[0] != tokenizer.unk_token_id:
+        token_id = ids[0]
+    if token_id is None:
         raise ParameterError(
             "invalid separate_token",
             f"{text!r} is not one token of the tokenizer's vocabulary",
             "Give the token that the process reward model was trained with",
         )
-    return int(known)
+    return int(token_id)

@@ -53,12 +53,9 @@ _FRACTIONS = ("\\frac", "\\dfrac", "\\tfrac")
 
 
 def verifier(name: str) -> Verifier:
-    """The verifier of that name.
+    """The verifier of that name, or ``UnknownNameError``.
 
-    It raises ``UsageError`` for a question in which it does not find numbers and target.
-
-    Raises:
-        UnknownNameError: there is no such verifier.
+    It raises ``UsageError`` for a question without numbers and target.
     """
     if name not in _VERIFIERS:
         raise UnknownNameError("verifier", name, _VERIFIERS)
@@ -87,59 +84,51 @@ def read_countdown(question: str) -> tuple[tuple[int, ...], int]:
     """Numbers and target of a question such as ``Use 3, 5, 7 and 2 to make 40.``
 
     Raises:
-        UsageError: there are no two numbers in a list, or there is no other number for a target.
+        UsageError: it names fewer than two numbers, or no target.
     """
     _refuse_other_numbers(question)
-    found = _number_list(question)
-    after = None if found is None else _INTEGER.search(question, found.end())
-    before = [] if found is None else _INTEGER.findall(question[: found.start()])
-    if found is None or not (after or before):
+    numbers = _number_list(question)
+    after = None if numbers is None else _INTEGER.search(question, numbers.end())
+    before = [] if numbers is None else _INTEGER.findall(question[: numbers.start()])
+    if numbers is None or not (after or before):
         raise _unreadable(question, "a list of numbers and a target")
-    return _integers(found.group()), int(after.group() if after else before[-1])
+    return _integers(numbers.group()), int(after.group() if after else before[-1])
 
 
 def read_game24(question: str) -> tuple[int, ...]:
-    """The four numbers of a question such as ``4 9 10 13``.
-
-    Raises:
-        UsageError: the longest list of numbers in it does not have four.
-    """
+    """The four numbers of a question such as ``4 9 10 13``; else raises ``UsageError``."""
     _refuse_other_numbers(question)
-    found = _number_list(question)
-    numbers = _integers(found.group()) if found else ()
+    match = _number_list(question)
+    numbers = _integers(match.group()) if match else ()
     if len(numbers) != 4:
         raise _unreadable(question, "a list of four numbers")
     return numbers
 
 
 def _refuse_other_numbers(question: str) -> None:
-    """Refuse a question with numbers that would be read as others.
-
-    Raises:
-        UsageError: it has a negative number, a decimal, or a separator of thousands.
-    """
+    """Refuse a question with a negative number, a decimal, or a separator of thousands."""
     if other := _OTHER_NUMBER.search(question):
         raise UsageError(
             "cannot check an answer",
             f"the question {question[:80]!r} has the number {other.group()!r}",
-            "Write whole numbers without signs and separators, with blanks behind commas",
+            "Write whole numbers without signs and separators, with blanks after commas",
         )
 
 
 def _number_list(question: str) -> re.Match[str] | None:
     """The longest list of numbers, and of equally long ones the first."""
     lists = _LIST.finditer(question)
-    return max(lists, key=lambda found: len(_integers(found.group())), default=None)
+    return max(lists, key=lambda match: len(_integers(match.group())), default=None)
 
 
 def _integers(text: str) -> tuple[int, ...]:
     return tuple(map(int, re.findall(r"\d+", text)))
 
 
-def _unreadable(question: str, wanted: str) -> UsageError:
+def _unreadable(question: str, expected: str) -> UsageError:
     return UsageError(
         "cannot check an answer",
-        f"the question {question[:80]!r} does not name {wanted}",
+        f"the question {question[:80]!r} does not name {expected}",
         "Write it like: Use 3, 5, 7 and 2 to make 40.",
     )
 

@@ -140,7 +140,7 @@ class ForkPoint:
 
     handle: Any
     """The ``request_handle`` of the task that is continued."""
-    kept: int | None
+    num_kept: int | None
     """Generated tokens of it that are kept, however far it is; None: unknown to its worker."""
     suffix: str
     """Text appended to them."""
@@ -150,7 +150,7 @@ class ForkPoint:
     """The output up to there, after the prompt of the first task of a chain of forks."""
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (None, self.kept, self.suffix, self.input_str)
+        return type(self), (None, self.num_kept, self.suffix, self.input_str)
 
 
 @dataclass(eq=False)
@@ -332,7 +332,7 @@ class GenerationTask(sampling.SamplingFields, Task):
         before = point.output or ScaffoldingOutput.inserted("")
         if self.num_kept_tokens is None:
             return ScaffoldingOutput.join([before, point.suffix, result])
-        before = before.without_last((point.kept or 0) - self.num_kept_tokens)
+        before = before.without_last((point.num_kept or 0) - self.num_kept_tokens)
         suffix = ScaffoldingOutput.inserted(point.suffix, self.inserted_tokens)
         return ScaffoldingOutput.join([before, suffix, result])
 

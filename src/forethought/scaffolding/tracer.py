@@ -294,7 +294,7 @@ class Recorder(Tracer):
             handle, number = self._handles.get(id(point.handle), (None, None))
             span.fork_of = number if handle is point.handle else None
             digest = hashlib.blake2b((task.input_str or "").encode(), digest_size=8).hexdigest()
-            fields |= {"suffix": point.suffix, "kept": point.kept, "digest": digest}
+            fields |= {"suffix": point.suffix, "kept": point.num_kept, "digest": digest}
         if span.fork_of is None:
             fields["prompt"] = encoded(task.input_tokens or task.input_str, lenient=True)
         return fields

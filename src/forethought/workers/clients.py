@@ -1,4 +1,4 @@
-"""``ClientWorker``: what workers that send requests to a server share.
+"""``ClientWorker``: the base of workers that send requests to a server.
 
 ``Clients`` holds a client of the ``openai`` package per event loop.
 """
@@ -22,7 +22,7 @@ CONNECTION_ERRORS = ("APIConnectionError", "ReadError", "RemoteProtocolError")
 
 
 def is_stream_error(error: Any) -> bool:
-    """Whether ``openai`` raises it for an error that a server has sent within a stream."""
+    """Whether ``openai`` raises this error for one that a server has sent within a stream."""
     return type(error).__name__ == "APIError"
 
 
@@ -30,31 +30,27 @@ class Clients:
     """A client per event loop, since the connections of a client belong to one loop.
 
     Args:
-        given: an ``openai.AsyncOpenAI``, of which every loop gets a copy; a double without
+        client: an ``openai.AsyncOpenAI``, of which every loop gets a copy; a double without
             connections, which serves all loops; or a function that makes a client.
     """
 
-    def __init__(self, given: Any) -> None:
-        self._given, self._is_taken = given, False
+    def __init__(self, client: Any) -> None:
+        self._given, self._is_taken = client, False
         self._by_loop: dict[asyncio.AbstractEventLoop, Any] = {}
         self._lock = threading.Lock()
 
     def of_this_loop(self) -> Any:
-        """The client of the running loop.
-
-        Raises:
-            UsageError: a client that cannot be copied is wanted on a second loop.
-        """
+        """The client of the running loop; ``UsageError`` if there can be no second one."""
         loop = asyncio.get_running_loop()
         with self._lock:
             if loop not in self._by_loop:
-                open_loops = [known for known in self._by_loop if not known.is_closed()]
-                self._by_loop = {known: self._by_loop[known] for known in open_loops}
+                open_loops = [other for other in self._by_loop if not other.is_closed()]
+                self._by_loop = {other: self._by_loop[other] for other in open_loops}
                 self._by_loop[loop] = self._new()
             return self._by_loop[loop]
 
     async def close(self) -> None:
-        """Close the client of the running loop, unless it is the one that was given."""
+        """Close the client of the running loop, unless it is the constructor's."""
         loop = asyncio.get_running_loop()
         with self._lock:
             client = self._by_loop.get(loop, self._given)
@@ -64,16 +60,18 @@ class Clients:
         await client.close()
 
     def _new(self) -> Any:
-        given = self._given
-        if not hasattr(given, "completions") and callable(given):
-            return given()
-        http = getattr(given, "_client", None)
-        if http is None or not hasattr(given, "copy"):
-            return given
+        client = self._given
+        if not hasattr(client, "completions") and callable(client):
+            return client()
+        http = getattr(client, "_client", None)
+        if http is None or not hasattr(client, "copy"):
+            return client
         base = importlib.import_module("openai._base_client")
         default = getattr(base, "AsyncHttpxClientWrapper", None)
         if type(http) is default:
-            return given.copy(http_client=default(base_url=given.base_url, timeout=given.timeout))
+            return client.copy(
+                http_client=default(base_url=client.base_url, timeout=client.timeout)
+            )
         if self._is_taken:
             raise UsageError(
                 "this client cannot serve a second event loop",
@@ -81,7 +79,7 @@ class Clients:
                 "Give the worker a function that makes it: OpenaiWorker(lambda: ..., model)",
             )
         self._is_taken = True
-        return given
+        return client
 
 
 class ClientWorker(Worker):
@@ -121,7 +119,7 @@ class ClientWorker(Worker):
         return ConnectionError(f"{what} ({error.__cause__ or error})")
 
     async def on_loop_end(self) -> None:
-        """Close this loop's connections, unless requests are under way on them."""
+        """Close this loop's connections, unless requests are in flight on them."""
         if not self._num_open[asyncio.get_running_loop()]:
             await self._clients.close()
 

@@ -1,4 +1,4 @@
-"""How many requests a server gets at once, found while it is used.
+"""How many requests a server gets at once: a limit that adapts to the server.
 
 Additive increase, multiplicative decrease (AIMD, as TCP's congestion control; Chiu and Jain, 1989):
 every answer raises the limit a little, and a sign of overload lowers it.
@@ -10,7 +10,7 @@ than the quickest times so far
 an answer while the limit was in full use   limit + 1 / limit; + 1 until the first overload
 ==========================================  =======================================================
 
-Requests that were under way when the limit fell say nothing about the new one: their overload does
+Requests that were in flight when the limit fell say nothing about the new one: their overload does
 not lower it again.
 """
 
@@ -117,7 +117,7 @@ class AdaptiveConcurrency:
         return self._era
 
     def on_first_token(self, seconds: float, era: int) -> None:
-        """A request that was sent in ``era`` has got its first token after ``seconds``."""
+        """Called with the seconds to the first token of a request that was sent in ``era``."""
         if era != self._era:
             return
         self._times.append(max(seconds, MIN_SECONDS))
@@ -129,22 +129,22 @@ class AdaptiveConcurrency:
             self._lower(EASE_OFF, f"first tokens take {middle:.2f} s, at best {self._quickest:.2f}")
 
     def on_answer(self, era: int) -> None:
-        """A request that was sent in ``era`` has been answered."""
+        """Called when a request that was sent in ``era`` has been answered."""
         if era == self._era and self.num_in_flight >= int(self.limit):
             grown = self.limit + (1 if self._is_slow_start else 1 / self.limit)
             self.limit = min(float(self.most), grown)
             self._admit()
 
     def on_refused(self, era: int) -> None:
-        """A request that was sent in ``era`` has been refused, or not been answered in time."""
+        """Called when a request that was sent in ``era`` has been refused, or has timed out."""
         self.num_refused += 1
         if era == self._era:
             self._lower(BACK_OFF, "the server is overloaded")
 
     def pause_before(self, number: int, error: Exception) -> float:
         """Seconds to wait before the repetition of a request that was refused ``number`` times."""
-        asked = retry_after(error)
-        return back_off(number, self._pause) if asked is None else asked
+        seconds = retry_after(error)
+        return back_off(number, self._pause) if seconds is None else seconds
 
     def _lower(self, factor: float, why: str) -> None:
         self.limit = max(1.0, self.limit * factor)
@@ -178,11 +178,7 @@ class _Request(AbstractAsyncContextManager["_Request"]):
             self._concurrency.leave()
 
     async def send(self, create: Callable[[], Awaitable[Any]]) -> Any:
-        """Send it, and again while the server refuses it for overload.
-
-        Raises:
-            Exception: of the last try, or one that is no overload.
-        """
+        """Send it, and again while the server refuses it for overload; raises the last error."""
         for number in range(1, NUM_TRIES + 1):
             try:
                 return await create()
@@ -196,11 +192,10 @@ class _Request(AbstractAsyncContextManager["_Request"]):
         raise AssertionError("unreachable")
 
     def on_refused(self) -> None:
-        """The server has refused it, and it is not sent again from here."""
+        """Called when the server has refused it, and it is not sent again from here."""
         self._concurrency.on_refused(self._era)
 
     def on_token(self) -> None:
-        """A token has come."""
         if not self._has_begun:
             self._has_begun = True
             self._concurrency.on_first_token(time.monotonic() - self._sent_at, self._era)
@@ -221,8 +216,8 @@ class _Request(AbstractAsyncContextManager["_Request"]):
 def back_off(number: int, first: float) -> float:
     """Seconds before a request that was refused ``number`` times is sent again.
 
-    From half of it up to the whole of ``first * 2 ** (number - 1)``: spread out, so that what was
-    refused together is not repeated together.
+    Random between half of ``first * 2 ** (number - 1)`` and all of it, so that requests that were
+    refused together are not repeated together.
     """
     return min(LONGEST_PAUSE, first * 2.0 ** (number - 1)) * random.uniform(0.5, 1.0)
 

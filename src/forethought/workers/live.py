@@ -46,16 +46,15 @@ class LiveSession:
 
     Args:
         session: holds the prompt, and nothing generates from it yet.
-        prompt: as the task gives it; None if it gives none, but continues another one by handle.
+        prompt: of the task; None if the task only continues another one by handle.
         tokenizer: of the model.
         usage: of the task; kept up to date.
         account: of the request; None outside of one.
 
     Attributes:
-        output: what has been generated, as of the last update.
-        shown: the part of it that the task has been given, as it was at that length.
+        output: the generated output, as of the last update.
+        shown: the prefix of it that the task has received, as it was at that length.
         prompt_length: tokens of the prompt.
-        tokenizer: of the model.
         num_beyond: its last tokens that are beyond the budget of the request.
     """
 
@@ -87,11 +86,11 @@ class LiveSession:
 
     @property
     def over(self) -> bool:
-        """Whether its generation is over, and its task has been given all of it."""
+        """Whether its generation is over, and its task has received all of it."""
         return self.shown.finish_reason is not None
 
     def begin(self, params: SamplingParams) -> None:
-        """Start to generate; it runs on by itself."""
+        """Start to generate; it runs on without further calls."""
         self._params = params
         self._stream = self.session.stream(params)
 
@@ -105,7 +104,7 @@ class LiveSession:
         generations = [(live.session, params) for live, params in ready]
         length = min(live.length_of(group.common) for live in (*others, *(r for r, _ in ready)))
         streams = await AsyncSession.stream_together(
-            generations, [each.session for each in others], length=length, adds=group.adds
+            generations, [live.session for live in others], length=length, adds=group.adds
         )
         for (live, params), stream in zip(ready, streams, strict=True):
             live._params, live._stream = params, stream
@@ -114,12 +113,12 @@ class LiveSession:
         """Tokens of its prompt that are within a text that the prompt begins with."""
         tokens = self.session.tokens[: self.prompt_length]
 
-        def behind(length: int) -> int:
+        def num_characters(length: int) -> int:
             return len(self.tokenizer.decode(tokens[length:], skip_special_tokens=False))
 
         assert isinstance(self.prompt, str)
-        num_behind = len(self.prompt) - len(text)
-        return bisect_right(range(len(tokens)), -num_behind, key=lambda n: -behind(n)) - 1
+        num_rest = len(self.prompt) - len(text)
+        return bisect_right(range(len(tokens)), -num_rest, key=lambda n: -num_characters(n)) - 1
 
     async def reach(self, count: int | None) -> CompletionOutput:
         """Wait for ``count`` generated tokens, or the end (None: only that)."""
@@ -139,7 +138,7 @@ class LiveSession:
         return self.output
 
     def show(self, count: int | None) -> CompletionOutput:
-        """Give the task ``count`` generated tokens (None: all), as far as they exist.
+        """Give the task ``count`` generated tokens (None: all), at most those that exist.
 
         The text is that of exactly these tokens; the finish reason comes with the last token.
         """
@@ -154,14 +153,14 @@ class LiveSession:
         return self.shown
 
     async def cancel(self) -> None:
-        """End the generation and give back its pages; its task keeps what it has been given."""
+        """End the generation and free its pages; its task keeps what it has received."""
         if not self.ended:
             await self.session.abort()
             await self.reach(None)
         await asyncio.shield(self.close())
 
     async def end_with_budget(self) -> None:
-        """End the generation as the budget is spent; its task gets what there is within it."""
+        """End the generation as the budget is spent; its task gets the output within it."""
         if not self.closed:
             with suppress(ForethoughtError):  # what its generation failed with, if it did
                 self.show(len((await self.poll()).token_ids))
@@ -170,7 +169,7 @@ class LiveSession:
             self.shown = replace(self.shown, finish_reason=FinishReason.LENGTH)
 
     async def close(self) -> None:
-        """Give back its pages."""
+        """Free its pages."""
         if not self.closed:
             under_way, self.closed = not self.ended, True
             if not self.over:
@@ -220,7 +219,7 @@ class LiveSession:
         return self._position
 
     def logprobs_of(self, suffix: Sequence[int]) -> list[float]:
-        """The log-probabilities of the tokens that its prompt ends with, which were asked for."""
+        """The requested log-probabilities of the tokens that its prompt ends with."""
         entries = self.session.prompt_logprobs[self.prompt_length - len(suffix) :]
         return [
             entry[token].logprob
@@ -228,16 +227,16 @@ class LiveSession:
             if entry is not None
         ]
 
-    def cut(self, kept: int | None) -> tuple[int, str]:
-        """Where to fork for its first ``kept`` generated tokens; None: for all that was shown.
+    def cut(self, num_kept: int | None) -> tuple[int, str]:
+        """Where to fork for its first ``num_kept`` generated tokens; None: for all that was shown.
 
         Returns:
-            The length from the start of the prompt, and text that goes behind it again, because no
-            whole tokens make it.
+            The length from the start of the prompt, and text to append again, because no whole
+            tokens make it.
         """
-        kept = len(self.shown.token_ids) if kept is None else kept
-        if not self.over or kept < len(self.output.token_ids):
-            return self.prompt_length + kept, ""
+        num_kept = len(self.shown.token_ids) if num_kept is None else num_kept
+        if not self.over or num_kept < len(self.output.token_ids):
+            return self.prompt_length + num_kept, ""
         return self.prompt_length + self._whole_tokens, self.output.text[self._whole_text :]
 
     def _update(self, output: CompletionOutput) -> None:
@@ -249,7 +248,7 @@ class LiveSession:
         self.count()
 
     def _end(self) -> None:
-        """Find the tokens that make the output's text, and how much of it they make.
+        """Determine the tokens that make the output's text, and how much of it they make.
 
         The token that ended a generation is not in its text, nor is what a stop string cut off.
         """
@@ -308,7 +307,7 @@ class SessionCache:
         self._held: set[LiveSession] = set()
 
     def add(self, scope: ExecutionScope | None, live: LiveSession) -> list[LiveSession]:
-        """Keep a sequence that has been started. Returns those that are evicted."""
+        """Keep a sequence that has been started; returns the evicted ones."""
         request, path = _where(scope)
         paths = self._requests.setdefault(request, {})
         sequences, evicted = paths.setdefault(path, []), list[LiveSession]()

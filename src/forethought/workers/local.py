@@ -52,11 +52,11 @@ class EngineWorker(Worker):
 
     Args:
         llm: the model; an ``LLM`` is taken over until ``shutdown``.
-        tokenizer: kept as ``tokenizer`` for controllers that want one; the model's by default.
+        tokenizer: kept as ``tokenizer`` for controllers that need one; the model's by default.
         max_parked: finished sequences kept per request and branch, to be continued.
-        temperature: of tasks that set none, neither by themselves nor by their controller.
-        response_template: how the model writes tool calls, as transformers' response templates
-            say it; None: as the tokenizer says, and if it does not, chats with tools are refused.
+        temperature: of tasks for which neither task nor controller sets one.
+        response_template: how the model writes tool calls, in transformers' form; None: the
+            tokenizer's, and if it has none, chats with tools are refused.
 
     Raises:
         ParameterError: the tokenizer has another vocabulary than the model's own, ``max_parked``
@@ -109,13 +109,13 @@ class EngineWorker(Worker):
         Args:
             model_dir: local Hugging Face directory, Hub id, or name of an embedded model, such as
                 ``"forethought/countdown"``; None: the embedded reasoner.
-            backend: ``"pytorch"``: there is no other.
+            backend: must be ``"pytorch"``.
             max_batch_size: see ``LlmArgs``.
             max_num_tokens: see ``LlmArgs``.
             kv_cache_free_gpu_memory_fraction: see ``KvCacheConfig``.
-            disable_overlap_scheduler: either will do: what is scheduled never overlaps here.
+            disable_overlap_scheduler: has no effect: steps never overlap here.
             scheduler_config: must be None: the scheduler has no variants.
-            temperature: of tasks that set none, neither by themselves nor by their controller.
+            temperature: see the constructor.
             response_template: see the constructor.
             **fields: further fields of ``LlmArgs``.
 
@@ -156,7 +156,7 @@ class EngineWorker(Worker):
         return TaskStatus.SUCCESS
 
     async def stream_handler(self, task: StreamGenerationTask) -> TaskStatus:
-        """Bring back ``streaming_step`` tokens more than the last time, once they are there."""
+        """Return with ``streaming_step`` more tokens than the last time."""
         step = task.checked_step
         live = task.request_handle if task.under_way else None
         if not isinstance(live, LiveSession):
@@ -210,14 +210,13 @@ class EngineWorker(Worker):
     async def _chat_prompt(
         self, messages: Sequence[Mapping[str, Any]], arguments: Mapping[str, Any] | None = None
     ) -> list[int]:
-        """The tokens of a conversation; of a long one beside the event loop."""
+        """The tokens of a conversation; of a long one computed in a thread."""
         size = sum(len(str(message.get("content") or "")) for message in messages)
         if size <= LONG_TEXT:
             return self.llm.chat_prompt(messages, arguments)
         return await asyncio.to_thread(self.llm.chat_prompt, messages, arguments)
 
     async def _generate_with_tools(self, task: ChatTask) -> None:
-        """Generate a turn that may call tools."""
         if task.skip_detokenizer:
             raise ParameterError(
                 "a chat with tools needs its text", "skip_detokenizer is set", "Leave it out"
@@ -386,7 +385,7 @@ class EngineWorker(Worker):
     ) -> None:
         """Begin the tasks of a group; those that have ended are only read."""
         others = [task.request_handle for task in group.earlier]
-        if any(not isinstance(each, LiveSession) or each.closed for each in others):
+        if any(not isinstance(live, LiveSession) or live.closed for live in others):
             raise UsageError(
                 "a task of the attention group cannot be read any more",
                 "its sequence is closed, or another worker's",
@@ -404,7 +403,7 @@ class EngineWorker(Worker):
             if (
                 isinstance(live, LiveSession) and live.tokenizer is self._text
             ):  # it is of this model
-                length, missing = live.cut(point.kept)
+                length, missing = live.cut(point.num_kept)
                 source = Continuation(live, length, missing + point.suffix)
                 task.num_kept_tokens = length - live.prompt_length
         if source is None and prompt is not None:
@@ -446,7 +445,7 @@ class EngineWorker(Worker):
     async def _follow(
         self, task: GenerationTask, live: LiveSession, count: int | None, began: float | None = None
     ) -> None:
-        """Show the task ``count`` generated tokens (None: all), once they are there."""
+        """Show the task ``count`` generated tokens (None: all), once they exist."""
         scope = current_scope()
         metered = scope is not None and scope.account.budget.tokens is not None
         while not live.over and (count is None or len(live.shown.token_ids) < count):
@@ -472,7 +471,7 @@ class EngineWorker(Worker):
         await _close([*self._cache.clear(), *restored.values()])
 
     def shutdown(self) -> None:
-        """Close all sequences, and end the engine or give back the ``LLM``, if it is its own."""
+        """Close all sequences, and end the engine or return the ``LLM`` that it has taken over."""
         self._cache.clear()  # a session without references is closed
         self._restored.clear()
         if self._owned:
@@ -480,7 +479,7 @@ class EngineWorker(Worker):
 
 
 class TRTLLMWorker(EngineWorker):
-    """``tensorrt_llm.scaffolding``'s name for it, under which reward models are opened as well."""
+    """``EngineWorker`` as in ``tensorrt_llm.scaffolding``; it also opens reward models."""
 
     @classmethod
     def init_with_new_llm(
@@ -488,14 +487,7 @@ class TRTLLMWorker(EngineWorker):
     ) -> Any:
         """A worker with a model of its own: a ``RewardWorker`` if that is a reward model.
 
-        Args:
-            model_dir: local Hugging Face directory, Hub id, or name of an embedded model, such as
-                ``"forethought/countdown"``; None: the embedded reasoner.
-            *args: as ``EngineWorker.init_with_new_llm``.
-            **fields: as ``EngineWorker.init_with_new_llm``.
-
-        Raises:
-            UsageError: as ``EngineWorker.init_with_new_llm`` or ``RewardWorker``.
+        The arguments are those of ``EngineWorker.init_with_new_llm``.
         """
         if model_dir is not None and is_reward_model(Path(model_dir)):
             return RewardWorker.init_with_new_llm(model_dir, *args, **fields)
@@ -514,14 +506,13 @@ def _tool_messages(task: ChatTask) -> list[dict[str, Any]]:
 
 
 def _with_prediction(params: SamplingParams, prediction: str) -> SpeculationParams:
-    """How a request is drafted for: with the prediction, unless it chooses otherwise."""
-    own = params.speculation or SpeculationParams()
-    is_open = own.enabled and own.drafter is None and own.prediction is None
-    return own.replace(prediction=prediction) if is_open else own
+    """The request's speculation, with the prediction, unless it sets a drafter or a prediction."""
+    speculation = params.speculation or SpeculationParams()
+    is_open = speculation.enabled and speculation.drafter is None and speculation.prediction is None
+    return speculation.replace(prediction=prediction) if is_open else speculation
 
 
 def _checked_temperature(temperature: float | None) -> float | None:
-    """``temperature``, if tasks can be sampled at it."""
     return None if temperature is None else SamplingParams(temperature=temperature).temperature
 
 
@@ -563,7 +554,7 @@ def _fill_all(task: GenerationTask, live_sessions: Sequence[LiveSession]) -> Non
 
 
 def _emit(task: GenerationTask, live: LiveSession, before: CompletionOutput) -> None:
-    """Stream what has come since ``before``."""
+    """Stream the output since ``before``."""
     if task.streaming_output_flag:
         new = live.shown.token_ids[len(before.token_ids) :]
         start, text = len(before.text), live.shown.text
@@ -597,10 +588,8 @@ async def _close(live_sessions: Iterable[LiveSession]) -> None:
 
 
 async def _end(live_sessions: Sequence[LiveSession]) -> bool:
-    """Close sequences whose handler is left.
-
-    Returns:
-        Whether the budget is spent and there is a text by then, which is that of their task.
+    """Close sequences whose handler is left; returns whether the budget is spent and there is a
+    text.
     """
     scope = current_scope()
     is_spent = scope is not None and scope.account.exhausted is not None

@@ -4,10 +4,10 @@
 
     worker = MCPWorker([["python", "server.py"], "http://127.0.0.1:8000/mcp"])
 
-A server is connected to when a tool is first asked for, once per event loop, and stays connected
-until the ``ScaffoldingLlm`` on that loop ends; a local process ends with the connection. What goes
-wrong in a call is its result, for the model to read; a server that cannot be reached is an error of
-the caller's.
+The worker connects to a server at the first use of a tool, once per event loop, and stays connected
+until the ``ScaffoldingLlm`` on that loop ends; a local process ends with the connection. An error
+in a call is its result, for the model to read; a server that cannot be reached is an error of the
+caller.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ class MCPWorker(Worker):
     Args:
         urls: the servers: URLs (streamable HTTP; SSE if the path ends in ``/sse``), commands that
             start one, as text or as a list of words, or ``mcp.StdioServerParameters``.
-        call_timeout: seconds until a call is given up, which is an error that the model reads.
-        connect_timeout: seconds until a server is given up that does not answer.
-        max_result_chars: characters of a result that the model is given; the rest is cut off.
+        call_timeout: seconds until a call fails, with an error that the model reads.
+        connect_timeout: seconds until a connection fails.
+        max_result_chars: characters of a result that the model reads; the rest is cut off.
 
     Raises:
         ParameterError: there is no server, or a setting of the wrong kind.
@@ -74,28 +74,22 @@ class MCPWorker(Worker):
 
     @classmethod
     def init_with_urls(cls, urls: Sequence[Any] | str, **settings: Any) -> Self:
-        """The same as the constructor."""
+        """An alias of the constructor."""
         return cls(urls, **settings)
 
     async def init_in_asyncio_event_loop(self) -> None:
-        """Connect to all servers now, rather than when a tool is first asked for.
-
-        Raises:
-            UsageError: one of them cannot be reached.
+        """Connect to all servers now, rather than at the first use; ``UsageError`` if one is
+        unreachable.
         """
         await self._connected()
 
     async def list_tools(self) -> list[dict[str, Any]]:
-        """Descriptions of all tools, in OpenAI's form, for ``ChatTask.tools``.
-
-        Raises:
-            UsageError: a server cannot be reached.
-        """
-        found: dict[str, dict[str, Any]] = {}
+        """Descriptions of all tools, in OpenAI's form, for ``ChatTask.tools``."""
+        descriptions: dict[str, dict[str, Any]] = {}
         for connection in await self._connected():
             for name, tool in connection.tools.items():
-                found.setdefault(name, _description(tool))
-        return list(found.values())
+                descriptions.setdefault(name, _description(tool))
+        return list(descriptions.values())
 
     # ---- tasks --------------------------------------------------------------------------------
 
@@ -105,7 +99,7 @@ class MCPWorker(Worker):
         return TaskStatus.SUCCESS
 
     async def call_handler(self, task: MCPCallTask) -> TaskStatus:
-        """Call the tool; ``result_str`` says what goes wrong."""
+        """Call the tool; ``result_str`` has the error of a failed call."""
         try:
             result = await self._call(str(task.tool_name), _arguments(task.args))
         except _CallError as error:
@@ -125,17 +119,14 @@ class MCPWorker(Worker):
     }
 
     async def _call(self, name: str, arguments: dict[str, Any]) -> Any:
-        """The result of a tool, as the package gives it.
-
-        Raises:
-            _CallError: there is none.
-            UsageError: a server cannot be reached.
-        """
+        """The result of a tool, as the package returns it; ``_CallError`` if there is none."""
         connections = await self._connected()
-        owner = next((each for each in connections if name in each.tools), None)
+        owner = next((connection for connection in connections if name in connection.tools), None)
         if owner is None:
-            known = ", ".join(sorted({tool for each in connections for tool in each.tools}))
-            raise _CallError(f"there is no tool {name!r}. Tools: {known or 'none'}.")
+            names = ", ".join(
+                sorted({tool for connection in connections for tool in connection.tools})
+            )
+            raise _CallError(f"there is no tool {name!r}. Tools: {names or 'none'}.")
         try:
             return await owner.call(name, arguments, self.call_timeout)
         except TimeoutError:
@@ -159,7 +150,7 @@ class MCPWorker(Worker):
         """A connection of this loop to every server, in their order."""
         loop = asyncio.get_running_loop()
         with self._lock:
-            for closed in [known for known in self._connections if known.is_closed()]:
+            for closed in [loop for loop in self._connections if loop.is_closed()]:
                 del self._connections[closed]
             mine = self._connections.setdefault(loop, {})
             for number, server in enumerate(self.urls):
@@ -170,7 +161,7 @@ class MCPWorker(Worker):
         return connections
 
     async def on_loop_end(self) -> None:
-        """Close the connections of this loop, unless calls are under way; local servers end."""
+        """Close the connections of this loop, unless calls are in flight; local servers end."""
         mine = self._connections.get(asyncio.get_running_loop(), {})
         if not any(connection.num_calls for connection in mine.values()):
             await self.async_shutdown()
@@ -182,7 +173,7 @@ class MCPWorker(Worker):
         await asyncio.gather(*[connection.close() for connection in mine.values()])
 
     def shutdown(self) -> None:
-        """Close the connections of all loops that still run, without waiting for it."""
+        """Close the connections of all running loops, without waiting for it."""
         with self._lock:
             mine, self._connections = self._connections, {}
         for loop, connections in mine.items():
@@ -202,7 +193,7 @@ class _Connection:
 
     Attributes:
         tools: the server's tools by name, once it is ready.
-        num_calls: calls under way.
+        num_calls: calls in flight.
     """
 
     def __init__(self, mcp: Any, server: Any, timeout: float) -> None:
@@ -222,11 +213,7 @@ class _Connection:
         return self._stop.is_set() or self._task.done()
 
     async def ready(self) -> None:
-        """Wait until tools can be called.
-
-        Raises:
-            UsageError: the server cannot be reached.
-        """
+        """Wait until tools can be called; ``UsageError`` if the server cannot be reached."""
         done, _ = await asyncio.wait(
             [self._opened, self._task], timeout=self._timeout, return_when=asyncio.FIRST_COMPLETED
         )
@@ -244,7 +231,6 @@ class _Connection:
         )
 
     async def call(self, name: str, arguments: dict[str, Any], timeout: float) -> Any:
-        """The result of a tool."""
         self.num_calls += 1
         try:
             async with asyncio.timeout(timeout):
@@ -279,19 +265,18 @@ class _Connection:
 
 async def _tools(client: Any) -> dict[str, Any]:
     """A server's tools by name."""
-    found: dict[str, Any] = {}
+    tools: dict[str, Any] = {}
     cursor = None
     for _ in range(_MAX_PAGES):
         page = await client.list_tools(cursor=cursor)
-        found |= {tool.name: tool for tool in page.tools}
+        tools |= {tool.name: tool for tool in page.tools}
         cursor = page.next_cursor
         if not cursor:
             break
-    return found
+    return tools
 
 
 def _package() -> Any:
-    """The ``mcp`` package."""
     try:
         return importlib.import_module("mcp")
     except ModuleNotFoundError as error:
@@ -299,11 +284,7 @@ def _package() -> Any:
 
 
 def _transport(mcp: Any, server: Any) -> Any:
-    """How to reach a server, as ``mcp.Client`` takes it.
-
-    Raises:
-        ParameterError: it is neither a URL nor a command.
-    """
+    """How to reach a server, as ``mcp.Client`` takes it: by URL or command."""
     if isinstance(server, str) and server.startswith(("http://", "https://")):
         if server.rstrip("/").endswith("/sse"):
             return importlib.import_module("mcp.client.sse").sse_client(server)
@@ -321,7 +302,7 @@ def _transport(mcp: Any, server: Any) -> Any:
 
 
 def _name(server: Any) -> str:
-    """A server in an error message, without the password of its URL."""
+    """The name of a server in error messages, without the password of its URL."""
     if isinstance(server, str):
         scheme, mark, rest = server.partition("://")
         return f"{scheme}{mark}{rest.rpartition('@')[2]}" if mark else server
@@ -331,18 +312,14 @@ def _name(server: Any) -> str:
 
 
 def _reason(error: BaseException) -> str:
-    """The first error of a group, in words."""
+    """The message of the first error of a group."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
 
 
 def _arguments(args: Any) -> dict[str, Any]:
-    """Arguments as a dictionary.
-
-    Raises:
-        _CallError: they are none.
-    """
+    """Arguments as a dictionary; else ``_CallError``."""
     if args is None or args == "":
         return {}
     if isinstance(args, str):
@@ -356,7 +333,6 @@ def _arguments(args: Any) -> dict[str, Any]:
 
 
 def _description(tool: Any) -> dict[str, Any]:
-    """A tool in OpenAI's form."""
     return {
         "type": "function",
         "function": {
@@ -368,7 +344,7 @@ def _description(tool: Any) -> dict[str, Any]:
 
 
 def _text(result: Any) -> str:
-    """What a tool answered as text; for an image or sound, its kind stands in."""
+    """The text of a tool's result; images and sounds are replaced by their kind."""
     parts = [_block(block) for block in result.content]
     if not parts and result.structured_content is not None:
         return json.dumps(result.structured_content, ensure_ascii=False)
@@ -382,7 +358,6 @@ def _block(block: Any) -> str:
 
 
 def _structured(result: Any, name: str) -> str | None:
-    """A text of the structured result."""
     content = result.structured_content
     value = content.get(name) if isinstance(content, Mapping) else None
     return value if isinstance(value, str) else None

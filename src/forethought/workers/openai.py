@@ -69,10 +69,10 @@ class OpenaiWorker(ClientWorker):
     """Executes generation, stream and chat tasks on a server.
 
     Token ids are not known: ``output_tokens`` stays None, and the server counts the tokens.
-    Confidences are computed from the top log-probabilities that the server gives (OpenAI's own API
-    gives at most 20), without entropy and self-certainty.
-    If the server sends no stop reason and the task has a single stop string, an answer with the
-    finish reason ``stop`` is taken to have ended at that string.
+    Confidences are computed from the top log-probabilities of the server (OpenAI's own API returns
+    at most 20), without entropy and self-certainty. If the server sends no stop reason and the task
+    has a single stop string, an answer with the finish reason ``stop`` counts as ended at that
+    string.
 
     Args:
         async_client: an ``openai.AsyncOpenAI`` (or a compatible object), or a function that makes
@@ -85,19 +85,18 @@ class OpenaiWorker(ClientWorker):
             are refused.
         thinking_field: the server's own field for ``thinking_budget``, such as vLLM's
             ``thinking_token_budget``. None: completions whose prompt opens a thought are generated
-            in two requests, up to the cap or the closing marker and from there; what else has a
-            budget is refused.
+            in two requests, up to the cap or the closing marker and from there; other tasks with a
+            budget are refused.
         thinking_markers: what opens and closes a thought of the model.
         thinks: whether the model thinks. None: it is not known.
-        concurrency: how many requests are in flight at once, and how often a refused one is
-            repeated; the client should have ``max_retries=0`` then. None: as many as there are,
-            and retries as the client is set up.
+        concurrency: the limit of requests in flight, and the retries of refused ones; the client
+            should have ``max_retries=0`` then. None: no limit, and the client's retries.
 
     Attributes:
-        num_left: tells how many tokens the context has behind the prompt of a completion (None: not
-            known), beyond which none are asked for. Without it, and without ``max_tokens``, a
-            completion is as long as the server likes: 16 tokens in OpenAI's API.
-        prompt_lengths: counts the prompts of answers whose usage the server has not told.
+        num_left: returns the number of context tokens after the prompt of a completion (None:
+            unknown), which limits ``max_tokens``. Without it, and without ``max_tokens``, the
+            server chooses the length: 16 tokens in OpenAI's API.
+        prompt_lengths: counts the prompts of answers for which the server has sent no usage.
 
     Raises:
         ParameterError: an extension that does not exist, or hints.
@@ -139,7 +138,7 @@ class OpenaiWorker(ClientWorker):
         self.num_left: Callable[[str | Sequence[int]], int | None] | None = None
 
     def thinking(self, task: GenerationTask) -> ThinkingProfile | None:
-        """As it is told, or by what the server has sent; the prompt's text says what is open."""
+        """By the constructor's arguments, or the server's answers, and the prompt's text."""
         if self.thinks is None:
             return None
         markers = self.thinking_markers if self.thinks else None
@@ -154,9 +153,9 @@ class OpenaiWorker(ClientWorker):
         return TaskStatus.SUCCESS
 
     async def stream_handler(self, task: StreamGenerationTask) -> TaskStatus:
-        """Bring back ``streaming_step`` tokens more than the last time, once they are there.
+        """Return with ``streaming_step`` more tokens than the last time.
 
-        A server reports the end only behind the last token, so the step waits for what follows.
+        A server reports the end only after the last token, so the step waits for the next chunk.
         """
         step = task.checked_step
         reader = task.request_handle if task.under_way else None
@@ -236,9 +235,9 @@ class OpenaiWorker(ClientWorker):
         fields = self._fields(task, _COMPLETION)
         if (num_logprobs := _num_logprobs(task)) is not None:
             if task.echo:
-                asked = "confidence" if task.num_logprobs is None else "num_logprobs"
+                option = "confidence" if task.num_logprobs is None else "num_logprobs"
                 raise ParameterError(
-                    f"echo and {asked} exclude each other",
+                    f"echo and {option} exclude each other",
                     "the first token of a prompt has no log-probability",
                     "Leave one of them out",
                 )
@@ -248,8 +247,8 @@ class OpenaiWorker(ClientWorker):
         else:
             why = "Use a ChatTask; or, if the server takes response_format, name it an extension"
             sampling.refuse(task, ["guided_decoding"], "OpenaiWorker, in completions,", why)
-        if self.num_left is not None and (left := self.num_left(prompt)) is not None:
-            fields["max_tokens"] = min(fields.get("max_tokens", left), left)
+        if self.num_left is not None and (num_left := self.num_left(prompt)) is not None:
+            fields["max_tokens"] = min(fields.get("max_tokens", num_left), num_left)
         create = self._clients.of_this_loop().completions.create
         return self._reader(task, create, {"prompt": prompt, **fields})
 
@@ -301,8 +300,10 @@ class OpenaiWorker(ClientWorker):
             fields["max_tokens"] = max_tokens
         if task.logit_bias is not None:
             fields["logit_bias"] = {str(token): bias for token, bias in task.logit_bias.items()}
-        taken = self.extensions.intersection(_BODY)
-        extensions = {name: getattr(task, name) for name in taken if sampling.is_set(task, name)}
+        names_sent = self.extensions.intersection(_BODY)
+        extensions = {
+            name: getattr(task, name) for name in names_sent if sampling.is_set(task, name)
+        }
         if task.thinking_budget is not None and self.thinking_field is not None:
             refused = ["thinking_end"]
             sampling.refuse(
@@ -337,13 +338,13 @@ class OpenaiWorker(ClientWorker):
             self._readers.setdefault(scope.scope_id, []).append(reader)
 
     async def on_scope_end(self, scope_id: str) -> None:
-        """End the streams of the scope that are still under way."""
+        """End the running streams of the scope."""
         for reader in self._readers.pop(scope_id, []):
             await reader.cancel()
         self.prompt_lengths.forget(scope_id)
 
     async def async_shutdown(self) -> None:
-        """End all streams that are still under way, and close this loop's connections."""
+        """End all running streams, and close this loop's connections."""
         for scope_id in list(self._readers):
             await self.on_scope_end(scope_id)
         await super().async_shutdown()
@@ -356,7 +357,6 @@ class TRTOpenaiWorker(OpenaiWorker):
 
 
 def _message(choice: StreamedChoice) -> AssistantMessage:
-    """What the server has answered in a chat."""
     return AssistantMessage(
         choice.text or None if choice.tool_calls or choice.refusal else choice.text,
         reasoning=choice.reasoning or None,
@@ -367,7 +367,7 @@ def _message(choice: StreamedChoice) -> AssistantMessage:
 
 
 def _told_apart(choice: StreamedChoice) -> dict[str, Any]:
-    """What a server tells apart from the text of a message: calls, thought, refusal."""
+    """The fields of a message besides its text: calls, thought, refusal."""
     fields = {
         "tool_calls": [call.to_dict() for call in choice.tool_calls],
         "reasoning": choice.reasoning,
@@ -377,11 +377,7 @@ def _told_apart(choice: StreamedChoice) -> dict[str, Any]:
 
 
 def _response_format(task: GenerationTask) -> dict[str, Any]:
-    """The shape that the task asks for, as a field of OpenAI's API, which has JSON only.
-
-    Raises:
-        ParameterError: it is another one.
-    """
+    """The task's response format as a field of OpenAI's API, which has JSON only."""
     shape = task.guided_decoding
     if isinstance(shape, Mapping):
         shape = GuidedDecodingParams.from_dict(shape)
@@ -395,20 +391,20 @@ def _response_format(task: GenerationTask) -> dict[str, Any]:
             "there is no field for it that servers agree on",
             "Use json or json_object, or the field of your server in extra_body",
         )
-    given = task.schema_fields if isinstance(task, ChatTask) else None
-    named = {"name": "output"} | ({"strict": True} if given is None else dict(given))
+    fields = task.schema_fields if isinstance(task, ChatTask) else None
+    named = {"name": "output"} | ({"strict": True} if fields is None else dict(fields))
     schema = {**named, "schema": json.loads(str(shape.json))}
     return {"response_format": {"type": "json_schema", "json_schema": schema}}
 
 
 def _num_logprobs(task: GenerationTask) -> int | None:
-    """The top log-probabilities to ask for: the task's own, or what its confidences take."""
-    asked = [count for count in (task.num_logprobs, task.confidence) if count is not None]
-    return max(asked, default=None)
+    """The number of top log-probabilities to request: the task's, or that of its confidences."""
+    counts = [count for count in (task.num_logprobs, task.confidence) if count is not None]
+    return max(counts, default=None)
 
 
 def _show(task: StreamGenerationTask, reader: ChunkReader, count: int) -> None:
-    """Emit the stream up to ``count`` tokens, as far as they have arrived."""
+    """Emit the stream up to ``count`` tokens, at most those that have arrived."""
     choice = reader.choices[0]
     before, now = choice.begin_of(reader.shown), choice.begin_of(min(count, reader.available))
     reader.shown = now.count
@@ -426,12 +422,12 @@ async def _read(task: GenerationTask, reader: ChunkReader) -> Mapping[int, Strea
             if within[0].count:
                 _fill(task, reader, within)
         raise
-    found = {
+    choices_read = {
         number: choice.within_budget() if choice.num_beyond else choice
         for number, choice in reader.choices.items()
     }
-    _fill(task, reader, found)
-    return found
+    _fill(task, reader, choices_read)
+    return choices_read
 
 
 def _fill(

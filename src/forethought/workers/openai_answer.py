@@ -66,40 +66,41 @@ class StreamedChoice:
 
     def within_budget(self) -> StreamedChoice:
         """The answer without the tokens that are beyond the budget, which has ended it."""
-        kept = self.begin_of(max(0, self.count - self.num_beyond))
+        choice = self.begin_of(max(0, self.count - self.num_beyond))
         if not self.num_beyond:
-            kept.text, kept.reasoning = self.text, self.reasoning
-            kept.finish_reason = self.finish_reason
-        kept.finish_reason = kept.finish_reason or "length"
-        return kept
+            choice.text, choice.reasoning = self.text, self.reasoning
+            choice.finish_reason = self.finish_reason
+        choice.finish_reason = choice.finish_reason or "length"
+        return choice
 
     def end_request(self, count: int, min_tokens: int) -> int:
-        """A request that made it ``count`` tokens long is over; another one is to continue it.
+        """Called when a request that made it ``count`` tokens long is over, and another one
+        continues it.
 
         The end of a text may be tokenised in another way than the model has generated it. So it is
-        cut where the last word ends, at ``min_tokens`` tokens or behind them if a word ends there,
+        cut where the last word ends, at ``min_tokens`` tokens or after them if a word ends there,
         and the next request generates the rest again. Tokens that came in one piece with others
         are counted now.
 
         Returns:
-            How many tokens were cut off.
+            The number of tokens that were cut off.
         """
         missing = max(0, count - self.count)
         ends = range(self.count - 1, max(0, min_tokens - missing - 1), -1)
-        kept = next(filter(self._ends_word, ends), self.count)
-        dropped = self.count - kept
-        end = self.ends[kept - 1] if kept else 0
+        num_kept = next(filter(self._ends_word, ends), self.count)
+        dropped = self.count - num_kept
+        end = self.ends[num_kept - 1] if num_kept else 0
         self.text = self.text[:end].rstrip("\N{REPLACEMENT CHARACTER}")  # half a character
-        self.ends = [min(end, len(self.text)) for end in self.ends[:kept]]
+        self.ends = [min(end, len(self.text)) for end in self.ends[:num_kept]]
         self.ends += [len(self.text)] * missing
-        self.thought_ends = self.thought_ends[:kept] + [len(self.reasoning)] * missing
-        self.logprobs, self.confidences = self.logprobs[:kept], self.confidences[:kept]
-        self.count, self.finish_reason = kept + missing, None
+        self.thought_ends = self.thought_ends[:num_kept] + [len(self.reasoning)] * missing
+        self.logprobs, self.confidences = self.logprobs[:num_kept], self.confidences[:num_kept]
+        self.count, self.finish_reason = num_kept + missing, None
         self.num_dropped += dropped
         return dropped
 
     def _ends_word(self, count: int) -> bool:
-        """Whether a blank begins behind ``count`` tokens."""
+        """Whether a blank follows the first ``count`` tokens."""
         end = self.ends[count - 1]
         around = self.text[end - 1 : end + 1] if end else ""
         return len(around) == 2 and around[1].isspace() and not around[0].isspace()
@@ -137,10 +138,10 @@ class StreamedChoice:
 
 
 class Requests(Protocol):
-    """The requests that one answer takes.
+    """The requests for one answer.
 
     Attributes:
-        num_certain: tokens of the first choice that no end of the request under way cuts off.
+        num_certain: tokens of the first choice that no end of the running request cuts off.
         waits: whether the next request is sent only once more tokens are wanted.
     """
 
@@ -151,7 +152,7 @@ class Requests(Protocol):
         """The chunks of the request that continues ``choice``; closing the iterator ends it."""
 
     def continues(self, choice: StreamedChoice) -> bool:
-        """A request is over: whether another one is to continue ``choice``."""
+        """Called when a request is over: whether another one is to continue ``choice``."""
 
     def on_tokens(
         self,
@@ -161,17 +162,17 @@ class Requests(Protocol):
         thought: str = "",
         calls: Sequence[CallDelta] = (),
     ) -> int:
-        """A new piece has arrived: index of the choice, text, number of tokens, reasoning, calls.
+        """Called with a new piece: index of the choice, text, number of tokens, reasoning, calls.
 
         Returns:
-            How many of its tokens are beyond the budget.
+            The number of its tokens that are beyond the budget.
         """
 
     def on_usage(self, usage: Usage | None, num_received: int) -> None:
-        """A request is over, or cut, of which ``num_received`` tokens came.
+        """Called when a request, of which ``num_received`` tokens came, is over or cut.
 
         Args:
-            usage: as the server has told it last; None: it has told none.
+            usage: as the server has last sent it; None: it has sent none.
             num_received: counted here.
         """
 
@@ -181,8 +182,8 @@ class ChunkReader:
 
     Args:
         requests: makes the requests, and gets their tokens and usage.
-        stops: the stop strings asked for.
-        confidence: top k of the confidences asked for; None: none.
+        stops: the requested stop strings.
+        confidence: top k of the requested confidences; None: none.
         num_logprobs: top log-probabilities that are kept, once the confidences are computed.
 
     Attributes:
@@ -191,7 +192,7 @@ class ChunkReader:
         server_usage: its count of all requests that are over; None if it sends none.
         paused: a request is over, and the next one is sent when more tokens are wanted.
         ended: the answer is complete, has failed or was cancelled.
-        shown: tokens of the first choice that its task has been given so far.
+        shown: tokens of the first choice that its task has received so far.
     """
 
     def __init__(
@@ -221,11 +222,7 @@ class ChunkReader:
         return count if self.paused or self.ended else int(min(count, self._requests.num_certain))
 
     async def read(self) -> None:
-        """Read to the end.
-
-        Raises:
-            ConnectionError: the answer broke off.
-        """
+        """Read to the end; ``ConnectionError`` if the answer breaks off."""
         try:
             await self._read_request()
             while self._requests.continues(self.choices[0]):
@@ -248,7 +245,7 @@ class ChunkReader:
             raise ConnectionError("the answer broke off: the server sent no finish_reason")
 
     def _count_usage(self) -> None:
-        """Count what the server has told of a request that is over, or cut."""
+        """Count the usage of a request that is over, or cut."""
         usage = self.usage
         if usage is not None:
             if not usage.completion_tokens:
@@ -258,7 +255,7 @@ class ChunkReader:
         self._requests.on_usage(usage, self._num_received)
 
     async def _pause(self) -> None:
-        """Until more tokens are wanted than there are."""
+        """Wait until more tokens are wanted than have arrived."""
         self.paused = True
         self._received.set()
         while self._requests.waits and self._wanted <= self.available:
@@ -276,10 +273,7 @@ class ChunkReader:
         self._demand.set()
 
     async def reach(self, count: int) -> None:
-        """Wait until the first choice has ``count`` tokens, or for the end.
-
-        Raises what went wrong.
-        """
+        """Wait until the first choice has ``count`` tokens, or for the end; raises a failure."""
         self.want(count)
         while not self.ended and self.available < count:
             self._received.clear()
@@ -287,10 +281,7 @@ class ChunkReader:
         await self._raise_failure()
 
     async def settle(self, count: int) -> None:
-        """Wait until it is known what follows ``count`` tokens: more, another request or the end.
-
-        Raises what went wrong.
-        """
+        """Wait until the reader knows what follows ``count`` tokens: more, a request or the end."""
         while not (self.ended or self.paused) and self.choices[0].count <= count:
             self._received.clear()
             await self._received.wait()
@@ -321,9 +312,9 @@ class ChunkReader:
             called = [calls.add(part) for part in piece.calls]
             scores = piece.scores
             if self._confidence is not None:
-                k, kept = self._confidence, self._num_logprobs
+                k, num_logprobs = self._confidence, self._num_logprobs
                 choice.confidences += [confidence_of(entries, k) for entries in scores]
-                scores = [_first_of(entries, kept) for entries in scores]
+                scores = [_first_of(entries, num_logprobs) for entries in scores]
             has_more = bool(piece.calls or piece.refusal)
             new = choice.add(piece.text, scores, piece.thought, has_more=has_more)
             if piece.finish_reason is not None:
@@ -357,7 +348,7 @@ class _CallAssembly:
         self._by_index: dict[int, ToolCall] = {}
 
     def add(self, piece: CallPiece) -> CallDelta:
-        """Append a piece to its call; returns what it adds."""
+        """Append a piece to its call; returns the new part."""
         call = self._call_of(piece)
         if call is None:
             call = ToolCall()
@@ -387,7 +378,6 @@ class _CallAssembly:
 
 
 def _is_complete(arguments: str) -> bool:
-    """Whether the arguments of a call are whole JSON."""
     try:
         json.loads(arguments)
     except (ValueError, RecursionError):
@@ -396,7 +386,6 @@ def _is_complete(arguments: str) -> bool:
 
 
 def _first_of(entries: TokenLogprobs, count: int) -> TokenLogprobs:
-    """The chosen token, and the ``count`` most probable ones."""
     chosen = next(iter(entries))
     return {
         token: entry

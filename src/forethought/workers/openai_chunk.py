@@ -52,16 +52,12 @@ class Chunk:
     request_id: str | None = None
     usage: Usage | None = None
     num_reasoning: int = 0
-    """Tokens of thoughts, as far as the usage tells them."""
+    """Tokens of thoughts, if the usage reports them."""
     pieces: list[ChoicePiece] = field(default_factory=list)
 
 
 def read_chunk(chunk: Any) -> Chunk:
-    """What a server has sent.
-
-    Raises:
-        UpstreamError: it is an error, or no chunk of the API.
-    """
+    """A chunk of the API; ``UpstreamError`` if it is an error, or no chunk."""
     try:
         _refuse_error(chunk)
         request_id, reported = getattr(chunk, "id", None), getattr(chunk, "usage", None)
@@ -79,7 +75,7 @@ def read_chunk(chunk: Any) -> Chunk:
 
 
 def malformed() -> UpstreamError:
-    """That an answer is none of the API."""
+    """The error for an answer that does not follow the API."""
     return UpstreamError.of("it sent what is no answer of OpenAI's API")
 
 
@@ -222,7 +218,6 @@ class _Scored(NamedTuple):
 
 
 def _entries(chosen: _Scored, others: Sequence[_Scored]) -> TokenLogprobs:
-    """The chosen token first, then the others by rank."""
     ranked = list(enumerate(sorted(others, key=lambda other: -other.logprob), start=1))
     token, value, raw = chosen
     rank = next((n for n, other in ranked if (other.token, other.raw) == (token, raw)), None)

@@ -1,7 +1,7 @@
 """The requests with which ``OpenaiWorker`` gets the answer to a task.
 
 ``OneAnswer`` sends one request, or several for a stream in parts; ``ThoughtThenAnswer`` sends two
-where a thinking budget is kept without a field of the server's for it.
+for a thinking budget that the server has no field for.
 """
 
 from __future__ import annotations
@@ -50,24 +50,24 @@ _UNREADABLE = (AttributeError, LookupError, RecursionError, TypeError, ValueErro
 
 
 class Server(Protocol):
-    """What requests need of the worker that sends them."""
+    """The worker that sends the requests."""
 
     concurrency: AdaptiveConcurrency | None
     thinking_markers: tuple[str, str]
     prompt_lengths: PromptLengths
 
     def open_request(self) -> AbstractContextManager[None]:
-        """Counts a request as being under way."""
+        """Counts a request as being in flight."""
 
     def connection_error(self, error: Exception, has_begun: bool) -> Exception:
-        """What to raise for a connection that failed."""
+        """The error for a connection that failed."""
 
 
 class PromptLengths:
-    """Tokens of the prompts of requests whose usage the server has not told, as in a cut answer.
+    """Lengths of prompts for whose requests the server has sent no usage, as after a cut answer.
 
     They are those of another request with the same prompt inside the same request of a
-    ``ScaffoldingLlm``, or else what ``count`` finds in the text of the prompt.
+    ``ScaffoldingLlm``, or else ``count`` of the prompt's text.
 
     Attributes:
         count: counts the tokens of a text; the default takes four characters for one.
@@ -78,7 +78,7 @@ class PromptLengths:
         self._known: dict[str, dict[str, int]] = {}  # by request and by text
 
     def learn(self, scope: ExecutionScope | None, fields: Mapping[str, Any], length: int) -> None:
-        """The server has told the length of the prompt in the fields of a request."""
+        """Record the length of the prompt in the fields of a request, as the server has sent it."""
         if scope is not None and length:
             self._known.setdefault(scope.request_id, {})[prompt_text(fields)] = length
 
@@ -87,21 +87,20 @@ class PromptLengths:
         text, ids = prompt_text(fields), fields.get("prompt")
         if ids is not None and not isinstance(ids, str):
             return len(ids)
-        known = {} if scope is None else self._known.setdefault(scope.request_id, {})
-        if text not in known:
-            known[text] = self.count(text)
-        return known[text]
+        lengths = {} if scope is None else self._known.setdefault(scope.request_id, {})
+        if text not in lengths:
+            lengths[text] = self.count(text)
+        return lengths[text]
 
     def forget(self, scope_id: str) -> None:
-        """A scope is over; with the request itself, its prompts are forgotten."""
+        """Remove the prompts of a request whose scope is over."""
         self._known.pop(scope_id, None)
 
 
 class OneAnswer:
     """The requests for the answer to a task: one, or several for a stream in parts.
 
-    The parts end at multiples of ``tokens_per_request``, or a few tokens behind them, where a word
-    ends.
+    The parts end at multiples of ``tokens_per_request``, or a few tokens later, where a word ends.
 
     Args:
         worker: that executes the task.
@@ -161,7 +160,6 @@ class OneAnswer:
                     yield chunk
 
     def _next_fields(self, choice: StreamedChoice) -> dict[str, Any]:
-        """The fields of the request that continues ``choice``."""
         return self._fields if self._size is None else self._part(self._size, choice)
 
     def _part(self, size: int, choice: StreamedChoice) -> dict[str, Any]:
@@ -169,11 +167,11 @@ class OneAnswer:
         task, number = self._task, self._number
         self.num_certain = choice.count // size * size + size
         self._asked = int(self.num_certain) - choice.count + min(_MARGIN, size // 4)
-        left = None if task.max_tokens is None else task.max_tokens - choice.count
-        left = self._scope.account.limit(left) if self._scope else left
-        self._is_last = left is not None and left <= self._asked
-        if left is not None and self._is_last:
-            self._asked, self.num_certain = max(1, left), math.inf
+        tokens_left = None if task.max_tokens is None else task.max_tokens - choice.count
+        tokens_left = self._scope.account.limit(tokens_left) if self._scope else tokens_left
+        self._is_last = tokens_left is not None and tokens_left <= self._asked
+        if tokens_left is not None and self._is_last:
+            self._asked, self.num_certain = max(1, tokens_left), math.inf
         self._end, self._number, self._num_new = choice.count + self._asked, number + 1, 0
         prompt = self._fields["prompt"] + choice.text
         fields = {**self._fields, "prompt": prompt, "max_tokens": self._asked}
@@ -184,8 +182,8 @@ class OneAnswer:
     def continues(self, choice: StreamedChoice) -> bool:
         """Whether the server has ended a part only because of its length.
 
-        A part without any text is the last: a server that sends no usage would get one request
-        after the other for nothing.
+        A part without any text is the last, as a server that sends no usage would get endless
+        requests.
         """
         if self._is_last or not self._num_new or choice.finish_reason != "length":
             return False
@@ -200,7 +198,7 @@ class OneAnswer:
         thought: str = "",
         calls: Sequence[CallDelta] = (),
     ) -> int:
-        """Record and stream a new piece; returns how many tokens are beyond the budget."""
+        """Record and stream a new piece; returns the number of tokens beyond the budget."""
         task = self._task
         self._num_new += num_tokens
         task.latency_s = time.perf_counter() - self._began
@@ -213,8 +211,8 @@ class OneAnswer:
     def on_usage(self, usage: Usage | None, num_received: int) -> None:
         """Record the server's count in place of the number of tokens received.
 
-        Without one, the tokens received stay, and the prompt of a request that has begun is
-        counted as exactly as it is known.
+        Without one, the tokens received count, and the prompt of a request that has begun as
+        exactly as it is known.
         """
         lengths = self._worker.prompt_lengths
         if usage is None:
@@ -227,7 +225,6 @@ class OneAnswer:
         self._record(usage + Usage(completion_tokens=-num_received, decoded=-num_received))
 
     def _record(self, usage: Usage) -> int:
-        """Count ``usage``; returns how many tokens are beyond the budget."""
         for count in dataclasses.fields(Usage):
             before = getattr(self._usage, count.name)
             setattr(self._usage, count.name, before + getattr(usage, count.name))
@@ -238,10 +235,8 @@ class ThoughtThenAnswer(OneAnswer):
     """The two requests of a completion with a thinking budget: the thought, then the answer.
 
     The first one ends at ``thinking_budget`` tokens or at the closing marker. The second one
-    continues the text behind the marker or the closing text. The tokens of the closing text are
+    continues the text after the marker or the closing text. The tokens of the closing text are
     not generated; those of a thought in the prompt are not known, and do not count.
-
-    Args: as ``OneAnswer``.
     """
 
     def __init__(
@@ -304,11 +299,7 @@ class ThoughtThenAnswer(OneAnswer):
 
 
 def has_open_thought(task: GenerationTask, prompt: Any, start: str, end: str) -> bool:
-    """Whether the prompt of a task opens a thought, which ``ThoughtThenAnswer`` can close.
-
-    Raises:
-        ParameterError: the budget cannot be kept with two requests.
-    """
+    """Whether the prompt opens a thought, which ``ThoughtThenAnswer`` can close."""
     why = "Name the server's own field (--thinking-field NAME)"
     if not isinstance(prompt, str) or start not in prompt:
         raise ParameterError(
@@ -323,7 +314,7 @@ def has_open_thought(task: GenerationTask, prompt: Any, start: str, end: str) ->
         raise ParameterError(
             "thinking_end does not end the thought",
             f"it is {task.thinking_end!r}, without the model's marker {end}",
-            f"Put {end} behind it, as text",
+            f"Append {end}, as text",
         )
     return True
 

@@ -1,8 +1,7 @@
 """``RewardWorker``: a local reward model scores answers, or the steps of answers.
 
-``RewardModel`` runs the model (``reward_model.py``). The worker batches reward tasks for it in one
-thread: tasks that arrive during a forward pass make up the next batch. ``PRMController`` splits
-answers into steps.
+The worker batches reward tasks for a ``RewardModel`` in one thread: tasks that arrive during a
+forward pass make up the next batch. ``PRMController`` splits answers into steps.
 """
 
 from __future__ import annotations
@@ -126,11 +125,11 @@ class RewardWorker(Worker):
 
         Args:
             model_dir: local Hugging Face directory.
-            backend: ``"pytorch"``: there is no other.
-            max_batch_size: any will do: passes are bounded by their tokens.
-            max_num_tokens: the same as ``max_batch_tokens``.
-            kv_cache_free_gpu_memory_fraction: any will do: see ``max_cached_tokens``.
-            disable_overlap_scheduler: either will do: passes never overlap here.
+            backend: must be ``"pytorch"``.
+            max_batch_size: has no effect: passes are bounded by their tokens.
+            max_num_tokens: an alias of ``max_batch_tokens``.
+            kv_cache_free_gpu_memory_fraction: has no effect: see ``max_cached_tokens``.
+            disable_overlap_scheduler: has no effect: passes never overlap here.
             scheduler_config: must be None: the scheduler has no variants.
             **fields: further arguments of ``RewardWorker``.
 
@@ -191,7 +190,6 @@ class RewardWorker(Worker):
     # ---- scoring: in the worker's thread ------------------------------------------------------
 
     def _score_queue(self) -> None:
-        """Score all queued queries."""
         with self._lock:
             pending_queries, self._queue = self._queue, []
         encoded = []
@@ -217,7 +215,7 @@ class RewardWorker(Worker):
             yield batch
 
     def _score_batch(self, batch: list[tuple[ScoringRow, _PendingQuery]]) -> None:
-        batch = [(row, pending) for row, pending in batch if self._wanted(pending)]
+        batch = [(row, pending) for row, pending in batch if self._is_awaited(pending)]
         if not batch:
             return
         try:
@@ -233,16 +231,16 @@ class RewardWorker(Worker):
         for (_, pending), score in zip(batch, scores, strict=True):
             self._end(pending, score)
 
-    def _wanted(self, pending: _PendingQuery) -> bool:
-        """Whether a future still waits for it; if none does, the query is removed."""
+    def _is_awaited(self, pending: _PendingQuery) -> bool:
+        """Whether a future still waits for the query; if none does, it is removed."""
         with self._lock:
             stopped = self._stopped
-            wanted = not all(waiter.cancelled() for waiter in pending.waiters)
-            if not wanted:
+            is_awaited = not all(waiter.cancelled() for waiter in pending.waiters)
+            if not is_awaited:
                 del self._under_way[pending.query]
-        if wanted and stopped:
+        if is_awaited and stopped:
             self._end(pending, EngineStopped("the reward worker was shut down"))
-        return wanted and not stopped
+        return is_awaited and not stopped
 
     def _end(self, pending: _PendingQuery, outcome: RewardScore | Exception) -> None:
         with self._lock:

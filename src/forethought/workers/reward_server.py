@@ -45,7 +45,7 @@ class RewardServerWorker(ClientWorker):
 
     Args:
         async_client: as for ``OpenaiWorker``; its ``base_url`` is that of the server's API, such as
-            ``http://host:8000/v1``. Endpoints are looked for there, and beside ``/v1``.
+            ``http://host:8000/v1``. Endpoints are looked up there, and beside ``/v1``.
         model: name of the model on the server; None: the first one that it lists.
         endpoint: where whole answers are scored. ``"classify"`` is for reward models that read a
             chat, ``"score"`` for models of pairs of texts (cross-encoders).
@@ -58,9 +58,7 @@ class RewardServerWorker(ClientWorker):
         concurrency: as for ``OpenaiWorker``.
 
     Attributes:
-        tokenizer: as given.
         by_step: whether it scores the steps of answers.
-        step_format: as given.
 
     Raises:
         ParameterError: an endpoint or a format that does not exist, ``"score"`` for steps, or a
@@ -88,10 +86,8 @@ class RewardServerWorker(ClientWorker):
 
     @staticmethod
     def check(endpoint: str, tokenizer: Any, step_format: str | None) -> None:
-        """Check settings of the constructor; of the tokenizer, whether there is one.
-
-        Raises:
-            ParameterError: see the class.
+        """Check settings of the constructor, and whether there is a tokenizer; raises
+        ``ParameterError``.
         """
         validated("endpoint", endpoint, _ENDPOINT)
         _check_steps(endpoint, tokenizer, step_format)
@@ -128,7 +124,7 @@ class RewardServerWorker(ClientWorker):
     # ---- the request --------------------------------------------------------------------------
 
     def _fields(self, task: RewardTask) -> dict[str, Any]:
-        """The request but for the model."""
+        """The fields of the request, without the model."""
         if task.input_tokens is not None:
             # The ids hold all special tokens.
             by_task = {"task": "token_classify"} if self.by_step else _RAW
@@ -156,12 +152,8 @@ class RewardServerWorker(ClientWorker):
         return {"input": text, "add_special_tokens": False}
 
     async def _ask(self, fields: dict[str, Any]) -> Any:
-        """The server's answer.
-
-        Raises:
-            ConnectionError: no server answers.
-            UsageError: the server refuses such a request.
-            Exception: of the client, for another failure.
+        """The server's answer; ``ConnectionError`` or ``UsageError`` where it does not answer or
+        refuses.
         """
         client, limit = self._clients.of_this_loop(), self.concurrency
         try:
@@ -248,11 +240,7 @@ def _rows_of_steps(rows: Sequence[Any], task: RewardTask) -> list[Any]:
 
 
 def _label_score(row: Any) -> float:
-    """The only number; of two labels the probability of the second, given so or as logits.
-
-    Raises:
-        ValueError: there are more labels, or a number is not finite.
-    """
+    """The only number; of two labels the probability of the second, sent so or as logits."""
     labels = [float(row)] if isinstance(row, int | float) else [float(value) for value in row]
     if not 1 <= len(labels) <= 2 or not all(map(math.isfinite, labels)):
         raise ValueError(f"{len(labels)} labels")
@@ -276,11 +264,7 @@ def _count(answer: Mapping[str, Any], usage: Usage) -> None:
 
 
 async def _first_model(client: Any) -> str:
-    """The model that the server lists first.
-
-    Raises:
-        UsageError: it lists none.
-    """
+    """The model that the server lists first; ``UsageError`` if it lists none."""
     page = await client.models.list()
     if not page.data:
         raise UsageError("the reward server lists no model", "", "Give its name")

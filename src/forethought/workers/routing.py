@@ -36,11 +36,7 @@ MAX_FAILURES = 3
 
 @dataclass(frozen=True, slots=True)
 class Routing:
-    """Thresholds of the router.
-
-    Raises:
-        ParameterError: one of them is out of its range.
-    """
+    """Thresholds of the router; ``ParameterError`` if one is out of its range."""
 
     prefix_match: float = 0.3
     """Share of a prompt above which the server with the longest prefix gets it, from 0 to 1."""
@@ -64,13 +60,13 @@ class Routing:
 
 
 class PrefixTree:
-    """The prompts that a server has seen lately, as a tree of blocks of ``BLOCK`` characters.
+    """The prompts that a server has received lately, as a tree of blocks of ``BLOCK`` characters.
 
-    A block is known by the hash of the text up to its end, so that a prefix is found block by
-    block. What follows the last whole block is left out.
+    The key of a block is the hash of the text up to its end, so that a prefix is matched block by
+    block. The text after the last whole block is left out.
 
     Args:
-        max_blocks: the least recently used blocks beyond that many are forgotten, leaves first.
+        max_blocks: the least recently used blocks beyond this number are removed, leaves first.
     """
 
     def __init__(self, max_blocks: int) -> None:
@@ -90,7 +86,7 @@ class PrefixTree:
         return matched
 
     def insert(self, text: str) -> None:
-        """Remember ``text``."""
+        """Add the blocks of ``text``."""
         # The first block becomes the most recent one: a parent is never older than its children.
         for block in reversed(list(_chain(text))):
             self._blocks[block] = None
@@ -99,30 +95,30 @@ class PrefixTree:
             self._blocks.popitem(last=False)
 
     def clear(self) -> None:
-        """Forget everything."""
+        """Remove all blocks."""
         self._blocks.clear()
 
 
 def _chain(text: str) -> list[int]:
-    found, key = [], 0
+    keys, key = [], 0
     for start in range(0, len(text) - BLOCK + 1, BLOCK):
         key = hash((key, text[start : start + BLOCK]))
-        found.append(key)
-    return found
+        keys.append(key)
+    return keys
 
 
 class UpstreamServer:
-    """What the router knows of a server.
+    """The router's state of a server.
 
     Attributes:
         url: of its API, such as ``http://host:8000/v1``, without user and password.
-        authorization: the header that stands for the URL's user and password; None: it has none.
+        authorization: the header for the URL's user and password; None: it has none.
         is_healthy: it answered lately, or has not been asked yet.
         num_in_flight: requests that it has been sent and that are not over.
         num_requests: those it has been sent so far.
         num_failures: server errors since it last answered.
         resumes_at: when it may be asked again, on the router's clock.
-        prefixes: the prompts that it has seen.
+        prefixes: the prompts that it has received.
     """
 
     def __init__(self, url: str, max_blocks: int) -> None:
@@ -184,41 +180,41 @@ class Router:
             return server
 
     def release(self, server: UpstreamServer) -> None:
-        """A request that ``server`` was chosen for is over."""
+        """Called when a request that ``server`` was chosen for is over."""
         with self._lock:
             server.num_in_flight -= 1
 
     def forget(self, key: str) -> None:
-        """No more requests have this key."""
+        """Called when no more requests have this key."""
         with self._lock:
             self._sticky.pop(key, None)
 
     # ---- what servers do ----------------------------------------------------------------------
 
     def answered(self, server: UpstreamServer) -> None:
-        """``server`` has answered a request, or a health check."""
+        """Called when ``server`` has answered a request, or a health check."""
         with self._lock:
             server.is_healthy, server.num_failures = True, 0
 
     def busy(self, server: UpstreamServer, seconds: float) -> None:
-        """``server`` has refused a request for its load: it is left alone for ``seconds``."""
+        """Called when a busy ``server`` has refused a request: it is avoided for ``seconds``."""
         with self._lock:
             server.resumes_at = max(server.resumes_at, self._clock() + seconds)
 
     def failed(self, server: UpstreamServer) -> None:
-        """``server`` has answered with a server error; several in a row take it down."""
+        """Called for an answer with a server error; several in a row take the server down."""
         with self._lock:
             server.num_failures += 1
             if server.num_failures >= MAX_FAILURES:
                 self._take_down(server)
 
     def lost(self, server: UpstreamServer) -> None:
-        """``server`` cannot be reached, or does not answer."""
+        """Called when ``server`` cannot be reached, or does not answer."""
         with self._lock:
             self._take_down(server)
 
     def seconds_until_ready(self, tried: Collection[UpstreamServer] = ()) -> float:
-        """How long the next choice asks for a pause; 0.0 if a server may be asked at once."""
+        """How long the next choice has to pause; 0.0 if a server may be asked at once."""
         with self._lock:
             times = [server.resumes_at for server in self._candidates(tried)]
             return max(0.0, min(times) - self._clock())
@@ -261,7 +257,7 @@ def checked_urls(urls: Sequence[str]) -> list[str]:
     """
     if isinstance(urls, str) or not urls:
         raise ParameterError("no upstream servers", "urls is text or empty", "Give a list of URLs")
-    found: dict[str, str] = {}
+    by_host: dict[str, str] = {}
     for url in urls:
         shown = shown_url(url)
         if reason := url_error(url):
@@ -270,14 +266,14 @@ def checked_urls(urls: Sequence[str]) -> list[str]:
             )
         ending = "" if urlsplit(url.rstrip("/")).path else "/v1"
         key = shown.rstrip("/") + ending
-        if key in found:
+        if key in by_host:
             raise ParameterError("the same server twice", f"got {shown!r}", "Leave one of them out")
-        found[key] = url.rstrip("/") + ending
-    return list(found.values())
+        by_host[key] = url.rstrip("/") + ending
+    return list(by_host.values())
 
 
 def url_error(url: str) -> str:
-    """Why a text is not the URL of a server; empty if it is. Tells no part of the text."""
+    """Why a text is not the URL of a server; empty if it is. Quotes no part of the text."""
     try:
         parts = urlsplit(url)
         _ = parts.port  # raises if it is not a number in 0..65535

@@ -33,7 +33,7 @@ from forethought.scaffolding.worker import Worker
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """One answer, and how it is given."""
+    """One answer, and how it is delivered."""
 
     text: str
     finish_reason: str = "stop"
@@ -57,7 +57,7 @@ answers (or lists of answers, one per time it is asked) by prompt; or a list, in
 
 @dataclass(eq=False)
 class Call:
-    """One generation that was asked for."""
+    """One generation that was requested."""
 
     prompt: str
     index: int
@@ -71,8 +71,6 @@ class Call:
 
 @dataclass
 class _Generation:
-    """An answer that is being generated."""
-
     call: Call
     reply: Reply
     text: str
@@ -88,18 +86,18 @@ class ScriptedWorker(Worker):
     """Answers from a script. Streams, forks (by their text), ``n``, stop strings, ``max_tokens``,
     ``thinking_budget``, ``echo``, delays and failures work as with a model; other sampling fields
     change nothing, and can be read from ``calls``. A thought that is closed at its cap is followed
-    by what the script has behind its ``</think>``.
+    by the script's text after its ``</think>``.
 
     A stream advances only while a step is awaited, by its ``streaming_step`` (0 counts as 1).
 
     Args:
         script: see ``Script``.
-        score: what a reward task is answered with, as a function of question and answer.
-        markers: what opens and closes a thought; False: this is a model that does not think; None:
-            a method does not get to know.
+        score: the score of a reward task, as a function of question and answer.
+        markers: what opens and closes a thought; False: a model that does not think; None: unknown
+            to methods.
 
     Attributes:
-        calls: every generation asked for, in order.
+        calls: every requested generation, in order.
         snapshots: the texts of saved sessions, by name.
     """
 
@@ -174,13 +172,13 @@ class ScriptedWorker(Worker):
         return TaskStatus.SUCCESS
 
     async def save_handler(self, task: SaveSessionTask) -> TaskStatus:
-        """Keep the text of a generation under a name."""
+        """Save the text of a generation under a name."""
         source = task.source or GenerationTask()
         self.snapshots[task.name] = f"{_prompt(source)}{source.output_str or ''}{task.suffix}"
         return TaskStatus.SUCCESS
 
     async def restore_handler(self, task: RestoreSessionTask) -> TaskStatus:
-        """Find the text of a name."""
+        """Restore the text of a name."""
         task.text = self.snapshots.get(task.name)
         task.found = task.text is not None
         return TaskStatus.SUCCESS
@@ -212,7 +210,7 @@ class ScriptedWorker(Worker):
         task.usage.prompt_tokens += len(prompt)
         point = task.fork_point
         if point is not None and point.input_str == task.input_str:
-            task.num_kept_tokens, task.inserted_tokens = point.kept, [*map(ord, point.suffix)]
+            task.num_kept_tokens, task.inserted_tokens = point.num_kept, [*map(ord, point.suffix)]
         return _Generation(call, reply, text, reason, stop, thinking)
 
     def _answer(self, call: Call) -> Answer:
@@ -279,41 +277,41 @@ def _prompt(task: GenerationTask) -> str:
 def _close_thought(
     prompt: str, text: str, task: GenerationTask
 ) -> tuple[str, ThinkingOutput | None]:
-    """The text with its thought closed at ``thinking_budget`` tokens, and what that came to.
+    """The text with its thought closed at ``thinking_budget`` tokens, and the thought's length.
 
-    The prompt or the text opens the thought; a blank behind the marker is part of the marker.
+    The prompt or the text opens the thought; a blank after the marker is part of the marker.
     """
     budget = task.thinking_budget
     if budget is None:
         return text, None
-    opened, known = "", prompt.rpartition("<think>")[2]
+    opened, begun = "", prompt.rpartition("<think>")[2]
     if "<think>" not in prompt:
         before, marker, _ = text.partition("<think>")
-        opened, known = before + marker, ""
-    if "<think>" not in prompt + text or "</think>" in known:
+        opened, begun = before + marker, ""
+    if "<think>" not in prompt + text or "</think>" in begun:
         return text, ThinkingOutput(0, None)
     thought, end, answer = text[len(opened) :].partition("</think>")
-    blank = int((known + thought)[:1].isspace())
-    count = len(known) + len(thought) - blank
+    blank = int((begun + thought)[:1].isspace())
+    count = len(begun) + len(thought) - blank
     if count < budget:
         return text, ThinkingOutput(count, ThoughtEnd.NATURAL if end else None)
-    kept = thought[: max(0, budget + blank - len(known))]
+    thought_kept = thought[: max(0, budget + blank - len(begun))]
     closing = task.thinking_end if isinstance(task.thinking_end, str) else "</think>"
-    count = len(known) + len(kept) - blank
-    return opened + kept + closing + answer, ThinkingOutput(count, ThoughtEnd.BUDGET)
+    count = len(begun) + len(thought_kept) - blank
+    return opened + thought_kept + closing + answer, ThinkingOutput(count, ThoughtEnd.BUDGET)
 
 
 def _cut_at_stop(text: str, task: GenerationTask) -> tuple[str, str | None]:
     """The text up to its first stop string, and that string."""
-    found = [(text.find(stop), stop) for stop in sampling.stop_strings(task) if stop in text]
-    if not found:
+    stops = [(text.find(stop), stop) for stop in sampling.stop_strings(task) if stop in text]
+    if not stops:
         return text, None
-    position, stop = min(found)
+    position, stop = min(stops)
     return text[: position + (len(stop) if task.include_stop_str_in_output else 0)], stop
 
 
 def _cut(task: GenerationTask, generation: _Generation) -> None:
-    """Leave what a generation has on its task, as the budget is spent."""
+    """Leave the output of a generation on its task, as the budget is spent."""
     if not generation.num_generated:
         return
     if generation.num_generated < len(generation.text):
@@ -331,7 +329,7 @@ def _fill(task: GenerationTask, generation: _Generation) -> None:
     if generation.reply.logprobs is not None:
         task.logprobs = list(generation.reply.logprobs)[: generation.num_generated]
         if task.confidence is not None:
-            task.confidences = [confidence_of(each, task.confidence) for each in task.logprobs]
+            task.confidences = [confidence_of(entry, task.confidence) for entry in task.logprobs]
     if task.score_suffix:
         task.suffix_logprobs = generation.reply.suffix_logprobs
     task.usage_prompt_tokens = len(generation.call.prompt)

@@ -46,11 +46,7 @@ _LOST = ("APIConnectionError", "TransportError")
 
 @dataclass(frozen=True, slots=True)
 class Retries:
-    """When a request is given up on a server, and when for good.
-
-    Raises:
-        ParameterError: one of them is not above zero.
-    """
+    """When a request is given up on a server, and when for good; all values are above zero."""
 
     num_tries: int = 5
     """Of one request, on all servers together."""
@@ -77,8 +73,8 @@ class UpstreamWorker(OpenaiWorker):
         api_key: sent to all of them whose URL names no user.
         routing: thresholds of the router.
         retries: of failed requests, and the health checks.
-        max_concurrency: most requests in flight per server, within which the limit adapts to the
-            server; the worker then serves one event loop at a time. None: no limit.
+        max_concurrency: maximum of requests in flight per server, within which the limit adapts to
+            the server; the worker then serves one event loop at a time. None: no limit.
         **options: those of ``OpenaiWorker``, but ``concurrency``.
 
     Raises:
@@ -112,17 +108,17 @@ class UpstreamWorker(OpenaiWorker):
         return self.upstream.router.servers
 
     async def on_scope_end(self, scope_id: str) -> None:
-        """End the streams of the scope; with the request itself, forget where it went."""
+        """End the streams of the scope; with the request itself, remove its sticky key."""
         await super().on_scope_end(scope_id)
         self.upstream.router.forget(scope_id)
 
     async def on_loop_end(self) -> None:
-        """Close this loop's connections, unless requests are under way on them."""
+        """Close this loop's connections, unless requests are in flight on them."""
         if not self._num_open[asyncio.get_running_loop()]:
             await self.upstream.close()
 
     async def async_shutdown(self) -> None:
-        """End all streams that are still under way, and close this loop's connections."""
+        """End all running streams, and close this loop's connections."""
         await super().async_shutdown()
         await self.upstream.close()
 
@@ -137,7 +133,7 @@ class UpstreamClient:
         max_concurrency: as ``UpstreamWorker``.
 
     Attributes:
-        max_lengths: tokens of the models' contexts by name, as far as ``models`` was told.
+        max_lengths: context lengths of the models by name, where servers report them.
 
     Raises:
         DependencyError: the ``openai`` package is not installed.
@@ -187,7 +183,7 @@ class UpstreamClient:
 
         Raises:
             ConnectionError: no server could be reached.
-            Exception: what the last server answered, or one that no other server can help.
+            Exception: the last server's answer, or one that no other server can improve.
         """
         self._begin_checks()
         scope, text = current_scope(), prompt_text(fields)
@@ -208,10 +204,8 @@ class UpstreamClient:
         raise AssertionError("unreachable")
 
     async def models(self) -> list[str]:
-        """The names of the models that the servers serve, each once.
-
-        Raises:
-            ConnectionError: none of them answers.
+        """The names of the models that the servers serve, each once; ``ConnectionError`` if none
+        answers.
         """
         names: dict[str, None] = {}
         failure: Exception | None = None
@@ -230,7 +224,7 @@ class UpstreamClient:
         return list(names)
 
     async def ask_lengths(self) -> bool:
-        """Learn ``max_lengths``, as far as servers tell them; False: none of them answers."""
+        """Read ``max_lengths`` from the servers that report them; False: none of them answers."""
         try:
             await self.models()
         except ConnectionError:
@@ -288,13 +282,13 @@ class UpstreamClient:
         raise AssertionError("unreachable")
 
     def _is_failure(self, server: UpstreamServer, error: Exception, number: int) -> bool:
-        """Whether ``error`` is the server's own, so that another one may answer; notes it."""
+        """Whether ``error`` is the server's own, so that another one may answer; records it."""
         status = getattr(error, "status_code", None)
         if is_stream_error(error):
             status = _status_in(error)
         if status in _BUSY:
-            asked = retry_after(error)
-            pause = back_off(number, self.retries.pause) if asked is None else asked
+            seconds = retry_after(error)
+            pause = back_off(number, self.retries.pause) if seconds is None else seconds
             self.router.busy(server, pause)
         elif isinstance(status, int):
             if status < 500:
@@ -307,7 +301,6 @@ class UpstreamClient:
         return True
 
     def _final(self, server: UpstreamServer, error: Exception) -> Exception:
-        """What to raise for the last failure of a request."""
         if not is_lost(error):
             return error
         others = len(self.router.servers) - 1
@@ -319,7 +312,7 @@ class UpstreamClient:
     def _begin_checks(self) -> None:
         loop = asyncio.get_running_loop()
         if loop not in self._checks:
-            self._checks = {known: task for known, task in self._checks.items() if not task.done()}
+            self._checks = {loop: task for loop, task in self._checks.items() if not task.done()}
             self._checks[loop] = loop.create_task(self._check_repeatedly())
 
     async def _check_repeatedly(self) -> None:
@@ -343,7 +336,7 @@ class UpstreamClient:
 
 
 def _client_of(openai: Any, **fields: Any) -> Any:
-    """A client that asks the servers of the router and no others: redirections are not followed."""
+    """A client of the router's servers alone: redirections are not followed."""
     return openai.AsyncOpenAI(
         http_client=openai.DefaultAsyncHttpxClient(follow_redirects=False), **fields
     )
