@@ -155,7 +155,7 @@ MUTANTS = [
         KV,
     ),
     Mutant("kv/table.py", "self._gaps += near is not None and page != near", "self._gaps += 0", KV),
-    Mutant("kv/pool.py", "min(middle, stop - wanted)", "middle", KV),
+    Mutant("kv/pool.py", "min(middle, stop - num_pages)", "middle", KV),
     Mutant("kv/pool.py", "max(1, len(self._evictable) // 4)", "len(self._evictable)", KV),
     Mutant(
         "kv/pool.py", "del self._evictable[page]\n        self.refs", "pass\n        self.refs", KV
@@ -272,7 +272,7 @@ MUTANTS = [
         "urgent.params.priority > last.params.priority",
         SCHEDULER,
     ),
-    Mutant("engine/scheduler.py", "left //= 2", "pass", SCHEDULER),
+    Mutant("engine/scheduler.py", "num_remaining //= 2", "pass", SCHEDULER),
     Mutant(
         "engine/scheduler.py",
         "self.stop > self.sequence.prompt_length",
@@ -297,7 +297,12 @@ MUTANTS = [
         "other.rank > needy.rank",
         "tests/engine/test_engine.py -k 'preempted or short'",
     ),
-    Mutant("engine/scheduler.py", "wanted = min(wanted, PROMPT_LOGPROB_ROWS)", "pass", SCHEDULER),
+    Mutant(
+        "engine/scheduler.py",
+        "num_tokens = min(num_tokens, PROMPT_LOGPROB_ROWS)",
+        "pass",
+        SCHEDULER,
+    ),
     Mutant(
         "engine/scheduler.py",
         "limit = len(sequence.tokens) - 1",
@@ -345,8 +350,8 @@ MUTANTS = [
     ),
     Mutant(
         "engine/scheduler.py",
-        "free = min(num_steps, max(left, default=1)), self._pool.num_free",
-        "free = min(num_steps, max(left, default=1)), self._pool.available",
+        "free = min(num_steps, max(num_remaining, default=1)), self._pool.num_free",
+        "free = min(num_steps, max(num_remaining, default=1)), self._pool.available",
         "tests/engine/test_continuous_decode.py -k 'evicted'",
     ),
     Mutant(
@@ -430,7 +435,7 @@ MUTANTS = [
     ),
     Mutant(
         "engine/engine.py",
-        "self._count_discarded(sequence, len(sequence.sampled_positions) - kept)",
+        "self._count_discarded(sequence, len(sequence.sampled_positions) - num_sampled)",
         "pass",
         "tests/engine/test_engine.py -k 'rewound'",
     ),

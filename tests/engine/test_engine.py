@@ -680,7 +680,7 @@ def test_without_an_extension_a_live_sequence_has_nothing_to_score() -> None:
     drain(machine)
     machine.extend(start, [5, 6])
     machine.rewind(start, 4)
-    with pytest.raises(ParameterError, match="nothing was put behind"):
+    with pytest.raises(ParameterError, match="nothing was added"):
         machine.resume(start, GREEDY.replace(prompt_logprobs=0))
     machine.close(start)
     expect_empty(machine)

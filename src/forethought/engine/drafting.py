@@ -60,7 +60,6 @@ class _RequestDraft:
     """The proposal, checked. The drafter may still change the one of the request."""
 
     def set_limits(self, drafter: GuardedDrafter) -> None:
-        """Write the limits of a drafter's draft into the request that it is shown."""
         self.request.max_draft_len, max_nodes = self.limits[drafter]
         self.request.max_nodes = min(max_nodes, self.row.num_nodes)
 
@@ -69,11 +68,10 @@ class Drafting:
     """Drafts for the sequences of an engine.
 
     Predictions of the requests themselves are drafted by a drafter of their own, the first to be
-    tried; it is in no one's way while no request has any.
+    tried; it does nothing while no request has any.
 
     Args:
         drafters: tried in this order, the next one for requests that have no draft yet.
-        stats: the engine's totals.
         vocab_size: ids are below this.
         device: where drafters compute.
 
@@ -135,11 +133,7 @@ class Drafting:
         return self._num_to_skip
 
     def takes_part(self, running: List[Sequence]) -> bool:
-        """Whether drafters are asked in the step that begins; called once per step.
-
-        Args:
-            running: the running batch.
-        """
+        """Whether drafters are asked in the step that begins; called once per step."""
         num_running = len(running) or self._num_running  # none runs: all of this step prefill
         is_other_batch = abs(num_running - self._num_running) > self._num_running // 4
         if self._predicted or is_other_batch or not self._skips_all(running):
@@ -176,13 +170,7 @@ class Drafting:
         self._skipped.num_steps += num_steps
 
     def observe_skipped(self, plan: Plan, seconds: float, num_steps: int) -> None:
-        """A call in which none was asked is over.
-
-        Args:
-            plan: its rows, with their results.
-            seconds: of the whole call.
-            num_steps: that it made.
-        """
+        """A call of ``num_steps`` steps in which no drafter was asked is over."""
         if self._skipped.num_steps and all(row.num_tokens == 1 for row in plan.rows):
             counts = [(row.stop, row.num_gained) for row in plan.rows if row.results]
             context = sum(length * size + size * (size - 1) // 2 for length, size in counts)
@@ -205,9 +193,7 @@ class Drafting:
     def requested_nodes(self, rows: List[PlannedRow], num_running: int) -> list[int]:
         """How many draft nodes to reserve after each of these rows, all decodes.
 
-        Args:
-            rows: the decodes of this step.
-            num_running: sequences in the running batch, these and those that prefill.
+        ``num_running`` counts all sequences of the running batch, those that prefill, too.
         """
         self._drafts, self._prefills = {}, {}
         for drafter in self.drafters:
@@ -223,7 +209,6 @@ class Drafting:
     def _request_nodes(
         self, drafter: GuardedDrafter, rows: List[PlannedRow], max_draft_len: int
     ) -> None:
-        """Set the limits of one drafter's drafts for the rows."""
         if max_draft_len <= 0:
             return
         asking = [
@@ -257,9 +242,8 @@ class Drafting:
     def _max_draft_len(
         self, drafter: GuardedDrafter, sequence: Sequence, max_draft_len: int
     ) -> int:
-        """``max_draft_len`` of the schedule, limited by the sequence and its params.
-
-        A sequence that attends to others gets no draft: they write while a draft is verified.
+        """``max_draft_len`` of the schedule, limited by the sequence and its params. A sequence
+        that attends to others gets no draft: they write while a draft is verified.
         """
         params = sequence.params.speculation
         if (
@@ -361,12 +345,8 @@ class Drafting:
     # ---- after the commit -------------------------------------------------------------------
 
     def observe(self, plan: Plan, seconds: float, num_steps: int = 1) -> None:
-        """Report a committed step, or several that were one call, to drafters and length policies.
-
-        Args:
-            plan: the rows, with their results.
-            seconds: of the whole call.
-            num_steps: that it made.
+        """Report a committed call of ``num_steps`` steps to drafters and length policies;
+        ``seconds`` are of the whole call.
         """
         self._stats.draft_seconds += self._timer.take()
         for drafter in self._prefills:
@@ -408,7 +388,7 @@ class Drafting:
         drafter.update(list(filter(goes_on, tried)), list(filter(goes_on, prefilling)))
 
     def _verified(self, drafter: GuardedDrafter, plan: Plan) -> list[tuple[int, int, int]]:
-        """What became of a drafter's drafts, as in ``StepRecord.requests``."""
+        """The verified drafts of a drafter, as in ``StepRecord.requests``."""
         return [
             (row.sequence.id, result.draft.depth, len(result.path))
             for row in plan.rows

@@ -51,7 +51,6 @@ class Engine:
     """Runs sequences.
 
     Args:
-        runner: the network and the tensors of its KV cache.
         limits: of a step and of a sequence, which the KV cache may limit further.
         reuse: whether full pages are found again by later prompts with the same prefix.
         seed: where the seeds of unseeded requests come from; None: the operating system.
@@ -99,15 +98,13 @@ class Engine:
         return bool(self.scheduler.running or self.scheduler.waiting)
 
     def step(self) -> list[Event]:
-        """One forward for all that run, and what it did to each sequence; see ``Step.run``.
+        """One forward for all that run, and what it did to each sequence; see ``Step.run``. Where
+        all are greedy decodes it is up to ``num_decode_steps`` forwards.
 
-        Where nothing but greedy decodes is to be done it is up to ``num_decode_steps`` forwards.
-
-        Raises:
-            EngineStopped: a rank of tensor parallelism has ended, before the step or in it.
+        Raises EngineStopped if a rank of tensor parallelism has ended.
         """
         running = self.scheduler.running
-        is_streamed = self.shares_processors or any(each.is_streamed for each in running)
+        is_streamed = self.shares_processors or any(sequence.is_streamed for sequence in running)
         self._step.num_decode_steps = (
             self.num_streamed_decode_steps if is_streamed else self.num_decode_steps
         )
@@ -124,7 +121,7 @@ class Engine:
     # ---- admission --------------------------------------------------------------------------
 
     def check_prompt(self, prompt_ids: Ids[int], params: SamplingParams) -> None:
-        """Whether a prompt can be added with these params.
+        """Check that a prompt can be added with these params.
 
         Raises:
             ParameterError: an empty prompt, or ids outside the vocabulary.
@@ -156,8 +153,8 @@ class Engine:
         if params.prompt_logprobs is not None and sequence.extended_from is None:
             raise ParameterError(
                 "prompt_logprobs of a live sequence",
-                "its tokens are computed already, and nothing was put behind them",
-                "Ask for them when generating from a prompt, or behind an extension",
+                "its tokens are computed already, and nothing was added to them",
+                "Ask for them when generating from a prompt, or after an extension",
             )
         self._check_params(params)
         self._check_length(len(sequence.tokens) + (params.max_tokens != 0))
@@ -206,7 +203,7 @@ class Engine:
 
     @staticmethod
     def _check_constraints(params: SamplingParams, constraints: Constraints | None) -> None:
-        """Constraints are given if and only if the params restrict the output."""
+        """Constraints are given if and only if the params restrict the output (ParameterError)."""
         if params.constrains != (constraints is not None):
             raise ParameterError(
                 "guided_decoding or a thinking budget, and constraints, belong together",
@@ -241,18 +238,15 @@ class Engine:
 
         Args:
             prompt_ids: the prompt, which has passed ``check_prompt`` with these params.
-            params: how to sample and when to stop.
             keep: park each sequence at its end instead of closing it.
-            constraints: of the shape or the thinking budget that the params ask for, if they do.
-
-        Raises:
-            ParameterError: constraints that the params do not ask for, or none where they do.
+            constraints: of the shape or thinking budget, if and only if the params ask for one
+                (ParameterError).
         """
         self._check_constraints(params, constraints)
-        made = constraints(prompt_ids, params.n) if constraints else [None] * params.n
+        sample_constraints = constraints(prompt_ids, params.n) if constraints else [None] * params.n
         arrival, seed = next(self._arrivals), self._seed(params)
         samples: list[Sequence] = []
-        for index, constraint in enumerate(made):
+        for index, constraint in enumerate(sample_constraints):
             sample = self._new(list(prompt_ids), keep)
             sample.index = index
             self._start(sample, params, arrival, seed, constraint)
@@ -262,12 +256,11 @@ class Engine:
         return samples
 
     def order_by_prefix(self, requests: Ids[list[Sequence]]) -> None:
-        """Serve requests that came together so that those with a common prefix follow each other.
+        """Exchange the arrivals of requests that came together so that those with a common prefix
+        follow each other. Requests that share no page keep their order.
 
-        They exchange their arrivals. Requests that share no page keep their order.
-
-        Args:
-            requests: the samples of each, as ``start`` has returned them, in the order of arrival.
+        ``requests`` has the samples of each, as ``start`` has returned them, in the order of
+        arrival.
         """
         groups: list[list[list[Sequence]]] = []
         for samples in sorted(requests, key=lambda samples: samples[0].tokens):
@@ -283,9 +276,8 @@ class Engine:
                 sample.arrival = arrival
 
     def open(self, prompt_ids: Ids[int]) -> Sequence:
-        """A parked sequence that holds a prompt which has passed ``check_prompt``.
-
-        Nothing is computed before ``resume``.
+        """A parked sequence of a prompt that has passed ``check_prompt``. Nothing is computed
+        yet.
         """
         return self._new(list(prompt_ids), keep=True)
 
@@ -299,7 +291,7 @@ class Engine:
         """Generate from a parked sequence. ``params.n`` must be 1: fork for more.
 
         A shape that the params ask for is that of the new output alone. ``prompt_logprobs`` are
-        those of the tokens that ``extend`` has put behind it since it generated last.
+        those of the tokens that ``extend`` has added since it generated last.
 
         Raises:
             UsageError: it is not parked.
@@ -322,7 +314,7 @@ class Engine:
                 depend_on(sequence, first.sequence, min(begins))
 
     def extend(self, sequence: Sequence, token_ids: Ids[int]) -> None:
-        """Put tokens behind a parked sequence; they are computed when it is resumed."""
+        """Append tokens to a parked sequence; they are computed when it is resumed."""
         self._expect_parked(sequence, "extended")
         self._check_ids("extension", token_ids)
         self._check_length(len(sequence.tokens) + len(token_ids))
@@ -351,22 +343,22 @@ class Engine:
     def attend_to(self, sequence: Sequence, others: Mapping[Sequence, int]) -> None:
         """Let a sequence read the tokens of others, while they are written, in place.
 
-        It then sees them behind the tokens that both begin with, before the rest of its own. A
-        token of another sequence is seen from the step after the one that stored its keys and
-        values; while another one is computed again, what it has stored by then. The sequence's own
-        ones depend on them: its pages are not published, it is not saved, and has no drafts; if it
-        has to be computed again, that is with what the others have written by then. It ends with
+        It then sees them after the tokens that both begin with, before the rest of its own. A token
+        of another sequence is seen from the step after the one that stored its keys and values;
+        while another one is computed again, what it has stored by then. The sequence's own ones
+        depend on them: its pages are not published, it is not saved, and has no drafts; if it has
+        to be computed again, that is with what the others have written by then. It ends with
         ``LENGTH`` where the context cannot hold all tokens, and fails if one of the others is
         closed, or parked before its tokens are stored.
 
         Args:
-            sequence: a live one, with a token of its own behind each common beginning.
+            sequence: a live one, with a token of its own after each common beginning.
             others: live ones, and how many tokens each has in common with it. They may attend to it
                 as well. None: it attends to itself alone again.
 
         Raises:
             UsageError: one of them is closed or of another engine, does not begin with these
-                tokens, or the sequence has no token of its own behind them.
+                tokens, or the sequence has no token of its own after them.
             ModelError: the model's attention cannot; see ``CausalLM.check_concurrent``.
         """
         self.runner.lm.check_concurrent()
@@ -379,20 +371,18 @@ class Engine:
         for other, count in others.items():
             if count >= len(sequence.tokens) or sequence.tokens[:count] != other.tokens[:count]:
                 raise UsageError(
-                    "a sequence that attends to another one begins alike, and goes on by itself",
+                    "a sequence that attends to another one begins alike, and goes on differently",
                     f"they do not both begin with {count} tokens, or it has no further one",
                     "Extend it first, as with the name of its writer",
                 )
-        found = [OtherSequence(other, count) for other, count in others.items()]
-        sequence.others = tuple(sorted(found, key=lambda each: each.num_common))
+        readable = [OtherSequence(other, count) for other, count in others.items()]
+        sequence.others = tuple(sorted(readable, key=lambda other: other.num_common))
 
     def capture(self, sequence: Sequence, token_ids: Ids[int]) -> SequenceSnapshot:
-        """A copy of a sequence that begins like ``token_ids``: these ids, and its KV so far.
+        """A copy of a sequence that begins like ``token_ids``: these ids, and its KV so far. KV
+        that it has yet to compute, or whose pages it has given up, is not in it.
 
-        KV that it has yet to compute, or has given up its pages for, is not in it.
-
-        Raises:
-            UsageError: its KV depends on other sequences (``attend_to``).
+        Raises UsageError if its KV depends on other sequences (``attend_to``).
         """
         if sequence.table.private_from is not None:
             raise UsageError(
@@ -407,7 +397,7 @@ class Engine:
     def restore(self, saved: SequenceSnapshot) -> Sequence:
         """A parked sequence with the tokens and the KV of a snapshot; nothing is computed.
 
-        The draft KV caches are behind: drafters compute what they lack before their next draft.
+        The draft KV caches lag: drafters compute what they lack before their next draft.
 
         Raises:
             ParameterError: ids outside the vocabulary.
@@ -447,9 +437,9 @@ class Engine:
                 "Rewind to a length that it has had",
             )
         attach_ready_dependents(sequence, all_of_them=True)
-        kept = bisect_left(sequence.sampled_positions, length)
-        self._count_discarded(sequence, len(sequence.sampled_positions) - kept)
-        del sequence.sampled_positions[kept:]
+        num_sampled = bisect_left(sequence.sampled_positions, length)
+        self._count_discarded(sequence, len(sequence.sampled_positions) - num_sampled)
+        del sequence.sampled_positions[num_sampled:]
         del sequence.tokens[length:]
         sequence.table.rewind(min(length, sequence.table.length))
         sequence.prompt_length = min(sequence.prompt_length, length)
@@ -465,9 +455,8 @@ class Engine:
             self.scheduler.finish(sequence, FinishReason.ABORT)
 
     def cut(self, sequence: Sequence, length: int) -> None:
-        """End a generation of which the first ``length`` tokens of the sequence are wanted.
-
-        A step may append several tokens, and the caller's reason to stop may lie before the last.
+        """End a generation of which the first ``length`` tokens of the sequence are wanted: a step
+        may append several, and the caller's reason to stop may come before the last.
         """
         self.abort(sequence)
         if sequence.status is Status.PARKED:
@@ -497,7 +486,6 @@ class Engine:
     # ---- shared --------------------------------------------------------------------
 
     def _new(self, tokens: list[int], keep: bool) -> Sequence:
-        """A parked sequence without KV."""
         sequence = Sequence(
             id=next(self._ids),
             tokens=tokens,
@@ -524,12 +512,13 @@ class Engine:
         seed: int,
         constraint: Constraint | None,
     ) -> None:
-        """Let a parked sequence generate."""
-        left = self.limits.max_length - len(sequence.tokens)
+        num_remaining = self.limits.max_length - len(sequence.tokens)
         sequence.params, sequence.arrival, sequence.seed = params, arrival, seed
         sequence.prompt_length = len(sequence.tokens)
-        most = left if params.max_tokens is None else min(left, params.max_tokens)
-        sequence.limit = len(sequence.tokens) + most
+        max_tokens = (
+            num_remaining if params.max_tokens is None else min(num_remaining, params.max_tokens)
+        )
+        sequence.limit = len(sequence.tokens) + max_tokens
         sequence.table.longest = sequence.limit
         sequence.end_ids = params.end_ids(self.runner.lm.eos_token_ids)
         sequence.finish_reason = sequence.stop_reason = None

@@ -44,12 +44,9 @@ T = TypeVar("T")
 
 
 class ManagedResources:
-    """The units of a user's resource manager that requests hold.
-
-    Each request is asked for its units until they are available, and freed once.
-
-    Args:
-        manager: the user's; None: every request has what it needs.
+    """The units of a user's resource manager that requests hold. Each request is asked for its
+    units until they are available, and freed once. Without a manager every request has what it
+    needs.
     """
 
     def __init__(self, manager: ResourceManager | None) -> None:
@@ -108,13 +105,8 @@ class DrafterEntry:
 
 
 class GuardedDrafter:
-    """A drafter with its length policy and resource manager, none of whose errors gets out.
-
-    Args:
-        entry: the drafter and its settings.
-        stats: the engine's totals, which count failures.
-        vocab_size: of the target.
-        device: where the drafter computes.
+    """A drafter with its length policy and resource manager, none of whose errors gets out, unless
+    ``is_interrupt`` takes one for the program's own.
 
     Attributes:
         name, drafter, policy, schedule, rule, resource_manager: see ``DrafterEntry``.
@@ -123,8 +115,6 @@ class GuardedDrafter:
         learning_seconds: of drafter and length policy after the step before.
         timer: of its drafts.
         disabled: ids of the requests for which it has failed; they get no more of its drafts.
-
-    Every method may raise what ``is_interrupt`` takes for the program's own.
     """
 
     def __init__(
@@ -149,10 +139,10 @@ class GuardedDrafter:
     def take_resources(self, request: DraftRequest) -> bool:
         """Whether the request holds the units of the resource manager that it may need."""
         why = "its resource manager cannot say what a request needs"
-        taken = self._guard(why, self._resources.take, request)
-        if taken is None:
+        is_holding = self._guard(why, self._resources.take, request)
+        if is_holding is None:
             self.disable([request])
-        return bool(taken)
+        return bool(is_holding)
 
     def lengths(self, requests: list[DraftRequest], batch_size: int) -> list[int]:
         """The draft lengths that the policy chooses; zeros if it raises."""
@@ -208,7 +198,6 @@ class GuardedDrafter:
         return draft
 
     def _warn_of_ids(self, proposed: Draft) -> None:
-        """Warn once of ids outside the target's vocabulary."""
         size = self._vocab_size
         outside = [token for token in map(index, proposed.tokens) if not 0 <= token < size]
         if outside and not self._has_warned_of_ids:
@@ -297,11 +286,7 @@ class GuardedDrafter:
         return self._guard(why, succeed) is not None
 
     def _count_failure(self, error: BaseException, why: str) -> None:
-        """Log and count an error.
-
-        Raises:
-            BaseException: the error, if it is the program's own; see ``is_interrupt``.
-        """
+        """Log and count an error; raises it again if it is the program's own (``is_interrupt``)."""
         if is_interrupt(error):
             raise error
         log.warning("drafter %r: %s", self.name, why, exc_info=error)

@@ -1,8 +1,8 @@
 """Planned rows as the model and verification see them.
 
-Packed for the model, a row is its known tokens and the nodes of its draft. Behind the forward, each
-row that computed its sequence's last token is sampled behind: for that sequence, and for the
-siblings that wait with the very same tokens.
+Packed for the model, a row is its known tokens and the nodes of its draft. After the forward, each
+row that computed its sequence's last token is sampled from: for that sequence, and for the siblings
+that wait with the very same tokens.
 """
 
 from __future__ import annotations
@@ -24,11 +24,8 @@ from forethought.speculative.verify.verify import VerificationRequest
 
 
 def pack(row: PlannedRow, starts: Mapping[int, int]) -> Row:
-    """The model's view of a row: its known tokens, then the nodes of its draft.
-
-    Args:
-        row: as it is planned.
-        starts: by the ids of all planned sequences, tokens that were stored before this step.
+    """The model's view of a planned row: its known tokens, then the nodes of its draft. ``starts``
+    are the tokens of all planned sequences, by id, that were stored before this step.
     """
     draft, parents, count = row.draft, None, row.num_tokens
     if draft.parents is not None:
@@ -50,26 +47,28 @@ def pack(row: PlannedRow, starts: Mapping[int, int]) -> Row:
 
 
 def _concurrent(row: PlannedRow, starts: Mapping[int, int]) -> ConcurrentTokens | None:
-    """The tokens of other sequences that a row attends to: those stored before this step.
-
-    A sequence that was planned and then left out may have lost a part of its last page.
+    """The tokens of other sequences that a row attends to: those stored before this step. A
+    sequence that was planned and then left out may have lost a part of its last page.
     """
     others = [other for other in row.sequence.others if other.num_common <= row.start]
     if not others:
         return None
     begins = [other.num_common for other in others]
     read = [other.sequence for other in others]
-    stored = [min(each.table.length, starts.get(each.id, each.table.length)) for each in read]
+    stored = [
+        min(sequence.table.length, starts.get(sequence.id, sequence.table.length))
+        for sequence in read
+    ]
     return ConcurrentTokens(
         starts=begins,
         stops=[max(stop, begin) for stop, begin in zip(stored, begins, strict=True)],
-        pages=[list(each.table.pages) for each in read],
+        pages=[list(sequence.table.pages) for sequence in read],
     )
 
 
 @dataclass(slots=True, eq=False)
 class PendingSample:
-    """A sequence to sample for behind a row: the row's own, or a sibling with the same tokens."""
+    """A sequence to sample for after a row: the row's own, or a sibling with the same tokens."""
 
     row: PlannedRow
     sequence: Sequence
@@ -83,14 +82,14 @@ class PendingSample:
             self.row.sibling_results.append((self.sequence, result))
 
     def without_draft(self) -> PendingSample:
-        """The same, sampled behind the root."""
+        """The same, sampled after the root."""
         rows, contexts = self.request.rows[:1], self.request.contexts[:1]
         plain = replace(self.request, draft=NO_DRAFT, rows=rows, contexts=contexts, rule=None)
         return replace(self, request=plain)
 
 
 def takes_argmax(row: PlannedRow) -> bool:
-    """Whether the tokens behind a row and its nodes are the argmaxes of their logits, and no more
+    """Whether the tokens after a row and its nodes are the argmaxes of their logits, and no more
     than its own draft is verified with them."""
     sequence = row.sequence
     is_plain = sequence.takes_argmax and row.rule is None and not sequence.dependents
@@ -108,10 +107,8 @@ def is_plain_decode(row: PlannedRow) -> bool:
 
 
 def take_argmax(rows: List[PlannedRow], logits: Tensor) -> list[Sequence]:
-    """Verify rows that ``takes_argmax``: what ``verify`` does for them, in one operation.
-
-    Returns:
-        The sequences whose logits behind the root, of [R, V] float32, are not finite.
+    """Verify rows that ``takes_argmax``: what ``verify`` does for them, in one operation. Returns
+    the sequences whose logits after the root, of [R, V] float32, are not finite.
     """
     nonfinite: list[Sequence] = []
     results = verify_argmax(logits, [row.draft for row in rows])
@@ -124,11 +121,8 @@ def take_argmax(rows: List[PlannedRow], logits: Tensor) -> list[Sequence]:
 
 
 def pending_samples(rows: List[PlannedRow], eos_ids: frozenset[int]) -> list[PendingSample]:
-    """The sequences to sample for behind rows that were computed together.
-
-    Args:
-        rows: in the order of their logits; only one that is its sequence's last is sampled behind.
-        eos_ids: the model's end-of-sequence ids.
+    """The sequences to sample for after rows that were computed together, in the order of their
+    logits; only a row that is its sequence's last is sampled from.
     """
     pending, begin = list[PendingSample](), 0
     shared = dict[int, TokenContext]()
@@ -160,17 +154,11 @@ def pending_samples(rows: List[PlannedRow], eos_ids: frozenset[int]) -> list[Pen
 def _contexts(
     sequence: Sequence, draft: Draft, eos_ids: frozenset[int], shared: dict[int, TokenContext]
 ) -> list[TokenContext]:
-    """The context of the root and each node, with its prefix if the distribution depends on it.
+    """The contexts of the root and each of N nodes, 1 + N, with prefix if the distribution depends
+    on it.
 
-    Args:
-        sequence: to sample for.
-        draft: behind it, of N nodes.
-        eos_ids: the model's end-of-sequence ids.
-        shared: contexts without prefix by the id of their params, added to: one for all sequences
-            of a step that have the same params.
-
-    Returns:
-        1 + N.
+    ``shared`` are contexts without prefix by the id of their params, added to: one for all
+    sequences of a step that have the same params.
     """
     params, start = sequence.params, sequence.prompt_length
     if not sequence.has_stateful_distribution:
@@ -192,15 +180,13 @@ def _contexts(
 
 def keep_logits(rows: List[PlannedRow], logits: Tensor) -> list[Sequence]:
     """Set ``known_logits`` of rows whose prompt is scored; ``logits`` [R, V] is of all rows.
-
-    Returns:
-        The sequences whose prompt is to be scored with logits that are not finite.
+    Returns the sequences whose prompt is scored with logits that are not finite.
     """
     begin, nonfinite = 0, []
     for row in rows:
         if row.sequence.wants_prompt_logprobs:
-            known = row.known_logits = logits[begin : begin + row.num_logits]
-            if not known.amax(-1).isfinite().all():
+            known_logits = row.known_logits = logits[begin : begin + row.num_logits]
+            if not known_logits.amax(-1).isfinite().all():
                 nonfinite.append(row.sequence)
         begin += row.num_logits + row.num_nodes
     return nonfinite

@@ -20,11 +20,8 @@ from forethought.kv.pool import PrefixIndex
 
 
 class PendingPrefixes:
-    """The pages that prefills are going to publish, as of one plan.
-
-    Args:
-        index: has the pages that are published, and hashes tokens.
-        running: the running sequences, in the order of service.
+    """The pages that prefills are going to publish, as of one plan, whose ``running`` sequences are
+    in the order of service.
     """
 
     def __init__(self, index: PrefixIndex, running: Iterable[Sequence]) -> None:
@@ -43,11 +40,8 @@ class PendingPrefixes:
             self._writer.setdefault(digest, sequence)
 
     def num_awaited(self, sequence: Sequence, num_pages: int) -> int:
-        """Pages of a waiting prompt that are published or pending; 0 if none is pending.
-
-        Args:
-            sequence: its ``page_digests`` are known.
-            num_pages: full pages that it may share.
+        """Pages of a waiting prompt, of its ``num_pages`` full ones, that are published or pending;
+        0 if none is pending. Its ``page_digests`` are known.
         """
         digests = sequence.page_digests[:num_pages]
         if not self._writer or not digests:

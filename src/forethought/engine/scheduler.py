@@ -3,7 +3,7 @@
 One token budget per step. Running sequences come first, those with a single token to compute (a
 decode) before those with more (a chunk of a prefill), so that a long prompt never stalls running
 decodes; what is left goes to waiting sequences, strictly by priority and arrival. Between decodes
-and prefills, slots for draft nodes are reserved as far as budget and free pages go: at most half of
+and prefills, slots for draft nodes are reserved within budget and free pages: at most half of
 what prefills could use, and they are the first to be given back when a sequence needs pages.
 
 When the batch is full, a waiting sequence of higher priority replaces a running one of lower
@@ -59,15 +59,15 @@ class Limits:
 
 @dataclass(slots=True)
 class PlannedRow:
-    """Known tokens of a sequence to compute, and the draft behind them."""
+    """Known tokens of a sequence to compute, and the draft after them."""
 
     sequence: Sequence
     start: int
     """The position of the first of them."""
     stop: int
-    """The position behind the last of them."""
+    """The position after the last of them."""
     num_logits: int
-    """The logits of so many of its last known tokens are wanted."""
+    """The logits of this many of its last known tokens are computed."""
     copies: tuple[PageCopy, ...] | None = None
     """To make before the forward; None: the table has no slots for the tokens yet."""
     num_nodes: int = 0
@@ -105,7 +105,7 @@ class PlannedRow:
 
     @property
     def is_last(self) -> bool:
-        """Whether it computes the sequence's last token, behind which a token is sampled."""
+        """Whether it computes the sequence's last token, after which a token is sampled."""
         return self.stop == len(self.sequence.tokens)
 
     @property
@@ -115,9 +115,8 @@ class PlannedRow:
         return is_single and self.is_last and self.stop > self.sequence.prompt_length
 
     def undo(self) -> None:
-        """Give back the slots of its tokens, which were not stored.
-
-        A page that was to be copied may be empty, so that one is given back as a whole.
+        """Give back the slots of its tokens, which were not stored. A page that was to be copied
+        may be empty, so that one is given back as a whole.
         """
         table, size = self.sequence.table, self.sequence.table.page_size
         copying = self.copies is None or self.copies
@@ -218,13 +217,8 @@ class Plan:
 
 
 class Scheduler:
-    """The queues of running, waiting and parked sequences.
-
-    Args:
-        pool: of the pages.
-        index: finds prefixes that are stored already.
-        limits: of a step and of a sequence.
-        stats: counts cached tokens, preemptions and drops.
+    """The queues of running, waiting and parked sequences. ``stats`` counts cached tokens,
+    preemptions and drops.
     """
 
     def __init__(
@@ -285,53 +279,43 @@ class Scheduler:
             self.place(sequence, Status.CLOSED)
 
     def plan_decodes(self, plan: Plan) -> None:
-        """Add a row for each running sequence with one token to compute.
-
-        Args:
-            plan: an empty one, filled row by row, so that it can be undone wherever this stops.
-                What is raised for one sequence ends up in its ``failures``.
+        """Add a row for each running sequence with one token to compute, one by one, so that the
+        plan can be undone wherever this stops. Errors of one sequence end up in its
+        ``failures``.
         """
         if self.waiting:
             self._replace_by_priority()
         self._plan_rows(plan, [s for s in self.running if s.num_uncomputed == 1])
 
     def reserve_draft_slots(self, plan: Plan, rows: List[PlannedRow], requested: List[int]) -> None:
-        """Reserve draft slots behind decodes, the first rows first; preempts no sequence.
-
-        Args:
-            plan: holds decodes only.
-            rows: the decodes.
-            requested: draft nodes that each of them would like.
+        """Reserve slots for the requested draft nodes after decodes, the first rows first; preempts
+        no sequence.
         """
-        left = self.limits.max_num_tokens - plan.num_tokens
+        num_remaining = self.limits.max_num_tokens - plan.num_tokens
         if len(self.running) > len(rows) or any(s.parent is None for s in self.waiting):
-            left //= 2
-        for row, wanted in zip(rows, requested, strict=True):
+            num_remaining //= 2
+        for row, num_requested in zip(rows, requested, strict=True):
             table = row.sequence.table
             free = -table.length % self._pool.page_size
-            num_nodes = min(wanted, left, free + self._pool.available * self._pool.page_size)
+            num_nodes = min(
+                num_requested, num_remaining, free + self._pool.available * self._pool.page_size
+            )
             if num_nodes > 0:
                 plan.reserve(row, num_nodes)
-                left -= num_nodes
+                num_remaining -= num_nodes
 
     def reserve_decode_slots(self, plan: Plan, num_steps: int) -> int:
-        """Reserve slots for what further decode steps store, as far as there are free pages.
+        """Reserve slots for what further decode steps store, within free pages; returns the steps
+        that there are slots for, of ``num_steps`` with the first one.
 
         Preempts no sequence and evicts no page. A row gets no more than its sequence has tokens
         left, and otherwise for as many steps as the others.
-
-        Args:
-            plan: holds decodes only, with the draft slots of a step.
-            num_steps: of the engine, the first one included.
-
-        Returns:
-            Steps that there are slots for.
         """
-        left = [row.sequence.limit - len(row.sequence.tokens) for row in plan.rows]
-        num_steps, free = min(num_steps, max(left, default=1)), self._pool.num_free
+        num_remaining = [row.sequence.limit - len(row.sequence.tokens) for row in plan.rows]
+        num_steps, free = min(num_steps, max(num_remaining, default=1)), self._pool.num_free
         rows = [
             (row.sequence.table, 1 + row.num_nodes, most)
-            for row, most in zip(plan.rows, left, strict=True)
+            for row, most in zip(plan.rows, num_remaining, strict=True)
         ]
 
         def needed(num: int) -> int:
@@ -347,8 +331,7 @@ class Scheduler:
         return num_steps
 
     def plan_prefills(self, plan: Plan) -> None:
-        """Add chunks of running prefills, then admit waiting sequences, as far as there is budget.
-
+        """Add chunks of running prefills, then admit waiting sequences, while there is budget.
         Draft slots are given back where their pages are needed.
         """
         prefilling = [s for s in self.running if s.num_uncomputed > 1 and not plan.has_failed(s)]
@@ -359,9 +342,8 @@ class Scheduler:
             self._admit_ready(plan, ready)
 
     def _admit_ready(self, plan: Plan, ready: list[Sequence]) -> None:
-        """Admit waiting sequences in their order, but for those whose prefix is being computed.
-
-        Each of those keeps a place in the batch, and the pages of its other tokens.
+        """Admit waiting sequences in their order, but for those whose prefix is being computed:
+        each of those keeps a place in the batch, and the pages of its other tokens.
         """
         pending, num_places, num_pages = PendingPrefixes(self._index, self.running), 0, 0
         for sequence in ready:
@@ -387,9 +369,8 @@ class Scheduler:
                 plan.fail(sequence, error)
 
     def _replace_by_priority(self) -> None:
-        """Let waiting sequences of higher priority replace running ones of lower priority.
-
-        Those keep their pages and wait until the batch has a free slot. Among equal priorities an
+        """Let waiting sequences of higher priority replace running ones of lower priority. Those
+        keep their pages and wait until the batch has a free slot. Among equal priorities an
         earlier arrival replaces none.
         """
         ready = sorted((s for s in self.waiting if s.parent is None), key=lambda s: s.rank)
@@ -420,27 +401,23 @@ class Scheduler:
         row.copies = tuple(table.append(count))
 
     def _fitting_tokens(self, plan: Plan, sequence: Sequence) -> int:
-        """Tokens of the sequence that fit into what is left of the step's budget."""
-        left = self.limits.max_num_tokens - plan.num_tokens
-        wanted, begin = sequence.num_uncomputed, sequence.num_computed
-        if wanted == 1 and left > 0:  # a decode
+        """Tokens of the sequence that fit into the rest of the step's budget."""
+        num_remaining = self.limits.max_num_tokens - plan.num_tokens
+        num_tokens, begin = sequence.num_uncomputed, sequence.num_computed
+        if num_tokens == 1 and num_remaining > 0:  # a decode
             return 1
         ends = [other.num_common for other in sequence.others if other.num_common > begin]
         if ends:  # the tokens before do not see the others
-            wanted = ends[0] - begin
+            num_tokens = ends[0] - begin
         if sequence.wants_prompt_logprobs:
-            wanted = min(wanted, PROMPT_LOGPROB_ROWS)
-        if wanted > left and not self.limits.chunked_prefill:
-            return 0 if plan.rows else wanted  # recomputing more than a step's worth: alone
-        return min(wanted, left)
+            num_tokens = min(num_tokens, PROMPT_LOGPROB_ROWS)
+        if num_tokens > num_remaining and not self.limits.chunked_prefill:
+            return 0 if plan.rows else num_tokens  # recomputing more than a step's worth: alone
+        return min(num_tokens, num_remaining)
 
     def _admit(self, plan: Plan, sequence: Sequence, num_reserved: int) -> bool:
-        """Start a waiting sequence if budget and pages allow; parked ones release theirs.
-
-        Args:
-            plan: of this step.
-            sequence: the first that waits for nothing.
-            num_reserved: pages to leave to sequences before it.
+        """Start a waiting sequence if budget and pages allow, leaving ``num_reserved`` pages to
+        those before it; parked ones release theirs.
         """
         self._adopt_prefix(sequence)
         if self._fitting_tokens(plan, sequence) == 0:
@@ -485,36 +462,33 @@ class Scheduler:
 
     def _victims(self, needy: Sequence) -> list[Sequence]:
         """The sequences to take pages from for ``needy``: idle ones, then those served after it.
-
         Parked ones that others attend to only where nothing else runs: those would fail.
         """
         waiting = [other for other in self.waiting if other.table.pages]
         later = [other for other in self.running if other.rank >= needy.rank]
         is_alone = all(other is needy for other in self.running)
-        read = [each for each in self.parked if each.table.pages] if is_alone else []
+        read = [sequence for sequence in self.parked if sequence.table.pages] if is_alone else []
         return [*self._idle(), *_last_first(waiting), *read, *_last_first(later)]
 
     def _idle(self) -> list[Sequence]:
         """Parked sequences with pages to which none attends that runs or waits."""
         active = (*self.running, *self.waiting)
         read = {id(other.sequence) for sequence in active for other in sequence.others}
-        return [each for each in self.parked if each.table.pages and id(each) not in read]
+        return [parked for parked in self.parked if parked.table.pages and id(parked) not in read]
 
     def _limit_with_others(self, sequence: Sequence) -> int:
         """Tokens at which its generation ends, so that the context holds the others' as well.
-
-        Raises:
-            ContextLengthError: those of the others alone do not fit.
+        Raises ContextLengthError if those of the others alone do not fit.
         """
-        num_others = sum(len(each.sequence.tokens) - each.num_common for each in sequence.others)
+        num_others = sum(len(other.sequence.tokens) - other.num_common for other in sequence.others)
         if num_others >= self.limits.max_length:
             raise ContextLengthError(
                 f"{num_others} tokens of other sequences do not fit into the context",
                 f"one sequence may see {self.limits.max_length}, its own among them",
                 "Attend to fewer or shorter sequences",
             )
-        left = max(len(sequence.tokens) + 1, self.limits.max_length - num_others)
-        return min(sequence.limit, left)
+        limit = max(len(sequence.tokens) + 1, self.limits.max_length - num_others)
+        return min(sequence.limit, limit)
 
     def _take_pages_from(self, plan: Plan, victims: list[Sequence], needy: Sequence) -> bool:
         """Free the first victim's pages; False if that was ``needy`` itself."""
@@ -539,7 +513,7 @@ class Scheduler:
 
 def _check_others(sequence: Sequence) -> None:
     """Raise UsageError unless what the sequence attends to is stored, or will be."""
-    for other in (each.sequence for each in sequence.others):
+    for other in (reading.sequence for reading in sequence.others):
         generated = len(other.tokens) if other.extended_from is None else other.extended_from
         lost = other.status is Status.PARKED and generated - other.num_computed > 1
         if lost or other.status is Status.CLOSED:

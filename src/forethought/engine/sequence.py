@@ -54,7 +54,7 @@ class OtherSequence:
 
     sequence: Sequence
     num_common: int
-    """Tokens that both begin with, behind which its own are read."""
+    """Tokens that both begin with, after which its own are read."""
 
 
 @dataclass(eq=False, slots=True)
@@ -111,10 +111,10 @@ class Sequence:
     is_streamed: bool = False
     """Whether somebody waits for each token of the current generation."""
     prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=list)
-    """One entry per prompt token as far as computed, if asked for; of a sequence that was extended,
+    """One entry per prompt token computed so far, if asked for; of a sequence that was extended,
     None for those before the extension."""
     extended_from: int | None = None
-    """Tokens before those that were put behind it since it generated last; None: there are none."""
+    """Tokens before those that were added since it generated last; None: there are none."""
     usage: Usage = field(default_factory=Usage)
     metrics: SpeculationMetrics = field(default_factory=SpeculationMetrics)
     """Counters of speculative decoding in the current generation."""
@@ -156,8 +156,8 @@ class Sequence:
     @property
     def wants_prompt_logprobs(self) -> bool:
         """Whether log-probabilities of prompt tokens are still to be computed."""
-        wanted = self.params.prompt_logprobs is not None
-        return wanted and len(self.prompt_logprobs) < self.prompt_length
+        is_requested = self.params.prompt_logprobs is not None
+        return is_requested and len(self.prompt_logprobs) < self.prompt_length
 
     @property
     def rank(self) -> tuple[int, int, int]:
@@ -173,11 +173,8 @@ def depend_on(child: Sequence, parent: Sequence, num_shared: int) -> None:
 
 
 def attach_ready_dependents(parent: Sequence, all_of_them: bool = False) -> None:
-    """Give dependents the KV they wait for, if it is there or will not come any more.
-
-    Args:
-        parent: the sequence that they wait for.
-        all_of_them: give every dependent what there is now; the parent is about to change.
+    """Give dependents of ``parent`` the KV they wait for, if it is there or will not come any more;
+    to ``all_of_them`` what there is now, as the parent is about to change.
     """
     for child in list(parent.dependents):
         if all_of_them or not parent.active or parent.num_computed >= child.num_shared:
@@ -187,10 +184,8 @@ def attach_ready_dependents(parent: Sequence, all_of_them: bool = False) -> None
 def attach_to_parent(child: Sequence, has_logits: bool = False) -> None:
     """Share what the parent has computed of the common prefix, and forget the parent.
 
-    Args:
-        child: a dependent.
-        has_logits: its next token is sampled from the parent's logits; else one that is about to
-            generate has to compute its last token itself.
+    ``has_logits``: the next token is sampled from the parent's logits; else one that is about to
+    generate has to compute its last token itself.
     """
     parent = child.parent
     assert parent is not None, "only a dependent can be attached"
@@ -234,4 +229,4 @@ def num_common(sequences: List[Sequence]) -> int:
     """Tokens that all of the sequences begin with."""
     together = zip(*(sequence.tokens for sequence in sequences), strict=False)
     shortest = min(len(sequence.tokens) for sequence in sequences)
-    return next((n for n, found in enumerate(together) if len(set(found)) > 1), shortest)
+    return next((n for n, ids in enumerate(together) if len(set(ids)) > 1), shortest)

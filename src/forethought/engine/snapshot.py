@@ -39,13 +39,8 @@ def capture(
     storage: KvStorage,
     hidden_state_caches: Sequence[HiddenStateCache],
 ) -> SequenceSnapshot:
-    """Copy what is stored of a sequence.
-
-    Args:
-        table: of its pages; at most as long as ``token_ids``.
-        token_ids: of the sequence.
-        storage: the target's.
-        hidden_state_caches: those that lack a state are left out.
+    """Copy what is stored of a sequence, whose ``table`` is at most as long as ``token_ids``.
+    Hidden-state caches that lack a state are left out.
     """
     length = table.length
     assert length <= len(token_ids)

@@ -3,7 +3,7 @@
 Plain and speculative decoding are the same step: every decode verifies a tree of draft tokens,
 which without a drafter is its root, the last known token, alone::
 
-    schedule   rows of known tokens: decodes, draft slots behind them, then prefill chunks
+    schedule   rows of known tokens: decodes, draft slots after them, then prefill chunks
     draft      each decode row gets a draft of N >= 0 nodes
     forward    all rows in one batch                      -> logits [R, V] float32
     verify     per decode, the accepted path of its draft and one more sampled token
@@ -93,17 +93,8 @@ class Event:
 
 
 class Step:
-    """Runs engine steps.
-
-    Args:
-        runner: the model and its KV cache.
-        scheduler: holds the sequences and plans the rows of a step.
-        drafting: the drafters and their length policies.
-        index: where full pages are published.
-        stats: the engine's totals.
-
-    Attributes:
-        num_decode_steps: at most, in one call of the runner; see ``LlmArgs``.
+    """Runs engine steps. Full pages are published in ``index``. At most ``num_decode_steps`` are
+    made in one call of the runner; see ``LlmArgs``.
     """
 
     def __init__(
@@ -184,7 +175,7 @@ class Step:
             ]
 
     def _reserve_draft_slots(self, plan: Plan) -> None:
-        """Reserve slots for drafts behind the decodes; if that fails, this step has no drafts."""
+        """Reserve slots for drafts after the decodes; if that fails, this step has no drafts."""
         rows = plan.decodes
         try:
             requested = self._drafting.requested_nodes(rows, len(self._scheduler.running))
@@ -213,10 +204,8 @@ class Step:
     # ---- advance ----------------------------------------------------------------------------
 
     def _advance(self, plan: Plan) -> int:
-        """Make the steps of the plan, and fill ``results`` of its rows.
-
-        Returns:
-            Forwards that were made.
+        """Make the steps of the plan, and fill ``results`` of its rows; returns the number of
+        forwards.
         """
         if plan.num_steps > 1:
             with self._timer:
@@ -242,7 +231,6 @@ class Step:
             plan.drop_drafts()
 
     def _observe(self, plan: Plan, seconds: float, num_steps: int) -> None:
-        """Report the committed steps to drafters and length policies."""
         try:
             if self._asks_drafters:
                 self._drafting.observe(plan, seconds, num_steps)
@@ -254,10 +242,9 @@ class Step:
     # ---- forward ----------------------------------------------------------------------------
 
     def _forward(self, plan: Plan) -> list[tuple[List[PlannedRow], Tensor]]:
-        """The rows that were computed together, with their logits.
-
-        Logits are [R, V] float32, row after row: the last ``num_logits`` known tokens, then the
-        draft nodes. The hidden-state caches of the drafters are filled on the way.
+        """The rows that were computed together, with their logits [R, V] float32, row after row:
+        the last ``num_logits`` known tokens, then the draft nodes. The drafters' hidden-state
+        caches are filled on the way.
         """
         caches, has_failed = self._drafting.hidden_state_caches, False
         starts = {row.sequence.id: row.start for row in plan.rows}
@@ -303,16 +290,14 @@ class Step:
             self._recompute(plan, sequence)
 
     def _sample(self, plan: Plan, rows: List[PlannedRow], logits: Tensor) -> list[Sequence]:
-        """Verify the drafts of rows computed together, and sample behind what is accepted.
-
-        Returns:
-            The sequences whose logits behind the root are not finite.
+        """Verify the drafts of rows computed together, and sample after what is accepted. Returns
+        the sequences whose logits after the root are not finite.
         """
         if all(map(takes_argmax, rows)):
             return take_argmax(rows, logits)
 
         def compute(pending: List[PendingSample]) -> list[VerificationResult]:
-            return verify(logits, [each.request for each in pending])
+            return verify(logits, [sample.request for sample in pending])
 
         def failed(pending: PendingSample, error: Exception) -> PendingSample | None:
             if not pending.request.draft.tokens:
@@ -322,8 +307,8 @@ class Step:
             return pending.without_draft()
 
         nonfinite: list[Sequence] = []
-        for some, results in by_halves(pending_samples(rows, self._eos_ids), compute, failed):
-            for pending, result in zip(some, results, strict=True):
+        for group, results in by_halves(pending_samples(rows, self._eos_ids), compute, failed):
+            for pending, result in zip(group, results, strict=True):
                 if result.tokens:
                     pending.take(result)
                 elif pending.sequence is pending.row.sequence:  # its siblings wait for it
@@ -331,10 +316,9 @@ class Step:
         return nonfinite
 
     def _recompute(self, plan: Plan, sequence: Sequence) -> None:
-        """Compute a sequence with non-finite logits once more; the second time, fail it.
-
-        The NaN may come from another sequence: attention adds up whole pages, in which a masked
-        slot has weight 0, and 0 * NaN is NaN.
+        """Compute a sequence with non-finite logits once more; the second time, fail it. The NaN
+        may come from another sequence: attention adds up whole pages, in which a masked slot has
+        weight 0, and 0 * NaN is NaN.
         """
         if plan.has_failed(sequence):
             return
@@ -392,17 +376,15 @@ class Step:
 
     @staticmethod
     def _truncate(sequence: Sequence, results: list[VerificationResult]) -> End:
-        """Cut the results of a row after the token that ends the generation.
-
-        Raises:
-            ParameterError: a token breaks the grammar, with which nothing could go on.
+        """Cut the results of a row after the token that ends the generation. Raises ParameterError
+        if a token breaks the grammar, with which nothing could go on.
         """
-        tokens, left = tokens_of(results), sequence.limit - len(sequence.tokens)
-        if not left:  # only the prompt was to be scored
+        tokens, num_remaining = tokens_of(results), sequence.limit - len(sequence.tokens)
+        if not num_remaining:  # only the prompt was to be scored
             truncate(results, 0)
             return FinishReason.LENGTH, None
-        assert len(tokens) <= left, "drafts are shorter than this"
-        size = num_until_end(tokens, sequence.end_ids, left)
+        assert len(tokens) <= num_remaining, "drafts are shorter than this"
+        size = num_until_end(tokens, sequence.end_ids, num_remaining)
         num_complete = _num_until_complete(sequence, tokens[:size])
         if size is None and num_complete is None:
             return None, None
@@ -416,11 +398,9 @@ class Step:
         return FinishReason.LENGTH, None
 
     def _count_steps(self, row: PlannedRow, has_ended: bool) -> None:
-        """Count the steps of a row, and note for the output what was drafted and rejected.
-
-        Args:
-            row: with its results, whose tokens the sequence has yet to get.
-            has_ended: the last of them ends the generation: what follows was cut, not rejected.
+        """Count the steps of a row, whose tokens the sequence has yet to get, and note for the
+        output what was drafted and rejected. What follows the last token of a generation was
+        cut, not rejected.
         """
         sequence, metrics, is_decode = row.sequence, row.sequence.metrics, row.is_decode
         start = len(sequence.tokens) - sequence.prompt_length
@@ -445,16 +425,13 @@ class Step:
         """Count and publish the tokens of a computed row, and score those of the prompt.
 
         Tokens that the sequence did not sample in this generation, or that were computed before,
-        are prefilled; the others are counted as decoded when they are appended.
-
-        Args:
-            row: its table holds its known tokens and the accepted ones.
-            accepted: the tokens of the accepted path, which the sequence has yet to get.
+        are prefilled; the others are counted as decoded when they are appended. The sequence has
+        yet to get the ``accepted`` tokens, which the row's table holds.
         """
         sequence = row.sequence
-        known = max(sequence.prompt_length, sequence.num_ever_computed)
-        if row.start < known:
-            prefilled = min(known, row.stop) - row.start
+        num_known = max(sequence.prompt_length, sequence.num_ever_computed)
+        if row.start < num_known:
+            prefilled = min(num_known, row.stop) - row.start
             sequence.usage.prefilled += prefilled
             self._stats.prefilled += prefilled
         sequence.num_ever_computed = max(sequence.num_ever_computed, sequence.table.length)
@@ -467,13 +444,8 @@ class Step:
     def _append(
         self, sequence: Sequence, tokens: list[int], end: End, scores: VerificationResult
     ) -> Event:
-        """Append tokens, the last of which may finish the generation.
-
-        Args:
-            sequence: gets them.
-            tokens: of one step, or of several.
-            end: whether and how the generation ends.
-            scores: of the tokens, if they are asked for; then they are of one step.
+        """Append tokens of one step, or of several without scores; ``end`` says whether and how the
+        last one finishes the generation.
         """
         begin = len(sequence.tokens)
         sequence.sampled_positions += range(begin, begin + len(tokens))
@@ -496,24 +468,19 @@ def by_halves(
     compute: Callable[[List[Item]], Result],
     on_failure: Callable[[Item, Exception], Item | None],
 ) -> list[tuple[List[Item], Result]]:
-    """Compute all items together; where that fails, each half of them apart, and so on.
+    """Compute all items together; where that fails, each half of them apart, and so on. Returns, in
+    order, the items that were computed together and the result.
 
-    Args:
-        items: in order.
-        compute: must not change the items, as it may be called again.
-        on_failure: called with an item for which ``compute`` fails alone. It may return another
-            item to compute in its place; else nothing is computed for it.
-
-    Returns:
-        In order, the items that were computed together and the result.
+    ``compute`` must not change the items. ``on_failure`` is called with an item for which it fails
+    alone and may return another item to compute in its place.
     """
     done: list[tuple[List[Item], Result]] = []
-    left = [items] if items else []
-    while left:
-        some = left.pop()
+    groups = [items] if items else []
+    while groups:
+        group = groups.pop()
         failure: Exception | None = None
         try:
-            done.append((some, compute(some)))
+            done.append((group, compute(group)))
         except EngineStopped:  # no half of them would fare better
             raise
         except Exception as error:
@@ -521,12 +488,12 @@ def by_halves(
         # Outside of the handler, whose traceback keeps the tensors of the failed call alive.
         if failure is None:
             continue
-        if len(some) > 1:
+        if len(group) > 1:
             failure = None
-            middle = len(some) // 2
-            left += [some[middle:], some[:middle]]
-        elif (other := on_failure(some[0], failure)) is not None:
-            left.append([other])
+            middle = len(group) // 2
+            groups += [group[middle:], group[:middle]]
+        elif (other := on_failure(group[0], failure)) is not None:
+            groups.append([other])
     return done
 
 
@@ -556,9 +523,9 @@ def _rejected(draft: Draft, path: List[int]) -> tuple[int, ...]:
 def _publish(index: PrefixIndex, sequence: Sequence, accepted: list[int]) -> None:
     """Publish the full pages of computed tokens under the sequence's cache salt.
 
-    A sequence that is resumed under another salt begins another chain of digests. Its pages stay
-    published under the first salt, so that the index finds them under that one alone. Pages whose
-    KV depends on other sequences are not published.
+    A sequence that is resumed under another salt begins another chain of digests, and its pages
+    stay published under the first salt alone. Pages whose KV depends on other sequences are not
+    published.
     """
     table, size = sequence.table, sequence.table.page_size
     length = table.length if table.private_from is None else min(table.length, table.private_from)
@@ -589,7 +556,7 @@ def _unplanned(error: Exception) -> RequestError:
 def _not_finite(sequence: Sequence) -> LogitsError:
     return LogitsError(
         "the model's logits are not finite",
-        f"behind {len(sequence.tokens)} tokens they are NaN, +inf or all -inf, and were so again "
+        f"after {len(sequence.tokens)} tokens they are NaN, +inf or all -inf, and were so again "
         "when all of it was computed a second time",
         "Check the model's weights; in float16, try bfloat16 or float32",
     )

@@ -10,7 +10,7 @@ Every page is in exactly one of three states::
 left.
 
 A full page is identified by the chained hash of all tokens up to its end and of the tenant's salt:
-equal pages behind different prefixes differ, and tenants never share pages.
+equal pages after different prefixes differ, and tenants never share pages.
 """
 
 from __future__ import annotations
@@ -31,10 +31,9 @@ class OutOfPages(Exception):
 
 
 class FreeRuns:
-    """The free pages as maximal runs ``[start, stop)``. All operations are O(log runs).
-
-    Runs make it cheap to take the page next to a given one, so that a row's pages are contiguous
-    and it can attend through a view instead of a copy.
+    """The free pages as maximal runs ``[start, stop)``. All operations are O(log runs). Runs make
+    it cheap to take the page next to a given one, so that a row's pages are contiguous and it
+    can attend through a view instead of a copy.
     """
 
     def __init__(self, num_pages: int) -> None:
@@ -54,17 +53,17 @@ class FreeRuns:
         self._insert(page + 1, stop)
         return True
 
-    def take_apart(self, wanted: int, room: int | None = None) -> int:
-        """Take the first page of a new row that is going to take ``wanted`` pages.
+    def take_apart(self, num_pages: int, room: int | None = None) -> int:
+        """Take the first page of a new row that is going to take ``num_pages``.
 
         It is in the middle of the longest run, so that the row before the run can grow as well, or
-        earlier: where the second half is too short, or ``room`` pages behind the run's beginning.
-        Rows that lie no further apart than they can grow share pages of the system's memory,
-        whose first use costs time in each layer.
+        earlier: where the second half is too short, or ``room`` pages after the run's beginning.
+        Rows that lie no further apart than they can grow share pages of the system's memory, whose
+        first use costs time in each layer.
         """
         start, stop = self._longest()
         middle = (start + stop) // 2 if room is None else min((start + stop) // 2, start + room)
-        page = start if start == 0 else max(start, min(middle, stop - wanted))
+        page = start if start == 0 else max(start, min(middle, stop - num_pages))
         self._remove(start, stop)
         self._insert(start, page)
         self._insert(page + 1, stop)
@@ -109,12 +108,7 @@ class FreeRuns:
 
 
 class PagePool:
-    """Allocates page ids and counts references to them.
-
-    Args:
-        num_pages: pages in the cache.
-        page_size: tokens in a page.
-    """
+    """Allocates page ids and counts references to them."""
 
     def __init__(self, num_pages: int, page_size: int) -> None:
         self.num_pages, self.page_size = num_pages, page_size
@@ -140,23 +134,20 @@ class PagePool:
         """Number of pages with references."""
         return self.num_pages - self.available
 
-    def take(self, near: int | None = None, wanted: int = 1, room: int | None = None) -> int:
-        """A page with one reference.
+    def take(self, near: int | None = None, num_pages: int = 1, room: int | None = None) -> int:
+        """A page with one reference; raises OutOfPages if none is free or evictable.
 
         Args:
             near: the preferred page id, usually the one after the row's last page.
-            wanted: number of pages that the row is going to take now, this one included.
+            num_pages: that the row is going to take now, this one included.
             room: number of pages left to the row before a new one; None: as many as can be.
-
-        Raises:
-            OutOfPages: no page is free or evictable.
         """
         if not self._free.num_free:
             self._evict()
         if near is not None and self._free.take_at(near):
             page = near
         else:
-            page = self._free.take_apart(wanted, room)
+            page = self._free.take_apart(num_pages, room)
         self.refs[page] = 1
         return page
 
@@ -215,11 +206,8 @@ class PagePool:
 
 
 class PrefixIndex:
-    """Chained hash of full pages -> page id.
-
-    Args:
-        pool: of the pages; its ``on_evict`` is set.
-        enabled: if False, no page is published or found.
+    """Chained hash of full pages -> page id; sets ``on_evict`` of the pool. If not ``enabled``, no
+    page is published or found.
     """
 
     def __init__(self, pool: PagePool, enabled: bool = True) -> None:
@@ -233,7 +221,7 @@ class PrefixIndex:
         return blake2b(salt.encode(), digest_size=16).digest()
 
     def chain(self, parent: bytes, tokens: Sequence[int]) -> bytes:
-        """The hash of a page of ``tokens`` behind the prefix ``parent``."""
+        """The hash of a page of ``tokens`` after the prefix ``parent``."""
         return blake2b(parent + array("q", tokens).tobytes(), digest_size=16).digest()
 
     def digests(self, tokens: Sequence[int], salt: str = "") -> list[bytes]:

@@ -58,9 +58,8 @@ class StaticBuffer:
     """Integers at fixed addresses on a device, as a CUDA graph reads them.
 
     Args:
-        defaults: the arrays by name, with what stands in the places that a step does not write. Of
-            the last one only the rows that are written are copied to the device.
-        device: of the tensors.
+        defaults: the arrays by name, with the values of places that a step does not write. Of the
+            last one only the rows that are written are copied to the device.
 
     Attributes:
         tensors: by name, int64, views of one tensor.
@@ -112,10 +111,8 @@ class Download:
         self._parts: list[Tensor] = []
 
     def add(self, values: Tensor) -> int:
-        """Add one of any shape; integers are below 2**53.
-
-        Returns:
-            Its index in what ``read`` returns.
+        """Add one of any shape, integers below 2**53; returns its index in what ``read``
+        returns.
         """
         self._parts.append(values.reshape(-1))
         return len(self._parts) - 1
@@ -128,11 +125,11 @@ class Download:
         is_float = [part.is_floating_point() for part in parts]
         dtype = torch.float64 if any(is_float) else torch.int64  # ids are exact in both
         numbers: list[Any] = torch.cat([part.to(dtype) for part in parts]).tolist()
-        found, begin = list[list[Any]](), 0
+        results, begin = list[list[Any]](), 0
         for part, keeps in zip(parts, is_float, strict=True):
-            own, begin = numbers[begin : begin + len(part)], begin + len(part)
-            found.append(own if keeps or dtype == torch.int64 else list(map(int, own)))
-        return found
+            values, begin = numbers[begin : begin + len(part)], begin + len(part)
+            results.append(values if keeps or dtype == torch.int64 else list(map(int, values)))
+        return results
 
 
 def upload(values: Sequence[Any], device: torch.device, dtype: torch.dtype = torch.int64) -> Tensor:

@@ -7,7 +7,7 @@ Positions of a row and their pages (page size 4, length 10)::
     slots    28 ... 31   32 ... 35   12 13
 
 Slot ``s`` of position ``t`` is ``pages[t // page_size] * page_size + t % page_size``. Full pages
-may be shared by any number of tables. A table writes only at and behind ``length``; a shared page
+may be shared by any number of tables. A table writes only at and after ``length``; a shared page
 there is copied first (copy on write).
 """
 
@@ -52,7 +52,7 @@ class PageTable:
         """The hash of the empty prefix, which the first of them continues."""
         self.private_from: int | None = None
         """The first token whose KV depends on other sequences than this one: its page and those
-        behind it are never published. None: there is none."""
+        after it are never published. None: there is none."""
 
     @property
     def page_size(self) -> int:
@@ -80,13 +80,10 @@ class PageTable:
         return total - len(self.pages) + (1 if count and self._tail_is_shared() else 0)
 
     def append(self, count: int) -> list[PageCopy]:
-        """Allocate slots for ``count`` tokens behind the last one.
+        """Allocate slots for ``count`` tokens after the last one; returns the copies that must be
+        made before the tokens are written (copy on write).
 
-        Returns:
-            The copies that must be made before the tokens are written (copy on write).
-
-        Raises:
-            OutOfPages: not enough pages; nothing has changed.
+        Raises OutOfPages if there are not enough pages; nothing has changed then.
         """
         if self._fits_tail(count):
             self.length += count
@@ -95,9 +92,9 @@ class PageTable:
         if needed > self._pool.available:
             raise OutOfPages(f"{needed} pages needed, {self._pool.available} available")
         copies = self._own_tail() if count else []
-        for left in range(self._pages_for(self.length + count) - len(self.pages), 0, -1):
+        for num_missing in range(self._pages_for(self.length + count) - len(self.pages), 0, -1):
             near = self.pages[-1] + 1 if self.pages else None
-            page = self._take(near, left)
+            page = self._take(near, num_missing)
             self._gaps += near is not None and page != near
             self.pages.append(page)
         self.length += count
@@ -119,7 +116,6 @@ class PageTable:
 
     def prefix(self, length: int) -> PageTable:
         """A table of the first ``length`` tokens for one forward, without references to its pages.
-
         Never append to it, and never release it.
         """
         assert 0 <= length <= self.length
@@ -133,7 +129,7 @@ class PageTable:
         return view
 
     def rewind(self, length: int) -> None:
-        """Drop all tokens from ``length`` on and release the pages behind them."""
+        """Drop all tokens from ``length`` on and release the pages after them."""
         assert 0 <= length <= self.length
         keep = self._pages_for(length)
         for page in reversed(self.pages[keep:]):  # last first: prefixes outlive what follows them
@@ -149,9 +145,7 @@ class PageTable:
         """Keep only the accepted path of a draft tree whose nodes are stored from ``base`` on.
 
         ``path`` has rising offsets from ``base``; token ``path[i]`` moves to position ``base + i``.
-
-        Returns:
-            The moves to make in the storage, before the next forward.
+        Returns the moves to make in the storage, before the next forward.
         """
         if base + len(path) == self.length and (not path or path[-1] < len(path)):
             return []  # the usual case without a draft, or where all of one is accepted
@@ -218,9 +212,9 @@ class PageTable:
         self._set_pages([*self.pages[:-1], page])
         return [PageCopy(tail, page)]
 
-    def _take(self, near: int | None, wanted: int = 1) -> int:
+    def _take(self, near: int | None, num_pages: int = 1) -> int:
         room = None if self.longest is None else self._pages_for(self.longest)
-        return self._pool.take(near, wanted, room)
+        return self._pool.take(near, num_pages, room)
 
 
 class TableView:

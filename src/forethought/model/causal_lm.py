@@ -44,9 +44,8 @@ class HiddenStateReader(Protocol):
         """The layers whose states it needs."""
 
     def write(self, slots: Tensor, states: Mapping[int, Tensor]) -> None:
-        """Keep ``states`` [T, hidden], by layer index, of the tokens at ``slots`` int64 [T].
-
-        Of tensors alone: a CUDA graph repeats it.
+        """Keep ``states`` [T, hidden], by layer index, of the tokens at ``slots`` int64 [T]. By
+        tensor operations alone: a CUDA graph repeats them.
         """
 
     def mark_stored(self, slots: NDArray[np.int64]) -> None:
@@ -54,13 +53,11 @@ class HiddenStateReader(Protocol):
 
 
 def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
-    """The decoder layers of a transformers model, in order, whatever the list is called.
+    """The decoder layers of a transformers model, in order, whatever the list is called: the one
+    outermost ``ModuleList`` with as many entries as the config has layers (``layers``, GPT-2's
+    ``h``, OPT's ``decoder.layers``).
 
-    It is the one outermost ``ModuleList`` with as many entries as the config has layers:
-    ``layers``, GPT-2's ``h``, OPT's ``decoder.layers``.
-
-    Raises:
-        ModelError: there is no such list, or more than one.
+    Raises ModelError if there is no such list, or more than one.
     """
     count = model.config.get_text_config(decoder=True).num_hidden_layers
     lists = {
@@ -74,10 +71,10 @@ def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
         if not any(name.startswith(f"{other}.") for other in lists)
     ]
     if len(outer) != 1:
-        found = ", ".join(lists) or "none"
+        names = ", ".join(lists) or "none"
         raise ModelError(
             f"the hidden states of a {model.config.model_type} model cannot be captured",
-            f"its list of {count} decoder layers cannot be identified among its modules ({found})",
+            f"its list of {count} decoder layers cannot be identified among its modules ({names})",
             "Use a drafter that reads no hidden states of single layers",
         )
     return list(outer[0])
@@ -87,15 +84,11 @@ def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
 def capturing_hidden_states(
     model: PreTrainedModel, forward_pass: ForwardPass, find_layers: Callable[[], list[nn.Module]]
 ) -> Iterator[None]:
-    """Install hidden-state hooks in a transformers model for one forward.
+    """Install hidden-state hooks in a transformers decoder for one forward, whose pass gets the
+    states.
 
-    Args:
-        model: the decoder, without its output projection.
-        forward_pass: of the forward made in this context; it gets the states.
-        find_layers: returns the decoder layers; called if states of single layers are wanted.
-
-    Raises:
-        ModelError: states of single layers are asked for, and they cannot be identified.
+    ``find_layers`` is called if states of single layers are captured; raises ModelError if these
+    cannot be identified.
     """
 
     def entering(layer_id: int) -> Callable[..., None]:
@@ -205,18 +198,17 @@ class WeightSize:
 
 
 def weight_sizes(module: PreTrainedModel) -> tuple[WeightSize, ...]:
-    """Of all weights that are multiplied.
-
-    An embedding is read one row per token, so it counts only where it is the output projection.
+    """Of all weights that are multiplied. An embedding is read one row per token, so it counts only
+    where it is the output projection.
     """
     embedding = head = None
     with suppress(NotImplementedError):  # code of the model's directory may have neither
         embedding, head = module.get_input_embeddings(), module.get_output_embeddings()
     looked_up = getattr(embedding, "weight", None)
     quantised = [
-        WeightSize(found.weight.shape.numel(), found.weight.num_bytes)
-        for found in module.modules()
-        if isinstance(found, QuantizedLinear) and found.weight is not None
+        WeightSize(layer.weight.shape.numel(), layer.weight.num_bytes)
+        for layer in module.modules()
+        if isinstance(layer, QuantizedLinear) and layer.weight is not None
     ]
     plain = [
         WeightSize(parameter.numel(), parameter.nbytes, parameter.dim() == 3)
@@ -258,7 +250,7 @@ class ForwardPath:
     """Which implementation computes the layers of a model; it is one for all of them.
 
     Attributes:
-        asked: what the user asked for: ``auto``, ``native`` or ``torch``.
+        asked: by the user: ``auto``, ``native`` or ``torch``.
         taken: ``native`` (C++), ``fused`` (few torch operations) or ``transformers`` (its module).
         reason: why not ``native``; None where it is.
     """
@@ -308,10 +300,9 @@ class CausalLM:
         return ConcurrentPass(batch, storage, self.backend, self.network.rotations, layer_ids)
 
     def check_concurrent(self) -> None:
-        """Whether rows may attend to other sequences (``model.attention.concurrent``).
-
-        Raises:
-            ModelError: layers have sliding windows, or how they rotate queries is not known.
+        """Raises ModelError unless rows may attend to other sequences
+        (``model.attention.concurrent``): layers have sliding windows, or how they rotate queries
+        is not known.
         """
         windows = any(window is not None for window in self.windows)
         if windows or self.network.rotations is None:
@@ -342,15 +333,13 @@ class CausalLM:
         return int(self.config.get_text_config(decoder=True).num_hidden_layers)
 
     def embed(self, token_ids: Tensor) -> Tensor:
-        """int64 ``[...]`` -> the input embeddings ``[..., hidden]``, as drafting heads share them.
-
-        Without a scaling that the model applies outside its embedding module.
+        """int64 ``[...]`` -> the input embeddings ``[..., hidden]``, as drafting heads share them,
+        without a scaling that the model applies outside its embedding module.
         """
         return self.network.embed(token_ids)
 
     def unembed(self, states: Tensor) -> Tensor:
-        """Final-norm states ``[T, hidden]`` -> logits ``[T, vocab]`` in their dtype.
-
-        The output projection only, without the softcap that some models apply to logits.
+        """Final-norm states ``[T, hidden]`` -> logits ``[T, vocab]`` in their dtype, by the output
+        projection only, without the softcap that some models apply to logits.
         """
         return self.network.unembed(states)

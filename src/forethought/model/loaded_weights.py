@@ -35,17 +35,13 @@ def check_shapes(
     directory: Path,
     kind: str = "model",
 ) -> None:
-    """Refuse weights that do not fit the sizes of a config, before memory is taken for these.
+    """Raises ModelError, before memory is taken, for weights that do not fit the sizes of a config.
 
     Args:
         make: makes the module; called where tensors take no memory.
         num_layers: of the module.
         shapes: of the stored tensors, by name. Those that transformers renames are not compared.
-        directory: of the checkpoint.
-        kind: what it should hold, as messages say it.
-
-    Raises:
-        ModelError: a tensor has another shape than the module's; says which.
+        kind: what messages call the content of ``directory``.
     """
     if num_layers > len(shapes):
         raise ModelError(
@@ -55,30 +51,23 @@ def check_shapes(
             _FIX,
         )
     with torch.device("meta"):
-        wanted = make().state_dict()
+        expected = make().state_dict()
     wrong = (
         f"{name} {list(shapes[name])}, not {list(tensor.shape)}"
-        for name, tensor in wanted.items()
+        for name, tensor in expected.items()
         if shapes.get(name, tensor.shape) != tensor.shape
     )
     _refuse(directory, kind, "has the wrong shape for", wrong)
 
 
 def check_report(report: Mapping[str, Any], directory: Path, kind: str = "model") -> None:
-    """Refuse a checkpoint whose tensors are not those of the module.
-
-    Args:
-        report: the ``loading_info`` of transformers, with ``ignore_mismatched_sizes``.
-        directory: of the checkpoint.
-        kind: what it should hold, as messages say it.
-
-    Raises:
-        ModelError: tensors are missing, of another shape, or unexpected; says which.
+    """Raises ModelError for tensors that are missing, of another shape, or unexpected, by the
+    ``loading_info`` of transformers with ``ignore_mismatched_sizes``.
     """
     _refuse(directory, kind, "lacks", map(str, report["missing_keys"]))
     shapes = (
-        f"{name} {list(stored)}, not {list(wanted)}"
-        for name, stored, wanted in report.get("mismatched_keys", ())
+        f"{name} {list(stored)}, not {list(expected)}"
+        for name, stored, expected in report.get("mismatched_keys", ())
     )
     _refuse(directory, kind, "has the wrong shape for", shapes)
     names = sorted(map(str, report.get("unexpected_keys", ())))
@@ -88,15 +77,8 @@ def check_report(report: Mapping[str, Any], directory: Path, kind: str = "model"
 
 
 def check_values(tensors: Iterable[tuple[str, Tensor]], directory: Path, kind: str) -> None:
-    """Refuse weights among which a number is NaN or infinite.
-
-    Args:
-        tensors: by name; those that are not of floating point, or of 8 bits, are left out.
-        directory: of the checkpoint.
-        kind: what it should hold, as messages say it.
-
-    Raises:
-        ModelError: there is one; says in which tensor.
+    """Raises ModelError for NaN or infinity in one of the tensors; those that are not of floating
+    point, or of 8 bits, are left out.
     """
     broken = (name for name, tensor in tensors if not _is_finite(tensor))
     _refuse(directory, kind, "has numbers that are NaN or infinite in", broken)

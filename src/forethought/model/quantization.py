@@ -7,7 +7,7 @@ weights describe, and speculative decoding stays exact with respect to it.
 
 * ``quantize`` rounds a weight to the nearest (``LlmArgs.quantization``); ``QuantizedWeight`` may
   also come from a checkpoint (``model.quantized_checkpoint``).
-* ``QuantizedLinear`` stands in a transformers module where an ``nn.Linear`` stood.
+* ``QuantizedLinear`` replaces an ``nn.Linear`` in a transformers module.
 * ``QuantizedProjection`` multiplies: by torch's kernels for packed weights on CPU
   (``_weight_int8pack_mm``, ``_weight_int4pack_mm_for_cpu``), or by dequantising blocks of rows of
   W, which is also the reference implementation.
@@ -115,10 +115,8 @@ def quantize(weight: Tensor, bits: int) -> QuantizedWeight:
     """Round a weight ``[out, in]`` to the nearest integers.
 
     8 bits: one scale per output, symmetric (``max |W| / 127``). 4 bits: one scale and one zero
-    point per group of ``INT4_GROUP_SIZES`` inputs, from the group's minimum and maximum.
-
-    Raises:
-        ModelError: no group size divides the width (4 bits).
+    point per group of ``INT4_GROUP_SIZES`` inputs, from the group's minimum and maximum; ModelError
+    if no group size divides the width.
     """
     return _to_int8(weight) if bits == 8 else _to_int4(weight)
 
@@ -225,12 +223,8 @@ class BlockwiseProduct:
 
 
 class Int8Product:
-    """torch's 8-bit kernel for few rows, blocks for many.
-
-    Args:
-        weight: in 8 bits with one scale per output.
-        batch_invariant: the kernel for any number of rows, so that a row is rounded the same in
-            every batch.
+    """torch's 8-bit kernel for few rows, blocks for many; with ``batch_invariant`` the kernel for
+    any number of rows. The weight has one scale per output.
     """
 
     def __init__(self, weight: QuantizedWeight, *, batch_invariant: bool) -> None:
@@ -267,10 +261,9 @@ class Int4Product:
 
 
 def product(weight: QuantizedWeight, *, batch_invariant: bool = False) -> _Product:
-    """The fastest product for the weight's device, dtype, bits and groups.
-
-    torch's kernels are vectorised for bf16 alone; elsewhere, and for widths that they do not take,
-    blocks are dequantised, whose rounding in bf16 may depend on the number of rows.
+    """The fastest product for the weight's device, dtype, bits and groups. torch's kernels are
+    vectorised for bf16 alone; elsewhere, and for widths that they do not take, blocks are
+    dequantised, whose rounding in bf16 may depend on the number of rows.
     """
     if weight.device.type != "cpu" or weight.dtype != torch.bfloat16:
         return BlockwiseProduct(weight)
@@ -288,12 +281,8 @@ def _aligned(x: Tensor) -> Tensor:
 
 
 class QuantizedProjection:
-    """A product with a quantised weight and a bias; see ``model.llama.layers.Projection``.
-
-    Args:
-        weight: quantised.
-        bias: ``[out]``; None for none.
-        batch_invariant: round a row the same in every batch.
+    """A product with a quantised weight and a bias ``[out]`` or None, batch-invariant if asked; see
+    ``model.llama.layers.Projection``.
     """
 
     def __init__(
@@ -317,14 +306,10 @@ class QuantizedProjection:
 
 
 class QuantizedLinear(nn.Module):
-    """What stands in a transformers module for an ``nn.Linear``.
+    """Replaces an ``nn.Linear`` in a transformers module, with bias ``[out]`` or None.
 
     Until ``pack`` is called it dequantises its whole weight in each forward, and a fused network
     may take ``weight`` and ``bias`` and merge them with others.
-
-    Args:
-        weight: quantised.
-        bias: ``[out]``; None for none.
     """
 
     bias: Tensor | None
@@ -359,26 +344,22 @@ class QuantizedLinear(nn.Module):
 
 def pack_linears(module: nn.Module) -> None:
     """Pack the quantised linears of a module that is run as it is."""
-    for found in module.modules():
-        if isinstance(found, QuantizedLinear):
-            found.pack()
+    for layer in module.modules():
+        if isinstance(layer, QuantizedLinear):
+            layer.pack()
 
 
 def quantize_linears(module: nn.Module, quantization: Quantization) -> int:
-    """Replace every ``nn.Linear`` of a language model by its quantised form, one after the other.
+    """Replace every ``nn.Linear`` of a language model by its quantised form, one after the other;
+    returns how many.
 
     The output projection is quantised to 8 bits even with int4: its errors are those of the logits.
-    Embeddings, norms and biases stay.
-
-    Returns:
-        How many were replaced.
-
-    Raises:
-        ModelError: the model has none, or weights of experts, which are no linears.
+    Embeddings, norms and biases stay. Raises ModelError if the model has none, or weights of
+    experts, which are no linears.
     """
     head = module.get_output_embeddings() if hasattr(module, "get_output_embeddings") else None
     linears = [
-        (name, found) for name, found in module.named_modules() if isinstance(found, nn.Linear)
+        (name, layer) for name, layer in module.named_modules() if isinstance(layer, nn.Linear)
     ]
     _check_quantizable(module, linears, quantization)
     for name, linear in linears:
@@ -392,8 +373,8 @@ def quantize_linears(module: nn.Module, quantization: Quantization) -> int:
 def is_quantised(module: nn.Module) -> bool:
     """Whether any of its layers was read from quantised weights, dequantised or not."""
     return any(
-        isinstance(found, QuantizedLinear) or getattr(found, "is_dequantised", False)
-        for found in module.modules()
+        isinstance(layer, QuantizedLinear) or getattr(layer, "is_dequantised", False)
+        for layer in module.modules()
     )
 
 

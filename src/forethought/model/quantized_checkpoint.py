@@ -50,13 +50,8 @@ HEAD = "lm_head"
 
 
 class StoredTensors:
-    """The tensors of a directory by name, each read when it is asked for.
-
-    Args:
-        directory: with ``*.safetensors``.
-
-    Raises:
-        ModelError: it has none.
+    """The tensors in the ``*.safetensors`` of a directory by name, each read when it is asked for.
+    Raises ModelError if it has none.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -84,11 +79,7 @@ class StoredTensors:
         return tensor
 
     def __getitem__(self, name: str) -> Tensor:
-        """The tensor of this name.
-
-        Raises:
-            ModelError: there is none.
-        """
+        """The tensor of this name; raises ModelError if there is none."""
         tensor = self.get(name)
         if tensor is None:
             raise _refused(self.directory, f"its checkpoint lacks {name}")
@@ -155,7 +146,6 @@ def read(
     """The model of a quantised checkpoint.
 
     Args:
-        directory: of the checkpoint.
         config: its transformers configuration.
         settings: its ``quantization_config``.
         dtype: of activations and of the weights that are not quantised.
@@ -239,7 +229,10 @@ def _load_tied(module: PreTrainedModel, tensors: StoredTensors, dtype: torch.dty
     """Tie the output projection, unless the checkpoint has other weights for it."""
     module.tie_weights()
     head, embedding = module.get_output_embeddings(), module.get_input_embeddings()
-    name = next(name for name, found in module.named_modules() if found is head) + ".weight"
+    name = (
+        next(name for name, module_part in module.named_modules() if module_part is head)
+        + ".weight"
+    )
     if not tensors.has(name):
         return
     value = _value(tensors, name, embedding.weight, dtype)
@@ -266,9 +259,7 @@ def _replace(module: nn.Module, name: str, value: Tensor) -> None:
 
 def _unpack(stored: Stored, part: str, bits: int, dim: int) -> Tensor:
     """The int32 values of ``bits`` in a tensor -> int32 of one value each, in order along ``dim``.
-
-    Raises:
-        ModelError: there is no such tensor, or it is not int32.
+    Raises ModelError if there is no such tensor, or it is not int32.
     """
     packed = stored[part]
     if packed.dtype != torch.int32:
@@ -373,9 +364,9 @@ def _compressed(directory: Path, settings: Mapping[str, Any]) -> Reader:
 
 def _compressed_block(weights: Mapping[str, Any]) -> tuple[int, int] | None:
     """Outputs and inputs that share a scale; None: those of one output, or all."""
-    found = weights.get("block_structure")
-    if found:
-        out, width = found.split("x") if isinstance(found, str) else found
+    block = weights.get("block_structure")
+    if block:
+        out, width = block.split("x") if isinstance(block, str) else block
         return int(out), int(width)
     size = int(weights.get("group_size") or 0)
     return (1, size) if size > 0 else None
@@ -402,13 +393,8 @@ def _dequantized_if_slow(weight: QuantizedWeight) -> QuantizedWeight | Tensor:
 def _scaled(
     stored: Stored, values: Tensor, scales: Tensor, block: tuple[int, int] | None
 ) -> Tensor:
-    """fp8 values ``[out, in]`` times their scales, in ``dtype``.
-
-    Args:
-        stored: the layer.
-        values: in fp8.
-        scales: one, one per output, or one per block.
-        block: outputs and inputs of a block, of which the last may have fewer.
+    """fp8 values ``[out, in]`` times their scales, one, one per output, or one per block of outputs
+    and inputs (the last may be smaller), in ``dtype``.
     """
     if not values.dtype.is_floating_point or values.dtype.itemsize != 1:
         raise stored.refused(f"its weight is {values.dtype}, not fp8")
@@ -466,5 +452,5 @@ def settings_of(directory: Path, config: Any) -> Mapping[str, Any] | None:
     if getattr(config, "quantization_config", None) is None:
         return None
     written = json.loads((directory / "config.json").read_text(encoding="utf-8"))
-    found: Mapping[str, Any] | None = written.get("quantization_config")
-    return found
+    settings: Mapping[str, Any] | None = written.get("quantization_config")
+    return settings

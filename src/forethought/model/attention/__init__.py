@@ -20,15 +20,11 @@ BACKENDS = Registry(
 
 
 def create_backend(name: str, device: Any) -> Any:
-    """The backend ``name``; ``auto``: see :func:`default_backend`.
+    """The backend ``name``: a key of ``BACKENDS``, ``"module:Name"``, or ``auto``, see
+    :func:`default_backend`.
 
-    Args:
-        name: a key of ``BACKENDS``, ``"module:Name"`` or ``auto``.
-        device: the torch device that it will run on, or its name.
-
-    Raises:
-        UnknownNameError: there is none of this name.
-        ParameterError: it needs what is not installed, or another device.
+    Raises UnknownNameError for another name, ParameterError if it needs another device or what is
+    not installed.
     """
     if name == "auto":
         name = default_backend(device)

@@ -1,6 +1,6 @@
 """Attention of a row to tokens of other sequences, in the pages where those computed them.
 
-Sequences that begin alike read what the others have written since, as if it stood behind the common
+Sequences that begin alike read what the others have written since, as if it followed the common
 beginning, before their own tokens::
 
     pages          [ prefix 0..P | own P..P+n ]      [ other P..P+m ]
@@ -38,14 +38,9 @@ from forethought.model.batch import Batch, Span
 
 
 class ConcurrentPass(PagedPass):
-    """A forward pass over pages with rows that attend to other sequences, beside others.
-
-    Args:
-        batch: the packed rows.
-        storage: the KV cache.
-        backend: computes attention of the rows that see themselves alone.
-        rotations: cosines and signed sines ``[positions, 2, rotary_dim]``, of all layers.
-        layer_ids: hidden states to capture.
+    """A forward pass over pages with rows that attend to other sequences, beside others, whose
+    attention ``backend`` computes. ``rotations`` are cosines and signed sines ``[positions, 2,
+    rotary_dim]``, of all layers.
     """
 
     def __init__(
@@ -70,26 +65,21 @@ class ConcurrentPass(PagedPass):
         for span, slots in self._views:
             keys = self.storage.keys[layer][slots].float()
             values = self.storage.values[layer][slots].float()
-            own = q[span.start : span.stop].float()
-            attended[span.start : span.stop] = self._attend(span, own, keys, values, scoring)
+            queries = q[span.start : span.stop].float()
+            attended[span.start : span.stop] = self._attend(span, queries, keys, values, scoring)
         return attended
 
     def _attend(
         self, span: Span, q: Tensor, keys: Tensor, values: Tensor, scoring: Scoring
     ) -> Tensor:
-        """q ``[n, heads, key_dim]`` over the view's L tokens: ``[n, heads, value_dim]``.
-
-        Args:
-            span: of the row.
-            q: rotated at the row's own positions.
-            keys, values: ``[L, kv_heads, dim]``, of the view.
-            scoring: of the layer.
+        """q ``[n, heads, key_dim]``, rotated at the row's own positions, over the view's L tokens,
+        keys and values ``[L, kv_heads, dim]``: ``[n, heads, value_dim]``.
         """
-        group, scores, seen = q.shape[1] // keys.shape[1], [], 0
+        group, scores, begin = q.shape[1] // keys.shape[1], [], 0
         for count, turn in (*_segments(span), (len(keys), 0)):
             turned = rotated(q, self._rotations, turn).unflatten(1, (-1, group))
-            scores.append(torch.einsum("nkgd,lkd->nkgl", turned, keys[seen : seen + count]))
-            seen += count
+            scores.append(torch.einsum("nkgd,lkd->nkgl", turned, keys[begin : begin + count]))
+            begin += count
         weights = _weights(torch.cat(scores, -1) * scoring.scale, scoring)
         return torch.einsum("nkgl,lkd->nkgd", weights, values).flatten(1, 2)
 
@@ -98,8 +88,8 @@ class ConcurrentPass(PagedPass):
 
         A row that sees others has as prefix what is before the first one; all the rest is recent.
         """
-        found = super().layout()
-        slots, rows = [found.recent_slots], list(found.rows)
+        layout = super().layout()
+        slots, rows = [layout.recent_slots], list(layout.rows)
         begin = len(self.batch.slots)
         for span, view in self._views:
             number = next(n for n, row in enumerate(rows) if row.start == span.start)
@@ -108,7 +98,7 @@ class ConcurrentPass(PagedPass):
             begin += len(slots[-1])
         together = torch.cat(slots)
         positions = torch.zeros_like(together)  # read where layers have windows
-        return replace(found, recent_slots=together, recent_positions=positions, rows=rows)
+        return replace(layout, recent_slots=together, recent_positions=positions, rows=rows)
 
 
 def _segments(span: Span) -> list[tuple[int, int]]:
@@ -133,8 +123,8 @@ def _row(row: KvRow, span: Span, begin: int, length: int) -> KvRow:
 def rotated(q: Tensor, rotations: Tensor, turn: int) -> Tensor:
     """Queries ``[n, heads, key_dim]`` rotated further, by ``turn`` positions.
 
-    The first ``rotary_dim`` elements are rotated, in halves. Tables may hold a factor of the
-    rotary embedding, which the queries have already: the cosine at position 0.
+    The first ``rotary_dim`` elements are rotated, in halves. Tables may hold a factor of the rotary
+    embedding, which the queries have already: the cosine at position 0.
     """
     if not turn:
         return q

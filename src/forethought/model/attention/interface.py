@@ -60,14 +60,14 @@ class LayerProfile:
     def needs(self) -> frozenset[Capability]:
         """The capabilities that a backend must declare for this layer."""
         shape = self.shape
-        wanted = {
+        needs = {
             Capability.GROUPED_QUERIES: self.heads != shape.kv_heads,
             Capability.VALUE_DIM: shape.key_dim != shape.value_dim,
             Capability.SLIDING_WINDOW: self.window is not None,
             Capability.SOFTCAP: self.softcap,
             Capability.SINKS: self.sinks,
         }
-        return frozenset(capability for capability, needed in wanted.items() if needed)
+        return frozenset(capability for capability, needed in needs.items() if needed)
 
 
 @dataclass(slots=True)
@@ -95,18 +95,11 @@ def attend(
     attention_mask: Tensor | None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Serve one attention layer in a forward.
+    """Serve one attention layer, ``module``, in a forward.
 
-    Args:
-        module: the layer, for its index.
-        query: ``[1, heads, T, key_dim]``.
-        key: ``[1, kv_heads, T, key_dim]``.
-        value: ``[1, kv_heads, T, value_dim]``.
-        attention_mask: None; the forward pass has the masks.
-        kwargs: scaling, softcap, s_aux and the forward pass.
-
-    Returns:
-        ``[1, T, heads, value_dim]``, and None in place of weights.
+    ``query``, ``key`` and ``value`` are ``[1, heads or kv_heads, T, dim]``; ``kwargs`` have
+    scaling, softcap, s_aux and the forward pass, which has the masks. Returns ``[1, T, heads,
+    value_dim]``, and None in place of weights.
     """
     forward_pass: ForwardPass = kwargs[KEYWORD]
     scoring = Scoring(
@@ -125,21 +118,23 @@ def probe(
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """Record what one attention layer needs; the result is zeros of the right shape."""
-    found: CapabilityProbe = kwargs[KEYWORD]
+    capability_probe: CapabilityProbe = kwargs[KEYWORD]
     unknown = sorted(
-        name for name, given in kwargs.items() if given is not None and name not in _UNDERSTOOD
+        name
+        for name, argument in kwargs.items()
+        if argument is not None and name not in _UNDERSTOOD
     )
     if unknown:
         raise _refusal(f"its attention takes {', '.join(unknown)}, which no backend supports")
     layer = getattr(module, "layer_idx", None)
-    if layer is None or layer in found.layers or attention_mask is None:
+    if layer is None or layer in capability_probe.layers or attention_mask is None:
         raise _refusal(
             "its attention layers do not each call attention once, with their index and mask"
         )
     window = int(attention_mask.flatten()[0])
     if window == _UNSUPPORTED or attention_mask.dtype != torch.int64:
         raise _refusal("its attention mask is neither causal nor a sliding window")
-    found.layers[layer] = LayerProfile(
+    capability_probe.layers[layer] = LayerProfile(
         shape=LayerShape(key.shape[1], key.shape[3], value.shape[3]),
         heads=query.shape[1],
         window=None if window == _CAUSAL else window,
@@ -159,9 +154,8 @@ def probe_mask(
 ) -> Tensor:
     """Find the window of a model's mask function, on positions far beyond the probe.
 
-    Returns:
-        int64 ``[1, 1, q_length, kv_length]`` filled with the width of the window, 0 for a causal
-        mask, -1 for anything else: the layer's mask is the only way to identify the layer.
+    Returns int64 ``[1, 1, q_length, kv_length]`` filled with the width of the window, 0 for a
+    causal mask, -1 for anything else: the layer's mask is the only way to identify the layer.
     """
     last = int(getattr(config, "max_position_embeddings", None) or 4096) + 1
     keys = torch.arange(last + 2)
@@ -169,14 +163,16 @@ def probe_mask(
     for position in (last, last - 1, last // 2, last // 3):
         query, zero = torch.tensor(position), torch.tensor(0)
         try:
-            seen = torch.as_tensor(mask_function(zero, zero, query, keys)).expand(len(keys))
+            visible = torch.as_tensor(mask_function(zero, zero, query, keys)).expand(len(keys))
         except (IndexError, RuntimeError):  # it depends on the batch: not a window
             widths.add(_UNSUPPORTED)
             continue
-        width = int(seen.sum())
+        width = int(visible.sum())
         expected = (keys <= query) & (keys > query - width)
         whole = width == position + 1
-        widths.add(_UNSUPPORTED if not torch.equal(seen, expected) else _CAUSAL if whole else width)
+        widths.add(
+            _UNSUPPORTED if not torch.equal(visible, expected) else _CAUSAL if whole else width
+        )
     # At positions smaller than its width a window looks like a causal mask.
     widths -= {_CAUSAL} if len(widths) > 1 else set()
     code = widths.pop() if len(widths) == 1 else _UNSUPPORTED

@@ -1,7 +1,7 @@
 """A contiguous KV workspace in which the drafts of some sequences grow level by level.
 
 A draft is many small forwards over one prefix. The prefix's pages are gathered once; the keys and
-values of each level are then written behind them, and attention reads all of it without a copy::
+values of each level are then written after them, and attention reads all of it without a copy::
 
     columns   [ prefix ............ | padding | level 0 | level 1 | ... ]   one row per sequence
 
@@ -33,16 +33,10 @@ MAX_CATCH_UP = 16
 def catch_up_start(
     starts: Sequence[int], stops: Sequence[int], first: int = 0
 ) -> Sequence[int] | None:
-    """Where to start so that all sequences catch up by the same number of tokens in a workspace.
+    """Where to start so that all sequences catch up from ``starts`` to ``stops`` by the same number
+    of tokens in a workspace, not before ``first``; some tokens may be computed again.
 
-    Some of the tokens of a sequence may be computed again.
-
-    Args:
-        starts, stops: the positions that are missing of each sequence.
-        first: the earliest possible start.
-
-    Returns:
-        A start per sequence; None: more than ``MAX_CATCH_UP`` are missing, or one is too short.
+    None: more than ``MAX_CATCH_UP`` are missing, or one is too short.
     """
     missing = max(stop - start for start, stop in zip(starts, stops, strict=True))
     if missing > min(MAX_CATCH_UP, min(stops) - first):
@@ -51,7 +45,7 @@ def catch_up_start(
 
 
 class KvWorkspace:
-    """Keys and values of the prefixes of B sequences, with capacity for draft tokens behind them.
+    """Keys and values of the prefixes of B sequences, with capacity for draft tokens after them.
 
     Args:
         storage: of the prefixes.
@@ -79,9 +73,9 @@ class KvWorkspace:
         self.added = 0
         """Number of tokens added to each sequence."""
         self._depths: list[int] = []
-        """Of each added token, behind the prefix."""
+        """Of each added token, after the prefix."""
         num_pages = -(-(self._prefix + capacity) // size)
-        pages = [  # any page does as padding and as space behind the prefixes
+        pages = [  # any page does as padding and as space after the prefixes
             table.pages[:count] + table.pages[:1] * (num_pages - count)
             for table, count in zip(tables, needed, strict=True)
         ]
@@ -128,33 +122,32 @@ class KvWorkspace:
             setattr(self, name, None if tensor is None else tensor[:rows])
 
     def chain(self, token_ids: Tensor, positions: Tensor) -> WorkspacePass:
-        """A forward pass over the next tokens of each sequence, a chain; see :meth:`level`.
-
-        Only the logits of the last token of each sequence are computed.
+        """A forward pass over the next tokens of each sequence, a chain; see :meth:`level`. Only
+        the logits of the last token of each sequence are computed.
         """
         size = len(token_ids) // self.rows
         last = torch.arange(size - 1, len(token_ids), size, device=token_ids.device)
-        depths, seen = range(self.added, self.added + size), None
+        depths, visible = range(self.added, self.added + size), None
         if size > 1:
-            seen = torch.ones(size, size, dtype=torch.bool, device=token_ids.device)
-            seen = seen.tril_().expand(self.rows, -1, -1)
-        return self._pass(token_ids, positions, depths, seen, last)
+            visible = torch.ones(size, size, dtype=torch.bool, device=token_ids.device)
+            visible = visible.tril_().expand(self.rows, -1, -1)
+        return self._pass(token_ids, positions, depths, visible, last)
 
     def level(
-        self, token_ids: Tensor, positions: Tensor, depth: int, seen: Tensor | None = None
+        self, token_ids: Tensor, positions: Tensor, depth: int, visible: Tensor | None = None
     ) -> WorkspacePass:
         """A forward pass over the n next tokens of each sequence, all of one depth of its tree.
 
         Args:
             token_ids: int64 ``[B * n]``, sequence by sequence.
             positions: int64 ``[B * n]``, for the network.
-            depth: of these tokens behind the prefix, from 0; sliding windows count it.
-            seen: bool ``[B, n, m]``, which of the last m added tokens, these included, each one
+            depth: of these tokens after the prefix, from 0; sliding windows count it.
+            visible: bool ``[B, n, m]``, which of the last m added tokens, these included, each one
                 attends to; None: all.
         """
         size = len(token_ids) // self.rows
         every_token = torch.arange(len(token_ids), device=token_ids.device)
-        return self._pass(token_ids, positions, [depth] * size, seen, every_token)
+        return self._pass(token_ids, positions, [depth] * size, visible, every_token)
 
     def store(self, counts: Sequence[int]) -> None:
         """Write the first ``counts`` added tokens of each sequence into the pages of its table."""
@@ -173,10 +166,8 @@ class KvWorkspace:
             self._storage.write(layer, index, k, v)
 
     def put(self, layer: int, begin: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Write a level's keys and values ``[B * n, kv_heads, dim]`` behind ``begin`` added tokens.
-
-        Returns:
-            All keys and values up to there, ``[B, kv_heads, columns, dim]``.
+        """Write a level's keys and values ``[B * n, kv_heads, dim]`` after ``begin`` added tokens;
+        returns all keys and values up to there, ``[B, kv_heads, columns, dim]``.
         """
         at, size = self._prefix + begin, len(k) // self.rows
         keys, values = self._keys[layer], self._values[layer]
@@ -193,22 +184,19 @@ class KvWorkspace:
         token_ids: Tensor,
         positions: Tensor,
         depths: Sequence[int],
-        seen: Tensor | None,
-        wanted: Tensor,
+        visible: Tensor | None,
+        logit_index: Tensor,
     ) -> WorkspacePass:
         begin = self.added
         self.added += len(depths)
         self._depths += depths
         no_slots = token_ids.new_empty(0)  # its tokens have columns
-        batch = Batch(token_ids, positions, no_slots, wanted, ())
-        return WorkspacePass(self, batch, begin, depths, seen)
+        batch = Batch(token_ids, positions, no_slots, logit_index, ())
+        return WorkspacePass(self, batch, begin, depths, visible)
 
-    def layout(self, size: int, seen: Tensor | None) -> KvLayout:
-        """Where keys and values are, for a pass over the ``size`` tokens that were added last.
-
-        Args:
-            size: new tokens of each sequence.
-            seen: see :meth:`level`.
+    def layout(self, size: int, visible: Tensor | None) -> KvLayout:
+        """Where keys and values are, for a pass over the ``size`` tokens that were added last;
+        ``visible`` is as of :meth:`level`.
         """
         added, columns = self.added, self._keys[0].shape[1]
         firsts = np.arange(self.rows)[:, None] * columns
@@ -222,7 +210,7 @@ class KvWorkspace:
                 first_slot=row * columns,
                 pages=None,
                 recent=range(row * added, (row + 1) * added),
-                visible=self._visible(row, size, seen),
+                visible=self._visible(row, size, visible),
                 seen_from=self._begin,
             )
             for row, length in enumerate(self._lengths)
@@ -236,26 +224,25 @@ class KvWorkspace:
             rows=rows,
         )
 
-    def _visible(self, row: int, size: int, seen: Tensor | None) -> Tensor | None:
+    def _visible(self, row: int, size: int, visible: Tensor | None) -> Tensor | None:
         """The new tokens that each new token attends to, bool ``[size, added]``; None: a chain."""
-        if seen is None and size == 1:
+        if visible is None and size == 1:
             return None
-        visible = torch.ones(size, self.added, dtype=torch.bool)
-        if seen is not None:
-            visible[:, -seen.shape[2] :] = seen[row]
-        return visible
+        of_added = torch.ones(size, self.added, dtype=torch.bool)
+        if visible is not None:
+            of_added[:, -visible.shape[2] :] = visible[row]
+        return of_added
 
-    def masks(self, depths: Sequence[int], seen: Tensor | None) -> list[Tensor | None]:
-        """Of a pass over the tokens that were added last, for each layer.
-
-        Additive ``[B, 1, n or 1, columns]``; None: no mask.
+    def masks(self, depths: Sequence[int], visible: Tensor | None) -> list[Tensor | None]:
+        """Of a pass over the tokens that were added last, for each layer: additive ``[B, 1, n or 1,
+        columns]``, or None.
         """
         stop, size = self._prefix + self.added, len(depths)
         mask = None if self._mask is None else self._mask[..., : stop - self._begin]
-        if seen is not None:
+        if visible is not None:
             shape = (self.rows, 1, size, stop - self._begin)
-            tree = torch.zeros(shape, dtype=self._dtype, device=seen.device)
-            tree[..., -seen.shape[2] :].masked_fill_(~seen[:, None], -torch.inf)
+            tree = torch.zeros(shape, dtype=self._dtype, device=visible.device)
+            tree[..., -visible.shape[2] :].masked_fill_(~visible[:, None], -torch.inf)
             mask = tree if mask is None else tree + mask
         if self._positions is None:
             return [mask] * len(self._keys)
@@ -272,14 +259,8 @@ class KvWorkspace:
 
 
 class WorkspacePass(ForwardPass):
-    """A forward pass over the tokens that were added to a workspace last.
-
-    Args:
-        workspace: where it attends.
-        batch: B * n tokens.
-        begin: number of tokens of each sequence that were added before.
-        depths: of the n tokens behind the prefix.
-        seen: see :meth:`KvWorkspace.level`.
+    """A forward pass over the n tokens of each sequence, of some depths, that were added to a
+    workspace last, after ``begin`` others. ``visible`` is as of :meth:`KvWorkspace.level`.
     """
 
     def __init__(
@@ -288,19 +269,23 @@ class WorkspacePass(ForwardPass):
         batch: Batch,
         begin: int,
         depths: Sequence[int],
-        seen: Tensor | None,
+        visible: Tensor | None,
     ) -> None:
         super().__init__(batch)
-        self._workspace, self._begin, self._depths, self._seen = workspace, begin, depths, seen
+        self._workspace, self._begin, self._depths, self._visible = (
+            workspace,
+            begin,
+            depths,
+            visible,
+        )
 
     @cached_property
     def _masks(self) -> list[Tensor | None]:
-        """One per layer; made when the first one attends."""
-        return self._workspace.masks(self._depths, self._seen)
+        return self._workspace.masks(self._depths, self._visible)
 
     @override
     def layout(self) -> KvLayout:
-        return self._workspace.layout(len(self._depths), self._seen)
+        return self._workspace.layout(len(self._depths), self._visible)
 
     @override
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scoring: Scoring) -> Tensor:

@@ -32,11 +32,7 @@ MAX_LAYER_NORM = 16 * 1024  # elements up to which a CPU is faster through layer
 
 class Norm:
     """``x / sqrt(mean(x^2) + eps) * weight`` over the last dimension, computed in float32.
-
-    Args:
-        weight: ``[..., width]``, broadcast over tokens.
-        eps: added to the mean square.
-        batch_invariant: compute in one way for all sizes, if not the fastest.
+    ``batch_invariant``: in one way for all sizes, if not the fastest.
     """
 
     def __init__(self, weight: Tensor, eps: float, *, batch_invariant: bool = False) -> None:
@@ -143,9 +139,8 @@ class PackedProjection(Projection):
 
 
 class BatchInvariantProjection(Projection):
-    """A packed product of at most ``BATCH_INVARIANT_ROWS`` rows at a time.
-
-    For more rows oneDNN splits long sums differently.
+    """A packed product of at most ``BATCH_INVARIANT_ROWS`` rows at a time: for more rows oneDNN
+    splits long sums differently.
     """
 
     def __init__(self, packed: PackedProjection) -> None:
@@ -170,11 +165,8 @@ class BatchInvariantProjection(Projection):
 
 
 class BatchedProjection:
-    """Several products of one shape, each with its own input; one call where that is faster.
-
-    Args:
-        weights: ``[out, in]`` each.
-        biases: ``[out]`` each; None for none.
+    """Several products of one shape, weights ``[out, in]`` and biases ``[out]`` or None, each with
+    its own input; one call where that is faster.
     """
 
     def __init__(self, weights: Sequence[Tensor], biases: Sequence[Tensor] | None = None) -> None:
@@ -244,12 +236,9 @@ def projection(
     *,
     batch_invariant: bool = False,
 ) -> Projection:
-    """The product with weight ``[out, in]`` and bias ``[out]``, packed where that is faster.
-
-    Args:
-        weight: of any layout, or quantised.
-        bias: None for none.
-        batch_invariant: round a row the same in every batch, at the cost of further calls.
+    """The product with weight ``[out, in]``, of any layout or quantised, and bias ``[out]`` or
+    None, packed where that is faster. ``batch_invariant``: round a row the same in every batch,
+    at the cost of further calls.
     """
     if isinstance(weight, QuantizedWeight):
         return QuantizedProjection(weight, bias, batch_invariant=batch_invariant)
@@ -282,7 +271,7 @@ def gated_activation(
 
 
 class FusedLayer:
-    """The forward of a Llama decoder layer behind its first norm.
+    """The forward of a Llama decoder layer after its first norm.
 
     One product for query, key and value, one rotation for query and key together, attention, an
     output product that adds the residual, one product for gate and up, and a down product that adds
@@ -319,18 +308,17 @@ class FusedLayer:
         residual: Tensor,
         rotation: tuple[Tensor, Tensor],
         forward_pass: ForwardPass,
-        kept: Tensor | None = None,
+        output_index: Tensor | None = None,
     ) -> Tensor:
-        """The layer's output ``[T, hidden]``, or ``[R, hidden]`` of the kept tokens.
+        """The layer's output ``[T, hidden]``, or ``[R, hidden]`` of the tokens in ``output_index``.
 
         Args:
             index: of the layer in the KV cache.
             x: ``[T, width]``, the normed input.
             residual: ``[T, hidden]``.
             rotation: cosines and sines ``[T, 1, head_dim]`` of ``rotary_table``.
-            forward_pass: over the batch of the T tokens.
-            kept: int64 ``[R]``, the tokens whose output is needed; None: all. Each token's keys and
-                values are stored.
+            forward_pass: over the batch of the T tokens, whose keys and values are all stored.
+            output_index: int64 ``[R]``, the tokens whose output is needed; None: all.
         """
         tokens = x.shape[0]
         qkv = self.qkv(x).view(tokens, -1, self.head_dim)
@@ -339,8 +327,8 @@ class FusedLayer:
             qk = self.head_norm(qk)
         mixed = forward_pass.rotate_and_attend(index, qk, v, rotation, self.scoring)
         mixed = mixed.view(tokens, -1)
-        if kept is not None:  # what follows is per token
-            mixed, residual = mixed[kept], residual[kept]
+        if output_index is not None:  # what follows is per token
+            mixed, residual = mixed[output_index], residual[output_index]
         x = self.out.plus(mixed, residual)
         return self.down.plus(self.gate_up(self.mlp_norm(x)), x)
 
@@ -363,14 +351,9 @@ def fused_norm(norm: nn.Module, *, batch_invariant: bool = False) -> Norm:
 
 
 def rotary_table(rotary: Callable[..., tuple[Tensor, Tensor]], length: int, like: Tensor) -> Tensor:
-    """``[length, 2, 1, head_dim]``: cosines and sines, the first half of the sines negated.
-
-    With it, rotating is ``x * cos + roll(x, head_dim / 2) * sin``.
-
-    Args:
-        rotary: transformers' rotary embedding of the model, with whatever scaling it has.
-        length: number of positions, from 0.
-        like: of the dtype and device wanted.
+    """``[length, 2, 1, head_dim]`` in the dtype and on the device of ``like``: cosines and sines,
+    the first half of the sines negated, of transformers' ``rotary`` with its scaling. With it,
+    rotating is ``x * cos + roll(x, head_dim / 2) * sin``.
     """
     cos, sin = rotary(like, torch.arange(length, device=like.device)[None])
     half = sin.shape[-1] // 2
@@ -381,12 +364,8 @@ def rotary_table(rotary: Callable[..., tuple[Tensor, Tensor]], length: int, like
 def own_projection(
     linear: nn.Module, batch_invariant: bool, tied: Tensor | None = None
 ) -> Projection:
-    """The product of a linear that is not merged with others.
-
-    Args:
-        linear: its bias is copied, and its weight if that is not quantised.
-        batch_invariant: see ``projection``.
-        tied: its weight, where something else has a copy of it already.
+    """The product of a linear that is not merged with others. Its weight, unless quantised, is
+    copied, or is that of ``tied``, where something else has a copy of it already.
     """
     weight = linear.weight if tied is None else tied
     if tied is None and not isinstance(weight, QuantizedWeight):

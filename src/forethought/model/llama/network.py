@@ -74,29 +74,23 @@ class FusedNetwork:
         return self.decode(x, forward_pass, self._is_narrow(forward_pass))
 
     def _is_narrow(self, forward_pass: ForwardPass) -> bool:
-        """Whether nothing is read of the last layer but what the logits are computed from."""
         return forward_pass.layer_ids.isdisjoint((len(self.layers), FINAL))
 
     def decode(self, x: Tensor, forward_pass: ForwardPass, narrow: bool) -> Tensor:
-        """Run the layers.
+        """Run the layers on x ``[T, hidden]``, the input of the first one.
 
-        Args:
-            x: ``[T, hidden]``, the input of the first one.
-            forward_pass: over the batch of the T tokens.
-            narrow: the last layer's output is needed only for the tokens whose logits are wanted.
-
-        Returns:
-            The last layer's output: ``[R, hidden]`` if narrow, else ``[T, hidden]``.
+        Returns the last layer's output ``[T, hidden]``; if ``narrow``, ``[R, hidden]`` of the
+        tokens whose logits are computed.
         """
         batch = forward_pass.batch
         rotation = self.rotary[batch.positions].unbind(1)
         for index, (norm, layer) in enumerate(self.layers):
             forward_pass.capture(index, x)
             last = index == len(self.layers) - 1
-            kept = (
+            output_index = (
                 batch.logit_index if narrow and last and len(batch.logit_index) < len(x) else None
             )
-            x = layer(index, norm(x), x, rotation, forward_pass, kept)
+            x = layer(index, norm(x), x, rotation, forward_pass, output_index)
         return x
 
     def embed(self, token_ids: Tensor) -> Tensor:
@@ -109,9 +103,8 @@ class FusedNetwork:
 
 
 def is_fusable(module: PreTrainedModel) -> bool:
-    """Whether the module is of a known family, with nothing unusual set.
-
-    Its weights may be quantised, as far as those that are merged were quantised alike.
+    """Whether the module is of a known family, with nothing unusual set. Its weights may be
+    quantised, if those that are merged were quantised alike.
     """
     if type(module) not in FAMILIES or module.config.hidden_act != "silu":
         return False
@@ -149,10 +142,9 @@ def _kind(linear: nn.Module) -> tuple[object, ...]:
 
 
 def is_batch_invariant(config: Any) -> bool:
-    """Whether a model is so small that batch-invariant products cost little.
-
-    Then prefix hits, batches and drafts change no token even in bf16 and fp16 on a CPU, as far as
-    attention is batch-invariant, too (``sdpa.BATCH_INVARIANT_QUERIES``).
+    """Whether a model is so small that batch-invariant products cost little. Then prefix hits,
+    batches and drafts change no token even in bf16 and fp16 on a CPU, where attention is
+    batch-invariant, too (``sdpa.BATCH_INVARIANT_QUERIES``).
     """
     attention = config.num_attention_heads * (
         getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads

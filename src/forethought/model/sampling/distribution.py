@@ -44,29 +44,24 @@ from forethought.kv.staging import upload
 
 
 class Constraint(Protocol):
-    """A rule for the output of one generation, as pure functions of the output so far.
-
-    It may cache, so that queries along one path or over the nodes of a tree are cheap; the order of
-    queries does not change the results.
+    """A rule for the output of one generation, as pure functions of the output so far. It may
+    cache, so that queries along one path or over the nodes of a tree are cheap; their order does
+    not change the results.
     """
 
     def mask(self, output: Sequence[int]) -> NDArray[np.uint8] | None:
         """Which tokens may follow ``output``; None: any.
 
         An end-of-sequence token that ends the generation is among them exactly where the rule
-        allows an end. No token may follow an output that breaks the rule.
-
-        Returns:
-            [ceil(V / 8)] bytes, V the width of the model's logits: token t is bit ``t % 8`` of byte
-            ``t // 8``, the lowest bit first. Read-only.
+        allows an end. No token may follow an output that breaks the rule. Returns [ceil(V / 8)]
+        bytes, V the width of the model's logits: token t is bit ``t % 8`` of byte ``t // 8``, the
+        lowest bit first. Read-only.
         """
         ...
 
     def is_complete(self, output: Sequence[int]) -> bool:
         """Whether ``output`` follows the rule and no text may follow it: the generation ends.
-
-        Raises:
-            ParameterError: ``output`` breaks the rule.
+        Raises ParameterError if it breaks the rule.
         """
         ...
 
@@ -102,9 +97,8 @@ class DevicePath(NamedTuple):
 
 @dataclass(slots=True)
 class TokenContext:
-    """What the distribution of one position depends on besides the logits.
-
-    In a draft tree each node has its own, with the path to the node at the end of ``output``.
+    """What the distribution of one position depends on besides the logits. In a draft tree each
+    node has its own, with the path to the node at the end of ``output``.
     """
 
     params: SamplingParams
@@ -127,22 +121,17 @@ class TokenContext:
 
 
 def logits_to_probs(logits: Tensor, contexts: Sequence[TokenContext]) -> Tensor:
-    """The distribution of the next token of each row.
+    """The distributions of the next tokens, [N, V] float32; every row sums to 1 and has no NaN.
 
-    Args:
-        logits: [N, V] float32, of the model; not modified.
-        contexts: N contexts. Ids in ``logit_bias`` and in the prefixes must be below V.
-
-    Returns:
-        [N, V] float32; every row sums to 1 and has no NaN.
+    The model's logits, [N, V] float32, are not modified. Ids in ``logit_bias`` and in the prefixes
+    of the N contexts must be below V.
     """
     return probs_and_max_logits(logits, contexts)[0]
 
 
 def probs_and_max_logits(logits: Tensor, contexts: Sequence[TokenContext]) -> tuple[Tensor, Tensor]:
-    """``logits_to_probs``, and the largest of the model's logits of each row, [N, 1] float32.
-
-    No token may be sampled from a row whose largest logit is not finite.
+    """``logits_to_probs``, and the largest of the model's logits of each row, [N, 1] float32. No
+    token may be sampled from a row whose largest logit is not finite.
     """
     edited, largest, raw_largest = _edit(logits, contexts)
     shifted = edited - largest  # the largest is 0 at any temperature
@@ -160,14 +149,8 @@ def probs_and_max_logits(logits: Tensor, contexts: Sequence[TokenContext]) -> tu
 
 
 def edit_logits(logits: Tensor, contexts: Sequence[TokenContext]) -> Tensor:
-    """Steps 1 to 5 and the fallback.
-
-    Args:
-        logits: [N, V] float32; not modified.
-        contexts: N contexts.
-
-    Returns:
-        [N, V] float32, the largest value of each row finite; ``logits`` itself if nothing changed.
+    """Steps 1 to 5 and the fallback: [N, V] float32, the largest value of each row finite;
+    ``logits`` itself if nothing changed.
     """
     return _edit(logits, contexts)[0]
 
@@ -210,7 +193,6 @@ def needs_edits(context: TokenContext) -> bool:
 
 def _allowed(contexts: Sequence[TokenContext], like: Tensor) -> tuple[Tensor, Tensor] | None:
     """The rows that a constraint restricts, [R] int64, and the tokens allowed there, [R, V] bool.
-
     Masks are computed on the host, while a GPU still computes the logits.
     """
     masks = [
@@ -249,12 +231,19 @@ def _penalise_repetition(logits: Tensor, contexts: Sequence[TokenContext]) -> No
     rows = [row for row, c in enumerate(contexts) if c.params.repetition_penalty != 1.0]
     if not rows:
         return
-    own = [contexts[row] for row in rows]
-    seen = _counts(logits, [[*each.prompt, *each.output] for each in own], own) > 0
+    penalised_contexts = [contexts[row] for row in rows]
+    occurs = (
+        _counts(
+            logits,
+            [[*context.prompt, *context.output] for context in penalised_contexts],
+            penalised_contexts,
+        )
+        > 0
+    )
     penalty = _column([contexts[row].params.repetition_penalty for row in rows], logits)
     chosen = logits[_index(rows, logits)]
     penalised = torch.where(chosen > 0, chosen / penalty, chosen * penalty)
-    logits[_index(rows, logits)] = torch.where(seen, penalised, chosen)
+    logits[_index(rows, logits)] = torch.where(occurs, penalised, chosen)
 
 
 def _penalise_output(logits: Tensor, contexts: Sequence[TokenContext]) -> None:
@@ -265,8 +254,12 @@ def _penalise_output(logits: Tensor, contexts: Sequence[TokenContext]) -> None:
     ]
     if not rows:
         return
-    own = [contexts[row] for row in rows]
-    counts = _counts(logits, [each.output for each in own], own)
+    penalised_contexts = [contexts[row] for row in rows]
+    counts = _counts(
+        logits,
+        [penalised_context.output for penalised_context in penalised_contexts],
+        penalised_contexts,
+    )
     presence = _column([contexts[row].params.presence_penalty for row in rows], logits)
     frequency = _column([contexts[row].params.frequency_penalty for row in rows], logits)
     logits[_index(rows, logits)] -= presence * (counts > 0) + frequency * counts
@@ -310,17 +303,17 @@ def _truncate(probs: Tensor, contexts: Sequence[TokenContext]) -> Tensor:
 
 
 def _keep_top_k(probs: Tensor, threshold: Tensor, num_kept: Tensor) -> Tensor:
-    """The ``num_kept`` most probable tokens of each row, renormalised; among equals the lower ids.
-
-    probs: [R, V] float32; threshold: [R, 1] probability of the last token kept; num_kept: [R, 1].
+    """The ``num_kept`` [R, 1] most probable tokens of each row of probs [R, V] float32,
+    renormalised; among equals the lower ids. ``threshold``, [R, 1], is the probability of the
+    last token kept.
     """
-    kept = probs >= threshold
-    surplus = kept.count_nonzero(dim=-1).unsqueeze(1) > num_kept
+    is_kept = probs >= threshold
+    surplus = is_kept.count_nonzero(dim=-1).unsqueeze(1) > num_kept
     if probs.device.type != "cpu" or surplus.any():  # of equals at the threshold keep the lower ids
         above, equal = probs > threshold, probs == threshold
         num_equal = num_kept - above.count_nonzero(dim=-1).unsqueeze(1)
-        kept = above | (equal & (equal.cumsum(dim=-1) <= num_equal))
-    probs = torch.where(kept, probs, 0.0)
+        is_kept = above | (equal & (equal.cumsum(dim=-1) <= num_equal))
+    probs = torch.where(is_kept, probs, 0.0)
     return probs / probs.sum(dim=-1, keepdim=True)
 
 
@@ -334,9 +327,8 @@ def _sorted_rising(probs: Tensor) -> Tensor:
 def _counts(
     like: Tensor, tokens: Sequence[Sequence[int]], contexts: Sequence[TokenContext]
 ) -> Tensor:
-    """How often each id occurs in each list, and in the ``path`` of its context.
-
-    Returns [len(tokens), V] in the dtype of ``like``.
+    """How often each id occurs in each list, and in the ``path`` of its context: [len(tokens), V]
+    in the dtype of ``like``.
     """
     width = like.shape[1]
     flat = [row * width + token for row, ids in enumerate(tokens) for token in ids]

@@ -34,17 +34,13 @@ from forethought.outputs import Logprob, TokenConfidence, TokenLogprobs
 
 
 def uniform_at(seed: int, sample: int, position: int, use: int = 0) -> float:
-    """A uniform number in [0, 1) with 53 random bits: a pure function of the four integers.
+    """A uniform number in [0, 1) with 53 random bits: a pure function of the four integers, each
+    modulo 2**64: the request's seed, the index of the sample, the output token's position, and
+    the use.
 
-    Each argument counts modulo 2**64.
-
-    Args:
-        seed: of the request.
-        sample: index of the sample of the request.
-        position: of the output token.
-        use: 0 for sampling the token itself. Others where a token needs further uniform samples:
-            the low 8 bits say what for (1 drafting, 2 acceptance, 3 synthetic acceptance), the rest
-            numbers them.
+    ``use`` is 0 for sampling the token itself. Others where a token needs further uniform samples:
+    the low 8 bits say what for (1 drafting, 2 acceptance, 3 synthetic acceptance), the rest numbers
+    them.
     """
     counter = struct.pack("<QQQ", seed & _WORD, sample & _WORD, position & _WORD)
     if use:
@@ -56,14 +52,10 @@ _WORD = 2**64 - 1
 
 
 def invert_cdf(probs: Tensor, uniforms: Sequence[float] | Tensor) -> Tensor:
-    """Sample one token per row by inverting the cumulative distribution in float64.
+    """Sample one token per row, [N] int64, by inverting the cumulative distribution in float64.
 
-    Args:
-        probs: [N, V] with positive mass in every row; need not be normalised.
-        uniforms: N numbers in [0, 1).
-
-    Returns:
-        [N] int64; never a token of probability zero, however close to 1 the uniform sample.
+    ``probs``, [N, V], has positive mass in every row and need not be normalised. A token of
+    probability zero is never sampled, however close to 1 the uniform sample in [0, 1).
     """
     mass = probs.cumsum(dim=-1, dtype=torch.float64)  # [N, V]
     if not isinstance(uniforms, Tensor):
@@ -75,16 +67,11 @@ def invert_cdf(probs: Tensor, uniforms: Sequence[float] | Tensor) -> Tensor:
 
 
 def score_logprobs(logits: Tensor, tokens: Tensor, k: int) -> Tensor:
-    """Log-probabilities of the sampled and the top-k tokens of each row, on the device.
+    """Log-probabilities of the sampled tokens [N] int64 and the top-k tokens of each row of the raw
+    logits [N, V] float32, on the device.
 
-    Args:
-        logits: [N, V] float32, raw.
-        tokens: [N] int64, the sampled tokens.
-        k: number of top tokens; at most V are returned.
-
-    Returns:
-        [N, 2 + 2 min(k, V)] float64: the sampled token's log-probability, its rank, then the
-        top tokens' log-probabilities and their ids.
+    Returns [N, 2 + 2 min(k, V)] float64: the sampled token's log-probability, its rank, then the
+    top tokens' log-probabilities and their ids.
     """
     logprobs = logits.log_softmax(dim=-1)
     chosen = logprobs.gather(1, tokens.unsqueeze(1))  # [N, 1]
@@ -94,9 +81,8 @@ def score_logprobs(logits: Tensor, tokens: Tensor, k: int) -> Tensor:
 
 
 def read_logprobs(scores: Sequence[float], token: int, k: int) -> TokenLogprobs:
-    """One row of ``score_logprobs``, on the host: the sampled token first, then the top ``k``.
-
-    The rank of a token is one more than the number of more probable tokens: equals share it.
+    """One row of ``score_logprobs``, on the host: the sampled token first, then the top ``k``. The
+    rank of a token is one more than the number of more probable tokens: equals share it.
     """
     width = (len(scores) - 2) // 2
     entries = {token: Logprob(scores[0], rank=int(scores[1]))}
@@ -110,17 +96,10 @@ def read_logprobs(scores: Sequence[float], token: int, k: int) -> TokenLogprobs:
 
 
 def score_confidence(logits: Tensor, tokens: Tensor, ks: Sequence[int]) -> Tensor:
-    """The fields of ``TokenConfidence`` for the sampled token of each row, on the device.
+    """The fields of ``TokenConfidence``, [N, 4] float64, for the sampled tokens [N] int64 of raw
+    logits [N, V] float32, over the ``ks`` (from 1) most probable tokens, on the device.
 
     One pass of exponentials over the logits serves them all; no log-softmax is written out.
-
-    Args:
-        logits: [N, V] float32, raw.
-        tokens: [N] int64, the sampled tokens.
-        ks: N numbers of most probable tokens, from 1.
-
-    Returns:
-        [N, 4] float64.
     """
     rows, width = logits.shape
     group = max(1, _CACHED_LOGITS // width)
@@ -139,13 +118,15 @@ def score_confidence(logits: Tensor, tokens: Tensor, ks: Sequence[int]) -> Tenso
     weights = shifted.exp()  # [N, V]
     mass = weights.sum(dim=-1)
     log_mass = mass.log()  # log(sum(exp(logits - largest)))
-    own = shifted.gather(1, tokens.unsqueeze(1)).squeeze(1)
+    sampled_logits = shifted.gather(1, tokens.unsqueeze(1)).squeeze(1)
     # 0 * -inf would be NaN, but -inf adds nothing to the mean of the logits.
     finite = shifted.clamp(min=torch.finfo(logits.dtype).min)
     mean = torch.linalg.vecdot(weights, finite) / mass  # of the logits, by probability
     certainty = log_mass - math.log(width) - shifted.mean(dim=-1)
     value = log_mass - _mean_of_first(top - largest, ks)
-    return torch.stack((value, own - log_mass, log_mass - mean, certainty), dim=1).double()
+    return torch.stack(
+        (value, sampled_logits - log_mass, log_mass - mean, certainty), dim=1
+    ).double()
 
 
 _CACHED_LOGITS = 2**16
@@ -162,15 +143,8 @@ def _mean_of_first(values: Tensor, counts: Sequence[int]) -> Tensor:
 
 
 def prompt_logprobs(logits: Tensor, next_ids: Sequence[int], k: int) -> list[TokenLogprobs]:
-    """Log-probabilities of the tokens of a prompt.
-
-    Args:
-        logits: [M, V] float32, raw, at M positions.
-        next_ids: the M tokens that follow those positions.
-        k: number of top tokens to add to each.
-
-    Returns:
-        M entries; the first belongs to ``next_ids[0]``.
+    """Log-probabilities of the M tokens ``next_ids`` that follow the positions of the raw logits
+    [M, V] float32, each with the top ``k``.
     """
     tokens = upload(next_ids, logits.device)
     rows = score_logprobs(logits, tokens, k).tolist()
@@ -195,12 +169,9 @@ class SampledTokens:
 def sample(
     logits: Tensor, contexts: Sequence[TokenContext], uniforms: Sequence[float]
 ) -> SampledTokens:
-    """Sample the next token of each row, with one transfer to the host.
-
-    Args:
-        logits: [N, V] float32, of the model; not modified.
-        contexts: N contexts.
-        uniforms: N numbers in [0, 1); those of greedy rows are not used.
+    """Sample the next token of each row of the model's logits [N, V] float32, which are not
+    modified, with one transfer to the host. The N uniforms are in [0, 1); those of greedy rows
+    are not used.
     """
     if not contexts:
         return SampledTokens([], [], [])
@@ -210,9 +181,8 @@ def sample(
 def draw_tokens(
     logits: Tensor, contexts: Sequence[TokenContext], uniforms: Sequence[float]
 ) -> Tensor:
-    """The next token of each row, [N] int64, on the device. Arguments as of ``sample``.
-
-    A step of greedy rows takes the largest logits, without a softmax.
+    """The next token of each row, [N] int64, on the device. Arguments as of ``sample``. A step of
+    greedy rows takes the largest logits, without a softmax.
     """
     distinct = list({id(context): context for context in contexts}.values())  # often one for all
     if all(context.params.greedy for context in distinct):
@@ -243,17 +213,12 @@ def mark_not_finite(ids: Tensor, largest: Tensor) -> Tensor:
 
 
 def most_probable(logits: Tensor) -> list[int]:
-    """The token with the largest of the logits of each row, the lowest id among equals.
-
-    Args:
-        logits: [N, V] float32, of the model.
-
-    Returns:
-        N ids; ``NO_TOKEN`` where the largest logit is not finite.
+    """The token with the largest of the logits, [N, V] float32, of each row, the lowest id among
+    equals; ``NO_TOKEN`` where the largest logit is not finite.
     """
     if not logits.is_cpu:
-        found: list[int] = draw_most_probable(logits).tolist()
-        return found
+        drawn: list[int] = draw_most_probable(logits).tolist()
+        return drawn
     host = logits.numpy()
     tokens = host.argmax(axis=-1).tolist()  # a tenth of torch's time; of NaN and numbers, NaN
     return [
@@ -263,12 +228,8 @@ def most_probable(logits: Tensor) -> list[int]:
 
 
 def report(logits: Tensor, contexts: Sequence[TokenContext], drawn: Tensor) -> SampledTokens:
-    """The sampled tokens on the host, with the scores that their parameters ask for.
-
-    Args:
-        logits: [N, V] float32, of the model.
-        contexts: N contexts.
-        drawn: [N] int64, the token of each row; the scores of a ``NO_TOKEN`` have no meaning.
+    """The sampled tokens [N] int64 on the host, with the scores that their parameters ask for;
+    those of a ``NO_TOKEN`` have no meaning. ``logits``, [N, V] float32, are the model's.
     """
     download = Download()
     download.add(drawn)
@@ -279,11 +240,8 @@ def report(logits: Tensor, contexts: Sequence[TokenContext], drawn: Tensor) -> S
 
 
 class TokenScores:
-    """The scores of N tokens that their parameters ask for, computed and not read yet.
-
-    Args:
-        logits, contexts, drawn: as of :func:`report`.
-        download: brings them to the host, with whatever else there is to read.
+    """The scores of N tokens that their parameters ask for, computed and not read yet. ``download``
+    brings them to the host, with whatever else there is to read.
     """
 
     def __init__(
@@ -307,17 +265,16 @@ class TokenScores:
             self._width = scores.shape[1]
             self._logprobs_at = download.add(scores)
         if self._ks:
-            found = score_confidence(*_rows_of(logits, drawn, self._ks), list(self._ks.values()))
-            self._confidences_at = download.add(found)
+            confidences = score_confidence(
+                *_rows_of(logits, drawn, self._ks), list(self._ks.values())
+            )
+            self._confidences_at = download.add(confidences)
 
     def read(
         self, parts: Sequence[Sequence[float]], tokens: Sequence[int]
     ) -> tuple[list[TokenLogprobs | None], list[TokenConfidence | None]]:
         """Log-probabilities and confidences of the N tokens; None where they are not asked for.
-
-        Args:
-            parts: what the download has read.
-            tokens: on the host.
+        ``parts`` are what the download has read.
         """
         logprobs: list[TokenLogprobs | None] = [None] * self._num_rows
         confidences: list[TokenConfidence | None] = [None] * self._num_rows
