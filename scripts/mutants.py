@@ -723,7 +723,7 @@ MUTANTS = [
     ),
     Mutant(
         "compat/tensorrt_llm/task_collection.py",
-        "_watch_branches(wanted.branches, collection)",
+        "_watch_branches(request.branches, collection)",
         "pass",
         DRIVER,
     ),

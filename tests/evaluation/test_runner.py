@@ -157,7 +157,7 @@ def test_attempts_that_are_known_are_not_made_again_and_change_no_other():
     runner = EvaluationRunner(open_llm, grader=Even())
     vote = recipe("majority_vote@3", max_tokens=6)
     whole, new = runner.attempts(vote, PROBLEMS), []
-    resumed = runner.attempts(vote, PROBLEMS, new.append, known=whole[1:4])
+    resumed = runner.attempts(vote, PROBLEMS, new.append, finished=whole[1:4])
     assert sorted(attempt.number for attempt in new) == [0, 4, 5]
     assert [replace(one, elapsed=0.0) for one in resumed] == [
         replace(one, elapsed=0.0) for one in whole

@@ -97,7 +97,7 @@ def test_the_steps_of_a_stream_are_one_request_and_a_fork_knows_its_whole_prompt
     assert (stream.outcome, stream.finish_reason) == ("cancelled", "abort")
     assert probe.fork_of is stream
     assert probe.is_probe
-    assert (probe.prompt.text, probe.kept) == (NASTY + "abcd so", 4)
+    assert (probe.prompt.text, probe.num_kept) == (NASTY + "abcd so", 4)
     assert probe.output().text == "It"
     assert (tool.span.name, reward.span.name) == ("MCPCallTask", "RewardTask")
 

@@ -235,7 +235,7 @@ def roofline_table(rows: Sequence[RooflineRow]) -> str:
                 f"{row.floor / row.step:.0%}",
             )
         )
-    return aligned(cells, left=(3,))
+    return aligned(cells, left_columns=(3,))
 
 
 def save_roofline(rows: Sequence[RooflineRow], path: Path, title: str) -> Path:

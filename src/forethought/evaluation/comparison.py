@@ -1,9 +1,8 @@
 """Several methods on the same problems: run with a journal, compared with the first, reported.
 
 The first method solves every problem. With ``stop_level`` another one ends as soon as the
-sequential test has decided between the two (``statistics.SequentialTest``); its row, and the pairs
-that are compared, are then of the problems up to there in their order, whichever others were
-finished.
+sequential test has decided between the two (``statistics.SequentialTest``); its row and the paired
+comparison then cover the problems up to there in their order, whichever others were finished.
 """
 
 from __future__ import annotations
@@ -31,10 +30,10 @@ COLUMNS = ("regret", "behaviours")
 
 @dataclass(frozen=True, slots=True)
 class ComparisonOptions:
-    """What is done beside solving the problems.
+    """Options of a comparison besides its methods.
 
     Raises:
-        UnknownNameError: a column that there is not.
+        UnknownNameError: a column does not exist.
         ParameterError: a level outside 0..1.
     """
 
@@ -60,7 +59,7 @@ class Comparison:
         runner: solves the problems.
         problems: at least one.
         journal: of this evaluation; attempts in it are not made again.
-        options: what is done beside.
+        options: further columns and the early stop.
         bar: shows the progress; None: nothing does.
     """
 
@@ -87,13 +86,17 @@ class Comparison:
         self._check(recipes)
         first = recipes[0]
         baseline = self.attempts(first)
-        made = {first.name: baseline}
+        attempts_of = {first.name: baseline}
         rows = [row_of(first.name, baseline)]
         for recipe in recipes[1:]:
             test = self._test()
-            made[recipe.name] = self.attempts(recipe, baseline, test)
-            rows.append(_compared(row_of(recipe.name, made[recipe.name]), made, first.name, test))
-        further = self._columns(recipes, made)
+            attempts_of[recipe.name] = self.attempts(recipe, baseline, test)
+            rows.append(
+                _compared(
+                    row_of(recipe.name, attempts_of[recipe.name]), attempts_of, first.name, test
+                )
+            )
+        further = self._columns(recipes, attempts_of)
         return [replace(row, columns=further[row.method]) for row in rows]
 
     def attempts(
@@ -109,16 +112,16 @@ class Comparison:
             recipe: the method.
             baseline: attempts of the method that it is compared with.
             test: ends the method when it is decided; None: all problems are solved.
-            numbers: of the problems that are to be solved; None: all.
+            numbers: of the problems to solve; None: all.
         """
         numbers = range(len(self._problems)) if numbers is None else numbers
         problems = {number: self._problems[number] for number in numbers}
-        known = self._journal.attempts(recipe.name, self._problems)
-        known = [attempt for attempt in known if attempt.number in numbers]
+        finished = self._journal.attempts(recipe.name, self._problems)
+        finished = [attempt for attempt in finished if attempt.number in numbers]
         watch = _Watch(baseline, test) if test is not None else None
         if self._bar is not None:
             self._bar.begin(recipe.name)
-        for attempt in known:
+        for attempt in finished:
             self._see(attempt, watch)
 
         def on_attempt(attempt: Attempt) -> None:
@@ -128,10 +131,14 @@ class Comparison:
         def enough() -> bool:
             return watch is not None and watch.is_decided
 
-        made = self._runner.attempts(recipe, problems, on_attempt, known, enough)
+        attempts = self._runner.attempts(recipe, problems, on_attempt, finished, enough)
         if self._bar is not None:
-            self._bar.leave_out(len(problems) * recipe.repeats - len(made))
-        return made if watch is None else made[: watch.num_compared if watch.is_decided else None]
+            self._bar.leave_out(len(problems) * recipe.repeats - len(attempts))
+        return (
+            attempts
+            if watch is None
+            else attempts[: watch.num_compared if watch.is_decided else None]
+        )
 
     def _see(self, attempt: Attempt, watch: _Watch | None) -> None:
         shown = (attempt.method, attempt.key)
@@ -163,18 +170,18 @@ class Comparison:
     # ---- further columns ----------------------------------------------------------------------
 
     def _columns(
-        self, recipes: Sequence[Recipe], made: Mapping[str, Sequence[Attempt]]
+        self, recipes: Sequence[Recipe], attempts_of: Mapping[str, Sequence[Attempt]]
     ) -> dict[str, dict[str, float]]:
         """Further figures by name, for each method."""
-        found: dict[str, dict[str, float]] = {recipe.name: {} for recipe in recipes}
+        columns: dict[str, dict[str, float]] = {recipe.name: {} for recipe in recipes}
         if "regret" in self._options.columns:
-            chains = {one.name: self._chains(one, made[one.name]) for one in recipes}
+            chains = {one.name: self._chains(one, attempts_of[one.name]) for one in recipes}
             for name, value in regrets(chains).items():
-                found[name]["regret"] = value
+                columns[name]["regret"] = value
         if "behaviours" in self._options.columns:
-            for name, attempts in made.items():
-                found[name] |= count_behaviours([attempt.text for attempt in attempts])
-        return found
+            for name, attempts in attempts_of.items():
+                columns[name] |= count_behaviours([attempt.text for attempt in attempts])
+        return columns
 
     def _chains(self, recipe: Recipe, attempts: Sequence[Attempt]) -> list[Chain]:
         """The chains of the attempts with their forced answers, those of the journal included."""
@@ -199,12 +206,16 @@ class Comparison:
 
 
 def _compared(
-    row: ReportRow, made: Mapping[str, Sequence[Attempt]], first: str, test: SequentialTest | None
+    row: ReportRow,
+    attempts_of: Mapping[str, Sequence[Attempt]],
+    first: str,
+    test: SequentialTest | None,
 ) -> ReportRow:
     """The row with its comparison with the first method, on the problems that it has solved."""
-    numbers = {attempt.number for attempt in made[row.method]}
+    numbers = {attempt.number for attempt in attempts_of[row.method]}
     pairs = [
-        outcomes_of(a for a in made[name] if a.number in numbers) for name in (first, row.method)
+        outcomes_of(a for a in attempts_of[name] if a.number in numbers)
+        for name in (first, row.method)
     ]
     paired = compare_pairs(first, *pairs)
     if test is not None:
@@ -217,10 +228,10 @@ class _Watch:
 
     Args:
         baseline: attempts of the first method, one at each problem.
-        test: gets the outcomes.
+        test: receives the outcomes.
 
     Attributes:
-        num_compared: problems whose outcomes the test has got.
+        num_compared: problems whose outcomes the test has received.
     """
 
     def __init__(self, baseline: Sequence[Attempt], test: SequentialTest) -> None:
@@ -230,11 +241,10 @@ class _Watch:
 
     @property
     def is_decided(self) -> bool:
-        """Whether the rest is not needed."""
         return self._test.is_decided
 
     def see(self, attempt: Attempt) -> None:
-        """An attempt of the second method, in any order."""
+        """Record an attempt of the second method, in any order."""
         self._second[attempt.number] = attempt.correct
         while self.num_compared in self._second and not self.is_decided:
             number = self.num_compared

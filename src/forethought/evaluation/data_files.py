@@ -8,10 +8,9 @@
 =====================  =============================================================
 
 All but parquet may be compressed (``.jsonl.gz``). A file with another ending is read as JSON lines.
-Of a directory, and of a data set on the Hub,
-the test split is read if files or folders are named so, else the validation split, else all; of
-several formats the first of the table. ``org/name@revision:pattern`` names a revision of a data set
-and the files that are wanted.
+Of a directory, and of a data set on the Hub, the test split is read if files or folders are named
+so, else the validation split, else all; of several formats the first of the table.
+``org/name@revision:pattern`` names a revision of a data set and a pattern of files.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ _FORMATS_FIX = "Give a .jsonl, .json, .csv or .parquet file (or .gz of the first
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """One record of a data set, and where it stands, for messages."""
+    """One record of a data set, and its place, for messages."""
 
     values: Mapping[str, Any]
     """By field, with names in small letters: published files differ in their case."""
@@ -53,24 +52,20 @@ class Record:
     """The same with the last part of the path alone."""
 
     def get(self, *fields: str) -> Any:
-        """The value of the first of ``fields`` that is there and not empty; None without one."""
+        """The value of the first of ``fields`` that is present and not empty; None without one."""
         values = (self.values.get(field) for field in fields)
         return next((value for value in values if value not in (None, "")), None)
 
     def text(self, *fields: str) -> str:
-        """The text in the first of ``fields`` that is there.
-
-        Raises:
-            UsageError: there is none, or it holds no text.
-        """
-        found = self.get(*fields)
-        wanted = " or ".join(map(repr, fields))
-        if found is None:
+        """The text in the first of ``fields`` that is present; ``UsageError`` if there is none."""
+        value = self.get(*fields)
+        names = " or ".join(map(repr, fields))
+        if value is None:
             has = ", ".join(map(repr, self.values)) or "none"
-            self.refuse(f"it has no {wanted}", f"Fields that it has: {has}")
-        if not isinstance(found, str) or not found.strip():
-            self.refuse(f"{wanted} is {found!r}", "It has to be text")
-        return found
+            self.refuse(f"it has no {names}", f"Fields that it has: {has}")
+        if not isinstance(value, str) or not value.strip():
+            self.refuse(f"{names} is {value!r}", "It has to be text")
+        return value
 
     def refuse(self, why: str, fix: str) -> NoReturn:
         """Raise the ``UsageError`` that names this record."""
@@ -90,10 +85,10 @@ def read_records(data: str | Path, folder: str | None = None) -> list[Record]:
         DependencyError: ``huggingface_hub`` or ``pyarrow`` is needed and not installed.
     """
     files = _files(data, folder)
-    found = [record for file in files for record in _read(file)]
-    if not found:
+    records = [record for file in files for record in _read(file)]
+    if not records:
         raise UsageError(f"no problems in {data}", "there are no records in it", _FORMATS_FIX)
-    return found
+    return records
 
 
 # ---- which files ---------------------------------------------------------------------------------
@@ -105,18 +100,18 @@ def _files(data: str | Path, folder: str | None) -> list[Path]:
         return [path / name for name in _chosen(str(data), _within(path), folder)]
     if path.exists():
         return [path]
-    asked = _HUB_ID.fullmatch(str(data))
-    if asked is None or _format(asked["name"]) is not None:
+    match = _HUB_ID.fullmatch(str(data))
+    if match is None or _format(match["name"]) is not None:
         raise UsageError(
             f"cannot read the problems in {data}",
             "there is no such file or directory",
             "Check the path, or give the id of a data set on the Hub, such as openai/gsm8k",
         )
-    return _from_hub(asked["name"], asked["revision"], asked["pattern"], folder)
+    return _from_hub(match["name"], match["revision"], match["pattern"], folder)
 
 
 def _within(directory: Path) -> list[str]:
-    """The files in a directory and those below it, but for hidden ones, as paths within it."""
+    """The files in a directory and those below it, without hidden ones, as paths within it."""
     names = (
         file.relative_to(directory).as_posix() for file in directory.rglob("*") if file.is_file()
     )
@@ -126,22 +121,18 @@ def _within(directory: Path) -> list[str]:
 def _chosen(
     data: str, names: Iterable[str], folder: str | None, pattern: str | None = None
 ) -> list[str]:
-    """The data files among ``names``, which are paths within ``data``.
-
-    Raises:
-        UsageError: there are none.
-    """
-    known = [name for name in names if _format(name) and Path(name).name not in _NO_DATA]
+    """The data files among ``names``, paths within ``data``; ``UsageError`` without any."""
+    data_files = [name for name in names if _format(name) and Path(name).name not in _NO_DATA]
     if pattern is not None:
-        found = [name for name in known if fnmatch(name, pattern)]
+        matches = [name for name in data_files if fnmatch(name, pattern)]
     else:
-        found = _split(_in_folder(known, folder))
-    if not found:
-        why = f"no data file matches {pattern!r}" if known else "it holds no data file"
-        there = f"There are: {', '.join(sorted(known)[:20])}" if known else _FORMATS_FIX
+        matches = _split(_in_folder(data_files, folder))
+    if not matches:
+        why = f"no data file matches {pattern!r}" if data_files else "it holds no data file"
+        there = f"There are: {', '.join(sorted(data_files)[:20])}" if data_files else _FORMATS_FIX
         raise UsageError(f"no problems in {data}", why, there)
-    first = min(map(_rank, found))
-    return sorted((name for name in found if _rank(name) == first), key=_natural)
+    first = min(map(_rank, matches))
+    return sorted((name for name in matches if _rank(name) == first), key=_natural)
 
 
 def _in_folder(names: list[str], folder: str | None) -> list[str]:
@@ -151,9 +142,9 @@ def _in_folder(names: list[str], folder: str | None) -> list[str]:
 def _split(names: list[str]) -> list[str]:
     for split in _SPLITS:
         word = re.compile(rf"(?:^|[/_.-])(?:{split})(?:[/_.-]|$)", re.IGNORECASE)
-        found = [name for name in names if word.search(name)]
-        if found:
-            return found
+        matches = [name for name in names if word.search(name)]
+        if matches:
+            return matches
     return names
 
 
@@ -175,26 +166,26 @@ def _from_hub(
     source: dict[str, Any] = {"repo_id": name, "repo_type": "dataset", "revision": revision}
     try:
         listed = huggingface_hub.dataset_info(name, revision=revision).siblings or []
-        wanted = _chosen(name, [file.rfilename for file in listed], folder, pattern)
-        root = huggingface_hub.snapshot_download(**source, allow_patterns=wanted)
+        chosen = _chosen(name, [file.rfilename for file in listed], folder, pattern)
+        root = huggingface_hub.snapshot_download(**source, allow_patterns=chosen)
     except UsageError:
         raise
     except Exception as error:
         try:
             if hub_has_answered(error):
                 raise
-            wanted = _chosen(name, _listed_before(source), folder, pattern)
+            chosen = _chosen(name, _listed_before(source), folder, pattern)
             root = huggingface_hub.snapshot_download(
-                **source, allow_patterns=wanted, local_files_only=True
+                **source, allow_patterns=chosen, local_files_only=True
             )
         except Exception as cause:
             why, fix = explain_hub_error(cause, name, revision, "data set")
             raise UsageError(f"cannot get the data set {name}", why, fix) from cause
-    return [Path(root) / file for file in wanted]
+    return [Path(root) / file for file in chosen]
 
 
 def _listed_before(source: Mapping[str, Any]) -> list[str]:
-    """The files that a data set had when it was last downloaded, without asking the Hub."""
+    """The files that a data set had when it was last downloaded, without a request to the Hub."""
     from huggingface_hub import errors
 
     try:
@@ -235,12 +226,12 @@ def _json_lines(path: Path) -> Iterator[tuple[str, Any]]:
 
 def _json(path: Path) -> Iterator[tuple[str, Any]]:
     with _opened(path) as stream:
-        found = _parsed(stream.read(), str(path), "one JSON object, or an array of them")
-    if isinstance(found, list):
-        for number, item in enumerate(found, start=1):
+        content = _parsed(stream.read(), str(path), "one JSON object, or an array of them")
+    if isinstance(content, list):
+        for number, item in enumerate(content, start=1):
             yield f":item {number}", item
     else:
-        yield "", found
+        yield "", content
 
 
 def _csv(path: Path) -> Iterator[tuple[str, Any]]:

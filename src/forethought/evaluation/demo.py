@@ -1,4 +1,4 @@
-"""The demo: what drafts, probes and a checker are for, on the embedded models.
+"""The demo: drafts, probes and a checker, on the embedded models.
 
 ===============  ==================================================================================
 the race         one problem at a time, with drafts and without: the same answer, sooner
@@ -66,7 +66,7 @@ NEXT = (
 
 
 def drafts() -> DecodingBaseConfig:
-    """What drafts in the race unless another drafter is chosen: the reasoner's draft model."""
+    """The default drafter of the race: the reasoner's draft model."""
     from forethought.assets import drafter_dir
 
     return DraftTargetDecodingConfig(max_draft_len=16, speculative_model=drafter_dir())
@@ -148,12 +148,12 @@ class Demo:
     Args:
         opener: of models.
         drafter: of the race; None: the reasoner's draft model.
-        speculative: drafts in the comparisons too, if it is given.
+        speculative: the drafter of the comparisons too; None: they decode without.
         num_problems: of each comparison; None: ``PROBLEMS``.
         seed: of the choice of problems, and of sampling.
 
     Raises:
-        ParameterError: there are not so many problems.
+        ParameterError: there are fewer problems.
     """
 
     def __init__(
@@ -170,11 +170,8 @@ class Demo:
         }
 
     def run(self) -> Findings:
-        """Run everything, with a progress bar on standard error.
-
-        Raises:
-            DependencyError: tqdm is not installed.
-            Exception: of the first attempt that fails.
+        """Run everything, with a progress bar on standard error; raises the error of the first
+        failure.
         """
         raced = self._problems["arithmetic"][:RACE_PROBLEMS]
         drafter = self._speculative or drafts()
@@ -213,7 +210,6 @@ class Demo:
     def _compare(
         self, name: str, recipes: Sequence[Recipe], bar: EvaluationProgress
     ) -> list[ReportRow]:
-        """A row for each method, compared with the first."""
         runner, rows = self._runner(name, IN_FLIGHT, self._speculative), list[ReportRow]()
         baseline: list[list[bool]] = []
         for method in recipes:
@@ -242,10 +238,12 @@ class Demo:
 
 def _problems(name: str) -> list[Problem]:
     """The shipped problems of a task; of countdown those of four numbers, which need a search."""
-    found = task(name).problems()
+    problems = task(name).problems()
     if name == "countdown":
-        found = [problem for problem in found if len(read_countdown(problem.question)[0]) == 4]
-    return found
+        problems = [
+            problem for problem in problems if len(read_countdown(problem.question)[0]) == 4
+        ]
+    return problems
 
 
 def _dynasor() -> Recipe:
@@ -253,7 +251,7 @@ def _dynasor() -> Recipe:
 
 
 def show(findings: Findings, folder: Path, out: TextIO | None = None) -> None:
-    """Write the three tables, the path of the picture, what to try next, and one JSON line.
+    """Write the three tables, the path of the picture, next steps, and one JSON line.
 
     Args:
         findings: of ``Demo.run``.
@@ -274,12 +272,7 @@ def show(findings: Findings, folder: Path, out: TextIO | None = None) -> None:
 
 
 def prepare(folder: Path) -> None:
-    """Check for the picture's package and make its folder, before anything runs.
-
-    Raises:
-        DependencyError: matplotlib is not installed.
-        UsageError: the folder cannot be made.
-    """
+    """Check that matplotlib is installed and make the folder, before anything runs."""
     check_installed()
     make_folder(folder)
 
@@ -288,7 +281,7 @@ def prepare(folder: Path) -> None:
 
 
 def text_of(findings: Findings) -> str:
-    """The three tables, each below its title and above what it says."""
+    """The three tables, each below its title and above its conclusions."""
     race, less, deeper = findings.race, findings.less, findings.deeper
     num_raced, num_less, num_deeper = (
         count_of(number, "problem")
@@ -330,7 +323,7 @@ def race_table(race: Sequence[Heat]) -> str:
 
 
 def notes_of(race: Sequence[Heat]) -> list[str]:
-    """What drafts have changed in the answers of each method that ran with and without."""
+    """How drafts have changed the answers of each method that ran with and without."""
     without = {heat.method: heat for heat in race if not heat.drafts}
     return [
         _change(heat, without[heat.method])
@@ -340,7 +333,6 @@ def notes_of(race: Sequence[Heat]) -> list[str]:
 
 
 def _change(drafted: Heat, plain: Heat) -> str:
-    """What drafts have changed in the answers of one method."""
     changed = sum(drafted.texts[name] != text for name, text in plain.texts.items())
     if changed:
         return (
@@ -374,7 +366,6 @@ def comparison_table(rows: Sequence[ReportRow]) -> str:
 
 
 def _against(row: ReportRow, first: ReportRow) -> tuple[str, str, str]:
-    """Tokens, points and p of a row that is compared with the first."""
     assert row.paired is not None
     low, high = (100 * bound for bound in row.paired.interval)
     return (
@@ -403,7 +394,6 @@ def draw(findings: Findings) -> Figure:
 
 
 def _draw_race(axes: Axes, race: Sequence[Heat]) -> None:
-    """A bar for each heat, the fastest last."""
     seconds = [heat.seconds_per_problem for heat in race]
     colors = [f"C{number}" for number in range(len(race))]
     bars = axes.barh(range(len(race)), seconds, 0.5, color=colors)
@@ -421,7 +411,7 @@ def _draw_race(axes: Axes, race: Sequence[Heat]) -> None:
 
 
 def _claim(rows: Sequence[ReportRow]) -> str:
-    """What the last row has to say against the first."""
+    """The conclusion about the last row relative to the first."""
     tokens, _, p = _against(rows[-1], rows[0])
     points = 100 * (rows[-1].correct.value - rows[0].correct.value)
     return f"{points:+.0f} points (p = {p}), {tokens} tokens"

@@ -32,14 +32,14 @@ _logger = logging.getLogger(__name__)
 class MathGrader:
     r"""Compares the final answer of a text with the reference answer.
 
-    An answer is right if its canonical form is the reference's, which is what votes go by
-    (``MathEquivalence``). A grader knows what was asked for, so it also takes a percentage with and
-    without its sign: ``50\%`` is right for both ``50`` and ``0.5``.
+    An answer is right if its canonical form is the reference's, as in votes (``MathEquivalence``).
+    A percentage is accepted with and without its sign: ``50\%`` is right for both ``50`` and
+    ``0.5``.
 
     Args:
-        answer: the rule that finds the answer in a text, see ``answers.answer_extraction``; a
-            text without one is wrong.
-        extract: finds the answer in the place of the rule.
+        answer: the rule that extracts the answer, see ``answers.answer_extraction``; a text without
+            one is wrong.
+        extract: extracts the answer in place of the rule.
         equivalence: whether an answer and the reference mean the same; replaces the above.
         time_limit: work for one formula, as in ``MathEquivalence``; an answer that takes more is
             wrong unless it is written like the reference.
@@ -82,7 +82,7 @@ class MathGrader:
         return None if answer is None else ExtractedAnswer(answer, "function")
 
     def close(self) -> None:
-        """End the process with sympy; it starts again if it is needed."""
+        """End the process with sympy; it starts again when it is needed."""
         with self._lock:
             pool, self._sympy = self._sympy, None
         if pool is not None:
@@ -106,7 +106,7 @@ _PERCENT = re.compile(r"\s*(?:\\?%|\\?\s*percent|\\text\{\s*percent\s*\})\s*\.?\
 
 
 def _without_percent(answer: str, reference: str) -> tuple[str, ...]:
-    """Both without the sign of a percentage, if one of them has it and the other one has not."""
+    """Both without the sign of a percentage, if exactly one of them has it."""
     bare = _PERCENT.sub("", answer), _PERCENT.sub("", reference)
     return bare if (bare[0] == answer) != (bare[1] == reference) else ()
 
@@ -138,9 +138,6 @@ class CodeGrader:
 
     A program that ends before its tests have passed, by ``sys.exit()`` for example, is wrong: the
     last statement prints a random number, which has to arrive.
-
-    Args:
-        sandbox: runs the programs.
     """
 
     def __init__(self, sandbox: Sandbox) -> None:
@@ -166,15 +163,15 @@ class CodeGrader:
 
 
 _STOP = re.compile(r"\n(?=class\b|def\b|#|if\b|print\b|@|assert\b)")
-"""What ends a completion: code behind the function. The first five are those of the paper."""
+"""What ends a completion: code after the function. The first five are those of the paper."""
 
 
 def completed_program(text: str, prompt: str, entry_point: str) -> str:
-    """The program that an answer to a HumanEval problem amounts to, without its tests.
+    """The program of an answer to a HumanEval problem, without its tests.
 
     The code is the last block that defines the function, else the last block, else the whole text,
-    see ``program_in``. Code that defines the function takes the place of the prompt's, behind the
-    imports and functions above it; other code is the body and goes behind the prompt.
+    see ``program_in``. Code that defines the function replaces the prompt's, after the imports and
+    functions above it; other code is the body and is appended to the prompt.
 
     Args:
         text: of the answer.
@@ -193,7 +190,7 @@ def completed_program(text: str, prompt: str, entry_point: str) -> str:
 
 
 def _indented(body: str) -> str:
-    """A function's body with the indentation that it has behind its head."""
+    """A function's body with the indentation that it has after its head."""
     lines = body.rstrip("\n").split("\n")
     first = next((line for line in lines if line.strip()), "")
     if first[:1] in (" ", "\t"):

@@ -6,9 +6,9 @@
     inspect eval task.py --model forethought/dynasor+majority_vote@8 -M chunk_size=16
     inspect eval task.py --model forethought/majority_vote@8-Qwen/Qwen3-0.6B -M dtype=bfloat16
 
-The name of a model is a method, or several as for ``methods.stack``; behind a hyphen stands a local
-directory or a Hub id, and without one it is the embedded reasoner. ``-M NAME=VALUE`` is a setting
-of the method if it has a parameter of this name, and else a field of ``LlmArgs``.
+The name of a model is a method, or several as for ``methods.stack``, perhaps followed by a hyphen
+and a local directory or a Hub id; the default is the embedded reasoner. ``-M NAME=VALUE`` is a
+setting of the method if it has a parameter of this name, and else a field of ``LlmArgs``.
 
 inspect_ai loads this module through the entry point of the package (group ``inspect_ai``).
 """
@@ -104,10 +104,10 @@ class MethodModel(ModelAPI):  # type: ignore[misc]  # inspect_ai is no dependenc
                 "Leave it out",
             )
         spec, _, model = model_name.partition("-")
-        known = parameters(spec)
-        own = {name: value for name, value in settings.items() if name in known}
-        fields = {name: value for name, value in settings.items() if name not in known}
-        controller = stack(spec, **own)
+        names = parameters(spec)
+        method_settings = {name: value for name, value in settings.items() if name in names}
+        fields = {name: value for name, value in settings.items() if name not in names}
+        controller = stack(spec, **method_settings)
 
         from forethought.workers.local import EngineWorker
 
@@ -129,7 +129,6 @@ class MethodModel(ModelAPI):  # type: ignore[misc]  # inspect_ai is no dependenc
 
         Raises:
             ParameterError: tools, contents other than text, or settings that are not honoured.
-            Exception: of the method.
         """
         if tools:
             raise ParameterError(
@@ -137,10 +136,12 @@ class MethodModel(ModelAPI):  # type: ignore[misc]  # inspect_ai is no dependenc
             )
         params, began = _sampling_params(config), time.perf_counter()
         messages = [_message(message) for message in input]
-        asked = [message["content"] for message in messages if message["role"] == "user"]
+        questions = [message["content"] for message in messages if message["role"] == "user"]
         try:
             result = await self._llm.generate_async(
-                self._prompt(messages), sampling_params=params, question=asked[-1] if asked else ""
+                self._prompt(messages),
+                sampling_params=params,
+                question=questions[-1] if questions else "",
             )
         except ContextLengthError as error:
             return ModelOutput.from_content(
@@ -179,30 +180,24 @@ class MethodModel(ModelAPI):  # type: ignore[misc]  # inspect_ai is no dependenc
 
 
 def _sampling_params(config: GenerateConfig) -> dict[str, Any]:
-    """The sampling fields that a configuration sets.
-
-    Raises:
-        ParameterError: it sets what no method honours.
+    """The sampling fields that a configuration sets; ``ParameterError`` for those without an
+    effect.
     """
-    given = {name: value for name, value in dict(config).items() if value is not None}
-    refused = [name for name in _CHANGE_OUTPUTS if given.get(name) not in (None, False)]
-    if refused == ["num_choices"] and given["num_choices"] == 1:
+    fields = {name: value for name, value in dict(config).items() if value is not None}
+    refused = [name for name in _CHANGE_OUTPUTS if fields.get(name) not in (None, False)]
+    if refused == ["num_choices"] and fields["num_choices"] == 1:
         refused = []
     if refused:
         raise ParameterError(
             f"forethought models cannot honour {', '.join(refused)}",
-            f"the evaluation sets {refused[0]}={given[refused[0]]!r}",
+            f"the evaluation sets {refused[0]}={fields[refused[0]]!r}",
             "Leave it out",
         )
-    return {ours: given[theirs] for theirs, ours in _HONOURED.items() if theirs in given}
+    return {ours: fields[theirs] for theirs, ours in _HONOURED.items() if theirs in fields}
 
 
 def _message(message: ChatMessage) -> dict[str, str]:
-    """A message as a chat template takes it.
-
-    Raises:
-        ParameterError: it calls tools, or holds something else than text.
-    """
+    """A message as a chat template takes it; ``ParameterError`` if it is more than text."""
     content = message.content
     kinds = {"text"} if isinstance(content, str) else {part.type for part in content}
     if message.role == "tool" or getattr(message, "tool_calls", None):

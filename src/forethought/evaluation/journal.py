@@ -1,5 +1,5 @@
 """The journal of an evaluation: every finished attempt is one line of a file, so that a killed run
-loses the attempts under way and nothing else.
+loses only the unfinished attempts.
 
 ::
 
@@ -8,12 +8,12 @@ loses the attempts under way and nothing else.
     {"finished": {}}
 
 The first line holds everything that decides the results. A run with the same settings takes over
-the attempts that are there and makes the others. A run with other settings gets a file of its own
-beside a journal that is finished, and is refused beside one that is not. Seeds belong
-to problem and sample, so it does not matter which attempts run beside which: in float32 the resumed
-run gives the answers of an uninterrupted one. In 16 bits the rows of a batch may round differently
-when other rows are beside them, and near-ties between tokens may fall the other way, as from run to
-run with another ``in_flight``.
+the attempts in the file and makes the others. A run with other settings gets a file of its own
+beside a journal that is finished, and is refused beside one that is not. Seeds belong to problem
+and sample, so the concurrency of attempts does not matter: in float32 the resumed run gives the
+answers of an uninterrupted one. In 16 bits the rows of a batch may round differently when other
+rows are beside them, and near-ties between tokens may fall the other way, as from run to run with
+another ``in_flight``.
 """
 
 from __future__ import annotations
@@ -109,17 +109,17 @@ class Journal:
     """Reads and appends to the journal in a folder.
 
     Args:
-        path: of the file; its folder exists. Where the finished journal of an evaluation with
-            other settings has this name, a hash of the settings is added to it.
+        path: of the file; its folder exists. If a finished journal with other settings has this
+            name, a hash of the settings is added to it.
         settings: everything that decides the results, as plain values by name.
-        is_fresh: forget what is there.
+        is_fresh: discard the file's attempts.
 
     Attributes:
         path: of the file.
         num_appended: records written since it was opened.
 
     Raises:
-        ParameterError: the file belongs to an evaluation with other settings that is not finished.
+        ParameterError: the file belongs to an unfinished evaluation with other settings.
         UsageError: the file is no journal, is damaged, or another process writes to it.
     """
 
@@ -159,18 +159,18 @@ class Journal:
         return bool(self.records(_FINISHED))
 
     def finish(self) -> None:
-        """Note that all attempts were made."""
+        """Record that all attempts were made."""
         if not self.is_finished:
             self.append(_FINISHED, {})
 
     def attempts(self, method: str, problems: Sequence[Problem]) -> list[Attempt]:
-        """The attempts of a method that are there, one for each problem and sample."""
-        known: dict[tuple[int, int], Attempt] = {}
+        """The recorded attempts of a method, one for each problem and sample."""
+        attempts: dict[tuple[int, int], Attempt] = {}
         for record in self.records("attempt"):
             if record.get("method") == method:
                 attempt = self._attempt(record, problems)
-                known.setdefault(attempt.key, attempt)
-        return list(known.values())
+                attempts.setdefault(attempt.key, attempt)
+        return list(attempts.values())
 
     def _attempt(self, record: Mapping[str, Any], problems: Sequence[Problem]) -> Attempt:
         try:
@@ -210,7 +210,7 @@ class Journal:
                 ) from error
 
     def _read(self) -> None:
-        """Take over the records; a last line that is not complete is cut off."""
+        """Take over the records; an incomplete last line is cut off."""
         self._file.seek(0)
         lines = list(self._complete_lines())
         if not lines:
@@ -271,8 +271,9 @@ def hash_of(value: Any) -> str:
 
 
 def _path_of(path: Path, settings_hash: str) -> Path:
-    """The journal of an evaluation with these settings: ``path``, unless a finished one of other
-    settings has that name."""
+    """The path of the journal with these settings: ``path``, unless a finished one of others has
+    it.
+    """
     named = path.with_name(f"{path.stem}-{settings_hash[:_SHORT_HASH]}{path.suffix}")
     if named.exists():
         return named
@@ -301,7 +302,7 @@ _SHOWN_CHARACTERS = 60
 
 
 def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
-    """What differs between the settings of two evaluations, in words: "seed: 0 -> 1"."""
+    """The differences between the settings of two evaluations, in words: "seed: 0 -> 1"."""
     changes: list[str] = []
     for name in dict.fromkeys([*old, *new]):
         before, after = old.get(name), new.get(name)
@@ -317,7 +318,6 @@ _OTHER_PROBLEMS = "problems: others, or in another order"
 
 
 def _changes(name: str, before: Any, after: Any) -> list[str]:
-    """What has become of the setting of this name."""
     if name == "problems":
         return [_OTHER_PROBLEMS]
     if name == "files":
@@ -336,15 +336,15 @@ def _changes(name: str, before: Any, after: Any) -> list[str]:
 
 
 def _shown(value: Any) -> str:
-    """A value in words; long ones are cut."""
     text = value if isinstance(value, str) else json.dumps(value)
     text = "none" if value in (None, "") else text
     return text if len(text) <= _SHOWN_CHARACTERS else f"{text[:_SHOWN_CHARACTERS]}..."
 
 
 def fingerprint(path: Path) -> dict[str, Any]:
-    """What tells a model directory, or another file, from a changed one without reading weights:
-    for each file its size and time of change (ns), and of JSON files their hash instead.
+    """What identifies the state of a model directory, or of another file, without reading weights.
+
+    For each file its size and time of change (ns), and of JSON files their hash instead.
     """
     files = [path] if path.is_file() else sorted(one for one in path.iterdir() if one.is_file())
     return {one.name: _file_fingerprint(one) for one in files}
@@ -353,8 +353,8 @@ def fingerprint(path: Path) -> dict[str, Any]:
 def _file_fingerprint(path: Path) -> Any:
     if path.suffix == ".json":
         return hashlib.sha256(path.read_bytes()).hexdigest()[:16]
-    found = path.stat()
-    return [found.st_size, found.st_mtime_ns]
+    stat = path.stat()
+    return [stat.st_size, stat.st_mtime_ns]
 
 
 def problems_hash(problems: Sequence[Problem]) -> str:

@@ -8,7 +8,7 @@ Here the engine steps only while the event loop is idle: every controller has re
 of the last step and submitted its requests in reply.
 
 The event loop counts as busy while an executor works for it (``run_in_executor``, as for a
-``ComputeTask``). What it awaits in another way, such as a process or a server, is not waited for.
+``ComputeTask``). Other awaited work, such as a process or a server, is not waited for.
 """
 
 from __future__ import annotations
@@ -50,8 +50,9 @@ class Lockstep:
         )
 
     def call(self, function: Callable[[], Result]) -> Result:
-        """Call a function on the event loop. The engine does not step before it has returned and
-        what it started waits for the engine.
+        """Call a function on the event loop; returns its result.
+
+        The engine does not step before the function has returned and its tasks wait for the engine.
         """
         done: Future[Result] = Future()
 

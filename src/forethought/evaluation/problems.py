@@ -2,8 +2,8 @@ r"""Questions with known answers: a problem, the protocol of its grader, and use
 
 A user's file has a record with ``question`` and ``answer`` (or ``problem`` and ``solution``) for
 each problem, as JSON lines or in another format of ``data_files``; other fields are ignored. The
-answer of a worked solution is what stands in its last ``\boxed{}`` or behind its last ``####``.
-Published data sets are read by ``tasks``.
+answer of a worked solution is the content of its last ``\boxed{}`` or the text after its last
+``####``. Published data sets are read by ``tasks``.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def shipped(model: str = "reasoner") -> list[Problem]:
 
 
 def load(data: str | Path) -> list[Problem]:
-    """Read a user's own problems, see ``data_files`` for what can be read.
+    """Read a user's own problems; ``data_files`` describes the formats.
 
     Raises:
         UsageError: they cannot be read, there are none, or a record has no question or answer.
@@ -61,11 +61,7 @@ def load(data: str | Path) -> list[Problem]:
 
 
 def of_record(record: Record) -> Problem:
-    """The problem in a record with ``question`` and ``answer``.
-
-    Raises:
-        UsageError: one of them is missing, or the question is no text.
-    """
+    """The problem in a record, which needs ``question`` and ``answer``."""
     answer = record.get(*_ANSWER)
     if answer is None:
         record.refuse("it has no 'answer'", 'Write {"question": "...", "answer": "..."}')
@@ -77,8 +73,8 @@ def read_lines(path: str | Path, what: str, fix: str) -> list[tuple[str, str]]:
 
     Args:
         path: of the file.
-        what: the lines are, for messages, such as "problems".
-        fix: what to do about a file that has none.
+        what: what the lines are, for messages, such as "problems".
+        fix: advice for a file that has none.
 
     Raises:
         UsageError: the file cannot be read, or has no such line.
@@ -87,16 +83,16 @@ def read_lines(path: str | Path, what: str, fix: str) -> list[tuple[str, str]]:
         lines = Path(path).read_text(encoding="utf-8").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(f"cannot read the {what} in {path}", str(error), fix) from error
-    found = [
+    numbered = [
         (f"{path}:{number}", line) for number, line in enumerate(lines, start=1) if line.strip()
     ]
-    if not found:
+    if not numbered:
         raise UsageError(f"no {what} in {path}", "the file is empty", fix)
-    return found
+    return numbered
 
 
 def user_prompt(llm: LLM | AsyncLLM, text: str, system: str | None = None) -> str | list[int]:
-    """A user's text through the model's chat template; as it is where there is none.
+    """A user's text through the model's chat template; the text itself where there is none.
 
     Args:
         llm: with the template.
@@ -110,11 +106,7 @@ def user_prompt(llm: LLM | AsyncLLM, text: str, system: str | None = None) -> st
 
 
 def choose(problems: Sequence[Problem], count: int | None, seed: int = 0) -> list[Problem]:
-    """``count`` of the problems, drawn without replacement by ``seed``; None: all, in their order.
-
-    Raises:
-        ParameterError: ``count`` is below 1 or above what there is.
-    """
+    """``count`` of the problems, drawn without replacement by ``seed``; None: all, in order."""
     if count is None:
         return list(problems)
     if not 1 <= count <= len(problems):
@@ -139,7 +131,7 @@ class Grader(Protocol):
     """Decides whether a text solves a problem; for one thread at a time."""
 
     def grade(self, text: str | None, problem: Problem) -> bool:
-        """Whether ``text`` solves ``problem``; an answer that is missing does not.
+        """Whether ``text`` solves ``problem``; a missing answer does not.
 
         May take seconds: not for an event loop.
         """
@@ -150,10 +142,10 @@ class Grader(Protocol):
 
 @runtime_checkable
 class AnswerFinder(Protocol):
-    """A grader that says which answer of a text it grades."""
+    """A grader that shows which answer of a text it grades."""
 
     def answer_of(self, text: str | None, *, is_cut: bool = False) -> ExtractedAnswer | None:
-        """The answer, and the rule that finds it; None if there is none.
+        """The answer, and the rule that extracts it; None if there is none.
 
         Args:
             text: of the model.

@@ -24,7 +24,7 @@ class Recipe:
     sampling_params: Mapping[str, Any] = field(default_factory=dict)
     """Sampling fields of every task, by name; they override the controller's."""
     chains: int = 1
-    """Chains of thought that it has under way at once for one problem."""
+    """Chains of thought that it runs at once for one problem."""
     workers: Mapping[Any, Worker] = field(default_factory=dict)
     """Workers by tag, beside the model's."""
     is_chat: bool = False
@@ -71,38 +71,41 @@ def recipe(
     Raises:
         UnknownNameError, ParameterError: as ``stack``; or the temperature of several samples is 0.
     """
-    given = dict(settings or {})
+    all_settings = dict(settings or {})
     drawing = [method for method in split(spec) if method.draws_samples]
     if drawing and drawing[-1].samples is None:
-        given.setdefault(_SAMPLES, samples)
-    controller = stack(spec, **given)
+        all_settings.setdefault(_SAMPLES, samples)
+    controller = stack(spec, **all_settings)
     several = bool(drawing) or getattr(controller, "draws_samples", False)
     params: dict[str, Any] = {"temperature": temperature if several else 0.0, "top_p": 1.0}
     if max_tokens is not None:
         params["max_tokens"] = max_tokens
     SamplingParams(**params)  # refuses values outside their ranges before anything runs
     refuse_greedy_samples(controller, params["temperature"])
-    plain = {name: value for name, value in given.items() if not isinstance(value, Controller)}
+    plain = {
+        name: value for name, value in all_settings.items() if not isinstance(value, Controller)
+    }
     return Recipe(spec, controller, params, _num_chains(controller), settings=plain)
 
 
 def _num_chains(controller: Controller) -> int:
-    """Chains of thought that a controller has under way at once: the product of the samples."""
+    """Chains of thought that a controller runs at once: the product of the samples."""
     settings = vars(controller)
     inner, concurrency = settings.get("generation_controller"), settings.get("concurrency")
-    own = int(settings.get(_SAMPLES, 1))
+    num_samples = int(settings.get(_SAMPLES, 1))
     if isinstance(concurrency, int):
-        own = min(own, concurrency)
-    return own * _num_chains(inner) if isinstance(inner, Controller) else own
+        num_samples = min(num_samples, concurrency)
+    return num_samples * _num_chains(inner) if isinstance(inner, Controller) else num_samples
 
 
 def with_each_count(spec: str, counts: Sequence[str]) -> list[str]:
-    """A stack of methods with each number of samples, for the outermost method that draws some;
-    the stack alone if there is none, or ``@`` says its number.
+    """The stack with each number of samples, for its outermost method that draws several.
+
+    The stack alone if none does, or ``@`` sets its number.
 
     Args:
         spec: names of methods, as for ``stack``.
-        counts: numbers as text; ``stack`` refuses what is none.
+        counts: numbers as text; ``stack`` refuses invalid ones.
     """
     stacked, parts = split(spec), spec.split("+")
     drawing = [index for index, method in enumerate(stacked) if method.draws_samples]
@@ -115,11 +118,11 @@ def with_each_count(spec: str, counts: Sequence[str]) -> list[str]:
     ]
 
 
-def within_each(made: Recipe, budgets: Sequence[Budget | None]) -> list[Recipe]:
-    """A recipe within each budget of tokens, which its name then says; None: as it is."""
+def within_each(recipe: Recipe, budgets: Sequence[Budget | None]) -> list[Recipe]:
+    """The recipe within each budget of tokens, which is appended to its name; None: unchanged."""
     return [
-        made
+        recipe
         if budget is None
-        else replace(made, name=f"{made.name} in {budget.tokens}", budget=budget)
+        else replace(recipe, name=f"{recipe.name} in {budget.tokens}", budget=budget)
         for budget in budgets
     ]

@@ -1,7 +1,7 @@
 """Results of a comparison of methods: rows, tables, a plot; as text, Markdown, HTML and JSON.
 
-Also what every report of the package shares: aligned tables, empty figures, the progress bar, and
-the check of packages and folder before anything runs.
+Also the parts that all reports of the package share: aligned tables, empty figures, the progress
+bar, and the check of packages and folder before anything runs.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ if TYPE_CHECKING:
 class ReportRow:
     """One method on all problems.
 
-    Tokens are those of everything that was run for the attempts, probes and abandoned branches
-    included: on the engine every token that it decoded or prefilled, on a server what it reports,
-    without what it found in its prefix cache.
+    Tokens are those of all work for the attempts, probes and abandoned branches included: on the
+    engine every token that it decoded or prefilled, on a server what it reports, without
+    prefix-cache hits.
     """
 
     method: str
@@ -76,7 +76,7 @@ class ReportRow:
     def to_dict(self) -> dict[str, object]:
         """Plain values; intervals are at 95 %."""
         low, high = self.accuracy_interval
-        found: dict[str, object] = {
+        fields: dict[str, object] = {
             "method": self.method,
             "accuracy": round(self.correct.value, 4),
             "accuracy_ci": [round(low, 4), round(high, 4)],
@@ -89,11 +89,11 @@ class ReportRow:
         }
         if self.pass_at_k:
             fit = CoverageFit.of(self.pass_at_k)
-            found["pass_at_k"] = {str(k): round(share, 4) for k, share in self.pass_at_k.items()}
-            found["coverage_fit"] = fit and {"a": round(fit.a, 4), "b": round(fit.b, 4)}
+            fields["pass_at_k"] = {str(k): round(share, 4) for k, share in self.pass_at_k.items()}
+            fields["coverage_fit"] = fit and {"a": round(fit.a, 4), "b": round(fit.b, 4)}
         if self.paired is not None:
-            found |= self.paired.to_dict()
-        return found | {name: round(value, 4) for name, value in self.columns.items()}
+            fields |= self.paired.to_dict()
+        return fields | {name: round(value, 4) for name, value in self.columns.items()}
 
 
 def row_of(method: str, attempts: Sequence[Attempt]) -> ReportRow:
@@ -113,7 +113,7 @@ def row_of(method: str, attempts: Sequence[Attempt]) -> ReportRow:
         sum(generated),
         sum(attempt.usage.prefilled for attempt in attempts),
         max(attempt.elapsed for attempt in attempts),
-        sum(max(0, all_ - own) for all_, own in zip(generated, answers, strict=True)),
+        sum(max(0, all_ - answer) for all_, answer in zip(generated, answers, strict=True)),
         clustered_interval(outcomes) if several else None,
         _pass_at_k(attempts, outcomes),
         _num_without_answer(attempts),
@@ -128,15 +128,17 @@ def _num_without_answer(attempts: Sequence[Attempt]) -> int | None:
 
 def outcomes_of(attempts: Iterable[Attempt]) -> list[list[bool]]:
     """Whether the attempts at each problem are right, by number of the problem."""
-    found: dict[int, list[bool]] = {}
+    by_number: dict[int, list[bool]] = {}
     for attempt in sorted(attempts, key=lambda attempt: attempt.key):
-        found.setdefault(attempt.number, []).append(attempt.correct)
-    return [found[number] for number in sorted(found)]
+        by_number.setdefault(attempt.number, []).append(attempt.correct)
+    return [by_number[number] for number in sorted(by_number)]
 
 
 def _pass_at_k(attempts: Sequence[Attempt], outcomes: Sequence[Sequence[bool]]) -> dict[int, float]:
-    """pass@k over the samples of the method, if each attempt has as many and all were graded; else
-    over the attempts at a problem."""
+    """pass@k over the samples of the method, or else over the attempts at a problem.
+
+    Over the samples if each attempt has as many and all were graded.
+    """
     drawn = [[bool(right) for right in one.candidates if right is not None] for one in attempts]
     sizes = {len(one.candidates) for one in attempts} | set(map(len, drawn))
     if len(sizes) == 1 and max(sizes) > 1:
@@ -154,8 +156,10 @@ Cells = list[tuple[str, ...]]
 
 
 def table(rows: Sequence[ReportRow]) -> str:
-    """The rows as aligned text; ``tokens`` compares the generated tokens of two methods: those of
-    ``inner+outer`` with those of ``outer`` where that is a row, else with those of the first row.
+    """The rows as aligned text.
+
+    ``tokens`` compares the generated tokens of two methods: those of ``inner+outer`` with those of
+    ``outer`` where that is a row, else with those of the first row.
     """
     return aligned(comparison_cells(rows))
 
@@ -196,17 +200,18 @@ def times(value: float, other: float, more: str, less: str) -> str:
     return f"{ratio:.1f} times {more if value > other else less}"
 
 
-def aligned(cells: Sequence[Sequence[str]], left: Sequence[int] = (0,)) -> str:
+def aligned(cells: Sequence[Sequence[str]], left_columns: Sequence[int] = (0,)) -> str:
     """A table as text: columns padded to one width, and a rule below the head.
 
     Args:
         cells: one sequence per line, the head first.
-        left: indices of the columns that are aligned to the left; the others are to the right.
+        left_columns: indices of the columns that are aligned to the left; the others are to the
+            right.
     """
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     lines = [
         "  ".join(
-            cell.ljust(width) if i in left else cell.rjust(width)
+            cell.ljust(width) if i in left_columns else cell.rjust(width)
             for i, (cell, width) in enumerate(zip(line, widths, strict=True))
         )
         for line in cells
@@ -261,21 +266,13 @@ def has_progress_bars() -> bool:
 
 
 def check_installed() -> None:
-    """Check for the plot's package before anything runs.
-
-    Raises:
-        DependencyError: matplotlib is not installed.
-    """
+    """Raise ``DependencyError`` unless matplotlib is installed."""
     if not has_plots():
         raise DependencyError.missing("matplotlib", "the plot", "eval")
 
 
 def make_folder(folder: Path) -> None:
-    """Make the folder that a report is written to, with its parents.
-
-    Raises:
-        UsageError: it cannot be made, or no file can be made in it.
-    """
+    """Make the folder of a report, with its parents; ``UsageError`` if that fails."""
     check_folder(folder)
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -284,14 +281,11 @@ def make_folder(folder: Path) -> None:
 
 
 class ProgressBar:
-    """tqdm's bar on standard error, in a ``with`` statement.
+    """tqdm's bar on standard error, in a ``with`` statement; tqdm has to be installed.
 
     Args:
-        total: units there will be.
-        unit: what one is called.
-
-    Raises:
-        DependencyError: tqdm is not installed.
+        total: number of units.
+        unit: name of one.
     """
 
     def __init__(self, total: int, unit: str) -> None:
@@ -314,11 +308,7 @@ class ProgressBar:
 
 
 def save_plot(rows: Sequence[ReportRow], path: Path, title: str = "") -> Path:
-    """Draw accuracy (with its 95 % interval) against generated tokens per problem.
-
-    Raises:
-        DependencyError: matplotlib is not installed.
-    """
+    """Draw accuracy (with its 95 % interval) against generated tokens, by matplotlib."""
     with saving(path, "plot") as file:
         draw(rows, title).savefig(file, dpi=150)
     return path
@@ -339,11 +329,7 @@ _SVG_METADATA = ("Date", "Creator", "Format", "Type")
 
 
 def new_figure(width: float, height: float) -> Figure:
-    """An empty figure of this size in inches, which needs no display.
-
-    Raises:
-        DependencyError: matplotlib is not installed.
-    """
+    """An empty figure of this size in inches, which needs no display, by matplotlib."""
     check_installed()
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -354,8 +340,10 @@ def new_figure(width: float, height: float) -> Figure:
 
 
 def draw(rows: Sequence[ReportRow], title: str = "") -> Figure:
-    """The figure of ``save_plot``; every point has its method's name beside its interval, and a
-    line goes through the points of the Pareto front."""
+    """The figure of ``save_plot``.
+
+    Every point has its method's name beside its interval, and a line connects the Pareto front.
+    """
     figure = new_figure(7.0, 4.5)
     from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
 
@@ -387,7 +375,6 @@ def front_of(rows: Sequence[ReportRow]) -> list[ReportRow]:
 
 
 def _draw_front(axes: Any, front: Sequence[ReportRow]) -> None:
-    """A line through the front, behind the points."""
     tokens = [row.tokens_per_attempt for row in front]
     shares = [100 * row.correct.value for row in front]
     axes.plot(tokens, shares, linestyle="--", color="grey", alpha=0.6, zorder=1)
@@ -435,8 +422,8 @@ class Report:
 
     def tables(self) -> list[Cells]:
         """The cells of its tables."""
-        found = comparison_cells(self.rows), further_cells(self.rows)
-        return [cells for cells in found if cells]
+        tables = comparison_cells(self.rows), further_cells(self.rows)
+        return [cells for cells in tables if cells]
 
     def text(self) -> str:
         """The report for a terminal."""
@@ -444,7 +431,7 @@ class Report:
         return "\n\n".join(parts) + "\n"
 
     def markdown(self, plot: str | None) -> str:
-        """For a page that has the plot, a file of this name, beside it; None: there is none."""
+        """The report for a page beside ``plot``, the name of a file; None: there is no plot."""
         parts = [f"# {self.title}", *map(_markdown_table, self.tables())]
         parts += [] if plot is None else [f"![accuracy over tokens]({plot})"]
         parts += self.notes
@@ -467,9 +454,6 @@ class Report:
 
         Returns:
             The page, and the plot.
-
-        Raises:
-            UsageError: the folder cannot be made.
         """
         make_folder(folder)
         page, plot = folder / "comparison.html", folder / "comparison.png"

@@ -1,9 +1,9 @@
-"""Solves problems with a method, many at once, and counts what it cost.
+"""Solves problems with a method, many at once, and counts the cost.
 
-Each method gets an engine of its own: in a shared one, later methods would find the prompts of the
+Each method gets an engine of its own: in a shared one, later methods would match the prompts of the
 first in the prefix index, and their counts of prefilled tokens would be too low. The tokens of an
-attempt are those of its request, everything that the method runs included: on the engine every
-token that went through the network for it, on a server what it reports.
+attempt are those of its request, with all inner work: on the engine every token that went through
+the network for it, on a server what it reports.
 """
 
 from __future__ import annotations
@@ -62,8 +62,8 @@ class EvaluationRunner:
         open_llm: builds the model with an empty KV cache, or a worker for a server; called once for
             each method.
         seed: from which every problem's seed is drawn; the same for every method.
-        in_flight: chains of thought under way at once, over all problems. With a
-            ``max_batch_size`` of twice as many, an engine runs their forks in the same steps.
+        in_flight: chains of thought that run at once, over all problems. With a ``max_batch_size``
+            of twice as many, an engine runs their forks in the same steps.
         instruction: appended to every question, such as to box the answer.
         prompt_format: the prompt in the model's own format, with ``{question}`` where the question
             goes; None: the chat template where there is one, and the question alone elsewhere.
@@ -121,7 +121,7 @@ class EvaluationRunner:
         recipe: Recipe,
         problems: Problems,
         on_attempt: OnAttempt = lambda attempt: None,
-        known: Sequence[Attempt] = (),
+        finished: Sequence[Attempt] = (),
         enough: Callable[[], bool] = lambda: False,
     ) -> list[Attempt]:
         """Attempt all problems, each as often as the recipe says.
@@ -130,29 +130,26 @@ class EvaluationRunner:
             recipe: the method.
             problems: at least one; in their order, or by number, from which their seeds are made.
             on_attempt: called for each new attempt, in the order in which they finish.
-            known: attempts of an earlier run, which are not made again.
-            enough: asked after each attempt, and before the first; True ends the rest.
+            finished: attempts of an earlier run, which are not made again.
+            enough: called after each attempt, and before the first; True ends the rest.
 
         Returns:
-            All attempts, the known ones included, by problem and sample.
-
-        Raises:
-            Exception: as ``run``.
+            All attempts, the earlier ones included, by problem and sample.
         """
         if not isinstance(problems, Mapping):
             problems = dict(enumerate(problems))
-        made = {attempt.key: attempt for attempt in known}
+        attempts = {attempt.key: attempt for attempt in finished}
         keys = [(number, sample) for number in problems for sample in range(recipe.repeats)]
-        missing = [key for key in keys if key not in made]
+        missing = [key for key in keys if key not in attempts]
         if missing and not enough():
-            began = max((attempt.elapsed for attempt in known), default=0.0)
-            with closing(self._new_attempts(recipe, problems, missing, began)) as attempts:
-                for attempt in attempts:
-                    made[attempt.key] = attempt
+            began = max((attempt.elapsed for attempt in finished), default=0.0)
+            with closing(self._new_attempts(recipe, problems, missing, began)) as new:
+                for attempt in new:
+                    attempts[attempt.key] = attempt
                     on_attempt(attempt)
                     if enough():
                         break
-        return [made[key] for key in keys if key in made]
+        return [attempts[key] for key in keys if key in attempts]
 
     def _new_attempts(
         self,
@@ -260,7 +257,7 @@ class EvaluationRunner:
         )
 
     def _answer_rule(self, text: str, is_cut: bool) -> str | None:
-        """What finds the answer in a text; empty if nothing does, None if that is not known."""
+        """The rule that extracts the answer of a text; empty if none does, None if unknown."""
         if not isinstance(self._grader, AnswerFinder):
             return None
         extracted = self._grader.answer_of(text, is_cut=is_cut)
@@ -273,8 +270,10 @@ class EvaluationRunner:
     def _graded_candidates(
         self, output: ScaffoldingOutput | None, problem: Problem
     ) -> tuple[bool | None, ...]:
-        """Whether each sample of a method is right. Where some were ended early, the others are a
-        biased selection, and none is graded."""
+        """Whether each sample of a method is right.
+
+        Where some were ended early, the others are a biased selection, and none is graded.
+        """
         candidates = output.candidates if output else []
         if None in candidates:
             return (None,) * len(candidates)
@@ -298,14 +297,12 @@ class EvaluationRunner:
 
 
 def trace_name(method: str, number: int, sample: int = 0) -> str:
-    """The file of the trace of an attempt: method, number of the problem, and of a further attempt
-    at it its number."""
+    """The name of the trace file of an attempt: method, problem and sample."""
     name = re.sub(r"[^\w@+.-]+", "_", method)
     return f"{name},{number},{sample}.json" if sample else f"{name},{number}.json"
 
 
 def _num_tokens(output: ScaffoldingOutput | None) -> int:
-    """Tokens of an answer, as exactly as they are known."""
     if output is None:
         return 0
     return output.usage.completion_tokens if output.token_ids is None else len(output.token_ids)
@@ -313,7 +310,7 @@ def _num_tokens(output: ScaffoldingOutput | None) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What is asked of a method for one attempt."""
+    """A request of one attempt."""
 
     key: tuple[int, int]
     """Number of the problem, and which attempt at it."""
@@ -336,17 +333,17 @@ class Source(Protocol):
         """The prompt of a user's question."""
 
     def begin(self) -> None:
-        """Do what is done once, before the clock starts."""
+        """Prepare the source, before the clock starts."""
 
     def extended(self, prompt: Prompt, text: str, share: float, suffix: str) -> Prompt:
-        """A prompt with the first ``share`` of the tokens of ``text`` behind it, and a suffix.
+        """A prompt with the first ``share`` of the tokens of ``text`` appended, and a suffix.
 
         Raises:
-            ParameterError: nothing can be put behind the prompt, because it is a chat's.
+            ParameterError: the prompt is a chat's, which takes no text.
         """
 
     def calling(self) -> AbstractContextManager[Call]:
-        """Yields what calls functions on the event loop of the methods."""
+        """Yields a function that calls functions on the event loop of the methods."""
 
     def close(self) -> None:
         """Shut it down."""
@@ -361,7 +358,6 @@ class _Engine:
         self._llm, self.worker = llm, EngineWorker(llm)
 
     def ask(self, question: str) -> Prompt:
-        """The question through the chat template, if there is one."""
         return user_prompt(self._llm, question)
 
     def begin(self) -> None:
@@ -372,8 +368,8 @@ class _Engine:
         encode = self._llm.tokenizer.encode
         start = encode(prompt) if isinstance(prompt, str) else prompt
         ids = encode(text, add_special_tokens=False)
-        kept = ids[: round(share * len(ids))]
-        return [*start, *kept, *encode(suffix, add_special_tokens=False)]
+        prefix = ids[: round(share * len(ids))]
+        return [*start, *prefix, *encode(suffix, add_special_tokens=False)]
 
     @contextmanager
     def calling(self) -> Iterator[Call]:
@@ -422,10 +418,7 @@ class EvaluationProgress(ProgressBar):
     """One bar over all methods; called with each ``Attempt``.
 
     Args:
-        total: attempts there will be.
-
-    Raises:
-        DependencyError: tqdm is not installed.
+        total: number of attempts.
     """
 
     def __init__(self, total: int) -> None:
@@ -433,7 +426,7 @@ class EvaluationProgress(ProgressBar):
         self._label, self._num_right, self._num_seen = "", 0, 0
 
     def begin(self, label: str) -> None:
-        """The next method is about to be loaded."""
+        """Called when the next method is about to be loaded."""
         self._label, self._num_right, self._num_seen = label, 0, 0
         self._bar.set_postfix_str("", refresh=False)
         self._bar.set_description(f"{label}, warming up")
@@ -449,6 +442,6 @@ class EvaluationProgress(ProgressBar):
         self._bar.update()
 
     def leave_out(self, count: int) -> None:
-        """Attempts that will not be made."""
+        """Subtract attempts that will not be made."""
         self._bar.total -= count
         self._bar.refresh()

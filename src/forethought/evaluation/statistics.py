@@ -202,7 +202,7 @@ def compare_pairs(
     Args:
         baseline: name of the first method.
         first: its outcomes: of each problem those of all attempts, as many for every problem.
-        second: those of the other method on the same problems.
+        second: outcomes of the other method on the same problems.
     """
     counts = [sum(b) - sum(a) for a, b in zip(first, second, strict=True)]
     num_attempts = len(first[0])
@@ -232,7 +232,7 @@ class SequentialTest:
         E = 2^n * integral of q^w (1 - q)^(n - w) dq = 2^n / ((n + 1) * C(n, w)).
 
     By Ville's inequality E ever reaches ``1 / level`` with probability ``level`` at most, however
-    often it is looked at. Repeated p-values keep no such promise.
+    often it is tested. Repeated p-values keep no such promise.
 
     The pairs must come in an order that does not depend on their outcomes: that of the problems,
     not that in which they are finished.
@@ -254,7 +254,7 @@ class SequentialTest:
         self.most = 1.0
 
     def add(self, first: bool, second: bool) -> None:
-        """The outcomes of the next problem."""
+        """Add the outcomes of the next problem."""
         self.num_better += second and not first
         self.num_worse += first and not second
         self.most = max(self.most, self.evidence)

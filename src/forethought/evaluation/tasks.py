@@ -44,7 +44,7 @@ _CODE = (
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """Problems of one kind. ``task(name)`` gives those that there are."""
+    """Problems of one kind, as returned by ``task(name)``."""
 
     name: str
     instruction: str
@@ -69,10 +69,10 @@ class Task:
 
         Args:
             data: a file or directory in the format of the published data set, or its id on the
-                Hugging Face Hub, see ``data_files``; None: those that are shipped.
+                Hugging Face Hub, see ``data_files``; None: the shipped ones.
 
         Raises:
-            UsageError: none are shipped, or ``data`` cannot be read; says file, line and field.
+            UsageError: none are shipped, or ``data`` cannot be read; names file, line and field.
             DependencyError: reading takes a package that is not installed.
         """
         if data is None:
@@ -87,12 +87,11 @@ class Task:
 
         Args:
             unsafe_code: run programs also where they cannot be isolated.
-            answer: the rule that finds an answer in a text, see ``answers.answer_extraction``.
+            answer: the rule that extracts an answer, see ``answers.answer_extraction``.
 
         Raises:
-            ParameterError: ``unsafe_code``, and answers are no programs; or ``answer``, and they
-                are programs or expressions.
-            IsolationError: programs cannot be isolated here, and ``unsafe_code`` is not given.
+            ParameterError: an argument has no effect on this kind of answers.
+            IsolationError: programs cannot be isolated here, and ``unsafe_code`` is False.
         """
         if answer != "auto" and (self.is_code or self.verifier is not None):
             raise ParameterError(
@@ -114,15 +113,11 @@ class Task:
 
 
 def task(name: str) -> Task:
-    """The task of this name.
-
-    Raises:
-        UnknownNameError: there is none.
-    """
-    found = next((one for one in _tasks() if one.name == name), None)
-    if found is None:
+    """The task of this name, or ``UnknownNameError``."""
+    match = next((one for one in _tasks() if one.name == name), None)
+    if match is None:
         raise UnknownNameError("task", name, names())
-    return found
+    return match
 
 
 def names() -> tuple[str, ...]:
@@ -209,7 +204,7 @@ def _aime(record: Record) -> Problem:
 
 
 def _answer_or_box(record: Record) -> str:
-    """The field ``answer``, else what the solution has in its last box."""
+    """The field ``answer``, else the content of the solution's last box."""
     answer = record.get("answer")
     if answer is None:
         answer = extract_answer_from_boxed(str(record.get("solution") or ""))
@@ -254,14 +249,14 @@ def _countdown(record: Record) -> Problem:
 
 def _expression(record: Record, field: str, target: int, count: int | None = None) -> Problem:
     """A problem that asks to make ``target``, in the words of the countdown model."""
-    given = record.get(field, "numbers")
-    if given is None:
+    value = record.get(field, "numbers")
+    if value is None:
         record.text(field, "numbers")
-    found = given if isinstance(given, Sequence) and not isinstance(given, str) else None
-    numbers = re.findall(r"\S+", str(given).replace(",", " ")) if found is None else found
+    listed = value if isinstance(value, Sequence) and not isinstance(value, str) else None
+    numbers = re.findall(r"\S+", str(value).replace(",", " ")) if listed is None else listed
     if not all(_WHOLE.fullmatch(str(number)) for number in numbers) or len(numbers) < 2:
         record.refuse(
-            f"{field!r} is {given!r}",
+            f"{field!r} is {value!r}",
             f"Give whole numbers of at most {MAX_DIGITS} digits, such as 1 1 4 6",
         )
     if count not in (None, len(numbers)):

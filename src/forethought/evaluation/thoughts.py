@@ -1,10 +1,10 @@
-r"""What chains of thought show: regret over tokens, and counts of cognitive behaviours.
+r"""Regret of chains of thought over tokens, and counts of cognitive behaviours in them.
 
 **Regret** (Qu et al., "Optimizing Test-Time Compute via Meta Reinforcement Fine-Tuning" (MRT),
 2025, arXiv 2503.07572): how much accuracy a chain gives away by not answering earlier, or by
 thinking on without progress, added up over its tokens. The estimator here: at every multiple of
 ``interval`` tokens of the chain an answer is forced, by the chain so far and a suffix that asks for
-the final answer, decoded greedily; behind its end a chain has its own answer. So each method m has
+the final answer, decoded greedily; after its end a chain has its own answer. So each method m has
 an accuracy ``a_m(t)`` at each budget t = 0, interval, 2 interval, ... The best attainable accuracy
 at t is the largest of all methods at t or before, ``b(t) = max over m and s <= t of a_m(s)``. The
 regret of m is the mean of ``b(t) - a_m(t)`` over the budgets up to the longest chain: from 0, as
@@ -80,7 +80,7 @@ BEHAVIOURS: Mapping[str, re.Pattern[str]] = MappingProxyType(
 
 
 def count_behaviours(texts: Sequence[str]) -> dict[str, float]:
-    """How often each behaviour is found in a text, on average, by a heuristic."""
+    """The mean number of occurrences of each behaviour in a text, by a heuristic."""
     return {
         name: sum(len(pattern.findall(text)) for text in texts) / len(texts)
         for name, pattern in BEHAVIOURS.items()

@@ -150,7 +150,7 @@ class Sandbox:
 
         Args:
             source: of the program, which runs as ``__main__``.
-            stdin: what it reads.
+            stdin: its standard input.
 
         Raises:
             ForethoughtError: its process cannot be started; a program that fails is a result.
@@ -180,10 +180,10 @@ def find_isolation(*, unsafe: bool = False) -> Isolation:
     """The first kind of isolation that works on this machine, by trying them.
 
     Args:
-        unsafe: whether ``seccomp`` and ``none`` will do.
+        unsafe: whether ``seccomp`` and ``none`` are acceptable.
 
     Raises:
-        IsolationError: there is none; says what is missing.
+        IsolationError: there is none; names what is missing.
     """
     missing: list[str] = []
     for kind in (*SAFE, *UNSAFE) if unsafe else SAFE:
@@ -204,7 +204,7 @@ def find_isolation(*, unsafe: bool = False) -> Isolation:
 def why_not(kind: Isolation) -> str | None:
     """Why a kind of isolation does not work on this machine; None: it does.
 
-    A program that is isolated tries what it must not do.
+    An isolated program tries what it must not do.
     """
     if kind == "none":
         return None
@@ -253,7 +253,8 @@ class _Process:
         self._popen, self._directory = popen, directory
 
     def wait(self, seconds: float, disk: int) -> str | None:
-        """Wait until it has ended, and leave it a zombie; or say what it has too much of.
+        """Wait until it has ended, and leave it a zombie; returns the limit that it has exceeded,
+        if any.
 
         Args:
             seconds: until then.
@@ -261,12 +262,12 @@ class _Process:
         """
         deadline, delay = time.monotonic() + seconds, 0.0005
         while not self._has_ended():
-            left = deadline - time.monotonic()
-            excess = _TIME if left <= 0 else self._excess(disk)
+            seconds_left = deadline - time.monotonic()
+            excess = _TIME if seconds_left <= 0 else self._excess(disk)
             if excess is not None:
                 return excess
             delay = min(delay * 2, 0.02)
-            time.sleep(min(delay, left))
+            time.sleep(min(delay, seconds_left))
         return None
 
     def _excess(self, disk: int) -> str | None:
@@ -322,10 +323,10 @@ class _Streams:
 
 @contextlib.contextmanager
 def _started(settings: dict[str, Any], streams: _Streams) -> Iterator[_Process]:
-    """A process that is isolated and begins to run its program; it is killed on the way out.
+    """An isolated process that begins to run its program; it is killed on exit.
 
     Raises:
-        ForethoughtError: it cannot isolate itself; ``why`` says what is missing.
+        ForethoughtError: it cannot isolate itself; ``why`` names what is missing.
     """
     reading, writing = os.pipe()
     with open(reading, "rb", buffering=0) as status:
@@ -335,18 +336,20 @@ def _started(settings: dict[str, Any], streams: _Streams) -> Iterator[_Process]:
             os.close(writing)
         process = _Process(popen, streams.directory)
         try:
-            said = _read_all(status, time.monotonic() + _START_SECONDS)
-            if said != _READY:
-                raise ForethoughtError("cannot start a program", _why(said, process, streams))
+            status_text = _read_all(status, time.monotonic() + _START_SECONDS)
+            if status_text != _READY:
+                raise ForethoughtError(
+                    "cannot start a program", _why(status_text, process, streams)
+                )
             yield process
         finally:
             process.end()
 
 
-def _why(said: bytes, process: _Process, streams: _Streams) -> str:
-    """Why a process has not isolated itself: what it has said, or what Python says on its end."""
-    if said:
-        return said.decode(errors="replace")
+def _why(status_text: bytes, process: _Process, streams: _Streams) -> str:
+    """Why a process has not isolated itself: its status, or Python's error at its end."""
+    if status_text:
+        return status_text.decode(errors="replace")
     code = process.end()
     lines = _shortened(streams.outputs[1], 4096).strip().splitlines()
     return f"its process ended with code {code}{f': {lines[-1]}' if lines else ''}"
@@ -361,15 +364,15 @@ def _popen(settings: dict[str, Any], streams: _Streams) -> subprocess.Popen[byte
         "readable": _readable(),
         "parent": os.getpid(),
     }
-    own = {"TMPDIR": streams.directory, "HOME": streams.directory}
+    variables = {"TMPDIR": streams.directory, "HOME": streams.directory}
     if settings["isolation"] == "namespaces":
-        own = {"TMPDIR": "/tmp", "HOME": "/tmp"}
+        variables = {"TMPDIR": "/tmp", "HOME": "/tmp"}
     return subprocess.Popen(
         [sys.executable, "-P", "-s", "-S", "-X", "utf8", _SCRIPT, json.dumps(request)],
         stdin=streams.stdin,
         stdout=streams.outputs[0],
         stderr=streams.outputs[1],
-        env=_ENVIRONMENT | own,
+        env=_ENVIRONMENT | variables,
         cwd="/",
         pass_fds=passed,
         start_new_session=True,
@@ -377,24 +380,26 @@ def _popen(settings: dict[str, Any], streams: _Streams) -> subprocess.Popen[byte
 
 
 def _readable() -> list[str]:
-    """What a program may read: Python's own files, the system's libraries, and two devices."""
-    own = [f"{prefix}/lib" for prefix in (sys.base_prefix, sys.base_exec_prefix)]
-    own.append(os.path.dirname(os.__file__))
+    """The files that a program may read: Python's own, the system's libraries, and two devices."""
+    directories = [f"{prefix}/lib" for prefix in (sys.base_prefix, sys.base_exec_prefix)]
+    directories.append(os.path.dirname(os.__file__))
     system = ["/lib", "/lib64", "/usr/lib", "/usr/lib64", "/dev/null", "/dev/urandom"]
-    found = dict.fromkeys(os.path.abspath(path) for path in [*own, *system] if os.path.exists(path))
-    return sorted(found, key=lambda path: path.count("/"))
+    paths = dict.fromkeys(
+        os.path.abspath(path) for path in [*directories, *system] if os.path.exists(path)
+    )
+    return sorted(paths, key=lambda path: path.count("/"))
 
 
 def _read_all(status: IO[bytes], deadline: float) -> bytes:
-    """What comes through a pipe until it says ``ready`` or is closed, or until the deadline."""
-    found, poll = b"", select.poll()
+    """The content of a pipe until it ends in ``ready`` or is closed, or until the deadline."""
+    content, poll = b"", select.poll()
     poll.register(status, select.POLLIN)
-    while found != _READY and poll.poll(max(0.0, deadline - time.monotonic()) * 1000):
+    while content != _READY and poll.poll(max(0.0, deadline - time.monotonic()) * 1000):
         part = status.read(4096)
         if not part:
             break
-        found += part
-    return found
+        content += part
+    return content
 
 
 def _shortened(stream: IO[bytes], limit: int) -> str:

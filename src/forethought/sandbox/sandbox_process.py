@@ -62,17 +62,14 @@ _HOME = "tmp"
 
 
 def enter_namespaces(readable: Sequence[str], directory: str, size: int) -> None:
-    """Leave the machine's file system, network and users behind.
+    """Give up the machine's file system, network and users.
 
-    What remains is a file system in memory with ``readable``, read-only, and an empty ``/tmp``.
+    A file system in memory remains, with ``readable``, read-only, and an empty ``/tmp``.
 
     Args:
         readable: directories and devices, as absolute paths.
         directory: an empty one, on which the new file system is mounted.
         size: bytes of all files in ``/tmp`` together.
-
-    Raises:
-        OSError: it is not allowed.
     """
     is_superuser = _separate()
     _mount(None, "/", None, _MS_REC | _MS_PRIVATE)
@@ -96,16 +93,16 @@ def enter_namespaces(readable: Sequence[str], directory: str, size: int) -> None
 
 def _separate() -> bool:
     """Enter namespaces in which this process may mount; whether it is the machine's superuser."""
-    own = _CLONE_NEWNS | _CLONE_NEWNET | _CLONE_NEWIPC | _CLONE_NEWUTS
+    namespaces = _CLONE_NEWNS | _CLONE_NEWNET | _CLONE_NEWIPC | _CLONE_NEWUTS
     user, group = os.geteuid(), os.getegid()
     if user == 0:
         try:
-            _unshare(own)
+            _unshare(namespaces)
         except PermissionError:
             pass  # a container's root
         else:
             return True
-    _unshare(own | _CLONE_NEWUSER)
+    _unshare(namespaces | _CLONE_NEWUSER)
     _write("/proc/self/setgroups", "deny")
     _write("/proc/self/uid_map", f"{user} {user} 1")
     _write("/proc/self/gid_map", f"{group} {group} 1")
@@ -141,8 +138,8 @@ def _mount(
     source: str | None, target: str, kind: str | None, flags: int, options: str | None = None
 ) -> None:
     texts = [None if text is None else os.fsencode(text) for text in (source, target, kind)]
-    given = None if options is None else options.encode()
-    result = _libc.mount(*texts, ctypes.c_ulong(flags), given)
+    encoded_options = None if options is None else options.encode()
+    result = _libc.mount(*texts, ctypes.c_ulong(flags), encoded_options)
     _checked(result, f"mount on {target}")
 
 
@@ -180,8 +177,8 @@ def restrict_files(readable: Sequence[str], writable: str) -> None:
     for path in readable:
         rights = _READ_FILE | _READ_DIR if os.path.isdir(path) else _READ_FILE | _WRITE_FILE
         _allow(rules, path, rights)
-    own = _READ_FILE | _READ_DIR | _WRITE_FILE | _REMOVE_FILE | _MAKE_REG | _TRUNCATE
-    _allow(rules, writable, own & handled)
+    rights = _READ_FILE | _READ_DIR | _WRITE_FILE | _REMOVE_FILE | _MAKE_REG | _TRUNCATE
+    _allow(rules, writable, rights & handled)
     _syscall("Landlock", _LANDLOCK_RESTRICT_SELF, rules, 0)
     os.close(rules)
 
@@ -260,21 +257,21 @@ Condition = tuple[int, int, Sequence[int]]
 
 
 def _conditions(name: str) -> list[Condition]:
-    """What has to hold for the arguments of a system call.
+    """The conditions for the arguments of a system call.
 
     ``fcntl`` may not choose who gets the signals of a file (``F_SETOWN``), which would be a way to
     kill others, nor ``ioctl`` (``FIOSETOWN``), which could also type into a terminal. A ``clone``
     makes a thread. Signals go to the process itself. A limit can be read. A pair of sockets is a
     stream, since a datagram could be sent to any socket by its address.
     """
-    own = os.getpid()
+    pid = os.getpid()
     by_name: dict[str, list[Condition]] = {
         "fcntl": [(1, _ALL, (*range(8), 36, 37, 38, 1030, 1032))],
         "ioctl": [(1, _ALL, (0x5401, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451))],
-        "kill": [(0, _ALL, (own,))],
-        "tgkill": [(0, _ALL, (own,))],
+        "kill": [(0, _ALL, (pid,))],
+        "tgkill": [(0, _ALL, (pid,))],
         "clone": [(0, _CLONE_THREAD | _NEW_NAMESPACES, (_CLONE_THREAD,))],
-        "prlimit64": [(0, _ALL, (0, own)), (2, _ALL, (0,))],
+        "prlimit64": [(0, _ALL, (0, pid)), (2, _ALL, (0,))],
         "prctl": [(0, _ALL, (15, 16))],
         "socketpair": [(0, _ALL, (1,)), (1, _ALL ^ 0o2004000, (1,))],
     }
@@ -307,8 +304,8 @@ def _examination(conditions: Sequence[Condition]) -> Iterator[tuple[int, int, in
     for argument, mask, values in conditions:
         yield _LOAD, 0, 0, 16 + 8 * argument
         yield _AND, 0, 0, mask
-        for left in range(len(values), 0, -1):
-            yield _JUMP_IF_EQUAL, left, 0, values[-left]
+        for num_skipped in range(len(values), 0, -1):
+            yield _JUMP_IF_EQUAL, num_skipped, 0, values[-num_skipped]
         yield _RETURN, 0, 0, _ERRNO | _EPERM
 
 
@@ -319,10 +316,8 @@ class _Program(ctypes.Structure):
 def restrict_syscalls() -> None:
     """Allow no system calls but those of computing, of threads, and of files that are open to it.
 
-    Everything else fails with ``EPERM``: no other process, no network, no debugging.
-
-    Raises:
-        OSError: the kernel has no filters, or the processor is neither x86-64 nor ARM64.
+    Everything else fails with ``EPERM``: no other process, no network, no debugging. Needs filters
+    in the kernel, and x86-64 or ARM64; else raises ``OSError``.
     """
     machine = os.uname().machine
     if machine not in _AUDIT_ARCH or sys.maxsize < 2**32:
@@ -369,11 +364,7 @@ def run(source: str) -> int:
 
 
 def isolate(settings: dict[str, Any]) -> None:
-    """Give up what the kind of isolation forbids.
-
-    Raises:
-        OSError: the machine does not allow it.
-    """
+    """Give up what the kind of isolation forbids; ``OSError`` if the machine does not allow it."""
     kind, readable = settings["isolation"], settings["readable"]
     parent = settings["parent"]
     if kind == "namespaces":

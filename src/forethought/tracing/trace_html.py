@@ -1,7 +1,7 @@
-"""Traces as one HTML file: a timeline of branches and tasks, and what each of them said.
+"""Traces as one HTML file: a timeline of branches and tasks, and the text of each of them.
 
 A lane per branch, a bar per task (a stream is one bar, with a mark where each step ended), a tick
-per stage. A bar links to the task's entry below, with what it asked and got. The file needs no
+per stage. A bar links to the task's entry below, with its inputs and results. The file needs no
 script and no network, and a content security policy forbids both.
 """
 
@@ -121,16 +121,16 @@ class _Page:
     # ---- the timeline -------------------------------------------------------------------------
 
     def _branches(self) -> list[Span | None]:
-        """The request itself (None), and its branches, each behind the one that spawned it."""
+        """The request itself (None), and its branches, each after the one that spawned it."""
         branches = [span for span in self._trace.spans if span.kind == "branch"]
         return [None, *sorted(branches, key=lambda span: [*map(int, span.branch.split("."))])]
 
     def _lane(self, branch: Span | None) -> str:
         path = "" if branch is None else branch.branch
-        own = [each for each in self._requests if each.span.branch == path]
-        rows, bars = _rows(own, self._seconds), []
-        for each, row in zip(own, rows, strict=True):
-            bars.append(self._bar(each, row))
+        requests = [request for request in self._requests if request.span.branch == path]
+        rows, bars = _rows(requests, self._seconds), []
+        for request, row in zip(requests, rows, strict=True):
+            bars.append(self._bar(request, row))
         ticks = [self._tick(stage) for stage in self._trace.stages if stage["branch"] == path]
         name = "request" if branch is None else f"{path} {branch.name}"
         state = "" if branch is None else f" ({branch.outcome or 'not ended'})"
@@ -142,7 +142,7 @@ class _Page:
 
     def _bar(self, request: TracedRequest, row: int) -> str:
         end = self._seconds if request.end is None else request.end
-        left, width = self._percent(request.start), self._percent(end - request.start)
+        offset, width = self._percent(request.start), self._percent(end - request.start)
         top = row * _ROW + 3
         steps = [
             f'<span class="step" style="left:{self._percent(span.end or end)};top:{top}px"></span>'
@@ -151,7 +151,7 @@ class _Page:
         label = _label(request)
         return (
             f'<a class="bar {_kind(request)}" href="#task-{request.number}" '
-            f'style="left:{left};width:{width};top:{top}px" title="{_escaped(label)}">'
+            f'style="left:{offset};width:{width};top:{top}px" title="{_escaped(label)}">'
             f"{_escaped(label)}</a>{''.join(steps)}"
         )
 
@@ -169,7 +169,7 @@ class _Page:
 
     def _entry(self, request: TracedRequest) -> str:
         span, last = request.span, request.spans[-1]
-        asked = {name: value for name, value in decoded(span.request).items() if value}
+        inputs = {name: value for name, value in decoded(span.request).items() if value}
         output = {
             "output": request.output().text or None,
             "score": last.results.get("score"),
@@ -182,7 +182,7 @@ class _Page:
             got["cost"] = shown_cost(counts, self._prices).removeprefix("cost ")
         return (
             f'<article id="task-{request.number}"><strong>{_escaped(_label(request))}</strong>'
-            f"{_fields(asked | got | ({'tokens': counts} if counts else {}))}</article>"
+            f"{_fields(inputs | got | ({'tokens': counts} if counts else {}))}</article>"
         )
 
 
@@ -201,7 +201,6 @@ def _label(request: TracedRequest) -> str:
 
 
 def _kind(request: TracedRequest) -> str:
-    """Class of a bar."""
     if request.outcome in ("failed", "cancelled", "budget"):
         return request.outcome
     if request.span.name == "MCPCallTask":
@@ -209,13 +208,13 @@ def _kind(request: TracedRequest) -> str:
     return "probe" if request.is_probe else "done"
 
 
-def _rows(own: Iterable[TracedRequest], latest: float) -> list[int]:
+def _rows(requests: Iterable[TracedRequest], latest: float) -> list[int]:
     """A row for each of the tasks of a lane, so that none covers another."""
     ends: list[float] = []
     rows = []
-    for each in own:
-        row = next((row for row, end in enumerate(ends) if end <= each.start), len(ends))
-        end = latest if each.end is None else each.end
+    for request in requests:
+        row = next((row for row, end in enumerate(ends) if end <= request.start), len(ends))
+        end = latest if request.end is None else request.end
         ends[row : row + 1] = [end]
         rows.append(row)
     return rows

@@ -3,8 +3,8 @@
 Format: Qin et al., Mooncake: A KVCache-centric Disaggregated Architecture for LLM Serving, 2024.
 
 ``timestamp`` (ms), ``input_length``, ``output_length`` and ``hash_ids``, one id per block of the
-prompt: two prompts have the same ids as far as their blocks are the same from the start. The load
-of a method has more to it than independent requests, which further fields say:
+prompt: two prompts share the ids of their common leading blocks. Further fields describe what
+distinguishes the load of a method from independent requests:
 
 ============== ====================================================================================
 ``request``    number of the request in its file
@@ -42,28 +42,25 @@ def mooncake_requests(
 ) -> list[dict[str, Any]]:
     """The requests of several traces as one load, by time.
 
-    Where a trace has a prompt as text only, its blocks are so many characters as ``block_size``
-    tokens of the trace have on average: the shared prefixes are right up to the rounding.
+    Where a trace has a prompt as text only, its blocks have the average number of characters of
+    ``block_size`` tokens of the trace: the shared prefixes are right up to the rounding.
 
     Args:
         traces: recorded with one clock.
-        block_size: tokens per block.
-
-    Raises:
-        ParameterError: ``block_size`` is no number of tokens.
+        block_size: tokens per block, above 0.
     """
     validated("block_size", block_size, POSITIVE_INT)
-    given = list(traces)
-    begin = min((trace.started for trace in given), default=0.0)
+    all_traces = list(traces)
+    begin = min((trace.started for trace in all_traces), default=0.0)
     blocks = _Blocks(block_size)
     lines: list[dict[str, Any]] = []
-    for trace in given:
+    for trace in all_traces:
         offset, first = trace.started - begin, len(lines)
-        found = [each for each in requests(trace) if _is_load(each)]
-        numbers = {each.number: first + index for index, each in enumerate(found)}
-        ratio = _characters_per_token(found)
-        for each in found:
-            lines.append(_line(each, offset, numbers, blocks.ids(each, ratio)))
+        load = [request for request in requests(trace) if _is_load(request)]
+        numbers = {request.number: first + index for index, request in enumerate(load)}
+        ratio = _characters_per_token(load)
+        for request in load:
+            lines.append(_line(request, offset, numbers, blocks.ids(request, ratio)))
     return sorted(lines, key=lambda line: line["timestamp"])
 
 
@@ -81,21 +78,19 @@ class _Blocks:
         self._ids: dict[tuple[int | None, Any], int] = {}
 
     def ids(self, request: TracedRequest, ratio: float) -> list[int]:
-        """Those of the prompt of ``request``."""
         content: Sequence[Any] | None = request.prompt.ids
         size = float(self._size)
         if content is None:
             content, size = request.prompt.text or "", self._size * ratio
-        found: list[int] = []
+        ids: list[int] = []
         for number in range(math.ceil(_input_length(request) / self._size)):
             block = content[int(number * size) : int((number + 1) * size)]
-            key = (found[-1] if found else None, block if isinstance(block, str) else tuple(block))
-            found.append(self._ids.setdefault(key, len(self._ids)))
-        return found
+            key = (ids[-1] if ids else None, block if isinstance(block, str) else tuple(block))
+            ids.append(self._ids.setdefault(key, len(self._ids)))
+        return ids
 
 
 def _is_load(request: TracedRequest) -> bool:
-    """Whether it is computed by a model."""
     return bool(request.usage.get("prompt_tokens") or request.usage.get("completion_tokens"))
 
 
@@ -104,11 +99,11 @@ def _input_length(request: TracedRequest) -> int:
     return len(request.prompt.ids) if request.prompt.ids is not None else counted
 
 
-def _characters_per_token(found: Sequence[TracedRequest]) -> float:
+def _characters_per_token(load: Sequence[TracedRequest]) -> float:
     pairs = [
-        (len(each.prompt.text), each.usage.get("prompt_tokens", 0))
-        for each in found
-        if each.prompt.ids is None and each.prompt.text
+        (len(request.prompt.text), request.usage.get("prompt_tokens", 0))
+        for request in load
+        if request.prompt.ids is None and request.prompt.text
     ]
     num_characters, num_tokens = (
         (sum(column) for column in zip(*pairs, strict=True)) if pairs else (0, 0)
@@ -130,7 +125,7 @@ def _line(
         "cancelled": request.outcome in ("cancelled", "budget"),
     }
     if request.fork_of is not None and request.fork_of.number in numbers:
-        line |= {"fork_of": numbers[request.fork_of.number], "fork_at": request.kept}
+        line |= {"fork_of": numbers[request.fork_of.number], "fork_at": request.num_kept}
     if request.end is not None:
         line["duration"] = round((request.end - request.start) * 1000)
     return line

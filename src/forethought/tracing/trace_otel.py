@@ -61,10 +61,10 @@ class TraceParent(NamedTuple):
     @classmethod
     def read(cls, header: str) -> TraceParent | None:
         """Parse the header's value; None if it is not valid."""
-        found = _TRACE_PARENT.fullmatch(header.strip())
-        if found is None:
+        match = _TRACE_PARENT.fullmatch(header.strip())
+        if match is None:
             return None
-        version, trace_id, span_id, flags, more = found.groups()
+        version, trace_id, span_id, flags, more = match.groups()
         if (
             version == "ff"
             or (version == "00" and more)
@@ -205,7 +205,7 @@ def _readable_spans(spans: Iterable[OtelSpan], trace_id: str, above: str | None)
 
 
 class _Spans:
-    """Makes the spans of one trace."""
+    """Builds the spans of one trace."""
 
     def __init__(self, trace: Trace, model: str | None, content: bool) -> None:
         self._trace, self._model, self._content = trace, model, content
@@ -315,7 +315,7 @@ def _outcome(outcome: str | None) -> dict[str, Any]:
 
 
 def _usage(usage: Mapping[str, int]) -> dict[str, Any]:
-    """Counts of tokens, as far as there are any."""
+    """Counts of tokens, if there are any."""
     names = {
         "prompt_tokens": "gen_ai.usage.input_tokens",
         "completion_tokens": "gen_ai.usage.output_tokens",
@@ -325,35 +325,37 @@ def _usage(usage: Mapping[str, int]) -> dict[str, Any]:
 
 
 def _sampling(fields: Mapping[str, Any]) -> dict[str, Any]:
-    found = {
+    attributes = {
         name: fields[key]
         for key, name in _SAMPLING.items()
         if isinstance(fields.get(key), int | float)
     }
     stop = fields.get("stop")
     if stop:
-        found["gen_ai.request.stop_sequences"] = [stop] if isinstance(stop, str) else list(stop)
-    return found
+        attributes["gen_ai.request.stop_sequences"] = (
+            [stop] if isinstance(stop, str) else list(stop)
+        )
+    return attributes
 
 
 def _contents(request: TracedRequest, operation: str) -> dict[str, Any]:
-    """What was asked and answered, as JSON."""
+    """Input and output as JSON."""
     span = request.span
     if operation == "execute_tool":
         args, result = span.request.get("args"), span.results.get("result_str")
         names = {"gen_ai.tool.call.arguments": args, "gen_ai.tool.call.result": result}
         return {name: _plain(value) for name, value in names.items() if value is not None}
     messages = span.request.get("messages")
-    asked = [{"role": "user", "parts": _parts(request.prompt.text)}]
+    inputs = [{"role": "user", "parts": _parts(request.prompt.text)}]
     if messages:
-        asked = [
-            {"role": each["role"], "parts": _parts(each.get("content"))}
-            for each in decoded(messages)
+        inputs = [
+            {"role": message["role"], "parts": _parts(message.get("content"))}
+            for message in decoded(messages)
         ]
     answer = {"role": "assistant", "parts": _parts(request.output().text)}
     answer["finish_reason"] = request.finish_reason or ""
     return {
-        "gen_ai.input.messages": json.dumps(asked, ensure_ascii=False),
+        "gen_ai.input.messages": json.dumps(inputs, ensure_ascii=False),
         "gen_ai.output.messages": json.dumps([answer], ensure_ascii=False),
     }
 
@@ -384,7 +386,7 @@ def _digest(text: str, size: int) -> str:
 
 
 def _otlp_span(span: OtelSpan, trace_id: str) -> dict[str, Any]:
-    found = {
+    attributes = {
         "traceId": trace_id,
         "spanId": span.span_id,
         "parentSpanId": span.parent_id,
@@ -400,7 +402,7 @@ def _otlp_span(span: OtelSpan, trace_id: str) -> dict[str, Any]:
         "links": [{"traceId": trace_id, "spanId": link} for link in span.links],
         "status": {"code": _OK} if span.error is None else {"code": _ERROR, "message": span.error},
     }
-    return {name: value for name, value in found.items() if value not in ("", [])}
+    return {name: value for name, value in attributes.items() if value not in ("", [])}
 
 
 def _otlp_attributes(attributes: Mapping[str, Any]) -> list[dict[str, Any]]:

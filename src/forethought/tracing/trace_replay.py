@@ -7,9 +7,9 @@
 The controller is executed anew; only the workers are replaced: each task gets the results that the
 trace has for it, tasks and branches end in the recorded order, what was cancelled is cancelled
 again by the controller itself, and a budget ends where it ended. So the result is the same, and a
-changed controller is found out at its first task that differs. Functions of ``ComputeTask`` run
-again. A controller goes on after a wait when as much had ended as in the recording, no less and no
-more, as it may read what other branches have left.
+changed controller fails at its first task that differs. Functions of ``ComputeTask`` run again. A
+controller goes on after a wait when exactly the recorded items have ended, as it may read the
+results of other branches.
 """
 
 from __future__ import annotations
@@ -47,17 +47,17 @@ def replay(
     Args:
         trace: of a request that was not stopped from outside.
         controller: with the settings of the one that was recorded.
-        timeout: seconds until it is given up.
+        timeout: seconds until it fails.
         **kwargs: arguments of its ``generate`` in place of the recorded ones; those that a file
-            cannot hold, such as functions, are to be given here.
+            cannot hold, such as functions, have to be passed here.
 
     Returns:
         A finished result, with a trace of its own. If the recorded request failed, so does this
         one: see ``error``.
 
     Raises:
-        TraceError: the trace is incomplete or damaged, or the controller asks for something else
-            than the one that was recorded.
+        TraceError: the trace is incomplete or damaged, or the controller runs something else than
+            the recorded one.
         RequestTimeout: it takes longer, such as a function of a ``ComputeTask``.
     """
     if trace.stopped or trace.seconds is None:
@@ -105,7 +105,6 @@ class _OneRoute(Routes):
         self._worker = worker
 
     def find(self, tag: Any) -> Worker:
-        """The worker."""
         return self._worker.of(tag)
 
 
@@ -124,7 +123,7 @@ class _Wait:
 class Replay(Recorder):
     """Lets tasks and branches end in the order of a recorded trace; records the new one.
 
-    A span that was cancelled never ends by itself. One whose branch is over is not waited for.
+    A cancelled span never ends alone. A span whose branch is over is not waited for.
 
     Args:
         recorded: the trace that is repeated.
@@ -191,7 +190,7 @@ class Replay(Recorder):
         self._happened()
         self._advance()
         if self._pending and self._pending[0] is match and not self._has_to_wait(match):
-            await asyncio.sleep(0)  # behind the end of the budget, if that came first
+            await asyncio.sleep(0)  # after the end of the budget, if that came first
             return
         waiting = asyncio.get_running_loop().create_future()
         self._waiting[match.number] = waiting
@@ -211,7 +210,7 @@ class Replay(Recorder):
         else:
             wait.waiting = asyncio.get_running_loop().create_future()
             await wait.waiting
-        asyncio.get_running_loop().call_soon(self._advance)  # behind what it does now
+        asyncio.get_running_loop().call_soon(self._advance)  # after what it does now
 
     def ended(self, span: Span, item: Item, outcome: str) -> None:
         """Let the next one end."""
@@ -236,19 +235,19 @@ class Replay(Recorder):
         self._num_events += 1
 
     def failed(self, error: BaseException) -> None:
-        """Ends the request: without the order of the recording nothing would be repeated."""
+        """Ends the request: without the recorded order nothing would be reproduced."""
         why = f"{error.what}: {error.why}" if isinstance(error, TraceError) else repr(error)
         failure = TraceError("this trace cannot be replayed", why, "Record the request anew")
         failure.__cause__ = error
         self._fail(failure)
 
     def _happened(self) -> None:
-        """Something begins, waits or ends; if nothing comes of it, nothing ever will."""
+        """Called when something begins, waits or ends; detects a replay that cannot go on."""
         self._num_events += 1
         asyncio.get_running_loop().call_soon(self._expect_event, self._num_events, _IDLE_TURNS)
 
     def _expect_event(self, num_events: int, turns: int) -> None:
-        """Look for something new in the next turns of the event loop, which has no other work."""
+        """Look for a new event in the next turns of the event loop, which has no other work."""
         if num_events != self._num_events or self._computing:
             return
         if turns:
@@ -278,7 +277,7 @@ class Replay(Recorder):
 
     def _first_wait(self) -> _Wait | None:
         """The first controller that has not gone on yet."""
-        while self._waits and (self._waits[0].is_over or self._is_gone(self._waits[0].branch)):
+        while self._waits and (self._waits[0].is_over or self._has_ended(self._waits[0].branch)):
             self._waits.popleft()
         return self._waits[0] if self._waits else None
 
@@ -313,20 +312,20 @@ class Replay(Recorder):
                     break  # not all had begun that had begun then
                 self._pending.pop(0)  # soon: what has begun is to reach its worker first
                 asyncio.get_running_loop().call_soon(self.exhaust, first)
-            elif first.number in self._over or self._is_gone(first.branch):
+            elif first.number in self._over or self._has_ended(first.branch):
                 self._pending.pop(0)
             else:
                 break
 
-    def _is_gone(self, branch: str) -> bool:
-        """Whether a branch, or one that it is in, has ended."""
+    def _has_ended(self, branch: str) -> bool:
+        """Whether a branch, or one that contains it, has ended."""
         steps = branch.split(".")
         paths = {".".join(steps[:count]) for count in range(1, len(steps) + 1)}
         return bool(paths & self._ended_branches)
 
 
 class ReplayWorker(Worker):
-    """Answers each task as the trace says, when it is its turn.
+    """Answers each task with the trace's results, when it is its turn.
 
     Args:
         tracer: of the request.
@@ -337,7 +336,7 @@ class ReplayWorker(Worker):
         self._tag: Any = None
 
     def of(self, tag: Any) -> ReplayWorker:
-        """The same, as the worker of a tag."""
+        """This worker for a tag."""
         worker = ReplayWorker(self._tracer)
         worker._tag = tag
         return worker
@@ -364,10 +363,8 @@ class ReplayWorker(Worker):
         return TaskStatus.SUCCESS
 
     def _answer(self, match: Span, task: Task) -> None:
-        """Put the recorded results on ``task``; no controller may take a damaged one for a failure.
-
-        Raises:
-            TraceError: the trace lacks some of them, or they are damaged.
+        """Put the recorded results on ``task``; raises ``TraceError`` if they are missing or
+        damaged.
         """
         try:
             apply_results(match, task)
@@ -377,11 +374,11 @@ class ReplayWorker(Worker):
 
 
 class _Sequence:
-    """Stands in for the worker's handle of a sequence."""
+    """Replaces the worker's handle of a sequence."""
 
 
 def _asked(span: Span) -> tuple[Any, ...]:
-    """What has to be the same in both; computations are compared by their function."""
+    """The fields that have to be equal in both; computations are compared by their function."""
     request = dict(span.request)
     if "digest" in request:  # of the same text; whether it is there depends on the worker's handles
         request.pop("prompt", None)
@@ -390,11 +387,11 @@ def _asked(span: Span) -> tuple[Any, ...]:
 
 def _divergence(span: Span, match: Span | None) -> TraceError:
     where = f"in branch {span.branch}" if span.branch else "in the request itself"
-    wanted = f"{span.name} {span.request or ''}".strip()
+    replayed = f"{span.name} {span.request or ''}".strip()
     recorded = "nothing more" if match is None else f"{match.name} {match.request or ''}".strip()
     return TraceError(
         "the controller does something else than the recorded one",
-        f"{where} it runs {wanted[:300]}, and the trace has {recorded[:300]}",
+        f"{where} it runs {replayed[:300]}, and the trace has {recorded[:300]}",
         "Give a controller with the settings of the recorded one",
     )
 

@@ -40,7 +40,7 @@ class TracedRequest:
     prompt: Content
     """Everything in front of what it generated."""
     fork_of: TracedRequest | None = None
-    kept: int | None = None
+    num_kept: int | None = None
     """Of a fork: generated tokens of the forked request that it continues, if they are counted."""
 
     @property
@@ -84,11 +84,7 @@ class TracedRequest:
         return parent is not None and (parent.end is None or parent.end > self.start)
 
     def output(self, until: int | None = None) -> Content:
-        """What it generated.
-
-        Args:
-            until: number of the span with whose end it is read; None: the last one.
-        """
+        """The output; up to the end of the span number ``until``, or all of it."""
         text: str | None = ""
         ids: list[int] | None = []
         for span in self.spans:
@@ -100,23 +96,23 @@ class TracedRequest:
 
 def requests(trace: Trace) -> list[TracedRequest]:
     """All tasks of a trace, in the order in which they began."""
-    found: list[TracedRequest] = []
+    traced: list[TracedRequest] = []
     by_span: dict[int, TracedRequest] = {}
     for span in trace.tasks():
         first = by_span.get(-1 if span.step_of is None else span.step_of)
         if first is None:
             parent = None if span.fork_of is None else by_span.get(span.fork_of)
-            first = TracedRequest(len(found), [span], Content(), parent)
-            first.prompt, first.kept = _prompt(span, parent)
-            found.append(first)
+            first = TracedRequest(len(traced), [span], Content(), parent)
+            first.prompt, first.num_kept = _prompt(span, parent)
+            traced.append(first)
         else:
             first.spans.append(span)
         by_span[span.number] = first
-    return found
+    return traced
 
 
 def _grown(before: Any, change: Any) -> Any:
-    """A result behind a step that changed it, as ``Trace`` records it."""
+    """A result after a step that changed it, as ``Trace`` records it."""
     if change is None:
         return before
     if isinstance(change, dict) and change.get("$") == "grown":
@@ -125,26 +121,26 @@ def _grown(before: Any, change: Any) -> Any:
 
 
 def _prompt(span: Span, parent: TracedRequest | None) -> tuple[Content, int | None]:
-    """What a request has in front of its output, and how much of its parent it continues."""
+    """The tokens of a request before its output, and how many of its parent's it continues."""
     if parent is None:
         return _given(span.request.get("prompt"), span.request.get("messages")), None
-    kept = span.request.get("kept")
+    num_kept = span.request.get("kept")
     output = parent.output(span.fork_of)
-    if kept is not None and output.ids is not None and kept < len(output.ids):
-        share = len(output.text or "") * kept // max(1, len(output.ids))
-        output = Content(output.text and output.text[:share], output.ids[:kept])
+    if num_kept is not None and output.ids is not None and num_kept < len(output.ids):
+        share = len(output.text or "") * num_kept // max(1, len(output.ids))
+        output = Content(output.text and output.text[:share], output.ids[:num_kept])
     inserted = decoded(span.results.get("inserted_tokens"))
     suffix = Content(str(span.request.get("suffix") or ""), inserted)
-    return parent.prompt + output + suffix, kept
+    return parent.prompt + output + suffix, num_kept
 
 
 def _given(prompt: Any, messages: Any) -> Content:
-    """A prompt as the task has it; messages stand for the text that a template makes of them."""
+    """A prompt as the task has it; messages replace the text that a template makes of them."""
     value = decoded(prompt)
     if isinstance(value, Sequence) and not isinstance(value, str):
         return Content(None, list(value))
     if value is None and messages:
-        value = "".join(f"<{each['role']}>{_message(each)}" for each in decoded(messages))
+        value = "".join(f"<{message['role']}>{_message(message)}" for message in decoded(messages))
     return Content(value or "", None)
 
 

@@ -1,4 +1,4 @@
-"""``async_scaffolding_benchmark``: many requests to a method, at the times that a strategy says.
+"""``async_scaffolding_benchmark``: many requests to a method, at the times of a strategy.
 
 The names are those of ``tensorrt_llm.scaffolding``.
 
@@ -136,9 +136,9 @@ async def async_scaffolding_benchmark(
         scaffolding_llm: on this event loop; other requests should not run on it meanwhile.
         task_collection_types: collections that watch each request, by their name in the
             ``task_collections`` of its result.
-        requests: what is asked.
+        requests: the prompts.
         concurrency: short for ``ConcurrentStrategy(concurrency)``.
-        strategy: when they begin; all at once if neither is given.
+        strategy: when they begin; all at once if neither is set.
 
     Returns:
         The results in the order of the requests; the seconds from the start at which each began,
@@ -173,8 +173,10 @@ class _Run:
         self._times = strategy.start_times(len(self._requests))
         limit = strategy.max_concurrency
         self._room = None if limit is None else asyncio.Semaphore(limit)
-        self._scoped = [each for each in llm.workers.values() if hasattr(each, "set_scope_params")]
-        if any(each.scope_params for each in self._requests) and not self._scoped:
+        self._scoped = [
+            worker for worker in llm.workers.values() if hasattr(worker, "set_scope_params")
+        ]
+        if any(request.scope_params for request in self._requests) and not self._scoped:
             raise ParameterError(
                 "no worker takes scope_params", "none has set_scope_params", "Leave them out"
             )
@@ -184,8 +186,8 @@ class _Run:
         async with asyncio.TaskGroup() as group:
             jobs = [group.create_task(self._one(number)) for number in range(len(self._requests))]
         total = time.perf_counter() - self._began
-        found = [job.result() for job in jobs]
-        return [f[0] for f in found], [f[1] for f in found], [f[2] for f in found], total
+        outcomes = [job.result() for job in jobs]
+        return [o[0] for o in outcomes], [o[1] for o in outcomes], [o[2] for o in outcomes], total
 
     async def _one(self, number: int) -> tuple[ScaffoldingResult, float, float]:
         await asyncio.sleep(self._times[number])
@@ -218,7 +220,6 @@ class _Watched(Controller):
         return clone
 
     def generate(self, prompt: Any, **kwargs: Any) -> Any:
-        """As the inner controller."""
         process = self.inner.generate(prompt, **kwargs)
         for collection in self.own.values():
             process = observed(process, collection)

@@ -36,22 +36,22 @@ class TaskCollection(Cloneable):
     """Base of all collections: hooks around the execution of tasks."""
 
     def before_yield(self, tasks: Sequence[Any]) -> None:
-        """``tasks`` are about to be executed."""
+        """Called before ``tasks`` are executed."""
 
     def after_yield(self, tasks: Sequence[Any]) -> None:
-        """``tasks`` have been executed. A stream comes here after each of its steps."""
+        """Called after ``tasks`` have been executed; for a stream after each of its steps."""
 
     def on_parallel_start(self, count: int) -> None:
-        """``count`` branches are about to run concurrently."""
+        """Called before ``count`` branches run concurrently."""
 
     def on_parallel_end(self, count: int) -> None:
-        """``count`` branches are over."""
+        """Called after ``count`` branches are over."""
 
 
 def with_task_collection(
     name: str, collection: Callable[..., TaskCollection], /, **settings: Any
 ) -> Callable[[_ControllerClass], _ControllerClass]:
-    """Class decorator: give each controller ``self.task_collections[name]``, and let it watch.
+    """Class decorator: give each controller ``self.task_collections[name]``, which observes it.
 
     Args:
         name: the key in ``task_collections``, and in those of the result.
@@ -80,47 +80,47 @@ def with_task_collection(
 
 
 def observed(process: Process, collection: TaskCollection) -> Process:
-    """``process`` itself, with all that it yields shown to ``collection``."""
+    """``process`` itself, with ``collection`` observing all that it yields."""
     resume = partial(process.send, None)
     try:
         while True:
             try:
-                wanted = resume()
+                request = resume()
             except StopIteration as stop:
                 return stop.value
-            _before(wanted, collection)
+            _before(request, collection)
             try:
-                value = yield wanted
+                value = yield request
             except Exception as error:
                 resume = partial(process.throw, error)
             else:
-                _after(wanted, value, collection)
+                _after(request, value, collection)
                 resume = partial(process.send, value)
     finally:
         process.close()
 
 
-def _before(wanted: Any, collection: TaskCollection) -> None:
-    if isinstance(wanted, ParallelProcess):
-        _watch_branches(wanted.branches, collection)
-        collection.on_parallel_start(len(wanted.branches))
-    elif isinstance(wanted, AsCompleted | FirstDone):
-        new = (wanted.race if isinstance(wanted, FirstDone) else wanted).new
+def _before(request: Any, collection: TaskCollection) -> None:
+    if isinstance(request, ParallelProcess):
+        _watch_branches(request.branches, collection)
+        collection.on_parallel_start(len(request.branches))
+    elif isinstance(request, AsCompleted | FirstDone):
+        new = (request.race if isinstance(request, FirstDone) else request).new
         _watch_branches([item for item in new if isinstance(item, Branch)], collection)
         tasks = [item for item in new if isinstance(item, Task)]
         if tasks:
             collection.before_yield(tasks)
-    elif isinstance(wanted, list):
-        collection.before_yield(wanted)
+    elif isinstance(request, list):
+        collection.before_yield(request)
 
 
-def _after(wanted: Any, value: Any, collection: TaskCollection) -> None:
-    if isinstance(wanted, ParallelProcess):
-        collection.on_parallel_end(len(wanted.branches))
-    elif isinstance(wanted, AsCompleted | FirstDone) and isinstance(value, Task):
+def _after(request: Any, value: Any, collection: TaskCollection) -> None:
+    if isinstance(request, ParallelProcess):
+        collection.on_parallel_end(len(request.branches))
+    elif isinstance(request, AsCompleted | FirstDone) and isinstance(value, Task):
         collection.after_yield([value])
-    elif isinstance(wanted, list):
-        collection.after_yield(wanted)
+    elif isinstance(request, list):
+        collection.after_yield(request)
 
 
 def _watch_branches(branches: Sequence[Branch], collection: TaskCollection) -> None:
@@ -132,15 +132,15 @@ _logger = logging.getLogger(__name__)
 
 
 def _goes_on(task: Any) -> bool:
-    """Whether the task is a stream on its way, rather than something that starts."""
+    """Whether the task is a stream that has begun, rather than something that starts."""
     return isinstance(task, StreamGenerationTask) and task.under_way
 
 
 class GenerationTokenCounter(TaskCollection):
-    """Counts generated tokens, right as well when many streams advance in parallel.
+    """Counts generated tokens, also when many streams advance in parallel.
 
-    They are the ``usage.completion_tokens`` of the tasks: tokens that a worker had generated ahead
-    when a stream was cancelled are among them, as in the usage of the request.
+    They are the ``usage.completion_tokens`` of the tasks, including tokens that a worker had
+    generated ahead when a stream was cancelled, as in the usage of the request.
     """
 
     def __init__(self) -> None:
@@ -154,7 +154,7 @@ class GenerationTokenCounter(TaskCollection):
         return self._ended + sum(map(self._count, self._watched))
 
     def before_yield(self, tasks: Sequence[Any]) -> None:
-        """Watch each generation; one that starts over counts on top of what it was before."""
+        """Observe each generation; a generation that restarts adds to its count."""
         for task in tasks:
             if not isinstance(task, GenerationTask):
                 continue
@@ -176,7 +176,7 @@ class ChatTokenCounter(TaskCollection):
     """Adds up the tokens of chat turns, as their workers count them.
 
     Args:
-        statistics_name: name of what is counted, where there are several counters.
+        statistics_name: name of the counter, where there are several.
 
     Attributes:
         prompt_tokens: tokens of all prompts.
@@ -209,20 +209,17 @@ class _Clock(TaskCollection):
         self._began: dict[int, float] = {}
 
     def before_yield(self, tasks: Sequence[Any]) -> None:
-        """Start the clock of each task."""
         for task in tasks:
             if self.task_types is None or isinstance(task, self.task_types):
                 self._began[id(task)] = time.perf_counter()
 
     def after_yield(self, tasks: Sequence[Any]) -> None:
-        """Stop the clock of each task."""
         for task in tasks:
             began = self._began.pop(id(task), None)
             if began is not None:
                 self._on_ended(task, time.perf_counter() - began)
 
     def _on_ended(self, task: Any, seconds: float) -> None:
-        """An execution has ended."""
         raise NotImplementedError
 
 
@@ -245,12 +242,11 @@ class TaskTimer(_Clock):
         self.durations: dict[str, list[float]] = {}
 
     def _on_ended(self, task: Any, seconds: float) -> None:
-        """Note the seconds."""
         self.durations.setdefault(type(task).__name__, []).append(seconds)
 
     @property
     def total_seconds(self) -> float:
-        """All durations together; tasks that ran concurrently count each for itself."""
+        """All durations together; concurrent tasks count each."""
         return sum(sum(seconds) for seconds in self.durations.values())
 
 
@@ -265,7 +261,7 @@ class QueryCollector(TaskCollection):
         self.queries: list[Any] = []
 
     def before_yield(self, tasks: Sequence[Any]) -> None:
-        """Record every query; a further step of a stream is no new one."""
+        """Record every query; further steps of a stream are not recorded."""
         for task in tasks:
             if isinstance(task, ChatTask):
                 self.queries.append(task.messages_to_dict_content())
@@ -311,7 +307,6 @@ class TaskMetricsCollector(_Clock):
         self._records: list[TaskRecord] = []
 
     def _on_ended(self, task: Any, seconds: float) -> None:
-        """Write a record."""
         record = self._record(task, seconds)
         self._records.append(record)
         if self.enable_print:
@@ -359,5 +354,5 @@ class TaskMetricsCollector(_Clock):
         save_text(path, json.dumps(records, indent=2), "statistics of tasks")
 
     def reset(self) -> None:
-        """Forget all records."""
+        """Remove all records."""
         self._records.clear()

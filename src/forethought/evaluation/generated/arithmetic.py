@@ -131,12 +131,12 @@ def fixed_test_problems(count: int = 200, seed: int = 2024) -> list[Problem]:
     Easy problems are left out: the model solves nearly all of them at the first attempt, so they
     would not tell methods apart.
     """
-    rng, seen = random.Random(seed), set[str]()
+    rng, questions = random.Random(seed), set[str]()
     problems: list[Problem] = []
     while len(problems) < count:
         problem = sample_problem(rng, held_out=True)
-        if is_demanding(problem) and problem.question not in seen:
-            seen.add(problem.question)
+        if is_demanding(problem) and problem.question not in questions:
+            questions.add(problem.question)
             problems.append(problem)
     return problems
 
@@ -147,7 +147,6 @@ def _person(rng: random.Random) -> tuple[str, str]:
 
 
 def _collection(rng: random.Random) -> Problem:
-    """Two to four changes to one pile."""
     (name, pronoun), things = _person(rng), rng.choice(THINGS)
     start = value = rng.randint(11, rng.choice((99, 300, 900)))
     steps: list[Step] = []
@@ -171,7 +170,6 @@ def _collection(rng: random.Random) -> Problem:
 
 
 def _boxes(rng: random.Random) -> Problem:
-    """Boxes of equal size, loose ones, and some given away."""
     (name, pronoun), things = _person(rng), rng.choice(THINGS)
     boxes, size = rng.randint(3, rng.choice((9, 99, 99))), rng.randint(6, 99)
     steps = [Step(f"{boxes} boxes with {size} each", size, "x", boxes)]
@@ -181,16 +179,15 @@ def _boxes(rng: random.Random) -> Problem:
         story += f" {pronoun} finds {loose} more."
         steps.append(Step(f"{pronoun} finds {loose} more", steps[-1].value, "+", loose))
     if len(steps) == 1 or rng.random() < 0.6:
-        gone = rng.randint(3, min(steps[-1].value - 1, rng.choice((99, 900))))
+        loss = rng.randint(3, min(steps[-1].value - 1, rng.choice((99, 900))))
         verb = rng.choice(("uses", "sells", "loses"))
-        story += f" {pronoun} {verb} {gone}."
-        steps.append(Step(f"{pronoun} {verb} {gone}", steps[-1].value, "-", gone))
+        story += f" {pronoun} {verb} {loss}."
+        steps.append(Step(f"{pronoun} {verb} {loss}", steps[-1].value, "-", loss))
     question = f"{story} How many {things} does {name} have now?"
     return Problem("boxes", question, tuple(steps), chained(len(steps)))
 
 
 def _shop(rng: random.Random) -> Problem:
-    """Two kinds of goods at a price each, and sometimes the change."""
     name, pronoun = _person(rng)
     first, second = rng.sample([thing for thing in THINGS if thing != "coins"], 2)
     price_1, price_2 = rng.randint(3, 60), rng.randint(3, 60)
@@ -216,32 +213,30 @@ def _shop(rng: random.Random) -> Problem:
 
 
 def _compare(rng: random.Random) -> Problem:
-    """One pile told by comparison with another, then both together."""
     (name, _), (other, _) = rng.sample(PEOPLE, 2)
     things, amount = rng.choice(THINGS), rng.randint(11, rng.choice((99, 300)))
     kind = rng.choice(("more", "fewer", "times"))
     if kind == "times":
         factor = rng.randint(2, rng.choice((9, 40)))
-        told, step = f"{factor} times as many as {name}", Step("", amount, "x", factor)
+        comparison, step = f"{factor} times as many as {name}", Step("", amount, "x", factor)
     else:
         gap = rng.randint(4, max(5, min(amount - 3, 99)) if kind == "fewer" else 150)
         sign = "+" if kind == "more" else "-"
-        told, step = f"{gap} {kind} than {name}", Step("", amount, sign, gap)
-    steps = [Step(f"{other} has {told}", step.left, step.sign, step.right)]
+        comparison, step = f"{gap} {kind} than {name}", Step("", amount, sign, gap)
+    steps = [Step(f"{other} has {comparison}", step.left, step.sign, step.right)]
     steps.append(Step("Both together", steps[0].value, "+", amount))
-    story = f"{name} has {amount} {things}. {other} has {told}."
+    story = f"{name} has {amount} {things}. {other} has {comparison}."
     inputs: tuple[int | None, ...] = (None, None, 0, None)
     if rng.random() < 0.5:
-        gone = rng.randint(3, 99)
-        story += f" They lose {gone}."
-        steps.append(Step(f"They lose {gone}", steps[-1].value, "-", gone))
+        loss = rng.randint(3, 99)
+        story += f" They lose {loss}."
+        steps.append(Step(f"They lose {loss}", steps[-1].value, "-", loss))
         inputs += (1, None)
     question = f"{story} How many {things} do they have together?"
     return Problem("compare", question, tuple(steps), inputs)
 
 
 def _share(rng: random.Random) -> Problem:
-    """Two piles put together and shared equally."""
     (name, pronoun), things = _person(rng), rng.choice(THINGS)
     friends, part = rng.randint(2, 9), rng.randint(4, rng.choice((99, 240)))
     total = friends * part
@@ -252,9 +247,9 @@ def _share(rng: random.Random) -> Problem:
     ]
     story = f"{name} has {first} {things}. {steps[0].reason}. {steps[1].reason}."
     if rng.random() < 0.5:
-        gone = rng.randint(2, max(3, part - 1))
-        story += f" Each friend loses {gone}."
-        steps.append(Step(f"Each friend loses {gone}", part, "-", gone))
+        loss = rng.randint(2, max(3, part - 1))
+        story += f" Each friend loses {loss}."
+        steps.append(Step(f"Each friend loses {loss}", part, "-", loss))
     question = f"{story} How many {things} does each friend have?"
     return Problem("share", question, tuple(steps), chained(len(steps)))
 

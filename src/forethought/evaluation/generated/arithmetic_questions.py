@@ -2,10 +2,10 @@
 
 The other kinds are chains of one to eight steps, stories of one step, stories that do not ask, and
 bare sums. A story without its question is answered with the value that it ends in. Zero is an
-answer like any other; the result is negative only in a difference of one step (``3 - 5``), never
-in a story. Every problem keeps to the split of ``arithmetic.is_held_out``, but for sums of one
-step with small numbers, which are all trained on, as tables are learnt whole: both up to ``SMALL``,
-or the second up to 10 and the result up to 100.
+answer like any other; the result is negative only in a difference of one step (``3 - 5``), never in
+a story. Every problem follows the split of ``arithmetic.is_held_out``, except sums of one step with
+small numbers, which are all trained on, as tables are learnt whole: both up to ``SMALL``, or the
+second up to 10 and the result up to 100.
 """
 
 import random
@@ -100,8 +100,8 @@ def sample_larger(
 ) -> Problem:
     """A story of one of the numbers of ``steps``, four to six, with operands up to 3000.
 
-    Traces that the generator writes have such operands in products alone, so many derivations go
-    wrong: evaluations tell apart there what they cannot on the shipped problems, and samples of
+    Traces that the generator writes have such operands in products alone, many derivations then go
+    wrong: evaluations can tell methods apart there, unlike on the shipped problems, and samples of
     them teach re-checks.
     """
     while True:
@@ -111,7 +111,7 @@ def sample_larger(
 
 
 def on_side(problem: Problem, held_out: bool) -> bool:
-    """Whether a problem is on the given side of the split."""
+    """Whether a problem is on that side of the split."""
     if problem.family == "sum" and len(problem.steps) == 1:
         step = problem.steps[0]
         if max(step.left, step.right) <= SMALL or (step.right <= 10 and step.value <= 100):
@@ -125,7 +125,11 @@ def rename(problem: Problem, rng: random.Random) -> Problem:
     things = [t for t in THINGS if re.search(rf"\b{t}\b", problem.question) and t != "coins"]
     swaps = dict(zip(things, rng.sample(MORE_THINGS, len(things)), strict=True))
     for name, pronoun in people:
-        free = [p for p, said in MORE_PEOPLE if said == pronoun and p not in swaps.values()]
+        free = [
+            p
+            for p, pronoun_of_person in MORE_PEOPLE
+            if pronoun_of_person == pronoun and p not in swaps.values()
+        ]
         swaps[name] = rng.choice(free)
     if not swaps:
         return problem
@@ -151,7 +155,6 @@ def _in_range(problem: Problem) -> bool:
 
 
 def _chain(rng: random.Random, count: int, largest: int | None = None) -> Problem:
-    """``count`` changes to one pile; numbers up to ``largest`` (None: of the sizes of training)."""
     (name, pronoun), things = rng.choice(PEOPLE), rng.choice(THINGS)
     pronoun = pronoun.capitalize()
     sizes = (20, 99, 300, 900) if largest is None else (largest,)
@@ -186,7 +189,6 @@ def _long(rng: random.Random) -> Problem:
 
 
 def _one_step(rng: random.Random) -> Problem:
-    """A story of one calculation, with or without its question."""
     form = rng.choice(("chain", "chain", "boxes", "shop", "share", "compare"))
     if form == "chain":
         return _reworded(_chain(rng, 1), rng)
@@ -196,28 +198,27 @@ def _one_step(rng: random.Random) -> Problem:
     if form == "boxes":
         step = Step(f"{few} boxes with {many} each", many, "x", few)
         story = f"{name} buys {few} boxes with {many} {things} each."
-        asked = f"How many {things} does {name} have now?"
+        query = f"How many {things} does {name} have now?"
     elif form == "shop":
         step = Step(f"{few} {things} at {many} each", many, "x", few)
         story = f"{name} buys {few} {things} at {many} coins each."
-        asked = f"How many coins does {name} pay?"
+        query = f"How many coins does {name} pay?"
     elif form == "share":
         few = min(few, 9)
         step = Step(f"{few} friends share them", few * many, "/", few)
         story = f"{name} has {few * many} {things}. {step.reason}."
-        asked = f"How many {things} does each friend have?"
+        query = f"How many {things} does each friend have?"
     else:
         sign = rng.choice("+-") if few < many else "+"
-        told = f"{few} {'more' if sign == '+' else 'fewer'} than {name}"
-        step = Step(f"{other} has {told}", many, sign, few)
-        story = f"{name} has {many} {things}. {other} has {told}."
-        asked = f"How many {things} does {other} have?"
-    question = story if rng.random() < 0.3 else f"{story} {asked}"
+        comparison = f"{few} {'more' if sign == '+' else 'fewer'} than {name}"
+        step = Step(f"{other} has {comparison}", many, sign, few)
+        story = f"{name} has {many} {things}. {other} has {comparison}."
+        query = f"How many {things} does {other} have?"
+    question = story if rng.random() < 0.3 else f"{story} {query}"
     return Problem(f"one {form}", question, (step,), chained(1))
 
 
 def _unasked(rng: random.Random) -> Problem:
-    """A story about one pile that ends without a question, or with one in other words."""
     if rng.random() < 0.5:
         return _reworded(_chain(rng, rng.choice((1, 2, 2, 3, 3, 4))), rng)
     while True:
@@ -227,10 +228,10 @@ def _unasked(rng: random.Random) -> Problem:
 
 
 def _reworded(problem: Problem, rng: random.Random) -> Problem:
-    story, asked = problem.question.rsplit(". ", 1)
+    story, last_sentence = problem.question.rsplit(". ", 1)
     if rng.random() < 0.6 or problem.family == "share":
         return replace(problem, question=f"{story}.")
-    words = asked.split()
+    words = last_sentence.split()
     question = rng.choice(ASKED).format(things=words[2], name=words[4])
     return replace(problem, question=f"{story}. {question}")
 
@@ -254,7 +255,6 @@ def _operands(rng: random.Random) -> tuple[int, str, int]:
 
 
 def _sum(rng: random.Random) -> Problem:
-    """Numbers with a sign between them, as people type them."""
     left, sign, right = _operands(rng)
     step = Step("", left, sign, right)
     if rng.random() < 0.15:
@@ -265,7 +265,6 @@ def _sum(rng: random.Random) -> Problem:
 
 
 def _sum_chain(rng: random.Random) -> Problem:
-    """Three to six numbers with signs; products first, or in brackets."""
     form = rng.choice(("plain", "plain", "plain", "product", "brackets"))
     top = rng.choice((9, 20, 99, 300))
     if form == "plain":

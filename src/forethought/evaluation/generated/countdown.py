@@ -79,20 +79,20 @@ def combine(one: int, other: int) -> Iterator[Step]:
 
 
 def moves(numbers: Numbers) -> Iterator[tuple[Step, Numbers]]:
-    """Every step with two of the numbers, and what is left after it, its value last.
+    """Every step with two of the numbers, and the remaining numbers after it, its value last.
 
-    Steps that leave the same multiset of numbers are given once.
+    Steps that leave the same multiset of numbers are yielded once.
     """
-    seen = set[Numbers]()
+    keys = set[Numbers]()
     for j in range(len(numbers)):
         for i in range(j):
             rest = (*numbers[:i], *numbers[i + 1 : j], *numbers[j + 1 :])
             for step in combine(numbers[i], numbers[j]):
-                left = (*rest, step.value)
-                key = tuple(sorted(left))
-                if key not in seen:
-                    seen.add(key)
-                    yield step, left
+                numbers_left = (*rest, step.value)
+                key = tuple(sorted(numbers_left))
+                if key not in keys:
+                    keys.add(key)
+                    yield step, numbers_left
 
 
 def reachable(numbers: Numbers) -> frozenset[int]:
@@ -104,7 +104,7 @@ def reachable(numbers: Numbers) -> frozenset[int]:
 def _reachable(numbers: Numbers) -> frozenset[int]:
     if len(numbers) == 1:
         return frozenset(numbers)
-    return frozenset().union(*(reachable(left) for _, left in moves(numbers)))
+    return frozenset().union(*(reachable(numbers_left) for _, numbers_left in moves(numbers)))
 
 
 def solve(problem: Problem) -> tuple[Step, ...] | None:
@@ -117,8 +117,8 @@ def _solve(numbers: Numbers, target: int) -> tuple[Step, ...] | None:
         return None
     if len(numbers) == 1:
         return ()
-    for step, left in moves(numbers):
-        following = _solve(left, target)
+    for step, numbers_left in moves(numbers):
+        following = _solve(numbers_left, target)
         if following is not None:
             return (step, *following)
     raise AssertionError("a reachable target has steps")
@@ -126,18 +126,18 @@ def _solve(numbers: Numbers, target: int) -> tuple[Step, ...] | None:
 
 def expression(steps: Sequence[Step]) -> str:
     """The steps as one expression; operands that are no numbers of the problem in parentheses."""
-    made: list[tuple[int, str]] = []
+    operands: list[tuple[int, str]] = []
 
     def operand(value: int) -> str:
-        for index in range(len(made) - 1, -1, -1):
-            if made[index][0] == value:
-                return f"({made.pop(index)[1]})"
+        for index in range(len(operands) - 1, -1, -1):
+            if operands[index][0] == value:
+                return f"({operands.pop(index)[1]})"
         return str(value)
 
     for step in steps:
         left, right = operand(step.left), operand(step.right)
-        made.append((step.value, f"{left}{step.sign}{right}"))
-    return made[-1][1]
+        operands.append((step.value, f"{left}{step.sign}{right}"))
+    return operands[-1][1]
 
 
 def nearest(pair: Numbers, target: int) -> Step:

@@ -104,7 +104,6 @@ def boxed(answer: str) -> str:
 
 
 def _sum(values: list[int]) -> str:
-    """The running sum, with the last result in a box."""
     total, parts = values[0], []
     for number, value in enumerate(values[1:], start=2):
         result = str(total + value)
@@ -117,18 +116,17 @@ def example_questions(world: World, count: int) -> list[FactQuestion]:
     """Questions about a world in a fixed order, the first three of different kinds."""
     rng = random.Random(0)
     by_kind: dict[int, FactQuestion] = {}
-    found: list[FactQuestion] = []
-    while len(found) < count:
+    questions: list[FactQuestion] = []
+    while len(questions) < count:
         question = world.question(rng)
         kind = len(question.steps) + ("neighbour" in question.text)
         if kind not in by_kind or len(by_kind) == 3:
             by_kind[kind] = question
-            found.append(question)
-    return found
+            questions.append(question)
+    return questions
 
 
 def _last_step(values: list[int]) -> str:
-    """The last addition of a running sum."""
     return f"{sum(values[:-1])} + {values[-1]} = {sum(values)}"
 
 

@@ -12,10 +12,8 @@ __all__ = ["StreamGenerationTask", "stream_generation_handler"]
 
 
 async def stream_generation_handler(worker: Worker, task: StreamGenerationTask) -> TaskStatus:
-    """Run the handler that the worker's class defines for streams: ``streaming_step`` more tokens.
-
-    Returns:
-        ``WORKER_NOT_SUPPORTED`` if the class has no handler for streams.
+    """Run the handler that the worker's class defines for streams, or return
+    ``WORKER_NOT_SUPPORTED``.
     """
     for ancestor in type(worker).__mro__:
         handler = vars(ancestor).get("task_handlers", {}).get(StreamGenerationTask)

@@ -1,10 +1,10 @@
 """The controllers of ``tensorrt_llm.scaffolding.contrib.DeepConf``, under their names.
 
 For code that was written for them: one controller draws a sample and notes its confidence, a second
-one cancels it where a group of its tokens lacks confidence, and two votes put samples together. The
-methods ``deepconf`` and ``deepconf_online`` do the same and more: they need no log-probabilities
-and end at a consensus. What differs from ``tensorrt_llm``: a sample that is shorter than a group
-is one group, answers that mean the same are one vote, and samples have seeds of their own.
+one cancels it where a group of its tokens lacks confidence, and two votes combine samples. The
+methods ``deepconf`` and ``deepconf_online`` need no log-probabilities and end at a consensus.
+Differences from ``tensorrt_llm``: a sample that is shorter than a group is one group, answers that
+mean the same are one vote, and samples have seeds of their own.
 
 Paper: Fu et al., "Deep Think with Confidence", 2025. arXiv 2508.15260.
 """
@@ -125,23 +125,19 @@ class DeepConfOfflineController(Controller):
         self.conf_threshold = validated("conf_threshold", conf_threshold, _NUMBER)
 
     def process(self, tasks: Sequence[GenerationTask], **kwargs: Any) -> Process:
-        """Draw the sample of exactly one task.
-
-        Raises:
-            ParameterError: not exactly one task, or one that was drawn without log-probabilities.
-        """
+        """Draw the sample of exactly one task, with log-probabilities."""
         [task] = _expect_one(self, tasks)
         yield from self._draw(task, kwargs)
         if task.error is None:
-            found = ConfidenceInfo(self.conf_group_size, self.conf_threshold, _confidences(task))
-            task.customized_result_fields["confidence_info"] = found
+            info = ConfidenceInfo(self.conf_group_size, self.conf_threshold, _confidences(task))
+            task.customized_result_fields["confidence_info"] = info
 
     def _draw(self, task: GenerationTask, options: Mapping[str, Any]) -> Process:
         yield from self.generation_controller.process([task], **options)
 
 
 class DeepConfOnlineController(DeepConfOfflineController):
-    """The same, and cancels the sample once a group of its tokens is below ``conf_threshold``.
+    """Cancels the sample once a group of its tokens is below ``conf_threshold``.
 
     The task then has the text so far, and ``finish_reason`` ``"abort"``.
     """
@@ -164,8 +160,7 @@ class DeepConfOfflineMajorityVoteController(Controller):
         generation_controller: a ``DeepConfOfflineController`` or ``DeepConfOnlineController``.
         sample_num: samples.
         vote_policy: one of ``VOTE_POLICIES``, by which the output is chosen.
-        **online: the other arguments of the online vote, so that both can be made from the same
-            ones; they change nothing here.
+        **online: the other arguments of the online vote, which have no effect here.
 
     Raises:
         ParameterError: a setting of the wrong kind, or one that neither vote has.
@@ -189,10 +184,10 @@ class DeepConfOfflineMajorityVoteController(Controller):
         output = yield from super().generate(prompt, **kwargs)
         if not isinstance(output, ScaffoldingOutput):
             return output
-        made = VotedOutput(**{name: getattr(output, name) for name in _OUTPUT_FIELDS})
-        made.vote_policy_to_voted_task = output.meta["vote_policy_to_voted_task"]
-        made.output_token_num = output.meta["output_token_num"]
-        return made
+        voted = VotedOutput(**{name: getattr(output, name) for name in _OUTPUT_FIELDS})
+        voted.vote_policy_to_voted_task = output.meta["vote_policy_to_voted_task"]
+        voted.output_token_num = output.meta["output_token_num"]
+        return voted
 
     def process(self, tasks: Sequence[GenerationTask], **kwargs: Any) -> Process:
         """Draw the samples of exactly one task, and leave the winner's results on it."""
@@ -221,8 +216,7 @@ class DeepConfOnlineMajorityVoteController(DeepConfOfflineMajorityVoteController
         warmup_sample_num: samples of the warm-up.
         confidence_percentile: p: the threshold is the percentile 100 - p of the lowest group
             confidences of the warm-up.
-        generation_controller: of the offline vote, so that both can be made from the same
-            arguments; it changes nothing here.
+        generation_controller: of the offline vote; it has no effect here.
 
     Raises:
         ParameterError: a setting of the wrong kind, or more samples of the warm-up than samples.
@@ -286,9 +280,11 @@ def _expect_one(controller: Controller, tasks: Sequence[GenerationTask]) -> Sequ
     return tasks
 
 
-def _expect_names(controller: Controller, given: Mapping[str, Any], known: Sequence[str]) -> None:
-    if unknown := given.keys() - set(known):
-        raise ParameterError.unknown(type(controller).__name__, unknown, known)
+def _expect_names(
+    controller: Controller, settings: Mapping[str, Any], names: Sequence[str]
+) -> None:
+    if unknown := settings.keys() - set(names):
+        raise ParameterError.unknown(type(controller).__name__, unknown, names)
 
 
 def _policy(name: str) -> str:
@@ -306,7 +302,6 @@ def _side_by_side(
 
 
 def _confidences(task: GenerationTask) -> list[float]:
-    """Of each generated token."""
     if task.logprobs is None:
         if not task.output_str:
             return []
@@ -319,8 +314,8 @@ def _confidences(task: GenerationTask) -> list[float]:
 
 
 def _info(sample: GenerationTask) -> ConfidenceInfo:
-    found: ConfidenceInfo = sample.customized_result_fields["confidence_info"]
-    return found
+    info: ConfidenceInfo = sample.customized_result_fields["confidence_info"]
+    return info
 
 
 def _num_tokens(sample: GenerationTask) -> int:
@@ -351,6 +346,6 @@ def _winner(
     share: float,
 ) -> int:
     weights = {n: 1.0 if weight is None else getattr(_info(samples[n]), weight) for n in voters}
-    kept = sorted(voters, key=lambda n: (-weights[n], n))[: max(1, int(share * len(voters)))]
-    group, _ = pool.heaviest({n: weights[n] for n in kept})
-    return 0 if group is None else min(n for n in group.members if n in kept)
+    voters_kept = sorted(voters, key=lambda n: (-weights[n], n))[: max(1, int(share * len(voters)))]
+    group, _ = pool.heaviest({n: weights[n] for n in voters_kept})
+    return 0 if group is None else min(n for n in group.members if n in voters_kept)

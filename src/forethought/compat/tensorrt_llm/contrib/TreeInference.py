@@ -27,12 +27,9 @@ class MCTSController(_MCTS):
         reward_controller: scores them; None: the mean log-probability of their tokens.
         max_depth: steps of an answer.
         max_iterations: beams that are continued.
-        exploration_constant: weight of what has been visited rarely.
+        exploration_constant: weight of rarely visited beams.
         num_thoughts_per_step: next steps that a continued beam gets from one expansion.
         expansion_parallel_samples: expansions of a continued beam, side by side.
-
-    Raises:
-        ParameterError: a setting of the wrong kind.
     """
 
     def __init__(
