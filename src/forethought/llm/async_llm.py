@@ -105,10 +105,8 @@ class AsyncLLM:
 
     @classmethod
     def over(cls, llm: LLM, *, max_pending: int = MAX_PENDING) -> AsyncLLM:
-        """Run the engine of an ``LLM``, which takes no direct calls before ``shutdown``.
-
-        Raises:
-            UsageError: one of its streams is in progress, or it is lent already.
+        """Run the engine of an ``LLM``, which takes no direct calls before ``shutdown``. Raises as
+        ``LLM.lend``.
         """
         _check(max_pending)
         self = cls.__new__(cls)
@@ -125,14 +123,8 @@ class AsyncLLM:
     async def generate(
         self, prompt: str | Sequence[int], sampling_params: SamplingParams | None = None
     ) -> RequestOutput:
-        """Continue one prompt. For several, gather several calls.
-
-        Raises:
-            ParameterError: the prompt is empty, of a wrong type or outside the vocabulary.
-            ContextLengthError, CapacityError: it leaves no capacity for an answer.
-            RequestTimeout: the grammar of ``guided_decoding`` was not compiled in time.
-            RequestError: the request failed in the engine; others go on.
-            EngineStopped: the engine has ended.
+        """Continue one prompt; for several, gather several calls. Raises as ``LLM.generate``, and
+        EngineStopped if the engine has ended.
         """
         return await self._generate(*self._checked().read(prompt, sampling_params))
 
@@ -143,13 +135,7 @@ class AsyncLLM:
         *,
         template_args: Mapping[str, Any] | None = None,
     ) -> RequestOutput:
-        """Answer a conversation, through the model's chat template.
-
-        ``messages`` have ``role`` and ``content``; ``template_args`` go to the template.
-
-        Raises:
-            UsageError: there is no template, or it refuses the messages; else as ``generate``.
-        """
+        """Answer a conversation; as ``LLM.chat``."""
         frontend = self._checked()
         text, token_ids = frontend.render(messages, template_args)
         _, checked = frontend.read(token_ids, sampling_params)
@@ -173,10 +159,9 @@ class AsyncLLM:
         """Continue one prompt; each item is everything so far. Raises as ``generate``.
 
         The request begins with the first item, which also raises the errors of a grammar, and the
-        engine never waits for the reader. Leaving the iterator early aborts the request.
-
-        With ``gather``, at most one item per that many seconds of the loop's clock comes, and one
-        at the end.
+        engine never waits for the reader. Leaving the iterator early aborts the request. With
+        ``gather``, at most one item per that many seconds of the loop's clock comes, and one at the
+        end.
         """
         return self._stream(*self._checked().read(prompt, sampling_params), gather)
 
@@ -189,14 +174,7 @@ class AsyncLLM:
         return AsyncSession(self, self._thread, read.token_ids)
 
     async def restore(self, name: str) -> AsyncSession:
-        """A session as ``save`` has saved it under this name: the same tokens and KV.
-
-        Raises:
-            ParameterError: ``snapshot_dir`` is not set, or the name is invalid.
-            UnknownNameError: there is no snapshot of this name.
-            SnapshotError: it is of another model, dtype or layout, or the file is damaged.
-            ContextLengthError, CapacityError: context or KV cache do not hold it, or not now.
-        """
+        """A session as ``save`` has saved it under this name; as ``LLM.restore``."""
         saved = await asyncio.to_thread(self._checked().snapshots.load, name)
         return await AsyncSession.restored(self, self._thread, saved)
 

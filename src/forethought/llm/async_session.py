@@ -73,7 +73,8 @@ class AsyncSession:
     or when garbage collected.
 
     Lengths count tokens from the start of the prompt. One generation at a time; while it goes on
-    the session can be forked and read.
+    the session can be forked and read. Methods raise as those of ``Session``, and EngineStopped if
+    the engine has ended.
 
     Args:
         owner: kept alive for as long as the session is.
@@ -95,16 +96,8 @@ class AsyncSession:
             thread.call(_open, thread.frontend, self._handle)
 
     async def generate(self, sampling_params: SamplingParams | None = None) -> CompletionOutput:
-        """Continue the sequence; the new tokens become part of it.
-
-        Cancelling the awaiting task ends the generation; its tokens so far stay.
-
-        Raises:
-            UsageError: a generation is in progress, or the session is closed.
-            ContextLengthError, CapacityError: there is no capacity for another token.
-            ParameterError: params that a live sequence cannot honour.
-            RequestError: it failed in the engine; the session is closed.
-            EngineStopped: the engine has ended.
+        """Continue the sequence; the new tokens become part of it. Cancelling the awaiting task
+        ends the generation; its tokens so far stay. UsageError if another one is in progress.
         """
         stream = self.stream(sampling_params)
         try:
@@ -138,17 +131,7 @@ class AsyncSession:
         return SessionStream(self, reservation)
 
     async def attend_to(self, others: Sequence[AsyncSession], length: int | None = None) -> None:
-        """Read the tokens of other sessions while they are written; see ``Engine.attend_to``.
-
-        Args:
-            others: replaces the sessions that are read so far. Keep them open.
-            length: of the common beginning, after which they are read; None: the longest.
-
-        Raises:
-            UsageError: one of them is closed or of another engine, they do not begin alike, or this
-                one has no token of its own after the common beginning.
-            ModelError: the model's attention cannot.
-        """
+        """Read the tokens of other sessions while they are written; as ``Session.attend_to``."""
         engine, handles = self._thread.frontend.engine, [other._handle for other in others]
         num_shared = None if length is None else read_length(length)
 
@@ -215,11 +198,8 @@ class AsyncSession:
         return [SessionStream(session, reservation) for (session, _), reservation in pairs]
 
     async def extend(self, more: str | Sequence[int]) -> None:
-        """Append text or token ids; they are computed with the next generation.
-
-        Raises:
-            UsageError: a generation is in progress, or the session is closed.
-            ContextLengthError, CapacityError: it does not fit.
+        """Append text or token ids; they are computed with the next generation. UsageError if one
+        is in progress.
         """
         handle, frontend = self._handle, self._thread.frontend
         if isinstance(more, str) and len(more) > LONG_TEXT:
@@ -229,12 +209,8 @@ class AsyncSession:
         await self._do(lambda: frontend.engine.extend(handle.idle, token_ids))
 
     async def fork(self, length: int | None = None) -> AsyncSession:
-        """Another session with the first ``length`` tokens of this one (all by default).
-
-        The pages are shared. Allowed while this session generates, which goes on unchanged.
-
-        Raises:
-            UsageError: the session does not have this many tokens, or is closed.
+        """Another session with the first ``length`` tokens of this one (all by default), sharing
+        pages. Allowed while this session generates, which goes on unchanged.
         """
         owner, thread, handle = self._owner, self._thread, self._handle
         cut = None if length is None else read_length(length)
@@ -244,15 +220,8 @@ class AsyncSession:
         )
 
     async def save(self, name: str) -> Path:
-        """Save tokens and KV under a name, for ``restore`` of this or another process.
-
-        A fork computes what is not computed yet, so this session may generate meanwhile. Nothing
-        waits for the file. An older snapshot of the name is replaced.
-
-        Raises:
-            ParameterError: ``snapshot_dir`` is not set, or the name is invalid.
-            UsageError: the session is closed.
-            SnapshotError: the file cannot be written.
+        """Save tokens and KV under a name, as ``Session.save``. A fork computes what is not
+        computed yet, so this session may generate meanwhile. Nothing waits for the file.
         """
         thread, handle = self._thread, self._handle
         thread.check_process()
@@ -282,11 +251,7 @@ class AsyncSession:
         return await asyncio.shield(asyncio.wrap_future(session))
 
     async def rewind(self, length: int) -> None:
-        """Drop all tokens from ``length`` on.
-
-        Raises:
-            UsageError: a generation is in progress, the session is closed or not that long.
-        """
+        """Drop all tokens from ``length`` on. UsageError if a generation is in progress."""
         handle, frontend, num_kept = self._handle, self._thread.frontend, read_length(length)
         await self._do(lambda: frontend.engine.rewind(handle.idle, num_kept))
 

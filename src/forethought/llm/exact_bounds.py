@@ -33,10 +33,8 @@ _LOWER, _UPPER = ("minimum", "exclusiveMinimum"), ("maximum", "exclusiveMaximum"
 
 
 def with_exact_bounds(schema: Any) -> Any:
-    """A JSON schema that llguidance follows exactly; the same object where it does already.
-
-    Raises:
-        ValueError: a value or a range that it cannot write; the message has its path.
+    """A JSON schema that llguidance follows exactly; the same object where it does already. Raises
+    ValueError, with the path, for a value or a range that it cannot write.
     """
     return schema if not any(_large(schema)) else _exact(schema, "")
 

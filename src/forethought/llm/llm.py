@@ -262,10 +262,8 @@ class LLM:
         return self._running().engine.limits.max_length
 
     def lend(self, borrower: str) -> Frontend:
-        """A frontend for ``borrower``; direct calls are refused until ``take_back``.
-
-        Raises:
-            UsageError: it is lent already, or a stream is in progress.
+        """A frontend for ``borrower``; direct calls are refused until ``take_back``. Raises
+        UsageError if it is lent already, or a stream is in progress.
         """
         with self._exclusive() as frontend:
             if frontend.is_busy:
@@ -505,34 +503,28 @@ class Session:
         return (yield from self._llm._iterate(generation, Generation.completion))
 
     def extend(self, more: str | Sequence[int]) -> None:
-        """Append text or token ids; they are computed with the next generation.
-
-        Raises:
-            ContextLengthError, CapacityError: it does not fit.
+        """Append text or token ids; they are computed with the next generation. Raises
+        ContextLengthError or CapacityError if they do not fit.
         """
         token_ids = self._llm._checked().read_more(more)
         with self._llm._exclusive() as frontend:
             frontend.engine.extend(self._sequence, token_ids)
 
     def fork(self, length: int | None = None) -> Session:
-        """Another session with the first ``length`` tokens of this one (all by default).
+        """Another session with the first ``length`` tokens of this one (all by default), sharing
+        pages. Allowed while this session streams, which goes on unchanged.
 
-        The pages are shared. Allowed while this session streams, which goes on unchanged.
-
-        Raises:
-            UsageError: the session does not have this many tokens, or is closed.
+        Raises UsageError if the session does not have this many tokens, or is closed.
         """
         cut = None if length is None else read_length(length)
         with self._llm._exclusive() as frontend:
             return Session(self._llm, frontend.fork(self._sequence, cut))
 
     def attend_to(self, others: Sequence[Session], length: int | None = None) -> None:
-        """Read the tokens of other sessions of this ``LLM``, which may be generating; see
-        ``Engine.attend_to``.
+        """Read the tokens of other sessions, which may be generating; see ``Engine.attend_to``.
 
-        Args:
-            others: replaces the sessions that are read so far. Keep them open.
-            length: of the common beginning, after which they are read; None: the longest.
+        ``others``, to be kept open, replace those that are read so far. ``length`` is that of the
+        common beginning, after which they are read; None: the longest.
 
         Raises:
             UsageError: one of them is closed or of another engine, they do not begin alike, or this
@@ -545,10 +537,8 @@ class Session:
             frontend.engine.attend_to(self._sequence, dict.fromkeys(read, count))
 
     def rewind(self, length: int) -> None:
-        """Drop all tokens from ``length`` on.
-
-        Raises:
-            UsageError: a generation is in progress, the session is closed or not that long.
+        """Drop all tokens from ``length`` on. Raises UsageError if a generation is in progress, the
+        session is closed or not that long.
         """
         num_kept = read_length(length)
         with self._llm._exclusive() as frontend:

@@ -119,12 +119,8 @@ class SnapshotStore:
         return path
 
     def load(self, name: str) -> SequenceSnapshot:
-        """Read a snapshot and check it.
-
-        Raises:
-            ParameterError: as ``path``.
-            UnknownNameError: there is none of this name.
-            SnapshotError: it is of another model, dtype or layout, or the file is damaged.
+        """Read a snapshot and check it. Raises as ``path``, UnknownNameError if there is none of
+        this name, SnapshotError if it is damaged or of another model, dtype or layout.
         """
         path = self.path(name)
         if not path.is_file():

@@ -69,14 +69,11 @@ class ThinkingRule:
     """The markers of a model and the limits of one request.
 
     Attributes:
-        start, end: the markers.
         closing: ids of the text that is forced.
         budget, soft: ``thinking_budget`` and ``thinking_soft`` of the params.
-        piece: the text of a token.
         opening: ids of the opening marker; under a grammar, only these at the very beginning of the
             output open a thought. None: there is no grammar.
         eos_ids: end-of-sequence tokens, which close the thoughts of earlier turns in a prompt.
-        vocab_size: width of the model's logits.
         never: tokens that may not be drawn in a thought.
     """
 

@@ -147,19 +147,13 @@ class Tokenizer:
     def encode(self, text: str) -> list[int]:
         """Ids of a whole text, with the special tokens that the model's own tokenizer adds.
 
-        Raises:
-            ParameterError: the text is not valid Unicode.
-            RequestError: the tokenizer failed.
+        Raises ParameterError for invalid Unicode, RequestError if the tokenizer failed.
         """
         return self._ids(text, add_special_tokens=True)
 
     def check_length(self, text: str, max_length: int) -> None:
-        """Refuse a text that is certain to have too many tokens, by encoding only a beginning of
-        it.
-
-        Raises:
-            ContextLengthError: it has more than ``max_length``.
-            ParameterError, RequestError: as ``encode``.
+        """Raises ContextLengthError for a text that is certain to have more than ``max_length``
+        tokens, by encoding only a beginning of it; else as ``encode``.
         """
         why = ""
         if len(text) > max_length * self.longest_token:
@@ -240,12 +234,10 @@ class Tokenizer:
         messages: Sequence[Mapping[str, Any]],
         template_args: Mapping[str, Any] | None = None,
     ) -> str:
-        """The prompt that the model's chat template makes of a conversation.
+        """The prompt that the model's chat template makes of a conversation, with messages as in
+        OpenAI's API; ``add_generation_prompt`` is True by default.
 
-        ``messages`` are as in OpenAI's API; ``add_generation_prompt`` is True by default.
-
-        Raises:
-            UsageError: the model has no chat template, or the template refuses the messages.
+        Raises UsageError if the model has no chat template, or it refuses the messages.
         """
         if not self.hf.chat_template:
             raise UsageError(
