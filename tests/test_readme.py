@@ -164,7 +164,7 @@ def test_the_guides_first_example_gives_the_right_answer(capsys):
 def test_the_examples_of_structured_output_run(capsys):
     for code in examples(ROOT / "docs" / "structured-output.md"):
         exec(code, {"__name__": "guide"})
-    record, answer = capsys.readouterr().out.strip().split("\n", 1)
+    answer, record = capsys.readouterr().out.strip().rsplit("\n", 1)
     assert re.fullmatch(r"\{'answer': -?\d+, 'unit': '(nuts|pens)'\} stop grammar", record)
     assert answer.strip() == "The answer is \\boxed{6}."
 
