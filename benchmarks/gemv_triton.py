@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from forethought.backends.cuda.paged_layout import next_power_of_2
+from forethought.model.attention.paged_layout import next_power_of_2
 
 Block = tuple[int, int, int]
 """Outputs and inputs of a block of W, and warps of a program."""

@@ -57,7 +57,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from forethought.backends.cuda.graph_runner import GraphRunner
-from forethought.backends.cuda.graphs import CudaCapture, GraphCapturer
+from forethought.backends.cuda.graphs import CudaCapture
 from forethought.config.drafters import EagleDecodingConfig
 from forethought.config.sampling import SamplingParams
 from forethought.config.speculation import DecodingBaseConfig
@@ -71,6 +71,7 @@ from forethought.model.attention import create_backend
 from forethought.model.attention.base import ForwardPass, PagedPass
 from forethought.model.attention.interface import PROBE
 from forethought.model.causal_lm import CausalLM, ModelTraits, weight_sizes
+from forethought.model.graph_capturer import GraphCapturer
 from forethought.model.llama.layers import FusedLayer, Norm
 from forethought.model.llama.network import FusedNetwork
 from forethought.model.runner import ModelRunner

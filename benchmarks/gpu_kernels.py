@@ -23,12 +23,12 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from forethought.backends.cuda.graphs import CudaCapture
 from forethought.backends.cuda.paged import Operands, attend_rows
-from forethought.backends.cuda.paged_layout import PagedLayout, Splitting, split_of
 from forethought.kv.pool import PagePool
 from forethought.kv.storage import KvStorage, LayerShape
 from forethought.kv.table import PageTable
 from forethought.model.attention import create_backend
 from forethought.model.attention.base import Scoring
+from forethought.model.attention.paged_layout import PagedLayout, Splitting, split_of
 from forethought.model.batch import Batch, Row, Span
 
 Found = list[dict[str, Any]]

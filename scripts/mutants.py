@@ -242,15 +242,15 @@ MUTANTS = [
         RANKS,
     ),
     Mutant(
-        "engine/resolve.py",
-        "num_bytes += (storage.ranks.size - 1) * storage.bytes_per_page",
-        "pass",
+        "backends/tensor_parallel/sharded.py",
+        "self.ranks.size if on_one_device else 1",
+        "1",
         RANKS,
     ),
     Mutant(
         "engine/resolve.py",
-        "return min(found)",
-        "return found[0] + pages",
+        "return min(num_pages)",
+        "return num_pages[0] + pages",
         RANKS,
     ),
     # ---- engine ----------------------------------------------------------------------------------

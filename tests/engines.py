@@ -17,7 +17,6 @@ from unittest import mock
 import pytest
 
 from forethought.backends.cuda.graph_runner import GraphRunner
-from forethought.backends.cuda.graphs import GraphCapturer
 from forethought.config.sampling import SamplingParams
 from forethought.config.speculation import DecodingBaseConfig
 from forethought.engine import continuous
@@ -28,6 +27,7 @@ from forethought.engine.sequence import Sequence
 from forethought.kv.storage import KvStorage
 from forethought.model import loader
 from forethought.model.causal_lm import CausalLM
+from forethought.model.graph_capturer import GraphCapturer
 from forethought.model.runner import ModelRunner
 from forethought.speculative.registry import Target
 from forethought.speculative.step_runner import Advance

@@ -87,7 +87,9 @@ MOVED: Mapping[str, str] = MappingProxyType(
         "server.tool_calls": "server.protocol.tool_calls",
         "server.tool_messages": "server.protocol.tool_messages",
         "server.usage": "server.protocol.usage",
+        "speculative.chain_rounds": "backends.cuda.chain_rounds",
         "speculative.chain_steps": "speculative.chain_source",
+        "speculative.heads.native": "backends.cpu.draft_module",
     }
 )
 """Former path below ``forethought`` -> the path of today."""

@@ -23,7 +23,8 @@ from engines import GREEDY, drain, engine_over, outputs
 from fake_graph import FakeGraph
 from forethought.backends.cuda.draft_graph import DraftGraphs
 from forethought.backends.cuda.graph_runner import GraphRunner
-from forethought.backends.cuda.graphs import Bucket, GraphCapturer, capacity_of, padded_tokens
+from forethought.backends.cuda.graphs import Bucket, capacity_of, padded_tokens
+from forethought.backends.cuda.module_graphs import ModuleGraphs, drafted_sources
 from forethought.config.drafters import (
     DraftTargetDecodingConfig,
     EagleDecodingConfig,
@@ -41,8 +42,7 @@ from forethought.kv.table import PageTable
 from forethought.model import loader
 from forethought.model.batch import Row
 from forethought.model.causal_lm import CausalLM
-from forethought.speculative.drafters import mtp
-from forethought.speculative.drafters.mtp import ModuleGraphs
+from forethought.model.graph_capturer import GraphCapturer
 from models import prompts, save_random, tiny
 
 PAGED = "forethought.backends.cuda.paged:PagedAttention"
@@ -172,8 +172,8 @@ def test_drafts_by_graphs_are_those_of_eager_forwards(
 
 def test_a_row_with_fewer_tokens_than_levels_reads_those_drafted_last() -> None:
     """Of MTP modules: tokens are numbered level by level, 8 rows each; -1: a known one."""
-    assert mtp._sources([1, 2, 4], 3, 8) == [16, 9, 17, -1, 2, 10, 18]
-    assert mtp._sources([2], 1, 1) == [-1, 0]
+    assert drafted_sources([1, 2, 4], 3, 8) == [16, 9, 17, -1, 2, 10, 18]
+    assert drafted_sources([2], 1, 1) == [-1, 0]
 
 
 @pytest.mark.usefixtures("poisoned")

@@ -17,6 +17,7 @@ import torch
 import models
 from engines import GREEDY, drain, engine_over, expect_empty, outputs
 from forethought.backends.cpu import library, weights
+from forethought.backends.cpu.backend import CpuBackend
 from forethought.backends.cpu.network import NativeNetwork
 from forethought.backends.cpu.weights import PackedLinear
 from forethought.config.drafters import DraftTargetDecodingConfig, NGramDecodingConfig
@@ -643,7 +644,7 @@ def test_auto_leaves_bf16_to_torch_where_that_alone_uses_amx_and_the_model_is_la
 ) -> None:
     monkeypatch.setattr(loader, "has_fast_matmul", lambda *_: True)
     monkeypatch.setattr(loader, "MAX_SMALL_WEIGHTS", weights_of_a_small_model)
-    monkeypatch.setattr(loader, "uses_amx", lambda: native_amx)
+    monkeypatch.setattr(CpuBackend, "uses_amx", lambda: native_amx)
     monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: True)
     monkeypatch.setattr(torch.cpu, "_init_amx", lambda: torch_amx)  # whether the system allows it
     lm = loader.load(models.tiny("llama"), dtype="bfloat16", forward="auto")
@@ -656,7 +657,7 @@ def test_auto_leaves_weights_in_4_bits_to_torch_where_bf16_is_fast_and_the_model
     tmp_path: Path, monkeypatch
 ) -> None:
     monkeypatch.setattr(loader, "has_fast_matmul", lambda *_: True)
-    monkeypatch.setattr(loader, "uses_amx", lambda: True)
+    monkeypatch.setattr(CpuBackend, "uses_amx", lambda: True)
     config = loader.load(models.tiny("llama")).config
     config.update({"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 8})
     models.save_random(config, tmp_path / "wide")
@@ -700,7 +701,7 @@ def test_more_experts_per_token_than_it_has_room_for_are_refused(monkeypatch) ->
 
 
 def test_without_a_compiler_torch_computes_and_one_warning_says_why(monkeypatch, caplog) -> None:
-    monkeypatch.setattr(loader, "is_available", lambda: False)
+    monkeypatch.setattr(library, "is_available", lambda: False)
     library.warn_unavailable.cache_clear()
     for _ in range(2):
         lm = loader.load(models.tiny("llama"), forward="auto")
@@ -717,7 +718,7 @@ def test_without_a_compiler_torch_computes_and_one_warning_says_why(monkeypatch,
 def test_where_a_compiler_would_change_nothing_none_is_missed(
     monkeypatch, caplog, architecture: str, settings: dict[str, str]
 ) -> None:
-    monkeypatch.setattr(loader, "is_available", lambda: False)
+    monkeypatch.setattr(library, "is_available", lambda: False)
     library.warn_unavailable.cache_clear()
     loader.load(models.tiny(architecture), **settings)
     assert not [record for record in caplog.records if record.name.startswith("forethought")]

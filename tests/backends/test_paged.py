@@ -12,15 +12,14 @@ import pytest
 import torch
 
 from attention_cases import CASES, Case, attend, storage_for, tables
-from forethought.backends.cuda import paged_layout
 from forethought.backends.cuda.graphs import Bucket, StaticBatch
 from forethought.backends.cuda.paged import PagedAttention
-from forethought.backends.cuda.paged_layout import CHAIN, DIRECT, PagedLayout, split_of
 from forethought.errors import ParameterError
 from forethought.kv.pool import PagePool
 from forethought.kv.storage import KvStorage, LayerShape
-from forethought.model.attention import create_backend, default_backend
+from forethought.model.attention import create_backend, default_backend, paged_layout
 from forethought.model.attention.base import PagedPass, Scoring
+from forethought.model.attention.paged_layout import CHAIN, DIRECT, PagedLayout, split_of
 from forethought.model.batch import Batch, PackedRows, Row, ancestors
 from forethought.reference.engine import ReferenceAttention
 

@@ -21,9 +21,8 @@ from eagle_heads import random_head
 from engines import drain, engine_over, load, outputs
 from fake_cuda import DEVICE, FakeCuda, FakeEvent, fake_cuda
 from fake_graph import FakeGraph
+from forethought.backends.cuda import backend as cuda_backend
 from forethought.backends.cuda.graph_runner import GraphRunner
-from forethought.backends.cuda.graphs import GraphCapturer
-from forethought.backends.cuda.paged_layout import PagedLayout
 from forethought.config.drafters import (
     DraftTargetDecodingConfig,
     EagleDecodingConfig,
@@ -41,10 +40,12 @@ from forethought.kv.staging import upload
 from forethought.kv.table import PageTable
 from forethought.model import loader
 from forethought.model.attention.base import Scoring
+from forethought.model.attention.paged_layout import PagedLayout
 from forethought.model.attention.sdpa import softmax_attention
 from forethought.model.batch import Batch, Row
 from forethought.model.causal_lm import CausalLM
 from forethought.model.device import ForwardTimer
+from forethought.model.graph_capturer import GraphCapturer
 from forethought.model.quantization import Quantization
 from models import prompts, save_random, tiny
 
@@ -473,7 +474,7 @@ def test_the_kv_cache_leaves_memory_for_steps_on_a_gpu() -> None:
 def built(monkeypatch: pytest.MonkeyPatch, **settings: Any) -> Engine:
     """The engine of the tiny model on the device, whose graphs are fake ones."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(resolve, "CudaCapture", lambda device: FakeGraph)
+    monkeypatch.setattr(cuda_backend, "CudaCapture", lambda device: FakeGraph)
     fields = {"device": "cuda:0", "attention": PAGED, "dtype": "float32", **settings}
     return resolve.build(LlmArgs(**fields), tiny("llama"))
 

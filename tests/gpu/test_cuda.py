@@ -13,7 +13,7 @@ from attention_cases import CASES, attend, storage_for, tables
 from eagle_heads import random_head
 from engines import GREEDY, drain, engine, engine_over, expect_empty, load, outputs
 from forethought.backends.cuda.graph_runner import GraphRunner
-from forethought.backends.cuda.graphs import CudaCapture, GraphCapturer
+from forethought.backends.cuda.graphs import CudaCapture
 from forethought.backends.cuda.paged import PagedAttention
 from forethought.config.drafters import (
     DraftTargetDecodingConfig,
@@ -29,6 +29,7 @@ from forethought.kv.staging import StaticBuffer
 from forethought.kv.storage import KvStorage
 from forethought.model.attention.base import PagedPass, Scoring
 from forethought.model.batch import Batch, Row
+from forethought.model.graph_capturer import GraphCapturer
 from forethought.reference.engine import ReferenceAttention
 from models import ARCHITECTURES, greedy, prompts, tiny
 

@@ -448,7 +448,7 @@ def test_a_pass_in_cpp_that_fails_leaves_its_slots(directory, monkeypatch):
 
 
 def test_without_a_compiler_the_layers_are_those_of_transformers(directory, monkeypatch):
-    monkeypatch.setattr("forethought.rewards.reward_forward.is_available", lambda: False)
+    monkeypatch.setattr("forethought.backends.cpu.library.is_available", lambda: False)
     model = RewardModel(directory, "float32")
     assert type(model._prefixes._forward).__name__ == "TorchRewardForward"
     assert len(scored(model, [[*range(10, 60)]])[0].step_scores) == 50

@@ -15,7 +15,13 @@ import torch
 from chain_drafters import KINDS, few_tokens
 from engines import drain, engine_over
 from fake_graph import FakeGraph
-from forethought.backends.cuda.graphs import Bucket, GraphCapturer, StaticBatch, capacity_of
+from forethought.backends.cuda.chain_rounds import (
+    ChainRounds,
+    PlacedBatch,
+    Places,
+    next_known,
+)
+from forethought.backends.cuda.graphs import Bucket, StaticBatch, capacity_of
 from forethought.config.drafters import DraftTargetDecodingConfig
 from forethought.config.sampling import SamplingParams, SpeculationParams
 from forethought.config.speculation import DecodingBaseConfig
@@ -29,13 +35,8 @@ from forethought.kv.table import PageTable
 from forethought.model import loader
 from forethought.model.batch import PackedRows, Row
 from forethought.model.causal_lm import CausalLM
+from forethought.model.graph_capturer import GraphCapturer
 from forethought.model.sampling import NO_TOKEN
-from forethought.speculative.chain_rounds import (
-    ChainRounds,
-    PlacedBatch,
-    Places,
-    next_known,
-)
 from forethought.speculative.drafters.eagle import EagleDrafter
 from forethought.speculative.step_runner import SingleSteps
 from forethought.speculative.verify.accept import num_accepted
@@ -144,7 +145,7 @@ def test_rounds_generate_and_store_what_single_steps_and_the_reference_do(
     assert single[0].stats.accepted > 8
     assert (single[0].stats.accepted < single[0].stats.drafted) == (kind != "all accepted")
     expect_same(single, several)
-    monkeypatch.setattr(continuous, "STEP_RUNNERS", (SingleSteps,))
+    monkeypatch.setattr(continuous, "step_runners", lambda: (SingleSteps,))
     expect_same(several, run(kind, 8))
 
 

@@ -65,7 +65,7 @@ def test_tokens_counts_and_all_that_is_stored_are_those_of_single_steps_and_of_t
     assert calls
     assert several[0].stats.failed_forwards == 0
     assert 8 < single[0].stats.accepted < single[0].stats.drafted - 8
-    monkeypatch.setattr(continuous, "STEP_RUNNERS", (SingleSteps,))
+    monkeypatch.setattr(continuous, "step_runners", lambda: (SingleSteps,))
     reference = run(kind, 8, dtype)
     for other in (several, reference):
         machines, kept = zip(single, other, strict=True)

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from forethought.backends.cpu.heads import NativeHeads
+from forethought.backends.cpu.heads import NativeDraftHeads, NativeHeads
 from forethought.backends.cpu.library import find_compiler
 from forethought.errors import ModelError
 from forethought.speculative.heads.medusa import (
@@ -20,7 +20,6 @@ from forethought.speculative.heads.medusa import (
     DraftHeads,
     MedusaHeads,
     MedusaShape,
-    NativeDraftHeads,
 )
 from medusa_heads import HIDDEN, make_heads
 from models import VOCAB

@@ -14,7 +14,6 @@ from drafts import Seen, recording
 from eagle_heads import new_directory, random_eagle, random_eagle3
 from engines import GREEDY, drain, engine_over, expect_empty, outputs
 from forethought.backends.cpu import library
-from forethought.backends.cpu.module import ModuleParts
 from forethought.config.drafters import (
     DraftTargetDecodingConfig,
     EagleDecodingConfig,
@@ -27,6 +26,7 @@ from forethought.engine.engine import Engine
 from forethought.model import loader
 from forethought.model.causal_lm import CausalLM
 from forethought.speculative.heads import eagle3
+from forethought.speculative.heads.module_parts import ModuleParts
 from medusa_heads import shared_heads
 from models import prompts, save_random, tiny
 from mtp_modules import saved

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from engines import drain, engine, expect_empty, load, outputs
-from forethought.backends.cpu.heads import NativeBeams
+from forethought.backends.cpu.heads import NativeBeams, NativeBeamSearch
 from forethought.backends.cpu.library import find_compiler
 from forethought.backends.cpu.network import NativeNetwork
 from forethought.config.drafters import ReDrafterDecodingConfig
@@ -30,7 +30,6 @@ from forethought.speculative.drafter import DraftRequest, ScheduledRequests
 from forethought.speculative.drafters.redrafter import (
     Beams,
     BeamSearch,
-    NativeBeamSearch,
     last_beams,
     pack,
     top_beams_tree,

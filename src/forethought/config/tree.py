@@ -16,7 +16,7 @@ from bisect import bisect_right
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 from pydantic import BeforeValidator
 
@@ -155,3 +155,14 @@ def _refused(choices: object, why: str) -> ParameterError:
     return ParameterError(
         f"invalid tree choices {choices!r}", why, "Write them like [[0], [1], [0, 0]]"
     )
+
+
+class TreeShape(NamedTuple):
+    """Sizes of dynamic trees."""
+
+    depth: int
+    """Levels."""
+    width: int
+    """Nodes of a level that are expanded, and children of each."""
+    total: int
+    """Nodes that are kept, if there are so many."""

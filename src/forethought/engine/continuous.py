@@ -11,15 +11,14 @@ import logging
 import math
 from collections.abc import Sequence as List
 
-from forethought.backends.cpu.native_steps import NativeSteps
 from forethought.engine.drafting import Drafting
 from forethought.engine.guarded_drafter import GuardedDrafter
 from forethought.engine.packing import is_plain_decode
 from forethought.engine.scheduler import Plan, PlannedRow, Scheduler
 from forethought.kv.table import TableView
+from forethought.model import backends
 from forethought.model.runner import ModelRunner
 from forethought.outputs import EngineStats
-from forethought.speculative.chain_rounds import ChainRounds
 from forethought.speculative.chain_source import ChainSource
 from forethought.speculative.step_runner import (
     Advance,
@@ -31,8 +30,11 @@ from forethought.speculative.step_runner import (
 
 log = logging.getLogger(__name__)
 
-STEP_RUNNERS: tuple[type[StepRunner], ...] = (NativeSteps, ChainRounds, QueuedSteps, SingleSteps)
-"""The first that can make a call's steps does; the last is the reference implementation."""
+
+def step_runners() -> tuple[type[StepRunner], ...]:
+    """The first that can make a call's steps does; the last is the reference implementation."""
+    native, rounds = backends.cpu().step_runner(), backends.cuda().step_runner()
+    return native, rounds, QueuedSteps, SingleSteps
 
 
 def step_runner(
@@ -42,7 +44,7 @@ def step_runner(
 
     See :meth:`StepRunner.of`.
     """
-    runners = (implementation.of(runner, chains, rows) for implementation in STEP_RUNNERS)
+    runners = (implementation.of(runner, chains, rows) for implementation in step_runners())
     return next((made for made in runners if made is not None), None)
 
 

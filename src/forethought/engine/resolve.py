@@ -4,21 +4,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
-from forethought.backends.cuda.graph_runner import GraphRunner
-from forethought.backends.cuda.graphs import MAX_GRAPH_TOKENS, CudaCapture, GraphCapturer
-from forethought.backends.cuda.paged import PagedAttention
-from forethought.backends.tensor_parallel import engine_ranks as tensor_parallel
-from forethought.backends.tensor_parallel.ranks import Ranks
-from forethought.backends.tensor_parallel.sharded import (
-    FreeMemory,
-    ShardedRunner,
-    ShardedStorage,
-    free_gpu_memory,
-)
 from forethought.config.drafters import AutoDecodingConfig
 from forethought.config.engine import KvCacheConfig, LlmArgs
 from forethought.config.speculation import DecodingBaseConfig
@@ -27,13 +18,14 @@ from forethought.engine.guarded_drafter import DrafterEntry
 from forethought.engine.scheduler import Limits
 from forethought.errors import CapacityError, ParameterError
 from forethought.kv.storage import HiddenStateCache, KvStorage
-from forethought.model import loader
+from forethought.model import backends, loader
 from forethought.model.causal_lm import CausalLM
 from forethought.model.device import (
     available_threads,
     check_threads,
     choose_threads,
     find_device,
+    free_gpu_memory,
     free_host_memory,
     return_freed_memory,
     set_threads,
@@ -44,6 +36,9 @@ from forethought.speculative.length import length_policy
 from forethought.speculative.length.policy import schedule
 from forethought.speculative.registry import Target
 from forethought.speculative.verify.rules import rule_of
+
+if TYPE_CHECKING:
+    from forethought.backends.tensor_parallel.ranks import Ranks
 
 log = logging.getLogger(__name__)
 
@@ -75,9 +70,18 @@ def build(args: LlmArgs, model_dir: Path) -> Engine:
     device = find_device(args.device)
     if isinstance(args.num_threads, int):
         set_threads(args.num_threads, device)
-    with tensor_parallel.starting(args, model_dir, device) as ranks:
+    with _ranks(args, model_dir, device) as ranks:
         lm = _load(args, model_dir, device, ranks)
         return _engine(args, model_dir, configs, lm, ranks)
+
+
+def _ranks(
+    args: LlmArgs, model_dir: Path, device: torch.device
+) -> AbstractContextManager[Ranks | None]:
+    """The processes of tensor parallelism; None: there is one."""
+    if args.tensor_parallel_size == 1:
+        return nullcontext()
+    return backends.tensor_parallel().starting(args, model_dir, device)
 
 
 def _load(args: LlmArgs, model_dir: Path, device: torch.device, ranks: Ranks | None) -> CausalLM:
@@ -97,7 +101,7 @@ def _load(args: LlmArgs, model_dir: Path, device: torch.device, ranks: Ranks | N
         check_threads()
     if ranks is not None:
         num_threads = _threads(args, lm, shared=False) or torch.get_num_threads()
-        tensor_parallel.join(ranks, lm, args, model_dir, num_threads)
+        backends.tensor_parallel().join(ranks, lm, args, model_dir, num_threads)
     return lm
 
 
@@ -113,13 +117,12 @@ def _engine(
     _check_lengths(configs, context)
     batch_size = min(args.max_batch_size, args.max_num_tokens)  # a decode takes a token each
     # Drafters load their models and say what they store before the pages are counted out.
-    runner = _runner(args, lm, MAX_GRAPH_TOKENS if configs else batch_size, ranks)
+    runner = _runner(args, lm, None if configs else batch_size, ranks)
     target = Target(runner, args.max_num_tokens)
     drafters = [build_drafter_entry(config, target, batch_size) for config in configs]
     useful = (batch_size + NUM_PREFIX_CONTEXTS) * context
     capacity = _fill(args.kv_cache_config, runner.storage, drafters, useful, runner.reserved_bytes)
-    if isinstance(runner, GraphRunner):
-        _prepare_graphs(runner, drafters, is_asked=args.cuda_graphs is True)
+    _prepare(runner, drafters, is_asked=args.cuda_graphs is True)
     limits = Limits(
         max_batch_size=batch_size,
         max_num_tokens=args.max_num_tokens,
@@ -153,7 +156,9 @@ def _engine(
     return engine
 
 
-def _runner(args: LlmArgs, lm: CausalLM, max_graph_tokens: int, ranks: Ranks | None) -> ModelRunner:
+def _runner(
+    args: LlmArgs, lm: CausalLM, max_graph_tokens: int | None, ranks: Ranks | None
+) -> ModelRunner:
     """Of the target, over one page.
 
     Raises:
@@ -161,8 +166,8 @@ def _runner(args: LlmArgs, lm: CausalLM, max_graph_tokens: int, ranks: Ranks | N
     """
     if ranks is not None:
         page_size = args.kv_cache_config.tokens_per_block
-        return ShardedRunner(lm, ShardedStorage(ranks, lm, page_size), ranks)
-    refusal = _why_no_graphs(lm)
+        return backends.tensor_parallel().runner(ranks, lm, page_size)
+    refusal = backends.cuda().why_no_graphs(lm)
     if args.cuda_graphs is True and refusal is not None:
         raise ParameterError("cuda_graphs=True is not possible here", *refusal)
     is_tried = args.cuda_graphs is True or (
@@ -178,23 +183,11 @@ def _runner(args: LlmArgs, lm: CausalLM, max_graph_tokens: int, ranks: Ranks | N
     )
     if not is_tried:
         return ModelRunner(lm, storage)
-    return GraphRunner(lm, storage, GraphCapturer(CudaCapture(lm.device)), max_graph_tokens)
+    return backends.cuda().runner(lm, storage, max_graph_tokens)
 
 
-def _why_no_graphs(lm: CausalLM) -> tuple[str, str] | None:
-    """Why the model's forwards cannot be captured, and what to do; None: it may be possible."""
-    if lm.device.type != "cuda":
-        return f"the model runs on {lm.device}", "Leave it out"
-    if not isinstance(lm.backend, PagedAttention):
-        why = f"attention {lm.backend.name} depends on the rows of a step in Python"
-        return why, 'Use attention="triton", or leave it out'
-    return None
-
-
-def _prepare_graphs(
-    runner: GraphRunner, drafters: Sequence[DrafterEntry], *, is_asked: bool
-) -> None:
-    """Capture a first graph; where that fails there are none.
+def _prepare(runner: ModelRunner, drafters: Sequence[DrafterEntry], *, is_asked: bool) -> None:
+    """Capture a first graph, if there are graphs; where that fails there are none.
 
     Raises:
         ParameterError: it fails, and CUDA graphs were asked for.
@@ -210,6 +203,7 @@ def _prepare_graphs(
                 "Leave it out",
             ) from error
         log.warning("no CUDA graphs: a forward could not be captured", exc_info=True)
+        assert runner.graphs is not None
         runner.graphs.stop()
 
 
@@ -337,22 +331,17 @@ def _fill(
 
 def _page_bytes(storage: KvStorage, drafters: Sequence[DrafterEntry]) -> int:
     """Bytes that a page takes in the KV cache and in the drafters' caches, on the first device."""
-    num_bytes = storage.bytes_per_page + sum(each.drafter.page_bytes for each in drafters)
-    if isinstance(storage, ShardedStorage) and storage.device.type == "cpu":
-        num_bytes += (storage.ranks.size - 1) * storage.bytes_per_page  # in the same memory
-    return num_bytes
+    return storage.device_bytes_per_page + sum(each.drafter.page_bytes for each in drafters)
 
 
 def _least_pages_elsewhere(config: KvCacheConfig, storage: KvStorage, pages: int) -> int:
     """Pages that every other GPU of the model can hold; ``pages``, where there are no others."""
-    if not isinstance(storage, ShardedStorage) or storage.device.type != "cuda":
+    free_memory = storage.free_memory_elsewhere()
+    if not free_memory:
         return pages
-    found = [
-        _gpu_cache_bytes(config, free) // storage.bytes_per_page
-        for free in storage.ranks.ask(FreeMemory())
-    ]
-    log.info("pages that the GPUs can hold: %s, of which the least is taken", [pages, *found])
-    return min(found)
+    num_pages = [_gpu_cache_bytes(config, free) // storage.bytes_per_page for free in free_memory]
+    log.info("pages that the GPUs can hold: %s, of which the least is taken", [pages, *num_pages])
+    return min(num_pages)
 
 
 def _cache_bytes(config: KvCacheConfig, device: torch.device, reserved: int = 0) -> int:

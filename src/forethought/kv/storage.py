@@ -100,6 +100,15 @@ class KvStorage:
         self._addresses: array[int] | None = None
 
     @property
+    def device_bytes_per_page(self) -> int:
+        """Bytes that a page takes on the device, with what other processes store there."""
+        return self.bytes_per_page
+
+    def free_memory_elsewhere(self) -> list[int]:
+        """Free bytes of each other GPU that stores a part of the model's keys and values."""
+        return []
+
+    @property
     def whole_layers(self) -> tuple[LayerShape, ...]:
         """The layers with all their KV heads, of which a shard of the model stores a part."""
         return self.layers

@@ -18,10 +18,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from forethought.backends.cuda.paged_layout import LayoutArrays, PagedLayout
 from forethought.config.tree import node_depths
 from forethought.kv.staging import StagingBuffer
 from forethought.kv.table import ReadableTable
+from forethought.model.attention.paged_layout import LayoutArrays, PagedLayout
 
 
 def ancestors(parents: Sequence[int]) -> Tensor:

@@ -58,6 +58,11 @@ def has_fast_matmul(dtype: torch.dtype, device: torch.device) -> bool:
     return supported is not None and torch.backends.mkldnn.is_available() and bool(supported())
 
 
+def free_gpu_memory(device: torch.device) -> int:
+    """Free bytes of a GPU."""
+    return int(torch.cuda.mem_get_info(device)[0])
+
+
 def free_host_memory(system: Path = Path("/")) -> int:
     """Bytes of host memory that are free; the installed ones where the system does not say.
 

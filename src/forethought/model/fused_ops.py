@@ -11,11 +11,14 @@ from __future__ import annotations
 import functools
 import os
 from importlib.util import find_spec
+from types import ModuleType
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from forethought.model import backends
 
 
 def has_kernels(device: torch.device) -> bool:
@@ -55,13 +58,16 @@ def _rotate_and_store(
     return q.contiguous()
 
 
+@functools.cache
+def _kernels() -> ModuleType:
+    return backends.cuda().fused_ops()
+
+
 def _register(name: str, schema: str, reference: Any, fake: Any) -> Any:
     """Define ``forethought::name``: kernels on CUDA, the reference on a CPU."""
 
     def launch(*operands: Any) -> Tensor:
-        from forethought.backends.cuda import fused_ops_triton
-
-        result: Tensor = getattr(fused_ops_triton, name)(*operands)
+        result: Tensor = getattr(_kernels(), name)(*operands)
         return result
 
     def on_cuda(*operands: Any) -> Tensor:

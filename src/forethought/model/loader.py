@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 import transformers
@@ -23,18 +23,8 @@ from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, PreTr
 from transformers.activations import ACT2FN
 from transformers.quantizers.auto import AutoHfQuantizer
 
-from forethought.backends.cpu.library import (
-    NO_COMPILER,
-    is_available,
-    uses_amx,
-    warn_unavailable,
-)
-from forethought.backends.cpu.network import NativeNetwork
-from forethought.backends.cpu.weights import FAMILIES, refusal
-from forethought.backends.tensor_parallel import shard as sharding
-from forethought.backends.tensor_parallel.shard import Shard
 from forethought.errors import ModelError, ParameterError
-from forethought.model import quantized_checkpoint
+from forethought.model import backends, quantized_checkpoint
 from forethought.model.attention import BACKENDS, create_backend
 from forethought.model.attention.base import AttentionBackend, Capability
 from forethought.model.attention.interface import (
@@ -68,6 +58,9 @@ from forethought.model_dir import (
     read_json,
 )
 from forethought.silence import without_progress_bars
+
+if TYPE_CHECKING:
+    from forethought.backends.tensor_parallel.shard import Shard
 
 logger = logging.getLogger(__name__)
 
@@ -157,7 +150,7 @@ def check_shardable(path: Path, size: int, trust_remote_code: bool = False) -> N
     """
     config = _config(path, trust_remote_code)
     method = _quant_method(path, config)
-    why = sharding.refusal(config, size)
+    why = backends.tensor_parallel().refusal(config, size)
     if method is not None:
         why = f"its weights are quantised, by {method}"
     if why is not None:
@@ -206,7 +199,7 @@ def _native_setting_refusal(
         return "fuse=False asks for the module of transformers"
     if attention != "auto":
         return f"attention={attention!r} asks for another backend"
-    return None if is_available() else NO_COMPILER
+    return backends.cpu().why_unavailable()
 
 
 def _network(
@@ -224,19 +217,20 @@ def _network(
     Raises:
         ModelError: it must be native and cannot.
     """
+    cpu = backends.cpu()
     try:
         reason = against or native_refusal(module, forward)
         if reason is None:
             windows = [layer.window for layer in traits.layers]
-            native = NativeNetwork(module, traits.max_positions, windows)
+            native = cpu.network(module, traits.max_positions, windows)
             return native, ForwardPath(forward, "native")
-        if reason == NO_COMPILER and forward == "auto" and refusal(module) is None:
-            warn_unavailable(reason)
+        if reason == cpu.NO_COMPILER and forward == "auto" and cpu.refusal(module) is None:
+            cpu.warn_unavailable(reason)
     except ModelError as error:  # the compiler fails
         if forward == "native":
             raise
         reason = error.why
-        warn_unavailable(reason, error.fix)
+        cpu.warn_unavailable(reason, error.fix)
     if forward == "native":
         raise ModelError(
             'forward="native" is not possible for this model',
@@ -255,7 +249,7 @@ def native_refusal(module: PreTrainedModel, forward: Forward = "auto") -> str | 
     Raises:
         ModelError: the native forward cannot be compiled.
     """
-    return refusal(module) or _slower_natively(module, forward)
+    return backends.cpu().refusal(module) or _slower_natively(module, forward)
 
 
 def _slower_natively(module: PreTrainedModel, forward: Forward) -> str | None:
@@ -282,7 +276,7 @@ def _slower_natively(module: PreTrainedModel, forward: Forward) -> str | None:
     if any(weight is not None and weight.bits == 4 for weight in weights):
         return f"torch has kernels for weights in 4 bits and {str(dtype).removeprefix('torch.')}"
     torch_amx = torch.cpu._is_amx_tile_supported() and torch.cpu._init_amx()
-    if uses_amx() or not torch_amx:
+    if backends.cpu().uses_amx() or not torch_amx:
         return None
     return "oneDNN multiplies bfloat16 by AMX here, and the compiled native forward cannot"
 
@@ -358,8 +352,8 @@ def _auto_dtype(
         if device.type != "cpu":
             return "auto"
         slow = not has_fast_matmul(torch.bfloat16, device)
-        families = {family.config_class for family in FAMILIES}
-        return torch.float32 if slow and native and type(config) in families else torch.bfloat16
+        is_native = native and backends.cpu().causal_lm_class(config) is not None
+        return torch.float32 if slow and is_native else torch.bfloat16
     stored = getattr(config.get_text_config(decoder=True), "dtype", None) or config.dtype
     if not isinstance(stored, torch.dtype) or has_fast_matmul(stored, device):
         return "auto"

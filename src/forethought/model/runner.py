@@ -9,13 +9,13 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from forethought.backends.cuda.graphs import GraphCapturer
 from forethought.errors import ModelError
 from forethought.kv.pool import PagePool
 from forethought.kv.storage import KvStorage
 from forethought.kv.table import PageTable
 from forethought.model.batch import Batch, Row
 from forethought.model.causal_lm import CausalLM, HiddenStateReader
+from forethought.model.graph_capturer import GraphCapturer
 
 
 class ModelRunner:
@@ -73,6 +73,9 @@ class ModelRunner:
         for reader in readers:
             reader.write(batch.slots, states)
         return logits
+
+    def prepare(self, readers: Sequence[HiddenStateReader] = ()) -> None:
+        """Make what forwards need, before the first: nothing here."""
 
     def check_hidden_states(self, layer_ids: Sequence[int]) -> None:
         """Run one token to check that the hidden states at ``layer_ids`` can be captured.

@@ -18,11 +18,9 @@ import transformers
 from torch import Tensor, nn
 from typing_extensions import override
 
-from forethought.backends.cpu.library import NO_COMPILER, is_available, warn_unavailable
-from forethought.backends.cpu.network import NativeNetwork
-from forethought.backends.cpu.weights import FAMILIES
 from forethought.errors import ModelError
 from forethought.kv.storage import KvStorage, LayerShape
+from forethought.model import backends
 from forethought.model.attention import create_backend
 from forethought.model.attention.base import PagedPass
 from forethought.model.batch import Batch, Span
@@ -41,19 +39,20 @@ def native_forward(backbone: Any, head: Head) -> NativeRewardForward | None:
     None: it cannot run natively, or not as fast as torch runs it.
     """
     config, device = backbone.config, backbone.device
-    family = next((family for family in FAMILIES if family.config_class is type(config)), None)
-    if family is None or device.type != "cpu":
+    cpu = backends.cpu()
+    causal_lm_class = cpu.causal_lm_class(config)
+    if causal_lm_class is None or device.type != "cpu":
         return None
-    if not is_available():
-        warn_unavailable(NO_COMPILER)
+    if (reason := cpu.why_unavailable()) is not None:
+        cpu.warn_unavailable(reason)
         return None
     with torch.device("meta"):
-        module: Any = family(config)
+        module: Any = causal_lm_class(config)
     module.model, module.lm_head = backbone, nn.Linear(config.hidden_size, 1, dtype=backbone.dtype)
     try:
         return None if native_refusal(module) else NativeRewardForward(module, head)
     except ModelError as error:  # the compiler fails
-        warn_unavailable(error.why, error.fix)
+        cpu.warn_unavailable(error.why, error.fix)
         return None
 
 
@@ -71,7 +70,7 @@ class NativeRewardForward(SegmentForward):
         windows = [None] * config.num_hidden_layers
         shape = LayerShape(config.num_key_value_heads, attention.head_dim, attention.head_dim)
         with torch.inference_mode():
-            self._network = NativeNetwork(module, config.max_position_embeddings, windows)
+            self._network = backends.cpu().network(module, config.max_position_embeddings, windows)
         self._head, self._windows = head, windows
         self._backend = create_backend("auto", "cpu")
         self._storage = KvStorage([shape] * len(windows), _LEAST_SLOTS, 1, module.dtype)

@@ -11,12 +11,9 @@ from torch import Tensor
 from torch.nn.functional import pad
 from typing_extensions import override
 
-from forethought.backends.cpu.draft_network import NativeDraftNetwork
-from forethought.backends.cpu.network import NativeNetwork
-from forethought.backends.cuda.paged import PagedAttention
 from forethought.errors import ParameterError
 from forethought.kv.storage import KvStorage
-from forethought.model import loader
+from forethought.model import backends, loader
 from forethought.model.attention.base import ForwardPass
 from forethought.model.batch import Row
 from forethought.model.causal_lm import CausalLM
@@ -45,6 +42,9 @@ class DraftModel(DraftNetwork):
         runner: model and storage.
         vocab_size: of the target.
         max_num_tokens: tokens in one forward.
+
+    Attributes:
+        native: drafts in C++; None: the model does not run there.
     """
 
     ids: Tensor | None = None
@@ -55,29 +55,20 @@ class DraftModel(DraftNetwork):
         self.windows = runner.lm.windows
         self._padding = max(0, vocab_size - runner.lm.vocab_size)
         self.forward_path = runner.lm.path.taken
+        self.native = backends.cpu().draft_network(runner.lm, vocab_size)
 
     @property
     @override
     def draft_chains(self) -> ChainDrafter | None:
-        """See ``DraftNetwork``: where it runs in C++."""
-        return self._draft_chains if isinstance(self.runner.lm.network, NativeNetwork) else None
-
-    @property
-    def native(self) -> NativeDraftNetwork | None:
-        """What drafts in ``backends.cpu.native_steps``; None: it does not run in C++."""
-        network, known = self.runner.lm.network, self.runner.lm.vocab_size
-        if not isinstance(network, NativeNetwork):
-            return None
-        return NativeDraftNetwork(network.forward, min(self.vocab_size, known), known)
+        """Where it runs in C++."""
+        return None if self.native is None else self._draft_chains
 
     def _draft_chains(
         self, states: Tensor, forward_pass: ForwardPass, slots: Sequence[Sequence[int]]
     ) -> list[list[int]]:
-        network = self.runner.lm.network
-        assert isinstance(network, NativeNetwork)
+        assert self.native is not None
         self._replace_unknown(forward_pass)
-        choices = min(self.vocab_size, self.runner.lm.vocab_size)
-        return network.forward.draft_chains(forward_pass, None, slots, num_choices=choices)
+        return self.native.draft_chains(forward_pass, slots)
 
     @classmethod
     def load(
@@ -104,7 +95,7 @@ class DraftModel(DraftNetwork):
         lm, pages = target.runner.lm, target.runner.storage
         own_device = lm.device if device is None else find_device(device)
         forward: loader.Forward = "torch" if lm.path.asked == "torch" else "auto"
-        is_paged = isinstance(lm.backend, PagedAttention) and own_device == lm.device
+        is_paged = backends.cuda().reads_pages(lm) and own_device == lm.device
         model = loader.load(
             directory,
             dtype="auto",

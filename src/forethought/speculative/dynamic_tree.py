@@ -12,16 +12,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 from typing_extensions import override
 
-from forethought.backends.cpu.forward import TreeShape
-from forethought.backends.cuda.draft_graph import Advance, DraftGraphs, ReadNodes
+from forethought.config.tree import TreeShape
+from forethought.model import backends
 from forethought.speculative.draft_module import DraftModuleRunner, ModuleOutput
 from forethought.speculative.drafter import Draft, DraftRequest
-from forethought.speculative.tree import TreeBuilder
+from forethought.speculative.tree import Advance, ReadNodes, TreeBuilder
+
+if TYPE_CHECKING:
+    from forethought.backends.cuda.draft_graph import DraftGraphs
 
 
 class Expansion:
@@ -164,7 +168,7 @@ class DynamicTreeBuilder(TreeBuilder):
         if runner.graphs is None:
             return None
         if runner not in self._graphs:
-            self._graphs[runner] = DraftGraphs(runner, runner.graphs)
+            self._graphs[runner] = backends.cuda().draft_graphs(runner)
         ids, read = runner.network.ids, ReadNodes.of_beams(width, depth)
 
         def grow(output: ModuleOutput, advance: Advance) -> Tensor:

@@ -11,7 +11,7 @@ Plain decoding is the case without drafts. Each row goes on from its own positio
 ended; what the engine does around a step is paid once for all of them. ``SingleSteps`` is the
 reference implementation, a loop of single steps. The others make all steps in one call of C++
 (``backends.cpu.native_steps``), or queue them on a GPU and wait once: ``QueuedSteps``, and with
-drafts ``chain_rounds``.
+drafts ``backends.cuda.chain_rounds``.
 """
 
 from __future__ import annotations

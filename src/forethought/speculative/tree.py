@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from itertools import accumulate
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
 from typing_extensions import override
 
-from forethought.backends.cuda.draft_graph import Advance, DraftGraphs, ReadNodes
 from forethought.config.tree import TreeChoices
 from forethought.kv.staging import upload
-from forethought.model.batch import ancestors
-from forethought.speculative.draft_module import DraftModuleRunner, ModuleOutput
+from forethought.model import backends
+from forethought.model.batch import Row, ancestors
+from forethought.speculative.draft_module import DraftModuleRunner, ModuleOutput, TokenRange
 from forethought.speculative.drafter import DeviceTokens, Draft, DraftKind, DraftRequest
 from forethought.speculative.sampled_draft import SampledDrafts, sampled_kind
+
+if TYPE_CHECKING:
+    from forethought.backends.cuda.draft_graph import DraftGraphs
 
 
 class TreeBuilder(Protocol):
@@ -45,6 +49,48 @@ def tokens_of_ranks(logits: Tensor, positions: Tensor, ranks: Tensor, max_rank: 
         return logits.argmax(-1)[:, positions]
     width = min(max_rank + 1, logits.shape[-1])
     return logits.topk(width).indices[:, positions, ranks.clamp(max=width - 1)]
+
+
+Advance = Callable[[int, Tensor, Tensor, Tensor | None], ModuleOutput]
+"""Computes the nodes of a level that go on: ``DraftModuleRunner.advance`` without its root."""
+Grow = Callable[[ModuleOutput, Advance], Tensor]
+"""Drafts all levels from the outputs at the roots; the drafts of all rows."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReadNodes:
+    """The drafted nodes that the forwards of a draft read, numbered in order of their levels.
+
+    Attributes:
+        ends: how many there are down to each depth from 1 on; the last level is not read.
+        parents: of each, -1 for the root. Where the tree is known on the device only, any parents
+            of the right depths; None: a chain.
+    """
+
+    ends: tuple[int, ...]
+    parents: tuple[int, ...] | None
+
+    @classmethod
+    def of_beams(cls, width: int, depth: int) -> ReadNodes:
+        """Of a tree of so many levels, of which ``width`` nodes go on in each but the last."""
+        parents = [width * (level - 2) if level > 1 else -1 for level in range(1, depth)]
+        ends = tuple(width * level for level in range(1, depth))
+        return cls(ends, tuple(parent for parent in parents for _ in range(width)))
+
+    def num_new(self, depth: int) -> int:
+        """How many are of ``depth``."""
+        return self.ends[depth - 1] - (self.ends[depth - 2] if depth > 1 else 0)
+
+    def count(self, depth: int) -> int:
+        """How many the forward behind ``depth`` reads: the new ones are the last."""
+        return self.num_new(depth) if self.parents is None else self.ends[depth - 1]
+
+    def row(self, behind: TokenRange, depth: int) -> Row:
+        """The row of a request whose known tokens are ``behind``; the graph writes its tokens."""
+        size, stop = self.count(depth), behind.stop + self.ends[depth - 1]
+        parents = None if self.parents is None else self.parents[:size]
+        first_logit = size - self.num_new(depth)
+        return Row([0] * size, stop - size, behind.table.prefix(stop), parents, first_logit)
 
 
 class StaticTreeBuilder(TreeBuilder):
@@ -156,7 +202,7 @@ class StaticTreeBuilder(TreeBuilder):
         if runner.graphs is None:
             return None
         if runner not in self._graphs:
-            self._graphs[runner] = DraftGraphs(runner, runner.graphs)
+            self._graphs[runner] = backends.cuda().draft_graphs(runner)
 
         def grow(output: ModuleOutput, advance: Advance) -> Tensor:
             return self.draft_levels(runner.network.ids, sizes[0], output, advance)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -12,9 +12,7 @@ from torch import Tensor
 from forethought.backends.cpu.forward import NativeForward
 from forethought.backends.cpu.library import load_library
 from forethought.backends.cpu.weights import PackedLinear
-
-if TYPE_CHECKING:
-    pass
+from forethought.model.attention.base import ForwardPass
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,3 +65,9 @@ class NativeDraftNetwork:
     num_known: int
     ids: Tensor | None = None
     entry: NativeEntry | None = None
+
+    def draft_chains(
+        self, forward_pass: ForwardPass, slots: Sequence[Sequence[int]]
+    ) -> list[list[int]]:
+        """See ``ChainDrafter``; of a model."""
+        return self.forward.draft_chains(forward_pass, None, slots, num_choices=self.num_choices)

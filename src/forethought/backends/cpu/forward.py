@@ -6,7 +6,6 @@ import ctypes
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,6 +18,7 @@ from forethought.backends.cpu.structures import (
     RowStruct,
     TreesStruct,
 )
+from forethought.config.tree import TreeShape
 from forethought.model.attention.base import ForwardPass, KvLayout
 from forethought.model.batch import Batch
 
@@ -44,17 +44,6 @@ class Wanted:
     last: Tensor | None = None
     last_normed: Tensor | None = None
     entering: Tensor | None = None
-
-
-class TreeShape(NamedTuple):
-    """Of dynamic trees."""
-
-    depth: int
-    """Levels."""
-    width: int
-    """Nodes of a level that are expanded, and children of each."""
-    total: int
-    """Nodes that are kept, if there are so many."""
 
 
 @dataclass(slots=True)

@@ -7,7 +7,8 @@ import ctypes
 import math
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass
+from itertools import accumulate
+from operator import add
 from typing import NamedTuple
 
 import torch
@@ -17,6 +18,9 @@ from forethought.backends.cpu.library import load_library
 from forethought.backends.cpu.network import NativeNetwork
 from forethought.backends.cpu.structures import BeamsStruct, LinearStruct
 from forethought.backends.cpu.weights import PackedLinear
+from forethought.speculative.drafters.redrafter import Beams, first_beams
+from forethought.speculative.heads.medusa import MedusaHeads, RankedTokens, linears_of
+from forethought.speculative.heads.redrafter import BeamHead
 
 
 class NativeHeads:
@@ -67,22 +71,6 @@ class NativeHeads:
             ctypes.c_void_p(outputs.buffer_info()[0]),
         )
         return logprobs, outputs
-
-
-@dataclass(frozen=True, slots=True)
-class BeamHead:
-    """What a beam search predicts with; see ``speculative.heads.redrafter``.
-
-    Attributes:
-        recur: ``[hidden, 2 * hidden]``, of the embedding of a token and the state before it; None:
-            they are added.
-        enter: ``[exit, 2 * hidden]``, of context and state; None: they are concatenated.
-        linears: those of residual blocks, then the projection to the logits.
-    """
-
-    recur: nn.Linear | None
-    enter: nn.Linear | None
-    linears: Sequence[nn.Linear]
 
 
 class BeamLevel(NamedTuple):
@@ -174,3 +162,74 @@ class NativeBeams:
 def _packed(linear: nn.Linear, dtype: torch.dtype) -> PackedLinear:
     bias = None if linear.bias is None else linear.bias.to(dtype)
     return PackedLinear.pack(linear.weight.to(dtype), bias)
+
+
+class NativeDraftHeads:
+    """The forward of some heads in C++; the reference is :class:`DraftHeads`.
+
+    Args:
+        heads: their weights are copied.
+        dtype: of the copies; logits are float32.
+    """
+
+    forward_path = "native"
+
+    def __init__(self, heads: MedusaHeads, dtype: torch.dtype) -> None:
+        self.token_map, self.vocab = heads.token_map, heads.shape.vocab
+        self._count = len(heads)
+        self._ids = None if heads.token_map is None else heads.token_map.tolist()
+        self._heads = NativeHeads([linears_of(head) for head in heads], dtype)
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __call__(self, states: Tensor, count: int) -> Tensor:
+        """Logits of the first ``count`` heads."""
+        return self._heads(states, count)
+
+    def most_probable(self, states: Tensor, count: int, width: int) -> RankedTokens:
+        """The ``width`` most probable tokens of the first ``count`` heads, ranked."""
+        logprobs, outputs = self._heads.most_probable(states, count, width)
+        tokens = list(outputs) if self._ids is None else [self._ids[each] for each in outputs]
+        begins = [
+            [(head * len(states) + row) * width for row in range(len(states))]
+            for head in range(count)
+        ]
+        return RankedTokens(
+            [[list(logprobs[at : at + width]) for at in rows] for rows in begins],
+            [[tokens[at : at + width] for at in rows] for rows in begins],
+        )
+
+
+class NativeBeamSearch:
+    """The same search in one call of C++; the reference is :class:`BeamSearch`.
+
+    Args:
+        beams: finds those of each length.
+    """
+
+    forward_path = "native"
+
+    def __init__(self, beams: NativeBeams) -> None:
+        self._beams = beams
+
+    def __call__(
+        self,
+        contexts: Tensor,
+        roots: Sequence[int],
+        width: int,
+        length: int,
+        min_logprob: float = -math.inf,
+    ) -> list[Beams]:
+        """Search in C++, for all contexts in one call."""
+        levels = self._beams(contexts, roots, width, length, min_logprob)
+        ends = [0, *accumulate(len(level.tokens[0]) for level in levels)]
+        starts, found = first_beams(ends), list[Beams]()
+        for root in range(len(roots)):
+            tokens = [token for level in levels for token in level.tokens[root]]
+            parents = [parent for level in levels for parent in level.parents[root]]
+            scores = [score for level in levels for score in level.scores[root]]
+            order = sorted(range(len(scores)), key=scores.__getitem__, reverse=True)
+            useful = [beam for beam in order if scores[beam] >= min_logprob]
+            found.append(Beams(tokens, list(map(add, parents, starts)), useful, ends))
+        return found

@@ -1,6 +1,6 @@
 """A draft module of one layer that reads hidden states, in one call of ``forward.cpp`` per level.
 
-Which parts it has is described by :class:`ModuleParts`; the heads of the drafters fill them in. The
+Which parts it has is described by ``ModuleParts``; the heads of the drafters fill them in. The
 reference implementations are those of ``speculative.heads`` in torch operations.
 """
 
@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from forethought.backends.cpu.draft_network import NativeDraftNetwork, NativeEntry
-from forethought.backends.cpu.forward import NativeForward, TreeShape, Wanted
+from forethought.backends.cpu.forward import NativeForward, Wanted
 from forethought.backends.cpu.network import NativeNetwork
 from forethought.backends.cpu.structures import JoinStruct, LayerStruct, ModelStruct
 from forethought.backends.cpu.weights import (
@@ -29,70 +28,23 @@ from forethought.backends.cpu.weights import (
     norm_eps,
     norm_weight,
 )
+from forethought.config.tree import TreeShape
 from forethought.model.attention.base import ForwardPass
+from forethought.speculative.heads.module_parts import ModuleParts
 
 MAX_TOKENS = 2**31 - 1
 """More than any vocabulary has."""
 
 
-@dataclass(frozen=True, slots=True)
-class ModuleParts:
-    """What a draft module is made of. All modules are on a CPU, in one dtype of ``TYPES``.
-
-    The embedding of a token and the state before it are normed and concatenated. What comes of it,
-    projected to the width of the module, is the input of the layer; or the layer's attention reads
-    both, and the state is its residual.
-
-    Attributes:
-        layer: a decoder layer, as ``PackedLayer.of`` takes it.
-        rotary: float32 ``[positions, 2, rotary_dim]``; see ``weights.rotary_tables``.
-        num_heads, num_kv_heads: of its attention.
-        token_norm, state_norm: None: what is joined is not normed.
-        project: ``[hidden, 2 * hidden]``; None: attention reads both.
-        enters_normed: the layer norms its input.
-        final_norm: in front of the head; None: there is none.
-        head: to the logits; None: the target's.
-        embedding: its own; None: the target's.
-        activation: of the feed-forward.
-        window: of the attention; None: all is attended to.
-        state_first: the state comes before the embedding.
-        zero_first: the embedding of a token at position 0 is 0.
-        norm_residual: the residual is the normed state.
-        feeds_normed: the state that is fed back is behind the final norm.
-        entry: ``[hidden, width]``, of the target's states; None: they are read as they are.
-        entry_norm: in front of it.
-    """
-
-    layer: nn.Module
-    rotary: Tensor
-    num_heads: int
-    num_kv_heads: int
-    eps: float
-    token_norm: nn.Module | None = None
-    state_norm: nn.Module | None = None
-    project: nn.Module | None = None
-    enters_normed: bool = False
-    final_norm: nn.Module | None = None
-    head: nn.Module | None = None
-    embedding: nn.Embedding | None = None
-    activation: str = "silu"
-    window: int | None = None
-    state_first: bool = False
-    zero_first: bool = False
-    norm_residual: bool = False
-    feeds_normed: bool = False
-    entry: nn.Module | None = None
-    entry_norm: nn.Module | None = None
-
-    def refusal(self) -> str | None:
-        """Why it cannot run natively; None: it can."""
-        dtypes = {weight.dtype for weight in self.layer.parameters()}
-        if len(dtypes) > 1 or not dtypes <= set(TYPES):
-            return f"weights in {', '.join(sorted(map(str, dtypes)))}"
-        head_dim, group = self.layer.self_attn.head_dim, self.num_heads // self.num_kv_heads
-        if head_dim > MAX_HEAD_DIM or group > MAX_GROUP:
-            return f"heads of {head_dim} in groups of {group}"
-        return None if self.activation in ACTIVATIONS else f"the activation {self.activation}"
+def refusal_of(parts: ModuleParts) -> str | None:
+    """Why it cannot run natively; None: it can."""
+    dtypes = {weight.dtype for weight in parts.layer.parameters()}
+    if len(dtypes) > 1 or not dtypes <= set(TYPES):
+        return f"weights in {', '.join(sorted(map(str, dtypes)))}"
+    head_dim, group = parts.layer.self_attn.head_dim, parts.num_heads // parts.num_kv_heads
+    if head_dim > MAX_HEAD_DIM or group > MAX_GROUP:
+        return f"heads of {head_dim} in groups of {group}"
+    return None if parts.activation in ACTIVATIONS else f"the activation {parts.activation}"
 
 
 class LastStates(NamedTuple):
@@ -108,7 +60,7 @@ class NativeModule:
     """Packs and runs a draft module.
 
     Args:
-        parts: that ``refusal`` accepts; their weights are copied.
+        parts: that ``refusal_of`` accepts; their weights are copied.
         target: whose embedding and head it may use.
 
     Attributes:

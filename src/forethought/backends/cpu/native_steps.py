@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
+from forethought.backends.cpu.draft_module import NativeDraftModule
 from forethought.backends.cpu.draft_network import NativeDraftNetwork
 from forethought.backends.cpu.forward import NativeForward, PackedCall, Wanted
 from forethought.backends.cpu.library import load_library
@@ -28,7 +29,6 @@ from forethought.model.runner import ModelRunner
 from forethought.speculative.chain_source import ChainSource, GreedyChains
 from forethought.speculative.draft_model import DraftModel
 from forethought.speculative.drafter import Draft
-from forethought.speculative.heads.native import NativeDraftModule
 from forethought.speculative.step_runner import Advance, DecodeRow, StepRunner
 from forethought.speculative.verify.accept import VerificationResult
 

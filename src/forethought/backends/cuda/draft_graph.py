@@ -10,7 +10,7 @@ a chain everything is visible, and a forward reads one token. ``backends.cuda.gr
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -20,62 +20,20 @@ from torch import Tensor
 from forethought.backends.cuda.graphs import (
     MAX_GRAPH_TOKENS,
     Bucket,
-    Graph,
-    GraphCapturer,
     StaticBatch,
     capacity_of,
     padded_tokens,
 )
-from forethought.backends.cuda.paged_layout import WORD_BITS, Integers
+from forethought.model.attention.paged_layout import WORD_BITS, Integers
 from forethought.model.attention.workspace import MAX_CATCH_UP
-from forethought.model.batch import PackedRows, Row
+from forethought.model.batch import PackedRows
+from forethought.model.graph_capturer import Graph, GraphCapturer
 from forethought.speculative.draft_module import DraftModuleRunner, ModuleOutput, TokenRange
 from forethought.speculative.drafter import DraftRequest
+from forethought.speculative.tree import Grow, ReadNodes
 
 MAX_DRAFT_GRAPHS = 24
 """Graphs of an engine's that are drafts of a drafter."""
-
-
-Advance = Callable[[int, Tensor, Tensor, Tensor | None], ModuleOutput]
-"""Computes the nodes of a level that go on: ``DraftModuleRunner.advance`` without its root."""
-Grow = Callable[[ModuleOutput, Advance], Tensor]
-"""Drafts all levels from the outputs at the roots; the drafts of all rows."""
-
-
-@dataclass(frozen=True, slots=True)
-class ReadNodes:
-    """The drafted nodes that the forwards of a draft read, numbered in order of their levels.
-
-    Attributes:
-        ends: how many there are down to each depth from 1 on; the last level is not read.
-        parents: of each, -1 for the root. Where the tree is known on the device only, any parents
-            of the right depths; None: a chain.
-    """
-
-    ends: tuple[int, ...]
-    parents: tuple[int, ...] | None
-
-    @classmethod
-    def of_beams(cls, width: int, depth: int) -> ReadNodes:
-        """Of a tree of so many levels, of which ``width`` nodes go on in each but the last."""
-        parents = [width * (level - 2) if level > 1 else -1 for level in range(1, depth)]
-        ends = tuple(width * level for level in range(1, depth))
-        return cls(ends, tuple(parent for parent in parents for _ in range(width)))
-
-    def num_new(self, depth: int) -> int:
-        """How many are of ``depth``."""
-        return self.ends[depth - 1] - (self.ends[depth - 2] if depth > 1 else 0)
-
-    def count(self, depth: int) -> int:
-        """How many the forward behind ``depth`` reads: the new ones are the last."""
-        return self.num_new(depth) if self.parents is None else self.ends[depth - 1]
-
-    def row(self, behind: TokenRange, depth: int) -> Row:
-        """The row of a request whose known tokens are ``behind``; the graph writes its tokens."""
-        size, stop = self.count(depth), behind.stop + self.ends[depth - 1]
-        parents = None if self.parents is None else self.parents[:size]
-        first_logit = size - self.num_new(depth)
-        return Row([0] * size, stop - size, behind.table.prefix(stop), parents, first_logit)
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from forethought.backends.cuda.paged_layout import next_power_of_2
+from forethought.model.attention.paged_layout import next_power_of_2
 
 SILU_BLOCK = 1024
 """Outputs of a program."""

@@ -17,10 +17,7 @@ from typing_extensions import override
 from forethought.backends.cuda.graphs import (
     GRAPH_BYTES,
     MAX_GRAPH_TOKENS,
-    MAX_GRAPHS,
     Bucket,
-    Graph,
-    GraphCapturer,
     StaticBatch,
     capacity_of,
     padded_tokens,
@@ -28,6 +25,7 @@ from forethought.backends.cuda.graphs import (
 from forethought.kv.storage import KvStorage
 from forethought.model.batch import PackedRows, Row
 from forethought.model.causal_lm import CausalLM, HiddenStateReader
+from forethought.model.graph_capturer import MAX_GRAPHS, Graph, GraphCapturer
 from forethought.model.runner import ModelRunner
 
 
@@ -94,6 +92,7 @@ class GraphRunner(ModelRunner):
         logits = lm.vocab_size * (lm.dtype.itemsize + 2 * torch.float32.itemsize)
         return tokens * (logits + activations) + MAX_GRAPHS * GRAPH_BYTES
 
+    @override
     def prepare(self, readers: Sequence[HiddenStateReader] = ()) -> None:
         """Capture the smallest bucket, to know that the model can be captured.
 

@@ -16,16 +16,17 @@ on padding alone, in which kernels are compiled and workspaces allocated.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 from typing_extensions import override
 
-from forethought.backends.cuda.paged_layout import (
+from forethought.kv.staging import StaticBuffer
+from forethought.kv.storage import KvStorage
+from forethought.model.attention.paged_layout import (
     CHAIN,
     DIRECT,
     MAX_SPLITS,
@@ -41,33 +42,16 @@ from forethought.backends.cuda.paged_layout import (
     PagedLayout,
     next_power_of_2,
 )
-from forethought.kv.staging import StaticBuffer
-from forethought.kv.storage import KvStorage
 from forethought.model.batch import Batch, PackedRows, Row, Span
+from forethought.model.graph_capturer import Graph
 
 log = logging.getLogger(__name__)
 
-MAX_GRAPHS = 80
-"""Graphs that an engine captures at most; other shapes are computed eagerly."""
 GRAPH_BYTES = 4 * 2**20
 """Estimate of what a captured graph takes on the device beside the tensors that all share."""
 MAX_GRAPH_TOKENS = 256
 """Tokens of the largest bucket: with more, the GPU computes longer than the host launches."""
 _MIN_CAPACITY, _CAPACITY_FACTOR = SPLIT_TOKENS, 4
-
-
-class Graph(Protocol):
-    """What was captured."""
-
-    output: Tensor
-    """Overwritten by each replay."""
-
-    def replay(self) -> None:
-        """Queue it once more."""
-
-
-Capture = Callable[[Callable[[], Tensor]], Graph]
-"""Captures what a function queues on the device, without running it."""
 
 
 class CudaGraph(Graph):
@@ -106,62 +90,6 @@ class CudaCapture:
         """Capture the kernels that ``compute`` launches."""
         with torch.cuda.device(self._stream.device):
             return CudaGraph(compute, self._stream, self._pool)
-
-
-class GraphCapturer:
-    """Captures graphs as long as there may be more of them.
-
-    Args:
-        capture: makes one.
-        max_graphs: that are captured.
-
-    Attributes:
-        num_graphs: captured so far.
-        num_replays: of all of them.
-    """
-
-    def __init__(self, capture: Capture, max_graphs: int = MAX_GRAPHS) -> None:
-        self._capture, self._max_graphs = capture, max_graphs
-        self.num_graphs = self.num_replays = 0
-
-    def capture(self, compute: Callable[[], Tensor]) -> Graph:
-        """Run ``compute`` once and capture it.
-
-        Raises:
-            Exception: what ``compute`` or the capture raises.
-        """
-        with torch.inference_mode():
-            compute()
-            graph = self._capture(compute)
-        self.num_graphs += 1
-        return graph
-
-    def try_capture(self, what: Hashable, compute: Callable[[], Tensor]) -> Graph | None:
-        """The same; None if there are enough, or it fails, after which none is captured."""
-        if self.num_graphs >= self._max_graphs:
-            return None
-        try:
-            return self.capture(compute)
-        except Exception:
-            log.exception("no CUDA graph could be captured for %s; no others will be", what)
-            self.stop()
-            return None
-
-    def split(self, max_graphs: int) -> GraphCapturer:
-        """A capturer of so many of these graphs, whose failures are its own."""
-        max_graphs = min(max_graphs, self._max_graphs)
-        self._max_graphs -= max_graphs
-        return GraphCapturer(self._capture, max_graphs)
-
-    def stop(self) -> None:
-        """Capture no more."""
-        self._max_graphs = 0
-
-    def replay(self, graph: Graph) -> Tensor:
-        """Queue a graph; its output."""
-        self.num_replays += 1
-        graph.replay()
-        return graph.output
 
 
 @dataclass(frozen=True, slots=True)

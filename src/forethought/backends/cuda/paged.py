@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from forethought.backends.cuda.paged_layout import CHAIN, WORD_BITS, PagedLayout
 from forethought.kv.storage import KvStorage
 from forethought.model.attention.base import AttentionBackend, Capability, Scoring
+from forethought.model.attention.paged_layout import CHAIN, WORD_BITS, PagedLayout
 from forethought.model.batch import Batch
 
 

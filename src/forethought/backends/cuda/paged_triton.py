@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from forethought.backends.cuda.paged_layout import (
+from forethought.model.attention.paged_layout import (
     PARTIAL_FIELDS,
     ROW_FIELDS,
     TILE_FIELDS,

@@ -61,15 +61,12 @@ def _refusal(args: LlmArgs, device: torch.device) -> tuple[str, str] | None:
 
 
 @contextmanager
-def starting(args: LlmArgs, model_dir: Path, device: torch.device) -> Iterator[Ranks | None]:
-    """The processes of the other ranks, which end if the block fails; None: there is one rank.
+def starting(args: LlmArgs, model_dir: Path, device: torch.device) -> Iterator[Ranks]:
+    """The processes of the other ranks, which end if the block fails.
 
     Raises:
         ParameterError, ModelError: as ``check``.
     """
-    if args.tensor_parallel_size == 1:
-        yield None
-        return
     check(args, model_dir, device)
     try:
         ranks = Ranks(args.tensor_parallel_size)

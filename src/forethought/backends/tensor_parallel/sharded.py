@@ -29,6 +29,7 @@ from forethought.kv.table import PageCopy, SlotMove
 from forethought.model.attention.base import ForwardPass
 from forethought.model.batch import Batch, Span
 from forethought.model.causal_lm import CausalLM, Network
+from forethought.model.device import free_gpu_memory
 from forethought.model.llama.network import FusedNetwork
 from forethought.model.runner import ModelRunner
 
@@ -179,11 +180,6 @@ class FreeMemory:
         return free_gpu_memory(member.lm.device)
 
 
-def free_gpu_memory(device: torch.device) -> int:
-    """In bytes."""
-    return int(torch.cuda.mem_get_info(device)[0])
-
-
 def _whole(parts: Sequence[Tensor], collectives: Collectives) -> list[Tensor]:
     """Stacks ``[layers, tokens, kv_heads, dim]`` with the heads of all ranks, in CPU memory.
 
@@ -233,6 +229,16 @@ class ShardedStorage(KvStorage):
     def __init__(self, ranks: Ranks, lm: CausalLM, page_size: int) -> None:
         self.ranks, self._lm = ranks, lm
         super().__init__(lm.layer_shapes, 1, page_size, lm.dtype, lm.device)
+
+    @property
+    @override
+    def device_bytes_per_page(self) -> int:
+        on_one_device = self.device.type == "cpu"  # in the same memory
+        return self.bytes_per_page * (self.ranks.size if on_one_device else 1)
+
+    @override
+    def free_memory_elsewhere(self) -> list[int]:
+        return self.ranks.ask(FreeMemory()) if self.device.type == "cuda" else []
 
     @property
     @override

@@ -14,10 +14,10 @@ from functools import cached_property
 
 from typing_extensions import override
 
-from forethought.backends.cuda.graphs import GraphCapturer
 from forethought.config.drafters import DraftTargetDecodingConfig
 from forethought.config.tree import TreeChoices
 from forethought.kv.storage import DraftKvCache
+from forethought.model.graph_capturer import GraphCapturer
 from forethought.speculative.chain_source import GreedyChains
 from forethought.speculative.draft_model import DraftModel
 from forethought.speculative.draft_module import DraftModuleRunner

@@ -34,15 +34,12 @@ from forethought.speculative.drafter import (
     root_states,
 )
 from forethought.speculative.heads.medusa import (
-    DraftHeads,
     MedusaHeads,
-    NativeDraftHeads,
+    RankingHeads,
     draft_heads,
 )
 from forethought.speculative.registry import Target
 from forethought.speculative.tree import tokens_of_ranks
-
-Heads = DraftHeads | NativeDraftHeads
 
 
 class HeadTrees(Protocol):
@@ -55,7 +52,7 @@ class HeadTrees(Protocol):
         """Nodes of a tree of ``depth`` levels at most."""
         ...
 
-    def grow(self, heads: Heads, states: Tensor, requests: Sequence[DraftRequest]) -> None:
+    def grow(self, heads: RankingHeads, states: Tensor, requests: Sequence[DraftRequest]) -> None:
         """Set the drafts of N requests.
 
         Args:
@@ -84,7 +81,7 @@ class StaticTrees(HeadTrees):
         return self._choices.num_nodes[min(depth, self.depth)]
 
     @override
-    def grow(self, heads: Heads, states: Tensor, requests: Sequence[DraftRequest]) -> None:
+    def grow(self, heads: RankingHeads, states: Tensor, requests: Sequence[DraftRequest]) -> None:
         """See :class:`HeadTrees`. Shorter drafts are made of the tree's first nodes."""
         logits, ids = heads(states, _num_levels(self, requests)), heads.token_map
         sizes = [
@@ -119,7 +116,7 @@ class TopTrees(HeadTrees):
         return self._max_nodes if depth > 0 else 0
 
     @override
-    def grow(self, heads: Heads, states: Tensor, requests: Sequence[DraftRequest]) -> None:
+    def grow(self, heads: RankingHeads, states: Tensor, requests: Sequence[DraftRequest]) -> None:
         count, width = _num_levels(self, requests), min(self._max_nodes, heads.vocab)
         scores, tokens = heads.most_probable(states, count, width)
         for row, request in enumerate(requests):
@@ -179,7 +176,7 @@ class MedusaDrafter(Drafter):
 
     def __init__(
         self,
-        heads: Heads,
+        heads: RankingHeads,
         hidden_states: HiddenStateCache,
         trees: HeadTrees,
     ) -> None:

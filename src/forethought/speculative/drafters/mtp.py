@@ -25,29 +25,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property
-from itertools import accumulate
 from pathlib import Path
 
-import numpy as np
 import torch
 from torch import Tensor
 from typing_extensions import override
 
-from forethought.backends.cuda.draft_graph import MAX_DRAFT_GRAPHS, known_bucket, state_slots
-from forethought.backends.cuda.graphs import (
-    Bucket,
-    Graph,
-    GraphCapturer,
-    StaticBatch,
-    padded_tokens,
-)
-from forethought.backends.cuda.paged_layout import Integers
 from forethought.config.drafters import MTPDecodingConfig
 from forethought.config.tree import TreeChoices
 from forethought.errors import ParameterError
 from forethought.kv.staging import upload
 from forethought.kv.storage import DraftKvCache, HiddenStateCache
-from forethought.model.batch import Batch, PackedRows
+from forethought.model import backends
+from forethought.model.batch import Batch
 from forethought.model.causal_lm import FINAL, CausalLM
 from forethought.speculative.chain_source import GreedyChains
 from forethought.speculative.draft_module import (
@@ -65,8 +55,7 @@ from forethought.speculative.drafter import (
     table_of,
 )
 from forethought.speculative.heads.mtp import (
-    MtpNetwork,
-    NativeMtpNetwork,
+    MtpDraftModule,
     load_modules,
     mtp_network,
 )
@@ -94,10 +83,8 @@ class MTPDrafter(Drafter):
         assert hidden_states.layer_ids == (FINAL,)
         self._runners, self._hidden_states = list(runners), hidden_states
         self._max_num_tokens = max_num_tokens
-        graphs = runners[0].graphs
-        self._graphs = (
-            None if graphs is None or len(runners) == 1 else ModuleGraphs(runners, graphs)
-        )
+        by_graph = runners[0].graphs is not None and len(runners) > 1
+        self._graphs = backends.cuda().module_graphs(runners) if by_graph else None
         chain = TreeChoices.chain(max_draft_len)
         self._replayed = StaticTreeBuilder(chain, hidden_states.storage.device)
 
@@ -201,13 +188,13 @@ class MTPDrafter(Drafter):
         states = self._runners[0].input_states(ranges)
         runners = self._runners[: ranges[0].depth]
         for level, runner in enumerate(runners):
-            read = _of_level(ranges, level)
+            read = entries_of_level(ranges, level)
             is_last = level + 1 == len(runners)
             batch = runner.pack(read, num_logits if is_last else None)
             if num_logits and level:
                 drafted = [tokens[: len(read)] for tokens in levels]
                 batch = replace(batch, token_ids=_completed(batch, drafted))
-            module: MtpNetwork | NativeMtpNetwork = runner.network  # type: ignore[assignment]
+            module: MtpDraftModule = runner.network  # type: ignore[assignment]
             left = module.read(states[: len(batch.token_ids)], runner.paged_pass(batch))
             runner.mark(read)
             states = left.states
@@ -217,127 +204,13 @@ class MTPDrafter(Drafter):
         return levels
 
 
-class ModuleGraphs:
-    """Drafts of several modules as CUDA graphs: all levels are one launch.
-
-    What changes from step to step, beside the batch of each level: where the target's states lie,
-    the last token of each row, and which tokens of a level are drafted ones; padding is that of
-    ``backends.cuda.graphs``.
-
-    Args:
-        runners: module k with offset k for each level of a draft.
-        graphs: of the engine.
-    """
-
-    def __init__(self, runners: Sequence[DraftModuleRunner], graphs: GraphCapturer) -> None:
-        self._runners, self._graphs = list(runners), graphs.split(MAX_DRAFT_GRAPHS)
-        self._captured: dict[tuple[Bucket, int, int], tuple[Graph, list[StaticBatch]] | None] = {}
-
-    def draft(self, ranges: Sequence[TokenRange]) -> Tensor | None:
-        """Draft behind B ranges, the deepest drafts first; what is computed is stored.
-
-        Returns:
-            int64 ``[B, levels]``, overwritten by the next draft, with anything behind the depth of
-            a draft. None: there is no graph for these.
-        """
-        depth, bucket = ranges[0].depth, known_bucket(ranges, ranges[0].depth)
-        if bucket is None:
-            return None
-        shape = bucket, padded_tokens(len(ranges)), depth
-        if shape not in self._captured:
-            self._captured[shape] = self._capture(*shape)
-        captured = self._captured[shape]
-        if captured is None:
-            return None
-        graph, inputs = captured
-        self._fill(inputs, ranges, shape[1])
-        drafts = self._graphs.replay(graph)
-        for level, runner in enumerate(self._runners[:depth]):
-            runner.mark(_of_level(ranges, level))
-        return drafts[: len(ranges)]
-
-    def _capture(
-        self, bucket: Bucket, num_rows: int, depth: int
-    ) -> tuple[Graph, list[StaticBatch]] | None:
-        inputs = [self._inputs(bucket, num_rows, level, depth) for level in range(depth)]
-        for each in inputs:
-            each.clear()
-        graph = self._graphs.try_capture(
-            (bucket, num_rows, depth), lambda: self._compute(inputs, num_rows)
-        )
-        return None if graph is None else (graph, inputs)
-
-    def _inputs(self, bucket: Bucket, num_rows: int, level: int, depth: int) -> StaticBatch:
-        """The batch of a level; the last one's has one output of each row, the others' all."""
-        runner, further = self._runners[level], dict[str, Integers]()
-        if level:
-            further["sources"] = np.full(bucket.num_tokens, -1, np.int64)
-        else:
-            assert runner.hidden_states is not None
-            no_state = runner.hidden_states.storage.scratch_slot
-            further["states"] = np.full(bucket.num_tokens, no_state, np.int64)
-            further["ends"] = np.zeros(num_rows, np.int64)
-        num_outputs = num_rows if level + 1 == depth else None
-        return StaticBatch(bucket, runner.cache.storage, num_outputs, further)
-
-    def _fill(
-        self, inputs: Sequence[StaticBatch], ranges: Sequence[TokenRange], num_rows: int
-    ) -> None:
-        """Queue the copies of the inputs of all levels."""
-        for level, (runner, batch) in enumerate(zip(self._runners, inputs, strict=False)):
-            read = _of_level(ranges, level)
-            num_outputs = 1 if level + 1 == len(inputs) else None
-            packed = PackedRows.of([each.row(num_outputs) for each in read], runner.offset)
-            sizes = [each.stop - each.start for each in read]
-            if level:
-                further = {"sources": _sources(sizes, level, num_rows)}
-            else:
-                ends = [stop - 1 for stop in accumulate(sizes)]
-                further = {"states": state_slots(ranges, runner.offset), "ends": ends}
-            batch.fill(packed, further)
-
-    def _compute(self, inputs: Sequence[StaticBatch], num_rows: int) -> Tensor:
-        """int64 ``[num_rows, levels]``: what is captured."""
-        first, drawn = inputs[0], list[Tensor]()
-        states = self._runners[0].states_at(first.tensors["states"], first.bucket.num_tokens)
-        for level, (runner, static) in enumerate(zip(self._runners, inputs, strict=False)):
-            batch = static.batch
-            if level:
-                sources, known = static.tensors["sources"], torch.cat(drawn)
-                token_ids = known[sources.clamp(min=0)]
-                token_ids = torch.where(sources < 0, batch.token_ids, token_ids)
-                batch = replace(batch, token_ids=token_ids)
-            module: MtpNetwork | NativeMtpNetwork = runner.network  # type: ignore[assignment]
-            left = module.read(states, runner.paged_pass(batch))
-            states, is_last = left.states, level + 1 == len(inputs)
-            normed = left.normed if is_last else left.normed[first.tensors["ends"]]
-            drawn.append(module.logits(normed).argmax(-1))
-        return torch.stack(drawn, 1)
-
-
-def _of_level(ranges: Sequence[TokenRange], level: int) -> list[TokenRange]:
+def entries_of_level(ranges: Sequence[TokenRange], level: int) -> list[TokenRange]:
     """What the module of a level reads, of the drafts that go as deep."""
     return [
         each._replace(start=each.start + level, stop=each.stop + level)
         for each in ranges
         if each.depth > level
     ]
-
-
-def _sources(sizes: Sequence[int], level: int, num_rows: int) -> list[int]:
-    """For each token of the rows of a level, which drafted one it is; -1: it is known.
-
-    Args:
-        sizes: tokens of each row, of which the last ``level`` are drafted.
-        level: levels that are drafted.
-        num_rows: drafted tokens of each level; they are numbered level by level.
-    """
-    found: list[int] = []
-    for row, size in enumerate(sizes):
-        count = min(level, size)
-        found += [-1] * (size - count)
-        found += [each * num_rows + row for each in range(level - count, level)]
-    return found
 
 
 def _depth(request: DraftRequest) -> int:

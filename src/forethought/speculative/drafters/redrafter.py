@@ -13,19 +13,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from itertools import accumulate
 from operator import add
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 from typing_extensions import override
 
-from forethought.backends.cpu.heads import NativeBeams
-from forethought.backends.cpu.network import NativeNetwork
 from forethought.config.drafters import ReDrafterDecodingConfig
 from forethought.kv.staging import upload
 from forethought.kv.storage import DraftKvCache, HiddenStateCache
+from forethought.model import backends
 from forethought.model.causal_lm import FINAL
 from forethought.speculative.drafter import (
     Draft,
@@ -38,9 +36,11 @@ from forethought.speculative.drafter import (
 from forethought.speculative.heads.redrafter import (
     DraftRecurrence,
     ReDrafterHead,
-    beam_head,
 )
 from forethought.speculative.registry import Target
+
+if TYPE_CHECKING:
+    from forethought.backends.cpu.heads import NativeBeamSearch
 
 
 class ReDrafterDrafter(Drafter):
@@ -75,11 +75,8 @@ class ReDrafterDrafter(Drafter):
         assert config.speculative_model is not None
         lm = target.runner.lm
         head = ReDrafterHead.load(config.speculative_model, lm.hidden_size, lm.vocab_size)
-        search: BeamSearch | NativeBeamSearch
-        if isinstance(lm.network, NativeNetwork):
-            search = NativeBeamSearch(NativeBeams(beam_head(head), lm.network, lm.dtype))
-        else:
-            search = BeamSearch(DraftRecurrence(head, lm.dtype, lm.device), lm.embed)
+        native = backends.cpu().beam_search(head, lm)
+        search = native or BeamSearch(DraftRecurrence(head, lm.dtype, lm.device), lm.embed)
         return cls(
             search,
             HiddenStateCache([FINAL], lm.hidden_size, target.runner.storage),
@@ -200,7 +197,7 @@ class BeamSearch:
         kept_tokens, extended, ranked, counts = torch.stack(
             [every[0], every[1], order, useful]
         ).tolist()
-        starts = _starts(ends)
+        starts = first_beams(ends)
         return [
             Beams(tokens, list(map(add, parents, starts)), ranks[: count[0]], ends)
             for tokens, parents, ranks, count in zip(
@@ -216,46 +213,12 @@ class BeamSearch:
         return bool((score < min_logprob).all())
 
 
-def _starts(ends: Sequence[int]) -> list[int]:
+def first_beams(ends: Sequence[int]) -> list[int]:
     """The number of the first beam of those that each beam's parent is one of; -1: the root is."""
     starts = [-1] * ends[1]
     for begin, end, stop in zip(ends, ends[1:], ends[2:], strict=False):
         starts += [begin] * (stop - end)
     return starts
-
-
-class NativeBeamSearch:
-    """The same search in one call of C++; the reference is :class:`BeamSearch`.
-
-    Args:
-        beams: finds those of each length.
-    """
-
-    forward_path = "native"
-
-    def __init__(self, beams: NativeBeams) -> None:
-        self._beams = beams
-
-    def __call__(
-        self,
-        contexts: Tensor,
-        roots: Sequence[int],
-        width: int,
-        length: int,
-        min_logprob: float = -math.inf,
-    ) -> list[Beams]:
-        """Search in C++, for all contexts in one call."""
-        levels = self._beams(contexts, roots, width, length, min_logprob)
-        ends = [0, *accumulate(len(level.tokens[0]) for level in levels)]
-        starts, found = _starts(ends), list[Beams]()
-        for root in range(len(roots)):
-            tokens = [token for level in levels for token in level.tokens[root]]
-            parents = [parent for level in levels for parent in level.parents[root]]
-            scores = [score for level in levels for score in level.scores[root]]
-            order = sorted(range(len(scores)), key=scores.__getitem__, reverse=True)
-            useful = [beam for beam in order if scores[beam] >= min_logprob]
-            found.append(Beams(tokens, list(map(add, parents, starts)), useful, ends))
-        return found
 
 
 def top_beams_tree(beams: Beams, depth: int, max_nodes: int) -> Draft:

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from transformers import LlamaConfig
 from typing_extensions import override
 
-from forethought.backends.cpu.module import ModuleParts
 from forethought.kv.storage import LayerShape
+from forethought.model import backends
 from forethought.model.attention.base import ForwardPass
 from forethought.model.causal_lm import CausalLM
 from forethought.model.llama.layers import projection
@@ -34,7 +34,7 @@ from forethought.speculative.heads.layers import (
     llama_config,
     native_rotary,
 )
-from forethought.speculative.heads.native import NativeDraftModule, native_module
+from forethought.speculative.heads.module_parts import ModuleParts
 
 
 class EagleHead(nn.Module):
@@ -102,10 +102,9 @@ def eagle_parts(head: EagleHead, max_positions: int) -> ModuleParts:
 
 def eagle_network(head: EagleHead, lm: CausalLM) -> DraftModule:
     """The head over pages: in C++ where the target runs there, else in torch operations."""
-    native = native_module(eagle_parts(head, lm.max_positions), lm)
-    if native is None:
-        return EagleNetwork(head, lm)
-    return NativeDraftModule(native, head.fc.weight.dtype, layer_shape(head.config))
+    parts, shape = eagle_parts(head, lm.max_positions), layer_shape(head.config)
+    native = backends.cpu().draft_module(parts, lm, head.fc.weight.dtype, shape)
+    return native or EagleNetwork(head, lm)
 
 
 class EagleNetwork(DraftModule):

@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from transformers import LlamaConfig
 from typing_extensions import override
 
-from forethought.backends.cpu.module import ModuleParts
 from forethought.kv.storage import LayerShape
+from forethought.model import backends
 from forethought.model.attention.base import ForwardPass
 from forethought.model.causal_lm import FINAL, CausalLM
 from forethought.model.llama.layers import Norm, fused_norm, projection
@@ -37,7 +37,7 @@ from forethought.speculative.heads.layers import (
     llama_config,
     native_rotary,
 )
-from forethought.speculative.heads.native import NativeDraftModule, native_module
+from forethought.speculative.heads.module_parts import ModuleParts
 
 Layout = Literal["eagle3", "speculators"]
 """The authors' checkpoints, or those of the speculators library, which vLLM loads."""
@@ -254,11 +254,10 @@ def eagle3_parts(head: Eagle3Head, max_positions: int) -> ModuleParts:
 
 def eagle3_network(head: Eagle3Head, lm: CausalLM) -> DraftModule:
     """The head over pages: in C++ where the target runs there, else in torch operations."""
-    native = native_module(eagle3_parts(head, lm.max_positions), lm)
-    if native is None:
-        return Eagle3Network(head, lm)
+    parts, shape = eagle3_parts(head, lm.max_positions), layer_shape(head.config)
     ids = None if head.traits.draft_vocab_size == lm.vocab_size else head.ids
-    return NativeDraftModule(native, head.fc.weight.dtype, layer_shape(head.config), ids)
+    native = backends.cpu().draft_module(parts, lm, head.fc.weight.dtype, shape, ids)
+    return native or Eagle3Network(head, lm)
 
 
 class Eagle3Network(DraftModule):

@@ -28,14 +28,13 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from forethought.backends.cpu.heads import NativeHeads
-from forethought.backends.cpu.network import NativeNetwork
+from forethought.model import backends
 from forethought.model.causal_lm import CausalLM
 from forethought.model.llama.layers import BatchedProjection, projection
 from forethought.speculative.heads.checkpoint import Checkpoint, refused
@@ -165,11 +164,10 @@ class MedusaHeads(nn.ModuleList):
             os.replace(directory / "model.safetensors", directory / WEIGHTS)
 
 
-def draft_heads(heads: MedusaHeads, lm: CausalLM) -> DraftHeads | NativeDraftHeads:
+def draft_heads(heads: MedusaHeads, lm: CausalLM) -> RankingHeads:
     """Their forward: in C++ where the target runs there, else in torch operations."""
-    if isinstance(lm.network, NativeNetwork):
-        return NativeDraftHeads(heads, lm.dtype)
-    return DraftHeads(heads, lm.dtype, lm.device)
+    native = backends.cpu().draft_heads(heads, lm)
+    return DraftHeads(heads, lm.dtype, lm.device) if native is None else native
 
 
 class RankedTokens(NamedTuple):
@@ -180,44 +178,25 @@ class RankedTokens(NamedTuple):
     """The target's ids."""
 
 
-class NativeDraftHeads:
-    """The forward of some heads in C++; the reference is :class:`DraftHeads`.
+class RankingHeads(Protocol):
+    """The forward of some heads, for drafting."""
 
-    Args:
-        heads: their weights are copied.
-        dtype: of the copies; logits are float32.
-    """
+    forward_path: str
+    token_map: Tensor | None
+    vocab: int
 
-    forward_path = "native"
-
-    def __init__(self, heads: MedusaHeads, dtype: torch.dtype) -> None:
-        self.token_map, self.vocab = heads.token_map, heads.shape.vocab
-        self._count = len(heads)
-        self._ids = None if heads.token_map is None else heads.token_map.tolist()
-        self._heads = NativeHeads([_linears(head) for head in heads], dtype)
-
-    def __len__(self) -> int:
-        return self._count
+    def __len__(self) -> int: ...
 
     def __call__(self, states: Tensor, count: int) -> Tensor:
-        """Logits of the first ``count`` heads."""
-        return self._heads(states, count)
+        """The first ``count`` heads: states ``[N, hidden]`` -> logits ``[count, N, vocab]``."""
+        ...
 
     def most_probable(self, states: Tensor, count: int, width: int) -> RankedTokens:
-        """The ``width`` most probable tokens of the first ``count`` heads, ranked."""
-        logprobs, outputs = self._heads.most_probable(states, count, width)
-        tokens = list(outputs) if self._ids is None else [self._ids[each] for each in outputs]
-        begins = [
-            [(head * len(states) + row) * width for row in range(len(states))]
-            for head in range(count)
-        ]
-        return RankedTokens(
-            [[list(logprobs[at : at + width]) for at in rows] for rows in begins],
-            [[tokens[at : at + width] for at in rows] for rows in begins],
-        )
+        """The ``width`` most probable tokens of the first ``count`` heads, by row of ``states``."""
+        ...
 
 
-class DraftHeads:
+class DraftHeads(RankingHeads):
     """The forward of some heads, for drafting.
 
     Args:
@@ -232,7 +211,7 @@ class DraftHeads:
         self.vocab = heads.shape.vocab
         self._count, self._first = len(heads), None
         with torch.inference_mode():
-            *blocks, out = zip(*map(_linears, heads), strict=True)
+            *blocks, out = zip(*map(linears_of, heads), strict=True)
             if blocks:  # the first blocks read the same state: one product
                 weights, biases = _weights(blocks[0], dtype, device)
                 bias = None if biases is None else torch.cat(biases)
@@ -264,7 +243,7 @@ class DraftHeads:
         return RankedTokens(logprobs, [[list(map(int, row)) for row in rows] for rows in ids])
 
 
-def _linears(head: nn.Module) -> list[nn.Linear]:
+def linears_of(head: nn.Module) -> list[nn.Linear]:
     """The linear layers of its blocks, then the last one."""
     *blocks, last = head.children()
     return [*(block.linear for block in blocks), last]

@@ -15,7 +15,7 @@ import logging
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 from safetensors.torch import load_file
@@ -23,9 +23,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from typing_extensions import override
 
-from forethought.backends.cpu.module import ModuleParts, NativeModule
-from forethought.backends.cpu.network import NativeNetwork
-from forethought.backends.cpu.weights import norm_eps, refusal, rotary_tables
+from forethought.model import backends
 from forethought.model.attention.base import ForwardPass
 from forethought.model.attention.interface import (
     ATTENTION,
@@ -48,7 +46,6 @@ from forethought.speculative.heads.mtp_layout import (
     named,
     read_modules,
 )
-from forethought.speculative.heads.native import NativeDraftModule, native_module
 
 FedBackState = Literal["normed", "unnormed"]
 """Which hidden state is fed back: the output of the module's last norm, or of the block.
@@ -144,69 +141,30 @@ class MtpModule(nn.Module):
         return cls(model.to(lm.device), LAYOUTS[layout], fed_back)
 
 
-def mtp_parts(module: MtpModule, max_positions: int, window: int | None) -> ModuleParts:
-    """A module, whose block ``weights.refusal`` accepts, as a native one."""
-    model, config = module.model, module.model.config
-    types = getattr(config, "layer_types", None) or ["full_attention"]
-    return ModuleParts(
-        model.model.layers[0],
-        rotary_tables(model, types, max_positions)[types[0]],
-        config.num_attention_heads,
-        config.num_key_value_heads,
-        norm_eps(module.enorm),
-        token_norm=module.enorm,
-        state_norm=module.hnorm,
-        project=module.eh_proj,
-        enters_normed=True,
-        final_norm=model.model.norm,
-        activation=getattr(config, "hidden_activation", None) or config.hidden_act,
-        window=window,
-        state_first=module.layout.hidden_first,
-        zero_first=module.layout.zero_first,
-        feeds_normed=module.fed_back == "normed",
-    )
-
-
-def mtp_network(module: MtpModule, lm: CausalLM) -> MtpNetwork | NativeMtpNetwork:
-    """The module over pages: in C++ where the target runs there, else in torch operations."""
-    reason = refusal(module.model)
-    if isinstance(lm.network, NativeNetwork) and reason is not None:
-        log.info("the MTP module runs in torch operations: %s", reason)
-    elif isinstance(lm.network, NativeNetwork):
-        profile = _profile(module)
-        native = native_module(mtp_parts(module, lm.max_positions, profile.window), lm)
-        if native is not None:
-            return NativeMtpNetwork(native, lm, profile, module.fed_back)
-    return MtpNetwork(module, lm)
-
-
-class NativeMtpNetwork(NativeDraftModule):
-    """An :class:`MtpModule` in C++.
-
-    Args:
-        module: runs in C++.
-        lm: the target.
-        profile: of the module's attention.
-        fed_back: which hidden state is fed back.
-    """
-
-    def __init__(
-        self, module: NativeModule, lm: CausalLM, profile: LayerProfile, fed_back: FedBackState
-    ) -> None:
-        super().__init__(module, lm.dtype, profile.shape, window=profile.window)
-        self._lm, self._fed_back = lm, fed_back
+class MtpDraftModule(DraftModule, Protocol):
+    """An MTP module over pages."""
 
     def read(self, states: Tensor, forward_pass: ForwardPass) -> ModuleStates:
-        """The states that the next draft step reads, and the normed ones."""
-        last, normed = self._module.read(states, forward_pass)
-        return ModuleStates(normed if self._fed_back == "normed" else last, normed)
+        """Compute T entries; outputs at the R positions in the batch's ``logit_index``.
+
+        Args:
+            states: ``[T, hidden]``.
+            forward_pass: over a storage of one layer; its batch has the tokens and, as positions,
+                those of the states.
+        """
+        ...
 
     def logits(self, normed: Tensor) -> Tensor:
-        """Logits ``[R, vocab]`` of the target's LM head."""
-        return self._lm.unembed(normed)
+        """``[..., hidden]`` behind the last norm -> ``[..., vocab]``."""
+        ...
 
 
-class MtpNetwork(DraftModule):
+def mtp_network(module: MtpModule, lm: CausalLM) -> MtpDraftModule:
+    """The module over pages: in C++ where the target runs there, else in torch operations."""
+    return backends.cpu().mtp_module(module, lm) or MtpNetwork(module, lm)
+
+
+class MtpNetwork(MtpDraftModule):
     """An :class:`MtpModule` over pages; see ``speculative.draft_module``.
 
     Args:
@@ -219,7 +177,7 @@ class MtpNetwork(DraftModule):
 
     def __init__(self, module: MtpModule, lm: CausalLM) -> None:
         self._module, self._lm = module, lm
-        profile = _profile(module)
+        profile = profile_of(module)
         self.shape, self.dtype = profile.shape, lm.dtype
         self.windows: Sequence[int | None] = (profile.window,)
         self.vocab_size, self.ids = lm.vocab_size, None
@@ -233,14 +191,8 @@ class MtpNetwork(DraftModule):
         """See ``DraftModule``: the target's state behind its final norm is read unchanged."""
         return states
 
+    @override
     def read(self, states: Tensor, forward_pass: ForwardPass) -> ModuleStates:
-        """Compute T entries; outputs at the R positions in the batch's ``logit_index``.
-
-        Args:
-            states: ``[T, hidden]``.
-            forward_pass: over a storage of one layer; its batch has the tokens and, as positions,
-                those of the states.
-        """
         batch = forward_pass.batch
         embedded = self._lm.embed(batch.token_ids)
         if self._fused is not None:
@@ -249,8 +201,8 @@ class MtpNetwork(DraftModule):
         left = self._module(embedded[None], states[None], batch.positions[None], **carried)
         return ModuleStates(left.states[0, batch.logit_index], left.normed[0, batch.logit_index])
 
+    @override
     def logits(self, normed: Tensor) -> Tensor:
-        """``[..., hidden]`` behind the last norm -> ``[..., vocab]``."""
         return self._lm.unembed(normed)
 
     @override
@@ -439,7 +391,7 @@ def _stored(module: MtpModule, number: int) -> StoredModule:
     return StoredModule(number, parts, block)
 
 
-def _profile(module: MtpModule) -> LayerProfile:
+def profile_of(module: MtpModule) -> LayerProfile:
     """Attention capabilities that the module's layer needs, found by a small forward."""
     weight = module.eh_proj.weight
     hidden, tokens = weight.shape[0], 3

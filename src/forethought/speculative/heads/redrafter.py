@@ -12,6 +12,7 @@ operations, and C++ does within the whole search (:func:`beam_head`).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from forethought.backends.cpu.heads import BeamHead
 from forethought.model.llama.layers import Projection, projection
 from forethought.speculative.heads.checkpoint import Checkpoint, refused
 from forethought.speculative.heads.layers import ResidualBlock
@@ -136,6 +136,22 @@ class ReDrafterHead(nn.Module):
             "torch_dtype": str(weight.dtype).removeprefix("torch."),
         }
         Checkpoint(directory, config, self.state_dict()).write()
+
+
+@dataclass(frozen=True, slots=True)
+class BeamHead:
+    """What a beam search predicts with.
+
+    Attributes:
+        recur: ``[hidden, 2 * hidden]``, of the embedding of a token and the state before it; None:
+            they are added.
+        enter: ``[exit, 2 * hidden]``, of context and state; None: they are concatenated.
+        linears: those of residual blocks, then the projection to the logits.
+    """
+
+    recur: nn.Linear | None
+    enter: nn.Linear | None
+    linears: Sequence[nn.Linear]
 
 
 def beam_head(head: ReDrafterHead) -> BeamHead:

@@ -31,16 +31,16 @@ from forethought.backends.cuda.graph_runner import GraphRunner
 from forethought.backends.cuda.graphs import (
     MAX_GRAPH_TOKENS,
     Bucket,
-    Graph,
     StaticBatch,
     capacity_of,
     padded_tokens,
 )
-from forethought.backends.cuda.paged_layout import WORD_BITS
 from forethought.kv.staging import StaticBuffer
 from forethought.kv.storage import HiddenStateCache, KvStorage
 from forethought.kv.table import PageTable
+from forethought.model.attention.paged_layout import WORD_BITS
 from forethought.model.batch import Span
+from forethought.model.graph_capturer import Graph
 from forethought.model.runner import ModelRunner
 from forethought.model.sampling.sampler import mark_not_finite
 from forethought.speculative.chain_source import ChainSource, GreedyChains

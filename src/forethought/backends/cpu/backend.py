@@ -1,0 +1,129 @@
+"""What the C++ forward offers: a model's layers, its drafters' networks, and whole steps."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from forethought.backends.cpu import library, weights
+from forethought.backends.cpu.network import NativeNetwork
+
+if TYPE_CHECKING:
+    from forethought.backends.cpu.draft_module import NativeDraftModule, NativeMtpNetwork
+    from forethought.backends.cpu.draft_network import NativeDraftNetwork
+    from forethought.backends.cpu.heads import NativeBeamSearch, NativeDraftHeads
+    from forethought.backends.cpu.native_steps import NativeSteps
+    from forethought.kv.storage import LayerShape
+    from forethought.model.causal_lm import CausalLM
+    from forethought.speculative.heads.medusa import MedusaHeads
+    from forethought.speculative.heads.module_parts import ModuleParts
+    from forethought.speculative.heads.mtp import MtpModule
+    from forethought.speculative.heads.redrafter import ReDrafterHead
+
+log = logging.getLogger(__name__)
+
+
+class CpuBackend:
+    """See ``model.backends``. What reads the target's packed weights needs a target that runs here.
+
+    Methods raise ModelError where the library has to be compiled and cannot be.
+    """
+
+    NO_COMPILER = library.NO_COMPILER
+    refusal = staticmethod(weights.refusal)
+    uses_amx = staticmethod(library.uses_amx)
+    warn_unavailable = staticmethod(library.warn_unavailable)
+
+    @staticmethod
+    def why_unavailable() -> str | None:
+        """Why nothing can run here on this machine; None: it can."""
+        return None if library.is_available() else library.NO_COMPILER
+
+    @staticmethod
+    def causal_lm_class(config: Any) -> Any | None:
+        """The class of transformers whose layers run here; None: this config has none."""
+        classes = (cls for cls in weights.FAMILIES if cls.config_class is type(config))
+        return next(classes, None)
+
+    @staticmethod
+    def network(
+        module: PreTrainedModel, max_positions: int, windows: Sequence[int | None]
+    ) -> NativeNetwork:
+        """The network of a module that ``refusal`` accepts; its layers' weights are taken."""
+        return NativeNetwork(module, max_positions, windows)
+
+    @staticmethod
+    def network_of(lm: CausalLM) -> NativeNetwork | None:
+        """The network of a model that runs here; None: it does not."""
+        return lm.network if isinstance(lm.network, NativeNetwork) else None
+
+    @classmethod
+    def draft_network(cls, lm: CausalLM, vocab_size: int) -> NativeDraftNetwork | None:
+        """A draft model for targets with ``vocab_size`` tokens; None: it does not run here."""
+        from forethought.backends.cpu.draft_network import NativeDraftNetwork
+
+        network = cls.network_of(lm)
+        if network is None:
+            return None
+        num_choices = min(vocab_size, lm.vocab_size)
+        return NativeDraftNetwork(network.forward, num_choices, lm.vocab_size)
+
+    @classmethod
+    def draft_module(
+        cls,
+        parts: ModuleParts,
+        lm: CausalLM,
+        dtype: torch.dtype,
+        shape: LayerShape,
+        ids: Tensor | None = None,
+    ) -> NativeDraftModule | None:
+        """A draft module; None: its target does not run here, or the module cannot.
+
+        Args:
+            parts: of the module; their weights are copied.
+            lm: the target.
+            dtype: of weights and entries.
+            shape: of its layer's keys and values.
+            ids: see ``DraftNetwork``.
+        """
+        from forethought.backends.cpu.draft_module import NativeDraftModule, native_module
+
+        module = native_module(parts, cls.network_of(lm))
+        return None if module is None else NativeDraftModule(module, dtype, shape, ids)
+
+    @classmethod
+    def mtp_module(cls, module: MtpModule, lm: CausalLM) -> NativeMtpNetwork | None:
+        """A multi-token prediction module; None: as of ``draft_module``."""
+        from forethought.backends.cpu.draft_module import NativeMtpNetwork
+
+        return NativeMtpNetwork.of(module, lm, cls.network_of(lm))
+
+    @classmethod
+    def draft_heads(cls, heads: MedusaHeads, lm: CausalLM) -> NativeDraftHeads | None:
+        """Medusa's heads; None: the target does not run here."""
+        from forethought.backends.cpu.heads import NativeDraftHeads
+
+        return None if cls.network_of(lm) is None else NativeDraftHeads(heads, lm.dtype)
+
+    @classmethod
+    def beam_search(cls, head: ReDrafterHead, lm: CausalLM) -> NativeBeamSearch | None:
+        """The search with ReDrafter's head; None: the target does not run here."""
+        from forethought.backends.cpu.heads import NativeBeams, NativeBeamSearch
+        from forethought.speculative.heads.redrafter import beam_head
+
+        network = cls.network_of(lm)
+        if network is None:
+            return None
+        return NativeBeamSearch(NativeBeams(beam_head(head), network, lm.dtype))
+
+    @staticmethod
+    def step_runner() -> type[NativeSteps]:
+        """What makes several steps in one call."""
+        from forethought.backends.cpu.native_steps import NativeSteps
+
+        return NativeSteps
