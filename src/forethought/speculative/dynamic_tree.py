@@ -132,7 +132,7 @@ class DynamicTreeBuilder(TreeBuilder):
 
     @override
     def grow(self, runner: DraftModuleRunner, requests: Sequence[DraftRequest]) -> None:
-        """See ``TreeBuilder``. Requests with fewer KV slots get narrower trees, separately."""
+        """Requests with fewer KV slots get narrower trees, separately."""
         shapes: dict[tuple[int, int], list[DraftRequest]] = {}
         for request in requests:
             shapes.setdefault(self._shape(request, runner.network.vocab_size), []).append(request)

@@ -251,7 +251,7 @@ class QueuedSteps(StepRunner):
 
     @override
     def advance(self, rows: Sequence[DecodeRow], num_steps: int) -> Advance:
-        """See :class:`StepRunner`. Rows that have ended go on until they have all their tokens."""
+        """Rows that have ended go on until they have all their tokens."""
         largest, tokens = list[Tensor](), list[Tensor]()
         num_steps = min(num_steps, rows[0].num_left)
         for step in range(num_steps):

@@ -133,7 +133,7 @@ class StaticTreeBuilder(TreeBuilder):
 
     @override
     def grow(self, runner: DraftModuleRunner, requests: Sequence[DraftRequest]) -> None:
-        """See :class:`TreeBuilder`. Short drafts take no part in the forwards of deeper levels."""
+        """Short drafts take no part in the forwards of deeper levels."""
         requests = sorted(requests, key=self._size, reverse=True)
         sizes = list(map(self._size, requests))
         sampled = self._sampled_rows(requests)

@@ -69,5 +69,5 @@ class NativeDraftNetwork:
     def draft_chains(
         self, forward_pass: ForwardPass, slots: Sequence[Sequence[int]]
     ) -> list[list[int]]:
-        """See ``ChainDrafter``; of a model."""
+        """Chains behind the last known token of each row."""
         return self.forward.draft_chains(forward_pass, None, slots, num_choices=self.num_choices)

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class CudaBackend:
-    """See ``model.backends``."""
+    """The entry ``cuda`` of the table in ``model.backends``."""
 
     @staticmethod
     def fused_ops() -> ModuleType:

@@ -299,7 +299,7 @@ class ChainRounds(StepRunner):
 
     @override
     def advance(self, rows: Sequence[DecodeRow], num_steps: int) -> Advance:
-        """See :class:`StepRunner`. All rows make all rounds, also those that have ended."""
+        """All rows make all rounds, also those that have ended."""
         num_steps, draft_len = min(num_steps, max(row.num_left for row in rows)), rows[0].draft_len
         progress = list(map(RowProgress.of, rows))
         for tokens in self._run(rows, num_steps).tolist():

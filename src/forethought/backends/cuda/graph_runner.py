@@ -63,7 +63,7 @@ class GraphRunner(ModelRunner):
 
     @override
     def forward(self, rows: Sequence[Row], readers: Sequence[HiddenStateReader] = ()) -> Tensor:
-        """See :class:`ModelRunner`; the result is overwritten by the next forward."""
+        """The logits are overwritten by the next forward."""
         captured = None
         if not any(row.logits_from or row.concurrent for row in rows):
             bucket = Bucket.of(rows, self._max_tokens)

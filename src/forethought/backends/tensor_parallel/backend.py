@@ -9,7 +9,7 @@ from forethought.model.causal_lm import CausalLM
 
 
 class TensorParallelBackend:
-    """See ``model.backends``."""
+    """The entry ``tensor_parallel`` of the table in ``model.backends``."""
 
     refusal = staticmethod(shard.refusal)
     starting = staticmethod(engine_ranks.starting)

@@ -106,7 +106,7 @@ class ShardedNetwork(Network):
     @torch.inference_mode()
     @override
     def __call__(self, batch: Batch, forward_pass: ForwardPass) -> Tensor:
-        """See ``Network``; raises EngineStopped."""
+        """Raises EngineStopped where a rank has ended."""
 
         def compute() -> Tensor:
             self._ranks.collectives.broadcast(indices)
@@ -248,7 +248,7 @@ class ShardedStorage(KvStorage):
 
     @override
     def resize(self, num_pages: int) -> None:
-        """See ``KvStorage``; raises EngineStopped where another rank has too little memory."""
+        """Raises EngineStopped where another rank has too little memory."""
         super().resize(num_pages)
         self.ranks.ask(Resize(num_pages))
 
@@ -270,13 +270,13 @@ class ShardedStorage(KvStorage):
 
     @override
     def read_slots(self, slots: Sequence[int]) -> list[Tensor]:
-        """See ``KvStorage``: with the KV heads of all ranks."""
+        """Copies with the KV heads of all ranks."""
         numbers, own = list(slots), super().read_slots(slots)
         return self.ranks.run(ReadSlots(numbers), lambda: _whole(own, self.ranks.collectives))
 
     @override
     def write_slots(self, slots: Sequence[int], stacks: Sequence[Tensor]) -> None:
-        """See ``KvStorage``: what ``read_slots`` has returned."""
+        """Each rank stores its KV heads."""
         numbers, shapes, write = list(slots), self.stack_shapes(len(slots)), super().write_slots
         member = Member(self._lm, self, self.ranks.collectives)
         self.ranks.run(WriteSlots(numbers), lambda: write(numbers, _parts(shapes, stacks, member)))
@@ -301,5 +301,5 @@ class ShardedRunner(ModelRunner):
 
     @override
     def shutdown(self) -> None:
-        """See ``ModelRunner``: end the processes of the other ranks."""
+        """End the processes of the other ranks."""
         self.ranks.close()

@@ -82,7 +82,7 @@ class StaticTrees(HeadTrees):
 
     @override
     def grow(self, heads: RankingHeads, states: Tensor, requests: Sequence[DraftRequest]) -> None:
-        """See :class:`HeadTrees`. Shorter drafts are made of the tree's first nodes."""
+        """Shorter drafts are made of the tree's first nodes."""
         logits, ids = heads(states, _num_levels(self, requests)), heads.token_map
         sizes = [
             min(self.nodes(min(request.max_draft_len, len(logits))), request.max_nodes)

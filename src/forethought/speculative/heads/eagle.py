@@ -132,7 +132,7 @@ class EagleNetwork(DraftModule):
 
     @override
     def enter(self, states: Tensor) -> Tensor:
-        """See ``DraftModule``: the state is read unchanged."""
+        """The state is read unchanged."""
         return states.to(self.dtype)
 
     @override

@@ -188,7 +188,7 @@ class MtpNetwork(MtpDraftModule):
 
     @override
     def enter(self, states: Tensor) -> Tensor:
-        """See ``DraftModule``: the target's state behind its final norm is read unchanged."""
+        """The target's state after its final norm is read unchanged."""
         return states
 
     @override

@@ -95,7 +95,7 @@ class RelaxedAcceptance(AcceptanceRule):
 
     @override
     def test_nodes(self, logits: Tensor, requests: Sequence[VerificationRequest]) -> Tensor:
-        """See ``AcceptanceRule``: whether a node is the most probable token, and tolerable."""
+        """Whether a node is the most probable token, and tolerable."""
         contexts = [context for request in requests for context in request.contexts]
         probs = edit_logits(logits, contexts).softmax(dim=-1)
         rows, tokens = _drafted_nodes(requests, logits.device)
@@ -104,7 +104,7 @@ class RelaxedAcceptance(AcceptanceRule):
 
     @override
     def path(self, request: VerificationRequest, tests: NodeTests) -> list[int]:
-        """See ``AcceptanceRule``: the longest path of accepted nodes, of equal ones the first."""
+        """The longest path of accepted nodes, of equal ones the first."""
         draft = request.draft
         paths: dict[int, list[int]] = {-1: []}
         thinking = {-1: self._is_thinking(request.past)}
@@ -167,7 +167,7 @@ class TypicalAcceptance(AcceptanceRule):
 
     @override
     def test_nodes(self, logits: Tensor, requests: Sequence[VerificationRequest]) -> Tensor:
-        """See ``AcceptanceRule``: by how much p(x) exceeds the threshold, and its logarithm."""
+        """By how much p(x) exceeds the threshold, and its logarithm."""
         contexts = [context for request in requests for context in request.contexts]
         probs = logits_to_probs(logits, contexts)
         rows, tokens = _drafted_nodes(requests, logits.device)
@@ -177,7 +177,7 @@ class TypicalAcceptance(AcceptanceRule):
 
     @override
     def path(self, request: VerificationRequest, tests: NodeTests) -> list[int]:
-        """See ``AcceptanceRule``; of paths of equal length, the more probable one is taken."""
+        """Of paths of equal length, the more probable one is taken."""
         return _most_probable_longest_path(request.draft, tests)
 
 
@@ -267,7 +267,7 @@ class SyntheticAcceptance(AcceptanceRule):
 
     @override
     def test_nodes(self, logits: Tensor, requests: Sequence[VerificationRequest]) -> None:
-        """See ``AcceptanceRule``: the logits do not matter."""
+        """Independent of the logits."""
 
     @override
     def path(self, request: VerificationRequest, tests: NodeTests) -> list[int]:
