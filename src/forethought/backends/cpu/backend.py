@@ -29,7 +29,9 @@ log = logging.getLogger(__name__)
 
 
 class CpuBackend:
-    """The entry ``cpu`` of the table in ``model.backends``. What reads the target's packed weights needs a target that runs here.
+    """The entry ``cpu`` of the table in ``model.backends``.
+
+    What reads the target's packed weights needs a target that runs here.
 
     Methods raise ModelError where the library has to be compiled and cannot be.
     """
