@@ -101,9 +101,22 @@ FORMER_NAMES: Mapping[str, Mapping[str, str]] = MappingProxyType(
             "MajorityVoteController": "methods.majority_vote",
             "PRMController": "rewards.prm_controller",
         },
+        "scaffolding.task": {
+            "ComputeTask": "scaffolding.base_task",
+            "MCPCallTask": "scaffolding.base_task",
+            "MCPToolListTask": "scaffolding.base_task",
+            "OpenAIToolDescription": "scaffolding.messages",
+            "RewardTask": "scaffolding.base_task",
+            "SystemMessage": "scaffolding.messages",
+            "TaskStatus": "scaffolding.base_task",
+            "ToolCall": "scaffolding.messages",
+            "ToolDescription": "scaffolding.messages",
+            "ToolFunction": "scaffolding.messages",
+            "ToolMessage": "scaffolding.messages",
+        },
     }
 )
-"""Module -> names that ``tensorrt_llm`` defines in it -> the module that defines them here."""
+"""Module -> names that it once defined, or that it has in ``tensorrt_llm`` -> their module."""
 _PREFIX = "forethought."
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+from collections import deque
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 from typing import Any, NamedTuple
@@ -304,3 +306,33 @@ class EngineStats:
     def to_dict(self) -> dict[str, Any]:
         """All counts by name."""
         return asdict(self)
+
+
+class DraftSpan(NamedTuple):
+    """A draft in a text: its accepted characters, and the text that was rejected after them."""
+
+    start: int
+    end: int
+    """Behind its accepted characters; ``start`` if none was accepted."""
+    drafter: str
+    rejected: str
+
+    def within(self, start: int, end: int) -> DraftSpan | None:
+        """Its part between two positions, relative to the first; None if it has none there."""
+        first, last = max(start, self.start), min(end, self.end)
+        rejected = self.rejected if start <= self.end < end else ""
+        if first >= last and not rejected:
+            return None
+        return DraftSpan(first - start, max(first, last) - start, self.drafter, rejected)
+
+
+def spans_within(spans: Sequence[DraftSpan], start: int, end: int) -> list[DraftSpan]:
+    """The parts of spans between two positions, relative to the first; it reads the end only."""
+    parts: deque[DraftSpan] = deque()
+    for span in reversed(spans):
+        if span.end < start:
+            break
+        part = span.within(start, end)
+        if part is not None:
+            parts.appendleft(part)
+    return list(parts)

@@ -19,7 +19,8 @@ from forethought.scaffolding import (
     ScriptedWorker,
     Worker,
 )
-from forethought.scaffolding.task import GenerationTask, TaskStatus
+from forethought.scaffolding.base_task import TaskStatus
+from forethought.scaffolding.task import GenerationTask
 from scripted import answer
 
 

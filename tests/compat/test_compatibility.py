@@ -14,6 +14,7 @@ from forethought.compat.tensorrt_llm.task_collection import (
 from forethought.errors import ParameterError
 from forethought.methods import MajorityVoteController as FromMethods
 from forethought.scaffolding import BestOfNController, MajorityVoteController, ScaffoldingOutput
+from forethought.scaffolding.base_task import RewardTask, Task, TaskStatus
 from forethought.scaffolding.controller import (
     BestOfNController as FromController,
 )
@@ -26,13 +27,7 @@ from forethought.scaffolding.controller import (
 )
 from forethought.scaffolding.result import ScaffoldingResult
 from forethought.scaffolding.scaffolding_llm import ScaffoldingLlm
-from forethought.scaffolding.task import (
-    GenerationTask,
-    RewardTask,
-    StreamGenerationTask,
-    Task,
-    TaskStatus,
-)
+from forethought.scaffolding.task import GenerationTask, StreamGenerationTask
 from forethought.scaffolding.worker import Worker
 from forethought.workers.scripted import Reply, ScriptedWorker
 

@@ -28,6 +28,7 @@ from forethought.compat.tensorrt_llm.math_utils import (
 )
 from forethought.compat.tensorrt_llm.task_collection import TaskCollection, with_task_collection
 from forethought.errors import ParameterError
+from forethought.scaffolding.base_task import MCPCallTask, TaskStatus
 from forethought.scaffolding.controller import (
     BestOfNController,
     ChatWithMCPController,
@@ -37,15 +38,9 @@ from forethought.scaffolding.controller import (
     NativeRewardController,
     ParallelProcess,
 )
+from forethought.scaffolding.messages import AssistantMessage, SystemMessage
 from forethought.scaffolding.scaffolding_llm import ScaffoldingLlm
-from forethought.scaffolding.task import (
-    AssistantMessage,
-    ChatTask,
-    GenerationTask,
-    MCPCallTask,
-    SystemMessage,
-    TaskStatus,
-)
+from forethought.scaffolding.task import ChatTask, GenerationTask
 from forethought.scaffolding.worker import MCPWorker, Worker
 from forethought.workers.scripted import ScriptedWorker
 

@@ -17,7 +17,7 @@ from forethought.config.drafters import NGramDecodingConfig
 from forethought.config.sampling import SamplingParams
 from forethought.llm.async_llm import AsyncLLM
 from forethought.llm.tokenizer import Tokenizer
-from forethought.scaffolding.task import RewardTask, TaskStatus
+from forethought.scaffolding.base_task import RewardTask, TaskStatus
 from forethought.scaffolding.worker import Worker
 from forethought.server.app import create_app
 from forethought.server.backends.engine_backend import EngineBackend

@@ -2,12 +2,13 @@
 
 from forethought import AsyncLLM
 from forethought.methods import DynasorGenerationController
+from forethought.outputs import DraftSpan, spans_within
 from forethought.scaffolding import (
     EngineWorker,
     NativeGenerationController,
     ScaffoldingLlm,
 )
-from forethought.scaffolding.result import Delta, DraftSpan, spans_within
+from forethought.scaffolding.result import Delta
 
 
 def test_spans_are_cut_at_the_ends_of_a_text_and_counted_from_its_beginning():

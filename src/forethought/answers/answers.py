@@ -31,8 +31,8 @@ from forethought.answers.answer_extraction import (
 from forethought.answers.sympy_pool import Forms, SympyPool
 from forethought.answers.sympy_process import STEPS_PER_SECOND
 from forethought.errors import DependencyError, EngineStopped, ForethoughtError, ParameterError
+from forethought.scaffolding.base_task import ComputeTask
 from forethought.scaffolding.execution_scope import current_scope
-from forethought.scaffolding.task import ComputeTask
 
 _logger = logging.getLogger(__name__)
 

@@ -33,6 +33,7 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from forethought.answers.arithmetic import exact_value
+from forethought.answers.brackets import brackets, matches_outside, split_outside, unbraced
 from forethought.answers.exact_value import (
     ExactValue,
     NotExact,
@@ -327,7 +328,6 @@ _NUMBERS = (
 
 # ---- what an answer is made of -------------------------------------------------------------------
 
-_OPEN, _CLOSE = {"(", "[", "{", "\\{"}, {")", "]", "}", "\\}"}
 _WORDS = re.compile(r"[A-Za-z]+(?:[ '-][A-Za-z]+)*")
 _DIFFERENCE = re.compile(r"[A-Za-z](?: ?- ?[A-Za-z])+|[a-z]{1,2}(?: ?- ?[a-z]{1,2})+")
 """Hyphens between letters are signs: ``p-q``, ``xy-z``."""
@@ -366,7 +366,7 @@ _DIGITS, _SPACED = re.compile(r"[-+./\d ]*"), re.compile(r"\d \d")
 
 def _read(text: str, depth: int) -> Form:
     """The form of a tidy text."""
-    text = _unbraced(text)
+    text = unbraced(text)
     if depth > _DEEPEST:
         return text
     for reader in (_value, _choice, _joined, _matrix, _bracketed, _listed, _related, _either):
@@ -410,7 +410,7 @@ def _choice(text: str, depth: int) -> Form | None:
 
 
 def _joined(text: str, depth: int) -> Form | None:
-    parts = _split(text, _JOINTS)
+    parts = split_outside(text, _JOINTS)
     return None if parts is None else _members(parts, depth)
 
 
@@ -424,11 +424,11 @@ def _matrix(text: str, depth: int) -> Form | None:
 
 def _bracketed(text: str, depth: int) -> Form | None:
     """A set, or values in order; for brackets around one thing, its form."""
-    ends = _brackets(text)
+    ends = brackets(text)
     if ends is None:
         return None
     inside = text[len(ends[0]) : -len(ends[1])].strip()
-    parts = _split(inside, _COMMA) or [inside]
+    parts = split_outside(inside, _COMMA) or [inside]
     if ends == ("\\{", "\\}"):
         return _members([part for part in parts if part], depth)
     if len(parts) == 1 and ends == ("(", ")"):
@@ -437,14 +437,14 @@ def _bracketed(text: str, depth: int) -> Form | None:
 
 
 def _listed(text: str, depth: int) -> Form | None:
-    parts = _split(text, _LIST_COMMA)
+    parts = split_outside(text, _LIST_COMMA)
     return None if parts is None else _members(parts, depth)
 
 
 def _related(text: str, depth: int) -> Form | None:
     """The value of an equation or an inequality with one name on one side."""
-    signs = [sign for sign, _ in _matches(text, _RELATION)]
-    sides = _split(text, _RELATION)
+    signs = [sign for sign, _ in matches_outside(text, _RELATION)]
+    sides = split_outside(text, _RELATION)
     if sides is None or not all(sides):
         return None
     if set(signs) == {"="}:
@@ -506,10 +506,10 @@ _KINDS = {"=": "==", "\\ne": "!=", "<": "<", "\\le": "<=", ">": "<", "\\ge": "<=
 def _worked_out(text: str) -> Form:
     """The form of a formula; itself if that takes sympy, and its text if it is too large."""
     try:
-        sides = [exact_value(side) for side in _split(text, _RELATION) or [text]]
+        sides = [exact_value(side) for side in split_outside(text, _RELATION) or [text]]
         if len(sides) == 1:
             return value_form(sides[0])
-        return _relation([sign for sign, _ in _matches(text, _RELATION)], sides)
+        return _relation([sign for sign, _ in matches_outside(text, _RELATION)], sides)
     except TooLarge:
         return Formula(text) if _LETTER.search(text) else uncompared(text)
     except NotExact:
@@ -566,50 +566,3 @@ def _set(members: frozenset[Form]) -> Form:
 
 def _mentions(text: str, name: str) -> bool:
     return re.search(rf"(?<![\\A-Za-z]){re.escape(name)}(?![A-Za-z])", text) is not None
-
-
-def _levels(text: str) -> Iterator[tuple[int, str, int]]:
-    r"""Place, sign and depth of every bracket and sign; ``\{`` is one, other commands too."""
-    depth = 0
-    for match in re.finditer(r"\\[A-Za-z]+|\\.|.", text, re.DOTALL):
-        sign = match[0]
-        depth -= sign in _CLOSE
-        yield match.start(), sign, depth
-        depth += sign in _OPEN
-
-
-def _brackets(text: str) -> tuple[str, str] | None:
-    """The brackets around all of ``text``; None if there are none, or they close before its end."""
-    if not text.startswith(tuple(_OPEN)) or not text.endswith(tuple(_CLOSE)):
-        return None
-    signs = list(_levels(text))
-    if len(signs) < 2 or signs[0][1] not in _OPEN or signs[-1][1] not in _CLOSE:
-        return None
-    if signs[-1][2] != 0 or any(depth < 1 for _, _, depth in signs[1:-1]):
-        return None
-    return signs[0][1], signs[-1][1]
-
-
-def _unbraced(text: str) -> str:
-    while _brackets(text) == ("{", "}"):
-        text = text[1:-1].strip()
-    return text
-
-
-def _matches(text: str, pattern: re.Pattern[str]) -> Iterator[tuple[str, re.Match[str]]]:
-    """The matches of ``pattern`` outside of brackets, as (sign, match)."""
-    if pattern.search(text) is None:
-        return
-    outside = {place for place, sign, depth in _levels(text) if depth == 0}
-    for match in pattern.finditer(text):
-        if match.start() in outside:
-            yield match[0], match
-
-
-def _split(text: str, pattern: re.Pattern[str]) -> list[str] | None:
-    """The parts of ``text`` between matches of ``pattern`` outside of brackets, if any."""
-    parts, begin = [], 0
-    for _, match in _matches(text, pattern):
-        parts.append(text[begin : match.start()].strip())
-        begin = match.end()
-    return [*parts, text[begin:].strip()] if begin else None

@@ -37,7 +37,9 @@ from forethought.answers.answers import (
 )
 from forethought.errors import BudgetExceeded, UnknownNameError
 from forethought.methods.parts.probe import AnswerTokenizer, Probe, written_answer
+from forethought.outputs import spans_within
 from forethought.scaffolding import sampling
+from forethought.scaffolding.base_task import ComputeTask
 from forethought.scaffolding.controller import (
     Controller,
     ConversationForm,
@@ -46,7 +48,7 @@ from forethought.scaffolding.controller import (
     side_by_side,
 )
 from forethought.scaffolding.parallel import AsCompleted, Process
-from forethought.scaffolding.result import Delta, Stage, spans_within
+from forethought.scaffolding.result import Delta, Stage
 from forethought.scaffolding.settings import (
     DIRECTORY,
     PositiveInt,
@@ -55,7 +57,7 @@ from forethought.scaffolding.settings import (
     validated,
     with_settings,
 )
-from forethought.scaffolding.task import ComputeTask, GenerationTask, StreamGenerationTask
+from forethought.scaffolding.task import GenerationTask, StreamGenerationTask
 from forethought.scaffolding.thinking import thinking_of
 
 EFFORT = {"mild": (8, 64), "low": (5, 64), "mid": (3, 64), "high": (2, 64), "crazy": (2, 32)}

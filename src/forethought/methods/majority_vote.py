@@ -50,6 +50,7 @@ from forethought.answers.answers import (
     checked_equivalence,
 )
 from forethought.errors import BudgetExceeded, ParameterError
+from forethought.scaffolding.base_task import ComputeTask
 from forethought.scaffolding.controller import (
     Controller,
     expect_text,
@@ -68,7 +69,7 @@ from forethought.scaffolding.settings import (
     validated,
     with_settings,
 )
-from forethought.scaffolding.task import ComputeTask, GenerationTask
+from forethought.scaffolding.task import GenerationTask
 
 _Answers = dict[int, str | None]
 """Answers by the numbers of their samples; None: it does not vote."""

@@ -22,6 +22,7 @@ from forethought.errors import BudgetExceeded, ParameterError
 from forethought.rewards import verifier as verifiers
 from forethought.rewards.verifier import Verifier
 from forethought.scaffolding import sampling
+from forethought.scaffolding.base_task import ComputeTask
 from forethought.scaffolding.controller import (
     Controller,
     expect_one,
@@ -40,7 +41,7 @@ from forethought.scaffolding.settings import (
     validated,
     with_settings,
 )
-from forethought.scaffolding.task import ComputeTask, GenerationTask
+from forethought.scaffolding.task import GenerationTask
 
 Fallback = Literal["vote", "first"]
 

@@ -28,6 +28,7 @@ from typing import Any
 
 from forethought.errors import ParameterError
 from forethought.scaffolding import sampling
+from forethought.scaffolding.base_task import ComputeTask
 from forethought.scaffolding.controller import (
     Controller,
     ConversationForm,
@@ -48,12 +49,7 @@ from forethought.scaffolding.settings import (
     setting,
     with_settings,
 )
-from forethought.scaffolding.task import (
-    ComputeTask,
-    GenerationTask,
-    RestoreSessionTask,
-    SaveSessionTask,
-)
+from forethought.scaffolding.task import GenerationTask, RestoreSessionTask, SaveSessionTask
 
 SLEEP_PROMPT = (
     "\n\nQuestions about the text above will be asked later. Think ahead: work out everything that "

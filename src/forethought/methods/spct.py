@@ -35,6 +35,7 @@ from forethought.rewards.judge import (
     question_of,
 )
 from forethought.scaffolding import sampling
+from forethought.scaffolding.base_task import RewardTask
 from forethought.scaffolding.controller import (
     Controller,
     NativeRewardController,
@@ -44,7 +45,7 @@ from forethought.scaffolding.controller import (
 from forethought.scaffolding.parallel import AsCompleted, Process
 from forethought.scaffolding.result import Stage
 from forethought.scaffolding.settings import PositiveInt, Text, setting, with_settings
-from forethought.scaffolding.task import ChatTask, GenerationTask, RewardTask
+from forethought.scaffolding.task import ChatTask, GenerationTask
 
 CRITIQUE_PROMPT = """\
 Here are {count} answers to a question. First write the principles by which answers to this question

@@ -16,10 +16,11 @@ from typing import Any
 
 from forethought.errors import ParameterError
 from forethought.rewards import verifier as verifiers
+from forethought.scaffolding.base_task import ComputeTask, RewardTask
 from forethought.scaffolding.controller import NativeRewardController, has_failed, refuse_arguments
 from forethought.scaffolding.parallel import Process
 from forethought.scaffolding.settings import required, with_settings
-from forethought.scaffolding.task import ComputeTask, GenerationTask, RewardTask
+from forethought.scaffolding.task import GenerationTask
 
 Checker = Callable[[str, str], float]
 """(text of the question, text of the answer) -> its score; True is 1 and False 0."""

@@ -27,6 +27,7 @@ from pydantic import Field
 from forethought.config.sampling import MAX_LOGPROBS
 from forethought.errors import ParameterError
 from forethought.outputs import TokenConfidence, TokenLogprobs
+from forethought.scaffolding.base_task import RewardTask
 from forethought.scaffolding.controller import (
     Controller,
     NativeRewardController,
@@ -36,7 +37,7 @@ from forethought.scaffolding.controller import (
 from forethought.scaffolding.parallel import Process
 from forethought.scaffolding.result import Stage
 from forethought.scaffolding.settings import PositiveInt, setting, with_settings
-from forethought.scaffolding.task import GenerationTask, RewardTask, StreamGenerationTask
+from forethought.scaffolding.task import GenerationTask, StreamGenerationTask
 
 TOP_K = 20
 """Most probable tokens that a token's confidence is taken over."""

@@ -27,11 +27,12 @@ from forethought.answers.answer_extraction import without_thought
 from forethought.config.sampling import SamplingParams
 from forethought.errors import ParameterError
 from forethought.scaffolding import sampling
+from forethought.scaffolding.base_task import RewardTask
 from forethought.scaffolding.controller import NativeRewardController, has_failed, refuse_arguments
 from forethought.scaffolding.parallel import Process
 from forethought.scaffolding.result import Stage
 from forethought.scaffolding.settings import TEXT, Text, setting, validated, with_settings
-from forethought.scaffolding.task import ChatTask, GenerationTask, RewardTask
+from forethought.scaffolding.task import ChatTask, GenerationTask
 
 SCORE_PROMPT = """\
 Grade the answer to the question. Check each of its steps, then its result.

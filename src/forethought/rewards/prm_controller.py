@@ -12,10 +12,11 @@ from typing import Any, Literal, Self
 
 from forethought.errors import ParameterError
 from forethought.rewards.step_format import STEP_FORMATS, ChatSteps, StepFormat
+from forethought.scaffolding.base_task import ComputeTask, RewardTask
 from forethought.scaffolding.controller import NativeRewardController, has_failed, refuse_arguments
 from forethought.scaffolding.parallel import Process
 from forethought.scaffolding.settings import required, setting, with_settings
-from forethought.scaffolding.task import ComputeTask, GenerationTask, RewardTask
+from forethought.scaffolding.task import GenerationTask
 
 StepAggregation = Literal["product", "min", "mean", "last"]
 AGGREGATIONS: Mapping[StepAggregation, Callable[[Sequence[float]], float]] = {

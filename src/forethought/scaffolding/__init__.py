@@ -48,6 +48,14 @@ _HOMES: Mapping[str, tuple[str, ...]] = MappingProxyType(
         ),
         "rewards.prm_controller": ("PRMController",),
         "scaffolding.attention_group": ("AttentionGroup",),
+        "scaffolding.base_task": (
+            "ComputeTask",
+            "MCPCallTask",
+            "MCPToolListTask",
+            "RewardTask",
+            "Task",
+            "TaskStatus",
+        ),
         "scaffolding.budget": ("Budget",),
         "scaffolding.controller": (
             "Controller",
@@ -84,16 +92,10 @@ _HOMES: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "scaffolding.scaffolding_llm": ("ScaffoldingLlm",),
         "scaffolding.task": (
             "ChatTask",
-            "ComputeTask",
             "GenerationTask",
-            "MCPCallTask",
-            "MCPToolListTask",
             "RestoreSessionTask",
-            "RewardTask",
             "SaveSessionTask",
             "StreamGenerationTask",
-            "Task",
-            "TaskStatus",
         ),
         "scaffolding.trace": (
             "Prices",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 MAX_BRANCHES, MIN_BRANCHES = 2048, 32
 """Branches of all requests together that run at once, which share them equally, but for
@@ -90,3 +90,21 @@ class BranchLimit:
 def _wake(waiter: asyncio.Future[None]) -> None:
     if not waiter.done():
         waiter.set_result(None)
+
+
+async def cancel_all(jobs: Iterable[asyncio.Future[None]]) -> None:
+    """Cancel them, a few in each turn of the event loop; all at once if this is cancelled."""
+    remaining = iter(jobs)
+    try:
+        for number, job in enumerate(remaining, 1):
+            _cancel(job)
+            if number % MAX_STARTS == 0:
+                await asyncio.sleep(0)
+    finally:
+        for job in remaining:
+            _cancel(job)
+
+
+def _cancel(job: asyncio.Future[None]) -> None:
+    if not isinstance(job, asyncio.Task) or not job.cancelling():
+        job.cancel()

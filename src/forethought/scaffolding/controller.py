@@ -26,6 +26,7 @@ from forethought.config.sampling import SamplingParams
 from forethought.errors import BudgetExceeded, ParameterError
 from forethought.moved_modules import former_name
 from forethought.scaffolding import sampling
+from forethought.scaffolding.base_task import RewardTask, Task
 from forethought.scaffolding.execution_scope import current_scope
 from forethought.scaffolding.messages import RoleMessage, SystemMessage
 from forethought.scaffolding.parallel import (
@@ -45,7 +46,7 @@ from forethought.scaffolding.settings import (
     validated,
     with_settings,
 )
-from forethought.scaffolding.task import ChatTask, GenerationTask, RewardTask, Task
+from forethought.scaffolding.task import ChatTask, GenerationTask
 from forethought.scaffolding.thinking import ThinkingUse
 
 _C = TypeVar("_C", bound="Cloneable")

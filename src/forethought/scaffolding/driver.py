@@ -10,22 +10,27 @@ import asyncio
 import dataclasses
 import itertools
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from enum import Enum
 from functools import partial
 from inspect import iscoroutinefunction
 from typing import Any
 
 from forethought.errors import (
     BudgetExceeded,
-    ParameterError,
     TaskError,
     UsageError,
     WorkerTagError,
 )
 from forethought.outputs import Usage
-from forethought.scaffolding.branch_limit import MAX_STARTS, BranchLimit, StartPace
+from forethought.scaffolding.base_task import (
+    ComputeTask,
+    RewardTask,
+    StreamedOutputs,
+    Task,
+    TaskStatus,
+)
+from forethought.scaffolding.branch_limit import BranchLimit, StartPace, cancel_all
 from forethought.scaffolding.budget import BudgetAccount
 from forethought.scaffolding.execution_scope import ExecutionScope, enter
 from forethought.scaffolding.parallel import (
@@ -40,71 +45,18 @@ from forethought.scaffolding.parallel import (
 from forethought.scaffolding.result import (
     Delta,
     Stage,
-    StreamedOutputs,
     StreamedPart,
     StreamedText,
     StreamEvent,
 )
 from forethought.scaffolding.settings import ON_FAILURE, validated
-from forethought.scaffolding.task import (
-    ComputeTask,
-    GenerationTask,
-    RewardTask,
-    StreamGenerationTask,
-    Task,
-    TaskStatus,
-)
+from forethought.scaffolding.task import GenerationTask, StreamGenerationTask
 from forethought.scaffolding.thinking import ThinkingProfile
 from forethought.scaffolding.trace import Span
 from forethought.scaffolding.tracer import GuardedTracer
-from forethought.scaffolding.worker import Worker
+from forethought.scaffolding.worker import Routes, Worker
 
 _logger = logging.getLogger(__name__)
-
-
-class Routes:
-    """Which worker serves which tag.
-
-    Args:
-        workers: by tag: enum members or plain strings. A tag is looked up as it is, then by value.
-
-    Raises:
-        ParameterError: they are no mapping, or a value is no worker.
-    """
-
-    def __init__(self, workers: Mapping[Any, Worker]) -> None:
-        if not isinstance(workers, Mapping):
-            raise ParameterError(
-                "invalid workers", f"got {workers!r}", "Give a dictionary of workers by tag"
-            )
-        for tag, worker in workers.items():
-            if not isinstance(worker, Worker):
-                raise ParameterError(
-                    f"the worker for {tag!r} is none", f"got {worker!r}", "Give a Worker"
-                )
-        self._by_tag = dict(workers)
-        self._by_value = {_value(tag): worker for tag, worker in workers.items()}
-
-    def find(self, tag: Any) -> Worker:
-        """The worker for ``tag``; raises ``WorkerTagError`` if there is none."""
-        worker = self._by_tag.get(tag) or self._by_value.get(_value(tag))
-        if worker is None:
-            tags = ", ".join(sorted(repr(value) for value in self._by_value))
-            raise WorkerTagError(
-                f"no worker serves {tag!r}",
-                f"the workers are those of {tags}" if tags else "there are no workers",
-                "Give ScaffoldingLlm workers={tag: worker} with this tag",
-            )
-        return worker
-
-    @property
-    def workers(self) -> list[Worker]:
-        """Every worker once."""
-        return list({id(worker): worker for worker in self._by_tag.values()}.values())
-
-
-def _value(tag: Any) -> Any:
-    return tag.value if isinstance(tag, Enum) else tag
 
 
 @dataclass
@@ -211,7 +163,7 @@ class Frame:
                 with request.race:
                     return await self._next(request.race)
             finally:
-                await _cancel_all(request.race.take_stopped())
+                await cancel_all(request.race.take_stopped())
         if isinstance(request, Delta):
             self._stream(None, request)
             return None
@@ -320,7 +272,7 @@ class Frame:
 
     async def _cancel_stopped(self) -> None:
         for race in self._races:
-            await _cancel_all(race.take_stopped())
+            await cancel_all(race.take_stopped())
 
     def _end_cancelled_streams(self) -> None:
         """End the generations of cancelled streams, which cancelling a step does only while it is
@@ -638,24 +590,6 @@ def _unsuccessful(task: Task, status: Any, worker: Worker) -> TaskError:
 
 async def _end(jobs: Sequence[asyncio.Task[None]]) -> None:
     """Cancel and wait until they have ended. A second cancellation would disturb their clean-up."""
-    await _cancel_all(jobs)
+    await cancel_all(jobs)
     if jobs:
         await asyncio.wait(jobs)
-
-
-async def _cancel_all(jobs: Iterable[asyncio.Future[None]]) -> None:
-    """Cancel them, a few in each turn of the event loop; all at once if this is cancelled."""
-    remaining = iter(jobs)
-    try:
-        for number, job in enumerate(remaining, 1):
-            _cancel(job)
-            if number % MAX_STARTS == 0:
-                await asyncio.sleep(0)
-    finally:
-        for job in remaining:
-            _cancel(job)
-
-
-def _cancel(job: asyncio.Future[None]) -> None:
-    if not isinstance(job, asyncio.Task) or not job.cancelling():
-        job.cancel()

@@ -21,8 +21,8 @@ from types import TracebackType
 from typing import Any, Protocol, Self
 
 from forethought.errors import BudgetExceeded, ParameterError, UsageError
+from forethought.scaffolding.base_task import Task
 from forethought.scaffolding.settings import ON_FAILURE, Concurrency, OnFailure, validated
-from forethought.scaffolding.task import Task
 
 Process = Generator[Any, Any, Any]
 """A running controller: what ``Controller.process`` returns."""

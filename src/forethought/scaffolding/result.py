@@ -28,6 +28,7 @@ from typing import Any, NamedTuple, Self
 
 from forethought.errors import RequestCancelled, RequestTimeout, UsageError
 from forethought.outputs import (
+    DraftSpan,
     SpeculationMetrics,
     ThinkingOutput,
     TokenConfidence,
@@ -177,36 +178,6 @@ def _sum(one: Any, other: Any) -> Any:
     return None if one is None or other is None else one + other
 
 
-class DraftSpan(NamedTuple):
-    """A draft in a text: its accepted characters, and the text that was rejected after them."""
-
-    start: int
-    end: int
-    """Behind its accepted characters; ``start`` if none was accepted."""
-    drafter: str
-    rejected: str
-
-    def within(self, start: int, end: int) -> DraftSpan | None:
-        """Its part between two positions, relative to the first; None if it has none there."""
-        first, last = max(start, self.start), min(end, self.end)
-        rejected = self.rejected if start <= self.end < end else ""
-        if first >= last and not rejected:
-            return None
-        return DraftSpan(first - start, max(first, last) - start, self.drafter, rejected)
-
-
-def spans_within(spans: Sequence[DraftSpan], start: int, end: int) -> list[DraftSpan]:
-    """The parts of spans between two positions, relative to the first; it reads the end only."""
-    parts: deque[DraftSpan] = deque()
-    for span in reversed(spans):
-        if span.end < start:
-            break
-        part = span.within(start, end)
-        if part is not None:
-            parts.appendleft(part)
-    return list(parts)
-
-
 class CallDelta(NamedTuple):
     """New arguments of a call of a tool."""
 
@@ -260,26 +231,6 @@ class StreamEvent:
     """Path of the parallel branch: ``""`` for the request itself, ``"2"``, ``"2.0"``, ..."""
     output: Any
     """A ``Delta`` or ``Stage``; or what a user's worker appended to ``streaming_output_list``."""
-
-
-class StreamedOutputs(list[Any]):
-    """A ``streaming_output_list`` that passes each item on as soon as it is appended."""
-
-    def __init__(self, forward: Any) -> None:
-        super().__init__()
-        self._forward = forward
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return list, ()  # a copy is a plain list and streams nothing
-
-    def append(self, item: Any) -> None:
-        """Pass ``item`` on; the list itself stays empty, so that a long stream costs nothing."""
-        self._forward(item)
-
-    def extend(self, items: Any) -> None:
-        """Pass all ``items`` on, in order."""
-        for item in items:
-            self._forward(item)
 
 
 class StreamedText:

@@ -32,23 +32,18 @@ from typing import Any, Self, overload
 from forethought.config.sampling import SamplingParams
 from forethought.errors import EngineStopped, ParameterError, RequestTimeout, UsageError
 from forethought.scaffolding import sampling
+from forethought.scaffolding.base_task import Task
 from forethought.scaffolding.branch_limit import BranchLimit, StartPace
 from forethought.scaffolding.budget import Budget, BudgetAccount
 from forethought.scaffolding.controller import Controller
-from forethought.scaffolding.driver import (
-    Frame,
-    Routes,
-    Run,
-    controller_quit,
-)
+from forethought.scaffolding.driver import Frame, Run, controller_quit
 from forethought.scaffolding.execution_scope import ExecutionScope, SharedResources
 from forethought.scaffolding.parallel import checked_process
 from forethought.scaffolding.result import ScaffoldingOutput, ScaffoldingResult
 from forethought.scaffolding.settings import ANY_TEXT, BOOL, POSITIVE_INT, SECONDS, validated
-from forethought.scaffolding.task import Task
 from forethought.scaffolding.trace import Trace
 from forethought.scaffolding.tracer import GuardedTracer, Recorder, Tracer
-from forethought.scaffolding.worker import Worker
+from forethought.scaffolding.worker import Routes, Worker
 
 _logger = logging.getLogger(__name__)
 

@@ -1,168 +1,46 @@
-"""Tasks: the input of a worker and its results, with the names of ``tensorrt_llm.scaffolding``.
+"""Tasks that generate: the input of a worker and its results.
 
 ========================  ======================================================================
 ``GenerationTask``        generates from a prompt, with the fields of ``sampling.SamplingFields``
 ``StreamGenerationTask``  returns to its controller every ``streaming_step`` tokens
 ``ChatTask``              generates the assistant's next message of a chat (``RoleMessage``, tools)
-``RewardTask``            scores an answer, or its steps
-``MCPCallTask``           calls a tool; ``MCPToolListTask`` asks which tools there are
 ``SaveSessionTask``       saves the sequence of a generation as a named KV snapshot
 ``RestoreSessionTask``    opens such a snapshot, to be forked
-``ComputeTask``           runs a function of the controller beside the event loop
 ========================  ======================================================================
 """
 
 from __future__ import annotations
 
-import copy
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from enum import Enum
 from numbers import Integral
 from typing import Any, Literal, Self, TypeVar
 
 from forethought.errors import ParameterError
-from forethought.outputs import ThinkingOutput, TokenConfidence, TokenLogprobs, Usage
+from forethought.moved_modules import former_name
+from forethought.outputs import DraftSpan, ThinkingOutput, TokenConfidence, TokenLogprobs
 from forethought.scaffolding import sampling
 from forethought.scaffolding.attention_group import AttentionGroup
-from forethought.scaffolding.messages import (  # published code imports all of them from here
-    AssistantMessage,
-    OpenAIToolDescription,  # noqa: F401
-    RoleMessage,
-    SystemMessage,  # noqa: F401
-    ToolCall,  # noqa: F401
-    ToolDescription,  # noqa: F401
-    ToolFunction,  # noqa: F401
-    ToolMessage,  # noqa: F401
-    UserMessage,
-)
-from forethought.scaffolding.result import CallDelta, Delta, DraftSpan, ScaffoldingOutput
+from forethought.scaffolding.base_task import ForkPoint, Task
+from forethought.scaffolding.messages import AssistantMessage, RoleMessage, UserMessage
+from forethought.scaffolding.result import ScaffoldingOutput
 from forethought.scaffolding.settings import (
     NON_NEGATIVE_INT,
     POSITIVE_INT,
-    OnFailure,
     validated,
 )
 
-
-class TaskStatus(Enum):
-    """The outcome of a task."""
-
-    SUCCESS = "success"
-    WORKER_NOT_SUPPORTED = "worker_not_supported"
-    WORKER_EXECEPTION = "worker_exception"
-    """The misspelling is the established name."""
-    WORKER_EXCEPTION = WORKER_EXECEPTION
-
-
-@dataclass(eq=False)
-class Task:
-    """Base of all tasks.
-
-    A subclass need not call ``super().__init__``: the class attributes are the defaults.
-
-    Attributes:
-        worker_tag: key of its worker, in ``ScaffoldingLlm``'s ``workers``.
-        streaming_output_flag: whether what the worker produces is streamed to the caller.
-        streaming_output_list: where a worker appends what it streams.
-        custom_input_params: for the user's own workers and collections; no built-in one reads it.
-        custom_output_params: results of the user's own workers.
-        on_failure: ``"raise"`` throws a failure into the controller at its ``yield``; ``"drop"``
-            only records it in ``status`` and ``error``.
-        priority: lower runs first where a worker has a queue; None: that of the request.
-        status: the outcome; None before.
-        error: why it failed.
-        usage: tokens of the last execution, if its worker counts them.
-    """
-
-    worker_tag: Any = field(default=None)
-    streaming_output_flag: bool = field(default=False)
-    streaming_output_list: list[Any] = field(default_factory=list)
-    custom_input_params: dict[str, Any] | None = field(default=None)
-    custom_output_params: dict[str, Any] | None = field(default=None)
-    on_failure: OnFailure = field(default="raise", kw_only=True)
-    priority: int | None = field(default=None, kw_only=True)
-    status: TaskStatus | None = field(default=None, init=False, repr=False)
-    error: Exception | None = field(default=None, init=False, repr=False)
-    usage: Usage = field(default_factory=Usage, init=False, repr=False)
-
-    @staticmethod
-    def create_from_prompt(prompt: Any) -> Task:
-        """A task for a prompt; for subclasses to provide."""
-        raise NotImplementedError
-
-    def create_scaffolding_output(self) -> ScaffoldingOutput | None:
-        """The output for the caller of the method; for subclasses to provide."""
-        return None
-
-    def create_scaffolding_output_stream(self) -> Any:
-        """What the task streams; for subclasses to provide."""
-        return None
-
-    def copy(self) -> Self:
-        """The same request without results: containers copied, contents shared."""
-        duplicate = copy.copy(self)
-        fields = vars(duplicate)
-        for name, value in fields.items():
-            if type(value) in _CONTAINERS:
-                fields[name] = value.copy()
-        duplicate.status = duplicate.error = None
-        duplicate.usage, duplicate.streaming_output_list = Usage(), []
-        return duplicate
-
-    def emit(
-        self,
-        text: str,
-        token_ids: Sequence[int] = (),
-        source: str = "",
-        drafts: Sequence[DraftSpan] = (),
-        reasoning: str = "",
-        calls: Sequence[CallDelta] = (),
-    ) -> None:
-        """For workers: stream new text and tokens to the caller, if the task is streamed."""
-        if self.streaming_output_flag and (text or token_ids or reasoning or calls):
-            delta = Delta(text, tuple(token_ids), source, tuple(drafts), reasoning, tuple(calls))
-            self.streaming_output_list.append(delta)
-
-
-_CONTAINERS = (list, dict, set)
 _Generation = TypeVar("_Generation", bound="GenerationTask")
-
-
-@dataclass(frozen=True, slots=True)
-class ForkPoint:
-    """The point at which another task's sequence is continued.
-
-    A worker that holds the sequence forks it there, token for token; every other one uses
-    ``input_str``, the whole as text.
-    """
-
-    handle: Any
-    """The ``request_handle`` of the task that is continued."""
-    num_kept: int | None
-    """Generated tokens of it that are kept, however far it is; None: unknown to its worker."""
-    suffix: str
-    """Text appended to them."""
-    input_str: str | None
-    """The whole as text; once the task's ``input_str`` differs, the fork no longer applies."""
-    output: ScaffoldingOutput | None = None
-    """The output up to there, after the prompt of the first task of a chain of forks."""
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (None, self.num_kept, self.suffix, self.input_str)
 
 
 @dataclass(eq=False)
 class GenerationTask(sampling.SamplingFields, Task):
     """Generate text from a prompt.
 
-    A sampling field at its default is filled by the controller's ``sampling_params``, and then by
-    the worker.
-
-    A deep copy or a pickle of a task holds its request and its results, but no ``request_handle``
-    and no ``attention_group``: a stream in progress starts again if it is yielded, and a fork
-    continues the text. ``copy`` and ``copy.copy`` keep the sequence that a fork continues.
+    A sampling field at its default is filled by the controller's ``sampling_params``, then by the
+    worker. A deep copy or a pickle holds request and results, but no ``request_handle`` and no
+    ``attention_group``: its stream starts again, and a fork continues its text.
     """
 
     # the prompt: ids win over text
@@ -318,13 +196,10 @@ class GenerationTask(sampling.SamplingFields, Task):
 
     @property
     def joined(self) -> ScaffoldingOutput | None:
-        """The output of a fork together with all that it continues, as one output.
+        """The output of a fork together with all that it continues (``ScaffoldingOutput.join``).
 
-        Text, ids and log-probabilities of the forked task up to the fork, of the inserted suffix
-        and of this task; of all tasks before, if the forked one is itself a fork. The ids are those
-        that the sequence holds after the first task's prompt. See ``ScaffoldingOutput.join``.
-
-        None before the task has run; the result itself if it is no fork.
+        Its ids are those that the sequence holds after the first task's prompt. None before the
+        task has run; the result itself if it is no fork.
         """
         result, point = self.result, self.fork_point
         if result is None or point is None or point.input_str != self.input_str:
@@ -352,8 +227,7 @@ class GenerationTask(sampling.SamplingFields, Task):
         """``num_samples`` copies of this task that differ in what they draw, under a seed too.
 
         Their seeds are hashes of the seed and the path of sample numbers, so the samples of a
-        sample repeat none, and the same seed draws the same samples again. It does not matter
-        whether the seed is this task's, or is filled in by a controller later.
+        sample repeat none, and a seed that a controller fills in later has the same effect.
         """
         samples = [self.copy() for _ in range(validated("num_samples", num_samples, POSITIVE_INT))]
         for number, sample in enumerate(samples):
@@ -371,11 +245,9 @@ class GenerationTask(sampling.SamplingFields, Task):
         """A task that continues this one at its present end, after ``suffix``.
 
         This task is not disturbed and may still be generating. A worker that holds its sequence
-        continues exactly its tokens and keeps their KV; every other one gets the text.
-
-        All sampling fields are taken over: a fork with an empty suffix goes on as this task would.
-        ``max_tokens`` and ``min_tokens`` count the tokens of the fork alone. For several forks that
-        differ: ``task.fork(suffix).samples_of(n)``.
+        keeps exactly its tokens and their KV; every other one gets the text. ``max_tokens`` and
+        ``min_tokens`` count the tokens of the fork alone. For several forks that differ:
+        ``task.fork(suffix).samples_of(n)``.
 
         Args:
             suffix: text before the new tokens.
@@ -383,9 +255,6 @@ class GenerationTask(sampling.SamplingFields, Task):
             inherit: whether sampling fields are taken over.
             **fields: fields of the new task. A sampling field here wins over this task's and the
                 controller's; None leaves it to the controller.
-
-        Raises:
-            ParameterError: the new task has no such field.
         """
         text = None
         if self.input_str is not None:
@@ -405,15 +274,9 @@ class GenerationTask(sampling.SamplingFields, Task):
         return child
 
     def follow_up(self, instruction: str, *, inherit: bool = True, **fields: Any) -> GenerationTask:
-        """A task that goes on from this answer with an instruction to the model.
+        """A task that goes on from this answer with an instruction to the model, as ``fork``.
 
-        Of a plain task, a ``fork`` with the instruction as its suffix. Of a chat, the user's next
-        message.
-
-        Args:
-            instruction: what the model is to do.
-            inherit: whether sampling fields are taken over.
-            **fields: as of ``fork``.
+        Of a plain task, the instruction is the suffix; of a chat, the user's next message.
         """
         if self.chat is not None:
             return self.chat.follow_up(instruction, inherit=inherit, **fields)
@@ -423,8 +286,7 @@ class GenerationTask(sampling.SamplingFields, Task):
     def asking(self, text: str) -> ChatTask:
         """A chat that asks ``text`` in place of the question, with the same messages before it.
 
-        For side questions of a method, such as a judgement: sampling fields and tools are not taken
-        over.
+        Neither sampling fields nor tools are taken over.
         """
         if self.chat is not None:
             return self.chat.asking(text)
@@ -465,9 +327,8 @@ def _set_fields(task: GenerationTask, fields: Mapping[str, Any]) -> None:
 class StreamGenerationTask(GenerationTask):
     """A generation that returns to its controller every few tokens.
 
-    The controller yields the same task again until ``end_flag``. Generation continues between the
-    yields, and the worker may be ahead; the results, and the sequence that ``fork`` continues, hold
-    exactly the tokens that were requested.
+    The controller yields the task again until ``end_flag``. The worker may generate ahead; the
+    results, and the sequence that ``fork`` continues, hold exactly the requested tokens.
     """
 
     cancel_flag: bool = False
@@ -678,12 +539,9 @@ class ChatTask(StreamGenerationTask):
         system_prompts: Sequence[RoleMessage] | None = None,
         tools: Any = None,
     ) -> ChatTask:
-        """A chat that opens with ``system_prompts`` and a user's message, where they are not None.
+        """A chat that opens with ``system_prompts`` and the user's message ``user_prompt``.
 
-        Args:
-            user_prompt: text of the user's message; None: the chat has no user's message yet.
-            system_prompts: messages before it.
-            tools: descriptions of the functions that the model may call.
+        ``tools`` are descriptions of the functions that the model may call.
         """
         messages = [*(system_prompts or ())]
         if user_prompt is not None:
@@ -694,71 +552,6 @@ class ChatTask(StreamGenerationTask):
     def create_from_messages(messages: Sequence[RoleMessage], tools: Any = None) -> ChatTask:
         """A chat that goes on from ``messages``."""
         return ChatTask(messages=list(messages), tools=tools)
-
-
-@dataclass(eq=False)
-class RewardTask(Task):
-    """Score an answer.
-
-    ``score`` is the result. Scoring several steps of one answer sets ``step_scores`` too, and
-    their product as ``score``.
-    """
-
-    input_tokens: list[int] | None = None
-    input_str: str | None = None
-    """The question."""
-    output_str: str | None = None
-    """The answer to score."""
-    step_positions: list[int] | None = None
-    """Where steps end: positions in ``input_tokens`` at which a process reward model is read."""
-    score: float | None = field(default=None, init=False)
-    step_scores: list[float] = field(default_factory=list, init=False)
-
-    def copy(self) -> Self:
-        """The same request without results."""
-        duplicate = super().copy()
-        duplicate.score, duplicate.step_scores = None, []
-        return duplicate
-
-
-@dataclass(eq=False)
-class MCPCallTask(Task):
-    """Call a tool of an MCP server, or of whatever worker has the tag.
-
-    ``result_str`` is what the model reads; with ``is_error`` it says what went wrong.
-    """
-
-    tool_call_id: str | None = None
-    tool_name: str | None = None
-    args: str | dict[str, Any] | None = None
-    """The arguments: JSON as the model wrote it, or a dictionary; None: there are none."""
-    result_str: str | None = field(default=None, init=False)
-    result_stdout: str | None = field(default=None, init=False)
-    """``stdout`` and ``stderr`` of a structured result that has them."""
-    result_stderr: str | None = field(default=None, init=False)
-    is_error: bool = field(default=False, init=False)
-
-    @staticmethod
-    def create_mcptask(
-        tool_call_id: str | None, tool_name: str, args: Any, worker_tag: Any
-    ) -> MCPCallTask:
-        """A call of ``tool_name``, for the worker of ``worker_tag``."""
-        return MCPCallTask(worker_tag, tool_call_id=tool_call_id, tool_name=tool_name, args=args)
-
-    def copy(self) -> Self:
-        """The same call without results."""
-        duplicate = super().copy()
-        duplicate.result_str = duplicate.result_stdout = duplicate.result_stderr = None
-        duplicate.is_error = False
-        return duplicate
-
-
-@dataclass(eq=False)
-class MCPToolListTask(Task):
-    """Ask a worker for its tools."""
-
-    tools: list[dict[str, Any]] = field(default_factory=list, init=False)
-    """Their descriptions in OpenAI's form."""
 
 
 @dataclass(eq=False)
@@ -796,15 +589,5 @@ class RestoreSessionTask(Task):
         return task
 
 
-class ComputeTask(Task):
-    """A function of a controller, run beside the event loop: ``yield [ComputeTask(f, args)]``.
-
-    No worker is needed: the driver calls ``function(*args, **kwargs)`` in a thread; a coroutine
-    function is awaited on the event loop instead, and cancelled when the request ends. The return
-    value lands in ``result``; what it raises is raised at the ``yield`` as it is.
-    """
-
-    def __init__(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
-        super().__init__()
-        self.function, self.args, self.kwargs = function, args, kwargs
-        self.result: Any = None
+def __getattr__(name: str) -> Any:
+    return former_name(__name__, name)

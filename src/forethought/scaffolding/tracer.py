@@ -16,19 +16,21 @@ from typing import Any
 from forethought.errors import ForethoughtError, TraceError
 from forethought.outputs import Usage
 from forethought.scaffolding import sampling
+from forethought.scaffolding.base_task import (
+    ComputeTask,
+    MCPCallTask,
+    RewardTask,
+    Task,
+)
 from forethought.scaffolding.budget import BudgetAccount
 from forethought.scaffolding.parallel import Branch, Item
 from forethought.scaffolding.result import Stage
 from forethought.scaffolding.task import (
     ChatTask,
-    ComputeTask,
     GenerationTask,
-    MCPCallTask,
     RestoreSessionTask,
-    RewardTask,
     SaveSessionTask,
     StreamGenerationTask,
-    Task,
 )
 from forethought.scaffolding.thinking import ThinkingProfile
 from forethought.scaffolding.trace import Span, Trace

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Awaitable, Callable, Mapping
+from enum import Enum
 from types import MappingProxyType, TracebackType
 from typing import Any, Self
 
-from forethought.scaffolding.task import Task, TaskStatus
+from forethought.errors import ParameterError, WorkerTagError
+from forethought.scaffolding.base_task import Task, TaskStatus
 
 TaskHandler = Callable[[Any, Any], Awaitable[TaskStatus | None]]
 """``async def handler(worker, task)``; fills the task; returns its status, or None for success."""
@@ -84,6 +86,51 @@ class Worker:
         trace: TracebackType | None,
     ) -> None:
         self.shutdown()
+
+
+class Routes:
+    """Which worker serves which tag.
+
+    Args:
+        workers: by tag: enum members or plain strings. A tag is looked up as it is, then by value.
+
+    Raises:
+        ParameterError: they are no mapping, or a value is no worker.
+    """
+
+    def __init__(self, workers: Mapping[Any, Worker]) -> None:
+        if not isinstance(workers, Mapping):
+            raise ParameterError(
+                "invalid workers", f"got {workers!r}", "Give a dictionary of workers by tag"
+            )
+        for tag, worker in workers.items():
+            if not isinstance(worker, Worker):
+                raise ParameterError(
+                    f"the worker for {tag!r} is none", f"got {worker!r}", "Give a Worker"
+                )
+        self._by_tag = dict(workers)
+        self._by_value = {_value(tag): worker for tag, worker in workers.items()}
+
+    def find(self, tag: Any) -> Worker:
+        """The worker for ``tag``; raises ``WorkerTagError`` if there is none."""
+        worker = self._by_tag.get(tag) or self._by_value.get(_value(tag))
+        if worker is None:
+            tags = ", ".join(sorted(repr(value) for value in self._by_value))
+            raise WorkerTagError(
+                f"no worker serves {tag!r}",
+                f"the workers are those of {tags}" if tags else "there are no workers",
+                "Give ScaffoldingLlm workers={tag: worker} with this tag",
+            )
+        return worker
+
+    @property
+    def workers(self) -> list[Worker]:
+        """Every worker once."""
+        return list({id(worker): worker for worker in self._by_tag.values()}.values())
+
+
+def _value(tag: Any) -> Any:
+    return tag.value if isinstance(tag, Enum) else tag
 
 
 _WORKERS = (

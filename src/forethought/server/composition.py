@@ -15,10 +15,10 @@ from forethought.errors import BudgetExceeded, ParameterError
 from forethought.methods import Method, MethodTable
 from forethought.methods.stack import SAMPLES, StackedMethod, parameters, split, stack
 from forethought.scaffolding import sampling
+from forethought.scaffolding.base_task import Task
 from forethought.scaffolding.controller import Controller, ConversationForm
 from forethought.scaffolding.parallel import ParallelProcess, Process
 from forethought.scaffolding.result import ScaffoldingOutput
-from forethought.scaffolding.task import Task
 from forethought.server.method_settings import schema_of
 from forethought.server.names import Composition
 

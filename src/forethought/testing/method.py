@@ -34,18 +34,13 @@ from forethought.config.sampling import SamplingParams
 from forethought.errors import BudgetExceeded, RequestCancelled, RequestTimeout
 from forethought.llm.async_llm import AsyncLLM
 from forethought.rewards.confidence import confidence_of
+from forethought.scaffolding.base_task import RewardTask, TaskStatus
 from forethought.scaffolding.budget import Budget
 from forethought.scaffolding.controller import Controller, NativeGenerationController
 from forethought.scaffolding.result import ScaffoldingResult
 from forethought.scaffolding.sampling import derived_seed
 from forethought.scaffolding.scaffolding_llm import ScaffoldingLlm
-from forethought.scaffolding.task import (
-    ChatTask,
-    GenerationTask,
-    RewardTask,
-    StreamGenerationTask,
-    TaskStatus,
-)
+from forethought.scaffolding.task import ChatTask, GenerationTask, StreamGenerationTask
 from forethought.scaffolding.worker import Worker
 from forethought.silence import without_progress_bars
 from forethought.testing.answer_server import answering

@@ -23,17 +23,17 @@ from typing import Any
 
 from forethought import errors
 from forethought.errors import BudgetExceeded, ForethoughtError, TraceError
+from forethought.scaffolding.base_task import ComputeTask, Task, TaskStatus
 from forethought.scaffolding.budget import Budget, BudgetAccount
 from forethought.scaffolding.controller import Controller
-from forethought.scaffolding.driver import Routes
 from forethought.scaffolding.parallel import Branch, Item
 from forethought.scaffolding.result import ScaffoldingResult
 from forethought.scaffolding.scaffolding_llm import ScaffoldingLlm
-from forethought.scaffolding.task import ComputeTask, GenerationTask, Task, TaskStatus
+from forethought.scaffolding.task import GenerationTask
 from forethought.scaffolding.trace import Span, Trace
 from forethought.scaffolding.trace_values import decoded
 from forethought.scaffolding.tracer import Recorder, Tracer, apply_results, thinking_key
-from forethought.scaffolding.worker import Worker
+from forethought.scaffolding.worker import Routes, Worker
 
 _IDLE_TURNS = 100
 """Turns of the event loop in which whatever has been released reaches its next event."""

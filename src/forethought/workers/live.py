@@ -24,11 +24,10 @@ from forethought.errors import ForethoughtError
 from forethought.llm.async_session import AsyncSession, SessionStream
 from forethought.llm.detokenizer import Detokenizer, Transcript
 from forethought.llm.tokenizer import Tokenizer
-from forethought.outputs import CompletionOutput, FinishReason, Usage
+from forethought.outputs import CompletionOutput, DraftSpan, FinishReason, Usage
 from forethought.scaffolding.attention_group import AttentionGroup
 from forethought.scaffolding.budget import BudgetAccount
 from forethought.scaffolding.execution_scope import ExecutionScope
-from forethought.scaffolding.result import DraftSpan
 
 Prompt = str | tuple[int, ...]
 

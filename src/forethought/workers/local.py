@@ -23,12 +23,13 @@ from forethought.llm.async_session import AsyncSession
 from forethought.llm.llm import LLM
 from forethought.llm.response import ResponseParser
 from forethought.llm.tokenizer import LONG_TEXT, Tokenizer
-from forethought.outputs import CompletionOutput
+from forethought.outputs import CompletionOutput, spans_within
 from forethought.scaffolding import sampling
 from forethought.scaffolding.attention_group import AttentionGroup
+from forethought.scaffolding.base_task import TaskStatus
 from forethought.scaffolding.execution_scope import current_scope
 from forethought.scaffolding.messages import AssistantMessage, ToolCall, ToolFunction
-from forethought.scaffolding.result import ScaffoldingOutput, spans_within
+from forethought.scaffolding.result import ScaffoldingOutput
 from forethought.scaffolding.settings import NON_NEGATIVE_INT, validated
 from forethought.scaffolding.task import (
     ChatTask,
@@ -36,7 +37,6 @@ from forethought.scaffolding.task import (
     RestoreSessionTask,
     SaveSessionTask,
     StreamGenerationTask,
-    TaskStatus,
 )
 from forethought.scaffolding.thinking import ThinkingProfile
 from forethought.scaffolding.worker import Worker
@@ -350,7 +350,6 @@ class EngineWorker(Worker):
     async def _begin(
         self, task: GenerationTask, prompt: Prompt | None, params: SamplingParams
     ) -> LiveSession:
-        """A sequence that holds the task's prompt and generates."""
         session = await self._continued(task, prompt)
         if session is None:
             if prompt is None:
@@ -421,7 +420,6 @@ class EngineWorker(Worker):
         return session
 
     async def _forked(self, source: Continuation) -> AsyncSession:
-        """A session with the kept tokens of ``source``."""
         live = source.live
         try:
             if self._cache.holds(live) or live in self._restored.values():

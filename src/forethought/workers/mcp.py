@@ -23,8 +23,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Self
 
 from forethought.errors import DependencyError, ParameterError, UsageError
+from forethought.scaffolding.base_task import MCPCallTask, MCPToolListTask, TaskStatus
 from forethought.scaffolding.settings import POSITIVE_INT, SECONDS, validated
-from forethought.scaffolding.task import MCPCallTask, MCPToolListTask, TaskStatus
 from forethought.scaffolding.worker import Worker
 
 _logger = logging.getLogger(__name__)

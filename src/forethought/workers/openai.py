@@ -20,11 +20,12 @@ from typing import Any, ClassVar
 from forethought.config.guided import GuidedDecodingParams
 from forethought.errors import ParameterError
 from forethought.scaffolding import sampling
+from forethought.scaffolding.base_task import TaskStatus
 from forethought.scaffolding.execution_scope import current_scope
 from forethought.scaffolding.messages import AssistantMessage
 from forethought.scaffolding.result import ScaffoldingOutput
 from forethought.scaffolding.settings import OPTIONAL_BOOL, validated
-from forethought.scaffolding.task import ChatTask, GenerationTask, StreamGenerationTask, TaskStatus
+from forethought.scaffolding.task import ChatTask, GenerationTask, StreamGenerationTask
 from forethought.scaffolding.thinking import ThinkingProfile
 from forethought.workers.clients import ClientWorker
 from forethought.workers.concurrency import AdaptiveConcurrency

@@ -16,8 +16,8 @@ from typing import Any, Self
 
 from forethought.errors import DependencyError, EngineStopped, ParameterError
 from forethought.model_dir import find_model_dir
+from forethought.scaffolding.base_task import RewardTask, TaskStatus
 from forethought.scaffolding.settings import NON_NEGATIVE_INT, validated
-from forethought.scaffolding.task import RewardTask, TaskStatus
 from forethought.scaffolding.worker import Worker
 
 try:

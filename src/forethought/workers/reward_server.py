@@ -20,8 +20,8 @@ from pydantic import TypeAdapter
 from forethought.errors import ParameterError, RequestError, UsageError
 from forethought.outputs import Usage
 from forethought.rewards.step_format import STEP_FORMATS
+from forethought.scaffolding.base_task import RewardTask, TaskStatus
 from forethought.scaffolding.settings import validated
-from forethought.scaffolding.task import RewardTask, TaskStatus
 from forethought.workers.clients import CONNECTION_ERRORS, ClientWorker
 from forethought.workers.concurrency import AdaptiveConcurrency
 from forethought.workers.routing import shown_url

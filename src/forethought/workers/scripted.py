@@ -15,6 +15,7 @@ from forethought.errors import UsageError
 from forethought.outputs import ThinkingOutput, ThoughtEnd, TokenLogprobs
 from forethought.rewards.confidence import confidence_of
 from forethought.scaffolding import sampling
+from forethought.scaffolding.base_task import RewardTask, TaskStatus
 from forethought.scaffolding.execution_scope import current_scope
 from forethought.scaffolding.messages import AssistantMessage
 from forethought.scaffolding.result import ScaffoldingOutput
@@ -22,10 +23,8 @@ from forethought.scaffolding.task import (
     ChatTask,
     GenerationTask,
     RestoreSessionTask,
-    RewardTask,
     SaveSessionTask,
     StreamGenerationTask,
-    TaskStatus,
 )
 from forethought.scaffolding.thinking import ThinkingProfile
 from forethought.scaffolding.worker import Worker

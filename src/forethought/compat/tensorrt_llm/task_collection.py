@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 
 from forethought.outputs import Usage
 from forethought.saved_file import save_text
+from forethought.scaffolding.base_task import Task
 from forethought.scaffolding.controller import Cloneable
 from forethought.scaffolding.parallel import (
     AsCompleted,
@@ -27,7 +28,7 @@ from forethought.scaffolding.parallel import (
     ParallelProcess,
     Process,
 )
-from forethought.scaffolding.task import ChatTask, GenerationTask, StreamGenerationTask, Task
+from forethought.scaffolding.task import ChatTask, GenerationTask, StreamGenerationTask
 
 _ControllerClass = TypeVar("_ControllerClass", bound="type[Any]")
 

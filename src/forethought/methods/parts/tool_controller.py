@@ -23,6 +23,7 @@ from typing import Any
 from forethought.config.sampling import SamplingParams
 from forethought.errors import ParameterError, UsageError
 from forethought.scaffolding import sampling
+from forethought.scaffolding.base_task import MCPCallTask, MCPToolListTask, TaskStatus
 from forethought.scaffolding.controller import Controller, refuse_arguments
 from forethought.scaffolding.messages import (
     AssistantMessage,
@@ -41,13 +42,7 @@ from forethought.scaffolding.settings import (
     validated,
     with_settings,
 )
-from forethought.scaffolding.task import (
-    ChatTask,
-    GenerationTask,
-    MCPCallTask,
-    MCPToolListTask,
-    TaskStatus,
-)
+from forethought.scaffolding.task import ChatTask, GenerationTask
 
 _SHOWN = 200
 """Characters of arguments and results that stages show."""

@@ -16,13 +16,14 @@ from typing import TYPE_CHECKING, Any, Literal
 from forethought import methods
 from forethought.config.sampling import SamplingParams
 from forethought.errors import UsageError
+from forethought.scaffolding.base_task import RewardTask, Task, TaskStatus
 from forethought.scaffolding.controller import (
     Controller,
     NativeGenerationController,
     NativeRewardController,
 )
 from forethought.scaffolding.messages import RoleMessage
-from forethought.scaffolding.task import ChatTask, RewardTask, Task, TaskStatus
+from forethought.scaffolding.task import ChatTask
 from forethought.scaffolding.worker import Worker
 from forethought.server.protocol.logprobs import TokenText, texts_of_entries
 from forethought.server.protocol.tool_calls import Tools

@@ -5,7 +5,8 @@ Every worker handles streams; ``stream_generation_handler`` is there for code th
 
 from __future__ import annotations
 
-from forethought.scaffolding.task import StreamGenerationTask, TaskStatus
+from forethought.scaffolding.base_task import TaskStatus
+from forethought.scaffolding.task import StreamGenerationTask
 from forethought.scaffolding.worker import Worker
 
 __all__ = ["StreamGenerationTask", "stream_generation_handler"]
