@@ -548,7 +548,7 @@ def test_a_quantised_model_generates_what_its_dequantised_weights_do(
         lm = loader.load(
             tmp_path / "wide", dtype="float32", quantization=quantization, forward=forward
         )
-        assert lm.path.taken == {"native": "native", "torch": "fused"}[forward]
+        assert lm.path.kind == {"native": "native", "torch": "fused"}[forward]
         found.append(generated(lm))
     assert found[0] == found[1]
 
@@ -626,7 +626,7 @@ def test_weights_are_held_once() -> None:
 @pytest.mark.parametrize("architecture", ["llama", "qwen3", "qwen3_moe", "gemma3", "phi3"])
 def test_auto_takes_the_native_forward_and_says_so(architecture: str) -> None:
     lm = loader.load(models.tiny(architecture), forward="auto")
-    assert (lm.path.taken, lm.path.reason) == ("native", None)
+    assert (lm.path.kind, lm.path.reason) == ("native", None)
     assert engine_over(lm).stats.forward_path == "native"
 
 
@@ -648,9 +648,9 @@ def test_auto_leaves_bf16_to_torch_where_that_alone_uses_amx_and_the_model_is_la
     monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: True)
     monkeypatch.setattr(torch.cpu, "_init_amx", lambda: torch_amx)  # whether the system allows it
     lm = loader.load(models.tiny("llama"), dtype="bfloat16", forward="auto")
-    assert lm.path.taken == taken
+    assert lm.path.kind == taken
     assert ("AMX" in str(lm.path.reason)) == (taken == "fused")
-    assert native("llama", "bfloat16").path.taken == "native"
+    assert native("llama", "bfloat16").path.kind == "native"
 
 
 def test_auto_leaves_weights_in_4_bits_to_torch_where_bf16_is_fast_and_the_model_is_large(
@@ -667,11 +667,11 @@ def test_auto_leaves_weights_in_4_bits_to_torch_where_bf16_is_fast_and_the_model
     monkeypatch.setattr(loader, "MAX_SMALL_WEIGHTS", count)
     for bits in ("int8", "int4"):
         lm = loader.load(tmp_path / "wide", quantization=bits, **settings)
-        assert lm.path.taken == "native"
+        assert lm.path.kind == "native"
     monkeypatch.setattr(loader, "MAX_SMALL_WEIGHTS", count - 1)  # quantised weights count
-    assert loader.load(tmp_path / "wide", quantization="int8", **settings).path.taken == "native"
+    assert loader.load(tmp_path / "wide", quantization="int8", **settings).path.kind == "native"
     lm = loader.load(tmp_path / "wide", quantization="int4", **settings)
-    assert lm.path.taken == "fused"
+    assert lm.path.kind == "fused"
     assert "4 bits" in str(lm.path.reason)
 
 
@@ -689,14 +689,14 @@ def test_what_cannot_be_native_is_refused_and_auto_says_why(architecture, settin
         loader.load(models.tiny(architecture), forward="native", **settings)
     assert why in refused.value.why
     lm = loader.load(models.tiny(architecture), forward="auto", **settings)
-    assert lm.path.taken != "native"
+    assert lm.path.kind != "native"
     assert why in str(lm.path.reason)
 
 
 def test_more_experts_per_token_than_it_has_room_for_are_refused(monkeypatch) -> None:
     monkeypatch.setattr(weights, "MAX_TOP_K", 1)
     lm = loader.load(models.tiny("qwen3_moe"), forward="auto")
-    assert lm.path.taken != "native"
+    assert lm.path.kind != "native"
     assert "2 experts per token" in str(lm.path.reason)
 
 
@@ -705,7 +705,7 @@ def test_without_a_compiler_torch_computes_and_one_warning_says_why(monkeypatch,
     library.warn_unavailable.cache_clear()
     for _ in range(2):
         lm = loader.load(models.tiny("llama"), forward="auto")
-        assert (lm.path.taken, "no C++ compiler" in str(lm.path.reason)) == ("fused", True)
+        assert (lm.path.kind, "no C++ compiler" in str(lm.path.reason)) == ("fused", True)
     [warning] = caplog.records
     assert "torch computes in its place" in warning.message
     assert "2 to 3 times" in warning.message
@@ -739,7 +739,7 @@ def test_with_a_failing_compiler_torch_computes_and_a_warning_tells_why(
     try:
         with caplog.at_level(logging.WARNING):
             lm = loader.load(models.tiny("llama"), forward="auto")
-        assert lm.path.taken == "fused"
+        assert lm.path.kind == "fused"
         assert "no OpenMP here" in caplog.text
         with pytest.raises(ModelError, match="cannot be compiled"):
             loader.load(models.tiny("llama"), forward="native")

@@ -130,7 +130,7 @@ def turns_of(lm: Any, **limits: Any) -> list[list[int]]:
 @pytest.mark.parametrize("architecture", FAMILIES)
 def test_the_forward_in_cpp_writes_what_the_reference_does(architecture: str) -> None:
     native, fused = load(architecture), torch_model(architecture)
-    assert (native.path.taken, fused.path.taken) == ("native", "fused")
+    assert (native.path.kind, fused.path.kind) == ("native", "fused")
     assert turns_of(native) == turns_of(fused)
 
 

@@ -158,7 +158,7 @@ def test_a_loaded_model_no_longer_maps_the_file_of_its_weights(
     path = Path(shutil.copytree(models.tiny(architecture), tmp_path / architecture))
     lm = load(path, dtype="float32", quantization=quantization, forward=forward)
     gc.collect()
-    assert lm.path.taken == ("native" if forward == "native" else "fused")
+    assert lm.path.kind == ("native" if forward == "native" else "fused")
     assert str(path) not in Path("/proc/self/maps").read_text(errors="replace")
 
 

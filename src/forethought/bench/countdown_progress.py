@@ -35,7 +35,7 @@ _VALUE = re.compile(r"= (\d+)")
 
 
 def progress(question: str, text: str) -> float:
-    """The score of a trace as far as it has come, in (0, 1).
+    """The score of an unfinished trace, in (0, 1).
 
     Raises:
         UsageError: the question does not name numbers and target.

@@ -165,4 +165,4 @@ class TreeShape(NamedTuple):
     width: int
     """Nodes of a level that are expanded, and children of each."""
     total: int
-    """Nodes that are kept, if there are so many."""
+    """Most nodes that are kept."""

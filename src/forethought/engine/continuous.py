@@ -40,23 +40,15 @@ def step_runners() -> tuple[type[StepRunner], ...]:
 def step_runner(
     runner: ModelRunner, chains: ChainSource | None, rows: List[DecodeRow]
 ) -> StepRunner | None:
-    """What makes steps of these rows in one call; None: single calls are no slower.
-
-    See :meth:`StepRunner.of`.
+    """What makes steps of these rows in one call, see :meth:`StepRunner.of`; None: single calls are
+    no slower.
     """
     runners = (implementation.of(runner, chains, rows) for implementation in step_runners())
-    return next((made for made in runners if made is not None), None)
+    return next((candidate for candidate in runners if candidate is not None), None)
 
 
 class ContinuousDecode:
-    """Reserves slots for the steps of a plan, and makes them.
-
-    Args:
-        runner: of the target.
-        scheduler: reserves the slots.
-        drafting: the drafters.
-        stats: the engine's totals.
-    """
+    """Reserves slots for the steps of a plan, and makes them."""
 
     def __init__(
         self, runner: ModelRunner, scheduler: Scheduler, drafting: Drafting, stats: EngineStats
@@ -65,15 +57,9 @@ class ContinuousDecode:
         self._drafting, self._stats = drafting, stats
 
     def reserve(self, plan: Plan, num_steps: int, asks_drafters: bool) -> bool:
-        """Reserve slots for up to so many steps, if the rows of a plan can be decoded so.
-
-        Args:
-            plan: of one step, with the draft slots of that.
-            num_steps: of the engine, the first one included.
-            asks_drafters: whether drafters take part in this step.
-
-        Returns:
-            Whether drafters are to be asked in this step after all.
+        """Reserve slots for up to ``num_steps`` steps in all, if the rows of a plan of one step can
+        be decoded so; whether drafters, if they take part in this step, are to be asked after
+        all.
         """
         scheduler, rows = self._scheduler, plan.rows
         may_admit = bool(scheduler.waiting) and not scheduler.is_full
@@ -90,16 +76,19 @@ class ContinuousDecode:
 
     def _num_plain_steps(self, rows: List[PlannedRow], asks_drafters: bool) -> float:
         """How many steps of these rows, from this one on, need no drafter and no policy."""
-        own, drafting = [row.sequence.params.speculation for row in rows], self._drafting
+        speculation, drafting = [row.sequence.params.speculation for row in rows], self._drafting
         if drafting.hidden_state_caches:
             return 1  # they store the states of every token
-        if not drafting.drafters or all(each is not None and not each.enabled for each in own):
+        if not drafting.drafters or all(
+            settings is not None and not settings.enabled for settings in speculation
+        ):
             return math.inf
         return 1 if asks_drafters else 1 + drafting.num_to_skip
 
     def _reserve_with_drafts(self, plan: Plan, num_steps: int) -> None:
-        """The same for rows of which some have draft slots; if a drafter cannot say whether its
-        drafts follow each other, the step is single."""
+        """``reserve`` for rows of which some have draft slots. The step is single if a drafter
+        cannot say whether its drafts follow each other.
+        """
         try:
             num_steps = self._num_chain_steps(plan.rows, num_steps)
         except Exception:
@@ -119,14 +108,13 @@ class ContinuousDecode:
             return 1
         drafting = [row for row in rows if row.num_nodes]
         held = drafter.num_held_steps()
-        left = [_positions_left(chains, row) for row in drafting]
-        num_steps = int(min(num_steps, held, *left))
+        steps_in_reach = [_positions_left(chains, row) for row in drafting]
+        num_steps = int(min(num_steps, held, *steps_in_reach))
         return num_steps if num_steps > 1 and self._can_follow(chains, drafting) else 1
 
     def _only_drafter(self, rows: List[PlannedRow]) -> GuardedDrafter | None:
-        """The one that all of these rows have their drafts from; None: there are several.
-
-        Or another one reads hidden states, which only single steps store for all of them.
+        """The one that drafts for all of these rows; None if there are several, or another one
+        reads hidden states, which only single steps store for all of them.
         """
         chosen = self._drafting.chosen_by(rows)
         if len(chosen) != 1:
@@ -136,10 +124,11 @@ class ContinuousDecode:
         return chosen[0] if stores_all else None
 
     def _holds(self, drafter: GuardedDrafter, rows: List[PlannedRow]) -> bool:
-        """Whether single steps of the only drafter would draft alike, whatever becomes of others.
+        """Whether single steps of the only drafter would draft alike, whatever becomes of other
+        rows.
 
-        In these a length may depend on the batch, a draft may be cut to what is left of the step's
-        tokens, and a rule or a resource manager of the user's is asked.
+        In single steps a length may depend on the batch, a draft may be cut to the rest of the
+        step's tokens, and a user's rule or resource manager is asked.
         """
         rule, lengths = drafter.rule, set(map(drafter.schedule.length, range(1, len(rows) + 1)))
         is_lossy = rule is not None and any(rule.applies_to(row.sequence.params) for row in rows)
@@ -153,10 +142,8 @@ class ContinuousDecode:
         return all(map(chains.can_follow, requests))
 
     def advance(self, plan: Plan) -> Advance | None:
-        """Make all steps that there are slots for, and fill ``results`` of the rows.
-
-        Returns:
-            None: this failed, and the plan is of one step now.
+        """Make all steps that there are slots for, and fill ``results`` of the rows. None: this
+        failed, and the plan is of one step now.
         """
         rows = sorted(plan.rows, key=lambda row: (-row.num_nodes, -row.num_further))
         try:

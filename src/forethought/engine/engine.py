@@ -79,7 +79,7 @@ class Engine:
         self.num_threads = self.num_shared_threads = num_threads
         self.shares_processors = False
         self.num_decode_steps = self.num_streamed_decode_steps = 1
-        self.runner, self.stats = runner, EngineStats(forward_path=runner.lm.path.taken)
+        self.runner, self.stats = runner, EngineStats(forward_path=runner.lm.path.kind)
         self.pool = PagePool(runner.storage.num_pages, runner.storage.page_size)
         self.index = PrefixIndex(self.pool, reuse)
         self._capacity = self.pool.num_pages * self.pool.page_size

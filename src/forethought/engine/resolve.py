@@ -85,7 +85,6 @@ def _ranks(
 
 
 def _load(args: LlmArgs, model_dir: Path, device: torch.device, ranks: Ranks | None) -> CausalLM:
-    """The target, in all its ranks."""
     lm = loader.load(
         model_dir,
         dtype=args.dtype,
@@ -112,7 +111,6 @@ def _engine(
     lm: CausalLM,
     ranks: Ranks | None,
 ) -> Engine:
-    """The engine over a model that is loaded."""
     context = _context(args, lm)
     _check_lengths(configs, context)
     batch_size = min(args.max_batch_size, args.max_num_tokens)  # a decode takes a token each
@@ -138,7 +136,7 @@ def _engine(
         _page_bytes(runner.storage, drafters) * runner.storage.num_pages / 2**20,
         limits,
     )
-    log.info("layers: %s%s", lm.path.taken, f" ({lm.path.reason})" if lm.path.reason else "")
+    log.info("layers: %s%s", lm.path.kind, f" ({lm.path.reason})" if lm.path.reason else "")
     engine = Engine(
         runner,
         limits,
@@ -148,9 +146,9 @@ def _engine(
         num_threads=_threads(args, lm, shared=False),
     )
     engine.num_shared_threads = _threads(args, lm, shared=True)
-    asked = args.num_continuous_decode_steps
-    engine.num_decode_steps = NUM_DECODE_STEPS if asked is None else asked
-    engine.num_streamed_decode_steps = 1 if asked is None else asked
+    num_decode_steps = args.num_continuous_decode_steps
+    engine.num_decode_steps = NUM_DECODE_STEPS if num_decode_steps is None else num_decode_steps
+    engine.num_streamed_decode_steps = 1 if num_decode_steps is None else num_decode_steps
     for name, path in engine.stats.draft_paths.items():
         log.info("drafts of %s: %s", name, path)
     return engine
@@ -159,11 +157,7 @@ def _engine(
 def _runner(
     args: LlmArgs, lm: CausalLM, max_graph_tokens: int | None, ranks: Ranks | None
 ) -> ModelRunner:
-    """Of the target, over one page.
-
-    Raises:
-        ParameterError: CUDA graphs are asked for, and there can be none.
-    """
+    """Of the target, over one page. Raises ParameterError for CUDA graphs that are impossible."""
     if ranks is not None:
         page_size = args.kv_cache_config.tokens_per_block
         return backends.tensor_parallel().runner(ranks, lm, page_size)
@@ -171,7 +165,7 @@ def _runner(
     if args.cuda_graphs is True and refusal is not None:
         raise ParameterError("cuda_graphs=True is not possible here", *refusal)
     is_tried = args.cuda_graphs is True or (
-        args.cuda_graphs == "auto" and refusal is None and lm.path.taken == "fused"
+        args.cuda_graphs == "auto" and refusal is None and lm.path.kind == "fused"
     )
     storage = KvStorage(
         lm.layer_shapes,
@@ -187,12 +181,10 @@ def _runner(
 
 
 def _prepare(runner: ModelRunner, drafters: Sequence[DrafterEntry], *, is_asked: bool) -> None:
-    """Capture a first graph, if there are graphs; where that fails there are none.
-
-    Raises:
-        ParameterError: it fails, and CUDA graphs were asked for.
+    """Capture a first graph, if there are graphs; where that fails there are none, or
+    ParameterError if they were asked for.
     """
-    caches = [cache for each in drafters for cache in each.drafter.draft_caches]
+    caches = [cache for entry in drafters for cache in entry.drafter.draft_caches]
     try:
         runner.prepare([cache for cache in caches if isinstance(cache, HiddenStateCache)])
     except Exception as error:  # of any operation of any model
@@ -208,18 +200,12 @@ def _prepare(runner: ModelRunner, drafters: Sequence[DrafterEntry], *, is_asked:
 
 
 def _threads(args: LlmArgs, lm: CausalLM, *, shared: bool) -> int | None:
-    """Threads of a step; None: as torch has them.
-
-    Args:
-        args: with what was asked for.
-        lm: the target.
-        shared: whether clients run beside the steps.
-    """
+    """Threads of a step; None: as torch has them. ``shared``: clients run beside the steps."""
     if args.num_threads != "auto" or lm.device.type != "cpu":
         return None
     weights = sum(weight.num_bytes for weight in lm.traits.weights)
     available = max(1, available_threads() // args.tensor_parallel_size)
-    native = lm.path.taken == "native" and not shared
+    native = lm.path.kind == "native" and not shared
     chosen = choose_threads(weights, available, native=native)
     log.info(
         "steps%s run on %d of %d threads: %.1f MiB of weights",
@@ -236,13 +222,8 @@ def build_drafter_entry(
 ) -> DrafterEntry:
     """The drafter that ``config`` describes, with its length policy and acceptance rule.
 
-    Args:
-        config: how to draft.
-        target: the model to draft for.
-        batch_size: sequences that the engine runs at once.
-
-    Raises:
-        UsageError: it does not fit the target, or its model cannot be loaded.
+    ``batch_size`` sequences run at once. Raises UsageError if the drafter does not fit the target,
+    or its model cannot be loaded.
     """
     if isinstance(config, AutoDecodingConfig):
         config = config.resolve(batch_size)
@@ -263,7 +244,7 @@ def build_drafter_entry(
 
 
 def _context(args: LlmArgs, lm: CausalLM) -> int:
-    """Tokens that one sequence may have as far as the model is concerned."""
+    """Tokens that one sequence of this model may have."""
     if (args.max_seq_len or 0) > lm.max_positions:
         raise ParameterError(
             f"max_seq_len={args.max_seq_len}",
@@ -291,17 +272,11 @@ def _fill(
     useful: int,
     reserved: int = 0,
 ) -> int:
-    """Allocate the pages of the KV cache and of the drafters' caches.
+    """Allocate the pages of the KV cache and of the drafters' caches; returns the tokens that they
+    hold.
 
-    Args:
-        config: of the KV cache.
-        storage: the target's.
-        drafters: their caches get the same number of pages.
-        useful: tokens that the running batch and earlier prefixes could take.
-        reserved: bytes of the device that CUDA graphs take.
-
-    Returns:
-        Tokens that the cache holds: not more than ``useful``, unless asked for.
+    These are not more than ``useful``, the running batch and earlier prefixes, unless asked for.
+    ``reserved`` bytes of the device are for CUDA graphs.
     """
     size, page_bytes = storage.page_size, _page_bytes(storage, drafters)
     if config.max_tokens is not None:
@@ -318,8 +293,8 @@ def _fill(
         )
     try:
         storage.resize(pages)
-        for each in drafters:
-            each.drafter.resize(pages)
+        for entry in drafters:
+            entry.drafter.resize(pages)
     except (RuntimeError, MemoryError) as error:  # torch's allocators raise RuntimeError
         raise CapacityError(
             "the KV cache does not fit into memory",
@@ -331,7 +306,7 @@ def _fill(
 
 def _page_bytes(storage: KvStorage, drafters: Sequence[DrafterEntry]) -> int:
     """Bytes that a page takes in the KV cache and in the drafters' caches, on the first device."""
-    return storage.device_bytes_per_page + sum(each.drafter.page_bytes for each in drafters)
+    return storage.device_bytes_per_page + sum(entry.drafter.page_bytes for entry in drafters)
 
 
 def _least_pages_elsewhere(config: KvCacheConfig, storage: KvStorage, pages: int) -> int:
@@ -353,6 +328,5 @@ def _cache_bytes(config: KvCacheConfig, device: torch.device, reserved: int = 0)
 
 
 def _gpu_cache_bytes(config: KvCacheConfig, free: int, reserved: int = 0) -> int:
-    """Bytes of the cache on a GPU with ``free`` bytes."""
-    kept = min(int(free * STEP_SHARE), STEP_LIMIT) + reserved
-    return max(0, int((free - kept) * config.free_gpu_memory_fraction))
+    kept_free = min(int(free * STEP_SHARE), STEP_LIMIT) + reserved
+    return max(0, int((free - kept_free) * config.free_gpu_memory_fraction))

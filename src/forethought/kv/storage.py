@@ -5,7 +5,7 @@ allocation, so that copying a page costs two tensor operations however many laye
 
 What drafters keep of the target's tokens, KV of a draft model or hidden states of the target, is a
 ``DraftKvCache``: a second storage addressed by the target's page tables. A token's entry is at the
-token's slot, so forks, prefix hits, rewinds and preemptions apply to it, too. It may be behind the
+token's slot, so forks, prefix hits, rewinds and preemptions apply to it, too. It may lag behind the
 target: a flag per slot says whether its entry is that of the token stored there now. Before the
 target computes a slot again, ``invalidate`` clears the flag.
 """
@@ -46,13 +46,8 @@ class LayerShape:
 class KvStorage:
     """Keys and values of every layer for a fixed number of pages.
 
-    Args:
-        layers: what each layer stores.
-        num_pages: pages that tables may have.
-        page_size: tokens of a page.
-        dtype, device: of the tensors.
-        has_scratch_page: whether there is a further page, which no table has, for what the padding
-            of a CUDA graph writes.
+    ``has_scratch_page``: there is a further page, which no table has, for what the padding of a
+    CUDA graph writes.
 
     Attributes:
         keys: per layer, ``[slots, kv_heads, key_dim]`` in ``dtype``.
@@ -122,7 +117,6 @@ class KvStorage:
 
     @property
     def _num_allocated(self) -> int:
-        """Pages, with the scratch page."""
         return self.num_pages + self.has_scratch_page
 
     @property
@@ -133,10 +127,10 @@ class KvStorage:
 
     def _by_layer(self, stacks: Sequence[Tensor]) -> list[Tensor]:
         """The tensor of each layer, in the order of the layers."""
-        found: dict[int, Tensor] = {}
+        tensors: dict[int, Tensor] = {}
         for members, stack in zip(self._members, stacks, strict=True):
-            found.update(zip(members, stack, strict=True))
-        return [found[index] for index in range(len(self.layers))]
+            tensors.update(zip(members, stack, strict=True))
+        return [tensors[index] for index in range(len(self.layers))]
 
     @staticmethod
     def page_bytes(layers: Sequence[LayerShape], page_size: int, dtype: torch.dtype) -> int:
@@ -149,9 +143,8 @@ class KvStorage:
         self.values[layer].index_copy_(0, slots, v)
 
     def gather(self, pages: Tensor) -> tuple[list[Tensor], list[Tensor]]:
-        """Copies of the tokens of pages int64 ``[P]``: keys and values of each layer.
-
-        Each ``[P * page_size, kv_heads, dim]``.
+        """Copies of the tokens of pages int64 ``[P]``: keys and values of each layer, each ``[P *
+        page_size, kv_heads, dim]``.
         """
         gathered = []
         for stack in self._stacks:
@@ -166,18 +159,18 @@ class KvStorage:
         One tensor ``[layers, len(slots), kv_heads, dim]`` per distinct layer shape, in their order:
         first the keys of each, then the values of each.
         """
-        wanted = self._indices(list(slots))
-        return [stack.index_select(1, wanted).cpu() for stack in self._stacks]
+        indices = self._indices(list(slots))
+        return [stack.index_select(1, indices).cpu() for stack in self._stacks]
 
     def write_slots(self, slots: Sequence[int], stacks: Sequence[Tensor]) -> None:
         """Store at these slots what ``read_slots`` of a storage of the same layers has returned."""
         assert [stack.shape for stack in stacks] == self.stack_shapes(len(slots))
-        wanted = self._indices(list(slots))
+        indices = self._indices(list(slots))
         for stack, written in zip(self._stacks, stacks, strict=True):
-            stack.index_copy_(1, wanted, written.to(self.device))
+            stack.index_copy_(1, indices, written.to(self.device))
 
     def stack_shapes(self, num_tokens: int) -> list[torch.Size]:
-        """The shapes of what ``read_slots`` returns for so many tokens."""
+        """The shapes of what ``read_slots`` returns for this many tokens."""
         return [torch.Size((len(s), num_tokens, *s.shape[2:])) for s in self._stacks]
 
     def copy_pages(self, copies: Sequence[PageCopy]) -> None:
@@ -217,7 +210,6 @@ def addresses_of(keys: Sequence[Tensor], values: Sequence[Tensor]) -> array[int]
 
 def _zeros(size: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
     """Zeros; on a CPU the system gives memory to a page of them when it is first written.
-
     ``torch.zeros`` writes them all, so that a cache takes its whole size before it is used.
     """
     if device.type != "cpu":
@@ -231,10 +223,7 @@ def _unwritten(num_bytes: int) -> mmap.mmap:
     """Zeros that the system clears when they are first used, in pages of its smallest size.
 
     In huge ones, which NumPy asks for, the first token of a sequence would wait until all of those
-    that its keys and values lie in are cleared: several in each layer.
-
-    Raises:
-        MemoryError: there is too little memory.
+    that its keys and values lie in are cleared: several in each layer. Raises MemoryError.
     """
     try:
         if sys.platform != "linux":
@@ -248,10 +237,8 @@ def _unwritten(num_bytes: int) -> mmap.mmap:
 
 
 class DraftKvCache:
-    """A storage over the pages of a target, with a flag per slot.
-
-    Args:
-        storage: with the target's number of pages and page size.
+    """A storage over the pages of a target, with its number of pages and page size, and a flag per
+    slot.
     """
 
     def __init__(self, storage: KvStorage) -> None:
@@ -301,12 +288,9 @@ class DraftKvCache:
 
 
 class HiddenStateCache(DraftKvCache):
-    """The target's hidden states of every stored token, those of some layers concatenated.
-
-    Args:
-        layer_ids: the layers captured, in the order of concatenation; see ``model.causal_lm``.
-        hidden_size: of the target.
-        like: the target's storage: its pages, dtype and device.
+    """The target's hidden states of every stored token, those of some layers concatenated in order
+    of ``layer_ids``; see ``model.causal_lm``. Pages, dtype and device are those of ``like``, its
+    storage.
     """
 
     def __init__(self, layer_ids: Sequence[int], hidden_size: int, like: KvStorage) -> None:
@@ -325,8 +309,8 @@ class HiddenStateCache(DraftKvCache):
 
     def write(self, slots: Tensor, states: Mapping[int, Tensor]) -> None:
         """Store the states of T tokens: by layer index, [T, hidden], at slots int64 [T]."""
-        own = [states[layer_id] for layer_id in self.layer_ids]
-        wide = own[0] if len(own) == 1 else torch.cat(own, dim=-1)
+        parts = [states[layer_id] for layer_id in self.layer_ids]
+        wide = parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
         self.storage.keys[0].index_copy_(0, slots, wide.unsqueeze(1))
 
     def mark_stored(self, slots: NDArray[np.int64]) -> None:

@@ -318,6 +318,6 @@ class ThinkingBudgets:
         return ids
 
     def _space_after(self, end: str) -> str:
-        """The line ends that the chat template writes behind the closing marker."""
+        """The line ends that the chat template writes after the closing marker."""
         line_ends = re.findall(rf"{re.escape(end)}((?:\\n|\n)*)", self._tokenizer.template_text)
         return max((lines.replace("\\n", "\n") for lines in line_ends), key=len, default="")

@@ -25,31 +25,26 @@ from forethought.model.attention.paged_layout import LayoutArrays, PagedLayout
 
 
 def ancestors(parents: Sequence[int]) -> Tensor:
-    """Ancestor-or-self of n tree nodes: bool ``[n, n]`` on the host.
-
-    Args:
-        parents: the parent of each node, negative for none; parents come before their children.
-
-    Returns:
-        True where the column is the row's node or one of its ancestors.
+    """Ancestor-or-self of n tree nodes: bool ``[n, n]`` on the host, True where the column is the
+    row's node or one of its ancestors. Parents, negative for none, come before their children.
     """
     size = len(parents)
     if not size:  # frombuffer refuses none
         return torch.empty(0, 0, dtype=torch.bool)
-    seen = bytearray(size * size)  # a byte per node and node
+    is_ancestor = bytearray(size * size)  # a byte per node and node
     for node, parent in enumerate(parents):
         begin = node * size
         if parent >= 0:
-            seen[begin : begin + node] = seen[parent * size : parent * size + node]
-        seen[begin + node] = 1
-    return torch.frombuffer(seen, dtype=torch.bool).view(size, size)
+            is_ancestor[begin : begin + node] = is_ancestor[parent * size : parent * size + node]
+        is_ancestor[begin + node] = 1
+    return torch.frombuffer(is_ancestor, dtype=torch.bool).view(size, size)
 
 
 @dataclass(frozen=True, slots=True)
 class ConcurrentTokens:
     """Stored tokens of other sequences that a row attends to, in place.
 
-    Each has tokens in common with the row's sequence, and what follows them stands behind these::
+    Each has tokens in common with the row's sequence, and what follows them comes after these::
 
         row's view   [ own tokens | first other | own | second other | own tokens ]
 
@@ -73,34 +68,28 @@ class ConcurrentTokens:
         return [stop - start for start, stop in zip(self.starts, self.stops, strict=True)]
 
     def segments(self) -> list[tuple[int, int]]:
-        """The parts of the view before the last own ones: number of tokens, and further rotation.
-
-        The rotation is in positions: by how much farther a query is from the part's keys in the
-        view than its own position says.
+        """The parts of the view before the last own ones: number of tokens, and further rotation in
+        positions: by how much farther a query is from the part's keys in the view than its own
+        position says.
         """
-        left, begin, found = sum(self.counts), 0, list[tuple[int, int]]()
+        rotation, begin, segments = sum(self.counts), 0, list[tuple[int, int]]()
         for start, count in zip(self.starts, self.counts, strict=True):
-            found += [(start - begin, left), (count, left)]
-            left, begin = left - count, start
-        return found
+            segments += [(start - begin, rotation), (count, rotation)]
+            rotation, begin = rotation - count, start
+        return segments
 
     def view(self, own_pages: Sequence[int], length: int, page_size: int) -> NDArray[np.int64]:
-        """The slots of all that is seen, in order.
-
-        Args:
-            own_pages: of the row's sequence.
-            length: its tokens.
-            page_size: tokens of a page.
+        """The slots of all that is attended to, in order; ``length`` tokens are in the sequence's
+        ``own_pages``.
         """
-        parts, begin, own = [], 0, _slots(own_pages, page_size)
+        parts, begin, own_slots = [], 0, _slots(own_pages, page_size)
         for start, stop, pages in zip(self.starts, self.stops, self.pages, strict=True):
-            parts += [own[begin:start], _slots(pages, page_size)[start:stop]]
+            parts += [own_slots[begin:start], _slots(pages, page_size)[start:stop]]
             begin = start
-        return np.concatenate([*parts, own[begin:length]])
+        return np.concatenate([*parts, own_slots[begin:length]])
 
 
 def _slots(pages: Sequence[int], page_size: int) -> NDArray[np.int64]:
-    """The slots of pages, in order."""
     return (np.array(pages, np.int64)[:, None] * page_size + np.arange(page_size)).ravel()
 
 
@@ -122,7 +111,7 @@ class Row:
             all later ones; ``len(tokens)``: none.
         drafted: int64 ``[k]`` on the model's device, the last k tokens, of which the host has no
             more than the number: ``tokens`` has any ids in their place; None: it has all of them.
-        concurrent: tokens of other sequences that a chain attends to, too, none behind ``start``;
+        concurrent: tokens of other sequences that a chain attends to, too, none after ``start``;
             None: there are none.
     """
 
@@ -184,7 +173,7 @@ class PackedRows:
 
     Attributes:
         tokens, positions, slots: of T tokens.
-        wanted: packed indices of the tokens whose logits are computed.
+        logit_index: packed indices of the tokens whose logits are computed.
         spans: one per row.
         rows: what was packed.
     """
@@ -192,7 +181,7 @@ class PackedRows:
     tokens: list[int]
     positions: list[int]
     slots: list[int]
-    wanted: list[int]
+    logit_index: list[int]
     spans: list[Span]
     rows: Sequence[Row]
 
@@ -202,7 +191,7 @@ class PackedRows:
         tokens: list[int] = []
         positions: list[int] = []
         slots: list[int] = []
-        wanted: list[int] = []
+        logit_index: list[int] = []
         spans: list[Span] = []
         for row in rows:
             begin, size = len(tokens), len(row.tokens)
@@ -218,9 +207,9 @@ class PackedRows:
             else:
                 positions += [first + depth for depth in row.depths()]
             slots += row.table.slots(row.start, row.start + size)
-            wanted += range(begin + row.logits_from, begin + size)
+            logit_index += range(begin + row.logits_from, begin + size)
             spans.append(_span(row, begin, offset))
-        return cls(tokens, positions, slots, wanted, spans, rows)
+        return cls(tokens, positions, slots, logit_index, spans, rows)
 
     def drafted_index(self) -> list[int]:
         """Packed indices of the tokens that are on the device."""
@@ -278,12 +267,8 @@ class Batch:
     def build(
         cls, rows: Sequence[Row], device: torch.device | str = "cpu", offset: int = 0
     ) -> Batch:
-        """Pack ``rows``.
-
-        Args:
-            rows: in order.
-            device: of the tensors.
-            offset: the first position that is attended to, from which ``positions`` count.
+        """Pack ``rows`` on ``device``. ``positions`` count from ``offset``, the first position that
+        is attended to.
         """
         packed = PackedRows.of(rows, offset)
         if (device if isinstance(device, str) else device.type).startswith("cuda"):
@@ -292,7 +277,7 @@ class Batch:
             _tensor(packed.tokens, device),
             _tensor(packed.positions, device),
             _tensor(packed.slots, device),
-            _tensor(packed.wanted, device),
+            _tensor(packed.logit_index, device),
             tuple(packed.spans),
         )
 
@@ -302,40 +287,38 @@ class Batch:
 
     @classmethod
     def of_indices(cls, indices: Tensor, spans: tuple[Span, ...], num_logits: int) -> Batch:
-        """The batch that another process has built, but for ``host_slots``.
-
-        Args:
-            indices: what ``indices`` of that one has returned.
-            spans: of the same.
-            num_logits: R.
+        """The batch that another process has built, from its ``indices``, but for
+        ``host_slots``.
         """
         size, layout = (len(indices) - num_logits) // 3, None
-        token_ids, positions, slots, wanted = indices.split([size, size, size, num_logits])
+        token_ids, positions, slots, logit_index = indices.split([size, size, size, num_logits])
         if indices.device.type == "cuda":
             staging, arrays = StagingBuffer(), LayoutArrays.of(spans)
             for part in arrays.parts:
                 staging.add(part)
             layout = arrays.layout(staging.upload(indices.device))
-        return cls(token_ids, positions, slots, wanted, spans, layout)
+        return cls(token_ids, positions, slots, logit_index, spans, layout)
 
     @classmethod
     def _staged(cls, packed: PackedRows, device: torch.device | str) -> Batch:
         """A batch whose integers reach the device in one copy."""
         staging, arrays = StagingBuffer(), LayoutArrays.of(packed.spans)
-        lists = packed.tokens, packed.positions, packed.slots, packed.wanted
+        lists = packed.tokens, packed.positions, packed.slots, packed.logit_index
         for values in (*lists, packed.drafted_index()):
             staging.add(values)
         for part in arrays.parts:
             staging.add(part)
-        token_ids, positions, slots, wanted, index, *parts = staging.upload(device)
+        token_ids, positions, slots, logit_index, index, *parts = staging.upload(device)
         packed.insert_drafted(token_ids, index)
         host_slots, layout = np.array(packed.slots, np.int64), arrays.layout(parts)
-        return cls(token_ids, positions, slots, wanted, tuple(packed.spans), layout, host_slots)
+        return cls(
+            token_ids, positions, slots, logit_index, tuple(packed.spans), layout, host_slots
+        )
 
 
 def _tensor(values: list[int], device: torch.device | str) -> Tensor:
     """int64; on the host in a fifth of the time of ``torch.tensor``."""
     if not values:  # frombuffer refuses none
         return torch.empty(0, dtype=torch.int64, device=device)
-    found = torch.frombuffer(array("q", values), dtype=torch.int64)
-    return found if found.device == device else found.to(device)
+    tensor = torch.frombuffer(array("q", values), dtype=torch.int64)
+    return tensor if tensor.device == device else tensor.to(device)

@@ -250,13 +250,13 @@ class ForwardPath:
     """Which implementation computes the layers of a model; it is one for all of them.
 
     Attributes:
-        asked: by the user: ``auto``, ``native`` or ``torch``.
-        taken: ``native`` (C++), ``fused`` (few torch operations) or ``transformers`` (its module).
+        requested: by the user: ``auto``, ``native`` or ``torch``.
+        kind: ``native`` (C++), ``fused`` (few torch operations) or ``transformers`` (its module).
         reason: why not ``native``; None where it is.
     """
 
-    asked: str = "torch"
-    taken: str = "transformers"
+    requested: str = "torch"
+    kind: str = "transformers"
     reason: str | None = None
 
 
@@ -309,7 +309,7 @@ class CausalLM:
             why = (
                 "layers have sliding windows"
                 if windows
-                else (f"how its layers rotate queries is not known ({self.path.taken} forward)")
+                else (f"how its layers rotate queries is not known ({self.path.kind} forward)")
             )
             raise ModelError(
                 f"sequences of a {self.config.model_type} model cannot attend to each other",

@@ -27,10 +27,8 @@ NATIVE_BYTES_PER_THREAD = 2**22
 
 
 def find_device(name: str) -> torch.device:
-    """The device ``name``; ``auto``: CUDA where torch has it, else the CPU.
-
-    Raises:
-        ParameterError: there is no such device.
+    """The device ``name``; ``auto``: CUDA where torch has it, else the CPU. Raises ParameterError
+    if there is no such device.
     """
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -44,10 +42,8 @@ def find_device(name: str) -> torch.device:
 
 
 def has_fast_matmul(dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether the device has fast matrix products in ``dtype``.
-
-    A CPU without AVX-512 or AMX has none in 16 bits: torch converts there, several times slower
-    than it multiplies in float32.
+    """Whether the device has fast matrix products in ``dtype``. A CPU without AVX-512 or AMX has
+    none in 16 bits: torch converts there, several times slower than it multiplies in float32.
     """
     if device.type != "cpu" or dtype == torch.float32:
         return True
@@ -64,12 +60,10 @@ def free_gpu_memory(device: torch.device) -> int:
 
 
 def free_host_memory(system: Path = Path("/")) -> int:
-    """Bytes of host memory that are free; the installed ones where the system does not say.
+    """Bytes of host memory that are free; the installed ones where the system does not say. On
+    Linux caches of files count as free, and a limit of a control group is an upper bound.
 
-    On Linux caches of files count as free, and a limit of a control group is an upper bound.
-
-    Args:
-        system: the directory of ``proc`` and ``sys``.
+    ``system`` is the directory of ``proc`` and ``sys``.
     """
     limits = []
     for group in _groups(system, "memory"):
@@ -82,10 +76,8 @@ def free_host_memory(system: Path = Path("/")) -> int:
 
 
 def return_freed_memory() -> None:
-    """Give memory that was freed back to the system, where the C library would keep it (glibc).
-
-    Loading a model frees what its weights were packed or merged from, in pieces that stay in the
-    process otherwise.
+    """Give memory that was freed back to the system, where the C library would keep it (glibc):
+    loading a model frees what its weights were packed or merged from.
     """
     if sys.platform == "linux":
         trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
@@ -94,10 +86,8 @@ def return_freed_memory() -> None:
 
 
 def owned(weight: torch.Tensor) -> torch.Tensor:
-    """A copy on a CPU, where weights as they are loaded may be parts of a mapped file.
-
-    A network that copies most of its weights, merged or packed, would otherwise keep the whole file
-    in memory beside them for the sake of the rest.
+    """A copy on a CPU, where weights as they are loaded may be parts of a mapped file. A network
+    that copies most of its weights would otherwise keep the whole file in memory for the rest.
     """
     return weight.detach().clone() if weight.device.type == "cpu" else weight
 
@@ -117,10 +107,9 @@ def _available_memory(system: Path) -> int:
 
 
 def set_threads(num_threads: int, device: torch.device) -> None:
-    """Have torch compute with so many threads, in the whole process.
+    """Have torch compute with ``num_threads`` threads, in the whole process.
 
-    Raises:
-        ParameterError: more than this process may use, or the model runs on no CPU.
+    Raises ParameterError for more than this process may use, or a model that runs on no CPU.
     """
     if device.type != "cpu":
         raise ParameterError(
@@ -138,15 +127,11 @@ def set_threads(num_threads: int, device: torch.device) -> None:
 
 
 def choose_threads(weight_bytes: int, available: int, *, native: bool) -> int:
-    """Threads for the steps of a model: one per ``BYTES_PER_THREAD`` of weights, as far as allowed.
-
-    Args:
-        weight_bytes: that a step reads.
-        available: threads that there are at most.
-        native: whether the forward is the native one.
+    """Threads for the steps of a model: one per ``BYTES_PER_THREAD`` of weights, of those
+    available.
     """
-    each = NATIVE_BYTES_PER_THREAD if native else BYTES_PER_THREAD
-    return max(1, min(available, -(-weight_bytes // each)))
+    bytes_per_thread = NATIVE_BYTES_PER_THREAD if native else BYTES_PER_THREAD
+    return max(1, min(available, -(-weight_bytes // bytes_per_thread)))
 
 
 def available_threads() -> int:
@@ -156,7 +141,7 @@ def available_threads() -> int:
 
 @contextmanager
 def computing_threads(num_threads: int) -> Iterator[None]:
-    """Have torch compute with so many threads, in the calling thread."""
+    """Have torch compute with ``num_threads`` threads, in the calling thread."""
     before = torch.get_num_threads()
     torch.set_num_threads(num_threads)
     try:
@@ -170,9 +155,6 @@ def check_threads(system: Path = Path("/")) -> None:
 
     Each small operation ends with its slowest thread, and a thread that waits for a processor can
     make that a hundred times longer. The number of threads is not changed: it is the program's.
-
-    Args:
-        system: the directory of ``proc`` and ``sys``.
     """
     threads, processors = torch.get_num_threads(), usable_processors(system)
     if threads > math.ceil(processors):
@@ -190,9 +172,7 @@ def check_threads(system: Path = Path("/")) -> None:
 
 def usable_processors(system: Path = Path("/")) -> float:
     """Processors that this process may use, by its affinity and the quotas of its control groups.
-
-    Args:
-        system: the directory of ``proc`` and ``sys``.
+    ``system`` is the directory of ``proc`` and ``sys``.
     """
     if hasattr(os, "sched_getaffinity"):
         count = len(os.sched_getaffinity(0))
@@ -213,7 +193,7 @@ def _groups(system: Path, controller: str) -> list[Path]:
         lines = (system / "proc/self/cgroup").read_text().splitlines()
     except OSError:
         return []
-    found = []
+    directories = []
     for line in lines:
         _, controllers, group = line.split(":", 2)
         if controllers and controller not in controllers.split(","):
@@ -223,8 +203,8 @@ def _groups(system: Path, controller: str) -> list[Path]:
         for directory in (leaf, *leaf.parents):
             if directory == mount.parent:
                 break
-            found.append(directory)
-    return found
+            directories.append(directory)
+    return directories
 
 
 def _quota(group: Path) -> float | None:
@@ -244,9 +224,6 @@ class ForwardTimer:
 
     On a CPU that is wall time. On CUDA a call returns when its work is queued, so two events of the
     stream are compared, once the GPU has passed them; reading them waits for nothing.
-
-    Args:
-        device: where the forwards run.
     """
 
     def __init__(self, device: torch.device) -> None:

@@ -64,8 +64,6 @@ def _kernels() -> ModuleType:
 
 
 def _register(name: str, schema: str, reference: Any, fake: Any) -> Any:
-    """Define ``forethought::name``: kernels on CUDA, the reference on a CPU."""
-
     def launch(*operands: Any) -> Tensor:
         result: Tensor = getattr(_kernels(), name)(*operands)
         return result

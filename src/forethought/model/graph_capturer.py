@@ -34,27 +34,14 @@ Capture = Callable[[Callable[[], Tensor]], Graph]
 
 
 class GraphCapturer:
-    """Captures graphs as long as there may be more of them.
-
-    Args:
-        capture: makes one.
-        max_graphs: that are captured.
-
-    Attributes:
-        num_graphs: captured so far.
-        num_replays: of all of them.
-    """
+    """Captures up to ``max_graphs`` graphs by ``capture``; counts them and their replays."""
 
     def __init__(self, capture: Capture, max_graphs: int = MAX_GRAPHS) -> None:
         self._capture, self._max_graphs = capture, max_graphs
         self.num_graphs = self.num_replays = 0
 
     def capture(self, compute: Callable[[], Tensor]) -> Graph:
-        """Run ``compute`` once and capture it.
-
-        Raises:
-            Exception: what ``compute`` or the capture raises.
-        """
+        """Run ``compute`` once and capture it; raises what one of these raises."""
         with torch.inference_mode():
             compute()
             graph = self._capture(compute)
@@ -73,7 +60,7 @@ class GraphCapturer:
             return None
 
     def split(self, max_graphs: int) -> GraphCapturer:
-        """A capturer of so many of these graphs, whose failures are its own."""
+        """A capturer of a part of these graphs, whose failures are its own."""
         max_graphs = min(max_graphs, self._max_graphs)
         self._max_graphs -= max_graphs
         return GraphCapturer(self._capture, max_graphs)

@@ -98,7 +98,7 @@ def load(
         attention: a backend, its name, or ``"auto"``.
         fuse: replace the forward by the fused one where the architecture allows it.
         trust_remote_code: run model code from the directory.
-        quantization: quantise the weights as they stand after loading; None: leave them.
+        quantization: quantise the weights as they are after loading; None: leave them.
         forward: ``native``: compute the layers in C++; ``torch``: do not; ``auto``: where it can
             be done and is faster.
         shard: the slice to load of a model that has passed ``check_shardable``; None: all of it.
@@ -113,8 +113,8 @@ def load(
     backend: AttentionBackend = (
         create_backend(attention, device) if isinstance(attention, str) else attention
     )
-    asked = attention if isinstance(attention, str) else backend.name
-    against = _native_setting_refusal(torch.device(device), asked, fuse, forward)
+    attention_name = attention if isinstance(attention, str) else backend.name
+    against = _native_setting_refusal(torch.device(device), attention_name, fuse, forward)
     if shard is not None and forward != "torch":
         against = f"tensor_parallel_size={shard.size} asks for the fused one"
     if isinstance(dtype, str) and dtype != "auto" and dtype not in DTYPES:
@@ -143,10 +143,8 @@ def load(
 
 
 def check_shardable(path: Path, size: int, trust_remote_code: bool = False) -> None:
-    """Whether a model can be cut into ``size`` shards, as far as its config says.
-
-    Raises:
-        ModelError: it cannot, with the reason; or the directory is missing or broken.
+    """Raises ModelError, with the reason, if by its config a model cannot be cut into ``size``
+    shards.
     """
     config = _config(path, trust_remote_code)
     method = _quant_method(path, config)
@@ -177,7 +175,6 @@ def _cut(
 
 
 def _check_quantization(directory: Path, config: Any, quantization: Quantization | None) -> None:
-    """Refuse to quantise weights that are quantised already."""
     method = _quant_method(directory, config)
     if quantization is not None and method is not None:
         raise ModelError(
@@ -205,17 +202,8 @@ def _native_setting_refusal(
 def _network(
     module: PreTrainedModel, fuse: bool, traits: ModelTraits, forward: Forward, against: str | None
 ) -> tuple[Network, ForwardPath]:
-    """The network, and how it was chosen.
-
-    Args:
-        module: its weights are taken.
-        fuse: see ``load``.
-        traits: of the module.
-        forward: see ``load``.
-        against: why it cannot be native, as far as the settings say.
-
-    Raises:
-        ModelError: it must be native and cannot.
+    """The network, and how it was chosen. ``against`` is why, by the settings, it cannot be native;
+    raises ModelError if it must be.
     """
     cpu = backends.cpu()
     try:
@@ -244,16 +232,15 @@ def _network(
 
 
 def native_refusal(module: PreTrainedModel, forward: Forward = "auto") -> str | None:
-    """Why a module on a CPU does not run natively; None: it does.
-
-    Raises:
-        ModelError: the native forward cannot be compiled.
+    """Why a module on a CPU does not run natively; None: it does. Raises ModelError if the native
+    forward cannot be compiled.
     """
     return backends.cpu().refusal(module) or _slower_natively(module, forward)
 
 
 def _slower_natively(module: PreTrainedModel, forward: Forward) -> str | None:
-    """Why ``auto`` leaves a model to torch although it could run natively.
+    """Why ``auto`` leaves a model to torch although it could run natively. Raises ModelError if the
+    native forward cannot be compiled.
 
     Measured in bf16, one thread of a Xeon with AMX, models of 4, 15 and 150 million weights,
     batches of 1 to 64. Where both use AMX, or neither does, the native forward decodes up to 5
@@ -263,9 +250,6 @@ def _slower_natively(module: PreTrainedModel, forward: Forward) -> str | None:
     In 8 and 4 bits it decodes 1.6 to 5 times as fast with up to 15 million weights. With 150
     million it decodes 2.2 to 3 times as fast in 8 bits (and prefills half as fast), and 0.7 to 2
     times as fast in 4 bits.
-
-    Raises:
-        ModelError: the native forward cannot be compiled.
     """
     dtype = module.dtype
     if forward == "native" or dtype == torch.float32 or not has_fast_matmul(dtype, module.device):
@@ -372,7 +356,6 @@ def _auto_dtype(
 
 
 def _weight_bytes(directory: Path) -> int:
-    """Bytes of the files that weights are read from."""
     files = [*directory.glob("*.safetensors")] or [*directory.glob("pytorch_model*.bin")]
     return sum(path.stat().st_size for path in files)
 
@@ -380,7 +363,6 @@ def _weight_bytes(directory: Path) -> int:
 def _checked_module(
     directory: Path, config: Any, dtype: torch.dtype | str, trust_remote_code: bool
 ) -> PreTrainedModel:
-    """The module with its weights, which are finite."""
     module = _module(directory, config, dtype, trust_remote_code)
     _check_module(module, directory)
     check_values(module.named_parameters(), directory, "model")
@@ -436,7 +418,6 @@ def _quantized_module(
 
 
 def _check_module(module: PreTrainedModel, directory: Path) -> None:
-    """Refuse a module that cannot run over pages."""
     if getattr(module, "_is_stateful", False):
         raise _unsupported(
             directory,
@@ -446,23 +427,21 @@ def _check_module(module: PreTrainedModel, directory: Path) -> None:
     if "position_ids" not in inspect.signature(module.forward).parameters:
         raise _unsupported(
             directory,
-            f"{type(module).__name__} takes no position_ids: it counts positions by itself, and "
+            f"{type(module).__name__} takes no position_ids: it counts positions itself, and "
             "the rows of a batch are packed one after the other",
         )
 
 
 def _quant_method(directory: Path, config: Any) -> str | None:
-    """The quantisation method of the weights; None: not quantised.
-
-    Raises:
-        ModelError: transformers does not know the method, and would read the weights as they stand.
+    """The quantisation method of the weights; None: not quantised. Raises ModelError if
+    transformers does not know it, and would read the weights as they are stored.
     """
-    found = getattr(config, "quantization_config", None)
-    if found is None:
+    settings = getattr(config, "quantization_config", None)
+    if settings is None:
         return None
-    found = found if isinstance(found, Mapping) else found.to_dict()
-    method = str(found.get("quant_method", "an unnamed method"))
-    if "quant_method" not in found or not AutoHfQuantizer.supports_quant_method(found):
+    settings = settings if isinstance(settings, Mapping) else settings.to_dict()
+    method = str(settings.get("quant_method", "an unnamed method"))
+    if "quant_method" not in settings or not AutoHfQuantizer.supports_quant_method(settings):
         why = f"transformers {transformers.__version__} cannot read it"
         raise ModelError(f"the model in {directory} is quantised by {method}", why, _UNQUANTISED)
     return method

@@ -19,10 +19,8 @@ from forethought.model.graph_capturer import GraphCapturer
 
 
 class ModelRunner:
-    """Runs rows through ``lm``, whose KV cache is ``storage``.
-
-    Attributes:
-        graphs: captures CUDA graphs of the engine; None: all is computed eagerly.
+    """Runs rows through ``lm``, whose KV cache is ``storage``. ``graphs`` captures CUDA graphs of
+    the engine; None: all is computed eagerly.
     """
 
     graphs: GraphCapturer | None = None
@@ -44,13 +42,8 @@ class ModelRunner:
         """End what computes outside of this process; nothing is run any more."""
 
     def forward(self, rows: Sequence[Row], readers: Sequence[HiddenStateReader] = ()) -> Tensor:
-        """The logits that the rows ask for, float32 ``[R, vocab]``, in order of rows and tokens.
-
-        The next forward may overwrite them.
-
-        Args:
-            rows: what to compute.
-            readers: get hidden states of all tokens.
+        """The logits that the rows ask for, float32 ``[R, vocab]``, in order of rows and tokens;
+        the next forward may overwrite them. ``readers`` get hidden states of all tokens.
         """
         return self.forward_eagerly(rows, readers)
 
@@ -78,15 +71,10 @@ class ModelRunner:
         """Make what forwards need, before the first: nothing here."""
 
     def check_hidden_states(self, layer_ids: Sequence[int]) -> None:
-        """Run one token to check that the hidden states at ``layer_ids`` can be captured.
+        """Run one token to check that the hidden states at ``layer_ids`` (see ``model.causal_lm``)
+        can be captured. Only while the KV cache is empty: the first page is overwritten.
 
-        Only while the KV cache is empty: the first page is overwritten.
-
-        Args:
-            layer_ids: see ``model.causal_lm``.
-
-        Raises:
-            ModelError: they cannot be, or have another width than ``lm.hidden_size``.
+        Raises ModelError if they cannot be, or have another width than ``lm.hidden_size``.
         """
         table = PageTable(PagePool(self.storage.num_pages, self.storage.page_size))
         table.append(1)

@@ -54,7 +54,7 @@ class DraftModel(DraftNetwork):
         self.runner, self.max_num_tokens, self.vocab_size = runner, max_num_tokens, vocab_size
         self.windows = runner.lm.windows
         self._padding = max(0, vocab_size - runner.lm.vocab_size)
-        self.forward_path = runner.lm.path.taken
+        self.forward_path = runner.lm.path.kind
         self.native = backends.cpu().draft_network(runner.lm, vocab_size)
 
     @property
@@ -94,7 +94,7 @@ class DraftModel(DraftNetwork):
         """
         lm, pages = target.runner.lm, target.runner.storage
         own_device = lm.device if device is None else find_device(device)
-        forward: loader.Forward = "torch" if lm.path.asked == "torch" else "auto"
+        forward: loader.Forward = "torch" if lm.path.requested == "torch" else "auto"
         is_paged = backends.cuda().reads_pages(lm) and own_device == lm.device
         model = loader.load(
             directory,

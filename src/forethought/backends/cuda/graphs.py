@@ -182,7 +182,9 @@ class StaticBatch:
                 "token_ids": np.zeros(size, np.int64),
                 "positions": np.zeros(size, np.int64),
                 "slots": np.full(size, storage.scratch_slot, np.int64),
-                "wanted": np.arange(size) if num_logits is None else np.zeros(num_logits, np.int64),
+                "logit_index": np.arange(size)
+                if num_logits is None
+                else np.zeros(num_logits, np.int64),
                 "drafted": np.zeros(size, np.int64),
                 **(further or {}),
                 "rows": rows,
@@ -200,7 +202,9 @@ class StaticBatch:
             tile_tokens=bucket.tile_tokens,
             num_splits=bucket.num_splits,
         )
-        self.batch = Batch(of["token_ids"], of["positions"], of["slots"], of["wanted"], (), layout)
+        self.batch = Batch(
+            of["token_ids"], of["positions"], of["slots"], of["logit_index"], (), layout
+        )
 
     def fill(self, packed: PackedRows, further: Mapping[str, Sequence[int]] | None = None) -> None:
         """Queue the copy of packed rows that fit into the bucket; the rest becomes padding."""
@@ -209,7 +213,7 @@ class StaticBatch:
             "token_ids": packed.tokens,
             "positions": packed.positions,
             "slots": packed.slots,
-            "wanted": packed.wanted,
+            "logit_index": packed.logit_index,
             "drafted": index,
             **(further or {}),
             **self._layout(packed.spans),
@@ -217,9 +221,9 @@ class StaticBatch:
         self._buffer.fill(values)
         packed.insert_drafted(self.batch.token_ids, self._buffer.tensors["drafted"][: len(index)])
 
-    def lay_out(self, spans: Sequence[Span], wanted: Sequence[int]) -> None:
+    def lay_out(self, spans: Sequence[Span], logit_index: Sequence[int]) -> None:
         """Queue the copy of where rows lie whose tokens, positions and slots the graph writes."""
-        self._buffer.fill({"wanted": wanted, **self._layout(spans)})
+        self._buffer.fill({"logit_index": logit_index, **self._layout(spans)})
 
     def _layout(self, spans: Sequence[Span]) -> dict[str, Integers]:
         if not spans:

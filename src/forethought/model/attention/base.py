@@ -57,10 +57,8 @@ class AttentionBackend(Protocol):
     def plan(self, batch: Batch, storage: KvStorage, window: int | None) -> Any:
         """What depends on the batch but not on the layer: built once per forward and window.
 
-        Args:
-            batch: the packed rows.
-            storage: the KV cache; only its shapes, dtype and device are read.
-            window: tokens attend to the last ``window`` positions, their own included; None: all.
+        Only shapes, dtype and device of ``storage`` are read. Tokens attend to the last ``window``
+        positions, their own included; None: to all.
         """
         ...
 
@@ -69,26 +67,19 @@ class AttentionBackend(Protocol):
     ) -> Tensor:
         """Attend in one layer, whose new keys and values have already been stored.
 
-        Args:
-            q: ``[T, heads, key_dim]``.
-            keys: ``[slots, kv_heads, key_dim]``, the layer's whole cache.
-            values: ``[slots, kv_heads, value_dim]``.
-            plan: what :meth:`plan` made for this layer's window.
-            scoring: the layer's scale, softcap and sinks.
-
-        Returns:
-            ``[T, heads, value_dim]`` in the dtype of ``q``, contiguous.
+        ``q`` is ``[T, heads, key_dim]``; ``keys`` and ``values``, ``[slots, kv_heads, dim]``, are
+        the layer's whole cache; ``plan`` is of the layer's window. Returns ``[T, heads,
+        value_dim]`` in the dtype of ``q``, contiguous.
         """
         ...
 
 
 @dataclass(slots=True, eq=False)
 class KvRow:
-    """Where the keys and values are that the new tokens of one sequence attend to.
+    """Where the keys and values are that the new tokens of one sequence attend to: those of a
+    prefix, then recent tokens, of which the last ones are the new tokens.
 
-    It is not frozen, as there is one per row and step, and freezing takes most of making one.
-
-    They are those of a prefix, then recent tokens, of which the last ones are the new tokens.
+    Not frozen: there is one per row and step, and freezing takes most of making one.
 
     Attributes:
         start: index in the batch of the first new token.
@@ -117,7 +108,7 @@ class KvRow:
 
 @dataclass(slots=True, eq=False)
 class KvLayout:
-    """The keys and values of one forward, for networks that attend to them by themselves.
+    """The keys and values of one forward, for networks that attend to them themselves.
 
     Attributes:
         addresses: in memory, of each layer's keys, contiguous, ``kv_heads * key_dim`` elements per
@@ -145,12 +136,9 @@ class KvLayout:
 class ForwardPass(ABC):
     """One forward of one batch: how its layers attend, and which hidden states are captured.
 
-    Args:
-        batch: the packed tokens.
-        layer_ids: hidden states to capture; see ``model.causal_lm``.
-
     Attributes:
-        states: the captured hidden states by layer index: ``[T, hidden]``.
+        layer_ids: of the hidden states to capture; see ``model.causal_lm``.
+        states: the captured ones by layer index: ``[T, hidden]``.
     """
 
     def __init__(self, batch: Batch, layer_ids: frozenset[int] = frozenset()) -> None:
@@ -163,18 +151,12 @@ class ForwardPass(ABC):
 
     @abstractmethod
     def layout(self) -> KvLayout:
-        """Where keys and values are, for a network that stores and attends by itself."""
+        """Where keys and values are, for a network that stores and attends itself."""
 
     @abstractmethod
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scoring: Scoring) -> Tensor:
-        """Store k, v of the new tokens and attend: ``[T, heads, value_dim]``.
-
-        Args:
-            layer: index of the attention layer.
-            q: ``[T, heads, key_dim]``.
-            k: ``[T, kv_heads, key_dim]``.
-            v: ``[T, kv_heads, value_dim]``.
-            scoring: the layer's scale, softcap and sinks.
+        """Store k, v of the new tokens, ``[T, kv_heads, dim]``, and attend with q ``[T, heads,
+        key_dim]``: ``[T, heads, value_dim]``.
         """
 
     def rotate_and_attend(
@@ -185,14 +167,8 @@ class ForwardPass(ABC):
         rotation: tuple[Tensor, Tensor],
         scoring: Scoring,
     ) -> Tensor:
-        """Rotate queries and keys, store the keys and v, and attend: as ``attend``.
-
-        Args:
-            layer: index of the attention layer.
-            qk: ``[T, heads + kv_heads, dim]``, not rotated.
-            v: ``[T, kv_heads, dim]``.
-            rotation: cosines and signed sines ``[T, 1, dim]`` of the tokens' positions.
-            scoring: the layer's scale, softcap and sinks.
+        """As ``attend``, with queries and keys ``qk`` ``[T, heads + kv_heads, dim]`` that are
+        rotated first, by cosines and signed sines ``[T, 1, dim]`` of the tokens' positions.
         """
         kv_heads = v.shape[1]
         q, k = rotate(qk, *rotation).split_with_sizes([qk.shape[1] - kv_heads, kv_heads], 1)
@@ -200,15 +176,7 @@ class ForwardPass(ABC):
 
 
 class PagedPass(ForwardPass):
-    """A forward pass over the paged KV cache.
-
-    Args:
-        batch: the packed rows.
-        storage: the KV cache.
-        backend: computes attention.
-        windows: each attention layer's window.
-        layer_ids: hidden states to capture; see ``model.causal_lm``.
-    """
+    """A forward pass over the paged KV cache; each attention layer has its window."""
 
     def __init__(
         self,
@@ -223,7 +191,6 @@ class PagedPass(ForwardPass):
 
     @cached_property
     def _plans(self) -> list[Any]:
-        """Of each layer; made when the first one attends."""
         batch, storage = self.batch, self.storage
         windows = dict.fromkeys(self._windows)
         plans = {window: self.backend.plan(batch, storage, window) for window in windows}

@@ -1,4 +1,4 @@
-"""Where the rows of a batch lie in the paged cache, in integers that an attention kernel reads.
+"""Where the rows of a batch are in the paged cache, in integers that an attention kernel reads.
 
 A kernel runs one program per *tile* (up to ``tile_tokens`` new tokens of one row), key/value head
 and *split* (a range of the row's stored tokens). A row of few new tokens over many stored ones is
@@ -74,12 +74,8 @@ class PagedLayout:
     def of(
         cls, spans: Sequence[Span], device: torch.device | str, split: Splitting | None = None
     ) -> PagedLayout:
-        """The layout of rows, by one copy per array.
-
-        Args:
-            spans: in order of their packed tokens.
-            device: of the tensors.
-            split: how rows are split; None: by ``split_of``.
+        """The layout of rows, in order of their packed tokens, by one copy per array. Rows are
+        split by ``split``, by default ``split_of``.
         """
         arrays = LayoutArrays.of(spans, split=split)
         return arrays.layout([torch.from_numpy(part).to(device) for part in arrays.parts])
@@ -87,11 +83,8 @@ class PagedLayout:
 
 @dataclass(frozen=True, slots=True)
 class LayoutArrays:
-    """A layout on the host.
-
-    Attributes:
-        parts: its arrays, in the order of the tensors of :class:`PagedLayout`.
-        tile_tokens, num_splits: see there.
+    """A layout on the host: ``parts`` are its arrays, in the order of the tensors of
+    :class:`PagedLayout`.
     """
 
     parts: list[Integers]
@@ -108,12 +101,8 @@ class LayoutArrays:
     def of(
         cls, spans: Sequence[Span], tile_tokens: int = 0, split: Splitting | None = None
     ) -> LayoutArrays:
-        """Lay out rows.
-
-        Args:
-            spans: in order of their packed tokens.
-            tile_tokens: new tokens of a tile; 0: by the longest row.
-            split: how rows are split; None: by ``split_of``.
+        """Lay out rows, in order of their packed tokens, in tiles of ``tile_tokens`` new tokens; 0:
+        by the longest row. Rows are split by ``split``, by default ``split_of``.
         """
         split = split or split_of
         rows, tiles, partials = list[int](), list[int](), list[int]()
@@ -146,7 +135,9 @@ class LayoutArrays:
             np.concatenate(tokens),
             np.array(tiles, np.int64).reshape(-1, TILE_FIELDS),
             _pages(spans),
-            np.concatenate([np.zeros(0, np.int64), *(each.reshape(-1) for each in words)]),
+            np.concatenate(
+                [np.zeros(0, np.int64), *(node_words.reshape(-1) for node_words in words)]
+            ),
             np.array(partials, np.int64).reshape(-1, PARTIAL_FIELDS),
         ]
         return cls(parts, tile_tokens, num_splits)

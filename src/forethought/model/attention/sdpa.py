@@ -51,11 +51,7 @@ are computed by hand, are batch-invariant up to rounding only."""
 
 
 class FoldedMask:
-    """The mask of some tokens, for all layers of a plan.
-
-    Args:
-        mask: additive, ``[B, 1, n, L]``.
-    """
+    """The additive mask ``[B, 1, n, L]`` of some tokens, for all layers of a plan."""
 
     def __init__(self, mask: Tensor) -> None:
         self._folds = {1: mask}
@@ -69,10 +65,8 @@ class FoldedMask:
 
 @dataclass(frozen=True, slots=True)
 class DecodeView:
-    """A decode row, packed token ``token``, over ``length`` slots from ``first`` on.
-
-    Attributes:
-        mask: additive, ``[1, length]`` in the cache's dtype: the slots are those of whole pages.
+    """A decode row, packed token ``token``, over ``length`` slots from ``first`` on. ``mask`` is
+    additive, ``[1, length]`` in the cache's dtype: the slots are those of whole pages.
     """
 
     token: int
@@ -130,11 +124,8 @@ class SdpaPlan:
 
 
 class SdpaPlanner:
-    """Makes the plans.
-
-    Args:
-        grouping: whether decode rows are gathered into groups: "auto" by a measured rule, "always",
-            or "never" where their pages are contiguous.
+    """Makes the plans. Decode rows are gathered into groups by ``grouping``: "auto" by a measured
+    rule, "always", or "never" where their pages are contiguous.
     """
 
     def __init__(self, grouping: str = "auto") -> None:
@@ -206,12 +197,11 @@ def _skipped(span: Span, window: int | None) -> int:
 
 
 def _skipped_in_pages(span: Span, window: int | None, storage: KvStorage) -> int:
-    """The same, rounded down to whole pages."""
+    """``_skipped``, rounded down to whole pages."""
     return _skipped(span, window) // storage.page_size * storage.page_size
 
 
 def _is_viewable(span: Span) -> bool:
-    """Whether it is a decode row on contiguous pages."""
     return span.length == 1 and span.first_slot is not None
 
 
@@ -221,9 +211,9 @@ def _masked_row(span: Span, window: int | None, storage: KvStorage) -> MaskedRow
     mask = None
     fits = window is None or span.kv_length <= window
     if span.tree is not None or span.kv_length > span.length or span.seen_from or not fits:
-        seen = _seen(span, window, storage.device)[:, skipped:]
-        seen = F.pad(seen, (0, length - seen.shape[1]))
-        mask = FoldedMask(additive(seen, storage.dtype)[None, None])
+        visible = _visibility(span, window, storage.device)[:, skipped:]
+        visible = F.pad(visible, (0, length - visible.shape[1]))
+        mask = FoldedMask(additive(visible, storage.dtype)[None, None])
     if span.first_slot is not None:
         return MaskedRow(span.start, span.stop, None, span.first_slot + skipped, length, mask)
     pages = upload(span.pages[skipped // storage.page_size :], storage.device)
@@ -243,7 +233,7 @@ def _parts(span: Span, storage: KvStorage) -> Iterator[Span]:
         yield replace(span, start=start, stop=stop, kv_length=kv_length, pages=pages)
 
 
-def _seen(span: Span, window: int | None, device: torch.device) -> Tensor:
+def _visibility(span: Span, window: int | None, device: torch.device) -> Tensor:
     """bool ``[n, kv_length]``: which stored tokens each new token attends to."""
     size = span.length
     if span.tree is None:
@@ -251,19 +241,18 @@ def _seen(span: Span, window: int | None, device: torch.device) -> Tensor:
     else:
         tree = span.tree.to(device)
     prefix = span.kv_length - size
-    seen = torch.cat([tree.new_ones(size, prefix), tree], 1)
-    seen[:, : span.seen_from] = False
+    visible = torch.cat([tree.new_ones(size, prefix), tree], 1)
+    visible[:, : span.seen_from] = False
     if window is not None:
         new_positions = prefix + tree.sum(1) - 1
         positions = torch.cat([torch.arange(prefix, device=device), new_positions])
-        seen &= new_positions[:, None] - positions < window
-    return seen
+        visible &= new_positions[:, None] - positions < window
+    return visible
 
 
 def _alike(spans: Sequence[Span], window: int | None, storage: KvStorage) -> list[list[Span]]:
-    """Groups of spans of similar sizes, so that padding never costs more than the rows do.
-
-    On a CPU a group is small enough for its gathered pages to stay in the caches.
+    """Groups of spans of similar sizes, so that padding never costs more than the rows do. On a CPU
+    a group is small enough for its gathered pages to stay in the caches.
     """
     token_bytes = storage.layers[0].elements * storage.dtype.itemsize
     limit = MAX_GROUP_BYTES if storage.device.type == "cpu" else math.inf
@@ -297,25 +286,24 @@ def _group(spans: Sequence[Span], window: int | None, storage: KvStorage) -> Pad
         tokens += range(span.start, span.stop)
         tokens += [span.stop - 1] * (size - span.length)
     bounds = [_bounds(s, window, skip, size) for s, skip in zip(spans, skipped, strict=True)]
-    seen = _between(upload(bounds, device), num_pages * page_size)
+    visible = _between(upload(bounds, device), num_pages * page_size)
     for row, (span, skip) in enumerate(zip(spans, skipped, strict=True)):
         if span.tree is not None:
-            mask = _seen(span, window, device)[:, skip:]
-            seen[row, : span.length] = False
-            seen[row, : span.length, : mask.shape[1]] = mask
-            seen[row, span.length :] = seen[row, span.length - 1]
+            mask = _visibility(span, window, device)[:, skip:]
+            visible[row, : span.length] = False
+            visible[row, : span.length, : mask.shape[1]] = mask
+            visible[row, span.length :] = visible[row, span.length - 1]
     return PaddedGroup(
         tokens=upload(tokens, device),
         num_rows=len(spans),
         pages=upload(padded, device).view(-1),
-        mask=FoldedMask(additive(seen, storage.dtype)[:, None]),
+        mask=FoldedMask(additive(visible, storage.dtype)[:, None]),
     )
 
 
 def _bounds(span: Span, window: int | None, skipped: int, size: int) -> list[tuple[int, int]]:
-    """For ``size`` new tokens of a chain, the last one repeated: the range that each attends to.
-
-    Half-open, counted from stored token ``skipped`` on.
+    """For ``size`` new tokens of a chain, the last one repeated: the half-open range that each
+    attends to, counted from stored token ``skipped`` on.
     """
     bounds = []
     for index in range(size):
@@ -332,10 +320,10 @@ def _between(bounds: Tensor, length: int) -> Tensor:
     return (indices >= low) & (indices < high)
 
 
-def additive(seen: Tensor, dtype: torch.dtype) -> Tensor:
-    """0 where ``seen`` (bool, any shape) is True, -inf elsewhere."""
-    mask = torch.zeros(seen.shape, dtype=dtype, device=seen.device)
-    return mask.masked_fill_(~seen, float("-inf"))
+def additive(visible: Tensor, dtype: torch.dtype) -> Tensor:
+    """0 where ``visible`` (bool, any shape) is True, -inf elsewhere."""
+    mask = torch.zeros(visible.shape, dtype=dtype, device=visible.device)
+    return mask.masked_fill_(~visible, float("-inf"))
 
 
 class without_cudnn:  # a context, used like a function
@@ -344,10 +332,7 @@ class without_cudnn:  # a context, used like a function
     torch prefers cuDNN on recent GPUs, which builds a plan for every new shape of its input: the
     first call of a shape takes milliseconds, and while decoding the masks grow by a page at a time.
     The setting is torch's own and the process's; it is restored after each call of attention, so
-    that other code in the process keeps its own.
-
-    Args:
-        device: where attention is computed; nothing is done for a CPU.
+    that other code in the process keeps its own. Nothing is done for a CPU.
     """
 
     __slots__ = ("_restored",)
@@ -383,17 +368,11 @@ def softmax_attention(
 ) -> Tensor:
     """Attention where the queries of a key head are folded together.
 
-    Args:
-        q: ``[B, kv_heads, queries, key_dim]``: the queries are a head's tokens or a group's heads.
-        k: ``[B, kv_heads, L, key_dim]``.
-        v: ``[B, kv_heads, L, value_dim]``.
-        mask: additive, broadcast to ``[B, kv_heads, queries, L]``; None: every key is attended to.
-        scoring: scale, softcap and sinks.
-        batch_invariant: round a query the same whatever the number of queries; see
-            ``BATCH_INVARIANT_QUERIES``.
-
-    Returns:
-        ``[B, kv_heads, queries, value_dim]``.
+    ``q`` is ``[B, kv_heads, queries, key_dim]``, the queries being a head's tokens or a group's
+    heads, ``k`` and ``v`` ``[B, kv_heads, L, dim]``. ``mask`` is additive, broadcast to ``[B,
+    kv_heads, queries, L]``; None: every key is attended to. ``batch_invariant``: round a query the
+    same whatever the number of queries; see ``BATCH_INVARIANT_QUERIES``. Returns ``[B, kv_heads,
+    queries, value_dim]``.
     """
     if scoring.softcap is None and scoring.sinks is None:
         if batch_invariant:
@@ -417,7 +396,6 @@ def _scaled_dot_product(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, **settings: Any
 ) -> Tensor:
     """torch's attention: without cuDNN, and with a mask that begins where CUDA kernels can read.
-
     The memory-efficient kernel raises where the mask is a slice that begins between multiples of
     ``MASK_ALIGNMENT``; strides torch pads itself.
     """
@@ -436,15 +414,10 @@ def batch_invariant_attention(
 ) -> Tensor:
     """torch's kernel; in 16 bits on a CPU few queries are padded, see ``MIN_QUERIES``.
 
-    Unlike in :func:`softmax_attention`, the heads that share keys need not be folded.
-
-    Args:
-        q: ``[B, heads, queries, key_dim]``.
-        k: ``[B, kv_heads, L, key_dim]``.
-        v: ``[B, kv_heads, L, value_dim]``.
-        mask: additive, or None.
-        scoring: only its scale is used.
-        causal: query i attends to the first i + 1 keys; without a mask.
+    ``q`` is ``[B, heads, queries, key_dim]``, ``k`` and ``v`` ``[B, kv_heads, L, dim]``; unlike in
+    :func:`softmax_attention`, the heads that share keys need not be folded. ``mask`` is additive;
+    ``causal``, without a mask: query i attends to the first i + 1 keys. Of ``scoring`` only the
+    scale is used.
     """
     size, scale, gqa = q.shape[2], scoring.scale, q.shape[1] != k.shape[1]
     fewest = MIN_QUERIES_WITHOUT_AMX if q.dtype == torch.float16 else MIN_QUERIES
@@ -464,11 +437,7 @@ FOLDED_FROM = 2048
 
 
 class SdpaAttention(AttentionBackend):
-    """Attention through torch's kernels.
-
-    Args:
-        grouping: see :class:`SdpaPlanner`.
-    """
+    """Attention through torch's kernels; for ``grouping`` see :class:`SdpaPlanner`."""
 
     name = "sdpa"
     capabilities = frozenset(Capability)
@@ -534,17 +503,16 @@ def _attend_views(
 
 
 def _attend_group(q: Tensor, k: Tensor, v: Tensor, mask: FoldedMask, scoring: Scoring) -> Tensor:
-    """q ``[B, n, heads, key_dim]``, k and v ``[B, L, kv_heads, dim]``.
-
-    Returns ``[B * n, heads, value_dim]``.
+    """q ``[B, n, heads, key_dim]``, k and v ``[B, L, kv_heads, dim]`` -> ``[B * n, heads,
+    value_dim]``.
     """
     rows, size, heads, _ = q.shape
     kv_heads, shared = k.shape[2], heads // k.shape[2]
     if size > 1:  # the heads of one key, each with all tokens of the row, become queries
         q = q.view(rows, size, kv_heads, shared, -1).permute(0, 2, 3, 1, 4)
     folded = q.reshape(rows, kv_heads, shared * size, -1)
-    seen = mask.fold(shared if size > 1 else 1)
-    out = softmax_attention(folded, k.transpose(1, 2), v.transpose(1, 2), seen, scoring)
+    folded_mask = mask.fold(shared if size > 1 else 1)
+    out = softmax_attention(folded, k.transpose(1, 2), v.transpose(1, 2), folded_mask, scoring)
     if size > 1:
         out = out.reshape(rows, kv_heads, shared, size, -1).permute(0, 3, 1, 2, 4)
     return out.reshape(rows * size, heads, -1)
@@ -565,8 +533,8 @@ def _attend_row(
         out = batch_invariant_attention(q, k, v, mask, scoring, causal=mask is None)
     else:
         if mask is None:
-            seen = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device)
-            mask = additive(seen.tril_(), k.dtype)
+            visible = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device)
+            mask = additive(visible.tril_(), k.dtype)
         k, v = (x.repeat_interleave(heads // kv_heads, 1) for x in (k, v))
         out = softmax_attention(q, k, v, mask, scoring)
     return out[0].transpose(0, 1)

@@ -183,7 +183,7 @@ class MtpNetwork(MtpDraftModule):
         self.vocab_size, self.ids = lm.vocab_size, None
         module.model.set_attn_implementation(ATTENTION)
         self._fused: _FusedModule | None = None
-        if lm.path.taken != "transformers" and is_fusable(module.model):
+        if lm.path.kind != "transformers" and is_fusable(module.model):
             self._fused = _FusedModule(module, lm.max_positions)
 
     @override
