@@ -18,7 +18,8 @@ from forethought.kv.storage import KvStorage
 from forethought.kv.table import PageTable
 from forethought.model import loader
 from forethought.model.batch import Batch, Row
-from forethought.model.causal_lm import FINAL, CausalLM
+from forethought.model.causal_lm import CausalLM
+from forethought.model.hidden_states import FINAL
 from forethought.model.llama.network import FusedNetwork
 from models import prompts, tiny
 

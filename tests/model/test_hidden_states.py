@@ -12,7 +12,7 @@ from forethought.kv.storage import KvStorage
 from forethought.kv.table import PageTable
 from forethought.model import causal_lm, loader
 from forethought.model.batch import Batch, Row
-from forethought.model.causal_lm import FINAL
+from forethought.model.hidden_states import FINAL
 from models import prompts, tiny, transformers_model
 
 

@@ -14,10 +14,10 @@ from forethought.config.drafters import MTPDecodingConfig
 from forethought.config.sampling import SamplingParams, SpeculationParams
 from forethought.errors import ModelError, ParameterError
 from forethought.kv.pool import PagePool
-from forethought.kv.storage import DraftKvCache, HiddenStateCache, KvStorage
+from forethought.kv.storage import DraftKvCache, KvStorage
 from forethought.kv.table import PageTable
 from forethought.model.batch import Batch
-from forethought.model.causal_lm import FINAL
+from forethought.model.hidden_states import FINAL, HiddenStateCache
 from forethought.model.runner import ModelRunner
 from forethought.speculative.draft_module import DraftModuleRunner, ModuleOutput
 from forethought.speculative.drafter import DraftRequest, ScheduledRequests

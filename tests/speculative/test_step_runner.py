@@ -22,7 +22,7 @@ from forethought.kv.pool import PagePool
 from forethought.kv.storage import KvStorage
 from forethought.kv.table import PageTable
 from forethought.model.batch import Row
-from forethought.model.causal_lm import HiddenStateReader
+from forethought.model.hidden_states import HiddenStateReader
 from forethought.model.loader import load
 from forethought.model.runner import ModelRunner
 from forethought.speculative.drafter import DraftRequest

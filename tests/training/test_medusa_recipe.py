@@ -16,7 +16,7 @@ from forethought.cli.main import main
 from forethought.config.drafters import MedusaDecodingConfig
 from forethought.config.sampling import SamplingParams
 from forethought.errors import ParameterError
-from forethought.model.causal_lm import FINAL
+from forethought.model.hidden_states import FINAL
 from forethought.speculative.heads.medusa import WEIGHTS, MedusaHeads
 from forethought.training.batches import TrainingBatch, TrainingBatches
 from forethought.training.recipes.medusa import MedusaRecipe, MedusaSettings, head_loss

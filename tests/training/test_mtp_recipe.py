@@ -16,7 +16,7 @@ from forethought.config.drafters import MTPDecodingConfig
 from forethought.config.sampling import SamplingParams
 from forethought.errors import ModelError
 from forethought.llm.tokenizer import Tokenizer
-from forethought.model.causal_lm import FINAL
+from forethought.model.hidden_states import FINAL
 from forethought.speculative.heads.mtp import MtpModule, load_modules
 from forethought.training.batches import TrainingBatch, TrainingBatches
 from forethought.training.recipes.mtp import (

@@ -13,7 +13,7 @@ from forethought.assets import heads_dir, problems, reasoner_dir
 from forethought.config.drafters import ReDrafterDecodingConfig
 from forethought.config.sampling import SamplingParams
 from forethought.llm.tokenizer import Tokenizer
-from forethought.model.causal_lm import FINAL
+from forethought.model.hidden_states import FINAL
 from forethought.speculative.heads.redrafter import ReDrafterHead, ReDrafterShape
 from forethought.training.batches import TrainingBatch, TrainingBatches
 from forethought.training.recipes.redrafter import ReDrafterRecipe, ReDrafterSettings

@@ -24,9 +24,10 @@ import torch
 from forethought.engine.guarded_drafter import DrafterEntry, GuardedDrafter
 from forethought.engine.scheduler import Plan, PlannedRow
 from forethought.engine.sequence import Sequence
-from forethought.kv.storage import DraftKvCache, HiddenStateCache
+from forethought.kv.storage import DraftKvCache
 from forethought.kv.table import TableView
 from forethought.model.device import ForwardTimer
+from forethought.model.hidden_states import HiddenStateCache
 from forethought.outputs import EngineStats
 from forethought.speculative import prediction
 from forethought.speculative.drafter import NO_DRAFT, Draft, DraftRequest, TokenView

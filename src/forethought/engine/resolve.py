@@ -17,7 +17,7 @@ from forethought.engine.engine import Engine
 from forethought.engine.guarded_drafter import DrafterEntry
 from forethought.engine.scheduler import Limits
 from forethought.errors import CapacityError, ParameterError
-from forethought.kv.storage import HiddenStateCache, KvStorage
+from forethought.kv.storage import KvStorage
 from forethought.model import backends, loader
 from forethought.model.causal_lm import CausalLM
 from forethought.model.device import (
@@ -30,6 +30,7 @@ from forethought.model.device import (
     return_freed_memory,
     set_threads,
 )
+from forethought.model.hidden_states import HiddenStateCache
 from forethought.model.runner import ModelRunner
 from forethought.speculative import registry
 from forethought.speculative.length import length_policy

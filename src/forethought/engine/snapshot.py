@@ -13,8 +13,9 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from forethought.kv.storage import DraftKvCache, HiddenStateCache, KvStorage
+from forethought.kv.storage import DraftKvCache, KvStorage
 from forethought.kv.table import PageTable
+from forethought.model.hidden_states import HiddenStateCache
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,13 +16,12 @@ import math
 import mmap
 import sys
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from forethought.kv.staging import upload
@@ -285,57 +284,3 @@ class DraftKvCache:
     def _set(self, table: ReadableTable, start: int, stop: int, value: bool) -> None:
         if start < stop:
             self._ready.reshape(-1)[table.slots(start, stop)] = value
-
-
-class HiddenStateCache(DraftKvCache):
-    """The target's hidden states of every stored token, those of some layers concatenated in order
-    of ``layer_ids``; see ``model.causal_lm``. Pages, dtype and device are those of ``like``, its
-    storage.
-    """
-
-    def __init__(self, layer_ids: Sequence[int], hidden_size: int, like: KvStorage) -> None:
-        self.layer_ids, self.width = tuple(layer_ids), hidden_size * len(layer_ids)
-        shape = LayerShape(kv_heads=1, key_dim=self.width, value_dim=0)
-        super().__init__(
-            KvStorage(
-                [shape],
-                like.num_pages,
-                like.page_size,
-                like.dtype,
-                like.device,
-                has_scratch_page=like.has_scratch_page,
-            )
-        )
-
-    def write(self, slots: Tensor, states: Mapping[int, Tensor]) -> None:
-        """Store the states of T tokens: by layer index, [T, hidden], at slots int64 [T]."""
-        parts = [states[layer_id] for layer_id in self.layer_ids]
-        wide = parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
-        self.storage.keys[0].index_copy_(0, slots, wide.unsqueeze(1))
-
-    def mark_stored(self, slots: NDArray[np.int64]) -> None:
-        """The states at these slots [T] are stored, or will be by what is queued on a GPU."""
-        self._ready.reshape(-1)[slots] = True
-
-    def covers(self, table: ReadableTable, length: int) -> bool:
-        """Whether the states of the first ``length`` positions, at least one, are all stored."""
-        return length > 0 and self.ready_length(table, length) == length
-
-    def read_last(self, tables: Sequence[ReadableTable], lengths: Sequence[int]) -> Tensor:
-        """The states of the last of ``lengths`` positions of each table: [len(tables), width]."""
-        slots: list[int] = []
-        for table, length in zip(tables, lengths, strict=True):
-            slots += table.slots(length - 1, length)
-        stored = self.storage.keys[0]
-        if len(slots) == 1:
-            return stored[slots[0]]
-        return stored.index_select(0, upload(slots, stored.device))[:, 0]
-
-    def read(self, table: ReadableTable, start: int, stop: int) -> Tensor:
-        """The states of positions ``[start, stop)``: [stop - start, width] in the model's dtype."""
-        first = table.first_slot()
-        stored = self.storage.keys[0]
-        if first is not None:
-            return stored[first + start : first + stop, 0]
-        slots = upload(table.slots(start, stop), stored.device)
-        return stored[slots, 0]

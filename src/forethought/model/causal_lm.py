@@ -1,25 +1,16 @@
-"""A causal language model whose attention runs over pages, and capture of its hidden states.
+"""A causal language model whose attention runs over pages.
 
 ``CausalLM`` holds the network (the transformers module, or the fused forward built from it) and
 what the engine must know about it; batch and cache are arguments of each forward.
-
-Hidden states are captured by layer index, for learned drafters. With n layers::
-
-    i < n    the residual stream that enters layer i (0: the embeddings)
-    n        the output of the last layer
-    FINAL    the output of the final norm, from which the logits are computed
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from typing_extensions import override
@@ -30,101 +21,8 @@ from forethought.model.attention.base import AttentionBackend, ForwardPass, Page
 from forethought.model.attention.concurrent import ConcurrentPass
 from forethought.model.attention.interface import KEYWORD, LayerProfile
 from forethought.model.batch import Batch
+from forethought.model.hidden_states import capturing_hidden_states, decoder_layers
 from forethought.model.quantization import QuantizedLinear
-
-FINAL = -1
-"""Layer index of the final norm's output."""
-
-
-class HiddenStateReader(Protocol):
-    """Receives hidden states of each forward."""
-
-    @property
-    def layer_ids(self) -> Sequence[int]:
-        """The layers whose states it needs."""
-
-    def write(self, slots: Tensor, states: Mapping[int, Tensor]) -> None:
-        """Keep ``states`` [T, hidden], by layer index, of the tokens at ``slots`` int64 [T]. By
-        tensor operations alone: a CUDA graph repeats them.
-        """
-
-    def mark_stored(self, slots: NDArray[np.int64]) -> None:
-        """Called after ``write``, with the same slots [T] on the host."""
-
-
-def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
-    """The decoder layers of a transformers model, in order, whatever the list is called: the one
-    outermost ``ModuleList`` with as many entries as the config has layers (``layers``, GPT-2's
-    ``h``, OPT's ``decoder.layers``).
-
-    Raises ModelError if there is no such list, or more than one.
-    """
-    count = model.config.get_text_config(decoder=True).num_hidden_layers
-    lists = {
-        name: module
-        for name, module in model.named_modules()
-        if isinstance(module, nn.ModuleList) and len(module) == count
-    }
-    outer = [
-        module
-        for name, module in lists.items()
-        if not any(name.startswith(f"{other}.") for other in lists)
-    ]
-    if len(outer) != 1:
-        names = ", ".join(lists) or "none"
-        raise ModelError(
-            f"the hidden states of a {model.config.model_type} model cannot be captured",
-            f"its list of {count} decoder layers cannot be identified among its modules ({names})",
-            "Use a drafter that reads no hidden states of single layers",
-        )
-    return list(outer[0])
-
-
-@contextmanager
-def capturing_hidden_states(
-    model: PreTrainedModel, forward_pass: ForwardPass, find_layers: Callable[[], list[nn.Module]]
-) -> Iterator[None]:
-    """Install hidden-state hooks in a transformers decoder for one forward, whose pass gets the
-    states.
-
-    ``find_layers`` is called if states of single layers are captured; raises ModelError if these
-    cannot be identified.
-    """
-
-    def entering(layer_id: int) -> Callable[..., None]:
-        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            x: Tensor = args[0] if args else kwargs["hidden_states"]
-            forward_pass.capture(layer_id, x[0])
-
-        return hook
-
-    def leaving(layer_id: int) -> Callable[..., None]:
-        def hook(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-            x: Tensor = output if isinstance(output, Tensor) else output[0]
-            forward_pass.capture(layer_id, x[0])
-
-        return hook
-
-    if not forward_pass.layer_ids:
-        yield
-        return
-    handles = []
-    if forward_pass.layer_ids - {FINAL}:
-        layers = find_layers()
-        handles += [
-            layer.register_forward_pre_hook(entering(layer_id), with_kwargs=True)
-            for layer_id, layer in enumerate(layers)
-            if layer_id in forward_pass.layer_ids
-        ]
-        if len(layers) in forward_pass.layer_ids:
-            handles.append(layers[-1].register_forward_hook(leaving(len(layers))))
-    if FINAL in forward_pass.layer_ids:
-        handles.append(model.register_forward_hook(leaving(FINAL)))
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 class Network(Protocol):
@@ -286,7 +184,7 @@ class CausalLM:
     def forward_with_hidden_states(
         self, batch: Batch, storage: KvStorage, layer_ids: frozenset[int]
     ) -> tuple[Tensor, dict[int, Tensor]]:
-        """The same, with hidden states by layer index (see ``model.causal_lm``) ``[T, hidden]``."""
+        """The same, with hidden states by layer index ``[T, hidden]``."""
         forward_pass = self.forward_pass(batch, storage, layer_ids)
         return self.run(forward_pass), forward_pass.states
 

@@ -14,8 +14,9 @@ from forethought.kv.pool import PagePool
 from forethought.kv.storage import KvStorage
 from forethought.kv.table import PageTable
 from forethought.model.batch import Batch, Row
-from forethought.model.causal_lm import CausalLM, HiddenStateReader
+from forethought.model.causal_lm import CausalLM
 from forethought.model.graph_capturer import GraphCapturer
+from forethought.model.hidden_states import HiddenStateReader
 
 
 class ModelRunner:
@@ -71,8 +72,7 @@ class ModelRunner:
         """Make what forwards need, before the first: nothing here."""
 
     def check_hidden_states(self, layer_ids: Sequence[int]) -> None:
-        """Run one token to check that the hidden states at ``layer_ids`` (see ``model.causal_lm``)
-        can be captured. Only while the KV cache is empty: the first page is overwritten.
+        """Run one token to check that the hidden states at ``layer_ids`` can be captured. Only while the KV cache is empty: the first page is overwritten.
 
         Raises ModelError if they cannot be, or have another width than ``lm.hidden_size``.
         """

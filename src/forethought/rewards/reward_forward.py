@@ -24,7 +24,7 @@ from forethought.model import backends
 from forethought.model.attention import create_backend
 from forethought.model.attention.base import PagedPass
 from forethought.model.batch import Batch, Span
-from forethought.model.causal_lm import FINAL
+from forethought.model.hidden_states import FINAL
 from forethought.model.loader import native_refusal
 from forethought.rewards.reward_cache import SegmentForward
 

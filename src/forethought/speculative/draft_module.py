@@ -27,12 +27,13 @@ from torch import Tensor
 
 from forethought.config.tree import TreeShape
 from forethought.kv.staging import upload
-from forethought.kv.storage import DraftKvCache, HiddenStateCache, KvStorage, LayerShape
+from forethought.kv.storage import DraftKvCache, KvStorage, LayerShape
 from forethought.kv.table import ReadableTable
 from forethought.model.attention.base import AttentionBackend, ForwardPass, PagedPass
 from forethought.model.attention.workspace import KvWorkspace, catch_up_start
 from forethought.model.batch import Batch, Row
 from forethought.model.graph_capturer import GraphCapturer
+from forethought.model.hidden_states import HiddenStateCache
 from forethought.speculative.drafter import DraftRequest, table_of
 from forethought.speculative.registry import Target
 

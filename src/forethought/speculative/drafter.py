@@ -35,8 +35,9 @@ from forethought.errors import ParameterError
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from forethought.kv.storage import DraftKvCache, HiddenStateCache
+    from forethought.kv.storage import DraftKvCache
     from forethought.kv.table import ReadableTable, TableView
+    from forethought.model.hidden_states import HiddenStateCache
     from forethought.speculative.chain_source import ChainSource
 
 

@@ -27,9 +27,9 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from forethought.kv.storage import HiddenStateCache
 from forethought.kv.table import PageTable, TableView
 from forethought.model.batch import Row
+from forethought.model.hidden_states import HiddenStateCache
 from forethought.model.runner import ModelRunner
 from forethought.model.sampling.sampler import NO_TOKEN, mark_not_finite
 from forethought.speculative.chain_source import ChainSource

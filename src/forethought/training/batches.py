@@ -31,7 +31,7 @@ class TrainingBatch:
     lengths: Tensor
     """int64 [R]: tokens of each text."""
     states: Mapping[int, Tensor]
-    """By layer index (see ``model.causal_lm``): [R, W, hidden], 0 in the padding."""
+    """By layer index (see ``model.hidden_states``): [R, W, hidden], 0 in the padding."""
     choices: Tensor
     """int64 [R, W, K]: the most probable next tokens at each position."""
     probs: Tensor

@@ -45,7 +45,7 @@ class Observed:
     """Hidden states and probabilities at the T tokens of some texts, concatenated."""
 
     states: Mapping[int, Tensor]
-    """By layer index (see ``model.causal_lm``): [T, hidden] in the model's dtype."""
+    """By layer index (see ``model.hidden_states``): [T, hidden] in the model's dtype."""
     choices: Tensor
     """int64 [T, K]: the most probable next tokens at each."""
     probs: Tensor

@@ -39,7 +39,7 @@ class StoredStates(NamedTuple):
     stored: Tensor
     """``[slots, 1, width]``: those of the layers side by side."""
     layer_ids: Sequence[int]
-    """As of ``model.causal_lm``; that of the final norm is the last one."""
+    """As of ``model.hidden_states``; that of the final norm is the last one."""
 
 
 class NativeDraft(NamedTuple):

@@ -28,8 +28,8 @@ from forethought.backends.cpu.weights import (
 )
 from forethought.model.attention.base import ForwardPass
 from forethought.model.batch import Batch
-from forethought.model.causal_lm import FINAL
 from forethought.model.device import owned
+from forethought.model.hidden_states import FINAL
 
 
 class NativeNetwork:

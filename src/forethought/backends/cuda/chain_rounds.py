@@ -36,11 +36,12 @@ from forethought.backends.cuda.graphs import (
     padded_tokens,
 )
 from forethought.kv.staging import StaticBuffer
-from forethought.kv.storage import HiddenStateCache, KvStorage
+from forethought.kv.storage import KvStorage
 from forethought.kv.table import PageTable
 from forethought.model.attention.paged_layout import WORD_BITS
 from forethought.model.batch import Span
 from forethought.model.graph_capturer import Graph
+from forethought.model.hidden_states import HiddenStateCache
 from forethought.model.runner import ModelRunner
 from forethought.model.sampling.sampler import mark_not_finite
 from forethought.speculative.chain_source import ChainSource, GreedyChains

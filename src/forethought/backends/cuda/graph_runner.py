@@ -24,8 +24,9 @@ from forethought.backends.cuda.graphs import (
 )
 from forethought.kv.storage import KvStorage
 from forethought.model.batch import PackedRows, Row
-from forethought.model.causal_lm import CausalLM, HiddenStateReader
+from forethought.model.causal_lm import CausalLM
 from forethought.model.graph_capturer import MAX_GRAPHS, Graph, GraphCapturer
+from forethought.model.hidden_states import HiddenStateReader
 from forethought.model.runner import ModelRunner
 
 

@@ -137,7 +137,7 @@ class ForwardPass(ABC):
     """One forward of one batch: how its layers attend, and which hidden states are captured.
 
     Attributes:
-        layer_ids: of the hidden states to capture; see ``model.causal_lm``.
+        layer_ids: of the hidden states to capture; see ``model.hidden_states``.
         states: the captured ones by layer index: ``[T, hidden]``.
     """
 

@@ -22,8 +22,8 @@ from transformers import (
 
 from forethought.model.attention.base import ForwardPass
 from forethought.model.batch import Batch
-from forethought.model.causal_lm import FINAL
 from forethought.model.device import owned
+from forethought.model.hidden_states import FINAL
 from forethought.model.llama.layers import (
     FusedLayer,
     Norm,

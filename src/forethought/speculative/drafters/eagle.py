@@ -19,8 +19,9 @@ from typing_extensions import override
 from forethought.config.drafters import EagleDecodingConfig
 from forethought.config.tree import TreeChoices
 from forethought.errors import ModelError, ParameterError
-from forethought.kv.storage import DraftKvCache, HiddenStateCache
-from forethought.model.causal_lm import FINAL, CausalLM
+from forethought.kv.storage import DraftKvCache
+from forethought.model.causal_lm import CausalLM
+from forethought.model.hidden_states import FINAL, HiddenStateCache
 from forethought.speculative.chain_source import GreedyChains
 from forethought.speculative.draft_module import DraftModule, DraftModuleRunner
 from forethought.speculative.drafter import Drafter, ResourceManager, ScheduledRequests, readable

@@ -22,8 +22,8 @@ from typing_extensions import override
 from forethought.config.drafters import MedusaDecodingConfig
 from forethought.config.tree import TreeChoices
 from forethought.errors import ParameterError
-from forethought.kv.storage import DraftKvCache, HiddenStateCache
-from forethought.model.causal_lm import FINAL
+from forethought.kv.storage import DraftKvCache
+from forethought.model.hidden_states import FINAL, HiddenStateCache
 from forethought.speculative.drafter import (
     Draft,
     Drafter,

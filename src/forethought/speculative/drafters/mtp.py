@@ -35,10 +35,11 @@ from forethought.config.drafters import MTPDecodingConfig
 from forethought.config.tree import TreeChoices
 from forethought.errors import ParameterError
 from forethought.kv.staging import upload
-from forethought.kv.storage import DraftKvCache, HiddenStateCache
+from forethought.kv.storage import DraftKvCache
 from forethought.model import backends
 from forethought.model.batch import Batch
-from forethought.model.causal_lm import FINAL, CausalLM
+from forethought.model.causal_lm import CausalLM
+from forethought.model.hidden_states import FINAL, HiddenStateCache
 from forethought.speculative.chain_source import GreedyChains
 from forethought.speculative.draft_module import (
     DraftModuleRunner,

@@ -22,9 +22,9 @@ from typing_extensions import override
 
 from forethought.config.drafters import ReDrafterDecodingConfig
 from forethought.kv.staging import upload
-from forethought.kv.storage import DraftKvCache, HiddenStateCache
+from forethought.kv.storage import DraftKvCache
 from forethought.model import backends
-from forethought.model.causal_lm import FINAL
+from forethought.model.hidden_states import FINAL, HiddenStateCache
 from forethought.speculative.drafter import (
     Draft,
     Drafter,

@@ -22,7 +22,8 @@ from typing_extensions import override
 from forethought.kv.storage import LayerShape
 from forethought.model import backends
 from forethought.model.attention.base import ForwardPass
-from forethought.model.causal_lm import FINAL, CausalLM
+from forethought.model.causal_lm import CausalLM
+from forethought.model.hidden_states import FINAL
 from forethought.model.llama.layers import Norm, fused_norm, projection
 from forethought.speculative.draft_module import DraftModule, ModuleOutput
 from forethought.speculative.heads.checkpoint import Checkpoint, refused

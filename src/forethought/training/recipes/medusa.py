@@ -17,7 +17,7 @@ from pydantic import BeforeValidator, Field
 from torch import Tensor, nn
 
 from forethought.config.drafters import MedusaDecodingConfig
-from forethought.model.causal_lm import FINAL
+from forethought.model.hidden_states import FINAL
 from forethought.speculative.heads.medusa import MedusaHeads, MedusaShape
 from forethought.training.batches import TrainingBatch, TrainingBatches, cross_entropy_terms
 from forethought.training.teacher import Teacher

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from forethought.config.drafters import MedusaDecodingConfig
 from forethought.errors import ParameterError
-from forethought.model.causal_lm import FINAL
+from forethought.model.hidden_states import FINAL
 from forethought.model_dir import find_model_dir
 from forethought.speculative.heads.medusa import MedusaHeads
 from forethought.training.backbone import Backbone, BackboneOutput

@@ -33,7 +33,7 @@ from transformers import AttentionInterface
 from forethought.config.drafters import MTPDecodingConfig
 from forethought.errors import ModelError
 from forethought.model.attention.base import Capability
-from forethought.model.causal_lm import FINAL
+from forethought.model.hidden_states import FINAL
 from forethought.speculative.heads.mtp import FedBackState, MtpModule, load_modules, save_modules
 from forethought.training.batches import TrainingBatch, TrainingBatches
 from forethought.training.recipes.medusa import Labels, head_loss, projection_of
