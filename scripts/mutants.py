@@ -219,8 +219,8 @@ MUTANTS = [
     ),
     Mutant(
         "backends/tensor_parallel/ranks.py",
-        "key=lambda each: each[1].endswith(followed)",
-        "key=lambda each: not each[1].endswith(followed)",
+        "key=lambda cause: cause[1].endswith(followed)",
+        "key=lambda cause: not cause[1].endswith(followed)",
         RANKS,
     ),
     Mutant(
@@ -464,7 +464,7 @@ MUTANTS = [
         "accepted = uniforms.unsqueeze(1) * q_token <= p",
         VERIFY,
     ),
-    Mutant("speculative/verify/rejection.py", "q_j[numbers, tokens[taken]] = 0.0", "pass", VERIFY),
+    Mutant("speculative/verify/rejection.py", "q_j[numbers, tokens[nodes]] = 0.0", "pass", VERIFY),
     Mutant(
         "speculative/verify/rejection.py",
         "torch.where(mass > 0, residual / mass, p)",
@@ -486,14 +486,14 @@ MUTANTS = [
     ),
     Mutant(
         "speculative/verify/rules.py",
-        "near = own >= top - self.delta",
-        "near = own > top - self.delta",
+        "near = token_probs >= top - self.delta",
+        "near = token_probs > top - self.delta",
         RULES,
     ),
     Mutant(
         "speculative/drafter.py",
-        "full = len(kept) > request.max_nodes",
-        "full = len(kept) >= request.max_nodes",
+        "full = len(nodes) > request.max_nodes",
+        "full = len(nodes) >= request.max_nodes",
         "tests/speculative/test_tree.py",
     ),
     Mutant(
@@ -516,8 +516,8 @@ MUTANTS = [
     ),
     Mutant(
         "speculative/length/acceptance.py",
-        "self._shown[:, [self._slots[number] for number in kept]]",
-        "self._shown[:, : len(kept)]",
+        "self._shown[:, [self._slots[number] for number in admitted]]",
+        "self._shown[:, : len(admitted)]",
         LENGTH,
     ),
     Mutant(
@@ -528,8 +528,8 @@ MUTANTS = [
     ),
     Mutant(
         "speculative/length/goodput.py",
-        "known > record.batch_size + 0.5",
-        "known > record.batch_size",
+        "num_tokens > record.batch_size + 0.5",
+        "num_tokens > record.batch_size",
         LENGTH,
     ),
     Mutant(
@@ -596,8 +596,8 @@ MUTANTS = [
     ),
     Mutant(
         "speculative/drafters/suffix.py",
-        "found.score > best.score",
-        "found.score >= best.score",
+        "candidate.score > best.score",
+        "candidate.score >= best.score",
         SUFFIX,
     ),
     Mutant("speculative/drafters/suffix.py", "if prob < min_prob", "if prob <= min_prob", SUFFIX),
@@ -627,14 +627,14 @@ MUTANTS = [
     ),
     Mutant(
         "speculative/sampled_draft.py",
-        "left[parent][token] = 0.0",
+        "residual[parent][token] = 0.0",
         "pass",
         "tests/speculative/test_draft_model.py -k siblings",
     ),
     Mutant(
         "speculative/sampled_draft.py",
-        "found.view(len(probs), len(nodes))",
-        "found.view(len(nodes), len(probs)).T",
+        "tokens.view(len(probs), len(nodes))",
+        "tokens.view(len(nodes), len(probs)).T",
         "tests/speculative/test_sampled_draft.py",
     ),
     Mutant(

@@ -243,7 +243,7 @@ def tables(figures: Sequence[Figure], memory: Sequence[dict[str, Any]]) -> str:
     for row in memory:
         sizes = (row["loaded"]["resident"], row["loaded"]["anonymous"], row["peak"])
         lines.append((row["contestant"], row["model"], str(row["max_batch"]), *map(str, sizes)))
-    return "\n\n".join([*blocks, aligned(lines, left=(0, 1))])
+    return "\n\n".join([*blocks, aligned(lines, left_columns=(0, 1))])
 
 
 def _cell(figure: Figure) -> str:

@@ -123,9 +123,9 @@ class DraftModel(DraftNetwork):
     def forward(self, rows: Sequence[Row]) -> Tensor:
         """float32 ``[R, V]``: the logits that the rows want."""
         if self._padding:
-            known = self.runner.lm.vocab_size
+            vocab_size = self.runner.lm.vocab_size
             rows = [
-                replace(row, tokens=[token if token < known else 0 for token in row.tokens])
+                replace(row, tokens=[token if token < vocab_size else 0 for token in row.tokens])
                 for row in rows
             ]
         return self._over_target_vocabulary(self.runner.forward(rows))
@@ -146,8 +146,8 @@ class DraftModel(DraftNetwork):
     def _replace_unknown(self, forward_pass: ForwardPass) -> None:
         """Read ids that only the target has as 0."""
         if self._padding:
-            batch, known = forward_pass.batch, self.runner.lm.vocab_size
-            token_ids = batch.token_ids.where(batch.token_ids < known, 0)
+            batch, vocab_size = forward_pass.batch, self.runner.lm.vocab_size
+            token_ids = batch.token_ids.where(batch.token_ids < vocab_size, 0)
             forward_pass.batch = replace(batch, token_ids=token_ids)
 
     def _over_target_vocabulary(self, logits: Tensor) -> Tensor:

@@ -184,18 +184,18 @@ def compute_in_chunks(
     Returns:
         What the last forward, with one row of logits per range, returns.
     """
-    left = list(ranges)
+    remaining = list(ranges)
     while True:
-        early = [max(0, each.stop - each.start - held_back) for each in left]
-        if sum(each.stop - each.start for each in left) <= max_num_tokens or not any(early):
-            return forward(left, 1)
+        early = [max(0, read.stop - read.start - held_back) for read in remaining]
+        if sum(read.stop - read.start for read in remaining) <= max_num_tokens or not any(early):
+            return forward(remaining, 1)
         capacity, chunk = max_num_tokens, list[TokenRange]()
         for index, count in enumerate(early):
-            taken = min(capacity, count)
-            if taken:
-                each, capacity = left[index], capacity - taken
-                chunk.append(each._replace(stop=each.start + taken))
-                left[index] = each._replace(start=each.start + taken)
+            num_taken = min(capacity, count)
+            if num_taken:
+                read, capacity = remaining[index], capacity - num_taken
+                chunk.append(read._replace(stop=read.start + num_taken))
+                remaining[index] = read._replace(start=read.start + num_taken)
         forward(chunk, 0)
 
 
@@ -256,9 +256,9 @@ class DraftModuleRunner:
             has_scratch_page=pages.has_scratch_page,
         )
         cache = DraftKvCache(storage)
-        made = cls(module, cache, hidden_states, lm.backend, target.max_num_tokens, offset)
-        made.graphs = target.runner.graphs
-        return made
+        runner = cls(module, cache, hidden_states, lm.backend, target.max_num_tokens, offset)
+        runner.graphs = target.runner.graphs
+        return runner
 
     @property
     def draft_caches(self) -> tuple[DraftKvCache, ...]:
@@ -290,24 +290,24 @@ class DraftModuleRunner:
     def read_known(self, requests: Sequence[DraftRequest], capacity: int) -> RootOutput:
         """As ``begin``, but what is computed in the workspace is not stored; see ``store``."""
         ranges = list(map(self.missing, requests))
-        stops = [each.stop for each in ranges]
-        starts = catch_up_start([each.start for each in ranges], stops, first=1)
+        stops = [read.stop for read in ranges]
+        starts = catch_up_start([read.start for read in ranges], stops, first=1)
         if starts is None:
             output = compute_in_chunks(ranges, self._max_num_tokens, self._forward_pages)
-            workspace, known = self._workspace(ranges, stops, capacity), 0
+            workspace, num_read = self._workspace(ranges, stops, capacity), 0
         else:
-            known = stops[0] - starts[0]
-            workspace = self._workspace(ranges, starts, known + capacity)
-            ranges = [each._replace(start=at) for each, at in zip(ranges, starts, strict=True)]
+            num_read = stops[0] - starts[0]
+            workspace = self._workspace(ranges, starts, num_read + capacity)
+            ranges = [read._replace(start=at) for read, at in zip(ranges, starts, strict=True)]
             output = self._forward_workspace(workspace, ranges)
         positions = upload([stop - self.offset for stop in stops], self._device)
-        return RootOutput(workspace, known, positions, output)
+        return RootOutput(workspace, num_read, positions, output)
 
     def catch_up(self, requests: Sequence[DraftRequest], held_back: int) -> None:
         """Compute and store the missing entries of known tokens but the last ``held_back``."""
         ranges = list(map(self.missing, requests))
-        ranges = [each._replace(stop=each.stop - held_back) for each in ranges]
-        ranges = [each for each in ranges if each.start < each.stop]
+        ranges = [read._replace(stop=read.stop - held_back) for read in ranges]
+        ranges = [read for read in ranges if read.start < read.stop]
         if ranges:
             compute_in_chunks(ranges, self._max_num_tokens, self._forward_pages)
 
@@ -331,7 +331,9 @@ class DraftModuleRunner:
         assert draft is not None
 
         def drafted(states: Tensor, step: PagedPass, slots: list[list[int]]) -> list[list[int]]:
-            return draft(states, step, [[*own, 0] for own in slots])  # the last token is not read
+            return draft(
+                states, step, [[*row_slots, 0] for row_slots in slots]
+            )  # the last token is not read
 
         drafts = self.draft_behind(requests, [size - 1 for size in sizes], drafted)
         if stores_drafted:
@@ -374,8 +376,8 @@ class DraftModuleRunner:
                 self._forward_pages(ranges, 0)
                 return []
             slots = [
-                list(each.table.slots(each.stop, each.stop + count))
-                for each, count in zip(ranges, num_slots, strict=True)
+                list(read.table.slots(read.stop, read.stop + count))
+                for read, count in zip(ranges, num_slots, strict=True)
             ]
             drafts = draft(self.input_states(ranges), self.paged_pass(self.pack(ranges, 1)), slots)
             self.mark(ranges)
@@ -427,7 +429,7 @@ class DraftModuleRunner:
 
     def pack(self, ranges: Sequence[TokenRange], num_logits: int | None) -> Batch:
         """A paged batch of ranges; see :meth:`TokenRange.row`."""
-        return Batch.build([each.row(num_logits) for each in ranges], self._device, self.offset)
+        return Batch.build([read.row(num_logits) for read in ranges], self._device, self.offset)
 
     def paged_pass(self, batch: Batch) -> PagedPass:
         """A forward pass over a packed batch."""
@@ -435,8 +437,8 @@ class DraftModuleRunner:
 
     def mark(self, ranges: Sequence[TokenRange]) -> None:
         """The entries of ranges are stored."""
-        for each in ranges:
-            self._mark(each.table, each.start, each.stop)
+        for read in ranges:
+            self._mark(read.table, read.start, read.stop)
 
     def mark_drafted(self, requests: Sequence[DraftRequest], sizes: Sequence[int]) -> None:
         """The entries of drafted chains of so many tokens are stored: all but the last one's."""
@@ -450,7 +452,7 @@ class DraftModuleRunner:
     def _workspace(
         self, ranges: Sequence[TokenRange], lengths: Sequence[int], capacity: int
     ) -> KvWorkspace:
-        tables, storage = [each.table for each in ranges], self.cache.storage
+        tables, storage = [read.table for read in ranges], self.cache.storage
         return KvWorkspace(
             storage, tables, lengths, capacity, self.network.windows, seen_from=self.offset
         )
@@ -467,9 +469,9 @@ class DraftModuleRunner:
     ) -> ModuleOutput:
         """Compute a few entries, equally many of each request."""
         tokens, positions = list[int](), list[int]()
-        for each in ranges:
-            tokens += each.tokens[each.start : each.stop]
-            positions += range(each.start - self.offset, each.stop - self.offset)
+        for read in ranges:
+            tokens += read.tokens[read.start : read.stop]
+            positions += range(read.start - self.offset, read.stop - self.offset)
         index = upload([tokens, positions], self._device)
         with torch.inference_mode():
             return self.network(self.input_states(ranges), workspace.chain(index[0], index[1]))
@@ -477,12 +479,12 @@ class DraftModuleRunner:
     def input_states(self, ranges: Sequence[TokenRange]) -> Tensor:
         """[T, hidden]: of the target, for the entries of ranges; [T, 0] for a draft model."""
         if self.hidden_states is None:
-            return self.states_at(None, sum(each.stop - each.start for each in ranges))
-        found = [
-            self.hidden_states.read(each.table, each.start - self.offset, each.stop - self.offset)
-            for each in ranges
+            return self.states_at(None, sum(read.stop - read.start for read in ranges))
+        states = [
+            self.hidden_states.read(read.table, read.start - self.offset, read.stop - self.offset)
+            for read in ranges
         ]
-        return self._entered(found[0] if len(found) == 1 else torch.cat(found))
+        return self._entered(states[0] if len(states) == 1 else torch.cat(states))
 
     def states_at(self, slots: Tensor | None, count: int) -> Tensor:
         """[T, hidden]: of the target, stored at slots int64 [T]; [T, 0] for a draft model.

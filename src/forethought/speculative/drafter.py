@@ -224,7 +224,7 @@ class DraftRequest:
     max_nodes: int = 0
     """Greatest number of tokens of the draft in this step."""
     table: TableView | None = None
-    """Its page table, read-only; it covers ``max_nodes`` tokens behind the root or, during prefill,
+    """Its page table, read-only; it covers ``max_nodes`` tokens after the root or, during prefill,
     ends at the last token that this step computes."""
     draft: Draft = field(default=NO_DRAFT)
     """The proposed draft."""
@@ -428,7 +428,7 @@ def check_draft(request: DraftRequest, vocab_size: int) -> Draft:
         return draft
     tokens = list(map(operator.index, draft.tokens))
     parents = (
-        None if draft.parents is None else tuple(operator.index(each) for each in draft.parents)
+        None if draft.parents is None else tuple(operator.index(parent) for parent in draft.parents)
     )
     if parents is not None and len(parents) != len(tokens):
         raise ValueError(f"{len(parents)} parents for {len(tokens)} tokens")
@@ -439,20 +439,20 @@ def check_draft(request: DraftRequest, vocab_size: int) -> Draft:
     invalid = {node for node, token in enumerate(tokens) if not 0 <= token < vocab_size}
     if parents is None:
         end = min(len(tokens), request.max_nodes, request.max_draft_len, *invalid)
-        kept = list(range(end))
+        nodes = list(range(end))
     else:
         distinct = draft.kind is DraftKind.POINT
-        kept = _kept(tokens, parents, invalid, request, distinct)
-    if len(kept) == len(tokens):
+        nodes = _kept(tokens, parents, invalid, request, distinct)
+    if len(nodes) == len(tokens):
         return Draft(tokens, parents, draft.kind, draft.q, draft.ids)
-    if not kept:
+    if not nodes:
         return NO_DRAFT
-    number = {-1: -1, **{node: new for new, node in enumerate(kept)}}
+    number = {-1: -1, **{node: new for new, node in enumerate(nodes)}}
     return Draft(
-        tokens=[tokens[node] for node in kept],
-        parents=None if parents is None else tuple(number[parents[node]] for node in kept),
+        tokens=[tokens[node] for node in nodes],
+        parents=None if parents is None else tuple(number[parents[node]] for node in nodes),
         kind=draft.kind,
-        q=None if draft.q is None else draft.q[kept],
+        q=None if draft.q is None else draft.q[nodes],
         ids=draft.ids,
     )
 
@@ -506,15 +506,15 @@ def _kept(
     for node, parent in enumerate(parents):
         if not -1 <= parent < node:
             raise ValueError(f"node {node} comes before its parent {parent}")
-    kept = {-1}
+    nodes = {-1}
     siblings: set[tuple[int, int]] = set()
     for node, depth in enumerate(node_depths(parents)):
         parent, token = parents[node], tokens[node]
         repeats = distinct and (parent, token) in siblings
-        full = len(kept) > request.max_nodes
-        if parent in kept and not (
+        full = len(nodes) > request.max_nodes
+        if parent in nodes and not (
             node in invalid or repeats or full or depth > request.max_draft_len
         ):
             siblings.add((parent, token))
-            kept.add(node)
-    return sorted(kept - {-1})
+            nodes.add(node)
+    return sorted(nodes - {-1})

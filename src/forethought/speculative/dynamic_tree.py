@@ -60,8 +60,8 @@ class Expansion:
         indices = torch.arange(self.width, device=tokens.device).expand_as(tokens)
         self.beams, self._beam_scores, self._beam_nodes = tokens, scores, indices
         self.above = torch.zeros_like(tokens)
-        own = torch.eye(self.width, dtype=torch.bool, device=tokens.device)
-        self.seen = own.expand(len(tokens), -1, -1)
+        diagonal = torch.eye(self.width, dtype=torch.bool, device=tokens.device)
+        self.seen = diagonal.expand(len(tokens), -1, -1)
 
     def grow(self, logits: Tensor) -> None:
         """The children of the beams, and the beams among them; logits ``[B * k, D]``."""
@@ -76,8 +76,8 @@ class Expansion:
         self.beams, self._beam_scores = tokens.gather(1, chosen), scores.gather(1, chosen)
         self._beam_nodes = chosen + first
         past = self.seen.gather(1, self.above[..., None].expand(-1, -1, self.seen.shape[-1]))
-        own = torch.eye(width, dtype=torch.bool, device=tokens.device).expand(rows, -1, -1)
-        self.seen = torch.cat([past, own], -1)
+        diagonal = torch.eye(width, dtype=torch.bool, device=tokens.device).expand(rows, -1, -1)
+        self.seen = torch.cat([past, diagonal], -1)
 
     def kept(self, total: int, ids: Tensor | None) -> Tensor:
         """The best ``total`` nodes, best first: int64 ``[B, total, 3]`` of number, token, parent.
@@ -108,9 +108,9 @@ def top_indices(scores: Tensor, count: int) -> Tensor:
 
 def tree_of(nodes: Sequence[list[int]], count: int) -> Draft:
     """The first ``count`` of some nodes of :meth:`Expansion.kept`, in the order they were made."""
-    kept = sorted(nodes[:count])
-    node_of = {-1: -1, **{number: node for node, (number, _, _) in enumerate(kept)}}
-    return Draft([token for _, token, _ in kept], tuple(node_of[parent] for _, _, parent in kept))
+    best = sorted(nodes[:count])
+    node_of = {-1: -1, **{number: node for node, (number, _, _) in enumerate(best)}}
+    return Draft([token for _, token, _ in best], tuple(node_of[parent] for _, _, parent in best))
 
 
 class DynamicTreeBuilder(TreeBuilder):
@@ -127,8 +127,8 @@ class DynamicTreeBuilder(TreeBuilder):
 
     def nodes(self, depth: int) -> int:
         """The nodes that are kept, or the beams that are computed, whichever are more."""
-        made = self._width + (depth - 1) * self._width**2
-        return max(min(self._total, made), self._width * (depth - 1))
+        num_nodes = self._width + (depth - 1) * self._width**2
+        return max(min(self._total, num_nodes), self._width * (depth - 1))
 
     @override
     def grow(self, runner: DraftModuleRunner, requests: Sequence[DraftRequest]) -> None:
@@ -153,12 +153,14 @@ class DynamicTreeBuilder(TreeBuilder):
                 request.draft = tree_of(nodes, request.max_nodes)
             return
         ids = runner.network.ids
-        kept = self._grow_by_graph(runner, requests, depth, width)
-        if kept is None:
+        nodes_of = self._grow_by_graph(runner, requests, depth, width)
+        if nodes_of is None:
             root = runner.begin(requests, width * (depth - 1))
             with torch.inference_mode():
-                kept = self._levels(root.output, partial(runner.advance, root), ids, depth, width)
-        for request, nodes in zip(requests, kept.tolist(), strict=True):  # one transfer for all
+                nodes_of = self._levels(
+                    root.output, partial(runner.advance, root), ids, depth, width
+                )
+        for request, nodes in zip(requests, nodes_of.tolist(), strict=True):  # one transfer for all
             request.draft = tree_of(nodes, request.max_nodes)
 
     def _grow_by_graph(

@@ -44,7 +44,7 @@ class _Cursor:
     num_read: int = 0
     """Tokens of the output that were compared."""
     places: dict[tuple[int, ...], list[int]] = field(default_factory=dict)
-    """Pattern -> the indices behind its occurrences; empty until it is needed."""
+    """Pattern -> the indices after its occurrences; empty until it is needed."""
 
     def read(self, output: Sequence[int]) -> None:
         """Compare what is new in the output."""
@@ -67,10 +67,10 @@ class _Cursor:
         return max(candidates, key=lambda at: (self._match(output, at), *self._nearness(at)))
 
     def _fill(self) -> None:
-        found = defaultdict[tuple[int, ...], list[int]](list)
+        places = defaultdict[tuple[int, ...], list[int]](list)
         for end in range(_PATTERN, len(self.prediction) + 1):
-            found[tuple(self.prediction[end - _PATTERN : end])].append(end)
-        self.places = dict(found)
+            places[tuple(self.prediction[end - _PATTERN : end])].append(end)
+        self.places = dict(places)
 
     def _match(self, output: Sequence[int], end: int) -> int:
         """Tokens that end both output and ``prediction[:end]``, at most ``_MAX_MATCH``."""
@@ -118,7 +118,7 @@ class PredictionDrafter(Drafter):
     def _cursor(self, request: DraftRequest) -> _Cursor:
         if request.request_id not in self._cursors:
             speculation = request.params.speculation
-            given = None if speculation is None else speculation.prediction
-            assert isinstance(given, tuple), "only such requests are drafted for"
-            self._cursors[request.request_id] = _Cursor(given)
+            prediction = None if speculation is None else speculation.prediction
+            assert isinstance(prediction, tuple), "only such requests are drafted for"
+            self._cursors[request.request_id] = _Cursor(prediction)
         return self._cursors[request.request_id]

@@ -44,5 +44,5 @@ def build(config: DecodingBaseConfig, target: Target) -> Drafter:
         UsageError: it does not fit the target, or its model cannot be loaded.
     """
     classes = {spec.decoding_type: spec.drafter for spec in drafter_table.DRAFTERS if spec.drafter}
-    found: DrafterClass = Registry("drafter", classes).resolve(type(config).decoding_type)
-    return found.build(config, target)
+    drafter_class: DrafterClass = Registry("drafter", classes).resolve(type(config).decoding_type)
+    return drafter_class.build(config, target)

@@ -76,22 +76,22 @@ class SampledDraft:
             return [0] * len(nodes)
         parents = self._choices.parents
         probs = self._next_probs(logits, above)
-        left = dict(zip(above, probs, strict=True))
+        residual = dict(zip(above, probs, strict=True))
         for node in nodes[: max(0, self._size - nodes.start)]:
             parent = parents[node]
             row = probs[above.index(parent)]
-            if not left[parent].any():
+            if not residual[parent].any():
                 self._void.add(node)
-                left[parent] = row
+                residual[parent] = row
             token = int(
                 invert_cdf(
-                    left[parent][None], [drafting_uniform(self._request, self._choices, node)]
+                    residual[parent][None], [drafting_uniform(self._request, self._choices, node)]
                 )
             )
             self._tokens.append(token)
             self._probs.append(row)
-            left[parent] = left[parent].clone()
-            left[parent][token] = 0.0
+            residual[parent] = residual[parent].clone()
+            residual[parent][token] = 0.0
         tokens = self._tokens[nodes.start :]
         return tokens + [0] * (len(nodes) - len(tokens))
 
@@ -171,12 +171,14 @@ class SampledDrafts:
             if depends_on_tokens(request)
         }
         self._rows = sorted(set(requests) - set(self.alone))
-        own = [requests[row] for row in self._rows]
-        self._contexts = list(map(_context, own))
-        if own:
+        sampled = [requests[row] for row in self._rows]
+        self._contexts = list(map(_context, sampled))
+        if sampled:
             largest = max(sizes[row] for row in self._rows)
             nodes = range(next(end for end in choices.num_nodes if end >= largest))
-            rows = [[drafting_uniform(each, choices, node) for node in nodes] for each in own]
+            rows = [
+                [drafting_uniform(request, choices, node) for node in nodes] for request in sampled
+            ]
             self._uniforms = upload(rows, device, torch.float64)  # [S, N], of whole levels
         self._probs: list[Tensor] = []
 
@@ -204,7 +206,9 @@ class SampledDrafts:
 
     def _grow_together(self, logits: Tensor, level: SampledLevel) -> Tensor:
         """logits ``[S, width, V]`` -> int64 ``[S, nodes]``."""
-        contexts = [each for each in self._contexts[: len(logits)] for _ in range(level.width)]
+        contexts = [
+            context for context in self._contexts[: len(logits)] for _ in range(level.width)
+        ]
         probs = logits_to_probs(logits.flatten(0, 1), contexts).view(logits.shape)
         self._probs.append(probs if level.is_single else probs[:, level.rows])
         uniforms = self._uniforms[: len(logits), level.begin : level.end]
@@ -214,11 +218,11 @@ class SampledDrafts:
 
     def q(self) -> dict[int, Tensor]:
         """What the tokens of drafts sampled together were drawn from: ``[nodes, V]`` by row."""
-        found = {}
+        probs_of = {}
         for number, row in enumerate(self._rows):
             levels = [probs[number] for probs in self._probs if number < len(probs)]
-            found[row] = torch.cat(levels)[: self._sizes[row]]
-        return found
+            probs_of[row] = torch.cat(levels)[: self._sizes[row]]
+        return probs_of
 
 
 def _context(request: DraftRequest) -> TokenContext:
@@ -239,13 +243,13 @@ def _draw_siblings(probs: Tensor, uniforms: Tensor, level: SampledLevel) -> Tens
         int64 ``[S, nodes]``.
     """
     drawn = torch.empty(uniforms.shape, dtype=torch.int64, device=probs.device)
-    left = probs.clone()
+    residual = probs.clone()
     for number, nodes in enumerate(level.rounds):
         above = level.rows[nodes]
-        rest = left[:, above]  # [S, n, V]
+        rest = residual[:, above]  # [S, n, V]
         if number:  # nothing may be left of a distribution
             rest = torch.where(rest.any(-1, keepdim=True), rest, probs[:, above])
-        found = invert_cdf(rest.flatten(0, 1), uniforms[:, nodes].flatten())
-        drawn[:, nodes] = found.view(len(probs), len(nodes))
-        left[:, above] = rest.scatter(2, drawn[:, nodes, None], 0.0)
+        tokens = invert_cdf(rest.flatten(0, 1), uniforms[:, nodes].flatten())
+        drawn[:, nodes] = tokens.view(len(probs), len(nodes))
+        residual[:, above] = rest.scatter(2, drawn[:, nodes, None], 0.0)
     return drawn

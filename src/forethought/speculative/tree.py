@@ -85,12 +85,12 @@ class ReadNodes:
         """How many the forward behind ``depth`` reads: the new ones are the last."""
         return self.num_new(depth) if self.parents is None else self.ends[depth - 1]
 
-    def row(self, behind: TokenRange, depth: int) -> Row:
+    def row(self, after: TokenRange, depth: int) -> Row:
         """The row of a request whose known tokens are ``behind``; the graph writes its tokens."""
-        size, stop = self.count(depth), behind.stop + self.ends[depth - 1]
+        size, stop = self.count(depth), after.stop + self.ends[depth - 1]
         parents = None if self.parents is None else self.parents[:size]
         first_logit = size - self.num_new(depth)
-        return Row([0] * size, stop - size, behind.table.prefix(stop), parents, first_logit)
+        return Row([0] * size, stop - size, after.table.prefix(stop), parents, first_logit)
 
 
 class StaticTreeBuilder(TreeBuilder):
@@ -163,8 +163,8 @@ class StaticTreeBuilder(TreeBuilder):
                 further = sum(size > level.end for size in sizes)
                 root.workspace.keep(further)
             token_ids, states = level.grown(tokens[:further], states[: further * level.width])
-            seen = None if level.seen is None else level.seen.expand(further, -1, -1)
-            states, logits = runner.advance(root, depth, token_ids, states, seen)
+            mask = None if level.seen is None else level.seen.expand(further, -1, -1)
+            states, logits = runner.advance(root, depth, token_ids, states, mask)
         if self.stores_drafted:
             runner.store(requests, root, [size - 1 for size in sizes])
         self._finish(requests, sizes, samplers, drawn)
@@ -225,7 +225,7 @@ class StaticTreeBuilder(TreeBuilder):
         """The requests that are sampled, by row."""
         if self._sampled is None:
             return {}
-        return {row: each for row, each in enumerate(requests) if self._sampled(each)}
+        return {row: request for row, request in enumerate(requests) if self._sampled(request)}
 
     def _size(self, request: DraftRequest) -> int:
         """Number of nodes of its draft."""
@@ -241,13 +241,13 @@ class StaticTreeBuilder(TreeBuilder):
         """Set the drafts."""
         tokens = _read(drawn, sizes) if samplers.alone else drafted_tokens(drawn, sizes)
         proposals = samplers.q()
-        for row, (request, own) in enumerate(zip(requests, tokens, strict=True)):
+        for row, (request, draft_tokens) in enumerate(zip(requests, tokens, strict=True)):
             if row in samplers.alone:
                 request.draft = samplers.alone[row].draft()
                 continue
             q, parents = proposals.get(row), self._choices.draft_parents(sizes[row])
             kind = DraftKind.POINT if q is None else sampled_kind(self._choices)
-            request.draft = Draft(own, parents, kind, q)
+            request.draft = Draft(draft_tokens, parents, kind, q)
 
 
 def drafted_tokens(drawn: Sequence[Tensor], sizes: Sequence[int]) -> Sequence[Sequence[int]]:
@@ -285,13 +285,13 @@ def _by_request(drawn: Sequence[Tensor], sizes: Sequence[int]) -> Sequence[Tenso
         return [ids[:size] for ids, size in zip(together, sizes, strict=True)]
     index: list[int] = []
     for row, size in enumerate(sizes):
-        own, begin = list[int](), 0
+        nodes, begin = list[int](), 0
         for tokens in drawn:
             rows, width = tokens.shape
             if row < rows:
-                own += range(begin + row * width, begin + (row + 1) * width)
+                nodes += range(begin + row * width, begin + (row + 1) * width)
             begin += rows * width
-        index += own[:size]
+        index += nodes[:size]
     flat = torch.cat([tokens.flatten() for tokens in drawn])
     return flat[upload(index, flat.device)].split(list(sizes))
 
@@ -325,8 +325,8 @@ class _StaticLevel:
         self._inner = torch.tensor([node - nodes.start for node in inner], dtype=torch.int64)
         self._inner_rows = self.rows[self._inner]
         self.is_single = len(nodes) == self.width == 1
-        seen = ancestors(parents)[inner][:, read + inner]
-        self.seen = None if bool(seen.all()) else seen
+        mask = ancestors(parents)[inner][:, read + inner]
+        self.seen = None if bool(mask.all()) else mask
 
     def to(self, device: torch.device) -> _StaticLevel:
         """Its tensors on a device."""

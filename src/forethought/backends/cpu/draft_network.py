@@ -38,14 +38,14 @@ class NativeEntry:
 
     def _normed(self, states: Tensor) -> Tensor:
         assert self.norm is not None
-        found = torch.empty_like(states)
+        output = torch.empty_like(states)
         load_library().norm_rows(
             *(ctypes.c_void_p(tensor.data_ptr()) for tensor in (states, self.norm)),
             *states.shape,
             ctypes.c_float(self.eps),
-            ctypes.c_void_p(found.data_ptr()),
+            ctypes.c_void_p(output.data_ptr()),
         )
-        return found
+        return output
 
 
 @dataclass(frozen=True, slots=True)

@@ -82,15 +82,15 @@ class NativeForward:
         self.vocab_size = int(self.model.head.contents.num_outputs)
         self._no_states = pointers([None] * (self.model.num_layers + 2))
 
-    def compute(self, forward_pass: ForwardPass, wanted: Wanted) -> None:
+    def compute(self, forward_pass: ForwardPass, outputs: Wanted) -> None:
         """Run the layers over a batch.
 
         Raises:
             IndexError: a token is outside the vocabulary; nothing was computed.
         """
-        packed = self.pack(forward_pass, wanted)
-        known = self._library.forward(ctypes.byref(self.model), ctypes.byref(packed.struct))
-        _check_known(forward_pass.batch, known)
+        packed = self.pack(forward_pass, outputs)
+        num_known = self._library.forward(ctypes.byref(self.model), ctypes.byref(packed.struct))
+        _check_known(forward_pass.batch, num_known)
 
     def draft_chains(
         self,
@@ -119,11 +119,18 @@ class NativeForward:
         Raises:
             IndexError: a token is outside the vocabulary.
         """
-        sizes = [len(own) for own in slots]
+        sizes = [len(row_slots) for row_slots in slots]
         levels, width = sizes[0], len(slots)
         logits = torch.empty(width, self.vocab_size, dtype=torch.float32)
         packed = self.pack(forward_pass, Wanted(logits, entering=entering), levels)
-        places = array("q", [slot for own in slots for slot in (*own, *[0] * (levels - len(own)))])
+        places = array(
+            "q",
+            [
+                slot
+                for row_slots in slots
+                for slot in (*row_slots, *[0] * (levels - len(row_slots)))
+            ],
+        )
         num_rows = array("i", [sum(size > level for size in sizes) for level in range(levels)])
         drafted = array("q", bytes(8 * levels * width))
         chains = ChainsStruct(
@@ -136,8 +143,8 @@ class NativeForward:
             num_choices=self.vocab_size if num_choices is None else num_choices,
             last_position=self.max_positions - 1,
         )
-        known = self._library.draft_chains(ctypes.byref(self.model), ctypes.byref(chains))
-        _check_known(forward_pass.batch, known)
+        num_known = self._library.draft_chains(ctypes.byref(self.model), ctypes.byref(chains))
+        _check_known(forward_pass.batch, num_known)
         return [list(drafted[row : row + size * width : width]) for row, size in enumerate(sizes)]
 
     def draft_trees(
@@ -167,22 +174,29 @@ class NativeForward:
         packed = self.pack(
             forward_pass, Wanted(logits, entering=entering), further, num_rows * width
         )
-        places = array("q", [slot for own in slots for slot in (*own, *[0] * (further - len(own)))])
+        places = array(
+            "q",
+            [
+                slot
+                for row_slots in slots
+                for slot in (*row_slots, *[0] * (further - len(row_slots)))
+            ],
+        )
         total = min(shape.total, width + (shape.depth - 1) * width**2)
-        kept = array("q", bytes(8 * 3 * num_rows * total))
+        node_values = array("q", bytes(8 * 3 * num_rows * total))
         trees = TreesStruct(
             known=ctypes.pointer(packed.struct),
             slots=places.buffer_info()[0],
             ids=None if ids is None else ids.data_ptr(),
-            kept=kept.buffer_info()[0],
+            kept=node_values.buffer_info()[0],
             depth=shape.depth,
             width=width,
             total=total,
             last_position=self.max_positions - 1,
         )
-        known = self._library.draft_trees(ctypes.byref(self.model), ctypes.byref(trees))
-        _check_known(forward_pass.batch, known)
-        nodes = [list(kept[at : at + 3]) for at in range(0, len(kept), 3)]
+        num_known = self._library.draft_trees(ctypes.byref(self.model), ctypes.byref(trees))
+        _check_known(forward_pass.batch, num_known)
+        nodes = [list(node_values[at : at + 3]) for at in range(0, len(node_values), 3)]
         return [nodes[at : at + total] for at in range(0, len(nodes), total)]
 
     def first_unknown(self, token_ids: Tensor) -> int:
@@ -191,7 +205,7 @@ class NativeForward:
         return int(self._library.first_unknown(ctypes.byref(self.model), ids, len(token_ids)))
 
     def pack(
-        self, forward_pass: ForwardPass, wanted: Wanted, further: int = 0, at_once: int = 0
+        self, forward_pass: ForwardPass, outputs: Wanted, further: int = 0, at_once: int = 0
     ) -> PackedCall:
         """The call over a batch.
 
@@ -207,13 +221,13 @@ class NativeForward:
         token_ids, num_threads = batch.token_ids.contiguous(), torch.get_num_threads()
         rows, keep, longest = _packed_rows(layout)
         max_length = max(MIN_SCORES, -(-(longest + further) // MIN_SCORES) * MIN_SCORES)
-        states = pointers(wanted.states) if wanted.states else self._no_states
+        states = pointers(outputs.states) if outputs.states else self._no_states
         num_tokens, keys = token_ids.numel(), layout.addresses.buffer_info()[0]
         values = keys + layout.addresses.itemsize * (len(layout.addresses) // 2)
         scratch = self._scratch_for(max(num_tokens, at_once), max_length, num_threads)
         struct = CallStruct(
             token_ids=token_ids.data_ptr(),
-            entering=None if wanted.entering is None else _address(wanted.entering),
+            entering=None if outputs.entering is None else _address(outputs.entering),
             positions=batch.positions.data_ptr(),
             slots=layout.slots.data_ptr(),
             logit_index=batch.logit_index.data_ptr(),
@@ -221,9 +235,9 @@ class NativeForward:
             keys=keys,
             values=values,
             states=ctypes.addressof(states),
-            last=None if wanted.last is None else _address(wanted.last),
-            last_normed=None if wanted.last_normed is None else _address(wanted.last_normed),
-            logits=None if wanted.logits is None else _address(wanted.logits),
+            last=None if outputs.last is None else _address(outputs.last),
+            last_normed=None if outputs.last_normed is None else _address(outputs.last_normed),
+            logits=None if outputs.logits is None else _address(outputs.logits),
             scratch=scratch.data_ptr(),
             num_tokens=num_tokens,
             num_logits=batch.logit_index.numel(),
@@ -232,7 +246,7 @@ class NativeForward:
             max_length=max_length,
             num_threads=num_threads,
         )
-        return PackedCall(struct, [token_ids, layout, rows, keep, states, wanted])
+        return PackedCall(struct, [token_ids, layout, rows, keep, states, outputs])
 
     def _scratch_for(self, num_tokens: int, max_length: int, num_threads: int) -> Tensor:
         tokens, length, threads = self._scratch_fits
@@ -250,8 +264,8 @@ def unknown_token(token_id: int) -> IndexError:
 
 def pointers(tensors: Sequence[Tensor | None]) -> Pointers:
     """Their addresses; 0 for None."""
-    found = [None if tensor is None else tensor.data_ptr() for tensor in tensors]
-    return (ctypes.c_void_p * len(found))(*found)
+    addresses = [None if tensor is None else tensor.data_ptr() for tensor in tensors]
+    return (ctypes.c_void_p * len(addresses))(*addresses)
 
 
 def _address(tensor: Tensor) -> int:
@@ -260,9 +274,9 @@ def _address(tensor: Tensor) -> int:
     return tensor.data_ptr()
 
 
-def _check_known(batch: Batch, known: int) -> None:
-    if known < batch.token_ids.numel():
-        raise unknown_token(int(batch.token_ids[known]))
+def _check_known(batch: Batch, num_known: int) -> None:
+    if num_known < batch.token_ids.numel():
+        raise unknown_token(int(batch.token_ids[num_known]))
 
 
 def _packed_rows(layout: KvLayout) -> tuple[array[int], list[object], int]:

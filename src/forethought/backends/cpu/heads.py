@@ -144,11 +144,11 @@ class NativeBeams:
         )
         model = self._target.forward.model
         num_levels = self._library.search_beams(ctypes.byref(model), ctypes.byref(search))
-        levels, kept = list[BeamLevel](), 1
+        levels, num_beams = list[BeamLevel](), 1
         for level in range(num_levels):
-            kept = min(width, kept * self._vocab)
+            num_beams = min(width, num_beams * self._vocab)
             begins = [(level * count + root) * width for root in range(count)]
-            rows = [slice(begin, begin + kept) for begin in begins]
+            rows = [slice(begin, begin + num_beams) for begin in begins]
             levels.append(
                 BeamLevel(
                     [list(tokens[row]) for row in rows],
@@ -190,7 +190,7 @@ class NativeDraftHeads:
     def most_probable(self, states: Tensor, count: int, width: int) -> RankedTokens:
         """The ``width`` most probable tokens of the first ``count`` heads, ranked."""
         logprobs, outputs = self._heads.most_probable(states, count, width)
-        tokens = list(outputs) if self._ids is None else [self._ids[each] for each in outputs]
+        tokens = list(outputs) if self._ids is None else [self._ids[output] for output in outputs]
         begins = [
             [(head * len(states) + row) * width for row in range(len(states))]
             for head in range(count)
@@ -224,12 +224,12 @@ class NativeBeamSearch:
         """Search in C++, for all contexts in one call."""
         levels = self._beams(contexts, roots, width, length, min_logprob)
         ends = [0, *accumulate(len(level.tokens[0]) for level in levels)]
-        starts, found = first_beams(ends), list[Beams]()
+        starts, results = first_beams(ends), list[Beams]()
         for root in range(len(roots)):
             tokens = [token for level in levels for token in level.tokens[root]]
             parents = [parent for level in levels for parent in level.parents[root]]
             scores = [score for level in levels for score in level.scores[root]]
             order = sorted(range(len(scores)), key=scores.__getitem__, reverse=True)
             useful = [beam for beam in order if scores[beam] >= min_logprob]
-            found.append(Beams(tokens, list(map(add, parents, starts)), useful, ends))
-        return found
+            results.append(Beams(tokens, list(map(add, parents, starts)), useful, ends))
+        return results

@@ -167,7 +167,7 @@ def rounds_inputs() -> bool:
 def find_compiler() -> str | None:
     """The C++ compiler: ``$CXX``, or the first of c++, g++ and clang++ on the path."""
     names = [os.environ.get("CXX", ""), "c++", "g++", "clang++"]
-    return next((found for name in names if name and (found := shutil.which(name))), None)
+    return next((path for name in names if name and (path := shutil.which(name))), None)
 
 
 def library_name(compiler: str) -> str:

@@ -112,8 +112,8 @@ class NativeModule:
             score_cap=0.0,
             embed_scale=other.embed_scale if table is None else 1.0,
         )
-        kept = [target, layer, project, norms, join, final_norm, head, table]
-        self._forward = NativeForward(struct, len(parts.rotary), kept)
+        owned = [target, layer, project, norms, join, final_norm, head, table]
+        self._forward = NativeForward(struct, len(parts.rotary), owned)
 
     @property
     def vocab_size(self) -> int:
@@ -139,18 +139,18 @@ class NativeModule:
         fed_back = torch.empty(size, self._forward.model.hidden, dtype=torch.float32)
         logits = torch.empty(size, self._forward.vocab_size, dtype=torch.float32)
         last, normed = (None, fed_back) if self._feeds_normed else (fed_back, None)
-        wanted = Wanted(logits, None, last, normed, states.float().contiguous())
-        self._forward.compute(forward_pass, wanted)
+        outputs = Wanted(logits, None, last, normed, states.float().contiguous())
+        self._forward.compute(forward_pass, outputs)
         return fed_back, logits
 
     def read(self, states: Tensor, forward_pass: ForwardPass) -> LastStates:
         """As a call, without logits."""
         shape = len(forward_pass.batch.logit_index), self._forward.model.hidden
         first, second = (torch.empty(shape, dtype=torch.float32) for _ in range(2))
-        found = LastStates(first, second)
-        wanted = Wanted(None, None, *found, states.float().contiguous())
-        self._forward.compute(forward_pass, wanted)
-        return found
+        states_out = LastStates(first, second)
+        outputs = Wanted(None, None, *states_out, states.float().contiguous())
+        self._forward.compute(forward_pass, outputs)
+        return states_out
 
     def draft_chains(
         self,

@@ -111,11 +111,17 @@ class ChainCall:
             width=width,
             **({} if self.draft is None else self._draft_fields(self.draft, num_rows * width)),
         )
-        made = load_library().decode_chains(ctypes.byref(target.model), ctypes.byref(struct))
-        if made < 0:
+        num_steps_run = load_library().decode_chains(
+            ctypes.byref(target.model), ctypes.byref(struct)
+        )
+        if num_steps_run < 0:
             raise IndexError("a token is outside the vocabulary of the target or the draft network")
         values, sizes = tokens.tolist(), counts.tolist()
-        return [self._steps(row, values, sizes) for row in range(num_rows)], made, seconds.value
+        return (
+            [self._steps(row, values, sizes) for row in range(num_rows)],
+            num_steps_run,
+            seconds.value,
+        )
 
     def _draft_fields(self, draft: NativeDraft, num_tokens: int) -> dict[str, object]:
         """Those of ``ChainSteps`` that say how to draft."""
@@ -152,8 +158,8 @@ class ChainCall:
     def _known_call(self, draft: NativeDraft, num_tokens: int) -> PackedCall:
         forward = draft.network.forward
         logits = torch.empty(len(self.rows), forward.vocab_size, dtype=torch.float32)
-        wanted = Wanted(logits, entering=draft.entering)
-        return self._kept(forward.pack(draft.known, wanted, self._num_further, num_tokens))
+        outputs = Wanted(logits, entering=draft.entering)
+        return self._kept(forward.pack(draft.known, outputs, self._num_further, num_tokens))
 
     def _target_call(self, target: NativeForward, num_tokens: int) -> PackedCall:
         logits = torch.empty(num_tokens, target.vocab_size, dtype=torch.float32)
@@ -162,8 +168,8 @@ class ChainCall:
             states = [None] * (target.model.num_layers + 2)
             for layer_id in self.stored.layer_ids:
                 states[layer_id] = torch.empty(num_tokens, target.model.hidden)
-        wanted = Wanted(logits, states)
-        return self._kept(target.pack(self.target, wanted, self._num_further, num_tokens))
+        outputs = Wanted(logits, states)
+        return self._kept(target.pack(self.target, outputs, self._num_further, num_tokens))
 
     def _kept(self, call: PackedCall) -> PackedCall:
         self._keep.append(call)
@@ -248,8 +254,8 @@ class NativeSteps(StepRunner):
         (advance,) = chains.runner.draft_behind(
             drafting,
             [0] * len(drafting),
-            lambda states, known, _: [
-                self._call(rows, num_steps, *self._drafting(chains, states, known))
+            lambda states, paged_pass, _: [
+                self._call(rows, num_steps, *self._drafting(chains, states, paged_pass))
             ],
         )
         for row, results in zip(rows, advance.results, strict=True):
@@ -257,7 +263,7 @@ class NativeSteps(StepRunner):
         return advance
 
     def _drafting(
-        self, chains: GreedyChains, states: Tensor, known: PagedPass
+        self, chains: GreedyChains, states: Tensor, paged_pass: PagedPass
     ) -> tuple[NativeDraft, StoredStates | None]:
         """What drafts, after a pass of it over the tokens that it has not read.
 
@@ -267,13 +273,13 @@ class NativeSteps(StepRunner):
             known: the pass.
         """
         assert self.draft is not None
-        self._replace_unknown(known, self.draft.num_known)
+        self._replace_unknown(paged_pass, self.draft.num_known)
         hidden_states, stored, entering = chains.runner.hidden_states, None, None
         if hidden_states is not None:
             stored = StoredStates(hidden_states.storage.keys[0], hidden_states.layer_ids)
             entering = states.float().contiguous()
         offset, stores_drafted = chains.runner.offset, chains.builder.stores_drafted
-        return NativeDraft(self.draft, known, entering, offset, stores_drafted), stored
+        return NativeDraft(self.draft, paged_pass, entering, offset, stores_drafted), stored
 
     def _call(
         self,
@@ -291,11 +297,11 @@ class NativeSteps(StepRunner):
         results = [[_result(*step) for step in row_steps] for row_steps in steps]
         return Advance(results, num_forwards, seconds)
 
-    def _replace_unknown(self, known: PagedPass, num_known: int) -> None:
-        batch = known.batch
+    def _replace_unknown(self, paged_pass: PagedPass, num_known: int) -> None:
+        batch = paged_pass.batch
         if num_known < self.runner.lm.vocab_size:
             token_ids = batch.token_ids.where(batch.token_ids < num_known, 0)
-            known.batch = replace(batch, token_ids=token_ids)
+            paged_pass.batch = replace(batch, token_ids=token_ids)
 
 
 def _result(drafted: list[int], tokens: list[int]) -> VerificationResult:

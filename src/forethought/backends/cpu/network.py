@@ -119,18 +119,18 @@ class NativeNetwork:
             embedded: Tensor = self._embedding(token_ids)
             return embedded
         ids = token_ids.flatten().contiguous()
-        known = self.forward.first_unknown(ids)
-        if known < len(ids):
-            raise unknown_token(int(ids[known]))
-        found = torch.empty(len(ids), self.forward.model.hidden, dtype=torch.float32)
+        num_known = self.forward.first_unknown(ids)
+        if num_known < len(ids):
+            raise unknown_token(int(ids[num_known]))
+        embeddings = torch.empty(len(ids), self.forward.model.hidden, dtype=torch.float32)
         self._library.embed(
             ctypes.byref(self._head.struct),
             ctypes.c_void_p(ids.data_ptr()),
             len(ids),
-            ctypes.c_void_p(found.data_ptr()),
+            ctypes.c_void_p(embeddings.data_ptr()),
         )
-        found *= self.forward.model.embed_scale
-        return found.to(self.dtype).view(*token_ids.shape, -1)
+        embeddings *= self.forward.model.embed_scale
+        return embeddings.to(self.dtype).view(*token_ids.shape, -1)
 
     def unembed(self, states: Tensor) -> Tensor:
         """Final-norm states ``[..., hidden]`` -> logits ``[..., vocab]``."""
@@ -142,10 +142,10 @@ class NativeNetwork:
 
     def _states(self, forward_pass: ForwardPass) -> list[Tensor | None]:
         """Where hidden states are written, by layer; the final norm's last."""
-        size, wanted = len(forward_pass.batch.token_ids), forward_pass.layer_ids
+        size, layer_ids = len(forward_pass.batch.token_ids), forward_pass.layer_ids
         return [
             torch.empty(size, self.forward.model.hidden, dtype=torch.float32)
-            if name in wanted
+            if name in layer_ids
             else None
             for name in self._state_names()
         ]

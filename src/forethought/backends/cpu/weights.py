@@ -62,9 +62,9 @@ def refusal(module: PreTrainedModel) -> str | None:
         return f"weights in {str(module.dtype).removeprefix('torch.')}"
     if getattr(config, "use_bidirectional_attention", False):
         return "attention to later tokens"
-    for name, found in module.named_modules():
-        if isinstance(found, nn.Linear | QuantizedLinear):
-            why = _linear_refusal(found, module.dtype)
+    for name, submodule in module.named_modules():
+        if isinstance(submodule, nn.Linear | QuantizedLinear):
+            why = _linear_refusal(submodule, module.dtype)
             if why is not None:
                 return f"{name} has {why}"
     for layer in module.model.layers:
@@ -184,7 +184,7 @@ class PackedLinear:
             scale = by_output(weight.scales.float()).transpose(1, 2).contiguous()
             zero = by_output(zeros.float()).transpose(1, 2).contiguous()
         added = None if bias is None else by_output(bias.float()).contiguous()
-        kept = [x for x in (values, scale, zero, added) if x is not None]
+        owned = [x for x in (values, scale, zero, added) if x is not None]
         struct = LinearStruct(
             weight=values.data_ptr(),
             scale=address(scale),
@@ -196,7 +196,7 @@ class PackedLinear:
             group_size=group_size,
             float32_input=float32_input,
         )
-        return cls(struct, kept)
+        return cls(struct, owned)
 
     @classmethod
     def of(cls, *linears: nn.Module, gated: bool = False) -> PackedLinear:
@@ -217,15 +217,15 @@ class PackedLinear:
     def multiply(self, x: Tensor) -> Tensor:
         """x ``[..., in]`` -> float32 ``[..., out]``."""
         rows = x.float().reshape(-1, x.shape[-1]).contiguous()
-        found = torch.empty(len(rows), self.struct.num_outputs, dtype=torch.float32)
+        output = torch.empty(len(rows), self.struct.num_outputs, dtype=torch.float32)
         load_library().linear(
             ctypes.byref(self.struct),
             ctypes.c_void_p(rows.data_ptr()),
             len(rows),
-            ctypes.c_void_p(found.data_ptr()),
+            ctypes.c_void_p(output.data_ptr()),
             torch.get_num_threads(),
         )
-        return found.view(*x.shape[:-1], -1)
+        return output.view(*x.shape[:-1], -1)
 
     @property
     def num_bytes(self) -> int:
@@ -362,8 +362,8 @@ def norm_weight(norm: nn.Module | None) -> Tensor | None:
 
 def norm_eps(norm: nn.Module) -> float:
     """The epsilon of an RMS norm, whatever its name."""
-    found = getattr(norm, "variance_epsilon", None)
-    return float(norm.eps if found is None else found)
+    eps = getattr(norm, "variance_epsilon", None)
+    return float(norm.eps if eps is None else eps)
 
 
 def rotary_tables(
@@ -375,6 +375,8 @@ def rotary_tables(
     tables = {}
     for name in dict.fromkeys(layer_types):
         # Gemma3 has frequencies by type of layer.
-        found = partial(rotary, layer_type=name) if hasattr(rotary, "layer_types") else rotary
-        tables[name] = rotary_table(found, num_positions, like)[:, :, 0].contiguous()
+        layer_rotary = (
+            partial(rotary, layer_type=name) if hasattr(rotary, "layer_types") else rotary
+        )
+        tables[name] = rotary_table(layer_rotary, num_positions, like)[:, :, 0].contiguous()
     return tables

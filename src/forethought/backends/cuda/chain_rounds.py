@@ -54,7 +54,7 @@ MAX_ROUND_GRAPHS = 16
 """Graphs of an engine's that are rounds of a drafter."""
 
 
-def next_known(known: Tensor, decoded: Tensor, accepted: Tensor) -> Tensor:
+def next_known(known_tokens: Tensor, decoded: Tensor, accepted: Tensor) -> Tensor:
     """The last W tokens up to the next root, int64 ``[B, W]``.
 
     Args:
@@ -62,9 +62,11 @@ def next_known(known: Tensor, decoded: Tensor, accepted: Tensor) -> Tensor:
         decoded: int64 ``[B, K + 1]``.
         accepted: int64 ``[B]``, from :func:`num_accepted`.
     """
-    behind = torch.arange(1, 1 + known.shape[1], device=known.device)
-    tokens = torch.cat([known, decoded.clamp(min=0)], dim=1)  # what is behind NO_TOKEN is not used
-    return tokens.gather(1, accepted[:, None] + behind)
+    offsets = torch.arange(1, 1 + known_tokens.shape[1], device=known_tokens.device)
+    tokens = torch.cat(
+        [known_tokens, decoded.clamp(min=0)], dim=1
+    )  # those after NO_TOKEN are unused
+    return tokens.gather(1, accepted[:, None] + offsets)
 
 
 class Places(NamedTuple):
@@ -83,7 +85,7 @@ class Places(NamedTuple):
     exists: Tensor
 
     @classmethod
-    def of(cls, roots: Tensor, limits: Tensor, behind: Tensor, pages: Tensor, size: int) -> Places:
+    def of(cls, roots: Tensor, limits: Tensor, offsets: Tensor, pages: Tensor, size: int) -> Places:
         """Find them.
 
         Args:
@@ -95,7 +97,7 @@ class Places(NamedTuple):
         """
         limits = limits[:, None]
         roots = roots[:, None]
-        positions = torch.minimum(roots, limits) + behind
+        positions = torch.minimum(roots, limits) + offsets
         inside = torch.minimum(positions, limits - 1).clamp(min=0)
         slots = pages.gather(1, inside // size) * size + inside % size
         return cls(positions, inside, slots, (positions < limits) & (roots < limits))
@@ -186,8 +188,8 @@ class PlacedBatch:
         if len(partials):
             split = rows[: self._rows, 4]
             counts = (lengths + split - 1) // split
-            found = counts[partials[:, 0] // self._size]
-            partials[:, 1].copy_(found.masked_fill(partials[:, 1] == 0, 0))
+            num_tokens = counts[partials[:, 0] // self._size]
+            partials[:, 1].copy_(num_tokens.masked_fill(partials[:, 1] == 0, 0))
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,10 +226,10 @@ class _State:
         self, shape: _Shape, runner: ModelRunner, drafting: DraftModuleRunner, known: int
     ) -> None:
         rows, draft_len, capacity = shape.num_rows, shape.draft_len, shape.capacity
-        own, offset = drafting.cache.storage, drafting.offset
+        storage, offset = drafting.cache.storage, drafting.offset
         device, self.shape, self.known = runner.storage.device, shape, known
-        self.first = PlacedBatch(rows, known, capacity, own, offset=offset, only_last=True)
-        self.level = PlacedBatch(rows, 1, capacity, own, offset=offset)
+        self.first = PlacedBatch(rows, known, capacity, storage, offset=offset, only_last=True)
+        self.level = PlacedBatch(rows, 1, capacity, storage, offset=offset)
         self.target = PlacedBatch(rows, 1 + draft_len, capacity, runner.storage)
         numbers = dict.fromkeys(("roots", "limits", "draft_lens"), np.zeros(rows, np.int64))
         self._buffer = StaticBuffer({"known": np.zeros((rows, known), np.int64), **numbers}, device)
@@ -294,9 +296,9 @@ class ChainRounds(StepRunner):
             return None
         if runner not in chains.step_runners:
             chains.step_runners[runner] = cls(runner, chains)
-        made = chains.step_runners[runner]
-        assert isinstance(made, cls)
-        return made
+        step_runner = chains.step_runners[runner]
+        assert isinstance(step_runner, cls)
+        return step_runner
 
     @override
     def advance(self, rows: Sequence[DecodeRow], num_steps: int) -> Advance:

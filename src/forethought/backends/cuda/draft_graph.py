@@ -55,7 +55,7 @@ class _Shape:
         """The smallest one that holds the ranges; None: there is none."""
         first = known_bucket(ranges, max(read.ends, default=0))
         num_rows = padded_tokens(len(ranges))
-        largest = max((read.count(each) for each in range(1, len(read.ends) + 1)), default=0)
+        largest = max((read.count(depth) for depth in range(1, len(read.ends) + 1)), default=0)
         if first is None or largest > WORD_BITS or num_rows * largest > MAX_GRAPH_TOKENS:
             return None
         return cls(first, num_rows, read)
@@ -68,7 +68,7 @@ def known_bucket(ranges: Sequence[TokenRange], num_behind: int) -> Bucket | None
         ranges: one per request.
         num_behind: tokens that are stored behind each of them.
     """
-    sizes = [each.stop - each.start for each in ranges]
+    sizes = [read.stop - read.start for read in ranges]
     total, longest = sum(sizes), max(sizes)
     if longest > MAX_CATCH_UP or total > MAX_GRAPH_TOKENS:
         return None
@@ -76,15 +76,15 @@ def known_bucket(ranges: Sequence[TokenRange], num_behind: int) -> Bucket | None
     if padded_tokens(len(ranges)) == num_tokens and total > len(ranges):
         # With as many rows as tokens a network takes each token for the last of its row.
         num_tokens = padded_tokens(num_tokens + 1)
-    capacity = capacity_of(max(each.stop for each in ranges) + num_behind)
+    capacity = capacity_of(max(read.stop for read in ranges) + num_behind)
     return Bucket(num_tokens, Bucket.tile_of(longest), capacity)
 
 
 def state_slots(ranges: Sequence[TokenRange], offset: int) -> list[int]:
     """The slots of the target's states that the entries of ranges read."""
     slots: list[int] = []
-    for each in ranges:
-        slots += each.table.slots(each.start - offset, each.stop - offset)
+    for read in ranges:
+        slots += read.table.slots(read.start - offset, read.stop - offset)
     return slots
 
 
@@ -113,12 +113,12 @@ class _Inputs:
 
     def fill(self, ranges: Sequence[TokenRange], num_deeper: Sequence[int], offset: int) -> None:
         """Queue the copies of the ranges, of which so many have a draft deeper than 1, 2, ..."""
-        rows, further = [each.row(1) for each in ranges], dict[str, list[int]]()
+        rows, further = [read.row(1) for read in ranges], dict[str, list[int]]()
         if "states" in self.first.tensors:
             further["states"] = state_slots(ranges, offset)
         self.first.fill(PackedRows.of(rows, offset), further)
         for depth, (batch, number) in enumerate(zip(self.levels, num_deeper, strict=True), start=1):
-            rows = [self._read.row(each, depth) for each in ranges[:number]]
+            rows = [self._read.row(read, depth) for read in ranges[:number]]
             batch.fill(PackedRows.of(rows, offset))
 
 

@@ -63,8 +63,8 @@ class ModuleGraphs:
         self, bucket: Bucket, num_rows: int, depth: int
     ) -> tuple[Graph, list[StaticBatch]] | None:
         inputs = [self._inputs(bucket, num_rows, level, depth) for level in range(depth)]
-        for each in inputs:
-            each.clear()
+        for buffer in inputs:
+            buffer.clear()
         graph = self._graphs.try_capture(
             (bucket, num_rows, depth), lambda: self._compute(inputs, num_rows)
         )
@@ -90,8 +90,8 @@ class ModuleGraphs:
         for level, (runner, batch) in enumerate(zip(self._runners, inputs, strict=False)):
             read = entries_of_level(ranges, level)
             num_outputs = 1 if level + 1 == len(inputs) else None
-            packed = PackedRows.of([each.row(num_outputs) for each in read], runner.offset)
-            sizes = [each.stop - each.start for each in read]
+            packed = PackedRows.of([row.row(num_outputs) for row in read], runner.offset)
+            sizes = [row.stop - row.start for row in read]
             if level:
                 further = {"sources": drafted_sources(sizes, level, num_rows)}
             else:
@@ -106,14 +106,14 @@ class ModuleGraphs:
         for level, (runner, static) in enumerate(zip(self._runners, inputs, strict=False)):
             batch = static.batch
             if level:
-                sources, known = static.tensors["sources"], torch.cat(drawn)
-                token_ids = known[sources.clamp(min=0)]
+                sources, all_drawn = static.tensors["sources"], torch.cat(drawn)
+                token_ids = all_drawn[sources.clamp(min=0)]
                 token_ids = torch.where(sources < 0, batch.token_ids, token_ids)
                 batch = replace(batch, token_ids=token_ids)
             module: MtpDraftModule = runner.network  # type: ignore[assignment]
-            left = module.read(states, runner.paged_pass(batch))
-            states, is_last = left.states, level + 1 == len(inputs)
-            normed = left.normed if is_last else left.normed[first.tensors["ends"]]
+            output = module.read(states, runner.paged_pass(batch))
+            states, is_last = output.states, level + 1 == len(inputs)
+            normed = output.normed if is_last else output.normed[first.tensors["ends"]]
             drawn.append(module.logits(normed).argmax(-1))
         return torch.stack(drawn, 1)
 
@@ -126,9 +126,9 @@ def drafted_sources(sizes: Sequence[int], level: int, num_rows: int) -> list[int
         level: levels that are drafted.
         num_rows: drafted tokens of each level; they are numbered level by level.
     """
-    found: list[int] = []
+    index: list[int] = []
     for row, size in enumerate(sizes):
         count = min(level, size)
-        found += [-1] * (size - count)
-        found += [each * num_rows + row for each in range(level - count, level)]
-    return found
+        index += [-1] * (size - count)
+        index += [source_level * num_rows + row for source_level in range(level - count, level)]
+    return index

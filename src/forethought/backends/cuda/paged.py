@@ -116,20 +116,20 @@ def attend_rows(call: Operands) -> Tensor:
         n, prefix = torch.arange(length), length - size
         slots = pages[number, n // page_size] * page_size + n % page_size
         new, positions = slice(start, start + size), tokens[start : start + size, 0]
-        seen = n <= positions[:, None]
+        mask = n <= positions[:, None]
         if at != CHAIN:
-            own, width = torch.arange(size), -(-size // WORD_BITS)
-            bits = words[at : at + size * width].view(size, width)[:, own // WORD_BITS]
-            seen = torch.cat([seen[:, :prefix], (bits >> own % WORD_BITS) % 2 != 0], 1)
+            own_keys, width = torch.arange(size), -(-size // WORD_BITS)
+            bits = words[at : at + size * width].view(size, width)[:, own_keys // WORD_BITS]
+            mask = torch.cat([mask[:, :prefix], (bits >> own_keys % WORD_BITS) % 2 != 0], 1)
         stored_at = torch.cat([n[:prefix], positions])
-        seen = seen & (n >= seen_from)
+        mask = mask & (n >= seen_from)
         if window:
-            seen = seen & (positions[:, None] - stored_at < window)
+            mask = mask & (positions[:, None] - stored_at < window)
         k, v = (x[slots].float().repeat_interleave(group, 1) for x in (keys, values))
         score = torch.einsum("qhd,khd->hqk", q[new].float(), k) * scale
         if softcap:
             score = softcap * torch.tanh(score / softcap)
-        score = score.masked_fill(~seen, -torch.inf)
+        score = score.masked_fill(~mask, -torch.inf)
         if sinks is not None:
             column = sinks.float()[:, None, None].expand(-1, size, 1)
             score = torch.cat([score, column], -1)

@@ -152,7 +152,7 @@ def _attend_tiles(
             score = softcap * (1.0 - 2.0 / (tl.exp(score * (2.0 / softcap)) + 1.0))
         own_key = tl.maximum(n - prefix, 0)
         is_own = inside & (n >= prefix)
-        seen = n[None] <= (prefix + own)[:, None]
+        mask = n[None] <= (prefix + own)[:, None]
         at = n
         if words >= 0:
             width = (size + BITS - 1) // BITS
@@ -162,13 +162,13 @@ def _attend_tiles(
                 other=0,
             )
             is_ancestor = ((bits >> (own_key % BITS)[None].to(tl.int64)) & 1) != 0
-            seen = (n < prefix)[None] | is_ancestor
+            mask = (n < prefix)[None] | is_ancestor
             if HAS_WINDOW:
                 at = tl.load(tokens_ptr + (start + own_key) * TOKEN, mask=is_own, other=0)
                 at = tl.where(is_own, at.to(tl.int32), n)
         if HAS_WINDOW:
-            seen = seen & (position[:, None] - at[None] < window)
-        score = tl.where(seen & inside[None], score, float("-inf"))
+            mask = mask & (position[:, None] - at[None] < window)
+        score = tl.where(mask & inside[None], score, float("-inf"))
         new = tl.maximum(top, tl.max(score, 1))
         safe = tl.where(new == float("-inf"), 0.0, new)
         p = tl.exp(score - safe[:, None])

@@ -121,8 +121,8 @@ class ReducedProjection(Projection):
         sums: of the ranks.
     """
 
-    def __init__(self, own: Projection, sums: Sums) -> None:
-        self._own, self._sums = own, sums
+    def __init__(self, projection: Projection, sums: Sums) -> None:
+        self._own, self._sums = projection, sums
 
     @override
     def __call__(self, x: Tensor) -> Tensor:

@@ -142,10 +142,10 @@ class _State:
 
     def watch(self) -> None:
         """Note the end of each process; runs in a thread until all have ended."""
-        left = {process.lifeline: process for process in self.processes}
-        while left:
-            for connection in wait(list(left)):
-                process = left.pop(connection)  # type: ignore[call-overload]
+        remaining = {process.lifeline: process for process in self.processes}
+        while remaining:
+            for connection in wait(list(remaining)):
+                process = remaining.pop(connection)  # type: ignore[call-overload]
                 why = process.reason()
                 process.lifeline.close()
                 with self.changed:
@@ -157,7 +157,7 @@ class _State:
     def first_cause(self) -> tuple[int, str] | None:
         """The rank that ended for a reason of its own, else any that ended; None: all run."""
         followed = f"status {LOST}"
-        ended = sorted(self.causes.items(), key=lambda each: each[1].endswith(followed))
+        ended = sorted(self.causes.items(), key=lambda cause: cause[1].endswith(followed))
         return ended[0] if ended else None
 
     def wait_for_cause(self) -> tuple[int, str] | None:
@@ -229,8 +229,8 @@ class Ranks:
         meeting, processes = Path(self._state.directory) / "meeting", self._state.processes
         for process in processes:
             shard = Shard(process.rank, self.size)
-            own = shard.device(device.type)
-            self._send(process, Setup(shard, own, load, page_size, num_threads))
+            rank_device = shard.device(device.type)
+            self._send(process, Setup(shard, rank_device, load, page_size, num_threads))
         for process in processes:
             self._receive(process)
         for process in processes:  # raises where one has ended since: nobody waits for it
@@ -241,7 +241,7 @@ class Ranks:
         except CollectiveError as error:
             raise self._failed(error) from error
 
-    def run(self, command: Any, own: Callable[[], Result]) -> Result:
+    def run(self, command: Any, local: Callable[[], Result]) -> Result:
         """Let every rank run a command, and rank 0 its part of it.
 
         Ctrl-C takes effect when that is done, so that no rank waits for one that has left.
@@ -258,7 +258,7 @@ class Ranks:
             try:
                 for process in self._state.processes:
                     self._send(process, command)
-                return own()
+                return local()
             except EngineStopped:
                 raise
             except Exception as error:

@@ -35,8 +35,8 @@ _NAMES = {
 def refusal(config: Any, size: int) -> str | None:
     """Why a model cannot be cut into ``size`` shards, as far as its config says; None: it can."""
     if type(config) not in {family.config_class for family in FAMILIES}:
-        known = ", ".join(family.__name__.removesuffix("ForCausalLM") for family in FAMILIES)
-        return f"a {config.model_type} model has no fused forward; {known} have one"
+        families = ", ".join(family.__name__.removesuffix("ForCausalLM") for family in FAMILIES)
+        return f"a {config.model_type} model has no fused forward; {families} have one"
     for name, meaning in _NAMES.items():
         number = getattr(config, name)
         if number % size:

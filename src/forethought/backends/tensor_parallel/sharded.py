@@ -99,9 +99,9 @@ class ShardedNetwork(Network):
         ranks: the others.
     """
 
-    def __init__(self, own: FusedNetwork, ranks: Ranks) -> None:
-        self.own, self._ranks = own, ranks
-        self.rotations = own.rotations
+    def __init__(self, network: FusedNetwork, ranks: Ranks) -> None:
+        self.own, self._ranks = network, ranks
+        self.rotations = network.rotations
 
     @torch.inference_mode()
     @override
@@ -187,14 +187,14 @@ def _whole(parts: Sequence[Tensor], collectives: Collectives) -> list[Tensor]:
         parts: the same of this rank's heads.
         collectives: of this rank.
     """
-    shard, found = collectives.shard, list[Tensor]()
+    shard, gathered = collectives.shard, list[Tensor]()
     for part in parts:
         layers, tokens, heads, dim = part.shape
         size = layers, tokens, heads * shard.size, dim
         whole = torch.zeros(size, dtype=part.dtype, device=collectives.device)
         shard.part(whole, 2).copy_(part)
-        found.append(collectives.all_reduce(whole).cpu())
-    return found
+        gathered.append(collectives.all_reduce(whole).cpu())
+    return gathered
 
 
 def _parts(
@@ -207,14 +207,14 @@ def _parts(
         stacks: with the heads of all ranks; None: on another rank.
         member: this rank.
     """
-    collectives, found = member.collectives, list[Tensor]()
+    collectives, gathered = member.collectives, list[Tensor]()
     for index, (layers, tokens, heads, dim) in enumerate(shapes):
         size = layers, tokens, heads * collectives.shard.size, dim
         whole = torch.empty(size, dtype=member.storage.dtype, device=collectives.device)
         if stacks is not None:
             whole.copy_(stacks[index])
-        found.append(collectives.shard.part(collectives.broadcast(whole), 2))
-    return found
+        gathered.append(collectives.shard.part(collectives.broadcast(whole), 2))
+    return gathered
 
 
 class ShardedStorage(KvStorage):
@@ -244,7 +244,7 @@ class ShardedStorage(KvStorage):
     @override
     def whole_layers(self) -> tuple[LayerShape, ...]:
         size = self.ranks.size
-        return tuple(replace(own, kv_heads=own.kv_heads * size) for own in self.layers)
+        return tuple(replace(layer, kv_heads=layer.kv_heads * size) for layer in self.layers)
 
     @override
     def resize(self, num_pages: int) -> None:
@@ -264,15 +264,17 @@ class ShardedStorage(KvStorage):
     def clear_slots(self, slots: Sequence[int]) -> None:
         self._call("clear_slots", slots, super().clear_slots)
 
-    def _call(self, method: str, argument: Sequence[Any], own: Callable[[Any], None]) -> None:
+    def _call(self, method: str, argument: Sequence[Any], local: Callable[[Any], None]) -> None:
         if argument:
-            self.ranks.run(StorageCall(method, argument), lambda: own(argument))
+            self.ranks.run(StorageCall(method, argument), lambda: local(argument))
 
     @override
     def read_slots(self, slots: Sequence[int]) -> list[Tensor]:
         """Copies with the KV heads of all ranks."""
-        numbers, own = list(slots), super().read_slots(slots)
-        return self.ranks.run(ReadSlots(numbers), lambda: _whole(own, self.ranks.collectives))
+        numbers, local_values = list(slots), super().read_slots(slots)
+        return self.ranks.run(
+            ReadSlots(numbers), lambda: _whole(local_values, self.ranks.collectives)
+        )
 
     @override
     def write_slots(self, slots: Sequence[int], stacks: Sequence[Tensor]) -> None:

@@ -146,25 +146,25 @@ def _layers(
     directory: Path, config: EagleDecodingConfig, lm: CausalLM, traits: Eagle3Traits
 ) -> tuple[int, ...]:
     """Indices of the layers whose input is read; FINAL: the output of the final norm."""
-    found = traits.layer_ids_in(lm.num_layers)
+    layer_ids = traits.layer_ids_in(lm.num_layers)
     if config.eagle3_layers_to_capture is not None:
         outputs = config.eagle3_layers_to_capture
-        found = tuple(FINAL if layer == -1 else layer + 1 for layer in outputs)
-    if found is None:
+        layer_ids = tuple(FINAL if layer == -1 else layer + 1 for layer in outputs)
+    if layer_ids is None:
         raise ParameterError(
             f"which of the target's states the head in {directory} reads is not known",
             "its config.json does not say, and the layers that the authors' code captures, 2, "
             f"L // 2 and L - 3, are not three different ones of L = {lm.num_layers}",
             "Set eagle3_layers_to_capture to the layers that it was trained with",
         )
-    log.info("the head in %s reads the states entering layers %s", directory, found)
-    if max(found) > lm.num_layers:
+    log.info("the head in %s reads the states entering layers %s", directory, layer_ids)
+    if max(layer_ids) > lm.num_layers:
         raise ParameterError(
             "the target lacks layers whose states are to be captured",
-            f"it has {lm.num_layers}, and the head reads the states entering layers {found}",
+            f"it has {lm.num_layers}, and the head reads the states entering layers {layer_ids}",
             "Set eagle3_layers_to_capture to layers of the target, or take its own head",
         )
-    return found
+    return layer_ids
 
 
 def _compare(directory: Path, lm: CausalLM, vocab: int, hidden: int) -> None:

@@ -120,8 +120,10 @@ class TopTrees(HeadTrees):
         count, width = _num_levels(self, requests), min(self._max_nodes, heads.vocab)
         scores, tokens = heads.most_probable(states, count, width)
         for row, request in enumerate(requests):
-            own = [scores[level][row] for level in range(min(request.max_draft_len, count))]
-            nodes = top_nodes(own, min(self._max_nodes, request.max_nodes), self._min_logprob)
+            row_scores = [scores[level][row] for level in range(min(request.max_draft_len, count))]
+            nodes = top_nodes(
+                row_scores, min(self._max_nodes, request.max_nodes), self._min_logprob
+            )
             request.draft = Draft(
                 [tokens[level][row][rank] for _, level, rank in nodes],
                 tuple(parent for parent, _, _ in nodes),

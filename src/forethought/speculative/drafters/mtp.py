@@ -150,8 +150,8 @@ class MTPDrafter(Drafter):
             by_graph = None if self._graphs is None else self._graphs.draft(ranges)
             levels = self._levels(ranges) if by_graph is None else [by_graph]
             tokens = drafted_tokens(levels, sizes)
-        for request, own in zip(requests, tokens, strict=True):
-            request.draft = Draft(own)
+        for request, draft_tokens in zip(requests, tokens, strict=True):
+            request.draft = Draft(draft_tokens)
 
     def _levels(self, ranges: Sequence[TokenRange]) -> list[Tensor]:
         """For each level, the tokens int64 ``[n, 1]`` of the first n drafts."""
@@ -196,11 +196,11 @@ class MTPDrafter(Drafter):
                 drafted = [tokens[: len(read)] for tokens in levels]
                 batch = replace(batch, token_ids=_completed(batch, drafted))
             module: MtpDraftModule = runner.network  # type: ignore[assignment]
-            left = module.read(states[: len(batch.token_ids)], runner.paged_pass(batch))
+            outputs = module.read(states[: len(batch.token_ids)], runner.paged_pass(batch))
             runner.mark(read)
-            states = left.states
+            states = outputs.states
             if num_logits:
-                normed = left.normed if is_last else left.normed[_ends(batch)]
+                normed = outputs.normed if is_last else outputs.normed[_ends(batch)]
                 levels.append(module.logits(normed).argmax(-1))
         return levels
 
@@ -208,9 +208,9 @@ class MTPDrafter(Drafter):
 def entries_of_level(ranges: Sequence[TokenRange], level: int) -> list[TokenRange]:
     """What the module of a level reads, of the drafts that go as deep."""
     return [
-        each._replace(start=each.start + level, stop=each.stop + level)
-        for each in ranges
-        if each.depth > level
+        read._replace(start=read.start + level, stop=read.stop + level)
+        for read in ranges
+        if read.depth > level
     ]
 
 
@@ -248,10 +248,16 @@ def _completed(batch: Batch, drafted: Sequence[Tensor]) -> Tensor:
         count = min(len(drafted), span.length)
         ends += range(span.stop - count, span.stop)
         source += [level * len(batch.spans) + row for level in range(len(drafted))][-count:]
-    known = torch.cat(list(drafted))
+    all_drafted = torch.cat(list(drafted))
     if len(ends) == len(batch.token_ids):  # single steps
-        return known[: len(ends)] if len(drafted) == 1 else known[_index(source, known)]
-    return batch.token_ids.index_copy(0, _index(ends, known), known[_index(source, known)])
+        return (
+            all_drafted[: len(ends)]
+            if len(drafted) == 1
+            else all_drafted[_index(source, all_drafted)]
+        )
+    return batch.token_ids.index_copy(
+        0, _index(ends, all_drafted), all_drafted[_index(source, all_drafted)]
+    )
 
 
 def _index(ends: list[int], like: Tensor) -> Tensor:

@@ -92,18 +92,18 @@ class NGramPool:
         patterns, before, start = bucket.patterns, bucket.size, max(start, 0)
         offset = max(0, start + 1 - self.max_ngram)
         text = tuple(tokens[offset : stop + self.max_match])
-        for middle in range(start + 1 - offset, stop + 1 - offset):  # behind the patterns
+        for middle in range(start + 1 - offset, stop + 1 - offset):  # after the patterns
             match = text[middle : middle + self.max_match]
             for begin in range(max(0, middle - self.max_ngram), middle):
                 pattern = text[begin:middle]
-                known = patterns.get(pattern)
-                if known is None:
+                matches = patterns.get(pattern)
+                if matches is None:
                     patterns[pattern] = {match: None}
                     bucket.size += 1
                     continue
                 patterns.move_to_end(pattern)
-                if match not in known:
-                    bucket.size += self._add(known, match)
+                if match not in matches:
+                    bucket.size += self._add(matches, match)
         self._size += bucket.size - before
         self._shrink()
 
@@ -117,16 +117,16 @@ class NGramPool:
         recent = self._recent(text)
         for size in range(min(self.max_ngram, len(tokens) - 1), 0, -1):
             pattern = text[-size:]
-            known = bucket.patterns.get(pattern)
-            found: Match = ()
-            if known is not None:
+            matches = bucket.patterns.get(pattern)
+            longest: Match = ()
+            if matches is not None:
                 bucket.patterns.move_to_end(pattern)
-                found = next(iter(known) if self._use_oldest else reversed(known))
-            if len(found) < self.max_match:
+                longest = next(iter(matches) if self._use_oldest else reversed(matches))
+            if len(longest) < self.max_match:
                 partial = self._partial(text, recent, pattern)
-                found = partial if len(partial) > len(found) else found
-            if found:
-                return found
+                longest = partial if len(partial) > len(longest) else longest
+            if longest:
+                return longest
         return ()
 
     def forget(self, owner: Hashable) -> None:
@@ -142,23 +142,23 @@ class NGramPool:
         self._buckets.move_to_end(owner)
         return bucket
 
-    def _add(self, known: dict[Match, None], match: Match) -> int:
+    def _add(self, matches: dict[Match, None], match: Match) -> int:
         """Store another match of a pattern; return the change in its number of matches.
 
         All matches of a pattern are equally long: longer ones replace those that the end of a text
         has cut short.
         """
-        before, length = len(known), len(next(iter(known)))
+        before, length = len(matches), len(next(iter(matches)))
         if len(match) < length:
             return 0
         if len(match) > length:
-            known.clear()
+            matches.clear()
         elif before == self._max_matches:
             if self._use_oldest:
                 return 0
-            del known[next(iter(known))]
-        known[match] = None
-        return len(known) - before
+            del matches[next(iter(matches))]
+        matches[match] = None
+        return len(matches) - before
 
     def _recent(self, text: Match) -> list[int]:
         """Earlier positions of the last token, near the end: their matches are incomplete."""
@@ -178,9 +178,9 @@ class NGramPool:
         while self._size > self._max_size:
             owner, bucket = next(iter(self._buckets.items()))
             if bucket.patterns:
-                _, gone = bucket.patterns.popitem(last=False)
-                bucket.size -= len(gone)
-                self._size -= len(gone)
+                _, matches = bucket.patterns.popitem(last=False)
+                bucket.size -= len(matches)
+                self._size -= len(matches)
             if not bucket.patterns:
                 del self._buckets[owner]
 
@@ -265,8 +265,8 @@ class NGramDrafter(Drafter):
         for request in scheduled_requests.generation_requests:
             limit = min(request.max_draft_len, request.max_nodes, self.max_draft_len)
             if limit > 0:
-                found = self.pool.look_up(self._owner(request), request.tokens)
-                request.py_draft_tokens = found[:limit]
+                match = self.pool.look_up(self._owner(request), request.tokens)
+                request.py_draft_tokens = match[:limit]
 
     def release(self, request: DraftRequest) -> None:
         """Drop a private pool; add the end of the text to a public one."""

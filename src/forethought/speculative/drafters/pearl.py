@@ -225,10 +225,10 @@ class PearlDrafter(Drafter):
             for job in jobs:
                 if job.done:
                     continue
-                own = failure if len(jobs) == 1 else self._failure_alone(job)
-                if own is not None:
-                    log.warning("nothing is drafted ahead for this request", exc_info=own)
-                    job.state.fail(own)
+                error = failure if len(jobs) == 1 else self._failure_alone(job)
+                if error is not None:
+                    log.warning("nothing is drafted ahead for this request", exc_info=error)
+                    job.state.fail(error)
         except BaseException:
             for job in jobs:
                 job.undo()
@@ -245,7 +245,11 @@ class PearlDrafter(Drafter):
 
     def _grow(self, jobs: list[DraftJob]) -> None:
         """Draft a block for each request with enough pages."""
-        missing = {id(job): found for job in jobs if (found := self._missing(job)) is not None}
+        missing = {
+            id(job): missing_text
+            for job in jobs
+            if (missing_text := self._missing(job)) is not None
+        }
         growing = [job for job in jobs if id(job) in missing]
         if not growing:
             return
@@ -280,10 +284,10 @@ def _choose(job: DraftJob, logits: Tensor) -> int:
     request = job.request
     if request.params.greedy:
         return int(logits.argmax())
-    known = [*job.tokens, *job.drafted]
+    all_tokens = [*job.tokens, *job.drafted]
     split = request.prompt_length
-    context = TokenContext(request.params, known[:split], known[split:], frozenset())
-    uniform = uniform_at(request.seed, request.index, len(known))
+    context = TokenContext(request.params, all_tokens[:split], all_tokens[split:], frozenset())
+    uniform = uniform_at(request.seed, request.index, len(all_tokens))
     return int(invert_cdf(logits_to_probs(logits, [context]), [uniform]))
 
 

@@ -108,14 +108,14 @@ class ReDrafterDrafter(Drafter):
             return
         with torch.inference_mode():
             states = root_states(requests, self._hidden_states)
-            found = self._search(
+            beams_of = self._search(
                 states,
                 [request.tokens[-1] for request in requests],
                 self._num_beams,
                 max(request.max_draft_len for request in requests),
                 self._min_logprob,
             )
-        for request, beams in zip(requests, found, strict=True):
+        for request, beams in zip(requests, beams_of, strict=True):
             request.draft = self._tree(beams, request.max_draft_len, request.max_nodes)
 
 
@@ -176,21 +176,21 @@ class BeamSearch:
         levels: list[tuple[Tensor, Tensor, Tensor]] = []
         ends = [0]
         for _ in range(length):
-            kept = tokens.shape[1]
+            num_beams = tokens.shape[1]
             state = self._head.advance(self._embed(tokens.flatten()), state)
             logprobs = self._head(contexts, state).log_softmax(-1, dtype=torch.float32)
-            logprobs = (logprobs + score.view(-1, 1)).view(count, kept * vocab)
-            score, found = logprobs.topk(min(width, kept * vocab), dim=-1)
-            parents, tokens = found // vocab, found % vocab
+            logprobs = (logprobs + score.view(-1, 1)).view(count, num_beams * vocab)
+            score, indices = logprobs.topk(min(width, num_beams * vocab), dim=-1)
+            parents, tokens = indices // vocab, indices % vocab
             levels.append((tokens, parents, score))
             ends.append(ends[-1] + tokens.shape[1])
             if len(levels) == length or self._is_complete(score, min_logprob):
                 break
-            rows = (parents + first * kept if count > 1 else parents).flatten()
+            rows = (parents + first * num_beams if count > 1 else parents).flatten()
             state = state.index_select(0, rows)
-            if tokens.shape[1] != kept:  # a request's beams have the same context
+            if tokens.shape[1] != num_beams:  # a request's beams have the same context
                 contexts = contexts.index_select(0, rows)
-        every = [torch.cat(each, dim=1) for each in zip(*levels, strict=True)]
+        every = [torch.cat(parts, dim=1) for parts in zip(*levels, strict=True)]
         # A stable sort keeps equals in order of length: parents before their children.
         scores, order = every[2].sort(dim=-1, descending=True, stable=True)
         useful = (scores >= min_logprob).sum(-1, keepdim=True).expand_as(order)

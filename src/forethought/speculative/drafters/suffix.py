@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 Text = list[int]
 Position = tuple[Text, int]
-"""A text, and the position in it of the token behind the match."""
+"""A text, and the position in it of the token after the match."""
 
 SIZES = (6, 3, 1)
 """Sizes of the n-grams that lead to positions."""
@@ -129,7 +129,7 @@ def _longest(
 
 
 Ends = list[list[int]]
-"""The tokens behind some positions up to the ends of their texts, the newest position first."""
+"""The tokens after some positions up to the ends of their texts, the newest position first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -281,8 +281,8 @@ class _Group:
         text = self.texts.get(request.request_id)
         if text is None:
             prompt = list(tokens[: request.prompt_length])
-            known = self.first[: len(prompt)] == prompt
-            text = self.texts[request.request_id] = prompt if known else []
+            is_prefix = self.first[: len(prompt)] == prompt
+            text = self.texts[request.request_id] = prompt if is_prefix else []
             self.first = self.first or text
         start = len(text)
         if start < len(tokens):
@@ -375,8 +375,8 @@ class SuffixDrafter(Drafter):
         for request in scheduled_requests.generation_requests:
             self._learn(request)
         for request in scheduled_requests.generation_requests:
-            found = self._continue(request)
-            request.draft = Draft(found.tokens, found.parents)
+            continuation = self._continue(request)
+            request.draft = Draft(continuation.tokens, continuation.parents)
 
     def release(self, request: DraftRequest) -> None:
         """Add its output to the past ones; drop the index of the prompt with its last sample."""
@@ -404,8 +404,8 @@ class SuffixDrafter(Drafter):
             self.past.index(request.params.cache_salt),
         ):
             if index is not None and best.score < depth:
-                found = self._search(index, request, depth)
-                best = found if found.score > best.score else best
+                candidate = self._search(index, request, depth)
+                best = candidate if candidate.score > best.score else best
         return best
 
     def _search(self, index: SuffixIndex, request: DraftRequest, depth: int) -> Continuation:

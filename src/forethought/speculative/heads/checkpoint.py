@@ -67,10 +67,10 @@ class Checkpoint:
         self.directory.mkdir(parents=True, exist_ok=True)
         text = json.dumps(self.config, indent=2) + "\n"
         save_text(self.directory / "config.json", text, "config.json of a head")
-        kept = {name: x.detach().cpu().contiguous() for name, x in self.tensors.items()}
+        tensors = {name: x.detach().cpu().contiguous() for name, x in self.tensors.items()}
         weights = self.directory / "model.safetensors"
         with saving(weights, "weights of a head") as file:
-            save_file(kept, file, metadata={"format": "pt"})
+            save_file(tensors, file, metadata={"format": "pt"})
         weights.chmod(0o644)
 
     def build(self, make: Callable[[], Module], tensors: Mapping[str, Tensor]) -> Module:
@@ -90,14 +90,14 @@ class Checkpoint:
         module.load_state_dict(dict(tensors))
         return module
 
-    def expect_fit(self, tensors: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> None:
+    def expect_fit(self, tensors: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
         """Refuse the checkpoint unless ``tensors`` have the names and shapes of ``own``."""
-        self.expect_none(set(own) - set(tensors), "lacks")
-        self.expect_none(set(tensors) - set(own), "has unexpected")
+        self.expect_none(set(expected) - set(tensors), "lacks")
+        self.expect_none(set(tensors) - set(expected), "has unexpected")
         shapes = [
-            f"{name} {list(tensors[name].shape)}, not {list(own[name].shape)}"
-            for name in own
-            if tensors[name].shape != own[name].shape
+            f"{name} {list(tensors[name].shape)}, not {list(expected[name].shape)}"
+            for name in expected
+            if tensors[name].shape != expected[name].shape
         ]
         self.expect_none(shapes, "has the wrong shape for")
 

@@ -319,9 +319,9 @@ def _traits(stored: Checkpoint, config: LlamaConfig, tensors: Mapping[str, Tenso
     target_hidden = merged.get("target_hidden_size") or config.hidden_size
     captures, rest = divmod(wide, target_hidden)
     if rest or not captures or (layer_ids and len(layer_ids) != captures):
-        wanted = f"{len(layer_ids)} states" if layer_ids else "whole states"
+        expected = f"{len(layer_ids)} states" if layer_ids else "whole states"
         raise refused(
-            stored.directory, f"fc.weight reads {wide} values, not {wanted} of {target_hidden}"
+            stored.directory, f"fc.weight reads {wide} values, not {expected} of {target_hidden}"
         )
     return Eagle3Traits(
         draft_vocab_size=merged.get("draft_vocab_size") or tensors["lm_head.weight"].shape[0],
@@ -361,8 +361,10 @@ def _layer_ids(stored: Checkpoint, ids: Any) -> tuple[int, ...] | None:
     """In rising order, in which all engines concatenate the states."""
     if not ids:
         return None
-    known = isinstance(ids, list) and all(type(each) is int and each >= FINAL for each in ids)
-    if not known or len(set(ids)) < len(ids):
+    is_valid = isinstance(ids, list) and all(
+        type(layer_id) is int and layer_id >= FINAL for layer_id in ids
+    )
+    if not is_valid or len(set(ids)) < len(ids):
         raise refused(stored.directory, f"{_LAYER_IDS}={ids!r} are not different layers")
     return tuple(sorted(ids))
 

@@ -74,7 +74,9 @@ class Attention(nn.Module):
     def forward(self, x: Tensor, attend: Attend) -> Tensor:
         """x ``[..., width]`` -> ``[..., hidden]``."""
         shape = (*x.shape[:-1], -1, self.head_dim)
-        q, k, v = (each(x).view(shape) for each in (self.q_proj, self.k_proj, self.v_proj))
+        q, k, v = (
+            projection(x).view(shape) for projection in (self.q_proj, self.k_proj, self.v_proj)
+        )
         return self.o_proj(attend(q, k, v).flatten(-2))
 
 
@@ -144,8 +146,8 @@ class DraftLayer:
         """
         batch = forward_pass.batch
         rotation = self._rotary[batch.positions].unbind(1)
-        kept = batch.logit_index if len(batch.logit_index) < len(x) else None
-        return self._layer(0, x, residual, rotation, forward_pass, kept)
+        index = batch.logit_index if len(batch.logit_index) < len(x) else None
+        return self._layer(0, x, residual, rotation, forward_pass, index)
 
 
 def layer_shape(config: LlamaConfig) -> LayerShape:
@@ -199,8 +201,8 @@ def llama_config(directory: Path, config: dict[str, Any]) -> LlamaConfig:
     windows = set(fields.get("layer_types") or ()) - {"full_attention"}
     if windows or fields.get("use_sliding_window"):
         raise refused(directory, "its layer attends through a sliding window")
-    known = set(LlamaConfig().to_dict()) | {"rope_theta", "rope_scaling"}
-    return LlamaConfig(**{name: fields[name] for name in fields if name in known})
+    names = set(LlamaConfig().to_dict()) | {"rope_theta", "rope_scaling"}
+    return LlamaConfig(**{name: fields[name] for name in fields if name in names})
 
 
 def layer_fields(config: LlamaConfig) -> dict[str, Any]:

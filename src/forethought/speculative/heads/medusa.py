@@ -236,10 +236,10 @@ class DraftHeads(RankingHeads):
 
     def most_probable(self, states: Tensor, count: int, width: int) -> RankedTokens:
         """The ``width`` most probable tokens of the first ``count`` heads, by row of ``states``."""
-        found = self(states, count).log_softmax(-1, dtype=torch.float32).topk(width, dim=-1)
-        tokens = found.indices if self.token_map is None else self.token_map[found.indices]
+        top = self(states, count).log_softmax(-1, dtype=torch.float32).topk(width, dim=-1)
+        tokens = top.indices if self.token_map is None else self.token_map[top.indices]
         # Token ids are exact in float64, so that one transfer brings everything.
-        logprobs, ids = torch.stack([found.values.double(), tokens.double()]).tolist()
+        logprobs, ids = torch.stack([top.values.double(), tokens.double()]).tolist()
         return RankedTokens(logprobs, [[list(map(int, row)) for row in rows] for rows in ids])
 
 
@@ -264,23 +264,23 @@ def _authors_names(tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> 
     if not any(name.startswith(("blocks.", "lm_head")) for name in tensors):
         return dict(tensors)
     blocks = _count(tensors, r"blocks\.\d+\.layers\.(\d+)\.")
-    found: dict[str, Tensor] = {}
+    renamed: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
         match = re.fullmatch(r"blocks\.(\d+)\.layers\.(\d+)\.(weight|bias)", name)
         last = re.fullmatch(r"lm_heads\.(\d+)\.weight", name)
         if match:
-            found["{}.{}.linear.{}".format(*match.groups())] = tensor
+            renamed["{}.{}.linear.{}".format(*match.groups())] = tensor
         elif last:
-            found[f"{last[1]}.{blocks}.weight"] = tensor
+            renamed[f"{last[1]}.{blocks}.weight"] = tensor
         else:
-            found[name] = tensor
-    shared = found.pop("lm_head.weight", None)
+            renamed[name] = tensor
+    shared = renamed.pop("lm_head.weight", None)
     if shared is None and config.get("original_lm_head"):
-        shared = found.get(f"0.{blocks}.weight")
+        shared = renamed.get(f"0.{blocks}.weight")
     if shared is not None:
         for head in range(_count(tensors, r"blocks\.(\d+)\.")):
-            found.setdefault(f"{head}.{blocks}.weight", shared)
-    return found
+            renamed.setdefault(f"{head}.{blocks}.weight", shared)
+    return renamed
 
 
 def _vllm_name(name: str, blocks: int) -> str:
@@ -322,5 +322,5 @@ def _warn_of_wrong_config(stored: Checkpoint, shape: MedusaShape) -> None:
 
 def _count(names: Iterable[str], pattern: str) -> int:
     """One more than the largest number that the pattern finds at the beginning of a name."""
-    found = [int(match[1]) for name in names if (match := re.match(pattern, name))]
-    return max(found, default=-1) + 1
+    numbers = [int(match[1]) for name in names if (match := re.match(pattern, name))]
+    return max(numbers, default=-1) + 1

@@ -116,8 +116,8 @@ class MtpModule(nn.Module):
         Returns:
             ``[R, W, hidden]`` each.
         """
-        decoder, left = self.model.base_model, list[Tensor]()
-        hook = decoder.norm.register_forward_pre_hook(lambda _, args: left.append(args[0]))
+        decoder, inputs = self.model.base_model, list[Tensor]()
+        hook = decoder.norm.register_forward_pre_hook(lambda _, args: inputs.append(args[0]))
         try:
             output = decoder(
                 inputs_embeds=self.join(embedded, states, positions),
@@ -128,7 +128,7 @@ class MtpModule(nn.Module):
         finally:
             hook.remove()
         normed = output.last_hidden_state
-        return ModuleStates(normed if self.fed_back == "normed" else left[0], normed)
+        return ModuleStates(normed if self.fed_back == "normed" else inputs[0], normed)
 
     @classmethod
     def fresh(
@@ -198,8 +198,10 @@ class MtpNetwork(MtpDraftModule):
         if self._fused is not None:
             return self._fused(embedded, states, forward_pass)
         carried = {KEYWORD: forward_pass}
-        left = self._module(embedded[None], states[None], batch.positions[None], **carried)
-        return ModuleStates(left.states[0, batch.logit_index], left.normed[0, batch.logit_index])
+        output = self._module(embedded[None], states[None], batch.positions[None], **carried)
+        return ModuleStates(
+            output.states[0, batch.logit_index], output.normed[0, batch.logit_index]
+        )
 
     @override
     def logits(self, normed: Tensor) -> Tensor:
@@ -207,8 +209,8 @@ class MtpNetwork(MtpDraftModule):
 
     @override
     def __call__(self, states: Tensor, forward_pass: ForwardPass) -> ModuleOutput:
-        left = self.read(states, forward_pass)
-        return ModuleOutput(left.states, self.logits(left.normed))
+        output = self.read(states, forward_pass)
+        return ModuleOutput(output.states, self.logits(output.normed))
 
 
 class _FusedModule:
@@ -255,7 +257,7 @@ def load_modules(
         ModelError: there are none, or a tensor is missing, unexpected or misshapen.
     """
     layout, stored = read_modules(directory, max_modules)
-    modules = [_load(directory, lm, layout, each) for each in stored]
+    modules = [_load(directory, lm, layout, module_files) for module_files in stored]
     for module in modules:
         module.fed_back = fed_back
     return modules
@@ -333,14 +335,19 @@ def _load(directory: Path, lm: CausalLM, layout: MtpLayout, stored: StoredModule
             )
     except Exception as error:  # transformers raises anything
         raise refused(directory, str(error).strip().split("\n")[0]) from error
-    own = {f"{root}.layers.0.": block, f"{root}.norm.": layout.part("norm", stored.number)}
-    _expect_whole(directory, report, own)
+    published_names = {
+        f"{root}.layers.0.": block,
+        f"{root}.norm.": layout.part("norm", stored.number),
+    }
+    _expect_whole(directory, report, published_names)
     module = MtpModule(model.to(lm.device), layout)
     _fill_parts(directory, module, stored)
     return module.eval().requires_grad_(False)
 
 
-def _expect_whole(directory: Path, report: Mapping[str, Any], own: Mapping[str, str]) -> None:
+def _expect_whole(
+    directory: Path, report: Mapping[str, Any], published_names: Mapping[str, str]
+) -> None:
     """Refuse missing, unexpected and misshapen tensors, under the checkpoint's own names.
 
     own: prefixes of the names in ``report`` -> those of the checkpoint.
@@ -351,7 +358,7 @@ def _expect_whole(directory: Path, report: Mapping[str, Any], own: Mapping[str, 
         ("mismatched_keys", "has the wrong shape for"),
     ):
         names = [entry if isinstance(entry, str) else entry[0] for entry in report[key]]
-        for prefix, published in own.items():
+        for prefix, published in published_names.items():
             names = [name.replace(prefix, published, 1) for name in names]
         Checkpoint(directory, {}, {}).expect_none(names, trouble)
 
@@ -360,15 +367,15 @@ def _fill_parts(directory: Path, module: MtpModule, stored: StoredModule) -> Non
     """Copy the parts around the block, with the checkpoint's own names in errors."""
     for part in PARTS[:3]:
         prefix = module.layout.part(part, stored.number)
-        given = {
+        tensors = {
             prefix + name.removeprefix(f"{part}."): tensor
             for name, tensor in stored.parts.items()
             if name.startswith(f"{part}.")
         }
         holder = getattr(module, part)
-        own = {prefix + name: tensor for name, tensor in holder.state_dict().items()}
-        Checkpoint(directory, {}, {}).expect_fit(given, own)
-        holder.load_state_dict({name.removeprefix(prefix): x for name, x in given.items()})
+        expected = {prefix + name: tensor for name, tensor in holder.state_dict().items()}
+        Checkpoint(directory, {}, {}).expect_fit(tensors, expected)
+        holder.load_state_dict({name.removeprefix(prefix): x for name, x in tensors.items()})
 
 
 def _stored(module: MtpModule, number: int) -> StoredModule:
@@ -397,9 +404,9 @@ def profile_of(module: MtpModule) -> LayerProfile:
     hidden, tokens = weight.shape[0], 3
     states = torch.zeros(1, tokens, hidden, dtype=weight.dtype, device=weight.device)
     positions = torch.arange(tokens, device=weight.device)[None]
-    found = CapabilityProbe()
+    probe = CapabilityProbe()
     module.model.set_attn_implementation(PROBE)
     with torch.inference_mode():
-        module(states, states, positions, **{KEYWORD: found})
-    [profile] = found.profile(1)
+        module(states, states, positions, **{KEYWORD: probe})
+    [profile] = probe.profile(1)
     return profile

@@ -22,7 +22,7 @@ from forethought.speculative.heads.checkpoint import refused
 
 PARTS = ("enorm", "hnorm", "eh_proj", "norm")
 """Parts of a module beside its decoder block: the norms of the token's embedding and of the state,
-the projection of both together, and the norm behind the block."""
+the projection of both together, and the norm after the block."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,8 +54,8 @@ class MtpLayout:
 
     def outside_block(self, number: int) -> tuple[str, ...]:
         """Prefixes of what belongs to module ``number`` and is not of its block."""
-        own = [self.part(name, number) for name in PARTS]
-        return (*own, *(copy.format(n=number) for copy in self.copies))
+        names = [self.part(name, number) for name in PARTS]
+        return (*names, *(copy.format(n=number) for copy in self.copies))
 
 
 LAYOUTS: Mapping[str, MtpLayout] = {
@@ -134,8 +134,8 @@ def read_modules(
     """
     files = _names(directory)
     for layout in LAYOUTS.values():
-        found = (re.match(layout.known, name) for name in files)
-        numbers = sorted({int(match[1]) for match in found if match})
+        matches = (re.match(layout.known, name) for name in files)
+        numbers = sorted({int(match[1]) for match in matches if match})
         if numbers:
             _expect_no_strays(directory, layout, numbers, files)
             tensors = _Tensors(directory, files)
@@ -173,24 +173,24 @@ class _Tensors:
     def under(self, prefix: str) -> dict[str, Tensor]:
         """The tensors with names that begin with ``prefix``, by the rest of the name."""
         names = [name for name in self._files if name.startswith(prefix)]
-        found: dict[str, Tensor] = {}
+        tensors: dict[str, Tensor] = {}
         for file in dict.fromkeys(self._files[name] for name in names):
             with safe_open(file, framework="pt") as stored:
                 for name in names:
                     if self._files[name] == file:
-                        found[name.removeprefix(prefix)] = stored.get_tensor(name)
-        check_values(found.items(), self.directory, "MTP modules")
-        return found
+                        tensors[name.removeprefix(prefix)] = stored.get_tensor(name)
+        check_values(tensors.items(), self.directory, "MTP modules")
+        return tensors
 
 
 def _module(tensors: _Tensors, layout: MtpLayout, number: int) -> StoredModule:
     parts: dict[str, Tensor] = {}
     for part in PARTS:
         prefix = layout.part(part, number)
-        found = tensors.under(prefix)
-        if not found:
+        part_tensors = tensors.under(prefix)
+        if not part_tensors:
             raise refused(tensors.directory, f"its checkpoint lacks {prefix}weight")
-        parts |= {f"{part}.{name}": tensor for name, tensor in found.items()}
+        parts |= {f"{part}.{name}": tensor for name, tensor in part_tensors.items()}
     prefix, outside = layout.block.format(n=number), layout.outside_block(number)
     block = {
         name: tensor

@@ -166,10 +166,10 @@ def beam_head(head: ReDrafterHead) -> BeamHead:
 
 def _side_by_side(first: nn.Linear, second: nn.Linear) -> nn.Linear:
     """Their sum, as one layer that reads both inputs concatenated; the second one has the bias."""
-    made = nn.Linear(first.in_features + second.in_features, first.out_features)
-    made.weight = nn.Parameter(torch.cat([first.weight, second.weight], 1), requires_grad=False)
-    made.bias = second.bias
-    return made
+    joined = nn.Linear(first.in_features + second.in_features, first.out_features)
+    joined.weight = nn.Parameter(torch.cat([first.weight, second.weight], 1), requires_grad=False)
+    joined.bias = second.bias
+    return joined
 
 
 class DraftRecurrence:

@@ -89,8 +89,8 @@ class AcceptanceEstimate:
             steps: how many have gone by, these included.
         """
         self._steps += steps
-        seen = {number for number, _, _ in drafts}
-        missing = [(number, 0, 0) for number in requested if number not in seen]
+        drafted = {number for number, _, _ in drafts}
+        missing = [(number, 0, 0) for number in requested if number not in drafted]
         for number, depth, accepted in (*drafts, *missing):
             self._asked.append(requested.get(number, depth))
             self._came.append(min(depth, self._asked[-1]))
@@ -104,9 +104,9 @@ class AcceptanceEstimate:
         self._shown *= STEP_KEEPS**self._steps
         if self._asked:
             keeps = DRAFT_KEEPS ** len(self._asked)
-            asked, came = self._reaching([self._asked, self._came])
-            self._requested = keeps * self._requested + asked
-            self._drafted = keeps * self._drafted + came
+            num_requested, num_accepted = self._reaching([self._asked, self._came])
+            self._requested = keeps * self._requested + num_requested
+            self._drafted = keeps * self._drafted + num_accepted
             self._reach = np.minimum.accumulate((self._drafted + 1.0) / (self._requested + 1.0))
         if self._drafts:
             self._count_tokens()
@@ -146,11 +146,11 @@ class AcceptanceEstimate:
         new = [number for number in request_ids if number not in self._slots]
         capacity = self._shown.shape[1]
         if len(self._slots) + len(new) > capacity:
-            kept = [number for number in request_ids if number in self._slots]
+            admitted = [number for number in request_ids if number in self._slots]
             shown = np.zeros((4, max(capacity, 4 * len(request_ids))))
-            shown[:, : len(kept)] = self._shown[:, [self._slots[number] for number in kept]]
+            shown[:, : len(admitted)] = self._shown[:, [self._slots[number] for number in admitted]]
             self._shown = shown
             self._slots.clear()
-            self._slots.update((number, slot) for slot, number in enumerate(kept))
+            self._slots.update((number, slot) for slot, number in enumerate(admitted))
         for number in new:
             self._slots[number] = len(self._slots)

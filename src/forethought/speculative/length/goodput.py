@@ -334,9 +334,9 @@ class Goodput:
         goodput[nodes > STRETCH * self._widest + 1 - batch_size] = 0.0
         tried, last = divmod(int(goodput.argmax()), cells)
         self._deepest = int(deepest[tried])
-        taken = order[: last + 1][level[: last + 1] < self._deepest] // levels
+        rows_taken = order[: last + 1][level[: last + 1] < self._deepest] // levels
         ratio = float(goodput[tried, last]) * self._plain_seconds(batch_size) / batch_size
-        return np.bincount(taken, minlength=requests).tolist(), ratio
+        return np.bincount(rows_taken, minlength=requests).tolist(), ratio
 
     def _deepest_tried(self) -> NDArray[np.int64]:
         """[tries], rising: greatest depths to search; the best one moves by a level at a time."""
@@ -411,11 +411,11 @@ class Goodput:
         num_steps = record.num_steps
         drafted = sum(float(self._sizes[depth]) for _, depth, _ in record.requests) / num_steps
         context = record.context + self._node_context * drafted * self._context
-        known, calls = record.tokens - drafted, 1.0 / num_steps
+        num_tokens, calls = record.tokens - drafted, 1.0 / num_steps
         # Prompts are computed in single steps; means of several are not exact.
-        plain_calls = 1.0 if known > record.batch_size + 0.5 else self._plain_calls
-        plain = self.forward.predict(known, record.context, plain_calls)
-        asked = self.forward.predict(known, record.context)
+        plain_calls = 1.0 if num_tokens > record.batch_size + 0.5 else self._plain_calls
+        plain = self.forward.predict(num_tokens, record.context, plain_calls)
+        with_draft = self.forward.predict(num_tokens, record.context)
         predicted = self.forward.predict(record.tokens, context, calls)
         steps, self._num_skipped = num_steps + self._num_skipped, 0
         seconds = self.forward.observe(record.tokens, context, record.forward_seconds, calls, steps)
@@ -433,7 +433,7 @@ class Goodput:
             decoded = (num_steps * record.batch_size + accepted) / max(record.batch_size, 1.0)
             self._gained = decoded - num_steps * seconds / plain
         elif plain > 0.0:  # choosing and learning take time too
-            self._gained = 1.0 - asked / plain - min(record.draft_seconds / plain, 1.0)
+            self._gained = 1.0 - with_draft / plain - min(record.draft_seconds / plain, 1.0)
         self.account.book(self._gained, num_steps)
         self._left -= num_steps
         self._plain_age += num_steps
@@ -490,8 +490,8 @@ class Goodput:
         if not self.account.open:
             self._why = (RECOVERING, (self.account.balance,))
             return max(most, self._num_to_recover)
-        left = CHECKED if self._waits else self._probes.left - 1
-        count = 0 if self._drafting else max(min(most, left), 0)
+        num_left = CHECKED if self._waits else self._probes.left - 1
+        count = 0 if self._drafting else max(min(most, num_left), 0)
         if count:
             self._why = self._held_why
         return count

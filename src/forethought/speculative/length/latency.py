@@ -89,7 +89,7 @@ class LinearLatency:
 
     def _start(self) -> None:
         """Fit to the median of the first observations, then to the others."""
-        first = sorted(self._waiting, key=lambda each: each[1])
+        first = sorted(self._waiting, key=lambda sample: sample[1])
         terms, seconds = first.pop(FIRST // 2)
         self._typical = seconds
         scale = np.maximum(np.abs(terms), 1.0)
@@ -188,19 +188,21 @@ class ForwardLatency:
         after = bisect(where, tokens)
         if not 0 < after < len(where):
             return line * factor[min(after, len(where) - 1)]
-        left, right = where[after - 1], where[after]
-        part = (tokens - left) / (right - left)
+        low, right = where[after - 1], where[after]
+        part = (tokens - low) / (right - low)
         return line * (factor[after - 1] + part * (factor[after] - factor[after - 1]))
 
     def _line(self, tokens: float, context: float, calls: float) -> float:
         """Seconds by the linear model."""
-        fixed, each, distant, call = self._coefficients
-        return max(fixed + each * tokens + distant * context + call * calls, LEAST_SECONDS)
+        fixed, per_token, distant, call = self._coefficients
+        return max(fixed + per_token * tokens + distant * context + call * calls, LEAST_SECONDS)
 
     def predict_many(self, tokens: Array, context: Array, calls: float = 1.0) -> Array:
         """[n]: seconds of steps of so many tokens and context each, tokens at least 1."""
-        fixed, each, distant, call = self._coefficients
-        line = np.maximum(fixed + distant * context + each * tokens + call * calls, LEAST_SECONDS)
+        fixed, per_token, distant, call = self._coefficients
+        line = np.maximum(
+            fixed + distant * context + per_token * tokens + call * calls, LEAST_SECONDS
+        )
         return line * np.interp(tokens, self._where, self._factor)
 
     def observe(
@@ -241,7 +243,7 @@ class ForwardLatency:
             return
         self._steps[size] = self._step
         window.append((seconds, tokens, context, calls))
-        excess = sorted(window, key=lambda each: each[0] / self._line(*each[1:]))
+        excess = sorted(window, key=lambda sample: sample[0] / self._line(*sample[1:]))
         self._medians[:, size] = excess[len(window) // 2]
         self._num_measured += 1
         if self.ready and (self._num_measured < SETTLED or self._num_measured % EVERY == 0):
@@ -252,7 +254,9 @@ class ForwardLatency:
         fresh = np.exp((self._steps - self._step) / FRESH)
         sizes = np.flatnonzero(fresh > LEAST_FRESH)
         seconds, tokens, context, calls = self._medians[:, sizes]
-        fixed, each, distant, call = self._coefficients
-        line = np.maximum(fixed + each * tokens + distant * context + call * calls, LEAST_SECONDS)
+        fixed, per_token, distant, call = self._coefficients
+        line = np.maximum(
+            fixed + per_token * tokens + distant * context + call * calls, LEAST_SECONDS
+        )
         self._where = tokens.tolist()
         self._factor = (1.0 + fresh[sizes] * (seconds / line - 1.0)).tolist()

@@ -47,9 +47,9 @@ def accept_drawn(probs: Tensor, drafts: Sequence[DrawnDraft]) -> Tensor:
         [R] bool: whether the token of each row is accepted by its parent; false for all other rows.
     """
     accepted = torch.zeros(len(probs), dtype=torch.bool, device=probs.device)
-    q = torch.cat([_over_vocabulary(each.draft, probs) for each in drafts])  # [Q, V]
+    q = torch.cat([_over_vocabulary(drafted.draft, probs) for drafted in drafts])  # [Q, V]
     q = torch.where(q > 0, q, 0.0)  # NaN counts as 0 too
-    tokens = token_ids([each.draft for each in drafts], probs.device)  # [Q]
+    tokens = token_ids([drafted.draft for drafted in drafts], probs.device)  # [Q]
     for tests in _rounds(drafts):
         indices = upload([(test.row, test.parent, test.source) for test in tests], probs.device)
         rows, parents, sources = indices.unbind(dim=1)
@@ -76,16 +76,18 @@ def _rounds(drafts: Sequence[DrawnDraft]) -> list[list[_NodeTest]]:
     """The first children of all nodes, then the second ones, and so on."""
     rounds: list[list[_NodeTest]] = []
     first = 0
-    for each in drafts:
-        draft, siblings = each.draft, dict[int, list[int]]()
+    for drafted in drafts:
+        draft, siblings = drafted.draft, dict[int, list[int]]()
         for node in range(len(draft)):
             parent = draft.parent(node)
             earlier = siblings.setdefault(parent, [])
             if len(earlier) == len(rounds):
                 rounds.append([])
             removed = tuple(earlier) if draft.kind is DraftKind.WITHOUT_REPLACEMENT else ()
-            row, source = each.begin + 1 + node, first + node
-            test = _NodeTest(row, each.begin + 1 + parent, source, each.uniforms[node], removed)
+            row, source = drafted.begin + 1 + node, first + node
+            test = _NodeTest(
+                row, drafted.begin + 1 + parent, source, drafted.uniforms[node], removed
+            )
             rounds[len(earlier)].append(test)
             earlier.append(source)
         first += len(draft)
@@ -94,15 +96,15 @@ def _rounds(drafts: Sequence[DrawnDraft]) -> list[list[_NodeTest]]:
 
 def token_ids(drafts: Sequence[Draft], device: torch.device) -> Tensor:
     """The drafted tokens of drafts ``[nodes]``, int64 on the device, where some may be already."""
-    on_device = [each.tokens for each in drafts if isinstance(each.tokens, DeviceTokens)]
+    on_device = [draft.tokens for draft in drafts if isinstance(draft.tokens, DeviceTokens)]
     if not on_device:
-        return upload([token for each in drafts for token in each.tokens], device)
+        return upload([token for draft in drafts for token in draft.tokens], device)
     return torch.cat(
         [
-            each.tokens.on_device
-            if isinstance(each.tokens, DeviceTokens)
-            else upload(list(each.tokens), device)
-            for each in drafts
+            draft.tokens.on_device
+            if isinstance(draft.tokens, DeviceTokens)
+            else upload(list(draft.tokens), device)
+            for draft in drafts
         ]
     )
 
@@ -115,8 +117,8 @@ def _proposal(q: Tensor, tokens: Tensor, sources: Tensor, tests: Sequence[_NodeT
     q_j = q[sources]
     removed = [(number, source) for number, test in enumerate(tests) for source in test.removed]
     if removed:
-        numbers, taken = upload(removed, q.device).unbind(dim=1)
-        q_j[numbers, tokens[taken]] = 0.0
+        numbers, nodes = upload(removed, q.device).unbind(dim=1)
+        q_j[numbers, tokens[nodes]] = 0.0
     q_j /= q_j.sum(dim=-1, keepdim=True)
     return q_j
 

@@ -123,12 +123,12 @@ class RelaxedAcceptance(AcceptanceRule):
             probs: [R, V] float32.
             tokens: int64 [R].
         """
-        own, top = probs.gather(1, tokens[:, None]), probs.amax(dim=-1, keepdim=True)
-        near = own >= top - self.delta
+        token_probs, top = probs.gather(1, tokens[:, None]), probs.amax(dim=-1, keepdim=True)
+        near = token_probs >= top - self.delta
         if self.rule == "log_probability":
-            near = top.log() - own.log() <= self.delta
-        rank = (probs > own).sum(dim=-1, keepdim=True)
-        return (near & (own > 0) & (rank < self.topk))[:, 0]  # 0: a constraint forbids it
+            near = top.log() - token_probs.log() <= self.delta
+        rank = (probs > token_probs).sum(dim=-1, keepdim=True)
+        return (near & (token_probs > 0) & (rank < self.topk))[:, 0]  # 0: a constraint forbids it
 
     def _is_thinking(self, past: Sequence[int]) -> bool:
         """Whether the last of the two phase tokens in ``past`` is the one that begins the phase."""
@@ -171,9 +171,9 @@ class TypicalAcceptance(AcceptanceRule):
         contexts = [context for request in requests for context in request.contexts]
         probs = logits_to_probs(logits, contexts)
         rows, tokens = _drafted_nodes(requests, logits.device)
-        own = probs[rows, tokens]
-        margins = own - self.thresholds(probs)[rows]
-        return torch.stack([margins, own.clamp(min=_EPSILON).log()], dim=1)
+        token_probs = probs[rows, tokens]
+        margins = token_probs - self.thresholds(probs)[rows]
+        return torch.stack([margins, token_probs.clamp(min=_EPSILON).log()], dim=1)
 
     @override
     def path(self, request: VerificationRequest, tests: NodeTests) -> list[int]:

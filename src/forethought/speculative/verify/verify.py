@@ -311,8 +311,8 @@ def _draw(
 
     def draw(rows: Sequence[int], uniforms: Sequence[float]) -> None:
         index = torch.tensor(rows, dtype=torch.int64)
-        found = draw_tokens(logits[index], [contexts[row] for row in rows], uniforms)
-        for row, token in zip(rows, found.tolist(), strict=True):
+        drawn_tokens = draw_tokens(logits[index], [contexts[row] for row in rows], uniforms)
+        for row, token in zip(rows, drawn_tokens.tolist(), strict=True):
             drawn[row] = token
 
     draw(begins, [request.uniforms(slice(1))[0] for request in requests])
@@ -365,15 +365,15 @@ class _RuleTests:
         Args:
             parts: what was read.
         """
-        found: dict[int, list[int]] = {}
+        paths: dict[int, list[int]] = {}
         for rule, numbers in self._by_rule.items():
             at, width = self._parts.get(rule, (0, 0))
             values = iter(parts[at] if width else ())
             for number in numbers:
                 request = self._requests[number]
                 tests = [list(islice(values, width)) for _ in range(len(request.draft))]
-                found[number] = rule.path(request, tests)
-        return found
+                paths[number] = rule.path(request, tests)
+        return paths
 
 
 class _NodeScores:
@@ -418,8 +418,8 @@ class _NodeScores:
         tokens = drawn[upload(sources, drawn.device)]
         if drafts:
             tokens = torch.cat([tokens, token_ids(drafts, drawn.device)])
-        own = [contexts[row] for row in rows]
-        self._scores = TokenScores(_select(logits, rows), own, tokens, download)
+        row_contexts = [contexts[row] for row in rows]
+        self._scores = TokenScores(_select(logits, rows), row_contexts, tokens, download)
         self._tokens_at = download.add(tokens)
 
     def add_to(self, results: Sequence[VerificationResult], parts: Sequence[Sequence[Any]]) -> None:
@@ -434,25 +434,25 @@ class _NodeScores:
         tokens: Sequence[int] = parts[self._tokens_at]
         logprobs, confidences = self._scores.read(parts, tokens)
         for number in self._of_drawn:
-            found = self._emitted(number, results[number], tokens)
-            results[number].logprobs = _known([logprobs[at] for at in found])
-            results[number].confidences = _known([confidences[at] for at in found])
+            emitted = self._emitted(number, results[number], tokens)
+            results[number].logprobs = _known([logprobs[at] for at in emitted])
+            results[number].confidences = _known([confidences[at] for at in emitted])
 
     def _emitted(self, number: int, result: VerificationResult, tokens: Sequence[int]) -> list[int]:
         """Which of the scored ``tokens`` a result consists of."""
         first, drafted = self._of_drawn[number], self._of_drafted.get(number)
-        found = [first + 1 + node for node in (-1, *result.path)]
+        emitted = [first + 1 + node for node in (-1, *result.path)]
         if drafted is not None:
-            found = [*(drafted + node for node in result.path), found[-1]]
-            if result.tokens and tokens[found[-1]] != result.tokens[-1]:
+            emitted = [*(drafted + node for node in result.path), emitted[-1]]
+            if result.tokens and tokens[emitted[-1]] != result.tokens[-1]:
                 # No token is drawn behind it, so the last accepted one is the last of the result.
                 last, draft = (-1, *result.path)[-1], self._requests[number].draft
-                found[-1] = next(
+                emitted[-1] = next(
                     drafted + node
                     for node in range(len(draft))
                     if draft.parent(node) == last and draft.tokens[node] == result.tokens[-1]
                 )
-        return found[: len(result.tokens)]
+        return emitted[: len(result.tokens)]
 
 
 def _asks_for_scores(request: VerificationRequest) -> bool:
