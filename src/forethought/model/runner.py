@@ -72,7 +72,9 @@ class ModelRunner:
         """Make what forwards need, before the first: nothing here."""
 
     def check_hidden_states(self, layer_ids: Sequence[int]) -> None:
-        """Run one token to check that the hidden states at ``layer_ids`` can be captured. Only while the KV cache is empty: the first page is overwritten.
+        """Run one token to check that the hidden states at ``layer_ids`` can be captured.
+
+        Only while the KV cache is empty: the first page is overwritten.
 
         Raises ModelError if they cannot be, or have another width than ``lm.hidden_size``.
         """
