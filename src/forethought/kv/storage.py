@@ -142,8 +142,8 @@ class KvStorage:
         self.values[layer].index_copy_(0, slots, v)
 
     def gather(self, pages: Tensor) -> tuple[list[Tensor], list[Tensor]]:
-        """Copies of the tokens of pages int64 ``[P]``: keys and values of each layer, each ``[P *
-        page_size, kv_heads, dim]``.
+        """Copies of the tokens of pages int64 ``[P]``: keys and values of each layer, each
+        ``[P * page_size, kv_heads, dim]``.
         """
         gathered = []
         for stack in self._stacks:

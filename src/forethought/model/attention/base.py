@@ -68,8 +68,8 @@ class AttentionBackend(Protocol):
         """Attend in one layer, whose new keys and values have already been stored.
 
         ``q`` is ``[T, heads, key_dim]``; ``keys`` and ``values``, ``[slots, kv_heads, dim]``, are
-        the layer's whole cache; ``plan`` is of the layer's window. Returns ``[T, heads,
-        value_dim]`` in the dtype of ``q``, contiguous.
+        the layer's whole cache; ``plan`` is of the layer's window. Returns
+        ``[T, heads, value_dim]`` in the dtype of ``q``, contiguous.
         """
         ...
 
@@ -155,8 +155,8 @@ class ForwardPass(ABC):
 
     @abstractmethod
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scoring: Scoring) -> Tensor:
-        """Store k, v of the new tokens, ``[T, kv_heads, dim]``, and attend with q ``[T, heads,
-        key_dim]``: ``[T, heads, value_dim]``.
+        """Store k, v of the new tokens, ``[T, kv_heads, dim]``, and attend with q
+        ``[T, heads, key_dim]``: ``[T, heads, value_dim]``.
         """
 
     def rotate_and_attend(

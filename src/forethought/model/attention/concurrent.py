@@ -39,8 +39,8 @@ from forethought.model.batch import Batch, Span
 
 class ConcurrentPass(PagedPass):
     """A forward pass over pages with rows that attend to other sequences, beside others, whose
-    attention ``backend`` computes. ``rotations`` are cosines and signed sines ``[positions, 2,
-    rotary_dim]``, of all layers.
+    attention ``backend`` computes. ``rotations`` are cosines and signed sines
+    ``[positions, 2, rotary_dim]``, of all layers.
     """
 
     def __init__(

@@ -98,8 +98,8 @@ def attend(
     """Serve one attention layer, ``module``, in a forward.
 
     ``query``, ``key`` and ``value`` are ``[1, heads or kv_heads, T, dim]``; ``kwargs`` have
-    scaling, softcap, s_aux and the forward pass, which has the masks. Returns ``[1, T, heads,
-    value_dim]``, and None in place of weights.
+    scaling, softcap, s_aux and the forward pass, which has the masks. Returns
+    ``[1, T, heads, value_dim]``, and None in place of weights.
     """
     forward_pass: ForwardPass = kwargs[KEYWORD]
     scoring = Scoring(

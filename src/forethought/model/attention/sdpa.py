@@ -369,10 +369,10 @@ def softmax_attention(
     """Attention where the queries of a key head are folded together.
 
     ``q`` is ``[B, kv_heads, queries, key_dim]``, the queries being a head's tokens or a group's
-    heads, ``k`` and ``v`` ``[B, kv_heads, L, dim]``. ``mask`` is additive, broadcast to ``[B,
-    kv_heads, queries, L]``; None: every key is attended to. ``batch_invariant``: round a query the
-    same whatever the number of queries; see ``BATCH_INVARIANT_QUERIES``. Returns ``[B, kv_heads,
-    queries, value_dim]``.
+    heads, ``k`` and ``v`` ``[B, kv_heads, L, dim]``. ``mask`` is additive, broadcast to
+    ``[B, kv_heads, queries, L]``; None: every key is attended to. ``batch_invariant``: round a
+    query the same whatever the number of queries; see ``BATCH_INVARIANT_QUERIES``. Returns
+    ``[B, kv_heads, queries, value_dim]``.
     """
     if scoring.softcap is None and scoring.sinks is None:
         if batch_invariant:
@@ -503,8 +503,8 @@ def _attend_views(
 
 
 def _attend_group(q: Tensor, k: Tensor, v: Tensor, mask: FoldedMask, scoring: Scoring) -> Tensor:
-    """q ``[B, n, heads, key_dim]``, k and v ``[B, L, kv_heads, dim]`` -> ``[B * n, heads,
-    value_dim]``.
+    """q ``[B, n, heads, key_dim]``, k and v ``[B, L, kv_heads, dim]`` ->
+    ``[B * n, heads, value_dim]``.
     """
     rows, size, heads, _ = q.shape
     kv_heads, shared = k.shape[2], heads // k.shape[2]

@@ -234,8 +234,8 @@ class KvWorkspace:
         return of_added
 
     def masks(self, depths: Sequence[int], visible: Tensor | None) -> list[Tensor | None]:
-        """Of a pass over the tokens that were added last, for each layer: additive ``[B, 1, n or 1,
-        columns]``, or None.
+        """Of a pass over the tokens that were added last, for each layer: additive
+        ``[B, 1, n or 1, columns]``, or None.
         """
         stop, size = self._prefix + self.added, len(depths)
         mask = None if self._mask is None else self._mask[..., : stop - self._begin]
