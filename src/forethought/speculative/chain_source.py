@@ -1,5 +1,5 @@
-"""What a drafter offers whose drafts of greedy requests are chains: a source of several drafts that
-follow each other within one call of ``StepRunner.advance``.
+"""The interface of a drafter whose drafts of greedy requests are chains: a source of several drafts
+that follow each other within one call of ``StepRunner.advance``.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class ChainSource(Protocol):
-    """What a drafter offers whose drafts of greedy requests are chains of points."""
+    """A source of chains of points for greedy requests."""
 
     @property
     def max_positions(self) -> float:
@@ -46,16 +46,16 @@ class ChainSource(Protocol):
         ...
 
     def draft(self, requests: list[DraftRequest]) -> None:
-        """Set the drafts of requests, or leave them as they are."""
+        """Set the drafts of requests, or leave them unset."""
         ...
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TextChains(ChainSource):
-    """Of a drafter that reads the tokens of requests and nothing else.
+    """Chains of a drafter that reads only the tokens of requests.
 
     Attributes:
-        drafter: is asked in each step, and has no use for ``update``.
+        drafter: is called in each step; its ``update`` does nothing.
         learns_from_ends, max_positions, draft_caches: see :class:`ChainSource`.
     """
 
@@ -75,14 +75,14 @@ class TextChains(ChainSource):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class GreedyChains(ChainSource):
-    """Of a drafter that takes the most probable tokens of a network.
+    """Chains of the most probable tokens of a network.
 
     Attributes:
         runner: of the network.
         builder: of the drafts, chains.
         max_positions, learns_from_ends: see :class:`ChainSource`.
-        step_runners: that keep something between calls, by the runner of the target, which is the
-            same in all calls of an engine.
+        step_runners: their state between calls, by the runner of the target, which is the same in
+            all calls of an engine.
     """
 
     runner: DraftModuleRunner

@@ -78,7 +78,7 @@ class DraftModel(DraftNetwork):
         device: str | None = None,
         quantization: loader.Quantization | None = None,
     ) -> DraftModel:
-        """Load a model for ``target``, in the dtype of its own, with a storage of as many pages.
+        """Load a model for ``target``, in its own dtype, with a storage of as many pages.
 
         Where the target attends over pages in place, so does a draft model on its device.
 
@@ -86,7 +86,7 @@ class DraftModel(DraftNetwork):
             directory: local Hugging Face directory.
             target: the model to draft for.
             device: name of the draft model's; None: the target's.
-            quantization: of its weights at load; None: as its checkpoint has them.
+            quantization: of its weights at load; None: as stored.
 
         Raises:
             ModelError: it cannot be loaded.
@@ -131,10 +131,10 @@ class DraftModel(DraftNetwork):
         return self._over_target_vocabulary(self.runner.forward(rows))
 
     def __call__(self, states: Tensor, forward_pass: ForwardPass) -> ModuleOutput:
-        """See ``DraftNetwork``: reads no hidden states, and feeds none back.
+        """Reads no hidden states, and feeds none back.
 
-        Positions behind the context are computed as its last one: a short draft takes part in the
-        forwards of longer ones, and what lies behind its end is not used.
+        Positions after the context are computed as its last one: a short draft takes part in the
+        forwards of longer ones, and the outputs after its end are not used.
         """
         batch, lm = forward_pass.batch, self.runner.lm
         positions = batch.positions.clamp(max=lm.max_positions - 1)
@@ -144,7 +144,6 @@ class DraftModel(DraftNetwork):
         return ModuleOutput(logits.new_empty(len(logits), 0), logits)
 
     def _replace_unknown(self, forward_pass: ForwardPass) -> None:
-        """Read ids that only the target has as 0."""
         if self._padding:
             batch, vocab_size = forward_pass.batch, self.runner.lm.vocab_size
             token_ids = batch.token_ids.where(batch.token_ids < vocab_size, 0)
@@ -156,10 +155,8 @@ class DraftModel(DraftNetwork):
         return logits[:, : self.vocab_size]
 
     def compute(self, ranges: Sequence[TokenRange]) -> Tensor:
-        """Compute token ranges of several sequences.
-
-        Returns:
-            float32 ``[len(ranges), V]``: the logits behind each.
+        """Compute token ranges of several sequences; returns the logits ``[len(ranges), V]`` after
+        each.
         """
 
         def forward(parts: Sequence[TokenRange], num_logits: int) -> Tensor:
@@ -169,7 +166,6 @@ class DraftModel(DraftNetwork):
 
 
 def _check_sizes(directory: Path, draft: CausalLM, target: CausalLM) -> None:
-    """Widths may differ by padding, not by more."""
     larger = max(draft.vocab_size, target.vocab_size)
     if abs(draft.vocab_size - target.vocab_size) > PADDING * larger:
         raise ParameterError(

@@ -55,12 +55,13 @@ class ChainDrafter(Protocol):
     def __call__(
         self, states: Tensor, forward_pass: ForwardPass, slots: Sequence[Sequence[int]]
     ) -> list[list[int]]:
-        """Compute known entries, then draft behind the last one of each row.
+        """Compute known entries, then draft after the last one of each row.
 
         Args:
             states: ``[T, hidden]``, from ``enter``; ``[T, 0]`` for a draft model.
-            forward_pass: over the pages of its storage; the last logits of each row are wanted.
-            slots: of the tokens to draft behind each row, the longest draft first. Entries of all
+            forward_pass: over the pages of its storage; ``logit_index`` has the last token of each
+                row.
+            slots: of the tokens to draft after each row, the longest draft first. Entries of all
                 but the last of them are written.
 
         Returns:
@@ -79,11 +80,11 @@ class TreeDrafter(Protocol):
         slots: Sequence[Sequence[int]],
         shape: TreeShape,
     ) -> list[list[list[int]]]:
-        """Compute known entries, then draft behind the last one of each row.
+        """Compute known entries, then draft after the last one of each row.
 
         Args:
             states, forward_pass: as of :class:`ChainDrafter`.
-            slots: of the nodes that are read behind each row, ``width`` of each level but the last.
+            slots: of the nodes that are read after each row, ``width`` of each level but the last.
             shape: of the trees.
 
         Returns:
@@ -112,7 +113,7 @@ class DraftNetwork(Protocol):
 
     @property
     def draft_trees(self) -> TreeDrafter | None:
-        """The same for dynamic trees."""
+        """Drafts dynamic trees in one call; None: they are drafted level by level."""
         ...
 
     windows: Sequence[int | None]
@@ -182,7 +183,7 @@ def compute_in_chunks(
         held_back: last entries of a range that are computed together, in the last forward.
 
     Returns:
-        What the last forward, with one row of logits per range, returns.
+        The result of the last forward, with one row of logits per range.
     """
     remaining = list(ranges)
     while True:
@@ -288,7 +289,9 @@ class DraftModuleRunner:
         return root
 
     def read_known(self, requests: Sequence[DraftRequest], capacity: int) -> RootOutput:
-        """As ``begin``, but what is computed in the workspace is not stored; see ``store``."""
+        """As ``begin``, but entries that are computed in the workspace are not stored; see
+        ``store``.
+        """
         ranges = list(map(self.missing, requests))
         stops = [read.stop for read in ranges]
         starts = catch_up_start([read.start for read in ranges], stops, first=1)
@@ -314,7 +317,7 @@ class DraftModuleRunner:
     def draft_chains(
         self, requests: Sequence[DraftRequest], sizes: Sequence[int], stores_drafted: bool
     ) -> list[list[int]]:
-        """Store all missing entries of known tokens and draft behind them, in one call if they fit.
+        """Store all missing entries of known tokens and draft after them, in one call if they fit.
 
         The network must have ``draft_chains``. Entries of drafted tokens are written to the slots
         that are reserved for the drafts.
@@ -323,9 +326,6 @@ class DraftModuleRunner:
             requests: B of them.
             sizes: tokens to draft for each, falling.
             stores_drafted: the entries of drafted tokens are valid: they read no fed-back states.
-
-        Returns:
-            The drafts.
         """
         draft = self.network.draft_chains
         assert draft is not None
@@ -343,10 +343,8 @@ class DraftModuleRunner:
     def draft_trees(
         self, requests: Sequence[DraftRequest], shape: TreeShape
     ) -> list[list[list[int]]]:
-        """The same with dynamic trees; the network must have ``draft_trees``.
-
-        Returns:
-            See :class:`TreeDrafter`.
+        """Store missing entries and draft dynamic trees, as :class:`TreeDrafter`, which the network
+        has.
         """
         draft = self.network.draft_trees
         assert draft is not None
@@ -367,7 +365,7 @@ class DraftModuleRunner:
 
         Args:
             requests: to draft for.
-            num_slots: that each one's draft writes to, of those reserved behind its root.
+            num_slots: that each one's draft writes to, of those reserved after its root.
             draft: from input states, a pass over known tokens and the slots, to the drafts.
         """
 
@@ -400,7 +398,7 @@ class DraftModuleRunner:
 
         Args:
             root: from ``begin``.
-            depth: of the tokens; 1: directly behind the root.
+            depth: of the tokens; 1: directly after the root.
             token_ids: int64 ``[B * n]``, on the device, request by request.
             states: ``[B * n, hidden]``, the outputs at their parents.
             visible: bool ``[B, n, m]``, which of the last m tokens in the workspace each one sees,
@@ -418,7 +416,7 @@ class DraftModuleRunner:
     def store(
         self, requests: Sequence[DraftRequest], root: RootOutput, drafted: Sequence[int]
     ) -> None:
-        """Store the known tokens in the workspace, and the first ``drafted`` behind each root."""
+        """Store the known tokens in the workspace, and the first ``drafted`` after each root."""
         counts = [root.known + count for count in drafted]
         if not any(counts):
             return
@@ -436,12 +434,12 @@ class DraftModuleRunner:
         return PagedPass(batch, self.cache.storage, self._backend, self.network.windows)
 
     def mark(self, ranges: Sequence[TokenRange]) -> None:
-        """The entries of ranges are stored."""
+        """Mark the entries of ranges as stored."""
         for read in ranges:
             self._mark(read.table, read.start, read.stop)
 
     def mark_drafted(self, requests: Sequence[DraftRequest], sizes: Sequence[int]) -> None:
-        """The entries of drafted chains of so many tokens are stored: all but the last one's."""
+        """Mark the entries of drafted chains of these sizes as stored: all but the last one's."""
         for request, size in zip(requests, sizes, strict=True):
             stop = len(request.tokens)
             self._mark(table_of(request), stop, stop + size - 1)
@@ -467,7 +465,6 @@ class DraftModuleRunner:
     def _forward_workspace(
         self, workspace: KvWorkspace, ranges: Sequence[TokenRange]
     ) -> ModuleOutput:
-        """Compute a few entries, equally many of each request."""
         tokens, positions = list[int](), list[int]()
         for read in ranges:
             tokens += read.tokens[read.start : read.stop]

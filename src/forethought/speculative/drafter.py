@@ -173,11 +173,7 @@ class TokenView(Sequence[int]):
         return token in self._tokens
 
     def index(self, token: int, start: int = 0, stop: int = sys.maxsize) -> int:
-        """The first index of a token in [start, stop).
-
-        Raises:
-            ValueError: there is none.
-        """
+        """The first index of a token in [start, stop); raises ``ValueError`` if there is none."""
         return self._tokens.index(token, start, stop)
 
     def count(self, token: int) -> int:
@@ -201,7 +197,7 @@ class TokenView(Sequence[int]):
 
 @dataclass(eq=False, slots=True)
 class DraftRequest:
-    """One request about to decode: what a drafter may read, and where it puts its draft.
+    """One request about to decode: a drafter's input, and the place of its draft.
 
     It is the same object in every step of a generation; ``tokens`` grows.
     """
@@ -244,11 +240,7 @@ class DraftRequest:
         return self.request_id
 
     def get_tokens(self, beam: int = 0) -> list[int]:
-        """A copy of ``tokens``.
-
-        Raises:
-            ParameterError: another beam than 0.
-        """
+        """A copy of ``tokens``; ``beam`` has to be 0."""
         if beam != 0:
             raise ParameterError(
                 "invalid beam", f"got {beam!r}, and there is no beam search", "Leave it out"
@@ -280,7 +272,6 @@ def root_states(requests: Sequence[DraftRequest], hidden_states: HiddenStateCach
 
 
 def _num_computed(request: DraftRequest) -> int:
-    """Tokens that the target has computed: all but the root."""
     return len(request.tokens) - 1
 
 
@@ -460,7 +451,6 @@ def check_draft(request: DraftRequest, vocab_size: int) -> Draft:
 def _is_sound(
     tokens: list[int], parents: tuple[int, ...] | None, request: DraftRequest, vocab_size: int
 ) -> bool:
-    """Whether points are not none and may be verified as they are."""
     size = len(tokens)
     if not 0 < size <= request.max_nodes or min(tokens) < 0 or max(tokens) >= vocab_size:
         return False
@@ -502,7 +492,6 @@ def _kept(
     request: DraftRequest,
     distinct: bool,
 ) -> list[int]:
-    """The nodes of a tree that are kept; descendants of a dropped node are dropped too."""
     for node, parent in enumerate(parents):
         if not -1 <= parent < node:
             raise ValueError(f"node {node} comes before its parent {parent}")

@@ -85,7 +85,7 @@ class Expansion:
         Numbers say in which order nodes were made; the parent is one, or -1.
 
         Args:
-            total: how many, if there are so many.
+            total: the maximum.
             ids: the target's id of each of the head's tokens; None: the same ids.
         """
         scores, tokens = torch.cat(self._scores, 1), torch.cat(self._tokens, 1)

@@ -1,13 +1,13 @@
-"""Predicted outputs: a request says what its output may turn out to be, and that is its draft.
+"""Predicted outputs: a request predicts its output, and the prediction is its draft.
 
 As OpenAI's ``prediction``: where a text is edited, or a rejected attempt is written again, most of
 the output is known beforehand. The drafter follows the prediction token by token. Where the output
-leaves it, it looks the last tokens of the output up in it and goes on behind the longest match (as
-prompt lookup does), the nearest one behind the place that it has reached first. What is predicted
-wrongly costs the drafted tokens and changes nothing: the target verifies them as any draft.
+differs, it looks up the last tokens of the output in the prediction and goes on after the longest
+match (as prompt lookup does), preferably the nearest one after the present place. Wrong predictions
+cost the drafted tokens and change nothing: the target verifies them as any draft.
 
-Every engine has this drafter, in front of those that are configured, and it drafts for requests
-with a prediction alone (``SpeculationParams.prediction``).
+Every engine has this drafter, in front of those that are configured, and it drafts only for
+requests with a prediction (``SpeculationParams.prediction``).
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _MAX_MATCH = 16
 
 @dataclass(eq=False, slots=True)
 class _Cursor:
-    """How far the output of one request is in its prediction."""
+    """The place of the output of one request in its prediction."""
 
     prediction: Sequence[int]
     place: int | None = 0
@@ -47,7 +47,7 @@ class _Cursor:
     """Pattern -> the indices after its occurrences; empty until it is needed."""
 
     def read(self, output: Sequence[int]) -> None:
-        """Compare what is new in the output."""
+        """Advance by the new tokens of the output."""
         for token in output[self.num_read :]:
             if self.place is not None:
                 is_next = self.prediction[self.place : self.place + 1] == (token,)
@@ -58,7 +58,7 @@ class _Cursor:
             self.place = self._found(output)
 
     def _found(self, output: Sequence[int]) -> int | None:
-        """Where the output goes on in the prediction, by its last tokens."""
+        """The place in the prediction where the output goes on, by its last tokens."""
         if not self.places:
             self._fill()
         candidates = self.places.get(tuple(output[-_PATTERN:]), ())
@@ -83,7 +83,7 @@ class _Cursor:
         return size
 
     def _nearness(self, end: int) -> tuple[bool, int]:
-        """Places behind the one that was reached come first, the nearest of them before others."""
+        """A sort key: places after the present one first, the nearest of them before others."""
         return end > self.reached, -abs(end - self.reached)
 
 
@@ -112,7 +112,7 @@ class PredictionDrafter(Drafter):
                 request.py_draft_tokens = cursor.prediction[cursor.place : cursor.place + limit]
 
     def release(self, request: DraftRequest) -> None:
-        """Forget how far it was."""
+        """Drop the request's place."""
         self._cursors.pop(request.request_id, None)
 
     def _cursor(self, request: DraftRequest) -> _Cursor:

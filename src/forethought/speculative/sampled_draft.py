@@ -96,13 +96,15 @@ class SampledDraft:
         return tokens + [0] * (len(nodes) - len(tokens))
 
     def draft(self) -> Draft:
-        """What was sampled."""
+        """The sampled draft."""
         tokens = [-1 if node in self._void else token for node, token in enumerate(self._tokens)]
         parents = self._choices.draft_parents(len(tokens))
         return Draft(tokens, parents, sampled_kind(self._choices), torch.stack(self._probs))
 
     def _next_probs(self, logits: Tensor, above: Sequence[int]) -> Tensor:
-        """float32 [len(above), V]: what plain decoding with the draft model samples from."""
+        """The distributions ``[len(above), V]`` that plain decoding with the draft model samples
+        from.
+        """
         request = self._request
         prompt = request.tokens[: request.prompt_length]
         output = list(request.tokens[request.prompt_length :])
@@ -113,7 +115,6 @@ class SampledDraft:
         return logits_to_probs(logits, contexts)
 
     def _path(self, node: int) -> list[int]:
-        """The tokens from the root to ``node``."""
         if node < 0:
             return []
         return [*self._path(self._choices.parents[node]), self._tokens[node]]
@@ -126,7 +127,7 @@ class SampledLevel(Protocol):
         begin, end: which nodes of the tree they are.
         above: nodes of the level above that have children; -1 for the root.
         width: how many those are.
-        is_single: whether it is one node behind one.
+        is_single: whether it is one node after one.
         rows: int64 ``[nodes]``, which of those above each node follows.
         rounds: int64 ``[n]`` each: the first child of each one above, counted from ``begin``, then
             the second children, and so on.
@@ -217,7 +218,7 @@ class SampledDrafts:
         return _draw_siblings(probs, uniforms, level)
 
     def q(self) -> dict[int, Tensor]:
-        """What the tokens of drafts sampled together were drawn from: ``[nodes, V]`` by row."""
+        """The distributions ``[nodes, V]`` that drafts sampled together were drawn from, by row."""
         probs_of = {}
         for number, row in enumerate(self._rows):
             levels = [probs[number] for probs in self._probs if number < len(probs)]
@@ -226,7 +227,6 @@ class SampledDrafts:
 
 
 def _context(request: DraftRequest) -> TokenContext:
-    """Of a request whose distributions depend on no drafted token."""
     start = request.prompt_length if request.params.min_tokens else len(request.tokens)
     return TokenContext(request.params, (), request.tokens[start:], frozenset())
 

@@ -75,7 +75,7 @@ class DecodeRow:
 
 @dataclass(frozen=True, slots=True)
 class Advance:
-    """What a call has decoded.
+    """The result of a call.
 
     Attributes:
         results: of each row, one for each step, none after its end; none at all where the logits
@@ -97,11 +97,12 @@ class StepRunner(ABC):
     def of(
         cls, runner: ModelRunner, chains: ChainSource | None, rows: Sequence[DecodeRow]
     ) -> Self | None:
-        """One for rows like these; None: it cannot make their steps, or not faster.
+        """A runner for rows like these; None: it cannot make their steps, or not faster.
 
         Args:
             runner: of the target.
-            chains: what drafts; it ``can_follow`` all rows that have drafts. None: no row has.
+            chains: the source of drafts; it ``can_follow`` all rows that have drafts. None: no row
+                has.
             rows: whose tables need not have their slots yet.
         """
 
@@ -138,7 +139,7 @@ class RowProgress:
         return cls(row, request, tokens, row.num_left)
 
     def limit_draft(self) -> int:
-        """Forget the draft; how long the next one may be."""
+        """Drop the draft; returns the maximum length of the next one."""
         request = self.request
         request.draft = NO_DRAFT
         request.max_draft_len = request.max_nodes = min(self.row.draft_len, self.num_left - 1)
@@ -163,7 +164,7 @@ class RowProgress:
         self.num_left -= len(result.tokens)
 
     def take_queued(self, drafted: list[int], decoded: list[int]) -> None:
-        """The same of a step on a GPU, where no row ends.
+        """Append a step of a GPU, where no row ends.
 
         Args:
             drafted: tokens, of which no more count than may be drafted.
@@ -268,7 +269,7 @@ class QueuedSteps(StepRunner):
 
 
 def _inputs(rows: Sequence[DecodeRow], step: int, tokens: Sequence[Tensor]) -> list[Row]:
-    """What a step computes: the root of each row, or the token that it has decoded last.
+    """The rows of a step: the root of each row, or the token that it has decoded last.
 
     Args:
         rows: of which the first ones have as many tokens left.

@@ -27,7 +27,7 @@ class TreeBuilder(Protocol):
     """Builds the drafts of a step with a draft module."""
 
     def nodes(self, depth: int) -> int:
-        """KV slots behind the root that a draft of ``depth`` levels needs."""
+        """KV slots after the root that a draft of ``depth`` levels needs."""
         ...
 
     def grow(self, runner: DraftModuleRunner, requests: Sequence[DraftRequest]) -> None:
@@ -72,7 +72,7 @@ class ReadNodes:
 
     @classmethod
     def of_beams(cls, width: int, depth: int) -> ReadNodes:
-        """Of a tree of so many levels, of which ``width`` nodes go on in each but the last."""
+        """Of a tree of ``depth`` levels, of which ``width`` nodes go on in each but the last."""
         parents = [width * (level - 2) if level > 1 else -1 for level in range(1, depth)]
         ends = tuple(width * level for level in range(1, depth))
         return cls(ends, tuple(parent for parent in parents for _ in range(width)))
@@ -82,11 +82,11 @@ class ReadNodes:
         return self.ends[depth - 1] - (self.ends[depth - 2] if depth > 1 else 0)
 
     def count(self, depth: int) -> int:
-        """How many the forward behind ``depth`` reads: the new ones are the last."""
+        """How many nodes the forward after ``depth`` reads: the new ones are the last."""
         return self.num_new(depth) if self.parents is None else self.ends[depth - 1]
 
     def row(self, after: TokenRange, depth: int) -> Row:
-        """The row of a request whose known tokens are ``behind``; the graph writes its tokens."""
+        """The row of a request whose known tokens are ``after``; the graph writes its tokens."""
         size, stop = self.count(depth), after.stop + self.ends[depth - 1]
         parents = None if self.parents is None else self.parents[:size]
         first_logit = size - self.num_new(depth)
@@ -188,7 +188,6 @@ class StaticTreeBuilder(TreeBuilder):
         return torch.cat(drawn, dim=1)
 
     def _levels_of(self, size: int) -> list[_StaticLevel]:
-        """The levels of the first ``size`` nodes."""
         return [level for level in self._levels if level.begin < size]
 
     def _draft_by_graph(
@@ -222,13 +221,11 @@ class StaticTreeBuilder(TreeBuilder):
         return ReadNodes(ends, None if self._choices.is_chain else parents)
 
     def _sampled_rows(self, requests: Sequence[DraftRequest]) -> dict[int, DraftRequest]:
-        """The requests that are sampled, by row."""
         if self._sampled is None:
             return {}
         return {row: request for row, request in enumerate(requests) if self._sampled(request)}
 
     def _size(self, request: DraftRequest) -> int:
-        """Number of nodes of its draft."""
         return min(self.nodes(request.max_draft_len), request.max_nodes)
 
     def _finish(
@@ -238,7 +235,6 @@ class StaticTreeBuilder(TreeBuilder):
         samplers: SampledDrafts,
         drawn: Sequence[Tensor],
     ) -> None:
-        """Set the drafts."""
         tokens = _read(drawn, sizes) if samplers.alone else drafted_tokens(drawn, sizes)
         proposals = samplers.q()
         for row, (request, draft_tokens) in enumerate(zip(requests, tokens, strict=True)):

@@ -1,4 +1,4 @@
-"""What the C++ forward offers: a model's layers, its drafters' networks, and whole steps."""
+"""The backend of the C++ forward: a model's layers, its drafters' networks, and whole steps."""
 
 from __future__ import annotations
 
@@ -31,8 +31,7 @@ log = logging.getLogger(__name__)
 class CpuBackend:
     """The entry ``cpu`` of the table in ``model.backends``.
 
-    What reads the target's packed weights needs a target that runs here.
-
+    Networks that read the target's packed weights need a target that runs here.
     Methods raise ModelError where the library has to be compiled and cannot be.
     """
 

@@ -45,7 +45,7 @@ def load_or_compile(name: str, compile_to: Callable[[Path], None]) -> ctypes.CDL
     """The library ``name`` of the first directory that it can be stored in and loaded from.
 
     Args:
-        name: of the file; it tells what the library was compiled of.
+        name: of the file; it identifies the sources of the library.
         compile_to: compiles it to a path.
 
     Raises:
@@ -160,7 +160,7 @@ class LibraryDirectory:
             yield
 
     def _remove_leftovers(self) -> None:
-        """Remove what interrupted compilations left, and all but the latest libraries.
+        """Remove leftovers of interrupted compilations, and all but the latest libraries.
 
         The lock is held: nothing is being compiled here.
         """
@@ -179,7 +179,6 @@ class LibraryDirectory:
         return os.stat(name, dir_fd=self.descriptor, follow_symlinks=False).st_mtime_ns
 
     def _real_path(self, name: str) -> Path:
-        """Of a file in the directory that is open, even if another one is at its path now."""
         by_descriptor = Path(f"/proc/self/fd/{self.descriptor}")
         return (by_descriptor if by_descriptor.is_dir() else self.path) / name
 
@@ -192,11 +191,7 @@ def _make_private(directory: Path) -> None:
 
 
 def _check_private(status: os.stat_result, path: Path) -> None:
-    """Refuse a file or directory that another user, but for root, can write.
-
-    Raises:
-        PermissionError: another user can.
-    """
+    """Raise ``PermissionError`` if another user than root can write a file or directory."""
     if status.st_uid not in (0, os.geteuid()):
         raise PermissionError(f"{path} belongs to another user")
     if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):

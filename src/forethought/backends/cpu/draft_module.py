@@ -29,7 +29,7 @@ log = logging.getLogger(__name__)
 
 
 class NativeDraftModule(DraftNetwork):
-    """See ``DraftModule``; states and logits are float32.
+    """A ``DraftModule`` in C++; states and logits are float32.
 
     Args:
         module: runs in C++.
@@ -39,7 +39,7 @@ class NativeDraftModule(DraftNetwork):
         window: of its attention; None: all is attended to.
 
     Attributes:
-        native: what drafts in ``backends.cpu.native_steps``.
+        native: its network in ``backends.cpu.native_steps``.
     """
 
     forward_path = "native"

@@ -1,4 +1,4 @@
-"""What drafts in C++: a packed network, and how it reads the target's hidden states."""
+"""A draft network in C++: packed weights, and how it reads the target's hidden states."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class NativeEntry:
 
 @dataclass(frozen=True, slots=True)
 class NativeDraftNetwork:
-    """What drafts.
+    """A draft network.
 
     Attributes:
         forward: its packed weights.
@@ -69,5 +69,5 @@ class NativeDraftNetwork:
     def draft_chains(
         self, forward_pass: ForwardPass, slots: Sequence[Sequence[int]]
     ) -> list[list[int]]:
-        """Chains behind the last known token of each row."""
+        """Chains after the last known token of each row."""
         return self.forward.draft_chains(forward_pass, None, slots, num_choices=self.num_choices)

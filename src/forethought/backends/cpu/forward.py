@@ -29,13 +29,14 @@ Pointers = ctypes.Array[ctypes.c_void_p]
 
 @dataclass(slots=True, eq=False)
 class Wanted:
-    """What a forward reads and writes beside keys and values. All are float32 and contiguous.
+    """Inputs and outputs of a forward beside keys and values. All are float32 and contiguous.
 
     Attributes:
         logits: ``[R, vocab]``; None: they are not computed.
         states: where hidden states ``[T, hidden]`` are written, by layer, the final norm's last.
-        last: ``[R, hidden]``, the last layer's output of the tokens with logits; None: not wanted.
-        last_normed: the same behind the final norm.
+        last: ``[R, hidden]``, the last layer's output of the tokens with logits; None: not
+            computed.
+        last_normed: ``last`` after the final norm.
         entering: ``[T, hidden]``, the states that a draft module reads; None: it is a model.
     """
 
@@ -48,7 +49,7 @@ class Wanted:
 
 @dataclass(slots=True)
 class PackedCall:
-    """A call, with what it points to."""
+    """A call, with the objects that it points to."""
 
     struct: CallStruct
     keep: list[object]
@@ -83,11 +84,7 @@ class NativeForward:
         self._no_states = pointers([None] * (self.model.num_layers + 2))
 
     def compute(self, forward_pass: ForwardPass, outputs: Wanted) -> None:
-        """Run the layers over a batch.
-
-        Raises:
-            IndexError: a token is outside the vocabulary; nothing was computed.
-        """
+        """Run the layers over a batch; ``IndexError`` for a token outside the vocabulary."""
         packed = self.pack(forward_pass, outputs)
         num_known = self._library.forward(ctypes.byref(self.model), ctypes.byref(packed.struct))
         _check_known(forward_pass.batch, num_known)
@@ -100,24 +97,17 @@ class NativeForward:
         ids: Tensor | None = None,
         num_choices: int | None = None,
     ) -> list[list[int]]:
-        """Draft the most probable tokens behind each row of a batch, one after the other.
+        """Draft the most probable tokens after each row of a batch, one after the other.
 
         Entries of the drafted tokens but the last one of each row are written to their slots. The
-        logits are those of single forwards, to the last bit.
+        logits are those of single forwards, to the last bit. ``IndexError`` for an unknown token.
 
         Args:
-            forward_pass: over the pages, with known tokens; the logits of each row's last one are
-                wanted.
+            forward_pass: over the pages, with known tokens; with the logits of each row's last one.
             entering: as in :class:`Wanted`.
-            slots: of the tokens to draft behind each row; not fewer than behind the next one.
+            slots: of the tokens to draft after each row; not fewer than after the next one.
             ids: int64 ``[vocab]``, the target's id of each output; None: the same.
             num_choices: outputs that may be drafted, the first ones; None: all.
-
-        Returns:
-            The target's ids, as many for each row as it has slots.
-
-        Raises:
-            IndexError: a token is outside the vocabulary.
         """
         sizes = [len(row_slots) for row_slots in slots]
         levels, width = sizes[0], len(slots)
@@ -155,18 +145,15 @@ class NativeForward:
         shape: TreeShape,
         ids: Tensor | None = None,
     ) -> list[list[list[int]]]:
-        """Draft a dynamic tree behind each row of a batch; see ``speculative.dynamic_tree``.
+        """Draft a dynamic tree after each row of a batch; see ``speculative.dynamic_tree``.
 
         Args:
             forward_pass, entering, ids: as of :meth:`draft_chains`.
-            slots: of the nodes that are read behind each row, ``width`` of each level but the last.
+            slots: of the nodes that are read after each row, ``width`` of each level but the last.
             shape: of the trees.
 
         Returns:
             The kept nodes of each row, best first: number, token and parent.
-
-        Raises:
-            IndexError: a token is outside the vocabulary.
         """
         width, num_rows = shape.width, len(slots)
         logits = torch.empty(num_rows * width, self.vocab_size, dtype=torch.float32)
@@ -211,7 +198,7 @@ class NativeForward:
 
         Args:
             forward_pass: over the batch.
-            wanted: what it reads and writes.
+            outputs: its inputs and outputs.
             further: tokens of a row that are computed later.
             at_once: of these in one forward, if they may be more than the batch has.
         """
@@ -258,7 +245,7 @@ class NativeForward:
 
 
 def unknown_token(token_id: int) -> IndexError:
-    """The error that says so."""
+    """The error for a token outside the vocabulary."""
     return IndexError(f"token id {token_id} is outside the vocabulary")
 
 

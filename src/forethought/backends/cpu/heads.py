@@ -24,7 +24,7 @@ from forethought.speculative.heads.redrafter import BeamHead
 
 
 class NativeHeads:
-    """Each head is ``x + silu(W x + b)``, so many times, and a projection; all read one state.
+    """Each head is ``x + silu(W x + b)`` for each block, and a projection; all read one state.
 
     Args:
         heads: the linears of each one, those of its blocks and then the projection.
@@ -74,7 +74,7 @@ class NativeHeads:
 
 
 class BeamLevel(NamedTuple):
-    """The beams of one length behind each of N roots, the most probable first."""
+    """The beams of one length after each of N roots, the most probable first."""
 
     tokens: list[list[int]]
     parents: list[list[int]]
@@ -115,7 +115,7 @@ class NativeBeams:
         length: int,
         min_logprob: float = -math.inf,
     ) -> list[BeamLevel]:
-        """Search behind N roots at once, until all beams are less probable than ``min_logprob``.
+        """Search after N roots at once, until all beams are less probable than ``min_logprob``.
 
         Args:
             contexts: ``[N, hidden]``, the target's states that the roots were sampled from.

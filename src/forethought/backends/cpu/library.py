@@ -132,12 +132,7 @@ def _load_compiled() -> ctypes.CDLL:
 
 @cache
 def warn_unavailable(reason: str, fix: str = FIX) -> None:
-    """Warn that torch computes in place of the native forward, once in a process for each reason.
-
-    Args:
-        reason: why.
-        fix: what to do about it.
-    """
+    """Warn that torch computes in place of the native forward, once for each reason."""
     logger.warning(
         "no native forward: %s. torch computes in its place, which takes about 2 to 3 times as "
         "long. %s",
@@ -182,7 +177,6 @@ def prebuilt_name(level: Level) -> str:
 
 
 def _digest(*parts: str) -> str:
-    """Of the sources, the flags of all libraries, and what else this one depends on."""
     digest = hashlib.sha256()
     for source in SOURCES:
         digest.update(f"{source.name}\0".encode() + source.read_bytes() + b"\0")
@@ -197,10 +191,8 @@ def library_path(compiler: str) -> Path:
 
 
 def compile_library(compiler: str, path: Path, flags: Sequence[str] = NATIVE) -> None:
-    """Compile to a file, for this processor or as other flags say.
-
-    Raises:
-        ModelError: the compiler fails.
+    """Compile to a file, for this processor or by other flags; ``ModelError`` if the compiler
+    fails.
     """
     # A warning, as it is shown where nobody has configured logging: the start waits for it.
     logger.warning("compiling the native forward with %s, once: some ten seconds", compiler)
@@ -259,7 +251,6 @@ def _version(compiler: str) -> str:
 
 
 def _processor() -> dict[str, str]:
-    """What ``-march=native`` depends on, as ``/proc/cpuinfo`` names it."""
     names = ("vendor_id", "cpu family", "model", "flags", "Features")
     with suppress(OSError):
         lines = Path("/proc/cpuinfo").read_text().splitlines()

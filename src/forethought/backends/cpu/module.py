@@ -48,12 +48,12 @@ def refusal_of(parts: ModuleParts) -> str | None:
 
 
 class LastStates(NamedTuple):
-    """Of the tokens with logits, float32 ``[R, hidden]``."""
+    """States of the tokens with logits, float32 ``[R, hidden]``."""
 
     last: Tensor
     """The layer's output."""
     normed: Tensor
-    """The same behind the final norm."""
+    """``states`` after the final norm."""
 
 
 class NativeModule:
@@ -144,7 +144,7 @@ class NativeModule:
         return fed_back, logits
 
     def read(self, states: Tensor, forward_pass: ForwardPass) -> LastStates:
-        """As a call, without logits."""
+        """The states of a call, without logits."""
         shape = len(forward_pass.batch.logit_index), self._forward.model.hidden
         first, second = (torch.empty(shape, dtype=torch.float32) for _ in range(2))
         states_out = LastStates(first, second)

@@ -43,12 +43,12 @@ class StoredStates(NamedTuple):
 
 
 class NativeDraft(NamedTuple):
-    """What drafts in a call.
+    """The draft network of a call.
 
     Attributes:
         network: see above.
         known: a pass of it over the tokens up to the roots that it has not read, of the rows with
-            drafts, the first ones; the logits of each row's last one are wanted.
+            drafts, the first ones; with the logits of each row's last one.
         entering: float32 ``[T, hidden]``, the states that it reads with these; None: it is a model.
         seen_from: the first position that it attends to.
         stores_drafted: its entries of drafted tokens are those of known ones.
@@ -82,7 +82,7 @@ class ChainCall:
     def run(
         self, target: NativeForward, num_steps: int
     ) -> tuple[list[list[tuple[list[int], list[int]]]], int, float]:
-        """Make up to so many steps.
+        """Make up to ``num_steps`` steps; ``IndexError`` for a token outside a vocabulary.
 
         Args:
             target: its packed weights.
@@ -90,10 +90,7 @@ class ChainCall:
 
         Returns:
             Of each row the drafted and the decoded tokens of each step; the number of forwards; and
-            the seconds that went into drafts.
-
-        Raises:
-            IndexError: a token is outside a vocabulary.
+            the seconds of the drafts.
         """
         num_rows, width = len(self.rows), 1 + self.rows[0].draft_len
         tokens = array("q", bytes(8 * num_steps * num_rows * 2 * width))
@@ -124,7 +121,6 @@ class ChainCall:
         )
 
     def _draft_fields(self, draft: NativeDraft, num_tokens: int) -> dict[str, object]:
-        """Those of ``ChainSteps`` that say how to draft."""
         network, ids = draft.network, draft.network.ids
         return {
             "draft": ctypes.pointer(network.forward.model),
@@ -152,7 +148,7 @@ class ChainCall:
 
     @property
     def _num_further(self) -> int:
-        """Tokens of a row that are computed behind its root, at most."""
+        """Tokens of a row that are computed after its root, at most."""
         return max(row.table.length - row.position for row in self.rows)
 
     def _known_call(self, draft: NativeDraft, num_tokens: int) -> PackedCall:
@@ -265,12 +261,12 @@ class NativeSteps(StepRunner):
     def _drafting(
         self, chains: GreedyChains, states: Tensor, paged_pass: PagedPass
     ) -> tuple[NativeDraft, StoredStates | None]:
-        """What drafts, after a pass of it over the tokens that it has not read.
+        """The draft network, after a pass of it over the tokens that it has not read.
 
         Args:
             chains: see above.
             states: ``[T, hidden]``, that it reads with these; ``[T, 0]`` for a draft model.
-            known: the pass.
+            paged_pass: the pass.
         """
         assert self.draft is not None
         self._replace_unknown(paged_pass, self.draft.num_known)

@@ -137,7 +137,6 @@ class NativeNetwork:
         return self._head.multiply(states).to(states.dtype)
 
     def _state_names(self) -> tuple[int, ...]:
-        """Of all hidden states, in the order in which they are written."""
         return (*range(self.forward.model.num_layers + 1), FINAL)
 
     def _states(self, forward_pass: ForwardPass) -> list[Tensor | None]:

@@ -304,7 +304,7 @@ class PackedLayer:
             layer: of a module that ``refusal`` accepts, or of a draft head.
             rotary: float32 ``[positions, 2, rotary_dim]`` of its kind of layer.
             window: of its attention; None: none.
-            enters_normed: its attention reads what enters behind ``input_layernorm``.
+            enters_normed: its attention reads what enters after ``input_layernorm``.
         """
         attention, mlp = layer.self_attn, layer.mlp
         post_norms = hasattr(layer, "pre_feedforward_layernorm")

@@ -1,4 +1,4 @@
-"""What NVIDIA GPUs offer: kernels of small operations, and CUDA graphs of steps and drafts."""
+"""The backend of NVIDIA GPUs: kernels of small operations, and CUDA graphs of steps and drafts."""
 
 from __future__ import annotations
 

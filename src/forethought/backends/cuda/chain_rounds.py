@@ -5,15 +5,15 @@ CUDA graph. How many tokens are accepted is known on the device alone. The numbe
 come from round n like this, for each row, where K tokens are drafted::
 
     accepted   a: leading drafted tokens that are the target's most probable ones, at most its K
-    position   of the root: p + a + 1; the root is the most probable token behind the accepted ones
+    position   of the root: p + a + 1; the root is the most probable token after the accepted ones
     known      the last W tokens up to the root, which the draft network reads again, as many as it
                may lack: 2 where the entries of drafted tokens are valid, else K + 1
     slots      ``pages[position // page_size] * page_size + position % page_size``, by its table
     lengths    of what attention reads: the last position of each forward, plus 1
 
 The host lays out tiles, pages and splits once, for the longest that a row may become, and queues
-all rounds. A row that has ended goes on, which nothing shows: what lies behind its table is written
-to the scratch page, and once its root is behind it, nothing else is.
+all rounds. A row that has ended goes on, which nothing shows: what lies beyond its table is written
+to the scratch page, and once its root is beyond it, nothing else is.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def next_known(known_tokens: Tensor, decoded: Tensor, accepted: Tensor) -> Tenso
     """The last W tokens up to the next root, int64 ``[B, W]``.
 
     Args:
-        known: int64 ``[B, W]``, those up to the root of this round.
+        known_tokens: int64 ``[B, W]``, those up to the root of this round.
         decoded: int64 ``[B, K + 1]``.
         accepted: int64 ``[B]``, from :func:`num_accepted`.
     """
@@ -86,12 +86,12 @@ class Places(NamedTuple):
 
     @classmethod
     def of(cls, roots: Tensor, limits: Tensor, offsets: Tensor, pages: Tensor, size: int) -> Places:
-        """Find them.
+        """Positions and slots relative to the roots.
 
         Args:
             roots: int64 ``[B]``, positions of the roots.
             limits: int64 ``[B]``, tokens that the row's table reaches to; 0: there is no row.
-            behind: int64 ``[n]``, what is added to the position of the root.
+            offsets: int64 ``[n]``, added to the position of the root.
             pages: int64 ``[B, pages]``, the table.
             size: tokens of a page.
         """
@@ -145,11 +145,11 @@ class PlacedBatch:
     def lay_out(self, tables: Sequence[PageTable], num_further: int) -> None:
         """Queue the copy of where rows lie, the first ones; the rest is padding.
 
-        What attention reads behind a table, for tokens that are not used, is the row's first page.
+        What attention reads after a table, for tokens that are not used, is the row's first page.
 
         Args:
             tables: of the rows.
-            num_further: tokens behind the table of each that attention may read.
+            num_further: tokens after the table of each that attention may read.
         """
         spans = []
         for row, table in enumerate(tables):
@@ -194,8 +194,6 @@ class PlacedBatch:
 
 @dataclass(frozen=True, slots=True)
 class _Shape:
-    """Of a graph: rows with padding, tokens of the drafts, stored tokens that a row may have."""
-
     num_rows: int
     draft_len: int
     capacity: int
@@ -215,12 +213,12 @@ def _can_run(runner: ModelRunner, chains: GreedyChains, num_rows: int) -> bool:
 
 
 def num_known(builder: StaticTreeBuilder, draft_len: int) -> int:
-    """Tokens up to the root that the draft network may lack behind a round."""
+    """Tokens up to the root that the draft network may lack after a round."""
     return 2 if builder.stores_drafted else draft_len + 1
 
 
 class _State:
-    """What a graph reads and writes: its batches and the numbers of each row."""
+    """The inputs and outputs of a graph: its batches and the numbers of each row."""
 
     def __init__(
         self, shape: _Shape, runner: ModelRunner, drafting: DraftModuleRunner, known: int
@@ -234,10 +232,9 @@ class _State:
         numbers = dict.fromkeys(("roots", "limits", "draft_lens"), np.zeros(rows, np.int64))
         self._buffer = StaticBuffer({"known": np.zeros((rows, known), np.int64), **numbers}, device)
         self.tensors = self._buffer.tensors
-        self.behind = torch.arange(1 - known - offset, 1 + draft_len, device=device)
+        self.offsets = torch.arange(1 - known - offset, 1 + draft_len, device=device)
 
     def clear(self) -> None:
-        """Queue padding alone."""
         for batch in (self.first, self.level, self.target):
             batch.clear()
         self._buffer.fill({})
@@ -313,7 +310,7 @@ class ChainRounds(StepRunner):
         return Advance([row.results for row in progress], num_steps)
 
     def _run(self, rows: Sequence[DecodeRow], num_rounds: int) -> Tensor:
-        """Make so many rounds.
+        """Make ``num_rounds`` rounds.
 
         The draft network's entries of known tokens are marked as stored, nothing after them.
 
@@ -352,7 +349,7 @@ class ChainRounds(StepRunner):
         """A round: int64 ``[B, 2 K + 1]``, drafted and decoded tokens."""
         of = state.tensors
         pages, size = state.target.pages, self._runner.storage.page_size
-        places = Places.of(of["roots"], of["limits"], state.behind, pages, size)
+        places = Places.of(of["roots"], of["limits"], state.offsets, pages, size)
         drafted = self._draft(state, places)
         root = self._drafting.offset + state.known - 1
         tokens = torch.cat([of["known"][:, -1:], drafted], dim=1)
@@ -367,7 +364,7 @@ class ChainRounds(StepRunner):
         return torch.cat([drafted, decoded], dim=1)
 
     def _states(self, at: Places) -> Tensor:
-        """What the entries read that are ``offset`` behind these places; see ``states_at``."""
+        """What the entries read that are ``offset`` after these places; see ``states_at``."""
         states, slots = self._drafting.hidden_states, at.slots
         if states is None:
             return self._drafting.states_at(None, slots.numel())

@@ -66,7 +66,7 @@ def known_bucket(ranges: Sequence[TokenRange], num_behind: int) -> Bucket | None
 
     Args:
         ranges: one per request.
-        num_behind: tokens that are stored behind each of them.
+        num_behind: tokens that are stored after each of them.
     """
     sizes = [read.stop - read.start for read in ranges]
     total, longest = sum(sizes), max(sizes)
@@ -89,7 +89,7 @@ def state_slots(ranges: Sequence[TokenRange], offset: int) -> list[int]:
 
 
 class _Inputs:
-    """What a graph reads: the batches of its forwards, and where the target's states lie."""
+    """The inputs of a graph: the batches of its forwards, and the places of the target's states."""
 
     def __init__(self, shape: _Shape, runner: DraftModuleRunner) -> None:
         storage, further = runner.cache.storage, dict[str, Integers]()
@@ -107,12 +107,11 @@ class _Inputs:
             self.levels.append(StaticBatch(bucket, storage, num_logits))
 
     def clear(self) -> None:
-        """Queue padding alone."""
         for batch in (self.first, *self.levels):
             batch.clear()
 
     def fill(self, ranges: Sequence[TokenRange], num_deeper: Sequence[int], offset: int) -> None:
-        """Queue the copies of the ranges, of which so many have a draft deeper than 1, 2, ..."""
+        """Queue the copies of the ranges; ``num_deeper`` have a draft deeper than 1, 2, ..."""
         rows, further = [read.row(1) for read in ranges], dict[str, list[int]]()
         if "states" in self.first.tensors:
             further["states"] = state_slots(ranges, offset)

@@ -32,8 +32,6 @@ from forethought.model.runner import ModelRunner
 
 @dataclass(frozen=True, slots=True)
 class _Captured:
-    """A graph and the batch that it reads."""
-
     graph: Graph
     inputs: StaticBatch
 
@@ -128,7 +126,6 @@ class GraphRunner(ModelRunner):
         return None if graph is None else _Captured(graph, inputs)
 
     def _output(self, num_tokens: int) -> Tensor:
-        """The first rows of the logits of all graphs."""
         if self._logits is None:
             size = padded_tokens(self._max_tokens), self.lm.vocab_size
             self._logits = torch.empty(size, dtype=torch.float32, device=self.lm.device)

@@ -9,7 +9,7 @@ step to step is written into tensors that it reads (``StaticBatch``). Rows are p
     capacity     256, 1024, 4096, ...: stored tokens that a row may have
 
 Padding tokens belong to no row, so nothing attends for them; their keys and values go to the
-scratch page of the storage. A bucket's graph is captured when it is first needed, behind one run
+scratch page of the storage. A bucket's graph is captured when it is first needed, after one run
 on padding alone, in which kernels are compiled and workspaces allocated.
 """
 
@@ -115,7 +115,7 @@ class Bucket:
 
     @staticmethod
     def tile_of(longest: int) -> int:
-        """Tokens of a tile, where the longest row has so many."""
+        """Tokens of a tile, for the length of the longest row."""
         if longest == 1:
             return 1
         return MAX_TILE_TOKENS // 2 if longest <= MAX_TILE_TOKENS // 2 else MAX_TILE_TOKENS
@@ -127,7 +127,7 @@ class Bucket:
 
 
 def padded_tokens(number: int) -> int:
-    """The number of tokens of a bucket for so many."""
+    """The number of tokens of a bucket for ``number`` tokens."""
     if number <= 8:
         return next_power_of_2(number)
     step = max(8, next_power_of_2(number) // 8)
@@ -135,7 +135,7 @@ def padded_tokens(number: int) -> int:
 
 
 def capacity_of(stored: int) -> int:
-    """Stored tokens that a bucket has place for, if a row has so many."""
+    """Stored tokens that a bucket has capacity for, if a row has ``stored``."""
     capacity = _MIN_CAPACITY
     while capacity < stored:
         capacity *= _CAPACITY_FACTOR
@@ -152,7 +152,7 @@ class StaticBatch:
     Args:
         bucket: its shape.
         storage: where its tokens are stored.
-        num_logits: tokens whose logits are computed: any so many; None: all.
+        num_logits: tokens whose logits are computed: the number; None: all.
         further: defaults of further arrays that the graph reads, by name.
 
     Attributes:

@@ -37,10 +37,10 @@ class ModuleGraphs:
         self._captured: dict[tuple[Bucket, int, int], tuple[Graph, list[StaticBatch]] | None] = {}
 
     def draft(self, ranges: Sequence[TokenRange]) -> Tensor | None:
-        """Draft behind B ranges, the deepest drafts first; what is computed is stored.
+        """Draft after B ranges, the deepest drafts first; what is computed is stored.
 
         Returns:
-            int64 ``[B, levels]``, overwritten by the next draft, with anything behind the depth of
+            int64 ``[B, levels]``, overwritten by the next draft, with anything after the depth of
             a draft. None: there is no graph for these.
         """
         depth, bucket = ranges[0].depth, known_bucket(ranges, ranges[0].depth)
@@ -86,7 +86,6 @@ class ModuleGraphs:
     def _fill(
         self, inputs: Sequence[StaticBatch], ranges: Sequence[TokenRange], num_rows: int
     ) -> None:
-        """Queue the copies of the inputs of all levels."""
         for level, (runner, batch) in enumerate(zip(self._runners, inputs, strict=False)):
             read = entries_of_level(ranges, level)
             num_outputs = 1 if level + 1 == len(inputs) else None

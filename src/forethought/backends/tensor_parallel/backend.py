@@ -1,4 +1,4 @@
-"""What tensor parallelism offers: the processes of a model that is cut over ranks."""
+"""The backend of tensor parallelism: the processes of a model that is cut over ranks."""
 
 from __future__ import annotations
 

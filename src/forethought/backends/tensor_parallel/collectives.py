@@ -104,20 +104,20 @@ class Collectives:
         return x
 
     def abort(self) -> None:
-        """End what waits on a GPU for a rank that is gone. On a CPU that ends by itself."""
+        """End operations that wait on a GPU for a rank that has ended. On a CPU they end alone."""
         if self.device.type == "cuda":
             self._group.abort()
 
     def close(self) -> None:
-        """Let go of the group and of its file."""
+        """Close the group and remove its file."""
         self._group = self._store = None
 
 
 class ReducedProjection(Projection):
-    """A product whose weight is cut by its inputs: the sum of what all ranks give.
+    """A product whose weight is cut by its inputs: the sum of the products of all ranks.
 
     Args:
-        own: this rank's product.
+        projection: this rank's product.
         sums: of the ranks.
     """
 

@@ -25,11 +25,11 @@ log = logging.getLogger(__name__)
 
 
 def check(args: LlmArgs, model_dir: Path, device: torch.device) -> None:
-    """Whether the model can be cut over so many ranks, as far as is known before it is loaded.
+    """Check that the model can be cut over the ranks, before it is loaded.
 
     Raises:
         ParameterError: another setting excludes it, or torch or the machine lacks something.
-        ModelError: the model cannot be cut into so many parts.
+        ModelError: the model cannot be cut into that many parts.
     """
     refused = _refusal(args, device)
     if refused is not None:

@@ -48,12 +48,7 @@ def main() -> None:
 
 
 def serve(commands: Connection) -> None:
-    """Load, then run commands until the connection is closed.
-
-    Raises:
-        EOFError, ConnectionError: it is closed.
-        Exception: what a command has raised, with which this rank is of no further use.
-    """
+    """Load, then run commands until one fails or the connection is closed."""
     parent = os.getppid()
     member = _member(commands, parent)
     while True:
@@ -63,7 +58,6 @@ def serve(commands: Connection) -> None:
 
 
 def _receive(commands: Connection, parent: int) -> Any:
-    """The next message."""
     while not commands.poll(_PATROL_SECONDS):
         if os.getppid() != parent:
             raise EOFError
@@ -71,7 +65,6 @@ def _receive(commands: Connection, parent: int) -> Any:
 
 
 def _member(commands: Connection, parent: int) -> Member:
-    """Load the shard, tell rank 0, and meet the other ranks when all have loaded theirs."""
     setup: Setup = _receive(commands, parent)
     torch.set_num_threads(setup.num_threads)
     device = setup.device

@@ -141,7 +141,7 @@ class _State:
     is_closing: bool = False
 
     def watch(self) -> None:
-        """Note the end of each process; runs in a thread until all have ended."""
+        """Record the end of each process; runs in a thread until all have ended."""
         remaining = {process.lifeline: process for process in self.processes}
         while remaining:
             for connection in wait(list(remaining)):
@@ -161,7 +161,7 @@ class _State:
         return ended[0] if ended else None
 
     def wait_for_cause(self) -> tuple[int, str] | None:
-        """The same, if a rank ends soon."""
+        """The first cause, if a rank ends soon."""
         with self.changed:
             self.changed.wait_for(lambda: bool(self.causes), _CAUSE_SECONDS)
             return self.first_cause()
@@ -248,7 +248,7 @@ class Ranks:
 
         Args:
             command: with a method ``run``, picklable.
-            own: rank 0's part.
+            local: rank 0's part.
 
         Raises:
             EngineStopped: a rank has ended, or rank 0 failed; then there are no ranks any more.
@@ -273,11 +273,7 @@ class Ranks:
         return self.run(command, lambda: [self._receive(process) for process in processes])
 
     def check(self) -> None:
-        """Whether all ranks run.
-
-        Raises:
-            EngineStopped: they do not, or this is a forked child of the process that has them.
-        """
+        """Raise ``EngineStopped`` unless all ranks run, in the process that started them."""
         state = self._state
         if state.failure is not None:
             raise EngineStopped(*state.failure, "Build a new one")
@@ -309,7 +305,7 @@ class Ranks:
             raise self._failed(error) from error
 
     def _failed(self, error: BaseException | None) -> EngineStopped:
-        """End all ranks, and remember why."""
+        """End all ranks, and record the cause."""
         state = self._state
         if state.failure is None:
             is_elsewhere = isinstance(error, CollectiveError | EOFError | OSError)

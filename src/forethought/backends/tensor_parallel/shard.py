@@ -33,7 +33,7 @@ _NAMES = {
 
 
 def refusal(config: Any, size: int) -> str | None:
-    """Why a model cannot be cut into ``size`` shards, as far as its config says; None: it can."""
+    """Why a config's model cannot be cut into ``size`` shards; None: it can, by the config."""
     if type(config) not in {family.config_class for family in FAMILIES}:
         families = ", ".join(family.__name__.removesuffix("ForCausalLM") for family in FAMILIES)
         return f"a {config.model_type} model has no fused forward; {families} have one"
@@ -91,7 +91,6 @@ class Shard:
         return _linear(self._copy(linear.weight, 1), bias)
 
     def _copy(self, weight: Tensor, dim: int) -> Tensor:
-        """The part in memory of its own, so that the whole can be freed."""
         return self.part(weight.detach(), dim).clone(memory_format=torch.contiguous_format)
 
     def part(self, whole: Tensor, dim: int) -> Tensor:
@@ -101,7 +100,6 @@ class Shard:
 
 
 def _linear(weight: Tensor, bias: Tensor | None) -> nn.Linear:
-    """The linear with these tensors, without gradients."""
     num_outputs, num_inputs = weight.shape
     linear = nn.Linear(num_inputs, num_outputs, bias=bias is not None, device="meta")
     linear.weight = nn.Parameter(weight, requires_grad=False)

@@ -95,7 +95,7 @@ class ShardedNetwork(Network):
     """The network of rank 0; see :class:`~forethought.model.causal_lm.Network`.
 
     Args:
-        own: built from rank 0's shard, with embeddings and output projection.
+        network: built from rank 0's shard, with embeddings and output projection.
         ranks: the others.
     """
 

@@ -1,6 +1,6 @@
 """Medusa: heads beside the target's own predict the next tokens all at once.
 
-Cai et al., 2024 (arXiv 2401.10774). Head k, from 0, predicts the token k + 1 positions behind the
+Cai et al., 2024 (arXiv 2401.10774). Head k, from 0, predicts the token k + 1 positions after the
 root from the target's final hidden state that the root was sampled from, whatever the tokens in
 between; so a draft costs one small forward, and nothing is computed again. A static tree selects
 the same combinations of ranks in every step (section 2.1.2). The tree of the most probable nodes is
@@ -56,7 +56,7 @@ class HeadTrees(Protocol):
         """Set the drafts of N requests.
 
         Args:
-            heads: of each position behind the roots.
+            heads: of each position after the roots.
             states: ``[N, hidden]``, which the roots were sampled from.
             requests: N of them.
         """
@@ -131,7 +131,6 @@ class TopTrees(HeadTrees):
 
 
 def _num_levels(trees: HeadTrees, requests: Sequence[DraftRequest]) -> int:
-    """As many as the longest draft may have."""
     return min(trees.depth, max(request.max_draft_len for request in requests))
 
 
@@ -172,7 +171,7 @@ class MedusaDrafter(Drafter):
 
     Args:
         heads: at least as many as the trees have levels.
-        hidden_states: of the target, behind its final norm.
+        hidden_states: of the target, after its final norm.
         trees: built from their logits.
     """
 

@@ -2,7 +2,7 @@
 
 DeepSeek-V3 (2024, arXiv 2412.19437, section 2.2). The modules are used in one of two ways.
 
-*Replay*: a single module predicts one token after the other, as EAGLE's head does; behind the known
+*Replay*: a single module predicts one token after the other, as EAGLE's head does; after the known
 tokens its input is its own hidden state and the token that it has drafted.
 
 *Vanilla*: one module per level of the draft. Module k reads the hidden states of module k - 1 (of
@@ -69,7 +69,7 @@ class MTPDrafter(Drafter):
 
     Args:
         runners: one, which is replayed, or module k with offset k for each level of a draft.
-        hidden_states: of the target, behind its final norm.
+        hidden_states: of the target, after its final norm.
         max_num_tokens: entries in one forward.
         max_draft_len: levels of the longest draft.
     """
@@ -164,7 +164,8 @@ class MTPDrafter(Drafter):
         return [tokens.unsqueeze(1) for tokens in levels]
 
     def _missing(self, request: DraftRequest) -> TokenRange:
-        """What some module has not read, by the entries of the first module; the root's at least.
+        """The entries that some module has not read, as those of the first module; the root's at
+        least.
 
         Module k computes the entries k - 1 positions further on, for the same hidden states.
         """
@@ -206,7 +207,7 @@ class MTPDrafter(Drafter):
 
 
 def entries_of_level(ranges: Sequence[TokenRange], level: int) -> list[TokenRange]:
-    """What the module of a level reads, of the drafts that go as deep."""
+    """The entries that the module of a level reads, of the drafts that are deep enough."""
     return [
         read._replace(start=read.start + level, stop=read.stop + level)
         for read in ranges
@@ -231,7 +232,6 @@ def _check_thinking(config: MTPDecodingConfig, lm: CausalLM) -> None:
 
 
 def _ends(batch: Batch) -> Tensor:
-    """int64 ``[rows]``: index of the last token of each row in the packed batch."""
     return upload([span.stop - 1 for span in batch.spans], batch.token_ids.device)
 
 

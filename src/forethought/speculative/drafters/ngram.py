@@ -87,7 +87,7 @@ class NGramPool:
         return list(bucket.patterns.get(tuple(pattern), ())) if bucket else []
 
     def learn(self, owner: Hashable, tokens: Sequence[int], start: int, stop: int) -> None:
-        """Store what follows each pattern whose last token is at a position in [start, stop)."""
+        """Store the matches of each pattern whose last token is at a position in [start, stop)."""
         bucket = self._bucket(owner)
         patterns, before, start = bucket.patterns, bucket.size, max(start, 0)
         offset = max(0, start + 1 - self.max_ngram)
@@ -108,9 +108,9 @@ class NGramPool:
         self._shrink()
 
     def look_up(self, owner: Hashable, tokens: Sequence[int]) -> Match:
-        """What followed the longest known pattern that ``tokens`` end in; empty if none is known.
+        """The match of the longest known pattern that ``tokens`` end in; empty if none is known.
 
-        Incomplete matches at the end of ``tokens`` itself are found too.
+        Incomplete matches at the end of ``tokens`` itself are used too.
         """
         bucket = self._bucket(owner)
         text = tuple(tokens[-self.max_match - self.max_ngram :])  # its end
@@ -280,7 +280,6 @@ class NGramDrafter(Drafter):
         del self._learnt[request.request_id]
 
     def _learn(self, request: DraftRequest, stop: int) -> None:
-        """Add n-grams that end before ``stop`` to the pool, except those already there."""
         start = self._learnt.get(request.request_id)
         if start is None:
             start = 0

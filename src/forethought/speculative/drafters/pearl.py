@@ -152,11 +152,8 @@ class PearlDrafter(Drafter):
         scheduled_requests: ScheduledRequests,
         resource_manager: ResourceManager | None = None,
     ) -> None:
-        """Propose the block that is ready, and begin the next one.
-
-        Raises:
-            Exception: the error of drafting ahead for one of them; nothing has changed, so the
-                other requests can be asked for again.
+        """Propose the block that is ready, and begin the next one; raises errors of the drafting
+        thread.
         """
         self._join()
         states = [self._state(request) for request in scheduled_requests.generation_requests]
@@ -194,7 +191,6 @@ class PearlDrafter(Drafter):
         return self._pool.in_use
 
     def _join(self) -> None:
-        """Wait for the drafting thread; an interrupt of the wait leaves it running."""
         if self._future is not None:
             wait([self._future])
             future, self._future = self._future, None
@@ -206,7 +202,7 @@ class PearlDrafter(Drafter):
         return self._states[request.request_id]
 
     def _job(self, state: PearlRequest, request: DraftRequest) -> DraftJob | None:
-        """The next block of a request; None where the context or the pages end."""
+        """The next block of a request; None at the end of the context or without pages."""
         tokens = [*request.tokens, *state.ahead]
         count = min(self._block, self._model.max_positions - len(tokens))
         return DraftJob(state, request, tokens, count, state.table.length) if count > 0 else None
@@ -216,8 +212,8 @@ class PearlDrafter(Drafter):
     def _draft(self, jobs: list[DraftJob]) -> None:
         """Draft a block for each request.
 
-        If that fails, incomplete blocks are drafted again for each request alone, and only the
-        requests that fail then have failed.
+        If that fails, incomplete blocks are drafted again for each request alone; errors then are
+        those of single requests.
         """
         try:
             self._grow(jobs)
@@ -244,7 +240,6 @@ class PearlDrafter(Drafter):
         return None
 
     def _grow(self, jobs: list[DraftJob]) -> None:
-        """Draft a block for each request with enough pages."""
         missing = {
             id(job): missing_text
             for job in jobs

@@ -48,7 +48,7 @@ class ReDrafterDrafter(Drafter):
 
     Args:
         search: over the head.
-        hidden_states: of the target, behind its final norm.
+        hidden_states: of the target, after its final norm.
         config: number of beams, and the tree that is built from them.
     """
 
@@ -120,7 +120,7 @@ class ReDrafterDrafter(Drafter):
 
 
 class Beams(NamedTuple):
-    """The beams of a search behind one root: shorter ones first, then the most probable first.
+    """The beams of a search after one root: shorter ones first, then the most probable first.
 
     A beam is its last token, and the number of its parent, the beam that it extends by this token.
     """
@@ -156,17 +156,14 @@ class BeamSearch:
         length: int,
         min_logprob: float = -math.inf,
     ) -> list[Beams]:
-        """Search behind N roots at once.
+        """Search after N roots at once.
 
         Args:
             contexts: ``[N, hidden]``, the target's states that the roots were sampled from.
             roots: N ids.
-            width: beams that are kept at each length, if there are as many.
+            width: beams that are kept at each length.
             length: tokens of a beam at most.
             min_logprob: less probable beams are left out of ``Beams.order``.
-
-        Returns:
-            The beams behind each root, scored by their log-probabilities.
         """
         count, vocab = len(roots), self._head.shape.vocab
         device = contexts.device
@@ -222,13 +219,7 @@ def first_beams(ends: Sequence[int]) -> list[int]:
 
 
 def top_beams_tree(beams: Beams, depth: int, max_nodes: int) -> Draft:
-    """The tree of the most probable beams of any length.
-
-    Args:
-        beams: of one root.
-        depth: levels at most.
-        max_nodes: tokens of the tree at most.
-    """
+    """The tree of the most probable beams of any length, within ``depth``, ``max_nodes``."""
     inside = beams.ends[min(depth, len(beams.ends) - 1)]
     chosen = [beam for beam in beams.order if beam < inside][:max_nodes]
     nodes = {-1: -1, **{beam: node for node, beam in enumerate(chosen)}}
@@ -237,13 +228,7 @@ def top_beams_tree(beams: Beams, depth: int, max_nodes: int) -> Draft:
 
 
 def last_beams(beams: Beams, depth: int, max_nodes: int) -> Draft:
-    """The published tree: the beams of the last length.
-
-    Args:
-        beams: of one root.
-        depth: levels at most.
-        max_nodes: tokens of the tree at most.
-    """
+    """The published tree: the beams of the last length, within ``depth`` and ``max_nodes``."""
     last = min(depth, len(beams.ends) - 1)
     paths: list[list[int]] = []
     for beam in range(beams.ends[last - 1], beams.ends[last]):
@@ -256,12 +241,7 @@ def last_beams(beams: Beams, depth: int, max_nodes: int) -> Draft:
 
 
 def pack(beams: Sequence[Sequence[int]], max_nodes: int) -> Draft:
-    """The prefix tree of beams.
-
-    Args:
-        beams: token ids, the most probable beam first.
-        max_nodes: of the tree; the ends of the least probable beams are left out.
-    """
+    """The prefix tree of beams, the most probable beam first, cut to ``max_nodes`` nodes."""
     tokens, parents = list[int](), list[int]()
     nodes: dict[tuple[int, int], int] = {}
     """Parent and token -> node."""

@@ -5,7 +5,7 @@ against its siblings' (the samples of one prompt draft for each other), and agai
 past requests of the same ``cache_salt``. The longer the match, the longer the draft.
 
 The index finds the same matches as a suffix tree, but is kept as deflate keeps its window: n-grams
-of three sizes lead to the positions behind them, from where the texts are compared backwards. A
+of three sizes lead to the positions after them, from where the texts are compared backwards. A
 token costs three entries however long the matches are, a text can be removed again, and as only the
 newest positions of a frequent n-gram are kept, a search is bounded.
 
@@ -99,7 +99,7 @@ class SuffixIndex:
         """The longest match of the end of ``tokens``.
 
         Returns:
-            Number of tokens matched, from 0 to ``max_depth``; and the newest positions behind such
+            Number of tokens matched, from 0 to ``max_depth``; and the newest positions after such
             a match, in order of age, the oldest first.
         """
         end = tuple(tokens[-self._max_depth :])
@@ -276,7 +276,6 @@ class _Group:
     """The first text, which has the prompt."""
 
     def learn(self, request: DraftRequest) -> None:
-        """Add a request's new tokens, and its prompt unless it is there already."""
         tokens = request.tokens
         text = self.texts.get(request.request_id)
         if text is None:

@@ -91,7 +91,7 @@ class Checkpoint:
         return module
 
     def expect_fit(self, tensors: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
-        """Refuse the checkpoint unless ``tensors`` have the names and shapes of ``own``."""
+        """Refuse the checkpoint unless ``tensors`` have the names and shapes of ``expected``."""
         self.expect_none(set(expected) - set(tensors), "lacks")
         self.expect_none(set(tensors) - set(expected), "has unexpected")
         shapes = [
@@ -117,11 +117,7 @@ def refused(directory: Path, why: str, fix: str = "") -> ModelError:
 
 
 def _load(file: Path) -> dict[str, Tensor]:
-    """The tensors of a file.
-
-    Raises:
-        ModelError: it cannot be read, or holds something else.
-    """
+    """The tensors of a file; ``ModelError`` if it cannot be read or holds anything else."""
     try:
         if file.suffix == ".safetensors":
             loaded: dict[str, Tensor] = load_file(file)

@@ -1,7 +1,7 @@
 """EAGLE-1's and 2's head: a Llama layer that predicts the target's next hidden state.
 
 Li et al., 2024 (arXiv 2401.15077; 2406.16858 uses the same head). ``fc`` joins the next token's
-embedding and the state behind the target's final norm; one layer without a first norm follows. Its
+embedding and the state after the target's final norm; one layer without a first norm follows. Its
 output is the predicted state, from which the target's LM head computes the logits. Tensors have the
 authors' names (``fc``, ``layers.0.*``, ``embed_tokens``).
 """

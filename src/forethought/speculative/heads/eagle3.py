@@ -306,7 +306,6 @@ class Eagle3Network(DraftModule):
 
 
 def _traits(stored: Checkpoint, config: LlamaConfig, tensors: Mapping[str, Tensor]) -> Eagle3Traits:
-    """From the config and the tensors together."""
     nested = stored.config.get("eagle_config") or {}
     merged = stored.config | nested
     for name, value in _REFUSED.items():
@@ -375,11 +374,7 @@ def rising(layer_ids: Iterable[int]) -> tuple[int, ...]:
 
 
 def _complete_vocabulary(directory: Path, head: Eagle3Head, tensors: dict[str, Tensor]) -> None:
-    """Checkpoints may leave out t2d, and d2t too where the draft vocabulary is the target's.
-
-    Raises:
-        ModelError: d2t names a token that the target does not have.
-    """
+    """Add t2d, and d2t where the draft vocabulary is the target's: checkpoints may lack them."""
     size = head.config.vocab_size
     if head.traits.draft_vocab_size == size:
         tensors.setdefault("d2t", torch.zeros(size, dtype=head.d2t.dtype))

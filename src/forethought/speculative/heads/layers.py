@@ -151,7 +151,7 @@ class DraftLayer:
 
 
 def layer_shape(config: LlamaConfig) -> LayerShape:
-    """What its attention stores per token."""
+    """The keys and values that its attention stores per token."""
     width = head_dim(config)
     return LayerShape(config.num_key_value_heads, width, width)
 
@@ -206,7 +206,7 @@ def llama_config(directory: Path, config: dict[str, Any]) -> LlamaConfig:
 
 
 def layer_fields(config: LlamaConfig) -> dict[str, Any]:
-    """What :func:`llama_config` reads, and other libraries read as a Llama's config."""
+    """The fields that :func:`llama_config`, and other libraries, read as a Llama's config."""
     fields = {name: getattr(config, name) for name in (*_SIZES, *_MORE_SIZES)}
     rope = dict(config.rope_parameters or {})
     theta = rope.pop("rope_theta", 10_000.0)

@@ -78,7 +78,7 @@ class MedusaHeads(nn.ModuleList):
         self.shape, self.token_map = shape, token_map
 
     def forward(self, states: Tensor) -> Tensor:
-        """Target's states behind the final norm ``[..., hidden]`` -> ``[..., heads, vocab]``."""
+        """Target's states after the final norm ``[..., hidden]`` -> ``[..., heads, vocab]``."""
         return torch.stack([head(states) for head in self], dim=-2)
 
     @classmethod

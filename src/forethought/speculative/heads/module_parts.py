@@ -30,7 +30,7 @@ class ModuleParts:
         state_first: the state comes before the embedding.
         zero_first: the embedding of a token at position 0 is 0.
         norm_residual: the residual is the normed state.
-        feeds_normed: the state that is fed back is behind the final norm.
+        feeds_normed: the state that is fed back is after the final norm.
         entry: ``[hidden, width]``, of the target's states; None: they are read as they are.
         entry_norm: in front of it.
     """

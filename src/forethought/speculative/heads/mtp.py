@@ -1,7 +1,7 @@
 """A multi-token prediction module: one more layer of the target, which reads states and tokens.
 
 DeepSeek-V3 (2024, arXiv 2412.19437, section 2.2). The embedding of a token and the state before it,
-each behind a norm of its own, are projected back to the model's width; a whole decoder block of the
+each after a norm of its own, are projected back to the model's width; a whole decoder block of the
 target's architecture and a norm follow, then the target's output projection. The block is
 transformers' own: a module is the target's class with a single layer, entered with the projection
 in place of embeddings, so that mixtures of experts, latent attention and any rotary embedding are
@@ -155,7 +155,7 @@ class MtpDraftModule(DraftModule, Protocol):
         ...
 
     def logits(self, normed: Tensor) -> Tensor:
-        """``[..., hidden]`` behind the last norm -> ``[..., vocab]``."""
+        """``[..., hidden]`` after the last norm -> ``[..., vocab]``."""
         ...
 
 
@@ -214,7 +214,7 @@ class MtpNetwork(MtpDraftModule):
 
 
 class _FusedModule:
-    """The same in few operations, where the target's class allows it.
+    """An MTP module in few operations, where the target's class allows it.
 
     Args:
         module: its block's weights are used.
@@ -250,7 +250,7 @@ def load_modules(
     Args:
         directory: the target's own, or one with modules alone.
         lm: the target.
-        max_modules: read at most so many; None: all.
+        max_modules: the maximum to read; None: all.
         fed_back: which hidden state is fed back.
 
     Raises:
@@ -350,7 +350,7 @@ def _expect_whole(
 ) -> None:
     """Refuse missing, unexpected and misshapen tensors, under the checkpoint's own names.
 
-    own: prefixes of the names in ``report`` -> those of the checkpoint.
+    published_names: prefixes of the names in ``report`` -> those of the checkpoint.
     """
     for key, trouble in (
         ("missing_keys", "lacks"),
@@ -364,7 +364,6 @@ def _expect_whole(
 
 
 def _fill_parts(directory: Path, module: MtpModule, stored: StoredModule) -> None:
-    """Copy the parts around the block, with the checkpoint's own names in errors."""
     for part in PARTS[:3]:
         prefix = module.layout.part(part, stored.number)
         tensors = {
@@ -379,7 +378,6 @@ def _fill_parts(directory: Path, module: MtpModule, stored: StoredModule) -> Non
 
 
 def _stored(module: MtpModule, number: int) -> StoredModule:
-    """A module to save, its block under transformers' published names."""
     parts = {
         f"{part}.{name}": tensor
         for part in PARTS[:3]

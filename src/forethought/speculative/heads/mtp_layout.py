@@ -127,7 +127,7 @@ def read_modules(
 
     Args:
         directory: of a target, or of modules alone.
-        max_modules: read at most so many; None: all.
+        max_modules: the maximum to read; None: all.
 
     Raises:
         ModelError: there are none, or a part of one is missing.
@@ -239,7 +239,6 @@ def _expect_no_strays(
 
 
 def _names(directory: Path) -> dict[str, Path]:
-    """Which file of a directory holds each tensor."""
     names: dict[str, Path] = {}
     for file in sorted(directory.glob("*.safetensors")):
         names |= dict.fromkeys(tensor_shapes(file, "MTP modules"), file)

@@ -1,4 +1,4 @@
-"""ReDrafter's head: a small recurrent network behind one hidden state of the target.
+"""ReDrafter's head: a small recurrent network after one hidden state of the target.
 
 Cheng et al., 2024 (arXiv 2403.09919, section 3.1). The recurrent state starts with ``s = 0`` and is
 updated with one token after the other, ``s' = silu(W e + U s + b)``, e being the target's embedding
@@ -88,7 +88,7 @@ class ReDrafterHead(nn.Module):
         """Predict the next token.
 
         Args:
-            context: ``[..., hidden]``, the target's state behind its final norm.
+            context: ``[..., hidden]``, the target's state after its final norm.
             state: ``[..., hidden]``.
 
         Returns:
@@ -140,7 +140,7 @@ class ReDrafterHead(nn.Module):
 
 @dataclass(frozen=True, slots=True)
 class BeamHead:
-    """What a beam search predicts with.
+    """The parts of a head that a beam search computes with.
 
     Attributes:
         recur: ``[hidden, 2 * hidden]``, of the embedding of a token and the state before it; None:
@@ -216,7 +216,6 @@ class DraftRecurrence:
 
 
 def _shape(stored: Checkpoint) -> ReDrafterShape:
-    """Sizes by the config."""
     config = stored.config
     kind = config.get("model_type", MODEL_TYPE)
     if kind != MODEL_TYPE:

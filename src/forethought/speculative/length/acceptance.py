@@ -62,7 +62,7 @@ class AcceptanceEstimate:
 
     @property
     def doubt(self) -> float:
-        """How many times its estimate a token's chance may well be: two standard errors more."""
+        """How many times its estimate a token's chance may be: two standard errors more."""
         self._count()
         tested = self._tested.sum() + WEIGHT
         return 1.0 + 2.0 * float(np.sqrt((1.0 - self._pooled) / (self._pooled * tested)))
@@ -86,7 +86,7 @@ class AcceptanceEstimate:
         Args:
             requested: request -> depth that was requested, in each of the steps.
             drafts: see ``StepRecord.requests``.
-            steps: how many have gone by, these included.
+            steps: how many steps these are.
         """
         self._steps += steps
         drafted = {number for number, _, _ in drafts}
@@ -100,7 +100,6 @@ class AcceptanceEstimate:
             self._count()
 
     def _count(self) -> None:
-        """Count what was gathered."""
         self._shown *= STEP_KEEPS**self._steps
         if self._asked:
             keeps = DRAFT_KEEPS ** len(self._asked)
@@ -141,7 +140,6 @@ class AcceptanceEstimate:
         return self._found[1]
 
     def _admit(self, request_ids: Sequence[int]) -> None:
-        """Give a column to each request; when all are taken, only these keep theirs."""
         request_ids = list(dict.fromkeys(request_ids))
         new = [number for number in request_ids if number not in self._slots]
         capacity = self._shown.shape[1]

@@ -50,12 +50,7 @@ class LossBudget:
         return not self._closed
 
     def book(self, gained: float, steps: int = 1) -> None:
-        """Steps are over.
-
-        Args:
-            gained: plain steps that they saved, negative if they lost.
-            steps: how many.
-        """
+        """Book ``gained`` plain steps, negative for a loss, of ``steps`` steps."""
         granted = max(min(ALLOWANCE * steps, CREDIT - self.balance), 0.0)
         self.balance = min(max(self.balance + granted + gained, -CREDIT), SAVINGS)
         if self.balance <= 0.0:
@@ -81,13 +76,13 @@ class CallRate:
         return (self._num_calls + PRIOR_STEPS * assumed) / (self._num_steps + PRIOR_STEPS)
 
     def observe(self, num_calls: int, num_steps: int) -> None:
-        """So many calls made so many steps."""
+        """Record that ``num_calls`` calls made ``num_steps`` steps."""
         self.age(num_steps, CALLS_KEEP)
         self._num_calls += num_calls
         self._num_steps += num_steps
 
     def age(self, num_steps: int, keeps: float = CALLS_AGE) -> None:
-        """Steps of another kind have gone by."""
+        """Let the record age by steps of another kind."""
         self._num_calls *= keeps**num_steps
         self._num_steps *= keeps**num_steps
 
@@ -107,8 +102,8 @@ FIRST_PAUSE, LAST_PAUSE = 8, 64
 FIRST_CHECK, LAST_CHECK = 8, 128
 """Steps between plain ones while it drafts, at first and at most."""
 CHECKED, PLAIN_AGE = 7, 512
-"""Steps that are skipped behind such a step, as they may be one call, where that many have gone by
-since any were; and behind one where a probe is due that would cost too much."""
+"""Steps that are skipped after such a step, as they may be one call, where that many have passed
+since any were; and after one where a probe is due that would cost too much."""
 SURPRISE, USUALS = 0.1, 3.0
 """How far off the time of such a step must be for the next one to come soon: relatively, and in
 usual errors."""
@@ -117,7 +112,7 @@ HOLD = 8
 HOST_SHARE = 0.03
 """What the host may do per step, relative to the rest of it, where a call could be longer."""
 IDLE = 64
-"""While it does not draft, it is asked and told of at least one of so many steps, or of more where
+"""While it does not draft, it is called for at least one of this many steps, or of more where
 being asked costs more than half of their allowance, to recover."""
 DRAFTS = "{:.2f} times the goodput of plain decoding"
 PLAIN = "plain: drafting would have {:.2f} times its goodput"
@@ -156,7 +151,7 @@ class Goodput:
     Args:
         max_draft_len: greatest depth of a draft.
         nodes: tokens of a draft of that depth; the depth itself unless drafts branch.
-        node_context: share of a row's context that a draft node behind it costs once more: 1 where
+        node_context: share of a row's context that a draft node after it costs once more: 1 where
             attention is computed token by token, 0 where the keys are read once for all of them.
     """
 
@@ -305,7 +300,7 @@ class Goodput:
     def _search_many(
         self, survival: Array, worth: Array, caps: NDArray[np.int64], batch_size: int
     ) -> tuple[list[int], float]:
-        """The same for all levels at once."""
+        """The search for all levels at once."""
         requests, levels = survival.shape
         worth = worth.copy()
         cells = requests * levels
@@ -384,7 +379,7 @@ class Goodput:
 
     @property
     def _plain_calls(self) -> float:
-        """Calls per plain step that it is not asked about."""
+        """Calls per plain step for which the policy is not called."""
         return self.plain_calls.per_step(1.0)
 
     @property
@@ -397,14 +392,14 @@ class Goodput:
         return self._seconds(batch_size, 0, self._plain_calls)
 
     def _seconds(self, batch_size: float, nodes: float, calls: float) -> float:
-        """Of a step of decodes with so many draft nodes, without drafting."""
+        """Of a step of decodes with ``nodes`` draft nodes, without drafting."""
         context = self._context * (batch_size + self._node_context * nodes)
         return self.forward.predict(batch_size + nodes, context, calls)
 
     # ---- after the step ---------------------------------------------------------------------
 
     def observe(self, record: StepRecord) -> None:
-        """Learn what the steps took and gave, and book it."""
+        """Learn time and acceptance of the steps, and book them."""
         requested, self._requested = self._requested, {}
         self._context = record.context / (record.batch_size or 1.0)
         self._batch_size = record.batch_size
@@ -429,7 +424,7 @@ class Goodput:
         self._gained = 0.0
         if requested and plain > 0.0:
             accepted = sum(accepted for _, _, accepted in record.requests)
-            # On a GPU calls go on behind the end of all rows, which yields nothing.
+            # On a GPU calls go on after the end of all rows, which yields nothing.
             decoded = (num_steps * record.batch_size + accepted) / max(record.batch_size, 1.0)
             self._gained = decoded - num_steps * seconds / plain
         elif plain > 0.0:  # choosing and learning take time too
@@ -478,7 +473,7 @@ class Goodput:
         More where they are so much faster than one that is asked that their allowance would not
         pay for it: the account would never allow a probe again.
 
-        A few behind a plain step among drafts, now and then, to know what they take, and behind
+        A few after a plain step among drafts, now and then, to know what they take, and after
         each plain step while little is known.
         """
         if self._again is not None:
@@ -498,7 +493,7 @@ class Goodput:
 
     @property
     def _num_to_recover(self) -> int:
-        """Skipped steps whose allowance is twice what a plain step loses by being asked.
+        """Skipped steps whose allowance is twice the cost of a call of the policy in a plain step.
 
         No more than fill the account.
         """
@@ -507,7 +502,7 @@ class Goodput:
         return int(2.0 * min(loss, CREDIT) / ALLOWANCE)
 
     def skipped(self, steps: SkippedSteps) -> None:
-        """Count plain steps that it was not told of, and learn what they take."""
+        """Count plain steps that it was not called for, and learn their time."""
         if steps.tokens:
             size = steps.num_decodes
             calls, seconds = steps.num_calls / size, steps.seconds / size

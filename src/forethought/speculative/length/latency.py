@@ -73,10 +73,8 @@ class LinearLatency:
         return sum(map(mul, self._line, terms))
 
     def observe(self, terms: Sequence[float] | Vector, seconds: float) -> float:
-        """Learn that a step with these terms took so long.
-
-        Returns:
-            ``seconds`` without what was clipped from them as an outlier.
+        """Learn the seconds of a step with these terms; returns them without what an outlier was
+        clipped by.
         """
         self.observations += 1
         if self.observations > FIRST:
@@ -198,7 +196,7 @@ class ForwardLatency:
         return max(fixed + per_token * tokens + distant * context + call * calls, LEAST_SECONDS)
 
     def predict_many(self, tokens: Array, context: Array, calls: float = 1.0) -> Array:
-        """[n]: seconds of steps of so many tokens and context each, tokens at least 1."""
+        """[n]: seconds of steps by their tokens, at least 1, and context."""
         fixed, per_token, distant, call = self._coefficients
         line = np.maximum(
             fixed + distant * context + per_token * tokens + call * calls, LEAST_SECONDS
@@ -208,7 +206,7 @@ class ForwardLatency:
     def observe(
         self, tokens: float, context: float, seconds: float, calls: float = 1.0, steps: int = 1
     ) -> float:
-        """Learn that a step took so long.
+        """Learn the seconds of a step; returns them without what an outlier was clipped by.
 
         Args:
             tokens: of its forward; less than 1 counts as 1: a mean over the steps of a call that
@@ -216,10 +214,7 @@ class ForwardLatency:
             context: tokens that were attended to, in all.
             seconds: that it took.
             calls: what part of a call it was, as one of several steps that took as long.
-            steps: how many have gone by, this one included.
-
-        Returns:
-            ``seconds`` without what was clipped from them as an outlier.
+            steps: how many steps have passed, this one included.
         """
         tokens = max(tokens, 1.0)
         if self.ready:
@@ -250,7 +245,6 @@ class ForwardLatency:
             self._compare()
 
     def _compare(self) -> None:
-        """Where, and by how much, the fresh measurements differ from the linear model."""
         fresh = np.exp((self._steps - self._step) / FRESH)
         sizes = np.flatnonzero(fresh > LEAST_FRESH)
         seconds, tokens, context, calls = self._medians[:, sizes]

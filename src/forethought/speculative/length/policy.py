@@ -19,7 +19,7 @@ from forethought.config.speculation import DecodingBaseConfig
 
 
 class LengthRequest(Protocol):
-    """What a length policy sees of a request about to decode; ``DraftRequest`` satisfies it."""
+    """A request about to decode, as length policies see it; a ``DraftRequest`` is one."""
 
     @property
     def request_id(self) -> int:
@@ -87,7 +87,7 @@ class SkippedSteps:
     seconds: float = 0.0
 
     def measure(self, num_decodes: int, tokens: int, context: int, seconds: float) -> None:
-        """Add a call that made so many plain decode steps."""
+        """Add a call that made ``num_decodes`` plain decode steps."""
         self.num_calls += 1
         self.num_decodes += num_decodes
         self.tokens += tokens
@@ -130,7 +130,7 @@ class LengthPolicy(Protocol):
         """
 
     def skipped(self, steps: SkippedSteps) -> None:
-        """Steps have gone by without it.
+        """Called for steps that it was not called for.
 
         At most as many as ``skip`` has returned, or that of another policy of the same drafter.
         """

@@ -29,7 +29,7 @@ from forethought.speculative.verify.unread_drafts import UnreadDrafts
 
 @dataclass(slots=True)
 class VerificationResult:
-    """What one sequence gains in a step."""
+    """The tokens of one sequence in a step."""
 
     path: list[int]
     """The accepted nodes, from the root down."""
@@ -119,7 +119,7 @@ def truncate(results: list[VerificationResult], num_tokens: int) -> None:
 
 
 def verify_argmax(logits: Tensor, drafts: Sequence[Draft]) -> list[VerificationResult]:
-    """What ``verify`` finds for greedy requests without edits of logits, scores or lossy rules.
+    """The result of ``verify`` for greedy requests without edits of logits, scores or lossy rules.
 
     Args:
         logits: [R, V] float32: the 1 + N rows of each draft in turn.
@@ -145,7 +145,7 @@ def verify_argmax(logits: Tensor, drafts: Sequence[Draft]) -> list[VerificationR
 def num_until_end(tokens: Sequence[int], ends: Collection[int], num_left: int) -> int | None:
     """How many of the next tokens a generation gets, if one of them ends it; None: it goes on.
 
-    ``min_tokens`` is not looked at: until then the tokens in ``ends`` are not drawn
+    ``min_tokens`` has no effect here: until then the tokens in ``ends`` are not drawn
     (``model.sampling.distribution``).
 
     Args:

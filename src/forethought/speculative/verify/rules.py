@@ -1,7 +1,7 @@
 """Lossy acceptance rules, and which one a configuration asks for.
 
 A rule replaces exact verification only where a configuration names it; results made with one are
-marked ``lossy`` or ``synthetic``. Let p be the target's distribution behind a prefix.
+marked ``lossy`` or ``synthetic``. Let p be the target's distribution after a prefix.
 
 * Typical acceptance (Cai et al., 2024, arXiv 2401.10774, section 2.3.1): token x is accepted if
   p(x) > min(threshold, alpha * exp(-H(p))), where H is the entropy: the less certain the target,

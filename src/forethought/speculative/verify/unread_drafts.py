@@ -25,7 +25,7 @@ class UnreadDrafts:
         self._parts = [(tokens, download.add(tokens.on_device)) for tokens in unread.values()]
 
     def set(self, parts: Sequence[list[int]]) -> None:
-        """They are on the host, in ``parts``."""
+        """Set the tokens, which are on the host, in ``parts``."""
         for tokens, at in self._parts:
             tokens.set(parts[at])
 

@@ -89,7 +89,7 @@ class AcceptanceRule(Protocol):
         """Whether requests with these params use the rule; all others are verified exactly."""
 
     def test_nodes(self, logits: Tensor, requests: Sequence[VerificationRequest]) -> Tensor | None:
-        """What the rule needs to know of the drafted nodes; nothing is read from a GPU.
+        """Compute what the rule needs of the drafted nodes; nothing is read from a GPU.
 
         Args:
             logits: [R, V] float32, the model's own: the 1 + N rows of each request in turn.
@@ -104,7 +104,7 @@ class AcceptanceRule(Protocol):
 
         Args:
             request: one of those above.
-            tests: of its nodes; of each nothing, if there is nothing to know.
+            tests: of its nodes, from ``test_nodes``.
         """
 
 
@@ -235,7 +235,6 @@ def _verify_group(
 
 
 def _select(logits: Tensor, rows: list[int]) -> Tensor:
-    """The given rows; a view if they are consecutive."""
     first, end = rows[0], rows[0] + len(rows)
     if rows != list(range(first, end)):
         return logits[upload(rows, logits.device)]
@@ -243,7 +242,6 @@ def _select(logits: Tensor, rows: list[int]) -> Tensor:
 
 
 def _begins(requests: Sequence[VerificationRequest]) -> list[int]:
-    """The root's row of each request in the logits of its group."""
     return [0, *accumulate(len(request.rows) for request in requests)][:-1]
 
 
@@ -327,7 +325,6 @@ def _draw(
 
 
 def _root_accepts(draft: Draft, token: int) -> bool:
-    """Whether a child of the root has this token."""
     if draft.parents is None:
         return len(draft) > 0 and draft.tokens[0] == token
     return any(draft.parent(node) < 0 and draft.tokens[node] == token for node in range(len(draft)))
@@ -423,12 +420,7 @@ class _NodeScores:
         self._tokens_at = download.add(tokens)
 
     def add_to(self, results: Sequence[VerificationResult], parts: Sequence[Sequence[Any]]) -> None:
-        """Add the scores of the tokens of results, one per request.
-
-        Args:
-            results: to add to.
-            parts: what was read.
-        """
+        """Add the scores, as read in ``parts``, of the tokens of results, one per request."""
         if not self._of_drawn:
             return
         tokens: Sequence[int] = parts[self._tokens_at]
@@ -445,7 +437,7 @@ class _NodeScores:
         if drafted is not None:
             emitted = [*(drafted + node for node in result.path), emitted[-1]]
             if result.tokens and tokens[emitted[-1]] != result.tokens[-1]:
-                # No token is drawn behind it, so the last accepted one is the last of the result.
+                # No token is drawn after it, so the last accepted one is the last of the result.
                 last, draft = (-1, *result.path)[-1], self._requests[number].draft
                 emitted[-1] = next(
                     drafted + node
