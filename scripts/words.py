@@ -30,11 +30,11 @@ PHRASES = ["behind", "so many", "under way", "as far as"]
 LIMITS = {
     "names that are pronouns or participles, per 1,000": 1.0,
     "docstrings that only say See X": 0,
-    "docstring lines, per 1,000": 174,
-    "behind": 77,
-    "so many": 20,
+    "docstring lines, per 1,000": 173,
+    "behind": 7,
+    "so many": 0,
     "under way": 0,
-    "as far as": 2,
+    "as far as": 0,
 }
 """The counts of today; see above."""
 
