@@ -31,13 +31,13 @@ from forethought.config import drafter_table
 from forethought.config.drafters import (
     DraftTargetDecodingConfig,
     EagleDecodingConfig,
-    MedusaDecodingConfig,
     MTPDecodingConfig,
     NGramDecodingConfig,
     PearlDecodingConfig,
     ReDrafterDecodingConfig,
     SuffixDecodingConfig,
 )
+from forethought.config.medusa import MedusaDecodingConfig
 from forethought.config.speculation import DecodingBaseConfig, named_config
 from forethought.evaluation.problems import shipped
 

@@ -8,11 +8,11 @@ from forethought.assets import drafter_dir, heads_dir, problems
 from forethought.config.drafters import (
     DraftTargetDecodingConfig,
     EagleDecodingConfig,
-    MedusaDecodingConfig,
     MTPDecodingConfig,
     PearlDecodingConfig,
     ReDrafterDecodingConfig,
 )
+from forethought.config.medusa import MedusaDecodingConfig
 from forethought.config.speculation import DecodingBaseConfig
 from forethought.training.chat_tokenizer import prompt_text
 

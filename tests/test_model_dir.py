@@ -16,8 +16,9 @@ import hub_server
 import reward_models
 from forethought import assets
 from forethought.assets import drafter_dir, heads_dir, reasoner_dir
-from forethought.config.drafters import MedusaDecodingConfig, NGramDecodingConfig
+from forethought.config.drafters import NGramDecodingConfig
 from forethought.config.engine import LlmArgs
+from forethought.config.medusa import MedusaDecodingConfig
 from forethought.config.sampling import SamplingParams
 from forethought.errors import ModelError, ParameterError
 from forethought.model_dir import check_model_dir, find_model_dir

@@ -4,7 +4,6 @@ from forethought.config.drafters import AutoDecodingConfig as AutoDecodingConfig
 from forethought.config.drafters import DraftTargetDecodingConfig as DraftTargetDecodingConfig
 from forethought.config.drafters import Eagle3DecodingConfig as Eagle3DecodingConfig
 from forethought.config.drafters import EagleDecodingConfig as EagleDecodingConfig
-from forethought.config.drafters import MedusaDecodingConfig as MedusaDecodingConfig
 from forethought.config.drafters import MTPDecodingConfig as MTPDecodingConfig
 from forethought.config.drafters import NGramDecodingConfig as NGramDecodingConfig
 from forethought.config.drafters import PearlDecodingConfig as PearlDecodingConfig
@@ -15,6 +14,7 @@ from forethought.config.engine import GuidedDecodingConfig as GuidedDecodingConf
 from forethought.config.engine import KvCacheConfig as KvCacheConfig
 from forethought.config.engine import LlmArgs as LlmArgs
 from forethought.config.guided import GuidedDecodingParams as GuidedDecodingParams
+from forethought.config.medusa import MedusaDecodingConfig as MedusaDecodingConfig
 from forethought.config.sampling import SamplingParams as SamplingParams
 from forethought.config.sampling import SpeculationParams as SpeculationParams
 from forethought.errors import ForethoughtError as ForethoughtError

@@ -16,11 +16,8 @@ from forethought.bench.tree_fit import (
     measure_profile,
     widened,
 )
-from forethought.config.drafters import (
-    DraftTargetDecodingConfig,
-    MedusaDecodingConfig,
-    NGramDecodingConfig,
-)
+from forethought.config.drafters import DraftTargetDecodingConfig, NGramDecodingConfig
+from forethought.config.medusa import MedusaDecodingConfig
 from forethought.config.tree import TreeChoices
 from forethought.errors import ParameterError
 from medusa_heads import random_heads

@@ -10,12 +10,12 @@ from forethought.config.drafters import (
     AutoDecodingConfig,
     DraftTargetDecodingConfig,
     EagleDecodingConfig,
-    MedusaDecodingConfig,
     NGramDecodingConfig,
     ReDrafterDecodingConfig,
     SuffixDecodingConfig,
     UserProvidedDecodingConfig,
 )
+from forethought.config.medusa import MedusaDecodingConfig
 from forethought.config.speculation import DecodingBaseConfig, named_config
 from forethought.errors import ParameterError
 

@@ -16,7 +16,7 @@ import yaml
 from forethought.assets import drafter_dir, heads_dir
 from forethought.cli.main import main
 from forethought.cli.options import speculative_config_of
-from forethought.config.drafters import MedusaDecodingConfig
+from forethought.config.medusa import MedusaDecodingConfig
 from forethought.config.speculation import named_config
 
 QUESTION = "Tom has 3 pens. He buys 4 more. How many?"

@@ -16,7 +16,6 @@ from forethought.config.drafters import (
     AutoDecodingConfig,
     DraftTargetDecodingConfig,
     EagleDecodingConfig,
-    MedusaDecodingConfig,
     MTPDecodingConfig,
     NGramDecodingConfig,
     PearlDecodingConfig,
@@ -25,6 +24,7 @@ from forethought.config.drafters import (
     UserProvidedDecodingConfig,
 )
 from forethought.config.engine import KvCacheConfig, LlmArgs
+from forethought.config.medusa import MedusaDecodingConfig
 from forethought.config.speculation import DecodingBaseConfig
 from forethought.errors import ParameterError
 

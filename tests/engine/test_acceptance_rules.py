@@ -10,7 +10,8 @@ import pytest
 
 import drafters
 from engines import drain, engine, expect_empty, outputs
-from forethought.config.drafters import MedusaDecodingConfig, UserProvidedDecodingConfig
+from forethought.config.drafters import UserProvidedDecodingConfig
+from forethought.config.medusa import MedusaDecodingConfig
 from forethought.config.sampling import SamplingParams, SpeculationParams
 from forethought.config.speculation import DecodingBaseConfig
 from medusa_heads import random_heads

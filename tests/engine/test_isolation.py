@@ -23,10 +23,10 @@ import drafters
 from engines import drain, engine, expect_empty, load, load_poisoned, outputs
 from forethought.config.drafters import (
     DraftTargetDecodingConfig,
-    MedusaDecodingConfig,
     NGramDecodingConfig,
     UserProvidedDecodingConfig,
 )
+from forethought.config.medusa import MedusaDecodingConfig
 from forethought.config.sampling import SamplingParams
 from forethought.config.speculation import DecodingBaseConfig
 from forethought.engine.engine import Engine, Event

@@ -19,7 +19,6 @@ from exact_confidence import exact_confidence
 from forethought.config.drafters import (
     DraftTargetDecodingConfig,
     EagleDecodingConfig,
-    MedusaDecodingConfig,
     MTPDecodingConfig,
     NGramDecodingConfig,
     PearlDecodingConfig,
@@ -28,6 +27,7 @@ from forethought.config.drafters import (
     UserProvidedDecodingConfig,
 )
 from forethought.config.engine import LlmArgs
+from forethought.config.medusa import MedusaDecodingConfig
 from forethought.config.sampling import SamplingParams, SpeculationParams
 from forethought.config.speculation import DecodingBaseConfig
 from forethought.engine import resolve

@@ -9,7 +9,7 @@ import pytest
 
 from forethought import LLM, SamplingParams
 from forethought.llm.async_llm import ConcurrencyLimit
-from forethought.llm.llm import FifoLock
+from forethought.llm.fifo_lock import FifoLock
 from tokens import speaking
 
 

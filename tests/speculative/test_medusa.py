@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 
 from engines import drain, engine, expect_empty, load, outputs
-from forethought.config.drafters import MEDUSA_CHOICES, MedusaDecodingConfig
+from forethought.config.medusa import MEDUSA_CHOICES, MedusaDecodingConfig
 from forethought.config.sampling import SamplingParams
 from forethought.config.speculation import MAX_LEVELS
 from forethought.errors import ParameterError

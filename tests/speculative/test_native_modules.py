@@ -17,10 +17,10 @@ from forethought.backends.cpu import library
 from forethought.config.drafters import (
     DraftTargetDecodingConfig,
     EagleDecodingConfig,
-    MedusaDecodingConfig,
     MTPDecodingConfig,
     ReDrafterDecodingConfig,
 )
+from forethought.config.medusa import MedusaDecodingConfig
 from forethought.config.speculation import DecodingBaseConfig
 from forethought.engine.engine import Engine
 from forethought.model import loader

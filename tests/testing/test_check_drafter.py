@@ -15,13 +15,13 @@ from eagle_heads import random_head as eagle
 from forethought.config.drafters import (
     DraftTargetDecodingConfig,
     EagleDecodingConfig,
-    MedusaDecodingConfig,
     MTPDecodingConfig,
     NGramDecodingConfig,
     PearlDecodingConfig,
     ReDrafterDecodingConfig,
     SuffixDecodingConfig,
 )
+from forethought.config.medusa import MedusaDecodingConfig
 from forethought.config.speculation import DecodingBaseConfig
 from forethought.speculative.drafter import Draft, Drafter, DraftKind, DraftRequest
 from forethought.testing import check_drafter, distribution

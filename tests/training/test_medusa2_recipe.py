@@ -12,7 +12,7 @@ import torch
 
 from forethought.assets import heads_dir, problems, reasoner_dir
 from forethought.cli.main import main
-from forethought.config.drafters import MedusaDecodingConfig
+from forethought.config.medusa import MedusaDecodingConfig
 from forethought.config.sampling import SamplingParams
 from forethought.errors import ParameterError
 from forethought.llm.llm import LLM

@@ -13,7 +13,7 @@ import torch
 from engines import load
 from forethought.assets import heads_dir, problems, reasoner_dir
 from forethought.cli.main import main
-from forethought.config.drafters import MedusaDecodingConfig
+from forethought.config.medusa import MedusaDecodingConfig
 from forethought.config.sampling import SamplingParams
 from forethought.errors import ParameterError
 from forethought.model.hidden_states import FINAL

@@ -103,7 +103,7 @@ DRAFTERS: tuple[DrafterSpec, ...] = (
     ),
     DrafterSpec(
         "Medusa",
-        f"{_CONFIG}:MedusaDecodingConfig",
+        "forethought.config.medusa:MedusaDecodingConfig",
         f"{_DRAFTER}.medusa:MedusaDrafter",
         option="medusa",
         option_help="medusa: with the most probable trees, whatever tree the heads' config has",

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from forethought.config.drafters import MedusaDecodingConfig
+from forethought.config.medusa import MedusaDecodingConfig
 from forethought.config.tree import TreeChoices
 from forethought.errors import ParameterError
 from forethought.kv.storage import DraftKvCache

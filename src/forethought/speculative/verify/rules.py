@@ -25,7 +25,8 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from forethought.config.drafters import MedusaDecodingConfig, MTPDecodingConfig
+from forethought.config.drafters import MTPDecodingConfig
+from forethought.config.medusa import MedusaDecodingConfig
 from forethought.config.sampling import SamplingParams
 from forethought.config.speculation import DecodingBaseConfig
 from forethought.kv.staging import upload

@@ -16,7 +16,7 @@ import torch
 from pydantic import BeforeValidator, Field
 from torch import Tensor, nn
 
-from forethought.config.drafters import MedusaDecodingConfig
+from forethought.config.medusa import MedusaDecodingConfig
 from forethought.model.hidden_states import FINAL
 from forethought.speculative.heads.medusa import MedusaHeads, MedusaShape
 from forethought.training.batches import TrainingBatch, TrainingBatches, cross_entropy_terms

@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor, nn
 
-from forethought.config.drafters import MedusaDecodingConfig
+from forethought.config.medusa import MedusaDecodingConfig
 from forethought.errors import ParameterError
 from forethought.model.hidden_states import FINAL
 from forethought.model_dir import find_model_dir
