@@ -147,8 +147,8 @@ class Demo:
 
     Args:
         opener: of models.
-        drafter: of the race; None: the reasoner's draft model.
-        speculative: the drafter of the comparisons too; None: they decode without.
+        speculative: the drafter of race and comparisons; None: the reasoner's draft model in the
+            race, none in the comparisons.
         num_problems: of each comparison; None: ``PROBLEMS``.
         seed: of the choice of problems, and of sampling.
 
