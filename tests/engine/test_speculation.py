@@ -41,6 +41,7 @@ from medusa_heads import shared_heads
 from models import VOCAB, greedy, logits_lost, prompts, tiny
 from mtp_modules import saved
 from redrafter_heads import random_head
+from turns import by_turns
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=64, ignore_eos=True)
 PROMPTS = prompts((1, 4, 9, 17, 30, 5, 12))
@@ -177,8 +178,9 @@ def test_every_drafter_gives_the_tokens_of_plain_decoding(
     expect_empty(machine)
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-@pytest.mark.parametrize("name", NAMES[: NAMES.index("oracle")])
+@pytest.mark.parametrize(
+    ("name", "dtype"), by_turns(NAMES[: NAMES.index("oracle")], ["bfloat16", "float16"])
+)
 def test_every_drafter_drafts_in_half_precision_where_each_head_has_its_own_keys(
     name: str, dtype: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -278,8 +280,10 @@ def thought(temperature: float) -> list[list[int]]:
     return think(engine(pages=256), thoughtful(temperature))
 
 
-@pytest.mark.parametrize("name", [*NAMES[: NAMES.index("oracle")], "oracle", "adversary", "tree"])
-@pytest.mark.parametrize("temperature", [0.0, 1.0], ids=["greedy", "sampled"])
+@pytest.mark.parametrize(
+    ("name", "temperature"),
+    by_turns([*NAMES[: NAMES.index("oracle")], "oracle", "adversary", "tree"], [0.0, 1.0]),
+)
 def test_a_thought_is_closed_at_its_cap_under_every_drafter(name: str, temperature: float) -> None:
     expected = thought(temperature)
     prompts = [(*prompt, OPEN) for prompt in PROMPTS[:4] for _ in range(3)]
@@ -433,8 +437,7 @@ def reference_confidences(sequence: Any, k: int) -> list[TokenConfidence]:
     ]
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.9], ids=["greedy", "sampled"])
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(("name", "temperature"), by_turns(NAMES, [0.0, 0.9]))
 def test_confidences_are_those_of_the_targets_logits_under_every_drafter(
     name: str, temperature: float
 ) -> None:

@@ -23,6 +23,7 @@ from forethought.config.speculation import DecodingBaseConfig
 from forethought.llm.llm import LLM
 from forethought.outputs import GRAMMAR_COMPLETE, CompletionOutput
 from tokens import speaking
+from turns import by_turns
 
 MODEL = speaking("byte_level")
 PROMPTS = ["Hello world", "How are you?", "你好", "ok"]
@@ -96,9 +97,9 @@ def undrafted(temperature: float, ignore_eos: bool) -> list[CompletionOutput]:
     return completions(build(), asked(temperature, ignore_eos))
 
 
-@pytest.mark.parametrize("ignore_eos", [False, True], ids=["eos", "no eos"])
-@pytest.mark.parametrize("temperature", [0.0, 1.0], ids=["greedy", "sampled"])
-@pytest.mark.parametrize("name", DRAFTERS)
+@pytest.mark.parametrize(
+    ("name", "temperature", "ignore_eos"), by_turns([*DRAFTERS], [0.0, 1.0], [False, True])
+)
 def test_guided_output_is_the_same_with_drafts_token_for_token(name, temperature, ignore_eos):
     params, plain = asked(temperature, ignore_eos), undrafted(temperature, ignore_eos)
     assert sum(completion.stop_reason == GRAMMAR_COMPLETE for completion in plain) >= 2

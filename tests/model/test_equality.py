@@ -18,6 +18,7 @@ from forethought.model.batch import Row
 from forethought.model.llama.network import FusedNetwork
 from forethought.model.loader import load
 from forethought.model.runner import ModelRunner
+from turns import by_turns
 
 NEW_TOKENS = 16
 SLOTS = 960
@@ -74,9 +75,11 @@ def expected(architecture: str, prompts: list[list[int]]) -> list[list[int]]:
     return models.greedy(models.tiny(architecture), prompts, NEW_TOKENS)
 
 
-@pytest.mark.parametrize(("page_size", "chunk"), [(3, 5), (16, 1000)])
-@pytest.mark.parametrize("architecture", models.ARCHITECTURES)
-def test_greedy_equals_generate(architecture: str, page_size: int, chunk: int) -> None:
+@pytest.mark.parametrize(
+    ("architecture", "sizes"), by_turns([*models.ARCHITECTURES], [(3, 5), (16, 1000)])
+)
+def test_greedy_equals_generate(architecture: str, sizes: tuple[int, int]) -> None:
+    page_size, chunk = sizes
     runner, pool = new_runner(architecture, page_size)
     prompts = models.prompts()
     sequences = [Sequence(prompt, PageTable(pool)) for prompt in prompts]

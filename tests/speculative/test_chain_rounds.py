@@ -43,6 +43,7 @@ from forethought.speculative.verify.accept import num_accepted
 from generations import COUNTS
 from generations import facts as all_facts
 from models import prompts
+from turns import by_turns
 
 PAGED = "forethought.backends.cuda.paged:PagedAttention"
 PROMPTS = prompts((9, 7, 33, 6, 12))
@@ -134,7 +135,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
     return made
 
 
-@pytest.mark.parametrize("kind", ALL_KINDS)
+@pytest.mark.parametrize("kind", by_turns([*ALL_KINDS], every=2))
 def test_rounds_generate_and_store_what_single_steps_and_the_reference_do(
     kind: str, calls: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -34,6 +34,7 @@ from forethought.speculative.length.policy import (
 )
 from forethought.speculative.verify.rules import synthetic_path
 from machines import DRAFTERS, FORWARDS, Calls, Machine
+from turns import by_turns
 
 
 def requests(*caps):
@@ -460,8 +461,7 @@ def test_drafts_are_compared_with_the_steps_that_skip_them():
     assert runs[0.04].against_plain > 0.95
 
 
-@pytest.mark.parametrize("drafted", [True, False])
-@pytest.mark.parametrize("seconds", [0.01, 0.02, 0.03])
+@pytest.mark.parametrize(("drafted", "seconds"), by_turns([True, False], [0.01, 0.02, 0.03]))
 def test_it_drafts_again_however_much_faster_the_steps_that_skip_it_are(seconds, drafted):
     """Being asked loses more, then, than the allowance of the steps between: they are more."""
     policy, calls = Goodput(5), Calls(seconds, drafted=drafted)

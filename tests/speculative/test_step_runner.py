@@ -33,6 +33,7 @@ from forethought.speculative.step_runner import (
     SingleSteps,
     StepRunner,
 )
+from turns import by_turns
 
 pytestmark = pytest.mark.skipif(
     library.find_compiler() is None, reason="there is no C++ compiler (c++, g++ or clang++)"
@@ -131,9 +132,10 @@ def tokens_of(advance: Advance) -> list[list[int]]:
     return [[token for step in steps for token in step.tokens] for steps in advance.results]
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("sizes", [(9,), (9, 9, 9), (10, 8, 3, 1)])
-@pytest.mark.parametrize("architecture", NATIVE)
+@pytest.mark.parametrize(
+    ("architecture", "sizes", "dtype"),
+    by_turns(NATIVE, [(9,), (9, 9, 9), (10, 8, 3, 1)], ["float32", "bfloat16"]),
+)
 def test_several_steps_are_those_of_single_calls_to_the_last_bit(
     architecture: str, sizes: Sequence[int], dtype: str
 ) -> None:
