@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import replace
+from types import MappingProxyType
 
 import pytest
 from openai import AsyncOpenAI
@@ -14,6 +16,7 @@ from forethought.methods.parts.threads import FORMATS, ThreadFormat
 from forethought.scaffolding import (
     Budget,
     EngineWorker,
+    GenerationTask,
     OpenaiWorker,
     Reply,
     ScaffoldingLlm,
@@ -386,12 +389,12 @@ def own_format(said):
     )
 
 
-def joined(llm, max_parked=8, **settings):
+def joined(llm, worker_class=EngineWorker, max_parked=8, **settings):
     """The result of threads that a random model spawns."""
     form = own_format(llm.generate(*SAID).outputs[0].text)
     settings = {"thread_format": form, "thread_tokens": 6, "max_spawns": 1, **settings}
     controller = methods.create("parallel_thinking", **settings)
-    worker = EngineWorker(llm, max_parked=max_parked)
+    worker = worker_class(llm, max_parked=max_parked)
     result = answer(controller, worker, SAID[0], sampling_params=GREEDY)
     worker.shutdown()
     expect_empty(llm._frontend.engine)
@@ -424,6 +427,30 @@ def test_threads_are_read_until_the_end_however_few_sequences_are_kept():
         many = joined(llm, max_parked=64, join="pages", max_spawns=3)
     assert few.output.text == many.output.text
     assert told(few) == told(many)
+
+
+class OneByOne(EngineWorker):
+    """Generates for one task after the other, as a busy machine may."""
+
+    def __init__(self, llm, **settings):
+        super().__init__(llm, **settings)
+        self.turn = asyncio.Lock()
+
+    async def generation_handler(self, task):
+        async with self.turn:
+            return await super().generation_handler(task)
+
+    task_handlers = MappingProxyType(
+        {**EngineWorker.task_handlers, GenerationTask: generation_handler}
+    )
+
+
+def test_threads_that_end_before_others_begin_are_kept_until_they_are_read():
+    with LLM(speaking(), dtype="float32", kv_cache_config=CACHE) as llm:
+        together = joined(llm, max_parked=1, join="pages", max_spawns=3)
+    with LLM(speaking(), dtype="float32", kv_cache_config=CACHE) as llm:
+        in_turn = joined(llm, OneByOne, max_parked=1, join="pages", max_spawns=3)
+    assert in_turn.output.text == together.output.text
 
 
 def test_one_thread_that_is_read_is_as_good_as_its_text():

@@ -209,7 +209,7 @@ class ParallelThinkingController(Controller):
             for thread in threads
         ]
         for task in closed:
-            task.worker_tag, task.is_aside = part.worker_tag, True
+            task.worker_tag, task.is_aside, task.is_read_later = part.worker_tag, True, True
         yield closed
         common = f"{part.input_str}{part.output_str}{form.spawn_end}"
         main.count_inserted(closed)

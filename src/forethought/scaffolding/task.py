@@ -55,6 +55,9 @@ class GenerationTask(sampling.SamplingFields, Task):
     is_aside: bool = False
     """What it generates is no part of an answer, as a probe or a judgement: a request
     that its budget ends is never answered with it."""
+    is_read_later: bool = False
+    """An attention group is to read its sequence, once it has ended: an engine's worker keeps it
+    until then, also beyond ``max_parked``."""
     score_suffix: bool = False
     """Of a fork: have the model say how probable its suffix is (``suffix_logprobs``). A worker that
     holds no sequence cannot, and leaves them None."""

@@ -55,6 +55,7 @@ class LiveSession:
         shown: the prefix of it that the task has received, as it was at that length.
         prompt_length: tokens of the prompt.
         num_beyond: its last tokens that are beyond the budget of the request.
+        is_pinned: it is not evicted, as an attention group is to read it.
     """
 
     def __init__(
@@ -77,6 +78,7 @@ class LiveSession:
         self._counted = Usage()
         self._stream: SessionStream | None = None
         self._params = SamplingParams()
+        self.is_pinned = False
 
     @property
     def ended(self) -> bool:
@@ -296,7 +298,7 @@ class SessionCache:
 
     Args:
         capacity: finished sequences that are kept per scope; the least recently used one is
-            evicted of those that no other one attends to.
+            evicted of those that no other one attends to, nor is going to.
     """
 
     def __init__(self, capacity: int) -> None:
@@ -310,7 +312,7 @@ class SessionCache:
         request, path = _where(scope)
         paths = self._requests.setdefault(request, {})
         sequences, evicted = paths.setdefault(path, []), list[LiveSession]()
-        ended = [other for other in sequences if other.over]
+        ended = [other for other in sequences if other.over and not other.is_pinned]
         if len(ended) >= self._capacity:
             every = [other for others in paths.values() for other in others]
             read = live.session.reads.union(*(other.session.reads for other in every))

@@ -392,6 +392,8 @@ class EngineWorker(Worker):
                 "them to it",
             )
         await LiveSession.begin_together(ready, others, group)
+        for live in others:
+            live.is_pinned = False  # what attends to it keeps it
 
     async def _continued(self, task: GenerationTask, prompt: Prompt | None) -> AsyncSession | None:
         """A fork of the sequence that the task continues; None if it continues none."""
@@ -435,7 +437,9 @@ class EngineWorker(Worker):
     ) -> LiveSession:
         scope = current_scope()
         account = scope.account if scope else None
-        return LiveSession(session, prompt, self._text, task.usage, account)
+        live = LiveSession(session, prompt, self._text, task.usage, account)
+        live.is_pinned = task.is_read_later
+        return live
 
     async def _keep(self, live: LiveSession) -> None:
         await _close(self._cache.add(current_scope(), live))
