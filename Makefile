@@ -56,7 +56,7 @@ $(INSTALLED): pyproject.toml constraints.txt
 	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	@touch $@
 
-CPP          := $(wildcard src/forethought/backends/cpu/*.h src/forethought/backends/cpu/*.cpp tests/backends/*.cpp)
+CPP          := $(wildcard src/forethought/backends/cpu/cpp/*.h src/forethought/backends/cpu/cpp/kernels/*.h src/forethought/backends/cpu/cpp/*.cpp tests/backends/*.cpp)
 CLANG_FORMAT  = $(PY) -c 'from clang_format import clang_format; clang_format()'
 
 demo: $(setup)

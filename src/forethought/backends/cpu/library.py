@@ -27,8 +27,8 @@ from forethought.errors import ModelError
 
 logger = logging.getLogger(__name__)
 
-SOURCE = Path(__file__).with_name("forward.cpp")
-SOURCES = (SOURCE, *sorted(SOURCE.parent.glob("*.h")))
+SOURCE = Path(__file__).parent / "cpp" / "forward.cpp"
+SOURCES = (SOURCE, *sorted(SOURCE.parent.rglob("*.h")))
 """With the headers that it includes."""
 FLAGS = (
     *("-std=c++17", "-O3", "-pthread", "-shared", "-fPIC", "-Wno-psabi"),
@@ -37,7 +37,7 @@ FLAGS = (
 """GCC, tuned for AMD's Zen, multiplies and adds in two instructions where it finds a chain of them:
 in some instances of a template and not in others, which would then round differently."""
 NATIVE = ("-march=native",)
-PREBUILT = SOURCE.with_name("prebuilt")
+PREBUILT = Path(__file__).with_name("prebuilt")
 """Where the wheel has its libraries."""
 NO_COMPILER = (
     "this installation has no library for this processor, and there is no C++ compiler (c++, g++ "

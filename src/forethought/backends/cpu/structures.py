@@ -11,7 +11,7 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-HEADER = Path(__file__).with_name("structures.h")
+HEADER = Path(__file__).parent / "cpp" / "structures.h"
 SCALARS = {"int32_t": ctypes.c_int32, "int64_t": ctypes.c_int64, "float": ctypes.c_float}
 
 

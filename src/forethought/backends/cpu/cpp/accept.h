@@ -2,8 +2,8 @@
 
 #pragma once
 
+#include "kernels/vectors.h"
 #include "structures.h"
-#include "vectors.h"
 
 #include <algorithm>
 #include <cmath>

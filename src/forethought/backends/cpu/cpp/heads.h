@@ -2,9 +2,9 @@
 
 #pragma once
 
-#include "products.h"
+#include "kernels/products.h"
+#include "kernels/vectors.h"
 #include "structures.h"
-#include "vectors.h"
 
 #include <cstdint>
 

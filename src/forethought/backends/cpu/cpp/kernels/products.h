@@ -2,8 +2,8 @@
 
 #pragma once
 
+#include "../structures.h"
 #include "panels.h"
-#include "structures.h"
 #include "tiles.h"
 #include "vectors.h"
 

@@ -3,9 +3,9 @@
 #pragma once
 
 #include "accept.h"
-#include "attention.h"
+#include "kernels/attention.h"
+#include "kernels/vectors.h"
 #include "structures.h"
-#include "vectors.h"
 
 #include <algorithm>
 #include <cmath>

@@ -13,18 +13,18 @@
 //
 // Weights W [out, in] are packed in panels of PANEL outputs: see panels.h.
 
-#include "attention.h"
 #include "beams.h"
 #include "chain_steps.h"
 #include "drafts.h"
-#include "experts.h"
 #include "heads.h"
-#include "norms.h"
-#include "products.h"
+#include "kernels/attention.h"
+#include "kernels/experts.h"
+#include "kernels/norms.h"
+#include "kernels/products.h"
+#include "kernels/vectors.h"
 #include "scratch.h"
 #include "structures.h"
 #include "team.h"
-#include "vectors.h"
 
 #include <cmath>
 #include <cstdint>

@@ -4,12 +4,12 @@
 #pragma once
 
 #include "accept.h"
-#include "attention.h"
 #include "drafts.h"
-#include "norms.h"
+#include "kernels/attention.h"
+#include "kernels/norms.h"
+#include "kernels/vectors.h"
 #include "structures.h"
 #include "team.h"
-#include "vectors.h"
 
 #include <algorithm>
 #include <chrono>

@@ -4,9 +4,9 @@
 
 #include "drafts.h"
 #include "heads.h"
-#include "products.h"
+#include "kernels/products.h"
+#include "kernels/vectors.h"
 #include "structures.h"
-#include "vectors.h"
 
 #include <algorithm>
 #include <cstdint>

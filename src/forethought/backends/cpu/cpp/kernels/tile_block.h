@@ -2,11 +2,11 @@
 
 #pragma once
 
+#include "../scratch.h"
+#include "../structures.h"
 #include "products.h"
-#include "scratch.h"
 #include "sight.h"
 #include "softmax.h"
-#include "structures.h"
 #include "tiles.h"
 #include "vectors.h"
 

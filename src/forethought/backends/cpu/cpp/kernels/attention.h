@@ -2,11 +2,11 @@
 
 #pragma once
 
+#include "../scratch.h"
+#include "../structures.h"
 #include "block.h"
 #include "chunks.h"
 #include "norms.h"
-#include "scratch.h"
-#include "structures.h"
 #include "tile_block.h"
 #include "vectors.h"
 

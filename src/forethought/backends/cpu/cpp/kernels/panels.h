@@ -6,8 +6,8 @@
 
 #pragma once
 
-#include "structures.h"
-#include "team.h"
+#include "../structures.h"
+#include "../team.h"
 
 #include <cstdint>
 

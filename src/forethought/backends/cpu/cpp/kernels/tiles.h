@@ -6,10 +6,10 @@
 
 #pragma once
 
+#include "../structures.h"
 #include "amx.h"
 #include "dot_products.h"
 #include "panels.h"
-#include "structures.h"
 #include "vectors.h"
 
 #include <cstdint>

@@ -2,9 +2,9 @@
 
 #pragma once
 
-#include "products.h"
+#include "kernels/products.h"
+#include "kernels/tiles.h"
 #include "structures.h"
-#include "tiles.h"
 
 static inline int64_t round_up(int64_t count) { return (count + PANEL - 1) / PANEL * PANEL; }
 

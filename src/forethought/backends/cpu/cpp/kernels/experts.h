@@ -2,9 +2,9 @@
 
 #pragma once
 
+#include "../scratch.h"
+#include "../structures.h"
 #include "products.h"
-#include "scratch.h"
-#include "structures.h"
 
 #include <cmath>
 #include <cstring>

@@ -2,7 +2,7 @@
 
 #pragma once
 
-#include "structures.h"
+#include "../structures.h"
 
 #include <cstdint>
 
