@@ -12,7 +12,7 @@ distance is greater there than the stored positions say: here m for the prefix a
 sequence, 0 for the row's own tokens. So one stored key serves every reader.
 
 In torch it is computed one row at a time, with the softmax written out in float32: that is the
-reference of the C++ forward, which gets the same view as a layout (``backends/cpu/cpp/kernels/attention.h``).
+reference of the C++ forward, which gets the same view as a layout (``attention.h``).
 
 Source: Rodionov et al., "Hogwild! Inference: Parallel LLM Generation via Concurrent Attention",
 2025, section 3; arXiv 2504.06261.

@@ -8,7 +8,7 @@ ways; both start at the root and go on while a node has an accepted child::
     accept_tested   the first child that rejection sampling has accepted (``rejection.py``)
 
 ``result_of`` adds the token that is drawn after the path, and ``num_until_end`` is the rule for
-the end of a generation. Each of them has one counterpart in C++ (``backends/cpu/cpp/accept.h``), and
+the end of a generation. Each of them has one counterpart in C++ (``accept.h``), and
 ``num_accepted`` is greedy acceptance of chains on a GPU.
 """
 
