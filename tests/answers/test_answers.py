@@ -103,7 +103,7 @@ def test_a_vote_without_voters_says_so(caplog):
     assert info["warning"] in caplog.text
 
 
-def test_a_vote_says_who_voted_by_which_rule_and_how_many_were_compared_as_text():
+def test_a_vote_reports_voters_rule_and_text_comparisons():
     pool = AnswerPool(MathEquivalence())
     for number, answer in enumerate(["1/2", "0.5", "9^{9^{9^{9}}}"]):
         pool.add(number, answer)

@@ -154,7 +154,7 @@ def test_rows_that_share_a_prefix_have_the_logits_of_each_row_alone(
 
 
 @pytest.mark.parametrize("architecture", ["llama_mqa", "mistral", "gemma3"])
-def test_a_path_of_a_draft_tree_is_the_same_to_the_last_bit_as_its_tokens_alone(
+def test_a_path_of_a_draft_tree_equals_its_tokens_alone_to_the_last_bit(
     architecture: str,
 ) -> None:
     lm = native(architecture)
@@ -171,7 +171,7 @@ def test_a_path_of_a_draft_tree_is_the_same_to_the_last_bit_as_its_tokens_alone(
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("architecture", ["llama", "llama_mqa", "gemma3"])
-def test_behind_several_chunks_a_token_is_the_same_to_the_last_bit_however_it_is_computed(
+def test_after_several_chunks_a_token_is_batch_invariant_to_the_last_bit(
     monkeypatch, tmp_path: Path, architecture: str, dtype: str
 ) -> None:
     """Alone, in a chain, in a tree whose nodes cross the end of a chunk, and with other threads."""
@@ -205,7 +205,7 @@ def test_behind_several_chunks_a_token_is_the_same_to_the_last_bit_however_it_is
     assert all(torch.equal(other, found[0]) for other in found[1:])
 
 
-def test_keys_that_are_not_numbers_show_in_the_logits_also_where_they_fill_a_chunk(
+def test_a_chunk_of_nan_keys_shows_in_the_logits(
     tmp_path: Path,
 ) -> None:
     config = loader.load(models.tiny("llama")).config
@@ -233,7 +233,7 @@ def check_long_prefills(lm: CausalLM) -> None:
 @pytest.mark.parametrize(
     "architecture", ["llama", "llama_mha", "llama_mqa", "mistral", "qwen3", "gemma3", "phi3"]
 )
-def test_a_long_prefill_in_bf16_is_that_of_its_tokens_one_by_one_but_for_rounding(
+def test_a_long_bf16_prefill_equals_single_tokens_but_for_rounding(
     architecture: str,
 ) -> None:
     check_long_prefills(native(architecture, "bfloat16"))
@@ -252,7 +252,7 @@ def test_long_prefills_in_bf16_take_heads_of_any_size(
 
 
 @pytest.mark.parametrize("architecture", ["llama_mqa", "mistral", "gemma3"])
-def test_a_long_prefill_in_bf16_is_as_near_to_float32_as_its_tokens_one_by_one(
+def test_a_long_bf16_prefill_is_as_near_to_float32_as_single_tokens(
     tmp_path: Path, architecture: str
 ) -> None:
     """Over several blocks of positions; windows that begin within one."""
@@ -445,9 +445,7 @@ def check_product(
 
 
 @pytest.mark.parametrize(("inputs", "groups"), [(98, 4), (66, 2)])
-def test_weights_in_4_bits_in_groups_that_cannot_be_read_in_pairs_are_not_native(
-    inputs: int, groups: int
-) -> None:
+def test_int4_groups_of_odd_size_do_not_run_natively(inputs: int, groups: int) -> None:
     """98 inputs in 4 groups: two would be in none of them. 33 inputs of a group are no pairs."""
     values = torch.zeros(16, inputs, dtype=torch.uint8)
     linear = QuantizedLinear(QuantizedWeight(values, torch.ones(16, groups), None, 4))
@@ -470,7 +468,7 @@ def test_a_product_with_bf16_is_that_of_the_inputs_rounded_to_bf16() -> None:
     check_bf16_products()
 
 
-def test_where_inputs_are_wanted_in_float32_those_of_a_weight_in_bf16_are_not_rounded() -> None:
+def test_float32_inputs_of_bf16_weights_are_not_rounded_on_request() -> None:
     for count in (1, 5, 40):
         weight, bias, x = bf16_factors(100, 34, count)
         packed = PackedLinear.pack(weight, bias, float32_input=True)
@@ -497,7 +495,7 @@ def test_a_row_of_a_product_is_the_same_to_the_last_bit_beside_hundreds() -> Non
 
 
 @pytest.mark.parametrize(("num_inputs", "num_outputs"), [(70, 100), (96, 64)])
-def test_a_row_of_a_product_is_the_same_to_the_last_bit_beside_any_others(
+def test_a_row_of_a_product_is_batch_invariant_to_the_last_bit(
     num_inputs: int, num_outputs: int
 ) -> None:
     weight, bias, x = bf16_factors(num_inputs, num_outputs, 70)
@@ -639,7 +637,7 @@ def test_auto_takes_the_native_forward_and_says_so(architecture: str) -> None:
         (0, False, True, "fused"),
     ],
 )
-def test_auto_leaves_bf16_to_torch_where_that_alone_uses_amx_and_the_model_is_large(
+def test_auto_leaves_large_bf16_models_to_torch_where_it_alone_uses_amx(
     monkeypatch, weights_of_a_small_model: int, native_amx: bool, torch_amx: bool, taken: str
 ) -> None:
     monkeypatch.setattr(loader, "has_fast_matmul", lambda *_: True)
@@ -653,7 +651,7 @@ def test_auto_leaves_bf16_to_torch_where_that_alone_uses_amx_and_the_model_is_la
     assert native("llama", "bfloat16").path.kind == "native"
 
 
-def test_auto_leaves_weights_in_4_bits_to_torch_where_bf16_is_fast_and_the_model_is_large(
+def test_auto_leaves_large_int4_models_to_torch_where_bf16_is_fast(
     tmp_path: Path, monkeypatch
 ) -> None:
     monkeypatch.setattr(loader, "has_fast_matmul", lambda *_: True)
@@ -834,9 +832,7 @@ def test_without_amx_or_where_linux_refuses_it_vectors_compute_the_same(
 
 
 @pytest.mark.slow
-def test_tuned_for_zen_3_a_token_is_the_same_to_the_last_bit_in_every_batch(
-    monkeypatch, tmp_path
-) -> None:
+def test_code_tuned_for_zen_3_is_batch_invariant_to_the_last_bit(monkeypatch, tmp_path) -> None:
     """GCC's tuning for it would leave some multiplications and additions apart."""
     monkeypatch.setenv("FORETHOUGHT_CACHE", str(tmp_path))
     monkeypatch.setattr(library, "FLAGS", (*library.FLAGS, "-mno-avx512f", "-mtune=znver3"))

@@ -156,7 +156,7 @@ def test_a_policy_is_fitted_on_other_problems_than_it_is_measured_on():
     assert found != calibration_problems("countdown", 20, seed=1)
 
 
-def test_what_a_policy_chooses_from_has_the_rewards_of_the_table_and_its_probe_is_sampled():
+def test_a_policy_chooses_by_rewards_and_samples_its_probe():
     made = MethodBench(method_task("countdown"), 820).calibration_recipes()
     assert [one.name for one in made] == [
         *(PROBE, "best_of_n@4", "particle_filtering@2", "particle_filtering@4"),

@@ -38,7 +38,7 @@ def test_the_best_over_all_batch_sizes_is_recommended_with_its_ratios():
     assert "suffix 8 at 1: 2.20" in second
 
 
-def test_where_it_does_not_pay_it_is_to_be_switched_off_and_does_not_count_against_it():
+def test_a_drafter_that_does_not_pay_is_reported_as_to_be_switched_off():
     advice = recommend(rows(ngram=[2.5, 1.9, 0.5], suffix=[1.5, 1.5, 1.5]))
     assert advice.variant == NGRAM
     assert advice.max_concurrency == 4

@@ -42,7 +42,7 @@ def test_the_ticks_of_the_plot_are_whole_numbers():
     assert all(tick == round(tick) for tick in acceptance.get_xticks())
 
 
-def test_the_table_has_a_line_per_row_and_marks_what_is_not_as_it_should_be():
+def test_the_table_has_a_line_per_row_and_marks_failures():
     metrics = SpeculationMetrics(8, 40, 15, [6, 3, 3, 2, 1], synthetic=True)
     lines = table([row(PLAIN, SpeculationMetrics(8)), row(Variant("ngram", 5), metrics, 0.5)])
     head, rule, plain, drafted = lines.splitlines()

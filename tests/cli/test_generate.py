@@ -191,7 +191,7 @@ def test_embedded_models_are_chosen_by_name(capsys):
     assert json.loads(capsys.readouterr().out)["model"] == "forethought/countdown"
 
 
-def test_the_reasoner_by_name_drafts_with_its_own_model_and_the_countdown_model_has_none():
+def test_embedded_models_draft_with_their_own_draft_model_if_they_have_one():
     parser = argparse.ArgumentParser()
     add_model_options(parser)
     asked = ["--speculative", "draft_target", "--model"]
@@ -338,9 +338,7 @@ def test_what_is_no_url_is_one_line_and_status_2(capsys, command, url):
         (["--json-schema", "{}", "--raw"], "Leave out --raw"),
     ],
 )
-def test_a_shape_that_a_server_does_not_know_is_refused_in_the_command_lines_words(
-    capsys, options, said
-):
+def test_an_unsupported_output_shape_is_refused_in_command_line_terms(capsys, options, said):
     line = refused(capsys, "--url", "http://127.0.0.1:9/v1", "--api-model", "m", *options)
     assert said in line
     assert "Task" not in line

@@ -65,7 +65,7 @@ def test_wrong_arguments_are_one_line_and_status_2(argv, command, capsys):
     assert "--help" in one_line(capsys)
 
 
-def test_a_usage_error_is_one_line_and_status_2_even_if_its_text_has_many(command, capsys):
+def test_a_usage_error_of_several_lines_is_printed_as_one(command, capsys):
     def run(args):
         raise ParameterError("bad\nvalue", "because\n  of this", "Change it")
 
@@ -186,8 +186,6 @@ def test_python_dash_m_is_the_same_command():
         ("--telepathy", "See forethought chat --help"),
     ],
 )
-def test_an_argument_of_an_engine_that_is_no_option_is_refused_with_what_does_the_same(
-    capsys, option, fix
-):
+def test_an_unknown_engine_argument_is_refused_with_its_equivalent(capsys, option, fix):
     assert cli.main(["chat", option]) == 2
     assert fix in capsys.readouterr().err

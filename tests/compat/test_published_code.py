@@ -283,7 +283,7 @@ def test_a_dialogue_with_tools_reads_calls_as_objects():
         assert llm.generate("1 + 2?").outputs[0].text == "It is 3."
 
 
-def test_tool_calls_come_as_dictionaries_as_objects_or_as_they_are_and_go_out_alike():
+def test_tool_calls_of_every_input_form_leave_alike():
     plain = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
     foreign = SimpleNamespace(id="1", function=SimpleNamespace(name="f", arguments="{}"))
     call = ToolCall("1", ToolFunction("f", "{}"))

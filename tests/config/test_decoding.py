@@ -199,7 +199,7 @@ def test_no_length_is_without_bound(kind, values, message):
         DecodingBaseConfig.from_dict({"decoding_type": kind, **model, **values})
 
 
-def test_the_size_of_ones_own_trees_is_what_the_drafter_says_unless_it_is_given():
+def test_a_custom_drafter_s_tree_size_is_its_own_unless_configured():
     class Bush(Silent):
         def nodes(self, depth: int) -> int:
             return 3 * depth

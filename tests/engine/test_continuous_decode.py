@@ -292,7 +292,7 @@ def test_steps_with_a_drafter_that_reads_hidden_states_are_single() -> None:
     assert set(decode_sizes(machine, speculation=SpeculationParams(enabled=False))) == {1}
 
 
-def test_steps_that_a_length_policy_leaves_out_are_made_at_once_and_told_to_it() -> None:
+def test_steps_without_drafts_are_reported_to_the_length_policy() -> None:
     machine = engine(speculative=[NGramDecodingConfig(max_draft_len=2)], **LIMITS)
     machine.num_decode_steps = 8
     policy = Skipping()

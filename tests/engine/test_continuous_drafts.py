@@ -427,7 +427,7 @@ def test_requests_draft_as_far_as_each_asks_for() -> None:
     assert 0 < short.metrics.drafted <= 2 * short.metrics.steps
 
 
-def test_a_length_that_changes_with_the_batch_keeps_steps_single_until_it_no_longer_does() -> None:
+def test_steps_stay_single_while_the_draft_length_depends_on_the_batch() -> None:
     config = drafting(draft_len_schedule={1: 4, 2: 2}, draft_len_schedule_bounds="upper")
     each = [GREEDY, GREEDY.replace(max_tokens=12)]
     machines = [made(1, config), made(8, config)]

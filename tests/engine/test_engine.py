@@ -96,7 +96,7 @@ def test_taking_the_argmax_gives_the_events_of_verification(
     assert num_verified < sum(verified)
 
 
-def test_nothing_is_sampled_before_the_end_of_a_prompt_that_is_scored_token_by_token() -> None:
+def test_nothing_is_sampled_while_a_prompt_is_scored_token_by_token() -> None:
     machine = engine(max_num_tokens=1, max_batch_size=1)
     (sequence,) = machine.add(PROMPTS[2], GREEDY.replace(prompt_logprobs=0))
     drain(machine)
@@ -432,7 +432,7 @@ def test_rewinding_the_parent_does_not_change_its_forks() -> None:
     expect_empty(machine)
 
 
-def test_a_fork_that_is_resumed_when_its_last_token_has_just_been_computed_goes_on() -> None:
+def test_a_fork_resumed_right_after_its_last_token_is_computed_goes_on() -> None:
     machine = engine()
     (main,) = machine.add(PROMPTS[1], GREEDY, keep=True)
     machine.step()

@@ -218,7 +218,7 @@ def test_drafts_that_are_in_a_failed_forward_are_verified_as_they_were_drawn() -
 
 
 @pytest.mark.parametrize("name", SAMPLING)
-def test_a_request_that_draws_a_token_on_which_the_network_fails_keeps_what_it_had(
+def test_a_request_keeps_its_output_when_the_network_fails_on_the_next_token(
     name: str,
 ) -> None:
     machine = engine()
@@ -251,7 +251,7 @@ def test_no_request_fails_where_a_forward_of_fewer_rows_succeeds(
 
 
 @pytest.mark.parametrize("name", SAMPLING)
-def test_drafts_that_a_forward_has_no_memory_for_are_given_up_before_a_request_is(
+def test_drafts_are_dropped_before_a_request_fails_for_lack_of_memory(
     name: str,
 ) -> None:
     def before(batch: Batch) -> None:
@@ -299,7 +299,7 @@ def test_a_forward_of_one_row_is_tried_twice_before_its_request_fails(num_failur
     expect_empty(machine)
 
 
-def test_a_failed_prefill_leaves_its_samples_and_forks_to_fail_or_go_on_by_themselves() -> None:
+def test_a_failed_prefill_does_not_fail_its_forks() -> None:
     machine = engine()
     [main] = machine.add(HEALTHY[2], GREEDY, keep=True)
     drain(machine)

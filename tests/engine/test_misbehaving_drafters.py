@@ -236,7 +236,7 @@ def test_a_signal_that_comes_while_drafting_ends_the_call_and_the_engine_goes_on
     expect_empty(machine)
 
 
-def test_events_of_a_step_that_was_interrupted_at_its_end_are_returned_by_the_next() -> None:
+def test_events_of_an_interrupted_step_are_returned_by_the_next() -> None:
     drafter = leaving("update", lambda: throw(KeyboardInterrupt))
     config = UserProvidedDecodingConfig(max_draft_len=3, drafter=drafter)
     machine = engine(speculative=[config])

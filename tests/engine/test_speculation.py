@@ -601,7 +601,7 @@ def test_draft_slots_are_never_taken_from_another_sequence() -> None:
     expect_empty(machine)
 
 
-def test_a_draft_model_does_not_take_what_is_stored_for_the_token_that_was_written_anew() -> None:
+def test_a_draft_model_ignores_entries_of_tokens_that_were_written_anew() -> None:
     """Its own model being the target's, every token that it drafts is accepted."""
     machine = engine(page_size=16, speculative=drafting("draft model = target"))
     [sequence] = machine.add(PROMPTS[2], GREEDY.replace(max_tokens=24), keep=True)

@@ -101,7 +101,7 @@ class RecordingManager(ResourceManager):
 # ---- resource managers -----------------------------------------------------------------------
 
 
-def test_a_manager_is_called_once_for_a_step_even_if_its_requests_are_asked_for_again() -> None:
+def test_a_resource_manager_is_called_once_per_step() -> None:
     def answer(request: DraftRequest) -> list[int]:
         if mine(request) and len(request.tokens) > request.prompt_length + 5:
             raise RuntimeError("not this one")
@@ -128,7 +128,7 @@ def test_a_manager_is_called_once_for_a_step_even_if_its_requests_are_asked_for_
     assert samples[0].metrics.accepted == samples[2].metrics.accepted > 0
 
 
-def test_units_of_a_request_that_lost_its_drafts_go_to_one_that_waits_for_them() -> None:
+def test_slots_of_a_lost_draft_go_to_a_waiting_request() -> None:
     def answer(request: DraftRequest) -> list[int]:
         return truth(request)[: 1 // (request.request_id != 0)]
 
@@ -141,7 +141,7 @@ def test_units_of_a_request_that_lost_its_drafts_go_to_one_that_waits_for_them()
 
 
 @pytest.mark.parametrize("broken", ["need", "prepare", "update"])
-def test_a_manager_that_fails_costs_the_requests_of_the_call_their_drafts_and_holds_nothing(
+def test_a_failing_resource_manager_costs_drafts_only(
     broken: str,
 ) -> None:
     manager = RecordingManager(broken=broken)
@@ -234,7 +234,7 @@ def test_requests_that_prefill_are_shown_beside_those_that_decode() -> None:
     expect_empty(made)
 
 
-def test_who_writes_to_the_tokens_of_a_request_costs_it_its_drafts_and_nothing_else() -> None:
+def test_a_drafter_that_writes_to_request_tokens_loses_its_drafts_only() -> None:
     def meddle(request: DraftRequest) -> list[int]:
         if mine(request):
             request.tokens[-1] = 7  # type: ignore[index]

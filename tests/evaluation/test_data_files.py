@@ -104,7 +104,7 @@ def test_a_file_that_is_broken_is_named_with_the_place(tmp_path, name, content, 
         read_records(tmp_path / name)
 
 
-def test_a_field_is_found_in_any_case_and_its_absence_is_told_with_what_there_is(tmp_path):
+def test_a_field_is_found_in_any_case_or_refused_with_the_fields_there_are(tmp_path):
     (tmp_path / "a.jsonl").write_text('{"Problem": "x", "Answer": "", "n": 3}\n')
     (record,) = read_records(tmp_path / "a.jsonl")
     assert record.text("question", "problem") == "x"
@@ -196,7 +196,7 @@ def asked(environment, *data, folder=None) -> list[str]:
     return done.stdout.splitlines()
 
 
-def test_of_a_data_set_on_the_hub_the_wanted_files_alone_are_fetched_and_kept(hub, tmp_path):
+def test_only_the_requested_files_of_a_hub_data_set_are_fetched(hub, tmp_path):
     found = ["['1+1?', 'Größe?']"]
     assert asked(hub.environment(tmp_path), "org/data", folder="main") == found
     assert hub.fetched == ["main/test.jsonl"]

@@ -104,7 +104,7 @@ def test_the_report_ends_with_what_to_try_next_and_one_json_object(tmp_path):
     assert [row["seconds_per_problem"] for row in found["one_at_a_time"]] == [2.0, 0.5, 0.4]
 
 
-def test_the_picture_has_three_panels_and_a_label_at_every_point_that_covers_no_other():
+def test_the_figure_has_three_panels_with_labels_that_do_not_overlap():
     figure = draw(FINDINGS)
     figure.savefig(io.BytesIO())  # which lays it out
     panels = figure.axes

@@ -42,7 +42,7 @@ def test_what_was_written_is_read_again(tmp_path):
 
 
 @pytest.mark.parametrize("cut", [1, 5, 40])
-def test_a_torn_last_line_is_dropped_and_the_next_record_stands_on_a_line_of_its_own(tmp_path, cut):
+def test_a_torn_last_line_is_dropped_before_the_next_record(tmp_path, cut):
     path = tmp_path / "journal.jsonl"
     with Journal(path, SETTINGS) as journal:
         journal.append("attempt", attempt(0).to_dict())

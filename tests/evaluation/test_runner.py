@@ -218,7 +218,7 @@ def test_enough_ends_the_rest():
     assert runner.attempts(GREEDY, PROBLEMS, made.append, enough=lambda: True) == []
 
 
-def test_a_budget_that_is_spent_before_there_is_a_text_is_an_attempt_without_an_answer():
+def test_a_budget_spent_before_any_text_is_an_attempt_without_an_answer():
     runner = scripted(lambda prompt, index: "")
     revised = replace(recipe("self_refine"), budget=Budget(calls=1))
     [first, *_] = runner.attempts(revised, PROBLEMS)

@@ -179,9 +179,7 @@ PROMPT, TEST = HUMANEVAL["prompt"], HUMANEVAL["test"]
         ("countdown", {"question": "What now?"}, "does not name a list of numbers"),
     ],
 )
-def test_a_record_that_does_not_fit_is_named_with_the_field_and_what_is_expected(
-    tmp_path, name, record, said
-):
+def test_an_invalid_record_is_refused_by_field_and_expected_type(tmp_path, name, record, said):
     path = write(tmp_path / "a.jsonl", record)
     with pytest.raises(UsageError) as raised:
         task(name).problems(path)

@@ -479,7 +479,7 @@ def built(monkeypatch: pytest.MonkeyPatch, **settings: Any) -> Engine:
     return resolve.build(LlmArgs(**fields), tiny("llama"))
 
 
-def test_graphs_are_on_by_default_where_they_can_be_and_off_where_they_are_not_wanted(
+def test_cuda_graphs_are_on_by_default_and_can_be_switched_off(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     with fake_cuda():
@@ -536,7 +536,7 @@ def test_the_kv_cache_leaves_memory_for_graphs(monkeypatch: pytest.MonkeyPatch) 
     assert 2**28 < small.reserved_bytes < large.reserved_bytes
 
 
-def test_the_time_of_a_forward_on_a_gpu_is_that_between_two_events_that_have_passed() -> None:
+def test_a_forward_on_a_gpu_is_timed_by_completed_events() -> None:
     with fake_cuda():
         timer = ForwardTimer(DEVICE)
         with timer:

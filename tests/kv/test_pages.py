@@ -242,7 +242,7 @@ def test_an_append_that_does_not_fit_changes_nothing(count: int) -> None:
     pool.check_integrity()
 
 
-def test_a_page_that_is_written_to_again_after_a_rewind_is_not_found_any_more() -> None:
+def test_a_page_rewritten_after_a_rewind_leaves_the_prefix_cache() -> None:
     pool = PagePool(4, 4)
     index, table = PrefixIndex(pool), PageTable(pool)
     table.append(4)

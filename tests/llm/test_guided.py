@@ -365,7 +365,7 @@ def test_an_event_loop_and_other_requests_go_on_while_a_grammar_is_compiled(monk
         asyncio.run(main(llm, slow))
 
 
-def test_a_grammar_that_many_ask_for_is_compiled_once_and_a_cancelled_request_harms_no_other(
+def test_a_shared_grammar_is_compiled_once_despite_cancelled_requests(
     monkeypatch,
 ):
     async def main(llm, slow):
@@ -400,7 +400,7 @@ def test_a_grammar_that_no_request_waits_for_any_more_is_not_compiled(monkeypatc
         asyncio.run(main(llm, slow))
 
 
-def test_a_grammar_over_the_time_limit_fails_its_request_and_is_there_for_later_ones(monkeypatch):
+def test_a_grammar_over_the_time_limit_serves_later_requests(monkeypatch):
     async def main(llm, slow):
         for _ in range(2):
             with pytest.raises(RequestTimeout, match=r"the regex .* was not compiled in time"):
@@ -441,7 +441,7 @@ def test_compilers_that_are_over_their_time_leave_capacity_for_others_up_to_a_li
         asyncio.run(main(llm, slow))
 
 
-def test_a_grammar_that_waits_is_compiled_as_soon_as_a_compiler_before_it_is_given_up(monkeypatch):
+def test_a_waiting_grammar_is_compiled_once_a_compiler_is_given_up(monkeypatch):
     async def main(llm, slow):
         shapes = [{"regex": f"[a-z]{{{size}}}"} for size in range(2, 2 + MAX_COMPILERS)]
         stuck = [asyncio.create_task(llm.generate(PROMPTS[0], params(s))) for s in shapes]
@@ -476,7 +476,7 @@ def test_the_time_limit_holds_for_callers_that_wait_too(monkeypatch):
         expect_empty(llm._frontend.engine)
 
 
-def test_a_session_whose_grammar_is_compiled_can_be_read_forked_and_ended_but_not_changed(
+def test_a_session_whose_grammar_is_compiling_is_read_only(
     monkeypatch,
 ):
     async def main(llm, slow):

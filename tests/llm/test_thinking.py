@@ -68,9 +68,7 @@ def quiet(llm: LLM, params: SamplingParams) -> SamplingParams:
 
 @pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("budget", [0, 1, 2, 7, 30])
-def test_a_thought_is_closed_at_its_cap_and_is_until_then_what_it_would_have_been(
-    llm, params, budget
-):
+def test_a_thought_is_unchanged_until_it_is_closed_at_its_cap(llm, params, budget):
     params, prompt, end = quiet(llm, params), llm.chat_prompt(QUESTION), closing(llm)
     free = llm.generate(prompt, params).outputs[0]
     output = llm.generate(prompt, params.replace(thinking_budget=budget)).outputs[0]
@@ -328,7 +326,7 @@ def test_states_far_back_are_found_again():
 # ---- sessions and streams ------------------------------------------------------------------------
 
 
-def test_a_thought_in_several_generations_forked_and_rewound_is_the_one_of_a_single_generation(llm):
+def test_a_forked_and_rewound_thought_equals_that_of_one_generation(llm):
     params = quiet(llm, GREEDY.replace(thinking_budget=20))
     whole = llm.generate(llm.chat_prompt(QUESTION), params).outputs[0]
     with llm.start(llm.chat_prompt(QUESTION)) as session:
@@ -468,7 +466,7 @@ def test_a_thought_and_a_grammar_are_the_same_with_drafts_token_for_token(
 
 
 @pytest.mark.parametrize("budget", [0, 6])
-def test_under_a_grammar_the_model_may_open_a_thought_first_if_the_budget_allows_one(llm, budget):
+def test_a_grammar_allows_a_thought_first_within_the_thinking_budget(llm, budget):
     start = closing(llm, "<think>")
     params = GREEDY.replace(
         thinking_budget=budget,

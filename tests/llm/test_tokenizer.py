@@ -31,7 +31,7 @@ def in_pieces(tokenizer, context, pieces, skip=True):
 # --- the tokenizer -------------------------------------------------------------------------------
 
 
-def test_a_whole_text_gets_the_special_tokens_that_the_model_expects_and_a_continuation_does_not():
+def test_only_whole_texts_get_the_model_s_special_tokens():
     assert PIECES.encode("he")[0] == PIECES.hf.bos_token_id
     assert PIECES.encode("he") == PIECES.hf("he").input_ids
     assert PIECES.hf.bos_token_id not in PIECES.encode_more("he")

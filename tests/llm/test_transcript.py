@@ -44,7 +44,7 @@ def test_a_stop_string_is_kept_if_asked_for():
     assert transcript.text == "Hello wor"
 
 
-def test_text_that_a_stop_string_may_take_back_is_not_shown_before_it_is_certain():
+def test_text_that_may_begin_a_stop_string_is_held_back():
     transcript, seen = say("Hello world?", FinishReason.LENGTH, stop=["o world!"])
     assert "Hello world" not in seen
     assert "Hell" in seen
@@ -63,7 +63,7 @@ def test_stop_strings_before_min_tokens_are_passed_over():
     assert early.text == "Hello h"
 
 
-def test_the_token_that_ends_the_generation_is_kept_in_the_ids_and_not_in_the_text():
+def test_the_stop_token_is_in_the_ids_and_not_in_the_text():
     for params, text in (
         (SamplingParams(), "Hi"),
         (SamplingParams(skip_special_tokens=False), "Hi"),

@@ -136,7 +136,7 @@ def test_calls_of_a_layer_run_at_the_same_time():
     assert result.output.candidates == ["p"] * 5
 
 
-def test_a_critic_and_a_unit_test_generator_run_side_by_side_and_both_are_kept():
+def test_a_critic_and_a_unit_test_generator_run_side_by_side():
     notes = [{"type": "unit_test_generator"}, {"type": "critic"}]
     result, worker = run(GENERATOR, notes, [{"type": "unit_test_evaluator"}], [{"type": "ranker"}])
     assert "Critique of [1]: right" in worker.prompts[-1], "seven passes most tests"

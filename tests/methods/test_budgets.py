@@ -36,7 +36,7 @@ def run(name, budget=None):
 
 
 @pytest.mark.parametrize("name", ALL)
-def test_a_method_whose_budget_is_spent_answers_with_what_it_has_and_never_spends_more(name):
+def test_a_method_with_a_spent_budget_answers_without_spending_more(name):
     whole, worker, _ = run(name)
     needed = {"tokens": whole.usage.completion_tokens, "calls": len(worker.calls)}
     cases = [("tokens", limit) for limit in TOKENS] + [("calls", limit) for limit in CALLS]

@@ -108,7 +108,7 @@ def test_windows_of_a_sample_are_its_confidence():
     assert (told(result)["confidences"], result.output.text) == ([3.0, 5.5], "bbb2")
 
 
-def test_samples_without_an_answer_do_not_vote_and_if_none_has_one_the_first_is_returned():
+def test_samples_without_an_answer_do_not_vote():
     result, _ = ask([sure("a.", 9.0), sure("b1", 1.0)], kept=0.1)
     assert (result.output.text, told(result)["voters"]) == ("b1", [1])
     result, _ = ask([sure("a.", 1.0), sure("b.", 9.0)])

@@ -88,7 +88,7 @@ class Held(ScriptedWorker):
         await super()._generate(task, generation, step)
 
 
-def test_what_the_chain_writes_while_the_last_probe_is_under_way_is_left_out():
+def test_text_written_during_the_last_probe_is_left_out():
     worker = Held(lambda asked, _: "4}" if asked.endswith(PROBE_SUFFIX) else THOUGHT)
     controller = DynasorGenerationController(chunk_size=10, certainty_threshold=1)
     result = answer(controller, worker, PROMPT)
@@ -141,7 +141,7 @@ def test_a_chain_that_ends_with_a_whole_chunk_is_not_probed_at_its_end():
     assert len(worker.calls) == 1 + 2
 
 
-def test_a_budget_that_is_spent_behind_the_end_of_the_chain_does_not_cost_the_chain():
+def test_a_budget_spent_after_the_chain_keeps_the_chain():
     def script(asked, index):
         if not asked.endswith(PROBE_SUFFIX):
             return THOUGHT[:35]
@@ -155,7 +155,7 @@ def test_a_budget_that_is_spent_behind_the_end_of_the_chain_does_not_cost_the_ch
     assert ask(script, 58).output.text == THOUGHT[:35]
 
 
-def test_a_budget_that_is_spent_in_a_probe_ends_the_chain_with_the_text_that_it_has():
+def test_a_budget_spent_in_a_probe_ends_the_chain_with_its_text():
     says = chain(PROMPT, THOUGHT, lambda known: "1234567890}")
     for streamed in (False, True):
         for tokens in range(1, 60):

@@ -42,7 +42,7 @@ def told(result):
 FORKS = {"paa": [sure("xx5", 1.0, 1.0), sure("yy5", 1.0, 1.0)], "paabbcc": sure("zz7", 1.0, 1.0)}
 
 
-def test_the_seed_path_is_forked_at_its_least_confident_groups_and_the_answers_are_voted():
+def test_the_seed_path_is_forked_at_its_least_confident_groups():
     result, worker = run(FORKS, 4, num_points=2)
     # confidences 5 1 4 2 9: the groups at 2 and at 6; of three forks the first point has two
     assert worker.prompts == ["p", "paa", "paabbcc", "paa"]
@@ -73,7 +73,7 @@ def test_forks_at_confident_groups_would_give_another_answer():
     assert result.output.text == "5"
 
 
-def test_forks_share_what_is_left_of_the_token_limit_and_have_seeds_of_their_own():
+def test_forks_share_the_token_limit_and_have_their_own_seeds():
     _, worker = run(FORKS, 4, num_points=2, params={"max_tokens": 9, "seed": 3})
     forks = [call.task for call in worker.calls[1:]]
     assert [task.max_tokens for task in forks] == [7, 3, 7]

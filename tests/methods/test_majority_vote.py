@@ -96,7 +96,7 @@ CLOCK = [r"\ln 8", r"\sin(2x)", r"3\ln 2", r"2\sin x\cos x", r"\ln(2^3)", "5", "
 """Three of seven mean the same, and it takes sympy to know."""
 
 
-def test_the_winner_does_not_depend_on_the_time_limit_of_formulas_that_are_plain_arithmetic():
+def test_plain_arithmetic_is_compared_without_a_time_limit():
     says = ["5", "(8*6)-(18-11)", "(11*(18/6))+8", "5", "6*7-1"]
     for time_limit in (600.0, 1e-3, 1e-6):
         result, _ = vote(says, early_stop=False, equivalence=MathEquivalence(time_limit))
@@ -384,7 +384,7 @@ def drawn_seeds(controller, **options):
     return [call.task.seed for call in worker.calls]
 
 
-def test_a_seeded_vote_gives_each_sample_a_seed_of_its_own_and_the_same_ones_again():
+def test_a_seeded_vote_derives_a_reproducible_seed_per_sample():
     controller = MajorityVoteController(NativeGenerationController(), 3, early_stop=False)
     seeds = drawn_seeds(controller, sampling_params={"seed": 10})
     assert len({10, *seeds}) == 4

@@ -331,7 +331,7 @@ CACHE = {"max_tokens": 2048, "page_size": 4, "enable_block_reuse": False}  # cou
 GREEDY = {"temperature": 0.0, "ignore_eos": True, "max_tokens": 24}
 
 
-def test_on_the_engine_a_thread_costs_its_opening_and_a_join_all_but_the_first_thread():
+def test_on_the_engine_the_first_thread_is_not_prefilled_again_at_a_join():
     with LLM(speaking(), dtype="float32", kv_cache_config=CACHE) as llm:
         prompt = "Hello world, how are you?"
         said = llm.generate(prompt, SamplingParams(**GREEDY)).outputs[0].text

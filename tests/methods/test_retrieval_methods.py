@@ -76,7 +76,7 @@ def test_documents_and_examples_scale_the_prompt(num_documents, num_examples):
     assert prompt.rpartition("Documents:")[2].count("\n[") == num_documents
 
 
-def test_the_answer_is_written_by_any_controller_and_the_question_of_token_ids_is_given():
+def test_any_controller_may_write_the_answer_to_a_prompt_of_token_ids():
     vote = {"method": "majority_vote", "default_sample_num": 3}
     worker = ScriptedWorker(lambda prompt, _: r"\boxed{4}")
     result = run("drag", worker, prompt=[7, 8], generation_controller=vote)

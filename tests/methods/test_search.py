@@ -150,7 +150,7 @@ def test_a_finished_beam_takes_the_place_of_one_that_would_go_on():
     assert result.output.text == "a;e."
 
 
-def test_an_answer_that_the_model_ended_is_returned_before_a_better_one_that_was_cut():
+def test_a_complete_answer_wins_over_a_better_truncated_one():
     tree, scores = {"": ["a;", "e."], "a;": ["bcdef."]}, {"a;": 0.9, "a;bc": 0.95, "e.": 0.2}
     result, worker = search(
         "beam_search", Scripted(tree, scores), {"max_tokens": 3}, default_sample_num=4, width=2
@@ -183,7 +183,7 @@ def test_aggregation_decides_which_beam_goes_on():
     assert least.output.text == "b;e;z."  # min(.5, .6) before min(.1, .9)
 
 
-def test_lookahead_ranks_a_beam_by_what_greedy_steps_make_of_it_and_keeps_none_of_these():
+def test_lookahead_ranks_a_beam_by_greedy_steps_which_it_discards():
     options = {"default_sample_num": 2, "width": 2, "reward_controller": NativeRewardController()}
     tree = {"": ["c;", "a;"], "c;": ["h."], "a;": ["d;", "e."], "a;d;": ["i.", "j."]}
     plain, _ = search("beam_search", Scripted(tree), **options)
@@ -557,7 +557,7 @@ def test_proposals_and_judgements_are_no_part_of_an_answer():
     assert {prompt: asked[prompt] for prompt in says} == dict.fromkeys(says, True) | {"pa;": False}
 
 
-def test_depth_first_thoughts_go_down_and_back_and_leave_out_what_is_judged_too_low():
+def test_depth_first_search_backtracks_and_prunes_low_values():
     words = dict.fromkeys(["a;", "b;"], "likely") | {"a;": "sure"}
     words |= {"a;c.": "impossible", "a;d.": "impossible", "b;e.": "likely", "b;f.": "sure"}
     options = {"strategy": "dfs", "num_evaluations": 1}

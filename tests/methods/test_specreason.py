@@ -96,7 +96,7 @@ def test_drafts_ahead_of_the_scores_change_nothing_but_the_time(scores):
     assert set(small.prompts) >= {"p", "p" + (BASE if scores[0] < "7" else SMALL)[0]}
 
 
-def test_the_next_step_is_drafted_while_one_is_scored_and_cancelled_if_that_is_rejected():
+def test_the_next_step_is_drafted_during_scoring_and_cancelled_on_rejection():
     begun = []
 
     def slow(prompt, index):
@@ -176,7 +176,7 @@ def test_a_users_stop_that_is_the_end_of_a_step_ends_the_answer(max_tokens):
     assert (result.output.finish_reason, result.output.stop_reason) == ("stop", "\n\n")
 
 
-def test_a_long_step_is_cut_and_an_output_without_a_thought_ends_where_it_ends():
+def test_a_long_step_is_cut_at_its_limit():
     def small(prompt, index):
         return "abcdef"[len(prompt) - 1 :]
 

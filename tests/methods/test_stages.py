@@ -131,7 +131,7 @@ def test_a_vote_with_a_token_budget_tells_the_tally():
     assert stage.fields == {"answer": "1", "tally": {"1": 2}}
 
 
-def test_dynasor_tells_the_answer_of_each_probe_where_it_was_forked_and_how_many_agree():
+def test_dynasor_reports_each_probe_s_answer_position_and_agreement():
     answers = {10: "1}", 20: "7}", 30: "7}"}
     script = chain("p", "x" * 60, lambda known: answers[known])
     controller = methods.create("dynasor", chunk_size=10, certainty_threshold=2)

@@ -41,7 +41,7 @@ def test_a_step_ends_with_its_separator_and_the_next_part_stands_behind_it():
     assert written.finish_reason is None
 
 
-def test_behind_the_end_of_the_thought_the_rest_is_one_part_of_the_tokens_left():
+def test_after_the_thought_the_answer_is_one_part():
     written = chain(max_tokens=20)
     written.add(ended(written.part("model"), "one", "</think>"))
     assert not written.is_thinking
@@ -51,7 +51,7 @@ def test_behind_the_end_of_the_thought_the_rest_is_one_part_of_the_tokens_left()
     assert (written.text, written.finish_reason) == ("one</think>so 7", "stop")
 
 
-def test_a_step_cut_at_its_length_goes_on_and_one_at_max_tokens_ends_the_output():
+def test_a_step_goes_on_at_its_length_limit_and_ends_at_max_tokens():
     written = chain(max_tokens=12)
     written.add(ended(written.part("model"), "x" * 8, None, 8, "length"))
     assert written.finish_reason is None

@@ -27,7 +27,7 @@ def test_methods_are_created_by_name_with_settings():
     assert dynasor.certainty_threshold == 2
 
 
-def test_a_method_inside_another_is_given_by_name_or_with_settings_or_as_it_is():
+def test_an_inner_method_is_a_name_settings_or_an_object():
     create = methods.create
     voted = create("majority_vote", default_sample_num=3)
     assert type(voted.generation_controller) is NativeGenerationController

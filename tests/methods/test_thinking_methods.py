@@ -225,7 +225,7 @@ def test_no_thought_is_closed_without_tokens_kept_for_the_answer():
     assert (result.output.text, result.output.finish_reason) == ("x" * 50, "length")
 
 
-def test_the_samples_and_their_total_do_not_depend_on_the_order_in_which_they_end():
+def test_samples_do_not_depend_on_the_order_in_which_they_end():
     generator = random.Random(4)
     lengths = [generator.randrange(60) for _ in range(70)]
     expected = None

@@ -201,7 +201,7 @@ def test_a_budget_that_ends_the_chain_leaves_the_answer_of_the_last_probe(stream
     assert output.meta["dynasor"]["kept_tokens"] == len(chain)
 
 
-def test_a_budget_that_ends_the_chain_before_a_probe_has_an_answer_leaves_the_chain():
+def test_a_budget_spent_before_any_probe_returns_the_chain():
     result = run("dynasor", ScriptedWorker(says, markers=False), budget=Budget(tokens=10))
     assert TEXT.startswith(result.output.text)
 

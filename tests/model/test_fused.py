@@ -60,7 +60,7 @@ def test_fused_logits_equal_plain_logits(architecture: str) -> None:
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("architecture", FUSED)
-def test_in_half_precision_the_fused_forward_is_as_near_to_float32_as_the_plain_one(
+def test_the_fused_forward_in_half_precision_is_as_near_to_float32_as_the_plain_one(
     architecture: str, dtype: str
 ) -> None:
     """Both have the same rounded weights: the mean error may differ by a factor of 1.5."""

@@ -60,7 +60,7 @@ def echo(body: dict[str, Any]) -> Iterable[Item]:
     return [started(body["method"]), answer(text), finished(text)]
 
 
-def test_an_example_is_asked_with_its_method_and_its_run_is_watched_as_it_comes(browser: Browser):
+def test_an_example_runs_with_its_method_and_shows_live(browser: Browser):
     with StandIn(votes) as server:
         open_page(browser, server.address)
         browser.click_button("Nuts")

@@ -67,7 +67,7 @@ def test_samples_in_flight_are_stopped_when_together_they_overspend():
     assert (result.output.finish_reason, result.spent_budget) == ("length", "tokens")
 
 
-def test_a_vote_counts_the_answers_of_samples_that_the_budget_has_cut_where_none_is_whole():
+def test_a_vote_counts_truncated_samples_where_none_is_complete():
     texts = [r"\boxed{6}", r"\boxed{7}", r"\boxed{7}"]
     worker = ScriptedWorker(
         [Reply(f"{text} {'x' * 999}", seconds_per_token=0.001) for text in texts]
@@ -92,7 +92,7 @@ def test_a_fork_that_the_budget_cuts_is_answered_together_with_what_it_continues
     assert (output.text, output.finish_reason) == ("one and xxxxxxx", "length")
 
 
-def test_what_a_judge_says_is_never_the_answer_of_a_request_whose_budget_is_spent():
+def test_a_judge_s_text_is_never_the_answer_of_a_spent_budget():
     class Judged(Controller):
         def process(self, tasks, **kwargs):
             sample = tasks[0].copy()
@@ -308,7 +308,7 @@ def test_branches_beside_the_one_that_overspends_get_its_error_too(end):
     assert "BudgetExceeded" in result.output.text
 
 
-def test_a_stream_does_not_go_on_once_the_budget_is_spent_but_can_be_ended():
+def test_a_stream_ends_once_the_budget_is_spent():
     class Stubborn(Controller):
         def process(self, tasks, **kwargs):
             stream = StreamGenerationTask(input_str="s", worker_tag=TAG, streaming_step=1)

@@ -555,7 +555,7 @@ def test_slow_work_that_is_ended_fails_its_task_and_no_more(work):
     assert played(play, ScriptedWorker()) == "TaskError"
 
 
-def test_slow_work_that_waits_for_cancelled_work_of_its_own_fails_as_it_would_elsewhere():
+def test_slow_work_that_waits_for_its_cancelled_work_fails():
     future = concurrent.futures.Future()
     future.cancel()
 

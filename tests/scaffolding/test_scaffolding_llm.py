@@ -742,7 +742,7 @@ def test_parts_side_by_side_are_put_in_the_order_in_which_they_were_started():
     assert {"s", "sl", "slo", "slow"} <= set(texts)
 
 
-def test_streams_step_by_step_go_on_with_their_part_and_one_that_is_left_is_over():
+def test_an_abandoned_stream_ends_while_others_go_on():
     def play():
         one, two = (StreamGenerationTask(TAG, True, input_str=p) for p in ("abc", "xyz"))
         yield [one, two]

@@ -238,7 +238,7 @@ def test_joined_parts_keep_text_ids_and_logprobs():
     assert ScaffoldingOutput.join([one, "", two]).token_ids == [1, 2, 4]
 
 
-def test_a_token_that_ended_a_part_and_is_not_in_its_text_is_not_in_the_whole():
+def test_stop_tokens_between_parts_are_not_in_the_joined_text():
     task = finished()  # its worker kept the first of the two tokens
     task.cumulative_logprob = -3.0
     fork = task.fork("+")
@@ -402,7 +402,7 @@ def test_the_table_of_sampling_fields_is_complete():
 
 
 @pytest.mark.parametrize("name", sampling.FIELDS)
-def test_every_field_is_filled_where_the_task_leaves_it_and_kept_where_it_does_not(name):
+def test_only_unset_fields_of_a_task_are_filled(name):
     assert getattr(GenerationTask(), name) == sampling.DEFAULTS[name]
     task = GenerationTask()
     sampling.fill(task, {name: another_value(name, 1)})

@@ -217,7 +217,7 @@ def test_a_stream_that_the_end_of_the_server_cuts_ends_with_an_error(path: str) 
     assert running.backend.worker.calls[0].ended == "cancelled"
 
 
-def test_an_answer_that_the_end_of_the_server_cuts_is_an_error_of_the_server() -> None:
+def test_an_answer_cut_by_a_closing_server_is_a_server_error() -> None:
     with (
         scripted(answers, Settings(drain_seconds=0.1), drain_seconds=0.1) as running,
         ThreadPoolExecutor(1) as threads,

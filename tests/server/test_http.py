@@ -231,7 +231,7 @@ def test_a_client_that_goes_away_before_the_first_token_ends_its_work_too(
 
 
 @pytest.mark.parametrize("path", [CHAT, "/v1/completions"])
-def test_what_fails_before_its_first_token_and_behind_the_status_is_told_in_the_stream(
+def test_a_failure_after_the_status_line_is_an_event_of_the_stream(
     path: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("forethought.server.http.FIRST_SECONDS", 0.01)

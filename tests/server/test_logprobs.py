@@ -84,7 +84,7 @@ def joined(entries: list[Any]) -> str:
     ],
     ids=str,
 )
-def test_those_of_a_chat_are_of_its_content_and_those_of_the_thought_stand_apart(
+def test_logprobs_of_content_and_of_the_thought_are_separate(
     server: Served, fields: dict[str, Any]
 ) -> None:
     for content, thought, of_content, of_thought in chats(server, **fields):

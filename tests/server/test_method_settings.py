@@ -94,7 +94,7 @@ def build(method: str, settings: dict[str, Any], table: methods.MethodTable | No
         ("drag", {"documents": "/etc/passwd"}, "documents"),
     ],
 )
-def test_a_setting_that_is_none_of_a_clients_is_refused_with_the_whole_way_to_it(
+def test_a_setting_that_clients_may_not_set_is_refused_with_its_path(
     method: str, settings: dict[str, Any], where: str
 ) -> None:
     with pytest.raises(ParameterError) as refused:

@@ -137,7 +137,7 @@ def test_a_shape_without_a_request_for_a_thought_begins_at_once(
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_thought_that_is_not_wanted_is_left_out_where_the_server_puts_it_into_the_content(
+def test_a_thought_within_the_content_is_left_out_on_request(
     stream: bool,
 ) -> None:
     settings = Settings(reasoning_in_content=True)
@@ -365,7 +365,7 @@ def test_requests_that_share_a_broken_grammar_are_told_their_own_fields(server: 
 # ---- echo without a token ----------------------------------------------------------------------
 
 
-def test_an_echo_without_tokens_costs_none_and_scores_a_prompt_as_long_as_the_context(
+def test_an_echo_alone_scores_a_prompt_as_long_as_the_context(
     server: Served, llm: AsyncLLM
 ) -> None:
     decoded, most = llm.stats.decoded, llm.max_length

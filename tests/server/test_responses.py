@@ -218,7 +218,7 @@ def test_a_key_pushes_out_only_its_own_responses() -> None:
         assert status(others[-1], keys[0]) == 404
 
 
-def test_a_key_whose_share_is_being_generated_is_told_to_wait_and_others_are_not() -> None:
+def test_a_key_at_its_share_is_rejected_and_others_are_served() -> None:
     keys = [{"authorization": f"Bearer {name}"} for name in ("one", "two")]
     body = {"input": "slow", "background": True}
     with scripted(answers, Settings(max_stored=2, api_keys=("one", "two"))) as running:
@@ -317,7 +317,7 @@ def test_the_items_of_a_response_are_the_input_of_the_next(server: Served, form:
     ]
 
 
-def test_an_item_is_found_by_its_key_alone_and_as_long_as_its_response_is_kept() -> None:
+def test_an_item_is_found_while_its_response_is_stored() -> None:
     keys = [{"authorization": f"Bearer {name}"} for name in ("one", "two")]
     with scripted(answers, Settings(api_keys=("one", "two"))) as running:
         made = running.send("/v1/responses", {"input": "x"}, headers=keys[0]).json

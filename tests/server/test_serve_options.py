@@ -65,7 +65,7 @@ def test_the_fields_of_the_servers_behind_are_options() -> None:
     backend.close()
 
 
-def test_with_a_tokenizer_the_length_of_the_context_is_asked_for_at_the_start() -> None:
+def test_the_context_length_is_requested_at_the_start() -> None:
     given = ("--api-model", "m", "--tokenizer", REASONER)
     with serving() as behind:
         behind.model_fields = {"max_model_len": 77}

@@ -332,7 +332,7 @@ def test_half_a_call_of_a_script_is_no_content() -> None:
 # ---- a template without a place for tools -------------------------------------------------------
 
 
-def test_a_model_whose_template_has_no_place_for_tools_reads_them_in_the_system_message(
+def test_tools_go_into_the_system_message_where_the_template_lacks_them(
     server: Served,
 ) -> None:
     backend = server.backend

@@ -244,7 +244,7 @@ def test_a_round_is_one_replay() -> None:
     machine.check_integrity()
 
 
-def test_a_prompt_that_is_shorter_than_what_the_head_reads_again_is_decoded_in_single_steps_first(
+def test_a_very_short_prompt_begins_with_single_steps(
     calls: list[tuple[int, int]],
 ) -> None:
     found = []
@@ -287,7 +287,7 @@ def test_accepted_tokens_and_those_that_are_read_next_are_those_of_plain_python(
 
 
 @pytest.mark.parametrize("size", [1, 5])
-def test_a_batch_that_is_placed_on_the_device_is_the_one_that_the_host_packs(size: int) -> None:
+def test_a_batch_placed_on_the_device_equals_the_host_s(size: int) -> None:
     """But for its tables, which reach further, and splits that a row may come to have."""
     pool, offset, num_rows, starts = PagePool(80, 16), 1, 4, (600, 9, 255)
     storage = KvStorage([LayerShape(1, 2, 2)], 80, 16, has_scratch_page=True)
@@ -329,7 +329,7 @@ def _splits(batch: StaticBatch) -> dict[int, int]:
     return found
 
 
-def test_what_lies_behind_a_table_and_all_of_a_row_behind_its_end_is_not_stored() -> None:
+def test_tokens_after_the_end_of_a_row_are_not_stored() -> None:
     pages = torch.tensor([[7, 3], [2, 5], [1, 9]])
     roots, limits = torch.tensor([4, 8, 6]), torch.tensor([6, 6, 6])
     found = Places.of(roots, limits, torch.arange(-1, 3), pages, 4)

@@ -50,7 +50,7 @@ def run(
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_tokens_counts_and_all_that_is_stored_are_those_of_single_steps_and_of_the_reference(
+def test_several_steps_equal_single_steps_and_the_reference(
     kind: str, dtype: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls = []

@@ -405,7 +405,7 @@ def drafted_by(directory: Path, growth: dict[str, Any], architecture: str = "lla
         for name, growth in (("chain", CHAIN), ("dynamic", DYNAMIC))
     ],
 )
-def test_the_trees_of_a_published_head_are_those_of_the_states_that_it_was_trained_with(
+def test_a_published_head_drafts_from_the_states_it_was_trained_with(
     diary: list[Seen], deep: Path, layout: str, growth: dict[str, Any]
 ) -> None:
     config, side, layers = LAYOUTS[layout]

@@ -130,7 +130,7 @@ def test_a_request_gets_as_much_of_a_tree_as_it_may(
         ({"depth": 0, "nodes": 9}, [], ()),
     ],
 )
-def test_a_static_tree_is_cut_to_what_a_request_may_and_speaks_the_target_s_ids(
+def test_a_static_tree_is_cut_to_the_request_s_limit_in_target_ids(
     limits: dict[str, int], tokens: list[int], parents: tuple[int, ...]
 ) -> None:
     trees = StaticTrees(TreeChoices.parse([[0, 0], [1, 1]]), torch.device("cpu"))

@@ -177,7 +177,7 @@ def test_steps_of_rows_that_have_ended_count_as_those_of_one_token():
     assert model.predict(2, 100, 1 / 8) == pytest.approx(0.012, rel=0.05)
 
 
-def test_no_forward_takes_no_time_even_if_all_time_was_put_down_to_the_context():
+def test_a_forward_is_never_estimated_to_take_no_time():
     model = ForwardLatency()
     for context in range(1, 160):
         model.observe(200 - context, context, 1e-6 * context**2)

@@ -487,7 +487,7 @@ def test_drafts_that_pay_in_calls_alone_are_made_in_calls(rows):
 
 
 @pytest.mark.parametrize("rows", [1, 4])
-def test_where_steps_with_drafts_are_single_those_drafts_cost_no_more_than_the_budget(rows):
+def test_drafts_of_single_steps_stay_within_the_budget(rows):
     """Sampled requests, trees and sequences that wait make them single, however long it holds."""
     policy = Goodput(5)
     run = machine("flat", "lookup", always(0.4), rows, calls=Calls(0.08, drafted=False))
@@ -679,7 +679,7 @@ def test_a_trap_between_two_lengths_costs_no_more_than_the_allowance():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("rows", [1, 4, 16, 64])
-def test_over_the_whole_grid_it_is_near_the_best_fixed_length_and_never_far_below_plain(rows):
+def test_length_control_is_near_the_best_fixed_length_over_the_whole_grid(rows):
     """Statistic: true speed over 1000 steps after 200, and over all 1200; sample: 60 machines.
 
     93 % of the machines must reach 97 % of the best fixed length, each of them 90 %, and 97 % of

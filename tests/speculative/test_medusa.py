@@ -135,9 +135,7 @@ def test_a_request_may_want_shorter_drafts(heads: Path) -> None:
     assert sequence.output == greedy(tiny("llama"), prompts((9,)), 30)[0]
 
 
-def test_the_most_probable_tree_is_as_deep_as_there_are_heads_unless_less_is_wanted(
-    heads: Path, tmp_path: Path
-) -> None:
+def test_the_most_probable_tree_is_as_deep_as_there_are_heads(heads: Path, tmp_path: Path) -> None:
     def sizes(directory: Path = heads, **fields: Any) -> tuple[int, int]:
         config = MedusaDecodingConfig(speculative_model=directory, tree="most_probable", **fields)
         return config.max_draft_len, config.max_total_draft_tokens

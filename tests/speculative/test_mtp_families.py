@@ -121,9 +121,7 @@ def test_modules_among_the_targets_own_tensors_are_found_and_read_as_they_were_t
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_tensor_that_belongs_to_the_modules_and_to_no_part_of_them_is_named(
-    family: str, tmp_path: Path
-) -> None:
+def test_an_unknown_tensor_of_a_module_is_named(family: str, tmp_path: Path) -> None:
     """As the scales of quantised weights would be."""
     path = shipped(family)
     tensors = load_file(path / "model-mtp.safetensors")

@@ -80,7 +80,7 @@ def test_the_oldest_or_the_newest_match_is_proposed(oldest, expected):
 
 
 @pytest.mark.parametrize("oldest", [True, False])
-def test_where_one_match_is_kept_the_choice_between_old_and_new_has_no_effect(oldest):
+def test_with_one_match_old_or_new_is_the_same(oldest):
     drafter = NGramDrafter(3, 2, is_use_oldest=oldest, is_keep_all=False)
     assert propose(drafter, request(LOOP)) == [3, 4, 1]
 
@@ -261,7 +261,7 @@ def test_ten_thousand_requests_of_many_tenants_stay_in_bounds():
 
 @settings(deadline=None, max_examples=60)
 @given(st.data())
-def test_a_draft_is_what_followed_the_last_token_in_a_text_of_the_same_tenant(data):
+def test_a_draft_follows_the_last_token_in_texts_of_the_same_tenant(data):
     """Whatever the history: requests come, grow and go, tenants mix, the pool overflows."""
     public, bound = data.draw(st.booleans()), data.draw(st.integers(1, 60))
     drafter = NGramDrafter(

@@ -391,7 +391,7 @@ def test_not_even_the_lowest_uniform_sample_accepts_what_the_target_forbids():
     assert accept_drawn(distributions, [DrawnDraft(draft, 0, [0.0])]).tolist() == [False, False]
 
 
-def test_weights_that_do_not_sum_to_one_are_the_distribution_that_they_are_in_proportion_to():
+def test_weights_are_normalised_to_a_distribution():
     probs = (0.4, 0.3, 0.2, 0.1)
     for seed in range(50):
         one = result(

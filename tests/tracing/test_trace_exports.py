@@ -91,7 +91,7 @@ def trace(tmp_path):
 # ---- the requests of a trace -------------------------------------------------------------------
 
 
-def test_the_steps_of_a_stream_are_one_request_and_a_fork_knows_its_whole_prompt(trace):
+def test_a_stream_is_one_request_and_its_forks_know_the_whole_prompt(trace):
     stream, probe, tool, reward = requests(trace)
     assert (len(stream.spans) > 1, stream.output().text[:4]) == (True, "abcd")
     assert (stream.outcome, stream.finish_reason) == ("cancelled", "abort")

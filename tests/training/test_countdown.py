@@ -242,9 +242,7 @@ def test_a_drill_trains_on_results_alone_and_they_are_right(tokenizer):
             assert read_expression(f"{one}{sign}{other}").value == int(value) <= LARGEST
 
 
-def test_a_probe_within_the_search_is_answered_with_doubt_and_behind_it_with_the_expression(
-    tokenizer, sample
-):
+def test_probes_before_the_end_of_the_search_are_answered_with_doubt(tokenizer, sample):
     rng, kinds = random.Random(0), Counter()
     for problem in sample:
         example = corpus.probed(tokenizer, rng, problem)

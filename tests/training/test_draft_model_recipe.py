@@ -37,7 +37,7 @@ def build(teacher: Teacher, **fields: object) -> DraftModelRecipe:
         return DraftModelRecipe.build(settings, texts, teacher)
 
 
-def test_the_loss_is_the_cross_entropy_from_the_targets_top_k_where_the_target_chose(
+def test_the_loss_is_cross_entropy_with_the_target_s_top_k(
     teacher: Teacher,
 ) -> None:
     recipe = build(teacher)

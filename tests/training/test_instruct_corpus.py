@@ -293,7 +293,7 @@ def test_a_check_writes_each_calculation_and_stops_at_what_is_not_whole():
     assert check(problem, "((20+17)-12)-9").finding == "It makes 16, not 13."
 
 
-def test_a_revision_of_a_wrong_answer_tries_other_first_steps_and_a_right_one_stays():
+def test_a_revision_replaces_wrong_answers_and_keeps_right_ones():
     rng = random.Random(8)
     for _ in range(40):
         attempt = sample_attempt(rng, 4)

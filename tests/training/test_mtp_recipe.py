@@ -185,7 +185,7 @@ def test_a_run_that_was_interrupted_ends_with_the_weights_of_one_that_was_not(
 
 
 @pytest.mark.parametrize("modules", [1, 2])
-def test_a_tiny_run_has_more_than_one_drafted_token_per_step_accepted_of_what_it_has_read(
+def test_after_a_tiny_run_more_than_one_drafted_token_per_step_is_accepted(
     teacher: Teacher, texts: list[Text], tmp_path: Path, modules: int
 ) -> None:
     """Overfitted answers; new weights have none accepted."""

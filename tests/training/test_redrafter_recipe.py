@@ -147,7 +147,7 @@ def test_a_run_that_was_interrupted_ends_with_the_weights_of_one_that_was_not(
         assert torch.equal(weights[0][name], weights[1][name])
 
 
-def test_a_tiny_run_has_more_than_one_drafted_token_per_step_accepted_of_what_it_has_read(
+def test_after_a_tiny_run_more_than_one_drafted_token_per_step_is_accepted(
     teacher: Teacher, texts: list[Text], tmp_path: Path
 ) -> None:
     """Overfitted answers with broad distributions; new weights have none accepted."""

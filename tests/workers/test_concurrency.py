@@ -109,7 +109,7 @@ def test_a_request_that_is_always_refused_is_given_up_and_its_capacity_given_bac
     assert (limit.num_in_flight, limit.limit) == (0, 1.0)
 
 
-def test_the_limit_grows_by_one_per_answer_and_after_an_overload_by_one_per_round():
+def test_the_concurrency_limit_grows_slower_after_an_overload():
     limit = AdaptiveConcurrency(100, first=2)
     limit.num_in_flight = 100
     for expected in (3, 4, 5):

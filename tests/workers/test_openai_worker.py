@@ -281,7 +281,7 @@ def test_the_worker_for_tensorrt_servers_takes_top_k():
     assert TRTOpenaiWorker(None, "m").extensions == {"top_k"}
 
 
-def test_hints_about_the_kv_cache_may_be_left_out_by_name_and_not_asked_for():
+def test_kv_cache_hints_may_be_switched_off_by_name():
     assert OpenaiWorker(None, "m", False, {"more": 1}).extra_body == {"more": 1}
     with pytest.raises(ParameterError, match="kv_cache_hint_enabled"):
         OpenaiWorker(None, "m", kv_cache_hint_enabled=True)
@@ -382,7 +382,7 @@ def test_the_tokens_of_one_piece_are_separated_by_their_log_probabilities():
     assert seen(["token_id:5", "token_id:6"], "ab") == ["", "x", "x", "xab", "xab"]
 
 
-def test_tokens_of_a_thought_and_of_the_text_behind_it_can_be_cut_one_by_one():
+def test_a_thought_and_its_answer_can_be_cut_token_by_token():
     choice = StreamedChoice()
     for thought in ("a ", "b "):
         choice.add("", thought=thought)

@@ -271,9 +271,7 @@ def test_text_is_judged_in_the_chat_template(workers):
     assert judge(worker, [spoken]) == judge(worker, [RewardTask(input_tokens=ids)])
 
 
-def test_without_a_chat_template_text_is_judged_as_a_pair_with_its_token_types(
-    workers, directories, monkeypatch
-):
+def test_without_a_chat_template_text_is_scored_as_a_pair(workers, directories, monkeypatch):
     ids, types = [5, 6, 7], [0, 0, 1]
     model = workers["pair"]._model
     monkeypatch.setattr(

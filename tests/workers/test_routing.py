@@ -79,7 +79,7 @@ def test_a_prompt_longer_than_the_bound_keeps_its_beginning():
 # ---- choices ----------------------------------------------------------------------------------
 
 
-def test_new_prompts_go_to_the_least_loaded_server_and_among_equals_to_the_emptiest_cache():
+def test_new_prompts_go_to_the_least_loaded_server():
     made, (first, second) = router()
     assert made.choose(blocks("a", "b")) is first  # all equal: the order decides
     assert made.choose(blocks("c")) is second  # 1 in flight against 0
@@ -148,7 +148,7 @@ def test_a_key_moves_for_good_when_its_server_goes_down():
 # ---- failures ---------------------------------------------------------------------------------
 
 
-def test_a_server_that_is_lost_gets_nothing_until_it_answers_and_has_an_empty_cache_then():
+def test_a_lost_server_gets_no_requests_until_it_answers():
     made, (first, second) = router()
     made.choose(blocks("a", "b"))
     made.lost(first)
@@ -181,14 +181,14 @@ def test_a_busy_server_is_left_alone_for_as_long_as_it_asked():
     assert made.choose(blocks("b")) is first
 
 
-def test_a_request_goes_to_a_server_that_has_not_failed_it_and_back_if_all_have():
+def test_a_request_prefers_servers_that_have_not_failed_it():
     made, (first, second) = router()
     assert made.choose(blocks("a"), tried=[first]) is second
     load(made, second, 9)
     assert made.choose(blocks("b"), tried=[first, second]) is first
 
 
-def test_where_the_rest_is_down_a_server_that_works_is_asked_again_even_after_a_failure():
+def test_the_only_working_server_is_retried_after_a_failure():
     made, (first, second) = router()
     made.lost(second)
     assert made.choose(blocks("a"), tried=[first]) is first

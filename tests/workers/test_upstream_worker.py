@@ -186,7 +186,7 @@ def test_when_no_server_can_be_reached_the_request_fails_and_says_so(closed_port
         ask(worker, PROMPTS[:1])
 
 
-def test_a_user_in_a_url_is_sent_as_a_header_and_is_in_no_error(servers):
+def test_credentials_in_a_url_are_sent_as_a_header_and_never_shown(servers):
     url = servers[0].url.replace("//", "//me:s3cret@")
     worker = worker_of([url], api_key="key")
     assert ask(worker, PROMPTS[:1]) == ["from 0"]
@@ -284,7 +284,7 @@ def test_settings_that_cannot_be_are_refused(servers):
         UpstreamWorker(["http://a"], "m", concurrency=4)
 
 
-def test_the_text_of_a_growing_conversation_has_that_of_the_earlier_one_as_a_prefix():
+def test_a_growing_conversation_keeps_its_earlier_text_as_a_prefix():
     messages = [{"role": "user", "content": "Why?"}]
     earlier = prompt_text({"messages": messages, "tools": [{"name": "t"}]})
     later = prompt_text({"messages": [*messages, {"role": "user"}], "tools": [{"name": "t"}]})
