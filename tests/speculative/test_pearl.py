@@ -30,7 +30,7 @@ def run(made: Engine) -> list[Any]:
     assert all(event.error is None for event in drain(made))
     assert outputs(samples) == SAID
     drafter = made.speculation.drafters[0].drafter
-    assert drafter.pages_in_use == 0  # type: ignore[attr-defined]
+    assert drafter._pool.in_use == 0  # type: ignore[attr-defined]
     for sample in samples:
         made.close(sample)
     expect_empty(made)

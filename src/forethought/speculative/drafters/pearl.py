@@ -185,11 +185,6 @@ class PearlDrafter(Drafter):
         if self._executor is not None:
             self._executor.shutdown(wait=True)
 
-    @property
-    def pages_in_use(self) -> int:
-        """Pages in use in the draft model's own pool."""
-        return self._pool.in_use
-
     def _join(self) -> None:
         if self._future is not None:
             wait([self._future])

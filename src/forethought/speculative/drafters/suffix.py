@@ -235,11 +235,6 @@ class PastOutputs:
         """Outputs of all salts."""
         return len(self._outputs)
 
-    @property
-    def salts(self) -> list[str]:
-        """Salts with outputs."""
-        return list(self._indexes)
-
     def index(self, salt: str) -> SuffixIndex | None:
         """The outputs of one salt; None if there are none."""
         return self._indexes.get(salt)
