@@ -18,6 +18,7 @@ import models
 from engines import GREEDY, drain, engine_over, expect_empty, outputs
 from forethought.backends.cpu import library, weights
 from forethought.backends.cpu.backend import CpuBackend
+from forethought.backends.cpu.cache import cache_directories
 from forethought.backends.cpu.network import NativeNetwork
 from forethought.backends.cpu.weights import PackedLinear
 from forethought.config.drafters import DraftTargetDecodingConfig, NGramDecodingConfig
