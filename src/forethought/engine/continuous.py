@@ -7,6 +7,7 @@ committed and counted as if they had been made one by one.
 
 from __future__ import annotations
 
+import functools
 import logging
 import math
 from collections.abc import Sequence as List
@@ -31,6 +32,7 @@ from forethought.speculative.step_runner import (
 log = logging.getLogger(__name__)
 
 
+@functools.cache
 def step_runners() -> tuple[type[StepRunner], ...]:
     """The first that can make a call's steps does; the last is the reference implementation."""
     native, rounds = backends.cpu().step_runner(), backends.cuda().step_runner()
