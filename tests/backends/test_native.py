@@ -18,7 +18,6 @@ import models
 from engines import GREEDY, drain, engine_over, expect_empty, outputs
 from forethought.backends.cpu import library, weights
 from forethought.backends.cpu.backend import CpuBackend
-from forethought.backends.cpu.cache import cache_directories
 from forethought.backends.cpu.network import NativeNetwork
 from forethought.backends.cpu.weights import PackedLinear
 from forethought.config.drafters import DraftTargetDecodingConfig, NGramDecodingConfig
@@ -754,7 +753,7 @@ def test_where_nothing_can_be_kept_or_it_is_damaged_it_is_compiled_again(
     library.load_library()
     compiler = library.find_compiler()
     assert compiler is not None
-    whole = cache_directories()[0] / library.library_name(compiler)
+    whole = library.library_path(compiler)
     compiled = []
 
     def compile_again(compiler: str, path: Path) -> None:
@@ -765,7 +764,7 @@ def test_where_nothing_can_be_kept_or_it_is_damaged_it_is_compiled_again(
     monkeypatch.setenv("FORETHOUGHT_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))  # of the fallback
     if is_directory:
-        path = cache_directories()[0] / library.library_name(compiler)
+        path = library.library_path(compiler)
         path.parent.mkdir(parents=True)
         path.write_bytes(b"torn")
     else:
@@ -789,14 +788,14 @@ def test_every_file_that_is_included_names_the_library(monkeypatch, tmp_path) ->
     texts = {source.name: source.read_text() for source in library.SOURCES}
     included = set(re.findall(r'#include "(?:.*/)?(.+)"', "".join(texts.values())))
     assert {*included, library.SOURCE.name} == texts.keys()
-    names = {library.library_name("c++")}
+    paths = {library.library_path("c++")}
     for name in texts:
         copies = [tmp_path / each for each in texts]
         for copy in copies:
             copy.write_text(texts[copy.name] + "// changed" * (copy.name == name))
         monkeypatch.setattr(library, "SOURCES", copies)
-        names.add(library.library_name("c++"))
-    assert len(names) == 1 + len(texts)
+        paths.add(library.library_path("c++"))
+    assert len(paths) == 1 + len(texts)
 
 
 @pytest.mark.slow

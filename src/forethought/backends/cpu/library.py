@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from functools import cache, lru_cache, partial
 from pathlib import Path
 
-from forethought.backends.cpu.cache import load_or_compile
+from forethought.backends.cpu.cache import cache_directories, load_or_compile
 from forethought.errors import ModelError
 
 logger = logging.getLogger(__name__)
@@ -183,6 +183,11 @@ def _digest(*parts: str) -> str:
     for part in (*FLAGS, *parts):
         digest.update(part.encode() + b"\0")
     return digest.hexdigest()[:16]
+
+
+def library_path(compiler: str) -> Path:
+    """Where the library for this source, compiler and processor is stored, if that is possible."""
+    return cache_directories()[0] / library_name(compiler)
 
 
 def compile_library(compiler: str, path: Path, flags: Sequence[str] = NATIVE) -> None:
