@@ -13,8 +13,30 @@ from typing import Any
 
 MOVED: Mapping[str, str] = MappingProxyType(
     {
+        "engine.tensor_parallel": "backends.tensor_parallel.engine_ranks",
         "methods.archon_config": "methods.parts.archon_config",
         "methods.archon_prompts": "methods.parts.archon_prompts",
+        "model.attention.paged": "backends.cuda.paged",
+        "model.attention.paged_triton": "backends.cuda.paged_triton",
+        "model.fused_ops_triton": "backends.cuda.fused_ops_triton",
+        "model.graph_runner": "backends.cuda.graph_runner",
+        "model.graphs": "backends.cuda.graphs",
+        "model.native": "backends.cpu",
+        "model.native.cache": "backends.cpu.cache",
+        "model.native.chain_steps": "backends.cpu.native_steps",
+        "model.native.forward": "backends.cpu.forward",
+        "model.native.heads": "backends.cpu.heads",
+        "model.native.library": "backends.cpu.library",
+        "model.native.module": "backends.cpu.module",
+        "model.native.network": "backends.cpu.network",
+        "model.native.weights": "backends.cpu.weights",
+        "model.paged_layout": "model.attention.paged_layout",
+        "model.parallel": "backends.tensor_parallel",
+        "model.parallel.collectives": "backends.tensor_parallel.collectives",
+        "model.parallel.process": "backends.tensor_parallel.process",
+        "model.parallel.ranks": "backends.tensor_parallel.ranks",
+        "model.parallel.shard": "backends.tensor_parallel.shard",
+        "model.parallel.sharded": "backends.tensor_parallel.sharded",
         "scaffolding.answer_extraction": "answers.answer_extraction",
         "scaffolding.answer_spaces": "answers.answer_spaces",
         "scaffolding.answers": "answers.answers",
@@ -89,6 +111,7 @@ MOVED: Mapping[str, str] = MappingProxyType(
         "server.usage": "server.protocol.usage",
         "speculative.chain_rounds": "backends.cuda.chain_rounds",
         "speculative.chain_steps": "speculative.chain_source",
+        "speculative.draft_graph": "backends.cuda.draft_graph",
         "speculative.heads.native": "backends.cpu.draft_module",
     }
 )
