@@ -17,8 +17,6 @@ MOVED: Mapping[str, str] = MappingProxyType(
         "methods.archon_config": "methods.parts.archon_config",
         "methods.archon_prompts": "methods.parts.archon_prompts",
         "model.attention.paged": "backends.cuda.paged",
-        "model.attention.paged_triton": "backends.cuda.paged_triton",
-        "model.fused_ops_triton": "backends.cuda.fused_ops_triton",
         "model.graph_runner": "backends.cuda.graph_runner",
         "model.graphs": "backends.cuda.graphs",
         "model.native": "backends.cpu",
