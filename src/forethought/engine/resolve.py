@@ -6,7 +6,7 @@ import logging
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
 
@@ -37,9 +37,6 @@ from forethought.speculative.length import length_policy
 from forethought.speculative.length.policy import schedule
 from forethought.speculative.registry import Target
 from forethought.speculative.verify.rules import rule_of
-
-if TYPE_CHECKING:
-    from forethought.backends.tensor_parallel.ranks import Ranks
 
 log = logging.getLogger(__name__)
 
@@ -78,14 +75,14 @@ def build(args: LlmArgs, model_dir: Path) -> Engine:
 
 def _ranks(
     args: LlmArgs, model_dir: Path, device: torch.device
-) -> AbstractContextManager[Ranks | None]:
+) -> AbstractContextManager[Any | None]:
     """The processes of tensor parallelism; None: there is one."""
     if args.tensor_parallel_size == 1:
         return nullcontext()
     return backends.tensor_parallel().starting(args, model_dir, device)
 
 
-def _load(args: LlmArgs, model_dir: Path, device: torch.device, ranks: Ranks | None) -> CausalLM:
+def _load(args: LlmArgs, model_dir: Path, device: torch.device, ranks: Any | None) -> CausalLM:
     lm = loader.load(
         model_dir,
         dtype=args.dtype,
@@ -110,7 +107,7 @@ def _engine(
     model_dir: Path,
     configs: Sequence[DecodingBaseConfig],
     lm: CausalLM,
-    ranks: Ranks | None,
+    ranks: Any | None,
 ) -> Engine:
     context = _context(args, lm)
     _check_lengths(configs, context)
@@ -156,7 +153,7 @@ def _engine(
 
 
 def _runner(
-    args: LlmArgs, lm: CausalLM, max_graph_tokens: int | None, ranks: Ranks | None
+    args: LlmArgs, lm: CausalLM, max_graph_tokens: int | None, ranks: Any | None
 ) -> ModelRunner:
     """Of the target, over one page. Raises ParameterError for CUDA graphs that are impossible."""
     if ranks is not None:

@@ -6,18 +6,21 @@ engine, its models and its drafters find it here and never import it::
     cpu               layers, drafts and whole steps in C++
     cuda              Triton kernels and CUDA graphs
     tensor_parallel   a model cut over processes
+
+``lm`` is a ``CausalLM``; other types of the layers above are named in the docstrings.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from types import ModuleType
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
 
 from forethought.config.registry import Registry
-
-if TYPE_CHECKING:
-    from forethought.backends.cpu.backend import CpuBackend
-    from forethought.backends.cuda.backend import CudaBackend
-    from forethought.backends.tensor_parallel.backend import TensorParallelBackend
 
 BACKENDS = Registry(
     "backend",
@@ -29,19 +32,146 @@ BACKENDS = Registry(
 )
 
 
-def cpu() -> type[CpuBackend]:
+class NativeBackend(Protocol):
+    """Layers, drafts and steps in C++. Drafts read the packed weights of a target that runs there.
+
+    Methods raise ModelError where the library has to be compiled and cannot be.
+    """
+
+    NO_COMPILER: str
+    """The reason of ``why_unavailable`` where there is no compiler."""
+
+    @staticmethod
+    def why_unavailable() -> str | None:
+        """Why nothing can run on this machine; None: it can."""
+
+    @staticmethod
+    def warn_unavailable(reason: str, fix: str = ...) -> None:
+        """Log once that the slower forward is taken, and why."""
+
+    @staticmethod
+    def uses_amx() -> bool:
+        """Whether products of bfloat16 run on AMX."""
+        ...
+
+    @staticmethod
+    def causal_lm_class(config: Any) -> Any | None:
+        """The class of transformers whose layers run here; None: this config has none."""
+
+    @staticmethod
+    def refusal(module: Any) -> str | None:
+        """Why a module of transformers cannot run here; None: it can."""
+
+    @staticmethod
+    def network(module: Any, max_positions: int, windows: Sequence[int | None]) -> Any:
+        """The ``Network`` of a module that ``refusal`` accepts; its layers' weights are taken."""
+
+    @staticmethod
+    def draft_network(lm: Any, vocab_size: int) -> Any | None:
+        """A draft model for targets with ``vocab_size`` tokens, with ``draft_chains(forward_pass,
+        slots)``; None: it does not run here."""
+
+    @staticmethod
+    def draft_module(
+        parts: Any, lm: Any, dtype: torch.dtype, shape: Any, ids: Tensor | None = None
+    ) -> Any | None:
+        """A ``DraftModule``; None: its target does not run here, or the module cannot.
+
+        Args:
+            parts: ``ModuleParts``, whose weights are copied.
+            lm: the target.
+            dtype: of weights and entries.
+            shape: ``LayerShape`` of its layer's keys and values.
+            ids: see ``DraftNetwork``.
+        """
+
+    @staticmethod
+    def mtp_module(module: nn.Module, lm: Any) -> Any | None:
+        """The ``MtpDraftModule`` of an ``MtpModule``; None: as of ``draft_module``."""
+
+    @staticmethod
+    def draft_heads(heads: nn.Module, lm: Any) -> Any | None:
+        """The ``RankingHeads`` of ``MedusaHeads``; None: the target does not run here."""
+
+    @staticmethod
+    def beam_search(head: nn.Module, lm: Any) -> Any | None:
+        """The ``BeamSearcher`` of a ``ReDrafterHead``; None: the target does not run here."""
+
+    @staticmethod
+    def step_runner() -> Any:
+        """The ``StepRunner`` that makes several steps in one call."""
+
+
+class GraphBackend(Protocol):
+    """Kernels of small operations, and graphs of steps and drafts."""
+
+    @staticmethod
+    def fused_ops() -> ModuleType:
+        """The kernels of ``model.fused_ops``, by name."""
+        ...
+
+    @staticmethod
+    def reads_pages(lm: Any) -> bool:
+        """Whether a kernel attends over pages in place."""
+        ...
+
+    @staticmethod
+    def why_no_graphs(lm: Any) -> tuple[str, str] | None:
+        """Why forwards cannot be captured, and what to do; None: it may be possible."""
+
+    @staticmethod
+    def runner(lm: Any, storage: Any, max_tokens: int | None) -> Any:
+        """The ``ModelRunner`` of steps of at most ``max_tokens`` by graphs; None: of as many as
+        graphs may have."""
+
+    @staticmethod
+    def draft_graphs(runner: Any) -> Any:
+        """``DraftGraphs`` of one builder's chains and trees; the ``DraftModuleRunner`` has
+        ``graphs``."""
+
+    @staticmethod
+    def module_graphs(runners: Sequence[Any]) -> Any:
+        """The same of several MTP modules, as ``ModuleGraphs``."""
+
+    @staticmethod
+    def step_runner() -> Any:
+        """The ``StepRunner`` of steps with drafts, without a wait between them."""
+
+
+class ParallelBackend(Protocol):
+    """The processes of a model that is cut over ranks."""
+
+    @staticmethod
+    def refusal(config: Any, size: int) -> str | None:
+        """Why a model cannot be cut into ``size`` shards, by its config; None: it can."""
+
+    @staticmethod
+    def starting(args: Any, model_dir: Any, device: torch.device) -> AbstractContextManager[Any]:
+        """The processes of the other ranks, which end if the block fails."""
+        ...
+
+    @staticmethod
+    def join(ranks: Any, lm: Any, args: Any, model_dir: Any, num_threads: int) -> None:
+        """Let the other ranks load what rank 0 has loaded, and connect its network with theirs."""
+
+    @staticmethod
+    def runner(ranks: Any, lm: Any, page_size: int) -> Any:
+        """The ``ModelRunner`` of rank 0's shard, over one page, and with it of the others."""
+
+
+def cpu() -> type[NativeBackend]:
     """The C++ forward."""
-    backend: type[CpuBackend] = BACKENDS.resolve("cpu")
+    backend: type[NativeBackend] = BACKENDS.resolve("cpu")
     return backend
 
 
-def cuda() -> type[CudaBackend]:
+def cuda() -> type[GraphBackend]:
     """Kernels and graphs of NVIDIA GPUs."""
-    backend: type[CudaBackend] = BACKENDS.resolve("cuda")
+    backend: type[GraphBackend] = BACKENDS.resolve("cuda")
     return backend
 
 
-def tensor_parallel() -> type[TensorParallelBackend]:
+def tensor_parallel() -> type[ParallelBackend]:
     """Several processes."""
-    backend: type[TensorParallelBackend] = BACKENDS.resolve("tensor_parallel")
+    backend: type[ParallelBackend] = BACKENDS.resolve("tensor_parallel")
     return backend

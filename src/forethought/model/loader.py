@@ -11,11 +11,11 @@ import copy
 import inspect
 import logging
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal, Protocol
 
 import torch
 import transformers
@@ -59,9 +59,6 @@ from forethought.model_dir import (
 )
 from forethought.silence import without_progress_bars
 
-if TYPE_CHECKING:
-    from forethought.backends.tensor_parallel.shard import Shard
-
 logger = logging.getLogger(__name__)
 
 Forward = Literal["auto", "native", "torch"]
@@ -75,6 +72,22 @@ MAX_SMALL_WEIGHTS = 50_000_000
 _SCALES = re.compile(r"\.(weight_scale\w*|input_scale|qweight|qzeros|scales|absmax)$")
 """Names of the scales of quantised weights."""
 _UNQUANTISED = "Give the checkpoint in 16 or 32 bits"
+
+
+class Shard(Protocol):
+    """One of ``size`` slices of a model's weights."""
+
+    @property
+    def size(self) -> int:
+        """How many slices there are."""
+        ...
+
+    def cut(self, module: PreTrainedModel) -> None:
+        """Replace the linears of a module that ``is_fusable`` by their slices."""
+
+    def profiles(self, layers: Sequence[LayerProfile]) -> tuple[LayerProfile, ...]:
+        """What the slices of layers need of attention."""
+        ...
 
 
 def load(

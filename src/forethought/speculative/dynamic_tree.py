@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -22,10 +21,7 @@ from forethought.config.tree import TreeShape
 from forethought.model import backends
 from forethought.speculative.draft_module import DraftModuleRunner, ModuleOutput
 from forethought.speculative.drafter import Draft, DraftRequest
-from forethought.speculative.tree import Advance, ReadNodes, TreeBuilder
-
-if TYPE_CHECKING:
-    from forethought.backends.cuda.draft_graph import DraftGraphs
+from forethought.speculative.tree import Advance, DraftGraphs, ReadNodes, TreeBuilder
 
 
 class Expansion:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -18,9 +18,6 @@ from forethought.model.batch import Row, ancestors
 from forethought.speculative.draft_module import DraftModuleRunner, ModuleOutput, TokenRange
 from forethought.speculative.drafter import DeviceTokens, Draft, DraftKind, DraftRequest
 from forethought.speculative.sampled_draft import SampledDrafts, sampled_kind
-
-if TYPE_CHECKING:
-    from forethought.backends.cuda.draft_graph import DraftGraphs
 
 
 class TreeBuilder(Protocol):
@@ -91,6 +88,31 @@ class ReadNodes:
         parents = None if self.parents is None else self.parents[:size]
         first_logit = size - self.num_new(depth)
         return Row([0] * size, stop - size, after.table.prefix(stop), parents, first_logit)
+
+
+class DraftGraphs(Protocol):
+    """Drafts the chains and trees of one builder by graphs of a device."""
+
+    def draft(
+        self,
+        requests: Sequence[DraftRequest],
+        read: ReadNodes,
+        num_deeper: Sequence[int],
+        grow: Grow,
+    ) -> Tensor | None:
+        """Draft; what the module had not read is stored.
+
+        Args:
+            requests: B of them.
+            read: the nodes that the forwards read.
+            num_deeper: requests, the first ones, that have drafts deeper than 1, 2, ...: one number
+                for each depth of ``read``.
+            grow: captured; it depends on nothing but ``read`` and its arguments.
+
+        Returns:
+            The first B rows of what ``grow`` returns, overwritten by the next draft; a row has
+            anything below its depth. None: there is no graph for these.
+        """
 
 
 class StaticTreeBuilder(TreeBuilder):

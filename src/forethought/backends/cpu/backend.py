@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 
 from forethought.backends.cpu import library, weights
 from forethought.backends.cpu.network import NativeNetwork
+from forethought.model.backends import NativeBackend
 
 if TYPE_CHECKING:
     from forethought.backends.cpu.draft_module import NativeDraftModule, NativeMtpNetwork
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 
-class CpuBackend:
+class CpuBackend(NativeBackend):
     """The entry ``cpu`` of the table in ``model.backends``.
 
     Networks that read the target's packed weights need a target that runs here.

@@ -10,6 +10,7 @@ from forethought.backends.cuda.graph_runner import GraphRunner
 from forethought.backends.cuda.graphs import MAX_GRAPH_TOKENS, CudaCapture
 from forethought.backends.cuda.paged import PagedAttention
 from forethought.kv.storage import KvStorage
+from forethought.model.backends import GraphBackend
 from forethought.model.causal_lm import CausalLM
 from forethought.model.graph_capturer import GraphCapturer
 
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
     from forethought.speculative.draft_module import DraftModuleRunner
 
 
-class CudaBackend:
+class CudaBackend(GraphBackend):
     """The entry ``cuda`` of the table in ``model.backends``."""
 
     @staticmethod

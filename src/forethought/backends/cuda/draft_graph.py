@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from forethought.backends.cuda.graphs import (
     MAX_GRAPH_TOKENS,
@@ -28,6 +29,7 @@ from forethought.model.attention.paged_layout import WORD_BITS, Integers
 from forethought.model.attention.workspace import MAX_CATCH_UP
 from forethought.model.batch import PackedRows
 from forethought.model.graph_capturer import Graph, GraphCapturer
+from forethought.speculative import tree
 from forethought.speculative.draft_module import DraftModuleRunner, ModuleOutput, TokenRange
 from forethought.speculative.drafter import DraftRequest
 from forethought.speculative.tree import Grow, ReadNodes
@@ -121,7 +123,7 @@ class _Inputs:
             batch.fill(PackedRows.of(rows, offset))
 
 
-class DraftGraphs:
+class DraftGraphs(tree.DraftGraphs):
     """Drafts chains and trees of one builder by graphs.
 
     Args:
@@ -133,6 +135,7 @@ class DraftGraphs:
         self._runner, self._graphs = runner, graphs.split(MAX_DRAFT_GRAPHS)
         self._captured: dict[_Shape, tuple[Graph, _Inputs] | None] = {}
 
+    @override
     def draft(
         self,
         requests: Sequence[DraftRequest],
@@ -140,19 +143,6 @@ class DraftGraphs:
         num_deeper: Sequence[int],
         grow: Grow,
     ) -> Tensor | None:
-        """Draft; what the module had not read is stored.
-
-        Args:
-            requests: B of them.
-            read: the nodes that the forwards read.
-            num_deeper: requests, the first ones, that have drafts deeper than 1, 2, ...: one number
-                for each depth of ``read``.
-            grow: captured; it depends on nothing but ``read`` and its arguments.
-
-        Returns:
-            The first B rows of what ``grow`` returns, overwritten by the next draft; a row has
-            anything below its depth. None: there is no graph for these.
-        """
         ranges = list(map(self._runner.missing, requests))
         shape = _Shape.of(ranges, read)
         if shape is None:

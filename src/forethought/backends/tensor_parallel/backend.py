@@ -5,10 +5,11 @@ from __future__ import annotations
 from forethought.backends.tensor_parallel import engine_ranks, shard
 from forethought.backends.tensor_parallel.ranks import Ranks
 from forethought.backends.tensor_parallel.sharded import ShardedRunner, ShardedStorage
+from forethought.model.backends import ParallelBackend
 from forethought.model.causal_lm import CausalLM
 
 
-class TensorParallelBackend:
+class TensorParallelBackend(ParallelBackend):
     """The entry ``tensor_parallel`` of the table in ``model.backends``."""
 
     refusal = staticmethod(shard.refusal)

@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from operator import add
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -39,9 +39,6 @@ from forethought.speculative.heads.redrafter import (
 )
 from forethought.speculative.registry import Target
 
-if TYPE_CHECKING:
-    from forethought.backends.cpu.heads import NativeBeamSearch
-
 
 class ReDrafterDrafter(Drafter):
     """Drafts with a head.
@@ -54,7 +51,7 @@ class ReDrafterDrafter(Drafter):
 
     def __init__(
         self,
-        search: BeamSearch | NativeBeamSearch,
+        search: BeamSearcher,
         hidden_states: HiddenStateCache,
         config: ReDrafterDecodingConfig,
     ) -> None:
@@ -135,18 +132,10 @@ class Beams(NamedTuple):
     """By length, from 0: the number of beams up to this length."""
 
 
-class BeamSearch:
-    """Finds likely continuations with a recurrent head.
+class BeamSearcher(Protocol):
+    """Finds the most probable continuations of a recurrent head."""
 
-    Args:
-        head: predicts the next token.
-        embed: int64 ``[R]`` -> the target's embeddings ``[R, hidden]``.
-    """
-
-    forward_path = "torch"
-
-    def __init__(self, head: DraftRecurrence, embed: Callable[[Tensor], Tensor]) -> None:
-        self._head, self._embed = head, embed
+    forward_path: str
 
     def __call__(
         self,
@@ -165,6 +154,31 @@ class BeamSearch:
             length: tokens of a beam at most.
             min_logprob: less probable beams are left out of ``Beams.order``.
         """
+        ...
+
+
+class BeamSearch(BeamSearcher):
+    """Finds likely continuations with a recurrent head.
+
+    Args:
+        head: predicts the next token.
+        embed: int64 ``[R]`` -> the target's embeddings ``[R, hidden]``.
+    """
+
+    forward_path = "torch"
+
+    def __init__(self, head: DraftRecurrence, embed: Callable[[Tensor], Tensor]) -> None:
+        self._head, self._embed = head, embed
+
+    @override
+    def __call__(
+        self,
+        contexts: Tensor,
+        roots: Sequence[int],
+        width: int,
+        length: int,
+        min_logprob: float = -math.inf,
+    ) -> list[Beams]:
         count, vocab = len(roots), self._head.shape.vocab
         device = contexts.device
         first = torch.arange(count, device=device)[:, None]
