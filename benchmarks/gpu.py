@@ -75,8 +75,8 @@ from forethought.model.graph_capturer import GraphCapturer
 from forethought.model.llama.layers import FusedLayer, Norm
 from forethought.model.llama.network import FusedNetwork
 from forethought.model.runner import ModelRunner
+from forethought.speculative.drafter import Target
 from forethought.speculative.heads.eagle3 import Eagle3Head, Eagle3Traits
-from forethought.speculative.registry import Target
 
 EIGHT_BILLION = {
     "vocab_size": 128256,

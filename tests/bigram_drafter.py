@@ -16,9 +16,8 @@ from torch import Tensor, nn
 from forethought.config.drafter_table import DrafterSpec
 from forethought.config.speculation import DecodingBaseConfig, Levels
 from forethought.errors import ModelError
-from forethought.speculative.drafter import Drafter, ResourceManager, ScheduledRequests
+from forethought.speculative.drafter import Drafter, ResourceManager, ScheduledRequests, Target
 from forethought.speculative.heads.checkpoint import Checkpoint
-from forethought.speculative.registry import Target
 from forethought.training.batches import Batches, pad_texts
 from forethought.training.teacher import Teacher
 from forethought.training.texts import Text

@@ -29,7 +29,7 @@ from forethought.model import loader
 from forethought.model.causal_lm import CausalLM
 from forethought.model.graph_capturer import GraphCapturer
 from forethought.model.runner import ModelRunner
-from forethought.speculative.registry import Target
+from forethought.speculative.drafter import Target
 from forethought.speculative.step_runner import Advance
 from models import tiny, transformers_model
 

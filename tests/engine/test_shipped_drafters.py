@@ -26,7 +26,7 @@ from forethought.model import loader
 from forethought.model.causal_lm import CausalLM
 from forethought.model.loader import Forward
 from forethought.model.runner import ModelRunner
-from forethought.speculative.registry import Target
+from forethought.speculative.drafter import Target
 from models import greedy
 from shipped import POINTS, QUESTIONS, SHIPPED, shipped
 

@@ -34,9 +34,8 @@ from forethought.errors import ModelError, ParameterError
 from forethought.kv.storage import KvStorage
 from forethought.model import loader
 from forethought.model.runner import ModelRunner
-from forethought.speculative.drafter import Draft, ScheduledRequests
+from forethought.speculative.drafter import Draft, ScheduledRequests, Target
 from forethought.speculative.drafters.eagle import EagleDrafter
-from forethought.speculative.registry import Target
 from models import ARCHITECTURES, greedy, prompts, tiny
 
 PROMPTS = prompts((9, 4, 17))

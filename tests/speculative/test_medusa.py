@@ -16,9 +16,9 @@ from forethought.config.speculation import MAX_LEVELS
 from forethought.errors import ParameterError
 from forethought.kv.storage import KvStorage
 from forethought.model.runner import ModelRunner
-from forethought.speculative.drafter import DraftKind, DraftRequest
+from forethought.speculative.drafter import DraftKind, DraftRequest, Target
 from forethought.speculative.drafters.medusa import MedusaDrafter
-from forethought.speculative.registry import Target, build
+from forethought.speculative.registry import build
 from medusa_heads import make_heads, random_heads
 from models import greedy, prompts, tiny, transformers_model
 

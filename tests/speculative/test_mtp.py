@@ -20,9 +20,8 @@ from forethought.model.batch import Batch
 from forethought.model.hidden_states import FINAL, HiddenStateCache
 from forethought.model.runner import ModelRunner
 from forethought.speculative.draft_module import DraftModuleRunner, ModuleOutput
-from forethought.speculative.drafter import DraftRequest, ScheduledRequests
+from forethought.speculative.drafter import DraftRequest, ScheduledRequests, Target
 from forethought.speculative.drafters.mtp import MTPDrafter
-from forethought.speculative.registry import Target
 from models import greedy, prompts, tiny
 from mtp_modules import random_modules, saved
 from mtp_reference import Watch, replayed, vanilla

@@ -27,8 +27,8 @@ from forethought.errors import ModelError
 from forethought.kv.storage import KvStorage
 from forethought.model import loader
 from forethought.model.runner import ModelRunner
+from forethought.speculative.drafter import Target
 from forethought.speculative.heads.mtp import MtpModule, load_modules, save_modules
-from forethought.speculative.registry import Target
 from models import greedy, prompts, save_random, tiny
 from mtp_reference import Watch, replayed
 

@@ -26,7 +26,7 @@ from forethought.errors import ModelError, ParameterError
 from forethought.kv.pool import PagePool
 from forethought.kv.table import PageTable
 from forethought.speculative import registry
-from forethought.speculative.drafter import DraftRequest, ScheduledRequests
+from forethought.speculative.drafter import DraftRequest, ScheduledRequests, Target
 from forethought.speculative.drafters.redrafter import (
     Beams,
     BeamSearch,
@@ -40,7 +40,6 @@ from forethought.speculative.heads.redrafter import (
     ReDrafterShape,
     beam_head,
 )
-from forethought.speculative.registry import Target
 from models import VOCAB, prompts
 from redrafter_heads import HIDDEN, make_head, random_head
 

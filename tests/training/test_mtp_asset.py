@@ -16,8 +16,8 @@ from forethought.kv.storage import KvStorage
 from forethought.llm.tokenizer import Tokenizer
 from forethought.model import loader
 from forethought.model.runner import ModelRunner
+from forethought.speculative.drafter import Target
 from forethought.speculative.heads.mtp import load_modules
-from forethought.speculative.registry import Target
 from forethought.training.chat_tokenizer import prompt_text
 from mtp_reference import Watch, replayed, vanilla
 

@@ -32,8 +32,8 @@ from forethought.speculative.drafter import (
     DraftRequest,
     ResourceManager,
     ScheduledRequests,
+    Target,
 )
-from forethought.speculative.registry import Target
 
 RankPath = tuple[int, ...]
 

@@ -20,7 +20,7 @@ from forethought.kv.table import TableView
 from forethought.model import backends
 from forethought.model.runner import ModelRunner
 from forethought.outputs import EngineStats
-from forethought.speculative.chain_source import ChainSource
+from forethought.speculative.drafter import ChainSource
 from forethought.speculative.step_runner import (
     Advance,
     DecodeRow,

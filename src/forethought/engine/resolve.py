@@ -33,9 +33,9 @@ from forethought.model.device import (
 from forethought.model.hidden_states import HiddenStateCache
 from forethought.model.runner import ModelRunner
 from forethought.speculative import registry
+from forethought.speculative.drafter import Target
 from forethought.speculative.length import length_policy
 from forethought.speculative.length.policy import schedule
-from forethought.speculative.registry import Target
 from forethought.speculative.verify.rules import rule_of
 
 log = logging.getLogger(__name__)

@@ -1,5 +1,5 @@
-"""The interface of a drafter whose drafts of greedy requests are chains: a source of several drafts
-that follow each other within one call of ``StepRunner.advance``.
+"""Sources of chains: drafts of greedy requests that follow each other within one call of
+``StepRunner.advance``.
 """
 
 from __future__ import annotations
@@ -7,47 +7,25 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from typing_extensions import override
 
 from forethought.kv.storage import DraftKvCache
 from forethought.kv.table import PageTable
 from forethought.speculative.draft_module import DraftModuleRunner, TokenRange
-from forethought.speculative.drafter import Drafter, DraftRequest, ScheduledRequests, table_of
+from forethought.speculative.drafter import (
+    ChainSource,
+    Drafter,
+    DraftRequest,
+    ScheduledRequests,
+    table_of,
+)
 from forethought.speculative.tree import StaticTreeBuilder
 from forethought.speculative.verify.accept import VerificationResult
 
 if TYPE_CHECKING:
     from forethought.model.runner import ModelRunner
-    from forethought.speculative.step_runner import StepRunner
-
-
-class ChainSource(Protocol):
-    """A source of chains of points for greedy requests."""
-
-    @property
-    def max_positions(self) -> float:
-        """Known and drafted tokens of a sequence that it can read."""
-        ...
-
-    @property
-    def learns_from_ends(self) -> bool:
-        """Whether drafts depend on rows that have ended: then the first one ends the call."""
-        ...
-
-    @property
-    def draft_caches(self) -> Sequence[DraftKvCache]:
-        """Its caches over the target's pages."""
-        ...
-
-    def can_follow(self, request: DraftRequest) -> bool:
-        """Whether what it reads of the target is stored up to the root of a request."""
-        ...
-
-    def draft(self, requests: list[DraftRequest]) -> None:
-        """Set the drafts of requests, or leave them unset."""
-        ...
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -89,7 +67,7 @@ class GreedyChains(ChainSource):
     builder: StaticTreeBuilder
     max_positions: float = math.inf
     learns_from_ends: bool = False
-    step_runners: dict[ModelRunner, StepRunner] = field(default_factory=dict)
+    step_runners: dict[ModelRunner, object] = field(default_factory=dict)
 
     @property
     def draft_caches(self) -> Sequence[DraftKvCache]:

@@ -26,7 +26,7 @@ from forethought.speculative.draft_module import (
     TokenRange,
     compute_in_chunks,
 )
-from forethought.speculative.registry import Target
+from forethought.speculative.drafter import Target
 
 PADDING = 0.02
 """Share of the vocabulary that may be padding in one model and not in the other."""

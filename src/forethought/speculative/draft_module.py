@@ -34,8 +34,7 @@ from forethought.model.attention.workspace import KvWorkspace, catch_up_start
 from forethought.model.batch import Batch, Row
 from forethought.model.graph_capturer import GraphCapturer
 from forethought.model.hidden_states import HiddenStateCache
-from forethought.speculative.drafter import DraftRequest, table_of
-from forethought.speculative.registry import Target
+from forethought.speculative.drafter import DraftRequest, Target, table_of
 
 T = TypeVar("T")
 

@@ -26,7 +26,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import TYPE_CHECKING, Any, overload
+from typing import TYPE_CHECKING, Any, Protocol, overload
 
 from forethought.config.sampling import SamplingParams
 from forethought.config.tree import node_depths
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from forethought.kv.storage import DraftKvCache
     from forethought.kv.table import ReadableTable, TableView
     from forethought.model.hidden_states import HiddenStateCache
-    from forethought.speculative.chain_source import ChainSource
+    from forethought.model.runner import ModelRunner
 
 
 class DraftKind(Enum):
@@ -298,6 +298,43 @@ class ScheduledRequests:
     def all_requests(self) -> list[DraftRequest]:
         """Prefills first, as TensorRT-LLM orders them."""
         return [*self.context_requests, *self.generation_requests]
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """The model to draft for, as drafters see it."""
+
+    runner: ModelRunner
+    """Its network, and the KV storage whose pages draft KV caches follow."""
+    max_num_tokens: int
+    """Tokens in one step; a draft model's prefill keeps to it as well."""
+
+
+class ChainSource(Protocol):
+    """A source of chains of points for greedy requests."""
+
+    @property
+    def max_positions(self) -> float:
+        """Known and drafted tokens of a sequence that it can read."""
+        ...
+
+    @property
+    def learns_from_ends(self) -> bool:
+        """Whether drafts depend on rows that have ended: then the first one ends the call."""
+        ...
+
+    @property
+    def draft_caches(self) -> Sequence[DraftKvCache]:
+        """Its caches over the target's pages."""
+        ...
+
+    def can_follow(self, request: DraftRequest) -> bool:
+        """Whether what it reads of the target is stored up to the root of a request."""
+        ...
+
+    def draft(self, requests: list[DraftRequest]) -> None:
+        """Set the drafts of requests, or leave them unset."""
+        ...
 
 
 class Drafter(ABC):

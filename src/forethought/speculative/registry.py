@@ -7,26 +7,12 @@ configuration class.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 from forethought.config import drafter_table
 from forethought.config.registry import Registry
 from forethought.config.speculation import DecodingBaseConfig
-
-if TYPE_CHECKING:
-    from forethought.model.runner import ModelRunner
-    from forethought.speculative.drafter import Drafter
-
-
-@dataclass(frozen=True, slots=True)
-class Target:
-    """The model to draft for, as drafters see it."""
-
-    runner: ModelRunner
-    """Its network, and the KV storage whose pages draft KV caches follow."""
-    max_num_tokens: int
-    """Tokens in one step; a draft model's prefill keeps to it as well."""
+from forethought.speculative.drafter import Drafter, Target
 
 
 class DrafterClass(Protocol):

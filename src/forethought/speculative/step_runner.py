@@ -32,8 +32,7 @@ from forethought.model.batch import Row
 from forethought.model.hidden_states import HiddenStateCache
 from forethought.model.runner import ModelRunner
 from forethought.model.sampling.sampler import NO_TOKEN, mark_not_finite
-from forethought.speculative.chain_source import ChainSource
-from forethought.speculative.drafter import NO_DRAFT, Draft, DraftRequest
+from forethought.speculative.drafter import NO_DRAFT, ChainSource, Draft, DraftRequest
 from forethought.speculative.verify.accept import (
     VerificationResult,
     accept_points,

@@ -31,7 +31,7 @@ from forethought.model.causal_lm import CausalLM, TransformersNetwork
 from forethought.model.device import find_device
 from forethought.model.runner import ModelRunner
 from forethought.outputs import SpeculationMetrics
-from forethought.speculative.registry import Target
+from forethought.speculative.drafter import Target
 
 _PAGE_SIZE = 16
 _FORWARD_TOKENS = 2048

@@ -26,9 +26,9 @@ from forethought.backends.cpu.weights import TYPES
 from forethought.model.attention.base import ForwardPass, PagedPass
 from forethought.model.batch import Batch
 from forethought.model.runner import ModelRunner
-from forethought.speculative.chain_source import ChainSource, GreedyChains
+from forethought.speculative.chain_source import GreedyChains
 from forethought.speculative.draft_model import DraftModel
-from forethought.speculative.drafter import Draft
+from forethought.speculative.drafter import ChainSource, Draft
 from forethought.speculative.step_runner import Advance, DecodeRow, StepRunner
 from forethought.speculative.verify.accept import VerificationResult
 

@@ -44,8 +44,9 @@ from forethought.model.graph_capturer import Graph
 from forethought.model.hidden_states import HiddenStateCache
 from forethought.model.runner import ModelRunner
 from forethought.model.sampling.sampler import mark_not_finite
-from forethought.speculative.chain_source import ChainSource, GreedyChains
+from forethought.speculative.chain_source import GreedyChains
 from forethought.speculative.draft_module import DraftModuleRunner, ModuleOutput
+from forethought.speculative.drafter import ChainSource
 from forethought.speculative.step_runner import Advance, DecodeRow, RowProgress, StepRunner
 from forethought.speculative.tree import StaticTreeBuilder
 from forethought.speculative.verify.accept import num_accepted

@@ -26,8 +26,8 @@ from forethought.speculative.drafter import (
     DraftRequest,
     ResourceManager,
     ScheduledRequests,
+    Target,
 )
-from forethought.speculative.registry import Target
 from forethought.speculative.tree import StaticTreeBuilder
 
 

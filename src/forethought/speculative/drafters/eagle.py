@@ -24,12 +24,17 @@ from forethought.model.causal_lm import CausalLM
 from forethought.model.hidden_states import FINAL, HiddenStateCache
 from forethought.speculative.chain_source import GreedyChains
 from forethought.speculative.draft_module import DraftModule, DraftModuleRunner
-from forethought.speculative.drafter import Drafter, ResourceManager, ScheduledRequests, readable
+from forethought.speculative.drafter import (
+    Drafter,
+    ResourceManager,
+    ScheduledRequests,
+    Target,
+    readable,
+)
 from forethought.speculative.dynamic_tree import DynamicTreeBuilder
 from forethought.speculative.heads.checkpoint import Checkpoint
 from forethought.speculative.heads.eagle import EagleHead, eagle_network
 from forethought.speculative.heads.eagle3 import Eagle3Head, Eagle3Traits, eagle3_network
-from forethought.speculative.registry import Target
 from forethought.speculative.tree import StaticTreeBuilder, TreeBuilder
 
 log = logging.getLogger(__name__)

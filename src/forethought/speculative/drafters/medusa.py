@@ -30,6 +30,7 @@ from forethought.speculative.drafter import (
     DraftRequest,
     ResourceManager,
     ScheduledRequests,
+    Target,
     readable,
     root_states,
 )
@@ -38,7 +39,6 @@ from forethought.speculative.heads.medusa import (
     RankingHeads,
     draft_heads,
 )
-from forethought.speculative.registry import Target
 from forethought.speculative.tree import tokens_of_ranks
 
 

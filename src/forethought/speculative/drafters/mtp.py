@@ -52,6 +52,7 @@ from forethought.speculative.drafter import (
     DraftRequest,
     ResourceManager,
     ScheduledRequests,
+    Target,
     readable,
     table_of,
 )
@@ -60,7 +61,6 @@ from forethought.speculative.heads.mtp import (
     load_modules,
     mtp_network,
 )
-from forethought.speculative.registry import Target
 from forethought.speculative.tree import StaticTreeBuilder, drafted_tokens
 
 

@@ -31,7 +31,7 @@ from forethought.speculative.drafter import (
 
 if TYPE_CHECKING:
     from forethought.config.drafters import NGramDecodingConfig
-    from forethought.speculative.registry import Target
+    from forethought.speculative.drafter import Target
 
 
 Pattern = tuple[int, ...]

@@ -35,8 +35,8 @@ from forethought.speculative.drafter import (
     DraftRequest,
     ResourceManager,
     ScheduledRequests,
+    Target,
 )
-from forethought.speculative.registry import Target
 
 log = logging.getLogger(__name__)
 

@@ -30,6 +30,7 @@ from forethought.speculative.drafter import (
     Drafter,
     ResourceManager,
     ScheduledRequests,
+    Target,
     readable,
     root_states,
 )
@@ -37,7 +38,6 @@ from forethought.speculative.heads.redrafter import (
     DraftRecurrence,
     ReDrafterHead,
 )
-from forethought.speculative.registry import Target
 
 
 class ReDrafterDrafter(Drafter):

@@ -35,7 +35,7 @@ from forethought.speculative.drafter import (
 
 if TYPE_CHECKING:
     from forethought.config.drafters import SuffixDecodingConfig
-    from forethought.speculative.registry import Target
+    from forethought.speculative.drafter import Target
 
 
 Text = list[int]

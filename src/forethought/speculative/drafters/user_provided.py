@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from forethought.config.drafters import UserProvidedDecodingConfig
 from forethought.errors import ParameterError
-from forethought.speculative.drafter import Drafter, ResourceManager
-from forethought.speculative.registry import Target
+from forethought.speculative.drafter import Drafter, ResourceManager, Target
 
 
 class UserProvided:
