@@ -927,6 +927,12 @@ MUTANTS = [
         "tests/engine/test_concurrent_attention.py",
     ),
     Mutant(
+        "workers/live.py",
+        "if other.over and not other.is_pinned",
+        "if other.over",
+        "tests/methods/test_parallel_thinking.py -k 'are_read'",
+    ),
+    Mutant(
         "methods/parallel_thinking.py",
         "self._go_on(main, threads[0].part, joined, joined.removeprefix(first))",
         "self._go_on(main, part, joined, joined)",

@@ -280,7 +280,7 @@ class EngineStats:
     preemptions: int = 0
     """Times that a running sequence lost its pages to an earlier one."""
     dropped: int = 0
-    """Times that a parked sequence lost its pages to a running one."""
+    """Times that a parked or waiting sequence lost its pages to another one."""
     drafted: int = 0
     """Tokens proposed by drafters and verified."""
     accepted: int = 0

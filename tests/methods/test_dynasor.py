@@ -15,7 +15,7 @@ from forethought.errors import (
     UnknownNameError,
 )
 from forethought.methods import DynasorGenerationController, MajorityVoteController
-from forethought.methods.dynasor import _certain
+from forethought.methods.dynasor import _settled_prefix
 from forethought.methods.parts.probe import (
     ANSWER_END,
     ANSWER_SUFFIX,
@@ -510,12 +510,12 @@ def test_nothing_is_streamed_that_the_first_of_several_probes_under_way_may_cut_
     assert text == result.output.text == THOUGHT[:20] + WRITTEN + "42" + ANSWER_END
 
 
-def test_what_is_certain_ends_where_the_next_probes_could_first_complete_a_run():
+def test_what_is_settled_prefix_ends_where_the_next_probes_could_first_complete_a_run():
     main = SimpleNamespace(output_str="abcde", num_generated=5)
     probes = [SimpleNamespace(kept_text="abcd"[:n], kept_tokens=n) for n in (1, 2, 3)]
     for count, certain in ((0, ("ab", 2)), (1, ("a", 1))):
-        assert _certain(main, probes, SimpleNamespace(needed=2, count=count)) == certain
-    assert _certain(main, probes, SimpleNamespace(needed=4, count=0)) == ("abcde", 5)
+        assert _settled_prefix(main, probes, SimpleNamespace(needed=2, count=count)) == certain
+    assert _settled_prefix(main, probes, SimpleNamespace(needed=4, count=0)) == ("abcde", 5)
 
 
 def test_a_chain_that_ends_by_itself_is_streamed_to_its_end():

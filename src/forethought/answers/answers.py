@@ -471,7 +471,7 @@ def lead_probability(votes: int, others: int) -> float:
 
 
 class Agreement:
-    """How many answers in a row mean the same.
+    """Dynasor's certainty: how many answers in a row mean the same.
 
     Args:
         needed: number of equal answers in a row.

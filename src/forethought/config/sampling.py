@@ -92,7 +92,7 @@ def _from_dict(cls: type[RequestParams]) -> BeforeValidator:
 @request_params("speculation.{}")
 @dataclass(frozen=True, slots=True, kw_only=True, config=STRICT)
 class SpeculationParams(RequestParams):
-    """Speculative decoding of one request. It never changes the output, only the speed.
+    """Speculative decoding of one request. It leaves the distribution of outputs as it is.
 
     ===================  ===========================================================================
     ``enabled``          False: plain decoding
@@ -155,9 +155,9 @@ class SamplingParams(RequestParams):
     ``thinking_end``           text or token ids that close it; None: the model's own marker
     =========================  =====================================================================
 
-    Seeded sampling is batch-invariant in float32, and for small models on a CPU in bfloat16 and
-    float16 as well. Elsewhere the rounding of logits depends on the batch, and where two tokens are
-    nearly equally probable the same seed may draw another one; see docs/determinism.md.
+    Seeded sampling is batch-invariant in float32, and in 16 bits where docs/determinism.md says so.
+    Elsewhere the rounding of logits depends on the batch, and where two tokens are nearly equally
+    probable the same seed may draw another one.
 
     A thought is what is between the model's markers, such as ``<think>`` and ``</think>``. Its
     tokens are counted from the opening marker, which the model or the prompt has written: those in

@@ -491,7 +491,7 @@ class Scheduler:
         return min(sequence.limit, limit)
 
     def _take_pages_from(self, plan: Plan, victims: list[Sequence], needy: Sequence) -> bool:
-        """Free the first victim's pages; False if that was ``needy`` itself."""
+        """Preempt the first victim: free its pages; False if that was ``needy`` itself."""
         victim = victims[0]
         if victim.status is Status.RUNNING:
             plan.remove(victim)
@@ -502,7 +502,8 @@ class Scheduler:
         return victim is not needy
 
     def restart(self, sequence: Sequence) -> None:
-        """A running sequence gives back its pages; its KV is computed again when it is admitted."""
+        """A running sequence gives back its pages, as it is preempted or has logits that are not
+        finite; its KV is computed again when it is admitted."""
         self.place(sequence, Status.WAITING)
         sequence.table.release()
 

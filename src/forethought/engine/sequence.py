@@ -83,7 +83,7 @@ class Sequence:
     limit: int = 0
     """The generation ends when there are this many tokens."""
     end_ids: frozenset[int] = frozenset()
-    """It ends with one of these, too."""
+    """Stop tokens: those of the params, and end-of-sequence unless ``ignore_eos``."""
     parent: Sequence | None = None
     """While set, the KV of a shared prefix comes from the parent, which is still computing it."""
     dependents: list[Sequence] = field(default_factory=list)

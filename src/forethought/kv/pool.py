@@ -206,8 +206,10 @@ class PagePool:
 
 
 class PrefixIndex:
-    """Chained hash of full pages -> page id; sets ``on_evict`` of the pool. If not ``enabled``, no
-    page is published or found.
+    """The prefix cache: chained hash of full pages -> page id; sets ``on_evict`` of the pool.
+
+    Pages are published when a step commits (``engine.step``), and found when a sequence is admitted
+    (``engine.scheduler``). If not ``enabled``, none is.
     """
 
     def __init__(self, pool: PagePool, enabled: bool = True) -> None:

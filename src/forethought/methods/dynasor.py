@@ -230,7 +230,7 @@ class DynasorGenerationController(Controller):
                 if agreed is None and main not in running.pending and self._may_step(main, probes):
                     running.add(main)
                 if task.streaming_output_flag and agreed is None:
-                    yield from stream.extend(main, *_certain(main, probes, agreement))
+                    yield from stream.extend(main, *_settled_prefix(main, probes, agreement))
         is_cut = agreed is None and main.finish_reason == "length"
         return (answered, True) if is_cut else (agreed, False)
 
@@ -292,7 +292,7 @@ def _effort(effort: str | None, threshold: int, chunk: int) -> tuple[int, int]:
     )
 
 
-def _certain(
+def _settled_prefix(
     main: StreamGenerationTask, probes: Sequence[Probe], agreement: Agreement
 ) -> tuple[str, int]:
     """The prefix of the main chain, in text and tokens, that no probe in flight can cut off.

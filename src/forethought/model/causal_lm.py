@@ -1,6 +1,6 @@
 """A causal language model whose attention runs over pages.
 
-``CausalLM`` holds the network (the transformers module, or the fused forward built from it) and
+``CausalLM`` holds the network (native, fused, or the transformers module) and
 what the engine must know about it; batch and cache are arguments of each forward.
 """
 

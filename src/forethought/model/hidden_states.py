@@ -1,4 +1,4 @@
-"""Hidden states of the target, which learned drafters read: who asks, how they are captured, kept.
+"""Hidden states of the target, which learned drafters read (auxiliary hidden states in vLLM).
 
 They are captured by layer index. With n layers::
 

@@ -127,16 +127,20 @@ def load(
         create_backend(attention, device) if isinstance(attention, str) else attention
     )
     attention_name = attention if isinstance(attention, str) else backend.name
-    against = _native_setting_refusal(torch.device(device), attention_name, fuse, forward)
+    refused = _native_setting_refusal(torch.device(device), attention_name, fuse, forward)
     if shard is not None and forward != "torch":
-        against = f"tensor_parallel_size={shard.size} asks for the fused one"
+        refused = f"tensor_parallel_size={shard.size} asks for the fused forward"
     if isinstance(dtype, str) and dtype != "auto" and dtype not in DTYPES:
         raise ParameterError("unknown dtype", repr(dtype), f"Allowed: auto, {', '.join(DTYPES)}")
     config = _config(directory, trust_remote_code)
     _check_quantization(directory, config, quantization)
     if dtype == "auto":
         dtype = _auto_dtype(
-            directory, config, torch.device(device), quantization is not None, against is None
+            directory,
+            config,
+            torch.device(device),
+            quantization is not None,
+            refused is None,
         )
     module = _checked_module(directory, config, dtype, trust_remote_code)
     with _refusing(directory, "loading"):
@@ -151,8 +155,8 @@ def load(
         logger.info("%d linear layers quantised to %s", count, quantization)
     traits = _traits(module, layers, vocab_size)
     with torch.inference_mode():
-        network, way = _network(module, fuse, traits, forward, against)
-        return CausalLM(network, backend, traits, way)
+        network, forward_path = _network(module, fuse, traits, forward, refused)
+        return CausalLM(network, backend, traits, forward_path)
 
 
 def check_shardable(path: Path, size: int, trust_remote_code: bool = False) -> None:
@@ -213,14 +217,18 @@ def _native_setting_refusal(
 
 
 def _network(
-    module: PreTrainedModel, fuse: bool, traits: ModelTraits, forward: Forward, against: str | None
+    module: PreTrainedModel,
+    fuse: bool,
+    traits: ModelTraits,
+    forward: Forward,
+    refused: str | None,
 ) -> tuple[Network, ForwardPath]:
-    """The network, and how it was chosen. ``against`` is why, by the settings, it cannot be native;
+    """The network, and how it was chosen. ``refused`` is why, by the settings, it cannot be native;
     raises ModelError if it must be.
     """
     cpu = backends.cpu()
     try:
-        reason = against or native_refusal(module, forward)
+        reason = refused or native_refusal(module, forward)
         if reason is None:
             windows = [layer.window for layer in traits.layers]
             native = cpu.network(module, traits.max_positions, windows)

@@ -189,7 +189,7 @@ class BlockwiseProduct:
         self.weight = weight
         block = CUDA_BLOCK if weight.device.type == "cuda" else BLOCK
         self.num_outputs = max(1, block // weight.shape[1])
-        self.packed = _nibbles(weight.values) if weight.bits == 4 else None
+        self.packed = _pack_int4(weight.values) if weight.bits == 4 else None
         if self.packed is not None:
             empty = weight.values.new_empty((0, weight.shape[1]))
             self.weight = QuantizedWeight(empty, weight.scales, weight.zeros, 4)
@@ -214,7 +214,7 @@ class BlockwiseProduct:
             return self.weight.rows(start, stop)
         zeros = self.weight.zeros
         block = QuantizedWeight(
-            _from_nibbles(self.packed[start:stop]),
+            _unpack_int4(self.packed[start:stop]),
             self.weight.scales[start:stop],
             None if zeros is None else zeros[start:stop],
             4,
@@ -392,12 +392,12 @@ def _check_quantizable(
         raise ModelError(what, why, "Leave the argument out")
 
 
-def _nibbles(values: Tensor) -> Tensor:
+def _pack_int4(values: Tensor) -> Tensor:
     """uint8 ``[out, in]`` with values 0 to 15 -> uint8 ``[out, ceil(in / 2)]``, the first low."""
     even = F.pad(values, (0, values.shape[1] % 2))
     return even[:, ::2] | (even[:, 1::2] << 4)
 
 
-def _from_nibbles(packed: Tensor) -> Tensor:
-    """The inverse of ``_nibbles`` for even widths."""
+def _unpack_int4(packed: Tensor) -> Tensor:
+    """The inverse of ``_pack_int4`` for even widths."""
     return torch.stack([packed & 15, packed >> 4], -1).flatten(1)

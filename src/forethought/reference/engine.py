@@ -1,8 +1,7 @@
 """The engine in one file of plain torch: read this first.
 
-A paged KV cache with fork and rewind, tree attention, exact sampling and verification, and a step:
-schedule, draft, forward, verify, commit. Names are those of the real engine, which does the same
-fast in the packages named here; the tests compare it with this one.
+A paged KV cache with fork and rewind, tree attention, exact sampling and verification. Most names
+are those of the real engine, in the packages named here; the tests compare it with this one.
 
     pages          PagePool, PageTable, KvStorage                       kv/
     attention      Row, Span, ReferenceAttention                        model/batch, model/attention
@@ -294,10 +293,7 @@ Probs = list[Number]
 
 @dataclass
 class RandomSource:
-    """Makes the random decisions after ``depth`` accepted tokens, by the counter-based generator.
-
-    One that enumerates all answers, in fractions, gives the exact distribution of the results.
-    """
+    """Makes the random decisions after ``depth`` accepted tokens, by ``uniform_at``."""
 
     seed: int
     index: int

@@ -7,7 +7,8 @@ A complete drafter::
             for request in scheduled_requests.generation_requests:
                 request.py_draft_tokens = [request.tokens[-1]] * request.max_draft_len
 
-A drafter proposes, the target decides: whatever is proposed, the output is that of plain decoding.
+A drafter proposes, the target decides: whatever is proposed, outputs have the distribution of plain
+decoding, and greedy ones its tokens.
 If a drafter raises (``SystemExit`` included) or proposes an invalid draft, its requests continue
 without drafts; ``check_draft`` cuts what cannot be verified. Only Ctrl-C, and what a signal handler
 raises, end the call in which the drafter ran. Names are those of TensorRT-LLM's developer guide.

@@ -1,8 +1,8 @@
 """From a configuration to its drafter, by the table of drafters (``config.drafter_table``).
 
-The engine builds drafters here and never imports one by name. Packages add drafters of their own
-through the entry-point group ``forethought.drafter``, under the ``decoding_type`` of their
-configuration class.
+The engine builds configured drafters here and imports none of ``speculative.drafters``. Packages
+add drafters of their own through the entry-point group ``forethought.drafter``, under the
+``decoding_type`` of their configuration class.
 """
 
 from __future__ import annotations

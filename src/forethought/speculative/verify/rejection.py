@@ -9,7 +9,7 @@ residual, has distribution p exactly. (Leviathan et al. 2023, Algorithm 1, for o
 2024, Algorithm 2, for independent children.)
 
 All nodes are tested as if they were reached and their earlier siblings rejected, so that round j
-tests the j-th children of all nodes of all drafts at once; ``verify.py`` then walks from the root.
+tests the j-th children of all nodes of all drafts at once; ``accept.py`` then walks from the root.
 """
 
 from __future__ import annotations
