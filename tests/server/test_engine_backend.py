@@ -85,7 +85,7 @@ def test_a_deadline_ends_a_stream_behind_its_first_token_too(llm: AsyncLLM) -> N
     with served(EngineBackend(llm, "reasoner"), settings) as running:
         llm.set_step_barrier(lambda: llm.stats.decoded > most and goes_on.wait(WAIT))
         try:
-            answer = running.send(CHAT, ask(max_tokens=40, stream=True))
+            answer = running.send(CHAT, ask(max_tokens=400, ignore_eos=True, stream=True))
         finally:
             goes_on.set()
             llm.set_step_barrier(None)
