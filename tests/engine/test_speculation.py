@@ -601,14 +601,20 @@ def test_draft_slots_are_never_taken_from_another_sequence() -> None:
     expect_empty(machine)
 
 
-def test_a_draft_model_ignores_entries_of_tokens_that_were_written_anew() -> None:
+@pytest.mark.parametrize("params", [GREEDY, GREEDY.replace(temperature=1.0, seed=1)])
+def test_a_draft_model_ignores_entries_of_tokens_that_were_written_anew(
+    params: SamplingParams,
+) -> None:
     """Its own model being the target's, every token that it drafts is accepted."""
-    machine = engine(page_size=16, speculative=drafting("draft model = target"))
-    [sequence] = machine.add(PROMPTS[2], GREEDY.replace(max_tokens=24), keep=True)
+    config = DraftTargetDecodingConfig(
+        max_draft_len=4, speculative_model=tiny("llama"), draft_sampling="sampled"
+    )
+    machine = engine(page_size=16, speculative=[config])
+    [sequence] = machine.add(PROMPTS[2], params.replace(max_tokens=24), keep=True)
     drain(machine)
     machine.rewind(sequence, 12)
     machine.extend(sequence, [(token + 1) % 101 for token in PROMPTS[3][:10]])
-    machine.resume(sequence, GREEDY.replace(max_tokens=24))
+    machine.resume(sequence, params.replace(max_tokens=24))
     drain(machine)
     assert machine.stats.accepted == machine.stats.drafted > 30
     machine.close(sequence)

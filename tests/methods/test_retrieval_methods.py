@@ -141,6 +141,17 @@ def test_a_follow_up_finds_documents_that_the_question_does_not():
     assert f"[3] {documents[2]}\n{INTERMEDIATE}" in worker.prompts[1]
 
 
+def test_a_follow_up_finds_the_best_document_that_is_not_shown_yet():
+    documents = ["The mayor of Rome is Ann.", "The mayor was born.", "A boat."]
+    lines = {"?\n": f"{FOLLOW_UP} When was the mayor born?\n", INTERMEDIATE: " In May\n"}
+    worker = ScriptedWorker(
+        lambda prompt, _: next((said for end, said in lines.items() if prompt.endswith(end)), "x")
+    )
+    question = "Where was the mayor born?"
+    result = run("iterdrag", worker, prompt=question, documents=documents, num_documents=1)
+    assert told("iterdrag", result)["documents"] == [[1], [0]]
+
+
 @pytest.mark.parametrize("max_iterations", [0, 1, 2])
 def test_the_final_answer_is_forced_behind_the_last_iteration(max_iterations):
     worker = ScriptedWorker(asks)
