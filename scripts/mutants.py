@@ -83,6 +83,7 @@ LENGTH = "tests/speculative/test_length.py tests/speculative/test_gate.py"
 NGRAM = "tests/speculative/test_ngram.py"
 SUFFIX = "tests/speculative/test_suffix.py"
 PAIRS = "tests/speculative/test_eagle.py tests/speculative/test_mtp.py"
+NATIVE_SAMPLING = "tests/backends/test_native_sampling.py"
 SAMPLING = "tests/model/test_sampling.py tests/model/test_constraint.py"
 DRIVER = (
     "tests/scaffolding/test_driver.py tests/scaffolding/test_budget.py "
@@ -645,8 +646,8 @@ MUTANTS = [
     ),
     Mutant(
         "engine/packing.py",
-        "output = sequence.output if params.min_tokens else ()",
-        "output = ()",
+        "output = sequence.output if params.min_tokens else []",
+        "output = []",
         "tests/engine/test_engine.py -k once_min_tokens",
     ),
     Mutant(
@@ -693,7 +694,25 @@ MUTANTS = [
         "model/sampling/sampler.py",
         "rank = (logprobs > chosen)",
         "rank = (logprobs >= chosen)",
-        SAMPLING,
+        NATIVE_SAMPLING,
+    ),
+    Mutant(
+        "backends/cpu/cpp/sampling.h",
+        "++num_equal > kept.num_equal",
+        "++num_equal >= kept.num_equal",
+        NATIVE_SAMPLING,
+    ),
+    Mutant(
+        "backends/cpu/cpp/sampling.h",
+        "for_distinct(by, by.num_prompt,",
+        "for_distinct(by, 0,",
+        NATIVE_SAMPLING,
+    ),
+    Mutant(
+        "backends/cpu/cpp/chain_steps.h",
+        "row.position + 1 + count",
+        "row.position + count",
+        "tests/engine/test_continuous_decode.py -k sampled_tokens",
     ),
     # ---- scaffolding -----------------------------------------------------------------------------
     Mutant(
@@ -1112,6 +1131,8 @@ def _mutated(tree: Path, mutant: Mutant) -> tuple[str, str]:
     if (count := text.count(mutant.original)) != 1:
         return "", f"its text is there {count} times, not once"
     mutated = text.replace(mutant.original, mutant.replacement)
+    if path.suffix != ".py":
+        return mutated, ""
     try:
         compile(mutated, str(path), "exec")  # what does not would count as killed
     except SyntaxError as error:

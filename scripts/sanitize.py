@@ -23,6 +23,7 @@ FLAGS = (
 )
 TESTS = (
     "tests/backends/test_native.py",
+    "tests/backends/test_native_sampling.py",
     "tests/backends/test_native_team.py",
     "tests/speculative/test_chain_steps.py",
     "tests/speculative/test_step_runner.py",

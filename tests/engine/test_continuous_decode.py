@@ -1,4 +1,4 @@
-"""Several greedy decode steps in one call of the runner give what single steps give."""
+"""Several decode steps in one call of the runner give what single steps give."""
 
 from __future__ import annotations
 
@@ -118,6 +118,65 @@ def test_ends_keys_counts_and_published_pages_are_those_of_single_steps(
     for name in ("decoded", "prefilled", "cached", "discarded", "drafted", "failures"):
         assert getattr(continuous.stats, name) == getattr(single.stats, name), name
     assert continuous.stats.steps == single.stats.steps
+
+
+SAMPLED: dict[str, dict[str, Any]] = {
+    "temperature": {"temperature": 0.7, "seed": 1},
+    "cuts": {"temperature": 1.3, "top_k": 20, "top_p": 0.9, "min_p": 0.01, "seed": 2**64 - 1},
+    "penalties": {
+        "temperature": 0.9,
+        "seed": 3,
+        "repetition_penalty": 1.2,
+        "presence_penalty": 0.4,
+        "frequency_penalty": 0.3,
+        "logit_bias": {5: 2.0},
+    },
+    "scores": {"temperature": 0.8, "seed": 4, "logprobs": 3, "confidence": 5},
+    "held ends": {"temperature": 1.0, "seed": 5, "min_tokens": 5, "ignore_eos": False},
+    "greedy penalties": {"temperature": 0.0, "presence_penalty": 1.0, "min_tokens": 4},
+    "greedy scores": {"temperature": 0.0, "logprobs": 0},
+}
+
+
+def run_sampled(machine: Engine, each: List[SamplingParams]) -> list[dict[str, Any]]:
+    """The facts of one kept sequence for each of the first prompts, and its scores."""
+    sequences = [
+        machine.add(prompt, params, keep=True)[0]
+        for prompt, params in zip(PROMPTS, each, strict=False)
+    ]
+    scores: dict[int, list[Any]] = {sequence.id: [] for sequence in sequences}
+    for event in drain(machine):
+        scores[event.sequence.id] += zip(
+            event.logprobs or [None] * len(event.tokens),
+            event.confidences or [None] * len(event.tokens),
+            strict=True,
+        )
+    return [facts(machine, each) | {"scores": scores[each.id]} for each in sequences]
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gpt2"])  # in C++, and by single steps of torch
+@pytest.mark.parametrize("name", SAMPLED)
+def test_sampled_tokens_and_scores_are_those_of_single_steps_and_of_any_batch(
+    architecture: str, name: str
+) -> None:
+    params = GREEDY.replace(max_tokens=24, **SAMPLED[name])
+    mixed = [params, GREEDY.replace(max_tokens=9), params, params.replace(max_tokens=5), params]
+    single, continuous, alone = (made(size, architecture) for size in (1, 8, 8))
+    expected = run_sampled(single, mixed)
+    assert run_sampled(continuous, mixed) == expected
+    assert continuous.stats.steps == single.stats.steps
+    assert run_sampled(alone, mixed[:1])[0]["tokens"] == expected[0]["tokens"]
+    assert len(expected[0]["scores"]) == len(expected[0]["tokens"]) - len(PROMPTS[0])
+
+
+def test_sampled_rows_and_samples_of_one_prompt_make_several_steps() -> None:
+    machine = made(8)
+    sampled = {"temperature": 0.8, "seed": 1, "ignore_eos": True}
+    assert decode_sizes(machine, max_tokens=17, **sampled) == [1, 8, 8]
+    assert decode_sizes(machine, max_tokens=17, n=2, **sampled) == [1, 1, 8, 8, 8, 8]
+    many = {"logprobs": 20, "confidence": 20} | sampled
+    assert decode_sizes(machine, max_tokens=9, **many) == [1, 8]
+    expect_empty(machine)
 
 
 def test_nothing_is_computed_behind_the_last_end() -> None:
@@ -247,11 +306,6 @@ def test_a_limit_cuts_the_steps_short() -> None:
     "fields",
     [
         {"stop": ["x"]},
-        {"temperature": 0.5, "seed": 1},
-        {"logprobs": 0},
-        {"confidence": 2},
-        {"repetition_penalty": 1.1},
-        {"min_tokens": 2},
         {"speculation": SpeculationParams(prediction=[1, 2, 3])},
     ],
 )

@@ -131,6 +131,30 @@ def test_so_do_models_with_windows_and_those_that_run_in_torch(architecture: str
     assert machines[1].stats.accepted > 0
 
 
+SAMPLED: dict[str, dict[str, Any]] = {
+    "temperature": {"temperature": 0.3, "seed": 1},
+    "cuts": {"temperature": 1.3, "top_k": 3, "top_p": 0.9, "seed": 2},
+    "penalties": {"temperature": 0.3, "seed": 3, "presence_penalty": 0.2, "min_tokens": 7},
+    "greedy penalties": {"temperature": 0.0, "repetition_penalty": 1.1},
+}
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gpt2"])  # in C++, and by single steps of torch
+@pytest.mark.parametrize("name", SAMPLED)
+def test_sampled_tokens_with_drafts_are_those_without_in_any_number_of_steps(
+    architecture: str, name: str
+) -> None:
+    params = GREEDY.replace(logprobs=1, **SAMPLED[name])
+    each = [params, GREEDY, params.replace(max_tokens=21)]
+    machines = [made(size, architecture=architecture) for size in (1, 8)]
+    kept = [run(machine, each) for machine in machines]
+    expect_same(machines, kept)
+    assert machines[1].stats.accepted > 0
+    plain = engine(architecture, **LIMITS)
+    for sequence, expected in zip(kept[1], run(plain, each), strict=True):
+        assert sequence.output == expected.output
+
+
 @pytest.mark.parametrize("number", [1, 4])
 @pytest.mark.parametrize(
     "config",
@@ -256,9 +280,6 @@ def test_prefixes_in_the_cache_are_drafted_behind_at_once() -> None:
     "fields",
     [
         {"stop": ["x"]},
-        {"temperature": 0.5, "seed": 1},
-        {"logprobs": 0},
-        {"repetition_penalty": 1.1},
         {"speculation": SpeculationParams(prediction=[1, 2, 3])},
     ],
 )

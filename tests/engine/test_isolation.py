@@ -21,6 +21,7 @@ from torch import Tensor
 
 import drafters
 from engines import drain, engine, expect_empty, load, load_poisoned, outputs
+from forethought.backends.cpu import sampler
 from forethought.config.drafters import (
     DraftTargetDecodingConfig,
     NGramDecodingConfig,
@@ -35,7 +36,7 @@ from forethought.errors import LogitsError
 from forethought.model.batch import Batch
 from forethought.model.causal_lm import CausalLM
 from forethought.model.runner import ModelRunner
-from forethought.model.sampling import distribution
+from forethought.model.sampling import TokenContext, distribution
 from forethought.speculative.drafter import DraftRequest
 from medusa_heads import random_heads
 from models import VOCAB, prompts, tiny
@@ -389,14 +390,22 @@ def test_pages_that_cannot_be_copied_are_computed_instead(monkeypatch: pytest.Mo
 def test_a_sampler_that_fails_for_one_request_fails_it_alone(
     name: str, drafter: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    add_bias = distribution._add_bias
+    add_bias, packed_sampling = distribution._add_bias, sampler.packed_sampling
 
-    def broken(logits: Tensor, contexts: Sequence[Any]) -> None:
+    def expect_unpoisoned(*contexts: TokenContext) -> None:
         if any(poison() in (context.params.logit_bias or {}) for context in contexts):
             raise FloatingPointError("no distribution")
+
+    def broken(logits: Tensor, contexts: Sequence[TokenContext]) -> None:
+        expect_unpoisoned(*contexts)
         add_bias(logits, contexts)
 
+    def broken_natively(context: TokenContext, keep: list[object]) -> Any:
+        expect_unpoisoned(context)
+        return packed_sampling(context, keep)
+
     monkeypatch.setattr(distribution, "_add_bias", broken)
+    monkeypatch.setattr(sampler, "packed_sampling", broken_natively)
     machine = engine(speculative=drafting(drafter, name))
     healthy = [machine.add(prompt, SAMPLING[name])[0] for prompt in HEALTHY]
     culprits = machine.add([5, 6, 7], SAMPLING[name].replace(logit_bias={poison(): 1.0}, n=2))

@@ -54,13 +54,19 @@ def exact() -> dict[tuple[int, ...], float]:
     return distributions
 
 
-def p_value(config: DecodingBaseConfig) -> float:
+def p_value(
+    config: DecodingBaseConfig | None, num_steps: int = 1, temperature: float = 3.0
+) -> float:
+    configs = [] if config is None else [config]
     machine = engine(
-        pages=2048, speculative=[config], max_batch_size=400, max_num_tokens=4000, max_length=16
+        pages=2048, speculative=configs, max_batch_size=400, max_num_tokens=4000, max_length=16
     )
-    samples = machine.add(PROMPT, SAMPLING)
+    machine.num_decode_steps = num_steps
+    samples = machine.add(PROMPT, SAMPLING.replace(temperature=temperature))
     drain(machine)
-    assert machine.stats.accepted > SAMPLES / 20, "hardly anything was accepted: nothing is tested"
+    if config is not None:
+        accepted = machine.stats.accepted
+        assert accepted > SAMPLES / 20, "hardly anything was accepted: nothing is tested"
     counts = Counter(map(tuple, outputs(samples)))
     assert set(counts) <= set(exact())
     expect_empty(machine)
@@ -85,6 +91,19 @@ def test_sampled_outputs_have_the_distribution_of_plain_decoding(
     config: DecodingBaseConfig,
 ) -> None:
     assert p_value(config) > 1e-4
+
+
+@pytest.mark.parametrize(
+    "config",
+    [None, DraftTargetDecodingConfig(max_draft_len=1, **SAME_MODEL)],
+    ids=["plain", "chain of points"],
+)
+def test_so_have_those_of_several_steps_in_one_call(config: DecodingBaseConfig | None) -> None:
+    assert p_value(config, num_steps=8) > 1e-4
+
+
+def test_the_test_finds_another_temperature_in_several_steps() -> None:
+    assert p_value(None, num_steps=8, temperature=2.0) < 1e-8
 
 
 def test_the_test_finds_a_drafter_whose_tokens_are_not_from_the_distribution_it_names() -> None:

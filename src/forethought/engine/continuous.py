@@ -1,8 +1,8 @@
 """Continuous decode steps: several in one call, where nothing has to be decided between them.
 
-Every running sequence decodes greedily, and nothing can be admitted. Drafts, if there are any, are
-chains of one drafter, of a length that holds. The steps are made by ``StepRunner.advance`` and
-committed and counted as if they had been made one by one.
+Every running sequence decodes without a constraint, and nothing can be admitted. Drafts, if there
+are any, are chains of one drafter, of a length that holds. The steps are made by
+``StepRunner.advance`` and committed and counted as if they had been made one by one.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Sequence as List
 
 from forethought.engine.drafting import Drafting
 from forethought.engine.guarded_drafter import GuardedDrafter
-from forethought.engine.packing import is_plain_decode
+from forethought.engine.packing import is_plain_decode, sampled_token
 from forethought.engine.scheduler import Plan, PlannedRow, Scheduler
 from forethought.kv.table import TableView
 from forethought.model import backends
@@ -78,6 +78,8 @@ class ContinuousDecode:
 
     def _num_plain_steps(self, rows: List[PlannedRow], asks_drafters: bool) -> float:
         """How many steps of these rows, from this one on, need no drafter and no policy."""
+        if not self._can_advance(rows):
+            return 1
         speculation, drafting = [row.sequence.params.speculation for row in rows], self._drafting
         if drafting.hidden_state_caches:
             return 1  # they store the states of every token
@@ -86,6 +88,13 @@ class ContinuousDecode:
         ):
             return math.inf
         return 1 if asks_drafters else 1 + drafting.num_to_skip
+
+    def _can_advance(self, rows: List[PlannedRow]) -> bool:
+        """Whether plain steps of these rows can be one call: on a GPU only greedy ones."""
+        sampled = next((row for row in rows if not row.sequence.takes_argmax), None)
+        if sampled is None:
+            return True
+        return step_runner(self._runner, None, [self._row(sampled)]) is not None
 
     def _reserve_with_drafts(self, plan: Plan, num_steps: int) -> None:
         """``reserve`` for rows of which some have draft slots. The step is single if a drafter
@@ -172,13 +181,14 @@ class ContinuousDecode:
         return advance
 
     def _row(self, row: PlannedRow) -> DecodeRow:
-        sequence = row.sequence
+        sequence, eos_ids = row.sequence, self._runner.lm.eos_token_ids
         return DecodeRow(
             request=self._drafting.request_of(sequence),
             table=sequence.table,
             draft_len=row.num_nodes,
             num_left=sequence.limit - len(sequence.tokens),
             ends=sequence.end_ids,
+            sampled=None if sequence.takes_argmax else sampled_token(sequence, eos_ids, {}),
         )
 
 

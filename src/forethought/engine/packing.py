@@ -16,11 +16,11 @@ from torch import Tensor
 from forethought.engine.scheduler import PlannedRow
 from forethought.engine.sequence import Sequence, siblings_to_sample
 from forethought.model.batch import ConcurrentTokens, Row
-from forethought.model.sampling import DevicePath, TokenContext, prompt_logprobs
-from forethought.speculative.drafter import NO_DRAFT, DeviceTokens, Draft
+from forethought.model.sampling import TokenContext, prompt_logprobs
+from forethought.speculative.drafter import NO_DRAFT, DeviceTokens
 from forethought.speculative.verify.accept import VerificationResult, verify_argmax
 from forethought.speculative.verify.unread_drafts import read_drafts
-from forethought.speculative.verify.verify import VerificationRequest
+from forethought.speculative.verify.verify import SampledToken, VerificationRequest
 
 
 def pack(row: PlannedRow, starts: Mapping[int, int]) -> Row:
@@ -103,7 +103,7 @@ def is_plain_decode(row: PlannedRow) -> bool:
     sequence = row.sequence
     is_read = bool(sequence.params.stop or sequence.wants_prompt_logprobs)  # token by token
     is_apart = not (sequence.others or sequence.dependents or sequence.had_nonfinite_logits)
-    return sequence.takes_argmax and row.is_decode and is_apart and not is_read
+    return sequence.constraint is None and row.is_decode and is_apart and not is_read
 
 
 def take_argmax(rows: List[PlannedRow], logits: Tensor) -> list[Sequence]:
@@ -137,45 +137,32 @@ def pending_samples(rows: List[PlannedRow], eos_ids: frozenset[int]) -> list[Pen
         for sequence in siblings_to_sample(row.sequence):
             is_own = sequence is row.sequence
             draft = row.draft if is_own else NO_DRAFT
-            request = VerificationRequest(
-                draft=draft,
-                rows=range(root, root + 1 + len(draft.tokens)),
-                contexts=_contexts(sequence, draft, eos_ids, shared),
-                seed=sequence.seed,
-                stream=sequence.index,
-                position=len(sequence.tokens),
-                past=sequence.tokens,
-                rule=row.rule if is_own else None,
-            )
+            token = sampled_token(sequence, eos_ids, shared)
+            request = VerificationRequest.of(draft, root, token, sequence.tokens)
+            request.rule = row.rule if is_own else None
             pending.append(PendingSample(row, sequence, request))
     return pending
 
 
-def _contexts(
-    sequence: Sequence, draft: Draft, eos_ids: frozenset[int], shared: dict[int, TokenContext]
-) -> list[TokenContext]:
-    """The contexts of the root and each of N nodes, 1 + N, with prefix if the distribution depends
-    on it.
+def sampled_token(
+    sequence: Sequence, eos_ids: frozenset[int], shared: dict[int, TokenContext]
+) -> SampledToken:
+    """How the next token of a sequence is sampled, with its prefix if the distribution depends on
+    it.
 
     ``shared`` are contexts without prefix by the id of their params, added to: one for all
     sequences of a step that have the same params.
     """
     params, start = sequence.params, sequence.prompt_length
-    if not sequence.has_stateful_distribution:
-        context = shared.get(id(params))
-        if context is None or params.min_tokens:  # the length of the output still counts
-            output = sequence.output if params.min_tokens else ()
-            context = shared[id(params)] = TokenContext(params, (), output, eos_ids)
-        return [context] * (1 + len(draft.tokens))
-    prompt, output, constraint = sequence.tokens[:start], sequence.output, sequence.constraint
-    contexts = [TokenContext(params, prompt, output, eos_ids, constraint)]
-    if isinstance(draft.tokens, DeviceTokens) and not draft.tokens.is_read:
-        paths = DevicePath.of_nodes(draft.tokens.on_device, draft.parents)
-        return [*contexts, *(replace(contexts[0], path=path) for path in paths)]
-    for node, token in enumerate(draft.tokens):
-        before = contexts[1 + draft.parent(node)].output
-        contexts.append(TokenContext(params, prompt, [*before, token], eos_ids, constraint))
-    return contexts
+    if sequence.has_stateful_distribution:
+        prompt, output = sequence.tokens[:start], sequence.output
+        context = TokenContext(params, prompt, output, eos_ids, sequence.constraint)
+        return SampledToken(context, sequence.seed, sequence.index, is_stateful=True)
+    shared_context = shared.get(id(params))
+    if shared_context is None or params.min_tokens:  # the length of the output still counts
+        output = sequence.output if params.min_tokens else []
+        shared_context = shared[id(params)] = TokenContext(params, (), output, eos_ids)
+    return SampledToken(shared_context, sequence.seed, sequence.index, is_stateful=False)
 
 
 def keep_logits(rows: List[PlannedRow], logits: Tensor) -> list[Sequence]:

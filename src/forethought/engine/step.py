@@ -61,6 +61,7 @@ from forethought.outputs import (
 from forethought.speculative.drafter import Draft
 from forethought.speculative.verify.accept import (
     VerificationResult,
+    join_scores,
     num_until_end,
     tokens_of,
     truncate,
@@ -361,7 +362,7 @@ class Step:
         if not results:
             return []
         siblings = [self._start_sibling(*sibling) for sibling in row.sibling_results]
-        return [self._append(sequence, tokens, end, results[0]), *siblings]
+        return [self._append(sequence, tokens, end, results), *siblings]
 
     def _start_sibling(self, sibling: Sequence, result: VerificationResult) -> Event:
         """Let a sibling of a row's sequence go on with a token of its own."""
@@ -370,7 +371,7 @@ class Step:
             attach_to_parent(sibling, has_logits=True)
             is_full = self._scheduler.is_full
             self._scheduler.place(sibling, Status.WAITING if is_full else Status.RUNNING)
-            return self._append(sibling, result.tokens, end, result)
+            return self._append(sibling, result.tokens, end, [result])
         except Exception as error:
             return self._fail(sibling, error)
 
@@ -442,10 +443,10 @@ class Step:
             add_prompt_logprobs(sequence, row.known_logits, row.start)
 
     def _append(
-        self, sequence: Sequence, tokens: list[int], end: End, scores: VerificationResult
+        self, sequence: Sequence, tokens: list[int], end: End, results: List[VerificationResult]
     ) -> Event:
-        """Append tokens of one step, or of several without scores; ``end`` says whether and how the
-        last one finishes the generation.
+        """Append the tokens of one step, or of several; ``end`` says whether and how the last one
+        finishes the generation.
         """
         begin = len(sequence.tokens)
         sequence.sampled_positions += range(begin, begin + len(tokens))
@@ -455,7 +456,13 @@ class Step:
         reason, sequence.stop_reason = end
         if reason is not None:
             self._scheduler.finish(sequence, reason)
-        return Event(sequence, tokens, scores.logprobs, reason, confidences=scores.confidences)
+        return Event(
+            sequence,
+            tokens,
+            join_scores([result.logprobs for result in results]),
+            reason,
+            confidences=join_scores([result.confidences for result in results]),
+        )
 
     def _fail(self, sequence: Sequence, error: Exception) -> Event:
         self._stats.failures += 1

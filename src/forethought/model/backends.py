@@ -32,6 +32,24 @@ BACKENDS = Registry(
 )
 
 
+class NativeSampling(Protocol):
+    """What ``model.sampling.sampler`` does, of logits on a CPU. Arguments are the same there."""
+
+    def draw_tokens(
+        self, logits: Tensor, contexts: Sequence[Any], uniforms: Sequence[float]
+    ) -> Tensor:
+        """The next tokens, int64 ``[N]``."""
+        ...
+
+    def score_logprobs(self, logits: Tensor, tokens: Tensor, k: int) -> Tensor:
+        """Float64 ``[N, 2 + 2 min(k, V)]``."""
+        ...
+
+    def score_confidence(self, logits: Tensor, tokens: Tensor, ks: Sequence[int]) -> Tensor:
+        """Float64 ``[N, 4]``."""
+        ...
+
+
 class NativeBackend(Protocol):
     """Layers, drafts and steps in C++. Drafts read the packed weights of a target that runs there.
 
@@ -96,6 +114,10 @@ class NativeBackend(Protocol):
     @staticmethod
     def beam_search(head: nn.Module, lm: Any) -> Any | None:
         """The ``BeamSearcher`` of a ``ReDrafterHead``; None: the target does not run here."""
+
+    @staticmethod
+    def sampler() -> NativeSampling | None:
+        """What samples from logits on a CPU; None: torch does, as there is no library."""
 
     @staticmethod
     def step_runner() -> Any:

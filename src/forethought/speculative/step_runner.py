@@ -1,11 +1,13 @@
-"""Several greedy steps in one call: ``StepRunner.advance``.
+"""Several steps in one call: ``StepRunner.advance``.
 
 A step drafts a chain after the last known token of each row, or nothing, computes both in one
-forward of the target, and keeps the drafted tokens up to the first that is not the most probable
-one, and that one in its place::
+forward of the target, and keeps the drafted tokens up to the first that is not the target's own,
+and that one in its place::
 
-    known    .. t            drafted  a b c        most probable  a b x ?
+    known    .. t            drafted  a b c        the target's  a b x ?
     step     a b x           the next step goes on from x
+
+The target's own token is the most probable one, or the one that it samples at that position.
 
 Plain decoding is the case without drafts. Each row goes on from its own position until it has
 ended; what the engine does around a step is paid once for all of them. ``SingleSteps`` is the
@@ -20,17 +22,19 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import islice
+from itertools import accumulate, islice
 from typing import Self
 
 import torch
 from torch import Tensor
 from typing_extensions import override
 
+from forethought.config.sampling import SamplingParams
 from forethought.kv.table import PageTable, TableView
 from forethought.model.batch import Row
 from forethought.model.hidden_states import HiddenStateCache
 from forethought.model.runner import ModelRunner
+from forethought.model.sampling.distribution import TokenContext
 from forethought.model.sampling.sampler import NO_TOKEN, mark_not_finite
 from forethought.speculative.drafter import NO_DRAFT, ChainSource, Draft, DraftRequest
 from forethought.speculative.verify.accept import (
@@ -40,11 +44,17 @@ from forethought.speculative.verify.accept import (
     result_of,
     verify_argmax,
 )
+from forethought.speculative.verify.verify import SampledToken, VerificationRequest, verify
+
+GREEDY_TOKEN = SampledToken(
+    TokenContext(SamplingParams(temperature=0.0), (), (), frozenset()), 0, 0, is_stateful=False
+)
+"""Of a row whose tokens are the most probable ones."""
 
 
 @dataclass(slots=True, eq=False)
 class DecodeRow:
-    """A greedy sequence to advance.
+    """A sequence to advance.
 
     Attributes:
         request: the sequence as drafters see it, with its table. It is not changed.
@@ -53,6 +63,7 @@ class DecodeRow:
         draft_len: tokens to draft in a step at most, less than ``num_left``; 0: it has no drafts.
         num_left: tokens to decode at most, at least one.
         ends: tokens that end the generation.
+        sampled: how its tokens are sampled; None: each is the most probable one, without scores.
     """
 
     request: DraftRequest
@@ -60,6 +71,7 @@ class DecodeRow:
     draft_len: int
     num_left: int
     ends: Collection[int]
+    sampled: SampledToken | None = None
 
     @property
     def position(self) -> int:
@@ -151,6 +163,12 @@ class RowProgress:
         table = self.row.table.prefix(start + 1 + len(draft))
         return Row([self.tokens[-1], *draft.tokens], start, table)
 
+    def verification(self, begin: int) -> VerificationRequest:
+        """What is verified, its logits from row ``begin`` on."""
+        token, num_known = self.row.sampled or GREEDY_TOKEN, len(self.row.request.tokens)
+        token = token.after(self.tokens[num_known:])
+        return VerificationRequest.of(self.request.draft, begin, token, self.tokens)
+
     def take(self, result: VerificationResult) -> None:
         """Append what a step gives, up to the end of the row."""
         size = num_until_end(result.tokens, self.row.ends, self.num_left)
@@ -194,9 +212,9 @@ class SingleSteps(StepRunner):
     def of(
         cls, runner: ModelRunner, chains: ChainSource | None, rows: Sequence[DecodeRow]
     ) -> Self | None:
-        """Not with drafts on a GPU, where the host would wait for each."""
-        waits = chains is not None and runner.lm.device.type != "cpu"
-        return None if waits else cls(runner, chains)
+        """Not on a GPU with drafts or sampled rows, where the host would wait for each step."""
+        waits = chains is not None or any(row.sampled is not None for row in rows)
+        return None if waits and runner.lm.device.type != "cpu" else cls(runner, chains)
 
     @override
     def advance(self, rows: Sequence[DecodeRow], num_steps: int) -> Advance:
@@ -206,7 +224,7 @@ class SingleSteps(StepRunner):
             draft_seconds += self._draft(going)
             logits = self._runner.forward([row.pack() for row in going], self._readers)
             num_forwards += 1
-            results = verify_argmax(logits, [row.request.draft for row in going])
+            results = _verify(logits, going)
             for row, result in zip(going, results, strict=True):
                 row.take(result)
             going = [row for row in going if not row.has_ended]
@@ -232,6 +250,17 @@ class SingleSteps(StepRunner):
         return time.perf_counter() - began
 
 
+def _verify(logits: Tensor, rows: Sequence[RowProgress]) -> list[VerificationResult]:
+    """The results of a step, from logits [R, V] float32."""
+    if all(row.row.sampled is None for row in rows):
+        return verify_argmax(logits, [row.request.draft for row in rows])
+    ends = accumulate(1 + len(row.request.draft) for row in rows)
+    begins = [0, *ends][:-1]
+    return verify(
+        logits, [row.verification(begin) for row, begin in zip(rows, begins, strict=True)]
+    )
+
+
 class QueuedSteps(StepRunner):
     """Plain steps on a GPU: each reads the tokens of the one before on the device.
 
@@ -246,8 +275,9 @@ class QueuedSteps(StepRunner):
     def of(
         cls, runner: ModelRunner, chains: ChainSource | None, rows: Sequence[DecodeRow]
     ) -> Self | None:
-        """Without drafts."""
-        return cls(runner) if chains is None and runner.lm.device.type == "cuda" else None
+        """Without drafts, where all rows are greedy."""
+        is_greedy = chains is None and all(row.sampled is None for row in rows)
+        return cls(runner) if is_greedy and runner.lm.device.type == "cuda" else None
 
     @override
     def advance(self, rows: Sequence[DecodeRow], num_steps: int) -> Advance:

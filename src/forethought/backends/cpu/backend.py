@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,6 +13,7 @@ from transformers import PreTrainedModel
 
 from forethought.backends.cpu import library, weights
 from forethought.backends.cpu.network import NativeNetwork
+from forethought.errors import ModelError
 from forethought.model.backends import NativeBackend
 
 if TYPE_CHECKING:
@@ -19,6 +21,7 @@ if TYPE_CHECKING:
     from forethought.backends.cpu.draft_network import NativeDraftNetwork
     from forethought.backends.cpu.heads import NativeBeamSearch, NativeDraftHeads
     from forethought.backends.cpu.native_steps import NativeSteps
+    from forethought.backends.cpu.sampler import NativeSampler
     from forethought.kv.storage import LayerShape
     from forethought.model.causal_lm import CausalLM
     from forethought.speculative.heads.medusa import MedusaHeads
@@ -122,6 +125,18 @@ class CpuBackend(NativeBackend):
         if network is None:
             return None
         return NativeBeamSearch(NativeBeams(beam_head(head), network, lm.dtype))
+
+    @staticmethod
+    @cache
+    def sampler() -> NativeSampler | None:
+        """What samples from logits on a CPU; None: there is no library, and none can be made."""
+        from forethought.backends.cpu.sampler import NativeSampler
+
+        try:
+            return NativeSampler() if library.is_available() else None
+        except ModelError as error:
+            log.info("torch samples: %s", error)
+            return None
 
     @staticmethod
     def step_runner() -> type[NativeSteps]:

@@ -17,20 +17,29 @@ from forethought.backends.cpu.draft_network import NativeDraftNetwork
 from forethought.backends.cpu.forward import NativeForward, PackedCall, Wanted
 from forethought.backends.cpu.library import load_library
 from forethought.backends.cpu.network import NativeNetwork
+from forethought.backends.cpu.sampler import packed_sampling
 from forethought.backends.cpu.structures import (
     ChainRowStruct,
     ChainStepsStruct,
     TargetStatesStruct,
 )
 from forethought.backends.cpu.weights import TYPES
+from forethought.config.sampling import SamplingParams
 from forethought.model.attention.base import ForwardPass, PagedPass
 from forethought.model.batch import Batch
 from forethought.model.runner import ModelRunner
+from forethought.model.sampling.sampler import read_logprobs
+from forethought.outputs import TokenConfidence
 from forethought.speculative.chain_source import GreedyChains
 from forethought.speculative.draft_model import DraftModel
-from forethought.speculative.drafter import ChainSource, Draft
+from forethought.speculative.drafter import NO_DRAFT, ChainSource, Draft
 from forethought.speculative.step_runner import Advance, DecodeRow, StepRunner
 from forethought.speculative.verify.accept import VerificationResult
+from forethought.speculative.verify.verify import SampledToken
+
+MAX_SCORES = 64
+"""Float64 of a token. Rows that ask for more are decoded step by step: they are kept for all tokens
+of a call."""
 
 
 class StoredStates(NamedTuple):
@@ -61,6 +70,51 @@ class NativeDraft(NamedTuple):
     stores_drafted: bool
 
 
+@dataclass(frozen=True, slots=True)
+class Written:
+    """What a call has written: see ``ChainSteps`` of ``structures.h``."""
+
+    tokens: list[int]
+    counts: list[int]
+    scores: list[float]
+    num_rows: int
+    width: int
+    scores_width: int
+
+    def results(self, row: int, sampled: SampledToken | None) -> list[VerificationResult]:
+        """The steps of a row that gave a token: those before its end."""
+        results = list[VerificationResult]()
+        for at in range(row, len(self.counts) // 2, self.num_rows):
+            num_drafted, num_decoded = self.counts[2 * at : 2 * at + 2]
+            if not num_decoded:
+                break
+            begin = 2 * at * self.width
+            tokens = self.tokens[begin + self.width : begin + self.width + num_decoded]
+            draft = Draft(self.tokens[begin : begin + num_drafted]) if num_drafted else NO_DRAFT
+            path = list(range(num_decoded - 1)) if num_drafted else []
+            results.append(VerificationResult(path, tokens, draft=draft))
+            if sampled is not None and self.scores_width:
+                self._add_scores(results[-1], at * self.width, sampled.context.params)
+        return results
+
+    def _add_scores(
+        self, result: VerificationResult, position: int, params: SamplingParams
+    ) -> None:
+        """Add the scores of a result, whose first token is at ``position`` in all of them."""
+        width, k = self.scores_width, params.logprobs
+        begins = range(position * width, (position + len(result.tokens)) * width, width)
+        if k is not None:
+            result.logprobs = [
+                read_logprobs(self.scores[begin : begin + 2 + 2 * k], token, k)
+                for begin, token in zip(begins, result.tokens, strict=True)
+            ]
+        if params.confidence is not None:
+            first = 0 if k is None else 2 + 2 * k
+            result.confidences = [
+                TokenConfidence(*self.scores[begin + first : begin + first + 4]) for begin in begins
+            ]
+
+
 @dataclass(slots=True)
 class ChainCall:
     """Decode steps of some rows.
@@ -81,7 +135,7 @@ class ChainCall:
 
     def run(
         self, target: NativeForward, num_steps: int
-    ) -> tuple[list[list[tuple[list[int], list[int]]]], int, float]:
+    ) -> tuple[list[list[VerificationResult]], int, float]:
         """Make up to ``num_steps`` steps; ``IndexError`` for a token outside a vocabulary.
 
         Args:
@@ -89,12 +143,14 @@ class ChainCall:
             num_steps: at most; rows that have ended leave.
 
         Returns:
-            Of each row the drafted and the decoded tokens of each step; the number of forwards; and
-            the seconds of the drafts.
+            Of each row the result of each step; the number of forwards; and the seconds of the
+            drafts.
         """
         num_rows, width = len(self.rows), 1 + self.rows[0].draft_len
         tokens = array("q", bytes(8 * num_steps * num_rows * 2 * width))
         counts = array("i", bytes(4 * num_steps * num_rows * 2))
+        scores_width = max(map(_num_scores, self.rows))
+        scores = array("d", bytes(8 * num_steps * num_rows * width * scores_width))
         seconds = ctypes.c_double()
         struct = ChainStepsStruct(
             target=ctypes.pointer(self._target_call(target, num_rows * width).struct),
@@ -102,10 +158,12 @@ class ChainCall:
             states=self._states(target),
             tokens=tokens.buffer_info()[0],
             counts=counts.buffer_info()[0],
+            scores=scores.buffer_info()[0],
             draft_seconds=ctypes.addressof(seconds),
             num_rows=num_rows,
             num_steps=num_steps,
             width=width,
+            scores_width=scores_width,
             **({} if self.draft is None else self._draft_fields(self.draft, num_rows * width)),
         )
         num_steps_run = load_library().decode_chains(
@@ -113,9 +171,11 @@ class ChainCall:
         )
         if num_steps_run < 0:
             raise IndexError("a token is outside the vocabulary of the target or the draft network")
-        values, sizes = tokens.tolist(), counts.tolist()
+        written = Written(
+            tokens.tolist(), counts.tolist(), scores.tolist(), num_rows, width, scores_width
+        )
         return (
-            [self._steps(row, values, sizes) for row in range(num_rows)],
+            [written.results(number, row.sampled) for number, row in enumerate(self.rows)],
             num_steps_run,
             seconds.value,
         )
@@ -132,19 +192,6 @@ class ChainCall:
             "seen_from": draft.seen_from,
             "stores_drafted": draft.stores_drafted,
         }
-
-    def _steps(
-        self, row: int, tokens: list[int], counts: list[int]
-    ) -> list[tuple[list[int], list[int]]]:
-        """The steps of a row that gave a token: those before its end."""
-        num_rows, width, steps = len(self.rows), 1 + self.rows[0].draft_len, []
-        for at in range(2 * row, len(counts), 2 * num_rows):
-            count, begin = counts[at + 1], at * width
-            if not count:
-                break
-            decoded = tokens[begin + width : begin + width + count]
-            steps.append((tokens[begin : begin + counts[at]], decoded))
-        return steps
 
     @property
     def _num_further(self) -> int:
@@ -188,7 +235,16 @@ class ChainCall:
             draft_len=row.draft_len,
             num_left=row.num_left,
             num_ends=len(ends),
+            **self._sampling_fields(row.sampled),
         )
+
+    def _sampling_fields(self, sampled: SampledToken | None) -> dict[str, object]:
+        if sampled is None:
+            return {}
+        sampling = packed_sampling(sampled.context, self._keep)
+        self._keep.append(sampling)
+        pointer = ctypes.pointer(sampling)
+        return {"sampling": pointer, "seed": sampled.seed, "sample": sampled.stream}
 
     def _states(self, target: NativeForward) -> ctypes._Pointer[TargetStatesStruct] | None:
         stored, entry = self.stored, None if self.draft is None else self.draft.network.entry
@@ -232,6 +288,8 @@ class NativeSteps(StepRunner):
     ) -> Self | None:
         target = runner.lm.network
         if not isinstance(target, NativeNetwork):
+            return None
+        if max(map(_num_scores, rows), default=0) > min(MAX_SCORES, target.forward.vocab_size):
             return None
         if chains is None:
             return cls(runner, target.forward)
@@ -287,10 +345,9 @@ class NativeSteps(StepRunner):
         lm = self.runner.lm
         roots = Batch.build([row.root() for row in rows])
         target = PagedPass(roots, self.runner.storage, lm.backend, lm.windows)
-        steps, num_forwards, seconds = ChainCall(target, rows, draft, stored).run(
+        results, num_forwards, seconds = ChainCall(target, rows, draft, stored).run(
             self.target, num_steps
         )
-        results = [[_result(*step) for step in row_steps] for row_steps in steps]
         return Advance(results, num_forwards, seconds)
 
     def _replace_unknown(self, paged_pass: PagedPass, num_known: int) -> None:
@@ -300,7 +357,10 @@ class NativeSteps(StepRunner):
             paged_pass.batch = replace(batch, token_ids=token_ids)
 
 
-def _result(drafted: list[int], tokens: list[int]) -> VerificationResult:
-    if not drafted:
-        return VerificationResult([], tokens)
-    return VerificationResult(list(range(len(tokens) - 1)), tokens, draft=Draft(drafted))
+def _num_scores(row: DecodeRow) -> int:
+    """Float64 of each token of a row; see ``score`` of ``sampling.h``."""
+    if row.sampled is None:
+        return 0
+    params = row.sampled.context.params
+    num_logprob = 0 if params.logprobs is None else 2 + 2 * params.logprobs
+    return num_logprob + 4 * (params.confidence is not None)

@@ -12,7 +12,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 HEADER = Path(__file__).parent / "cpp" / "structures.h"
-SCALARS = {"int32_t": ctypes.c_int32, "int64_t": ctypes.c_int64, "float": ctypes.c_float}
+SCALARS = {
+    "int32_t": ctypes.c_int32,
+    "int64_t": ctypes.c_int64,
+    "float": ctypes.c_float,
+    "double": ctypes.c_double,
+}
 
 
 def declared_fields(header: str) -> dict[str, list[tuple[str, str, bool]]]:
@@ -94,6 +99,18 @@ class ChainsStruct(CStruct):
 
 class BeamsStruct(CStruct):
     """A beam search."""
+
+    __slots__ = ()
+
+
+class SamplingStruct(CStruct):
+    """What the distribution of a token depends on beside the logits."""
+
+    __slots__ = ()
+
+
+class DrawsStruct(CStruct):
+    """Rows of logits to sample from."""
 
     __slots__ = ()
 

@@ -281,11 +281,14 @@ class ChainRounds(StepRunner):
     def of(
         cls, runner: ModelRunner, chains: ChainSource | None, rows: Sequence[DecodeRow]
     ) -> Self | None:
-        """Where both networks run by graphs, and all rows have what the draft network reads again.
+        """Where both networks run by graphs, and all rows are greedy and have what the draft
+        network reads again.
 
         It is the same one, with its graphs, in all calls of an engine.
         """
         if not isinstance(chains, GreedyChains) or chains.learns_from_ends:
+            return None
+        if any(row.sampled is not None for row in rows):
             return None
         if not _can_run(runner, chains, len(rows)):
             return None

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from forethought.kv.staging import Download, upload
+from forethought.model import backends
 from forethought.model.sampling.distribution import (
     TokenContext,
     edit_and_max_logits,
@@ -73,6 +74,14 @@ def score_logprobs(logits: Tensor, tokens: Tensor, k: int) -> Tensor:
     Returns [N, 2 + 2 min(k, V)] float64: the sampled token's log-probability, its rank, then the
     top tokens' log-probabilities and their ids.
     """
+    native = native_sampling(logits)
+    if native is not None:
+        return native.score_logprobs(logits, tokens, k)
+    return torch_score_logprobs(logits, tokens, k)
+
+
+def torch_score_logprobs(logits: Tensor, tokens: Tensor, k: int) -> Tensor:
+    """``score_logprobs`` by torch, the reference implementation."""
     logprobs = logits.log_softmax(dim=-1)
     chosen = logprobs.gather(1, tokens.unsqueeze(1))  # [N, 1]
     rank = (logprobs > chosen).sum(dim=-1, keepdim=True) + 1
@@ -98,15 +107,23 @@ def read_logprobs(scores: Sequence[float], token: int, k: int) -> TokenLogprobs:
 def score_confidence(logits: Tensor, tokens: Tensor, ks: Sequence[int]) -> Tensor:
     """The fields of ``TokenConfidence``, [N, 4] float64, for the sampled tokens [N] int64 of raw
     logits [N, V] float32, over the ``ks`` (from 1) most probable tokens, on the device.
+    """
+    native = native_sampling(logits)
+    if native is not None:
+        return native.score_confidence(logits, tokens, ks)
+    return torch_score_confidence(logits, tokens, ks)
 
-    One pass of exponentials over the logits serves them all; no log-softmax is written out.
+
+def torch_score_confidence(logits: Tensor, tokens: Tensor, ks: Sequence[int]) -> Tensor:
+    """``score_confidence`` by torch, the reference implementation. One pass of exponentials over
+    the logits serves all fields; no log-softmax is written out.
     """
     rows, width = logits.shape
     group = max(1, _CACHED_LOGITS // width)
     if logits.device.type == "cpu" and rows > group:
         return torch.cat(
             [
-                score_confidence(
+                torch_score_confidence(
                     logits[at : at + group], tokens[at : at + group], ks[at : at + group]
                 )
                 for at in range(0, rows, group)
@@ -181,13 +198,33 @@ def sample(
 def draw_tokens(
     logits: Tensor, contexts: Sequence[TokenContext], uniforms: Sequence[float]
 ) -> Tensor:
-    """The next token of each row, [N] int64, on the device. Arguments as of ``sample``. A step of
-    greedy rows takes the largest logits, without a softmax.
+    """The next token of each row, [N] int64, on the device. Arguments as of ``sample``.
+
+    On a CPU it is drawn in C++, where there is a library: in single steps as in several steps of
+    one call, and as in verification, so that a token does not depend on which of these it is.
     """
     distinct = list({id(context): context for context in contexts}.values())  # often one for all
-    if all(context.params.greedy for context in distinct):
-        if not any(map(needs_edits, distinct)):
-            return draw_most_probable(logits)
+    greedy = all(context.params.greedy for context in distinct)
+    if greedy and not any(map(needs_edits, distinct)):
+        return draw_most_probable(logits)
+    native = native_sampling(logits)
+    if native is not None:
+        return native.draw_tokens(logits, contexts, uniforms)
+    return torch_draw_tokens(logits, contexts, uniforms)
+
+
+def native_sampling(logits: Tensor) -> backends.NativeSampling | None:
+    """What samples from these logits in C++; None: torch does, as on a GPU."""
+    return backends.cpu().sampler() if logits.is_cpu else None
+
+
+def torch_draw_tokens(
+    logits: Tensor, contexts: Sequence[TokenContext], uniforms: Sequence[float]
+) -> Tensor:
+    """``draw_tokens`` by torch, the reference implementation. Greedy rows alone take the largest
+    logits, without a softmax.
+    """
+    if all(context.params.greedy for context in contexts):
         edited, largest = edit_and_max_logits(logits, contexts)
         return where_finite(edited.max(dim=-1).indices, largest)
     probs, largest = probs_and_max_logits(logits, contexts)

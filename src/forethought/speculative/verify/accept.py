@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -25,6 +26,8 @@ from forethought.model.sampling.sampler import NO_TOKEN, draw_most_probable, mos
 from forethought.outputs import TokenConfidence, TokenLogprobs
 from forethought.speculative.drafter import NO_DRAFT, Draft
 from forethought.speculative.verify.unread_drafts import UnreadDrafts
+
+Scores = TypeVar("Scores", TokenLogprobs, TokenConfidence)
 
 
 @dataclass(slots=True)
@@ -106,6 +109,14 @@ def tokens_of(results: Sequence[VerificationResult]) -> list[int]:
     if len(results) == 1:
         return results[0].tokens
     return [token for result in results for token in result.tokens]
+
+
+def join_scores(parts: Sequence[list[Scores] | None]) -> list[Scores] | None:
+    """The scores of consecutive results; None: they are not asked for."""
+    if len(parts) == 1:
+        return parts[0]
+    joined = [score for part in parts for score in part or ()]
+    return joined or None
 
 
 def truncate(results: list[VerificationResult], num_tokens: int) -> None:

@@ -31,16 +31,16 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate, islice
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from forethought.config.sampling import SamplingParams
 from forethought.kv.staging import Download, upload
-from forethought.model.sampling import TokenContext, invert_cdf, uniform_at
+from forethought.model.sampling import DevicePath, TokenContext, invert_cdf, uniform_at
 from forethought.model.sampling.distribution import probs_and_max_logits
 from forethought.model.sampling.sampler import (
     NO_TOKEN,
@@ -50,9 +50,9 @@ from forethought.model.sampling.sampler import (
     sample,
     where_finite,
 )
-from forethought.outputs import TokenConfidence, TokenLogprobs
-from forethought.speculative.drafter import Draft, DraftKind
+from forethought.speculative.drafter import DeviceTokens, Draft, DraftKind
 from forethought.speculative.verify.accept import (
+    Scores,
     VerificationResult,
     accept_points,
     accept_tested,
@@ -61,7 +61,6 @@ from forethought.speculative.verify.accept import (
 from forethought.speculative.verify.rejection import DrawnDraft, accept_drawn, token_ids
 from forethought.speculative.verify.unread_drafts import UnreadDrafts
 
-_Scores = TypeVar("_Scores", TokenLogprobs, TokenConfidence)
 _NOT_DRAWN = -2
 """In place of a token at a node that no walk can reach."""
 _USE_ACCEPTANCE = 2
@@ -108,6 +107,40 @@ class AcceptanceRule(Protocol):
         """
 
 
+@dataclass(frozen=True, slots=True)
+class SampledToken:
+    """How the token after a root is sampled."""
+
+    context: TokenContext
+    """Of the root; without prompt and output if the distribution does not depend on them."""
+    seed: int
+    stream: int
+    """The sample's index; with ``seed`` and a position it determines the uniform samples."""
+    is_stateful: bool
+    """Whether it depends on prompt and output."""
+
+    def after(self, tokens: Sequence[int]) -> SampledToken:
+        """The same for a root that further ``tokens`` have led to."""
+        if not self.is_stateful:
+            return self
+        output = [*self.context.output, *tokens]
+        return replace(self, context=replace(self.context, output=output))
+
+    def node_contexts(self, draft: Draft) -> list[TokenContext]:
+        """The contexts of the root and each of N nodes, 1 + N."""
+        root = self.context
+        if not self.is_stateful:
+            return [root] * (1 + len(draft.tokens))
+        if isinstance(draft.tokens, DeviceTokens) and not draft.tokens.is_read:
+            paths = DevicePath.of_nodes(draft.tokens.on_device, draft.parents)
+            return [root, *(replace(root, path=path) for path in paths)]
+        contexts = [root]
+        for node, token in enumerate(draft.tokens):
+            before = contexts[1 + draft.parent(node)].output
+            contexts.append(replace(root, output=[*before, token]))
+        return contexts
+
+
 @dataclass(slots=True)
 class VerificationRequest:
     """One request's draft of N tokens, and the rows that the target computed for it."""
@@ -126,6 +159,21 @@ class VerificationRequest:
     """The sequence's tokens up to the root, for rules that need them."""
     rule: AcceptanceRule | None = None
     """None: exact verification."""
+
+    @classmethod
+    def of(
+        cls, draft: Draft, begin: int, root: SampledToken, past: Sequence[int]
+    ) -> VerificationRequest:
+        """An exact verification; ``begin`` is the root's row of the logits."""
+        return cls(
+            draft=draft,
+            rows=range(begin, begin + 1 + len(draft.tokens)),
+            contexts=root.node_contexts(draft),
+            seed=root.seed,
+            stream=root.stream,
+            position=len(past),
+            past=past,
+        )
 
     @property
     def uses_q(self) -> bool:
@@ -264,7 +312,7 @@ def _sample_roots(
     ]
 
 
-def _listed(scores: _Scores | None) -> list[_Scores] | None:
+def _listed(scores: Scores | None) -> list[Scores] | None:
     return None if scores is None else [scores]
 
 
@@ -288,8 +336,19 @@ def _test_nodes(
     if not drafts:
         return _draw(logits, contexts, requests), None
     probs, peaks = probs_and_max_logits(logits, contexts)
-    by_q = accept_drawn(probs, drafts)
-    return where_finite(invert_cdf(probs, _all_uniforms(requests)), peaks), by_q
+    by_q, uniforms = accept_drawn(probs, drafts), _all_uniforms(requests)
+    drawn = where_finite(invert_cdf(probs, uniforms), peaks)
+    rows = [
+        row
+        for request, begin in zip(requests, _begins(requests), strict=True)
+        if logits.is_cpu and not request.uses_q
+        for row in range(begin, begin + len(request.rows))
+    ]
+    if rows:  # as without these drafts beside them, to the last bit
+        index = torch.tensor(rows)
+        row_contexts = [contexts[row] for row in rows]
+        drawn[index] = draw_tokens(logits[index], row_contexts, [uniforms[row] for row in rows])
+    return drawn, by_q
 
 
 def _draw(
@@ -480,6 +539,6 @@ def _add_scores(
         result.confidences = _known(sampled.confidences[of_result])
 
 
-def _known(scores: Sequence[_Scores | None]) -> list[_Scores] | None:
+def _known(scores: Sequence[Scores | None]) -> list[Scores] | None:
     """The scores of one result's tokens, of which all or none are known; None if there are none."""
     return [entry for entry in scores if entry is not None] or None

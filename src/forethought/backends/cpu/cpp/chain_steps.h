@@ -1,4 +1,4 @@
-// Greedy decode steps: a chain of a draft network after the last known token of each row, or none, a
+// Decode steps: a chain of a draft network after the last known token of each row, or none, a
 // forward of the target over both, and the tokens that are accepted.
 
 #pragma once
@@ -8,8 +8,10 @@
 #include "kernels/attention.h"
 #include "kernels/norms.h"
 #include "kernels/vectors.h"
+#include "sampling.h"
 #include "structures.h"
 #include "team.h"
+#include "uniform.h"
 
 #include <algorithm>
 #include <chrono>
@@ -66,7 +68,7 @@ class ChainDecoder {
         for (int32_t r = 0; r < steps.num_rows; r++) {
             const ChainRow& row = steps.rows[r];
             going.push_back(
-                {&row, r, row.position, row.num_left, 0, row.position, {row.token}, {}});
+                {&row, r, row.position, row.num_left, 0, row.position, {row.token}, {}, {}});
         }
     }
 
@@ -89,6 +91,8 @@ class ChainDecoder {
     }
 
   private:
+    static constexpr int64_t MIN_LOGITS = 1 << 14; // for which threads are woken
+
     struct Going { // a row that has not ended
         const ChainRow* row;
         int32_t number;
@@ -97,12 +101,14 @@ class ChainDecoder {
         int64_t missing;            // the first position whose entry the draft network lacks
         std::vector<int64_t> known; // tokens at the last positions, with all that are missing
         std::vector<int64_t> drafted;
+        std::vector<int64_t> decoded; // in all steps
     };
 
     const Model& target;
     const ChainSteps& steps;
     std::vector<Going> going;
-    std::vector<float> entering; // [T, hidden of the draft network]
+    std::vector<float> entering;   // [T, hidden of the draft network]
+    std::vector<Sampler> samplers; // of each thread
 
     // Draft for all rows that may have a draft, the first ones.
     bool draft_behind(bool is_first) {
@@ -174,16 +180,29 @@ class ChainDecoder {
         const Call& call = rows.finish(true);
         if (forward(&target, &call) < call.num_tokens) return false;
         if (steps.states) store_states(call);
-        int64_t begin = 0;
-        std::vector<Going> left;
-        for (Going& each : going) {
-            const int64_t size = 1 + int64_t(each.drafted.size());
-            if (accept(step, each, call.logits + begin * target.head->num_outputs))
-                left.push_back(std::move(each));
-            begin += size;
-        }
-        going.swap(left);
+        accept_all(step, call.logits);
         return true;
+    }
+
+    // Accept tokens of all rows, whose logits are one after the other; those that go on stay.
+    void accept_all(int32_t step, const float* logits) {
+        std::vector<const float*> begins;
+        for (const Going& each : going) {
+            begins.push_back(logits);
+            logits += (1 + each.drafted.size()) * target.head->num_outputs;
+        }
+        const int64_t num_logits = logits - begins[0];
+        const int num_threads = num_logits < MIN_LOGITS ? 1 : steps.target->num_threads;
+        samplers.resize(std::max<size_t>(samplers.size(), num_threads));
+        std::vector<uint8_t> goes_on(going.size());
+        Team::run(num_threads, [&](int index, int count, Barrier&) {
+            for (size_t r = index; r < going.size(); r += count)
+                goes_on[r] = accept(step, going[r], begins[r], samplers[index]);
+        });
+        size_t left = 0;
+        for (size_t r = 0; r < going.size(); r++)
+            if (goes_on[r] && left++ != r) going[left - 1] = std::move(going[r]);
+        going.resize(left);
     }
 
     void store_states(const Call& call) const {
@@ -199,11 +218,20 @@ class ChainDecoder {
     }
 
     // Write what a step gives a row from the logits of its tokens; whether the row goes on.
-    bool accept(int32_t step, Going& each, const float* logits) {
+    bool accept(int32_t step, Going& each, const float* logits, Sampler& sampler) {
         const int64_t at = step * int64_t(steps.num_rows) + each.number;
         int64_t *drafted = steps.tokens + at * 2 * steps.width, *tokens = drafted + steps.width;
-        const auto [count, has_ended] =
-            ::accept(each.drafted, logits, target.head->num_outputs, *each.row, each.left, tokens);
+        double* scores = steps.scores + at * steps.width * steps.scores_width;
+        const size_t num_decoded = each.decoded.size();
+        const auto draw = [&](int32_t index) {
+            each.decoded.resize(num_decoded);
+            each.decoded.insert(each.decoded.end(), tokens, tokens + index);
+            const float* x = logits + index * int64_t(target.head->num_outputs);
+            return token_after(each, x, sampler, scores + index * steps.scores_width);
+        };
+        const auto [count, has_ended] = ::accept(each.drafted, *each.row, each.left, tokens, draw);
+        each.decoded.resize(num_decoded);
+        each.decoded.insert(each.decoded.end(), tokens, tokens + count);
         const int64_t num_drafted = each.drafted.size();
         std::copy(each.drafted.begin(), each.drafted.end(), drafted);
         steps.counts[2 * at] = int32_t(num_drafted), steps.counts[2 * at + 1] = count;
@@ -213,6 +241,22 @@ class ChainDecoder {
         each.known.assign(tokens, tokens + count);
         each.drafted.clear();
         return !has_ended;
+    }
+
+    // The token after those that a row has decoded, of which the scores are written.
+    int64_t token_after(const Going& each, const float* logits, Sampler& sampler, double* scores) {
+        const int32_t vocab = target.head->num_outputs;
+        const ChainRow& row = *each.row;
+        if (!row.sampling) {
+            const Largest best = largest(logits, vocab);
+            return best.is_finite() ? best.index : NO_TOKEN;
+        }
+        const int64_t count = each.decoded.size();
+        const double uniform = uniform_at(row.seed, row.sample, row.position + 1 + count);
+        const Tokens recent = {each.decoded.data(), count};
+        const int64_t token = sampler.draw(logits, vocab, *row.sampling, recent, uniform);
+        if (token != NO_TOKEN) score(logits, vocab, *row.sampling, token, scores);
+        return token;
     }
 
     int64_t slot_of(const Going& each, int64_t position) const {

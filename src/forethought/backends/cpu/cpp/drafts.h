@@ -2,8 +2,8 @@
 
 #pragma once
 
-#include "accept.h"
 #include "kernels/attention.h"
+#include "kernels/largest.h"
 #include "kernels/vectors.h"
 #include "structures.h"
 

@@ -22,9 +22,11 @@
 #include "kernels/norms.h"
 #include "kernels/products.h"
 #include "kernels/vectors.h"
+#include "sampling.h"
 #include "scratch.h"
 #include "structures.h"
 #include "team.h"
+#include "uniform.h"
 
 #include <cmath>
 #include <cstdint>
@@ -310,6 +312,40 @@ int32_t search_beams(const Model* model, const Beams* search) {
 // Returns the forwards that were made, or -1 if a token is outside a vocabulary.
 int32_t decode_chains(const Model* target, const ChainSteps* steps) {
     return ChainDecoder(*target, *steps).run();
+}
+
+// Sample the next token of each row of logits.
+void draw_tokens(const Draws* draws) {
+    const int64_t vocab = draws->vocab;
+    const bool is_small = draws->num_rows * vocab < 1 << 14;
+    Team::run(is_small ? 1 : draws->num_threads, [&](int index, int count, Barrier&) {
+        static thread_local Sampler sampler;
+        for (int64_t r = index; r < draws->num_rows; r += count)
+            draws->tokens[r] = sampler.draw(
+                draws->logits + r * vocab, vocab, draws->samplings[draws->sampling_of[r]],
+                {nullptr, 0}, draws->uniforms[r]);
+    });
+}
+
+// Write the log-probabilities of tokens and of the k most probable ones: [rows, 2 + 2 k].
+void score_logprobs(
+    const float* logits, const int64_t* tokens, int32_t rows, int32_t vocab, int32_t k,
+    double* scores) {
+    for (int64_t r = 0; r < rows; r++)
+        score_logprob(logits + r * vocab, vocab, tokens[r], k, scores + r * (2 + 2 * k));
+}
+
+// Write the fields of TokenConfidence of tokens, over as many of the most probable ones: [rows, 4].
+void score_confidences(
+    const float* logits, const int64_t* tokens, const int64_t* ks, int32_t rows, int32_t vocab,
+    double* scores) {
+    for (int64_t r = 0; r < rows; r++)
+        score_confidence(logits + r * vocab, vocab, tokens[r], int32_t(ks[r]), scores + 4 * r);
+}
+
+// In [0, 1): see uniform.h.
+double uniform_sample(int64_t seed, int64_t sample, int64_t position) {
+    return uniform_at(seed, sample, position);
 }
 
 // y [tokens, size] = norms of x; y may be x.

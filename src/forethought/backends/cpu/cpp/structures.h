@@ -9,6 +9,8 @@ constexpr int MAX_GROUP = 64;      // query heads that share a key head
 constexpr int MAX_TOP_K = 64;      // experts of a token
 
 enum WeightType { F32 = 0, BF16 = 1, I8 = 2, I4 = 3 };
+constexpr int64_t NO_TOKEN = -1; // where the model's logits are not finite
+
 enum Activation { SILU = 0, GELU_TANH = 1 };
 
 extern "C" {
@@ -121,6 +123,32 @@ struct Beams {
     float min_logprob; // where all beams of a level are less probable, it is the last
 };
 
+// What the distribution of a token depends on beside the logits; see sampling.h.
+struct Sampling {
+    const int64_t* bias_ids;  // [num_bias]
+    const float* bias;        // [num_bias]
+    const int64_t* past;      // [num_past]: of prompt and output; read where there is a penalty
+    const int64_t* held_ends; // [num_held_ends]: ids that end a generation, and may not follow yet
+    const uint8_t* mask;      // [ceil(vocab / 8)]: bits of what a constraint allows; null: all
+    double top_p;             // 1: all
+    float temperature, min_p, repetition, presence, frequency;
+    int32_t top_k; // 0: all
+    int32_t num_bias, num_past, num_prompt, num_held_ends;
+    int32_t num_before_end; // tokens that come before any of held_ends
+    int32_t num_logprobs;   // most probable tokens that are scored beside the sampled one; -1: none
+    int32_t confidence_k;   // as of TokenConfidence; 0: it is not wanted
+};
+
+// Rows of logits to sample from.
+struct Draws {
+    const float* logits;        // [num_rows, vocab]
+    const Sampling* samplings;  // of which several rows may share one
+    const int32_t* sampling_of; // [num_rows]
+    const double* uniforms;     // [num_rows]
+    int64_t* tokens;            // [num_rows], written
+    int32_t num_rows, vocab, num_threads;
+};
+
 // A sequence that is decoded, with drafts or without.
 struct ChainRow {
     const int32_t* pages;        // of all its slots; read where these are not contiguous
@@ -129,6 +157,8 @@ struct ChainRow {
     int64_t token, position;     // the last known one
     int64_t draft_len, num_left; // to draft in a step, and to decode, at most
     int64_t num_ends;
+    const Sampling* sampling; // null: each token is the most probable one
+    int64_t seed, sample;     // of its uniform samples
 };
 
 // Hidden states of the target, as a draft module reads them.
@@ -151,13 +181,15 @@ struct ChainSteps {
     const int64_t* ids;         // as of Chains
     int64_t* tokens;       // [num_steps, num_rows, 2, width], written: drafted, and decoded ones
     int32_t* counts;       // [num_steps, num_rows, 2], zeros, written: how many of either
+    double* scores;        // [num_steps, num_rows, width, scores_width], written: as rows ask for
     double* draft_seconds; // [1], written
     int32_t num_rows, num_steps;
     int32_t width;                      // one more than are drafted in a step
     int32_t num_choices, last_position; // as of Chains
     int32_t num_known;                  // the draft network reads further tokens as token 0
     int32_t seen_from;                  // as of Row, in the draft network
-    int32_t stores_drafted;             // its entries of drafted tokens are those of known ones
+    int32_t scores_width;
+    int32_t stores_drafted; // its entries of drafted tokens are those of known ones
 };
 
 // Dynamic trees, one behind each row of a call.
