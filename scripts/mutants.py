@@ -411,8 +411,8 @@ MUTANTS = [
     ),
     Mutant(
         "engine/drafting.py",
-        "sequence.limit - len(sequence.tokens) - 1,",
-        "sequence.limit - len(sequence.tokens),",
+        "min(sequence.num_wanted - 1, max_draft_len)",
+        "min(sequence.num_wanted, max_draft_len)",
         "tests/engine/test_speculation.py -k 'stop_token or beyond'",
     ),
     Mutant("engine/guarded_drafter.py", "self.disabled.discard(request.request_id)", "pass", HOOKS),

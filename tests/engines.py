@@ -30,7 +30,7 @@ from forethought.model.causal_lm import CausalLM
 from forethought.model.graph_capturer import GraphCapturer
 from forethought.model.runner import ModelRunner
 from forethought.speculative.drafter import Target
-from forethought.speculative.step_runner import Advance
+from forethought.speculative.step_runner import Advance, Interrupt
 from models import tiny, transformers_model
 
 if TYPE_CHECKING:
@@ -64,7 +64,14 @@ def change_advance(monkeypatch: pytest.MonkeyPatch, change: Callable[..., Advanc
 
     def changed(*args: Any) -> Any:
         steps = original(*args)
-        return steps and SimpleNamespace(advance=functools.partial(change, steps.advance))
+        if steps is None:
+            return None
+
+        def advance(rows: Any, num_steps: int, interrupt: Interrupt) -> Advance:
+            made = functools.partial(steps.advance, interrupt=interrupt)
+            return change(made, rows, num_steps)
+
+        return SimpleNamespace(advance=advance)
 
     monkeypatch.setattr(continuous, "step_runner", changed)
 

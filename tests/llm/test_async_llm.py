@@ -80,9 +80,10 @@ async def eventually(condition) -> None:
 
 @contextmanager
 def held(llm: AsyncLLM, after: int = 0):
-    """The engine stands still before its next forward, or ``after`` further ones, until the block
-    is left."""
-    runner, entered, leave = llm._frontend.engine.runner, threading.Event(), threading.Event()
+    """The engine, in single steps, stands still before its next forward, or ``after`` further ones,
+    until the block is left."""
+    engine = llm._frontend.engine
+    runner, entered, leave = engine.runner, threading.Event(), threading.Event()
     forward, number = runner.forward, itertools.count()
 
     def waiting(rows):
@@ -91,11 +92,12 @@ def held(llm: AsyncLLM, after: int = 0):
             assert leave.wait(60)
         return forward(rows)
 
-    runner.forward = waiting
+    runner.forward, num_steps, engine.num_decode_steps = waiting, engine.num_decode_steps, 1
     try:
         yield entered
     finally:
         del runner.forward
+        engine.num_decode_steps = num_steps
         leave.set()
 
 
@@ -332,9 +334,9 @@ def test_more_requests_than_max_pending_wait_and_all_are_served(direct, expected
     llm = AsyncLLM.over(direct, max_pending=2)
     begin, counts, step = threading.Event(), [], llm._frontend.step
 
-    def counting():
+    def counting(max_steps):
         counts.append(len(llm._thread._streams))
-        return step()
+        return step(max_steps)
 
     async def client(prompt):
         return await llm.generate(prompt, GREEDY)
@@ -366,7 +368,7 @@ def test_an_idle_engine_sleeps(llm):
     asyncio.run(llm.generate(PROMPTS[0], GREEDY))
     wait_until(lambda: is_idle(llm))
     looks, step = [], llm._frontend.step
-    llm._frontend.step = lambda: looks.append(1) or step()
+    llm._frontend.step = lambda max_steps: looks.append(1) or step(max_steps)
     time.sleep(0.1)
     assert len(looks) <= 1
     del llm._frontend.step
@@ -683,7 +685,7 @@ def test_when_the_engine_dies_everybody_is_told_why(caplog):
     async def main():
         tasks = [asyncio.create_task(llm.generate(prompt, LONG)) for prompt in PROMPTS]
         await eventually(lambda: llm._frontend.engine.pool.in_use > 0)
-        llm._frontend.engine.step = lambda: 1 / 0
+        llm._frontend.engine.step = lambda max_steps: 1 / 0
         for task in tasks:
             with pytest.raises(EngineStopped, match="ZeroDivisionError") as caught:
                 await task

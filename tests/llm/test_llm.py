@@ -332,7 +332,7 @@ def test_an_interrupted_call_aborts_its_requests(llm, monkeypatch, owner, name, 
 
     monkeypatch.setattr(owner, name, interrupted)
     with pytest.raises(KeyboardInterrupt):
-        llm.generate(PROMPTS, GREEDY)
+        llm.generate(PROMPTS, GREEDY.replace(max_tokens=40))
     expect_empty(llm._frontend.engine)
 
 
@@ -742,7 +742,7 @@ def test_tokens_drawn_behind_a_stop_string_in_the_same_step_are_taken_back(llm, 
     """As when a step accepts several drafted tokens."""
     engine, step = llm._frontend.engine, llm._frontend.engine.step
 
-    def several() -> list[Event]:
+    def several(max_steps: float) -> list[Event]:
         merged: dict[Sequence, Event] = {}
         for event in itertools.chain(*[step() for _ in range(4)]):
             tokens = merged[event.sequence].tokens if event.sequence in merged else []
@@ -770,8 +770,8 @@ def sizes(llm, monkeypatch):
     engine, found = llm._frontend.engine, []
     step = engine.step
 
-    def stepped() -> list[Event]:
-        events = step()
+    def stepped(max_steps: float) -> list[Event]:
+        events = step(max_steps)
         found.extend(len(event.tokens) for event in events)
         return events
 
@@ -781,7 +781,7 @@ def sizes(llm, monkeypatch):
 
 def test_a_call_gets_its_tokens_together_and_a_stream_one_by_one(llm, sizes):
     output = llm.generate(PROMPTS[0], GREEDY).outputs[0]
-    assert sizes == [1, 8, 3]
+    assert sizes == [1, 11]
     sizes.clear()
     steps = [step.outputs[0] for step in llm.stream(PROMPTS[0], GREEDY)]
     assert sizes == [1] * 12
@@ -801,7 +801,7 @@ def test_a_stop_string_ends_a_call_where_single_steps_do(llm, sizes):
     sizes.clear()
     with llm.start(PROMPTS[0]) as session:
         completion = session.generate(GREEDY.replace(stop=[plain.text[3:5]]))
-        assert set(sizes) == {1}
+        assert sum(sizes) == len(completion.token_ids)
         assert session.tokens[session.prompt_length :] == completion.token_ids
         assert session.usage.discarded == 0
         assert session.usage.decoded == len(completion.token_ids)

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 from pathlib import Path
 
 import pytest
 import torch
 
-from forethought import AsyncLLM, SamplingParams
+from forethought import SamplingParams
 from forethought.errors import ParameterError
 from forethought.llm.llm import LLM
 from forethought.model import device
@@ -126,31 +125,3 @@ def test_a_step_runs_on_the_threads_of_its_engine_and_leaves_those_of_torch(
         llm.generate([5, 6, 7], SamplingParams(max_tokens=2, temperature=0.0))
         assert set(seen) == {1}
         assert torch.get_num_threads() == 2
-
-
-def test_steps_beside_clients_have_threads_of_their_own_number(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    params = SamplingParams(max_tokens=2, temperature=0.0)
-
-    async def served(llm: AsyncLLM) -> None:
-        await llm.generate([5, 6, 7], params)
-
-    with computing_threads(1), LLM(speaking("byte_level")) as llm:
-        engine, seen = llm.lend("a test").engine, []
-        llm.take_back()
-        engine.num_threads, engine.num_shared_threads = 2, 1
-        step = engine._step.run
-        monkeypatch.setattr(
-            engine._step, "run", lambda: seen.append(torch.get_num_threads()) or step()
-        )
-        llm.generate([5, 6, 7], params)
-        assert set(seen) == {2}
-        seen.clear()
-        served_by = AsyncLLM.over(llm)
-        asyncio.run(served(served_by))
-        served_by.shutdown()
-        assert set(seen) == {1}
-        seen.clear()
-        llm.generate([5, 6, 7], params)
-        assert set(seen) == {2}

@@ -281,11 +281,11 @@ def test_tokens_are_streamed_as_they_come(worker, direct, long, monkeypatch):
     engine, heard, unheard = direct._frontend.engine, threading.Event(), []
     step = engine.step
 
-    def patient_step():
+    def patient_step(max_steps):
         """Give the first token time to be heard; between steps the engine answers questions."""
         if not heard.wait(3.0):
             unheard.append(engine.stats.decoded)
-        return step()
+        return step(max_steps)
 
     monkeypatch.setattr(engine, "step", patient_step)
     controller = NativeGenerationController({**GREEDY, "max_tokens": 20}, streaming=True)

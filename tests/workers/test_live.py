@@ -103,7 +103,7 @@ def under_way(tokens, **params):
     """A sequence of which the engine knows so many tokens, and goes on."""
 
     class Going(Stream):
-        async def reach(self, count):
+        async def reach(self, count, hold=None):
             return self.output
 
     scores = [{token: Logprob(-float(token), 1)} for token in tokens]

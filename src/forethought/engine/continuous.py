@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import logging
 import math
+from array import array
 from collections.abc import Sequence as List
 
 from forethought.engine.drafting import Drafting
@@ -24,6 +25,7 @@ from forethought.speculative.drafter import ChainSource
 from forethought.speculative.step_runner import (
     Advance,
     DecodeRow,
+    Interrupt,
     QueuedSteps,
     SingleSteps,
     StepRunner,
@@ -58,7 +60,7 @@ class ContinuousDecode:
         self._runner, self._scheduler = runner, scheduler
         self._drafting, self._stats = drafting, stats
 
-    def reserve(self, plan: Plan, num_steps: int, asks_drafters: bool) -> bool:
+    def reserve(self, plan: Plan, num_steps: float, asks_drafters: bool) -> bool:
         """Reserve slots for up to ``num_steps`` steps in all, if the rows of a plan of one step can
         be decoded so; whether drafters, if they take part in this step, are to be asked after
         all.
@@ -67,7 +69,7 @@ class ContinuousDecode:
         may_admit = bool(scheduler.waiting) and not scheduler.is_full
         if num_steps == 1 or may_admit or plan.failures:
             return asks_drafters
-        if len(rows) < len(scheduler.running) or not all(map(is_plain_decode, rows)):
+        if len(rows) < len(scheduler.to_run) or not all(map(is_plain_decode, rows)):
             return asks_drafters
         if any(row.num_nodes for row in rows):
             self._reserve_with_drafts(plan, num_steps)
@@ -96,7 +98,7 @@ class ContinuousDecode:
             return True
         return step_runner(self._runner, None, [self._row(sampled)]) is not None
 
-    def _reserve_with_drafts(self, plan: Plan, num_steps: int) -> None:
+    def _reserve_with_drafts(self, plan: Plan, num_steps: float) -> None:
         """``reserve`` for rows of which some have draft slots. The step is single if a drafter
         cannot say whether its drafts follow each other.
         """
@@ -107,7 +109,7 @@ class ContinuousDecode:
             return
         plan.num_steps = self._scheduler.reserve_decode_slots(plan, num_steps)
 
-    def _num_chain_steps(self, rows: List[PlannedRow], num_steps: int) -> int:
+    def _num_chain_steps(self, rows: List[PlannedRow], num_steps: float) -> int:
         """How many steps with drafts of these rows, from this one on, may be one call."""
         drafter = self._only_drafter(rows)
         if drafter is None:
@@ -152,27 +154,27 @@ class ContinuousDecode:
             request.table = TableView(row.sequence.table)
         return all(map(chains.can_follow, requests))
 
-    def advance(self, plan: Plan) -> Advance | None:
-        """Make all steps that there are slots for, and fill ``results`` of the rows. None: this
-        failed, and the plan is of one step now.
+    def advance(self, plan: Plan, interrupt: Interrupt) -> Advance | None:
+        """Make the steps that there are slots for, unless ``interrupt`` ends the call earlier, and
+        fill ``results`` of the rows. None: this failed, and the plan is of one step now.
         """
         rows = sorted(plan.rows, key=lambda row: (-row.num_nodes, -row.num_further))
         try:
-            return self._advance(rows, plan.num_steps)
+            return self._advance(rows, plan.num_steps, interrupt)
         except Exception as error:
             log.warning("decode steps of %d rows failed: %r", len(rows), error)
             self._stats.failed_forwards += 1
             plan.make_single()
             return None
 
-    def _advance(self, rows: List[PlannedRow], num_steps: int) -> Advance:
+    def _advance(self, rows: List[PlannedRow], num_steps: int, interrupt: Interrupt) -> Advance:
         drafter = self._only_drafter(rows) if rows[0].num_nodes else None
         chains = None if drafter is None else drafter.drafter.chain_source
         assert (chains is None) == (not rows[0].num_nodes)
         decode_rows = list(map(self._row, rows))
         steps = step_runner(self._runner, chains, decode_rows)
         assert steps is not None
-        advance = steps.advance(decode_rows, num_steps)
+        advance = steps.advance(decode_rows, num_steps, interrupt)
         if drafter is not None:
             self._drafting.add_draft_seconds(drafter, advance.draft_seconds)
             self._stats.forward_seconds -= advance.draft_seconds  # of the call, timed as one
@@ -186,8 +188,9 @@ class ContinuousDecode:
             request=self._drafting.request_of(sequence),
             table=sequence.table,
             draft_len=row.num_nodes,
-            num_left=sequence.limit - len(sequence.tokens),
+            num_left=sequence.num_wanted,
             ends=sequence.end_ids,
+            pauses=sequence.stop_candidates or array("q"),
             sampled=None if sequence.takes_argmax else sampled_token(sequence, eos_ids, {}),
         )
 

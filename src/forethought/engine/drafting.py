@@ -256,7 +256,7 @@ class Drafting:
         ):
             return 0
         # The last token is sampled, not drafted.
-        length = min(sequence.limit - len(sequence.tokens) - 1, max_draft_len)
+        length = min(sequence.num_wanted - 1, max_draft_len)
         if params is None or params.max_draft_len is None:
             return length
         return min(length, params.max_draft_len)

@@ -8,6 +8,7 @@ does is written in ``step.py``. An engine is used by one thread at a time.
 from __future__ import annotations
 
 import itertools
+import math
 import random
 from bisect import bisect_left
 from collections import Counter
@@ -27,6 +28,7 @@ from forethought.engine.sequence import (
     Sequence,
     Status,
     attach_ready_dependents,
+    attach_to_parent,
     depend_on,
     num_common,
 )
@@ -45,6 +47,7 @@ from forethought.model.device import computing_threads
 from forethought.model.runner import ModelRunner
 from forethought.model.sampling import Constraint, Constraints
 from forethought.outputs import EngineStats, FinishReason, SpeculationMetrics
+from forethought.speculative.step_runner import Interrupt
 
 
 class Engine:
@@ -58,12 +61,11 @@ class Engine:
         num_threads: that a step computes with; None: as torch has them.
 
     Attributes:
-        num_shared_threads: the same while ``shares_processors``.
-        shares_processors: whether clients run beside the steps, as an event loop does. Threads that
-            wait for each other in a loop lose more to it than a further one gains.
         num_decode_steps: that are made at most before the tokens are returned.
-        num_streamed_decode_steps: the same where somebody waits for each token: with a streamed
-            sequence, and while ``shares_processors``.
+        num_streamed_decode_steps: the same with a streamed sequence, of which somebody waits for
+            each token.
+        interrupt: ends several steps early.
+        ends_with_rows: whether they end when a sequence does, as somebody waits for that.
     """
 
     def __init__(
@@ -76,9 +78,9 @@ class Engine:
         drafters: Ids[DrafterEntry] = (),
         num_threads: int | None = None,
     ) -> None:
-        self.num_threads = self.num_shared_threads = num_threads
-        self.shares_processors = False
+        self.num_threads = num_threads
         self.num_decode_steps = self.num_streamed_decode_steps = 1
+        self.interrupt, self.ends_with_rows = Interrupt(), False
         self.runner, self.stats = runner, EngineStats(forward_path=runner.lm.path.kind)
         self.pool = PagePool(runner.storage.num_pages, runner.storage.page_size)
         self.index = PrefixIndex(self.pool, reuse)
@@ -89,26 +91,27 @@ class Engine:
         self.speculation = Drafting(drafters, self.stats, runner.lm.vocab_size, runner.lm.device)
         self.scheduler.on_end = self.speculation.release
         self._step = Step(runner, self.scheduler, self.speculation, self.index, self.stats)
+        self._step.interrupt = self.interrupt
         self._seeds = random.Random(seed)
         self._ids, self._arrivals = itertools.count(), itertools.count()
 
     @property
     def has_work(self) -> bool:
         """Whether a step would do anything."""
-        return bool(self.scheduler.running or self.scheduler.waiting)
+        return bool(self.scheduler.waiting or self.scheduler.to_run)
 
-    def step(self) -> list[Event]:
+    def step(self, max_steps: float = math.inf) -> list[Event]:
         """One forward for all that run, and what it did to each sequence; see ``Step.run``. Where
-        all are greedy decodes it is up to ``num_decode_steps`` forwards.
+        all are decodes it is up to ``num_decode_steps`` forwards, or ``max_steps``.
 
         Raises EngineStopped if a rank of tensor parallelism has ended.
         """
         running = self.scheduler.running
-        is_streamed = self.shares_processors or any(sequence.is_streamed for sequence in running)
-        self._step.num_decode_steps = (
-            self.num_streamed_decode_steps if is_streamed else self.num_decode_steps
-        )
-        num_threads = self.num_shared_threads if self.shares_processors else self.num_threads
+        is_streamed = any(sequence.is_streamed for sequence in running)
+        num_steps = self.num_streamed_decode_steps if is_streamed else self.num_decode_steps
+        self._step.num_decode_steps = min(num_steps, max_steps)
+        self.interrupt.with_rows = self.ends_with_rows or bool(self.scheduler.waiting)
+        num_threads = self.num_threads
         self.runner.check_running()
         if num_threads is None or num_threads == torch.get_num_threads():
             events = self._step.run()
@@ -305,6 +308,10 @@ class Engine:
         if params.prompt_logprobs is not None:
             self._score_extension(sequence)
         self._start(sequence, params, next(self._arrivals), self._seed(params), constraint)
+        parent = sequence.parent
+        has_more = len(sequence.tokens) > sequence.num_shared
+        if parent is not None and has_more and parent.num_computed == sequence.num_shared - 1:
+            attach_to_parent(sequence)  # to wait for one token is not worth a step
         if sequence.num_computed == 0 and sequence.parent is None:
             writing = [other for other in sequence.others if other.sequence.active]
             first = next((other for other in writing if other.sequence.parent is None), None)
@@ -523,8 +530,9 @@ class Engine:
         sequence.end_ids = params.end_ids(self.runner.lm.eos_token_ids)
         sequence.finish_reason = sequence.stop_reason = None
         sequence.constraint, sequence.had_nonfinite_logits = constraint, False
+        sequence.stop_candidates = None
         sequence.takes_argmax = params.takes_argmax and constraint is None
-        sequence.extended_from, sequence.is_streamed = None, False
+        sequence.extended_from, sequence.is_streamed, sequence.hold = None, False, math.inf
         sequence.metrics, sequence.drafted_steps = SpeculationMetrics(), []
         self.speculation.begin(sequence)
         self.scheduler.place(sequence, Status.WAITING)

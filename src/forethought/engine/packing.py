@@ -101,7 +101,8 @@ def is_plain_decode(row: PlannedRow) -> bool:
     nothing has to be looked at between them but whether it has ended, and by a token that says so.
     """
     sequence = row.sequence
-    is_read = bool(sequence.params.stop or sequence.wants_prompt_logprobs)  # token by token
+    has_unknown_stops = bool(sequence.params.stop) and sequence.stop_candidates is None
+    is_read = has_unknown_stops or sequence.wants_prompt_logprobs  # token by token
     is_apart = not (sequence.others or sequence.dependents or sequence.had_nonfinite_logits)
     return sequence.constraint is None and row.is_decode and is_apart and not is_read
 

@@ -48,7 +48,7 @@ for the prefixes of earlier requests."""
 STEP_SHARE, STEP_LIMIT = 0.1, 2 * 2**30
 """Share of the free GPU memory, and max bytes, that the KV cache never takes: the activations of a
 step and masks need them. CUDA graphs have a reserve of their own."""
-NUM_DECODE_STEPS = 8
+NUM_DECODE_STEPS = 16
 """Continuous decode steps by default, where nobody waits for the tokens between."""
 HOST_LIMIT = 4 * 2**30
 """Max bytes of host memory that the KV cache takes by default."""
@@ -97,7 +97,7 @@ def _load(args: LlmArgs, model_dir: Path, device: torch.device, ranks: Any | Non
     if lm.device.type == "cpu" and args.num_threads != "auto":
         check_threads()
     if ranks is not None:
-        num_threads = _threads(args, lm, shared=False) or torch.get_num_threads()
+        num_threads = _threads(args, lm) or torch.get_num_threads()
         backends.tensor_parallel().join(ranks, lm, args, model_dir, num_threads)
     return lm
 
@@ -141,9 +141,8 @@ def _engine(
         reuse=args.kv_cache_config.enable_block_reuse,
         seed=args.seed,
         drafters=drafters,
-        num_threads=_threads(args, lm, shared=False),
+        num_threads=_threads(args, lm),
     )
-    engine.num_shared_threads = _threads(args, lm, shared=True)
     num_decode_steps = args.num_continuous_decode_steps
     engine.num_decode_steps = NUM_DECODE_STEPS if num_decode_steps is None else num_decode_steps
     engine.num_streamed_decode_steps = 1 if num_decode_steps is None else num_decode_steps
@@ -197,17 +196,15 @@ def _prepare(runner: ModelRunner, drafters: Sequence[DrafterEntry], *, is_asked:
         runner.graphs.stop()
 
 
-def _threads(args: LlmArgs, lm: CausalLM, *, shared: bool) -> int | None:
-    """Threads of a step; None: as torch has them. ``shared``: clients run beside the steps."""
+def _threads(args: LlmArgs, lm: CausalLM) -> int | None:
+    """Threads of a step; None: as torch has them."""
     if args.num_threads != "auto" or lm.device.type != "cpu":
         return None
     weights = sum(weight.num_bytes for weight in lm.traits.weights)
     available = max(1, available_threads() // args.tensor_parallel_size)
-    native = lm.path.kind == "native" and not shared
-    chosen = choose_threads(weights, available, native=native)
+    chosen = choose_threads(weights, available, native=lm.path.kind == "native")
     log.info(
-        "steps%s run on %d of %d threads: %.1f MiB of weights",
-        " beside clients" if shared else "",
+        "steps run on %d of %d threads: %.1f MiB of weights",
         chosen,
         available,
         weights / 2**20,

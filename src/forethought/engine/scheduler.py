@@ -278,6 +278,15 @@ class Scheduler:
             sequence.others = ()
             self.place(sequence, Status.CLOSED)
 
+    @property
+    def to_run(self) -> list[Sequence]:
+        """The running sequences that are not held. Where others wait for their places none is:
+        their clients may wait for these others.
+        """
+        if self.waiting:
+            return list(self.running)
+        return [sequence for sequence in self.running if not sequence.is_held]
+
     def plan_decodes(self, plan: Plan) -> None:
         """Add a row for each running sequence with one token to compute, one by one, so that the
         plan can be undone wherever this stops. Errors of one sequence end up in its
@@ -285,7 +294,7 @@ class Scheduler:
         """
         if self.waiting:
             self._replace_by_priority()
-        self._plan_rows(plan, [s for s in self.running if s.num_uncomputed == 1])
+        self._plan_rows(plan, [s for s in self.to_run if s.num_uncomputed == 1])
 
     def reserve_draft_slots(self, plan: Plan, rows: List[PlannedRow], requested: List[int]) -> None:
         """Reserve slots for the requested draft nodes after decodes, the first rows first; preempts
@@ -311,7 +320,7 @@ class Scheduler:
         Preempts no sequence and evicts no page. A row gets no more than its sequence has tokens
         left, and otherwise for as many steps as the others.
         """
-        num_remaining = [row.sequence.limit - len(row.sequence.tokens) for row in plan.rows]
+        num_remaining = [row.sequence.num_wanted for row in plan.rows]
         num_steps, free = min(num_steps, max(num_remaining, default=1)), self._pool.num_free
         rows = [
             (row.sequence.table, 1 + row.num_nodes, most)

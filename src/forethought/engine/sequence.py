@@ -16,6 +16,8 @@ as they are computed, so that no prefix is computed twice.
 
 from __future__ import annotations
 
+import math
+from array import array
 from collections.abc import Sequence as List
 from dataclasses import dataclass, field
 from enum import Enum
@@ -103,11 +105,17 @@ class Sequence:
     had_nonfinite_logits: bool = False
     """In this generation. It is then computed again from the first token on, on cleared pages and
     without drafts; the second time is an error."""
+    stop_candidates: array[int] | None = None
+    """Int64 ids in rising order, one of which ends the text of each stop string of the current
+    generation: several steps end with it, so that the text is read. None: they are not known.
+    """
     constraint: Constraint | None = None
     """What restricts the output of the current generation."""
     takes_argmax: bool = False
     """Whether each token of the current generation is the argmax of the model's own logits, and no
     score of it is asked for."""
+    hold: float = math.inf
+    """Length at which it stops to decode until its client wants more."""
     is_streamed: bool = False
     """Whether somebody waits for each token of the current generation."""
     prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=list)
@@ -152,6 +160,16 @@ class Sequence:
     def active(self) -> bool:
         """Whether it waits or runs: the engine will give it more tokens."""
         return self.status in (Status.WAITING, Status.RUNNING)
+
+    @property
+    def num_wanted(self) -> int:
+        """Tokens until it ends or is held, at least one."""
+        return max(1, int(min(self.limit, self.hold)) - len(self.tokens))
+
+    @property
+    def is_held(self) -> bool:
+        """Whether it waits for its client, and nothing waits for what it has yet to compute."""
+        return len(self.tokens) >= self.hold and self.num_uncomputed == 1 and not self.dependents
 
     @property
     def wants_prompt_logprobs(self) -> bool:

@@ -59,6 +59,7 @@ from forethought.outputs import (
     TokenLogprobs,
 )
 from forethought.speculative.drafter import Draft
+from forethought.speculative.step_runner import Interrupt
 from forethought.speculative.verify.accept import (
     VerificationResult,
     join_scores,
@@ -112,7 +113,8 @@ class Step:
         self._eos_ids = runner.lm.eos_token_ids
         self._timer = ForwardTimer(runner.lm.device)
         self._continuous = ContinuousDecode(runner, scheduler, drafting, stats)
-        self.num_decode_steps = 1
+        self.num_decode_steps: float = 1
+        self.interrupt = Interrupt()
         self._events: list[Event] = []
         """What was committed and not returned yet."""
         self._asks_drafters = False
@@ -210,7 +212,7 @@ class Step:
         """
         if plan.num_steps > 1:
             with self._timer:
-                advance = self._continuous.advance(plan)
+                advance = self._continuous.advance(plan, self.interrupt)
             if advance is not None:
                 for row in [row for row in plan.rows if not row.results]:
                     self._recompute(plan, row.sequence)

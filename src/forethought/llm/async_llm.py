@@ -116,7 +116,7 @@ class AsyncLLM:
     def _run(self, frontend: Frontend, max_pending: int, lender: LLM | None = None) -> None:
         self.model_dir, self.tokenizer = frontend.model_dir, frontend.tokenizer.hf
         self._frontend, self._limit = frontend, ConcurrencyLimit(max_pending)
-        frontend.engine.shares_processors = True
+        frontend.engine.ends_with_rows = True
         self._thread = EngineThread(frontend)
         self._shutdown = weakref.finalize(self, _stop, self._thread, lender)
 

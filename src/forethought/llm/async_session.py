@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -23,6 +24,7 @@ from forethought.engine.snapshot import SequenceSnapshot
 from forethought.errors import EngineStopped, UsageError
 from forethought.llm.engine_thread import EngineThread, OutputStream
 from forethought.llm.frontend import Frontend, Generation
+from forethought.llm.snapshot import PREFILL
 from forethought.llm.tokenizer import LONG_TEXT, read_length
 from forethought.model.sampling import Constraints
 from forethought.outputs import CompletionOutput, TokenLogprobs, Usage
@@ -79,6 +81,8 @@ class AsyncSession:
     Args:
         owner: kept alive for as long as the session is.
         token_ids: the prompt; None if ``sequence``, a live sequence of this session, is given.
+        source: a session of which it is a fork; its tokens are what ``token_ids`` begins with.
+        length: how many of them.
     """
 
     def __init__(
@@ -87,12 +91,17 @@ class AsyncSession:
         thread: EngineThread,
         token_ids: list[int] | None = None,
         sequence: engine_sequence.Sequence | None = None,
+        *,
+        source: AsyncSession | None = None,
+        length: int = 0,
     ) -> None:
         self._owner, self._thread = owner, thread
         self._handle = _Handle(token_ids or [], sequence)
         self._finalizer = weakref.finalize(self, _drop, thread, self._handle)
         self._finalizer.atexit = False
-        if sequence is None:
+        if source is not None:
+            thread.call(_branch, thread.frontend, self._handle, source._handle, length)
+        elif sequence is None:
             thread.call(_open, thread.frontend, self._handle)
 
     async def generate(self, sampling_params: SamplingParams | None = None) -> CompletionOutput:
@@ -219,6 +228,20 @@ class AsyncSession:
             lambda: AsyncSession(owner, thread, sequence=thread.frontend.fork(handle.opened, cut))
         )
 
+    async def branch(self, length: int, more: str | Sequence[int] = ()) -> AsyncSession:
+        """Another session with the first ``length`` tokens of this one and ``more`` after them, as
+        ``fork`` and ``extend`` make it, before the next step and without waiting for one. If this
+        session is closed by then, its tokens are computed again. Raises as ``AsyncLLM.start``.
+        """
+        frontend = self._thread.frontend
+        if isinstance(more, str) and len(more) > LONG_TEXT:
+            new_ids = await asyncio.to_thread(frontend.read_more, more)
+        else:
+            new_ids = frontend.read_more(more)
+        token_ids = [*self.tokens[:length], *new_ids]
+        frontend.engine.check_prompt(token_ids, PREFILL)
+        return AsyncSession(self._owner, self._thread, token_ids, source=self, length=length)
+
     async def save(self, name: str) -> Path:
         """Save tokens and KV under a name, as ``Session.save``. A fork computes what is not
         computed yet, so this session may generate meanwhile. Nothing waits for the file.
@@ -342,9 +365,11 @@ class SessionStream:
         """The whole output, at the end of the generation."""
         return await self._stream.last()
 
-    async def reach(self, count: int) -> CompletionOutput:
-        """The output so far, once it has ``count`` tokens or the generation has ended."""
-        return await self._stream.reach(count)
+    async def reach(self, count: int, hold: float = math.inf) -> CompletionOutput:
+        """The output so far, once it has ``count`` tokens or the generation has ended. At ``hold``
+        tokens, or a few more if there are drafts, the generation stops until the next call.
+        """
+        return await self._stream.reach(count, hold)
 
     async def peek(self) -> CompletionOutput:
         """Everything so far, without waiting for a step."""
@@ -373,6 +398,18 @@ def _open(frontend: Frontend, handle: _Handle) -> None:
     handle.sequence = frontend.open(handle.prompt_ids)
     if handle.dropped:  # set before ``_drop`` looked for the sequence
         frontend.abandon(handle.sequence)
+
+
+def _branch(frontend: Frontend, handle: _Handle, source: _Handle, length: int) -> None:
+    try:
+        sequence = frontend.fork(source.opened, length)
+    except UsageError:  # it is closed; its tokens are known
+        sequence = frontend.open(handle.prompt_ids[:length])
+    if len(handle.prompt_ids) > length:
+        frontend.engine.extend(sequence, handle.prompt_ids[length:])
+    handle.sequence = sequence
+    if handle.dropped:
+        frontend.abandon(sequence)
 
 
 def _drop(thread: EngineThread, handle: _Handle) -> None:

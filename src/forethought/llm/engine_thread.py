@@ -50,6 +50,11 @@ class OutputStream(Generic[Output]):
 
     def __init__(self, read: Callable[[Generation], Output]) -> None:
         self.read, self.loop = read, asyncio.get_running_loop()
+        self._wake: Callback = _nothing
+        """Wakes the engine thread: a coroutine waits, and not for the end alone."""
+        self._generation: Generation | None = None
+        self._hold = math.inf
+        """Tokens at which the generation stops until more are wanted."""
         self._min_tokens = math.inf
         """The next output is made once the generation has this many tokens. Set on the client's
         loop, reset by the engine thread when it makes an output; each callback sets it again for
@@ -67,6 +72,15 @@ class OutputStream(Generic[Output]):
         """Whether the last output or the failure has arrived."""
 
     # ---- on the engine thread ---------------------------------------------------------------
+
+    def follow(self, generation: Generation, wake: Callback) -> None:
+        """Give the outputs of a generation that has been started; ``wake`` wakes this thread."""
+        self._generation, self._wake = generation, wake
+        generation.hold_at(self._hold)
+
+    def num_missing(self, generation: Generation) -> float:
+        """Tokens until the next output is wanted."""
+        return self._min_tokens - generation.size
 
     def on_step(self, generation: Generation) -> Callback | None:
         """The callback for what a step did to the generation; None if no output is wanted yet."""
@@ -102,7 +116,12 @@ class OutputStream(Generic[Output]):
             if ended or count <= size:
                 del self._waiters[waiter]
                 _resume(waiter)
-        self._min_tokens = min(self._waiters.values(), default=math.inf)
+        self._want(min(self._waiters.values(), default=math.inf))
+
+    def _want(self, min_tokens: float) -> None:
+        if min_tokens < self._min_tokens:
+            self._min_tokens = min_tokens
+            self._wake()
 
     async def next(self) -> Output | None:
         """The newest output not returned before; None when there are no more.
@@ -118,16 +137,19 @@ class OutputStream(Generic[Output]):
         self._returned = True
         return self._newest
 
-    async def reach(self, count: int) -> Output:
+    async def reach(self, count: int, hold: float = math.inf) -> Output:
         """The newest output once its first sample has ``count`` tokens; the last if it ends before.
-        Raises as ``next``. The loop is not woken up earlier.
+        The loop is not woken up earlier. At ``hold`` tokens the generation stops until the next
+        call. Raises as ``next``.
         """
+        self._set_hold(hold)
         while not self.ended and self._size < count:
             await self._wait(count)
         return await self.last() if self._newest is None or self.ended else self._newest
 
     async def last(self) -> Output:
         """The output of the finished generation, however often asked. Raises as ``next``."""
+        self._set_hold(math.inf)
         while not self.ended:
             await self._wait(math.inf)
         if self._failure is not None:
@@ -150,8 +172,15 @@ class OutputStream(Generic[Output]):
         finally:
             timer.cancel()
 
+    def _set_hold(self, hold: float) -> None:
+        if hold != self._hold:
+            self._hold = hold
+            if self._generation is not None:
+                self._generation.hold_at(hold)
+                self._wake()
+
     async def _wait(self, count: float) -> None:
-        self._min_tokens = min(self._min_tokens, count)
+        self._want(count)
         await self._resumed(self.loop.create_future(), count)
 
     async def _resumed(self, waiter: asyncio.Future[None], count: float) -> None:
@@ -161,6 +190,10 @@ class OutputStream(Generic[Output]):
             await waiter
         finally:
             self._waiters.pop(waiter, None)
+
+
+def _nothing() -> None:
+    pass
 
 
 def _resume(waiter: asyncio.Future[None]) -> None:
@@ -186,6 +219,7 @@ class EngineThread:
 
     def __init__(self, frontend: Frontend) -> None:
         self.frontend = frontend
+        self._interrupt = frontend.engine.interrupt
         self._commands: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._streams: dict[Generation, OutputStream[Any]] = {}
         self._ended = False
@@ -226,6 +260,7 @@ class EngineThread:
             if self._ended:
                 raise self._failure()
             self._commands.put(command)
+        self._interrupt.request()
         return future
 
     @property
@@ -274,6 +309,7 @@ class EngineThread:
     def wake(self) -> None:
         """Wake an idle thread up to look for work. Safe in the garbage collector."""
         self._commands.put(None)
+        self._interrupt.request()
 
     def stop(self) -> None:
         """End the thread after its current step; what is unfinished fails with EngineStopped. In a
@@ -306,7 +342,14 @@ class EngineThread:
 
     def follow(self, stream: OutputStream[Any], start: Callable[[], Generation]) -> None:
         """Start a generation whose outputs go to ``stream``."""
-        self._streams[start()] = stream
+        generation = start()
+        self._streams[generation] = stream
+        stream.follow(generation, functools.partial(self._read_anew, generation))
+
+    def _read_anew(self, generation: Generation) -> None:
+        """Have the engine thread see what a stream waits for now, which may be there already."""
+        self._commands.put(lambda: self.publish([generation]))
+        self._interrupt.request()
 
     def peek(self, stream: OutputStream[Result]) -> Result | None:
         """The output of a stream's generation so far; None if that has ended."""
@@ -331,15 +374,23 @@ class EngineThread:
                     self._needs_barrier = False
                     self.barrier()  # clients may queue further commands
                     self._run_commands()
-                self.publish(self.frontend.step())
+                self.publish(self.frontend.step(self._max_steps()))
         except BaseException as error:
             log.exception("the engine died")
             self._cause = error
         finally:
             self._end()
 
+    def _max_steps(self) -> float:
+        """Steps until the first output that is waited for, at least one."""
+        missing = (stream.num_missing(generation) for generation, stream in self._streams.items())
+        return max(1, min(missing, default=math.inf))
+
     def _run_commands(self) -> None:
-        """Run the queued commands; wait for one if there is nothing else to do."""
+        """Run the queued commands; wait for one if there is nothing else to do. What is queued or
+        waited for from now on interrupts the next steps.
+        """
+        self._interrupt.clear()
         while not self._commands.empty() or not (self.frontend.has_work or self._stopping):
             command = self._commands.get()
             if command is not None:
@@ -357,6 +408,7 @@ class EngineThread:
         for stream in self._streams.values():
             stream.fail(self._failure())
         self._streams.clear()
+        self._interrupt.clear()
         try:
             self.frontend.clear()
         except Exception:

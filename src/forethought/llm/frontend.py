@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 from collections import deque
 from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as List
@@ -143,6 +144,13 @@ class Generation:
         if not self._thoughts:
             return None
         return self._thoughts[sequence.id].output(self._transcripts[sequence.id].token_ids)
+
+    def hold_at(self, num_tokens: float) -> None:
+        """Let the first sample stop at this number of tokens, until this is called again. From
+        any thread.
+        """
+        first = self.sequences[0]
+        first.hold = first.prompt_length + num_tokens
 
     def abort(self) -> None:
         """Mark the samples that have not ended as aborted."""
@@ -373,7 +381,7 @@ class Frontend:
     ) -> Generation:
         """Start ``params.n`` samples of a prompt, under what ``constraints`` has made."""
         sequences = self.engine.start(prompt.token_ids, params, constraints=constraints)
-        return self._follow(sequences, prompt)
+        return self._follow(sequences, params, prompt)
 
     def open(self, token_ids: list[int]) -> Sequence:
         """A live sequence that holds a prompt and generates nothing yet."""
@@ -384,7 +392,7 @@ class Frontend:
     ) -> Generation:
         """Generate from a live sequence."""
         self.engine.resume(sequence, params, constraints=constraints)
-        return self._follow([sequence])
+        return self._follow([sequence], params)
 
     def fork(self, sequence: Sequence, length: int | None) -> Sequence:
         """Another live sequence with the first ``length`` tokens of one."""
@@ -404,15 +412,15 @@ class Frontend:
         """A live sequence that goes on from a snapshot."""
         return self._keep(self.engine.restore(saved))
 
-    def step(self) -> list[Generation]:
-        """One step of the engine; the generations that it has changed.
+    def step(self, max_steps: float = math.inf) -> list[Generation]:
+        """One step of the engine, or up to ``max_steps``; the generations that it has changed.
 
         A step that is interrupted can be repeated: events that were not added are kept, and the
         next step adds those instead of making new ones.
         """
         changed = dict.fromkeys(self.sweep())  # as a set that keeps its order
         if not self._events:
-            self._events += self.engine.step()
+            self._events += self.engine.step(max_steps)
         while self._events:
             event = self._events[0]
             generation = self._generations.get(event.sequence.id)
@@ -473,7 +481,13 @@ class Frontend:
             self.engine.stats.thoughts_closed += generation.was_closed(sequence)
         self._generations.pop(sequence.id, None)  # last, so that an interrupted call is repeated
 
-    def _follow(self, sequences: list[Sequence], prompt: Prompt | None = None) -> Generation:
+    def _follow(
+        self, sequences: list[Sequence], params: SamplingParams, prompt: Prompt | None = None
+    ) -> Generation:
+        if params.stop:
+            candidates = self.tokenizer.stop_candidates.of(params.stop)
+            for sequence in sequences:
+                sequence.stop_candidates = candidates
         try:
             rule = self.thinking.rule(sequences[0].params)
             generation = Generation(sequences, self.tokenizer, prompt, rule)

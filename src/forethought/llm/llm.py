@@ -198,7 +198,7 @@ class LLM:
         """Take direct calls again: the borrower has ended its requests."""
         self._borrower = None
         if self._frontend is not None:
-            self._frontend.engine.shares_processors = False
+            self._frontend.engine.ends_with_rows = False
 
     def shutdown(self) -> None:
         """Free the engine. Later calls raise ``EngineStopped``."""

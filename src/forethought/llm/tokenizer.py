@@ -24,6 +24,7 @@ from forethought.errors import (
     RequestError,
     UsageError,
 )
+from forethought.llm.stop_candidates import StopCandidates
 from forethought.model_dir import check_tokenizer_files, first_words
 
 _logger = logging.getLogger(__name__)
@@ -125,6 +126,11 @@ class Tokenizer:
             if start in vocabulary and end in vocabulary:
                 return start, end
         return next(((start, end) for start, end in MARKERS if end in template), None)
+
+    @cached_property
+    def stop_candidates(self) -> StopCandidates:
+        """Finds the tokens with which stop strings may end."""
+        return StopCandidates(self.hf.get_vocab(), _BYTE_LETTERS, self.byte_values)
 
     @property
     def template_text(self) -> str:

@@ -18,10 +18,13 @@ drafts ``backends.cuda.chain_rounds``.
 
 from __future__ import annotations
 
+import ctypes
 import time
 from abc import ABC, abstractmethod
+from array import array
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import accumulate, islice
 from typing import Self
 
@@ -63,6 +66,7 @@ class DecodeRow:
         draft_len: tokens to draft in a step at most, less than ``num_left``; 0: it has no drafts.
         num_left: tokens to decode at most, at least one.
         ends: tokens that end the generation.
+        pauses: int64 ids in rising order; the call ends with the step that decodes one.
         sampled: how its tokens are sampled; None: each is the most probable one, without scores.
     """
 
@@ -71,6 +75,7 @@ class DecodeRow:
     draft_len: int
     num_left: int
     ends: Collection[int]
+    pauses: array[int] = field(default_factory=partial(array, "q"))
     sampled: SampledToken | None = None
 
     @property
@@ -82,6 +87,35 @@ class DecodeRow:
         """The last known token as a row of a batch."""
         start = self.position
         return Row([self.request.tokens[start]], start, self.table.prefix(start + 1))
+
+
+class Interrupt:
+    """Ends a call early: with the step that it makes when ``request`` is called, from any thread.
+
+    Attributes:
+        with_rows: a call also ends with the step in which a row does.
+    """
+
+    def __init__(self) -> None:
+        self.with_rows = False
+        self._flag = ctypes.c_int32()
+
+    def request(self) -> None:
+        """End the call that is being made, or else the next one, after one step."""
+        self._flag.value = 1
+
+    def clear(self) -> None:
+        """Let the next calls make all of their steps."""
+        self._flag.value = 0
+
+    def ends(self, num_ended: int) -> bool:
+        """Whether a call ends with the step in which ``num_ended`` rows did."""
+        return bool(self._flag.value or (self.with_rows and num_ended))
+
+    @property
+    def address(self) -> int:
+        """Of an int32, which is 0 until ``request``."""
+        return ctypes.addressof(self._flag)
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +152,9 @@ class StepRunner(ABC):
         """
 
     @abstractmethod
-    def advance(self, rows: Sequence[DecodeRow], num_steps: int) -> Advance:
+    def advance(
+        self, rows: Sequence[DecodeRow], num_steps: int, interrupt: Interrupt | None = None
+    ) -> Advance:
         """Make up to ``num_steps`` steps, until each row has ended.
 
         What the draft network stores is marked as stored, as are the target's hidden states. All
@@ -128,6 +164,7 @@ class StepRunner(ABC):
             rows: none has longer drafts than the one before it, nor more tokens left among those
                 without drafts.
             num_steps: at most.
+            interrupt: may end the call early; steps that are queued on a GPU are made in any case.
         """
 
 
@@ -217,7 +254,9 @@ class SingleSteps(StepRunner):
         return None if waits and runner.lm.device.type != "cpu" else cls(runner, chains)
 
     @override
-    def advance(self, rows: Sequence[DecodeRow], num_steps: int) -> Advance:
+    def advance(
+        self, rows: Sequence[DecodeRow], num_steps: int, interrupt: Interrupt | None = None
+    ) -> Advance:
         progress = list(map(RowProgress.of, rows))
         going, num_forwards, draft_seconds = progress, 0, 0.0
         while going and num_forwards < num_steps:
@@ -227,8 +266,11 @@ class SingleSteps(StepRunner):
             results = _verify(logits, going)
             for row, result in zip(going, results, strict=True):
                 row.take(result)
-            going = [row for row in going if not row.has_ended]
+            pauses = any(map(_pauses, going, results))
+            num_going, going = len(going), [row for row in going if not row.has_ended]
             if len(going) < len(progress) and self._chains and self._chains.learns_from_ends:
+                break
+            if pauses or (interrupt and interrupt.ends(num_going - len(going))):
                 break
         return Advance([row.results for row in progress], num_forwards, draft_seconds)
 
@@ -248,6 +290,10 @@ class SingleSteps(StepRunner):
         if drafting:
             self._chains.draft([row.request for row in drafting])
         return time.perf_counter() - began
+
+
+def _pauses(row: RowProgress, result: VerificationResult) -> bool:
+    return any(token in row.row.pauses for token in result.tokens)
 
 
 def _verify(logits: Tensor, rows: Sequence[RowProgress]) -> list[VerificationResult]:
@@ -280,7 +326,9 @@ class QueuedSteps(StepRunner):
         return cls(runner) if is_greedy and runner.lm.device.type == "cuda" else None
 
     @override
-    def advance(self, rows: Sequence[DecodeRow], num_steps: int) -> Advance:
+    def advance(
+        self, rows: Sequence[DecodeRow], num_steps: int, interrupt: Interrupt | None = None
+    ) -> Advance:
         """Rows that have ended go on until they have all their tokens."""
         largest, tokens = list[Tensor](), list[Tensor]()
         num_steps = min(num_steps, rows[0].num_left)

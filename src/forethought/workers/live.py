@@ -13,6 +13,7 @@ hold exactly the tokens that it has waited for.
 from __future__ import annotations
 
 import asyncio
+import math
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -121,14 +122,16 @@ class LiveSession:
         num_rest = len(self.prompt) - len(text)
         return bisect_right(range(len(tokens)), -num_rest, key=lambda n: -num_characters(n)) - 1
 
-    async def reach(self, count: int | None) -> CompletionOutput:
-        """Wait for ``count`` generated tokens, or the end (None: only that)."""
+    async def reach(self, count: int | None, hold: float = math.inf) -> CompletionOutput:
+        """Wait for ``count`` generated tokens, or the end (None: only that); see
+        ``SessionStream.reach``.
+        """
         assert self._stream is not None, "it has begun"
         if not self.ended:
             if count is None:
                 self._update(await self._stream.finish())
             else:
-                self._update(await self._stream.reach(count))
+                self._update(await self._stream.reach(count, hold))
         return self.output
 
     async def poll(self) -> CompletionOutput:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import time
 from collections.abc import Coroutine, Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -263,10 +264,8 @@ class EngineWorker(Worker):
                 "Yield the generation to the same worker first, and wait for its end",
             )
         length, missing = live.cut(None)
-        session = await self._forked(Continuation(live, length, ""))
+        session = await self._branch(Continuation(live, length, missing + task.suffix))
         try:
-            if missing + task.suffix:
-                await session.extend(missing + task.suffix)
             await session.save(task.name)
         finally:
             await asyncio.shield(session.close())
@@ -411,26 +410,13 @@ class EngineWorker(Worker):
             source = self._cache.find(current_scope(), prompt)
         if source is None:
             return None
-        session = await self._forked(source)
-        if source.rest:
-            try:
-                await session.extend(source.rest)
-            except BaseException:
-                await asyncio.shield(session.close())
-                raise
+        session = await self._branch(source)
         task.inserted_tokens = session.tokens[source.length :]
         return session
 
-    async def _forked(self, source: Continuation) -> AsyncSession:
-        live = source.live
-        try:
-            if self._cache.holds(live) or live in self._restored.values():
-                return await live.session.fork(source.length)
-        except UsageError:
-            if not live.closed:
-                raise
-        # It was evicted, perhaps in the meantime; its tokens are known.
-        return self.llm.start(live.session.tokens[: source.length])
+    async def _branch(self, source: Continuation) -> AsyncSession:
+        """A session that goes on from a source; its tokens are computed again if it was evicted."""
+        return await source.live.session.branch(source.length, source.rest)
 
     def _live(
         self, task: GenerationTask, session: AsyncSession, prompt: Prompt | None
@@ -448,12 +434,12 @@ class EngineWorker(Worker):
         self, task: GenerationTask, live: LiveSession, count: int | None, began: float | None = None
     ) -> None:
         """Show the task ``count`` generated tokens (None: all), once they exist."""
-        scope = current_scope()
+        scope, at_once = current_scope(), getattr(task, "tokens_per_request", None) or math.inf
         metered = scope is not None and scope.account.budget.tokens is not None
         while not live.over and (count is None or len(live.shown.token_ids) < count):
-            before = live.shown
+            before, num_shown = live.shown, len(live.shown.token_ids)
             stepwise = task.streaming_output_flag or metered or not before.token_ids
-            await live.reach(len(before.token_ids) + 1 if stepwise else count)
+            await live.reach(num_shown + 1 if stepwise else count, num_shown + at_once)
             live.show(count)
             if live.num_beyond:
                 await live.end_with_budget()

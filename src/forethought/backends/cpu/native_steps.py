@@ -6,6 +6,7 @@ import ctypes
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import NamedTuple, Self
 
 import torch
@@ -33,7 +34,7 @@ from forethought.outputs import TokenConfidence
 from forethought.speculative.chain_source import GreedyChains
 from forethought.speculative.draft_model import DraftModel
 from forethought.speculative.drafter import NO_DRAFT, ChainSource, Draft
-from forethought.speculative.step_runner import Advance, DecodeRow, StepRunner
+from forethought.speculative.step_runner import Advance, DecodeRow, Interrupt, StepRunner
 from forethought.speculative.verify.accept import VerificationResult
 from forethought.speculative.verify.verify import SampledToken
 
@@ -134,13 +135,14 @@ class ChainCall:
     """What structures point to."""
 
     def run(
-        self, target: NativeForward, num_steps: int
+        self, target: NativeForward, num_steps: int, interrupt: Interrupt | None
     ) -> tuple[list[list[VerificationResult]], int, float]:
         """Make up to ``num_steps`` steps; ``IndexError`` for a token outside a vocabulary.
 
         Args:
             target: its packed weights.
             num_steps: at most; rows that have ended leave.
+            interrupt: see ``StepRunner.advance``.
 
         Returns:
             Of each row the result of each step; the number of forwards; and the seconds of the
@@ -164,6 +166,8 @@ class ChainCall:
             num_steps=num_steps,
             width=width,
             scores_width=scores_width,
+            interrupt=None if interrupt is None else interrupt.address,
+            ends_with_rows=interrupt is not None and interrupt.with_rows,
             **({} if self.draft is None else self._draft_fields(self.draft, num_rows * width)),
         )
         num_steps_run = load_library().decode_chains(
@@ -229,12 +233,14 @@ class ChainCall:
         return ChainRowStruct(
             pages=pages.buffer_info()[0],
             ends=ends.buffer_info()[0],
+            pauses=row.pauses.buffer_info()[0],
             first_slot=-1 if first is None else first,
             token=row.request.tokens[-1],
             position=row.position,
             draft_len=row.draft_len,
             num_left=row.num_left,
             num_ends=len(ends),
+            num_pauses=len(row.pauses),
             **self._sampling_fields(row.sampled),
         )
 
@@ -301,16 +307,17 @@ class NativeSteps(StepRunner):
         return cls(runner, target.forward, chains, network.native)
 
     @override
-    def advance(self, rows: Sequence[DecodeRow], num_steps: int) -> Advance:
+    def advance(
+        self, rows: Sequence[DecodeRow], num_steps: int, interrupt: Interrupt | None = None
+    ) -> Advance:
+        steps = partial(self._call, rows, num_steps, interrupt)
         if self.chains is None:
-            return self._call(rows, num_steps, None, None)
+            return steps(None, None)
         chains, drafting = self.chains, [row.request for row in rows if row.draft_len]
         (advance,) = chains.runner.draft_behind(
             drafting,
             [0] * len(drafting),
-            lambda states, paged_pass, _: [
-                self._call(rows, num_steps, *self._drafting(chains, states, paged_pass))
-            ],
+            lambda states, paged_pass, _: [steps(*self._drafting(chains, states, paged_pass))],
         )
         for row, results in zip(rows, advance.results, strict=True):
             chains.mark(row.position, row.table, results)
@@ -339,6 +346,7 @@ class NativeSteps(StepRunner):
         self,
         rows: Sequence[DecodeRow],
         num_steps: int,
+        interrupt: Interrupt | None,
         draft: NativeDraft | None,
         stored: StoredStates | None,
     ) -> Advance:
@@ -346,7 +354,7 @@ class NativeSteps(StepRunner):
         roots = Batch.build([row.root() for row in rows])
         target = PagedPass(roots, self.runner.storage, lm.backend, lm.windows)
         results, num_forwards, seconds = ChainCall(target, rows, draft, stored).run(
-            self.target, num_steps
+            self.target, num_steps, interrupt
         )
         return Advance(results, num_forwards, seconds)
 

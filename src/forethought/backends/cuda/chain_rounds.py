@@ -47,7 +47,13 @@ from forethought.model.sampling.sampler import mark_not_finite
 from forethought.speculative.chain_source import GreedyChains
 from forethought.speculative.draft_module import DraftModuleRunner, ModuleOutput
 from forethought.speculative.drafter import ChainSource
-from forethought.speculative.step_runner import Advance, DecodeRow, RowProgress, StepRunner
+from forethought.speculative.step_runner import (
+    Advance,
+    DecodeRow,
+    Interrupt,
+    RowProgress,
+    StepRunner,
+)
 from forethought.speculative.tree import StaticTreeBuilder
 from forethought.speculative.verify.accept import num_accepted
 
@@ -302,7 +308,9 @@ class ChainRounds(StepRunner):
         return step_runner
 
     @override
-    def advance(self, rows: Sequence[DecodeRow], num_steps: int) -> Advance:
+    def advance(
+        self, rows: Sequence[DecodeRow], num_steps: int, interrupt: Interrupt | None = None
+    ) -> Advance:
         """All rows make all rounds, also those that have ended."""
         num_steps, draft_len = min(num_steps, max(row.num_left for row in rows)), rows[0].draft_len
         progress = list(map(RowProgress.of, rows))

@@ -86,6 +86,7 @@ class ChainDecoder {
             const std::chrono::duration<double> passed = Clock::now() - began;
             *steps.draft_seconds += passed.count();
             if (!verify(step)) return -1;
+            if (is_over || is_interrupted()) return step + 1;
         }
         return steps.num_steps;
     }
@@ -109,6 +110,11 @@ class ChainDecoder {
     std::vector<Going> going;
     std::vector<float> entering;   // [T, hidden of the draft network]
     std::vector<Sampler> samplers; // of each thread
+    bool is_over = false;          // a row waits for the caller
+
+    bool is_interrupted() const {
+        return steps.interrupt && __atomic_load_n(steps.interrupt, __ATOMIC_RELAXED);
+    }
 
     // Draft for all rows that may have a draft, the first ones.
     bool draft_behind(bool is_first) {
@@ -194,14 +200,17 @@ class ChainDecoder {
         const int64_t num_logits = logits - begins[0];
         const int num_threads = num_logits < MIN_LOGITS ? 1 : steps.target->num_threads;
         samplers.resize(std::max<size_t>(samplers.size(), num_threads));
-        std::vector<uint8_t> goes_on(going.size());
+        std::vector<uint8_t> states(going.size());
         Team::run(num_threads, [&](int index, int count, Barrier&) {
             for (size_t r = index; r < going.size(); r += count)
-                goes_on[r] = accept(step, going[r], begins[r], samplers[index]);
+                states[r] = accept(step, going[r], begins[r], samplers[index]);
         });
         size_t left = 0;
         for (size_t r = 0; r < going.size(); r++)
-            if (goes_on[r] && left++ != r) going[left - 1] = std::move(going[r]);
+            if (states[r] != ENDS && left++ != r) going[left - 1] = std::move(going[r]);
+        is_over = std::any_of(states.begin(), states.end(), [&](uint8_t state) {
+            return state == PAUSES || (state == ENDS && steps.ends_with_rows);
+        });
         going.resize(left);
     }
 
@@ -217,8 +226,10 @@ class ChainDecoder {
             }
     }
 
-    // Write what a step gives a row from the logits of its tokens; whether the row goes on.
-    bool accept(int32_t step, Going& each, const float* logits, Sampler& sampler) {
+    enum RowState : uint8_t { GOES_ON, ENDS, PAUSES };
+
+    // Write what a step gives a row from the logits of its tokens.
+    RowState accept(int32_t step, Going& each, const float* logits, Sampler& sampler) {
         const int64_t at = step * int64_t(steps.num_rows) + each.number;
         int64_t *drafted = steps.tokens + at * 2 * steps.width, *tokens = drafted + steps.width;
         double* scores = steps.scores + at * steps.width * steps.scores_width;
@@ -240,7 +251,13 @@ class ChainDecoder {
         each.position += count, each.left -= count;
         each.known.assign(tokens, tokens + count);
         each.drafted.clear();
-        return !has_ended;
+        return has_ended ? ENDS : pauses(*each.row, tokens, count) ? PAUSES : GOES_ON;
+    }
+
+    static bool pauses(const ChainRow& row, const int64_t* tokens, int32_t count) {
+        return std::any_of(tokens, tokens + count, [&](int64_t token) {
+            return std::binary_search(row.pauses, row.pauses + row.num_pauses, token);
+        });
     }
 
     // The token after those that a row has decoded, of which the scores are written.

@@ -153,10 +153,11 @@ struct Draws {
 struct ChainRow {
     const int32_t* pages;        // of all its slots; read where these are not contiguous
     const int64_t* ends;         // [num_ends]: ids behind which it ends
+    const int64_t* pauses;       // [num_pauses]: ids behind which the call ends, rising
     int64_t first_slot;          // of position 0, where they are; else -1
     int64_t token, position;     // the last known one
     int64_t draft_len, num_left; // to draft in a step, and to decode, at most
-    int64_t num_ends;
+    int64_t num_ends, num_pauses;
     const Sampling* sampling; // null: each token is the most probable one
     int64_t seed, sample;     // of its uniform samples
 };
@@ -183,12 +184,14 @@ struct ChainSteps {
     int32_t* counts;       // [num_steps, num_rows, 2], zeros, written: how many of either
     double* scores;        // [num_steps, num_rows, width, scores_width], written: as rows ask for
     double* draft_seconds; // [1], written
+    const int32_t* interrupt; // when it is not 0 any more, the call ends; null: it never does
     int32_t num_rows, num_steps;
     int32_t width;                      // one more than are drafted in a step
     int32_t num_choices, last_position; // as of Chains
     int32_t num_known;                  // the draft network reads further tokens as token 0
     int32_t seen_from;                  // as of Row, in the draft network
     int32_t scores_width;
+    int32_t ends_with_rows; // the call ends when a row has
     int32_t stores_drafted; // its entries of drafted tokens are those of known ones
 };
 

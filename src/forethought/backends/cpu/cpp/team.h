@@ -44,8 +44,8 @@ class Signal {
     void set(uint32_t number) { value.store(number, std::memory_order_release); }
 
     // Whether it is not `before`, or soon will be.
-    bool changes(uint32_t before) const {
-        for (int i = 0; i < NUM_SPINS; i++) {
+    bool changes(uint32_t before, int num_spins = NUM_SPINS) const {
+        for (int i = 0; i < num_spins; i++) {
             if (now() != before) return true;
             pause();
         }
@@ -160,6 +160,7 @@ class Team {
     // calling one alone under contention.
     template <class Work> static void run(int count, const Work& work) {
         Team& team = of_this_thread();
+        const size_t num_workers = team.workers.size();
         if (count > 1) count = team.members(count);
         if (count == 1) return work(0, 1, team.barrier);
         team.start(count, &work, [](const void* work, int index, int count, Barrier& barrier) {
@@ -167,7 +168,8 @@ class Team {
         });
         work(0, count, team.barrier);
         team.barrier.wait(0, count);
-        if (const auto slept = team.barrier.take_slept(); slept.count())
+        const auto slept = team.barrier.take_slept();
+        if (slept.count() && team.workers.size() == num_workers) // not for threads to begin
             team.contention.observe(slept, Clock::now());
     }
 
@@ -193,7 +195,7 @@ class Team {
         }
 
         void wait(uint32_t before) {
-            if (begun.changes(before)) return;
+            if (begun.changes(before, 400)) return;
             sleeps.store(true, std::memory_order_relaxed);
             std::atomic_thread_fence(std::memory_order_seq_cst);
             while (begun.now() == before) begun.sleep(before);

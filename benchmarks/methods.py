@@ -1,0 +1,279 @@
+"""What clients and methods cost beside the engine: seconds and tokens, against plain generation.
+
+    python -m benchmarks.methods --parts alone batch vote clients
+
+``alone``    problems one at a time: ``LLM.generate``, the same through a worker, Dynasor-CoT,
+             without drafts and with those of the draft model
+``batch``    the same with all problems at once
+``vote``     votes, a beam search and particles against ``LLM.generate`` with the tokens that they
+             decode, sampled at the same temperature
+``clients``  sampled streams of ``AsyncLLM`` and of ``serve`` against a batch of ``LLM``
+
+All of a part are run in turn, several times; medians. The model is the embedded reasoner. Prints
+tables and, last, one JSON line.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import socket
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from functools import partial
+from http import HTTPStatus
+from http.client import HTTPConnection
+from typing import Any
+
+from benchmarks.report import print_report
+
+from forethought import LLM, AsyncLLM, SamplingParams
+from forethought.assets import drafter_dir
+from forethought.config.drafters import DraftTargetDecodingConfig
+from forethought.evaluation.problems import Problem, shipped, user_prompt
+from forethought.evaluation.recipe import recipe
+from forethought.methods import worker_tags
+from forethought.scaffolding import Controller, EngineWorker, ScaffoldingLlm
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=450)
+PROBING = {"chunk_size": 16, "certainty_threshold": 2}
+NUM_STREAMS, NUM_TOKENS = 16, 400
+TEMPERATURE = 0.8
+
+Timed = Callable[[], int]
+"""Runs something; the tokens that it decodes."""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--parts", nargs="+", choices=[*PARTS], default=[*PARTS])
+    parser.add_argument("--problems", type=int, default=12)
+    parser.add_argument("--rounds", type=int, default=5)
+    args = parser.parse_args()
+    problems, rows = shipped()[: args.problems], list[dict[str, Any]]()
+    for part in args.parts:
+        rows += PARTS[part](problems, args.rounds)
+    print_report("methods", rows, problems=args.problems, rounds=args.rounds)
+
+
+# ---- problems ------------------------------------------------------------------------------------
+
+
+def alone(problems: Sequence[Problem], num_rounds: int) -> list[dict[str, Any]]:
+    """One problem after the other."""
+    return by_drafts(problems, num_rounds, "alone", 1)
+
+
+def batch(problems: Sequence[Problem], num_rounds: int) -> list[dict[str, Any]]:
+    """All problems at once."""
+    return by_drafts(problems, num_rounds, "batch", len(problems))
+
+
+def by_drafts(
+    problems: Sequence[Problem], num_rounds: int, part: str, at_once: int
+) -> list[dict[str, Any]]:
+    draft = DraftTargetDecodingConfig(max_draft_len=16, speculative_model=drafter_dir())
+    rows = list[dict[str, Any]]()
+    for name, config in (("none", None), ("draft model", draft)):
+        llm = LLM(max_batch_size=64, speculative_config=config)
+        timed = {
+            "LLM.generate": partial(generate, llm, problems, at_once),
+            "plain": partial(solve, llm, problems, at_once, "plain", {}),
+            "dynasor": partial(solve, llm, problems, at_once, "dynasor", PROBING),
+        }
+        measured = measure(timed, num_rounds)
+        llm.shutdown()
+        rows += table(f"{part}, drafts: {name}", measured, len(problems), part=part, drafts=name)
+    return rows
+
+
+def generate(llm: LLM, problems: Sequence[Problem], at_once: int) -> int:
+    prompts = [user_prompt(llm, problem.question) for problem in problems]
+    groups = [prompts[at : at + at_once] for at in range(0, len(prompts), at_once)]
+    outputs = [output for group in groups for output in llm.generate(group, GREEDY)]
+    return sum(output.usage.decoded for output in outputs)
+
+
+def solve(
+    llm: LLM, problems: Sequence[Problem], at_once: int, method: str, settings: dict[str, Any]
+) -> int:
+    """Solve the problems by a method; the tokens that the engine decodes."""
+    used = recipe(method, max_tokens=GREEDY.max_tokens, temperature=TEMPERATURE, settings=settings)
+    prompts = [user_prompt(llm, problem.question) for problem in problems]
+    num_decoded = 0
+    with thinking_with(llm, used.controller) as thinking:
+        for at in range(0, len(prompts), at_once):
+            results = [
+                thinking.generate_async(prompt, sampling_params={**used.sampling_params, "seed": 1})
+                for prompt in prompts[at : at + at_once]
+            ]
+            num_decoded += sum(result.result().usage.decoded for result in results)
+    return num_decoded
+
+
+@contextmanager
+def thinking_with(llm: LLM, controller: Controller) -> Iterator[ScaffoldingLlm]:
+    worker = EngineWorker(llm)
+    try:
+        with ScaffoldingLlm(controller, dict.fromkeys(worker_tags(controller), worker)) as thinking:
+            yield thinking
+    finally:
+        worker.shutdown()
+
+
+# ---- samples -------------------------------------------------------------------------------------
+
+METHODS: dict[str, tuple[str, dict[str, Any]]] = {
+    "vote of 16": ("majority_vote@16", {"early_stop": False}),
+    "dynasor, vote of 16": ("dynasor+majority_vote@16", {**PROBING, "early_stop": False}),
+    "beam search": ("beam_search", {}),
+    "particles": ("particle_filtering", {}),
+}
+
+
+def vote(problems: Sequence[Problem], num_rounds: int) -> list[dict[str, Any]]:
+    """Methods, each after a batch of ``LLM`` that decodes as many tokens."""
+    llm, rows = LLM(max_batch_size=64), list[dict[str, Any]]()
+    for name, (method, settings) in METHODS.items():
+        by_method = partial(solve, llm, problems[:1], 1, method, settings)
+        by_llm = partial(sample, llm, problems[0], by_method())
+        measured = measure({"LLM, 16 samples": by_llm, name: by_method}, num_rounds)
+        rows += table(name, measured, 1, part="vote")
+    llm.shutdown()
+    return rows
+
+
+def sample(llm: LLM, problem: Problem, num_decoded: int) -> int:
+    params = SamplingParams(
+        n=16, temperature=TEMPERATURE, seed=1, ignore_eos=True, max_tokens=num_decoded // 16
+    )
+    output = llm.generate(user_prompt(llm, problem.question), params)
+    return output.usage.decoded
+
+
+# ---- clients -------------------------------------------------------------------------------------
+
+
+def clients(problems: Sequence[Problem], num_rounds: int) -> list[dict[str, Any]]:
+    """Streams of fixed length, each of its own prompt."""
+    llm = LLM(max_batch_size=64)
+    prompts = [user_prompt(llm, problem.question) for problem in shipped()[:NUM_STREAMS]]
+    params = SamplingParams(temperature=TEMPERATURE, seed=1, ignore_eos=True, max_tokens=NUM_TOKENS)
+
+    def of_batch() -> int:
+        return sum(output.usage.decoded for output in llm.generate(prompts, params))
+
+    def of_async() -> int:
+        engine = AsyncLLM.over(llm)
+        try:
+            return asyncio.run(gather(engine, prompts, params))
+        finally:
+            engine.shutdown()
+
+    with served() as port:
+        measured = measure(
+            {
+                "LLM": of_batch,
+                "AsyncLLM": of_async,
+                "serve": lambda: post_all(port, prompts, False),
+                "serve, streams": lambda: post_all(port, prompts, True),
+            },
+            num_rounds,
+        )
+    llm.shutdown()
+    return table(f"{NUM_STREAMS} sampled streams", measured, 1, part="clients")
+
+
+async def gather(engine: AsyncLLM, prompts: Sequence[Any], params: SamplingParams) -> int:
+    outputs = await asyncio.gather(*[engine.generate(prompt, params) for prompt in prompts])
+    return sum(output.usage.decoded for output in outputs)
+
+
+@contextmanager
+def served() -> Iterator[int]:
+    """A server of its own process; its port."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port = listener.getsockname()[1]
+    command = [sys.executable, "-m", "forethought", "serve", "--port", str(port)]
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as server:
+        try:
+            while not is_up(port):
+                time.sleep(0.1)
+            yield port
+        finally:
+            server.terminate()
+
+
+def is_up(port: int) -> bool:
+    connection = HTTPConnection("127.0.0.1", port)
+    try:
+        connection.request("GET", "/v1/models")
+        return connection.getresponse().status == HTTPStatus.OK
+    except OSError:
+        return False
+    finally:
+        connection.close()
+
+
+def post_all(port: int, prompts: Sequence[Any], streams: bool) -> int:
+    with ThreadPoolExecutor(len(prompts)) as pool:
+        return sum(pool.map(lambda prompt: post(port, prompt, streams), prompts))
+
+
+def post(port: int, prompt: Any, streams: bool) -> int:
+    """The tokens of a completion, of which all are read."""
+    body = {"model": "reasoner", "prompt": prompt, "temperature": TEMPERATURE}
+    body |= {"seed": 1, "ignore_eos": True, "max_tokens": NUM_TOKENS, "stream": streams}
+    connection = HTTPConnection("127.0.0.1", port)
+    try:
+        headers = {"Content-Type": "application/json"}
+        connection.request("POST", "/v1/completions", json.dumps(body), headers)
+        response = connection.getresponse()
+        text = response.read()
+        assert response.status == HTTPStatus.OK, text
+    finally:
+        connection.close()
+    return NUM_TOKENS if streams else int(json.loads(text)["usage"]["completion_tokens"])
+
+
+PARTS = {"alone": alone, "batch": batch, "vote": vote, "clients": clients}
+
+
+# ---- measuring -----------------------------------------------------------------------------------
+
+
+def measure(timed: dict[str, Timed], num_rounds: int) -> dict[str, tuple[float, int]]:
+    """Median seconds of each, and its tokens; the first round warms up."""
+    seconds: dict[str, list[float]] = {name: [] for name in timed}
+    num_tokens = dict[str, int]()
+    for _ in range(num_rounds + 1):
+        for name, run in timed.items():
+            began = time.perf_counter()
+            num_tokens[name] = run()
+            seconds[name].append(time.perf_counter() - began)
+    return {name: (statistics.median(seconds[name][1:]), num_tokens[name]) for name in timed}
+
+
+def table(
+    title: str, measured: dict[str, tuple[float, int]], num_problems: int, **fields: Any
+) -> list[dict[str, Any]]:
+    print(f"\n{title}")
+    print(f"{'':<24}{'ms each':>10}{'tokens':>10}{'tokens/s':>10}{'times':>8}")
+    first, rows = next(iter(measured.values()))[0], list[dict[str, Any]]()
+    for name, (seconds, num_tokens) in measured.items():
+        each, rate, times = seconds / num_problems * 1e3, num_tokens / seconds, first / seconds
+        print(f"{name:<24}{each:>10.1f}{num_tokens:>10}{rate:>10.0f}{times:>8.2f}")
+        row = {"name": name, "ms_each": round(each, 2), "tokens": num_tokens}
+        rows.append({**fields, **row, "tokens_per_s": round(rate), "times": round(times, 3)})
+    return rows
+
+
+if __name__ == "__main__":
+    main()
