@@ -122,6 +122,9 @@ bench: $(setup)
 	@$(PY) -m benchmarks.generate_vs_transformers --rounds 2 --new 64
 	@$(PY) -m benchmarks.speculation_vs_transformers --rounds 2 --prompts 1
 	@$(PY) -m benchmarks.step_overhead
+	@$(PY) -m benchmarks.sampling --rounds 3
+	@$(PY) -m benchmarks.methods --rounds 3
+	@$(PY) -m benchmarks.start --rounds 2
 	@$(PY) -m benchmarks.drafters
 	@$(PY) -m benchmarks.goodput
 	@$(PY) -m benchmarks.serving_vs_transformers

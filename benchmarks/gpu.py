@@ -75,6 +75,7 @@ from forethought.model.graph_capturer import GraphCapturer
 from forethought.model.llama.layers import FusedLayer, Norm
 from forethought.model.llama.network import FusedNetwork
 from forethought.model.runner import ModelRunner
+from forethought.model.transformers_module import probe
 from forethought.speculative.drafter import Target
 from forethought.speculative.heads.eagle3 import Eagle3Head, Eagle3Traits
 
@@ -103,7 +104,7 @@ def random_model(sizes: dict[str, int], device: torch.device, attention: str) ->
     with torch.device(device):
         module = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=PROBE)
     module = module.eval().requires_grad_(False)
-    layers, vocab_size = loader._probe(module, Path("random"))
+    layers, vocab_size = probe(module, Path("random"))
     traits = ModelTraits(
         config=config,
         layers=layers,

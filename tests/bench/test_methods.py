@@ -196,7 +196,7 @@ def test_rows_are_compared_with_plain_decoding_and_the_vote_and_have_groups(tmp_
     assert plain.groups["even"][0].value == 0.0
     assert best.against["plain"].p == 1.0
     head, *lines = cells(found)
-    assert head[5:] == ("even", "odd", "p, plain", "p, majority_vote@2")
+    assert head[6:] == ("even", "odd", "p, plain", "p, majority_vote@2")
     assert len(lines) == 3
     assert "drag: left out" in text(found, LEFT_OUT)
     assert markdown(found).count("\n") == 5
@@ -256,4 +256,4 @@ def test_rows_are_compared_with_another_row_too(tmp_path):
         ["plain", "majority_vote@3"],
     ]
     assert [*cells(found)[0]][-3:] == ["p, plain", "p, majority_vote@3", "p, no_thinking"]
-    assert {len(line) for line in cells(found)} == {10}
+    assert {len(line) for line in cells(found)} == {11}

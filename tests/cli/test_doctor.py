@@ -128,3 +128,14 @@ def test_a_machine_that_tells_nothing_has_the_name_of_its_architecture(monkeypat
     monkeypatch.setattr(machine.platform, "processor", lambda: "")
     assert machine.processor_name() == machine.platform.machine()
     assert machine.instruction_sets() == []
+
+
+def test_the_memory_of_a_model_is_shown_part_by_part(capsys):
+    assert main(["doctor", "--model", "forethought/reasoner", "--json"]) == 0
+    parts = json.loads(capsys.readouterr().out)
+    assert set(parts) == {"libraries", "weights", "kv_cache", "loaded", "peak"}
+    assert 2_000_000 < parts["weights"] < 40_000_000
+    assert 0 < parts["loaded"] <= parts["peak"]
+    assert main(["doctor", "--model", "forethought/reasoner", "--quantization", "int8"]) == 0
+    shown = capsys.readouterr().out
+    assert all(part in shown for part in parts)

@@ -207,7 +207,9 @@ def test_no_token_is_decoded_where_the_largest_logit_is_not_finite(
 
         path, advances = with_head(tmp_path / str(number), change), []
         for implementation in IMPLEMENTATIONS:
-            with mock.patch("forethought.model.loader.check_values"):  # it would be refused
+            with mock.patch(
+                "forethought.model.checkpoint_module.check_values"
+            ):  # it would be refused
                 runner, pool = new_runner("llama", path=path)
             advances.append(implementation(runner).advance(stored_rows(runner, pool, (5, 4)), 5))
         assert advances[0] == advances[1]

@@ -375,7 +375,7 @@ def cells(rows: Sequence[MethodRow]) -> list[tuple[str, ...]]:
     shown = groups if len(groups) > 1 else []
     compared = {name for one in rows for name in one.against}
     baselines = [one.row.method for one in rows if one.row.method in compared]
-    head = ("method", "accuracy", "95 % interval", "tokens", "prefilled")
+    head = ("method", "accuracy", "95 % interval", "tokens", "prefilled", "seconds")
     lines = [(*head, *shown, *(f"p, {name}" for name in baselines))]
     for one in rows:
         low, high = one.row.accuracy_interval
@@ -387,6 +387,7 @@ def cells(rows: Sequence[MethodRow]) -> list[tuple[str, ...]]:
                 f"{low:.1%} to {high:.1%}",
                 f"{one.row.tokens_per_attempt:,.0f}",
                 f"{prefilled:,.0f}",
+                f"{one.row.seconds:.1f}",
                 *(
                     f"{one.groups[name][0].value:.1%} ({one.groups[name][1]:,.0f})"
                     for name in shown

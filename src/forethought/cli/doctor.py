@@ -18,6 +18,7 @@ from typing import Any
 
 from forethought import __version__, assets
 from forethought.cli import machine
+from forethought.errors import ParameterError
 from forethought.evaluation.report import count_of
 from forethought.sandbox.sandbox import SAFE, why_not
 
@@ -30,12 +31,35 @@ _DTYPES = ("bfloat16", "float16", "float32")
 def configure(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
     parser.add_argument("--json", action="store_true", help="print one JSON object instead")
+    parser.add_argument(
+        "--model",
+        metavar="DIR|ID",
+        help="load a model, and say what it takes of the memory, part by part",
+    )
+    parser.add_argument("--dtype", choices=_DTYPES, help="of its weights")
+    parser.add_argument("--quantization", choices=["int8", "int4"], help="store them in few bits")
+    parser.add_argument("--device", help="cpu, cuda, ...")
 
 
 def run(args: argparse.Namespace) -> int:
     """Examine the machine and print the result."""
+    if args.model is not None:
+        return _print_memory(args)
+    for name in ("dtype", "quantization", "device"):
+        if getattr(args, name) is not None:
+            raise ParameterError(f"--{name} is of a model", "there is no --model", "Name a model")
     facts = examine()
     print(json.dumps(facts, ensure_ascii=False) if args.json else "\n".join(lines(facts)))
+    return 0
+
+
+def _print_memory(args: argparse.Namespace) -> int:
+    from forethought.cli.model_memory import memory_lines, memory_of
+
+    names = ("model", "dtype", "quantization", "device")
+    fields = {name: value for name in names if (value := getattr(args, name)) is not None}
+    parts = memory_of(fields)
+    print(json.dumps(parts) if args.json else "\n".join([args.model, *memory_lines(parts)]))
     return 0
 
 

@@ -345,11 +345,13 @@ def _change(drafted: Heat, plain: Heat) -> str:
     )
 
 
-_HEAD = ("method", "accuracy", "95 % interval", "tokens each", "tokens", "points", "p")
+_HEAD = ("method", "accuracy", "interval", "tokens", "seconds", "ratio", "points", "p")
 
 
 def comparison_table(rows: Sequence[ReportRow]) -> str:
-    """One line for each method; ``tokens``, ``points`` and ``p`` are against the first."""
+    """One line for each method: the 95 % interval of its accuracy, tokens of a problem, seconds of
+    all; ``ratio`` of the tokens, ``points`` and ``p`` are against the first.
+    """
     cells: list[tuple[str, ...]] = [_HEAD]
     for row in rows:
         low, high = row.accuracy_interval
@@ -359,6 +361,7 @@ def comparison_table(rows: Sequence[ReportRow]) -> str:
                 f"{row.correct.value:.1%}",
                 f"{low:.0%} to {high:.0%}",
                 f"{row.tokens_per_attempt:,.0f}",
+                f"{row.seconds:.1f}",
                 *(_against(row, rows[0]) if row.paired else ("", "", "")),
             )
         )

@@ -13,7 +13,7 @@ from types import MappingProxyType
 from typing import Any, TypeGuard
 
 from jinja2 import TemplateSyntaxError
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, PreTrainedConfig
 
 from forethought.config.sampling import SamplingParams
 from forethought.config.thoughts import MARKERS
@@ -25,7 +25,7 @@ from forethought.errors import (
     UsageError,
 )
 from forethought.llm.stop_candidates import StopCandidates
-from forethought.model_dir import check_tokenizer_files, first_words
+from forethought.model_dir import check_tokenizer_files, first_words, read_json
 
 _logger = logging.getLogger(__name__)
 UNREADABLE = "\ufffd"
@@ -47,6 +47,22 @@ _NO_FILES = (
     "The directory needs the tokenizer's files, such as tokenizer.json; if they are in another "
     "one, name it with tokenizer=..."
 )
+
+
+def _model_config(path: Path) -> PreTrainedConfig | None:
+    """What transformers reads of a model's configuration to choose the class of its tokenizer;
+    None: it has to read the file. Its own class of the configuration imports the model's code.
+    """
+    file = path / "config.json"
+    written = read_json(file) if file.exists() else {}
+    if "auto_map" in written or not isinstance(written.get("model_type"), str):
+        return None
+    config = PreTrainedConfig(name_or_path=str(path))
+    config.model_type = written["model_type"]
+    for name in ("model_name", "tokenizer_class"):
+        if name in written:
+            setattr(config, name, written[name])
+    return config
 
 
 def _check_template(hf: Any, path: Path) -> None:
@@ -100,7 +116,10 @@ class Tokenizer:
         check_tokenizer_files(path)
         try:
             hf = AutoTokenizer.from_pretrained(
-                path, local_files_only=True, trust_remote_code=trust_remote_code
+                path,
+                local_files_only=True,
+                trust_remote_code=trust_remote_code,
+                config=None if trust_remote_code else _model_config(path),
             )
         except Exception as error:
             raise ModelError(

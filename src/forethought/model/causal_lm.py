@@ -8,21 +8,23 @@ from __future__ import annotations
 
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 from typing_extensions import override
 
 from forethought.errors import ModelError
 from forethought.kv.storage import KvStorage, LayerShape
-from forethought.model.attention.base import AttentionBackend, ForwardPass, PagedPass
+from forethought.model.attention.base import KEYWORD, AttentionBackend, ForwardPass, PagedPass
 from forethought.model.attention.concurrent import ConcurrentPass
-from forethought.model.attention.interface import KEYWORD, LayerProfile
+from forethought.model.attention.layer_profile import LayerProfile
 from forethought.model.batch import Batch
 from forethought.model.hidden_states import capturing_hidden_states, decoder_layers
 from forethought.model.quantization import QuantizedLinear
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 
 class Network(Protocol):
@@ -100,7 +102,7 @@ def weight_sizes(module: PreTrainedModel) -> tuple[WeightSize, ...]:
     where it is the output projection.
     """
     embedding = head = None
-    with suppress(NotImplementedError):  # code of the model's directory may have neither
+    with suppress(NotImplementedError, AttributeError):  # remote code, and layers, have neither
         embedding, head = module.get_input_embeddings(), module.get_output_embeddings()
     looked_up = getattr(embedding, "weight", None)
     quantised = [
@@ -219,6 +221,12 @@ class CausalLM:
         """Float32 logits ``[R, vocab]`` of a forward pass."""
         logits = self.network(forward_pass.batch, forward_pass)
         return logits if logits.dtype == torch.float32 else logits.float()
+
+    @property
+    def weight_bytes(self) -> int:
+        """Of the weights as they are held; of torch's networks, those that are multiplied."""
+        held: int | None = getattr(self.network, "num_bytes", None)
+        return sum(weight.num_bytes for weight in self.traits.weights) if held is None else held
 
     @property
     def hidden_size(self) -> int:

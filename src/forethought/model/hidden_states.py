@@ -15,19 +15,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
 from forethought.errors import ModelError
 from forethought.kv.staging import upload
 from forethought.kv.storage import DraftKvCache, KvStorage, LayerShape
 from forethought.kv.table import ReadableTable
 from forethought.model.attention.base import ForwardPass
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 FINAL = -1
 """Layer index of the final norm's output."""

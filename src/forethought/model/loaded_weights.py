@@ -28,6 +28,22 @@ _MTP_PART = re.compile(r"^(.*\.layers\.\d+\.)(enorm|hnorm|eh_proj|shared_head)\.
 """What a layer has that is such a module, numbered on from the others."""
 
 
+def broken(directory: Path, why: str, fix: str = "") -> ModelError:
+    """The refusal of a directory that is not complete, or has something wrong."""
+    return ModelError(
+        f"cannot load the model in {directory}", why, fix or "Check that the directory is complete"
+    )
+
+
+def unsupported(directory: Path, why: str, fix: str = "") -> ModelError:
+    """The refusal of a model that is not served here."""
+    return ModelError(
+        f"the model in {directory} is not supported",
+        why,
+        fix or "Choose a causal language model that uses attention only",
+    )
+
+
 def check_shapes(
     make: Callable[[], nn.Module],
     num_layers: int,

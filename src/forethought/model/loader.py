@@ -1,77 +1,61 @@
 """Loads a local Hugging Face directory as a :class:`CausalLM`, or refuses it with the reason.
 
-Weights load as transformers loads them (sharded safetensors, tied weights, quantised checkpoints
-where it can). What the model needs of attention is found by one small forward, the capability probe
-of :mod:`~forethought.model.attention.interface`, and not by the model's name.
+A plain Llama-like checkpoint that runs natively is read here (``checkpoint_module.py``). Others
+load as transformers loads them (sharded safetensors, tied weights, quantised checkpoints where it
+can); what such a model needs of attention is found by one small forward, the capability probe of
+:mod:`~forethought.model.attention.interface`, and not by the model's name.
 """
 
 from __future__ import annotations
 
-import copy
-import inspect
 import logging
-import re
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from functools import partial
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import torch
-import transformers
-from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, PreTrainedModel
-from transformers.activations import ACT2FN
-from transformers.quantizers.auto import AutoHfQuantizer
 
 from forethought.errors import ModelError, ParameterError
-from forethought.model import backends, quantized_checkpoint
+from forethought.model import backends
 from forethought.model.attention import BACKENDS, create_backend
 from forethought.model.attention.base import AttentionBackend, Capability
-from forethought.model.attention.interface import (
-    ATTENTION,
-    KEYWORD,
-    PROBE,
-    CapabilityProbe,
-    LayerProfile,
-)
+from forethought.model.attention.layer_profile import LayerProfile
 from forethought.model.causal_lm import (
     CausalLM,
     ForwardPath,
     ModelTraits,
     Network,
     TransformersNetwork,
+    WeightSize,
     weight_sizes,
 )
+from forethought.model.checkpoint_module import (
+    CheckpointConfig,
+    CheckpointModule,
+    open_checkpoint,
+)
 from forethought.model.device import free_host_memory, has_fast_matmul
-from forethought.model.llama.network import FusedNetwork, is_fusable
-from forethought.model.loaded_weights import check_report, check_shapes, check_values
+from forethought.model.loaded_weights import unsupported
 from forethought.model.quantization import (
     Quantization,
     QuantizedLinear,
     pack_linears,
     quantize_linears,
 )
-from forethought.model_dir import (
-    check_checkpoint,
-    check_generation_config,
-    first_words,
-    read_json,
-)
-from forethought.silence import without_progress_bars
+from forethought.model_dir import check_generation_config
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 logger = logging.getLogger(__name__)
 
 Forward = Literal["auto", "native", "torch"]
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-_PROBE_TOKENS = 3
 FLOAT32_SHARE = 0.5
 """Share of the free memory that the weights may take in float32, where 16 bits are slow."""
 MAX_SMALL_WEIGHTS = 50_000_000
 """Weights of a model up to which the native forward is as fast as torch's best kernels."""
-_SCALES = re.compile(r"\.(weight_scale\w*|input_scale|qweight|qzeros|scales|absmax)$")
-"""Names of the scales of quantised weights."""
-_UNQUANTISED = "Give the checkpoint in 16 or 32 bits"
 
 
 class Shard(Protocol):
@@ -132,7 +116,13 @@ def load(
         refused = f"tensor_parallel_size={shard.size} asks for the fused forward"
     if isinstance(dtype, str) and dtype != "auto" and dtype not in DTYPES:
         raise ParameterError("unknown dtype", repr(dtype), f"Allowed: auto, {', '.join(DTYPES)}")
-    config = _config(directory, trust_remote_code)
+    if refused is None:
+        lm = _load_natively(directory, dtype, backend, quantization, forward)
+        if lm is not None:
+            return lm
+    from forethought.model.transformers_module import checked_module, probe, read_config, refusing
+
+    config = read_config(directory, trust_remote_code)
     _check_quantization(directory, config, quantization)
     if dtype == "auto":
         dtype = _auto_dtype(
@@ -142,10 +132,10 @@ def load(
             quantization is not None,
             refused is None,
         )
-    module = _checked_module(directory, config, dtype, trust_remote_code)
-    with _refusing(directory, "loading"):
+    module = checked_module(directory, config, dtype, trust_remote_code)
+    with refusing(directory, "loading"):
         module = module.eval().requires_grad_(False).to("cpu" if shard else device)
-    layers, vocab_size = _probe(module, directory)
+    layers, vocab_size = probe(module, directory)
     _check_capabilities(layers, backend, directory)
     if shard is not None:
         layers = _cut(module, layers, shard, directory)
@@ -159,12 +149,57 @@ def load(
         return CausalLM(network, backend, traits, forward_path)
 
 
+def _load_natively(
+    directory: Path,
+    dtype: torch.dtype | str,
+    backend: AttentionBackend,
+    quantization: Quantization | None,
+    forward: Forward,
+) -> CausalLM | None:
+    """A plain checkpoint in the native forward, without transformers; None: it is not plain, or
+    torch computes it. Arguments as of ``load``; raises ModelError for weights that are not finite.
+    """
+    module = open_checkpoint(directory, quantization)
+    if module is None or backends.cpu().refusal(module) is not None or not _has_library():
+        return None
+    config = module.config
+    check_generation_config(directory, config.vocab_size)
+    if dtype == "auto":
+        cpu, is_quantised = torch.device("cpu"), quantization is not None
+        dtype = _auto_dtype(directory, config, cpu, is_quantised, native=True)
+    dtype = DTYPES[dtype] if isinstance(dtype, str) and dtype != "auto" else dtype
+    module.read(config.dtype if isinstance(dtype, str) else dtype)
+    if module.dtype not in (torch.float32, torch.bfloat16):
+        return None
+    if native_refusal(module, forward) is not None:
+        return None
+    layers = module.profiles()
+    _check_capabilities(layers, backend, directory)
+    if quantization is not None:
+        logger.info("%d linear layers quantised to %s", module.num_linears, quantization)
+    traits = _traits(module, layers, config.vocab_size)
+    with torch.inference_mode():
+        network = backends.cpu().network(module, traits.max_positions, [None] * len(layers))
+    return CausalLM(network, backend, traits, ForwardPath(forward, "native"))
+
+
+def _has_library() -> bool:
+    """Whether the native forward can be loaded, or compiled."""
+    try:
+        backends.cpu().uses_amx()
+    except ModelError:
+        return False
+    return True
+
+
 def check_shardable(path: Path, size: int, trust_remote_code: bool = False) -> None:
     """Raises ModelError, with the reason, if by its config a model cannot be cut into ``size``
     shards.
     """
-    config = _config(path, trust_remote_code)
-    method = _quant_method(path, config)
+    from forethought.model.transformers_module import quant_method, read_config
+
+    config = read_config(path, trust_remote_code)
+    method = quant_method(path, config)
     why = backends.tensor_parallel().refusal(config, size)
     if method is not None:
         why = f"its weights are quantised, by {method}"
@@ -184,6 +219,8 @@ def _cut(
     module: PreTrainedModel, layers: tuple[LayerProfile, ...], shard: Shard, directory: Path
 ) -> tuple[LayerProfile, ...]:
     """Cut a module to a shard; what its layers then need."""
+    from forethought.model.llama.network import is_fusable
+
     if not is_fusable(module):
         why = "its modules are not those of the fused forward"
         raise _not_shardable(directory, shard.size, why)
@@ -192,7 +229,9 @@ def _cut(
 
 
 def _check_quantization(directory: Path, config: Any, quantization: Quantization | None) -> None:
-    method = _quant_method(directory, config)
+    from forethought.model.transformers_module import quant_method
+
+    method = quant_method(directory, config)
     if quantization is not None and method is not None:
         raise ModelError(
             f'quantization="{quantization}" is not possible for the model in {directory}',
@@ -246,20 +285,24 @@ def _network(
             reason,
             'Leave it out, or set forward="auto"',
         )
+    from forethought.model.llama.network import FusedNetwork, is_fusable
+
     if fuse and is_fusable(module):
         return FusedNetwork(module, traits.max_positions), ForwardPath(forward, "fused", reason)
     pack_linears(module)
     return TransformersNetwork(module), ForwardPath(forward, "transformers", reason)
 
 
-def native_refusal(module: PreTrainedModel, forward: Forward = "auto") -> str | None:
+def native_refusal(
+    module: PreTrainedModel | CheckpointModule, forward: Forward = "auto"
+) -> str | None:
     """Why a module on a CPU does not run natively; None: it does. Raises ModelError if the native
     forward cannot be compiled.
     """
     return backends.cpu().refusal(module) or _slower_natively(module, forward)
 
 
-def _slower_natively(module: PreTrainedModel, forward: Forward) -> str | None:
+def _slower_natively(module: PreTrainedModel | CheckpointModule, forward: Forward) -> str | None:
     """Why ``auto`` leaves a model to torch although it could run natively. Raises ModelError if the
     native forward cannot be compiled.
 
@@ -277,8 +320,7 @@ def _slower_natively(module: PreTrainedModel, forward: Forward) -> str | None:
         return None
     if _num_weights(module) <= MAX_SMALL_WEIGHTS:
         return None
-    weights = (m.weight for m in module.modules() if isinstance(m, QuantizedLinear))
-    if any(weight is not None and weight.bits == 4 for weight in weights):
+    if _has_4_bits(module):
         return f"torch has kernels for weights in 4 bits and {str(dtype).removeprefix('torch.')}"
     torch_amx = torch.cpu._is_amx_tile_supported() and torch.cpu._init_amx()
     if backends.cpu().uses_amx() or not torch_amx:
@@ -286,60 +328,22 @@ def _slower_natively(module: PreTrainedModel, forward: Forward) -> str | None:
     return "oneDNN multiplies bfloat16 by AMX here, and the compiled native forward cannot"
 
 
-def _num_weights(module: PreTrainedModel) -> int:
+def _has_4_bits(module: PreTrainedModel | CheckpointModule) -> bool:
+    """Whether any weight is quantised to 4 bits."""
+    if isinstance(module, CheckpointModule):
+        return module.quantization == "int4"
+    weights = (m.weight for m in module.modules() if isinstance(m, QuantizedLinear))
+    return any(weight is not None and weight.bits == 4 for weight in weights)
+
+
+def _num_weights(module: PreTrainedModel | CheckpointModule) -> int:
     """Of all layers, quantised ones among them, which are no parameters."""
+    if isinstance(module, CheckpointModule):
+        return module.num_weights
     quantised = (part for part in module.modules() if isinstance(part, QuantizedLinear))
     return sum(weight.numel() for weight in module.parameters()) + sum(
         part.in_features * part.out_features for part in quantised
     )
-
-
-def _config(directory: Path, trust_remote_code: bool) -> Any:
-    """The configuration; refuses what can be refused by it."""
-    shapes = check_checkpoint(directory)
-    written = read_json(directory / "config.json")
-    _check_model_type(directory, written, trust_remote_code)
-    _check_names(directory, written)
-    with _refusing(directory, "reading its config.json"):
-        config = AutoConfig.from_pretrained(
-            directory, local_files_only=True, trust_remote_code=trust_remote_code
-        )
-    if config.is_encoder_decoder:
-        raise _unsupported(directory, "it is an encoder-decoder; only decoders are served")
-    text = config.get_text_config(decoder=True)
-    check_generation_config(directory, text.vocab_size)
-    if shapes and getattr(config, "quantization_config", None) is None:
-        copied = copy.deepcopy(config)
-        make = partial(
-            AutoModelForCausalLM.from_config, copied, trust_remote_code=trust_remote_code
-        )
-        with _refusing(directory, "reading its config.json"):
-            check_shapes(make, text.num_hidden_layers, shapes, directory)
-    return config
-
-
-def _check_model_type(directory: Path, written: Mapping[str, Any], trust_remote_code: bool) -> None:
-    """Refuse a ``model_type`` that neither transformers nor the directory has code for."""
-    name = written.get("model_type")
-    if name in CONFIG_MAPPING or (trust_remote_code and "auto_map" in written):
-        return
-    why = f"transformers {transformers.__version__} has no model_type {name!r}"
-    fix = "Upgrade transformers, or choose another model"
-    if "auto_map" in written:
-        fix = "Its code is in the directory: read it, then set trust_remote_code=True"
-    if name is None:
-        why, fix = "its config.json has no model_type", "Choose a directory that transformers wrote"
-    raise ModelError(f"the model in {directory} is not supported", why, fix)
-
-
-def _check_names(directory: Path, written: Mapping[str, Any]) -> None:
-    """Refuse a dtype that torch, or an activation that transformers does not have."""
-    for name in ("dtype", "torch_dtype", "hidden_act", "activation_function"):
-        value = str(written.get(name) or "")
-        dtype = getattr(torch, value.removeprefix("torch."), None)
-        if value and not (isinstance(dtype, torch.dtype) if "dtype" in name else value in ACT2FN):
-            why = f"{name} of its config.json is {value!r}, which is unknown"
-            raise _broken(directory, why, "Correct the field")
 
 
 def _auto_dtype(
@@ -351,13 +355,20 @@ def _auto_dtype(
     are multiplied by bf16, the dtype of torch's kernels for them, unless it is slow and the model
     runs natively; those that are dequantised as they are read are not quantised any more.
     """
-    settings = quantized_checkpoint.settings_of(directory, config)
-    dequantised = settings is not None and quantized_checkpoint.is_dequantised(settings)
+    settings, dequantised = getattr(config, "quantization_config", None), False
+    if settings is not None:
+        from forethought.model import quantized_checkpoint
+
+        settings = quantized_checkpoint.settings_of(directory, config)
+        dequantised = settings is not None and quantized_checkpoint.is_dequantised(settings)
     if quantised or (settings is not None and not dequantised):
         if device.type != "cpu":
             return "auto"
         slow = not has_fast_matmul(torch.bfloat16, device)
-        is_native = native and backends.cpu().causal_lm_class(config) is not None
+        is_native = native and (
+            isinstance(config, CheckpointConfig)
+            or backends.cpu().causal_lm_class(config) is not None
+        )
         return torch.float32 if slow and is_native else torch.bfloat16
     stored = getattr(config.get_text_config(decoder=True), "dtype", None) or config.dtype
     if not isinstance(stored, torch.dtype) or has_fast_matmul(stored, device):
@@ -381,122 +392,13 @@ def _weight_bytes(directory: Path) -> int:
     return sum(path.stat().st_size for path in files)
 
 
-def _checked_module(
-    directory: Path, config: Any, dtype: torch.dtype | str, trust_remote_code: bool
-) -> PreTrainedModel:
-    module = _module(directory, config, dtype, trust_remote_code)
-    _check_module(module, directory)
-    check_values(module.named_parameters(), directory, "model")
-    return module
-
-
-def _module(
-    directory: Path, config: Any, dtype: torch.dtype | str, trust_remote_code: bool
-) -> PreTrainedModel:
-    settings = quantized_checkpoint.settings_of(directory, config)
-    if settings is not None and quantized_checkpoint.is_supported(settings):
-        return _quantized_module(directory, config, settings, dtype, trust_remote_code)
-    quantised = _quant_method(directory, config)
-    doing = "loading" if quantised is None else f"loading weights quantised by {quantised}"
-    with _refusing(directory, doing), without_progress_bars():
-        module, report = AutoModelForCausalLM.from_pretrained(
-            directory,
-            config=config,
-            dtype=dtype,
-            attn_implementation=PROBE,
-            local_files_only=True,
-            trust_remote_code=trust_remote_code,
-            ignore_mismatched_sizes=True,  # they are in the report
-            output_loading_info=True,
-        )
-    scales = [name for name in report.get("unexpected_keys", ()) if _SCALES.search(str(name))]
-    if scales:  # transformers only warns, and reads the weights without them
-        why = f"its checkpoint has {min(map(str, scales))}, which its config.json does not explain"
-        raise ModelError(f"the model in {directory} is quantised", why, _UNQUANTISED)
-    check_report(report, directory)
-    return module
-
-
-def _quantized_module(
-    directory: Path,
-    config: Any,
-    settings: Mapping[str, Any],
-    dtype: torch.dtype | str,
-    trust_remote_code: bool,
-) -> PreTrainedModel:
-    """The module of a quantised checkpoint that is read here, and not by transformers."""
-    with _refusing(directory, f"loading weights quantised by {settings['quant_method']}"):
-        if dtype == "auto":
-            dtype = config.get_text_config(decoder=True).dtype or torch.bfloat16
-        return quantized_checkpoint.read(
-            directory,
-            config,
-            settings,
-            DTYPES[dtype] if isinstance(dtype, str) else dtype,
-            attn_implementation=PROBE,
-            trust_remote_code=trust_remote_code,
-        )
-
-
-def _check_module(module: PreTrainedModel, directory: Path) -> None:
-    if getattr(module, "_is_stateful", False):
-        raise _unsupported(
-            directory,
-            f"{type(module).__name__} keeps recurrent state (linear attention or a state space "
-            "model), which cannot be rewound by dropping pages",
-        )
-    if "position_ids" not in inspect.signature(module.forward).parameters:
-        raise _unsupported(
-            directory,
-            f"{type(module).__name__} takes no position_ids: it counts positions itself, and "
-            "the rows of a batch are packed one after the other",
-        )
-
-
-def _quant_method(directory: Path, config: Any) -> str | None:
-    """The quantisation method of the weights; None: not quantised. Raises ModelError if
-    transformers does not know it, and would read the weights as they are stored.
-    """
-    settings = getattr(config, "quantization_config", None)
-    if settings is None:
-        return None
-    settings = settings if isinstance(settings, Mapping) else settings.to_dict()
-    method = str(settings.get("quant_method", "an unnamed method"))
-    if "quant_method" not in settings or not AutoHfQuantizer.supports_quant_method(settings):
-        why = f"transformers {transformers.__version__} cannot read it"
-        raise ModelError(f"the model in {directory} is quantised by {method}", why, _UNQUANTISED)
-    return method
-
-
-def _probe(module: PreTrainedModel, directory: Path) -> tuple[tuple[LayerProfile, ...], int]:
-    """What each layer needs of attention, and the width of the logits."""
-    probe = CapabilityProbe()
-    tokens = torch.arange(_PROBE_TOKENS, device=module.device)[None]
-    with torch.inference_mode(), _refusing(directory, "probing"):
-        output = module(
-            input_ids=tokens,
-            position_ids=tokens,
-            use_cache=False,
-            logits_to_keep=tokens.new_tensor([1]),
-            **{KEYWORD: probe},
-        )
-        text = module.config.get_text_config(decoder=True)
-        layers = probe.profile(text.num_hidden_layers)
-    if output.logits.shape[1] != 1:
-        raise _unsupported(
-            directory, "it ignores logits_to_keep and computes logits for all tokens"
-        )
-    module.set_attn_implementation(ATTENTION)
-    return layers, output.logits.shape[-1]
-
-
 def _check_capabilities(
     layers: tuple[LayerProfile, ...], backend: AttentionBackend, directory: Path
 ) -> None:
     needed: frozenset[Capability] = frozenset().union(*(layer.needs() for layer in layers))
     lacking = sorted(needed - backend.capabilities)
     if lacking:
-        raise _unsupported(
+        raise unsupported(
             directory,
             f"it needs {', '.join(lacking)}, which the attention backend {backend.name!r} lacks",
             f"Use another attention backend: {', '.join(BACKENDS.names())}",
@@ -504,7 +406,7 @@ def _check_capabilities(
 
 
 def _traits(
-    module: PreTrainedModel, layers: tuple[LayerProfile, ...], vocab_size: int
+    module: PreTrainedModel | CheckpointModule, layers: tuple[LayerProfile, ...], vocab_size: int
 ) -> ModelTraits:
     return ModelTraits(
         config=module.config,
@@ -514,8 +416,15 @@ def _traits(
         eos_token_ids=_eos_token_ids(module),
         dtype=module.dtype,
         device=module.device,
-        weights=weight_sizes(module),
+        weights=_weight_sizes(module),
     )
+
+
+def _weight_sizes(module: PreTrainedModel | CheckpointModule) -> tuple[WeightSize, ...]:
+    sizes = weight_sizes(module)
+    if isinstance(module, CheckpointModule):  # its layers are read one by one, and alike
+        sizes += weight_sizes(module.layer(0)) * module.config.num_hidden_layers
+    return sizes
 
 
 def _max_positions(config: Any) -> int:
@@ -549,45 +458,9 @@ def _max_positions(config: Any) -> int:
     return int(limit)
 
 
-def _eos_token_ids(module: PreTrainedModel) -> frozenset[int]:
+def _eos_token_ids(module: PreTrainedModel | CheckpointModule) -> frozenset[int]:
     for source in (module.generation_config, module.config.get_text_config(decoder=True)):
         ids = getattr(source, "eos_token_id", None)
         if ids is not None:
             return frozenset([ids] if isinstance(ids, int) else ids)
     return frozenset()
-
-
-@contextmanager
-def _refusing(directory: Path, doing: str) -> Iterator[None]:
-    """Turn any exception of transformers into a ModelError with its first line."""
-    try:
-        yield
-    except ModelError as error:
-        if str(directory) in error.what:  # it says all already
-            raise
-        raise _unsupported(directory, error.why) from error
-    except (torch.OutOfMemoryError, MemoryError):
-        raise
-    except KeyError as error:
-        if error.args[0] not in (PROBE, KEYWORD):
-            raise _broken(directory, f"{doing} failed: no {error}") from error
-        why = "its attention is not called through transformers' attention interface"
-        raise _unsupported(directory, why) from error
-    except Exception as error:  # transformers, safetensors and remote code raise any type
-        reason = first_words(error)
-        fix = f"{_UNQUANTISED}, or install what is missing" if "quantised" in doing else ""
-        raise _broken(directory, f"{doing} failed: {reason}", fix) from error
-
-
-def _broken(directory: Path, why: str, fix: str = "") -> ModelError:
-    return ModelError(
-        f"cannot load the model in {directory}", why, fix or "Check that the directory is complete"
-    )
-
-
-def _unsupported(directory: Path, why: str, fix: str = "") -> ModelError:
-    return ModelError(
-        f"the model in {directory} is not supported",
-        why,
-        fix or "Choose a causal language model that uses attention only",
-    )

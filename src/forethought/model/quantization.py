@@ -111,6 +111,10 @@ class QuantizedWeight:
         return self.values.numel() * self.bits // 8 + self.scales.nbytes + zeros
 
 
+QUANTIZED_ELEMENTS = 2**21
+"""Of a weight, at a time."""
+
+
 def quantize(weight: Tensor, bits: int) -> QuantizedWeight:
     """Round a weight ``[out, in]`` to the nearest integers.
 
@@ -118,7 +122,9 @@ def quantize(weight: Tensor, bits: int) -> QuantizedWeight:
     point per group of ``INT4_GROUP_SIZES`` inputs, from the group's minimum and maximum; ModelError
     if no group size divides the width.
     """
-    return _to_int8(weight) if bits == 8 else _to_int4(weight)
+    quantized = _to_int8 if bits == 8 else _to_int4
+    rows = max(1, QUANTIZED_ELEMENTS // max(1, weight.shape[1]))  # small copies in float32
+    return concatenated([quantized(part) for part in weight.split(rows)])
 
 
 def _to_int8(weight: Tensor) -> QuantizedWeight:

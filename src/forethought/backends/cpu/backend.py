@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from forethought.backends.cpu import library, weights
 from forethought.backends.cpu.network import NativeNetwork
@@ -17,6 +16,8 @@ from forethought.errors import ModelError
 from forethought.model.backends import NativeBackend
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
     from forethought.backends.cpu.draft_module import NativeDraftModule, NativeMtpNetwork
     from forethought.backends.cpu.draft_network import NativeDraftNetwork
     from forethought.backends.cpu.heads import NativeBeamSearch, NativeDraftHeads
@@ -52,8 +53,10 @@ class CpuBackend(NativeBackend):
     @staticmethod
     def causal_lm_class(config: Any) -> Any | None:
         """The class of transformers whose layers run here; None: this config has none."""
-        classes = (cls for cls in weights.FAMILIES if cls.config_class is type(config))
-        return next(classes, None)
+        import transformers
+
+        classes = (getattr(transformers, name) for name in weights.FAMILIES)
+        return next((cls for cls in classes if cls.config_class is type(config)), None)
 
     @staticmethod
     def network(

@@ -19,7 +19,7 @@ from forethought.backends.cpu.weights import norm_eps, refusal, rotary_tables
 from forethought.config.tree import TreeShape
 from forethought.kv.storage import LayerShape
 from forethought.model.attention.base import ForwardPass
-from forethought.model.attention.interface import LayerProfile
+from forethought.model.attention.layer_profile import LayerProfile
 from forethought.model.causal_lm import CausalLM
 from forethought.speculative.draft_module import DraftNetwork, ModuleOutput
 from forethought.speculative.heads.module_parts import ModuleParts

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from forethought.backends.cpu.draft_module import NativeDraftModule
 from forethought.backends.cpu.draft_network import NativeDraftNetwork
 from forethought.backends.cpu.forward import NativeForward, PackedCall, Wanted
 from forethought.backends.cpu.library import load_library
@@ -32,7 +31,6 @@ from forethought.model.runner import ModelRunner
 from forethought.model.sampling.sampler import read_logprobs
 from forethought.outputs import TokenConfidence
 from forethought.speculative.chain_source import GreedyChains
-from forethought.speculative.draft_model import DraftModel
 from forethought.speculative.drafter import NO_DRAFT, ChainSource, Draft
 from forethought.speculative.step_runner import Advance, DecodeRow, Interrupt, StepRunner
 from forethought.speculative.verify.accept import VerificationResult
@@ -301,10 +299,10 @@ class NativeSteps(StepRunner):
             return cls(runner, target.forward)
         if not isinstance(chains, GreedyChains):
             return None
-        network = chains.runner.network
-        if not isinstance(network, DraftModel | NativeDraftModule) or network.native is None:
+        network = getattr(chains.runner.network, "native", None)  # of a draft model, or a module
+        if not isinstance(network, NativeDraftNetwork):
             return None
-        return cls(runner, target.forward, chains, network.native)
+        return cls(runner, target.forward, chains, network)
 
     @override
     def advance(

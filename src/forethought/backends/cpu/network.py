@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
 from forethought.backends.cpu.forward import NativeForward, Wanted, unknown_token
 from forethought.backends.cpu.library import load_library
@@ -31,6 +31,11 @@ from forethought.model.batch import Batch
 from forethought.model.device import owned
 from forethought.model.hidden_states import FINAL
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from forethought.model.checkpoint_module import CheckpointModule
+
 
 class NativeNetwork:
     """Token ids to logits.
@@ -42,10 +47,14 @@ class NativeNetwork:
 
     Attributes:
         forward: its packed weights.
+        num_bytes: of these, with the embeddings.
     """
 
     def __init__(
-        self, module: PreTrainedModel, max_positions: int, windows: Sequence[int | None]
+        self,
+        module: PreTrainedModel | CheckpointModule,
+        max_positions: int,
+        windows: Sequence[int | None],
     ) -> None:
         config, model = module.config, module.model
         self._library = load_library()
@@ -53,11 +62,6 @@ class NativeNetwork:
         types = getattr(config, "layer_types", None) or ["full_attention"] * len(model.layers)
         tables = rotary_tables(module, types, max_positions)
         self.rotations = next(iter(tables.values())) if len(tables) == 1 else None
-        attention = model.layers[0].self_attn
-        self._layers = layers = list[PackedLayer]()
-        for index, layer in enumerate(model.layers):
-            layers.append(PackedLayer.of(layer, tables[types[index]], windows[index]))
-            model.layers[index] = nn.Identity()  # frees the layer's own weights
         self._embedding = model.embed_tokens
         self._tied = module.lm_head.weight is model.embed_tokens.weight
         embed_scale = getattr(model.embed_tokens, "embed_scale", None)
@@ -72,6 +76,11 @@ class NativeNetwork:
             )
             table = model.embed_tokens.weight.detach().contiguous()
             table = table if table.dtype in TYPES else table.float()
+        attention = model.layers[0].self_attn
+        self._layers = layers = list[PackedLayer]()
+        for index, layer in enumerate(model.layers):
+            layers.append(PackedLayer.of(layer, tables[types[index]], windows[index]))
+            model.layers[index] = nn.Identity()  # frees the layer's own weights
         structs = (LayerStruct * len(layers))(*(layer.struct for layer in layers))
         final_norm = norm_weight(model.norm)
         assert final_norm is not None
@@ -100,6 +109,8 @@ class NativeNetwork:
         )
         self.forward = NativeForward(struct, max_positions, [layers, head, final_norm, table])
         self._head = head
+        outside = 0 if table is None else table.nbytes
+        self.num_bytes = head.num_bytes + outside + sum(layer.num_bytes for layer in layers)
 
     def __call__(self, batch: Batch, forward_pass: ForwardPass) -> Tensor:
         """Logits float32 ``[R, vocab]``."""

@@ -10,26 +10,20 @@ import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import (
-    Gemma3ForCausalLM,
-    LlamaForCausalLM,
-    MistralForCausalLM,
-    Phi3ForCausalLM,
-    PreTrainedModel,
-    Qwen2ForCausalLM,
-    Qwen3ForCausalLM,
-    Qwen3MoeForCausalLM,
-)
 
 from forethought.backends.cpu.library import load_library
 from forethought.backends.cpu.structures import ExpertsStruct, LayerStruct, LinearStruct
+from forethought.model.checkpoint_module import CheckpointConfig, CheckpointModule
 from forethought.model.llama.layers import rotary_table
 from forethought.model.quantization import QuantizedLinear, QuantizedWeight, concatenated
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 PANEL = 16  # outputs of a panel, as in panels.h
 TILE_INPUTS = 32  # that the inputs of a panel in bf16 are a multiple of, as there
@@ -38,26 +32,32 @@ TYPES = {torch.float32: F32, torch.bfloat16: BF16}
 ACTIVATIONS = {"silu": 0, "gelu_pytorch_tanh": 1}
 MAX_HEAD_DIM, MAX_GROUP, MAX_TOP_K = 1024, 64, 64
 """As in structures.h."""
+COMPARED_ELEMENTS = 2**20
+"""Of a weight, at a time."""
 
 FAMILIES = (
-    LlamaForCausalLM,
-    MistralForCausalLM,
-    Qwen2ForCausalLM,
-    Qwen3ForCausalLM,
-    Qwen3MoeForCausalLM,
-    Gemma3ForCausalLM,
-    Phi3ForCausalLM,
+    "LlamaForCausalLM",
+    "MistralForCausalLM",
+    "Qwen2ForCausalLM",
+    "Qwen3ForCausalLM",
+    "Qwen3MoeForCausalLM",
+    "Gemma3ForCausalLM",
+    "Phi3ForCausalLM",
 )
-"""Exactly these classes: a subclass may compute something else."""
+"""Exactly these classes of transformers: a subclass may compute something else."""
 
 
-def refusal(module: PreTrainedModel) -> str | None:
+def refusal(module: PreTrainedModel | CheckpointModule) -> str | None:
     """Why the module cannot run natively; None: it can."""
-    config = module.config
-    if type(module) not in FAMILIES:
-        return f"{type(module).__name__} is not among its families"
+    config, cls = module.config, type(module)
+    is_plain = isinstance(module, CheckpointModule)
+    is_theirs = cls.__module__.startswith("transformers.models.")
+    if not is_plain and not (is_theirs and cls.__name__ in FAMILIES):
+        return f"{cls.__name__} is not among its families"
     if _activation(config) not in ACTIVATIONS:
         return f"the activation {_activation(config)}"
+    if isinstance(module, CheckpointModule):
+        return _sizes_refusal(config)
     if module.dtype not in TYPES:
         return f"weights in {str(module.dtype).removeprefix('torch.')}"
     if getattr(config, "use_bidirectional_attention", False):
@@ -80,6 +80,13 @@ def refusal(module: PreTrainedModel) -> str | None:
             groups.append(_gate_up(layer.mlp))
         if any(len({_kind(linear) for linear in group}) > 1 for group in groups):
             return "weights that are merged and were quantised differently"
+    return None
+
+
+def _sizes_refusal(config: CheckpointConfig) -> str | None:
+    group = config.num_attention_heads // config.num_key_value_heads
+    if config.head_dim > MAX_HEAD_DIM or group > MAX_GROUP:
+        return f"heads of {config.head_dim} in groups of {group}"
     return None
 
 
@@ -160,7 +167,7 @@ class PackedLinear:
         def by_output(x: Tensor) -> Tensor:  # [out, ...] -> [panels, PANEL, ...], float32 padding
             parts = x.unflatten(0, (halves, -1))
             missing = panels // halves * PANEL - parts.shape[1]
-            padded = F.pad(parts, (0, 0) * (parts.dim() - 2) + (0, missing))
+            padded = F.pad(parts, (0, 0) * (parts.dim() - 2) + (0, missing)) if missing else parts
             return padded.unflatten(1, (-1, PANEL)).transpose(0, 1).flatten(0, 1)
 
         scale = zero = None
@@ -235,7 +242,8 @@ class PackedLinear:
 
 def _in_pairs(panels: Tensor) -> Tensor:
     """``[panels, PANEL, in]`` -> ``[panels, in / 2, PANEL, 2]``, ``in`` padded with zeros."""
-    padded = F.pad(panels, (0, -panels.shape[2] % TILE_INPUTS))
+    missing = -panels.shape[2] % TILE_INPUTS
+    padded = F.pad(panels, (0, missing)) if missing else panels
     return padded.unflatten(2, (-1, 2)).transpose(1, 2)
 
 
@@ -244,8 +252,13 @@ def _as_stored(weight: Tensor) -> Tensor:
 
     It takes half of the memory, and its products are the same to the last bit.
     """
+    if weight.dtype == torch.bfloat16:
+        return weight
     rounded = weight.to(torch.bfloat16)
-    return rounded if torch.equal(rounded.float(), weight.float()) else weight
+    rows = max(1, COMPARED_ELEMENTS // max(1, weight[0].numel()))  # small copies in float32
+    pairs = zip(rounded.split(rows), weight.split(rows), strict=True)
+    is_same = all(torch.equal(part.float(), original.float()) for part, original in pairs)
+    return rounded if is_same else weight
 
 
 @dataclass(slots=True)
@@ -367,7 +380,7 @@ def norm_eps(norm: nn.Module) -> float:
 
 
 def rotary_tables(
-    module: PreTrainedModel, layer_types: Sequence[str], num_positions: int
+    module: PreTrainedModel | CheckpointModule, layer_types: Sequence[str], num_positions: int
 ) -> dict[str, Tensor]:
     """Float32 ``[positions, 2, rotary_dim]`` by type of layer: cosines, signed sines."""
     rotary = module.model.rotary_emb

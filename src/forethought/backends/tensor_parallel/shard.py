@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from forethought.model.attention.interface import LayerProfile
+from forethought.model.attention.layer_profile import LayerProfile
 from forethought.model.llama.network import FAMILIES
 
 _NAMES = {

@@ -22,6 +22,9 @@ from forethought.kv.storage import KvStorage
 from forethought.model.batch import Batch
 from forethought.model.fused_ops import has_kernels, rotate, rotate_and_store
 
+KEYWORD = "forethought"
+"""The extra argument of a module of transformers, which carries the pass or the probe."""
+
 
 class Capability(StrEnum):
     """What a model may need beyond plain causal softmax attention; a backend declares its own."""

@@ -20,11 +20,11 @@ from transformers import AttentionInterface, AttentionMaskInterface
 
 from forethought.errors import ModelError
 from forethought.kv.storage import LayerShape
-from forethought.model.attention.base import Capability, ForwardPass, Scoring
+from forethought.model.attention.base import KEYWORD, ForwardPass, Scoring
+from forethought.model.attention.layer_profile import LayerProfile
 
 ATTENTION = "forethought"
 PROBE = "forethought_probe"
-KEYWORD = "forethought"  # the extra argument of model(...) that carries the pass or the probe
 
 # Arguments of attention layers that need nothing further of a backend: those we use, those that
 # only training uses, and those that describe the batch, which the forward pass already does.
@@ -37,37 +37,6 @@ _UNDERSTOOD = frozenset(
 
 # Fill values of the probe's mask where it is no window's width.
 _CAUSAL, _UNSUPPORTED = 0, -1
-
-
-@dataclass(frozen=True, slots=True)
-class LayerProfile:
-    """What one layer needs of attention, found by the probe.
-
-    Attributes:
-        shape: what it stores per token.
-        heads: its query heads.
-        window: positions that a token attends to, its own included; None for all.
-        softcap: whether its scores have a softcap.
-        sinks: whether it has a learned logit per head.
-    """
-
-    shape: LayerShape
-    heads: int
-    window: int | None
-    softcap: bool
-    sinks: bool
-
-    def needs(self) -> frozenset[Capability]:
-        """The capabilities that a backend must declare for this layer."""
-        shape = self.shape
-        needs = {
-            Capability.GROUPED_QUERIES: self.heads != shape.kv_heads,
-            Capability.VALUE_DIM: shape.key_dim != shape.value_dim,
-            Capability.SLIDING_WINDOW: self.window is not None,
-            Capability.SOFTCAP: self.softcap,
-            Capability.SINKS: self.sinks,
-        }
-        return frozenset(capability for capability, needed in needs.items() if needed)
 
 
 @dataclass(slots=True)

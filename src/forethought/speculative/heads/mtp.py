@@ -24,15 +24,11 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from typing_extensions import override
 
 from forethought.model import backends
-from forethought.model.attention.base import ForwardPass
-from forethought.model.attention.interface import (
-    ATTENTION,
-    KEYWORD,
-    PROBE,
-    CapabilityProbe,
-    LayerProfile,
-)
+from forethought.model.attention.base import KEYWORD, ForwardPass
+from forethought.model.attention.interface import ATTENTION, PROBE, CapabilityProbe
+from forethought.model.attention.layer_profile import LayerProfile
 from forethought.model.causal_lm import CausalLM
+from forethought.model.checkpoint_module import CheckpointConfig
 from forethought.model.llama.layers import Norm, projection
 from forethought.model.llama.network import FusedNetwork, is_fusable
 from forethought.silence import without_progress_bars
@@ -294,6 +290,8 @@ def one_layer_config(config: Any) -> Any:
 
     Settings per layer are those of the last layer; attention is full where any layer's is.
     """
+    if isinstance(config, CheckpointConfig):
+        config = config.to_transformers()
     small = copy.deepcopy(config.get_text_config(decoder=True))
     for name, value in small.to_dict().items():
         if isinstance(value, list) and len(value) == small.num_hidden_layers:

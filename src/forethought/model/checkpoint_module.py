@@ -1,0 +1,319 @@
+"""A Llama-like checkpoint as modules for the native forward, read without transformers.
+
+The native forward packs weights from modules that are named as transformers names them.
+``CheckpointModule`` has such modules and no forward of its own. Its layers are read one by one from
+the safetensors files when they are packed, quantised on the way, and freed again, so that no second
+copy of the weights is ever held; and the code of transformers, which takes longer to import than
+torch, is not needed.
+
+``open_checkpoint`` takes plain checkpoints of ``FAMILIES`` alone: all tensors that the family has,
+of the right shapes, and no others; one of the settings below; full attention. Everything else is
+left to transformers, with its errors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from functools import cached_property
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor, nn
+
+from forethought.kv.storage import LayerShape
+from forethought.model.attention.layer_profile import LayerProfile
+from forethought.model.loaded_weights import check_values
+from forethought.model.quantization import BITS, Quantization, QuantizedLinear, quantize
+from forethought.model.rotary import RotaryEmbedding, rope_of
+from forethought.model_dir import check_checkpoint, read_json
+
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+"""Of ``model_type``."""
+_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+_SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+_REQUIRED = (*_SIZES, "vocab_size", "max_position_embeddings", "rms_norm_eps", "hidden_act")
+"""What has no default here."""
+
+
+class CheckpointConfig(SimpleNamespace):
+    """The fields of a ``config.json``, named as transformers names them."""
+
+    is_encoder_decoder = False
+    quantization_config = None
+    layer_types = None
+
+    def get_text_config(self, decoder: bool = True) -> CheckpointConfig:
+        """Itself: it has no other part."""
+        return self
+
+    def to_transformers(self) -> Any:
+        """The configuration as transformers reads it."""
+        from transformers import AutoConfig
+
+        return AutoConfig.from_pretrained(self.name_or_path, local_files_only=True)
+
+    @classmethod
+    def of(cls, directory: Path) -> CheckpointConfig | None:
+        """Of a model directory; None: it has something that is not plain."""
+        written = read_json(directory / "config.json")
+        if written.get("model_type") not in FAMILIES or _has_specials(written):
+            return None
+        rope = rope_of(written)
+        dtype = getattr(torch, str(written.get("dtype") or written.get("torch_dtype")), None)
+        if rope is None or not isinstance(dtype, torch.dtype):
+            return None
+        heads = written["num_attention_heads"]
+        fields = {
+            **written,
+            "name_or_path": str(directory),
+            "dtype": dtype,
+            "rope_parameters": rope,
+            "num_key_value_heads": written.get("num_key_value_heads") or heads,
+            "head_dim": written.get("head_dim") or written["hidden_size"] // heads,
+        }
+        return cls(**fields)
+
+    @property
+    def has_qkv_bias(self) -> bool:
+        """Whether queries, keys and values have biases."""
+        return self.model_type == "qwen2" or bool(getattr(self, "attention_bias", False))
+
+    @property
+    def has_out_bias(self) -> bool:
+        """Whether the output of attention has one."""
+        return self.model_type != "qwen2" and bool(getattr(self, "attention_bias", False))
+
+
+def _has_specials(written: Mapping[str, Any]) -> bool:
+    """Whether a configuration lacks a field, or has one that is not supported here."""
+    if any(written.get(name) is None for name in _REQUIRED):
+        return True
+    if not isinstance(written.get("tie_word_embeddings"), bool) or "auto_map" in written:
+        return True
+    kinds = set(written.get("layer_types") or ())
+    if written.get("quantization_config") or kinds - {"full_attention"}:
+        return True
+    has_window = written.get("sliding_window") is not None
+    uses_window = written.get("use_sliding_window", written["model_type"] == "mistral")
+    return bool(has_window and uses_window) or written.get("partial_rotary_factor", 1.0) != 1.0
+
+
+def open_checkpoint(
+    directory: Path, quantization: Quantization | None = None
+) -> CheckpointModule | None:
+    """The module of a directory; None: transformers has to read it.
+
+    Raises ModelError as ``check_checkpoint``.
+    """
+    shapes = check_checkpoint(directory)
+    config = CheckpointConfig.of(directory)
+    if config is None or _expected_shapes(config) != dict(shapes):
+        return None
+    files = _files(directory)
+    if files is None or {*files} != {*shapes} or not _has_dtypes(directory, files):
+        return None
+    return CheckpointModule(directory, config, files, quantization)
+
+
+def _files(directory: Path) -> dict[str, str] | None:
+    """The name of the file of each tensor; None: they are not safetensors."""
+    index = directory / "model.safetensors.index.json"
+    if (directory / "model.safetensors").exists():
+        with safe_open(directory / "model.safetensors", "pt") as file:
+            return dict.fromkeys(file.keys(), "model.safetensors")
+    return dict(read_json(index)["weight_map"]) if index.exists() else None
+
+
+def _has_dtypes(directory: Path, files: Mapping[str, str]) -> bool:
+    """Whether all tensors are of ``_DTYPES``."""
+    for file_name in {*files.values()}:
+        with safe_open(directory / file_name, "pt") as file:
+            if any(file.get_slice(name).get_dtype() not in _DTYPES for name in file.keys()):  # noqa: SIM118
+                return False
+    return True
+
+
+def _expected_shapes(config: CheckpointConfig) -> dict[str, tuple[int, ...]]:
+    """All tensors of the checkpoint."""
+    shapes = {
+        "model.embed_tokens.weight": (config.vocab_size, config.hidden_size),
+        "model.norm.weight": (config.hidden_size,),
+    }
+    if not config.tie_word_embeddings:
+        shapes["lm_head.weight"] = (config.vocab_size, config.hidden_size)
+    for index in range(config.num_hidden_layers):
+        for name, shape in _layer_shapes(config).items():
+            shapes[f"model.layers.{index}.{name}"] = shape
+    return shapes
+
+
+def _layer_shapes(config: CheckpointConfig) -> dict[str, tuple[int, ...]]:
+    hidden, inner, dim = config.hidden_size, config.intermediate_size, config.head_dim
+    queries, keys = config.num_attention_heads * dim, config.num_key_value_heads * dim
+    has_mlp_bias = bool(getattr(config, "mlp_bias", False))
+    linears = {
+        "self_attn.q_proj": (queries, hidden, config.has_qkv_bias),
+        "self_attn.k_proj": (keys, hidden, config.has_qkv_bias),
+        "self_attn.v_proj": (keys, hidden, config.has_qkv_bias),
+        "self_attn.o_proj": (hidden, queries, config.has_out_bias),
+        "mlp.gate_proj": (inner, hidden, has_mlp_bias),
+        "mlp.up_proj": (inner, hidden, has_mlp_bias),
+        "mlp.down_proj": (hidden, inner, has_mlp_bias),
+    }
+    shapes: dict[str, tuple[int, ...]] = {}
+    for name, (num_outputs, num_inputs, has_bias) in linears.items():
+        shapes[f"{name}.weight"] = (num_outputs, num_inputs)
+        if has_bias:
+            shapes[f"{name}.bias"] = (num_outputs,)
+    shapes |= dict.fromkeys(
+        ["input_layernorm.weight", "post_attention_layernorm.weight"], (hidden,)
+    )
+    if config.model_type == "qwen3":
+        shapes |= dict.fromkeys(["self_attn.q_norm.weight", "self_attn.k_norm.weight"], (dim,))
+    return shapes
+
+
+class RmsNorm(nn.Module):
+    """The weight ``[size]`` of an RMS norm."""
+
+    def __init__(self, weight: Tensor, eps: float) -> None:
+        super().__init__()
+        self.weight, self.variance_epsilon = nn.Parameter(weight, requires_grad=False), eps
+
+
+class CheckpointModule(nn.Module):
+    """A causal language model without a forward.
+
+    Attributes:
+        config: of the checkpoint.
+        dtype: of the weights in memory; set before they are read.
+        model: embeddings, layers, final norm and rotary embeddings.
+        lm_head: the output projection.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        config: CheckpointConfig,
+        files: Mapping[str, str],
+        quantization: Quantization | None,
+    ) -> None:
+        super().__init__()
+        self.config, self.quantization, self.dtype = config, quantization, config.dtype
+        self.device = torch.device("cpu")
+        self._directory, self._files = directory, files
+        generation = directory / "generation_config.json"
+        written = read_json(generation) if generation.exists() else {}
+        self.generation_config = SimpleNamespace(eos_token_id=written.get("eos_token_id"))
+
+    def read(self, dtype: torch.dtype) -> CheckpointModule:
+        """Read what is outside of the layers, which are read when they are asked for."""
+        self.dtype, config = dtype, self.config
+        self.model = nn.Module()
+        weights = self._tensors("model.embed_tokens.", "model.norm.", "lm_head.")
+        embedding = nn.Parameter(weights["model.embed_tokens.weight"], requires_grad=False)
+        self.model.embed_tokens = nn.Embedding(*embedding.shape, _weight=embedding)
+        self.model.embed_tokens.weight = embedding
+        self.model.norm = RmsNorm(weights["model.norm.weight"], config.rms_norm_eps)
+        self.model.rotary_emb = RotaryEmbedding(config)
+        self.model.layers = Layers(self)
+        head = embedding if config.tie_word_embeddings else weights["lm_head.weight"]
+        self.lm_head = _linear(head, None, None if self.quantization is None else 8)
+        return self
+
+    def layer(self, index: int) -> nn.Module:
+        """A decoder layer, with its weights."""
+        prefix, config = f"model.layers.{index}.", self.config
+        layer, bits = nn.Module(), None if self.quantization is None else BITS[self.quantization]
+        layer.self_attn, layer.mlp = nn.Module(), nn.Module()
+        tensors = self._tensors(prefix)
+        for name, tensor in tensors.items():
+            *path, part, kind = name.removeprefix(prefix).split(".")
+            parent = layer.get_submodule(".".join(path))
+            if "norm" in part:
+                setattr(parent, part, RmsNorm(tensor, config.rms_norm_eps))
+            elif kind == "weight":
+                setattr(parent, part, _linear(tensor, tensors.get(f"{name[:-6]}bias"), bits))
+        attention = layer.self_attn
+        attention.head_dim, attention.scaling = config.head_dim, config.head_dim**-0.5
+        attention.num_key_value_groups = config.num_attention_heads // config.num_key_value_heads
+        return layer
+
+    def profiles(self) -> tuple[LayerProfile, ...]:
+        """What each layer needs of attention."""
+        config = self.config
+        shape = LayerShape(config.num_key_value_heads, config.head_dim, config.head_dim)
+        profile = LayerProfile(shape, config.num_attention_heads, None, softcap=False, sinks=False)
+        return (profile,) * config.num_hidden_layers
+
+    def get_input_embeddings(self) -> nn.Module:
+        """As of transformers."""
+        return self.model.embed_tokens
+
+    def get_output_embeddings(self) -> nn.Module:
+        """As of transformers."""
+        return self.lm_head
+
+    @property
+    def num_linears(self) -> int:
+        """Of all layers, with the output projection."""
+        num_weights = sum(len(shape) == 2 for shape in _layer_shapes(self.config).values())
+        return 1 + num_weights * self.config.num_hidden_layers
+
+    @cached_property
+    def num_weights(self) -> int:
+        """Of all tensors."""
+        return sum(torch.Size(shape).numel() for shape in _expected_shapes(self.config).values())
+
+    def _tensors(self, *prefixes: str) -> dict[str, Tensor]:
+        """The tensors whose names begin so, in the module's dtype; ModelError for NaN or infinity.
+
+        Each call opens the files anew: what was read before is not mapped any more.
+        """
+        names = [name for name in self._files if name.startswith(prefixes)]
+        tensors = dict[str, Tensor]()
+        for file_name in dict.fromkeys(self._files[name] for name in names):
+            with safe_open(self._directory / file_name, "pt") as file:
+                for name in names:
+                    if self._files[name] == file_name:
+                        tensors[name] = file.get_tensor(name)
+        check_values(tensors.items(), self._directory, "model")
+        return {name: tensor.to(self.dtype) for name, tensor in tensors.items()}
+
+
+class Layers:
+    """The layers of a module, each read when it is asked for.
+
+    Args:
+        module: whose layers they are.
+    """
+
+    def __init__(self, module: CheckpointModule) -> None:
+        self._module = module
+
+    def __len__(self) -> int:
+        return int(self._module.config.num_hidden_layers)
+
+    def __getitem__(self, index: int) -> nn.Module:
+        return self._module.layer(index)
+
+    def __setitem__(self, index: int, layer: nn.Module) -> None:
+        """Nothing: no layer is held here."""
+
+    def __iter__(self) -> Iterator[nn.Module]:
+        return map(self._module.layer, range(len(self)))
+
+
+def _linear(weight: Tensor, bias: Tensor | None, bits: int | None) -> nn.Module:
+    """A linear of a weight ``[out, in]``, quantised to ``bits``; None: it is not."""
+    if bits is not None:
+        return QuantizedLinear(quantize(weight.detach(), bits), bias)
+    linear = nn.Linear(*reversed(weight.shape), bias=bias is not None, device="meta")
+    is_parameter = isinstance(weight, nn.Parameter)
+    linear.weight = weight if is_parameter else nn.Parameter(weight, requires_grad=False)
+    if bias is not None:
+        linear.bias = nn.Parameter(bias, requires_grad=False)
+    return linear
