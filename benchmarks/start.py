@@ -28,11 +28,14 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from forethought.assets import reasoner_dir
 
 BEGIN = """
-import json, resource, sys, time
+import json, sys, time
 began = time.perf_counter()
 path, fields, weights = sys.argv[1], json.loads(sys.argv[2]), 0
 import torch
-before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+def peak():
+    lines = open("/proc/self/status").read().splitlines()
+    return next(1024 * int(line.split()[1]) for line in lines if line.startswith("VmHWM"))
+before = peak()
 """
 TORCH = ""
 OURS = """
@@ -50,8 +53,7 @@ weights = sum(weight.nbytes for weight in module.parameters())
 """
 END = """
 seconds = time.perf_counter() - began
-peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-print(json.dumps([seconds, (peak - before) * 1024, weights, len(sys.modules)]))
+print(json.dumps([seconds, peak() - before, weights, len(sys.modules)]))
 """
 SMOLLM2 = {
     "vocab_size": 49152,

@@ -339,11 +339,28 @@ def test_only_requests_without_drafts_run_in_continuous_steps_beside_trees() -> 
     expect_empty(machine)
 
 
-def test_steps_with_a_drafter_that_reads_hidden_states_are_single() -> None:
+@pytest.mark.parametrize("architecture", ["llama", "gpt2"])  # in C++, and by single steps of torch
+@pytest.mark.parametrize("fields", [{}, {"temperature": 0.8, "seed": 1}])
+def test_several_steps_store_the_hidden_states_that_a_drafter_will_read(
+    architecture: str, fields: dict[str, Any]
+) -> None:
     head = EagleDecodingConfig(max_draft_len=2, speculative_model=random_head("eagle3"))
-    machine = engine(speculative=[head], **LIMITS)
-    machine.num_decode_steps = 8
-    assert set(decode_sizes(machine, speculation=SpeculationParams(enabled=False))) == {1}
+    params = GREEDY.replace(speculation=SpeculationParams(enabled=False), **fields)
+    stored = list[tuple[list[int], Any]]()
+    for num_steps in (1, 8):
+        machine = engine(architecture, speculative=[head], **LIMITS)
+        machine.num_decode_steps = num_steps
+        kept = [machine.add(prompt, params, keep=True)[0] for prompt in PROMPTS]
+        sizes = [len(event.tokens) for event in drain(machine)]
+        assert max(sizes) == num_steps
+        (cache,) = machine.speculation.hidden_state_caches
+        for sequence in kept:
+            length = len(sequence.tokens) - 1
+            assert cache.covers(sequence.table, length)
+            stored.append((sequence.tokens, cache.read(sequence.table, 0, length).tolist()))
+            machine.close(sequence)
+        expect_empty(machine)
+    assert stored[: len(PROMPTS)] == stored[len(PROMPTS) :]
 
 
 def test_steps_without_drafts_are_reported_to_the_length_policy() -> None:

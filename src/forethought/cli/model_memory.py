@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-_STATM = Path("/proc/self/statm")
+_STATM, _STATUS = Path("/proc/self/statm"), Path("/proc/self/status")
 _PARTS = {
     "libraries": "Python, torch and the rest of the process, before the model is loaded",
     "weights": "as they are held, with embeddings",
@@ -54,5 +54,8 @@ def _resident() -> int:
 
 
 def _peak() -> int:
+    if _STATUS.exists():  # ru_maxrss counts what the process was before it began this program
+        lines = _STATUS.read_text().splitlines()
+        return next(1024 * int(line.split()[1]) for line in lines if line.startswith("VmHWM"))
     most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return most if sys.platform == "darwin" else most * 1024

@@ -19,6 +19,7 @@ from forethought.engine.packing import is_plain_decode, sampled_token
 from forethought.engine.scheduler import Plan, PlannedRow, Scheduler
 from forethought.kv.table import TableView
 from forethought.model import backends
+from forethought.model.hidden_states import HiddenStateCache
 from forethought.model.runner import ModelRunner
 from forethought.outputs import EngineStats
 from forethought.speculative.drafter import ChainSource
@@ -42,12 +43,15 @@ def step_runners() -> tuple[type[StepRunner], ...]:
 
 
 def step_runner(
-    runner: ModelRunner, chains: ChainSource | None, rows: List[DecodeRow]
+    runner: ModelRunner,
+    chains: ChainSource | None,
+    rows: List[DecodeRow],
+    caches: List[HiddenStateCache] = (),
 ) -> StepRunner | None:
     """What makes steps of these rows in one call, see :meth:`StepRunner.of`; None: single calls are
     no slower.
     """
-    runners = (implementation.of(runner, chains, rows) for implementation in step_runners())
+    runners = (implementation.of(runner, chains, rows, caches) for implementation in step_runners())
     return next((candidate for candidate in runners if candidate is not None), None)
 
 
@@ -83,8 +87,6 @@ class ContinuousDecode:
         if not self._can_advance(rows):
             return 1
         speculation, drafting = [row.sequence.params.speculation for row in rows], self._drafting
-        if drafting.hidden_state_caches:
-            return 1  # they store the states of every token
         if not drafting.drafters or all(
             settings is not None and not settings.enabled for settings in speculation
         ):
@@ -92,11 +94,15 @@ class ContinuousDecode:
         return 1 if asks_drafters else 1 + drafting.num_to_skip
 
     def _can_advance(self, rows: List[PlannedRow]) -> bool:
-        """Whether plain steps of these rows can be one call: on a GPU only greedy ones."""
-        sampled = next((row for row in rows if not row.sequence.takes_argmax), None)
-        if sampled is None:
+        """Whether plain steps of these rows can be one call: on a GPU only greedy ones of which no
+        hidden states are stored.
+        """
+        caches = self._drafting.hidden_state_caches
+        sampled = [row for row in rows if not row.sequence.takes_argmax][:1]
+        if not sampled and not caches:
             return True
-        return step_runner(self._runner, None, [self._row(sampled)]) is not None
+        special = list(map(self._row, sampled or rows[:1]))
+        return step_runner(self._runner, None, special, caches) is not None
 
     def _reserve_with_drafts(self, plan: Plan, num_steps: float) -> None:
         """``reserve`` for rows of which some have draft slots. The step is single if a drafter
@@ -172,7 +178,8 @@ class ContinuousDecode:
         chains = None if drafter is None else drafter.drafter.chain_source
         assert (chains is None) == (not rows[0].num_nodes)
         decode_rows = list(map(self._row, rows))
-        steps = step_runner(self._runner, chains, decode_rows)
+        caches = self._drafting.hidden_state_caches if chains is None else ()
+        steps = step_runner(self._runner, chains, decode_rows, caches)
         assert steps is not None
         advance = steps.advance(decode_rows, num_steps, interrupt)
         if drafter is not None:

@@ -140,7 +140,11 @@ class StepRunner(ABC):
     @classmethod
     @abstractmethod
     def of(
-        cls, runner: ModelRunner, chains: ChainSource | None, rows: Sequence[DecodeRow]
+        cls,
+        runner: ModelRunner,
+        chains: ChainSource | None,
+        rows: Sequence[DecodeRow],
+        caches: Sequence[HiddenStateCache] = (),
     ) -> Self | None:
         """A runner for rows like these; None: it cannot make their steps, or not faster.
 
@@ -149,6 +153,7 @@ class StepRunner(ABC):
             chains: the source of drafts; it ``can_follow`` all rows that have drafts. None: no row
                 has.
             rows: whose tables need not have their slots yet.
+            caches: which store the target's hidden states of plain steps, for later drafts.
         """
 
     @abstractmethod
@@ -238,20 +243,32 @@ class SingleSteps(StepRunner):
     Args:
         runner: of the target.
         chains: what drafts; None: plain decoding.
+        caches: see ``of``.
     """
 
-    def __init__(self, runner: ModelRunner, chains: ChainSource | None) -> None:
+    def __init__(
+        self,
+        runner: ModelRunner,
+        chains: ChainSource | None,
+        caches: Sequence[HiddenStateCache] = (),
+    ) -> None:
         self._runner, self._chains = runner, chains
-        caches = () if chains is None else chains.draft_caches
-        self._readers = [cache for cache in caches if isinstance(cache, HiddenStateCache)]
+        of_chains = () if chains is None else chains.draft_caches
+        read = (cache for cache in of_chains if isinstance(cache, HiddenStateCache))
+        self._readers = [*caches, *read]
 
     @classmethod
     def of(
-        cls, runner: ModelRunner, chains: ChainSource | None, rows: Sequence[DecodeRow]
+        cls,
+        runner: ModelRunner,
+        chains: ChainSource | None,
+        rows: Sequence[DecodeRow],
+        caches: Sequence[HiddenStateCache] = (),
     ) -> Self | None:
         """Not on a GPU with drafts or sampled rows, where the host would wait for each step."""
         waits = chains is not None or any(row.sampled is not None for row in rows)
-        return None if waits and runner.lm.device.type != "cpu" else cls(runner, chains)
+        is_slow = waits and runner.lm.device.type != "cpu"
+        return None if is_slow else cls(runner, chains, caches)
 
     @override
     def advance(
@@ -319,10 +336,15 @@ class QueuedSteps(StepRunner):
 
     @classmethod
     def of(
-        cls, runner: ModelRunner, chains: ChainSource | None, rows: Sequence[DecodeRow]
+        cls,
+        runner: ModelRunner,
+        chains: ChainSource | None,
+        rows: Sequence[DecodeRow],
+        caches: Sequence[HiddenStateCache] = (),
     ) -> Self | None:
-        """Without drafts, where all rows are greedy."""
-        is_greedy = chains is None and all(row.sampled is None for row in rows)
+        """Without drafts and states to store, where all rows are greedy."""
+        is_plain = chains is None and not caches
+        is_greedy = is_plain and all(row.sampled is None for row in rows)
         return cls(runner) if is_greedy and runner.lm.device.type == "cuda" else None
 
     @override

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import NamedTuple, Self
@@ -27,6 +27,7 @@ from forethought.backends.cpu.weights import TYPES
 from forethought.config.sampling import SamplingParams
 from forethought.model.attention.base import ForwardPass, PagedPass
 from forethought.model.batch import Batch
+from forethought.model.hidden_states import HiddenStateCache
 from forethought.model.runner import ModelRunner
 from forethought.model.sampling.sampler import read_logprobs
 from forethought.outputs import TokenConfidence
@@ -252,19 +253,20 @@ class ChainCall:
 
     def _states(self, target: NativeForward) -> ctypes._Pointer[TargetStatesStruct] | None:
         stored, entry = self.stored, None if self.draft is None else self.draft.network.entry
-        if stored is None or entry is None:
+        if stored is None or (entry is None and self.draft is not None):
             return None
+        norm, linear = (None, None) if entry is None else (entry.norm, entry.linear)
         layers = array("i", [range(target.model.num_layers + 2)[at] for at in stored.layer_ids])
         self._keep.append(layers)
         return ctypes.pointer(
             TargetStatesStruct(
                 stored=stored.stored.data_ptr(),
                 layers=layers.buffer_info()[0],
-                norm=None if entry.norm is None else entry.norm.data_ptr(),
-                entry=None if entry.linear is None else ctypes.pointer(entry.linear.struct),
+                norm=None if norm is None else norm.data_ptr(),
+                entry=None if linear is None else ctypes.pointer(linear.struct),
                 num_layers=len(layers),
                 type=TYPES[stored.stored.dtype],
-                eps=entry.eps,
+                eps=0.0 if entry is None else entry.eps,
             )
         )
 
@@ -278,17 +280,23 @@ class NativeSteps(StepRunner):
         target: its packed weights.
         chains: what drafts; None: plain decoding.
         draft: the network of ``chains``.
+        cache: which stores the target's hidden states of plain steps; None: none does.
     """
 
     runner: ModelRunner
     target: NativeForward
     chains: GreedyChains | None = None
     draft: NativeDraftNetwork | None = None
+    cache: HiddenStateCache | None = None
 
     @classmethod
     @override
     def of(
-        cls, runner: ModelRunner, chains: ChainSource | None, rows: Sequence[DecodeRow]
+        cls,
+        runner: ModelRunner,
+        chains: ChainSource | None,
+        rows: Sequence[DecodeRow],
+        caches: Sequence[HiddenStateCache] = (),
     ) -> Self | None:
         target = runner.lm.network
         if not isinstance(target, NativeNetwork):
@@ -296,7 +304,8 @@ class NativeSteps(StepRunner):
         if max(map(_num_scores, rows), default=0) > min(MAX_SCORES, target.forward.vocab_size):
             return None
         if chains is None:
-            return cls(runner, target.forward)
+            cache = caches[0] if caches else None
+            return cls(runner, target.forward, cache=cache) if len(caches) < 2 else None
         if not isinstance(chains, GreedyChains):
             return None
         network = getattr(chains.runner.network, "native", None)  # of a draft model, or a module
@@ -310,7 +319,7 @@ class NativeSteps(StepRunner):
     ) -> Advance:
         steps = partial(self._call, rows, num_steps, interrupt)
         if self.chains is None:
-            return steps(None, None)
+            return self._plain(rows, steps)
         chains, drafting = self.chains, [row.request for row in rows if row.draft_len]
         (advance,) = chains.runner.draft_behind(
             drafting,
@@ -319,6 +328,17 @@ class NativeSteps(StepRunner):
         )
         for row, results in zip(rows, advance.results, strict=True):
             chains.mark(row.position, row.table, results)
+        return advance
+
+    def _plain(
+        self, rows: Sequence[DecodeRow], steps: Callable[[None, StoredStates | None], Advance]
+    ) -> Advance:
+        if self.cache is None:
+            return steps(None, None)
+        advance = steps(None, StoredStates(self.cache.storage.keys[0], self.cache.layer_ids))
+        for row, results in zip(rows, advance.results, strict=True):
+            num_stored = sum(len(result.tokens) for result in results)
+            self.cache.mark(row.table, row.position, row.position + num_stored)
         return advance
 
     def _drafting(

@@ -285,7 +285,11 @@ class ChainRounds(StepRunner):
 
     @classmethod
     def of(
-        cls, runner: ModelRunner, chains: ChainSource | None, rows: Sequence[DecodeRow]
+        cls,
+        runner: ModelRunner,
+        chains: ChainSource | None,
+        rows: Sequence[DecodeRow],
+        caches: Sequence[HiddenStateCache] = (),
     ) -> Self | None:
         """Where both networks run by graphs, and all rows are greedy and have what the draft
         network reads again.

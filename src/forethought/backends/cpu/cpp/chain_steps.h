@@ -215,14 +215,21 @@ class ChainDecoder {
     }
 
     void store_states(const Call& call) const {
+        if (steps.states->type == F32)
+            store_states_as<float>(call);
+        else
+            store_states_as<uint16_t>(call);
+    }
+
+    template <class T> void store_states_as(const Call& call) const {
         const TargetStates& to = *steps.states;
         for (int64_t t = 0; t < call.num_tokens; t++)
             for (int64_t layer = 0; layer < to.num_layers; layer++) {
                 const float* x = call.states[to.layers[layer]] + t * target.hidden;
-                const int64_t at = (call.slots[t] * to.num_layers + layer) * target.hidden;
-                for (int64_t i = 0; i < target.hidden; i++)
-                    to.type == F32 ? put((float*)to.stored + at + i, x[i])
-                                   : put((uint16_t*)to.stored + at + i, x[i]);
+                T* y = (T*)to.stored + (call.slots[t] * to.num_layers + layer) * target.hidden;
+                int64_t i = 0;
+                for (; i + LANES <= target.hidden; i += LANES) store(y + i, load(x + i));
+                for (; i < target.hidden; i++) put(y + i, x[i]);
             }
     }
 

@@ -53,7 +53,9 @@ class Sampler {
   private:
     static constexpr int BLOCK = 256; // weights that are added up in float32
     static constexpr int SHIFT = 20;  // of a weight's bits: bins of an eighth of an octave
-    static constexpr int NUM_BINS = (0x3f800000 >> SHIFT) + 1;
+    static constexpr int FIRST = (0x3f800000 >> SHIFT) - (24 << (23 - SHIFT)); // bin of 2^-24
+    static constexpr int NUM_BINS =
+        (0x3f800000 >> SHIFT) - FIRST + 1; // what weighs less is in bin 0
     static constexpr float LIKELY = 0x1p-12f;
 
     struct Bin { // of weights that are nearly alike
@@ -206,7 +208,7 @@ class Sampler {
     static int32_t bin_of(float weight) {
         int32_t bits;
         memcpy(&bits, &weight, 4);
-        return std::min(bits >> SHIFT, NUM_BINS - 1);
+        return std::clamp((bits >> SHIFT) - FIRST, 0, NUM_BINS - 1);
     }
 
     // The last one of a prefix that ends in a bin, after `most` tokens of it or `mass`.

@@ -126,7 +126,8 @@ class Barrier {
 
 // Whether other processes take so much of the processors that one thread is faster than a team.
 //
-// What the attempts to compute as a team cost is at most 1 / ALONE_TIMES of the time in between.
+// The time in between attempts to compute as a team doubles, as a system may take some milliseconds
+// to give two threads a processor each. In the end they cost at most 1 / MAX_TIMES of it.
 class Contention {
   public:
     bool is_high(Clock::time_point now) const { return now < until; }
@@ -135,11 +136,12 @@ class Contention {
     void observe(Clock::duration time, Clock::time_point now) {
         slept += time;
         if (MAX_SHARE * slept < now - from) {
-            from = now; // a single pause is forgiven, however long
+            from = now, times = 1; // a single pause is forgiven, however long
         } else if (slept < MAX_SLEPT) {
             return;
         } else {
-            from = until = now + ALONE_TIMES * slept;
+            from = until = now + times * slept;
+            times = std::min(2 * times, MAX_TIMES);
         }
         slept = Clock::duration(0);
     }
@@ -147,9 +149,10 @@ class Contention {
   private:
     static constexpr int MAX_SHARE = 4; // of the time since `from`: 1 / MAX_SHARE
     static constexpr std::chrono::milliseconds MAX_SLEPT{10};
-    static constexpr int ALONE_TIMES = 16; // what was slept
+    static constexpr int MAX_TIMES = 16; // what was slept
 
     Clock::time_point from, until;
+    int times = 1; // what was slept, for which it computes alone
     Clock::duration slept{0};
 };
 

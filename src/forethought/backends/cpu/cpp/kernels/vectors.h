@@ -107,6 +107,15 @@ static inline void put(uint16_t* p, float x) { // bf16, to the nearest even
     *p = uint16_t((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
 }
 
+static inline void store(uint16_t* p, Vec v) { // bf16, as put()
+    IntVec bits;
+    memcpy(&bits, &v, sizeof bits);
+    const IntVec rounded = bits + 0x7fff + ((bits >> 16) & 1);
+    const HalfVec half =
+        __builtin_convertvector((v != v ? bits | 0x400000 : rounded) >> 16, HalfVec);
+    memcpy(p, &half, sizeof half);
+}
+
 static inline float sum(Vec v) { // halves are added to each other, then their halves
 #if LANES == 16 && defined(__AVX512F__)
     return _mm512_reduce_add_ps((__m512)v);
