@@ -92,7 +92,7 @@ class ChainDecoder {
     }
 
   private:
-    static constexpr int64_t MIN_LOGITS = 1 << 14; // for which threads are woken
+    static constexpr int64_t MIN_LOGITS = 1 << 12; // for which threads are woken
 
     struct Going { // a row that has not ended
         const ChainRow* row;

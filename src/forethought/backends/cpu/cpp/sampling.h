@@ -53,9 +53,7 @@ class Sampler {
   private:
     static constexpr int BLOCK = 256; // weights that are added up in float32
     static constexpr int SHIFT = 20;  // of a weight's bits: bins of an eighth of an octave
-    static constexpr int FIRST = (0x3f800000 >> SHIFT) - (24 << (23 - SHIFT)); // bin of 2^-24
-    static constexpr int NUM_BINS =
-        (0x3f800000 >> SHIFT) - FIRST + 1; // what weighs less is in bin 0
+    static constexpr int NUM_BINS = (0x3f800000 >> SHIFT) + 1;
     static constexpr float LIKELY = 0x1p-12f;
 
     struct Bin { // of weights that are nearly alike
@@ -160,7 +158,7 @@ class Sampler {
         if (by.top_k || by.top_p < 1) {
             const int32_t most = by.top_k ? std::min(by.top_k, size) : size;
             const double mass = by.top_p < 1 ? by.top_p * total() : INFINITY;
-            const Kept first = find_kept(most, mass);
+            const Kept first = find_kept(most, mass, by.min_p);
             if (first.least >= kept.least) kept = first;
         }
         for (size_t i = 0; i < weights.size(); i += LANES) {
@@ -177,8 +175,8 @@ class Sampler {
         int32_t num_equal; // tokens of this weight among them
     };
 
-    // The shortest prefix with `most` tokens or `mass`; all with a weight, if there is none.
-    Kept find_kept(int32_t most, double mass) {
+    // The shortest prefix with `most` tokens or `mass`; all, if none of weights from `least` on has.
+    Kept find_kept(int32_t most, double mass, float least) {
         for (const float floor : {LIKELY, FLT_MIN}) {
             sort_into_bins(floor);
             int32_t count = 0;
@@ -188,6 +186,7 @@ class Sampler {
                     return find_in_bin(bin, most - count, mass - sum);
                 count += bins[bin].count, sum += bins[bin].mass;
             }
+            if (least >= floor) break;
         }
         return {0, size};
     }
@@ -208,7 +207,7 @@ class Sampler {
     static int32_t bin_of(float weight) {
         int32_t bits;
         memcpy(&bits, &weight, 4);
-        return std::clamp((bits >> SHIFT) - FIRST, 0, NUM_BINS - 1);
+        return std::min(bits >> SHIFT, NUM_BINS - 1);
     }
 
     // The last one of a prefix that ends in a bin, after `most` tokens of it or `mass`.
