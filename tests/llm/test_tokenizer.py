@@ -322,3 +322,13 @@ def test_a_replacement_character_that_is_a_token_of_its_own_is_text():
         b"".join(BYTES.raw(each) or BYTES.piece(each).encode() for each in token)
         == "\ufffd".encode()
     )
+
+
+def test_ids_of_short_texts_are_remembered_and_not_shared():
+    tokenizer = Tokenizer.load(speaking("byte_level"))
+    first = tokenizer.encode_more("hello there")
+    first.append(0)
+    assert tokenizer.encode_more("hello there") == first[:-1]
+    assert tokenizer._short_ids.cache_info().hits == 1
+    with pytest.raises(ParameterError):
+        tokenizer.encode_more("\ud800")

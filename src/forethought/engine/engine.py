@@ -63,7 +63,7 @@ class Engine:
     Attributes:
         num_decode_steps: that are made at most before the tokens are returned.
         num_streamed_decode_steps: the same with a streamed sequence, of which somebody waits for
-            each token.
+            each token, and on a GPU while ``ends_with_rows``.
         interrupt: ends several steps early.
         ends_with_rows: whether they end when a sequence does, as somebody waits for that.
     """
@@ -107,7 +107,9 @@ class Engine:
         Raises EngineStopped if a rank of tensor parallelism has ended.
         """
         running = self.scheduler.running
+        is_queued = self.runner.lm.device.type != "cpu"  # no interrupt reaches steps on a GPU
         is_streamed = any(sequence.is_streamed for sequence in running)
+        is_streamed |= self.ends_with_rows and is_queued
         num_steps = self.num_streamed_decode_steps if is_streamed else self.num_decode_steps
         self._step.num_decode_steps = min(num_steps, max_steps)
         self.interrupt.with_rows = self.ends_with_rows or bool(self.scheduler.waiting)

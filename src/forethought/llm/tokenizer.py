@@ -6,7 +6,7 @@ import logging
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from numbers import Integral
 from pathlib import Path
 from types import MappingProxyType
@@ -39,6 +39,8 @@ _BYTE_LETTERS = MappingProxyType(
     }
 )
 """Letter -> byte, as byte-level BPE names its tokens: printable ones stand for themselves."""
+SHORT_TEXT = 256
+"""Characters of a text up to which its ids are remembered: methods append the same ones often."""
 LONG_TEXT = 1 << 14
 """Characters beyond which a text is tokenised beside an event loop."""
 _DENSE = 16
@@ -101,6 +103,7 @@ class Tokenizer:
         self.byte_values = self._find_byte_values()
         """Token id -> byte, for tokens of one raw byte (sentencepiece's byte fallback)."""
         self._prepends_space = self.decode([*self._ids("a"), *self._ids("a")]) == "a a"
+        self._short_ids = lru_cache(maxsize=64)(lambda text: tuple(self._encode_more(text)))
         self._pieces: dict[int, str] = {}
         self._pieces_within: dict[int, str] = {}
 
@@ -198,6 +201,11 @@ class Tokenizer:
         """Ids of a text that continues another one: nothing is added at its beginning. Raises as
         ``encode``.
         """
+        if len(text) > SHORT_TEXT:
+            return self._encode_more(text)
+        return list(self._short_ids(text))
+
+    def _encode_more(self, text: str) -> list[int]:
         if self._prepends_space:  # as sentencepiece does at the start of a text: encode mid-text
             head, whole = self._ids("\n"), self._ids("\n" + text)
             if whole[: len(head)] == head:
