@@ -20,9 +20,12 @@ from hypothesis import strategies as st
 from scipy import stats
 from torch import Tensor
 
+from forethought.backends.cpu.backend import CpuBackend
 from forethought.backends.cpu.library import load_library
 from forethought.backends.cpu.sampler import NativeSampler
+from forethought.config.engine import LlmArgs
 from forethought.config.sampling import SamplingParams
+from forethought.engine import resolve
 from forethought.model.sampling import TokenContext, logits_to_probs, uniform_at
 from forethought.model.sampling.sampler import (
     NO_TOKEN,
@@ -30,6 +33,7 @@ from forethought.model.sampling.sampler import (
     torch_score_confidence,
     torch_score_logprobs,
 )
+from models import tiny
 
 EDGE = 2e-6
 EOS = frozenset({1})
@@ -288,3 +292,11 @@ def test_without_a_library_torch_samples(monkeypatch: pytest.MonkeyPatch) -> Non
         sampler.draw_tokens(logits, [context] * 4, uniforms),
         torch_draw_tokens(logits, [context] * 4, uniforms),
     )
+
+
+def test_the_library_is_loaded_before_the_first_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where it has to be compiled, no request waits for that."""
+    loaded = list[bool]()
+    monkeypatch.setattr(CpuBackend, "sampler", staticmethod(lambda: loaded.append(True)))
+    resolve.build(LlmArgs(forward="torch"), tiny("llama")).shutdown()
+    assert loaded == [True]

@@ -119,6 +119,8 @@ def _engine(
     useful = (batch_size + NUM_PREFIX_CONTEXTS) * context
     capacity = _fill(args.kv_cache_config, runner.storage, drafters, useful, runner.reserved_bytes)
     _prepare(runner, drafters, is_asked=args.cuda_graphs is True)
+    if lm.device.type == "cpu":
+        backends.cpu().sampler()  # which may have to be compiled: not in the first sampled step
     limits = Limits(
         max_batch_size=batch_size,
         max_num_tokens=args.max_num_tokens,
