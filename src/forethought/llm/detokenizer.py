@@ -280,8 +280,6 @@ class Transcript:
 def name_tokens(entries: TokenLogprobs, tokenizer: Tokenizer) -> TokenLogprobs:
     """The same log-probabilities with the text of each token, and its bytes if they are none."""
     return {
-        token: Logprob(
-            entry.logprob, entry.rank, tokenizer.piece_within(token), tokenizer.raw(token)
-        )
+        token: Logprob(entry.logprob, entry.rank, *tokenizer.spelling(token))
         for token, entry in entries.items()
     }

@@ -104,6 +104,7 @@ class Tokenizer:
         """Token id -> byte, for tokens of one raw byte (sentencepiece's byte fallback)."""
         self._prepends_space = self.decode([*self._ids("a"), *self._ids("a")]) == "a a"
         self._short_ids = lru_cache(maxsize=64)(lambda text: tuple(self._encode_more(text)))
+        self._spellings: dict[int, tuple[str, bytes | None]] = {}
         self._pieces: dict[int, str] = {}
         self._pieces_within: dict[int, str] = {}
 
@@ -250,6 +251,12 @@ class Tokenizer:
             whole = self.decode([*before, token], skip_special_tokens=False)
             self._pieces_within[token] = whole[len(self.decode(before)) :]
         return self._pieces_within[token]
+
+    def spelling(self, token: int) -> tuple[str, bytes | None]:
+        """``piece_within`` and ``raw``."""
+        if token not in self._spellings:
+            self._spellings[token] = self.piece_within(token), self.raw(token)
+        return self._spellings[token]
 
     def raw(self, token: int) -> bytes | None:
         """The bytes of a token that is a part of a character; None of one that is text."""

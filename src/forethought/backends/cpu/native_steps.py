@@ -30,7 +30,7 @@ from forethought.model.batch import Batch
 from forethought.model.hidden_states import HiddenStateCache
 from forethought.model.runner import ModelRunner
 from forethought.model.sampling.sampler import read_logprobs
-from forethought.outputs import TokenConfidence
+from forethought.outputs import Logprob, TokenConfidence
 from forethought.speculative.chain_source import GreedyChains
 from forethought.speculative.drafter import NO_DRAFT, ChainSource, Draft
 from forethought.speculative.step_runner import Advance, DecodeRow, Interrupt, StepRunner
@@ -103,7 +103,12 @@ class Written:
         """Add the scores of a result, whose first token is at ``position`` in all of them."""
         width, k = self.scores_width, params.logprobs
         begins = range(position * width, (position + len(result.tokens)) * width, width)
-        if k is not None:
+        if k == 0:
+            result.logprobs = [
+                {token: Logprob(self.scores[begin], int(self.scores[begin + 1]))}
+                for begin, token in zip(begins, result.tokens, strict=True)
+            ]
+        elif k is not None:
             result.logprobs = [
                 read_logprobs(self.scores[begin : begin + 2 + 2 * k], token, k)
                 for begin, token in zip(begins, result.tokens, strict=True)

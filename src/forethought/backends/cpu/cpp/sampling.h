@@ -258,7 +258,8 @@ struct Shifted { // logits less the largest
     double mass = 0, weighted = 0,
            sum_all = 0; // of exponentials, of their products with them, of all
 
-    Shifted(const float* x, int32_t vocab) : highest(largest(x, vocab).value) {
+    Shifted(const float* x, int32_t vocab, bool wants_means)
+        : highest(largest(x, vocab).value), wants_means(wants_means) {
         int32_t begin = 0;
         for (; begin + BLOCK <= vocab; begin += BLOCK) add(x + begin, BLOCK / LANES);
         const int32_t rest = vocab - begin;
@@ -272,11 +273,15 @@ struct Shifted { // logits less the largest
   private:
     static constexpr int BLOCK = 256;
 
+    const bool wants_means;
+
     void add(const float* x, int count) {
         Vec weights = {}, products = {}, values = {};
         for (int i = 0; i < count; i++) {
             const Vec shifted = load(x + i * LANES) - highest, weight = weights_of(shifted);
-            weights += weight, values += shifted;
+            weights += weight;
+            if (!wants_means) continue;
+            values += shifted;
             products += weight == 0.0f ? Vec{} : weight * shifted; // 0 * -inf would be NaN
         }
         mass += sum(weights), weighted += sum(products), sum_all += sum(values);
@@ -306,7 +311,7 @@ static std::vector<int32_t> largest_ids(const float* x, int32_t vocab, int32_t c
 // Write 2 + 2 k scores: log-probability and rank of a token, log-probabilities of the k most probable
 // ones, and their ids.
 static void score_logprob(const float* x, int32_t vocab, int64_t token, int32_t k, double* scores) {
-    const Shifted shifted(x, vocab);
+    const Shifted shifted(x, vocab, false);
     const double log_mass = log(shifted.mass);
     const auto logprob = [&](int64_t id) { return double(x[id] - shifted.highest) - log_mass; };
     int32_t num_above = 0;
@@ -319,7 +324,7 @@ static void score_logprob(const float* x, int32_t vocab, int64_t token, int32_t 
 // Write the four fields of TokenConfidence, over the k most probable tokens.
 static void score_confidence(
     const float* x, int32_t vocab, int64_t token, int32_t k, double* scores) {
-    const Shifted shifted(x, vocab);
+    const Shifted shifted(x, vocab, true);
     const double log_mass = log(shifted.mass);
     double sum = 0;
     int32_t count = 0;
