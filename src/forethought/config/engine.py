@@ -114,12 +114,11 @@ class LlmArgs(StrictModel):
     max_num_tokens: int = Field(default=2048, ge=1)
     """Tokens in one step: decodes first, then chunks of prefills."""
     num_continuous_decode_steps: int | None = Field(default=None, ge=1)
-    """Decode steps that are made in one call, where all running requests decode greedily, without
-    stop strings, penalties, shapes, thinking budgets or log-probabilities, without drafts or with
-    chains of one drafter, and no other one can begin. It saves most of what a step
-    costs beside the forward. The tokens come together, and an abort, a timeout or a new request
-    takes effect at the end of the call. None: 8 in ``LLM``, 1 for its streams and where clients run
-    beside the engine (``AsyncLLM``, server)."""
+    """Decode steps that are made in one call at most, where all running requests decode without a
+    grammar or thinking budget, without drafts or with chains of one drafter, and no other one can
+    begin. It saves most of what a step costs beside the forward. Where clients run beside the steps
+    a call ends with the step in which one waits for something. None: 16, and 1 for streams of
+    ``LLM``, and for clients of a model on a GPU."""
     max_seq_len: int | None = Field(default=None, ge=2)
     """Prompt and output of one sequence together; None: the model's context."""
     enable_chunked_prefill: bool = True
