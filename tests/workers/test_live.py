@@ -45,10 +45,8 @@ class Words:
     def piece(self, token):
         return PIECES[token]
 
-    piece_within = piece
-
-    def raw(self, token):
-        return None
+    def spelling(self, token):
+        return PIECES[token], None
 
     def decode(self, tokens, skip_special_tokens):
         return "".join(PIECES[token] for token in tokens)
