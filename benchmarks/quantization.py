@@ -1,12 +1,13 @@
-"""Weights in 16, 8 and 4 bits on one model: speed, perplexity, agreement and memory.
+"""Weights in 16, 8 and 4 bits on one model: speed, perplexity and agreement.
 
     python -m benchmarks.quantization
-    python -m benchmarks.quantization --model Qwen/Qwen3-0.6B --prompts FILE --forms auto int8
+    python -m benchmarks.quantization --model DIR --prompts FILE --text README.md --forms auto w8a8
 
 The first form is what the others are compared with. Its greedy answers to held-out questions are
 the text of the comparison: *perplexity* is over their tokens, and *agreement* the share of them
-that another form gives the highest probability after the same tokens. Speed is greedy decoding at
-each batch size, the forms interleaved, medians over the rounds. Prints a table and one JSON line.
+that another form gives the highest probability after the same tokens. With ``--text`` perplexity
+is over the tokens of files, in pieces of 512. Speed is greedy decoding at each batch size, the
+forms interleaved, medians over the rounds. Prints a table and one JSON line.
 """
 
 from __future__ import annotations
@@ -30,6 +31,8 @@ FORMS: dict[str, dict[str, Any]] = {
     "bfloat16": {"dtype": "bfloat16"},
     "int8": {"quantization": "int8"},
     "int4": {"quantization": "int4"},
+    "w8a8": {"quantization": "w8a8"},
+    "w4a8": {"quantization": "w4a8"},
 }
 
 
@@ -37,6 +40,21 @@ def answers(llm: LLM, prompts: list[list[int]], length: int) -> list[list[int]]:
     """Greedy answers of exactly ``length`` tokens."""
     params = SamplingParams(temperature=0.0, max_tokens=length, ignore_eos=True)
     return [result.outputs[0].token_ids for result in llm.generate(prompts, params)]
+
+
+PIECE = 512
+"""Tokens of a text that are read at once."""
+
+
+def perplexity(llm: LLM, texts: list[Path]) -> float:
+    """Over the tokens of files, each piece without those before it."""
+    params, losses = SamplingParams(max_tokens=1, prompt_logprobs=0), list[float]()
+    tokens = [token for path in texts for token in llm.tokenizer.encode(path.read_text())]
+    pieces = [tokens[i : i + PIECE] for i in range(0, len(tokens) - PIECE + 1, PIECE)]
+    for piece, result in zip(pieces, llm.generate(pieces, params), strict=True):
+        pairs = zip(piece[1:], result.prompt_logprobs[1:], strict=True)
+        losses.extend(-entry[token].logprob for token, entry in pairs)
+    return round(math.exp(statistics.fmean(losses)), 4)
 
 
 def quality(llm: LLM, prompts: list[list[int]], texts: list[list[int]]) -> dict[str, float]:
@@ -76,6 +94,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", help="directory or Hub id (default: the embedded reasoner)")
     parser.add_argument("--prompts", type=Path, help="one per line (default: held-out questions)")
+    parser.add_argument("--text", type=Path, nargs="+", help="files whose perplexity is measured")
     parser.add_argument("--forms", nargs="+", choices=FORMS, default=list(FORMS))
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 4, 16])
     parser.add_argument("--length", type=int, default=128, help="new tokens")
@@ -96,6 +115,8 @@ def main() -> None:
     rows = []
     for name, llm in llms.items():
         row = {"form": name, **measured[name], **quality(llm, prompts, texts)}
+        if args.text:
+            row["perplexity"] = perplexity(llm, args.text)
         if not rows:
             print("".join(f"{column:>22}" for column in row))
         print("".join(f"{value:>22}" for value in row.values()), flush=True)

@@ -78,7 +78,7 @@ class AutoBench:
     Args:
         fields: of ``LlmArgs``, without ``speculative_config``.
         configs: the drafters to try, with every length settled.
-        quantizations: forms beside the stored one: ``int8``, ``int4``.
+        quantizations: forms beside the stored one: of ``QUANTIZATIONS``.
         threads: numbers of threads to try.
         batches: numbers of concurrent prompts.
         max_tokens: of an answer.

@@ -18,6 +18,7 @@ from typing import Any
 
 from forethought import __version__, assets
 from forethought.cli import machine
+from forethought.config.quantization import QUANTIZATIONS
 from forethought.errors import ParameterError
 from forethought.evaluation.report import count_of
 from forethought.sandbox.sandbox import SAFE, why_not
@@ -37,7 +38,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         help="load a model, and say what it takes of the memory, part by part",
     )
     parser.add_argument("--dtype", choices=_DTYPES, help="of its weights")
-    parser.add_argument("--quantization", choices=["int8", "int4"], help="store them in few bits")
+    parser.add_argument("--quantization", choices=QUANTIZATIONS, help="store them in few bits")
     parser.add_argument("--device", help="cpu, cuda, ...")
 
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from forethought import assets
 from forethought.config import drafter_table
 from forethought.config.engine import LlmArgs
+from forethought.config.quantization import QUANTIZATIONS
 from forethought.config.speculation import DecodingBaseConfig, find_config_class, named_config
 from forethought.errors import DependencyError, ParameterError, UsageError
 from forethought.methods.stack import SAMPLES as SAMPLE_NUM
@@ -272,7 +273,7 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
         "products in it; bfloat16 on a CPU for quantised weights)",
     )
     parser.add_argument(
-        "--quantization", choices=["int8", "int4"], help="store the weights in 8 or 4 bits"
+        "--quantization", choices=QUANTIZATIONS, help="store the weights in 8 or 4 bits"
     )
     parser.add_argument("--device", help="cpu, cuda, ... (default: CUDA where there is one)")
     parser.add_argument(

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 import pydantic
 from pydantic import AliasChoices, BeforeValidator, Field
 
+from forethought.config.quantization import Quantization
 from forethought.config.registry import Registry
 from forethought.config.speculation import (
     MAX_ENTRIES,
@@ -136,7 +137,7 @@ class DraftTargetDecodingConfig(DecodingBaseConfig):
     draft_choices: TreePaths | None = None
     """A tree instead of a chain: paths of ranks; ``[1, 0]`` is the most probable token after the
     second most probable one. See ``config.speculation``."""
-    quantization: Literal["int8", "int4"] | None = None
+    quantization: Quantization | None = None
     """Store the draft model's weights in 8 or 4 bits, rounded at load; None: as its checkpoint has
     them, whatever the target's."""
 
@@ -165,7 +166,7 @@ class PearlDecodingConfig(DecodingBaseConfig):
     """Tokens of a block, which PEARL calls gamma."""
     draft_device: str | None = None
     """Device of the draft model; None: the target's."""
-    quantization: Literal["int8", "int4"] | None = None
+    quantization: Quantization | None = None
     """Store the draft model's weights in 8 or 4 bits; None: as its checkpoint has them."""
     overlap: bool = True
     """Draft in a separate thread; False: draft the same blocks in turn with the target."""

@@ -26,7 +26,13 @@ from torch import Tensor, nn
 from forethought.kv.storage import LayerShape
 from forethought.model.attention.layer_profile import LayerProfile
 from forethought.model.loaded_weights import check_values
-from forethought.model.quantization import BITS, Quantization, QuantizedLinear, quantize
+from forethought.model.quantization import (
+    BITS,
+    Quantization,
+    QuantizedLinear,
+    has_rounded_input,
+    quantize,
+)
 from forethought.model.rotary import RotaryEmbedding, rope_of
 from forethought.model_dir import check_checkpoint, read_json
 
@@ -221,13 +227,13 @@ class CheckpointModule(nn.Module):
         self.model.rotary_emb = RotaryEmbedding(config)
         self.model.layers = Layers(self)
         head = embedding if config.tie_word_embeddings else weights["lm_head.weight"]
-        self.lm_head = _linear(head, None, None if self.quantization is None else 8)
+        self.lm_head = self._linear(head, None, 8)
         return self
 
     def layer(self, index: int) -> nn.Module:
         """A decoder layer, with its weights."""
         prefix, config = f"model.layers.{index}.", self.config
-        layer, bits = nn.Module(), None if self.quantization is None else BITS[self.quantization]
+        layer, bits = nn.Module(), BITS.get(self.quantization or "")
         layer.self_attn, layer.mlp = nn.Module(), nn.Module()
         tensors = self._tensors(prefix)
         for name, tensor in tensors.items():
@@ -236,7 +242,7 @@ class CheckpointModule(nn.Module):
             if "norm" in part:
                 setattr(parent, part, RmsNorm(tensor, config.rms_norm_eps))
             elif kind == "weight":
-                setattr(parent, part, _linear(tensor, tensors.get(f"{name[:-6]}bias"), bits))
+                setattr(parent, part, self._linear(tensor, tensors.get(f"{name[:-6]}bias"), bits))
         attention = layer.self_attn
         attention.head_dim, attention.scaling = config.head_dim, config.head_dim**-0.5
         attention.num_key_value_groups = config.num_attention_heads // config.num_key_value_heads
@@ -248,6 +254,18 @@ class CheckpointModule(nn.Module):
         shape = LayerShape(config.num_key_value_heads, config.head_dim, config.head_dim)
         profile = LayerProfile(shape, config.num_attention_heads, None, softcap=False, sinks=False)
         return (profile,) * config.num_hidden_layers
+
+    def _linear(self, weight: Tensor, bias: Tensor | None, bits: int | None) -> nn.Module:
+        """A linear of a weight ``[out, in]``, quantised to ``bits`` where the module is."""
+        if self.quantization is not None and bits is not None:
+            rounds_input = has_rounded_input(self.quantization)
+            return QuantizedLinear(quantize(weight.detach(), bits, rounds_input=rounds_input), bias)
+        linear = nn.Linear(*reversed(weight.shape), bias=bias is not None, device="meta")
+        is_parameter = isinstance(weight, nn.Parameter)
+        linear.weight = weight if is_parameter else nn.Parameter(weight, requires_grad=False)
+        if bias is not None:
+            linear.bias = nn.Parameter(bias, requires_grad=False)
+        return linear
 
     def get_input_embeddings(self) -> nn.Module:
         """As of transformers."""
@@ -305,15 +323,3 @@ class Layers:
 
     def __iter__(self) -> Iterator[nn.Module]:
         return map(self._module.layer, range(len(self)))
-
-
-def _linear(weight: Tensor, bias: Tensor | None, bits: int | None) -> nn.Module:
-    """A linear of a weight ``[out, in]``, quantised to ``bits``; None: it is not."""
-    if bits is not None:
-        return QuantizedLinear(quantize(weight.detach(), bits), bias)
-    linear = nn.Linear(*reversed(weight.shape), bias=bias is not None, device="meta")
-    is_parameter = isinstance(weight, nn.Parameter)
-    linear.weight = weight if is_parameter else nn.Parameter(weight, requires_grad=False)
-    if bias is not None:
-        linear.bias = nn.Parameter(bias, requires_grad=False)
-    return linear

@@ -37,8 +37,10 @@ from forethought.model.checkpoint_module import (
 from forethought.model.device import free_host_memory, has_fast_matmul
 from forethought.model.loaded_weights import unsupported
 from forethought.model.quantization import (
+    BITS,
     Quantization,
     QuantizedLinear,
+    has_rounded_input,
     pack_linears,
     quantize_linears,
 )
@@ -123,7 +125,7 @@ def load(
     from forethought.model.transformers_module import checked_module, probe, read_config, refusing
 
     config = read_config(directory, trust_remote_code)
-    _check_quantization(directory, config, quantization)
+    _check_quantization(directory, config, quantization, torch.device(device))
     if dtype == "auto":
         dtype = _auto_dtype(
             directory,
@@ -228,7 +230,9 @@ def _cut(
     return shard.profiles(layers)
 
 
-def _check_quantization(directory: Path, config: Any, quantization: Quantization | None) -> None:
+def _check_quantization(
+    directory: Path, config: Any, quantization: Quantization | None, device: torch.device
+) -> None:
     from forethought.model.transformers_module import quant_method
 
     method = quant_method(directory, config)
@@ -237,6 +241,12 @@ def _check_quantization(directory: Path, config: Any, quantization: Quantization
             f'quantization="{quantization}" is not possible for the model in {directory}',
             f"its weights are quantised already, by {method}",
             "Leave the argument out, or give a checkpoint in 16 or 32 bits",
+        )
+    if quantization is not None and has_rounded_input(quantization) and device.type != "cpu":
+        raise ModelError(
+            f'quantization="{quantization}" is not possible on {device.type}',
+            "activations are multiplied in 8 bits on a CPU alone",
+            f'Use quantization="int{BITS[quantization]}"',
         )
 
 
@@ -318,7 +328,7 @@ def _slower_natively(module: PreTrainedModel | CheckpointModule, forward: Forwar
     dtype = module.dtype
     if forward == "native" or dtype == torch.float32 or not has_fast_matmul(dtype, module.device):
         return None
-    if _num_weights(module) <= MAX_SMALL_WEIGHTS:
+    if _num_weights(module) <= MAX_SMALL_WEIGHTS or _rounds_input(module):
         return None
     if _has_4_bits(module):
         return f"torch has kernels for weights in 4 bits and {str(dtype).removeprefix('torch.')}"
@@ -334,6 +344,14 @@ def _has_4_bits(module: PreTrainedModel | CheckpointModule) -> bool:
         return module.quantization == "int4"
     weights = (m.weight for m in module.modules() if isinstance(m, QuantizedLinear))
     return any(weight is not None and weight.bits == 4 for weight in weights)
+
+
+def _rounds_input(module: PreTrainedModel | CheckpointModule) -> bool:
+    """Whether activations are quantised, for which torch has the reference alone."""
+    if isinstance(module, CheckpointModule):
+        return module.quantization is not None and has_rounded_input(module.quantization)
+    weights = (m.weight for m in module.modules() if isinstance(m, QuantizedLinear))
+    return any(weight is not None and weight.rounds_input for weight in weights)
 
 
 def _num_weights(module: PreTrainedModel | CheckpointModule) -> int:

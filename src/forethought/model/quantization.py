@@ -1,32 +1,41 @@
-"""Weights in 8 and 4 bits, multiplied by activations in 16 or 32 bits.
+"""Weights in 8 and 4 bits, multiplied by activations in 32, 16 or 8 bits.
 
 A quantised weight W ``[out, in]`` is stored as integers q with a scale s and a zero point z per
 group of inputs of one output: ``W[o, i] = (q[o, i] - z[o, g]) * s[o, g]`` with
-``g = i // group_size``. Activations are not quantised, so the model is the one that the stored
-weights describe, and speculative decoding stays exact with respect to it.
+``g = i // group_size``. With ``int8`` and ``int4`` activations are not quantised, so the model is
+the one that the stored weights describe, and speculative decoding stays exact with respect to it.
+
+With ``w8a8`` and ``w4a8`` (weights and activations, as vLLM names them) each row of activations is
+rounded to 8 bits, too, in groups of ``ACTIVATION_GROUP`` inputs, and integers are multiplied by
+integers. That rounding is part of the model: it depends on the row alone, so drafts stay exact.
 
 * ``quantize`` rounds a weight to the nearest (``LlmArgs.quantization``); ``QuantizedWeight`` may
   also come from a checkpoint (``model.quantized_checkpoint``).
 * ``QuantizedLinear`` replaces an ``nn.Linear`` in a transformers module.
 * ``QuantizedProjection`` multiplies: by torch's kernels for packed weights on CPU
   (``_weight_int8pack_mm``, ``_weight_int4pack_mm_for_cpu``), or by dequantising blocks of rows of
-  W, which is also the reference implementation.
+  W, which is also the reference implementation. ``IntegerProduct`` is that of ``w8a8`` and
+  ``w4a8``, which the native forward computes to the last bit (``integers.h``).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, Protocol
+from functools import partial
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from forethought.config.quantization import Quantization
 from forethought.errors import ModelError
 
-Quantization = Literal["int8", "int4"]
-BITS = {"int8": 8, "int4": 4}
+BITS = {"int8": 8, "int4": 4, "w8a8": 8, "w4a8": 4}
+"""Of weights."""
+ACTIVATION_GROUP = 32
+"""Inputs of a row that share a scale where activations are in 8 bits."""
 INT4_GROUP_SIZES = (128, 64, 32)
 """Inputs that share a scale in 4 bits: the first that divides the width is taken."""
 KERNEL_GROUP_SIZES = (32, 64, 128, 256)
@@ -55,6 +64,8 @@ class QuantizedWeight:
         scales: ``[out, groups]`` in the dtype of the model.
         zeros: float32 ``[out, groups]``, the integer that stands for 0; None: 0 in 8 bits, 8 in 4.
         bits: 8 or 4.
+        rounds_input: activations are rounded to 8 bits. In 8 bits scales are per output; in 4 they
+            are values of bfloat16, and groups multiples of ``ACTIVATION_GROUP`` inputs.
         dtype: of activations.
     """
 
@@ -62,6 +73,7 @@ class QuantizedWeight:
     scales: Tensor
     zeros: Tensor | None
     bits: int
+    rounds_input: bool = False
 
     @property
     def shape(self) -> torch.Size:
@@ -102,7 +114,8 @@ class QuantizedWeight:
     def to(self, device: torch.device | str) -> QuantizedWeight:
         """The same on another device."""
         zeros = None if self.zeros is None else self.zeros.to(device)
-        return QuantizedWeight(self.values.to(device), self.scales.to(device), zeros, self.bits)
+        values, scales = self.values.to(device), self.scales.to(device)
+        return replace(self, values=values, scales=scales, zeros=zeros)
 
     @property
     def num_bytes(self) -> int:
@@ -115,16 +128,17 @@ QUANTIZED_ELEMENTS = 2**21
 """Of a weight, at a time."""
 
 
-def quantize(weight: Tensor, bits: int) -> QuantizedWeight:
+def quantize(weight: Tensor, bits: int, *, rounds_input: bool = False) -> QuantizedWeight:
     """Round a weight ``[out, in]`` to the nearest integers.
 
     8 bits: one scale per output, symmetric (``max |W| / 127``). 4 bits: one scale and one zero
     point per group of ``INT4_GROUP_SIZES`` inputs, from the group's minimum and maximum; ModelError
     if no group size divides the width.
     """
-    quantized = _to_int8 if bits == 8 else _to_int4
+    quantized = _to_int8 if bits == 8 else partial(_to_int4, has_short_scales=rounds_input)
     rows = max(1, QUANTIZED_ELEMENTS // max(1, weight.shape[1]))  # small copies in float32
-    return concatenated([quantized(part) for part in weight.split(rows)])
+    whole = concatenated([quantized(part) for part in weight.split(rows)])
+    return replace(whole, rounds_input=rounds_input)
 
 
 def _to_int8(weight: Tensor) -> QuantizedWeight:
@@ -134,7 +148,7 @@ def _to_int8(weight: Tensor) -> QuantizedWeight:
     return QuantizedWeight(values, scales, None, 8)
 
 
-def _to_int4(weight: Tensor) -> QuantizedWeight:
+def _to_int4(weight: Tensor, has_short_scales: bool) -> QuantizedWeight:
     size = int4_group_size(weight.shape[1])
     if size is None:
         raise ModelError(
@@ -145,7 +159,8 @@ def _to_int4(weight: Tensor) -> QuantizedWeight:
         )
     groups = weight.float().unflatten(1, (-1, size))
     low, high = groups.amin(2).clamp_(max=0), groups.amax(2).clamp_(min=0)
-    scales = _positive((high - low) / 15, weight.dtype)
+    exact = (high - low) / 15
+    scales = _positive(exact.bfloat16() if has_short_scales else exact, weight.dtype)
     zeros = (-low / scales.float()).round_().clamp_(0, 15)
     values = (groups / scales.float()[:, :, None] + zeros[:, :, None]).round_().clamp_(0, 15)
     return QuantizedWeight(values.to(torch.uint8).flatten(1), scales, zeros, 4)
@@ -161,20 +176,25 @@ def _positive(scales: Tensor, dtype: torch.dtype) -> Tensor:
     return scales.to(dtype).clamp_(min=torch.finfo(dtype).tiny)
 
 
+def has_rounded_input(quantization: Quantization) -> bool:
+    """Whether activations are quantised, too."""
+    return quantization in ("w8a8", "w4a8")
+
+
 def int4_group_size(width: int) -> int | None:
     """The group size of a weight with ``width`` inputs; None: it cannot be quantised to 4 bits."""
     return next((size for size in INT4_GROUP_SIZES if width % size == 0), None)
 
 
 def concatenated(weights: Sequence[QuantizedWeight]) -> QuantizedWeight:
-    """One weight whose outputs are those of ``weights``, which share bits and group size."""
+    """One weight whose outputs are those of ``weights``, which are alike in all else."""
     zeros = [weight.zeros for weight in weights if weight.zeros is not None]
     assert len(zeros) in (0, len(weights))
-    return QuantizedWeight(
-        torch.cat([weight.values for weight in weights]),
-        torch.cat([weight.scales for weight in weights]),
-        torch.cat(zeros) if zeros else None,
-        weights[0].bits,
+    return replace(
+        weights[0],
+        values=torch.cat([weight.values for weight in weights]),
+        scales=torch.cat([weight.scales for weight in weights]),
+        zeros=torch.cat(zeros) if zeros else None,
     )
 
 
@@ -266,11 +286,58 @@ class Int4Product:
         )
 
 
+class IntegerProduct:
+    """Activations in 8 bits times integers: the sums of groups are exact, and are scaled and added
+    in float32, in order, each operation rounded. So an output depends on its row alone.
+    """
+
+    def __init__(self, weight: QuantizedWeight) -> None:
+        self.dtype, self.has_output_scales = weight.dtype, weight.bits == 8
+        values = F.pad(weight.values, (0, -weight.shape[1] % ACTIVATION_GROUP))
+        self.values = values.unflatten(1, (-1, ACTIVATION_GROUP)).transpose(0, 1)
+        self.scales, self.zeros = weight.scales.float(), weight.zeros
+        if not self.has_output_scales:
+            num_groups = weight.group_size // ACTIVATION_GROUP
+            zeros = weight.offset if weight.zeros is None else weight.zeros
+            self.zeros = (zeros + torch.zeros_like(self.scales)).repeat_interleave(num_groups, 1)
+            self.scales = self.scales.repeat_interleave(num_groups, 1)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x ``[T, in]`` -> ``[T, out]``."""
+        values, scales = rounded_to_int8(x)
+        total = x.new_zeros((len(x), self.values.shape[1]), dtype=torch.float32)
+        for group, weights in enumerate(self.values):  # int8 or uint8 [out, ACTIVATION_GROUP]
+            sums, scale = values[:, group] @ weights.float().T, scales[:, group, None]
+            if self.zeros is not None:
+                sums -= values[:, group].sum(1, keepdim=True) * self.zeros[:, group]
+                scale = scale * self.scales[:, group]
+            total += sums * scale
+        return (total * self.scales[:, 0] if self.has_output_scales else total).to(self.dtype)
+
+
+def rounded_to_int8(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Activations ``[T, in]`` in 8 bits, in groups of ``ACTIVATION_GROUP`` inputs.
+
+    Returns:
+        integers, float32 ``[T, groups, ACTIVATION_GROUP]``, and scales, float32 ``[T, groups]``:
+        the largest magnitude over 127; NaN, with integers 0, where a value is not finite.
+    """
+    padded = F.pad(x.float(), (0, -x.shape[1] % ACTIVATION_GROUP))
+    groups = padded.unflatten(1, (-1, ACTIVATION_GROUP))
+    largest = groups.abs().amax(2)
+    scales = (largest / 127).clamp(min=torch.finfo(torch.float32).tiny)
+    finite = largest.isfinite()
+    values = (groups / scales[..., None]).round().where(finite[..., None], 0)
+    return values, scales.where(finite, torch.nan)
+
+
 def product(weight: QuantizedWeight, *, batch_invariant: bool = False) -> _Product:
     """The fastest product for the weight's device, dtype, bits and groups. torch's kernels are
     vectorised for bf16 alone; elsewhere, and for widths that they do not take, blocks are
     dequantised, whose rounding in bf16 may depend on the number of rows.
     """
+    if weight.rounds_input:
+        return IntegerProduct(weight)
     if weight.device.type != "cpu" or weight.dtype != torch.bfloat16:
         return BlockwiseProduct(weight)
     if weight.bits == 8:
@@ -341,10 +408,13 @@ class QuantizedLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """x ``[..., in]`` -> ``[..., out]``."""
-        if self._projection is None:
+        projection = self._projection
+        if projection is None:
             assert self.weight is not None
-            return F.linear(x, self.weight.dequantize(), self.bias)
-        result = self._projection(x.reshape(-1, self.in_features))
+            if not self.weight.rounds_input:
+                return F.linear(x, self.weight.dequantize(), self.bias)
+            projection = QuantizedProjection(self.weight, self.bias)
+        result = projection(x.reshape(-1, self.in_features))
         return result.view(*x.shape[:-1], self.out_features)
 
 
@@ -359,19 +429,21 @@ def quantize_linears(module: nn.Module, quantization: Quantization) -> int:
     """Replace every ``nn.Linear`` of a language model by its quantised form, one after the other;
     returns how many.
 
-    The output projection is quantised to 8 bits even with int4: its errors are those of the logits.
-    Embeddings, norms and biases stay. Raises ModelError if the model has none, or weights of
-    experts, which are no linears.
+    The output projection is quantised to 8 bits even where others have 4: its errors are those of
+    the logits. Embeddings, norms and biases stay. Raises ModelError if the model has none, or
+    weights of experts, which are no linears.
     """
     head = module.get_output_embeddings() if hasattr(module, "get_output_embeddings") else None
     linears = [
         (name, layer) for name, layer in module.named_modules() if isinstance(layer, nn.Linear)
     ]
     _check_quantizable(module, linears, quantization)
+    rounds_input = has_rounded_input(quantization)
     for name, linear in linears:
         bits = 8 if linear is head else BITS[quantization]
         bias = None if linear.bias is None else linear.bias.detach()
-        replacement = QuantizedLinear(quantize(linear.weight.detach(), bits), bias)
+        weight = quantize(linear.weight.detach(), bits, rounds_input=rounds_input)
+        replacement = QuantizedLinear(weight, bias)
         module.set_submodule(name, replacement)
     return len(linears)
 

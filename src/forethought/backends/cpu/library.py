@@ -67,9 +67,9 @@ class Level:
 
 _V3 = frozenset({"avx", "avx2", "bmi1", "bmi2", "f16c", "fma", "abm", "movbe", "xsave"})
 _V4 = _V3 | {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}
-_AMX = ("-march=x86-64-v4", "-mavx512bf16", "-mamx-tile", "-mamx-bf16")
+_AMX = ("-march=x86-64-v4", "-mavx512bf16", "-mavx512vnni", "-mamx-tile", "-mamx-bf16")
 LEVELS = (
-    Level("amx", _AMX, _V4 | {"avx512_bf16"}),
+    Level("amx", _AMX, _V4 | {"avx512_bf16", "avx512_vnni"}),
     Level("x86-64-v4", ("-march=x86-64-v4",), _V4),
     Level("x86-64-v3", ("-march=x86-64-v3",), _V3),
 )

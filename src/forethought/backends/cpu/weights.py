@@ -20,14 +20,19 @@ from forethought.backends.cpu.library import load_library
 from forethought.backends.cpu.structures import ExpertsStruct, LayerStruct, LinearStruct
 from forethought.model.checkpoint_module import CheckpointConfig, CheckpointModule
 from forethought.model.llama.layers import rotary_table
-from forethought.model.quantization import QuantizedLinear, QuantizedWeight, concatenated
+from forethought.model.quantization import (
+    ACTIVATION_GROUP,
+    QuantizedLinear,
+    QuantizedWeight,
+    concatenated,
+)
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 PANEL = 16  # outputs of a panel, as in panels.h
 TILE_INPUTS = 32  # that the inputs of a panel in bf16 are a multiple of, as there
-F32, BF16, I8, I4 = range(4)  # enum WeightType
+F32, BF16, I8, I4, W8A8, W4A8 = range(6)  # enum WeightType
 TYPES = {torch.float32: F32, torch.bfloat16: BF16}
 ACTIVATIONS = {"silu": 0, "gelu_pytorch_tanh": 1}
 MAX_HEAD_DIM, MAX_GROUP, MAX_TOP_K = 1024, 64, 64
@@ -113,7 +118,7 @@ def _kind(linear: nn.Module) -> tuple[object, ...]:
     weight = linear.weight
     if not isinstance(weight, QuantizedWeight):
         return (16,)
-    return weight.bits, weight.group_size
+    return weight.bits, weight.group_size, weight.rounds_input
 
 
 def _qkv(attention: nn.Module) -> list[nn.Module]:
@@ -170,26 +175,20 @@ class PackedLinear:
             padded = F.pad(parts, (0, 0) * (parts.dim() - 2) + (0, missing)) if missing else parts
             return padded.unflatten(1, (-1, PANEL)).transpose(0, 1).flatten(0, 1)
 
-        scale = zero = None
-        group_size = num_inputs
         if not isinstance(weight, QuantizedWeight):
             float32_input |= weight.dtype == torch.float32
             weight = _as_stored(weight)
-            kind = TYPES[weight.dtype]
-            panels_of = _in_pairs if kind == BF16 else partial(torch.transpose, dim0=1, dim1=2)
-            values = panels_of(by_output(weight)).contiguous()
-        elif weight.bits == 8:
-            kind, values = I8, by_output(weight.values).transpose(1, 2).contiguous()
+        kind, is_quantised = _type_of(weight), isinstance(weight, QuantizedWeight)
+        values = LAYOUTS[kind](by_output(weight.values if is_quantised else weight)).contiguous()
+        group_size, scale, zero = num_inputs, None, None
+        if kind in (I8, W8A8):
             scale = by_output(weight.scales[:, 0].float()).contiguous()
-        else:
-            kind, group_size = I4, weight.group_size
-            nibbles = by_output(weight.values).transpose(1, 2)  # [panels, in, PANEL]
-            values = (nibbles[:, ::2] | nibbles[:, 1::2] << 4).contiguous()
-            zeros = weight.zeros
-            if zeros is None:
-                zeros = torch.full(weight.scales.shape, float(weight.offset), dtype=torch.float32)
-            scale = by_output(weight.scales.float()).transpose(1, 2).contiguous()
-            zero = by_output(zeros.float()).transpose(1, 2).contiguous()
+        elif kind in (I4, W4A8):
+            group_size = weight.group_size
+            values = (values[:, ::2] | values[:, 1::2] << 4).contiguous()
+            scale, zero = (
+                by_output(x).transpose(1, 2).contiguous() for x in _scales_and_zeros(weight)
+            )
         added = None if bias is None else by_output(bias.float()).contiguous()
         owned = [x for x in (values, scale, zero, added) if x is not None]
         struct = LinearStruct(
@@ -240,11 +239,48 @@ class PackedLinear:
         return sum(tensor.nbytes for tensor in self.tensors)
 
 
+def _type_of(weight: Tensor | QuantizedWeight) -> int:
+    """Of ``WeightType``."""
+    if not isinstance(weight, QuantizedWeight):
+        return TYPES[weight.dtype]
+    if weight.rounds_input:
+        return W8A8 if weight.bits == 8 else W4A8
+    return I8 if weight.bits == 8 else I4
+
+
+def _scales_and_zeros(weight: QuantizedWeight) -> tuple[Tensor, Tensor]:
+    """Of 4 bits, ``[out, groups]`` in the dtypes of ``structures.h``."""
+    zeros = weight.scales.new_full(weight.scales.shape, weight.offset)
+    zeros = zeros if weight.zeros is None else weight.zeros
+    if weight.rounds_input:
+        return weight.scales.bfloat16(), zeros.to(torch.uint8)
+    return weight.scales.float(), zeros.float()
+
+
+def _by_input(panels: Tensor) -> Tensor:
+    """``[panels, PANEL, in]`` -> ``[panels, in, PANEL]``."""
+    return panels.transpose(1, 2)
+
+
 def _in_pairs(panels: Tensor) -> Tensor:
     """``[panels, PANEL, in]`` -> ``[panels, in / 2, PANEL, 2]``, ``in`` padded with zeros."""
     missing = -panels.shape[2] % TILE_INPUTS
     padded = F.pad(panels, (0, missing)) if missing else panels
     return padded.unflatten(2, (-1, 2)).transpose(1, 2)
+
+
+def _in_quads(panels: Tensor) -> Tensor:
+    """``[panels, PANEL, in]`` -> ``[panels, in / 4, PANEL, 4]``, ``in`` padded with zeros."""
+    padded = F.pad(panels, (0, -panels.shape[2] % ACTIVATION_GROUP))
+    return padded.unflatten(2, (-1, 4)).transpose(1, 2)
+
+
+LAYOUTS = {
+    **dict.fromkeys((F32, I8, I4), _by_input),
+    BF16: _in_pairs,
+    **dict.fromkeys((W8A8, W4A8), _in_quads),
+}
+"""Of the inputs of a panel, by type."""
 
 
 def _as_stored(weight: Tensor) -> Tensor:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from forethought.cli import options as model
+from forethought.config.quantization import QUANTIZATIONS
 from forethought.errors import ParameterError
 from forethought.saved_file import save_text
 
@@ -46,7 +47,7 @@ def configure(measured: Any) -> None:
         "--allow",
         nargs="+",
         default=[],
-        choices=["int8", "int4"],
+        choices=QUANTIZATIONS,
         help="quantised weights that may be chosen; they change the model",
     )
     options.add_argument("--json", action="store_true", help="print the JSON line only")

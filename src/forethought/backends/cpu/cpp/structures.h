@@ -8,7 +8,7 @@ constexpr int MAX_HEAD_DIM = 1024; // sizes of buffers on the stack; weights.py 
 constexpr int MAX_GROUP = 64;      // query heads that share a key head
 constexpr int MAX_TOP_K = 64;      // experts of a token
 
-enum WeightType { F32 = 0, BF16 = 1, I8 = 2, I4 = 3 };
+enum WeightType { F32 = 0, BF16 = 1, I8 = 2, I4 = 3, W8A8 = 4, W4A8 = 5 }; // A8: see integers.h
 constexpr int64_t NO_TOKEN = -1; // where the model's logits are not finite
 
 enum Activation { SILU = 0, GELU_TANH = 1 };
@@ -18,8 +18,8 @@ extern "C" {
 // y = x W^T + b
 struct Linear {
     const void* weight; // panels; null: there is no such product
-    const float* scale; // I8: [out]; I4: [panels, groups, PANEL]
-    const float* zero;  // I4: as scale
+    const float* scale; // 8 bits: [out]; 4 bits: [panels, groups, PANEL], of W4A8 in bf16
+    const float* zero;  // 4 bits: as scale, of W4A8 in bytes
     const float* bias;  // [out], or null
     int32_t num_inputs, num_outputs, type, group_size;
     int32_t float32_input; // BF16: x is multiplied in float32, also where tiles.h would round it

@@ -1,8 +1,8 @@
 // Panels of packed weights, and what each thread computes of them.
 //
-// A panel holds PANEL outputs, of bf16 [in / 2, PANEL, 2], of every other type [in, PANEL]. The
-// inputs of bf16 are padded with zeros to a multiple of 32: 16 pairs of them are one tile,
-// and vectors read both of a pair with one load.
+// A panel holds PANEL outputs, of bf16 [in / 2, PANEL, 2], of every other type [in, PANEL], but for
+// those of integers.h. The inputs of bf16 are padded with zeros to a multiple of 32: 16 pairs of them
+// are one tile, and vectors read both of a pair with one load.
 
 #pragma once
 
@@ -47,5 +47,6 @@ static inline int64_t padded_inputs(int64_t num_inputs) {
 
 // Weights of a panel, with those of the padding.
 static inline int64_t panel_size(const Linear& w) {
-    return (w.type == BF16 ? padded_inputs(w.num_inputs) : w.num_inputs) * PANEL;
+    const bool padded = w.type == BF16 || w.type >= W8A8;
+    return (padded ? padded_inputs(w.num_inputs) : w.num_inputs) * PANEL;
 }

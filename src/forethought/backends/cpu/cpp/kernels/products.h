@@ -3,6 +3,7 @@
 #pragma once
 
 #include "../structures.h"
+#include "integers.h"
 #include "panels.h"
 #include "tiles.h"
 #include "vectors.h"
@@ -179,15 +180,16 @@ static inline int panels_at_once(int tokens, int left) {
     return left >= 2 && fits(rows, 2) ? 2 : 1;
 }
 
-// Inputs x [T, in] and panels of w, ready to be multiplied: x rounded where there are tiles, w
-// converted from 4 bits to float32 where there are so many tokens that converting once pays. Those
-// values are the ones that multiply_tile computes with, so the sums are the same.
+// Inputs x [T, in] and panels of w, ready to be multiplied: x rounded where there are tiles, or
+// integers; w converted from 4 bits to float32 where there are so many tokens that converting
+// once pays. Those values are the ones that multiply_tile computes with, so the sums are the same.
 class Factors {
   public:
     // All threads make theirs together, and hold them for one product.
     Factors(const Linear& w, const Input& x, int tokens, Thread thread)
         : source(w), plain(w), x(x), tokens(tokens), converted(w.type == I4 && tokens > MAX_ROWS) {
         if (TileInput::takes(w)) tiles.emplace(x, tokens, w.num_inputs, thread);
+        if (IntegerInput::takes(w)) integers.emplace(x, tokens, w.num_inputs, thread);
     }
 
     // Tokens of a pass. In tiles all panels pass by them before the next ones.
@@ -218,6 +220,7 @@ class Factors {
     // panels [panel, panel + count), which are among those that are held.
     void multiply(int panel, int count, int t, int rows, float* sums) const {
         if (tiles) return tiles->multiply(source, panel, count, t, rows, sums);
+        if (integers) return integers->multiply(source, panel, count, t, rows, sums);
         memset(sums, 0, rows * count * PANEL * 4);
         multiply_tile(plain, panel - first, count, x.floats + t * x.stride, x.stride, rows, sums);
     }
@@ -229,6 +232,7 @@ class Factors {
     const int tokens;
     const bool converted;
     std::optional<TileInput> tiles;
+    std::optional<IntegerInput> integers;
     int first = 0; // panel of `plain`
 
     float* buffer() const { // of this thread, kept between calls

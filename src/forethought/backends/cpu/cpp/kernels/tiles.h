@@ -37,9 +37,9 @@ struct TileLayout {
     }
 };
 
-// Floats that rounded inputs of so many tokens take, and those of one tile for each thread.
+// Floats that rounded inputs of so many tokens take, and those of one tile for each thread: in bf16,
+// or in 8 bits.
 static inline int64_t tiles_size(int64_t tokens, int64_t num_inputs, int threads) {
-    if (!HAS_DOT_PRODUCTS) return 0;
     const int64_t shared = tokens + TILE_ROWS, own = int64_t(threads) * TILE_ROWS;
     return (shared > own ? shared : own) * padded_inputs(num_inputs) / 2;
 }
