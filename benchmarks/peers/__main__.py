@@ -1,14 +1,15 @@
 """Every inference engine for CPUs that is installed, beside ours, on the same models.
 
     python -m benchmarks.peers --openvino PY --llamacpp PY --vllm PY
-    python -m benchmarks.peers --openvino PY --models 150m --cases decode --quantised --rounds 3
+    python -m benchmarks.peers --openvino PY --models 150m --cases decode --quantised 8 --rounds 3
 
 ``PY`` is the interpreter of an environment that has the engine: ``openvino-genai`` with
 ``optimum-intel``, ``llama-cpp-python`` with ``gguf``, vLLM's CPU build. None is needed: an
 engine that is not given is left out. Each engine runs in a process of its own, with as many
 threads, weights and KV cache in the same dtype (``--dtype``) and a KV cache for as many tokens;
-``--quantised`` adds int8 (ours, OpenVINO) and Q8_0 (llama.cpp). The models have random weights in
-the shape of a Qwen3, and are made here; ``reasoner`` is the embedded one.
+``--quantised`` adds weights in 8 or 4 bits: int8, w8a8, int4, w4a8 (ours), int8, int4 (OpenVINO),
+Q8_0, Q4_0 (llama.cpp). The models have random weights in the shape of a Qwen3, and are made here;
+``reasoner`` is the embedded one.
 
 All get the same requests, in turns within a round, so that other load of the machine falls on all.
 Where it is heavy, ``--threads 1 --clock processor`` counts seconds that the processor spent.
@@ -56,7 +57,11 @@ REASONER = "reasoner"
 CASES = ("decode", "first", "mixed", "context", "speculate")
 SPECULATING = ("transformers", "forethought", "openvino", "vllm")
 """Engines that are asked to speculate."""
-QUANTISED = {"forethought": "int8", "openvino": "int8", "llamacpp": "q8_0"}
+QUANTISED = {
+    8: {"forethought": ["int8", "w8a8"], "openvino": ["int8"], "llamacpp": ["q8_0"]},
+    4: {"forethought": ["int4", "w4a8"], "openvino": ["int4"], "llamacpp": ["q4_0"]},
+}
+"""Forms of the weights by their bits."""
 MAX_LEN = 1024
 """Tokens of a sequence in all cases but ``context``."""
 
@@ -217,13 +222,12 @@ def chosen_entries(args: argparse.Namespace) -> list[Entry]:
         "llamacpp": args.llamacpp,
     }
     entries = [Entry(engine, python) for engine, python in pythons.items() if python]
-    if args.quantised:
-        entries += [
-            Entry(entry.engine, entry.python, QUANTISED[entry.engine])
-            for entry in entries
-            if entry.engine in QUANTISED
-        ]
-    return entries
+    return entries + [
+        Entry(entry.engine, entry.python, form)
+        for bits in args.quantised
+        for entry in entries
+        for form in QUANTISED[bits].get(entry.engine, ())
+    ]
 
 
 def tables(figures: Sequence[Figure], memory: Sequence[dict[str, Any]]) -> str:
@@ -266,7 +270,14 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--models", nargs="+", choices=[*SHAPES, REASONER], default=["15m", "150m"])
     parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
-    parser.add_argument("--quantised", action="store_true", help="int8 and Q8_0 beside the dtype")
+    parser.add_argument(
+        "--quantised",
+        nargs="+",
+        type=int,
+        choices=QUANTISED,
+        default=[],
+        help="bits of quantised weights that are measured beside the dtype",
+    )
     parser.add_argument("--batches", nargs="+", type=int, default=[1, 4, 16])
     parser.add_argument("--prompt", type=int, default=128, help="tokens of a prompt")
     parser.add_argument("--new", type=int, default=128, help="tokens of an answer")

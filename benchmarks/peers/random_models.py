@@ -1,4 +1,4 @@
-"""Qwen3-shaped models with random weights, in three sizes, and how they are saved."""
+"""Qwen3-shaped models with random weights, in several sizes, and how they are saved."""
 
 from __future__ import annotations
 
@@ -20,6 +20,15 @@ SHAPES: dict[str, dict[str, int]] = {
         "num_key_value_heads": 5,
         "head_dim": 64,
     },
+    "135m": {
+        "vocab_size": 49_152,
+        "hidden_size": 576,
+        "intermediate_size": 1536,
+        "num_hidden_layers": 30,
+        "num_attention_heads": 9,
+        "num_key_value_heads": 3,
+        "head_dim": 64,
+    },
     "150m": {
         "vocab_size": 32_000,
         "hidden_size": 768,
@@ -39,7 +48,7 @@ SHAPES: dict[str, dict[str, int]] = {
         "head_dim": 128,
     },
 }
-"""The last is that of Qwen3-0.6B."""
+"""135m has the sizes of SmolLM2-135M, the last those of Qwen3-0.6B."""
 
 
 def save_random_model(name: str, directory: Path, dtype: str) -> Path:
