@@ -31,7 +31,7 @@ from forethought.llm.tokenizer import Tokenizer
 from forethought.model import loader
 from forethought.model.batch import Batch, Row
 from forethought.model.causal_lm import CausalLM
-from forethought.model.checkpoint_module import CheckpointConfig, open_checkpoint
+from forethought.model.checkpoint_module import CheckpointConfig, CheckpointModule, open_checkpoint
 from forethought.model.rotary import RotaryEmbedding
 from models import save_random
 from tokens import speaking
@@ -162,6 +162,15 @@ def test_weights_in_several_files_are_found(
         {"sliding_window": 8, "use_sliding_window": True},
         {"layer_types": ["full_attention", "sliding_attention", "full_attention"]},
         {"num_hidden_layers": 2},
+        {"num_hidden_layers": 10**8},
+        {"num_hidden_layers": 10**9},
+        {"num_hidden_layers": -1},
+        {"num_hidden_layers": [3, 3, 3]},
+        {"num_attention_heads": 0},
+        {"num_attention_heads": [0]},
+        {"hidden_size": [32]},
+        {"num_key_value_heads": [2, 2, 2]},
+        {"head_dim": [8]},
         {"attention_bias": True},
         {"vocab_size": 127},
     ],
@@ -174,6 +183,42 @@ def test_what_is_not_plain_is_left_to_transformers(
     file.write_text(json.dumps(json.loads(file.read_text()) | changes))
     with suppress(ModelError):  # of the files themselves
         assert open_checkpoint(tmp_path) is None
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        {"num_attention_heads": 4, "num_key_value_heads": 3, "head_dim": 8},
+        {"num_attention_heads": 2, "num_key_value_heads": 4, "head_dim": 8},
+        {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 7},
+    ],
+)
+def test_heads_that_cannot_be_shared_or_rotated_are_left_to_transformers(
+    sizes: dict[str, int], directory: Any, tmp_path: Path
+) -> None:
+    shutil.copytree(directory("llama"), tmp_path, dirs_exist_ok=True)
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | sizes))
+    tensors = load_file(tmp_path / "model.safetensors")
+    size = {"q_proj": sizes["num_attention_heads"] * sizes["head_dim"]}
+    size["k_proj"] = size["v_proj"] = sizes["num_key_value_heads"] * sizes["head_dim"]
+    for name in tensors:
+        part = name.split(".")[-2]
+        if part in size:
+            tensors[name] = torch.ones(size[part], 32)
+        elif part == "o_proj":
+            tensors[name] = torch.ones(32, size["q_proj"])
+    save_file(tensors, tmp_path / "model.safetensors")
+    assert open_checkpoint(tmp_path) is None
+
+
+def test_no_weights_are_read_here_where_torch_computes_them(
+    directory: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reads = list[CheckpointModule]()
+    monkeypatch.setattr(CheckpointModule, "read", reads.append)
+    lm = loader.load(directory("llama"), dtype="float16", forward="auto")
+    assert (lm.dtype, lm.path.kind, reads) == (torch.float16, "fused", [])
 
 
 def test_numbers_that_are_not_finite_are_refused(directory: Any, tmp_path: Path) -> None:

@@ -42,6 +42,7 @@ _DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 _SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 _REQUIRED = (*_SIZES, "vocab_size", "max_position_embeddings", "rms_norm_eps", "hidden_act")
 """What has no default here."""
+_OPTIONAL_SIZES = ("num_key_value_heads", "head_dim")
 
 
 class CheckpointConfig(SimpleNamespace):
@@ -80,7 +81,7 @@ class CheckpointConfig(SimpleNamespace):
             "num_key_value_heads": written.get("num_key_value_heads") or heads,
             "head_dim": written.get("head_dim") or written["hidden_size"] // heads,
         }
-        return cls(**fields)
+        return cls(**fields) if _has_whole_heads(fields) else None
 
     @property
     def has_qkv_bias(self) -> bool:
@@ -97,6 +98,8 @@ def _has_specials(written: Mapping[str, Any]) -> bool:
     """Whether a configuration lacks a field, or has one that is not supported here."""
     if any(written.get(name) is None for name in _REQUIRED):
         return True
+    if any(isinstance(written.get(name), list) for name in (*_REQUIRED, *_OPTIONAL_SIZES)):
+        return True  # one for each layer
     if not isinstance(written.get("tie_word_embeddings"), bool) or "auto_map" in written:
         return True
     kinds = set(written.get("layer_types") or ())
@@ -105,6 +108,12 @@ def _has_specials(written: Mapping[str, Any]) -> bool:
     has_window = written.get("sliding_window") is not None
     uses_window = written.get("use_sliding_window", written["model_type"] == "mistral")
     return bool(has_window and uses_window) or written.get("partial_rotary_factor", 1.0) != 1.0
+
+
+def _has_whole_heads(fields: Mapping[str, Any]) -> bool:
+    """Whether key heads are shared by as many query heads, and rotations turn pairs of a head."""
+    num_heads, num_kv_heads = fields["num_attention_heads"], fields["num_key_value_heads"]
+    return num_heads % num_kv_heads == 0 and fields["head_dim"] % 2 == 0
 
 
 def open_checkpoint(
@@ -116,7 +125,9 @@ def open_checkpoint(
     """
     shapes = check_checkpoint(directory)
     config = CheckpointConfig.of(directory)
-    if config is None or _expected_shapes(config) != dict(shapes):
+    if config is None or config.num_hidden_layers > len(shapes):  # a bound of what is made next
+        return None
+    if _expected_shapes(config) != shapes:
         return None
     files = _files(directory)
     if files is None or {*files} != {*shapes} or not _has_dtypes(directory, files):
@@ -195,7 +206,7 @@ class CheckpointModule(nn.Module):
 
     Attributes:
         config: of the checkpoint.
-        dtype: of the weights in memory; set before they are read.
+        dtype: of the weights in memory; the checkpoint's, unless it is set before they are read.
         model: embeddings, layers, final norm and rotary embeddings.
         lm_head: the output projection.
     """
@@ -215,10 +226,9 @@ class CheckpointModule(nn.Module):
         written = read_json(generation) if generation.exists() else {}
         self.generation_config = SimpleNamespace(eos_token_id=written.get("eos_token_id"))
 
-    def read(self, dtype: torch.dtype) -> CheckpointModule:
+    def read(self) -> None:
         """Read what is outside of the layers, which are read when they are asked for."""
-        self.dtype, config = dtype, self.config
-        self.model = nn.Module()
+        config, self.model = self.config, nn.Module()
         weights = self._tensors("model.embed_tokens.", "model.norm.", "lm_head.")
         embedding = nn.Parameter(weights["model.embed_tokens.weight"], requires_grad=False)
         self.model.embed_tokens = nn.Embedding(*embedding.shape, _weight=embedding)
@@ -228,7 +238,6 @@ class CheckpointModule(nn.Module):
         self.model.layers = Layers(self)
         head = embedding if config.tie_word_embeddings else weights["lm_head.weight"]
         self.lm_head = self._linear(head, None, 8)
-        return self
 
     def layer(self, index: int) -> nn.Module:
         """A decoder layer, with its weights."""

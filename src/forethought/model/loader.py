@@ -170,13 +170,14 @@ def _load_natively(
         cpu, is_quantised = torch.device("cpu"), quantization is not None
         dtype = _auto_dtype(directory, config, cpu, is_quantised, native=True)
     dtype = DTYPES[dtype] if isinstance(dtype, str) and dtype != "auto" else dtype
-    module.read(config.dtype if isinstance(dtype, str) else dtype)
+    module.dtype = config.dtype if isinstance(dtype, str) else dtype
     if module.dtype not in (torch.float32, torch.bfloat16):
         return None
     if native_refusal(module, forward) is not None:
         return None
     layers = module.profiles()
     _check_capabilities(layers, backend, directory)
+    module.read()
     if quantization is not None:
         logger.info("%d linear layers quantised to %s", module.num_linears, quantization)
     traits = _traits(module, layers, config.vocab_size)
