@@ -72,7 +72,16 @@ class NativeDraft(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """What a call has written: see ``ChainSteps`` of ``structures.h``."""
+    """What a call has written, row-major: see ``ChainSteps`` of ``structures.h``.
+
+    Attributes:
+        tokens: ``[num_steps, num_rows, 2, width]``, drafted and decoded ones.
+        counts: ``[num_steps, num_rows, 2]``, how many of either.
+        scores: ``[num_steps, num_rows, width, scores_width]``, of decoded tokens.
+        num_rows: of the call.
+        width: one more than are drafted in a step.
+        scores_width: float64 of a token.
+    """
 
     tokens: list[int]
     counts: list[int]
@@ -306,6 +315,7 @@ class NativeSteps(StepRunner):
         target = runner.lm.network
         if not isinstance(target, NativeNetwork):
             return None
+        # of 2 + 2 k scores or fewer than the vocabulary, where k may not exceed that
         if max(map(_num_scores, rows), default=0) > min(MAX_SCORES, target.forward.vocab_size):
             return None
         if chains is None:

@@ -19,7 +19,7 @@ from forethought.backends.cpu.structures import DrawsStruct, SamplingStruct
 from forethought.model.backends import NativeSampling
 from forethought.model.sampling.distribution import TokenContext
 
-MAX_TOP_K = 2**31 - 1
+MAX_INT32 = 2**31 - 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +80,8 @@ def packed_sampling(context: TokenContext, keep: list[object]) -> SamplingStruct
     """
     params, mask = context.params, _mask(context)
     bias = params.logit_bias or {}
-    penalises = params.repetition_penalty != 1.0 or _penalises_output(context)
+    penalises_output = bool(params.presence_penalty or params.frequency_penalty)
+    penalises = params.repetition_penalty != 1.0 or penalises_output
     past = array("q", [*context.prompt, *context.output] if penalises else ())
     num_before_end = max(0, params.min_tokens - context.num_output)
     held_ends = array("q", params.end_ids(context.eos_ids) if num_before_end else ())
@@ -98,7 +99,7 @@ def packed_sampling(context: TokenContext, keep: list[object]) -> SamplingStruct
         repetition=params.repetition_penalty,
         presence=params.presence_penalty,
         frequency=params.frequency_penalty,
-        top_k=min(params.top_k, MAX_TOP_K),
+        top_k=min(params.top_k, MAX_INT32),
         num_bias=len(bias_ids),
         num_past=len(past),
         num_prompt=len(context.prompt) if penalises else 0,
@@ -107,11 +108,6 @@ def packed_sampling(context: TokenContext, keep: list[object]) -> SamplingStruct
         num_logprobs=-1 if params.logprobs is None else params.logprobs,
         confidence_k=params.confidence or 0,
     )
-
-
-def _penalises_output(context: TokenContext) -> bool:
-    params = context.params
-    return bool(params.presence_penalty or params.frequency_penalty)
 
 
 def _mask(context: TokenContext) -> Tensor | None:

@@ -13,8 +13,8 @@ struct Accepted {
     bool has_ended;
 };
 
-// Accept a chain as far as its tokens are those that the target draws, and the token drawn after
-// that, up to the one that ends the row. Where none can be drawn, the last accepted token is the last.
+// Accept a chain while its tokens are those that the target draws, and the token drawn after that,
+// up to the one that ends the row. Where none can be drawn, the last accepted token is the last.
 // draw(at, tokens): the token after the root and `at` accepted ones, or NO_TOKEN; num_left: tokens
 // that the row may have; tokens: written.
 template <class Draw>

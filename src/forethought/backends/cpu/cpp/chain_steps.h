@@ -77,7 +77,8 @@ class ChainDecoder {
         *steps.draft_seconds = 0;
         for (int32_t step = 0; step < steps.num_steps; step++) {
             if (going.empty()) return step;
-            for (Going& each : going) each.size = std::min(each.row->draft_len, each.left - 1);
+            for (Going& sequence : going)
+                sequence.size = std::min(sequence.row->draft_len, sequence.num_left - 1);
             std::stable_sort(going.begin(), going.end(), [](const Going& a, const Going& b) {
                 return a.size > b.size;
             });
@@ -92,12 +93,10 @@ class ChainDecoder {
     }
 
   private:
-    static constexpr int64_t MIN_LOGITS = 1 << 12; // for which threads are woken
-
     struct Going { // a row that has not ended
         const ChainRow* row;
         int32_t number;
-        int64_t position, left;     // of the last known token; tokens to decode
+        int64_t position, num_left; // of the last known token; tokens to decode
         int64_t size;               // of its draft
         int64_t missing;            // the first position whose entry the draft network lacks
         std::vector<int64_t> known; // tokens at the last positions, with all that are missing
@@ -144,12 +143,12 @@ class ChainDecoder {
     }
 
     // The known tokens that the draft network has not read.
-    void add_missing(RowsCall& known, const Going& each) const {
-        const int64_t count = each.position + 1 - each.missing;
-        std::vector<int64_t> tokens(each.known.end() - count, each.known.end());
+    void add_missing(RowsCall& known, const Going& sequence) const {
+        const int64_t count = sequence.position + 1 - sequence.missing;
+        std::vector<int64_t> tokens(sequence.known.end() - count, sequence.known.end());
         for (int64_t& token : tokens)
             if (token >= steps.num_known) token = 0;
-        known.add(*each.row, each.missing, tokens.data(), count);
+        known.add(*sequence.row, sequence.missing, tokens.data(), count);
     }
 
     // Set `entering` of a call from the states that are stored.
@@ -175,13 +174,13 @@ class ChainDecoder {
         call.entering = entering.data();
     }
 
-    // Compute the drafts with the target, and keep what is accepted and the token behind.
+    // Compute the drafts with the target, and keep what is accepted and the token after it.
     bool verify(int32_t step) {
         RowsCall rows(*steps.target, 0);
-        for (Going& each : going) {
-            std::vector<int64_t> tokens = {each.known.back()};
-            tokens.insert(tokens.end(), each.drafted.begin(), each.drafted.end());
-            rows.add(*each.row, each.position, tokens.data(), int64_t(tokens.size()));
+        for (Going& sequence : going) {
+            std::vector<int64_t> tokens = {sequence.known.back()};
+            tokens.insert(tokens.end(), sequence.drafted.begin(), sequence.drafted.end());
+            rows.add(*sequence.row, sequence.position, tokens.data(), int64_t(tokens.size()));
         }
         const Call& call = rows.finish(true);
         if (forward(&target, &call) < call.num_tokens) return false;
@@ -193,25 +192,26 @@ class ChainDecoder {
     // Accept tokens of all rows, whose logits are one after the other; those that go on stay.
     void accept_all(int32_t step, const float* logits) {
         std::vector<const float*> begins;
-        for (const Going& each : going) {
+        for (const Going& sequence : going) {
             begins.push_back(logits);
-            logits += (1 + each.drafted.size()) * target.head->num_outputs;
+            logits += (1 + sequence.drafted.size()) * target.head->num_outputs;
         }
         const int64_t num_logits = logits - begins[0];
-        const int num_threads = num_logits < MIN_LOGITS ? 1 : steps.target->num_threads;
+        const int num_threads = num_logits < MIN_SHARED_LOGITS ? 1 : steps.target->num_threads;
         samplers.resize(std::max<size_t>(samplers.size(), num_threads));
-        std::vector<uint8_t> states(going.size());
+        std::vector<RowState> row_states(going.size());
         Team::run(num_threads, [&](int index, int count, Barrier&) {
             for (size_t r = index; r < going.size(); r += count)
-                states[r] = accept(step, going[r], begins[r], samplers[index]);
+                row_states[r] = accept(step, going[r], begins[r], samplers[index]);
         });
-        size_t left = 0;
+        size_t num_going = 0;
         for (size_t r = 0; r < going.size(); r++)
-            if (states[r] != ENDS && left++ != r) going[left - 1] = std::move(going[r]);
-        is_over = std::any_of(states.begin(), states.end(), [&](uint8_t state) {
+            if (row_states[r] != ENDS && num_going++ != r)
+                going[num_going - 1] = std::move(going[r]);
+        is_over = std::any_of(row_states.begin(), row_states.end(), [&](RowState state) {
             return state == PAUSES || (state == ENDS && steps.ends_with_rows);
         });
-        going.resize(left);
+        going.resize(num_going);
     }
 
     void store_states(const Call& call) const {
@@ -236,29 +236,30 @@ class ChainDecoder {
     enum RowState : uint8_t { GOES_ON, ENDS, PAUSES };
 
     // Write what a step gives a row from the logits of its tokens.
-    RowState accept(int32_t step, Going& each, const float* logits, Sampler& sampler) {
-        const int64_t at = step * int64_t(steps.num_rows) + each.number;
+    RowState accept(int32_t step, Going& sequence, const float* logits, Sampler& sampler) {
+        const int64_t at = step * int64_t(steps.num_rows) + sequence.number;
         int64_t *drafted = steps.tokens + at * 2 * steps.width, *tokens = drafted + steps.width;
         double* scores = steps.scores + at * steps.width * steps.scores_width;
-        const size_t num_decoded = each.decoded.size();
+        const size_t num_decoded = sequence.decoded.size();
         const auto draw = [&](int32_t index) {
-            each.decoded.resize(num_decoded);
-            each.decoded.insert(each.decoded.end(), tokens, tokens + index);
+            sequence.decoded.resize(num_decoded);
+            sequence.decoded.insert(sequence.decoded.end(), tokens, tokens + index);
             const float* x = logits + index * int64_t(target.head->num_outputs);
-            return token_after(each, x, sampler, scores + index * steps.scores_width);
+            return token_after(sequence, x, sampler, scores + index * steps.scores_width);
         };
-        const auto [count, has_ended] = ::accept(each.drafted, *each.row, each.left, tokens, draw);
-        each.decoded.resize(num_decoded);
-        each.decoded.insert(each.decoded.end(), tokens, tokens + count);
-        const int64_t num_drafted = each.drafted.size();
-        std::copy(each.drafted.begin(), each.drafted.end(), drafted);
+        const auto [count, has_ended] =
+            ::accept(sequence.drafted, *sequence.row, sequence.num_left, tokens, draw);
+        sequence.decoded.resize(num_decoded);
+        sequence.decoded.insert(sequence.decoded.end(), tokens, tokens + count);
+        const int64_t num_drafted = sequence.drafted.size();
+        std::copy(sequence.drafted.begin(), sequence.drafted.end(), drafted);
         steps.counts[2 * at] = int32_t(num_drafted), steps.counts[2 * at + 1] = count;
-        each.missing =
-            each.position + (steps.stores_drafted ? std::min<int64_t>(count, num_drafted) : 1);
-        each.position += count, each.left -= count;
-        each.known.assign(tokens, tokens + count);
-        each.drafted.clear();
-        return has_ended ? ENDS : pauses(*each.row, tokens, count) ? PAUSES : GOES_ON;
+        sequence.missing =
+            sequence.position + (steps.stores_drafted ? std::min<int64_t>(count, num_drafted) : 1);
+        sequence.position += count, sequence.num_left -= count;
+        sequence.known.assign(tokens, tokens + count);
+        sequence.drafted.clear();
+        return has_ended ? ENDS : pauses(*sequence.row, tokens, count) ? PAUSES : GOES_ON;
     }
 
     static bool pauses(const ChainRow& row, const int64_t* tokens, int32_t count) {
@@ -268,24 +269,25 @@ class ChainDecoder {
     }
 
     // The token after those that a row has decoded, of which the scores are written.
-    int64_t token_after(const Going& each, const float* logits, Sampler& sampler, double* scores) {
+    int64_t token_after(
+        const Going& sequence, const float* logits, Sampler& sampler, double* scores) {
         const int32_t vocab = target.head->num_outputs;
-        const ChainRow& row = *each.row;
+        const ChainRow& row = *sequence.row;
         if (!row.sampling) {
             const Largest best = largest(logits, vocab);
             return best.is_finite() ? best.index : NO_TOKEN;
         }
-        const int64_t count = each.decoded.size();
+        const int64_t count = sequence.decoded.size();
         const double uniform = uniform_at(row.seed, row.sample, row.position + 1 + count);
-        const Tokens recent = {each.decoded.data(), count};
+        const Tokens recent = {sequence.decoded.data(), count};
         const int64_t token = sampler.draw(logits, vocab, *row.sampling, recent, uniform);
         if (token != NO_TOKEN) score(logits, vocab, *row.sampling, token, scores);
         return token;
     }
 
-    int64_t slot_of(const Going& each, int64_t position) const {
+    int64_t slot_of(const Going& sequence, int64_t position) const {
         Row row = {};
-        row.first_slot = each.row->first_slot, row.pages = each.row->pages;
+        row.first_slot = sequence.row->first_slot, row.pages = sequence.row->pages;
         return prefix_slot(row, position, steps.target->page_size);
     }
 };

@@ -291,8 +291,8 @@ int32_t draft_trees(const Model* model, const Trees* trees) {
 void top_logprobs(
     float* logits, int32_t rows, int32_t vocab, int32_t count, float* logprobs, int64_t* outputs) {
     for (int64_t r = 0; r < rows; r++)
-        for (const Candidate& each : most_probable(logits + r * vocab, vocab, count))
-            *logprobs++ = each.logprob, *outputs++ = each.index;
+        for (const Candidate& candidate : most_probable(logits + r * vocab, vocab, count))
+            *logprobs++ = candidate.logprob, *outputs++ = candidate.index;
 }
 
 // Levels of the search, whose beams are written; `model` has the embeddings.
@@ -317,7 +317,7 @@ int32_t decode_chains(const Model* target, const ChainSteps* steps) {
 // Sample the next token of each row of logits.
 void draw_tokens(const Draws* draws) {
     const int64_t vocab = draws->vocab;
-    const bool is_small = draws->num_rows * vocab < 1 << 14;
+    const bool is_small = draws->num_rows * vocab < MIN_SHARED_LOGITS;
     Team::run(is_small ? 1 : draws->num_threads, [&](int index, int count, Barrier&) {
         static thread_local Sampler sampler;
         for (int64_t r = index; r < draws->num_rows; r += count)

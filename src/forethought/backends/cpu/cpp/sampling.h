@@ -18,6 +18,10 @@
 #include <functional>
 #include <vector>
 
+// Logits of a call from which on threads share its rows: fewer are sampled from sooner than threads
+// wake.
+constexpr int64_t MIN_SHARED_LOGITS = 1 << 12;
+
 // Tokens of a generation after those of Sampling::past.
 struct Tokens {
     const int64_t* ids;

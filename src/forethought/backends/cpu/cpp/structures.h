@@ -152,8 +152,8 @@ struct Draws {
 // A sequence that is decoded, with drafts or without.
 struct ChainRow {
     const int32_t* pages;        // of all its slots; read where these are not contiguous
-    const int64_t* ends;         // [num_ends]: ids behind which it ends
-    const int64_t* pauses;       // [num_pauses]: ids behind which the call ends, rising
+    const int64_t* ends;         // [num_ends]: ids after which it ends
+    const int64_t* pauses;       // [num_pauses]: ids after which the call ends, rising
     int64_t first_slot;          // of position 0, where they are; else -1
     int64_t token, position;     // the last known one
     int64_t draft_len, num_left; // to draft in a step, and to decode, at most

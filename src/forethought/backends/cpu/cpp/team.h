@@ -1,8 +1,9 @@
 // The threads of a parallel region, and the barriers at which they wait for each other.
 //
-// The thread that calls has a team of its own, which it keeps. A thread that waits looks NUM_SPINS
-// times, as a phase of a small model takes microseconds, and then sleeps: on a busy machine a thread
-// that looks on takes the processor from the very thread that it waits for.
+// The thread that calls has a team of its own, which it keeps. A thread that waits at a barrier looks
+// NUM_SPINS times, as a phase of a small model takes microseconds, and then sleeps: on a busy machine
+// a thread that looks on takes the processor from the very thread that it waits for. Between regions
+// it looks NUM_IDLE_SPINS times: the next one may follow at once, or never.
 //
 // Where other processes use the processors, threads wait at barriers for milliseconds. Where that is
 // much of the time, the calling thread computes the next regions alone. No result depends on the
@@ -35,6 +36,7 @@ using Clock = std::chrono::steady_clock;
 #endif
 
 constexpr int NUM_SPINS = 4000; // 50 to 150 microseconds on x86
+constexpr int NUM_IDLE_SPINS = NUM_SPINS / 10;
 
 // A number for whose change threads wait.
 class Signal {
@@ -198,7 +200,7 @@ class Team {
         }
 
         void wait(uint32_t before) {
-            if (begun.changes(before, 400)) return;
+            if (begun.changes(before, NUM_IDLE_SPINS)) return;
             sleeps.store(true, std::memory_order_relaxed);
             std::atomic_thread_fence(std::memory_order_seq_cst);
             while (begun.now() == before) begun.sleep(before);
