@@ -177,14 +177,18 @@ class KvStorage:
         if not copies:
             return
         sources, targets = [copy.src for copy in copies], [copy.dst for copy in copies]
-        is_apart = self.device.type == "cpu" and not {*sources} & {*targets}
-        for stack in self._stacks:
-            pages = stack.view(len(stack), self._num_allocated, self.page_size, *stack.shape[2:])
-            if is_apart:  # one by one: an index of torch's takes several times as long
+        views = [
+            stack.view(len(stack), self._num_allocated, self.page_size, *stack.shape[2:])
+            for stack in self._stacks
+        ]
+        if self.device.type == "cpu" and not {*sources} & {*targets}:
+            for pages in views:  # one by one: an index of torch's takes several times as long
                 for src, dst in zip(sources, targets, strict=True):
                     pages[:, dst] = pages[:, src]
-            else:
-                pages[:, self._indices(targets)] = pages[:, self._indices(sources)]
+            return
+        read, written = self._indices(sources), self._indices(targets)
+        for pages in views:
+            pages[:, written] = pages[:, read]
 
     def move_slots(self, moves: Sequence[SlotMove]) -> None:
         """Copy single tokens, all layers; every source is read before anything is written."""
