@@ -12,6 +12,7 @@ import contextlib
 import math
 import weakref
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -52,10 +53,15 @@ class _Handle:
     """Whether the session was garbage collected, perhaps before the sequence was opened."""
     reserved: _Reservation | None = None
     """Read and written on the engine thread only."""
+    opening: Future[None] | None = None
+    """The first command, which opens it; None: it was open before."""
 
     @property
     def opened(self) -> engine_sequence.Sequence:
-        assert self.sequence is not None, "commands run in order, and the first one opens it"
+        """The sequence, in a command, all of which follow the first one; raises its error."""
+        if self.sequence is None and self.opening is not None:
+            self.opening.result()
+        assert self.sequence is not None, "the first command opens it, or fails"
         return self.sequence
 
     @property
@@ -100,9 +106,10 @@ class AsyncSession:
         self._finalizer = weakref.finalize(self, _drop, thread, self._handle)
         self._finalizer.atexit = False
         if source is not None:
-            thread.call(_branch, thread.frontend, self._handle, source._handle, length)
+            branch = partial(_branch, thread.frontend, self._handle, source._handle, length)
+            self._handle.opening = thread.call(branch)
         elif sequence is None:
-            thread.call(_open, thread.frontend, self._handle)
+            self._handle.opening = thread.call(_open, thread.frontend, self._handle)
 
     async def generate(self, sampling_params: SamplingParams | None = None) -> CompletionOutput:
         """Continue the sequence; the new tokens become part of it. Cancelling the awaiting task
@@ -231,14 +238,25 @@ class AsyncSession:
     async def branch(self, length: int, more: str | Sequence[int] = ()) -> AsyncSession:
         """Another session with the first ``length`` tokens of this one and ``more`` after them, as
         ``fork`` and ``extend`` make it, before the next step and without waiting for one. If this
-        session is closed by then, its tokens are computed again. Raises as ``AsyncLLM.start``.
+        session is closed by then, its tokens are computed again.
+
+        Raises:
+            UsageError: it has fewer tokens now.
+            ParameterError, ContextLengthError, CapacityError: as ``AsyncLLM.start``.
         """
-        frontend = self._thread.frontend
+        frontend, length = self._thread.frontend, read_length(length)
         if isinstance(more, str) and len(more) > LONG_TEXT:
             new_ids = await asyncio.to_thread(frontend.read_more, more)
         else:
             new_ids = frontend.read_more(more)
-        token_ids = [*self.tokens[:length], *new_ids]
+        tokens = self.tokens
+        if not 0 < length <= len(tokens):
+            raise UsageError(
+                "cannot branch this session",
+                f"it has {len(tokens)} tokens, not {length}",
+                "Branch it at one of its own lengths",
+            )
+        token_ids = [*tokens[:length], *new_ids]
         frontend.engine.check_prompt(token_ids, PREFILL)
         return AsyncSession(self._owner, self._thread, token_ids, source=self, length=length)
 
