@@ -25,6 +25,7 @@ from forethought.errors import (
 from forethought.llm.async_llm import AsyncLLM
 from forethought.llm.async_session import AsyncSession
 from forethought.llm.llm import LLM
+from forethought.llm.stop_candidates import StopCandidates
 from forethought.outputs import FinishReason
 from forethought.speculative.drafter import Drafter
 from tokens import speaking
@@ -472,6 +473,82 @@ def test_probes_of_a_running_session_leave_it_alone_and_cost_their_own_tokens(ll
             assert answer == alone.outputs[0].token_ids
 
     asyncio.run(main())
+
+
+def test_a_branch_of_a_session_goes_on_as_its_tokens_would_alone(llm):
+    async def main():
+        async with llm.start(PROMPTS[0]) as session:
+            await session.generate(GREEDY)
+            length = len(session.tokens) - 3
+            branch = await session.branch(length, [7, 8])
+            assert branch.tokens == [*session.tokens[:length], 7, 8]
+            before = llm.stats
+            answer = await branch.generate(GREEDY)
+            assert llm.stats.prefilled - before.prefilled == 2
+        alone = await llm.generate(branch.tokens[: length + 2], GREEDY)
+        assert answer.token_ids == alone.outputs[0].token_ids
+        await branch.close()
+
+    asyncio.run(main())
+
+
+def test_a_branch_of_a_closed_session_computes_its_tokens_again(llm):
+    async def main():
+        session = llm.start(PROMPTS[0])
+        await session.generate(GREEDY)
+        tokens = session.tokens
+        await session.close()
+        async with await session.branch(len(tokens), [7]) as branch:
+            assert branch.tokens == [*tokens, 7]
+            answer = await branch.generate(GREEDY)
+        alone = await llm.generate([*tokens, 7], GREEDY)
+        assert answer.token_ids == alone.outputs[0].token_ids
+
+    asyncio.run(main())
+
+
+def test_a_branch_at_no_length_of_the_session_is_refused(llm):
+    async def main():
+        async with llm.start(PROMPTS[0]) as session:
+            for length in (0, -1, len(session.tokens) + 1):
+                with pytest.raises(UsageError, match=rf"has \d+ tokens, not {length}"):
+                    await session.branch(length, [7])
+            with pytest.raises(ParameterError, match="invalid length"):
+                await session.branch(2.5)
+
+    asyncio.run(main())
+
+
+def test_an_error_of_the_engine_when_it_branches_is_raised_by_the_next_calls(llm, monkeypatch):
+    def fail(*_):
+        raise RuntimeError("no branch")
+
+    async def main():
+        async with llm.start(PROMPTS[0]) as session:
+            await session.generate(GREEDY)
+            monkeypatch.setattr(llm._thread.frontend, "fork", fail)
+            branch = await session.branch(3)
+            for _ in range(2):
+                with pytest.raises(RuntimeError, match="no branch"):
+                    await branch.generate(GREEDY)
+
+    asyncio.run(main())
+
+
+def test_the_engine_thread_looks_for_no_tokens_that_may_end_a_stop_string(llm, monkeypatch):
+    threads, find = [], StopCandidates._find
+
+    def noted(*args):
+        threads.append(threading.current_thread())
+        return find(*args)
+
+    async def main():
+        await llm.generate(PROMPTS[0], GREEDY.replace(stop=["never"]))
+
+    monkeypatch.setattr(StopCandidates, "_find", noted)
+    vars(llm._frontend.tokenizer).pop("stop_candidates", None)
+    asyncio.run(main())
+    assert threads == [threading.current_thread()]
 
 
 def test_a_session_runs_on_without_an_iterating_client_and_can_be_aborted(llm):

@@ -306,6 +306,8 @@ class Frontend:
         checked = self._in_tokens(read_params(params))
         self.grammars.check(checked)
         self.thinking.check(checked)
+        if checked.stop:  # found here once, so that the engine's thread does not wait for them
+            self.tokenizer.stop_candidates.of(checked.stop)
         return checked
 
     def _in_tokens(self, params: SamplingParams) -> SamplingParams:
