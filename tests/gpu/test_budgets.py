@@ -18,7 +18,7 @@ from transformers import AutoConfig
 
 import mtp_modules as mtp
 from eagle_heads import random_head
-from engines import drain, engine_over, load, outputs
+from engines import drain, engine_over, expect_empty, load, outputs
 from fake_cuda import DEVICE, FakeCuda, FakeEvent, fake_cuda
 from fake_graph import FakeGraph
 from forethought.backends.cuda import backend as cuda_backend
@@ -37,7 +37,8 @@ from forethought.engine.sequence import Sequence as LiveSequence
 from forethought.errors import ParameterError
 from forethought.kv.pool import PagePool
 from forethought.kv.staging import upload
-from forethought.kv.table import PageTable
+from forethought.kv.storage import KvStorage, LayerShape
+from forethought.kv.table import PageCopy, PageTable
 from forethought.model import loader
 from forethought.model.attention.base import Scoring
 from forethought.model.attention.paged_layout import PagedLayout
@@ -321,6 +322,37 @@ def test_continuous_decode_steps_with_chain_drafts_wait_once(
     assert machine.stats.drafted == on_cpu.stats.drafted > 0
     assert machine.stats.failed_forwards == machine.stats.draft_failures == 0
     machine.check_integrity()
+
+
+@pytest.mark.parametrize(("has_clients", "size"), [(True, 1), (False, 4)])
+def test_an_engine_whose_clients_wait_for_ends_queues_no_steps(
+    has_clients: bool, size: int
+) -> None:
+    """No end, and no request, reaches steps that are queued."""
+    with fake_cuda():
+        machine = engine_over(on_device(PAGED), page_size=16)
+        machine.num_decode_steps, machine.ends_with_rows = 4, has_clients
+        sequence = machine.add(PROMPTS[0], GREEDY)[0]
+        machine.step()
+        sizes = [len(event.tokens) for event in machine.step()]
+        drain(machine)
+    assert sizes == [size]
+    assert len(sequence.output) == 12
+    expect_empty(machine)
+
+
+def test_the_indices_of_copied_pages_are_uploaded_once() -> None:
+    with fake_cuda() as device:
+        storage = KvStorage([LayerShape(2, 8, 8), LayerShape(1, 4, 4)], 4, 2, torch.float32, DEVICE)
+        for stack in storage._stacks:
+            stack.copy_(torch.arange(stack.numel()).view(stack.shape))
+        before = [stack.cpu() for stack in storage._stacks]
+        device.reset()
+        storage.copy_pages([PageCopy(0, 2), PageCopy(1, 3)])
+        assert device.counts["staged"] == 2
+        after = [stack.cpu() for stack in storage._stacks]
+    for old, new in zip(before, after, strict=True):
+        assert torch.equal(new, torch.cat([old[:, :4], old[:, :4]], dim=1))
 
 
 def test_ends_are_noticed_at_the_end_of_continuous_decode_steps() -> None:

@@ -47,7 +47,6 @@ from forethought.model.device import computing_threads
 from forethought.model.runner import ModelRunner
 from forethought.model.sampling import Constraint, Constraints
 from forethought.outputs import EngineStats, FinishReason, SpeculationMetrics
-from forethought.speculative.step_runner import Interrupt
 
 
 class Engine:
@@ -80,7 +79,7 @@ class Engine:
     ) -> None:
         self.num_threads = num_threads
         self.num_decode_steps = self.num_streamed_decode_steps = 1
-        self.interrupt, self.ends_with_rows = Interrupt(), False
+        self.ends_with_rows = False
         self.runner, self.stats = runner, EngineStats(forward_path=runner.lm.path.kind)
         self.pool = PagePool(runner.storage.num_pages, runner.storage.page_size)
         self.index = PrefixIndex(self.pool, reuse)
@@ -91,7 +90,7 @@ class Engine:
         self.speculation = Drafting(drafters, self.stats, runner.lm.vocab_size, runner.lm.device)
         self.scheduler.on_end = self.speculation.release
         self._step = Step(runner, self.scheduler, self.speculation, self.index, self.stats)
-        self._step.interrupt = self.interrupt
+        self.interrupt = self._step.interrupt
         self._seeds = random.Random(seed)
         self._ids, self._arrivals = itertools.count(), itertools.count()
 
@@ -113,12 +112,11 @@ class Engine:
         num_steps = self.num_streamed_decode_steps if is_streamed else self.num_decode_steps
         self._step.num_decode_steps = min(num_steps, max_steps)
         self.interrupt.with_rows = self.ends_with_rows or bool(self.scheduler.waiting)
-        num_threads = self.num_threads
         self.runner.check_running()
-        if num_threads is None or num_threads == torch.get_num_threads():
+        if self.num_threads is None or self.num_threads == torch.get_num_threads():
             events = self._step.run()
         else:
-            with computing_threads(num_threads):
+            with computing_threads(self.num_threads):
                 events = self._step.run()
         self.runner.check_running()  # else all requests of the step fail, with the engine
         return events

@@ -106,8 +106,9 @@ class Sequence:
     """In this generation. It is then computed again from the first token on, on cleared pages and
     without drafts; the second time is an error."""
     stop_candidates: array[int] | None = None
-    """Int64 ids in rising order, one of which ends the text of each stop string of the current
-    generation: several steps end with it, so that the text is read. None: they are not known.
+    """Int64 ids in rising order, of all tokens with which a stop string of the current generation
+    may end: several steps in one call end with such a token, so that the text is read. None: they
+    are not known, or so frequent that each token is read.
     """
     constraint: Constraint | None = None
     """What restricts the output of the current generation."""
