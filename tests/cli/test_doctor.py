@@ -130,6 +130,23 @@ def test_a_machine_that_tells_nothing_has_the_name_of_its_architecture(monkeypat
     assert machine.instruction_sets() == []
 
 
+def test_the_memory_is_unknown_where_the_system_does_not_say(monkeypatch, tmp_path):
+    monkeypatch.setattr(machine, "_STATM", tmp_path / "nowhere")
+    monkeypatch.setattr(machine, "_STATUS", tmp_path / "nowhere")
+    monkeypatch.setattr(machine.sys, "platform", "win32")
+    monkeypatch.setitem(sys.modules, "resource", None)
+    assert machine.resident_bytes() is None
+    assert machine.peak_bytes() is None
+
+
+@pytest.mark.parametrize(
+    "option", [("--dtype", "float32"), ("--quantization", "int8"), ("--device", "cpu")]
+)
+def test_an_option_of_a_model_needs_one(option, capsys):
+    assert main(["doctor", *option]) == 2
+    assert f"{option[0]} is of a model: there is no --model" in capsys.readouterr().err
+
+
 def test_the_memory_of_a_model_is_shown_part_by_part(capsys):
     assert main(["doctor", "--model", "forethought/reasoner", "--json"]) == 0
     parts = json.loads(capsys.readouterr().out)

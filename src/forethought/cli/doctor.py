@@ -13,6 +13,7 @@ import json
 import platform
 import re
 import sys
+from collections.abc import Mapping
 from importlib import metadata
 from typing import Any
 
@@ -27,6 +28,14 @@ _SHOWN = ("torch", "transformers", "tokenizers", "safetensors", "numpy", "pydant
 _NOT_FOR_USERS = ("dev",)
 """Extras for work on forethought itself."""
 _DTYPES = ("bfloat16", "float16", "float32")
+_MEMORY = {
+    "libraries": "Python, torch and the rest of the process, before the model is loaded",
+    "weights": "as they are held, with embeddings",
+    "kv_cache": "of all pages; a page is taken of the system when it is first written",
+    "loaded": "resident after the first token",
+    "peak": "most that was ever resident",
+}
+"""Part of the memory -> what it is."""
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -55,13 +64,37 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _print_memory(args: argparse.Namespace) -> int:
-    from forethought.cli.model_memory import memory_lines, memory_of
-
     names = ("model", "dtype", "quantization", "device")
     fields = {name: value for name in names if (value := getattr(args, name)) is not None}
     parts = memory_of(fields)
-    print(json.dumps(parts) if args.json else "\n".join([args.model, *memory_lines(parts)]))
+    if args.json:
+        print(json.dumps(parts))
+    else:
+        print(args.model)
+        for name, num_bytes in parts.items():
+            size = "unknown" if num_bytes is None else f"{num_bytes / 2**20:.0f} MiB"
+            print(f"  {name:<10}{size:>13}  {_MEMORY[name]}")
     return 0
+
+
+def memory_of(fields: Mapping[str, Any]) -> dict[str, int | None]:
+    """Bytes of ``_MEMORY`` with a model that is loaded by fields of ``LlmArgs``; None where the
+    system does not say. Raises as ``LLM``.
+    """
+    from forethought import LLM, SamplingParams
+
+    before = machine.resident_bytes()
+    with LLM(**fields) as llm:
+        llm.generate([[0]], SamplingParams(max_tokens=1, temperature=0.0))
+        runner = llm.lend("doctor").engine.runner
+        llm.take_back()
+        return {
+            "libraries": before,
+            "weights": runner.lm.weight_bytes,
+            "kv_cache": runner.storage.num_pages * runner.storage.bytes_per_page,
+            "loaded": machine.resident_bytes(),
+            "peak": machine.peak_bytes(),
+        }
 
 
 def examine() -> dict[str, Any]:

@@ -1,10 +1,14 @@
-"""The machine that a command runs on: its processor's name, cores and instruction sets."""
+"""The machine that a command runs on: its processor's name, cores and instruction sets; and the
+memory of this process there.
+"""
 
 from __future__ import annotations
 
+import mmap
 import os
 import platform
 import subprocess
+import sys
 from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,6 +17,7 @@ if TYPE_CHECKING:
     from forethought.llm.llm import LLM
 
 _CPUINFO = Path("/proc/cpuinfo")
+_STATM, _STATUS = Path("/proc/self/statm"), Path("/proc/self/status")
 _NAMES = ("model name", "Model", "cpu model", "Hardware")
 """Keys of the processor's name in ``/proc/cpuinfo``, the best first."""
 _FLAGS = ("flags", "Features")
@@ -43,6 +48,27 @@ def num_cores() -> int:
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
+
+
+def resident_bytes() -> int | None:
+    """Bytes of this process in memory now; None where the system does not say."""
+    if not _STATM.exists():
+        return None
+    return int(_STATM.read_text(encoding="utf-8").split()[1]) * mmap.PAGESIZE
+
+
+def peak_bytes() -> int | None:
+    """The most bytes of this process that ever were in memory; None where it is unknown."""
+    if _STATUS.exists():  # ru_maxrss counts what the process was before it began this program
+        lines = _STATUS.read_text(encoding="utf-8").splitlines()
+        peaks = (1024 * int(line.split()[1]) for line in lines if line.startswith("VmHWM"))
+        return next(peaks, None)
+    if sys.platform == "win32":
+        return None
+    import resource
+
+    most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return most if sys.platform == "darwin" else most * 1024
 
 
 def num_threads(llm: LLM) -> int:
