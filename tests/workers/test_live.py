@@ -194,8 +194,7 @@ def test_what_was_not_used_for_longest_leaves_first():
     assert parking.add(ROOT, lives[1]) == []
     assert found(parking, "Pab") == (6, "")  # P is used
     assert parking.add(ROOT, lives[2]) == [lives[1]]
-    assert parking.holds(lives[0])
-    assert not parking.holds(lives[1])
+    assert found(parking, "Qab") is None
     assert parking.add(ROOT, lives[3]) == [lives[0]]
 
 

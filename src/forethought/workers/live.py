@@ -346,10 +346,6 @@ class SessionCache:
         self._held.clear()
         return sessions
 
-    def holds(self, live: LiveSession) -> bool:
-        """Whether the sequence is kept and can be continued."""
-        return not live.closed and live in self._held
-
     def find(self, scope: ExecutionScope | None, prompt: Prompt) -> Continuation | None:
         """The sequence that a task with this prompt continues; None if there is none."""
         request, path = _where(scope)
