@@ -34,6 +34,7 @@ from forethought.model.sampling.sampler import (
     torch_score_logprobs,
 )
 from models import tiny
+from sampling_cases import VOCABULARY, logit_rows, sampling_params, tokens
 
 EDGE = 2e-6
 EOS = frozenset({1})
@@ -72,25 +73,6 @@ def test_uniform_samples_are_the_reference_s_to_the_last_bit() -> None:
         assert library.uniform_sample(seed, sample, position) == uniform_at(seed, sample, position)
 
 
-VOCABULARY = 12
-grid = st.integers(-16, 16).map(lambda x: x / 4)  # exact in float32, so that equals stay equal
-tokens = st.integers(0, VOCABULARY - 1)
-params_of_all_kinds = st.builds(
-    SamplingParams,
-    temperature=st.sampled_from([0.0, 0.25, 0.6, 1.0, 1.7]),
-    top_k=st.integers(0, VOCABULARY + 2),
-    top_p=st.sampled_from([1.0, 0.97, 0.83, 0.61, 0.37, 0.013]),
-    min_p=st.sampled_from([0.0, 0.013, 0.21, 0.97]),
-    repetition_penalty=st.sampled_from([1.0, 0.5, 2.0]),
-    presence_penalty=st.sampled_from([0.0, 0.5, -1.0]),
-    frequency_penalty=st.sampled_from([0.0, 0.25, -0.5]),
-    logit_bias=st.dictionaries(tokens, st.integers(-6, 6).map(float), max_size=3),
-    min_tokens=st.integers(0, 4),
-    stop_token_ids=st.lists(tokens, max_size=2).map(tuple),
-    ignore_eos=st.booleans(),
-)
-
-
 class Masks:
     """A constraint that allows some tokens."""
 
@@ -107,8 +89,8 @@ class Masks:
 
 @settings(max_examples=300, deadline=None)
 @given(
-    st.lists(grid, min_size=VOCABULARY, max_size=VOCABULARY),
-    params_of_all_kinds,
+    logit_rows,
+    sampling_params,
     st.lists(tokens, min_size=1, max_size=6),
     st.lists(tokens, max_size=6),
     st.none() | st.lists(st.booleans(), min_size=VOCABULARY, max_size=VOCABULARY),

@@ -31,6 +31,7 @@ from forethought.model.sampling import (
 )
 from forethought.model.sampling.sampler import NO_TOKEN
 from forethought.reference.engine import logits_to_probs as reference_probs
+from sampling_cases import logit_rows, sampling_params, tokens
 
 EOS = frozenset({1})
 P_VALUE = 1e-4
@@ -56,25 +57,8 @@ def log(*probs: float) -> list[float]:
 
 # --- the distribution ----------------------------------------------------------------------------
 
-VOCABULARY = 12
-grid = st.integers(-16, 16).map(lambda x: x / 4)  # exact in float32, so that equals stay equal
-tokens = st.integers(0, VOCABULARY - 1)
-sampling_params = st.builds(
-    SamplingParams,
-    temperature=st.sampled_from([0.0, 0.25, 0.6, 1.0, 1.7]),
-    top_k=st.integers(0, VOCABULARY + 2),
-    top_p=st.sampled_from([1.0, 0.97, 0.83, 0.61, 0.37, 0.013]),
-    min_p=st.sampled_from([0.0, 0.013, 0.21, 0.97]),
-    repetition_penalty=st.sampled_from([1.0, 0.5, 2.0]),
-    presence_penalty=st.sampled_from([0.0, 0.5, -1.0]),
-    frequency_penalty=st.sampled_from([0.0, 0.25, -0.5]),
-    logit_bias=st.dictionaries(tokens, st.integers(-6, 6).map(float), max_size=3),
-    min_tokens=st.integers(0, 4),
-    stop_token_ids=st.lists(tokens, max_size=2).map(tuple),
-    ignore_eos=st.booleans(),
-)
 rows = st.tuples(
-    st.lists(grid, min_size=VOCABULARY, max_size=VOCABULARY),
+    logit_rows,
     sampling_params,
     st.lists(tokens, min_size=1, max_size=6),
     st.lists(tokens, max_size=6),
