@@ -11,7 +11,7 @@ import asyncio
 import contextlib
 import math
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
@@ -303,10 +303,23 @@ class AsyncSession:
 
     async def close(self) -> None:
         """Give back the pages; the current generation ends. Closing twice is fine."""
-        if self._finalizer.detach():
-            handle, thread = self._handle, self._thread
-            with contextlib.suppress(EngineStopped):  # which closed everything
-                await self._do(lambda: _close(thread, handle))
+        await self.close_all([self])
+
+    @staticmethod
+    async def close_all(sessions: Iterable[AsyncSession]) -> None:
+        """Close sessions of one engine with one command."""
+        live = [session for session in sessions if session._finalizer.detach()]
+        if not live:
+            return
+        thread = live[0]._thread
+
+        def close() -> None:
+            with contextlib.ExitStack() as stack:  # all of them, even if one raises
+                for session in live:
+                    stack.callback(_close, thread, session._handle)
+
+        with contextlib.suppress(EngineStopped):  # which closed everything
+            await live[0]._do(close)
 
     @property
     def tokens(self) -> list[int]:
@@ -378,6 +391,11 @@ class SessionStream:
         if output is None:
             raise StopAsyncIteration
         return output
+
+    @property
+    def first_token_time(self) -> float | None:
+        """When its first tokens came, as of ``time.perf_counter``; None: there are none."""
+        return self._stream.first_token_time
 
     async def finish(self) -> CompletionOutput:
         """The whole output, at the end of the generation."""

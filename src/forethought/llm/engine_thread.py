@@ -70,6 +70,8 @@ class OutputStream(Generic[Output]):
         self._failure: BaseException | None = None
         self.ended = False
         """Whether the last output or the failure has arrived."""
+        self.is_read_anew = False
+        """Whether a command is queued that has the engine thread see what is waited for."""
 
     # ---- on the engine thread ---------------------------------------------------------------
 
@@ -95,6 +97,11 @@ class OutputStream(Generic[Output]):
             output, failure = None, error
         ended = generation.finished or failure is not None
         return functools.partial(self._receive, output, size, failure, ended)
+
+    @property
+    def first_token_time(self) -> float | None:
+        """When its first tokens came, as of ``time.perf_counter``; None: there are none."""
+        return None if self._generation is None else self._generation.first_token_time
 
     def fail(self, failure: BaseException) -> None:
         """End the stream with a failure."""
@@ -344,12 +351,19 @@ class EngineThread:
         """Start a generation whose outputs go to ``stream``."""
         generation = start()
         self._streams[generation] = stream
-        stream.follow(generation, functools.partial(self._read_anew, generation))
+        stream.follow(generation, functools.partial(self._read_anew, generation, stream))
 
-    def _read_anew(self, generation: Generation) -> None:
+    def _read_anew(self, generation: Generation, stream: OutputStream[Any]) -> None:
         """Have the engine thread see what a stream waits for now, which may be there already."""
-        self._commands.put(lambda: self.publish([generation]))
-        self._interrupt.request()
+
+        def command() -> None:
+            stream.is_read_anew = False  # first: what is wanted from now on needs another command
+            self.publish([generation])
+
+        if not stream.is_read_anew:
+            stream.is_read_anew = True
+            self._commands.put(command)
+            self._interrupt.request()
 
     def peek(self, stream: OutputStream[Result]) -> Result | None:
         """The output of a stream's generation so far; None if that has ended."""

@@ -16,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
+import time
 from collections import deque
 from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as List
@@ -75,6 +76,8 @@ class Generation:
         """The event taken in last."""
         self.num_events = 0
         """Events of the engine so far."""
+        self.first_token_time: float | None = None
+        """When the first tokens of a sample came, as of ``time.perf_counter``."""
 
     @property
     def finished(self) -> bool:
@@ -117,6 +120,8 @@ class Generation:
                     stop_reason,
                     confidences=event.confidences,
                 )
+                if self.first_token_time is None and event.tokens:
+                    self.first_token_time = time.perf_counter()
                 self._taken, self.num_events = event, self.num_events + 1
             except Exception as error:  # fails this request only
                 self._error, self._taken, self.num_events = error, event, self.num_events + 1

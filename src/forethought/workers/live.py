@@ -15,7 +15,7 @@ from __future__ import annotations
 import asyncio
 import math
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import NamedTuple
@@ -80,6 +80,11 @@ class LiveSession:
         self._stream: SessionStream | None = None
         self._params = SamplingParams()
         self.is_pinned = False
+
+    @property
+    def first_token_time(self) -> float | None:
+        """When its first tokens came, as of ``time.perf_counter``; None: there are none."""
+        return None if self._stream is None else self._stream.first_token_time
 
     @property
     def ended(self) -> bool:
@@ -159,7 +164,7 @@ class LiveSession:
     async def cancel(self) -> None:
         """End the generation and free its pages; its task keeps what it has received."""
         if not self.ended:
-            await self.session.abort()
+            await self.session.close()
             await self.reach(None)
         await asyncio.shield(self.close())
 
@@ -174,15 +179,25 @@ class LiveSession:
 
     async def close(self) -> None:
         """Free its pages."""
-        if not self.closed:
-            under_way, self.closed = not self.ended, True
-            if not self.over:
-                self.shown = replace(self.shown, finish_reason=FinishReason.ABORT)
-            with suppress(ForethoughtError):  # what its generation failed with, if it did
-                await self.session.close()
-                if under_way and self._stream is not None and self._account is not None:
-                    self._account.ended((await self._stream.finish()).metrics)
-            self.count()
+        await self.close_all([self])
+
+    @staticmethod
+    async def close_all(live_sessions: Iterable[LiveSession]) -> None:
+        """Free the pages of sequences of one engine."""
+        going = [live for live in live_sessions if not live.closed]
+        under_way = [live for live in going if not live.ended]
+        for live in going:
+            live.closed = True
+            if not live.over:
+                live.shown = replace(live.shown, finish_reason=FinishReason.ABORT)
+        with suppress(ForethoughtError):
+            await AsyncSession.close_all([live.session for live in going])
+        for live in under_way:
+            if live._stream is not None and live._account is not None:
+                with suppress(ForethoughtError):  # what its generation failed with, if it did
+                    live._account.ended((await live._stream.finish()).metrics)
+        for live in going:
+            live.count()
 
     def count(self) -> None:
         """Record its usage since the last call."""

@@ -338,12 +338,12 @@ class EngineWorker(Worker):
                 live_sessions.append(self._live(task, session, prompt))
                 live_sessions[-1].begin(self._params(task, number))
                 await self._keep(live_sessions[-1])
-            await _together([self._follow(task, live, None, began) for live in live_sessions])
+            await _together([self._follow(task, live, None) for live in live_sessions])
         except BaseException:
             if await _end(live_sessions):
-                _fill_all(task, live_sessions)
+                _fill_all(task, live_sessions, began)
             raise
-        _fill_all(task, live_sessions)
+        _fill_all(task, live_sessions, began)
         task.latency_s = time.perf_counter() - began
 
     async def _begin(
@@ -430,21 +430,17 @@ class EngineWorker(Worker):
     async def _keep(self, live: LiveSession) -> None:
         await _close(self._cache.add(current_scope(), live))
 
-    async def _follow(
-        self, task: GenerationTask, live: LiveSession, count: int | None, began: float | None = None
-    ) -> None:
+    async def _follow(self, task: GenerationTask, live: LiveSession, count: int | None) -> None:
         """Show the task ``count`` generated tokens (None: all), once they exist."""
         scope, at_once = current_scope(), getattr(task, "tokens_per_request", None) or math.inf
-        metered = scope is not None and scope.account.budget.tokens is not None
+        is_metered = scope is not None and scope.account.budget.tokens is not None
+        is_stepwise = task.streaming_output_flag or is_metered
         while not live.over and (count is None or len(live.shown.token_ids) < count):
             before, num_shown = live.shown, len(live.shown.token_ids)
-            stepwise = task.streaming_output_flag or metered or not before.token_ids
-            await live.reach(num_shown + 1 if stepwise else count, num_shown + at_once)
+            await live.reach(num_shown + 1 if is_stepwise else count, num_shown + at_once)
             live.show(count)
             if live.num_beyond:
                 await live.end_with_budget()
-            if began is not None and task.ttft_s is None:
-                task.ttft_s = time.perf_counter() - began
             _emit(task, live, before)
 
     # ---- the end ------------------------------------------------------------------------------
@@ -532,9 +528,11 @@ def _fill(task: GenerationTask, live: LiveSession) -> None:
         task.suffix_logprobs = live.logprobs_of(task.inserted_tokens or ())
 
 
-def _fill_all(task: GenerationTask, live_sessions: Sequence[LiveSession]) -> None:
+def _fill_all(task: GenerationTask, live_sessions: Sequence[LiveSession], began: float) -> None:
     """Leave all samples on the task, and the results of the first one."""
-    samples = []
+    times, samples = [live.first_token_time for live in live_sessions], []
+    first = min((moment for moment in times if moment is not None), default=None)
+    task.ttft_s = None if first is None else first - began
     for live in reversed(live_sessions):
         _fill(task, live)
         samples.append(task.result or ScaffoldingOutput(None))
@@ -567,12 +565,8 @@ async def _close(live_sessions: Iterable[LiveSession]) -> None:
     """Close all of them, even if the caller is cancelled meanwhile."""
     sessions = list(live_sessions)
 
-    async def close() -> None:
-        for live in sessions:
-            await live.close()
-
     if sessions:  # a task for nothing costs as much as the rest of a short generation
-        await asyncio.shield(close())
+        await asyncio.shield(LiveSession.close_all(sessions))
 
 
 async def _end(live_sessions: Sequence[LiveSession]) -> bool:
