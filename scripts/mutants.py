@@ -339,15 +339,27 @@ MUTANTS = [
     ),
     Mutant(
         "engine/packing.py",
-        "row.is_decode and is_apart and not is_read",
-        "row.is_decode and is_apart",
+        "row.is_last and is_apart and not is_read",
+        "row.is_last and is_apart",
         "tests/engine/test_continuous_decode.py -k 'token_by_token'",
     ),
     Mutant(
         "engine/step.py",
-        "metrics.steps += is_decode",
+        "metrics.steps += is_decode or number > 1",
         "metrics.steps += 1",
         "tests/engine/test_continuous_decode.py tests/engine/test_speculation.py",
+    ),
+    Mutant(
+        "engine/step.py",
+        "metrics.steps += is_decode or number > 1",
+        "metrics.steps += is_decode",
+        "tests/engine/test_continuous_decode.py -k beside",
+    ),
+    Mutant(
+        "backends/cpu/cpp/chain_steps.h",
+        "each.position + 1 - num_known, tokens.data()",
+        "each.position, tokens.data()",
+        "tests/speculative/test_step_runner.py -k known",
     ),
     Mutant(
         "engine/scheduler.py",

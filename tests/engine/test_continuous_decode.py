@@ -224,6 +224,31 @@ def test_a_sequence_is_forked_while_it_runs() -> None:
     expect_empty(machine)
 
 
+@pytest.mark.parametrize("params", [GREEDY, GREEDY.replace(temperature=0.9, seed=7)])
+def test_a_prefill_beside_decodes_is_the_first_step_of_their_call(params: SamplingParams) -> None:
+    """As that of a probe, which forks a running sequence and has a few tokens of its own."""
+
+    def run_beside(num_steps: int) -> tuple[list[dict[str, Any]], list[int], tuple[int, int]]:
+        machine = made(num_steps)
+        chain = machine.add(PROMPTS[1], params.replace(max_tokens=40), keep=True)[0]
+        machine.step(1)
+        machine.step(1)
+        probe = machine.fork(chain, len(PROMPTS[1]) + 1)
+        machine.extend(probe, PROMPTS[2])
+        machine.resume(probe, params.replace(max_tokens=5))
+        sizes = [len(event.tokens) for event in machine.step()]
+        drain(machine)
+        kept = [facts(machine, sequence) for sequence in (chain, probe)]
+        machine.close(chain)
+        machine.close(probe)
+        expect_empty(machine)
+        return kept, sizes, (machine.stats.decoded, machine.stats.prefilled)
+
+    (expected, single, num_tokens), several = run_beside(1), run_beside(8)
+    assert single == [1, 1]
+    assert several == (expected, [5, 5], num_tokens)
+
+
 @pytest.mark.parametrize("pages", [24, 30, 36, 44])
 def test_a_small_pool_makes_fewer_steps_and_preempts_no_more(pages: int) -> None:
     counts = []

@@ -425,6 +425,17 @@ def test_leaving_a_stream_early_aborts_it(llm):
 # --- sessions ------------------------------------------------------------------------------------
 
 
+def test_commands_that_have_run_do_not_cut_the_next_steps_short(llm):
+    thread, interrupt = llm._thread, llm._frontend.engine.interrupt
+
+    def is_requested() -> bool:
+        return interrupt.ends(0)
+
+
+    queued = thread.call(lambda: [thread.call(is_requested) for _ in range(2)]).result()
+    assert [future.result() for future in queued] == [False, False]
+
+
 def test_a_session_goes_on_where_it_stopped(llm, expected):
     async def main():
         async with llm.start(PROMPTS[0]) as session:

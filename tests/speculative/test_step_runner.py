@@ -82,27 +82,37 @@ def new_runner(
 
 
 def decode_row(
-    tokens: Sequence[int], table: PageTable, num_left: int, ends: Collection[int]
+    tokens: Sequence[int],
+    table: PageTable,
+    num_left: int,
+    ends: Collection[int],
+    num_known: int = 1,
 ) -> DecodeRow:
     request = DraftRequest(0, tokens, 0, GREEDY, group=0, index=0, seed=0)
-    return DecodeRow(request, table, 0, num_left, ends)
+    return DecodeRow(request, table, 0, num_left, ends, num_known=num_known)
 
 
 def stored_rows(
-    runner: ModelRunner, pool: PagePool, sizes: Sequence[int], ends: Collection[int] = ()
+    runner: ModelRunner,
+    pool: PagePool,
+    sizes: Sequence[int],
+    ends: Collection[int] = (),
+    num_known: Sequence[int] = (1, 1, 1, 1),
 ) -> list[DecodeRow]:
-    """After prompts of several lengths, stored, whose pages lie apart and in turns."""
+    """After prompts of several lengths, stored up to the last ``num_known`` tokens, whose pages lie
+    apart and in turns.
+    """
     stored = models.prompts((1, 7, 20, 5))[: len(sizes)]
     tables = [PageTable(pool) for _ in stored]
     for length in range(1, 30):
         for table, prompt, size in zip(tables, stored, sizes, strict=True):
             table.append(length <= len(prompt) + size - 1)
     rows = []
-    for table, prompt, size in zip(tables, stored, sizes, strict=True):
-        known = prompt[:-1]
+    for table, prompt, size, count in zip(tables, stored, sizes, num_known, strict=False):
+        known = prompt[:-count]
         if known:
             runner.forward([Row(known, 0, table.prefix(len(known)), logits_from=len(known))])
-        rows.append(decode_row(prompt, table, size, ends))
+        rows.append(decode_row(prompt, table, size, ends, count))
     return rows
 
 
@@ -147,6 +157,20 @@ def test_several_steps_are_those_of_single_calls_to_the_last_bit(
     for implementation in IMPLEMENTATIONS:
         runner, pool = new_runner(architecture, dtype)
         rows = stored_rows(runner, pool, sizes)
+        assert implementation(runner).advance(rows, 20) == expected
+        for value, other in zip(values, stored_values(runner, rows), strict=True):
+            assert torch.equal(value, other)
+
+
+@pytest.mark.parametrize("architecture", NATIVE)
+def test_the_first_step_computes_all_known_tokens_that_are_not_stored(architecture: str) -> None:
+    sizes = 9, 9, 3, 1
+    runner, pool = new_runner(architecture)
+    rows = stored_rows(runner, pool, sizes)
+    expected, values = single_calls(runner, rows, 20), stored_values(runner, rows)
+    for implementation in (reference, native):
+        runner, pool = new_runner(architecture)
+        rows = stored_rows(runner, pool, sizes, num_known=(1, 4, 20, 2))
         assert implementation(runner).advance(rows, 20) == expected
         for value, other in zip(values, stored_values(runner, rows), strict=True):
             assert torch.equal(value, other)

@@ -133,6 +133,16 @@ def test_a_generation_is_that_of_the_engine(worker, long):
     assert (result.usage.completion_tokens, result.usage.prompt_tokens) == (30, LENGTH)
 
 
+def test_the_first_token_of_a_task_comes_before_its_last(worker):
+    def play(task):
+        answers = [ask(PROMPT, max_tokens=40, n=n) for n in (1, 2)]
+        yield answers
+        return [(answer.ttft_s, answer.latency_s) for answer in answers]
+
+    for first, last in played(worker, play):
+        assert 0 < first < last
+
+
 def test_every_sampling_field_reaches_the_engine(worker):
     params = SamplingParams(
         max_tokens=9,

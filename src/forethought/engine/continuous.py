@@ -15,7 +15,7 @@ from collections.abc import Sequence as List
 
 from forethought.engine.drafting import Drafting
 from forethought.engine.guarded_drafter import GuardedDrafter
-from forethought.engine.packing import is_plain_decode, sampled_token
+from forethought.engine.packing import goes_on_plainly, sampled_token
 from forethought.engine.scheduler import Plan, PlannedRow, Scheduler
 from forethought.kv.table import TableView
 from forethought.model import backends
@@ -73,8 +73,10 @@ class ContinuousDecode:
         may_admit = bool(scheduler.waiting) and not scheduler.is_full
         if num_steps == 1 or may_admit or plan.failures:
             return asks_drafters
-        if len(rows) < len(scheduler.to_run) or not all(map(is_plain_decode, rows)):
+        if len(rows) < len(scheduler.to_run) or not all(map(goes_on_plainly, rows)):
             return asks_drafters
+        if not plan.decodes or (asks_drafters and len(plan.decodes) < len(rows)):
+            return asks_drafters  # a step of prefills alone, or drafters are shown some
         if any(row.num_nodes for row in rows):
             self._reserve_with_drafts(plan, num_steps)
             return asks_drafters
@@ -98,10 +100,10 @@ class ContinuousDecode:
         hidden states are stored.
         """
         caches = self._drafting.hidden_state_caches
-        sampled = [row for row in rows if not row.sequence.takes_argmax][:1]
-        if not sampled and not caches:
+        special = [row for row in rows if not row.sequence.takes_argmax or row.num_tokens > 1]
+        if not special and not caches:
             return True
-        special = list(map(self._row, sampled or rows[:1]))
+        special = list(map(self._row, special or rows[:1]))
         return step_runner(self._runner, None, special, caches) is not None
 
     def _reserve_with_drafts(self, plan: Plan, num_steps: float) -> None:
@@ -199,6 +201,7 @@ class ContinuousDecode:
             ends=sequence.end_ids,
             pauses=sequence.stop_candidates or array("q"),
             sampled=None if sequence.takes_argmax else sampled_token(sequence, eos_ids, {}),
+            num_known=row.num_tokens,
         )
 
 

@@ -96,7 +96,7 @@ def takes_argmax(row: PlannedRow) -> bool:
     return is_plain and row.num_logits == 1 and row.is_last
 
 
-def is_plain_decode(row: PlannedRow) -> bool:
+def goes_on_plainly(row: PlannedRow) -> bool:
     """Whether further decode steps of the sequence could follow at once, with drafts or without:
     nothing has to be looked at between them but whether it has ended, and by a token that says so.
     """
@@ -104,7 +104,7 @@ def is_plain_decode(row: PlannedRow) -> bool:
     has_unknown_stops = bool(sequence.params.stop) and sequence.stop_candidates is None
     is_read = has_unknown_stops or sequence.wants_prompt_logprobs  # token by token
     is_apart = not (sequence.others or sequence.dependents or sequence.had_nonfinite_logits)
-    return sequence.constraint is None and row.is_decode and is_apart and not is_read
+    return sequence.constraint is None and row.is_last and is_apart and not is_read
 
 
 def take_argmax(rows: List[PlannedRow], logits: Tensor) -> list[Sequence]:

@@ -418,7 +418,7 @@ class Step:
                 step = DraftedStep(start, num_accepted, row.drafter, rejected)
                 sequence.drafted_steps.append(step)
             else:
-                metrics.steps += is_decode
+                metrics.steps += is_decode or number > 1
             start += len(result.tokens)
         if row.rule is not None and row.results:
             metrics.lossy = True

@@ -407,6 +407,7 @@ class EngineThread:
         self._interrupt.clear()
         while not self._commands.empty() or not (self.frontend.has_work or self._stopping):
             command = self._commands.get()
+            self._interrupt.clear()  # of this one, and of those that are queued by now
             if command is not None:
                 command()
                 self._needs_barrier = True

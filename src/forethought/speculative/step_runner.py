@@ -68,6 +68,8 @@ class DecodeRow:
         ends: tokens that end the generation.
         pauses: int64 ids in rising order; the call ends with the step that decodes one.
         sampled: how its tokens are sampled; None: each is the most probable one, without scores.
+        num_known: its last known tokens that are not stored yet, at least one; several only of rows
+            without drafts.
     """
 
     request: DraftRequest
@@ -77,6 +79,12 @@ class DecodeRow:
     ends: Collection[int]
     pauses: array[int] = field(default_factory=partial(array, "q"))
     sampled: SampledToken | None = None
+    num_known: int = 1
+
+    @property
+    def start(self) -> int:
+        """The first position that is not stored yet."""
+        return len(self.request.tokens) - self.num_known
 
     @property
     def position(self) -> int:
@@ -181,6 +189,8 @@ class RowProgress:
     request: DraftRequest
     tokens: list[int]
     num_left: int
+    num_known: int
+    """Tokens that the next step stores, beside its drafts."""
     has_ended: bool = False
     results: list[VerificationResult] = field(default_factory=list)
 
@@ -189,7 +199,7 @@ class RowProgress:
         """Before its first step."""
         tokens = list(row.request.tokens)
         request = replace(row.request, tokens=tokens, table=TableView(row.table))
-        return cls(row, request, tokens, row.num_left)
+        return cls(row, request, tokens, row.num_left, row.num_known)
 
     def limit_draft(self) -> int:
         """Drop the draft; returns the maximum length of the next one."""
@@ -199,11 +209,12 @@ class RowProgress:
         return request.max_nodes
 
     def pack(self) -> Row:
-        """The last known token and the draft, which no longer changes."""
+        """The known tokens that are not stored and the draft, which no longer changes."""
         draft = self.request.draft = Draft(list(self.request.draft.tokens))
-        start = len(self.tokens) - 1
-        table = self.row.table.prefix(start + 1 + len(draft))
-        return Row([self.tokens[-1], *draft.tokens], start, table)
+        start = len(self.tokens) - self.num_known
+        table = self.row.table.prefix(len(self.tokens) + len(draft))
+        tokens = [*self.tokens[start:], *draft.tokens]
+        return Row(tokens, start, table, logits_from=self.num_known - 1)
 
     def verification(self, begin: int) -> VerificationRequest:
         """What is verified, its logits from row ``begin`` on."""
@@ -221,6 +232,7 @@ class RowProgress:
             self.results.append(result)
         self.tokens += result.tokens
         self.num_left -= len(result.tokens)
+        self.num_known = 1
 
     def take_queued(self, drafted: list[int], decoded: list[int]) -> None:
         """Append a step of a GPU, where no row ends.
@@ -265,8 +277,10 @@ class SingleSteps(StepRunner):
         rows: Sequence[DecodeRow],
         caches: Sequence[HiddenStateCache] = (),
     ) -> Self | None:
-        """Not on a GPU with drafts or sampled rows, where the host would wait for each step."""
-        waits = chains is not None or any(row.sampled is not None for row in rows)
+        """Not on a GPU unless all rows are greedy decodes without drafts: the host would wait for
+        each step.
+        """
+        waits = chains is not None or any(row.sampled or row.num_known > 1 for row in rows)
         is_slow = waits and runner.lm.device.type != "cpu"
         return None if is_slow else cls(runner, chains, caches)
 
@@ -342,9 +356,9 @@ class QueuedSteps(StepRunner):
         rows: Sequence[DecodeRow],
         caches: Sequence[HiddenStateCache] = (),
     ) -> Self | None:
-        """Without drafts and states to store, where all rows are greedy."""
+        """Without drafts and states to store, where all rows are greedy decodes."""
         is_plain = chains is None and not caches
-        is_greedy = is_plain and all(row.sampled is None for row in rows)
+        is_greedy = is_plain and not any(row.sampled or row.num_known > 1 for row in rows)
         return cls(runner) if is_greedy and runner.lm.device.type == "cuda" else None
 
     @override

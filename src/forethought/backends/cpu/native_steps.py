@@ -167,8 +167,9 @@ class ChainCall:
         scores_width = max(map(_num_scores, self.rows))
         scores = array("d", bytes(8 * num_steps * num_rows * width * scores_width))
         seconds = ctypes.c_double()
+        num_at_once = num_rows * (width - 1) + sum(row.num_known for row in self.rows)
         struct = ChainStepsStruct(
-            target=ctypes.pointer(self._target_call(target, num_rows * width).struct),
+            target=ctypes.pointer(self._target_call(target, num_at_once).struct),
             rows=self._packed_rows(),
             states=self._states(target),
             tokens=tokens.buffer_info()[0],
@@ -242,13 +243,15 @@ class ChainCall:
         first, pages, ends = row.table.first_slot(), array("i"), array("q", row.ends)
         if first is None:
             pages.extend(row.table.pages)
-        self._keep += [pages, ends]
+        known = array("q", row.request.tokens[row.start :])
+        self._keep += [pages, ends, known]
         return ChainRowStruct(
             pages=pages.buffer_info()[0],
             ends=ends.buffer_info()[0],
             pauses=row.pauses.buffer_info()[0],
+            known=known.buffer_info()[0],
             first_slot=-1 if first is None else first,
-            token=row.request.tokens[-1],
+            num_known=row.num_known,
             position=row.position,
             draft_len=row.draft_len,
             num_left=row.num_left,
@@ -353,7 +356,7 @@ class NativeSteps(StepRunner):
         advance = steps(None, StoredStates(self.cache.storage.keys[0], self.cache.layer_ids))
         for row, results in zip(rows, advance.results, strict=True):
             num_stored = sum(len(result.tokens) for result in results)
-            self.cache.mark(row.table, row.position, row.position + num_stored)
+            self.cache.mark(row.table, row.start, row.position + num_stored)
         return advance
 
     def _drafting(

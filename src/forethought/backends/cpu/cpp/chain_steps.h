@@ -29,8 +29,10 @@ class RowsCall {
     // like: with caches, scratch memory and outputs; seen_from: as of Row.
     RowsCall(const Call& like, int64_t seen_from) : call(like), seen_from(seen_from) {}
 
-    // Add the new tokens of a row, from a position on.
-    void add(const ChainRow& row, int64_t position, const int64_t* new_tokens, int64_t count) {
+    // Add the new tokens of a row, from a position on; with the logits of the last ones.
+    void add(
+        const ChainRow& row, int64_t position, const int64_t* new_tokens, int64_t count,
+        int64_t num_logits) {
         Row added = {row.first_slot, row.pages, nullptr,   nullptr, nullptr, int64_t(tokens.size()),
                      count,          position,  seen_from, count,   nullptr, 0};
         for (int64_t p = position; p < position + count; p++) {
@@ -39,16 +41,13 @@ class RowsCall {
             recent.push_back(p);
             slots.push_back(prefix_slot(added, p, call.page_size));
         }
+        for (int64_t i = num_logits; i > 0; i--) wanted.push_back(int64_t(tokens.size()) - i);
         rows.push_back(added);
     }
 
-    // The call; with the logits of all tokens, or of the last one of each row.
-    const Call& finish(bool all_logits) {
-        for (Row& row : rows) {
+    const Call& finish() {
+        for (Row& row : rows)
             row.slots = slots.data() + row.start, row.positions = recent.data() + row.start;
-            const int64_t end = row.start + row.num_tokens;
-            for (int64_t t = all_logits ? row.start : end - 1; t < end; t++) wanted.push_back(t);
-        }
         call.token_ids = tokens.data(), call.positions = positions.data();
         call.slots = slots.data(), call.logit_index = wanted.data(), call.rows = rows.data();
         call.num_tokens = int32_t(tokens.size()), call.num_logits = int32_t(wanted.size());
@@ -67,8 +66,8 @@ class ChainDecoder {
     ChainDecoder(const Model& target, const ChainSteps& steps) : target(target), steps(steps) {
         for (int32_t r = 0; r < steps.num_rows; r++) {
             const ChainRow& row = steps.rows[r];
-            going.push_back(
-                {&row, r, row.position, row.num_left, 0, row.position, {row.token}, {}, {}});
+            const std::vector<int64_t> known(row.known, row.known + row.num_known);
+            going.push_back({&row, r, row.position, row.num_left, 0, row.position, known, {}, {}});
         }
     }
 
@@ -121,7 +120,7 @@ class ChainDecoder {
         int32_t count = 0;
         for (; count < int32_t(going.size()) && going[count].size > 0; count++)
             if (!is_first) add_missing(known, going[count]);
-        const Call& call = is_first ? *steps.known : known.finish(false);
+        const Call& call = is_first ? *steps.known : known.finish();
         if (!is_first && steps.states) enter(known.call, count);
         const int64_t levels = going[0].size;
         std::vector<int64_t> slots(count * levels), drafted(count * levels);
@@ -148,7 +147,7 @@ class ChainDecoder {
         std::vector<int64_t> tokens(sequence.known.end() - count, sequence.known.end());
         for (int64_t& token : tokens)
             if (token >= steps.num_known) token = 0;
-        known.add(*sequence.row, sequence.missing, tokens.data(), count);
+        known.add(*sequence.row, sequence.missing, tokens.data(), count, 1);
     }
 
     // Set `entering` of a call from the states that are stored.
@@ -178,11 +177,15 @@ class ChainDecoder {
     bool verify(int32_t step) {
         RowsCall rows(*steps.target, 0);
         for (Going& sequence : going) {
-            std::vector<int64_t> tokens = {sequence.known.back()};
+            const int64_t num_known = step ? 1 : sequence.row->num_known; // that are not stored
+            const int64_t num_drafted = sequence.drafted.size();
+            std::vector<int64_t> tokens(sequence.known.end() - num_known, sequence.known.end());
             tokens.insert(tokens.end(), sequence.drafted.begin(), sequence.drafted.end());
-            rows.add(*sequence.row, sequence.position, tokens.data(), int64_t(tokens.size()));
+            rows.add(
+                *sequence.row, sequence.position + 1 - num_known, tokens.data(),
+                num_known + num_drafted, 1 + num_drafted);
         }
-        const Call& call = rows.finish(true);
+        const Call& call = rows.finish();
         if (forward(&target, &call) < call.num_tokens) return false;
         if (steps.states) store_states(call);
         accept_all(step, call.logits);

@@ -154,8 +154,9 @@ struct ChainRow {
     const int32_t* pages;        // of all its slots; read where these are not contiguous
     const int64_t* ends;         // [num_ends]: ids after which it ends
     const int64_t* pauses;       // [num_pauses]: ids after which the call ends, rising
+    const int64_t* known;        // [num_known]: the last known tokens, which are not stored yet
     int64_t first_slot;          // of position 0, where they are; else -1
-    int64_t token, position;     // the last known one
+    int64_t num_known, position; // position: of the last known one
     int64_t draft_len, num_left; // to draft in a step, and to decode, at most
     int64_t num_ends, num_pauses;
     const Sampling* sampling; // null: each token is the most probable one
@@ -177,6 +178,7 @@ struct ChainSteps {
     const Model* draft;   // null: no row has drafts
     const Call* known;    // of the draft network: known tokens of the rows with drafts
     const Call* target;   // of the last known token of each row, with room for `width` of them
+                          // and for all known ones
     const ChainRow* rows; // [num_rows]: none drafts more than the one before it
     const TargetStates* states; // null: the draft network reads none
     const int64_t* ids;         // as of Chains
