@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from unittest import mock
 
 import pytest
+import torch
 
 from forethought.backends.cuda.graph_runner import GraphRunner
 from forethought.config.sampling import SamplingParams
@@ -105,11 +106,18 @@ def engine_over(
     reuse: bool = True,
     speculative: Iterable[DecodingBaseConfig] = (),
     graphs: GraphCapturer | None = None,
+    kv_dtype: torch.dtype | None = None,
     **limits: Any,
 ) -> Engine:
     """The same over a model that is loaded, computed by graphs if something captures them."""
     storage = KvStorage(
-        lm.layer_shapes, pages, page_size, lm.dtype, lm.device, has_scratch_page=graphs is not None
+        lm.layer_shapes,
+        pages,
+        page_size,
+        lm.dtype,
+        lm.device,
+        has_scratch_page=graphs is not None,
+        stored_dtype=kv_dtype,
     )
     runner = ModelRunner(lm, storage) if graphs is None else GraphRunner(lm, storage, graphs)
     return engine_of(runner, reuse=reuse, speculative=speculative, **limits)

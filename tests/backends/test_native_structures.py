@@ -97,7 +97,7 @@ def test_a_packed_row_has_its_integers_in_the_order_of_the_fields() -> None:
         segments=((8, 9),),
     )
     packed, keep, longest = forward._packed_rows(
-        KvLayout(array("q"), recent, recent, recent, 4, [row])
+        KvLayout(array("q"), torch.float32, recent, recent, recent, 4, [row])
     )
     segments, pages, visible = keep
     struct = RowStruct.from_buffer(packed)

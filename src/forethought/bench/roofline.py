@@ -22,6 +22,7 @@ import torch
 from forethought.config.sampling import SamplingParams
 from forethought.errors import ParameterError
 from forethought.evaluation.report import aligned, new_figure
+from forethought.kv.storage import KvStorage
 from forethought.saved_file import saving
 
 if TYPE_CHECKING:
@@ -77,8 +78,10 @@ class ModelCost:
     windowed: tuple[AttentionCost, ...] = ()
 
     @classmethod
-    def of(cls, lm: CausalLM) -> ModelCost:
-        """Of a loaded model, with its weights as they are held."""
+    def of(cls, lm: CausalLM, kv_dtype: torch.dtype | None = None) -> ModelCost:
+        """Of a loaded model, with its weights as they are held; ``kv_dtype``: in which keys and
+        values are, None: in the model's.
+        """
         size = lm.dtype.itemsize
         dense = [weight for weight in lm.traits.weights if not weight.is_expert]
         experts = [weight for weight in lm.traits.weights if weight.is_expert]
@@ -86,7 +89,9 @@ class ModelCost:
         heads = text.num_attention_heads
         widths = [shape.key_dim + shape.value_dim for shape in lm.layer_shapes]
         layers = [
-            AttentionCost(window, shape.elements * size, 2 * heads * width)
+            AttentionCost(
+                window, KvStorage.page_bytes([shape], 1, kv_dtype or lm.dtype), 2 * heads * width
+            )
             for window, shape, width in zip(lm.windows, lm.layer_shapes, widths, strict=True)
         ]
         return cls(

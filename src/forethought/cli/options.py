@@ -275,6 +275,11 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--quantization", choices=QUANTIZATIONS, help="store the weights in 8 or 4 bits"
     )
+    parser.add_argument(
+        "--kv-cache-dtype",
+        choices=["auto", "float32", "bfloat16", "int8"],
+        help="of keys and values on a CPU (default: the model's)",
+    )
     parser.add_argument("--device", help="cpu, cuda, ... (default: CUDA where there is one)")
     parser.add_argument(
         "--tensor-parallel-size",
@@ -294,7 +299,7 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
 
 def has_model_options(args: argparse.Namespace, config: Mapping[str, Any] | None = None) -> bool:
     """Whether any option of the model is given; ``config`` replaces the file of ``--config``."""
-    names = (*_OPTIONS, "speculative", "draft_model", "max_draft_len")
+    names = (*_OPTIONS, "kv_cache_dtype", "speculative", "draft_model", "max_draft_len")
     has_file = args.config is not None if config is None else bool(config)
     return has_file or any(getattr(args, name) is not None for name in names)
 
@@ -316,6 +321,10 @@ def llm_args_of(
     fields = defaults | LlmArgs.translated(config)
     options = {name: getattr(args, name) for name in _OPTIONS}
     fields |= {name: value for name, value in options.items() if value is not None}
+    if args.kv_cache_dtype is not None:
+        cache = LlmArgs.from_dict(fields).kv_cache_config
+        values = {name: getattr(cache, name) for name in cache.model_fields_set}
+        fields["kv_cache_config"] = {**values, "dtype": args.kv_cache_dtype}
     _check_revision(fields)
     speculative = speculative_config_of(args, model=fields.get("model"))
     if speculative is not None:

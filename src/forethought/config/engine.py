@@ -38,6 +38,15 @@ DtypeName = Literal[
 ]
 """The names that ``dtype`` may have; ``torch.bfloat16`` and its like will do as well."""
 
+KvDtypeName = Literal["auto", "float32", "bfloat16", "int8", "fp32", "bf16", "float"]
+"""The names that ``KvCacheConfig.dtype`` may have, as those of ``dtype``."""
+
+
+def _full_name(value: Any) -> Any:
+    """The name of a dtype, of ``torch.bfloat16`` or a short name."""
+    name = str(value).removeprefix("torch.")
+    return _SHORT_NAMES.get(name, name)
+
 
 class KvCacheConfig(StrictModel):
     """The KV cache: its page size, how large it is, whether prefixes are reused."""
@@ -48,6 +57,9 @@ class KvCacheConfig(StrictModel):
         default=16, ge=1, le=4096, validation_alias=AliasChoices("tokens_per_block", "page_size")
     )
     """Tokens in one page."""
+    dtype: KvDtypeName = "auto"
+    """In which keys and values are held; "auto": the model's dtype. "int8" has a scale per token
+    and KV head. Another one than the model's needs a CPU."""
     max_tokens: int | None = Field(default=None, ge=1)
     """Tokens that the cache holds; None: as the memory fractions below allow."""
     free_gpu_memory_fraction: float = Field(default=0.9, gt=0.0, le=1.0)
@@ -57,6 +69,11 @@ class KvCacheConfig(StrictModel):
     """On CPU: bytes for the cache; None: a tenth of the free memory, at most 4 GiB."""
     enable_block_reuse: bool = True
     """Whether full pages are kept and found again by later prompts with the same prefix."""
+
+    @pydantic.field_validator("dtype", mode="before")
+    @classmethod
+    def _dtype_name(cls, value: Any) -> Any:
+        return _full_name(value)
 
 
 class GuidedDecodingConfig(StrictModel):
@@ -155,8 +172,7 @@ class LlmArgs(StrictModel):
     @classmethod
     def _dtype_name(cls, value: Any) -> Any:
         """Accept ``torch.bfloat16`` and the short names as well, without importing torch."""
-        name = str(value).removeprefix("torch.")
-        return _SHORT_NAMES.get(name, name)
+        return _full_name(value)
 
     @pydantic.field_validator("quantization", mode="before")
     @classmethod

@@ -258,7 +258,7 @@ _VLLM: _Table = {
     "gpu_memory_utilization": _refused(_MEMORY),
     "kv_cache_memory_bytes": _refused(_MEMORY),
     "num_gpu_blocks_override": _refused(_MEMORY),
-    "kv_cache_dtype": _only("auto", fix="Leave it out: keys and values have the model's dtype"),
+    "kv_cache_dtype": _same("kv_cache_config.dtype"),
     "calculate_kv_scales": _NO,
     "swap_space": _only(0, 0.0, fix="Leave it out: paused sequences keep or recompute their pages"),
     "cpu_offload_gb": _only(0, 0.0, fix="Use quantization for a model that is too large"),
@@ -370,7 +370,6 @@ _REBALANCE = (
     *("ratio_threshold", "moving_average_decay", "check_interval"),
 )
 KV_CACHE_ARGUMENTS: _Table = {
-    "dtype": _only("auto", fix="Leave it out: keys and values have the model's dtype"),
     "enable_partial_reuse": _ANY,
     "copy_on_partial_reuse": _ANY,
     "max_attention_window": _refused("Leave it out: windows are the model's own"),

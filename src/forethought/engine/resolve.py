@@ -66,11 +66,32 @@ def build(args: LlmArgs, model_dir: Path) -> Engine:
     # Before the target is loaded: a draft model that does not exist costs no waiting.
     configs = [config.with_local_model() for config in args.speculative_config]
     device = find_device(args.device)
+    _check_kv_dtype(args, device)
     if isinstance(args.num_threads, int):
         set_threads(args.num_threads, device)
     with _ranks(args, model_dir, device) as ranks:
         lm = _load(args, model_dir, device, ranks)
         return _engine(args, model_dir, configs, lm, ranks)
+
+
+def _check_kv_dtype(args: LlmArgs, device: torch.device) -> None:
+    """Raise ParameterError where keys and values can only have the model's dtype, and may not."""
+    name = args.kv_cache_config.dtype
+    if name in ("auto", args.dtype):
+        return
+    if device.type != "cpu":
+        why = f"the model is on {device}, where keys and values have its dtype"
+    elif args.tensor_parallel_size > 1:
+        why = "with tensor parallelism keys and values have the model's dtype"
+    elif args.attention not in ("auto", "sdpa"):
+        why = f"attention={args.attention!r} reads keys and values in the model's dtype"
+    else:
+        return
+    raise ParameterError(
+        f"kv_cache_config.dtype={name!r} is not possible here",
+        why,
+        'Leave it out, or use device="cpu" with one process and the default attention',
+    )
 
 
 def _ranks(
@@ -129,10 +150,11 @@ def _engine(
     )
     return_freed_memory()
     log.info(
-        "%s on %s, %d tokens of KV cache (%.0f MiB), %s",
+        "%s on %s, %d tokens of KV cache in %s (%.0f MiB), %s",
         model_dir,
         lm.device,
         capacity,
+        str(runner.storage.stored_dtype).removeprefix("torch."),
         _page_bytes(runner.storage, drafters) * runner.storage.num_pages / 2**20,
         limits,
     )
@@ -166,6 +188,7 @@ def _runner(
     is_tried = args.cuda_graphs is True or (
         args.cuda_graphs == "auto" and refusal is None and lm.path.kind == "fused"
     )
+    kv_dtype = args.kv_cache_config.dtype
     storage = KvStorage(
         lm.layer_shapes,
         1,
@@ -173,6 +196,7 @@ def _runner(
         lm.dtype,
         lm.device,
         has_scratch_page=is_tried,
+        stored_dtype=None if kv_dtype == "auto" else getattr(torch, kv_dtype),
     )
     if not is_tried:
         return ModelRunner(lm, storage)

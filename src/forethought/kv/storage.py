@@ -24,6 +24,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from forethought.kv.entries import from_entries, stored_dim, to_entries
 from forethought.kv.staging import upload
 from forethought.kv.table import PageCopy, ReadableTable, SlotMove
 
@@ -49,8 +50,11 @@ class KvStorage:
     CUDA graph writes.
 
     Attributes:
-        keys: per layer, ``[slots, kv_heads, key_dim]`` in ``dtype``.
-        values: per layer, ``[slots, kv_heads, value_dim]`` in ``dtype``.
+        dtype: of keys and values as they are computed.
+        stored_dtype: as they are held; int8 has a scale per token and head (``kv.entries``).
+        keys: per layer, ``[slots, kv_heads, key_dim]`` in ``stored_dtype``; in int8 the last
+            dimension has four bytes more.
+        values: per layer, ``[slots, kv_heads, value_dim]``, as the keys.
         bytes_per_page: bytes that one page takes over all layers.
     """
 
@@ -63,14 +67,16 @@ class KvStorage:
         device: torch.device | str = "cpu",
         *,
         has_scratch_page: bool = False,
+        stored_dtype: torch.dtype | None = None,
     ) -> None:
         assert layers
         assert num_pages > 0
         assert page_size > 0
         self.layers, self.page_size = tuple(layers), page_size
         self.dtype, self.device = dtype, torch.device(device)
+        self.stored_dtype = stored_dtype or dtype
         self.has_scratch_page = has_scratch_page
-        self.bytes_per_page = self.page_bytes(layers, page_size, dtype)
+        self.bytes_per_page = self.page_bytes(layers, page_size, self.stored_dtype)
         self._members = [  # layer indices by distinct shape
             [index for index, other in enumerate(self.layers) if other == shape]
             for shape in dict.fromkeys(self.layers)
@@ -87,7 +93,8 @@ class KvStorage:
             shape = self.layers[members[0]]
             size = (len(members), slots, shape.kv_heads)
             for stacks, dim in ((key_stacks, shape.key_dim), (value_stacks, shape.value_dim)):
-                stacks.append(_zeros((*size, dim), self.dtype, self.device))
+                width = stored_dim(dim, self.stored_dtype)
+                stacks.append(_zeros((*size, width), self.stored_dtype, self.device))
         self.num_pages = num_pages  # only now: there may have been too little memory
         self._stacks = [*key_stacks, *value_stacks]
         self.keys, self.values = self._by_layer(key_stacks), self._by_layer(value_stacks)
@@ -133,27 +140,33 @@ class KvStorage:
 
     @staticmethod
     def page_bytes(layers: Sequence[LayerShape], page_size: int, dtype: torch.dtype) -> int:
-        """Bytes that one page of ``page_size`` tokens takes over ``layers`` in ``dtype``."""
-        return sum(shape.elements for shape in layers) * page_size * int(dtype.itemsize)
+        """Bytes that one page of ``page_size`` tokens takes over ``layers``, held in ``dtype``."""
+        elements = sum(
+            shape.kv_heads * stored_dim(dim, dtype)
+            for shape in layers
+            for dim in (shape.key_dim, shape.value_dim)
+        )
+        return elements * page_size * int(dtype.itemsize)
 
     def write(self, layer: int, slots: Tensor, k: Tensor, v: Tensor) -> None:
         """Store k ``[T, kv_heads, key_dim]``, v ``[T, kv_heads, value_dim]`` at slots ``[T]``."""
-        self.keys[layer].index_copy_(0, slots, k)
-        self.values[layer].index_copy_(0, slots, v)
+        self.keys[layer].index_copy_(0, slots, to_entries(k, self.stored_dtype))
+        self.values[layer].index_copy_(0, slots, to_entries(v, self.stored_dtype))
 
     def gather(self, pages: Tensor) -> tuple[list[Tensor], list[Tensor]]:
         """Copies of the tokens of pages int64 ``[P]``: keys and values of each layer, each
-        ``[P * page_size, kv_heads, dim]``.
+        ``[P * page_size, kv_heads, dim]`` in ``dtype``.
         """
         gathered = []
         for stack in self._stacks:
             paged = stack.view(len(stack), self._num_allocated, -1).index_select(1, pages)
-            gathered.append(paged.view(len(stack), -1, *stack.shape[2:]))
+            entries = paged.view(len(stack), -1, *stack.shape[2:])
+            gathered.append(from_entries(entries, self.dtype))
         num_shapes = len(self._members)
         return self._by_layer(gathered[:num_shapes]), self._by_layer(gathered[num_shapes:])
 
     def read_slots(self, slots: Sequence[int]) -> list[Tensor]:
-        """Copies in CPU memory of the tokens at these slots.
+        """Copies in CPU memory of the tokens at these slots, as they are held.
 
         One tensor ``[layers, len(slots), kv_heads, dim]`` per distinct layer shape, in their order:
         first the keys of each, then the values of each.

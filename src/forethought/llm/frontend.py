@@ -274,8 +274,8 @@ class Frontend:
         tokenizer.expect_ids_below(lm.vocab_size, tokenizer_dir)
         grammars = GrammarCompiler(tokenizer, lm.vocab_size, lm.eos_token_ids, config)
         thinking = ThinkingBudgets(tokenizer, lm.vocab_size, lm.eos_token_ids)
-        layers = engine.runner.storage.whole_layers
-        snapshots = SnapshotStore(args.snapshot_dir, model_dir, lm.dtype, layers, args.quantization)
+        storage = engine.runner.storage
+        snapshots = SnapshotStore(args.snapshot_dir, model_dir, storage, args.quantization)
         return cls(engine, tokenizer, model_dir, grammars, thinking, snapshots)
 
     def copy(self) -> Frontend:

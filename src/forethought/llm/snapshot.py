@@ -20,7 +20,7 @@ import json
 import os
 import re
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import cached_property
 from hashlib import blake2b
 from pathlib import Path
@@ -34,7 +34,7 @@ from torch import Tensor
 from forethought.config.sampling import SamplingParams
 from forethought.engine.snapshot import SequenceSnapshot
 from forethought.errors import ParameterError, SnapshotError, UnknownNameError
-from forethought.kv.storage import LayerShape
+from forethought.kv.storage import KvStorage
 from forethought.saved_file import replace_file
 
 PREFILL = SamplingParams(max_tokens=1, temperature=0.0, seed=0)
@@ -53,8 +53,7 @@ class SnapshotStore:
 
     Args:
         directory: None: snapshots are refused.
-        dtype: of the model's keys and values.
-        layers: what each attention layer stores per token.
+        storage: of the model's keys and values.
         quantization: of its weights at load; None: as the checkpoint has them.
     """
 
@@ -62,14 +61,15 @@ class SnapshotStore:
         self,
         directory: Path | None,
         model_dir: Path,
-        dtype: torch.dtype,
-        layers: Sequence[LayerShape],
+        storage: KvStorage,
         quantization: str | None = None,
     ) -> None:
         self._directory, self._model_dir = directory, model_dir
-        self._dtype = str(dtype).removeprefix("torch.")
+        self._dtype = _dtype_of(storage)
         self._quantization = quantization or "none"
-        self._layers = [[shape.kv_heads, shape.key_dim, shape.value_dim] for shape in layers]
+        self._layers = [
+            [shape.kv_heads, shape.key_dim, shape.value_dim] for shape in storage.whole_layers
+        ]
 
     @cached_property
     def fingerprint(self) -> str:
@@ -164,8 +164,16 @@ class SnapshotStore:
                 raise SnapshotError(
                     f"the snapshot {name!r} does not fit this model",
                     f"its {key} is {_short(value)}, and that of the model {_short(expected)}",
-                    "Restore it with the model and dtype that it was saved with, or save it anew",
+                    "Restore it with the model and dtypes that it was saved with, or save it anew",
                 )
+
+
+def _dtype_of(storage: KvStorage) -> str:
+    """Of hidden states, and of keys and values where they are held in another one."""
+    computed, stored = (
+        str(dtype).removeprefix("torch.") for dtype in (storage.dtype, storage.stored_dtype)
+    )
+    return computed if stored == computed else f"{computed} with keys and values in {stored}"
 
 
 def _tensors(snapshot: SequenceSnapshot) -> dict[str, Tensor]:

@@ -18,6 +18,7 @@ from forethought.backends.cpu.structures import (
     RowStruct,
     TreesStruct,
 )
+from forethought.backends.cpu.weights import KV_TYPES
 from forethought.config.tree import TreeShape
 from forethought.model.attention.base import ForwardPass, KvLayout
 from forethought.model.batch import Batch
@@ -232,6 +233,7 @@ class NativeForward:
             page_size=layout.page_size,
             max_length=max_length,
             num_threads=num_threads,
+            kv_type=KV_TYPES[layout.dtype],
         )
         return PackedCall(struct, [token_ids, layout, rows, keep, states, outputs])
 

@@ -88,7 +88,6 @@ class NativeModule:
         final_norm = norm_weight(parts.final_norm)
         head = None if parts.head is None else PackedLinear.of(parts.head)
         table = None if parts.embedding is None else parts.embedding.weight.detach().contiguous()
-        dtype = TYPES[parts.layer.self_attn.o_proj.weight.dtype]
         struct = ModelStruct(
             layers=(LayerStruct * 1)(layer.struct),
             final_norm=address(final_norm),
@@ -105,7 +104,6 @@ class NativeModule:
             head_dim=attention.head_dim,
             rotary_dim=parts.rotary.shape[-1],
             activation=ACTIVATIONS[parts.activation],
-            kv_type=dtype,
             eps=parts.eps,
             head_norm_eps=0.0 if q_norm is None else norm_eps(q_norm),
             logit_cap=0.0,

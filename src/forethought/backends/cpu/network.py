@@ -100,7 +100,6 @@ class NativeNetwork:
             head_dim=attention.head_dim,
             rotary_dim=next(iter(tables.values())).shape[-1],
             activation=ACTIVATIONS[getattr(config, "hidden_activation", None) or config.hidden_act],
-            kv_type=TYPES[self.dtype],
             eps=norm_eps(model.norm),
             head_norm_eps=norm_eps(attention.q_norm) if hasattr(attention, "q_norm") else 0.0,
             logit_cap=getattr(config, "final_logit_softcapping", None) or 0.0,

@@ -34,6 +34,8 @@ PANEL = 16  # outputs of a panel, as in panels.h
 TILE_INPUTS = 32  # that the inputs of a panel in bf16 are a multiple of, as there
 F32, BF16, I8, I4, W8A8, W4A8 = range(6)  # enum WeightType
 TYPES = {torch.float32: F32, torch.bfloat16: BF16}
+KV_TYPES = {**TYPES, torch.int8: I8}
+"""Of keys and values, as ``kv.entries`` holds them."""
 ACTIVATIONS = {"silu": 0, "gelu_pytorch_tanh": 1}
 MAX_HEAD_DIM, MAX_GROUP, MAX_TOP_K = 1024, 64, 64
 """As in structures.h."""

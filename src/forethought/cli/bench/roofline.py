@@ -76,9 +76,10 @@ def measure(args: argparse.Namespace) -> int:
     check_installed()
     make_folder(args.out)
     with LLM(**fields) as llm:
-        lm = llm.lend("bench roofline").engine.runner.lm
+        runner = llm.lend("bench roofline").engine.runner
         llm.take_back()
-        cost = roofline.ModelCost.of(lm)
+        lm = runner.lm
+        cost = roofline.ModelCost.of(lm, runner.storage.stored_dtype)
         fields["num_threads"] = machine.num_threads(llm)
         with computing_threads(fields["num_threads"]):
             reached = roofline.Machine.measure(lm.device, lm.dtype)

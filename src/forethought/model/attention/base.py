@@ -15,6 +15,7 @@ from enum import StrEnum
 from functools import cached_property
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 from typing_extensions import override
 
@@ -114,8 +115,9 @@ class KvLayout:
     """The keys and values of one forward, for networks that attend to them themselves.
 
     Attributes:
-        addresses: in memory, of each layer's keys, contiguous, ``kv_heads * key_dim`` elements per
-            slot, then of each layer's values. The forward pass holds the tensors.
+        addresses: in memory, of each layer's keys, contiguous, one entry per slot and KV head
+            (``kv.entries``), then of each layer's values. The forward pass holds the tensors.
+        dtype: of the same.
         slots: int64 ``[T]``, where each new token's keys and values are written.
         recent_slots: int64 ``[M]``, slots of the recent tokens of all rows.
         recent_positions: int64 ``[M]``, of the same; sliding windows count them.
@@ -124,6 +126,7 @@ class KvLayout:
     """
 
     addresses: array[int]
+    dtype: torch.dtype
     slots: Tensor
     recent_slots: Tensor
     recent_positions: Tensor
@@ -217,6 +220,7 @@ class PagedPass(ForwardPass):
         ]
         return KvLayout(
             addresses=storage.addresses,
+            dtype=storage.stored_dtype,
             slots=batch.slots,
             recent_slots=batch.slots,
             recent_positions=self._sequence_positions(),

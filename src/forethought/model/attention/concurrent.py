@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
+from forethought.kv.entries import from_entries
 from forethought.kv.storage import KvStorage
 from forethought.model.attention.base import (
     AttentionBackend,
@@ -63,8 +64,8 @@ class ConcurrentPass(PagedPass):
     def attend_stored(self, layer: int, q: Tensor, scoring: Scoring) -> Tensor:
         attended = super().attend_stored(layer, q, scoring)
         for span, slots in self._views:
-            keys = self.storage.keys[layer][slots].float()
-            values = self.storage.values[layer][slots].float()
+            keys = from_entries(self.storage.keys[layer][slots], torch.float32)
+            values = from_entries(self.storage.values[layer][slots], torch.float32)
             queries = q[span.start : span.stop].float()
             attended[span.start : span.stop] = self._attend(span, queries, keys, values, scoring)
         return attended

@@ -26,6 +26,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from typing_extensions import override
 
+from forethought.kv.entries import from_entries
 from forethought.kv.staging import upload
 from forethought.kv.storage import KvStorage
 from forethought.model.attention.base import AttentionBackend, Capability, Scoring
@@ -455,16 +456,18 @@ class SdpaAttention(AttentionBackend):
     ) -> Tensor:
         if len(plan.views) == q.shape[0]:
             return _attend_views(q, keys, values, plan.views, scoring)
-        out = q.new_empty(*q.shape[:2], values.shape[-1])
+        value_dim = from_entries(values[:0], q.dtype).shape[-1]
+        out = q.new_empty(*q.shape[:2], value_dim)
         if plan.views:
             tokens = [view.token for view in plan.views]
             out[tokens] = _attend_views(q[tokens], keys, values, plan.views, scoring)
         for group in plan.groups:
             chosen = q.index_select(0, group.tokens).view(group.num_rows, -1, *q.shape[1:])
-            k = _gather(keys, group.pages, plan.page_size).view(group.num_rows, -1, *keys.shape[1:])
-            v = _gather(values, group.pages, plan.page_size).view(
-                group.num_rows, -1, *values.shape[1:]
+            k, v = (
+                from_entries(_gather(stored, group.pages, plan.page_size), q.dtype)
+                for stored in (keys, values)
             )
+            k, v = (x.view(group.num_rows, -1, *x.shape[1:]) for x in (k, v))
             out.index_copy_(0, group.tokens, _attend_group(chosen, k, v, group.mask, scoring))
         for row in plan.masked_rows:
             tokens_of_row = slice(row.start, row.stop)
@@ -472,7 +475,7 @@ class SdpaAttention(AttentionBackend):
             if row.pages is not None:
                 k = _gather(keys, row.pages, plan.page_size)
                 v = _gather(values, row.pages, plan.page_size)
-            k, v = (x.narrow(0, row.first, row.length) for x in (k, v))
+            k, v = (from_entries(x.narrow(0, row.first, row.length), q.dtype) for x in (k, v))
             attended = _attend_row(q[tokens_of_row], k, v, row.mask, scoring)
             if len(attended) == len(q):
                 return attended.contiguous()
@@ -487,17 +490,13 @@ def _attend_views(
     rows, heads, _ = q.shape
     kv_heads = keys.shape[1]
     folded = q.reshape(rows, 1, kv_heads, heads // kv_heads, -1).unbind(0)
-    k, v = keys.transpose(0, 1)[None], values.transpose(0, 1)[None]
-    attended = [
-        softmax_attention(
-            folded[row],
-            k.narrow(2, view.first, view.length),
-            v.narrow(2, view.first, view.length),
-            view.mask,
-            scoring,
+    attended = []
+    for row, view in enumerate(views):
+        k, v = (
+            from_entries(stored.narrow(0, view.first, view.length), q.dtype).transpose(0, 1)[None]
+            for stored in (keys, values)
         )
-        for row, view in enumerate(views)
-    ]
+        attended.append(softmax_attention(folded[row], k, v, view.mask, scoring))
     together = attended[0] if rows == 1 else torch.cat(attended)
     return together.reshape(rows, heads, -1).contiguous()
 

@@ -217,6 +217,7 @@ class KvWorkspace:
         ]
         return KvLayout(
             addresses=addresses_of(self._keys, self._values),
+            dtype=self._dtype,
             slots=torch.from_numpy(slots[:, added - size :].flatten()),  # a copy: no strides
             recent_slots=torch.from_numpy(slots.reshape(-1)),
             recent_positions=torch.from_numpy(positions.reshape(-1)),

@@ -3,7 +3,7 @@
 // All layers run in one parallel region of a Team; between phases that read each other's results
 // the threads meet at a barrier. Activations are float32, which tiles.h rounds to bf16. Weights are
 // float32, bf16, or integers in 8 and 4 bits that are dequantised in registers; keys and values are
-// float32 or bf16.
+// float32, bf16, or integers in 8 bits (entries.h).
 //
 // The sum of every output runs over its inputs in order, whatever the number of tokens, and a
 // query's attention over the tokens that it sees in order of position, in chunks of CHUNK, whatever
@@ -50,10 +50,7 @@ class Forward {
         if (thread.index == 0) find_common();
         for (int index = 0; index < model.num_layers; index++) {
             const Layer& layer = model.layers[index];
-            if (model.kv_type == F32)
-                attention<float>(layer, index);
-            else
-                attention<uint16_t>(layer, index);
+            attend(layer, index);
             if (narrow && index == model.num_layers - 1) keep_wanted();
             add_attention(layer);
             if (layer.experts) {
@@ -135,6 +132,15 @@ class Forward {
     void keep_state(int index, const float* x) {
         float* to = call.states[index];
         if (to && thread.index == 0) memcpy(to, x, tokens * hidden * 4);
+    }
+
+    void attend(const Layer& layer, int index) {
+        if (call.kv_type == F32)
+            attention<float>(layer, index);
+        else if (call.kv_type == BF16)
+            attention<uint16_t>(layer, index);
+        else
+            attention<int8_t>(layer, index);
     }
 
     // b.mixed = what the heads of b.x attend to

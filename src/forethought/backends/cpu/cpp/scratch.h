@@ -27,7 +27,8 @@ static inline int block_tokens(int group) {
 // Floats that a Block computes in.
 static inline int64_t block_size(int64_t dim, int group) {
     const int64_t rows = int64_t(group) * block_tokens(group);
-    return rows * (BLOCK_POSITIONS + round_up(dim) + 2) + PANEL * round_up(dim);
+    const int64_t unpacked = BLOCK_POSITIONS * round_up(dim); // keys or values
+    return rows * (BLOCK_POSITIONS + round_up(dim) + 2) + PANEL * round_up(dim) + unpacked;
 }
 
 constexpr int TOGETHER_ROWS = 48; // queries of a Together, which share what they read

@@ -62,7 +62,7 @@ struct Model {
     const void* table;       // [num_embeddings, hidden] of `table_type`, F32 or BF16
     const Join* join;        // null: a model, which reads tokens alone
     int32_t table_type, num_embeddings;
-    int32_t num_layers, hidden, num_heads, num_kv_heads, head_dim, rotary_dim, activation, kv_type;
+    int32_t num_layers, hidden, num_heads, num_kv_heads, head_dim, rotary_dim, activation;
     float eps, head_norm_eps, logit_cap, score_cap, embed_scale;
 };
 
@@ -87,7 +87,7 @@ struct Call {
     const int64_t* slots;       // [T]
     const int64_t* logit_index; // [R]
     const Row* rows;
-    void* const* keys;    // per layer
+    void* const* keys;    // per layer, in the form of `kv_type`; see entries.h
     void* const* values;  // per layer
     float* const* states; // [num_layers + 2]: where hidden states are wanted, else null; final last
     float* last;          // [R, hidden]: the last layer's output of the tokens with logits, or null
@@ -95,6 +95,7 @@ struct Call {
     float* logits;        // [R, vocab], or null
     float* scratch;       // scratch_size() floats, aligned to 64 bytes
     int32_t num_tokens, num_logits, num_rows, page_size, max_length, num_threads;
+    int32_t kv_type; // F32, BF16 or I8
 };
 
 // The most probable tokens, one after the other, behind each row of a call.

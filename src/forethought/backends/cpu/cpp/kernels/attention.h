@@ -6,6 +6,7 @@
 #include "../structures.h"
 #include "block.h"
 #include "chunks.h"
+#include "entries.h"
 #include "norms.h"
 #include "tile_block.h"
 #include "vectors.h"
@@ -23,15 +24,14 @@ static void rotate_and_store(
     Share items) { // (token, head of queries, keys or values)
     const int dim = model.head_dim, rotated = model.rotary_dim, half = rotated / 2;
     const int heads = model.num_heads, kv_heads = model.num_kv_heads;
-    const int per_token = heads + 2 * kv_heads;
+    const int per_token = heads + 2 * kv_heads, size = entry_size<T>(dim);
     float turned[MAX_HEAD_DIM];
     for (int item = items.begin; item < items.end; item++) {
         const int t = item / per_token, head = item % per_token;
         float* x = b.qkv + t * b.qkv_width + int64_t(head) * dim;
         const int64_t slot = call.slots[t];
         if (head >= heads + kv_heads) {
-            T* value = values + (slot * kv_heads + head - heads - kv_heads) * dim;
-            for (int d = 0; d < dim; d++) put(value + d, x[d]);
+            store_entry(values + (slot * kv_heads + head - heads - kv_heads) * size, x, dim);
             continue;
         }
         const float* weight = head < heads ? layer.q_norm : layer.k_norm;
@@ -41,10 +41,7 @@ static void rotate_and_store(
         for (int d = 0; d < half; d++) turned[d] = x[d] * cosines[d] + x[d + half] * sines[d];
         for (int d = half; d < rotated; d++) turned[d] = x[d] * cosines[d] + x[d - half] * sines[d];
         memcpy(x, turned, rotated * 4);
-        if (head >= heads) {
-            T* key = keys + (slot * kv_heads + head - heads) * dim;
-            for (int d = 0; d < dim; d++) put(key + d, x[d]);
-        }
+        if (head >= heads) store_entry(keys + (slot * kv_heads + head - heads) * size, x, dim);
     }
 }
 

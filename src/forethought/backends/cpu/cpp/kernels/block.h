@@ -4,6 +4,7 @@
 
 #include "../scratch.h"
 #include "../structures.h"
+#include "entries.h"
 #include "products.h"
 #include "sight.h"
 #include "softmax.h"
@@ -66,15 +67,16 @@ template <class T> class Block {
         int n, int count, int kv_head, const T* keys, const T* values, float* scratch)
         : model(model), layer(layer), call(call), b(b), row(row), n(n), count(count),
           group(model.num_heads / model.num_kv_heads), dim(model.head_dim),
-          width(int(round_up(dim))), stride(int64_t(model.num_kv_heads) * dim),
-          keys(keys + kv_head * dim), values(values + kv_head * dim) {
+          width(int(round_up(dim))), stride(int64_t(model.num_kv_heads) * entry_size<T>(dim)),
+          keys(keys + kv_head * entry_size<T>(dim)), values(values + kv_head * entry_size<T>(dim)) {
         const int64_t token = row.start + n, head = int64_t(kv_head) * group, rows = group * count;
         queries = b.qkv + token * b.qkv_width + head * dim;
         out = b.mixed + token * b.mixed_width + head * dim;
         scores = scratch;
         sums = scores + rows * BLOCK_POSITIONS;
         packed = sums + rows * width;
-        totals = packed + PANEL * width;
+        unpacked = packed + PANEL * width;
+        totals = unpacked + BLOCK_POSITIONS * width;
         highest = totals + rows;
     }
 
@@ -100,6 +102,7 @@ template <class T> class Block {
     float* scores;           // [group * count, BLOCK_POSITIONS]
     float* sums;             // of each pass [width / PANEL, its rows, PANEL]
     float* packed;           // [dim, PANEL]: keys
+    float* unpacked;         // [BLOCK_POSITIONS, width]: keys or values in 8 bits, as floats
     float *totals, *highest; // [group * count]: of the exponentials, of the scores
     const float* queries;
     float* out;
@@ -125,20 +128,22 @@ template <class T> class Block {
     void add(int first, int begin, int end) const {
         int64_t offsets[BLOCK_POSITIONS]; // of keys and values, in elements
         for (int p = begin; p < end; p++) offsets[p - first] = slot(p) * stride;
+        const auto seen_keys = read(keys, offsets, begin - first, end - first);
         for (int p = begin; p < end; p += PANEL) { // no other slot is read
             const int valid = end - p < PANEL ? end - p : PANEL;
-            pack(offsets + p - first, valid);
+            pack(seen_keys, p - first, valid);
             each_pass([&](int g, int m) {
                 if (p < seen_to(m + rows_of(m) - 1)) score(p - first, valid, g, m);
             });
         }
+        const auto seen_values = read(values, offsets, begin - first, end - first);
         each_pass([&](int g, int m) {
             const int low = seen_from(m), high = seen_to(m + rows_of(m) - 1);
             const int from = (low > begin ? low : begin) - first;
             const int to = (high < end ? high : end) - first;
             if (from >= to) return;
             for (int i = 0; i < rows_of(m); i++) weigh(g * count + m + i, first, from, to);
-            mix(g, m, offsets, from, to);
+            mix(g, m, seen_values, from, to);
         });
     }
 
@@ -146,22 +151,42 @@ template <class T> class Block {
         return p < row.prefix ? prefix_slot(row, p, call.page_size) : row.slots[p - row.prefix];
     }
 
-    // packed = so many keys, and zeros
-    void pack(const int64_t* offsets, int valid) const {
+    // Keys or values of the positions of a block, as they are multiplied.
+    template <class E> struct Entries {
+        const E* entries;
+        const int64_t* offsets; // null: they follow each other
+        int64_t stride;
+
+        const E* at(int i) const { return entries + (offsets ? offsets[i] : i * stride); }
+    };
+
+    // Of positions [begin, end) of the block; integers are converted once for all queries.
+    auto read(const T* entries, const int64_t* offsets, int begin, int end) const {
+        if constexpr (sizeof(T) == 1) {
+            for (int i = begin; i < end; i++)
+                load_entry(entries + offsets[i], dim, unpacked + i * width);
+            return Entries<float>{unpacked, nullptr, width};
+        } else {
+            return Entries<T>{entries, offsets, stride};
+        }
+    }
+
+    // packed = so many keys from `first` on, and zeros
+    template <class E> void pack(const Entries<E>& keys, int first, int valid) const {
         int d = 0;
 #if LANES == 8 && defined(__AVX__)
         for (; d + LANES <= dim; d += LANES)
             for (int i = 0; i < PANEL; i += LANES) {
                 Vec part[LANES];
                 for (int j = 0; j < LANES; j++)
-                    part[j] = i + j < valid ? load(keys + offsets[i + j] + d) : Vec{};
+                    part[j] = i + j < valid ? load(keys.at(first + i + j) + d) : Vec{};
                 transpose(part);
                 for (int j = 0; j < LANES; j++) store(packed + (d + j) * PANEL + i, part[j]);
             }
 #endif
         for (int i = 0; i < PANEL; i++)
             for (int k = d; k < dim; k++)
-                packed[k * PANEL + i] = i < valid ? scalar(keys + offsets[i] + k) : 0;
+                packed[k * PANEL + i] = i < valid ? scalar(keys.at(first + i) + k) : 0;
     }
 
     // The scores of one pass and so many of PANEL positions, the first of which is `at`.
@@ -206,29 +231,34 @@ template <class T> class Block {
     }
 
     // sums += weights times the values of positions [begin, end), of one pass
-    void mix(int g, int m, const int64_t* offsets, int begin, int end) const {
+    template <class E> void mix(int g, int m, const Entries<E>& values, int begin, int end) const {
         const int rows = rows_of(m);
         const float* weights = scores + int64_t(g * count + m) * BLOCK_POSITIONS;
         float* own = sums_of(g * count + m);
+        const int64_t next = values.stride;
         for (int p = begin, last; p < end; p = last) { // runs of tokens that follow each other
-            for (last = p + 1; last < end && offsets[last] == offsets[last - 1] + stride;) last++;
-            const T* from = values + offsets[p];
+            for (last = p + 1; last < end && values.at(last) == values.at(p) + (last - p) * next;)
+                last++;
+            const E* from = values.at(p);
             int d = 0;
             for (; d + PANEL <= dim; d += PANEL)
-                multiply_some<T>(
-                    rows, from + d, stride, weights + p, BLOCK_POSITIONS, last - p, own + d * rows);
-            if (d < dim) mix_rest(rows, from + d, dim - d, weights + p, last - p, own + d * rows);
+                multiply_some<E>(
+                    rows, from + d, next, weights + p, BLOCK_POSITIONS, last - p, own + d * rows);
+            if (d < dim)
+                mix_rest(rows, from + d, next, dim - d, weights + p, last - p, own + d * rows);
         }
     }
 
     // The same of the dimensions that are no whole panel.
+    template <class E>
     void mix_rest(
-        int rows, const T* from, int size, const float* weights, int num_tokens, float* own) const {
+        int rows, const E* from, int64_t next, int size, const float* weights, int num_tokens,
+        float* own) const {
         for (int p = 0; p < num_tokens; p++)
             for (int i = 0; i < rows; i++)
                 for (int j = 0; j < size; j++)
                     own[i * PANEL + j] +=
-                        weights[i * BLOCK_POSITIONS + p] * scalar(from + p * stride + j);
+                        weights[i * BLOCK_POSITIONS + p] * scalar(from + p * next + j);
     }
 
     void write(int i) const {

@@ -4,6 +4,7 @@
 
 #include "../scratch.h"
 #include "../structures.h"
+#include "entries.h"
 #include "panels.h"
 #include "sight.h"
 #include "softmax.h"
@@ -16,12 +17,13 @@
 // Queries that share the keys and values which they read, in registers; at most MAX_QUERIES.
 constexpr int MAX_QUERIES = 4;
 constexpr int TOKENS_AHEAD = 16; // whose keys and values are fetched in advance
+constexpr int MIX_TOKENS = 32;   // whose values are mixed at a time: they stay in the L1 cache
 
-// Vectors of sums that each of so many queries has in registers: as many in all as hide how long an
-// addition takes.
+// Keys whose products with so many queries have registers, and vectors of a value whose sums have:
+// as many as hide how long an addition takes.
 static constexpr int sums_at_once(int queries) {
     const int all = LANES == 16 ? 16 : 8;
-    return queries == 1 ? all : queries == 2 ? all / 2 : all / 4;
+    return queries == 1 ? all : queries == 4 ? all / 4 : all / 2;
 }
 
 // Fetch `size` elements.
@@ -38,18 +40,18 @@ static inline void dots(
     for (int j = 0; j < LANES; j += KEYS) {
         for (int k = 0; k < KEYS; k++) fetch(keys + offsets[j + k + TOKENS_AHEAD], dim);
         Vec total[N][KEYS] = {};
-        int d = 0;
-        for (; d + LANES <= dim; d += LANES)
+        for (int d = 0; d + LANES <= dim; d += LANES)
             for (int k = 0; k < KEYS; k++) {
                 const Vec key = load(keys + offsets[j + k] + d);
                 for (int n = 0; n < N; n++) total[n][k] += load(q[n] + d) * key;
             }
-        for (int k = 0; k < KEYS && d < dim; k++) {
-            const Vec key = load_first(keys + offsets[j + k] + d, dim - d);
-            for (int n = 0; n < N; n++) total[n][k] += load_first(q[n] + d, dim - d) * key;
-        }
         for (int n = 0; n < N; n++)
             for (int k = 0; k < KEYS; k++) parts[n][j + k] = total[n][k];
+    }
+    const int whole = dim / LANES * LANES;
+    for (int j = 0; j < LANES && whole < dim; j++) {
+        const Vec key = load_first(keys + offsets[j] + whole, dim - whole);
+        for (int n = 0; n < N; n++) parts[n][j] += load_first(q[n] + whole, dim - whole) * key;
     }
     for (int n = 0; n < N; n++) out[n] = sums(parts[n]);
 }
@@ -63,21 +65,35 @@ static void score_keys(
     Vec found[N];
     for (int p = 0; p < count; p += LANES) {
         dots<T, N>(q, keys, offsets + p, dim, found);
+        if constexpr (sizeof(T) == 1) {
+            const Vec scales = scales_of(keys, offsets + p, dim);
+            for (int n = 0; n < N; n++) found[n] *= scales;
+        }
         for (int n = 0; n < N; n++) store(scores[n] + p, found[n] * scale);
     }
     for (int n = 0; n < N && cap > 0; n++)
         for (int p = 0; p < count; p++) scores[n][p] = cap * tanhf(scores[n][p] / cap);
 }
 
+// weights [N][count] *= the scales of the values at some offsets.
+template <int N>
+static void scale_weights(
+    float* const* weights, const int8_t* values, const int64_t* offsets, int count, int dim) {
+    for (int p = 0; p < count; p++) {
+        const float scale = scale_of(values + offsets[p], dim);
+        for (int n = 0; n < N; n++) weights[n][p] *= scale;
+    }
+}
+
 // out [N][V * LANES] += the values at some offsets, each times its weight [N][count].
 template <class T, int N, int V>
 static inline void mix_vectors(
-    const float* const* weights, const T* values, const int64_t* offsets, int count,
+    const float* const* weights, const T* values, const int64_t* offsets, int begin, int end,
     float* const* out, int d) {
     Vec acc[N][V];
     for (int n = 0; n < N; n++)
         for (int v = 0; v < V; v++) acc[n][v] = load(out[n] + d + v * LANES);
-    for (int p = 0; p < count; p++) {
+    for (int p = begin; p < end; p++) {
         fetch(values + offsets[p + TOKENS_AHEAD] + d, V * LANES);
         for (int v = 0; v < V; v++) {
             const Vec value = load(values + offsets[p] + d + v * LANES);
@@ -91,14 +107,14 @@ static inline void mix_vectors(
 // The same of all dimensions from `d` on, V vectors at a time, then fewer.
 template <class T, int N, int V = sums_at_once(N)>
 static void mix_values(
-    const float* const* weights, const T* values, const int64_t* offsets, int count, int dim,
-    float* const* out, int d = 0) {
+    const float* const* weights, const T* values, const int64_t* offsets, int begin, int end,
+    int dim, float* const* out, int d = 0) {
     for (; d + V * LANES <= dim; d += V * LANES)
-        mix_vectors<T, N, V>(weights, values, offsets, count, out, d);
+        mix_vectors<T, N, V>(weights, values, offsets, begin, end, out, d);
     if constexpr (V > 1) {
-        mix_values<T, N, V / 2>(weights, values, offsets, count, dim, out, d);
+        mix_values<T, N, V / 2>(weights, values, offsets, begin, end, dim, out, d);
     } else {
-        for (int p = 0; p < count && d < dim; p++)
+        for (int p = begin; p < end && d < dim; p++)
             for (int n = 0; n < N; n++)
                 for (int i = d; i < dim; i++)
                     out[n][i] += scalar(values + offsets[p] + i) * weights[n][p];
@@ -143,8 +159,9 @@ template <class T> class Together {
         : layer(layer), b(b), first(first), n(n), count(count),
           group(model.num_heads / model.num_kv_heads), dim(model.head_dim),
           rotated(model.rotary_dim), page_size(call.page_size), num_heads(model.num_heads),
-          low(Sight(first, n, layer.window).low), stride(int64_t(model.num_kv_heads) * dim),
-          cap(model.score_cap), keys(keys + kv_head * dim), values(values + kv_head * dim),
+          low(Sight(first, n, layer.window).low),
+          stride(int64_t(model.num_kv_heads) * entry_size<T>(dim)), cap(model.score_cap),
+          keys(keys + kv_head * entry_size<T>(dim)), values(values + kv_head * entry_size<T>(dim)),
           scores(scratch), first_head(int64_t(kv_head) * group) {
         own_parts = scores + int64_t(group) * count * SCORES_WIDTH;
         offsets = (int64_t*)(own_parts + 2 * int64_t(group) * count * b.part_width);
@@ -367,12 +384,16 @@ template <class T> class Together {
     }
 
     template <int N> void mix(const Parts& parts, int first, int begin, int end) const {
-        const float* weights[N];
-        float* out[N];
+        float *weights[N], *out[N];
         for (int i = 0; i < N; i++) {
             weights[i] = scores_of(first + i) + begin;
             out[i] = part(parts, first + i).sums;
         }
-        mix_values<T, N>(weights, values, offsets + begin, end - begin, dim, out);
+        const int64_t* from = offsets + begin;
+        if constexpr (sizeof(T) == 1) scale_weights<N>(weights, values, from, end - begin, dim);
+        for (int p = 0, next; p < end - begin; p = next) {
+            next = p + MIX_TOKENS < end - begin ? p + MIX_TOKENS : end - begin;
+            mix_values<T, N>(weights, values, from, p, next, dim, out);
+        }
     }
 };

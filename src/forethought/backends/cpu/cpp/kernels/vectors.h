@@ -95,6 +95,8 @@ static inline float scalar(const uint16_t* p) {
     return x;
 }
 
+static inline float scalar(const int8_t* p) { return *p; }
+
 static inline void put(float* p, float x) { *p = x; }
 
 static inline void put(uint16_t* p, float x) { // bf16, to the nearest even
