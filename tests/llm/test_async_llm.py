@@ -105,13 +105,16 @@ def held(llm: AsyncLLM, after: int = 0):
 @contextmanager
 def failing(llm: AsyncLLM, fails):
     """Forwards for which ``fails(rows)`` is true raise."""
-    runner = llm._frontend.engine.runner
+    engine = llm._frontend.engine
+    runner, num_steps = engine.runner, engine.num_decode_steps
     forward = runner.forward
     runner.forward = lambda rows: 1 / 0 if fails(rows) else forward(rows)
+    engine.num_decode_steps = 1  # a native call of several makes its forwards itself
     try:
         yield
     finally:
         del runner.forward
+        engine.num_decode_steps = num_steps
 
 
 # --- requests ------------------------------------------------------------------------------------
