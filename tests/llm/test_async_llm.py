@@ -434,7 +434,6 @@ def test_commands_that_have_run_do_not_cut_the_next_steps_short(llm):
     def is_requested() -> bool:
         return interrupt.ends(0)
 
-
     queued = thread.call(lambda: [thread.call(is_requested) for _ in range(2)]).result()
     assert [future.result() for future in queued] == [False, False]
 
