@@ -103,8 +103,8 @@ class ContinuousDecode:
         special = [row for row in rows if not row.sequence.takes_argmax or row.num_tokens > 1]
         if not special and not caches:
             return True
-        special = list(map(self._row, special or rows[:1]))
-        return step_runner(self._runner, None, special, caches) is not None
+        decoded = list(map(self._row, special or rows[:1]))
+        return step_runner(self._runner, None, decoded, caches) is not None
 
     def _reserve_with_drafts(self, plan: Plan, num_steps: float) -> None:
         """``reserve`` for rows of which some have draft slots. The step is single if a drafter
