@@ -22,6 +22,8 @@ FLAGS = (
     *("-fsanitize=address,undefined", "-fno-sanitize-recover=undefined"),
 )
 TESTS = (
+    "tests/backends/test_integer_products.py",
+    "tests/backends/test_kv_dtypes.py",
     "tests/backends/test_native.py",
     "tests/backends/test_native_sampling.py",
     "tests/backends/test_native_team.py",
