@@ -357,8 +357,8 @@ MUTANTS = [
     ),
     Mutant(
         "backends/cpu/cpp/chain_steps.h",
-        "each.position + 1 - num_known, tokens.data()",
-        "each.position, tokens.data()",
+        "sequence.position + 1 - num_known, tokens.data()",
+        "sequence.position, tokens.data()",
         "tests/speculative/test_step_runner.py -k known",
     ),
     Mutant(

@@ -55,8 +55,8 @@ def wheel(directory: Path) -> Path:
 @pytest.mark.parametrize(
     ("flags", "level"),
     [
-        pytest.param(f"{V4} avx512_bf16 amx_tile amx_bf16", "amx", id="Sapphire Rapids"),
-        pytest.param(f"{V4} avx512_bf16", "amx", id="Zen 4"),
+        pytest.param(f"{V4} avx512_bf16 avx512_vnni amx_tile amx_bf16", "amx", id="Sapphire Rapids"),
+        pytest.param(f"{V4} avx512_bf16 avx512_vnni", "amx", id="Zen 4"),
         pytest.param(V4, "x86-64-v4", id="Ice Lake"),
         pytest.param(V3, "x86-64-v3", id="Zen 3"),
         pytest.param(V3.replace(" fma", ""), None, id="older"),

@@ -481,13 +481,14 @@ def test_a_fork_does_not_disturb_the_main_chain_and_costs_its_suffix_only(worker
     prefilled, decoded = cost(worker, before)
     assert tokens == long.token_ids[:60]
     assert 3 <= len(probes) <= 6
-    assert prefilled <= LENGTH + len(probes) * len(ids)
+    # A probe forked before its chain's last token is stored computes that one, too.
+    assert prefilled <= LENGTH + len(probes) * (1 + len(ids))
     assert decoded == 60 + 4 * len(probes)
     prompt = oracle.tokenizer(PROMPT).input_ids
     for kept, said, usage in probes:
         expected = oracle.generate(prompt + kept + ids, SamplingParams(max_tokens=4, **GREEDY))
         assert said == expected.outputs[0].token_ids
-        assert usage.prefilled == len(ids)
+        assert usage.prefilled - len(ids) in (0, 1)
 
 
 @pytest.mark.parametrize("as_ids", [False, True])
@@ -696,7 +697,7 @@ def test_a_fork_is_taken_where_its_parent_was_seen_although_that_is_ahead(worker
         params = SamplingParams(max_tokens=4, **GREEDY)
         expected = oracle.generate(prompt + long.token_ids[:size] + ids, params).outputs[0]
         assert said == expected.token_ids
-        assert usage.prefilled == len(ids)
+        assert usage.prefilled - len(ids) in (0, 1)
 
 
 def test_a_stream_that_is_ahead_is_kept_until_it_has_been_seen(worker, long):
