@@ -126,6 +126,7 @@ bench: $(setup)
 	@$(PY) -m benchmarks.methods --rounds 3
 	@$(PY) -m benchmarks.start --rounds 2
 	@$(PY) -m benchmarks.drafters
+	@$(PY) -m benchmarks.default_drafters --rounds 3 --tokens 150
 	@$(PY) -m benchmarks.goodput
 	@$(PY) -m benchmarks.serving_vs_transformers
 

@@ -144,7 +144,7 @@ class Machine:
         assert len(asked) == rows
         assert 0 <= asked.min() <= asked.max() <= self.levels
         size = 1
-        if asked.any() and self.calls.drafted:
+        if self.calls.drafted if asked.any() else self.calls.plain:
             size = int(min(policy.hold(), self.calls.most))
         if asked.any():
             self.largest_call = max(self.largest_call, size)

@@ -24,6 +24,7 @@ from forethought.config.drafters import (
     NGramDecodingConfig,
     SuffixDecodingConfig,
 )
+from forethought.config.medusa import MedusaDecodingConfig
 from forethought.config.sampling import SamplingParams, SpeculationParams
 from forethought.engine.engine import Engine
 from forethought.engine.scheduler import Plan
@@ -34,6 +35,7 @@ from forethought.model import loader
 from forethought.outputs import FinishReason
 from forethought.speculative.length.policy import FixedLength, LengthRequest, SkippedSteps
 from forethought.speculative.step_runner import Advance, DecodeRow
+from medusa_heads import random_heads
 from models import ARCHITECTURES, greedy, prompts, tiny
 
 PROMPTS = prompts((3, 17, 9, 30, 1))
@@ -397,6 +399,35 @@ def test_steps_without_drafts_are_reported_to_the_length_policy() -> None:
     assert policy.num_skipped == [5, 5, 5]
 
 
+@pytest.mark.parametrize(("num_held", "sizes"), [(1, [1, 5, 1, 5, 1]), (4, [4, 5, 4])])
+def test_a_policy_that_chooses_no_drafts_begins_a_call_of_the_steps_it_holds_for(
+    num_held: int, sizes: list[int]
+) -> None:
+    machine = engine(speculative=[NGramDecodingConfig(max_draft_len=2)], **LIMITS)
+    machine.num_decode_steps = 8
+    machine.speculation.drafters[0].policy = Skipping(num_held)
+    assert decode_sizes(machine, max_tokens=14) == [1, *sizes]
+    assert machine.stats.draft_failures == 0
+    expect_empty(machine)
+
+
+def test_prompts_store_no_states_for_roots_while_the_drafter_is_skipped(tmp_path: Path) -> None:
+    heads = MedusaDecodingConfig(speculative_model=random_heads(tmp_path), medusa_choices=[[0]])
+    machine = engine(speculative=[heads], **LIMITS)
+    (cache,), (drafter,) = machine.speculation.hidden_state_caches, machine.speculation.drafters
+    drafter.policy = Skipping()
+    params = GREEDY.replace(max_tokens=3)
+    for is_skipped in (False, True):  # the first request's second step is the first skipped one
+        sequence = machine.add(PROMPTS[is_skipped], params, keep=True)[0]
+        drain(machine)
+        length = len(sequence.tokens) - 1
+        assert cache.covers(sequence.table, length) != is_skipped
+        assert cache.is_readable(sequence.table, length)
+        assert not is_skipped or cache.ready_length(sequence.table, length) == 0
+        machine.close(sequence)
+    expect_empty(machine)
+
+
 def test_a_drafter_that_no_running_request_has_chosen_does_not_end_skipping() -> None:
     drafters = [NGramDecodingConfig(max_draft_len=2), SuffixDecodingConfig(max_draft_len=2)]
     machine = engine(speculative=drafters, **LIMITS)
@@ -437,13 +468,17 @@ class Asked(FixedLength):
 
 
 class Skipping(FixedLength):
-    """Allows no drafts, and is not asked in five of six steps."""
+    """Allows no drafts, and is not asked in five steps after those that it holds for."""
 
-    def __init__(self) -> None:
+    def __init__(self, num_held: int = 1) -> None:
         self.num_skipped: list[int] = []
+        self.num_held = num_held
 
     def lengths(self, requests: List[LengthRequest], batch_size: int) -> list[int]:
         return [0] * len(requests)
+
+    def hold(self) -> float:
+        return self.num_held
 
     def skip(self) -> int:
         return 5

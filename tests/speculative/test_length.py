@@ -423,7 +423,7 @@ def test_probes_become_seldom_when_nothing_comes_of_them():
     policy = Goodput(5)
     run = machine("bound", "slow model", always(0.1), 8)
     run.run(policy, 1500)
-    assert run.run(policy, 1000).drafting_steps <= 1000 // 64 + 1
+    assert run.run(policy, 2000).drafting_steps <= 2000 // 128 + 1
     assert policy.reason.startswith("plain: drafting would have 0.")
 
 
@@ -524,7 +524,7 @@ def test_probes_and_checks_are_single_steps():
     seen = set()
     for _ in range(400):
         before, lengths = run.requests[:], policy.lengths(run.requests, 4)
-        if not any(lengths) or policy.reason.startswith("a probe"):
+        if policy.reason.startswith(("a probe", "plain: to compare", "plain: the time")):
             assert policy.hold() == 1, policy.reason
         seen.add(policy.hold())
         replay = SimpleNamespace(
@@ -536,6 +536,21 @@ def test_probes_and_checks_are_single_steps():
         assert run.requests == before
         run.run(replay, 1)
     assert max(seen) > 4
+
+
+def test_a_plain_choice_holds_up_to_the_next_probe():
+    policy, run = Goodput(5), machine("bound", "slow model", always(0.1), 8, calls=Calls(0.02))
+    run.run(policy, 3000)
+    while policy._waits or not policy.account.open or any(policy.lengths(run.requests, 8)):
+        run.run(policy, 1)
+    num_steps = policy.hold()
+    assert num_steps == policy._probes.left > 8
+    waited = policy._probes.left
+    policy.observe(StepRecord([], 8, 8.0, 800.0, 0.01, 0.0, num_steps - 1))
+    assert policy._probes.left == waited - (num_steps - 1) == policy.skip() == 1
+    policy.lengths(run.requests, 8)
+    policy.observe(StepRecord([], 8, 8.0, 800.0, 0.01, 0.0))
+    assert policy._probes.due
 
 
 def test_a_call_is_no_longer_than_the_plain_steps_that_may_be_lost():

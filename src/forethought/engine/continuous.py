@@ -80,20 +80,27 @@ class ContinuousDecode:
         if any(row.num_nodes for row in rows):
             self._reserve_with_drafts(plan, num_steps)
             return asks_drafters
-        most = self._num_plain_steps(rows, asks_drafters)
+        drafters = self._drafting.chosen_by(rows)
+        most = self._num_plain_steps(rows, drafters, asks_drafters)
         plan.num_steps = scheduler.reserve_decode_slots(plan, int(min(num_steps, most)))
-        return asks_drafters and plan.num_steps == 1
+        return asks_drafters and bool(drafters or plan.num_steps == 1)
 
-    def _num_plain_steps(self, rows: List[PlannedRow], asks_drafters: bool) -> float:
-        """How many steps of these rows, from this one on, need no drafter and no policy."""
+    def _num_plain_steps(
+        self, rows: List[PlannedRow], drafters: List[GuardedDrafter], asks_drafters: bool
+    ) -> float:
+        """How many steps of these rows, from this one on, are plain: no drafter and no policy is
+        needed, or all policies that have just chosen no drafts hold to it.
+        """
         if not self._can_advance(rows):
             return 1
-        speculation, drafting = [row.sequence.params.speculation for row in rows], self._drafting
-        if not drafting.drafters or all(
-            settings is not None and not settings.enabled for settings in speculation
-        ):
+        drafting = self._drafting
+        if not drafting.drafters or all(map(_refuses_drafts, rows)):
             return math.inf
-        return 1 if asks_drafters else 1 + drafting.num_to_skip
+        if not asks_drafters:
+            return 1 + drafting.num_to_skip
+        if not all(self._holds(drafter, rows) for drafter in drafters):
+            return 1
+        return min((drafter.num_held_steps() for drafter in drafters), default=1)
 
     def _can_advance(self, rows: List[PlannedRow]) -> bool:
         """Whether plain steps of these rows can be one call: on a GPU only greedy ones of which no
@@ -137,16 +144,15 @@ class ContinuousDecode:
         """The one that drafts for all of these rows; None if there are several, or another one
         reads hidden states, which only single steps store for all of them.
         """
-        chosen = self._drafting.chosen_by(rows)
-        if len(chosen) != 1:
+        drafters = self._drafting.chosen_by(rows)
+        if len(drafters) != 1:
             return None
-        draft_caches = chosen[0].drafter.draft_caches
+        draft_caches = drafters[0].drafter.draft_caches
         stores_all = all(cache in draft_caches for cache in self._drafting.hidden_state_caches)
-        return chosen[0] if stores_all else None
+        return drafters[0] if stores_all else None
 
     def _holds(self, drafter: GuardedDrafter, rows: List[PlannedRow]) -> bool:
-        """Whether single steps of the only drafter would draft alike, whatever becomes of other
-        rows.
+        """Whether single steps of a drafter would draft alike, whatever becomes of other rows.
 
         In single steps a length may depend on the batch, a draft may be cut to the rest of the
         step's tokens, and a user's rule or resource manager is asked.
@@ -203,6 +209,11 @@ class ContinuousDecode:
             sampled=None if sequence.takes_argmax else sampled_token(sequence, eos_ids, {}),
             num_known=row.num_tokens,
         )
+
+
+def _refuses_drafts(row: PlannedRow) -> bool:
+    settings = row.sequence.params.speculation
+    return settings is not None and not settings.enabled
 
 
 def _positions_left(chains: ChainSource, row: PlannedRow) -> float:

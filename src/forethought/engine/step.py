@@ -49,6 +49,7 @@ from forethought.kv.pool import PrefixIndex
 from forethought.kv.storage import DraftKvCache, KvStorage
 from forethought.kv.table import SlotMove
 from forethought.model.device import ForwardTimer
+from forethought.model.hidden_states import HiddenStateCache
 from forethought.model.runner import ModelRunner
 from forethought.outputs import (
     GRAMMAR_COMPLETE,
@@ -249,7 +250,7 @@ class Step:
         the last ``num_logits`` known tokens, then the draft nodes. The drafters' hidden-state
         caches are filled on the way.
         """
-        caches, has_failed = self._drafting.hidden_state_caches, False
+        caches, has_failed = self._caches_to_fill(plan), False
         starts = {row.sequence.id: row.start for row in plan.rows}
 
         def compute(rows: List[PlannedRow]) -> Tensor:
@@ -279,6 +280,15 @@ class Step:
             return row
 
         return by_halves(list(plan.rows), compute, failed)
+
+    def _caches_to_fill(self, plan: Plan) -> List[HiddenStateCache]:
+        """Those of all drafters; without the states of prompts that only roots are drafted from,
+        while no drafter is asked: the next steps store the states of roots to come.
+        """
+        caches = self._drafting.hidden_state_caches
+        if self._asks_drafters or all(row.is_decode for row in plan.rows):
+            return caches
+        return [cache for cache in caches if not cache.roots_only]
 
     # ---- verify -----------------------------------------------------------------------------
 

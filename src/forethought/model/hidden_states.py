@@ -53,12 +53,24 @@ class HiddenStateReader(Protocol):
 
 class HiddenStateCache(DraftKvCache):
     """The target's hidden states of every stored token, those of some layers concatenated in order
-    of ``layer_ids``. Pages, dtype and device are those of ``like``, its
-    storage.
+    of ``layer_ids``.
+
+    Args:
+        layer_ids: see above.
+        hidden_size: of the target.
+        like: its storage, with the same pages, dtype and device.
+        roots_only: a draft reads only the state that its root was sampled from.
     """
 
-    def __init__(self, layer_ids: Sequence[int], hidden_size: int, like: KvStorage) -> None:
+    def __init__(
+        self,
+        layer_ids: Sequence[int],
+        hidden_size: int,
+        like: KvStorage,
+        roots_only: bool = False,
+    ) -> None:
         self.layer_ids, self.width = tuple(layer_ids), hidden_size * len(layer_ids)
+        self.roots_only = roots_only
         shape = LayerShape(kv_heads=1, key_dim=self.width, value_dim=0)
         super().__init__(
             KvStorage(
@@ -84,6 +96,12 @@ class HiddenStateCache(DraftKvCache):
     def covers(self, table: ReadableTable, length: int) -> bool:
         """Whether the states of the first ``length`` positions, at least one, are all stored."""
         return length > 0 and self.ready_length(table, length) == length
+
+    def is_readable(self, table: ReadableTable, length: int) -> bool:
+        """Whether a draft after the first ``length`` positions has all states that it reads."""
+        if not self.roots_only:
+            return self.covers(table, length)
+        return length > 0 and bool(self._ready.reshape(-1)[table.slots(length - 1, length)].all())
 
     def read_last(self, tables: Sequence[ReadableTable], lengths: Sequence[int]) -> Tensor:
         """The states of the last of ``lengths`` positions of each table: [len(tables), width]."""

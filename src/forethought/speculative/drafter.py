@@ -258,11 +258,12 @@ def table_of(request: DraftRequest) -> ReadableTable:
 def readable(
     requests: Sequence[DraftRequest], hidden_states: HiddenStateCache
 ) -> list[DraftRequest]:
-    """The requests that may have a draft and whose hidden states are stored up to the root."""
+    """The requests that may have a draft and whose hidden states for it are stored."""
     return [
         request
         for request in requests
-        if request.max_nodes > 0 and hidden_states.covers(table_of(request), _num_computed(request))
+        if request.max_nodes > 0
+        and hidden_states.is_readable(table_of(request), _num_computed(request))
     ]
 
 

@@ -200,9 +200,8 @@ class MedusaDrafter(Drafter):
             config.speculative_model, hidden, lm.vocab_size, config.num_medusa_heads
         )
         drafting = draft_heads(heads, lm)
-        return cls(
-            drafting, HiddenStateCache([FINAL], hidden, storage), _trees(config, heads, lm.device)
-        )
+        hidden_states = HiddenStateCache([FINAL], hidden, storage, roots_only=True)
+        return cls(drafting, hidden_states, _trees(config, heads, lm.device))
 
     @property
     @override

@@ -76,7 +76,7 @@ class ReDrafterDrafter(Drafter):
         search = native or BeamSearch(DraftRecurrence(head, lm.dtype, lm.device), lm.embed)
         return cls(
             search,
-            HiddenStateCache([FINAL], lm.hidden_size, target.runner.storage),
+            HiddenStateCache([FINAL], lm.hidden_size, target.runner.storage, roots_only=True),
             config,
         )
 

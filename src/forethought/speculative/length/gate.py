@@ -124,8 +124,8 @@ class AcceptanceGate:
         return 0 if self.open else max(self._pause.left, 0)
 
     def hold(self) -> float:
-        """For all while it is open: it closes at the end of a call; for one while it probes."""
-        return math.inf if self.open else 1
+        """For all while it is open: it closes at the end of a call; else up to the next probes."""
+        return math.inf if self.open else max(self._pause.left, 1)
 
     def skipped(self, steps: SkippedSteps) -> None:
         """Count them."""

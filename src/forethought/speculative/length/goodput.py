@@ -97,13 +97,13 @@ PROBE_DEPTH = 2
 """Levels of the drafts of a probe."""
 PROBE_SHARE, LAST_SHARE = 1 / 8, 1 / 2
 """Largest expected cost of a probe, and of one of a single request, as a share of the balance."""
-FIRST_PAUSE, LAST_PAUSE = 8, 64
+FIRST_PAUSE, LAST_PAUSE = 8, 128
 """Steps between probes, at first and at most."""
 FIRST_CHECK, LAST_CHECK = 8, 128
 """Steps between plain ones while it drafts, at first and at most."""
 CHECKED, PLAIN_AGE = 7, 512
 """Steps that are skipped after such a step, as they may be one call, where that many have passed
-since any were; and after one where a probe is due that would cost too much."""
+since any were."""
 SURPRISE, USUALS = 0.1, 3.0
 """How far off the time of such a step must be for the next one to come soon: relatively, and in
 usual errors."""
@@ -111,7 +111,7 @@ HOLD = 8
 """Steps for which a choice is kept if nothing changes."""
 HOST_SHARE = 0.03
 """What the host may do per step, relative to the rest of it, where a call could be longer."""
-IDLE = 64
+IDLE = 128
 """While it does not draft, it is called for at least one of this many steps, or of more where
 being asked costs more than half of their allowance, to recover."""
 DRAFTS = "{:.2f} times the goodput of plain decoding"
@@ -410,7 +410,7 @@ class Goodput:
         # Prompts are computed in single steps; means of several are not exact.
         plain_calls = 1.0 if num_tokens > record.batch_size + 0.5 else self._plain_calls
         plain = self.forward.predict(num_tokens, record.context, plain_calls)
-        with_draft = self.forward.predict(num_tokens, record.context)
+        decoding = self.forward.predict(num_tokens, record.context, calls)
         predicted = self.forward.predict(record.tokens, context, calls)
         steps, self._num_skipped = num_steps + self._num_skipped, 0
         seconds = self.forward.observe(record.tokens, context, record.forward_seconds, calls, steps)
@@ -418,6 +418,8 @@ class Goodput:
             seconds += self._observe_drafting(list(requested.values()), record.draft_seconds, calls)
             if self._hold > 1:
                 self.draft_calls.observe(1, num_steps)
+        elif not drafted and calls < self._plain_calls:  # shorter ones are booked as a loss
+            self.plain_calls.observe(1, num_steps)
         self._drafted_last = bool(requested)
         self._widest = max(self._widest, record.tokens)
         self.acceptance.observe(requested, record.requests, steps)
@@ -427,8 +429,9 @@ class Goodput:
             # On a GPU calls go on after the end of all rows, which yields nothing.
             decoded = (num_steps * record.batch_size + accepted) / max(record.batch_size, 1.0)
             self._gained = decoded - num_steps * seconds / plain
-        elif plain > 0.0:  # choosing and learning take time too
-            self._gained = 1.0 - with_draft / plain - min(record.draft_seconds / plain, 1.0)
+        elif plain > 0.0:  # choosing and learning take time too, and may end a call
+            loss = max(decoding / plain - 1.0, 0.0) + min(record.draft_seconds / plain, 1.0)
+            self._gained = -num_steps * loss
         self.account.book(self._gained, num_steps)
         self._left -= num_steps
         self._plain_age += num_steps
@@ -447,15 +450,18 @@ class Goodput:
         return usual if self.drafting.observations > 1 else 0.0  # the first one sets things up
 
     def hold(self) -> float:
-        """While it drafts, what is left of the choice and before a check; else one.
+        """While it drafts, what is left of the choice and before a check; while it does not, this
+        step and those that it would skip. Probes and checks are single steps.
 
-        No more than the account has plain steps, so that one call does not lose far more; and where
-        the host does little per call, so few that single steps, which teach more, cost little.
+        With drafts no more than the account has plain steps, so that one call does not lose far
+        more; and where the host does little per call, so few that single steps, which teach more,
+        cost little.
         """
-        return self._hold
+        return self._hold if self._requested or self._checks_plain else max(self.skip(), 1)
 
     @property
     def _hold(self) -> int:
+        """Steps with drafts, or one."""
         if not self._drafting or self._checks_plain:
             return 1
         most = min(self._left, self._checks.left, self.account.balance, self._enough_steps)
@@ -468,7 +474,7 @@ class Goodput:
         return (self._seconds(self._batch_size, 0, 1.0) / forward - 1.0) / HOST_SHARE
 
     def skip(self) -> int:
-        """While it does not draft, up to ``IDLE - 1`` steps, and none of those that probe.
+        """While it does not draft, up to ``IDLE`` steps, and none of those that probe.
 
         More where they are so much faster than one that is asked that their allowance would not
         pay for it: the account would never allow a probe again.
@@ -481,11 +487,11 @@ class Goodput:
         is_old = self._plain_age >= PLAIN_AGE or not self.forward.settled
         if self._checks_plain and is_old:
             return CHECKED
-        most = IDLE - 1 if self.forward.settled else min(CHECKED, int(self._enough_steps))
+        most = IDLE if self.forward.settled else min(CHECKED, int(self._enough_steps))
         if not self.account.open:
             self._why = (RECOVERING, (self.account.balance,))
             return max(most, self._num_to_recover)
-        num_left = CHECKED if self._waits else self._probes.left - 1
+        num_left = most if self._waits else self._probes.left
         count = 0 if self._drafting else max(min(most, num_left), 0)
         if count:
             self._why = self._held_why
@@ -518,7 +524,7 @@ class Goodput:
     def _count_tries(self, record: StepRecord, drafted: bool, predicted: float) -> None:
         if not self._drafting:
             if not drafted:
-                self._probes.wait()
+                self._probes.wait(record.num_steps)
             elif self._again is None:  # it may take two steps
                 self._probes.tried(news=self._hopeful)
         elif drafted:
