@@ -766,6 +766,12 @@ MUTANTS = [
         VOTES,
     ),
     Mutant(
+        "llm/engine_thread.py",
+        "self._interrupt.clear()  # of this one, and of those that are queued by now",
+        "pass",
+        "tests/llm/test_async_llm.py -k 'commands_that'",
+    ),
+    Mutant(
         "workers/live.py",
         "len(ended) - self._capacity + 1",
         "len(ended) - self._capacity",

@@ -14,8 +14,9 @@ def deferred_interrupts() -> Iterator[None]:
     """Let SIGINT take effect at the end of the block, and a second one at once. Nothing is done
     outside the main thread, or where SIGINT has no handler in Python.
     """
-    before = signal.getsignal(signal.SIGINT)
-    if threading.current_thread() is not threading.main_thread() or not callable(before):
+    is_main = threading.current_thread() is threading.main_thread()
+    before = signal.getsignal(signal.SIGINT) if is_main else None
+    if not callable(before):
         yield
         return
     received: list[tuple[int, FrameType | None]] = []

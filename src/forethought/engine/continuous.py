@@ -1,7 +1,8 @@
 """Continuous decode steps: several in one call, where nothing has to be decided between them.
 
-Every running sequence decodes without a constraint, and nothing can be admitted. Drafts, if there
-are any, are chains of one drafter, of a length that holds. The steps are made by
+Every running sequence decodes without a constraint, and nothing can be admitted; one that is
+prefilled beside decodes decodes from the second step on. Drafts, if there are any, are chains of
+one drafter, of a length that holds. The steps are made by
 ``StepRunner.advance`` and committed and counted as if they had been made one by one.
 """
 
@@ -76,7 +77,7 @@ class ContinuousDecode:
         if len(rows) < len(scheduler.to_run) or not all(map(goes_on_plainly, rows)):
             return asks_drafters
         if not plan.decodes or (asks_drafters and len(plan.decodes) < len(rows)):
-            return asks_drafters  # a step of prefills alone, or drafters are shown some
+            return asks_drafters  # prefills alone end a call; drafters are shown each
         if any(row.num_nodes for row in rows):
             self._reserve_with_drafts(plan, num_steps)
             return asks_drafters
@@ -107,11 +108,12 @@ class ContinuousDecode:
         hidden states are stored.
         """
         caches = self._drafting.hidden_state_caches
-        special = [row for row in rows if not row.sequence.takes_argmax or row.num_tokens > 1]
-        if not special and not caches:
+        sampled = [row for row in rows if not row.sequence.takes_argmax][:1]
+        prefills = [row for row in rows if row.num_tokens > 1][:1]
+        if not (sampled or prefills or caches):
             return True
-        decoded = list(map(self._row, special or rows[:1]))
-        return step_runner(self._runner, None, decoded, caches) is not None
+        special = list(map(self._row, [*sampled, *prefills] or rows[:1]))
+        return step_runner(self._runner, None, special, caches) is not None
 
     def _reserve_with_drafts(self, plan: Plan, num_steps: float) -> None:
         """``reserve`` for rows of which some have draft slots. The step is single if a drafter

@@ -24,7 +24,6 @@ from forethought.outputs import (
     GRAMMAR_COMPLETE,
     CompletionOutput,
     FinishReason,
-    Logprob,
     TokenConfidence,
     TokenLogprobs,
 )
@@ -192,15 +191,17 @@ class Transcript:
         one that ended the generation.
         """
         ended_by_token = finish_reason is FinishReason.STOP and stop_reason != GRAMMAR_COMPLETE
-        for i, token in enumerate(tokens):
-            self.token_ids.append(token)
+        is_end_hidden = ended_by_token and not self._params.include_stop_str_in_output
+        num_tokens = len(tokens)
+        size = 1 if self._params.stop else max(1, num_tokens)  # a stop string may end at any token
+        for start in range(0, num_tokens, size):
+            new = slice(start, start + size)
+            self.token_ids += tokens[new]
             if self._logprobs is not None and logprobs is not None:
-                self._add_logprobs(token, logprobs[i])
+                self._add_logprobs(tokens[new], logprobs[new])
             if self._confidences is not None and confidences is not None:
-                self._confidences.append(confidences[i])
-            is_end = ended_by_token and i == len(tokens) - 1
-            if not is_end or self._params.include_stop_str_in_output:
-                self._num_shown += 1
+                self._confidences += confidences[new]
+            self._num_shown += size - (is_end_hidden and new.stop == num_tokens)
             if self._params.stop and (stop := self._find_stop()):
                 end = stop.end if self._params.include_stop_str_in_output else stop.start
                 self._text = self._text[:end]
@@ -271,15 +272,17 @@ class Transcript:
             return None
         return find_stop(self._text, num_searched, self._params.stop)
 
-    def _add_logprobs(self, token: int, entries: TokenLogprobs) -> None:
+    def _add_logprobs(self, tokens: Sequence[int], logprobs: Sequence[TokenLogprobs]) -> None:
         assert self._logprobs is not None
-        self._cumulative += entries[token].logprob
-        self._logprobs.append(name_tokens(entries, self._tokenizer))
+        for token, entries in zip(tokens, logprobs, strict=True):
+            self._cumulative += entries[token].logprob
+            self._logprobs.append(name_tokens(entries, self._tokenizer))
 
 
 def name_tokens(entries: TokenLogprobs, tokenizer: Tokenizer) -> TokenLogprobs:
-    """The same log-probabilities with the text of each token, and its bytes if they are none."""
-    return {
-        token: Logprob(entry.logprob, entry.rank, *tokenizer.spelling(token))
-        for token, entry in entries.items()
-    }
+    """Set the text of each token in its log-probability, and its bytes if they are no text; returns
+    the same dictionary.
+    """
+    for token, entry in entries.items():
+        entry.token, entry.raw = tokenizer.spelling(token)
+    return entries

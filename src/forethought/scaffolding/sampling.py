@@ -261,8 +261,8 @@ def refuse(task: SamplingFields, names: Iterable[str], worker: str, fix: str) ->
         )
 
 
-def to_params(task: SamplingFields, *, priority: int = 0) -> SamplingParams:
-    """The task's fields as the engine takes them.
+def to_params(task: SamplingFields, *, priority: int = 0, **changes: Any) -> SamplingParams:
+    """The task's fields as the engine takes them, but for ``changes``, by its names.
 
     ``best_of``, ``echo``, ``suffix``, ``user`` and ``return_context_logits`` have no counterpart
     there: refuse them first.
@@ -272,13 +272,13 @@ def to_params(task: SamplingFields, *, priority: int = 0) -> SamplingParams:
     for name in _NONE_IS_DEFAULT:
         if getattr(task, name) is not None:
             values[name] = getattr(task, name)
-    return SamplingParams(
-        logprobs=task.num_logprobs,
-        stop=stop_strings(task),
-        stop_token_ids=tuple(task.stop_token_ids),
-        priority=priority if own_priority is None else own_priority,
-        **values,
-    )
+    values |= {
+        "logprobs": task.num_logprobs,
+        "stop": stop_strings(task),
+        "stop_token_ids": tuple(task.stop_token_ids),
+        "priority": priority if own_priority is None else own_priority,
+    }
+    return SamplingParams(**{**values, **changes})
 
 
 def stop_strings(task: SamplingFields) -> tuple[str, ...]:

@@ -9,7 +9,8 @@ and that one in its place::
 
 The target's own token is the most probable one, or the one that it samples at that position.
 
-Plain decoding is the case without drafts. Each row goes on from its own position until it has
+Plain decoding is the case without drafts; the first step of a row may then compute several known
+tokens. Each row goes on from its own position until it has
 ended; what the engine does around a step is paid once for all of them. ``SingleSteps`` is the
 reference implementation, a loop of single steps. The others make all steps in one call of C++
 (``backends.cpu.native_steps``), or queue them on a GPU and wait once: ``QueuedSteps``, and with

@@ -18,6 +18,7 @@ from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import cached_property
 from typing import NamedTuple
 
 from forethought.config.sampling import SamplingParams
@@ -71,7 +72,7 @@ class LiveSession:
         self.prompt_length = len(session.tokens)
         self.output = self.shown = CompletionOutput(0)
         self._beginning: Transcript | None = None
-        self._whole_tokens = self._whole_text = self.num_beyond = 0
+        self.num_beyond = 0
         self._spans: list[DraftSpan] = []
         self._measured: Detokenizer | None = None
         self._num_measured = self._position = 0
@@ -212,10 +213,11 @@ class LiveSession:
     @property
     def spelled(self) -> Spelled | None:
         """The text, prompt and output, that a later prompt may begin with; None if it has none."""
-        if not self.over or not isinstance(self.prompt, str) or not self._whole_text:
+        if not self.over or not isinstance(self.prompt, str) or not self._whole[1]:
             return None
-        text = self.prompt + self.output.text[: self._whole_text]
-        return Spelled(text, self.prompt_length + self._whole_tokens)
+        num_tokens, num_characters = self._whole
+        text = self.prompt + self.output.text[:num_characters]
+        return Spelled(text, self.prompt_length + num_tokens)
 
     @property
     def draft_spans(self) -> list[DraftSpan]:
@@ -256,36 +258,38 @@ class LiveSession:
         num_kept = len(self.shown.token_ids) if num_kept is None else num_kept
         if not self.over or num_kept < len(self.output.token_ids):
             return self.prompt_length + num_kept, ""
-        return self.prompt_length + self._whole_tokens, self.output.text[self._whole_text :]
+        num_tokens, num_characters = self._whole
+        return self.prompt_length + num_tokens, self.output.text[num_characters:]
 
     def _update(self, output: CompletionOutput) -> None:
         self.output = output
-        if self.ended:
-            self._end()
-            if self._account is not None:
-                self._account.ended(output.metrics)
+        if self.ended and self._account is not None:
+            self._account.ended(output.metrics)
         self.count()
 
-    def _end(self) -> None:
-        """Determine the tokens that make the output's text, and how much of it they make.
+    @cached_property
+    def _whole(self) -> tuple[int, int]:
+        """The tokens that make the text of an output that is over, and how many characters of it
+        they make; none of one that did not end.
 
         The token that ended a generation is not in its text, nor is what a stop string cut off.
         """
         tokens, text = self.output.token_ids, self.output.text
-        self._whole_tokens, self._whole_text = len(tokens), len(text)
+        if self.output.finish_reason is None:
+            return 0, 0
         if self.output.finish_reason is not FinishReason.STOP:
-            return
+            return len(tokens), len(text)
         if not isinstance(self.output.stop_reason, str):
-            self._whole_tokens -= 0 if self._params.include_stop_str_in_output else 1
-            return
-        self._whole_tokens = self._whole_text = 0
+            return len(tokens) - (not self._params.include_stop_str_in_output), len(text)
+        num_tokens = num_characters = 0
         context, end = self.session.tokens[: self.prompt_length], 0
         detokenizer = Detokenizer(self.tokenizer, context, self._params.skip_special_tokens)
         for number, token in enumerate(tokens, start=1):
             end += len(detokenizer.push([token]))
             if end > len(text):
                 break
-            self._whole_tokens, self._whole_text = number, end
+            num_tokens, num_characters = number, end
+        return num_tokens, num_characters
 
     def _begin_of(self, count: int) -> CompletionOutput:
         """The output as it was when it had ``count`` tokens."""

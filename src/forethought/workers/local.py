@@ -312,19 +312,19 @@ class EngineWorker(Worker):
     def _params(self, task: GenerationTask, number: int = 0) -> SamplingParams:
         """The sampling parameters of sample ``number``."""
         scope = current_scope()
-        params = sampling.to_params(task, priority=scope.priority if scope else 0)
-        max_tokens = scope.account.limit(params.max_tokens) if scope else params.max_tokens
+        changes: dict[str, Any] = {"n": 1, "cache_salt": scope.cache_salt if scope else ""}
+        if scope:
+            changes["max_tokens"] = scope.account.limit(task.max_tokens)
         if task.temperature is None and self._temperature is not None:
-            params = params.replace(temperature=self._temperature)
-        seed = params.seed
-        if seed is not None and number:  # below zero: copies of the task are numbered from zero
-            seed = sampling.derived_seed(seed, -number)
-        salt = scope.cache_salt if scope else ""
+            changes["temperature"] = self._temperature
+        if task.seed is not None and number:  # below zero: copies are numbered from zero
+            changes["seed"] = sampling.derived_seed(task.seed, -number)
         if task.score_suffix:
-            params = params.replace(prompt_logprobs=0)
+            changes["prompt_logprobs"] = 0
+        params = sampling.to_params(task, priority=scope.priority if scope else 0, **changes)
         if task.prediction:
             params = params.replace(speculation=_with_prediction(params, task.prediction))
-        return params.replace(n=1, max_tokens=max_tokens, seed=seed, cache_salt=salt)
+        return params
 
     # ---- sequences ----------------------------------------------------------------------------
 
