@@ -243,13 +243,13 @@ class ChainCall:
         first, pages, ends = row.table.first_slot(), array("i"), array("q", row.ends)
         if first is None:
             pages.extend(row.table.pages)
-        known = array("q", row.request.tokens[row.start :])
-        self._keep += [pages, ends, known]
+        tokens = array("q", row.request.tokens[row.start :])
+        self._keep += [pages, ends, tokens]
         return ChainRowStruct(
             pages=pages.buffer_info()[0],
             ends=ends.buffer_info()[0],
             pauses=row.pauses.buffer_info()[0],
-            known=known.buffer_info()[0],
+            known=tokens.buffer_info()[0],
             first_slot=-1 if first is None else first,
             num_known=row.num_known,
             position=row.position,
