@@ -171,7 +171,7 @@ template <class T> class Block {
         }
     }
 
-    // packed = so many keys from `first` on, and zeros
+    // packed = `valid` keys from `first` on, and zeros
     template <class E> void pack(const Entries<E>& keys, int first, int valid) const {
         int d = 0;
 #if LANES == 8 && defined(__AVX__)

@@ -19,7 +19,7 @@ constexpr int MAX_QUERIES = 4;
 constexpr int TOKENS_AHEAD = 16; // whose keys and values are fetched in advance
 constexpr int MIX_TOKENS = 32;   // whose values are mixed at a time: they stay in the L1 cache
 
-// Keys whose products with so many queries have registers, and vectors of a value whose sums have:
+// Keys whose products with `queries` queries have registers, and vectors of a value whose sums have:
 // as many as hide how long an addition takes.
 static constexpr int sums_at_once(int queries) {
     const int all = LANES == 16 ? 16 : 8;

@@ -181,7 +181,7 @@ static inline int panels_at_once(int tokens, int left) {
 }
 
 // Inputs x [T, in] and panels of w, ready to be multiplied: x rounded where there are tiles, or
-// integers; w converted from 4 bits to float32 where there are so many tokens that converting
+// integers; w converted from 4 bits to float32 where there are enough tokens that converting
 // once pays. Those values are the ones that multiply_tile computes with, so the sums are the same.
 class Factors {
   public:
