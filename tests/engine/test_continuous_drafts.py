@@ -189,6 +189,16 @@ def test_several_steps_are_one_call() -> None:
     expect_empty(machine)
 
 
+def test_what_takes_the_places_of_others_is_drafted_for_from_its_second_token_on() -> None:
+    """Samples of one prompt, whose first step is a decode that no drafter was offered."""
+    machine = made(8, max_batch_size=2)
+    samples = machine.add(PROMPTS[0], GREEDY.replace(n=6, max_tokens=8))
+    drain(machine)
+    drafted = [sample.metrics.drafted for sample in samples]
+    assert drafted[2:] == [drafted[2]] * 4 and drafted[2] > 4
+    expect_empty(machine)
+
+
 @functools.cache
 def reasoner(dtype: str) -> CausalLM:
     return loader.load(reasoner_dir(), dtype=dtype, forward="native")

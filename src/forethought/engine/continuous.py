@@ -76,8 +76,8 @@ class ContinuousDecode:
             return asks_drafters
         if len(rows) < len(scheduler.to_run) or not all(map(goes_on_plainly, rows)):
             return asks_drafters
-        if not plan.decodes or (asks_drafters and len(plan.decodes) < len(rows)):
-            return asks_drafters  # prefills alone end a call; drafters are shown each
+        if not plan.decodes or (asks_drafters and self._drafting.num_offered < len(rows)):
+            return asks_drafters  # prefills alone end a call; drafters are offered each row
         if any(row.num_nodes for row in rows):
             self._reserve_with_drafts(plan, num_steps)
             return asks_drafters

@@ -78,6 +78,7 @@ class Drafting:
 
     Attributes:
         names: of the drafters that requests can choose.
+        num_offered: rows of this step for which the drafters were asked how long to draft.
     """
 
     def __init__(
@@ -87,7 +88,7 @@ class Drafting:
         vocab_size: int,
         device: torch.device,
     ) -> None:
-        self._stats, self._timer = stats, ForwardTimer(device)
+        self._stats, self._timer, self.num_offered = stats, ForwardTimer(device), 0
         self.names = [entry.name for entry in drafters]
         stats.draft_paths = {
             entry.name: path for entry in drafters if (path := entry.drafter.forward_path)
@@ -196,7 +197,7 @@ class Drafting:
 
         ``num_running`` counts all sequences of the running batch, those that prefill, too.
         """
-        self._drafts, self._prefills = {}, {}
+        self._drafts, self._prefills, self.num_offered = {}, {}, len(rows)
         for drafter in self.drafters:
             drafter.choosing_seconds = 0.0
             self._request_nodes(drafter, rows, drafter.schedule.length(num_running))
