@@ -117,6 +117,7 @@ class AsyncLLM:
         self.model_dir, self.tokenizer = frontend.model_dir, frontend.tokenizer.hf
         self._frontend, self._limit = frontend, ConcurrencyLimit(max_pending)
         frontend.engine.ends_with_rows = True
+        frontend.tokenizer.stop_candidates.of(())  # made now, so that no event loop waits for them
         self._thread = EngineThread(frontend)
         self._shutdown = weakref.finalize(self, _stop, self._thread, lender)
 
