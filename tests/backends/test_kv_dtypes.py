@@ -37,6 +37,7 @@ from tokens import speaking
 
 DTYPES = [torch.float32, torch.bfloat16, torch.int8]
 LONG = 90  # tokens: more than a block of queries, several pages, beyond every window
+BLOCK_QUERIES = 32  # new tokens of a row from which queries go in blocks, as in attention.h
 
 needs_compiler = pytest.mark.skipif(
     library.find_compiler() is None, reason="there is no C++ compiler (c++, g++ or clang++)"
@@ -95,7 +96,10 @@ def test_the_native_forward_stores_the_entries_of_the_reference(
 def test_logits_are_those_of_torch_over_the_same_entries(
     architecture: str, dtype: torch.dtype
 ) -> None:
-    """But for numbers halfway between two steps, which round up in one and down in the other."""
+    """But for numbers halfway between two steps, which round up in one and down in the other, and
+    for queries and weights of positions, which long runs round to bf16 where the processor has
+    products of bf16 and the entries are in it: that is as much again as the rounding of entries.
+    """
     path = models.tiny(architecture)
     lm, plain = load(path), load(path, "torch")
     exact = prefilled(plain, torch.float32, 45)[0]
@@ -103,7 +107,8 @@ def test_logits_are_those_of_torch_over_the_same_entries(
     rounding = (expected - exact).norm()
     for size, scattered in ((LONG, False), (45, True), (7, True), (1, False)):
         found = prefilled(lm, dtype, size, scattered)[0]
-        assert (found - expected).norm() < 0.3 * rounding, size
+        rounds_all = dtype == torch.bfloat16 and size > BLOCK_QUERIES and library.rounds_inputs()
+        assert (found - expected).norm() < (1.2 if rounds_all else 0.3) * rounding, size
 
 
 @needs_compiler
