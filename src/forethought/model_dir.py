@@ -1,10 +1,10 @@
 """A model's directory: found on this machine or on the Hugging Face Hub, and checked.
 
 Whatever names a model (``LLM``, ``--model``, ``speculative_model``, ``RewardWorker``, ``--target``)
-is a local directory, the name of an embedded model such as ``"forethought/countdown"``, or a Hub id
-such as ``"Qwen/Qwen3-0.6B"``; :func:`find_model_dir` makes a directory of each.
+is a local directory, the name of an embedded model such as ``"forethought/countdown"``, a Hub id
+such as ``"Qwen/Qwen3-0.6B"``, or a GGUF file in one of its forms; :func:`find_model_dir` makes a
+directory of each. That of a GGUF file is a view of it (``gguf/view.py``).
 :func:`check_model_dir` says what a directory holds where that is no model.
-Imports ``huggingface_hub`` only where a Hub id is given.
 """
 
 from __future__ import annotations
@@ -13,12 +13,16 @@ import json
 import math
 import re
 import zipfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from forethought import assets
-from forethought.errors import DependencyError, ModelError, ParameterError
+from forethought import assets, hub
+from forethought.errors import ModelError, ParameterError
+from forethought.gguf import names as gguf_names
+from forethought.gguf import view as gguf_view
+from forethought.gguf.file import GgufFile
+from forethought.gguf.tensor_names import tensor_names
 
 _HUB_ID = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?", re.ASCII)
 _TEXTS = ("*.json", "*.jinja", "*.model", "*.tiktoken", "*.txt")
@@ -50,15 +54,19 @@ def find_model_dir(
     (``HF_HOME``, ``HF_HUB_OFFLINE``, ``HF_ENDPOINT``, ``HF_TOKEN``). Weights are downloaded as
     safetensors, in other formats only where there are none.
 
+    Of a GGUF file it is a view, which has a ``config.json`` and the files of a tokenizer.
+
     Args:
-        model: local directory, name of an embedded model, or Hub id.
+        model: local directory, name of an embedded model, or Hub id; or, of a model in GGUF: a
+            file (one of a split series stands for all), a directory with one model,
+            ``user/repository:QUANTISATION``, ``ollama:NAME[:TAG]``, or ``smollm2``.
         revision: branch, tag or commit of a Hub id; None: its main branch.
         weights: False for a tokenizer only.
         code: whether Python files are wanted, too.
 
     Raises:
         ModelError: there is no such directory, and the Hub does not have it, cannot be reached or
-            refuses access.
+            refuses access; or a GGUF file cannot be read, or its model is not supported.
         UnknownNameError: there is no embedded model of this name.
         ParameterError: a revision of a local directory or an embedded model.
         DependencyError: ``huggingface_hub`` is not installed.
@@ -74,7 +82,10 @@ def find_model_dir(
                 f"{path} is on this machine, and revisions are those of the Hugging Face Hub",
                 "Leave it out",
             )
-        return path
+        return gguf_names.local_view(path) if gguf_names.is_gguf_model(path) else path
+    view = gguf_names.named_view(str(model), revision)
+    if view is not None:
+        return view
     if not _HUB_ID.fullmatch(str(model)):
         raise ModelError(
             f"no model at {model}",
@@ -82,16 +93,25 @@ def find_model_dir(
             "Give a local Hugging Face directory, or a Hub id such as Qwen/Qwen3-0.6B",
         )
     patterns = [*_TEXTS, *(_SAFETENSORS if weights else ()), *(("*.py",) if code else ())]
-    directory = _download(str(model), revision, patterns)
+    directory = hub.download(str(model), revision, patterns, _LEFT_OUT)
     if weights and not any(directory.glob("*.safetensors")):
-        directory = _download(str(model), revision, [*patterns, *_OTHER_WEIGHTS])
+        directory = hub.download(str(model), revision, [*patterns, *_OTHER_WEIGHTS], _LEFT_OUT)
     if weights and not any(directory.glob("*config.json")):
-        raise ModelError(
-            f"cannot load the model {model}",
-            "its repository on the Hub has no config.json; it may hold GGUF files",
-            "Give the repository of the original model",
-        )
+        raise _without_config(str(model), revision)
     return directory
+
+
+def _without_config(name: str, revision: str | None) -> ModelError:
+    """The refusal of a repository that is no Hugging Face directory."""
+    what, choices = f"cannot load the model {name}", gguf_names.on_hub(name, revision)
+    if not choices:
+        why = "its repository on the Hub has no config.json"
+        return ModelError(what, why, "Give the repository of the original model")
+    return ModelError(
+        what,
+        f"its repository on the Hub has GGUF files: {', '.join(choices)}",
+        f"Name one of them, as in {name}:{choices[0]}",
+    )
 
 
 def checked_model_dir(
@@ -110,6 +130,13 @@ def checked_model_dir(
     return directory
 
 
+def gguf_files(directory: Path) -> list[Path] | None:
+    """The GGUF files that have the weights of a directory, in their order; None: they are in files
+    of the directory itself. Raises ModelError for files that are not there or have changed.
+    """
+    return gguf_view.weight_files(directory)
+
+
 def check_checkpoint(directory: Path) -> dict[str, tuple[int, ...]]:
     """Check a model's configuration and weights; returns the shapes of the tensors by name.
 
@@ -120,111 +147,34 @@ def check_checkpoint(directory: Path) -> dict[str, tuple[int, ...]]:
     written = read_json(directory / "config.json")
     check_config(written, directory)
     check_token_ids(written, directory)
-    if not any(file for pattern in _WEIGHT_FILES for file in directory.glob(pattern)):
+    if gguf_files(directory) is None and not any(
+        file for pattern in _WEIGHT_FILES for file in directory.glob(pattern)
+    ):
         raise _broken(directory, "model", f"it has no weights ({', '.join(_WEIGHT_FILES)})")
     return check_weight_files(directory)
-
-
-def _download(name: str, revision: str | None, patterns: Sequence[str]) -> Path:
-    try:
-        import huggingface_hub
-    except ModuleNotFoundError as error:
-        raise DependencyError.missing(
-            "huggingface_hub", f"{name} is no local directory, and a Hub id", "local"
-        ) from error
-    try:
-        directory = huggingface_hub.snapshot_download(
-            name,
-            revision=revision,
-            allow_patterns=list(patterns),
-            ignore_patterns=list(_LEFT_OUT),
-        )
-    except Exception as error:  # also what breaks off a download: the network, the disk, ...
-        why, fix = explain_hub_error(error, name, revision)
-        raise ModelError(f"cannot get the model {name}", why, fix) from error
-    return Path(directory)
-
-
-def explain_hub_error(
-    error: Exception, name: str, revision: str | None, kind: str = "model"
-) -> tuple[str, str]:
-    """Why a download from the Hub failed, and what can be done about it; ``kind`` is "model" or
-    "data set".
-    """
-    from huggingface_hub import constants, errors
-
-    hub = f"the Hugging Face Hub at {constants.ENDPOINT}"
-    local = "directory" if kind == "model" else "file or directory"
-    page = f"{constants.ENDPOINT}/{name if kind == 'model' else f'datasets/{name}'}"
-    status = None if _is_about_repository(error) else _http_status(error)
-    if status in (401, 403):
-        return f"{hub} refuses access (HTTP {status})", "Set HF_TOKEN to a token that has access"
-    if status is not None:
-        return f"{hub} answers with HTTP {status}", "Try again later: what has come is kept"
-    if isinstance(error, errors.LocalEntryNotFoundError):
-        cause = f"{hub} cannot be reached"
-        if constants.HF_HUB_OFFLINE:
-            cause = "HF_HUB_OFFLINE forbids to ask the Hub"
-        return (
-            f"there is no such {local}, the Hub's cache does not hold all of it, and {cause}",
-            f"Give a local {local}, or download it where there is a network",
-        )
-    if isinstance(error, errors.GatedRepoError):
-        return (
-            f"{hub} gives it only to those who have been granted access",
-            f"Ask for access at {page}, and set HF_TOKEN",
-        )
-    if isinstance(error, errors.RepositoryNotFoundError):
-        return (
-            f"there is no such {local}, and no such {kind} on {hub}, or it is private",
-            f"Check the name; for a private {kind} set HF_TOKEN",
-        )
-    if isinstance(error, errors.RevisionNotFoundError):
-        return f"on {hub} it has no revision {revision!r}", "Give a branch, a tag or a commit"
-    reason = next(iter(str(error).strip().splitlines()), "") or type(error).__name__
-    return reason, "Try again: what has been downloaded is kept"
-
-
-def hub_has_answered(error: Exception) -> bool:
-    """Whether an error of ``huggingface_hub`` is the Hub's answer, and not the lack of one."""
-    return _is_about_repository(error) or _http_status(error) is not None
-
-
-def _is_about_repository(error: Exception) -> bool:
-    """Whether the Hub says what is wrong with the name, the revision or the access."""
-    from huggingface_hub import errors
-
-    classes = (errors.GatedRepoError, errors.RepositoryNotFoundError, errors.RevisionNotFoundError)
-    return isinstance(error, classes)
-
-
-def _http_status(error: BaseException | None) -> int | None:
-    """The status of the response that ``error`` comes from, through the errors that wrap it."""
-    while error is not None:
-        status = getattr(getattr(error, "response", None), "status_code", None)
-        if isinstance(status, int):
-            return status
-        error = error.__cause__ or error.__context__
-    return None
 
 
 def check_model_dir(directory: Path, kind: str = "model") -> None:
     """Refuse what is no Hugging Face directory; weights are not read.
 
-    Raises ModelError if it is missing, has no ``config.json``, or holds an adapter, GGUF files or
-    pointers of Git LFS instead of weights. ``kind`` is what messages call it.
+    Raises ModelError if it is missing, has no ``config.json``, or holds an adapter or pointers of
+    Git LFS instead of weights, and for what cannot be in a GGUF file and is. ``kind`` is what
+    messages call it.
     """
     if not directory.is_dir():
         why, fix = "there is no such directory", "Give the path of a local Hugging Face directory"
-        if directory.suffix == ".gguf":
-            why, fix = "it is a GGUF file", _GGUF_FIX
-        elif directory.exists():
+        if directory.exists():
             why = "it is a file"
         raise ModelError(f"no {kind} at {directory}", why, fix)
+    files = gguf_files(directory)
+    if files is not None and kind not in _GGUF_KINDS:
+        why = f"{files[0]} is a GGUF file, from which no {kind} is read"
+        raise _broken(directory, kind, why, "Give a Hugging Face directory with safetensors")
     _refuse_adapter(directory, kind)
     if not (directory / "config.json").is_file():
-        if any(directory.glob("*.gguf")):
-            raise _broken(directory, kind, "it holds GGUF files", _GGUF_FIX)
+        if gguf_names.is_gguf_model(directory):
+            fix = "Find its directory with find_model_dir"
+            raise _broken(directory, kind, "it holds GGUF files", fix)
         raise _broken(directory, kind, "it has no config.json")
     for file in sorted(directory.iterdir()):
         if _is_lfs_pointer(file):
@@ -340,10 +290,15 @@ def check_generation_config(directory: Path, vocab_size: int, kind: str = "model
 
 
 def check_weight_files(directory: Path, kind: str = "model") -> dict[str, tuple[int, ...]]:
-    """The shapes of the tensors by name, from the heads of the weight files.
+    """The shapes of the tensors by name, from the heads of the weight files. Those in GGUF files
+    are under the names of transformers, in the shapes that its modules have.
 
     Raises ModelError with the name of a file that is missing, unreadable or cut short.
     """
+    files = gguf_files(directory)
+    if files is not None:
+        config, file = read_json(directory / "config.json", kind), GgufFile.open(files)
+        return {name: entry.shape for name, entry in tensor_names(config, file).items()}
     try:
         return _stored_shapes(directory, kind)
     except OSError as error:
@@ -432,7 +387,7 @@ def first_words(error: BaseException) -> str:
 
 
 _MAX_WORDS = 300
-_GGUF_FIX = "Give the safetensors that it was made from, as a Hugging Face directory"
+_GGUF_KINDS = ("model", "draft model", "tokenizer")
 
 
 def _refuse_adapter(directory: Path, kind: str) -> None:

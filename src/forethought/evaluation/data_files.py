@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from forethought.errors import DependencyError, UsageError
-from forethought.model_dir import explain_hub_error, hub_has_answered
+from forethought.hub import explain_hub_error, hub_has_answered
 
 _SPLITS = (r"test", r"validation|valid|val|dev")
 _NO_DATA = frozenset({"dataset_infos.json", "dataset_dict.json", "state.json", "config.json"})

@@ -24,6 +24,7 @@ from forethought.errors import ModelError
 from forethought.gguf.block_type import BlockType
 
 MAGIC = b"GGUF"
+_LFS_HEAD = b"version https://git-lfs"
 _VERSIONS = (2, 3)
 _BIG_ENDIAN = tuple(int.from_bytes(version.to_bytes(4, "big"), "little") for version in (1, 2, 3))
 _NUMBERS = dict(zip((*range(8), 10, 11, 12), "BbHhIif?Qqd", strict=True))
@@ -230,7 +231,11 @@ class _Header:
         """Of a file; raises ModelError."""
         try:
             with path.open("rb") as stream:
-                if path.stat().st_size < len(MAGIC) or stream.read(len(MAGIC)) != MAGIC:
+                head = stream.read(len(_LFS_HEAD))
+                if head == _LFS_HEAD:
+                    why = "it is a pointer of Git LFS to a file that was not fetched"
+                    raise _broken(path, why, f"Run 'git lfs pull' in {path.parent}")
+                if head[: len(MAGIC)] != MAGIC:
                     raise _broken(path, "it does not begin as a GGUF file")
                 header = cls(path, mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ))
         except (OSError, ValueError) as error:

@@ -97,7 +97,8 @@ _LAYERS: Mapping[str, Mapping[str, str]] = {
     "gemma2": {**_ATTENTION, **_MLP, **_GEMMA_NORMS},
     "gemma3_text": {**_ATTENTION, **_MLP, **_GEMMA_NORMS, **_HEAD_NORMS},
     "phi3": {
-        **{"self_attn.qkv_proj": "attn_qkv", "self_attn.o_proj": "attn_output"},
+        "self_attn.qkv_proj": "attn_qkv",
+        "self_attn.o_proj": "attn_output",
         **_FUSED_MLP,
         **_NORMS,
     },

@@ -13,7 +13,7 @@ from types import MappingProxyType
 from typing import Any, TypeGuard
 
 from jinja2 import TemplateSyntaxError
-from transformers import AutoTokenizer, PreTrainedConfig
+from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerFast
 
 from forethought.config.sampling import SamplingParams
 from forethought.config.thoughts import MARKERS
@@ -25,7 +25,7 @@ from forethought.errors import (
     UsageError,
 )
 from forethought.llm.stop_candidates import StopCandidates
-from forethought.model_dir import check_tokenizer_files, first_words, read_json
+from forethought.model_dir import check_tokenizer_files, first_words, gguf_files, read_json
 
 _logger = logging.getLogger(__name__)
 UNREADABLE = "\ufffd"
@@ -65,6 +65,20 @@ def _model_config(path: Path) -> PreTrainedConfig | None:
         if name in written:
             setattr(config, name, written[name])
     return config
+
+
+def _from_files(path: Path, trust_remote_code: bool) -> Any:
+    """transformers' tokenizer in a directory."""
+    if (
+        gguf_files(path) is not None
+    ):  # another class may put its own split in the place of the file's
+        return PreTrainedTokenizerFast.from_pretrained(path, local_files_only=True)
+    return AutoTokenizer.from_pretrained(
+        path,
+        local_files_only=True,
+        trust_remote_code=trust_remote_code,
+        config=None if trust_remote_code else _model_config(path),
+    )
 
 
 def _check_template(hf: Any, path: Path) -> None:
@@ -119,12 +133,7 @@ class Tokenizer:
             )
         check_tokenizer_files(path)
         try:
-            hf = AutoTokenizer.from_pretrained(
-                path,
-                local_files_only=True,
-                trust_remote_code=trust_remote_code,
-                config=None if trust_remote_code else _model_config(path),
-            )
+            hf = _from_files(path, trust_remote_code)
         except Exception as error:
             raise ModelError(
                 f"cannot load the tokenizer of {path}", first_words(error), _NO_FILES
