@@ -15,13 +15,8 @@ from forethought.backends.cpu.weights import PackedLinear
 from forethought.config.drafters import DraftTargetDecodingConfig, NGramDecodingConfig
 from forethought.errors import ModelError
 from forethought.model import loader
-from forethought.model.quantization import (
-    IntegerProduct,
-    QuantizedLinear,
-    QuantizedWeight,
-    quantize,
-    rounded_to_int8,
-)
+from forethought.model.integer_product import rounded_to_int8
+from forethought.model.quantization import QuantizedLinear, QuantizedWeight, quantize
 
 SHAPES = ((40, 64), (17, 96), (64, 576), (33, 1536))
 """Outputs and inputs: whole panels and parts of them."""
@@ -55,7 +50,7 @@ def check_products(bits: int) -> None:
     for num_outputs, num_inputs in shapes:
         weight = weight_of(bits, num_outputs, num_inputs)
         bias = torch.randn(num_outputs, generator=torch.Generator().manual_seed(1))
-        packed, reference = PackedLinear.pack(weight, bias), IntegerProduct(weight)
+        packed, reference = PackedLinear.pack(weight, bias), weight.integer_product()
         for count in COUNTS:
             x = inputs_of(count, num_inputs)
             assert torch.equal(packed.multiply(x), reference(x) + bias), (num_inputs, count)
@@ -99,7 +94,7 @@ def test_a_row_is_the_same_to_the_last_bit_beside_any_others(bits: int) -> None:
 def test_what_is_not_finite_shows_in_all_outputs_of_its_row(bits: int, value: float) -> None:
     weight, x = weight_of(bits, 48, 96), inputs_of(3, 96)
     x[1, 70] = value
-    for outputs_of in (PackedLinear.pack(weight, None).multiply, IntegerProduct(weight)):
+    for outputs_of in (PackedLinear.pack(weight, None).multiply, weight.integer_product()):
         assert outputs_of(x).isnan().all(1).tolist() == [False, True, False]
 
 
@@ -113,7 +108,7 @@ def test_the_reference_multiplies_the_rounded_inputs_by_the_dequantised_weight(b
     steps = scales.repeat_interleave(32, 1)
     assert ((inputs - x).abs() <= 0.5001 * steps).all()
     expected = inputs.double() @ weight.dequantize().double().T
-    error = (IntegerProduct(weight)(x) - expected).norm(dim=1) / expected.norm(dim=1)
+    error = (weight.integer_product()(x) - expected).norm(dim=1) / expected.norm(dim=1)
     assert error.max() < 1e-6
 
 
@@ -121,7 +116,7 @@ def test_the_reference_multiplies_the_rounded_inputs_by_the_dequantised_weight(b
 def test_a_linear_multiplies_integers_before_and_after_it_is_packed(bits: int) -> None:
     weight, x = weight_of(bits, 33, 96), inputs_of(5, 96)
     linear = QuantizedLinear(weight, torch.ones(33))
-    expected = IntegerProduct(weight)(x) + 1
+    expected = weight.integer_product()(x) + 1
     assert torch.equal(linear(x), expected)
     linear.pack()
     assert torch.equal(linear(x), expected)

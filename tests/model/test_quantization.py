@@ -272,7 +272,7 @@ def test_four_bits_take_half_a_byte_each():
     weight = quantize(weight_of(32, 128), 4)
     assert weight.num_bytes == 32 * 128 // 2 + 32 * 4 + 32 * 4
     assert isinstance(weight, QuantizedWeight)
-    assert BlockwiseProduct(weight).packed.nbytes == 32 * 128 // 2
+    assert BlockwiseProduct(weight).source.packed.nbytes == 32 * 128 // 2
 
 
 def test_weights_in_16_bits_run_in_float32_where_the_cpu_converts_them(qwen, tmp_path, monkeypatch):

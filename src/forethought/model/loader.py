@@ -40,6 +40,7 @@ from forethought.model.quantization import (
     BITS,
     Quantization,
     QuantizedLinear,
+    QuantizedWeight,
     has_rounded_input,
     pack_linears,
     quantize_linears,
@@ -344,7 +345,7 @@ def _has_4_bits(module: PreTrainedModel | CheckpointModule) -> bool:
     if isinstance(module, CheckpointModule):
         return module.quantization == "int4"
     weights = (m.weight for m in module.modules() if isinstance(m, QuantizedLinear))
-    return any(weight is not None and weight.bits == 4 for weight in weights)
+    return any(isinstance(weight, QuantizedWeight) and weight.bits == 4 for weight in weights)
 
 
 def _rounds_input(module: PreTrainedModel | CheckpointModule) -> bool:

@@ -6,16 +6,17 @@ group of inputs of one output: ``W[o, i] = (q[o, i] - z[o, g]) * s[o, g]`` with
 the one that the stored weights describe, and speculative decoding stays exact with respect to it.
 
 With ``w8a8`` and ``w4a8`` (weights and activations, as vLLM names them) each row of activations is
-rounded to 8 bits, too, in groups of ``ACTIVATION_GROUP`` inputs, and integers are multiplied by
-integers. That rounding is part of the model: it depends on the row alone, so drafts stay exact.
+rounded to 8 bits, too, and integers are multiplied by integers (``model.integer_product``).
 
 * ``quantize`` rounds a weight to the nearest (``LlmArgs.quantization``); ``QuantizedWeight`` may
   also come from a checkpoint (``model.quantized_checkpoint``).
+* ``StoredWeight`` is the protocol of weights that are not plain tensors: ``QuantizedWeight``, and
+  ``BlockWeight`` of a GGUF file.
 * ``QuantizedLinear`` replaces an ``nn.Linear`` in a transformers module.
 * ``QuantizedProjection`` multiplies: by torch's kernels for packed weights on CPU
   (``_weight_int8pack_mm``, ``_weight_int4pack_mm_for_cpu``), or by dequantising blocks of rows of
-  W, which is also the reference implementation. ``IntegerProduct`` is that of ``w8a8`` and
-  ``w4a8``, which the native forward computes to the last bit (``integers.h``).
+  W, which is also the reference implementation. ``IntegerProduct`` is that of activations in 8
+  bits, which the native forward computes to the last bit.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Protocol
+from typing import Protocol, Self, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -31,11 +32,10 @@ from torch import Tensor, nn
 
 from forethought.config.quantization import Quantization
 from forethought.errors import ModelError
+from forethought.model.integer_product import ACTIVATION_GROUP, IntegerProduct, IntegerWeight
 
 BITS = {"int8": 8, "int4": 4, "w8a8": 8, "w4a8": 4}
 """Of weights."""
-ACTIVATION_GROUP = 32
-"""Inputs of a row that share a scale where activations are in 8 bits."""
 INT4_GROUP_SIZES = (128, 64, 32)
 """Inputs that share a scale in 4 bits: the first that divides the width is taken."""
 KERNEL_GROUP_SIZES = (32, 64, 128, 256)
@@ -123,6 +123,81 @@ class QuantizedWeight:
         zeros = 0 if self.zeros is None else self.zeros.nbytes
         return self.values.numel() * self.bits // 8 + self.scales.nbytes + zeros
 
+    @property
+    def kind(self) -> tuple[object, ...]:
+        """What weights have in common that can be concatenated."""
+        return self.bits, self.group_size, self.zeros is None, self.rounds_input
+
+    def followed_by(self, others: Sequence[QuantizedWeight]) -> QuantizedWeight:
+        """One weight of its outputs and then those of ``others``, which are of its ``kind``."""
+        weights = [self, *others]
+        zeros = [weight.zeros for weight in weights if weight.zeros is not None]
+        assert len(zeros) in (0, len(weights))
+        return replace(
+            self,
+            values=torch.cat([weight.values for weight in weights]),
+            scales=torch.cat([weight.scales for weight in weights]),
+            zeros=torch.cat(zeros) if zeros else None,
+        )
+
+    def integer_product(self) -> IntegerProduct:
+        """The product with activations in 8 bits."""
+        values = F.pad(self.values, (0, -self.shape[1] % ACTIVATION_GROUP))
+        groups = values.unflatten(1, (-1, ACTIVATION_GROUP)).transpose(0, 1)
+        if self.bits == 8:
+            weight = IntegerWeight(groups, output_scales=self.scales[:, 0].float())
+            return IntegerProduct(weight, self.dtype)
+        zeros = self.offset if self.zeros is None else self.zeros
+        num_groups = self.group_size // ACTIVATION_GROUP
+        scales, offsets = (
+            x.repeat_interleave(num_groups, 1).T
+            for x in (self.scales.float(), -self.scales.float() * zeros)
+        )
+        return IntegerProduct(IntegerWeight(groups, scales, offsets), self.dtype)
+
+
+class StoredWeight(Protocol):
+    """A weight ``[out, in]`` that is not a plain tensor."""
+
+    @property
+    def shape(self) -> torch.Size:
+        """``[out, in]``."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of activations."""
+
+    @property
+    def device(self) -> torch.device:
+        """Of its tensors."""
+
+    @property
+    def rounds_input(self) -> bool:
+        """Whether activations are rounded to 8 bits."""
+
+    @property
+    def kind(self) -> tuple[object, ...]:
+        """What weights have in common that can be concatenated."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Of its tensors."""
+
+    def rows(self, start: int, stop: int) -> Tensor:
+        """Outputs ``start`` to ``stop``, dequantised: ``[stop - start, in]`` in ``dtype``."""
+
+    def dequantize(self) -> Tensor:
+        """The whole weight ``[out, in]`` in ``dtype``."""
+
+    def to(self, device: torch.device | str) -> Self:
+        """A copy on another device."""
+
+    def followed_by(self, others: Sequence[Self]) -> Self:
+        """One weight of its outputs and then those of ``others``, which are of its ``kind``."""
+
+    def integer_product(self) -> IntegerProduct:
+        """The product with activations in 8 bits."""
+
 
 QUANTIZED_ELEMENTS = 2**21
 """Of a weight, at a time."""
@@ -186,16 +261,12 @@ def int4_group_size(width: int) -> int | None:
     return next((size for size in INT4_GROUP_SIZES if width % size == 0), None)
 
 
-def concatenated(weights: Sequence[QuantizedWeight]) -> QuantizedWeight:
-    """One weight whose outputs are those of ``weights``, which are alike in all else."""
-    zeros = [weight.zeros for weight in weights if weight.zeros is not None]
-    assert len(zeros) in (0, len(weights))
-    return replace(
-        weights[0],
-        values=torch.cat([weight.values for weight in weights]),
-        scales=torch.cat([weight.scales for weight in weights]),
-        zeros=torch.cat(zeros) if zeros else None,
-    )
+W = TypeVar("W", bound=StoredWeight)
+
+
+def concatenated(weights: Sequence[W]) -> W:
+    """One weight whose outputs are those of ``weights``, which are of one ``kind``."""
+    return weights[0] if len(weights) == 1 else weights[0].followed_by(weights[1:])
 
 
 class _Product(Protocol):
@@ -204,23 +275,37 @@ class _Product(Protocol):
     def __call__(self, x: Tensor) -> Tensor: ...
 
 
+class PackedInt4:
+    """The 4-bit values of a weight, kept two in a byte."""
+
+    def __init__(self, weight: QuantizedWeight) -> None:
+        self.packed = _pack_int4(weight.values)
+        self.scales, self.zeros = weight.scales, weight.zeros
+
+    def rows(self, start: int, stop: int) -> Tensor:
+        """Outputs ``start`` to ``stop``, dequantised: ``[stop - start, in]``."""
+        values, scales = _unpack_int4(self.packed[start:stop]), self.scales[start:stop]
+        zeros = None if self.zeros is None else self.zeros[start:stop]
+        return QuantizedWeight(values, scales, zeros, 4).dequantize()
+
+
 class BlockwiseProduct:
     """Dequantises blocks of outputs and multiplies each: any device, dtype and number of rows.
 
-    4-bit values are kept two in a byte. In bf16, 8-bit values with one scale per output are
-    multiplied as they are, which is exact for them, and the products are scaled.
+    In bf16, 8-bit values with one scale per output are multiplied as they are, which is exact for
+    them, and the products are scaled.
     """
 
-    def __init__(self, weight: QuantizedWeight) -> None:
-        self.weight = weight
+    def __init__(self, weight: StoredWeight) -> None:
         block = CUDA_BLOCK if weight.device.type == "cuda" else BLOCK
-        self.num_outputs = max(1, block // weight.shape[1])
-        self.packed = _pack_int4(weight.values) if weight.bits == 4 else None
-        if self.packed is not None:
-            empty = weight.values.new_empty((0, weight.shape[1]))
-            self.weight = QuantizedWeight(empty, weight.scales, weight.zeros, 4)
-        self.out_features = weight.shape[0]
-        self.scales_outputs = has_output_scales(weight) and weight.dtype == torch.bfloat16
+        self.num_outputs, self.out_features = max(1, block // weight.shape[1]), weight.shape[0]
+        self.source: StoredWeight | PackedInt4 = weight
+        self.scaled: QuantizedWeight | None = None  # whose products are
+        if isinstance(weight, QuantizedWeight):
+            if weight.bits == 4:
+                self.source = PackedInt4(weight)
+            if has_output_scales(weight) and weight.dtype == torch.bfloat16:
+                self.scaled = weight
 
     def __call__(self, x: Tensor) -> Tensor:
         """x ``[T, in]`` -> ``[T, out]``."""
@@ -230,22 +315,10 @@ class BlockwiseProduct:
 
     def _part(self, x: Tensor, start: int, stop: int) -> Tensor:
         """Outputs ``start`` to ``stop``."""
-        if not self.scales_outputs:
-            return F.linear(x, self._rows(start, stop))
-        values = self.weight.values[start:stop].to(x.dtype)
-        return F.linear(x, values).mul_(self.weight.scales[start:stop, 0])
-
-    def _rows(self, start: int, stop: int) -> Tensor:
-        if self.packed is None:
-            return self.weight.rows(start, stop)
-        zeros = self.weight.zeros
-        block = QuantizedWeight(
-            _unpack_int4(self.packed[start:stop]),
-            self.weight.scales[start:stop],
-            None if zeros is None else zeros[start:stop],
-            4,
-        )
-        return block.dequantize()
+        if self.scaled is None:
+            return F.linear(x, self.source.rows(start, stop))
+        values = self.scaled.values[start:stop].to(x.dtype)
+        return F.linear(x, values).mul_(self.scaled.scales[start:stop, 0])
 
 
 class Int8Product:
@@ -286,58 +359,15 @@ class Int4Product:
         )
 
 
-class IntegerProduct:
-    """Activations in 8 bits times integers: the sums of groups are exact, and are scaled and added
-    in float32, in order, each operation rounded. So an output depends on its row alone.
-    """
-
-    def __init__(self, weight: QuantizedWeight) -> None:
-        self.dtype, self.has_output_scales = weight.dtype, weight.bits == 8
-        values = F.pad(weight.values, (0, -weight.shape[1] % ACTIVATION_GROUP))
-        self.values = values.unflatten(1, (-1, ACTIVATION_GROUP)).transpose(0, 1)
-        self.scales, self.zeros = weight.scales.float(), weight.zeros
-        if not self.has_output_scales:
-            num_groups = weight.group_size // ACTIVATION_GROUP
-            zeros = weight.offset if weight.zeros is None else weight.zeros
-            self.zeros = (zeros + torch.zeros_like(self.scales)).repeat_interleave(num_groups, 1)
-            self.scales = self.scales.repeat_interleave(num_groups, 1)
-
-    def __call__(self, x: Tensor) -> Tensor:
-        """x ``[T, in]`` -> ``[T, out]``."""
-        values, scales = rounded_to_int8(x)
-        total = x.new_zeros((len(x), self.values.shape[1]), dtype=torch.float32)
-        for group, weights in enumerate(self.values):  # int8 or uint8 [out, ACTIVATION_GROUP]
-            sums, scale = values[:, group] @ weights.float().T, scales[:, group, None]
-            if self.zeros is not None:
-                sums -= values[:, group].sum(1, keepdim=True) * self.zeros[:, group]
-                scale = scale * self.scales[:, group]
-            total += sums * scale
-        return (total * self.scales[:, 0] if self.has_output_scales else total).to(self.dtype)
-
-
-def rounded_to_int8(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Activations ``[T, in]`` in 8 bits, in groups of ``ACTIVATION_GROUP`` inputs.
-
-    Returns:
-        integers, float32 ``[T, groups, ACTIVATION_GROUP]``, and scales, float32 ``[T, groups]``:
-        the largest magnitude over 127; NaN, with integers 0, where a value is not finite.
-    """
-    padded = F.pad(x.float(), (0, -x.shape[1] % ACTIVATION_GROUP))
-    groups = padded.unflatten(1, (-1, ACTIVATION_GROUP))
-    largest = groups.abs().amax(2)
-    scales = (largest / 127).clamp(min=torch.finfo(torch.float32).tiny)
-    finite = largest.isfinite()
-    values = (groups / scales[..., None]).round().where(finite[..., None], 0)
-    return values, scales.where(finite, torch.nan)
-
-
-def product(weight: QuantizedWeight, *, batch_invariant: bool = False) -> _Product:
+def product(weight: StoredWeight, *, batch_invariant: bool = False) -> _Product:
     """The fastest product for the weight's device, dtype, bits and groups. torch's kernels are
     vectorised for bf16 alone; elsewhere, and for widths that they do not take, blocks are
     dequantised, whose rounding in bf16 may depend on the number of rows.
     """
     if weight.rounds_input:
-        return IntegerProduct(weight)
+        return weight.integer_product()
+    if not isinstance(weight, QuantizedWeight):
+        return BlockwiseProduct(weight)
     if weight.device.type != "cpu" or weight.dtype != torch.bfloat16:
         return BlockwiseProduct(weight)
     if weight.bits == 8:
@@ -359,7 +389,7 @@ class QuantizedProjection:
     """
 
     def __init__(
-        self, weight: QuantizedWeight, bias: Tensor | None = None, *, batch_invariant: bool = False
+        self, weight: StoredWeight, bias: Tensor | None = None, *, batch_invariant: bool = False
     ) -> None:
         self.product = product(weight, batch_invariant=batch_invariant)
         self.bias = bias
@@ -387,9 +417,9 @@ class QuantizedLinear(nn.Module):
 
     bias: Tensor | None
 
-    def __init__(self, weight: QuantizedWeight, bias: Tensor | None = None) -> None:
+    def __init__(self, weight: StoredWeight, bias: Tensor | None = None) -> None:
         super().__init__()
-        self.weight: QuantizedWeight | None = weight
+        self.weight: StoredWeight | None = weight
         self.register_buffer("bias", bias, persistent=False)
         self.out_features, self.in_features = weight.shape
         self._projection: QuantizedProjection | None = None
@@ -403,7 +433,8 @@ class QuantizedLinear(nn.Module):
         """Follow ``module.to(device)``; the dtype of activations is fixed with the scales."""
         super()._apply(fn, recurse)
         if self.weight is not None:
-            self.weight = self.weight.to(fn(self.weight.scales).device)
+            probe = torch.empty(0, dtype=self.weight.dtype, device=self.weight.device)
+            self.weight = self.weight.to(fn(probe).device)
         return self
 
     def forward(self, x: Tensor) -> Tensor:

@@ -19,13 +19,9 @@ from torch import Tensor, nn
 from forethought.backends.cpu.library import load_library
 from forethought.backends.cpu.structures import ExpertsStruct, LayerStruct, LinearStruct
 from forethought.model.checkpoint_module import CheckpointConfig, CheckpointModule
+from forethought.model.integer_product import ACTIVATION_GROUP
 from forethought.model.llama.layers import rotary_table
-from forethought.model.quantization import (
-    ACTIVATION_GROUP,
-    QuantizedLinear,
-    QuantizedWeight,
-    concatenated,
-)
+from forethought.model.quantization import QuantizedLinear, QuantizedWeight, concatenated
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -25,7 +25,7 @@ from typing_extensions import override
 from forethought.model.attention.base import ForwardPass, Scoring
 from forethought.model.device import has_fast_matmul, owned
 from forethought.model.fused_ops import has_kernels, rms_norm, silu_and_mul
-from forethought.model.quantization import QuantizedProjection, QuantizedWeight, concatenated
+from forethought.model.quantization import QuantizedProjection, StoredWeight, concatenated
 
 MAX_LAYER_NORM = 16 * 1024  # elements up to which a CPU is faster through layer norm
 
@@ -231,7 +231,7 @@ class PackedGatedActivation(GatedActivation):
 
 
 def projection(
-    weight: Tensor | QuantizedWeight,
+    weight: Tensor | StoredWeight,
     bias: Tensor | None = None,
     *,
     batch_invariant: bool = False,
@@ -240,7 +240,7 @@ def projection(
     None, packed where that is faster. ``batch_invariant``: round a row the same in every batch,
     at the cost of further calls.
     """
-    if isinstance(weight, QuantizedWeight):
+    if not isinstance(weight, Tensor):
         return QuantizedProjection(weight, bias, batch_invariant=batch_invariant)
     if not _packs(weight):
         return PlainProjection(weight, bias)
@@ -253,7 +253,7 @@ def projection(
 
 
 def gated_activation(
-    weight: Tensor | QuantizedWeight,
+    weight: Tensor | StoredWeight,
     bias: Tensor | None = None,
     *,
     batch_invariant: bool = False,
@@ -368,17 +368,17 @@ def own_projection(
     copied, or is that of ``tied``, where something else has a copy of it already.
     """
     weight = linear.weight if tied is None else tied
-    if tied is None and not isinstance(weight, QuantizedWeight):
+    if tied is None and isinstance(weight, Tensor):
         weight = owned(weight)
     bias = None if linear.bias is None else owned(linear.bias)
     return projection(weight, bias, batch_invariant=batch_invariant)
 
 
-def _merged(*linears: nn.Module) -> tuple[Tensor | QuantizedWeight, Tensor | None]:
+def _merged(*linears: nn.Module) -> tuple[Tensor | StoredWeight, Tensor | None]:
     """Weight and bias of one linear whose outputs are those of ``linears``, concatenated."""
     weights = [linear.weight for linear in linears]
-    quantised = isinstance(weights[0], QuantizedWeight)
-    weight = concatenated(weights) if quantised else torch.cat(weights)
+    is_plain = isinstance(weights[0], Tensor)
+    weight = torch.cat(weights) if is_plain else concatenated(weights)
     if all(linear.bias is None for linear in linears):
         return weight, None
     biases = [

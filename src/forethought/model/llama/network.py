@@ -31,7 +31,7 @@ from forethought.model.llama.layers import (
     own_projection,
     rotary_table,
 )
-from forethought.model.quantization import QuantizedLinear, QuantizedWeight
+from forethought.model.quantization import QuantizedLinear
 
 BATCH_INVARIANT_WIDTH = 1024  # largest width of a model with batch-invariant products
 # Exactly these classes: a subclass may compute something else.
@@ -136,9 +136,7 @@ def _merges(layer: nn.Module) -> bool:
 
 def _kind(linear: nn.Module) -> tuple[object, ...]:
     weight = linear.weight
-    if not isinstance(weight, QuantizedWeight):
-        return (16,)
-    return weight.bits, weight.group_size, weight.zeros is None
+    return (16,) if isinstance(weight, Tensor) else weight.kind
 
 
 def is_batch_invariant(config: Any) -> bool:
