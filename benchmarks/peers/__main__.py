@@ -2,6 +2,7 @@
 
     python -m benchmarks.peers --openvino PY --llamacpp PY --vllm PY
     python -m benchmarks.peers --openvino PY --models 150m --cases decode --quantised 8 --rounds 3
+    python -m benchmarks.peers --llamacpp PY --gguf FILE --gguf-types q4_k_m q8_0 --cases decode
 
 ``PY`` is the interpreter of an environment that has the engine: ``openvino-genai`` with
 ``optimum-intel``, ``llama-cpp-python`` with ``gguf``, vLLM's CPU build. None is needed: an
@@ -9,7 +10,8 @@ engine that is not given is left out. Each engine runs in a process of its own, 
 threads, weights and KV cache in the same dtype (``--dtype``) and a KV cache for as many tokens;
 ``--quantised`` adds weights in 8 or 4 bits: int8, w8a8, int4, w4a8 (ours), int8, int4 (OpenVINO),
 Q8_0, Q4_0 (llama.cpp). The models have random weights in the shape of a Qwen3, and are made here;
-``reasoner`` is the embedded one.
+``reasoner`` is the embedded one. With ``--gguf`` the models are that file, or what llama.cpp makes of
+it (``--gguf-types``), as it is for all engines that read it, and ratios are to llama.cpp.
 
 All get the same requests, in turns within a round, so that other load of the machine falls on all.
 Where it is heavy, ``--threads 1 --clock processor`` counts seconds that the processor spent.
@@ -51,6 +53,7 @@ from forethought.assets import drafter_dir, reasoner_dir
 from forethought.bench.prompts import as_user_turn, shipped_prompts
 from forethought.cli.machine import instruction_sets, num_cores
 from forethought.evaluation.report import aligned
+from forethought.gguf.file import GgufFile
 from forethought.llm.tokenizer import Tokenizer
 
 REASONER = "reasoner"
@@ -62,6 +65,8 @@ QUANTISED = {
     4: {"forethought": ["int4", "w4a8"], "openvino": ["int4"], "llamacpp": ["q4_0"]},
 }
 """Forms of the weights by their bits."""
+GGUF_ENGINES = ("llamacpp", "forethought", "openvino")
+"""Engines that read GGUF files, the first one that ratios are to."""
 MAX_LEN = 1024
 """Tokens of a sequence in all cases but ``context``."""
 
@@ -89,7 +94,7 @@ class Session:
         """With the model loaded by every contestant that can."""
         try:
             for entry in entries:
-                self._load(entry, settings)
+                self._load(entry, settings, is_base=entry == entries[0])
             yield
             self.memory += [
                 {
@@ -107,7 +112,7 @@ class Session:
                 contestant.close()
             self.contestants = []
 
-    def _load(self, entry: Entry, settings: Settings) -> None:
+    def _load(self, entry: Entry, settings: Settings, is_base: bool) -> None:
         contestant = None
         try:
             settings = Settings(**{**vars(settings), "form": entry.form})
@@ -121,8 +126,8 @@ class Session:
             say(f"{entry.label} on {self.model}: {failure}")
             if contestant is not None:
                 contestant.close()
-            if entry.engine == BASE:
-                raise SystemExit(f"{BASE} did not start; see {self.folder}") from None
+            if is_base:
+                raise SystemExit(f"{entry.label} did not start; see {self.folder}") from None
 
     def measure(
         self, case: str, requests: Sequence[Request], how: cases.Measure, *, num_warm: int = 1
@@ -145,10 +150,11 @@ class Session:
 
     def _failed(self, contestant: Contestant, failure: Failed) -> None:
         say(f"{contestant.label} on {self.model}: {failure}")
+        is_base = contestant is self.contestants[0]
         contestant.close()
         self.contestants.remove(contestant)
-        if contestant.label == BASE:
-            raise SystemExit(f"{BASE} failed; see {self.folder}")
+        if is_base:
+            raise SystemExit(f"{contestant.label} failed; see {self.folder}")
 
 
 def say(text: str) -> None:
@@ -160,8 +166,32 @@ def run_random_model(args: argparse.Namespace, name: str, folder: Path) -> Sessi
     """All cases but speculation, on random weights."""
     source = save_random_model(name, folder / f"{name}-{args.dtype}", args.dtype)
     session = Session(args, name, [source], folder)
-    prompts, count = Prompts(SHAPES[name]["vocab_size"]), args.rounds + 1
-    entries = chosen_entries(args)
+    run_cases(session, chosen_entries(args), SHAPES[name]["vocab_size"])
+    return session
+
+
+def run_gguf(args: argparse.Namespace, file: Path, kind: str, folder: Path) -> Session:
+    """The same on a GGUF file, or on what llama.cpp makes of it in another type of blocks."""
+    entries = [Entry(entry.engine, entry.python, "") for entry in chosen_entries(args)]
+    entries = sorted(
+        {entry for entry in entries if entry.engine in GGUF_ENGINES},
+        key=lambda entry: GGUF_ENGINES.index(entry.engine),
+    )
+    if entries[:1] != [Entry("llamacpp", args.llamacpp)]:
+        raise SystemExit("--gguf needs --llamacpp, which ratios are to")
+    if kind:
+        settings = Settings("", args.dtype, kind, args.threads)
+        (path,) = prepared(replace(entries[0], form=kind), [file], folder, settings)
+        file = Path(path)
+    session = Session(args, kind or file.stem, [file], folder)
+    run_cases(session, entries, GgufFile.open([file]).tensors["token_embd.weight"].shape[0])
+    return session
+
+
+def run_cases(session: Session, entries: Sequence[Entry], vocab_size: int) -> None:
+    """All cases but speculation."""
+    args = session.args
+    prompts, count = Prompts(vocab_size), args.rounds + 1
     if {"decode", "first", "mixed"} & set(args.cases):
         settings = Settings("", args.dtype, "", args.threads, max(args.batches), MAX_LEN)
         with session.loaded(entries, settings):
@@ -184,7 +214,6 @@ def run_random_model(args: argparse.Namespace, name: str, folder: Path) -> Sessi
                     for _ in range(args.context_rounds)
                 ]
                 session.measure(f"context {context},", long, cases.behind_context, num_warm=0)
-    return session
 
 
 def run_reasoner(args: argparse.Namespace, folder: Path) -> Session:
@@ -268,6 +297,16 @@ def parsed() -> argparse.Namespace:
     for engine in ("vllm", "openvino", "llamacpp"):
         parser.add_argument(f"--{engine}", metavar="PY", help=f"environment that has {engine}")
     parser.add_argument("--models", nargs="+", choices=[*SHAPES, REASONER], default=["15m", "150m"])
+    parser.add_argument(
+        "--gguf", nargs="+", type=Path, default=[], metavar="FILE", help="in place of --models"
+    )
+    parser.add_argument(
+        "--gguf-types",
+        nargs="+",
+        default=[""],
+        metavar="TYPE",
+        help="mixtures that llama.cpp makes of each file, such as q4_k_m",
+    )
     parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
     parser.add_argument(
@@ -306,7 +345,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as scratch:
         folder = args.cache or Path(scratch)
         folder.mkdir(parents=True, exist_ok=True)
-        for model in args.models:
+        for file in args.gguf:
+            sessions += [run_gguf(args, file, kind, folder) for kind in args.gguf_types]
+        for model in () if args.gguf else args.models:
             if model != REASONER:
                 sessions.append(run_random_model(args, model, folder))
             elif "speculate" in args.cases:
@@ -320,6 +361,7 @@ def main() -> None:
         "machine": machine(),
         "instruction_sets": instruction_sets(),
         **{name: value for name, value in vars(args).items() if isinstance(value, plain)},
+        "gguf": [file.name for file in args.gguf],
         "versions": dict(sorted({(row["contestant"], row["version"]) for row in memory})),
         "memory": memory,
         "rows": [figure.to_dict() for figure in figures],

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from statistics import median
 from typing import Any
 
-from benchmarks.peers.contestant import BASE, Contestant, Failed
+from benchmarks.peers.contestant import Contestant, Failed
 from benchmarks.peers.worker import Request
 
 FIRST_PROMPT = 512
@@ -101,13 +101,13 @@ def run(
     Who fails is not asked again. The order changes from round to round.
 
     Args:
-        contestants: the first is ``BASE``.
+        contestants: ratios and agreement are to the first.
         requests: of the rounds.
         measure: figures of an answer.
         on_failure: told of who fails.
         num_warm: rounds at the beginning that count for agreement alone.
     """
-    remaining = list(contestants)
+    remaining, base = list(contestants), contestants[0].label
     figures: dict[str, dict[str, list[float]]] = {}
     agreed: dict[str, list[float]] = {}
     for number, request in enumerate(requests):
@@ -120,20 +120,22 @@ def run(
                 remaining.remove(contestant)
                 on_failure(contestant, failure)
         for label, answer in answers.items():
-            agreed.setdefault(label, []).append(agreement(answer, answers[BASE]))
+            agreed.setdefault(label, []).append(agreement(answer, answers[base]))
             if number >= num_warm:
                 for name, value in measure(request, answer).items():
                     figures.setdefault(name, {}).setdefault(label, []).append(value)
     return {
-        name: {label: _summary(label, by_label, agreed[label]) for label in by_label}
+        name: {
+            label: _summary(speeds, by_label[base], agreed[label])
+            for label, speeds in by_label.items()
+        }
         for name, by_label in figures.items()
     }
 
 
 def _summary(
-    label: str, by_label: dict[str, list[float]], agreed: list[float]
+    mine: list[float], base: list[float], agreed: list[float]
 ) -> tuple[float, float, float]:
-    mine, base = by_label[label], by_label[BASE]
     ratio = median(a / b for a, b in zip(mine, base[: len(mine)], strict=True))
     return median(mine), ratio, sum(agreed) / len(agreed)
 

@@ -13,7 +13,7 @@ from benchmarks.peers.worker import Request, Settings
 
 ROOT = Path(__file__).parents[2]
 BASE = "transformers"
-"""What ratios are to."""
+"""What ratios are to, unless the models are GGUF files."""
 
 
 @dataclass(frozen=True)

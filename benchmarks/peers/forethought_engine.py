@@ -35,7 +35,9 @@ class PeerEngine:
 
     def load(self, settings: Settings) -> None:
         fields: dict[str, Any] = {"dtype": settings.dtype, "num_threads": settings.threads}
-        if settings.form:
+        if settings.model.endswith(".gguf"):
+            fields |= {"dtype": "auto"}
+        elif settings.form:
             fields |= {"dtype": "auto", "quantization": settings.form}
         drafters: list[Any] = []
         if LOOKUP in settings.ways:

@@ -32,13 +32,32 @@ class Row:
     tokens: list[int] = field(default_factory=list)
 
 
+def quantise(source: Path, path: Path, kind: str) -> None:
+    """Write ``path``, a GGUF file with the weights of ``source`` in llama.cpp's mixture ``kind``,
+    such as ``q4_k_m``.
+    """
+    params = llama_cpp.llama_model_quantize_default_params()
+    params.ftype = getattr(llama_cpp, f"LLAMA_FTYPE_MOSTLY_{kind.upper()}")
+    params.allow_requantize = True
+    failed = llama_cpp.llama_model_quantize(
+        str(source).encode(), str(path).encode(), ctypes.byref(params)
+    )
+    assert not failed, failed
+
+
 class PeerEngine:
     """See :class:`~benchmarks.peers.worker.Engine`."""
 
     def prepare(self, source: Path, folder: Path, settings: Settings) -> Path:
+        if source.suffix == ".gguf" and not settings.form:
+            return source
         kind = settings.form or settings.dtype
         path = folder / f"{kind}.gguf"
-        if not path.exists():
+        if path.exists():
+            return path
+        if source.suffix == ".gguf":
+            quantise(source, path, kind)
+        else:
             write_gguf(source, path, kind)
         return path
 

@@ -23,6 +23,8 @@ class PeerEngine:
     """See :class:`~benchmarks.peers.worker.Engine`. A pipeline for each way of speculation."""
 
     def prepare(self, source: Path, folder: Path, settings: Settings) -> Path:
+        if source.suffix == ".gguf":
+            return source
         target = folder / (settings.form or "float32")
         if not (target / "openvino_model.xml").exists():
             command = [sys.executable, "-m", "optimum.commands.optimum_cli", "export", "openvino"]

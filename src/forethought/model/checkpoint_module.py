@@ -2,9 +2,9 @@
 
 The native forward packs weights from modules that are named as transformers names them.
 ``CheckpointModule`` has such modules and no forward of its own. Its layers are read one by one from
-the safetensors files when they are packed, quantised on the way, and freed again, so that no second
-copy of the weights is ever held; and the code of transformers, which takes longer to import than
-torch, is not needed.
+the files (``checkpoint_tensors.py``) when they are packed, quantised on the way, and freed again,
+so that no second copy of the weights is ever held; and the code of transformers, which takes longer
+to import than torch, is not needed.
 
 ``open_checkpoint`` takes plain checkpoints of ``FAMILIES`` alone: all tensors that the family has,
 of the right shapes, and no others; one of the settings below; full attention. Everything else is
@@ -20,12 +20,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from safetensors import safe_open
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from forethought.kv.storage import LayerShape
 from forethought.model.attention.layer_profile import LayerProfile
-from forethought.model.loaded_weights import check_values
+from forethought.model.block_weight import BlockWeight
+from forethought.model.checkpoint_tensors import CheckpointTensors, tensors_of
 from forethought.model.quantization import (
     BITS,
     Quantization,
@@ -38,7 +39,6 @@ from forethought.model_dir import check_checkpoint, read_json
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 """Of ``model_type``."""
-_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 _SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 _REQUIRED = (*_SIZES, "vocab_size", "max_position_embeddings", "rms_norm_eps", "hidden_act")
 """What has no default here."""
@@ -117,9 +117,10 @@ def _has_whole_heads(fields: Mapping[str, Any]) -> bool:
 
 
 def open_checkpoint(
-    directory: Path, quantization: Quantization | None = None
+    directory: Path, quantization: Quantization | None = None, rounds_input: bool = True
 ) -> CheckpointModule | None:
-    """The module of a directory; None: transformers has to read it.
+    """The module of a directory; None: transformers has to read it. ``rounds_input``: blocks of a
+    GGUF file are multiplied by activations in 8 bits.
 
     Raises ModelError as ``check_checkpoint``.
     """
@@ -129,28 +130,10 @@ def open_checkpoint(
         return None
     if _expected_shapes(config) != shapes:
         return None
-    files = _files(directory)
-    if files is None or {*files} != {*shapes} or not _has_dtypes(directory, files):
+    tensors = tensors_of(directory, rounds_input)
+    if tensors is None or tensors.names != {*shapes} or (quantization and tensors.has_blocks):
         return None
-    return CheckpointModule(directory, config, files, quantization)
-
-
-def _files(directory: Path) -> dict[str, str] | None:
-    """The name of the file of each tensor; None: they are not safetensors."""
-    index = directory / "model.safetensors.index.json"
-    if (directory / "model.safetensors").exists():
-        with safe_open(directory / "model.safetensors", "pt") as file:
-            return dict.fromkeys(file.keys(), "model.safetensors")
-    return dict(read_json(index)["weight_map"]) if index.exists() else None
-
-
-def _has_dtypes(directory: Path, files: Mapping[str, str]) -> bool:
-    """Whether all tensors are of ``_DTYPES``."""
-    for file_name in {*files.values()}:
-        with safe_open(directory / file_name, "pt") as file:
-            if any(file.get_slice(name).get_dtype() not in _DTYPES for name in file.keys()):  # noqa: SIM118
-                return False
-    return True
+    return CheckpointModule(directory, config, tensors, quantization)
 
 
 def _expected_shapes(config: CheckpointConfig) -> dict[str, tuple[int, ...]]:
@@ -201,6 +184,21 @@ class RmsNorm(nn.Module):
         self.weight, self.variance_epsilon = nn.Parameter(weight, requires_grad=False), eps
 
 
+class Embedding(nn.Module):
+    """The embeddings ``[vocab, hidden]`` of tokens, whole or in blocks."""
+
+    bias = None
+
+    def __init__(self, weight: Tensor | BlockWeight) -> None:
+        super().__init__()
+        is_tensor = isinstance(weight, Tensor)
+        self.weight = nn.Parameter(weight, requires_grad=False) if is_tensor else weight
+
+    def forward(self, token_ids: Tensor) -> Tensor:
+        """int64 ``[...]`` -> ``[..., hidden]``."""
+        return F.embedding(token_ids, self.weight)
+
+
 class CheckpointModule(nn.Module):
     """A causal language model without a forward.
 
@@ -209,19 +207,20 @@ class CheckpointModule(nn.Module):
         dtype: of the weights in memory; the checkpoint's, unless it is set before they are read.
         model: embeddings, layers, final norm and rotary embeddings.
         lm_head: the output projection.
+        has_blocks: weights are in the blocks of a GGUF file.
     """
 
     def __init__(
         self,
         directory: Path,
         config: CheckpointConfig,
-        files: Mapping[str, str],
+        tensors: CheckpointTensors,
         quantization: Quantization | None,
     ) -> None:
         super().__init__()
         self.config, self.quantization, self.dtype = config, quantization, config.dtype
         self.device = torch.device("cpu")
-        self._directory, self._files = directory, files
+        self._tensors, self.has_blocks = tensors, tensors.has_blocks
         generation = directory / "generation_config.json"
         written = read_json(generation) if generation.exists() else {}
         self.generation_config = SimpleNamespace(eos_token_id=written.get("eos_token_id"))
@@ -229,14 +228,14 @@ class CheckpointModule(nn.Module):
     def read(self) -> None:
         """Read what is outside of the layers, which are read when they are asked for."""
         config, self.model = self.config, nn.Module()
-        weights = self._tensors("model.embed_tokens.", "model.norm.", "lm_head.")
-        embedding = nn.Parameter(weights["model.embed_tokens.weight"], requires_grad=False)
-        self.model.embed_tokens = nn.Embedding(*embedding.shape, _weight=embedding)
-        self.model.embed_tokens.weight = embedding
+        weights = self._read("model.embed_tokens.", "model.norm.", "lm_head.")
+        embedding = weights["model.embed_tokens.weight"]
+        self.model.embed_tokens = Embedding(embedding)
         self.model.norm = RmsNorm(weights["model.norm.weight"], config.rms_norm_eps)
         self.model.rotary_emb = RotaryEmbedding(config)
         self.model.layers = Layers(self)
-        head = embedding if config.tie_word_embeddings else weights["lm_head.weight"]
+        table = self.model.embed_tokens.weight
+        head = table if config.tie_word_embeddings else weights["lm_head.weight"]
         self.lm_head = self._linear(head, None, 8)
 
     def layer(self, index: int) -> nn.Module:
@@ -244,7 +243,7 @@ class CheckpointModule(nn.Module):
         prefix, config = f"model.layers.{index}.", self.config
         layer, bits = nn.Module(), BITS.get(self.quantization or "")
         layer.self_attn, layer.mlp = nn.Module(), nn.Module()
-        tensors = self._tensors(prefix)
+        tensors = self._read(prefix)
         for name, tensor in tensors.items():
             *path, part, kind = name.removeprefix(prefix).split(".")
             parent = layer.get_submodule(".".join(path))
@@ -264,8 +263,12 @@ class CheckpointModule(nn.Module):
         profile = LayerProfile(shape, config.num_attention_heads, None, softcap=False, sinks=False)
         return (profile,) * config.num_hidden_layers
 
-    def _linear(self, weight: Tensor, bias: Tensor | None, bits: int | None) -> nn.Module:
+    def _linear(
+        self, weight: Tensor | BlockWeight, bias: Tensor | None, bits: int | None
+    ) -> nn.Module:
         """A linear of a weight ``[out, in]``, quantised to ``bits`` where the module is."""
+        if isinstance(weight, BlockWeight):
+            return QuantizedLinear(weight, bias)
         if self.quantization is not None and bits is not None:
             rounds_input = has_rounded_input(self.quantization)
             return QuantizedLinear(quantize(weight.detach(), bits, rounds_input=rounds_input), bias)
@@ -295,20 +298,10 @@ class CheckpointModule(nn.Module):
         """Of all tensors."""
         return sum(torch.Size(shape).numel() for shape in _expected_shapes(self.config).values())
 
-    def _tensors(self, *prefixes: str) -> dict[str, Tensor]:
-        """The tensors whose names begin so, in the module's dtype; ModelError for NaN or infinity.
-
-        Each call opens the files anew: what was read before is not mapped any more.
-        """
-        names = [name for name in self._files if name.startswith(prefixes)]
-        tensors = dict[str, Tensor]()
-        for file_name in dict.fromkeys(self._files[name] for name in names):
-            with safe_open(self._directory / file_name, "pt") as file:
-                for name in names:
-                    if self._files[name] == file_name:
-                        tensors[name] = file.get_tensor(name)
-        check_values(tensors.items(), self._directory, "model")
-        return {name: tensor.to(self.dtype) for name, tensor in tensors.items()}
+    def _read(self, *prefixes: str) -> dict[str, Tensor | BlockWeight]:
+        """The tensors whose names begin so, in the module's dtype or in their blocks."""
+        names = (name for name in self._tensors.names if name.startswith(prefixes))
+        return self._tensors.read(sorted(names), self.dtype)
 
 
 class Layers:

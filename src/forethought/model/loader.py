@@ -162,13 +162,13 @@ def _load_natively(
     """A plain checkpoint in the native forward, without transformers; None: it is not plain, or
     torch computes it. Arguments as of ``load``; raises ModelError for weights that are not finite.
     """
-    module = open_checkpoint(directory, quantization)
+    module = open_checkpoint(directory, quantization, rounds_input=dtype == "auto")
     if module is None or backends.cpu().refusal(module) is not None or not _has_library():
         return None
     config = module.config
     check_generation_config(directory, config.vocab_size)
     if dtype == "auto":
-        cpu, is_quantised = torch.device("cpu"), quantization is not None
+        cpu, is_quantised = torch.device("cpu"), quantization is not None or module.has_blocks
         dtype = _auto_dtype(directory, config, cpu, is_quantised, native=True)
     dtype = DTYPES[dtype] if isinstance(dtype, str) and dtype != "auto" else dtype
     module.dtype = config.dtype if isinstance(dtype, str) else dtype
@@ -351,7 +351,8 @@ def _has_4_bits(module: PreTrainedModel | CheckpointModule) -> bool:
 def _rounds_input(module: PreTrainedModel | CheckpointModule) -> bool:
     """Whether activations are quantised, for which torch has the reference alone."""
     if isinstance(module, CheckpointModule):
-        return module.quantization is not None and has_rounded_input(module.quantization)
+        quantization = module.quantization
+        return module.has_blocks or (quantization is not None and has_rounded_input(quantization))
     weights = (m.weight for m in module.modules() if isinstance(m, QuantizedLinear))
     return any(weight is not None and weight.rounds_input for weight in weights)
 

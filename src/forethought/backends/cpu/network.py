@@ -28,6 +28,7 @@ from forethought.backends.cpu.weights import (
 )
 from forethought.model.attention.base import ForwardPass
 from forethought.model.batch import Batch
+from forethought.model.block_weight import BlockWeight
 from forethought.model.device import owned
 from forethought.model.hidden_states import FINAL
 
@@ -63,12 +64,12 @@ class NativeNetwork:
         tables = rotary_tables(module, types, max_positions)
         self.rotations = next(iter(tables.values())) if len(tables) == 1 else None
         self._embedding = model.embed_tokens
-        self._tied = module.lm_head.weight is model.embed_tokens.weight
         embed_scale = getattr(model.embed_tokens, "embed_scale", None)
         head = PackedLinear.of(module.lm_head)
+        self._packed = self._packed_embedding(module, head)
         del module.lm_head
         table = None
-        if self._tied:  # it is read from the packed output projection
+        if self._packed is not None:
             model.embed_tokens = self._embedding = nn.Identity()
         else:
             model.embed_tokens.weight = nn.Parameter(
@@ -88,11 +89,11 @@ class NativeNetwork:
             layers=structs,
             final_norm=final_norm.data_ptr(),
             head=ctypes.pointer(head.struct),
-            embedding=ctypes.pointer(head.struct) if self._tied else None,
+            embedding=None if self._packed is None else ctypes.pointer(self._packed.struct),
             table=None if table is None else table.data_ptr(),
             join=None,
             table_type=TYPES[self.dtype if table is None else table.dtype],
-            num_embeddings=head.struct.num_outputs if table is None else len(table),
+            num_embeddings=len(table) if self._packed is None else self._packed.struct.num_outputs,
             num_layers=len(layers),
             hidden=config.hidden_size,
             num_heads=config.num_attention_heads,
@@ -108,8 +109,21 @@ class NativeNetwork:
         )
         self.forward = NativeForward(struct, max_positions, [layers, head, final_norm, table])
         self._head = head
-        outside = 0 if table is None else table.nbytes
-        self.num_bytes = head.num_bytes + outside + sum(layer.num_bytes for layer in layers)
+        apart = table.nbytes if self._packed is None else self._packed.num_bytes
+        outside = head.num_bytes + (0 if self._packed is head else apart)
+        self.num_bytes = outside + sum(layer.num_bytes for layer in layers)
+
+    @staticmethod
+    def _packed_embedding(
+        module: PreTrainedModel | CheckpointModule, head: PackedLinear
+    ) -> PackedLinear | None:
+        """Where embeddings are read from panels: of a tied output projection, or of weights in
+        blocks; None: they are a table.
+        """
+        weight = module.model.embed_tokens.weight
+        if module.lm_head.weight is weight:
+            return head
+        return PackedLinear.pack(weight, None) if isinstance(weight, BlockWeight) else None
 
     def __call__(self, batch: Batch, forward_pass: ForwardPass) -> Tensor:
         """Logits float32 ``[R, vocab]``."""
@@ -125,7 +139,7 @@ class NativeNetwork:
 
     def embed(self, token_ids: Tensor) -> Tensor:
         """int64 ``[...]`` -> ``[..., hidden]``."""
-        if not self._tied:
+        if self._packed is None:
             embedded: Tensor = self._embedding(token_ids)
             return embedded
         ids = token_ids.flatten().contiguous()
@@ -134,7 +148,7 @@ class NativeNetwork:
             raise unknown_token(int(ids[num_known]))
         embeddings = torch.empty(len(ids), self.forward.model.hidden, dtype=torch.float32)
         self._library.embed(
-            ctypes.byref(self._head.struct),
+            ctypes.byref(self._packed.struct),
             ctypes.c_void_p(ids.data_ptr()),
             len(ids),
             ctypes.c_void_p(embeddings.data_ptr()),
