@@ -23,6 +23,14 @@ BLOCK_TYPES = (
 """Of the weights that may stay in their blocks; others are dequantised when they are read."""
 
 
+_SCALES = {
+    **dict.fromkeys((BlockType.Q8_0, BlockType.Q4_0, BlockType.Q5_0), (0, 1)),
+    **dict.fromkeys((BlockType.Q4_1, BlockType.Q5_1, BlockType.Q4_K, BlockType.Q5_K), (0, 2)),
+    BlockType.Q6_K: (208, 1),
+}
+"""Where a block has its scales and offsets in float16: the first byte, and how many."""
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class BlockWeight:
     """A weight ``[out, in]`` in blocks.
@@ -63,6 +71,13 @@ class BlockWeight:
     def num_bytes(self) -> int:
         """Of the blocks."""
         return self.blocks.nbytes
+
+    def has_finite_scales(self) -> bool:
+        """Whether no scale, and so no weight, is NaN or infinite."""
+        first, count = _SCALES[self.type]
+        blocks = self.blocks.view(-1, self.type.num_bytes)
+        scales = blocks[:, first : first + 2 * count].contiguous().view(torch.float16)
+        return bool(scales.isfinite().all())
 
     def rows(self, start: int, stop: int) -> Tensor:
         """Outputs ``start`` to ``stop``, dequantised: ``[stop - start, in]`` in ``dtype``."""

@@ -19,7 +19,7 @@ from torch import Tensor
 from forethought.gguf.block_type import BlockType
 from forethought.gguf.file import GgufFile, TensorInfo
 from forethought.gguf.tensor_names import StoredName, tensor_names
-from forethought.model.block_weight import BlockWeight
+from forethought.model.block_weight import BLOCK_TYPES, BlockWeight
 from forethought.model.dequantize import dequantize
 from forethought.model.loaded_weights import check_values
 from forethought.model_dir import gguf_files, read_json
@@ -129,30 +129,56 @@ class GgufTensors:
         """See :class:`CheckpointTensors`."""
         return {name: self._read(name, dtype) for name in names}
 
+    def tensor(self, name: str, dtype: torch.dtype) -> Tensor:
+        """A tensor, dequantised; raises ModelError for NaN or infinity."""
+        stored = self._stored[name]
+        values = self._values(stored.name, stored, dtype)
+        if stored.joined is not None:
+            second = self._values(stored.joined, stored, dtype)
+            values = _joined(values, second, stored.interleaves)
+        values = values.transpose(-1, -2).contiguous() if stored.transposes else values
+        values = values.reshape(stored.shape)
+        check_values([(name, values)], self._directory, "model")
+        return values + stored.adds if stored.adds else values
+
     def _read(self, name: str, dtype: torch.dtype) -> Tensor | BlockWeight:
         stored = self._stored[name]
-        info = self.file.tensors[stored.name]
-        blocks = _in_rotary_order(self._blocks(info), stored.num_heads)
-        if len(info.shape) == 2 and BlockWeight.takes(info.type):
-            weight = BlockWeight(blocks, info.type, dtype, self._rounds_input)
-            weight.check_finite(name, self._directory)
-            return weight
-        plain = PLAIN.get(info.type)
+        kind = self.file.tensors[stored.name].type
+        if kind not in BLOCK_TYPES or len(stored.shape) != 2 or not stored.is_plain:
+            return self.tensor(name, dtype)
+        blocks = self._blocks(stored.name, stored.permutes_heads)
+        weight = BlockWeight(blocks, kind, dtype, self._rounds_input)
+        if not weight.has_finite_scales():
+            check_values([(name, torch.tensor(torch.nan))], self._directory, "model")
+        return weight
+
+    def _values(self, name: str, stored: StoredName, dtype: torch.dtype) -> Tensor:
+        """A tensor of the file, dequantised and copied, its rows in the order of the module."""
+        info = self.file.tensors[name]
+        blocks, plain = self._blocks(name, stored.permutes_heads), PLAIN.get(info.type)
         values = dequantize(blocks, info.type) if plain is None else blocks.view(plain)
-        values = values.reshape(info.shape).to(dtype, copy=True) + stored.adds
-        check_values([(name, values)], self._directory, "model")
-        return values
+        return values.to(dtype, copy=True).view(info.shape)
 
-    def _blocks(self, info: TensorInfo) -> Tensor:
-        """uint8 ``[rows, bytes of a row]``, of the mapped file."""
-        raw = torch.frombuffer(self.file.raw(info.name), dtype=torch.uint8)
-        return raw.view(-1, info.type.row_bytes(info.shape[-1]))
+    def _blocks(self, name: str, num_heads: int | None) -> Tensor:
+        """uint8 ``[rows, bytes of a row]`` of the mapped file. A projection of heads that were
+        written with the pairs that are rotated side by side gets the first of all pairs, then the
+        second of all.
+        """
+        info, raw = self.file.tensors[name], self.file.raw(name)
+        row_bytes = info.type.row_bytes(info.shape[-1])
+        if num_heads is None:
+            return torch.frombuffer(raw, dtype=torch.uint8).view(-1, row_bytes)
+        if len(info.shape) == 1:  # a bias
+            row_bytes = info.type.num_bytes
+        rows = torch.frombuffer(raw, dtype=torch.uint8).view(num_heads, -1, 2, row_bytes)
+        return rows.transpose(1, 2).reshape(-1, row_bytes)
 
 
-def _in_rotary_order(blocks: Tensor, num_heads: int | None) -> Tensor:
-    """Rows of a projection whose heads were written with rotated pairs side by side, as
-    transformers has them: the first of all pairs, then the second of all.
+def _joined(first: Tensor, second: Tensor, interleaves: bool) -> Tensor:
+    """Rows of two tensors ``[..., rows, columns]``, or numbers of two biases ``[experts, rows]``,
+    one after the other or in turns.
     """
-    if num_heads is None:
-        return blocks
-    return blocks.unflatten(0, (num_heads, -1, 2)).transpose(1, 2).flatten(0, 2)
+    dim = 1 if first.dim() == 2 else first.dim() - 2
+    if interleaves:
+        return torch.stack([first, second], dim + 1).flatten(dim, dim + 1)
+    return torch.cat([first, second], dim)

@@ -125,7 +125,7 @@ def load(
             return lm
     from forethought.model.transformers_module import checked_module, probe, read_config, refusing
 
-    config = read_config(directory, trust_remote_code)
+    config, asked_dtype = read_config(directory, trust_remote_code), dtype
     _check_quantization(directory, config, quantization, torch.device(device))
     if dtype == "auto":
         dtype = _auto_dtype(
@@ -135,7 +135,8 @@ def load(
             quantization is not None,
             refused is None,
         )
-    module = checked_module(directory, config, dtype, trust_remote_code)
+    rounds_input = asked_dtype == "auto" and torch.device(device).type == "cpu"
+    module = checked_module(directory, config, dtype, trust_remote_code, rounds_input)
     with refusing(directory, "loading"):
         module = module.eval().requires_grad_(False).to("cpu" if shard else device)
     layers, vocab_size = probe(module, directory)

@@ -27,7 +27,7 @@ import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from safetensors import safe_open
@@ -47,6 +47,24 @@ COMPRESSED_FORMATS = ("pack-quantized", "int-quantized", "float-quantized", "nai
 """Formats that are read of compressed-tensors."""
 HEAD = "lm_head"
 """Name of the output projection in checkpoints."""
+
+
+class NamedTensors(Protocol):
+    """Tensors by name, each read when it is asked for."""
+
+    directory: Path
+
+    def has(self, name: str) -> bool:
+        """Whether there is a tensor of this name."""
+        ...
+
+    def __getitem__(self, name: str) -> Tensor:
+        """The tensor of this name; raises ModelError if there is none."""
+        ...
+
+    def unread(self) -> list[str]:
+        """Names of the tensors that have not been read."""
+        ...
 
 
 class StoredTensors:
@@ -160,21 +178,29 @@ def read(
     config = copy.deepcopy(config)
     del config.quantization_config
     if any(tensors.has(f"{HEAD}.{part}") for part in _MARKS):
-        _untie(config)  # an embedding is never quantised
-    with no_init_weights():
-        module = AutoModelForCausalLM.from_config(config, dtype=dtype, **options)
-    if (directory / "generation_config.json").is_file():
-        module.generation_config = GenerationConfig.from_pretrained(directory)
+        untie(config)  # an embedding is never quantised
+    module = empty_module(directory, config, dtype, **options)
     _check_experts(module, directory)
     for name, linear in list(module.named_modules()):
         if type(linear) is nn.Linear:
             _load_linear(module, Stored(tensors, name, tuple(linear.weight.shape), dtype), reader)
     module.tie_weights()
-    _load_others(module, tensors, dtype)
+    load_others(module, tensors, dtype)
     return module
 
 
-def _untie(config: Any) -> None:
+def empty_module(
+    directory: Path, config: Any, dtype: torch.dtype, **options: Any
+) -> PreTrainedModel:
+    """The module of a configuration, whose weights are not set yet; arguments as of ``read``."""
+    with no_init_weights():
+        module = AutoModelForCausalLM.from_config(config, dtype=dtype, **options)
+    if (directory / "generation_config.json").is_file():
+        module.generation_config = GenerationConfig.from_pretrained(directory)
+    return module
+
+
+def untie(config: Any) -> None:
     """Give the output projection weights of its own."""
     for part in (config, config.get_text_config(decoder=True)):
         part.tie_word_embeddings = False
@@ -208,7 +234,7 @@ def _load_linear(module: nn.Module, stored: Stored, reader: Reader) -> None:
         linear.is_dequantised = True
 
 
-def _load_others(module: PreTrainedModel, tensors: StoredTensors, dtype: torch.dtype) -> None:
+def load_others(module: PreTrainedModel, tensors: NamedTensors, dtype: torch.dtype) -> None:
     """Load all parameters and buffers that are stored as they are; nothing may be left over."""
     head, embedding = module.get_output_embeddings(), module.get_input_embeddings()
     shared = None if embedding is None else embedding.weight
@@ -225,7 +251,7 @@ def _load_others(module: PreTrainedModel, tensors: StoredTensors, dtype: torch.d
         raise _refused(tensors.directory, f"its model has no place for {unexplained[0]}")
 
 
-def _load_tied(module: PreTrainedModel, tensors: StoredTensors, dtype: torch.dtype) -> None:
+def _load_tied(module: PreTrainedModel, tensors: NamedTensors, dtype: torch.dtype) -> None:
     """Tie the output projection, unless the checkpoint has other weights for it."""
     module.tie_weights()
     head, embedding = module.get_output_embeddings(), module.get_input_embeddings()
@@ -237,11 +263,11 @@ def _load_tied(module: PreTrainedModel, tensors: StoredTensors, dtype: torch.dty
         return
     value = _value(tensors, name, embedding.weight, dtype)
     if not torch.equal(value, embedding.weight):
-        _untie(module.config)
+        untie(module.config)
         _replace(module, name, value)
 
 
-def _value(tensors: StoredTensors, name: str, held: Tensor, dtype: torch.dtype) -> Tensor:
+def _value(tensors: NamedTensors, name: str, held: Tensor, dtype: torch.dtype) -> Tensor:
     """What is stored for a parameter, in ``dtype``, or for a buffer, in the buffer's."""
     value = tensors[name]
     if value.shape != held.shape:

@@ -37,6 +37,7 @@ from forethought.model_dir import (
     check_checkpoint,
     check_generation_config,
     first_words,
+    gguf_files,
     read_json,
 )
 from forethought.silence import without_progress_bars
@@ -97,10 +98,19 @@ def _check_names(directory: Path, written: Mapping[str, Any]) -> None:
 
 
 def checked_module(
-    directory: Path, config: Any, dtype: torch.dtype | str, trust_remote_code: bool
+    directory: Path,
+    config: Any,
+    dtype: torch.dtype | str,
+    trust_remote_code: bool,
+    rounds_input: bool = False,
 ) -> PreTrainedModel:
-    """The module with its weights, which fit the configuration and are finite."""
-    module = _module(directory, config, dtype, trust_remote_code)
+    """The module with its weights, which fit the configuration and are finite. ``rounds_input``:
+    blocks of a GGUF file are multiplied by activations in 8 bits.
+    """
+    if gguf_files(directory) is not None:
+        module = _gguf_module(directory, config, dtype, rounds_input)
+    else:
+        module = _module(directory, config, dtype, trust_remote_code)
     _check_module(module, directory)
     check_values(module.named_parameters(), directory, "model")
     return module
@@ -131,6 +141,19 @@ def _module(
         raise ModelError(f"the model in {directory} is quantised", why, _UNQUANTISED)
     check_report(report, directory)
     return module
+
+
+def _gguf_module(
+    directory: Path, config: Any, dtype: torch.dtype | str, rounds_input: bool
+) -> PreTrainedModel:
+    from forethought.model import gguf_checkpoint
+
+    if isinstance(dtype, str):
+        dtype = config.dtype if dtype == "auto" else DTYPES[dtype]
+    with refusing(directory, "loading its GGUF file"):
+        return gguf_checkpoint.read(
+            directory, config, dtype, rounds_input, attn_implementation=PROBE
+        )
 
 
 def _quantized_module(
