@@ -26,7 +26,7 @@ from forethought.engine.resolve import build_drafter_entry
 from forethought.engine.scheduler import Limits
 from forethought.engine.sequence import Sequence
 from forethought.kv.storage import KvStorage
-from forethought.model import checkpoint_module, loader, transformers_module
+from forethought.model import checkpoint_tensors, loader, transformers_module
 from forethought.model.causal_lm import CausalLM
 from forethought.model.graph_capturer import GraphCapturer
 from forethought.model.runner import ModelRunner
@@ -56,7 +56,7 @@ def load_poisoned(token: int, directory: Path, forward: loader.Forward = "auto")
     module.get_input_embeddings().weight.data[token] = math.nan
     module.save_pretrained(directory)
     with (
-        mock.patch.object(checkpoint_module, "check_values"),
+        mock.patch.object(checkpoint_tensors, "check_values"),
         mock.patch.object(transformers_module, "check_values"),
     ):
         return loader.load(directory, dtype="float32", device="cpu", forward=forward)

@@ -232,7 +232,7 @@ def test_no_token_is_decoded_where_the_largest_logit_is_not_finite(
         path, advances = with_head(tmp_path / str(number), change), []
         for implementation in IMPLEMENTATIONS:
             with mock.patch(
-                "forethought.model.checkpoint_module.check_values"
+                "forethought.model.checkpoint_tensors.check_values"
             ):  # it would be refused
                 runner, pool = new_runner("llama", path=path)
             advances.append(implementation(runner).advance(stored_rows(runner, pool, (5, 4)), 5))

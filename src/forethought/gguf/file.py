@@ -237,7 +237,7 @@ class _Header:
                     raise _broken(path, why, f"Run 'git lfs pull' in {path.parent}")
                 if head[: len(MAGIC)] != MAGIC:
                     raise _broken(path, "it does not begin as a GGUF file")
-                header = cls(path, mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ))
+                header = cls(path, mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_COPY))
         except (OSError, ValueError) as error:
             if isinstance(error, ModelError):
                 raise

