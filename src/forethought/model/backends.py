@@ -85,6 +85,10 @@ class NativeBackend(Protocol):
         """The ``Network`` of a module that ``refusal`` accepts; its layers' weights are taken."""
 
     @staticmethod
+    def linear(weight: Any) -> Any:
+        """The product with a ``StoredWeight``, whose ``multiply`` takes float32 ``[T, in]``."""
+
+    @staticmethod
     def draft_network(lm: Any, vocab_size: int) -> Any | None:
         """A draft model for targets with ``vocab_size`` tokens, with ``draft_chains(forward_pass,
         slots)``; None: it does not run here."""

@@ -40,12 +40,14 @@ class BlockWeight:
         type: of the blocks, one of ``BLOCK_TYPES``.
         dtype: of activations.
         rounds_input: activations are rounded to 8 bits.
+        is_native: integers are multiplied in C++, whatever computes the rest of a layer.
     """
 
     blocks: Tensor
     type: BlockType
     dtype: torch.dtype
     rounds_input: bool = False
+    is_native: bool = False
 
     def __post_init__(self) -> None:
         assert self.type in BLOCK_TYPES

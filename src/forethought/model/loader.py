@@ -44,6 +44,7 @@ from forethought.model.quantization import (
     has_rounded_input,
     pack_linears,
     quantize_linears,
+    use_native_products,
 )
 from forethought.model_dir import check_generation_config
 
@@ -300,6 +301,8 @@ def _network(
         )
     from forethought.model.llama.network import FusedNetwork, is_fusable
 
+    if forward == "auto" and module.device.type == "cpu" and _has_library():
+        use_native_products(module)
     if fuse and is_fusable(module):
         return FusedNetwork(module, traits.max_positions), ForwardPath(forward, "fused", reason)
     pack_linears(module)

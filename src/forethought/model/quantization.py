@@ -32,6 +32,7 @@ from torch import Tensor, nn
 
 from forethought.config.quantization import Quantization
 from forethought.errors import ModelError
+from forethought.model import backends
 from forethought.model.integer_product import ACTIVATION_GROUP, IntegerProduct, IntegerWeight
 
 BITS = {"int8": 8, "int4": 4, "w8a8": 8, "w4a8": 4}
@@ -66,6 +67,7 @@ class QuantizedWeight:
         bits: 8 or 4.
         rounds_input: activations are rounded to 8 bits. In 8 bits scales are per output; in 4 they
             are values of bfloat16, and groups multiples of ``ACTIVATION_GROUP`` inputs.
+        is_native: integers are multiplied in C++, whatever computes the rest of a layer.
         dtype: of activations.
     """
 
@@ -74,6 +76,7 @@ class QuantizedWeight:
     zeros: Tensor | None
     bits: int
     rounds_input: bool = False
+    is_native: bool = False
 
     @property
     def shape(self) -> torch.Size:
@@ -174,6 +177,10 @@ class StoredWeight(Protocol):
     @property
     def rounds_input(self) -> bool:
         """Whether activations are rounded to 8 bits."""
+
+    @property
+    def is_native(self) -> bool:
+        """Whether integers are multiplied in C++, whatever computes the rest of a layer."""
 
     @property
     def kind(self) -> tuple[object, ...]:
@@ -359,13 +366,25 @@ class Int4Product:
         )
 
 
+class NativeProduct:
+    """``IntegerProduct`` in C++."""
+
+    def __init__(self, weight: StoredWeight) -> None:
+        self.packed, self.dtype = backends.cpu().linear(weight), weight.dtype
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x ``[T, in]`` -> ``[T, out]``."""
+        y: Tensor = self.packed.multiply(x)
+        return y.to(self.dtype)
+
+
 def product(weight: StoredWeight, *, batch_invariant: bool = False) -> _Product:
     """The fastest product for the weight's device, dtype, bits and groups. torch's kernels are
     vectorised for bf16 alone; elsewhere, and for widths that they do not take, blocks are
     dequantised, whose rounding in bf16 may depend on the number of rows.
     """
     if weight.rounds_input:
-        return weight.integer_product()
+        return NativeProduct(weight) if weight.is_native else weight.integer_product()
     if not isinstance(weight, QuantizedWeight):
         return BlockwiseProduct(weight)
     if weight.device.type != "cpu" or weight.dtype != torch.bfloat16:
@@ -447,6 +466,13 @@ class QuantizedLinear(nn.Module):
             projection = QuantizedProjection(self.weight, self.bias)
         result = projection(x.reshape(-1, self.in_features))
         return result.view(*x.shape[:-1], self.out_features)
+
+
+def use_native_products(module: nn.Module) -> None:
+    """Multiply integers in C++ in a module that torch computes."""
+    for layer in module.modules():
+        if isinstance(layer, QuantizedLinear) and layer.weight is not None:
+            layer.weight = replace(layer.weight, is_native=layer.weight.rounds_input)
 
 
 def pack_linears(module: nn.Module) -> None:

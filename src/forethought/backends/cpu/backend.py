@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from forethought.backends.cpu.sampler import NativeSampler
     from forethought.kv.storage import LayerShape
     from forethought.model.causal_lm import CausalLM
+    from forethought.model.quantization import StoredWeight
     from forethought.speculative.heads.medusa import MedusaHeads
     from forethought.speculative.heads.module_parts import ModuleParts
     from forethought.speculative.heads.mtp import MtpModule
@@ -64,6 +65,11 @@ class CpuBackend(NativeBackend):
     ) -> NativeNetwork:
         """The network of a module that ``refusal`` accepts; its layers' weights are taken."""
         return NativeNetwork(module, max_positions, windows)
+
+    @staticmethod
+    def linear(weight: StoredWeight) -> weights.PackedLinear:
+        """The product with a weight, packed."""
+        return weights.PackedLinear.pack(weight, None)
 
     @staticmethod
     def network_of(lm: CausalLM) -> NativeNetwork | None:
