@@ -24,7 +24,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Protocol, Self, TypeVar
+from typing import Any, Protocol, Self, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -472,7 +472,8 @@ def use_native_products(module: nn.Module) -> None:
     """Multiply integers in C++ in a module that torch computes."""
     for layer in module.modules():
         if isinstance(layer, QuantizedLinear) and layer.weight is not None:
-            layer.weight = replace(layer.weight, is_native=layer.weight.rounds_input)
+            weight: Any = layer.weight
+            layer.weight = replace(weight, is_native=weight.rounds_input)
 
 
 def pack_linears(module: nn.Module) -> None:
