@@ -35,6 +35,7 @@ from forethought.config.sampling import SamplingParams
 from forethought.engine.snapshot import SequenceSnapshot
 from forethought.errors import ParameterError, SnapshotError, UnknownNameError
 from forethought.kv.storage import KvStorage
+from forethought.model_dir import gguf_files
 from forethought.saved_file import replace_file
 
 PREFILL = SamplingParams(max_tokens=1, temperature=0.0, seed=0)
@@ -209,7 +210,8 @@ def _hash_of_files(directory: Path) -> str:
     digest = blake2b(digest_size=16)
     patterns = ("config.json", "*.safetensors", "*.bin", "*.pt")
     try:
-        for file in sorted({f for pattern in patterns for f in directory.glob(pattern)}):
+        files = {file for pattern in patterns for file in directory.glob(pattern)}
+        for file in [*sorted(files), *(gguf_files(directory) or ())]:
             digest.update(f"{file.name} {os.path.getsize(file)}\n".encode())
             with file.open("rb") as stream:
                 while chunk := stream.read(_CHUNK):
