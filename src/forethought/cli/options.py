@@ -261,8 +261,9 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
         "--model",
         action=_SetModel,
         type=model_path,
-        metavar="DIR|ID",
-        help="local Hugging Face directory, Hub id such as Qwen/Qwen3-0.6B, or an embedded model: "
+        metavar="DIR|ID|FILE",
+        help="local Hugging Face directory, Hub id such as Qwen/Qwen3-0.6B, GGUF file "
+        "(model.gguf, user/repository:Q4_K_M, ollama:NAME, smollm2), or an embedded model: "
         f"{' or '.join(assets.names())} (default: {assets.REASONER})",
     )
     parser.add_argument("--revision", metavar="REV", help="branch, tag or commit of a Hub id")

@@ -37,9 +37,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--target",
         type=model_path,
-        metavar="DIR|ID",
-        help="local Hugging Face directory, or Hub id, of the model to draft for (default: the "
-        "embedded reasoner)",
+        metavar="DIR|ID|FILE",
+        help="local Hugging Face directory, Hub id or GGUF file of the model to draft for "
+        "(default: the embedded reasoner)",
     )
     parser.add_argument("--revision", metavar="REV", help="branch, tag or commit of a Hub id")
     parser.add_argument(

@@ -92,8 +92,8 @@ class LlmArgs(StrictModel):
     foreign_arguments: ClassVar[Mapping[str, ForeignArgument]] = LLM_ARGUMENTS
 
     model: Path | None = None
-    """Local Hugging Face directory, or Hub id such as ``Qwen/Qwen3-0.6B``; None: the embedded
-    reasoner."""
+    """Local Hugging Face directory, Hub id such as ``Qwen/Qwen3-0.6B``, or a GGUF file, such as
+    ``user/repository:Q4_K_M`` or ``ollama:smollm2``; None: the embedded reasoner."""
     revision: str | None = Field(default=None, min_length=1)
     """Branch, tag or commit of a model of the Hub; None: its main branch."""
     tokenizer: Path | None = None

@@ -20,8 +20,8 @@ from forethought.gguf.rope import TENSORS as ROPE_TENSORS
 class StoredName:
     """The tensor of a GGUF file that a weight of a module is made from.
 
-    The steps are taken in the order of the attributes. Rows are the second dimension from the
-    innermost, and those of a bias its numbers; whole rows move, so blocks stay whole.
+    The steps are taken in the order of the attributes. Rows are along ``row_dimension``; whole rows
+    move, so blocks stay whole.
 
     Attributes:
         name: in the file.
@@ -42,6 +42,11 @@ class StoredName:
     joined: str | None = None
     interleaves: bool = False
     transposes: bool = False
+
+    @property
+    def row_dimension(self) -> int:
+        """The dimension of a tensor along which its rows are: -2, and -1 of a bias."""
+        return -1 if self.name.endswith(".bias") else -2
 
     @property
     def is_plain(self) -> bool:

@@ -87,7 +87,7 @@ class AsyncLLM:
     Cancelling a task that waits for a request aborts it and frees its pages. Raises as ``LLM``.
 
     Args:
-        model: local Hugging Face directory, or Hub id; None: the embedded reasoner.
+        model: as of ``LLM``; None: the embedded reasoner.
         max_pending: unfinished requests at once; more wait before they begin. Sessions are not
             counted: a client that holds one may wait for another, which must then begin.
         fields: any field of ``LlmArgs``.

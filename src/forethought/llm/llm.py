@@ -52,8 +52,9 @@ class LLM:
         print(llm.generate("Hello", SamplingParams(max_tokens=20)).outputs[0].text)
 
     Args:
-        model: local Hugging Face directory, Hub id, or name of an embedded model, such as
-            ``"forethought/countdown"``; None: the embedded reasoner.
+        model: local Hugging Face directory, Hub id, GGUF file (a path, or a name such as
+            ``"user/repository:Q4_K_M"`` and ``"ollama:smollm2"``), or name of an embedded model,
+            such as ``"forethought/countdown"``; None: the embedded reasoner.
         fields: any field of ``LlmArgs``: ``revision``, ``dtype``, ``kv_cache_config``, ...
 
     Raises:

@@ -210,8 +210,8 @@ def _hash_of_files(directory: Path) -> str:
     digest = blake2b(digest_size=16)
     patterns = ("config.json", "*.safetensors", "*.bin", "*.pt")
     try:
-        in_directory = sorted({file for pattern in patterns for file in directory.glob(pattern)})
-        for file in (*in_directory, *(gguf_files(directory) or ())):
+        files = {file for pattern in patterns for file in directory.glob(pattern)}
+        for file in [*sorted(files), *(gguf_files(directory) or ())]:
             digest.update(f"{file.name} {os.path.getsize(file)}\n".encode())
             with file.open("rb") as stream:
                 while chunk := stream.read(_CHUNK):

@@ -19,6 +19,7 @@ from typing import Any
 
 from forethought.answers.answer_extraction import unpaired_brace
 from forethought.errors import DependencyError, ModelError
+from forethought.model_dir import find_model_dir
 from forethought.scaffolding import sampling
 from forethought.scaffolding.execution_scope import current_scope
 from forethought.scaffolding.task import GenerationTask
@@ -150,7 +151,8 @@ class AnswerTokenizer:
                         "transformers", "reading generation_dir", "local"
                     ) from error
                 try:
-                    self._hf = transformers.AutoTokenizer.from_pretrained(self._directory)
+                    directory = find_model_dir(self._directory, weights=False)
+                    self._hf = transformers.AutoTokenizer.from_pretrained(directory)
                 except Exception as error:
                     raise ModelError(
                         f"cannot load the tokenizer in {self._directory}",

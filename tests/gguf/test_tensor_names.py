@@ -1,0 +1,104 @@
+"""Every weight of a module comes from a tensor of the file, and every tensor goes to one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from forethought.errors import ModelError
+from forethought.gguf.file import GgufFile
+from forethought.gguf.model_config import config_of
+from forethought.gguf.tensor_names import StoredName, tensor_names
+from gguf_files import MODELS, meta_weights, module_of_case, write_model
+
+
+def stored(file: GgufFile, name: str) -> Tensor:
+    info = file.tensors[name]
+    values = np.frombuffer(file.raw(name), np.float32).copy()
+    return torch.from_numpy(values).view(info.shape)
+
+
+def weight(file: GgufFile, entry: StoredName) -> Tensor:
+    """The weight that an entry describes, step by step as its docstring says."""
+    tensor = stored(file, entry.name)
+    if entry.permutes_heads is not None:
+        heads = entry.permutes_heads
+        size = tensor.shape[0] // heads
+        tensor = (
+            tensor.reshape(heads, size // 2, 2, *tensor.shape[1:])
+            .swapaxes(1, 2)
+            .reshape(tensor.shape)
+        )
+    tensor = tensor + entry.adds
+    if entry.joined is not None:
+        both, rows = (tensor, stored(file, entry.joined)), tensor.ndim + entry.row_dimension
+        if entry.interleaves:
+            tensor = torch.stack(both, dim=rows + 1).flatten(rows, rows + 1)
+        else:
+            tensor = torch.cat(both, dim=rows)
+    if entry.transposes:
+        tensor = tensor.transpose(-1, -2)
+    return tensor.reshape(entry.shape)
+
+
+@pytest.mark.parametrize("case", MODELS)
+def test_every_weight_has_a_tensor_and_every_tensor_a_weight(case: str, tmp_path: Path) -> None:
+    file = GgufFile.open(write_model(tmp_path / "model.gguf", case))
+    names = tensor_names(config_of(file), file)
+    assert {name: entry.shape for name, entry in names.items()} == meta_weights(case)
+    used = {name for entry in names.values() for name in (entry.name, entry.joined) if name}
+    assert used == set(file.tensors)
+    assert len(used) == sum(2 if entry.joined else 1 for entry in names.values())
+
+
+@pytest.mark.parametrize("case", MODELS)
+def test_the_weights_come_back_as_they_were_before_the_conversion(
+    case: str, tmp_path: Path
+) -> None:
+    weights = dict(module_of_case(case).state_dict())
+    config = {**config_of(GgufFile.open(write_model(tmp_path / "empty.gguf", case)))}
+    if config["tie_word_embeddings"]:
+        del weights["lm_head.weight"]
+    file = GgufFile.open(write_model(tmp_path / "model.gguf", case, weights=weights))
+    names = tensor_names(config, file)
+    for name, expected in weights.items():
+        result = weight(file, names[name])
+        tolerance = 1e-6 if names[name].adds else 0.0
+        assert torch.allclose(result, expected, rtol=0, atol=tolerance), name
+    assert any(entry.permutes_heads for entry in names.values()) == (
+        case in ("llama", "llama_tied_biased", "mistral", "smollm3")
+    )
+
+
+def test_plain_weights_are_those_whose_blocks_stay_as_they_are(tmp_path: Path) -> None:
+    file = GgufFile.open(write_model(tmp_path / "model.gguf", "gemma2"))
+    names = tensor_names(config_of(file), file)
+    assert names["model.layers.0.mlp.up_proj.weight"].is_plain
+    assert not names["model.norm.weight"].is_plain
+    file = GgufFile.open(write_model(tmp_path / "experts.gguf", "gpt-oss"))
+    names = tensor_names(config_of(file), file)
+    assert names["model.layers.1.self_attn.q_proj.weight"].is_plain
+    assert not names["model.layers.1.mlp.experts.down_proj"].is_plain
+
+
+def test_a_tensor_that_is_missing_or_has_no_place_is_named(tmp_path: Path) -> None:
+    file = GgufFile.open(write_model(tmp_path / "model.gguf"))
+    config = config_of(file)
+    extra = file.tensors["output_norm.weight"]
+    file.tensors["blk.1.ssm_conv1d.weight"] = extra
+    with pytest.raises(ModelError, match=r"it has blk.1.ssm_conv1d.weight, which a llama model"):
+        tensor_names(config, file)
+    del file.tensors["blk.1.ssm_conv1d.weight"], file.tensors["blk.2.attn_v.weight"]
+    with pytest.raises(ModelError, match=r"it lacks blk.2.attn_v.weight"):
+        tensor_names(config, file)
+
+
+def test_experts_whose_shapes_do_not_fit_are_refused(tmp_path: Path) -> None:
+    file = GgufFile.open(write_model(tmp_path / "model.gguf", "qwen3moe"))
+    file.tensors["blk.0.ffn_up_exps.weight"] = file.tensors["blk.0.ffn_down_exps.weight"]
+    with pytest.raises(ModelError, match="do not fit"):
+        tensor_names(config_of(file), file)

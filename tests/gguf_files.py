@@ -1,0 +1,334 @@
+"""Small GGUF files of every architecture, written as llama.cpp's converter does.
+
+The weights are those of a tiny transformers model. ``write_model`` names them by the converter's
+own table (``gguf.get_tensor_name_map``) and changes them as its classes do, so that reading a file
+back is checked against another implementation of the format's conventions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+
+import gguf
+from forethought.gguf.tokenizer import TokenType
+
+F32 = gguf.GGMLQuantizationType.F32
+SIZES: dict[str, Any] = {
+    "vocab_size": 300,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 256,
+    "rms_norm_eps": 1e-5,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+    "tie_word_embeddings": False,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 50000.0},
+}
+"""Of all models; the fields of transformers."""
+_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+_LOCAL_ROPE = {
+    "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+}
+_PARTLY = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}
+MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "llama": ("llama", "llama", {}),
+    "llama_tied_biased": (
+        "llama",
+        "llama",
+        {"tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True},
+    ),
+    "mistral": ("llama", "mistral", {"sliding_window": 8}),
+    "qwen2": ("qwen2", "qwen2", {"use_sliding_window": False}),
+    "qwen3": ("qwen3", "qwen3", {"head_dim": 32}),
+    "qwen2moe": ("qwen2moe", "qwen2_moe", {**_EXPERTS, "shared_expert_intermediate_size": 48}),
+    "qwen3moe": ("qwen3moe", "qwen3_moe", {**_EXPERTS, "norm_topk_prob": True}),
+    "gemma2": (
+        "gemma2",
+        "gemma2",
+        {
+            "tie_word_embeddings": True,
+            "query_pre_attn_scalar": 16,
+            "sliding_window": 8,
+            "attn_logit_softcapping": 5.0,
+            "final_logit_softcapping": 10.0,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        },
+    ),
+    "gemma3": (
+        "gemma3",
+        "gemma3_text",
+        {
+            "num_hidden_layers": 6,
+            "tie_word_embeddings": True,
+            "query_pre_attn_scalar": 16,
+            "sliding_window": 8,
+            "layer_types": ["sliding_attention"] * 5 + ["full_attention"],
+            "rope_parameters": _LOCAL_ROPE,
+        },
+    ),
+    "phi3": ("phi3", "phi3", {"sliding_window": None, "rope_parameters": _PARTLY}),
+    "olmo2": ("olmo2", "olmo2", {}),
+    "smollm3": ("smollm3", "smollm3", {"no_rope_layers": [1, 1, 1]}),
+    "gpt-oss": (
+        "gpt-oss",
+        "gpt_oss",
+        {
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "intermediate_size": 32,
+            "sliding_window": 8,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "factor": 32.0,
+                "beta_fast": 32.0,
+                "beta_slow": 1.0,
+                "truncate": False,
+                "original_max_position_embeddings": 8,
+                "rope_theta": 150000.0,
+            },
+        },
+    ),
+    "glm4": ("glm4", "glm4", {"attention_bias": True, "rope_parameters": _PARTLY}),
+}
+"""Name of a case -> ``general.architecture``, ``model_type``, and what differs from ``SIZES``."""
+
+
+def config_of_case(case: str) -> Any:
+    """The configuration of transformers."""
+    _, model_type, changes = MODELS[case]
+    return CONFIG_MAPPING[model_type](**{**SIZES, **changes})
+
+
+def module_of_case(case: str) -> torch.nn.Module:
+    """A module with random weights, none of them at zero or one."""
+    generator = torch.Generator().manual_seed(1)
+    module = AutoModelForCausalLM.from_config(config_of_case(case), dtype=torch.float32)
+    with torch.no_grad():
+        for weight in module.parameters():
+            weight.copy_(0.2 * torch.randn(weight.shape, generator=generator))
+    return module.eval()
+
+
+def meta_weights(case: str) -> dict[str, tuple[int, ...]]:
+    """The names and shapes of the weights of a module, but of a tied head."""
+    config = config_of_case(case)
+    with torch.device("meta"):
+        module = AutoModelForCausalLM.from_config(config)
+    weights = {name: tuple(tensor.shape) for name, tensor in module.state_dict().items()}
+    if config.tie_word_embeddings:
+        weights.pop("lm_head.weight", None)
+    return weights
+
+
+def write_model(
+    path: Path,
+    case: str = "llama",
+    *,
+    changes: Mapping[str, Any] | None = None,
+    weights: Mapping[str, torch.Tensor] | None = None,
+    quantize: Callable[[str, np.ndarray], gguf.GGMLQuantizationType] = lambda name, data: F32,
+    vocabulary: Callable[[gguf.GGUFWriter, int], None] | None = None,
+) -> Path:
+    """Write a GGUF file.
+
+    Args:
+        path: of the file.
+        case: a key of ``MODELS``.
+        changes: metadata by whole key, which replaces what the case has; None leaves a key out.
+        weights: by name of transformers; None: zeros.
+        quantize: the type of a tensor, by its name in the file and its values.
+        vocabulary: adds the tokenizer; None: ``add_byte_vocabulary``.
+    """
+    architecture, _, _ = MODELS[case]
+    config = config_of_case(case)
+    writer = gguf.GGUFWriter(path, architecture)
+    for key, value in {**metadata_of(case), **(changes or {})}.items():
+        add_value(writer, key, value)
+    (vocabulary or add_byte_vocabulary)(writer, config.vocab_size)
+    if weights is None:
+        weights = {name: torch.zeros(shape) for name, shape in meta_weights(case).items()}
+    for name, tensor in converted(case, weights).items():
+        data = np.ascontiguousarray(tensor.float().numpy())
+        kind = quantize(name, data)
+        stored = data if kind is F32 else gguf.quants.quantize(data, kind)
+        writer.add_tensor(name, stored, raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def add_value(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
+    """Add metadata with the type that the value has."""
+    kinds = gguf.GGUFValueType
+    if isinstance(value, bool):
+        writer.add_key_value(key, value, kinds.BOOL)
+    elif isinstance(value, int):
+        writer.add_key_value(key, value, kinds.UINT32)
+    elif isinstance(value, float):
+        writer.add_key_value(key, value, kinds.FLOAT32)
+    elif isinstance(value, str):
+        writer.add_key_value(key, value, kinds.STRING)
+    elif value is not None:
+        writer.add_array(key, list(value))
+
+
+def metadata_of(case: str) -> dict[str, Any]:
+    """The settings of a case under the names of the format."""
+    architecture, _, _ = MODELS[case]
+    config = config_of_case(case)
+    rope = config.rope_parameters
+    full = rope.get("full_attention", rope)
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    settings: dict[str, Any] = {
+        "context_length": config.max_position_embeddings,
+        "embedding_length": config.hidden_size,
+        "block_count": config.num_hidden_layers,
+        "feed_forward_length": config.intermediate_size,
+        "attention.head_count": config.num_attention_heads,
+        "attention.head_count_kv": config.num_key_value_heads,
+        "attention.key_length": head_dim,
+        "attention.value_length": head_dim,
+        "attention.layer_norm_rms_epsilon": config.rms_norm_eps,
+        "rope.freq_base": full["rope_theta"],
+        "rope.dimension_count": int(head_dim * full.get("partial_rotary_factor", 1.0)),
+    }
+    if full["rope_type"] != "default":
+        settings["rope.scaling.type"] = full["rope_type"]
+        settings["rope.scaling.factor"] = full["factor"]
+    if full["rope_type"] == "yarn":
+        original = full["original_max_position_embeddings"]
+        settings["rope.scaling.original_context_length"] = original
+    if architecture == "phi3":
+        original = config.original_max_position_embeddings
+        settings["rope.scaling.original_context_length"] = original
+    if getattr(config, "sliding_window", None):
+        settings["attention.sliding_window"] = config.sliding_window
+    for name in ("attn_logit_softcapping", "final_logit_softcapping"):
+        settings[name] = getattr(config, name, None)
+    if architecture.endswith("moe") or architecture == "gpt-oss":
+        width = getattr(config, "moe_intermediate_size", config.intermediate_size)
+        settings["expert_count"] = config.to_dict().get("num_experts") or config.num_local_experts
+        settings["expert_used_count"] = config.num_experts_per_tok
+        settings["expert_feed_forward_length"] = width
+        shared = getattr(config, "shared_expert_intermediate_size", None)
+        settings["expert_shared_feed_forward_length"] = shared
+    return {f"{architecture}.{key}": value for key, value in settings.items()}
+
+
+def add_byte_vocabulary(writer: gguf.GGUFWriter, size: int) -> None:
+    """A byte-level tokenizer: three control tokens, 256 bytes, two merges, and what fills it up."""
+    control = ["<pad>", "<s>", "</s>"]
+    tokens = [*control, *byte_letters(), "th", "the"]
+    kinds = [TokenType.CONTROL] * 3 + [TokenType.NORMAL] * 258
+    for token_id in range(len(tokens), size):
+        tokens.append(f"[PAD{token_id}]")
+        kinds.append(TokenType.UNUSED)
+    add_tokenizer(writer, "gpt2", tokens, kinds, merges=["t h", "th e"], pre="qwen2")
+
+
+def add_tokenizer(
+    writer: gguf.GGUFWriter,
+    model: str,
+    tokens: Sequence[str],
+    kinds: Iterable[int],
+    *,
+    pre: str | None = "default",
+    merges: Sequence[str] | None = None,
+    scores: Sequence[float] | None = None,
+) -> None:
+    """The arrays of a tokenizer, with the ids of ``add_byte_vocabulary``'s control tokens."""
+    writer.add_tokenizer_model(model)
+    if pre is not None:
+        writer.add_tokenizer_pre(pre)
+    writer.add_token_list(list(tokens))
+    writer.add_token_types([int(kind) for kind in kinds])
+    if merges is not None:
+        writer.add_token_merges(list(merges))
+    if scores is not None:
+        writer.add_token_scores(list(scores))
+    writer.add_bos_token_id(1)
+    writer.add_eos_token_id(2)
+    writer.add_pad_token_id(0)
+
+
+def byte_letters() -> list[str]:
+    """The letters that byte-level tokenizers write bytes with, by byte."""
+    shown = {*range(33, 127), *range(161, 173), *range(174, 256)}
+    others = iter(range(256, 512))
+    return [chr(byte) if byte in shown else chr(next(others)) for byte in range(256)]
+
+
+def converted(case: str, weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The tensors of a file, as llama.cpp's converter makes them of a checkpoint."""
+    architecture, _, _ = MODELS[case]
+    config = config_of_case(case)
+    number = next(key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
+    names = gguf.get_tensor_name_map(number, config.num_hidden_layers)
+    tensors: dict[str, torch.Tensor] = {}
+    for name, tensor in _split_experts(case, weights):
+        stored = names.get_name(name, try_suffixes=(".weight", ".bias"))
+        assert stored is not None, name
+        if architecture in ("llama", "smollm3") and ".self_attn." in name:
+            tensor = _permuted(name, tensor, config)
+        if architecture in ("gemma2", "gemma3") and name.endswith("norm.weight"):
+            tensor = tensor + 1
+        tensors[stored] = tensor[0] if "gate_inp_shexp" in stored else tensor
+    return tensors
+
+
+def _split_experts(
+    case: str, weights: Mapping[str, torch.Tensor]
+) -> Iterable[tuple[str, torch.Tensor]]:
+    """The weights with experts, and those of gpt-oss, in the layouts of the converter."""
+    is_gpt_oss = MODELS[case][0] == "gpt-oss"
+    for name, tensor in weights.items():
+        if name.endswith("self_attn.sinks"):
+            yield f"{name}.weight", tensor
+            continue
+        if ".mlp.experts." not in name:
+            yield name, tensor
+            continue
+        prefix, part = name.rsplit(".", 1)
+        suffix = "bias" if part.endswith("_bias") else "weight"
+        part = part.removesuffix("_bias")
+        if is_gpt_oss and suffix == "weight":
+            tensor = tensor.transpose(-1, -2)
+        if part == "down_proj":
+            yield f"{prefix}.down_proj.{suffix}", tensor
+            continue
+        dimension = 1 if suffix == "weight" else -1
+        if is_gpt_oss:
+            length = tensor.shape[dimension]
+            gate = tensor.index_select(dimension, torch.arange(0, length, 2))
+            up = tensor.index_select(dimension, torch.arange(1, length, 2))
+        else:
+            gate, up = tensor.chunk(2, dim=dimension)
+        yield f"{prefix}.gate_proj.{suffix}", gate
+        yield f"{prefix}.up_proj.{suffix}", up
+
+
+def _permuted(name: str, tensor: torch.Tensor, config: Any) -> torch.Tensor:
+    """Queries and keys with the two halves of each head in turns."""
+    heads = {
+        "q_proj": config.num_attention_heads,
+        "k_proj": config.num_key_value_heads,
+    }.get(name.split(".")[-2])
+    if heads is None:
+        return tensor
+    halves = tensor.reshape(heads, 2, tensor.shape[0] // heads // 2, *tensor.shape[1:])
+    return halves.swapaxes(1, 2).reshape(tensor.shape)
