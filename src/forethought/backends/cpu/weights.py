@@ -10,6 +10,7 @@ import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import groupby, pairwise
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,17 +19,23 @@ from torch import Tensor, nn
 
 from forethought.backends.cpu.library import load_library
 from forethought.backends.cpu.structures import ExpertsStruct, LayerStruct, LinearStruct
+from forethought.model.block_weight import BLOCK_TYPES, BlockWeight
 from forethought.model.checkpoint_module import CheckpointConfig, CheckpointModule
 from forethought.model.integer_product import ACTIVATION_GROUP
 from forethought.model.llama.layers import rotary_table
-from forethought.model.quantization import QuantizedLinear, QuantizedWeight, concatenated
+from forethought.model.quantization import (
+    QuantizedLinear,
+    QuantizedWeight,
+    StoredWeight,
+    concatenated,
+)
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 PANEL = 16  # outputs of a panel, as in panels.h
 TILE_INPUTS = 32  # that the inputs of a panel in bf16 are a multiple of, as there
-F32, BF16, I8, I4, W8A8, W4A8 = range(6)  # enum WeightType
+F32, BF16, I8, I4, W8A8, W4A8, Q8_0 = range(7)  # enum WeightType
 TYPES = {torch.float32: F32, torch.bfloat16: BF16}
 KV_TYPES = {**TYPES, torch.int8: I8}
 """Of keys and values, as ``kv.entries`` holds them."""
@@ -81,7 +88,9 @@ def refusal(module: PreTrainedModel | CheckpointModule) -> str | None:
                 return f"{layer.mlp.gate.top_k} experts per token"
         else:
             groups.append(_gate_up(layer.mlp))
-        if any(len({_kind(linear) for linear in group}) > 1 for group in groups):
+            if len({_kind(linear) for linear in groups[1]}) > 1:
+                return "weights of gate and up that were quantised differently"
+        if not all(map(_merges, groups)):
             return "weights that are merged and were quantised differently"
     return None
 
@@ -109,14 +118,22 @@ def _linear_refusal(linear: nn.Module, dtype: torch.dtype) -> str | None:
         if weight.bits == 4 and weight.shape[1] % weight.scales.shape[1]:
             return "4 bits in groups of unequal size"
         return None
+    if isinstance(weight, BlockWeight):
+        return None
     return None if weight.dtype == dtype else f"weights in {weight.dtype}"
 
 
 def _kind(linear: nn.Module) -> tuple[object, ...]:
     weight = linear.weight
-    if not isinstance(weight, QuantizedWeight):
-        return (16,)
-    return weight.bits, weight.group_size, weight.rounds_input
+    return (16,) if isinstance(weight, Tensor) else weight.kind
+
+
+def _merges(linears: Sequence[nn.Module]) -> bool:
+    """Whether one product can have their outputs: they are alike, or in blocks of several types."""
+    weights = [linear.weight for linear in linears]
+    if all(isinstance(weight, BlockWeight) for weight in weights):
+        return len({weight.rounds_input for weight in weights}) == 1
+    return len({_kind(linear) for linear in linears}) == 1
 
 
 def _qkv(attention: nn.Module) -> list[nn.Module]:
@@ -139,16 +156,18 @@ class PackedLinear:
 
     Attributes:
         struct: for ``forward.cpp``.
-        num_bytes: of its tensors.
+        tensors: that it points into.
+        following: further outputs, whose weights are blocks of another type; None: there are none.
     """
 
     struct: LinearStruct
     tensors: list[Tensor] = field(default_factory=list)
+    following: PackedLinear | None = None
 
     @classmethod
     def pack(
         cls,
-        weight: Tensor | QuantizedWeight,
+        weight: Tensor | StoredWeight,
         bias: Tensor | None,
         gated: bool = False,
         float32_input: bool = False,
@@ -156,7 +175,7 @@ class PackedLinear:
         """Pack a weight ``[out, in]``.
 
         Args:
-            weight: plain or quantised.
+            weight: plain, quantised or in blocks.
             bias: ``[out]``; None for none.
             gated: its halves are those of a gate and of what it multiplies, whose panels are packed
                 in turns.
@@ -164,30 +183,24 @@ class PackedLinear:
                 although the weight is in bf16.
         """
         halves = 2 if gated else 1
-        num_outputs, num_inputs = weight.shape
-        panels = -(-(num_outputs // halves) // PANEL) * halves
-
-        def by_output(x: Tensor) -> Tensor:  # [out, ...] -> [panels, PANEL, ...], float32 padding
-            parts = x.unflatten(0, (halves, -1))
-            missing = panels // halves * PANEL - parts.shape[1]
-            padded = F.pad(parts, (0, 0) * (parts.dim() - 2) + (0, missing)) if missing else parts
-            return padded.unflatten(1, (-1, PANEL)).transpose(0, 1).flatten(0, 1)
-
-        if not isinstance(weight, QuantizedWeight):
+        by_output = partial(_by_output, halves=halves)
+        added = None if bias is None else by_output(bias.float()).contiguous()
+        if isinstance(weight, BlockWeight):
+            return cls._pack_blocks(weight, added, halves)
+        if isinstance(weight, Tensor):
             float32_input |= weight.dtype == torch.float32
             weight = _as_stored(weight)
-        kind, is_quantised = _type_of(weight), isinstance(weight, QuantizedWeight)
-        values = LAYOUTS[kind](by_output(weight.values if is_quantised else weight)).contiguous()
+        kind, num_inputs = _type_of(weight), weight.shape[1]
+        plain = weight if isinstance(weight, Tensor) else weight.values
+        values = LAYOUTS[kind](by_output(plain)).contiguous()
         group_size, scale, zero = num_inputs, None, None
         if kind in (I8, W8A8):
             scale = by_output(weight.scales[:, 0].float()).contiguous()
         elif kind in (I4, W4A8):
             group_size = weight.group_size
-            values = (values[:, ::2] | values[:, 1::2] << 4).contiguous()
             scale, zero = (
                 by_output(x).transpose(1, 2).contiguous() for x in _scales_and_zeros(weight)
             )
-        added = None if bias is None else by_output(bias.float()).contiguous()
         owned = [x for x in (values, scale, zero, added) if x is not None]
         struct = LinearStruct(
             weight=values.data_ptr(),
@@ -195,7 +208,7 @@ class PackedLinear:
             zero=address(zero),
             bias=address(added),
             num_inputs=num_inputs,
-            num_outputs=num_outputs if halves == 1 else panels * PANEL,
+            num_outputs=_padded_outputs(weight, halves),
             type=kind,
             group_size=group_size,
             float32_input=float32_input,
@@ -203,11 +216,51 @@ class PackedLinear:
         return cls(struct, owned)
 
     @classmethod
+    def _pack_blocks(cls, weight: BlockWeight, bias: Tensor | None, halves: int) -> PackedLinear:
+        """Pack blocks, which may be mapped from a file; the bias is by panel."""
+        library, kind = load_library(), Q8_0 + BLOCK_TYPES.index(weight.type)
+        num_outputs, num_inputs = weight.shape
+        num_panels = _num_panels(num_outputs, halves)
+        values, scales = (
+            torch.empty(num_panels * size(kind, num_inputs), dtype=torch.uint8)
+            for size in (library.block_panel_bytes, library.block_scale_bytes)
+        )
+        struct = LinearStruct(
+            weight=values.data_ptr(),
+            scale=scales.data_ptr(),
+            bias=address(bias),
+            num_inputs=num_inputs,
+            num_outputs=_padded_outputs(weight, halves),
+            type=kind,
+            group_size=weight.type.num_weights,
+            float32_input=not weight.rounds_input,
+        )
+        blocks = weight.blocks.contiguous()
+        library.pack_blocks(
+            ctypes.byref(struct),
+            ctypes.c_void_p(blocks.data_ptr()),
+            num_outputs,
+            halves,
+            torch.get_num_threads(),
+        )
+        return cls(struct, [values, scales] if bias is None else [values, scales, bias])
+
+    @classmethod
     def of(cls, *linears: nn.Module, gated: bool = False) -> PackedLinear:
-        """Pack one linear whose outputs are those of ``linears``, concatenated."""
+        """Pack one linear whose outputs are those of ``linears``, concatenated. They may be in
+        blocks of several types, unless they are ``gated``.
+        """
+        parts = [cls._of_alike(list(alike), gated) for _, alike in groupby(linears, _kind)]
+        assert not gated or len(parts) == 1
+        for part, following in pairwise(parts[::-1]):  # the last one has no following one
+            following.following, following.struct.next = part, ctypes.pointer(part.struct)
+        return parts[0]
+
+    @classmethod
+    def _of_alike(cls, linears: Sequence[nn.Module], gated: bool) -> PackedLinear:
         weights = [linear.weight for linear in linears]
-        quantised = isinstance(weights[0], QuantizedWeight)
-        weight = concatenated(weights) if quantised else torch.cat(weights)
+        is_plain = isinstance(weights[0], Tensor)
+        weight = torch.cat(weights) if is_plain else concatenated(weights)
         if all(linear.bias is None for linear in linears):
             return cls.pack(weight, None, gated)
         biases = [
@@ -221,7 +274,7 @@ class PackedLinear:
     def multiply(self, x: Tensor) -> Tensor:
         """x ``[..., in]`` -> float32 ``[..., out]``."""
         rows = x.float().reshape(-1, x.shape[-1]).contiguous()
-        output = torch.empty(len(rows), self.struct.num_outputs, dtype=torch.float32)
+        output = torch.empty(len(rows), self.num_outputs, dtype=torch.float32)
         load_library().linear(
             ctypes.byref(self.struct),
             ctypes.c_void_p(rows.data_ptr()),
@@ -232,14 +285,38 @@ class PackedLinear:
         return output.view(*x.shape[:-1], -1)
 
     @property
+    def num_outputs(self) -> int:
+        """With those that follow."""
+        following = 0 if self.following is None else self.following.num_outputs
+        return int(self.struct.num_outputs) + following
+
+    @property
     def num_bytes(self) -> int:
-        """Of its tensors."""
-        return sum(tensor.nbytes for tensor in self.tensors)
+        """Of its tensors, with those of what follows."""
+        following = 0 if self.following is None else self.following.num_bytes
+        return sum(tensor.nbytes for tensor in self.tensors) + following
+
+
+def _num_panels(num_outputs: int, halves: int) -> int:
+    return -(-(num_outputs // halves) // PANEL) * halves
+
+
+def _padded_outputs(weight: Tensor | StoredWeight, halves: int) -> int:
+    """Its outputs; those of panels in turns are with the padding of each half."""
+    return weight.shape[0] if halves == 1 else _num_panels(weight.shape[0], halves) * PANEL
+
+
+def _by_output(x: Tensor, halves: int) -> Tensor:
+    """``[out, ...]`` -> ``[panels, PANEL, ...]``, padded with zeros."""
+    parts = x.unflatten(0, (halves, -1))
+    missing = -parts.shape[1] % PANEL
+    padded = F.pad(parts, (0, 0) * (parts.dim() - 2) + (0, missing)) if missing else parts
+    return padded.unflatten(1, (-1, PANEL)).transpose(0, 1).flatten(0, 1)
 
 
 def _type_of(weight: Tensor | QuantizedWeight) -> int:
     """Of ``WeightType``."""
-    if not isinstance(weight, QuantizedWeight):
+    if isinstance(weight, Tensor):
         return TYPES[weight.dtype]
     if weight.rounds_input:
         return W8A8 if weight.bits == 8 else W4A8
@@ -273,10 +350,27 @@ def _in_quads(panels: Tensor) -> Tensor:
     return padded.unflatten(2, (-1, 4)).transpose(1, 2)
 
 
+def _in_two(panels: Tensor) -> Tensor:
+    """``[panels, PANEL, in]`` of 4 bits -> bytes ``[panels, in / 2, PANEL]``, even inputs low."""
+    values = _by_input(panels)
+    return values[:, ::2] | values[:, 1::2] << 4
+
+
+def _in_two_quads(panels: Tensor) -> Tensor:
+    """``[panels, PANEL, in]`` of 4 bits -> bytes ``[panels, groups, 4, PANEL, 4]``, the first half
+    of a group low.
+    """
+    quads = _in_quads(panels).unflatten(1, (-1, 2, 4))
+    return quads[:, :, 0] | quads[:, :, 1] << 4
+
+
 LAYOUTS = {
-    **dict.fromkeys((F32, I8, I4), _by_input),
+    F32: _by_input,
     BF16: _in_pairs,
-    **dict.fromkeys((W8A8, W4A8), _in_quads),
+    I8: _by_input,
+    I4: _in_two,
+    W8A8: _in_quads,
+    W4A8: _in_two_quads,
 }
 """Of the inputs of a panel, by type."""
 

@@ -20,6 +20,7 @@
 #include "kernels/attention.h"
 #include "kernels/experts.h"
 #include "kernels/norms.h"
+#include "kernels/pack.h"
 #include "kernels/products.h"
 #include "kernels/vectors.h"
 #include "sampling.h"
@@ -263,6 +264,26 @@ void embed(const Linear* w, const int64_t* tokens, int32_t count, float* y) {
     for (int64_t t = 0; t < count; t++) copy_weights(*w, tokens[t], 1, y + t * w->num_inputs);
 }
 
+// Bytes of a panel of blocks, and of its scales.
+int32_t block_panel_bytes(int32_t type, int32_t num_inputs) {
+    return num_inputs / GROUP * group_bytes(type);
+}
+
+int32_t block_scale_bytes(int32_t type, int32_t num_inputs) {
+    return int32_t(scale_bytes(type, num_inputs / GROUP));
+}
+
+// Write the panels of w from the blocks of a file: see pack_panels().
+void pack_blocks(
+    const Linear* w, const uint8_t* rows, int32_t num_outputs, int32_t halves,
+    int32_t num_threads) {
+    const int panels = num_panels(num_outputs / halves) * halves;
+    Team::run(num_threads, [&](int index, int count, Barrier& barrier) {
+        const Share share = Thread{index, count, nullptr, barrier}.share(panels);
+        pack_panels(*w, rows, num_outputs, halves, share);
+    });
+}
+
 // The first of `count` tokens that is outside the vocabulary, or `count`.
 int32_t first_unknown(const Model* model, const int64_t* tokens, int32_t count) {
     for (int32_t t = 0; t < count; t++)
@@ -362,10 +383,12 @@ void norm_rows(
 
 void linear(const Linear* w, const float* x, int32_t tokens, float* y, int32_t num_threads) {
     Memory memory(tiles_size(tokens, w->num_inputs, num_threads));
+    int64_t width = 0;
+    for (const Linear* part = w; part; part = part->next) width += part->num_outputs;
     Team::run(num_threads, [&](int index, int count, Barrier& barrier) {
         const TilesGuard guard;
         product(
-            *w, {x, w->num_inputs, nullptr}, tokens, y, w->num_outputs, false,
+            *w, {x, w->num_inputs, nullptr}, tokens, y, width, false,
             {index, count, (uint16_t*)memory.begin, barrier});
     });
 }

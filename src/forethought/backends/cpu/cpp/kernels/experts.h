@@ -45,7 +45,8 @@ static void add_expert(
     const Linear& down, const Input& activated, float weight, float* x, Thread thread) {
     const Share share = thread.share(num_panels(down.num_outputs));
     alignas(64) float tile[PANEL];
-    Factors factors(down, activated, 1, thread);
+    const ReadyInput input(down, activated, 1, thread);
+    Factors factors(down, input);
     for (int panel = share.begin; panel < share.end; panel++) {
         const int first = panel * PANEL;
         factors.hold(panel, 1);

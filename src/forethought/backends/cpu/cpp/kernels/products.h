@@ -3,6 +3,7 @@
 #pragma once
 
 #include "../structures.h"
+#include "blocks.h"
 #include "integers.h"
 #include "panels.h"
 #include "tiles.h"
@@ -180,17 +181,29 @@ static inline int panels_at_once(int tokens, int left) {
     return left >= 2 && fits(rows, 2) ? 2 : 1;
 }
 
-// Inputs x [T, in] and panels of w, ready to be multiplied: x rounded where there are tiles, or
-// integers; w converted from 4 bits to float32 where there are enough tokens that converting
-// once pays. Those values are the ones that multiply_tile computes with, so the sums are the same.
-class Factors {
-  public:
-    // All threads make theirs together, and hold them for one product.
-    Factors(const Linear& w, const Input& x, int tokens, Thread thread)
-        : source(w), plain(w), x(x), tokens(tokens), converted(w.type == I4 && tokens > MAX_ROWS) {
+// Inputs x [T, in], ready to be multiplied: rounded where there are tiles, or integers.
+struct ReadyInput {
+    const Input x;
+    const int tokens;
+    std::optional<TileInput> tiles;
+    std::optional<IntegerInput> integers;
+
+    // For w and its next ones. All threads make theirs together, and hold them for one product.
+    ReadyInput(const Linear& w, const Input& x, int tokens, Thread thread) : x(x), tokens(tokens) {
         if (TileInput::takes(w)) tiles.emplace(x, tokens, w.num_inputs, thread);
         if (IntegerInput::takes(w)) integers.emplace(x, tokens, w.num_inputs, thread);
     }
+};
+
+// Inputs and panels of w, ready to be multiplied: w is converted to float32 from blocks, and from 4
+// bits where there are enough tokens that converting once pays. Those values are the ones that
+// multiply_tile computes with, so the sums are the same.
+class Factors {
+  public:
+    Factors(const Linear& w, const ReadyInput& input)
+        : source(w), plain(w), x(input.x), tokens(input.tokens),
+          converted(is_blocks(w) ? !input.integers : w.type == I4 && tokens > MAX_ROWS),
+          tiles(input.tiles), integers(input.integers) {}
 
     // Tokens of a pass. In tiles all panels pass by them before the next ones.
     int step() const { return tiles ? tiles->step() : rows_at_once(tokens); }
@@ -204,6 +217,7 @@ class Factors {
 
     // How many of the panels that are left go together, at most 4.
     int panels(int left) const {
+        if (integers) return integers->panels(left);
         return tiles ? tiles->panels(tokens, left) : panels_at_once(tokens, left);
     }
 
@@ -213,7 +227,11 @@ class Factors {
         const int64_t size = int64_t(source.num_inputs) * PANEL;
         float* to = buffer();
         first = panel, plain.weight = to, plain.type = F32;
-        for (int p = 0; p < count; p++) unpack4(panel + p, to + p * size);
+        for (int p = 0; p < count; p++)
+            if (is_blocks(source))
+                dequantize_panel(source, panel + p, 0, source.num_inputs / GROUP, to + p * size);
+            else
+                unpack4(panel + p, to + p * size);
     }
 
     // sums [rows, count * PANEL], of PASS_SUMS = tokens [t, t + rows), t a multiple of step(), times
@@ -231,8 +249,8 @@ class Factors {
     const Input x;
     const int tokens;
     const bool converted;
-    std::optional<TileInput> tiles;
-    std::optional<IntegerInput> integers;
+    const std::optional<TileInput>& tiles;
+    const std::optional<IntegerInput>& integers;
     int first = 0; // panel of `plain`
 
     float* buffer() const { // of this thread, kept between calls
@@ -314,12 +332,12 @@ static void product_with_panels(
     }
 }
 
-// The same of all tokens, the outputs of one thread.
-static void product(
-    const Linear& w, const Input& x, int tokens, float* y, int64_t ldy, bool add, Thread thread) {
+// The same of all tokens, the outputs of one thread, without those of the next ones.
+static void product_with(
+    const Linear& w, const ReadyInput& input, float* y, int64_t ldy, bool add, Thread thread) {
     const Share share = thread.share(num_panels(w.num_outputs));
-    Factors factors(w, x, tokens, thread);
-    const int block = factors.block();
+    Factors factors(w, input);
+    const int tokens = input.tokens, block = factors.block();
     for (int begin = 0; begin < tokens; begin += block) {
         const int end = tokens - begin < block ? tokens : begin + block;
         for (int panel = share.begin, count; panel < share.end; panel += count) {
@@ -329,14 +347,32 @@ static void product(
     }
 }
 
+// y [T, out] = x [T, in] W^T + b (+ y if `add`), the outputs of one thread.
+static void product(
+    const Linear& w, const Input& x, int tokens, float* y, int64_t ldy, bool add, Thread thread) {
+    const ReadyInput input(w, x, tokens, thread);
+    for (const Linear* part = &w; part; y += part->num_outputs, part = part->next)
+        product_with(*part, input, y, ldy, add, thread);
+}
+
 static inline Vec activate(Vec x, int activation) {
     if (activation == SILU) return x / (1.0f + exp(-x));
     Vec inner = 0.7978845608028654f * (x + 0.044715f * x * x * x); // GELU by tanh
     return x / (1.0f + exp(-2.0f * inner)); // 0.5 (1 + tanh(u)) = 1 / (1 + exp(-2u))
 }
 
-// y [in] = the weights of one output, times `scale`; w is not quantised.
+// y [in] = the weights of one output, times `scale`; w is in blocks.
+static inline void copy_blocks(const Linear& w, int64_t output, float scale, float* y) {
+    float weights[GROUP * PANEL];
+    for (int k = 0; k < w.num_inputs; k += GROUP) {
+        dequantize_panel(w, int(output / PANEL), k / GROUP, k / GROUP + 1, weights);
+        for (int i = 0; i < GROUP; i++) y[k + i] = weights[i * PANEL + output % PANEL] * scale;
+    }
+}
+
+// The same, where w is in blocks or not quantised.
 static inline void copy_weights(const Linear& w, int64_t output, float scale, float* y) {
+    if (is_blocks(w)) return copy_blocks(w, output, scale, y);
     const int64_t panel = output / PANEL * panel_size(w), lane = output % PANEL;
     if (w.type == F32)
         for (int64_t k = 0; k < w.num_inputs; k++)
@@ -432,7 +468,8 @@ static void gated_product(
     const Linear& w, const Input& x, int tokens, const Activated& y, int half, int activation,
     Thread thread) {
     const Share share = thread.share(num_panels(half));
-    Factors factors(w, x, tokens, thread);
+    const ReadyInput input(w, x, tokens, thread);
+    Factors factors(w, input);
     const int block = factors.block();
     for (int begin = 0; begin < tokens; begin += block) {
         const int end = tokens - begin < block ? tokens : begin + block;
