@@ -10,8 +10,8 @@ engine that is not given is left out. Each engine runs in a process of its own, 
 threads, weights and KV cache in the same dtype (``--dtype``) and a KV cache for as many tokens;
 ``--quantised`` adds weights in 8 or 4 bits: int8, w8a8, int4, w4a8 (ours), int8, int4 (OpenVINO),
 Q8_0, Q4_0 (llama.cpp). The models have random weights in the shape of a Qwen3, and are made here;
-``reasoner`` is the embedded one. With ``--gguf`` the models are that file, or what llama.cpp makes of
-it (``--gguf-types``), as it is for all engines that read it, and ratios are to llama.cpp.
+``reasoner`` is the embedded one. With ``--gguf`` the models are that file, or what llama.cpp makes
+of it (``--gguf-types``), for all engines that read it, and ratios are to llama.cpp.
 
 All get the same requests, in turns within a round, so that other load of the machine falls on all.
 Where it is heavy, ``--threads 1 --clock processor`` counts seconds that the processor spent.

@@ -11,8 +11,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import gguf
 import numpy as np
+
+import gguf
 
 NAMES = {
     "self_attn.q_proj": "attn_q",

@@ -94,7 +94,7 @@ def logits_of(lm: CausalLM) -> torch.Tensor:
 def loaded(path: Path, monkeypatch: pytest.MonkeyPatch, plain: bool, **settings: Any) -> CausalLM:
     with monkeypatch.context() as patch:
         if not plain:
-            patch.setattr(loader, "open_checkpoint", lambda *_: None)
+            patch.setattr(loader, "open_checkpoint", lambda *_, **__: None)
         return loader.load(path, forward="native", **settings)
 
 

@@ -15,7 +15,7 @@ from forethought.kv.table import PageTable
 from forethought.model import loader
 from forethought.model.batch import Batch, Row
 from forethought.model.llama.network import FusedNetwork
-from forethought.model.quantized_checkpoint import AWQ_ORDER, StoredTensors, _load_others
+from forethought.model.quantized_checkpoint import AWQ_ORDER, StoredTensors, load_others
 from forethought.training.backbone import LoraAdapters
 from models import prompts, tiny
 
@@ -426,7 +426,7 @@ def test_persistent_buffers_are_read_in_their_own_dtype(plain, tmp_path):
 
     save_file({"scale": torch.full((3,), 0.1), "weight": torch.ones(2)}, tmp_path / "a.safetensors")
     module = WithBuffer()
-    _load_others(module, StoredTensors(tmp_path), torch.bfloat16)
+    load_others(module, StoredTensors(tmp_path), torch.bfloat16)
     assert torch.equal(module.scale, torch.full((3,), 0.1))
     assert module.weight.dtype == torch.bfloat16
 

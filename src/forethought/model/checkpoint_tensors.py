@@ -17,7 +17,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from forethought.gguf.block_type import BlockType
-from forethought.gguf.file import GgufFile, TensorInfo
+from forethought.gguf.file import GgufFile
 from forethought.gguf.tensor_names import StoredName, tensor_names
 from forethought.model.block_weight import BLOCK_TYPES, BlockWeight
 from forethought.model.dequantize import dequantize

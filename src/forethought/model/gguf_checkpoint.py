@@ -1,5 +1,5 @@
-"""GGUF files as modules of transformers: of the architectures that ``checkpoint_module.py`` does not
-take, and on other devices than a CPU.
+"""GGUF files as modules of transformers: architectures that ``checkpoint_module.py`` does not take,
+and devices other than a CPU.
 
 Linear layers keep their blocks (``BlockWeight``); all else is dequantised.
 """
