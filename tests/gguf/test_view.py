@@ -16,6 +16,8 @@ from typing import Any
 import pytest
 from transformers import AutoConfig
 
+from forethought.cli.options import check_models
+from forethought.config.drafters import DraftTargetDecodingConfig
 from forethought.errors import ModelError, ParameterError
 from forethought.evaluation.journal import fingerprint
 from forethought.gguf import view
@@ -229,6 +231,17 @@ def test_what_cannot_be_in_a_gguf_file_is_refused_by_name(model: Path) -> None:
         with pytest.raises(ModelError, match=f"from which no {kind} is read"):
             checked_model_dir(model, kind=kind)
     check_model_dir(find_model_dir(model), "draft model")
+
+
+def test_the_command_line_finds_gguf_files_before_torch_is_imported(model: Path) -> None:
+    drafts = DraftTargetDecodingConfig(speculative_model=model, max_draft_len=2)
+    check_models({"model": model, "tokenizer": model, "speculative_config": drafts})
+    assert drafts.with_local_model().speculative_model == find_model_dir(model)
+    broken = model.with_name("broken.gguf")
+    broken.write_bytes(b"GGUF")
+    for name in ("model", "tokenizer"):
+        with pytest.raises(ModelError, match=r"broken\.gguf"):
+            check_models({"model": model, name: broken})
 
 
 def test_a_file_that_is_broken_is_refused_when_it_is_named(tmp_path: Path) -> None:

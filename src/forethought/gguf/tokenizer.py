@@ -141,7 +141,7 @@ def _stored_merges(vocabulary: Vocabulary) -> list[list[str]]:
     ids, merges = vocabulary.ids, []
     for merge in vocabulary.metadata.strings("tokenizer.ggml.merges")[:]:
         first, _, second = merge.partition(" ")
-        if not {first, second, f"{first}{second}"} <= ids.keys():
+        if first not in ids or second not in ids or f"{first}{second}" not in ids:
             raise vocabulary.metadata.refused(
                 "tokenizer.ggml.merges", merge, "two tokens of its vocabulary that make a third"
             )
