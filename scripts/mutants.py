@@ -106,6 +106,7 @@ SANDBOX = "tests/sandbox/test_sandbox.py -m 'not slow'"
 DATA_FILES = "tests/evaluation/test_data_files.py"
 GRADERS = "tests/evaluation/test_graders.py"
 
+GGUF = "tests/gguf"
 MUTANTS = [
     # ---- kv --------------------------------------------------------------------------------------
     Mutant(
@@ -1102,6 +1103,45 @@ MUTANTS = [
         "self._retrieve(query)",
         RETRIEVAL,
     ),
+    # ---- gguf ------------------------------------------------------------------------------------
+    Mutant("gguf/file.py", "if end > size:", "if False:", GGUF),
+    Mutant("gguf/file.py", "if info.offset < end:", "if False:", GGUF),
+    Mutant("gguf/file.py", "if info.offset % alignment:", "if False:", GGUF),
+    Mutant("gguf/file.py", "if count > most or", "if", GGUF),
+    Mutant("gguf/file.py", "or own_number != number:", "or False:", GGUF),
+    Mutant("gguf/rope.py", "factors.append(1 / (", "factors.append((", GGUF),
+    Mutant(
+        "gguf/model_config.py", "if num_layers > len(metadata.file.tensors):", "if False:", GGUF
+    ),
+    Mutant(
+        "gguf/model_config.py",
+        '    if metadata.size("block_count") == num_layers_27b:',
+        "    if False:",
+        GGUF,
+    ),
+    Mutant(
+        "gguf/tensor_names.py",
+        "weight = replace(weight, shape=(1, weight.shape[-1]))",
+        "pass",
+        GGUF,
+    ),
+    Mutant("gguf/tensor_names.py", "if strays:", "if False:", GGUF),
+    Mutant(
+        "gguf/tensor_names.py",
+        '_PERMUTED = ("llama", "mistral", "smollm3")',
+        '_PERMUTED = ("llama", "mistral")',
+        GGUF,
+    ),
+    Mutant(
+        "gguf/tokenizer.py",
+        "is_special = vocabulary.types[token_id] in special",
+        "is_special = True",
+        GGUF,
+    ),
+    Mutant("gguf/tokenizer.py", "-scores[token_id], -length,", "-scores[token_id], length,", GGUF),
+    Mutant("gguf/generation_config.py", "if _HARMONY_RETURN in ids:", "if False:", GGUF),
+    Mutant("gguf/view.py", "if view.exists() and not _is_whole(view):", "if False:", GGUF),
+    Mutant("gguf/view.py", '[state["size"], state["mtime_ns"]] != expected', "False", GGUF),
 ]
 
 

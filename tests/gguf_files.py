@@ -141,8 +141,10 @@ def write_model(
     weights: Mapping[str, torch.Tensor] | None = None,
     quantize: Callable[[str, np.ndarray], gguf.GGMLQuantizationType] = lambda name, data: F32,
     vocabulary: Callable[[gguf.GGUFWriter, int], None] | None = None,
+    tensors_per_file: int = 0,
 ) -> Path:
-    """Write a GGUF file.
+    """Write a GGUF file, or a series of files of at most ``tensors_per_file`` tensors; returns the
+    path of the first.
 
     Args:
         path: of the file.
@@ -154,7 +156,7 @@ def write_model(
     """
     architecture, _, _ = MODELS[case]
     config = config_of_case(case)
-    writer = gguf.GGUFWriter(path, architecture)
+    writer = gguf.GGUFWriter(path, architecture, split_max_tensors=tensors_per_file)
     for key, value in {**metadata_of(case), **(changes or {})}.items():
         add_value(writer, key, value)
     (vocabulary or add_byte_vocabulary)(writer, config.vocab_size)
@@ -169,7 +171,7 @@ def write_model(
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    return path
+    return min(path.parent.glob(f"{path.stem}-00001-of-*.gguf")) if tensors_per_file else path
 
 
 def add_value(writer: gguf.GGUFWriter, key: str, value: Any) -> None:

@@ -163,7 +163,9 @@ def check_model_dir(directory: Path, kind: str = "model") -> None:
     """
     if not directory.is_dir():
         why, fix = "there is no such directory", "Give the path of a local Hugging Face directory"
-        if directory.exists():
+        if gguf_names.is_gguf_model(directory):
+            why, fix = "it is a GGUF file", _GGUF_FIX
+        elif directory.exists():
             why = "it is a file"
         raise ModelError(f"no {kind} at {directory}", why, fix)
     files = gguf_files(directory)
@@ -173,8 +175,7 @@ def check_model_dir(directory: Path, kind: str = "model") -> None:
     _refuse_adapter(directory, kind)
     if not (directory / "config.json").is_file():
         if gguf_names.is_gguf_model(directory):
-            fix = "Find its directory with find_model_dir"
-            raise _broken(directory, kind, "it holds GGUF files", fix)
+            raise _broken(directory, kind, "it holds GGUF files", _GGUF_FIX)
         raise _broken(directory, kind, "it has no config.json")
     for file in sorted(directory.iterdir()):
         if _is_lfs_pointer(file):
@@ -387,6 +388,7 @@ def first_words(error: BaseException) -> str:
 
 
 _MAX_WORDS = 300
+_GGUF_FIX = "Find the directory that is a view of it with find_model_dir"
 _GGUF_KINDS = ("model", "draft model", "tokenizer")
 
 

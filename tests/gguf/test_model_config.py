@@ -100,6 +100,8 @@ def test_the_factors_of_llama_3_become_its_settings(factor: float, tmp_path: Pat
     assert 1 < len(set(factors.tolist())) <= 8
     path = with_factors(tmp_path, {"rope_freqs": factors}, {"llama.rope.freq_base": 500000.0})
     assert config_of(GgufFile.open(path))["rope_parameters"] == rope
+    path = with_factors(tmp_path, {"rope_freqs": np.ones(8)})
+    assert config_of(GgufFile.open(path))["rope_parameters"]["rope_type"] == "default"
     path = with_factors(tmp_path, {"rope_freqs": factors * 1.01})
     with pytest.raises(ModelError, match="not those of Llama"):
         config_of(GgufFile.open(path))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -83,6 +84,20 @@ def test_plain_weights_are_those_whose_blocks_stay_as_they_are(tmp_path: Path) -
     names = tensor_names(config_of(file), file)
     assert names["model.layers.1.self_attn.q_proj.weight"].is_plain
     assert not names["model.layers.1.mlp.experts.down_proj"].is_plain
+
+
+def test_gates_and_ups_of_experts_may_be_one_tensor(tmp_path: Path) -> None:
+    file = GgufFile.open(write_model(tmp_path / "model.gguf", "qwen2moe"))
+    config, expected = config_of(file), meta_weights("qwen2moe")
+    for index in range(config["num_hidden_layers"]):
+        gate = file.tensors.pop(f"blk.{index}.ffn_gate_exps.weight")
+        del file.tensors[f"blk.{index}.ffn_up_exps.weight"]
+        experts, rows, columns = gate.shape
+        name = f"blk.{index}.ffn_gate_up_exps.weight"
+        file.tensors[name] = replace(gate, name=name, shape=(experts, 2 * rows, columns))
+    names = tensor_names(config, file)
+    assert {name: entry.shape for name, entry in names.items()} == expected
+    assert names["model.layers.1.mlp.experts.gate_up_proj"].is_plain
 
 
 def test_a_tensor_that_is_missing_or_has_no_place_is_named(tmp_path: Path) -> None:

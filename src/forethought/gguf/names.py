@@ -4,6 +4,7 @@ ollama, a file in an installed package.
 
 from __future__ import annotations
 
+import glob
 import importlib.util
 import re
 from collections.abc import Iterable, Sequence
@@ -130,7 +131,7 @@ def _downloaded(name: str, quantization: str, revision: str | None) -> Path:
     files = hub.file_names(name, revision)
     is_offline = files is None
     if files is None:
-        directory = hub.download(name, revision, [f"*{_SUFFIX}"], from_cache=True)
+        directory = hub.download(name, revision, (), from_cache=True)
         files = [str(file.relative_to(directory)) for file in directory.rglob(f"*{_SUFFIX}")]
     chosen = _chosen([file for file in files if _is_model(file)], quantization)
     if not chosen:
@@ -147,7 +148,8 @@ def _downloaded(name: str, quantization: str, revision: str | None) -> Path:
             f"{name} has several: {_listed(sorted(chosen))}",
             "Give the name of the file after the colon",
         )
-    directory = hub.download(name, revision, chosen, from_cache=is_offline)
+    patterns = [glob.escape(file) for file in chosen]
+    directory = hub.download(name, revision, patterns, from_cache=is_offline)
     return series_of(directory / min(chosen))[0]
 
 

@@ -41,7 +41,7 @@ def rotary_size(metadata: Metadata, head_dim: int) -> int:
 def _scaling(metadata: Metadata, theta: float) -> dict[str, Any]:
     tensors = metadata.file.tensors
     kind = metadata.text(metadata.full_key("rope.scaling.type"), "")
-    if _FREQUENCIES in tensors:
+    if _FREQUENCIES in tensors and {*metadata.floats(_FREQUENCIES)} != {1.0}:
         return _llama3(metadata, theta)
     if _LONG in tensors or _SHORT in tensors or kind == "longrope":
         return _longrope(metadata)

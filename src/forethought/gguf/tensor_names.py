@@ -170,9 +170,16 @@ def _layer(
         yield "self_attn.sinks", tensors.entry(f"{block}attn_sinks.weight")
         yield from _gpt_oss_experts(tensors, block)
     elif model_type in ("qwen2_moe", "qwen3_moe"):
-        gate, up = f"{block}ffn_gate_exps.weight", f"{block}ffn_up_exps.weight"
-        yield "mlp.experts.gate_up_proj", tensors.joined(gate, up)
+        yield "mlp.experts.gate_up_proj", _gate_up_experts(tensors, block)
         yield "mlp.experts.down_proj", tensors.entry(f"{block}ffn_down_exps.weight")
+
+
+def _gate_up_experts(tensors: _Tensors, block: str) -> StoredName:
+    """The gates and the up projections of all experts, which some files have in one tensor."""
+    both = f"{block}ffn_gate_up_exps.weight"
+    if tensors.has(both):
+        return tensors.entry(both)
+    return tensors.joined(f"{block}ffn_gate_exps.weight", f"{block}ffn_up_exps.weight")
 
 
 def _gpt_oss_experts(tensors: _Tensors, block: str) -> Iterator[tuple[str, StoredName]]:
@@ -219,6 +226,9 @@ class _Tensors:
 
     def __init__(self, file: GgufFile) -> None:
         self._file = file
+
+    def has(self, name: str) -> bool:
+        return name in self._file.tensors
 
     def info(self, name: str) -> TensorInfo:
         info = self._file.tensors.get(name)

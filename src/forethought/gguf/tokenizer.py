@@ -20,7 +20,7 @@ from forethought.gguf.pre_tokenizer import PRE_TOKENIZERS, PreTokenizer
 _logger = logging.getLogger(__name__)
 _SPACE = "\u2581"
 """What stands for a space in the tokens of sentencepiece."""
-_MAX_TOKEN_LENGTH = 512
+_MAX_TOKEN_LENGTH = 256
 """Characters of a token that is merged from others; the longest of real models have 128."""
 _TEMPLATE = "tokenizer.chat_template"
 _GEMMA = ("gemma2", "gemma3")
@@ -55,7 +55,8 @@ class Vocabulary:
 
     Attributes:
         metadata: of the file.
-        tokens: their texts, by id.
+        tokens: their texts, by id; Gemma's of spaces alone are stored as they are, and written here
+            as sentencepiece writes them.
         types: of the tokens; all are normal where the file does not say.
     """
 
@@ -66,6 +67,8 @@ class Vocabulary:
             raise metadata.unsupported(why)
         self.metadata = metadata
         self.tokens: Sequence[str] = metadata.strings("tokenizer.ggml.tokens")[:]
+        if metadata.architecture in _GEMMA:
+            self.tokens = [_SPACE * len(t) if t and not t.strip(" ") else t for t in self.tokens]
         count = len(self.tokens)
         has_types = "tokenizer.ggml.token_type" in metadata.file.metadata
         self.types: Sequence[int] = (
@@ -138,7 +141,7 @@ def _stored_merges(vocabulary: Vocabulary) -> list[list[str]]:
     ids, merges = vocabulary.ids, []
     for merge in vocabulary.metadata.strings("tokenizer.ggml.merges")[:]:
         first, _, second = merge.partition(" ")
-        if not {first, second, f"{first}{second}"} <= ids.keys():
+        if first not in ids or second not in ids or f"{first}{second}" not in ids:
             raise vocabulary.metadata.refused(
                 "tokenizer.ggml.merges", merge, "two tokens of its vocabulary that make a third"
             )
@@ -148,8 +151,6 @@ def _stored_merges(vocabulary: Vocabulary) -> list[list[str]]:
 
 def _sentencepiece(vocabulary: Vocabulary) -> dict[str, Any]:
     metadata = vocabulary.metadata
-    is_gemma = metadata.architecture in _GEMMA
-    ids = _with_space_runs(vocabulary.ids) if is_gemma else vocabulary.ids
     has_prefix = metadata.flag("tokenizer.ggml.add_space_prefix") is not False
     spaces = {"type": "Replace", "pattern": {"String": " "}, "content": _SPACE}
     decoders: list[dict[str, Any]] = [
@@ -178,7 +179,7 @@ def _sentencepiece(vocabulary: Vocabulary) -> dict[str, Any]:
         "pre_tokenizer": pre_tokenizer,
         "decoder": {"type": "Sequence", "decoders": decoders},
         "model": {
-            **_bpe(ids, _scored_merges(vocabulary, ids), False),
+            **_bpe(vocabulary.ids, _scored_merges(vocabulary), False),
             "unk_token": unknown,
             "fuse_unk": True,
             "byte_fallback": True,
@@ -194,14 +195,6 @@ def _has_control_instructions(vocabulary: Vocabulary) -> bool:
     return token_id is not None and vocabulary.types[token_id] == TokenType.CONTROL
 
 
-def _with_space_runs(ids: Mapping[str, int]) -> dict[str, int]:
-    """A vocabulary where tokens of spaces alone are written as sentencepiece writes them."""
-    return {
-        token if token.strip(" ") else _SPACE * len(token): token_id
-        for token, token_id in ids.items()
-    }
-
-
 def _unknown_token(vocabulary: Vocabulary) -> str | None:
     unknown = vocabulary.token("unknown")
     first = next(vocabulary.of_type(TokenType.UNKNOWN), (None, None))[1]
@@ -209,7 +202,7 @@ def _unknown_token(vocabulary: Vocabulary) -> str | None:
     return token if token in vocabulary.ids else None
 
 
-def _scored_merges(vocabulary: Vocabulary, ids: Mapping[str, int]) -> list[list[str]]:
+def _scored_merges(vocabulary: Vocabulary) -> list[list[str]]:
     """All pairs of tokens that make a token, first those of the highest score, and of one token
     first those with the longest left part. Gemma's scores are not in the order of its merges;
     there the first token is merged first.
@@ -221,9 +214,8 @@ def _scored_merges(vocabulary: Vocabulary, ids: Mapping[str, int]) -> list[list[
     else:
         kinds = (TokenType.NORMAL,)
         scores = metadata.numbers("tokenizer.ggml.scores", len(vocabulary.tokens))
-    parts = {
-        token: token_id for token, token_id in ids.items() if vocabulary.types[token_id] in kinds
-    }
+    types = vocabulary.types
+    parts = {token: number for token, number in vocabulary.ids.items() if types[number] in kinds}
     merges = []
     for token, token_id in parts.items():
         if len(token) > _MAX_TOKEN_LENGTH:
