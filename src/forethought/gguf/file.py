@@ -152,8 +152,8 @@ class GgufFile:
         return self.paths[0]
 
     def raw(self, name: str) -> memoryview:
-        """The bytes of a tensor in the mapped file: read-only, and valid for as long as they are
-        referred to.
+        """The bytes of a tensor in the mapped file, valid for as long as they are referred to. What
+        is written to them, which torch takes no bytes without, changes no file.
         """
         info = self.tensors[name]
         return memoryview(self._buffers[info.path])[info.offset : info.offset + info.num_bytes]
