@@ -132,14 +132,14 @@ class GgufTensors:
     def tensor(self, name: str, dtype: torch.dtype) -> Tensor:
         """A tensor, dequantised; raises ModelError for NaN or infinity."""
         stored = self._stored[name]
-        values = self._values(stored.name, stored, dtype)
+        stored_dtype = torch.float32 if stored.adds else dtype
+        values = self._values(stored.name, stored, stored_dtype)
         if stored.joined is not None:
-            second = self._values(stored.joined, stored, dtype)
-            values = _joined(values, second, stored.interleaves)
+            values = _joined(values, self._values(stored.joined, stored, dtype), stored)
         values = values.transpose(-1, -2).contiguous() if stored.transposes else values
         values = values.reshape(stored.shape)
         check_values([(name, values)], self._directory, "model")
-        return values + stored.adds if stored.adds else values
+        return (values + stored.adds).to(dtype) if stored.adds else values
 
     def _read(self, name: str, dtype: torch.dtype) -> Tensor | BlockWeight:
         stored = self._stored[name]
@@ -174,11 +174,9 @@ class GgufTensors:
         return rows.transpose(1, 2).reshape(-1, row_bytes)
 
 
-def _joined(first: Tensor, second: Tensor, interleaves: bool) -> Tensor:
-    """Rows of two tensors ``[..., rows, columns]``, or numbers of two biases ``[experts, rows]``,
-    one after the other or in turns.
-    """
-    dim = 1 if first.dim() == 2 else first.dim() - 2
-    if interleaves:
+def _joined(first: Tensor, second: Tensor, stored: StoredName) -> Tensor:
+    """The rows of two tensors, one after the other or in turns."""
+    dim = first.dim() + stored.row_dimension
+    if stored.interleaves:
         return torch.stack([first, second], dim + 1).flatten(dim, dim + 1)
     return torch.cat([first, second], dim)

@@ -34,6 +34,7 @@ from forethought.model.checkpoint_module import (
     CheckpointModule,
     open_checkpoint,
 )
+from forethought.model.checkpoint_tensors import GgufTensors
 from forethought.model.device import free_host_memory, has_fast_matmul
 from forethought.model.loaded_weights import unsupported
 from forethought.model.quantization import (
@@ -46,7 +47,7 @@ from forethought.model.quantization import (
     quantize_linears,
     use_native_products,
 )
-from forethought.model_dir import check_generation_config
+from forethought.model_dir import check_generation_config, gguf_files
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -240,6 +241,8 @@ def _check_quantization(
     from forethought.model.transformers_module import quant_method
 
     method = quant_method(directory, config)
+    if quantization is not None and gguf_files(directory) is not None:
+        method = "the blocks of its GGUF file" if GgufTensors(directory, True).has_blocks else None
     if quantization is not None and method is not None:
         raise ModelError(
             f'quantization="{quantization}" is not possible for the model in {directory}',

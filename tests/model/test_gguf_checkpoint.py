@@ -1,0 +1,127 @@
+"""Models in GGUF files are those of transformers with the same, dequantised weights."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import gguf
+from engines import GREEDY, drain, engine_over, expect_empty
+from forethought.errors import ModelError
+from forethought.gguf.file import GgufFile
+from forethought.model import loader
+from forethought.model.checkpoint_tensors import GgufTensors
+from forethought.model_dir import find_model_dir
+from gguf_files import MODELS, config_of_case, module_of_case, write_model
+from models import prompts
+
+Type = gguf.GGMLQuantizationType
+PROMPTS = prompts((3, 17, 40))
+NATIVE = ("llama", "mistral", "qwen2", "qwen3", "gemma3", "phi3")
+"""Architectures whose layers run in C++."""
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FORETHOUGHT_CACHE", str(tmp_path / "cache"))
+
+
+def in_blocks(kind: Type) -> Any:
+    """Matrices in blocks of a type, where their rows are whole blocks, else in Q8_0 or float32."""
+
+    def choose(name: str, data: np.ndarray) -> Type:
+        if data.ndim < 2 or "norm" in name or "gate_inp" in name:
+            return Type.F32
+        size, _ = gguf.GGML_QUANT_SIZES[kind]
+        if data.shape[-1] % size == 0:
+            return kind
+        return Type.Q8_0 if data.shape[-1] % 32 == 0 else Type.F32
+
+    return choose
+
+
+def view(path: Path, case: str, kind: Type) -> Path:
+    """The directory of a file with random weights."""
+    weights = dict(module_of_case(case).state_dict())
+    if config_of_case(case).tie_word_embeddings:
+        del weights["lm_head.weight"]
+    return find_model_dir(write_model(path, case, weights=weights, quantize=in_blocks(kind)))
+
+
+def reference(directory: Path, case: str) -> torch.nn.Module:
+    """The module of transformers with the weights of a view, dequantised."""
+    module, tensors = module_of_case(case), GgufTensors(directory, rounds_input=False)
+    weights = {name: tensors.tensor(name, torch.float32) for name in tensors.names}
+    module.load_state_dict(weights, strict=False)
+    module.tie_weights()
+    return module
+
+
+def greedy(module: torch.nn.Module, prompt: list[int], count: int) -> list[int]:
+    ids = list(prompt)
+    with torch.inference_mode():
+        for _ in range(count):
+            ids.append(int(module(torch.tensor([ids])).logits[0, -1].argmax()))
+    return ids[len(prompt) :]
+
+
+@pytest.mark.parametrize("kind", [Type.F32, Type.BF16, Type.Q4_1])
+@pytest.mark.parametrize("case", MODELS)
+def test_tokens_are_those_of_transformers_with_the_dequantised_weights(
+    case: str, kind: Type, tmp_path: Path
+) -> None:
+    directory = view(tmp_path / "model.gguf", case, kind)
+    module = reference(directory, case)
+    machine = engine_over(loader.load(directory, dtype="float32", forward="auto"))
+    sequences = [machine.add(prompt, GREEDY)[0] for prompt in PROMPTS]
+    drain(machine)
+    assert [s.output for s in sequences] == [greedy(module, prompt, 16) for prompt in PROMPTS]
+    expect_empty(machine)
+
+
+@pytest.mark.parametrize("case", MODELS)
+def test_architectures_of_the_native_forward_run_there(case: str, tmp_path: Path) -> None:
+    lm = loader.load(view(tmp_path / "model.gguf", case, Type.Q8_0), forward="auto")
+    assert (lm.path.kind == "native") == case.startswith(NATIVE)
+
+
+@pytest.mark.parametrize("kind", [Type.Q4_0, Type.Q5_0, Type.Q5_1, Type.Q8_0])
+@pytest.mark.parametrize("case", ["llama", "gemma2", "qwen3moe"])
+def test_products_of_integers_are_lossless_with_drafts_and_in_any_batch(
+    case: str, kind: Type, tmp_path: Path
+) -> None:
+    lm = loader.load(view(tmp_path / "model.gguf", case, kind), forward="auto")
+    alone = []
+    for prompt in PROMPTS:
+        machine = engine_over(lm)
+        sequence = machine.add(prompt, GREEDY)[0]
+        drain(machine)
+        alone.append(sequence.output)
+    machine = engine_over(lm)
+    sequences = [machine.add(prompt, GREEDY)[0] for prompt in PROMPTS]
+    drain(machine)
+    assert [sequence.output for sequence in sequences] == alone
+    expect_empty(machine)
+
+
+def test_a_quantised_file_is_not_quantised_again(tmp_path: Path) -> None:
+    directory = view(tmp_path / "model.gguf", "llama", Type.Q8_0)
+    with pytest.raises(ModelError, match="quantised already"):
+        loader.load(directory, quantization="int8", forward="auto")
+    plain = view(tmp_path / "plain.gguf", "llama", Type.F32)
+    loader.load(plain, quantization="int8", forward="auto")
+
+
+def test_weights_that_are_not_finite_are_refused_with_their_name(tmp_path: Path) -> None:
+    for number, kind in enumerate((Type.F32, Type.Q8_0)):
+        path = write_model(tmp_path / f"{number}.gguf", quantize=in_blocks(kind))
+        offset = GgufFile.open(path).tensors["blk.1.ffn_up.weight"].offset
+        data = bytearray(path.read_bytes())
+        data[offset : offset + 4] = (b"\0\0\x80\x7f", b"\0\x7c\0\0")[number]  # infinity
+        path.write_bytes(data)
+        with pytest.raises(ModelError, match=r"model\.layers\.1\.mlp\.up_proj\.weight"):
+            loader.load(find_model_dir(path), forward="auto")
