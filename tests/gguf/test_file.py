@@ -252,6 +252,19 @@ def test_a_hostile_header_is_refused_before_anything_of_its_size_is_made(
     assert words in damaged(tmp_path, data)
 
 
+def test_arrays_and_headers_beyond_all_real_ones_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "long.gguf"
+    for count, words in ((2**22 + 1, "4,194,305 elements in k"), (2**40, "elements in k")):
+        path.write_bytes(header(metadata=1, rest=text("k") + ARRAY + struct.pack("<IQ", 0, count)))
+        with path.open("r+b") as file:
+            file.truncate(2**34)  # without taking memory or disk
+        assert words in refusal(path)
+    path.write_bytes(header(metadata=2**16 + 1))
+    with path.open("r+b") as file:
+        file.truncate(2**34)
+    assert "65,537 metadata" in refusal(path)
+
+
 @settings(max_examples=300)
 @given(st.data())
 def test_changed_headers_are_read_or_refused(plain: Path, data: st.DataObject) -> None:

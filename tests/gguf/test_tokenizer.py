@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 from transformers.models.gemma.tokenization_gemma import GemmaTokenizer
 from transformers.models.qwen2.tokenization_qwen2 import PRETOKENIZE_REGEX
+from transformers.tokenization_utils_base import generate_merges
 
 import gguf
 from forethought.errors import ModelError
@@ -353,6 +354,15 @@ def test_scores_give_the_tokens_of_sentencepiece(
     expected = merged_by_score(SPACE + text.replace(" ", SPACE), ids, scores) if text else []
     assert result.encode(text).ids == [1, *expected]
     assert result.decode(result.encode(text).ids) == text
+
+
+def test_merges_are_in_the_order_in_which_transformers_makes_them(tmp_path: Path) -> None:
+    add, ids, scores = sentencepiece_vocabulary()
+    pieces = {piece: ids[piece] for piece in PIECES}
+    expected = generate_merges(pieces, {piece: scores[ids[piece]] for piece in PIECES})
+    merges = files(tmp_path, add)["tokenizer.json"]["model"]["merges"]
+    assert len(merges) > len(PIECES) // 2
+    assert list(map(tuple, merges)) == expected
 
 
 def test_no_space_comes_first_where_the_file_says_so(tmp_path: Path) -> None:
