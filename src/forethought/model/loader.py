@@ -416,7 +416,8 @@ def _auto_dtype(
 
 
 def _weight_bytes(directory: Path) -> int:
-    files = [*directory.glob("*.safetensors")] or [*directory.glob("pytorch_model*.bin")]
+    in_directory = [*directory.glob("*.safetensors")] or [*directory.glob("pytorch_model*.bin")]
+    files = gguf_files(directory) or in_directory
     return sum(path.stat().st_size for path in files)
 
 

@@ -66,17 +66,20 @@ class NativeNetwork:
         self._embedding = model.embed_tokens
         embed_scale = getattr(model.embed_tokens, "embed_scale", None)
         head = PackedLinear.of(module.lm_head)
-        self._packed = self._packed_embedding(module, head)
+        packed = self._packed = self._packed_embedding(module, head)
         del module.lm_head
         table = None
-        if self._packed is not None:
+        if packed is not None:
             model.embed_tokens = self._embedding = nn.Identity()
+            num_embeddings = packed.struct.num_outputs
+            outside = 0 if packed is head else packed.num_bytes
         else:
             model.embed_tokens.weight = nn.Parameter(
                 owned(model.embed_tokens.weight), requires_grad=False
             )
             table = model.embed_tokens.weight.detach().contiguous()
             table = table if table.dtype in TYPES else table.float()
+            num_embeddings, outside = len(table), table.nbytes
         attention = model.layers[0].self_attn
         self._layers = layers = list[PackedLayer]()
         for index, layer in enumerate(model.layers):
@@ -89,11 +92,11 @@ class NativeNetwork:
             layers=structs,
             final_norm=final_norm.data_ptr(),
             head=ctypes.pointer(head.struct),
-            embedding=None if self._packed is None else ctypes.pointer(self._packed.struct),
+            embedding=None if packed is None else ctypes.pointer(packed.struct),
             table=None if table is None else table.data_ptr(),
             join=None,
             table_type=TYPES[self.dtype if table is None else table.dtype],
-            num_embeddings=len(table) if self._packed is None else self._packed.struct.num_outputs,
+            num_embeddings=num_embeddings,
             num_layers=len(layers),
             hidden=config.hidden_size,
             num_heads=config.num_attention_heads,
@@ -107,11 +110,10 @@ class NativeNetwork:
             score_cap=getattr(config, "attn_logit_softcapping", None) or 0.0,
             embed_scale=1.0 if embed_scale is None else float(embed_scale),
         )
-        self.forward = NativeForward(struct, max_positions, [layers, head, final_norm, table])
+        held = [layers, head, packed, final_norm, table]
+        self.forward = NativeForward(struct, max_positions, held)
         self._head = head
-        apart = table.nbytes if self._packed is None else self._packed.num_bytes
-        outside = head.num_bytes + (0 if self._packed is head else apart)
-        self.num_bytes = outside + sum(layer.num_bytes for layer in layers)
+        self.num_bytes = head.num_bytes + outside + sum(layer.num_bytes for layer in layers)
 
     @staticmethod
     def _packed_embedding(

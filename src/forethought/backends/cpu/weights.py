@@ -191,6 +191,7 @@ class PackedLinear:
             float32_input |= weight.dtype == torch.float32
             weight = _as_stored(weight)
         kind, num_inputs = _type_of(weight), weight.shape[1]
+        assert isinstance(weight, Tensor | QuantizedWeight)
         plain = weight if isinstance(weight, Tensor) else weight.values
         values = LAYOUTS[kind](by_output(plain)).contiguous()
         group_size, scale, zero = num_inputs, None, None
