@@ -11,7 +11,8 @@ threads, weights and KV cache in the same dtype (``--dtype``) and a KV cache for
 ``--quantised`` adds weights in 8 or 4 bits: int8, w8a8, int4, w4a8 (ours), int8, int4 (OpenVINO),
 Q8_0, Q4_0 (llama.cpp). The models have random weights in the shape of a Qwen3, and are made here;
 ``reasoner`` is the embedded one. With ``--gguf`` the models are that file, or what llama.cpp makes
-of it (``--gguf-types``), for all engines that read it, and ratios are to llama.cpp.
+of it (``--gguf-types``), for all engines that read it, and ratios are to llama.cpp; ``--gguf 600m``
+is a file of the random model.
 
 All get the same requests, in turns within a round, so that other load of the machine falls on all.
 Where it is heavy, ``--threads 1 --clock processor`` counts seconds that the processor spent.
@@ -170,7 +171,17 @@ def run_random_model(args: argparse.Namespace, name: str, folder: Path) -> Sessi
     return session
 
 
-def run_gguf(args: argparse.Namespace, file: Path, kind: str, folder: Path) -> Session:
+def gguf_of(args: argparse.Namespace, name: str, folder: Path) -> Path:
+    """A GGUF file, or the model of random weights that is meant instead of one."""
+    if name not in SHAPES:
+        return Path(name)
+    source = save_random_model(name, folder / f"{name}-bfloat16", "bfloat16")
+    settings = Settings("", "bfloat16", "", args.threads)
+    (path,) = prepared(Entry("llamacpp", args.llamacpp), [source], folder, settings)
+    return Path(path)
+
+
+def run_gguf(args: argparse.Namespace, name: str, kind: str, folder: Path) -> Session:
     """The same on a GGUF file, or on what llama.cpp makes of it in another type of blocks."""
     entries = [Entry(entry.engine, entry.python, "") for entry in chosen_entries(args)]
     entries = sorted(
@@ -179,11 +190,12 @@ def run_gguf(args: argparse.Namespace, file: Path, kind: str, folder: Path) -> S
     )
     if entries[:1] != [Entry("llamacpp", args.llamacpp)]:
         raise SystemExit("--gguf needs --llamacpp, which ratios are to")
+    file = gguf_of(args, name, folder)
     if kind:
         settings = Settings("", args.dtype, kind, args.threads)
         (path,) = prepared(replace(entries[0], form=kind), [file], folder, settings)
         file = Path(path)
-    session = Session(args, kind or file.stem, [file], folder)
+    session = Session(args, f"{Path(name).stem} {kind}".strip(), [file], folder)
     run_cases(session, entries, GgufFile.open([file]).tensors["token_embd.weight"].shape[0])
     return session
 
@@ -298,7 +310,7 @@ def parsed() -> argparse.Namespace:
         parser.add_argument(f"--{engine}", metavar="PY", help=f"environment that has {engine}")
     parser.add_argument("--models", nargs="+", choices=[*SHAPES, REASONER], default=["15m", "150m"])
     parser.add_argument(
-        "--gguf", nargs="+", type=Path, default=[], metavar="FILE", help="in place of --models"
+        "--gguf", nargs="+", default=[], metavar="FILE", help="or a model of --models, as a file"
     )
     parser.add_argument(
         "--gguf-types",
@@ -345,8 +357,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as scratch:
         folder = args.cache or Path(scratch)
         folder.mkdir(parents=True, exist_ok=True)
-        for file in args.gguf:
-            sessions += [run_gguf(args, file, kind, folder) for kind in args.gguf_types]
+        for name in args.gguf:
+            sessions += [run_gguf(args, name, kind, folder) for kind in args.gguf_types]
         for model in () if args.gguf else args.models:
             if model != REASONER:
                 sessions.append(run_random_model(args, model, folder))
@@ -361,7 +373,7 @@ def main() -> None:
         "machine": machine(),
         "instruction_sets": instruction_sets(),
         **{name: value for name, value in vars(args).items() if isinstance(value, plain)},
-        "gguf": [file.name for file in args.gguf],
+        "gguf": [Path(name).name for name in args.gguf],
         "versions": dict(sorted({(row["contestant"], row["version"]) for row in memory})),
         "memory": memory,
         "rows": [figure.to_dict() for figure in figures],

@@ -1,7 +1,8 @@
-"""A Hugging Face directory of a Llama or Qwen3 as a GGUF file without a tokenizer.
+"""A Hugging Face directory of a Llama or Qwen3 as a GGUF file.
 
-Only what llama.cpp needs to continue token ids: the hyperparameters and the tensors under its own
-names. Norms stay in float32; matrices are stored in the type that is asked for.
+Only what is needed to continue token ids: the hyperparameters, the tensors under llama.cpp's names,
+and a tokenizer of single bytes whose other tokens no text has. Norms stay in float32; matrices are
+stored in the type that is asked for.
 """
 
 from __future__ import annotations
@@ -109,7 +110,26 @@ def _write_hyperparameters(writer: Any, config: dict[str, Any]) -> None:
     writer.add_rope_freq_base(rope.get("rope_theta", 10_000.0))
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
     writer.add_vocab_size(config["vocab_size"])
-    writer.add_tokenizer_model("no_vocab")
+    _write_vocabulary(writer, config["vocab_size"])
+
+
+def _write_vocabulary(writer: Any, size: int) -> None:
+    """Bytes as byte-level BPE writes them, one merge, which llama.cpp wants, and made-up words."""
+    shown = {*range(33, 127), *range(161, 173), *range(174, 256)}
+    others = iter(range(256, 512))
+    tokens = [chr(byte) if byte in shown else chr(next(others)) for byte in range(256)]
+    tokens += ["th", "<s>", "</s>"]
+    tokens += [f"[w{number}]" for number in range(len(tokens), size)]
+    kinds = gguf.TokenType
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("gpt-2")
+    writer.add_token_list(tokens)
+    writer.add_token_types(
+        [kinds.NORMAL] * 257 + [kinds.CONTROL] * 2 + [kinds.UNUSED] * (size - 259)
+    )
+    writer.add_token_merges(["t h"])
+    writer.add_bos_token_id(257)
+    writer.add_eos_token_id(258)
 
 
 def _interleaved(

@@ -47,8 +47,17 @@ SHAPES: dict[str, dict[str, int]] = {
         "num_key_value_heads": 8,
         "head_dim": 128,
     },
+    "1500m": {
+        "vocab_size": 151_936,
+        "hidden_size": 1536,
+        "intermediate_size": 6144,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 12,
+        "num_key_value_heads": 4,
+        "head_dim": 128,
+    },
 }
-"""135m has the sizes of SmolLM2-135M, the last those of Qwen3-0.6B."""
+"""135m has the sizes of SmolLM2-135M, 600m those of Qwen3-0.6B, 1500m a Qwen3 of 1.5 billion."""
 
 
 def save_random_model(name: str, directory: Path, dtype: str) -> Path:

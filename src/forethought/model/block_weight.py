@@ -121,4 +121,5 @@ def _in_groups(unpacked: Unpacked, num_outputs: int, num_inputs: int) -> Integer
         per_group(unpacked.scales),
         None if offsets is None else per_group(offsets),
         None if factors is None else by_group(factors.reshape(-1, 2)),
+        multiplies_rest=True,
     )

@@ -4,6 +4,9 @@ Each row of activations is rounded to 8 bits in groups of ``ACTIVATION_GROUP`` i
 multiplied by integers, whose sums are exact, and the sums of the groups are scaled and added in
 float32. The rounding is a part of the model: it depends on the row alone, so drafts stay exact.
 
+A weight may want what the rounding leaves of a row, rounded in the same way, as a second row whose
+products are added: together they have the precision of about 15 bits, for as many reads of weights.
+
 ``IntegerProduct`` defines the result to the last bit. The native forward computes the same
 (``integers.h``), whatever the processor, the number of rows and that of threads.
 """
@@ -31,6 +34,7 @@ class IntegerWeight:
         offsets: float32 ``[groups, out]``; None: 0.
         factors: int8 ``[groups, out, 2]``, of the halves of a group; None: 1.
         output_scales: float32 ``[out]``; None: 1.
+        multiplies_rest: what rounding leaves of a row is multiplied, too.
     """
 
     values: Tensor
@@ -38,6 +42,7 @@ class IntegerWeight:
     offsets: Tensor | None = None
     factors: Tensor | None = None
     output_scales: Tensor | None = None
+    multiplies_rest: bool = False
 
 
 class IntegerProduct:
@@ -46,7 +51,8 @@ class IntegerProduct:
         y += totals[g] * (s[g] * scales[g])      totals[g]: of a[g] * values[g] * factors[g], exact
         y += (s[g] * sum(a[g])) * offsets[g]     if there are offsets
 
-    with the integers a of the activations and their scales s; then ``y * output_scales``.
+    with the integers a of the activations and their scales s; then ``y * output_scales``. With
+    ``multiplies_rest`` the same sum over the rest ``x - a * s`` of the activations is added to it.
 
     Args:
         weight: whose groups these are.
@@ -58,15 +64,25 @@ class IntegerProduct:
 
     def __call__(self, x: Tensor) -> Tensor:
         """x ``[T, in]`` -> ``[T, out]``."""
-        weight, (values, scales) = self.weight, rounded_to_int8(x)
-        y = x.new_zeros((len(x), weight.values.shape[1]), dtype=torch.float32)
+        values, scales = rounded_to_int8(x)
+        y = self._sum(values, scales)
+        if self.weight.multiplies_rest:
+            padded = F.pad(x.float(), (0, -x.shape[1] % ACTIVATION_GROUP))
+            y += self._sum(*rounded_to_int8(padded - (values * scales[..., None]).flatten(1)))
+        output_scales = self.weight.output_scales
+        return (y if output_scales is None else y * output_scales).to(self.dtype)
+
+    def _sum(self, values: Tensor, scales: Tensor) -> Tensor:
+        """Of integers ``[T, groups, ACTIVATION_GROUP]`` with scales ``[T, groups]``."""
+        weight = self.weight
+        y = values.new_zeros((len(values), weight.values.shape[1]))
         for group in range(len(weight.values)):
             a, scale = values[:, group], scales[:, group, None]
             scaled = scale if weight.scales is None else scale * weight.scales[group]
             y += self._totals(a, group) * scaled
             if weight.offsets is not None:
                 y += scale * a.sum(1, keepdim=True) * weight.offsets[group]
-        return (y if weight.output_scales is None else y * weight.output_scales).to(self.dtype)
+        return y
 
     def _totals(self, a: Tensor, group: int) -> Tensor:
         """Of a group of inputs ``[T, ACTIVATION_GROUP]``: integers below 2^24, ``[T, out]``."""
