@@ -1,7 +1,8 @@
 // Rows of inputs in 8 bits.
 //
 // A row is rounded in groups of GROUP inputs: q = round(x / s), with s the largest magnitude of the
-// group over 127. A group with a value that is not finite is 0, with NaN as its scale.
+// group over 127. A group with a value that is not finite is 0, with NaN as its scale. What that
+// leaves of a row, x - q * s, can be rounded in the same way, as a row of its own.
 
 #pragma once
 
@@ -18,7 +19,7 @@ constexpr int GROUP = TILE_INPUTS; // inputs of a row that share a scale
 // One line of the cache.
 struct alignas(64) RoundedGroup {
     int8_t values[GROUP];
-    float scale, scaled_sum;           // the sum of the values times the scale
+    float scale, scaled_sum;            // the sum of the values times the scale
     int32_t minus_sum, minus_halves[2]; // of the values, of each half of them
 
     // x [GROUP]
@@ -96,12 +97,34 @@ struct alignas(64) RoundedGroup {
     }
 };
 
-// To [padded inputs / GROUP] = x [num_inputs].
-static inline void round_to_bytes(const float* x, int num_inputs, RoundedGroup* to) {
+// Call f with each group of x [num_inputs], the last one padded with zeros.
+template <class F> static inline void each_group(const float* x, int num_inputs, F&& f) {
     const int left = num_inputs % GROUP;
-    for (int k = 0; k + GROUP <= num_inputs; k += GROUP) (to++)->round(x + k);
+    int64_t group = 0;
+    for (int k = 0; k + GROUP <= num_inputs; k += GROUP) f(group++, x + k);
     if (!left) return;
     float padded[GROUP] = {};
     memcpy(padded, x + num_inputs - left, left * 4);
-    to->round(padded);
+    f(group, padded);
+}
+
+// to [padded inputs / GROUP] = x [num_inputs]
+static inline void round_to_bytes(const float* x, int num_inputs, RoundedGroup* to) {
+    each_group(x, num_inputs, [&](int64_t group, const float* from) { to[group].round(from); });
+}
+
+// The same, and rest = what that leaves of x.
+static inline void round_to_two(
+    const float* x, int num_inputs, RoundedGroup* to, RoundedGroup* rest) {
+    each_group(x, num_inputs, [&](int64_t group, const float* from) {
+        float left[GROUP];
+        to[group].round(from);
+        for (int i = 0; i < GROUP; i += OUTPUTS) {
+            const Floats value = load_signed((const uint8_t*)to[group].values + i);
+            const Floats rounded = rounded_product(value, all_floats(to[group].scale));
+            const Floats difference = load_floats(from + i) - rounded;
+            memcpy(left + i, &difference, sizeof difference);
+        }
+        rest[group].round(left);
+    });
 }

@@ -37,10 +37,11 @@ struct TileLayout {
     }
 };
 
-// Floats that rounded inputs take, and those of one tile for each thread: in bf16, or in 8 bits.
+// Floats that rounded inputs take, and those of one tile for each thread: in bf16, in 8 bits, or
+// twice in 8 bits.
 static inline int64_t tiles_size(int64_t tokens, int64_t num_inputs, int threads) {
     const int64_t shared = tokens + TILE_ROWS, own = int64_t(threads) * TILE_ROWS;
-    return (shared > own ? shared : own) * padded_inputs(num_inputs) / 2;
+    return (shared > own ? shared : own) * padded_inputs(num_inputs);
 }
 
 #if HAS_DOT_PRODUCTS
