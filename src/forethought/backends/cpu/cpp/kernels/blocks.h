@@ -96,14 +96,15 @@ template <int TYPE> class BlockVector {
         }
     }
 
-    // Four integers of each output: of quads k and k + 4 of a group. Those of 8 bits are signed.
+    // Four integers of each output, of quad k of a group, in 8 bits, with their sign.
+    Ints read_quad(int64_t group, int k) const {
+        return load_ints(bytes + group * group_bytes(TYPE) + k * PANEL * 4);
+    }
+
+    // Of quads k and k + 4, in fewer bits.
     void read(int64_t group, int k, Ints& low, Ints& high) const {
         constexpr int BITS = bits_of(TYPE), QUAD = PANEL * 4;
         const uint8_t* from = bytes + group * group_bytes(TYPE);
-        if (BITS == 8) {
-            low = load_ints(from + k * QUAD), high = load_ints(from + (k + 4) * QUAD);
-            return;
-        }
         const Ints both = load_ints(from + k * QUAD);
         low = both & 0x0f0f0f0f, high = both >> 4 & 0x0f0f0f0f;
         if (BITS == 5) {
@@ -115,6 +116,14 @@ template <int TYPE> class BlockVector {
             };
             low |= highest(load_ints(from + 4 * QUAD)), high |= highest(load_ints(from + 5 * QUAD));
         }
+    }
+
+    // Fetch the integers and scales of a group, of this panel or the next ones, to the L2 cache.
+    void fetch(int64_t group) const {
+        const uint8_t* from = bytes + group * group_bytes(TYPE);
+        for (int i = 0; i < group_bytes(TYPE); i += 64) __builtin_prefetch(from + i, 0, 2);
+        if (TYPE >= Q8_0) // of one group or of the same share of a block
+            __builtin_prefetch(scales + group * scale_bytes(TYPE, SUPER_GROUPS) / SUPER_GROUPS, 0, 2);
     }
 
     // The scale is 1 where outputs have one.
@@ -153,7 +162,10 @@ template <int TYPE> class BlockVector {
             for (int half = 0; half < 2; half++) scale[half] *= by.factors[half];
         for (int k = 0; k < 4; k++) {
             Ints quads[2];
-            read(group, k, quads[0], quads[1]);
+            if (bits_of(TYPE) == 8)
+                quads[0] = read_quad(group, k), quads[1] = read_quad(group, k + 4);
+            else
+                read(group, k, quads[0], quads[1]);
             for (int half = 0; half < 2; half++)
                 for (int i = 0; i < 4; i++) {
                     const Ints q = bits_of(TYPE) == 8 ? quads[half] << (24 - 8 * i) >> 24

@@ -110,18 +110,21 @@ static inline Floats load_signed(const uint8_t* p) {
 #endif
 }
 
-// The product, rounded before it is added to anything: compilers would fuse the two.
-static inline Floats rounded_product(Floats a, Floats b) {
-    Floats product = a * b;
+// A value that is computed as it is written: neither is its last operation fused with the next one,
+// nor are several sums put in another order.
+template <class T> static inline T in_order(T value) {
 #if defined(__AVX512F__)
-    __asm__("" : "+v"(product));
+    __asm__("" : "+v"(value));
 #elif defined(__AVX__)
-    __asm__("" : "+x"(product));
+    __asm__("" : "+x"(value));
 #else
-    __asm__("" : "+m"(product));
+    __asm__("" : "+m"(value));
 #endif
-    return product;
+    return value;
 }
+
+// The product, rounded before it is added to anything.
+static inline Floats rounded_product(Floats a, Floats b) { return in_order(a * b); }
 
 // Four inputs in 8 bits, for all outputs.
 static inline Ints four_inputs(const int8_t* x) {
@@ -172,10 +175,13 @@ template <int BITS> class ByteSums {
         sums = (Ints)_mm256_dpbusd_avx_epi32((__m256i)sums, (__m256i)w, (__m256i)inputs);
 #elif BYTE_PRODUCTS
         const auto w = (ByteVector)weights, x = (ByteVector)inputs;
-        const ByteVector next =
+        ByteVector next =
             BITS == 8 ? pair_products(magnitudes(w), signed_as(x, w)) : pair_products(w, x);
-        pairs = index % NUM_PAIRS ? add_pairs(pairs, next) : next;
-        if (index % NUM_PAIRS == NUM_PAIRS - 1) sums += sums_of_pairs(pairs);
+        if (index % NUM_PAIRS) next = add_pairs(pairs, next);
+        if (index % NUM_PAIRS < NUM_PAIRS - 1)
+            pairs = in_order(next);
+        else
+            sums = in_order(sums + sums_of_pairs(next));
 #else
         for (int lane = 0; lane < OUTPUTS; lane++)
             for (int shift = 0; shift < 32; shift += 8) {
@@ -186,7 +192,7 @@ template <int BITS> class ByteSums {
 #endif
     }
 
-    Ints total() const { return sums; }
+    Floats total() const { return __builtin_convertvector(sums, Floats); }
 
   private:
     Ints sums;

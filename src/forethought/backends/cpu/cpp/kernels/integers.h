@@ -8,7 +8,6 @@
 #pragma once
 
 #include "../structures.h"
-#include "amx.h"
 #include "blocks.h"
 #include "byte_sums.h"
 #include "panels.h"
@@ -25,17 +24,20 @@ struct IntegerPass {
     int64_t num_groups;
     float* sums; // rows are `width` apart
     int64_t width;
+    int64_t fetched, fetch_every; // the group that is fetched first, then the next one every so many
 };
+
+constexpr int MAX_OWN_ROWS = 4; // that each thread rounds, which takes less time than to wait
+constexpr int FETCH_PASSES = 4;            // that share what is fetched for the next panels
+constexpr int64_t MAX_GROUPS_AHEAD = 1024; // 256 KiB of 4 bits
 
 // Exact sums of products of a group of inputs, for each half of it where these have factors; rows of
 // x are `next` groups apart.
-template <int TYPE, int ROWS, int VECS, int HALVES>
+template <int TYPE, class Sums, int ROWS, int VECS, int HALVES>
 static inline void multiply_group(
     const BlockVector<TYPE>* w, int64_t group, const RoundedGroup* x, int64_t next,
-    Floats (&totals)[ROWS][VECS][HALVES]) {
-    typedef ByteSums<bits_of(TYPE)> Sums;
+    Sums (&sums)[ROWS][VECS][HALVES]) {
     constexpr int OFFSET = zero_of(TYPE) + Sums::OFFSET;
-    Sums sums[ROWS][VECS][HALVES];
     for (int m = 0; m < ROWS; m++)
         for (int h = 0; h < HALVES; h++) {
             const RoundedGroup& row = x[m * next];
@@ -43,23 +45,29 @@ static inline void multiply_group(
             for (int v = 0; v < VECS; v++)
                 sums[m][v][h].begin(OFFSET ? all_ints(minus) * OFFSET : Ints{});
         }
+    // Add those of quad k, to sums of which `added` quads were added before.
+    const auto add = [&](const Ints(&quads)[VECS], int k, int added) {
+        for (int m = 0; m < ROWS; m++) {
+            const Ints inputs = four_inputs(x[m * next].values + 4 * k);
+            for (int v = 0; v < VECS; v++) sums[m][v][k / 4 % HALVES].add(quads[v], inputs, added);
+        }
+    };
+    if (bits_of(TYPE) == 8) {
+#pragma GCC unroll 1 // registers hold no more
+        for (int k = 0; k < 8; k++) {
+            Ints quads[VECS];
+            for (int v = 0; v < VECS; v++) quads[v] = w[v].read_quad(group, k);
+            add(quads, k, k);
+        }
+        return;
+    }
 #pragma GCC unroll 4
     for (int k = 0; k < 4; k++) {
         Ints low[VECS], high[VECS];
         for (int v = 0; v < VECS; v++) w[v].read(group, k, low[v], high[v]);
-        for (int m = 0; m < ROWS; m++) {
-            const int8_t* values = x[m * next].values + 4 * k;
-            const Ints first = four_inputs(values), second = four_inputs(values + GROUP / 2);
-            for (int v = 0; v < VECS; v++) {
-                sums[m][v][0].add(low[v], first, HALVES == 2 ? k : 2 * k);
-                sums[m][v][HALVES - 1].add(high[v], second, HALVES == 2 ? k : 2 * k + 1);
-            }
-        }
+        add(low, k, HALVES == 2 ? k : 2 * k);
+        add(high, k + 4, HALVES == 2 ? k : 2 * k + 1);
     }
-    for (int m = 0; m < ROWS; m++)
-        for (int v = 0; v < VECS; v++)
-            for (int h = 0; h < HALVES; h++)
-                totals[m][v][h] = __builtin_convertvector(sums[m][v][h].total(), Floats);
 }
 
 template <int TYPE, int ROWS, int VECS>
@@ -69,16 +77,22 @@ static __attribute__((noinline)) void multiply_vectors(const IntegerPass& pass) 
     const BlockVector<TYPE> w[2] = {
         {pass.w, pass.output}, {pass.w, pass.output + last * OUTPUTS}};
     Floats sums[ROWS][VECS] = {};
+    int64_t fetched = pass.fetched, next_fetch = 0;
     for (int64_t g = 0; g < pass.num_groups; g++) {
+        if (g == next_fetch) {
+            for (int v = 0; v < VECS; v += PANEL / OUTPUTS) w[v].fetch(fetched);
+            fetched++, next_fetch += pass.fetch_every;
+        }
         const RoundedGroup* x = pass.x + g;
-        Floats totals[ROWS][VECS][HALVES];
+        ByteSums<bits_of(TYPE)> totals[ROWS][VECS][HALVES];
         multiply_group<TYPE>(w, g, x, pass.num_groups, totals);
         for (int v = 0; v < VECS; v++) {
             const Scales by = w[v].read_scales(g);
             for (int m = 0; m < ROWS; m++) {
                 const RoundedGroup& row = x[m * pass.num_groups];
-                Floats total = totals[m][v][0], scale = all_floats(row.scale);
-                if (HALVES == 2) total = total * by.factors[0] + totals[m][v][1] * by.factors[1];
+                Floats total = totals[m][v][0].total(), scale = all_floats(row.scale);
+                if (HALVES == 2) // exact
+                    total = total * by.factors[0] + totals[m][v][1].total() * by.factors[1];
                 if (TYPE != W8A8) scale *= by.scale;
                 sums[m][v] += rounded_product(total, scale);
                 if (has_offsets(TYPE)) sums[m][v] += rounded_product(all_floats(row.scaled_sum), by.offset);
@@ -113,11 +127,12 @@ class IntegerInput {
         return w.type == W8A8 || w.type == W4A8 || (is_blocks(w) && !w.float32_input);
     }
 
-    // Few rows are rounded by each thread for itself, more by all of them together.
+    // A few rows are rounded by each thread for itself, more by all of them together.
     IntegerInput(const Input& x, int tokens, int num_inputs, Thread thread)
-        : num_groups(padded_inputs(num_inputs) / GROUP), rows((RoundedGroup*)thread.tiles) {
-        const bool alone = tokens <= TILE_ROWS;
-        if (alone) rows += thread.index * TILE_ROWS * num_groups;
+        : tokens(tokens), num_groups(padded_inputs(num_inputs) / GROUP),
+          rows((RoundedGroup*)thread.tiles) {
+        const bool alone = tokens <= MAX_OWN_ROWS;
+        if (alone) rows += thread.index * MAX_OWN_ROWS * num_groups;
         const Share share = alone ? Share{0, tokens} : thread.share(tokens);
         for (int64_t t = share.begin; t < share.end; t++)
             round_to_bytes(x.floats + t * x.stride, num_inputs, rows + t * num_groups);
@@ -132,15 +147,23 @@ class IntegerInput {
     void multiply(const Linear& w, int panel, int count, int t, int num_rows, float* sums) const {
         const bool is_wide = OUTPUTS == PANEL || num_rows <= 4; // registers hold two vectors of sums
         const int vectors = count * PANEL / OUTPUTS, step = is_wide ? 2 : 1;
+        // While a token's part of these panels is computed, a part of the next ones is fetched.
+        const int64_t ahead = count * num_groups;
+        const int passes = (tokens + num_rows - 1) / num_rows;
+        const int sharing = passes < FETCH_PASSES ? passes : FETCH_PASSES;
+        const int64_t fetched = (ahead < MAX_GROUPS_AHEAD ? ahead : MAX_GROUPS_AHEAD) +
+                                t / num_rows % sharing * num_groups / sharing;
         with_type(w, [&](auto type) {
             for (int v = 0; v < vectors; v += step)
                 multiply_rows<decltype(type)::value, 2>(
-                    num_rows, {w, panel * PANEL + v * OUTPUTS, vectors - v, rows + t * num_groups,
-                               num_groups, sums + v * OUTPUTS, count * PANEL});
+                    num_rows,
+                    {w, panel * PANEL + v * OUTPUTS, vectors - v, rows + t * num_groups, num_groups,
+                     sums + v * OUTPUTS, count * PANEL, fetched, sharing});
         });
     }
 
   private:
+    const int tokens;
     const int64_t num_groups;
     RoundedGroup* rows;
 };

@@ -197,13 +197,17 @@ struct ReadyInput {
 
 // Inputs and panels of w, ready to be multiplied: w is converted to float32 from blocks, and from 4
 // bits where there are enough tokens that converting once pays. Those values are the ones that
-// multiply_tile computes with, so the sums are the same.
+// multiply_tile computes with, so the sums are the same. For a few tokens blocks are converted a
+// group at a time, which stays in the L1 cache.
 class Factors {
   public:
     Factors(const Linear& w, const ReadyInput& input)
         : source(w), plain(w), x(input.x), tokens(input.tokens),
           converted(is_blocks(w) ? !input.integers : w.type == I4 && tokens > MAX_ROWS),
-          tiles(input.tiles), integers(input.integers) {}
+          by_group(is_blocks(w) && tokens <= MAX_ROWS), tiles(input.tiles),
+          integers(input.integers) {
+        if (converted) plain.type = F32;
+    }
 
     // Tokens of a pass. In tiles all panels pass by them before the next ones.
     int step() const { return tiles ? tiles->step() : rows_at_once(tokens); }
@@ -223,10 +227,10 @@ class Factors {
 
     // Make panels [panel, panel + count), at most 4, ready to be multiplied.
     void hold(int panel, int count) {
-        if (!converted) return;
+        if (!converted || by_group) return;
         const int64_t size = int64_t(source.num_inputs) * PANEL;
         float* to = buffer();
-        first = panel, plain.weight = to, plain.type = F32;
+        first = panel, plain.weight = to;
         for (int p = 0; p < count; p++)
             if (is_blocks(source))
                 dequantize_panel(source, panel + p, 0, source.num_inputs / GROUP, to + p * size);
@@ -240,6 +244,7 @@ class Factors {
         if (tiles) return tiles->multiply(source, panel, count, t, rows, sums);
         if (integers) return integers->multiply(source, panel, count, t, rows, sums);
         memset(sums, 0, rows * count * PANEL * 4);
+        if (by_group) return multiply_by_group(panel, count, t, rows, sums);
         multiply_tile(plain, panel - first, count, x.floats + t * x.stride, x.stride, rows, sums);
     }
 
@@ -248,7 +253,7 @@ class Factors {
     Linear plain; // its weight is the buffer where panels are converted
     const Input x;
     const int tokens;
-    const bool converted;
+    const bool converted, by_group;
     const std::optional<TileInput>& tiles;
     const std::optional<IntegerInput>& integers;
     int first = 0; // panel of `plain`
@@ -258,6 +263,18 @@ class Factors {
         const size_t size = size_t(4) * source.num_inputs * PANEL;
         if (kept.size() < size) kept.resize(size);
         return kept.data();
+    }
+
+    void multiply_by_group(int panel, int count, int t, int rows, float* sums) const {
+        alignas(64) float weights[4 * GROUP * PANEL];
+        Linear part = plain;
+        part.weight = weights, part.num_inputs = GROUP;
+        const float* from = x.floats + t * x.stride;
+        for (int g = 0; g < source.num_inputs / GROUP; g++, from += GROUP) {
+            for (int p = 0; p < count; p++)
+                dequantize_panel(source, panel + p, g, g + 1, weights + p * GROUP * PANEL);
+            multiply_tile(part, 0, count, from, x.stride, rows, sums);
+        }
     }
 
     void unpack4(int panel, float* to) const {
@@ -316,6 +333,10 @@ static void product_with_panels(
     factors.hold(panel, count);
     for (int t = begin; t < end; t += step) {
         const int rows = end - t < step ? end - t : step;
+        if (rows < ROWS_AHEAD) // the loop below does not look so far ahead
+            for (int m = 0; m < rows; m++)
+                for (int i = 0; i < width; i += PANEL)
+                    __builtin_prefetch(y + (t + m) * ldy + first + i, 1);
         factors.multiply(panel, count, t, rows, tile);
         if (w.type == I8 || w.bias) scale_outputs(w, first, tile, rows, width);
         for (int m = 0; m < rows; m++) {
@@ -417,6 +438,11 @@ class Activated {
             copy_row(from, half - first < PANEL ? half - first : PANEL, memory + t * half + first);
     }
 
+    // Fetch where they go.
+    void fetch(int64_t t, int first) const {
+        __builtin_prefetch(tiles ? (const void*)place(t, first) : memory + t * half + first, 1);
+    }
+
     // The inputs of the padding of tokens [begin, end).
     void pad(int begin, int end) const {
         const int first = num_panels(half) * PANEL;
@@ -445,6 +471,8 @@ static void gated_product_with_pair(
     factors.hold(2 * pair, 2);
     for (int t = begin; t < end; t += step) {
         const int rows = end - t < step ? end - t : step;
+        if (rows < ROWS_AHEAD)
+            for (int m = 0; m < rows; m++) y.fetch(t + m, first);
         if (together)
             factors.multiply(2 * pair, 2, t, rows, both);
         else
