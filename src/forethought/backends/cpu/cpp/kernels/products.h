@@ -19,7 +19,6 @@ constexpr int REGISTERS = LANES == 16 ? 32 : 16; // for vectors
 constexpr int MAX_ROWS = 6;                      // tokens that one pass over a panel multiplies
 constexpr int AHEAD = 1024;                      // bytes of a panel that are fetched in advance
 constexpr int BLOCK_FLOATS = 1 << 19;            // of inputs that all panels pass by: 2 MiB of L3
-constexpr int CHUNK_INPUTS = 64;                 // that are converted at a time: 4 KiB of a panel
 constexpr int ROWS_AHEAD = 16;                   // of outputs that are fetched in advance
 // Sums of a pass: in tiles those of PASS_TOKENS with two panels, or of a tile with four.
 constexpr int PASS_SUMS = HAS_DOT_PRODUCTS ? PASS_TOKENS * 2 * PANEL : MAX_ROWS * 4 * PANEL;
@@ -198,14 +197,14 @@ struct ReadyInput {
 
 // Inputs and panels of w, ready to be multiplied: w is converted to float32 from blocks, and from 4
 // bits where there are enough tokens that converting once pays. Those values are the ones that
-// multiply_tile computes with, so the sums are the same. For a few tokens blocks are converted as
-// they are multiplied.
+// multiply_tile computes with, so the sums are the same. For a few tokens blocks are converted a
+// group at a time, which stays in the L1 cache.
 class Factors {
   public:
     Factors(const Linear& w, const ReadyInput& input)
         : source(w), plain(w), x(input.x), tokens(input.tokens),
           converted(is_blocks(w) ? !input.integers : w.type == I4 && tokens > MAX_ROWS),
-          in_chunks(is_blocks(w) && tokens <= MAX_ROWS), tiles(input.tiles),
+          by_group(is_blocks(w) && tokens <= MAX_ROWS), tiles(input.tiles),
           integers(input.integers) {
         if (converted) plain.type = F32;
     }
@@ -228,7 +227,7 @@ class Factors {
 
     // Make panels [panel, panel + count), at most 4, ready to be multiplied.
     void hold(int panel, int count) {
-        if (!converted || in_chunks) return;
+        if (!converted || by_group) return;
         const int64_t size = int64_t(source.num_inputs) * PANEL;
         float* to = buffer();
         first = panel, plain.weight = to;
@@ -245,7 +244,7 @@ class Factors {
         if (tiles) return tiles->multiply(source, panel, count, t, rows, sums);
         if (integers) return integers->multiply(source, panel, count, t, rows, sums);
         memset(sums, 0, rows * count * PANEL * 4);
-        if (in_chunks) return multiply_chunks(panel, count, t, rows, sums);
+        if (by_group) return multiply_by_group(panel, count, t, rows, sums);
         multiply_tile(plain, panel - first, count, x.floats + t * x.stride, x.stride, rows, sums);
     }
 
@@ -254,7 +253,7 @@ class Factors {
     Linear plain; // its weight is the buffer where panels are converted
     const Input x;
     const int tokens;
-    const bool converted, in_chunks;
+    const bool converted, by_group;
     const std::optional<TileInput>& tiles;
     const std::optional<IntegerInput>& integers;
     int first = 0; // panel of `plain`
@@ -266,18 +265,15 @@ class Factors {
         return kept.data();
     }
 
-    void multiply_chunks(int panel, int count, int t, int rows, float* sums) const {
-        alignas(64) float weights[4 * CHUNK_INPUTS * PANEL];
-        Linear chunk = plain;
-        chunk.weight = weights;
-        for (int k = 0; k < source.num_inputs; k += CHUNK_INPUTS) {
-            const int left = source.num_inputs - k;
-            chunk.num_inputs = left < CHUNK_INPUTS ? left : CHUNK_INPUTS;
-            const int end = (k + chunk.num_inputs) / GROUP;
+    void multiply_by_group(int panel, int count, int t, int rows, float* sums) const {
+        alignas(64) float weights[4 * GROUP * PANEL];
+        Linear part = plain;
+        part.weight = weights, part.num_inputs = GROUP;
+        const float* from = x.floats + t * x.stride;
+        for (int g = 0; g < source.num_inputs / GROUP; g++, from += GROUP) {
             for (int p = 0; p < count; p++)
-                dequantize_panel(
-                    source, panel + p, k / GROUP, end, weights + p * panel_size(chunk));
-            multiply_tile(chunk, 0, count, x.floats + t * x.stride + k, x.stride, rows, sums);
+                dequantize_panel(source, panel + p, g, g + 1, weights + p * GROUP * PANEL);
+            multiply_tile(part, 0, count, from, x.stride, rows, sums);
         }
     }
 
