@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 import torch
-from gguf import GGMLQuantizationType, quants
 from torch import Tensor
 
 from forethought.gguf.block_type import BlockType
+from gguf import GGMLQuantizationType, quants
 
 SCALES_AT = {
     BlockType.Q4_1: (0, 2),

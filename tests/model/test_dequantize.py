@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import gguf
 import pytest
 import torch
 
+import gguf
 from forethought.errors import ModelError
 from forethought.gguf.block_type import BlockType
 from forethought.model import dequantize as module
