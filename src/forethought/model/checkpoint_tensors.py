@@ -92,7 +92,7 @@ class SafetensorsTensors:
         self.names = frozenset(files)
 
     def read(self, names: Iterable[str], dtype: torch.dtype) -> dict[str, Tensor | BlockWeight]:
-        """See :class:`CheckpointTensors`."""
+        """The tensors in ``dtype``, from files that are opened for this call alone."""
         tensors = dict[str, Tensor]()
         wanted = list(names)
         for file_name in dict.fromkeys(self._files[name] for name in wanted):
@@ -121,12 +121,12 @@ class GgufTensors:
 
     @cached_property
     def has_blocks(self) -> bool:
-        """See :class:`CheckpointTensors`."""
+        """Whether any tensor is of another type than ``PLAIN``."""
         types = {self.file.tensors[stored.name].type for stored in self._stored.values()}
         return bool(types - {*PLAIN})
 
     def read(self, names: Iterable[str], dtype: torch.dtype) -> dict[str, Tensor | BlockWeight]:
-        """See :class:`CheckpointTensors`."""
+        """Matrices of ``BLOCK_TYPES`` in their blocks, and all else in ``dtype``."""
         return {name: self._read(name, dtype) for name in names}
 
     def tensor(self, name: str, dtype: torch.dtype) -> Tensor:

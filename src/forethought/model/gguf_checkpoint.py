@@ -62,7 +62,7 @@ def _place(module: nn.Module, name: str, weight: BlockWeight, tensors: _Tensors)
 
 
 class _Tensors:
-    """See ``NamedTensors``: dequantised."""
+    """The weights of linears in their blocks, and all others dequantised (``NamedTensors``)."""
 
     def __init__(self, directory: Path, dtype: torch.dtype, rounds_input: bool) -> None:
         self.directory, self._dtype = directory, dtype
