@@ -9,9 +9,7 @@ constexpr int MAX_GROUP = 64;      // query heads that share a key head
 constexpr int MAX_TOP_K = 64;      // experts of a token
 
 // A8: inputs are rounded to 8 bits, see integers.h. From Q8_0 on: blocks of GGUF files, see blocks.h.
-enum WeightType {
-    F32, BF16, I8, I4, W8A8, W4A8, Q8_0, Q4_0, Q4_1, Q5_0, Q5_1, Q4_K, Q5_K, Q6_K
-};
+enum WeightType { F32, BF16, I8, I4, W8A8, W4A8, Q8_0, Q4_0, Q4_1, Q5_0, Q5_1, Q4_K, Q5_K, Q6_K };
 constexpr int64_t NO_TOKEN = -1; // where the model's logits are not finite
 
 enum Activation { SILU = 0, GELU_TANH = 1 };
@@ -21,8 +19,8 @@ extern "C" {
 // y = x W^T + b
 struct Linear {
     const void* weight; // panels; null: there is no such product
-    const float* scale; // 8 bits: [out]; 4 bits: [panels, groups, PANEL], of W4A8 in bf16; or blocks
-    const float* zero;  // 4 bits: as scale, of W4A8 in bytes
+    const float* scale; // 8 bits: [out]; 4 bits: [panels, groups, PANEL]; see blocks.h for others
+    const float* zero;  // 4 bits: as scale
     const float* bias;  // [out], or null
     int32_t num_inputs, num_outputs, type, group_size;
     int32_t float32_input; // x is multiplied in float32, though BF16 or blocks might round it
@@ -62,9 +60,10 @@ struct Model {
     const Layer* layers;
     const float* final_norm; // or null
     const Linear* head;
-    const Linear* embedding; // whose weights of a token are its embedding; plain or blocks; or null:
-    const void* table;       // [num_embeddings, hidden] of `table_type`, F32 or BF16
-    const Join* join;        // null: a model, which reads tokens alone
+    const Linear*
+        embedding;     // whose weights of a token are its embedding; plain or blocks; or null:
+    const void* table; // [num_embeddings, hidden] of `table_type`, F32 or BF16
+    const Join* join;  // null: a model, which reads tokens alone
     int32_t table_type, num_embeddings;
     int32_t num_layers, hidden, num_heads, num_kv_heads, head_dim, rotary_dim, activation;
     float eps, head_norm_eps, logit_cap, score_cap, embed_scale;

@@ -123,7 +123,8 @@ template <int TYPE> class BlockVector {
         const uint8_t* from = bytes + group * group_bytes(TYPE);
         for (int i = 0; i < group_bytes(TYPE); i += 64) __builtin_prefetch(from + i, 0, 2);
         if (TYPE >= Q8_0) // of one group or of the same share of a block
-            __builtin_prefetch(scales + group * scale_bytes(TYPE, SUPER_GROUPS) / SUPER_GROUPS, 0, 2);
+            __builtin_prefetch(
+                scales + group * scale_bytes(TYPE, SUPER_GROUPS) / SUPER_GROUPS, 0, 2);
     }
 
     // The scale is 1 where outputs have one.
@@ -135,7 +136,8 @@ template <int TYPE> class BlockVector {
             to.offset = -(load_unsigned(zeros + at) * to.scale);
         } else if (has_super_groups(TYPE)) {
             constexpr int LARGE = PANEL * (has_offsets(TYPE) ? 4 : 2);
-            const uint8_t* large = scales + group / SUPER_GROUPS * (LARGE + SUPER_GROUPS * 2 * PANEL);
+            const uint8_t* large =
+                scales + group / SUPER_GROUPS * (LARGE + SUPER_GROUPS * 2 * PANEL);
             const uint8_t* small = large + LARGE + group % SUPER_GROUPS * 2 * PANEL + lane;
             large += 2 * lane;
             to.scale = load_float16(large);

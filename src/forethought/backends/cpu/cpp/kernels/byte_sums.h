@@ -16,7 +16,7 @@
 #define BYTE_PRODUCTS 256
 #endif
 
-#if (BYTE_PRODUCTS == 512 && defined(__AVX512VNNI__)) ||                                           \
+#if (BYTE_PRODUCTS == 512 && defined(__AVX512VNNI__)) || \
     (BYTE_PRODUCTS == 256 && defined(__AVXVNNI__))
 #define HAS_VNNI 1 // instructions that add the products of four bytes
 #else
@@ -185,8 +185,8 @@ template <int BITS> class ByteSums {
 #else
         for (int lane = 0; lane < OUTPUTS; lane++)
             for (int shift = 0; shift < 32; shift += 8) {
-                const int32_t w = BITS == 8 ? int8_t(weights[lane] >> shift)
-                                            : uint8_t(weights[lane] >> shift);
+                const int32_t w =
+                    BITS == 8 ? int8_t(weights[lane] >> shift) : uint8_t(weights[lane] >> shift);
                 sums[lane] += w * int8_t(inputs[lane] >> shift);
             }
 #endif

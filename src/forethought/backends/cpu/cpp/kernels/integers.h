@@ -24,11 +24,11 @@ struct IntegerPass {
     int64_t num_groups;
     float* sums; // rows are `width` apart
     int64_t width;
-    int64_t fetched, fetch_every; // the group that is fetched first, then the next one every so many
+    int64_t fetched, fetch_every; // the first group that is fetched, and groups until the next one
 };
 
 constexpr int MAX_OWN_ROWS = 4; // that each thread rounds, which takes less time than to wait
-constexpr int FETCH_PASSES = 4;            // that share what is fetched for the next panels
+constexpr int FETCH_PASSES = 4; // that share what is fetched for the next panels
 constexpr int64_t MAX_GROUPS_AHEAD = 1024; // 256 KiB of 4 bits
 
 // Exact sums of products of a group of inputs, for each half of it where these have factors; rows of
@@ -74,8 +74,7 @@ template <int TYPE, int ROWS, int VECS>
 static __attribute__((noinline)) void multiply_vectors(const IntegerPass& pass) {
     constexpr int HALVES = has_factors(TYPE) ? 2 : 1;
     const int last = pass.num_vectors < VECS ? 0 : VECS - 1; // or the first once more
-    const BlockVector<TYPE> w[2] = {
-        {pass.w, pass.output}, {pass.w, pass.output + last * OUTPUTS}};
+    const BlockVector<TYPE> w[2] = {{pass.w, pass.output}, {pass.w, pass.output + last * OUTPUTS}};
     Floats sums[ROWS][VECS] = {};
     int64_t fetched = pass.fetched, next_fetch = 0;
     for (int64_t g = 0; g < pass.num_groups; g++) {
@@ -95,7 +94,8 @@ static __attribute__((noinline)) void multiply_vectors(const IntegerPass& pass) 
                     total = total * by.factors[0] + totals[m][v][1].total() * by.factors[1];
                 if (TYPE != W8A8) scale *= by.scale;
                 sums[m][v] += rounded_product(total, scale);
-                if (has_offsets(TYPE)) sums[m][v] += rounded_product(all_floats(row.scaled_sum), by.offset);
+                if (has_offsets(TYPE))
+                    sums[m][v] += rounded_product(all_floats(row.scaled_sum), by.offset);
             }
         }
     }
@@ -145,8 +145,8 @@ class IntegerInput {
     // sums [num_rows, count * PANEL] = tokens [t, t + num_rows), at most MAX_ROWS, times panels
     // [panel, panel + count) of w.
     void multiply(const Linear& w, int panel, int count, int t, int num_rows, float* sums) const {
-        const bool is_wide = OUTPUTS == PANEL || num_rows <= 4; // registers hold two vectors of sums
-        const int vectors = count * PANEL / OUTPUTS, step = is_wide ? 2 : 1;
+        const bool holds_two = OUTPUTS == PANEL || num_rows <= 4; // vectors of sums, in registers
+        const int vectors = count * PANEL / OUTPUTS, step = holds_two ? 2 : 1;
         // While a token's part of these panels is computed, a part of the next ones is fetched.
         const int64_t ahead = count * num_groups;
         const int passes = (tokens + num_rows - 1) / num_rows;
@@ -156,9 +156,8 @@ class IntegerInput {
         with_type(w, [&](auto type) {
             for (int v = 0; v < vectors; v += step)
                 multiply_rows<decltype(type)::value, 2>(
-                    num_rows,
-                    {w, panel * PANEL + v * OUTPUTS, vectors - v, rows + t * num_groups, num_groups,
-                     sums + v * OUTPUTS, count * PANEL, fetched, sharing});
+                    num_rows, {w, panel * PANEL + v * OUTPUTS, vectors - v, rows + t * num_groups,
+                               num_groups, sums + v * OUTPUTS, count * PANEL, fetched, sharing});
         });
     }
 

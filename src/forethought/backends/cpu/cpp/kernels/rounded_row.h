@@ -18,7 +18,7 @@ constexpr int GROUP = TILE_INPUTS; // inputs of a row that share a scale
 // One line of the cache.
 struct alignas(64) RoundedGroup {
     int8_t values[GROUP];
-    float scale, scaled_sum;           // the sum of the values times the scale
+    float scale, scaled_sum;            // the sum of the values times the scale
     int32_t minus_sum, minus_halves[2]; // of the values, of each half of them
 
     // x [GROUP]
