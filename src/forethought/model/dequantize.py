@@ -16,7 +16,7 @@ from torch import Tensor
 from forethought.errors import ModelError
 from forethought.gguf.block_type import BlockType
 
-DEQUANTIZED_WEIGHTS = 2**21
+DEQUANTIZED_WEIGHTS = 2**18
 """That are dequantised at a time: what is computed for them takes several times their memory."""
 _IQ4_VALUES = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 _FP4_VALUES = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
@@ -177,7 +177,7 @@ def _q6_k(blocks: Tensor) -> Unpacked:
 
 
 def _values_of(table: tuple[int, ...], indices: Tensor) -> Tensor:
-    return torch.tensor(table, dtype=torch.int8, device=indices.device)[indices.long()]
+    return torch.tensor(table, dtype=torch.int8, device=indices.device)[indices.int()]
 
 
 def _iq4_nl(blocks: Tensor) -> Unpacked:

@@ -24,6 +24,7 @@ from forethought.model.checkpoint_module import CheckpointConfig, CheckpointModu
 from forethought.model.integer_product import ACTIVATION_GROUP
 from forethought.model.llama.layers import rotary_table
 from forethought.model.quantization import (
+    INT4_GROUP_SIZES,
     QuantizedLinear,
     QuantizedWeight,
     StoredWeight,
@@ -187,6 +188,7 @@ class PackedLinear:
         added = None if bias is None else by_output(bias.float()).contiguous()
         if isinstance(weight, BlockWeight):
             return cls._pack_blocks(weight, added, halves)
+        assert isinstance(weight, Tensor | QuantizedWeight)
         if isinstance(weight, Tensor):
             float32_input |= weight.dtype == torch.float32
             weight = _as_stored(weight)
@@ -195,12 +197,11 @@ class PackedLinear:
         plain = weight if isinstance(weight, Tensor) else weight.values
         values = LAYOUTS[kind](by_output(plain)).contiguous()
         group_size, scale, zero = num_inputs, None, None
-        if kind in (I8, W8A8):
-            scale = by_output(weight.scales[:, 0].float()).contiguous()
-        elif kind in (I4, W4A8):
+        if isinstance(weight, QuantizedWeight):
             group_size = weight.group_size
             scale, zero = (
-                by_output(x).transpose(1, 2).contiguous() for x in _scales_and_zeros(weight)
+                None if x is None else by_output(x).transpose(1, 2).contiguous()
+                for x in _scales_and_zeros(weight)
             )
         owned = [x for x in (values, scale, zero, added) if x is not None]
         struct = LinearStruct(
@@ -324,13 +325,18 @@ def _type_of(weight: Tensor | QuantizedWeight) -> int:
     return I8 if weight.bits == 8 else I4
 
 
-def _scales_and_zeros(weight: QuantizedWeight) -> tuple[Tensor, Tensor]:
-    """Of 4 bits, ``[out, groups]`` in the dtypes of ``structures.h``."""
+def _scales_and_zeros(weight: QuantizedWeight) -> tuple[Tensor, Tensor | None]:
+    """``[out, groups]`` each, in the dtypes of ``structures.h``; 8 bits have one group, and no
+    zeros.
+    """
+    if weight.bits == 8:
+        return weight.scales.float(), None
     zeros = weight.scales.new_full(weight.scales.shape, weight.offset)
     zeros = zeros if weight.zeros is None else weight.zeros
-    if weight.rounds_input:
-        return weight.scales.bfloat16(), zeros.to(torch.uint8)
-    return weight.scales.float(), zeros.float()
+    if not weight.rounds_input:
+        return weight.scales.float(), zeros.float()
+    assert weight.group_size in INT4_GROUP_SIZES  # powers of 2, which blocks.h relies on
+    return weight.scales.bfloat16(), zeros.to(torch.uint8)
 
 
 def _by_input(panels: Tensor) -> Tensor:

@@ -19,10 +19,9 @@ extern "C" {
 // y = x W^T + b
 struct Linear {
     const void* weight; // panels; null: there is no such product
-    const float*
-        scale;         // 8 bits: [out]; 4 bits: [panels, groups, PANEL], of W4A8 in bf16; or blocks
-    const float* zero; // 4 bits: as scale, of W4A8 in bytes
-    const float* bias; // [out], or null
+    const float* scale; // 8 bits: [out]; 4 bits: [panels, groups, PANEL]; see blocks.h for others
+    const float* zero;  // 4 bits: as scale
+    const float* bias;  // [out], or null
     int32_t num_inputs, num_outputs, type, group_size;
     int32_t float32_input; // x is multiplied in float32, though BF16 or blocks might round it
     const Linear* next;    // further outputs, whose weights are blocks of another type; or null

@@ -25,13 +25,12 @@ struct IntegerPass {
     int64_t num_groups;
     float* sums; // rows are `width` apart
     int64_t width;
-    int64_t fetched,
-        fetch_every; // the group that is fetched first, then the next one every so many
+    int64_t fetched, fetch_every; // the first group that is fetched, and groups until the next one
 };
 
 constexpr int MAX_PASS_ROWS = 6; // of a pass over a panel
-constexpr int MAX_OWN_ROWS = 4;  // that each thread rounds, which takes less time than to wait
-constexpr int FETCH_PASSES = 4;  // that share what is fetched for the next panels
+constexpr int MAX_OWN_ROWS = 4; // that each thread rounds, which takes less time than to wait
+constexpr int FETCH_PASSES = 4; // that share what is fetched for the next panels
 constexpr int64_t MAX_GROUPS_AHEAD = 1024; // 256 KiB of 4 bits
 
 // Exact sums of products of a group of inputs, for each half of it where these have factors; rows of
@@ -177,9 +176,8 @@ class IntegerInput {
     // The same of rows [t, t + num_rows), at most MAX_PASS_ROWS.
     void multiply_some(
         const Linear& w, int panel, int count, int t, int num_rows, float* sums) const {
-        const bool is_wide =
-            OUTPUTS == PANEL || num_rows <= 4; // registers hold two vectors of sums
-        const int vectors = count * PANEL / OUTPUTS, step = is_wide ? 2 : 1;
+        const bool holds_two = OUTPUTS == PANEL || num_rows <= 4; // vectors of sums, in registers
+        const int vectors = count * PANEL / OUTPUTS, step = holds_two ? 2 : 1;
         // While a token's part of these panels is computed, a part of the next ones is fetched.
         const int64_t ahead = count * num_groups;
         const int passes = (tokens * rows_of_token + num_rows - 1) / num_rows;

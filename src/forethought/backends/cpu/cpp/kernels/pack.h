@@ -28,48 +28,76 @@ constexpr BlockParts parts_of(int type) {
     }
 }
 
-// The integers q [GROUP] of a group of a block.
-template <int TYPE> static inline void read_group(const uint8_t* block, int group, uint8_t* q) {
-    constexpr BlockParts PARTS = parts_of(TYPE);
-    const uint8_t *low = block + PARTS.low, *high = block + PARTS.high;
-    if (TYPE == Q8_0) {
-        memcpy(q, low, GROUP);
-    } else if (TYPE == Q6_K) { // of 128 inputs 64 bytes of low bits, and 32 of high ones
-        low += group / 4 * 64 + group % 2 * 32, high += group / 4 * 32;
-        const int shift = group % 4 / 2 * 4, two = group % 4 * 2;
-        for (int i = 0; i < GROUP; i++)
-            q[i] = uint8_t((low[i] >> shift & 15) | (high[i] >> two & 3) << 4);
-    } else if (has_super_groups(TYPE)) { // of 64 inputs 32 bytes, the first half in their low bits
-        low += group / 2 * 32;
-        const int shift = group % 2 * 4;
-        for (int i = 0; i < GROUP; i++) q[i] = uint8_t(low[i] >> shift & 15);
-        if (TYPE == Q5_K)
-            for (int i = 0; i < GROUP; i++) q[i] |= uint8_t((high[i] >> group & 1) << 4);
-    } else {
-        for (int i = 0; i < GROUP / 2; i++) q[i] = low[i] & 15, q[i + 16] = low[i] >> 4;
-        if (bits_of(TYPE) == 5)
-            for (int i = 0; i < GROUP; i++) q[i] |= uint8_t((high[i / 8] >> i % 8 & 1) << 4);
-    }
+// The integers of a group of an output, four in each quad.
+struct Group {
+    uint32_t quads[GROUP / 4];
+};
+
+static inline Group read_bytes(const uint8_t* from) {
+    Group group;
+    memcpy(group.quads, from, sizeof group.quads);
+    return group;
 }
 
-// Those of an output to its bytes of a group of a panel.
-template <int BITS> static inline void write_group(const uint8_t* q, uint8_t* to) {
-    constexpr int QUAD = PANEL * 4;
+// Fields of bytes, `shift` bits from the lowest.
+static inline Group fields(const Group& bytes, int shift, uint32_t mask) {
+    Group group;
+    for (int k = 0; k < GROUP / 4; k++) group.quads[k] = bytes.quads[k] >> shift & mask;
+    return group;
+}
+
+// Add further bits.
+static inline void add_bits(const Group& bits, int shift, Group& to) {
+    for (int k = 0; k < GROUP / 4; k++) to.quads[k] |= bits.quads[k] << shift;
+}
+
+template <int TYPE> static inline Group read_group(const uint8_t* block, int number) {
+    constexpr uint32_t FOUR = 0x0f0f0f0f, TWO = 0x03030303, ONE = 0x01010101;
+    constexpr BlockParts PARTS = parts_of(TYPE);
+    const uint8_t *low = block + PARTS.low, *high = block + PARTS.high;
+    if (TYPE == Q8_0) return read_bytes(low);
+    if (TYPE == Q6_K) { // of 128 inputs 64 bytes of low bits, and 32 of high ones
+        low += number / 4 * 64 + number % 2 * 32, high += number / 4 * 32;
+        Group group = fields(read_bytes(low), number % 4 / 2 * 4, FOUR);
+        add_bits(fields(read_bytes(high), number % 4 * 2, TWO), 4, group);
+        return group;
+    }
+    if (has_super_groups(TYPE)) { // of 64 inputs 32 bytes, the first half in their low bits
+        Group group = fields(read_bytes(low + number / 2 * 32), number % 2 * 4, FOUR);
+        if (TYPE == Q5_K) add_bits(fields(read_bytes(high), number, ONE), 4, group);
+        return group;
+    }
+    Group group;
+    memcpy(group.quads, low, GROUP / 2);
+    for (int k = 0; k < 4; k++) {
+        group.quads[k + 4] = group.quads[k] >> 4 & FOUR;
+        group.quads[k] &= FOUR;
+    }
+    if (bits_of(TYPE) == 5) {
+        uint32_t fifth;
+        memcpy(&fifth, high, 4);
+        for (int k = 0; k < 8; k++) // four bits, to as many bytes
+            group.quads[k] |= ((fifth >> 4 * k & 15) * 0x204081 & ONE) << 4;
+    }
+    return group;
+}
+
+// To the bytes of an output of a panel.
+template <int BITS> static inline void write_group(const Group& group, uint8_t* to) {
+    const auto write = [to](int quad, uint32_t bytes) { memcpy(to + quad * PANEL * 4, &bytes, 4); };
+    const uint32_t* q = group.quads;
     if (BITS == 8) {
-        for (int k = 0; k < 8; k++) memcpy(to + k * QUAD, q + 4 * k, 4);
+        for (int k = 0; k < 8; k++) write(k, q[k]);
         return;
     }
-    uint8_t both[GROUP / 2];
-    for (int i = 0; i < GROUP / 2; i++) both[i] = uint8_t((q[i] & 15) | q[i + 16] << 4);
-    for (int k = 0; k < 4; k++) memcpy(to + k * QUAD, both + 4 * k, 4);
-    uint8_t bits[8] = {}; // four of the first half, or of all inputs
-    if (BITS == 5)
-        for (int i = 0; i < GROUP; i++) bits[i % 4] |= uint8_t((q[i] >> 4) << i / 4);
-    else if (BITS == 6)
-        for (int i = 0; i < GROUP; i++)
-            bits[i / 16 * 4 + i % 4] |= uint8_t((q[i] >> 4) << i % 16 / 4 * 2);
-    for (int plane = 0; plane < BITS - 4; plane++)
-        memcpy(to + (4 + plane) * QUAD, bits + 4 * plane, 4);
+    for (int k = 0; k < 4; k++) write(k, (q[k] & 0x0f0f0f0f) | (q[k + 4] & 0x0f0f0f0f) << 4);
+    uint32_t planes[2] = {};
+    for (int k = 0; k < 8; k++)
+        if (BITS == 5)
+            planes[0] |= (q[k] >> 4 & 0x01010101) << k;
+        else
+            planes[k / 4] |= (q[k] >> 4 & 0x03030303) << k % 4 * 2;
+    for (int plane = 0; plane < BITS - 4; plane++) write(4 + plane, planes[plane]);
 }
 
 // The scale or the offset of a group of Q4_K and Q5_K, from 12 bytes of 8 scales and 8 offsets in 6
@@ -100,12 +128,9 @@ template <int TYPE>
 static void pack_output(
     const uint8_t* row, int num_inputs, int lane, uint8_t* bytes, uint8_t* scales) {
     constexpr int GROUPS = has_super_groups(TYPE) ? SUPER_GROUPS : 1; // of a block
-    uint8_t q[GROUP];
     for (int k = 0; k < num_inputs; k += GROUPS * GROUP, row += parts_of(TYPE).size) {
-        for (int g = 0; g < GROUPS; g++, bytes += group_bytes(TYPE)) {
-            read_group<TYPE>(row, g, q);
-            write_group<bits_of(TYPE)>(q, bytes + lane * 4);
-        }
+        for (int g = 0; g < GROUPS; g++, bytes += group_bytes(TYPE))
+            write_group<bits_of(TYPE)>(read_group<TYPE>(row, g), bytes + lane * 4);
         pack_scales<TYPE>(row, lane, scales);
         scales += scale_bytes(TYPE, GROUPS);
     }
