@@ -29,8 +29,8 @@ struct IntegerPass {
 };
 
 constexpr int MAX_PASS_ROWS = 6; // of a pass over a panel
-constexpr int MAX_OWN_ROWS = 4; // that each thread rounds, which takes less time than to wait
-constexpr int FETCH_PASSES = 4; // that share what is fetched for the next panels
+constexpr int MAX_OWN_ROWS = 4;  // that each thread rounds, which takes less time than to wait
+constexpr int FETCH_PASSES = 4;  // that share what is fetched for the next panels
 constexpr int64_t MAX_GROUPS_AHEAD = 1024; // 256 KiB of 4 bits
 
 // Exact sums of products of a group of inputs, for each half of it where these have factors; rows of
