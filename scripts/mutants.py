@@ -77,6 +77,7 @@ RANKS = "tests/engine/test_tensor_parallel.py -m 'not slow'"
 SCHEDULER = "tests/engine/test_scheduler.py"
 ENGINE = "tests/engine/test_engine.py"
 HOOKS = "tests/engine/test_speculation_hooks.py"
+BLOCKS = "tests/backends/test_block_products.py -m 'not slow'"
 RULES = "tests/speculative/test_typical.py tests/speculative/test_relaxed.py"
 VERIFY = "tests/speculative/test_verify.py tests/speculative/test_emitted_distribution.py"
 LENGTH = "tests/speculative/test_length.py tests/speculative/test_gate.py"
@@ -726,6 +727,28 @@ MUTANTS = [
         "row.position + 1 + count",
         "row.position + count",
         "tests/engine/test_continuous_decode.py -k sampled_tokens",
+    ),
+    # ---- native products -------------------------------------------------------------------------
+    Mutant(
+        "backends/cpu/cpp/kernels/byte_sums.h", "return in_order(a * b);", "return a * b;", BLOCKS
+    ),
+    Mutant(
+        "backends/cpu/cpp/kernels/rounded_row.h",
+        "scale = finite ? exact : NAN;",
+        "scale = exact;",
+        BLOCKS,
+    ),
+    Mutant(
+        "backends/cpu/cpp/kernels/products.h",
+        "y += part->num_outputs, part = part->next",
+        "part = part->next",
+        BLOCKS,
+    ),
+    Mutant(
+        "backends/cpu/cpp/kernels/blocks.h",
+        "while (GROUP << shift < w.group_size) shift++;",
+        "while (GROUP << shift <= w.group_size) shift++;",
+        "tests/backends/test_integer_products.py -m 'not slow' -k last_bit",
     ),
     # ---- scaffolding -----------------------------------------------------------------------------
     Mutant(
