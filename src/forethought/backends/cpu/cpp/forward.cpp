@@ -196,7 +196,7 @@ class Forward {
     }
 
     void add_mlp(const Layer& layer, const Input& normed) {
-        const int inner = intermediate_size(layer);
+        const int inner = layer.down.num_inputs;
         const Activated y(b.wide, tokens, inner, layer.down);
         gated_product(layer.gate_up, normed, tokens, y, inner, model.activation, thread);
         thread.wait();

@@ -30,10 +30,11 @@ struct Linear {
 
 // A mixture of experts in place of the MLP.
 struct Experts {
-    const Linear* router;
-    const Linear* gate_up; // [num_experts]
-    const Linear* down;    // [num_experts]
+    const Linear* router;  // outputs: logits of the experts, then those of the shared ones' gates
+    const Linear* gate_up; // [num_experts + num_shared]
+    const Linear* down;    // [num_experts + num_shared]
     int32_t num_experts, top_k, renormalise;
+    int32_t num_shared; // of all tokens, each times the sigmoid of its gate
 };
 
 // How a draft module joins the embedding of a token and a hidden state, side by side.

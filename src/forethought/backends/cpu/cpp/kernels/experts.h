@@ -1,20 +1,26 @@
 // A mixture of experts in place of the MLP.
+//
+// Tokens are routed together, those of a call or as many as there is memory for. Their rows are
+// grouped by expert, so that its weights are read once for all of its rows; a thread computes some
+// outputs of some experts, of all rows of them. In the end a token adds the outputs of its experts
+// from the most probable one on, whatever else is in the batch.
 
 #pragma once
 
 #include "../scratch.h"
 #include "../structures.h"
 #include "products.h"
+#include "vectors.h"
 
 #include <cmath>
 #include <cstring>
 
-struct Choice { // of the experts of one token
-    int experts[MAX_TOP_K];
-    float weights[MAX_TOP_K];
+struct Choice { // of the experts of one token, and what their outputs are multiplied by
+    int32_t* experts;
+    float* weights;
 
-    // logits [num_experts]
-    Choice(const Experts& from, const float* logits) {
+    // logits [num_experts + num_shared]
+    void choose(const Experts& from, const float* logits) const {
         float highest = -INFINITY, total = 0, chosen_total = 0;
         for (int e = 0; e < from.num_experts; e++)
             highest = logits[e] > highest ? logits[e] : highest;
@@ -26,6 +32,10 @@ struct Choice { // of the experts of one token
         }
         if (from.renormalise)
             for (int k = 0; k < from.top_k; k++) weights[k] /= chosen_total;
+        for (int s = 0; s < from.num_shared; s++) {
+            experts[from.top_k + s] = from.num_experts + s;
+            weights[from.top_k + s] = 1 / (1 + expf(-logits[from.num_experts + s]));
+        }
     }
 
   private:
@@ -40,45 +50,220 @@ struct Choice { // of the experts of one token
     }
 };
 
-// x [hidden] += weight * (activated W^T), the outputs of one thread.
-static void add_expert(
-    const Linear& down, const Input& activated, float weight, float* x, Thread thread) {
-    const Share share = thread.share(num_panels(down.num_outputs));
-    alignas(64) float tile[PANEL];
-    const ReadyInput input(down, activated, 1, thread);
-    Factors factors(down, input);
-    for (int panel = share.begin; panel < share.end; panel++) {
-        const int first = panel * PANEL;
-        factors.hold(panel, 1);
-        factors.multiply(panel, 1, 0, 1, tile);
-        if (down.type == I8 || down.bias) scale_outputs(down, first, tile, 1, PANEL);
-        for (int i = 0; i < PANEL && first + i < down.num_outputs; i++)
-            x[first + i] += tile[i] * weight;
+// The rows of tokens that are routed together, sorted by expert.
+struct Groups {
+    int32_t* begins; // [num_experts + 2]: the first row of each; the last two are the end
+    int32_t* tokens; // [rows]: of each row
+    int32_t* places; // [tokens, per_token]: the row of each choice
+
+    // chosen [tokens, per_token]
+    Groups(const int32_t* chosen, int num_rows, int per_token, int num_experts, int32_t* memory)
+        : begins(memory), tokens(begins + num_experts + 2), places(tokens + num_rows) {
+        memset(begins, 0, (num_experts + 2) * sizeof *begins);
+        for (int i = 0; i < num_rows; i++) begins[chosen[i] + 2]++;
+        for (int e = 0; e < num_experts; e++) begins[e + 2] += begins[e + 1];
+        for (int i = 0; i < num_rows; i++) { // begins[e + 1] grows from the begin of e to its end
+            places[i] = begins[chosen[i] + 1]++;
+            tokens[places[i]] = i / per_token;
+        }
     }
+};
+
+// to [size] += from * weight
+static inline void add_scaled(const float* from, float weight, int size, float* to) {
+    int i = 0;
+    for (; i + LANES <= size; i += LANES) store(to + i, load(to + i) + load(from + i) * weight);
+    for (; i < size; i++) to[i] += from[i] * weight;
 }
 
-// b.x += the experts of b.normed: those of one token after the other, outputs shared by the threads.
+// What a thread computes of some rows of an expert.
+struct ExpertPart {
+    int expert, begin, num_rows;
+    int64_t activated; // floats before their activations
+    Share panels;
+};
+
+// What one thread does for the experts of some tokens, which are routed together.
+class RoutedTokens {
+  public:
+    // normed, x: [T, hidden]
+    RoutedTokens(
+        const Model& model, const Experts& experts, const ExpertScratch& b, int num_tokens,
+        const float* normed, float* x, Thread thread)
+        : experts(experts), b(b), hidden(model.hidden), activation(model.activation),
+          num_experts(experts.num_experts + experts.num_shared), num_tokens(num_tokens),
+          normed(normed), x(x), thread(thread),
+          alone{0, 1, (uint16_t*)(b.tiles + thread.index * b.tiles_size), thread.barrier} {}
+
+    // x += the experts of `normed`
+    void run() const {
+        route();
+        const Groups groups(
+            b.chosen, int(num_tokens * b.per_token), int(b.per_token), num_experts,
+            b.groups + thread.index * b.groups_size);
+        const auto inner = [&](int e) { return num_panels(experts.down[e].num_inputs); };
+        for_parts(groups, experts.gate_up, inner, [&](auto& part) { enter(groups, part); });
+        thread.wait();
+        const auto outputs = [&](int) { return num_panels(int(hidden)); };
+        for_parts(groups, experts.down, outputs, [&](auto& part) { leave(part); });
+        thread.wait();
+        add(groups);
+        thread.wait();
+    }
+
+  private:
+    const Experts& experts;
+    const ExpertScratch& b;
+    const int64_t hidden;
+    const int activation, num_experts, num_tokens;
+    const float* normed;
+    float* x;
+    const Thread thread, alone; // alone: what this thread computes without the others
+
+    // b.chosen, b.weights
+    void route() const {
+        const int64_t width = experts.router->num_outputs;
+        product(
+            *experts.router, {normed, hidden, nullptr}, num_tokens, b.logits, width, false, thread);
+        thread.wait();
+        const Share share = thread.share(num_tokens);
+        for (int64_t t = share.begin; t < share.end; t++) {
+            const Choice choice{b.chosen + t * b.per_token, b.weights + t * b.per_token};
+            choice.choose(experts, b.logits + t * width);
+        }
+        thread.wait();
+    }
+
+    // work(part) for all parts of this thread: of each expert num_items(expert) panels, or pairs. The
+    // panels of all experts follow each other, and each thread has as much of them as the others.
+    template <class Items, class Work>
+    void for_parts(
+        const Groups& groups, const Linear* linears, Items&& num_items, Work&& work) const {
+        int64_t total = 0, before = 0;
+        for_groups(groups, [&](const ExpertPart& part) {
+            total += cost(linears[part.expert], part.num_rows) * num_items(part.expert);
+        });
+        for_groups(groups, [&](ExpertPart part) {
+            const int64_t unit = cost(linears[part.expert], part.num_rows);
+            const int items = num_items(part.expert);
+            const auto bound = [&](int index) { // the first panel of a thread
+                const int64_t rest = total * index - before * thread.count;
+                const int64_t panel = (rest + unit * thread.count - 1) / (unit * thread.count);
+                return rest <= 0 ? 0 : panel < items ? int(panel) : items;
+            };
+            part.panels = {bound(thread.index), bound(thread.index + 1)};
+            if (part.panels.begin < part.panels.end) work(part);
+            before += unit * items;
+        });
+    }
+
+    // The time of a panel, which is read once: as long as some rows are multiplied by it.
+    static int64_t cost(const Linear& w, int num_rows) {
+        return int64_t(num_rows + READ_ROWS) * w.num_inputs;
+    }
+    static constexpr int READ_ROWS = 4;
+
+    // work(part) for all rows of all experts, at most b.max_rows at a time.
+    template <class Work> void for_groups(const Groups& groups, Work&& work) const {
+        int64_t activated = 0;
+        for (int e = 0; e < num_experts; e++) {
+            const int64_t width = b.activated_width(experts.down[e].num_inputs);
+            for (int begin = groups.begins[e], end = groups.begins[e + 1]; begin < end;) {
+                const int num_rows = end - begin < b.max_rows ? end - begin : int(b.max_rows);
+                work(ExpertPart{e, begin, num_rows, activated, {}});
+                begin += num_rows, activated += num_rows * width;
+            }
+        }
+    }
+
+    // b.activated = the gated products of some rows
+    void enter(const Groups& groups, const ExpertPart& part) const {
+        const Linear& w = experts.gate_up[part.expert];
+        const Input rows = gather(w, groups.tokens + part.begin, part.num_rows);
+        const ReadyInput input(w, rows, part.num_rows, alone);
+        Factors factors(w, input);
+        const Activated y = activated(part);
+        for (int pair = part.panels.begin; pair < part.panels.end; pair++)
+            gated_product_with_pair(w, factors, pair, 0, part.num_rows, y, activation);
+        if (part.panels.end == num_panels(experts.down[part.expert].num_inputs))
+            y.pad(0, part.num_rows);
+    }
+
+    // b.outputs = the outputs of the expert
+    void leave(const ExpertPart& part) const {
+        const Linear& w = experts.down[part.expert];
+        const ReadyInput input(w, activated(part).input(), part.num_rows, alone);
+        Factors factors(w, input);
+        float* y = b.outputs + part.begin * b.outputs_width;
+        if (part.num_rows == 1) return leave_alone(w, factors, part.panels, y);
+        for (int panel = part.panels.begin, count; panel < part.panels.end; panel += count) {
+            count = factors.panels(part.panels.end - panel);
+            product_with_panels(
+                w, factors, panel, count, 0, part.num_rows, y, b.outputs_width, false);
+        }
+    }
+
+    // The same of one row: panels are read one after the other, and their sums are in their place.
+    void leave_alone(const Linear& w, Factors& factors, Share panels, float* y) const {
+        for (int panel = panels.begin; panel < panels.end; panel++) {
+            float* sums = y + panel * PANEL;
+            factors.hold(panel, 1);
+            factors.multiply(panel, 1, 0, 1, sums);
+            if (w.type == I8 || w.bias) scale_outputs(w, panel * PANEL, sums, 1, PANEL);
+        }
+    }
+
+    // x += the outputs of each token's experts
+    void add(const Groups& groups) const {
+        const int panels = num_panels(int(hidden));
+        const Share share = thread.share(num_tokens * panels);
+        for (int item = share.begin; item < share.end; item++) {
+            const int64_t t = item / panels, first = item % panels * PANEL;
+            const int64_t size = hidden - first < PANEL ? hidden - first : PANEL;
+            for (int k = 0; k < b.per_token; k++) {
+                const int64_t choice = t * b.per_token + k;
+                add_scaled(
+                    b.outputs + groups.places[choice] * b.outputs_width + first, b.weights[choice],
+                    int(size), x + t * hidden + first);
+            }
+        }
+    }
+
+    // The inputs of rows, one after the other.
+    Input gather(const Linear& w, const int32_t* tokens, int num_rows) const {
+        if (num_rows == 1) return {normed + tokens[0] * hidden, hidden, nullptr};
+        const bool tiles = TileInput::takes(w);
+        const TileLayout layout(num_rows, hidden);
+        float* to = b.inputs + thread.index * b.inputs_size;
+        for (int64_t i = 0; i < num_rows; i++)
+            if (tiles)
+                round_row(
+                    normed + tokens[i] * hidden, int(hidden), layout.per_tile,
+                    alone.tiles + layout.at(i));
+            else
+                memcpy(to + i * hidden, normed + tokens[i] * hidden, hidden * 4);
+        return {to, hidden, tiles ? alone.tiles : nullptr};
+    }
+
+    Activated activated(const ExpertPart& part) const {
+        const Linear& next = experts.down[part.expert];
+        return Activated(b.activated + part.activated, part.num_rows, next.num_inputs, next);
+    }
+};
+
+// b.x += the experts of b.normed
 static void run_experts(
     const Model& model, const Experts& experts, int tokens, const Scratch& b, Thread thread) {
-    const int hidden = model.hidden, inner = experts.down[0].num_inputs;
-    const Input input{b.normed, hidden, nullptr};
-    product(*experts.router, input, tokens, b.wide, b.wide_width, false, thread);
-    thread.wait();
-    for (int t = 0; t < tokens; t++) {
-        float* logits = b.wide + t * b.wide_width;
-        float* activated = logits + round_up(experts.num_experts); // of one expert at a time
-        const Choice choice(experts, logits);
-        for (int k = 0; k < experts.top_k; k++) {
-            const int chosen = choice.experts[k];
-            const Activated y(activated, 1, inner, experts.down[chosen]);
-            gated_product(
-                experts.gate_up[chosen], {b.normed + int64_t(t) * hidden, hidden, nullptr}, 1, y,
-                inner, model.activation, thread);
-            thread.wait();
-            add_expert(
-                experts.down[chosen], y.input(), choice.weights[k], b.x + int64_t(t) * hidden,
-                thread);
-            thread.wait();
-        }
+    if (!tokens) return;
+    const int64_t hidden = model.hidden;
+    const ExpertScratch buffers(experts, hidden, tokens, thread.count, b.routed);
+    const int parts = int((tokens + buffers.num_tokens - 1) / buffers.num_tokens);
+    for (int part = 0; part < parts; part++) { // of nearly as many tokens
+        const int64_t begin = int64_t(tokens) * part / parts,
+                      end = int64_t(tokens) * (part + 1) / parts;
+        RoutedTokens(
+            model, experts, buffers, int(end - begin), b.normed + begin * hidden,
+            b.x + begin * hidden, thread)
+            .run();
     }
 }
