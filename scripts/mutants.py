@@ -76,6 +76,7 @@ SHARD = "tests/backends/test_shard.py"
 RANKS = "tests/engine/test_tensor_parallel.py -m 'not slow'"
 SCHEDULER = "tests/engine/test_scheduler.py"
 ENGINE = "tests/engine/test_engine.py"
+NATIVE_EXPERTS = "tests/backends/test_native_experts.py"
 HOOKS = "tests/engine/test_speculation_hooks.py"
 RULES = "tests/speculative/test_typical.py tests/speculative/test_relaxed.py"
 VERIFY = "tests/speculative/test_verify.py tests/speculative/test_emitted_distribution.py"
@@ -726,6 +727,48 @@ MUTANTS = [
         "row.position + 1 + count",
         "row.position + count",
         "tests/engine/test_continuous_decode.py -k sampled_tokens",
+    ),
+    Mutant(
+        "backends/cpu/cpp/kernels/experts.h",
+        "groups.places[choice] * b.outputs_width",
+        "choice * b.outputs_width",
+        NATIVE_EXPERTS,
+    ),
+    Mutant(
+        "backends/cpu/cpp/kernels/experts.h",
+        "total * index - before * thread.count",
+        "total * index - before",
+        NATIVE_EXPERTS,
+    ),
+    Mutant(
+        "backends/cpu/cpp/kernels/experts.h",
+        "activated += num_rows * width",
+        "activated += width",
+        NATIVE_EXPERTS,
+    ),
+    Mutant(
+        "backends/cpu/cpp/kernels/experts.h",
+        "b.x + begin * hidden, thread)",
+        "b.x, thread)",
+        NATIVE_EXPERTS,
+    ),
+    Mutant(
+        "backends/cpu/cpp/kernels/experts.h",
+        "if (!tokens) return;",
+        "",
+        NATIVE_EXPERTS,
+    ),
+    Mutant(
+        "backends/cpu/cpp/kernels/experts.h",
+        "1 / (1 + expf(-logits[from.num_experts + s]))",
+        "1",
+        "tests/backends/test_native.py -k transformers[qwen2_moe]",
+    ),
+    Mutant(
+        "model/quantized_experts.py",
+        "linear.out_features in (1, len(experts))",
+        "linear.out_features == len(experts)",
+        "tests/model/test_quantized_experts.py -k stay",
     ),
     # ---- scaffolding -----------------------------------------------------------------------------
     Mutant(
