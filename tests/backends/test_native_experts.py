@@ -145,11 +145,13 @@ def test_a_token_that_is_not_finite_changes_none_beside_it(dtype: str) -> None:
 def test_quantised_experts_are_those_of_torch(
     wide: dict[str, Path], architecture: str, quantization: str
 ) -> None:
+    """Sums of attention differ in their last bits, which may round an activation of a token apart."""
     settings = {"dtype": "float32", "quantization": quantization}
     reference = loader.load(wide[architecture], forward="torch", **settings)
-    lm = native(wide[architecture], **settings)
-    expected = logits(reference, tokens(30), 30)
-    torch.testing.assert_close(logits(lm, tokens(30), 30), expected, rtol=1e-3, atol=1e-3)
+    lm, expected = native(wide[architecture], **settings), logits(reference, tokens(30), 30)
+    error = (logits(lm, tokens(30), 30) - expected).norm(dim=1) / expected.norm(dim=1)
+    assert error.median() < 1e-5
+    assert error.max() < (0.05 if quantization in ("w8a8", "w4a8") else 1e-4)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -18,7 +18,6 @@ from forethought.model import loader
 from forethought.model.causal_lm import TransformersNetwork
 from forethought.model.quantization import (
     BITS,
-    IntegerProduct,
     QuantizedLinear,
     QuantizedWeight,
     quantize,
@@ -115,7 +114,7 @@ def test_they_are_the_experts_with_dequantised_weights(layout: str, quantization
     experts = experts_of(layout)
     reference = copy.deepcopy(experts)
     round_experts(reference, BITS[quantization], rounds_input=False)
-    found = QuantizedExperts(experts, quantization)
+    found = QuantizedExperts.of(experts, quantization)
     for num_tokens in (1, 20):
         inputs = choices(num_tokens)
         torch.testing.assert_close(found(*inputs), reference(*inputs), rtol=1e-4, atol=1e-4)
@@ -132,10 +131,10 @@ def test_they_multiply_integers_where_activations_are_rounded(quantization: str)
     expected = torch.zeros_like(x)
     for token, (row, numbers) in enumerate(zip(x, chosen, strict=True)):
         for place, expert in enumerate(numbers):
-            gate, up = IntegerProduct(weights[0][expert])(row[None]).chunk(2, 1)
-            output = IntegerProduct(weights[1][expert])(nn.functional.silu(gate) * up)
+            gate, up = weights[0][expert].integer_product()(row[None]).chunk(2, 1)
+            output = weights[1][expert].integer_product()(nn.functional.silu(gate) * up)
             expected[token] += factors[token, place] * output[0]
-    found = QuantizedExperts(experts, quantization)
+    found = QuantizedExperts.of(experts, quantization)
     torch.testing.assert_close(found(x, chosen, factors), expected, rtol=1e-5, atol=1e-5)
 
 
@@ -198,7 +197,7 @@ def test_a_share_of_their_bytes_counts_as_that_of_experts(tmp_path: Path) -> Non
 
 
 def test_no_expert_is_held_twice() -> None:
-    quantised = QuantizedExperts(experts_of("biased, transposed"), "int8")
+    quantised = QuantizedExperts.of(experts_of("biased, transposed"), "int8")
     assert not [name for name, _ in quantised.named_parameters()]
     assert all(isinstance(linear.weight, QuantizedWeight) for linear in quantised.linears())
 

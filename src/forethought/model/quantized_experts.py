@@ -9,7 +9,7 @@ quantised: few weights, on which the choice of experts depends.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from torch import Tensor, nn
 
@@ -22,19 +22,29 @@ WEIGHTS = ("gate_up_proj", "down_proj")
 
 
 class QuantizedExperts(nn.Module):
-    """Replaces a module of experts, whose weights it takes.
+    """Replaces a module of experts.
 
-    Attributes:
+    Args:
+        experts: the module, of which the activation is left.
         gate_up: of each expert, to what its activation reads.
         down: of each expert, from there.
     """
 
-    def __init__(self, experts: nn.Module, quantization: Quantization) -> None:
+    def __init__(
+        self,
+        experts: nn.Module,
+        gate_up: Iterable[QuantizedLinear],
+        down: Iterable[QuantizedLinear],
+    ) -> None:
         super().__init__()
-        self.gate_up, self.down = (
-            nn.ModuleList(_quantized(experts, name, quantization)) for name in WEIGHTS
-        )
-        self._gate = experts  # without its weights: the activation, and what it reads
+        self.gate_up, self.down = nn.ModuleList(gate_up), nn.ModuleList(down)
+        self._activation = experts
+
+    @classmethod
+    def of(cls, experts: nn.Module, quantization: Quantization) -> QuantizedExperts:
+        """Quantise the weights of a module, which loses them."""
+        gate_up, down = (_take_quantized(experts, name, quantization) for name in WEIGHTS)
+        return cls(experts, gate_up, down)
 
     def __len__(self) -> int:
         return len(self.down)
@@ -57,13 +67,15 @@ class QuantizedExperts(nn.Module):
         outputs = x.new_zeros(*chosen.shape, x.shape[-1])
         for expert in chosen.unique().tolist():
             tokens, places = (chosen == expert).nonzero(as_tuple=True)
-            activated = self._gate._apply_gate(self.gate_up[expert](x[tokens]))
+            activated = self._activation._apply_gate(self.gate_up[expert](x[tokens]))
             outputs[tokens, places] = self.down[expert](activated)
         return (outputs * weights[..., None]).sum(1).to(x.dtype)
 
 
-def _quantized(experts: nn.Module, name: str, quantization: Quantization) -> list[QuantizedLinear]:
-    """One weight of all experts, which it is taken from."""
+def _take_quantized(
+    experts: nn.Module, name: str, quantization: Quantization
+) -> list[QuantizedLinear]:
+    """One weight of each expert, which the module loses."""
     weights: Tensor = getattr(experts, name).detach()
     delattr(experts, name)
     biases: Sequence[Tensor | None] = [None] * len(weights)
@@ -98,7 +110,7 @@ def quantize_experts(module: nn.Module, quantization: Quantization) -> int:
             )
     num_experts = 0
     for name, part in experts:
-        quantized = QuantizedExperts(part, quantization)
+        quantized = QuantizedExperts.of(part, quantization)
         module.set_submodule(name, quantized)
         num_experts += len(quantized)
     return num_experts

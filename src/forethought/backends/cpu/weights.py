@@ -84,15 +84,14 @@ def refusal(module: PreTrainedModel | CheckpointModule) -> str | None:
         size = attention.head_dim
         if size > MAX_HEAD_DIM or attention.num_key_value_groups > MAX_GROUP:
             return f"heads of {size} in groups of {attention.num_key_value_groups}"
-        groups: list[list[nn.Module]] = [_qkv(attention)]
-        if _is_sparse(layer.mlp):
-            groups += [_gate_up(expert) for expert in _shared(layer.mlp)]
-        else:
-            groups.append(_gate_up(layer.mlp))
-            if len({_kind(linear) for linear in groups[1]}) > 1:
-                return "weights of gate and up that were quantised differently"
-        if not all(map(_merges, groups)):
+        mlps = _shared(layer.mlp) if _is_sparse(layer.mlp) else [layer.mlp]
+        if any(len({_kind(linear) for linear in _gate_up(mlp)}) > 1 for mlp in mlps):
+            return "weights of gate and up that were quantised differently"
+        if not _merges(_qkv(attention)):
             return "weights that are merged and were quantised differently"
+        shared_gate = getattr(layer.mlp, "shared_expert_gate", None)
+        if isinstance(shared_gate, QuantizedLinear):
+            return "gates of shared experts that are quantised"
     return None
 
 
