@@ -76,6 +76,7 @@ SHARD = "tests/backends/test_shard.py"
 RANKS = "tests/engine/test_tensor_parallel.py -m 'not slow'"
 SCHEDULER = "tests/engine/test_scheduler.py"
 ENGINE = "tests/engine/test_engine.py"
+NATIVE_EXPERTS = "tests/backends/test_native_experts.py"
 HOOKS = "tests/engine/test_speculation_hooks.py"
 BLOCKS = "tests/backends/test_block_products.py -m 'not slow'"
 RULES = "tests/speculative/test_typical.py tests/speculative/test_relaxed.py"
@@ -749,6 +750,48 @@ MUTANTS = [
         "while (GROUP << shift < w.group_size) shift++;",
         "while (GROUP << shift <= w.group_size) shift++;",
         "tests/backends/test_integer_products.py -m 'not slow' -k last_bit",
+    ),
+    Mutant(
+        "backends/cpu/cpp/kernels/experts.h",
+        "groups.places[choice] * b.outputs_width",
+        "choice * b.outputs_width",
+        NATIVE_EXPERTS,
+    ),
+    Mutant(
+        "backends/cpu/cpp/kernels/experts.h",
+        "total * index - before * thread.count",
+        "total * index - before",
+        NATIVE_EXPERTS,
+    ),
+    Mutant(
+        "backends/cpu/cpp/kernels/experts.h",
+        "activated += num_rows * width",
+        "activated += width",
+        NATIVE_EXPERTS,
+    ),
+    Mutant(
+        "backends/cpu/cpp/kernels/experts.h",
+        "b.x + begin * hidden, thread)",
+        "b.x, thread)",
+        NATIVE_EXPERTS,
+    ),
+    Mutant(
+        "backends/cpu/cpp/kernels/experts.h",
+        "if (!tokens) return;",
+        "",
+        NATIVE_EXPERTS,
+    ),
+    Mutant(
+        "backends/cpu/cpp/kernels/experts.h",
+        "1 / (1 + expf(-logits[from.num_experts + s]))",
+        "1",
+        "tests/backends/test_native.py -k transformers[qwen2_moe]",
+    ),
+    Mutant(
+        "model/quantized_experts.py",
+        "linear.out_features in (1, len(experts))",
+        "linear.out_features == len(experts)",
+        "tests/model/test_quantized_experts.py -k stay",
     ),
     # ---- scaffolding -----------------------------------------------------------------------------
     Mutant(

@@ -49,6 +49,10 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "mistral": ("mistral", {"sliding_window": 6}),
     "qwen2": ("qwen2", {}),
     "qwen3": ("qwen3", {}),
+    "qwen2_moe": (
+        "qwen2_moe",
+        {**_MOE, "head_dim": None, "shared_expert_intermediate_size": 24},
+    ),
     "qwen3_moe": ("qwen3_moe", {**_MOE, "decoder_sparse_step": 1}),
     "gemma2": (
         "gemma2",

@@ -58,6 +58,7 @@ FAMILIES = {
     "mistral": "Mistral",
     "qwen2": "Qwen2",
     "qwen3": "Qwen3",
+    "qwen2_moe": "Qwen2-MoE",
     "qwen3_moe": "Qwen3-MoE",
     "gemma2": "Gemma2",
     "gemma3_text": "Gemma3",

@@ -77,9 +77,14 @@ def save_random_model(name: str, directory: Path, dtype: str) -> Path:
     torch.manual_seed(0)
     module = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype))
     module.save_pretrained(directory)
-    words = {f"w{number}": number for number in range(config.vocab_size)}
+    save_tokenizer(config.vocab_size, directory)
+    return directory
+
+
+def save_tokenizer(vocab_size: int, directory: Path) -> None:
+    """Save a tokenizer of made-up words."""
+    words = {f"w{number}": number for number in range(vocab_size)}
     tokenizer = Tokenizer(models.WordLevel(words, unk_token="w0"))
     PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, bos_token="w1", eos_token="w2", unk_token="w0"
     ).save_pretrained(directory)
-    return directory

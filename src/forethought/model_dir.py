@@ -228,8 +228,10 @@ def check_config(written: Mapping[str, Any], directory: Path, kind: str = "model
         ):
             for name in names:
                 value = part.get(name)
-                is_flat = name == "num_hidden_layers" and value == 0 and kind == "head"
-                if value is not None and not check(value) and not is_flat:
+                is_flat = name == "num_hidden_layers" and kind == "head"
+                is_off = name == "sliding_window" and part.get("use_sliding_window") is False
+                is_none = value == 0 and (is_flat or is_off)  # Qwen2-MoE writes its window as 0
+                if value is not None and not check(value) and not is_none:
                     raise _bad_field(directory, kind, f"{prefix}{name}", value, allowed)
 
 

@@ -34,7 +34,7 @@ from forethought.model.runner import ModelRunner
 
 FAMILIES = (
     *("llama", "llama_mha", "llama_mqa", "llama_tied_biased", "mistral", "qwen2", "qwen3"),
-    *("qwen3_moe", "gemma3", "phi3"),
+    *("qwen2_moe", "qwen3_moe", "gemma3", "phi3"),
 )
 LONG = 90  # tokens: more than a block of queries, several pages, beyond every window
 
@@ -93,7 +93,9 @@ def test_logits_are_those_of_transformers(architecture: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("architecture", ["llama", "mistral", "qwen3", "qwen3_moe", "gemma3"])
+@pytest.mark.parametrize(
+    "architecture", ["llama", "mistral", "qwen2_moe", "qwen3", "qwen3_moe", "gemma3"]
+)
 def test_a_token_is_the_same_to_the_last_bit_in_every_batch(architecture: str, dtype: str) -> None:
     """One by one, in chunks, over scattered pages, and beside other rows."""
     lm = native(architecture, dtype)
@@ -283,11 +285,12 @@ def test_a_long_prefill_is_the_same_to_the_last_bit_however_it_is_cut(
         assert torch.equal(logits(lm, size, scattered, length=600), whole)
 
 
-@pytest.mark.parametrize("architecture", ["llama", "qwen3_moe"])
+@pytest.mark.parametrize("architecture", ["llama", "qwen2_moe", "qwen3_moe"])
 def test_what_scratch_memory_held_before_changes_nothing(tmp_path: Path, architecture: str) -> None:
     """Sizes that fill no tile are padded with zeros; what is left over of a tile is not read."""
     config = loader.load(models.tiny(architecture)).config
-    config.update({"head_dim": 24, "intermediate_size": 72, "moe_intermediate_size": 8})
+    sizes = {"intermediate_size": 72, "shared_expert_intermediate_size": 72}
+    config.update({"head_dim": 24, "moe_intermediate_size": 8, **sizes})
     models.save_random(config, tmp_path / "odd")
     lm = loader.load(tmp_path / "odd", dtype="bfloat16", forward="native")
     assert isinstance(lm.network, NativeNetwork)
@@ -689,13 +692,6 @@ def test_what_cannot_be_native_is_refused_and_auto_says_why(architecture, settin
     lm = loader.load(models.tiny(architecture), forward="auto", **settings)
     assert lm.path.kind != "native"
     assert why in str(lm.path.reason)
-
-
-def test_more_experts_per_token_than_it_has_room_for_are_refused(monkeypatch) -> None:
-    monkeypatch.setattr(weights, "MAX_TOP_K", 1)
-    lm = loader.load(models.tiny("qwen3_moe"), forward="auto")
-    assert lm.path.kind != "native"
-    assert "2 experts per token" in str(lm.path.reason)
 
 
 def test_without_a_compiler_torch_computes_and_one_warning_says_why(monkeypatch, caplog) -> None:

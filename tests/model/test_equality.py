@@ -128,7 +128,7 @@ def test_the_plain_forward_of_fused_families_equals_generate(architecture: str) 
 
 
 KV_HEADS = {"MHA": 4, "GQA": 2, "MQA": 1}
-ROUTED = {"qwen3_moe", "gpt_oss", "deepseek_v3"}
+ROUTED = {"qwen2_moe", "qwen3_moe", "gpt_oss", "deepseek_v3"}
 
 
 def half_precision_matrix() -> list[Any]:

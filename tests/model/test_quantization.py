@@ -26,7 +26,7 @@ from forethought.model.quantization import (
     product,
     quantize,
 )
-from models import prompts, tiny
+from models import prompts
 
 BITS = [8, 4]
 
@@ -219,11 +219,6 @@ def test_drafts_change_no_token_of_a_quantised_model(qwen, quantization, tempera
     params = SamplingParams(temperature=temperature, max_tokens=40, ignore_eos=True, seed=3)
     drafts = NGramDecodingConfig(max_draft_len=4, max_matching_ngram_size=2)
     assert generated(lm, params, [drafts]) == generated(lm, params)
-
-
-def test_a_model_with_experts_is_refused_by_the_name_of_its_weights():
-    with pytest.raises(ModelError, match="experts"):
-        loader.load(tiny("qwen3_moe"), quantization="int8")
 
 
 def test_the_argument_reaches_the_model_from_the_llm(qwen, tmp_path):

@@ -22,6 +22,7 @@ from forethought.model.attention.layer_profile import LayerProfile
 from forethought.model.batch import Batch
 from forethought.model.hidden_states import capturing_hidden_states, decoder_layers
 from forethought.model.quantization import QuantizedLinear
+from forethought.model.quantized_experts import QuantizedExperts
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -105,8 +106,14 @@ def weight_sizes(module: PreTrainedModel) -> tuple[WeightSize, ...]:
     with suppress(NotImplementedError, AttributeError):  # remote code, and layers, have neither
         embedding, head = module.get_input_embeddings(), module.get_output_embeddings()
     looked_up = getattr(embedding, "weight", None)
+    experts = {
+        linear
+        for layer in module.modules()
+        if isinstance(layer, QuantizedExperts)
+        for linear in layer.linears()
+    }
     quantised = [
-        WeightSize(layer.weight.shape.numel(), layer.weight.num_bytes)
+        WeightSize(layer.weight.shape.numel(), layer.weight.num_bytes, layer in experts)
         for layer in module.modules()
         if isinstance(layer, QuantizedLinear) and layer.weight is not None
     ]

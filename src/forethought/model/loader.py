@@ -42,11 +42,13 @@ from forethought.model.quantization import (
     Quantization,
     QuantizedLinear,
     QuantizedWeight,
+    check_quantizable,
     has_rounded_input,
     pack_linears,
     quantize_linears,
     use_native_products,
 )
+from forethought.model.quantized_experts import QuantizedExperts, quantize_experts, routers
 from forethought.model_dir import check_generation_config, gguf_files
 
 if TYPE_CHECKING:
@@ -147,8 +149,7 @@ def load(
         layers = _cut(module, layers, shard, directory)
         module.to(device)
     if quantization is not None:
-        count = quantize_linears(module, quantization)
-        logger.info("%d linear layers quantised to %s", count, quantization)
+        _quantize(module, quantization)
     traits = _traits(module, layers, vocab_size)
     with torch.inference_mode():
         network, forward_path = _network(module, fuse, traits, forward, refused)
@@ -257,6 +258,16 @@ def _check_quantization(
         )
 
 
+def _quantize(module: PreTrainedModel, quantization: Quantization) -> None:
+    """Raises ModelError for a model that cannot be quantised."""
+    check_quantizable(module, quantization)
+    num_experts = quantize_experts(module, quantization)
+    num_linears = quantize_linears(module, quantization, routers(module))
+    logger.info(
+        "%d linear layers and %d experts quantised to %s", num_linears, num_experts, quantization
+    )
+
+
 def _native_setting_refusal(
     device: torch.device, attention: str, fuse: bool, forward: Forward
 ) -> str | None:
@@ -332,14 +343,15 @@ def _slower_natively(module: PreTrainedModel | CheckpointModule, forward: Forwar
     weights in batches up to 16, and decodes half as fast as torch with 150 million in such batches.
     In 8 and 4 bits it decodes 1.6 to 5 times as fast with up to 15 million weights. With 150
     million it decodes 2.2 to 3 times as fast in 8 bits (and prefills half as fast), and 0.7 to 2
-    times as fast in 4 bits.
+    times as fast in 4 bits. Mixtures of experts in 4 bits decode 1.0 to 6 times as fast and prefill
+    twice as fast (one thread of an AMD EPYC with AVX-512, 50 and 300 million weights of experts).
     """
     dtype = module.dtype
     if forward == "native" or dtype == torch.float32 or not has_fast_matmul(dtype, module.device):
         return None
     if _num_weights(module) <= MAX_SMALL_WEIGHTS or _rounds_input(module):
         return None
-    if _has_4_bits(module):
+    if _has_4_bits(module) and not _has_quantized_experts(module):
         return f"torch has kernels for weights in 4 bits and {str(dtype).removeprefix('torch.')}"
     torch_amx = torch.cpu._is_amx_tile_supported() and torch.cpu._init_amx()
     if backends.cpu().uses_amx() or not torch_amx:
@@ -353,6 +365,10 @@ def _has_4_bits(module: PreTrainedModel | CheckpointModule) -> bool:
         return module.quantization == "int4"
     weights = (m.weight for m in module.modules() if isinstance(m, QuantizedLinear))
     return any(isinstance(weight, QuantizedWeight) and weight.bits == 4 for weight in weights)
+
+
+def _has_quantized_experts(module: PreTrainedModel | CheckpointModule) -> bool:
+    return any(isinstance(part, QuantizedExperts) for part in module.modules())
 
 
 def _rounds_input(module: PreTrainedModel | CheckpointModule) -> bool:

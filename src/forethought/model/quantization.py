@@ -21,7 +21,7 @@ rounded to 8 bits, too, and integers are multiplied by integers (``model.integer
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol, Self, TypeVar
@@ -483,19 +483,21 @@ def pack_linears(module: nn.Module) -> None:
             layer.pack()
 
 
-def quantize_linears(module: nn.Module, quantization: Quantization) -> int:
+def quantize_linears(
+    module: nn.Module, quantization: Quantization, plain: Collection[nn.Module] = ()
+) -> int:
     """Replace every ``nn.Linear`` of a language model by its quantised form, one after the other;
     returns how many.
 
     The output projection is quantised to 8 bits even where others have 4: its errors are those of
-    the logits. Embeddings, norms and biases stay. Raises ModelError if the model has none, or
-    weights of experts, which are no linears.
+    the logits. Embeddings, norms, biases and the linears in ``plain`` stay.
     """
     head = module.get_output_embeddings() if hasattr(module, "get_output_embeddings") else None
     linears = [
-        (name, layer) for name, layer in module.named_modules() if isinstance(layer, nn.Linear)
+        (name, layer)
+        for name, layer in module.named_modules()
+        if isinstance(layer, nn.Linear) and layer not in plain
     ]
-    _check_quantizable(module, linears, quantization)
     rounds_input = has_rounded_input(quantization)
     for name, linear in linears:
         bits = 8 if linear is head else BITS[quantization]
@@ -514,18 +516,15 @@ def is_quantised(module: nn.Module) -> bool:
     )
 
 
-def _check_quantizable(
-    module: nn.Module, linears: Sequence[tuple[str, nn.Linear]], quantization: Quantization
-) -> None:
+def check_quantizable(module: nn.Module, quantization: Quantization) -> None:
+    """Raises ModelError if weights of a model are quantised already, or it has no linears."""
     what = f'quantization="{quantization}" is not possible for this model'
     if is_quantised(module):
         raise ModelError(
             what, "its weights are quantised already", "Leave the argument out, or give 16 bits"
         )
-    experts = [name for name, weight in module.named_parameters() if weight.dim() == 3]
-    if experts or not linears:
-        why = f"{experts[0]} holds weights of experts" if experts else "it has no linear layers"
-        raise ModelError(what, why, "Leave the argument out")
+    if not any(isinstance(layer, nn.Linear) for layer in module.modules()):
+        raise ModelError(what, "it has no linear layers", "Leave the argument out")
 
 
 def _pack_int4(values: Tensor) -> Tensor:

@@ -30,6 +30,7 @@ from forethought.model.quantization import (
     StoredWeight,
     concatenated,
 )
+from forethought.model.quantized_experts import QuantizedExperts
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -41,7 +42,7 @@ TYPES = {torch.float32: F32, torch.bfloat16: BF16}
 KV_TYPES = {**TYPES, torch.int8: I8}
 """Of keys and values, as ``kv.entries`` holds them."""
 ACTIVATIONS = {"silu": 0, "gelu_pytorch_tanh": 1}
-MAX_HEAD_DIM, MAX_GROUP, MAX_TOP_K = 1024, 64, 64
+MAX_HEAD_DIM, MAX_GROUP = 1024, 64
 """As in structures.h."""
 COMPARED_ELEMENTS = 2**20
 """Of a weight, at a time."""
@@ -50,6 +51,7 @@ FAMILIES = (
     "LlamaForCausalLM",
     "MistralForCausalLM",
     "Qwen2ForCausalLM",
+    "Qwen2MoeForCausalLM",
     "Qwen3ForCausalLM",
     "Qwen3MoeForCausalLM",
     "Gemma3ForCausalLM",
@@ -83,16 +85,14 @@ def refusal(module: PreTrainedModel | CheckpointModule) -> str | None:
         size = attention.head_dim
         if size > MAX_HEAD_DIM or attention.num_key_value_groups > MAX_GROUP:
             return f"heads of {size} in groups of {attention.num_key_value_groups}"
-        groups: list[list[nn.Module]] = [_qkv(attention)]
-        if _is_sparse(layer.mlp):
-            if layer.mlp.gate.top_k > MAX_TOP_K:
-                return f"{layer.mlp.gate.top_k} experts per token"
-        else:
-            groups.append(_gate_up(layer.mlp))
-            if len({_kind(linear) for linear in groups[1]}) > 1:
-                return "weights of gate and up that were quantised differently"
-        if not all(map(_merges, groups)):
+        mlps = _shared(layer.mlp) if _is_sparse(layer.mlp) else [layer.mlp]
+        if any(len({_kind(linear) for linear in _gate_up(mlp)}) > 1 for mlp in mlps):
+            return "weights of gate and up that were quantised differently"
+        if not _merges(_qkv(attention)):
             return "weights that are merged and were quantised differently"
+        shared_gate = getattr(layer.mlp, "shared_expert_gate", None)
+        if isinstance(shared_gate, QuantizedLinear):
+            return "gates of shared experts that are quantised"
     return None
 
 
@@ -149,6 +149,11 @@ def _gate_up(mlp: nn.Module) -> list[nn.Module]:
 
 def _is_sparse(mlp: nn.Module) -> bool:
     return hasattr(mlp, "experts")
+
+
+def _shared(mlp: nn.Module) -> list[nn.Module]:
+    """The experts of a mixture that all tokens use, times the sigmoid of a gate: one or none."""
+    return [mlp.shared_expert] if hasattr(mlp, "shared_expert") else []
 
 
 @dataclass(slots=True)
@@ -405,10 +410,14 @@ class PackedExperts:
 
     @classmethod
     def of(cls, mlp: nn.Module) -> PackedExperts:
-        """Pack the experts of a mixture in Qwen3's layout."""
-        router = PackedLinear.pack(mlp.gate.weight, None, float32_input=True)
-        gate_ups = [PackedLinear.pack(w, None, gated=True) for w in mlp.experts.gate_up_proj]
-        downs = [PackedLinear.pack(w, None) for w in mlp.experts.down_proj]
+        """Pack the experts of a mixture as Qwen's, with a shared expert or without."""
+        shared, (gate_up, down) = _shared(mlp), _expert_weights(mlp.experts)
+        gate_ups = [PackedLinear.pack(weight, None, gated=True) for weight in gate_up]
+        gate_ups += [PackedLinear.of(*_gate_up(expert), gated=True) for expert in shared]
+        downs = [PackedLinear.pack(weight, None) for weight in down]
+        downs += [PackedLinear.of(expert.down_proj) for expert in shared]
+        gates = [mlp.gate.weight, *(mlp.shared_expert_gate.weight for _ in shared)]
+        router = PackedLinear.pack(torch.cat(gates), None, float32_input=True)
         arrays = [
             (LinearStruct * len(packed))(*(one.struct for one in packed))
             for packed in (gate_ups, downs)
@@ -417,9 +426,10 @@ class PackedExperts:
             router=ctypes.pointer(router.struct),
             gate_up=arrays[0],
             down=arrays[1],
-            num_experts=len(downs),
+            num_experts=len(downs) - len(shared),
             top_k=mlp.gate.top_k,
             renormalise=bool(mlp.gate.norm_topk_prob),
+            num_shared=len(shared),
         )
         return cls(struct, [router, gate_ups, downs, arrays])
 
@@ -428,6 +438,14 @@ class PackedExperts:
         """Of all tensors."""
         router, gate_ups, downs, _ = self.parts
         return sum(packed.num_bytes for packed in (router, *gate_ups, *downs))
+
+
+def _expert_weights(experts: nn.Module) -> tuple[list[Any], list[Any]]:
+    """``[2 I, H]`` and ``[H, I]`` of each expert."""
+    if isinstance(experts, QuantizedExperts):
+        gate_up, down = experts.gate_up, experts.down
+        return [linear.weight for linear in gate_up], [linear.weight for linear in down]
+    return list(experts.gate_up_proj), list(experts.down_proj)
 
 
 @dataclass(slots=True)

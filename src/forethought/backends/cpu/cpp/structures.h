@@ -6,7 +6,6 @@
 
 constexpr int MAX_HEAD_DIM = 1024; // sizes of buffers on the stack; weights.py refuses more
 constexpr int MAX_GROUP = 64;      // query heads that share a key head
-constexpr int MAX_TOP_K = 64;      // experts of a token
 
 // A8: inputs are rounded to 8 bits, see integers.h. From Q8_0 on: blocks of GGUF files, see blocks.h.
 enum WeightType { F32, BF16, I8, I4, W8A8, W4A8, Q8_0, Q4_0, Q4_1, Q5_0, Q5_1, Q4_K, Q5_K, Q6_K };

@@ -102,10 +102,10 @@ class RoutedTokens {
             b.chosen, int(num_tokens * b.per_token), int(b.per_token), num_experts,
             b.groups + thread.index * b.groups_size);
         const auto inner = [&](int e) { return num_panels(experts.down[e].num_inputs); };
-        for_parts(groups, experts.gate_up, inner, [&](auto& part) { enter(groups, part); });
+        for_parts(groups, experts.gate_up, inner, [&](auto& part) { activate(groups, part); });
         thread.wait();
         const auto outputs = [&](int) { return num_panels(int(hidden)); };
-        for_parts(groups, experts.down, outputs, [&](auto& part) { leave(part); });
+        for_parts(groups, experts.down, outputs, [&](auto& part) { project(part); });
         thread.wait();
         add(groups);
         thread.wait();
@@ -177,10 +177,10 @@ class RoutedTokens {
     }
 
     // b.activated = the gated products of some rows
-    void enter(const Groups& groups, const ExpertPart& part) const {
+    void activate(const Groups& groups, const ExpertPart& part) const {
         const Linear& w = experts.gate_up[part.expert];
-        const ReadyInput input(
-            w, gather(w, groups.tokens + part.begin, part.num_rows), part.num_rows, alone);
+        const Input rows = gather(w, groups.tokens + part.begin, part.num_rows);
+        const ReadyInput input(w, rows, part.num_rows, alone);
         Factors factors(w, input);
         const Activated y = activated(part);
         for (int pair = part.panels.begin; pair < part.panels.end; pair++)
@@ -190,12 +190,12 @@ class RoutedTokens {
     }
 
     // b.outputs = the outputs of the expert
-    void leave(const ExpertPart& part) const {
+    void project(const ExpertPart& part) const {
         const Linear& w = experts.down[part.expert];
         const ReadyInput input(w, activated(part).input(), part.num_rows, alone);
         Factors factors(w, input);
         float* y = b.outputs + part.begin * b.outputs_width;
-        if (part.num_rows == 1) return leave_alone(w, factors, part.panels, y);
+        if (part.num_rows == 1) return project_row(w, factors, part.panels, y);
         for (int panel = part.panels.begin, count; panel < part.panels.end; panel += count) {
             count = factors.panels(part.panels.end - panel);
             product_with_panels(
@@ -203,13 +203,16 @@ class RoutedTokens {
         }
     }
 
-    // The same of one row: panels are read one after the other, and their sums are in their place.
-    void leave_alone(const Linear& w, Factors& factors, Share panels, float* y) const {
-        for (int panel = panels.begin; panel < panels.end; panel++) {
+    // The same of one row, whose sums are computed in their place. Panels of bf16 are read one after
+    // the other: memory is what takes the time.
+    void project_row(const Linear& w, Factors& factors, Share panels, float* y) const {
+        const bool is_read = TileInput::takes(w);
+        for (int panel = panels.begin, count; panel < panels.end; panel += count) {
+            count = is_read ? 1 : factors.panels(panels.end - panel);
             float* sums = y + panel * PANEL;
-            factors.hold(panel, 1);
-            factors.multiply(panel, 1, 0, 1, sums);
-            if (w.type == I8 || w.bias) scale_outputs(w, panel * PANEL, sums, 1, PANEL);
+            factors.hold(panel, count);
+            factors.multiply(panel, count, 0, 1, sums);
+            if (w.type == I8 || w.bias) scale_outputs(w, panel * PANEL, sums, 1, count * PANEL);
         }
     }
 
