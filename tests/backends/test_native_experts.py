@@ -145,7 +145,7 @@ def test_a_token_that_is_not_finite_changes_none_beside_it(dtype: str) -> None:
 def test_quantised_experts_are_those_of_torch(
     wide: dict[str, Path], architecture: str, quantization: str
 ) -> None:
-    """Sums of attention differ in their last bits, which may round an activation of a token apart."""
+    """Sums of attention differ in their last bits, which may round an activation apart."""
     settings = {"dtype": "float32", "quantization": quantization}
     reference = loader.load(wide[architecture], forward="torch", **settings)
     lm, expected = native(wide[architecture], **settings), logits(reference, tokens(30), 30)
