@@ -21,7 +21,7 @@ from models import prompts
 
 Type = gguf.GGMLQuantizationType
 PROMPTS = prompts((3, 17, 40))
-NATIVE = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "gemma3_text", "phi3")
+NATIVE = (*("llama", "mistral", "qwen2", "qwen3", "qwen2_moe", "qwen3_moe", "gemma3_text", "phi3"),)
 """Architectures whose layers run in C++."""
 
 
