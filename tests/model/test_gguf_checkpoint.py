@@ -21,7 +21,7 @@ from models import prompts
 
 Type = gguf.GGMLQuantizationType
 PROMPTS = prompts((3, 17, 40))
-NATIVE = (*("llama", "mistral", "qwen2", "qwen3", "qwen2_moe", "qwen3_moe", "gemma3_text", "phi3"),)
+NATIVE = {"llama", "mistral", "qwen2", "qwen3", "qwen2_moe", "qwen3_moe", "gemma3_text", "phi3"}
 """Architectures whose layers run in C++."""
 
 
@@ -90,7 +90,7 @@ def test_architectures_of_the_native_forward_run_there(case: str, tmp_path: Path
 
 
 @pytest.mark.parametrize("kind", [Type.Q4_0, Type.Q5_0, Type.Q5_1, Type.Q8_0])
-@pytest.mark.parametrize("case", ["llama", "gemma2", "qwen3moe"])
+@pytest.mark.parametrize("case", ["llama", "gemma2", "qwen3moe", "gpt-oss"])
 def test_products_of_integers_are_lossless_with_drafts_and_in_any_batch(
     case: str, kind: Type, tmp_path: Path
 ) -> None:
@@ -106,6 +106,15 @@ def test_products_of_integers_are_lossless_with_drafts_and_in_any_batch(
     drain(machine)
     assert [sequence.output for sequence in sequences] == alone
     expect_empty(machine)
+
+
+@pytest.mark.parametrize("case", ["qwen2moe", "qwen3moe", "gpt-oss"])
+def test_experts_stay_in_their_blocks(case: str, tmp_path: Path) -> None:
+    sizes = [
+        loader.load(view(tmp_path / f"{kind.name}.gguf", case, kind), forward="auto").weight_bytes
+        for kind in (Type.Q8_0, Type.F32)
+    ]
+    assert sizes[0] < 0.45 * sizes[1]
 
 
 def test_a_quantised_file_is_not_quantised_again(tmp_path: Path) -> None:

@@ -141,6 +141,23 @@ class GgufTensors:
         check_values([(name, values)], self._directory, "model")
         return (values + stored.adds).to(dtype) if stored.adds else values
 
+    def experts(self, name: str, dtype: torch.dtype) -> list[BlockWeight] | None:
+        """The weight ``[out, in]`` of each expert in its blocks, in whatever layout the module has
+        them; None: they have none that stay.
+        """
+        stored = self._stored[name]
+        parts = [part for part in (stored.name, stored.joined) if part is not None]
+        kinds = {self.file.tensors[part].type for part in parts}
+        if len(kinds) > 1 or not kinds <= {*BLOCK_TYPES}:
+            return None
+        (kind,), num_experts = kinds, self.file.tensors[stored.name].shape[0]
+        rows = [self._blocks(part, None).unflatten(0, (num_experts, -1)) for part in parts]
+        blocks = rows[0] if len(rows) == 1 else _joined(rows[0], rows[1], stored)
+        weights = [BlockWeight(one, kind, dtype, self._rounds_input) for one in blocks]
+        if not all(weight.has_finite_scales() for weight in weights):
+            check_values([(name, torch.tensor(torch.nan))], self._directory, "model")
+        return weights
+
     def _read(self, name: str, dtype: torch.dtype) -> Tensor | BlockWeight:
         stored = self._stored[name]
         kind = self.file.tensors[stored.name].type

@@ -1,12 +1,13 @@
 """GGUF files as modules of transformers: architectures that ``checkpoint_module.py`` does not take,
 and devices other than a CPU.
 
-Linear layers keep their blocks (``BlockWeight``); all else is dequantised.
+Linear layers and experts keep their blocks (``BlockWeight``); all else is dequantised.
 """
 
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from forethought.model.block_weight import BlockWeight
 from forethought.model.checkpoint_tensors import GgufTensors
 from forethought.model.quantization import QuantizedLinear
 from forethought.model.quantized_checkpoint import HEAD, empty_module, load_others, untie
+from forethought.model.quantized_experts import WEIGHTS, QuantizedExperts, is_readable
 
 _EMBEDDING = "model.embed_tokens.weight"
 
@@ -42,9 +44,11 @@ def read(
     if blocks is not None:
         untie(config)  # the embedding is dequantised, and the output projection is not
     module = empty_module(directory, config, dtype, **options)
-    for name, linear in list(module.named_modules()):
-        if type(linear) is nn.Linear and (weight := tensors.blocks(f"{name}.weight")) is not None:
+    for name, part in list(module.named_modules()):
+        if type(part) is nn.Linear and (weight := tensors.blocks(f"{name}.weight")) is not None:
             _place(module, name, weight, tensors)
+        elif is_readable(part):
+            _place_experts(module, name, tensors)
     if blocks is not None:
         module.set_submodule(HEAD, QuantizedLinear(blocks))
     module.tie_weights()
@@ -59,6 +63,19 @@ def _place(module: nn.Module, name: str, weight: BlockWeight, tensors: _Tensors)
         raise _refused(tensors.directory, why)
     bias = tensors[f"{name}.bias"] if linear.bias is not None else None
     module.set_submodule(name, QuantizedLinear(weight, bias))
+
+
+def _place_experts(module: nn.Module, name: str, tensors: _Tensors) -> None:
+    """Keep the blocks of a module of experts, if all of its weights have blocks that stay."""
+    experts = module.get_submodule(name)
+    gate_up, down = (tensors.experts(f"{name}.{part}") for part in WEIGHTS)
+    if gate_up is None or down is None:
+        return
+    for part in WEIGHTS if experts.has_bias else ():
+        bias = nn.Parameter(tensors[f"{name}.{part}_bias"], requires_grad=False)
+        setattr(experts, f"{part}_bias", bias)
+    tensors.have_read(f"{name}.{part}" for part in WEIGHTS)
+    module.set_submodule(name, QuantizedExperts.holding(experts, gate_up, down))
 
 
 class _Tensors:
@@ -87,6 +104,14 @@ class _Tensors:
             return None
         self._unread.discard(name)
         return weight
+
+    def experts(self, name: str) -> list[BlockWeight] | None:
+        """The weights of experts, see ``GgufTensors.experts``; None: they are not there either."""
+        return self._source.experts(name, self._dtype) if self.has(name) else None
+
+    def have_read(self, names: Iterable[str]) -> None:
+        """These are placed."""
+        self._unread.difference_update(names)
 
     def unread(self) -> list[str]:
         return sorted(self._unread)

@@ -15,7 +15,13 @@ from torch import Tensor, nn
 
 from forethought.config.quantization import Quantization
 from forethought.errors import ModelError
-from forethought.model.quantization import BITS, QuantizedLinear, has_rounded_input, quantize
+from forethought.model.quantization import (
+    BITS,
+    QuantizedLinear,
+    StoredWeight,
+    has_rounded_input,
+    quantize,
+)
 
 WEIGHTS = ("gate_up_proj", "down_proj")
 """Parameters of a module of experts."""
@@ -45,6 +51,18 @@ class QuantizedExperts(nn.Module):
         """Quantise the weights of a module, which loses them."""
         gate_up, down = (_take_quantized(experts, name, quantization) for name in WEIGHTS)
         return cls(experts, gate_up, down)
+
+    @classmethod
+    def holding(
+        cls, experts: nn.Module, gate_up: Sequence[StoredWeight], down: Sequence[StoredWeight]
+    ) -> QuantizedExperts:
+        """With a weight ``[out, in]`` of each expert in place of the module's own."""
+        linears = []
+        for name, weights in zip(WEIGHTS, (gate_up, down), strict=True):
+            delattr(experts, name)
+            biases = _take_biases(experts, name, len(weights))
+            linears.append(list(map(QuantizedLinear, weights, biases)))
+        return cls(experts, *linears)
 
     def __len__(self) -> int:
         return len(self.down)
@@ -78,10 +96,7 @@ def _take_quantized(
     """One weight of each expert, which the module loses."""
     weights: Tensor = getattr(experts, name).detach()
     delattr(experts, name)
-    biases: Sequence[Tensor | None] = [None] * len(weights)
-    if experts.has_bias:
-        biases = getattr(experts, f"{name}_bias").detach().unbind()
-        delattr(experts, f"{name}_bias")
+    biases = _take_biases(experts, name, len(weights))
     if experts.is_transposed:
         weights = weights.transpose(1, 2)
     bits, rounds_input = BITS[quantization], has_rounded_input(quantization)
@@ -91,6 +106,15 @@ def _take_quantized(
     ]
 
 
+def _take_biases(experts: nn.Module, name: str, num_experts: int) -> Sequence[Tensor | None]:
+    """The bias of each expert, which the module loses; None where it has none."""
+    if not experts.has_bias:
+        return [None] * num_experts
+    biases: Tensor = getattr(experts, f"{name}_bias").detach()
+    delattr(experts, f"{name}_bias")
+    return biases.unbind()
+
+
 def quantize_experts(module: nn.Module, quantization: Quantization) -> int:
     """Replace every module of experts by its quantised form, one after the other; returns how many
     experts there are.
@@ -98,7 +122,7 @@ def quantize_experts(module: nn.Module, quantization: Quantization) -> int:
     Raises:
         ModelError: experts of another layout, or widths that 4 bits do not take.
     """
-    experts = [(name, part) for name, part in module.named_modules() if _is_readable(part)]
+    experts = [(name, part) for name, part in module.named_modules() if is_readable(part)]
     readable = {f"{name}.{weight}" for name, _ in experts for weight in WEIGHTS}
     for name, weight in module.named_parameters():
         if weight.dim() == 3 and name not in readable:
@@ -116,7 +140,7 @@ def quantize_experts(module: nn.Module, quantization: Quantization) -> int:
     return num_experts
 
 
-def _is_readable(part: nn.Module) -> bool:
+def is_readable(part: nn.Module) -> bool:
     """Whether it is one of transformers' modules of experts, with a gate and no norm."""
     names = {name for name, weight in part.named_parameters(recurse=False) if weight.dim() == 3}
     declares_layout = all(hasattr(part, name) for name in ("is_transposed", "has_bias"))
