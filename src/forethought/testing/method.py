@@ -16,6 +16,7 @@ the order in which samples finish. Then branches fail, hang and are cancelled, a
 from __future__ import annotations
 
 import asyncio
+import gc
 import importlib
 import json
 import tempfile
@@ -315,6 +316,7 @@ class _Suite:
         frontend = worker.llm._frontend
         self._wait(lambda: not frontend.is_busy, "the engine is still busy")
         engine = frontend.engine
+        gc.collect()  # closes sessions of cancelled tasks, which frames of their errors may hold
         self._wait(lambda: not list(engine.scheduler), "sequences are still open")
         engine.check_integrity()
         assert not engine.pool.in_use, f"{engine.pool.in_use} pages are still held"
