@@ -13,12 +13,13 @@ Needs no network and no checkpoint: weights are random and made on the device. P
     gemv        products of 1, 5 and 16 tokens with the model's weights: cuBLAS and a Triton kernel
     model       decode tokens/s of Llama 3 8B's shape at batch 1, 16, 64, and of each backend
     graphs      the same by CUDA graphs: first that they give the tokens of eager steps, then speed
-                and share of the bandwidth
+                and share of the bandwidth, step by step and with steps that overlap
     profile     which kernels take the time of a step by graphs, at batch 1 and 16
     compiled    the same where Inductor compiles each layer inside the graph, with its first norm
     waits       that neither a decode nor a draft waits inside a forward
     eagle       an EAGLE-3 chain of 2, 4, 8 with a random head and synthetic acceptance of 0.7 per
                 level, eagerly and by graphs: tokens/s, and the share of a step that drafts
+    tree        rounds of a dynamic tree of 16, 64 and 128 nodes of such a head by graphs
 
 Each part has a process and a time limit of its own: one that fails, hangs or loses the device is
 reported, and the others follow. Prints tables and, last, one JSON line; the exit status is 1 if a
@@ -191,15 +192,21 @@ def prefill(engine: Engine, prompt: int, tokens: int) -> list[LiveSequence]:
     return live
 
 
-def decode(engine: Engine, tokens: int, prompt: int) -> tuple[dict[str, Any], list[list[int]]]:
-    """Steps of a full batch, the first ones apart; and what they generated."""
+def decode(
+    engine: Engine, tokens: int, prompt: int, num_steps: int = 1
+) -> tuple[dict[str, Any], list[list[int]]]:
+    """Steps of a full batch, ``num_steps`` in a call, the first ones apart; and what they
+    generated.
+    """
     live = prefill(engine, prompt, tokens)
+    engine.num_decode_steps = num_steps
     synchronize(engine.runner.lm.device)
     stats = engine.stats
     before, steps, drafting = stats.decoded, stats.steps, stats.draft_seconds
     began = time.perf_counter()
     while engine.has_work:
         engine.step()
+    synchronize(engine.runner.lm.device)
     spent = time.perf_counter() - began
     figures = {
         "batch": engine.limits.max_batch_size,
@@ -215,6 +222,9 @@ def lengths(small: bool) -> tuple[int, int]:
     return (24, 32) if small else (512, 128)
 
 
+OVERLAPPED_STEPS = 16
+
+
 def graphs(device: torch.device, small: bool) -> Found:
     """Greedy decoding, eagerly and by graphs: equal tokens, tokens/s, GB/s of weights."""
     lm = random_model(TINY if small else EIGHT_BILLION, device, paged_attention(device))
@@ -224,6 +234,7 @@ def graphs(device: torch.device, small: bool) -> Found:
         eager, expected = decode(engine_for(lm, batch_size, prompt + tokens + 1), tokens, prompt)
         by_graphs = engine_for(lm, batch_size, prompt + tokens + 1, has_graphs=True)
         fast, generated = decode(by_graphs, tokens, prompt)
+        overlapped, _ = decode(by_graphs, tokens, prompt, OVERLAPPED_STEPS)
         same = sum(map(equal_prefix, generated, expected))
         rows.append(
             {
@@ -233,6 +244,8 @@ def graphs(device: torch.device, small: bool) -> Found:
                 "tokens/s": fast["tokens/s"],
                 "ms/step": fast["ms/step"],
                 "GB/s": round(weights / fast["ms/step"] / 1e6, 1),
+                "overlapped tokens/s": overlapped["tokens/s"],
+                "overlapped GB/s": round(weights / overlapped["ms/step"] / 1e6, 1),
             }
         )
     return rows
@@ -417,7 +430,26 @@ def without_waits(call: Callable[..., Any], device: torch.device) -> Callable[..
 
 
 def chain(lm: CausalLM, folder: Path, length: int) -> EagleDecodingConfig:
-    """A chain of an EAGLE-3 head with random weights, saved once per folder."""
+    """A chain of a random head, of synthetic acceptance."""
+    head = random_head(lm, folder)
+    return EagleDecodingConfig(
+        max_draft_len=length, speculative_model=head, synthetic_acceptance=0.7
+    )
+
+
+def dynamic_tree(lm: CausalLM, folder: Path, num_nodes: int) -> EagleDecodingConfig:
+    """A tree of a random head, of six levels."""
+    return EagleDecodingConfig(
+        max_draft_len=6,
+        max_total_draft_tokens=num_nodes,
+        use_dynamic_tree=True,
+        dynamic_tree_max_topK=min(num_nodes, 22),
+        speculative_model=random_head(lm, folder),
+    )
+
+
+def random_head(lm: CausalLM, folder: Path) -> Path:
+    """An EAGLE-3 head with random weights, saved once per folder."""
     if not (folder / "config.json").exists():
         config = lm.config
         layers = tuple(sorted({2, lm.num_layers // 2, lm.num_layers - 3} & set(range(1, 200))))
@@ -436,9 +468,7 @@ def chain(lm: CausalLM, folder: Path, length: int) -> EagleDecodingConfig:
         with torch.device(lm.device):
             head = Eagle3Head(LlamaConfig(**sizes), traits).to(lm.dtype)
         head.to("cpu").save(folder)
-    return EagleDecodingConfig(
-        max_draft_len=length, speculative_model=folder, synthetic_acceptance=0.7
-    )
+    return folder
 
 
 def eagle(device: torch.device, small: bool) -> Found:
@@ -458,6 +488,21 @@ def eagle(device: torch.device, small: bool) -> Found:
                     )
                     figures, _ = decode(engine, tokens, prompt)
                     rows.append({"length": length, "graphs": has_graphs, **figures})
+    return rows
+
+
+def tree(device: torch.device, small: bool) -> Found:
+    """Rounds of a dynamic tree by graphs: what drafting and verifying its nodes costs."""
+    lm = random_model(TINY if small else EIGHT_BILLION, device, paged_attention(device))
+    (prompt, tokens), rows = lengths(small), []
+    with tempfile.TemporaryDirectory() as folder:
+        for num_nodes in (8,) if small else (16, 64, 128):
+            config = dynamic_tree(lm, Path(folder), num_nodes)
+            length = prompt + tokens + num_nodes + 1
+            engine = engine_for(lm, 1, length, has_graphs=True, configs=[config])
+            figures, _ = decode(engine, tokens // 2, prompt)
+            drafting_ms = figures["ms/step"] * figures["drafting"]
+            rows.append({"nodes": num_nodes, **figures, "draft ms": round(drafting_ms, 3)})
     return rows
 
 
@@ -503,6 +548,7 @@ PARTS = {
     "compiled": Part(compiled, 240),
     "waits": Part(waits, 80),
     "eagle": Part(eagle, 200),
+    "tree": Part(tree, 120),
 }
 
 
@@ -518,7 +564,7 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
 
 def run_here(part: str, device: torch.device, small: bool) -> Found:
     """Run a part and print its table; an error is its only row."""
-    has_engine = part in ("model", "graphs", "profile", "compiled", "waits", "eagle")
+    has_engine = part in ("model", "graphs", "profile", "compiled", "waits", "eagle", "tree")
     try:
         with torch.inference_mode(not has_engine):
             rows = PARTS[part].run(device, small)

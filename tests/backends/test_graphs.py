@@ -80,16 +80,23 @@ DRAFTERS: dict[str, Callable[[], list[DecodingBaseConfig]]] = {
     "tree of a draft model": lambda: [
         DraftTargetDecodingConfig(draft_choices=PATHS, speculative_model=tiny("llama", seed=2))
     ],
-    "dynamic tree": lambda: [
-        EagleDecodingConfig(
-            max_draft_len=4,
-            use_dynamic_tree=True,
-            dynamic_tree_max_topK=3,
-            max_total_draft_tokens=10,
-            speculative_model=random_head("eagle3"),
-        )
-    ],
+    "dynamic tree": lambda: [dynamic_tree(3, 10)],
+    "dynamic tree of 90 nodes": lambda: [
+        dynamic_tree(24, 90)
+    ],  # more than there are bits in a word
 }
+
+
+def dynamic_tree(width: int, num_nodes: int) -> EagleDecodingConfig:
+    return EagleDecodingConfig(
+        max_draft_len=4,
+        use_dynamic_tree=True,
+        dynamic_tree_max_topK=width,
+        max_total_draft_tokens=num_nodes,
+        speculative_model=random_head("eagle3"),
+    )
+
+
 PATHS = [[0], [1], [2], [0, 0], [0, 1], [1, 0], [2, 0], [0, 1, 0], [1, 0, 0], [2, 0, 0]]
 PATHS += [[0, 1, 0, 0], [2, 0, 0, 0], [2, 0, 0, 1]]
 
@@ -203,7 +210,7 @@ def test_a_context_that_outgrows_its_bucket_moves_to_the_next_one(tmp_path: Path
         ([5, 2], Bucket(8, 8, 256)),
         ([9, 9, 9], Bucket(32, 16, 256)),
         ([1] * 65, Bucket(80, 1, 256)),
-        ([65], None),  # its ancestors take more than a word each
+        ([65], Bucket(80, 16, 256)),
         ([30] * 4, None),  # more than 100 tokens
     ],
 )

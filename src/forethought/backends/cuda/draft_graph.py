@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 from typing_extensions import override
 
 from forethought.backends.cuda.graphs import (
@@ -25,7 +26,7 @@ from forethought.backends.cuda.graphs import (
     capacity_of,
     padded_tokens,
 )
-from forethought.model.attention.paged_layout import WORD_BITS, Integers
+from forethought.model.attention.paged_layout import WORD_BITS, Integers, words_per_node
 from forethought.model.attention.workspace import MAX_CATCH_UP
 from forethought.model.batch import PackedRows
 from forethought.model.graph_capturer import Graph, GraphCapturer
@@ -58,7 +59,7 @@ class _Shape:
         first = known_bucket(ranges, max(read.ends, default=0))
         num_rows = padded_tokens(len(ranges))
         largest = max((read.count(depth) for depth in range(1, len(read.ends) + 1)), default=0)
-        if first is None or largest > WORD_BITS or num_rows * largest > MAX_GRAPH_TOKENS:
+        if first is None or num_rows * largest > MAX_GRAPH_TOKENS:
             return None
         return cls(first, num_rows, read)
 
@@ -190,7 +191,17 @@ class _PagedLevels:
             states = torch.cat(self._states, 1).flatten(0, 1)
         inputs.batch.token_ids.copy_(token_ids)
         if visible is not None:
-            bits = torch.arange(visible.shape[-1], device=visible.device)
-            self._words.append((visible.long() << bits).sum(-1))
-            inputs.tensors["words"].copy_(torch.cat(self._words, 1).flatten())
+            width = words_per_node(inputs.bucket.num_tokens // rows)
+            self._words.append(ancestor_words(visible))
+            nodes = [pad(words, (0, width - words.shape[-1])) for words in self._words]
+            words = torch.cat(nodes, 1).flatten()
+            inputs.tensors["words"][: len(words)] = words
         return self._runner.network(states, self._runner.paged_pass(inputs.batch))
+
+
+def ancestor_words(visible: Tensor) -> Tensor:
+    """bool ``[rows, new, n]`` -> int64 ``[rows, new, ceil(n / 64)]``, as in ``PagedLayout``."""
+    width = words_per_node(visible.shape[-1])
+    padded = pad(visible.long(), (0, width * WORD_BITS - visible.shape[-1]))
+    bits = torch.arange(WORD_BITS, device=visible.device)
+    return (padded.unflatten(-1, (width, WORD_BITS)) << bits).sum(-1)

@@ -36,11 +36,11 @@ from forethought.model.attention.paged_layout import (
     SPLIT_TOKENS,
     TILE_FIELDS,
     TOKEN_FIELDS,
-    WORD_BITS,
     Integers,
     LayoutArrays,
     PagedLayout,
     next_power_of_2,
+    words_per_node,
 )
 from forethought.model.batch import Batch, PackedRows, Row, Span
 from forethought.model.graph_capturer import Graph
@@ -109,7 +109,7 @@ class Bucket:
             num_tokens += size
             longest = max(longest, size)
             stored = max(stored, row.table.length)
-        if num_tokens > max_tokens or longest > WORD_BITS:
+        if num_tokens > max_tokens:
             return None
         return cls(padded_tokens(num_tokens), cls.tile_of(longest), capacity_of(stored))
 
@@ -190,7 +190,7 @@ class StaticBatch:
                 "rows": rows,
                 "tokens": tokens,
                 "tiles": tiles,
-                "words": np.zeros(size, np.int64),
+                "words": np.zeros(size * words_per_node(size), np.int64),  # of one row, at most
                 "partials": np.zeros((size * has_splits, PARTIAL_FIELDS), np.int64),
                 "pages": np.zeros((size, self._pages_per_row), np.int64),
             },

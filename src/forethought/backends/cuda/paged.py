@@ -18,7 +18,7 @@ from typing_extensions import override
 
 from forethought.kv.storage import KvStorage
 from forethought.model.attention.base import AttentionBackend, Capability, Scoring
-from forethought.model.attention.paged_layout import CHAIN, WORD_BITS, PagedLayout
+from forethought.model.attention.paged_layout import CHAIN, WORD_BITS, PagedLayout, words_per_node
 from forethought.model.batch import Batch
 
 
@@ -118,7 +118,7 @@ def attend_rows(call: Operands) -> Tensor:
         new, positions = slice(start, start + size), tokens[start : start + size, 0]
         mask = n <= positions[:, None]
         if at != CHAIN:
-            own_keys, width = torch.arange(size), -(-size // WORD_BITS)
+            own_keys, width = torch.arange(size), words_per_node(size)
             bits = words[at : at + size * width].view(size, width)[:, own_keys // WORD_BITS]
             mask = torch.cat([mask[:, :prefix], (bits >> own_keys % WORD_BITS) % 2 != 0], 1)
         stored_at = torch.cat([n[:prefix], positions])

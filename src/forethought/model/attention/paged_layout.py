@@ -159,10 +159,15 @@ def positions_of(span: Span) -> Any:
     return prefix - 1 + span.tree.numpy().sum(1)
 
 
+def words_per_node(num_nodes: int) -> int:
+    """Words of the ancestor bits of a node of a tree."""
+    return -(-num_nodes // WORD_BITS)
+
+
 def ancestor_words(tree: NDArray[np.bool_]) -> Integers:
     """bool ``[n, n]`` -> ``[n, ceil(n / 64)]``: bit i of a row's words is its column i."""
     size = len(tree)
-    padded = np.zeros((size, -(-size // WORD_BITS) * WORD_BITS), np.bool_)
+    padded = np.zeros((size, words_per_node(size) * WORD_BITS), np.bool_)
     padded[:, :size] = tree
     return np.packbits(padded, axis=1, bitorder="little").view("<i8").astype(np.int64, copy=False)
 
