@@ -291,7 +291,7 @@ def test_an_adapter_is_called_one_with_the_model_that_it_belongs_to(tmp_path: Pa
     (directory / "adapter_model.safetensors").write_bytes(b"weights")
     config = {"peft_type": "LORA", "base_model_name_or_path": "org/base"}
     (directory / "adapter_config.json").write_text(json.dumps(config))
-    with pytest.raises(ModelError, match=r"an adapter \(LORA\).*Merge it into org/base"):
+    with pytest.raises(ModelError, match=r"an adapter \(LORA\).*Give org/base as the model"):
         check_model_dir(directory)
 
 

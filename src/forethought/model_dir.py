@@ -409,7 +409,8 @@ def _refuse_adapter(directory: Path, kind: str) -> None:
         directory,
         kind,
         f"it holds an adapter ({method or 'adapter_config.json'}), not a whole model",
-        f"Merge it into {base or 'the model that it was trained on'}, and give the result",
+        f"Give {base or 'the model that it was trained on'} as the model, and this as its adapter: "
+        "adapters={name: directory}, --adapter NAME=DIR",
     )
 
 

@@ -22,6 +22,7 @@ from forethought.config.tree import node_depths
 from forethought.kv.staging import StagingBuffer
 from forethought.kv.table import ReadableTable
 from forethought.model.attention.paged_layout import LayoutArrays, PagedLayout
+from forethought.model.token_adapters import Adapt, PlacedAdapter, TokenAdapters, no_addition
 
 
 def ancestors(parents: Sequence[int]) -> Tensor:
@@ -113,6 +114,7 @@ class Row:
             more than the number: ``tokens`` has any ids in their place; None: it has all of them.
         concurrent: tokens of other sequences that a chain attends to, too, none after ``start``;
             None: there are none.
+        adapter: that adds to the products of its tokens; None: none does.
     """
 
     tokens: list[int]
@@ -122,6 +124,7 @@ class Row:
     logits_from: int = 0
     drafted: Tensor | None = None
     concurrent: ConcurrentTokens | None = None
+    adapter: PlacedAdapter | None = None
 
     def depths(self) -> list[int]:
         """Distance of each token from the first new position: ``position - start``."""
@@ -150,6 +153,7 @@ class Span:
             to, its ancestors and itself; None for a chain.
         seen_from: the first position that is attended to.
         concurrent: tokens of other sequences that are attended to; None: there are none.
+        adapter: of its tokens; None: they have none.
     """
 
     start: int
@@ -160,6 +164,7 @@ class Span:
     tree: Tensor | None
     seen_from: int = 0
     concurrent: ConcurrentTokens | None = None
+    adapter: PlacedAdapter | None = None
 
     @property
     def length(self) -> int:
@@ -211,6 +216,13 @@ class PackedRows:
             spans.append(_span(row, begin, offset))
         return cls(tokens, positions, slots, logit_index, spans, rows)
 
+    def token_adapters(self, device: torch.device | str) -> TokenAdapters | None:
+        """The adapters of the tokens; None: none has one."""
+        if all(row.adapter is None for row in self.rows):
+            return None
+        adapters = [row.adapter for row in self.rows for _ in row.tokens]
+        return TokenAdapters.of(adapters, self.logit_index, device)
+
     def drafted_index(self) -> list[int]:
         """Packed indices of the tokens that are on the device."""
         index: list[int] = []
@@ -233,7 +245,8 @@ def _span(row: Row, begin: int, offset: int) -> Span:
     tree = row.visible() if is_tree else None
     stop, pages = begin + len(row.tokens), tuple(table.pages)
     first = table.first_slot()
-    return Span(begin, stop, table.length, pages, first, tree, offset, row.concurrent)
+    length, concurrent = table.length, row.concurrent
+    return Span(begin, stop, length, pages, first, tree, offset, concurrent, row.adapter)
 
 
 @dataclass(slots=True, eq=False)
@@ -248,6 +261,7 @@ class Batch:
         spans: one per row, in order.
         layout: where the rows lie in the pages, for kernels; on CUDA only.
         host_slots: ``slots`` on the host, int64 ``[T]``; on CUDA only.
+        adapters: of the tokens; None: none has one.
     """
 
     token_ids: Tensor
@@ -257,6 +271,16 @@ class Batch:
     spans: tuple[Span, ...]
     layout: PagedLayout | None = None
     host_slots: NDArray[np.int64] | None = None
+    adapters: TokenAdapters | None = None
+
+    def adapt(self, layer: int, *, are_outputs: bool = False) -> Adapt:
+        """What adds to the products of a Llama-like layer: ``adapt(product, x, y)``.
+        ``are_outputs``: of the tokens with logits alone.
+        """
+        adapters = self.adapters
+        if adapters is None:
+            return no_addition
+        return lambda product, x, y: adapters.add((layer, product), x, y, are_outputs=are_outputs)
 
     @property
     def slot_numbers(self) -> NDArray[np.int64]:
@@ -279,6 +303,7 @@ class Batch:
             _tensor(packed.slots, device),
             _tensor(packed.logit_index, device),
             tuple(packed.spans),
+            adapters=packed.token_adapters(device),
         )
 
     def indices(self) -> Tensor:
@@ -312,7 +337,14 @@ class Batch:
         packed.insert_drafted(token_ids, index)
         host_slots, layout = np.array(packed.slots, np.int64), arrays.layout(parts)
         return cls(
-            token_ids, positions, slots, logit_index, tuple(packed.spans), layout, host_slots
+            token_ids,
+            positions,
+            slots,
+            logit_index,
+            tuple(packed.spans),
+            layout,
+            host_slots,
+            packed.token_adapters(device),
         )
 
 

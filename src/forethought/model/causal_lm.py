@@ -6,7 +6,8 @@ what the engine must know about it; batch and cache are arguments of each forwar
 
 from __future__ import annotations
 
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -16,13 +17,16 @@ from typing_extensions import override
 
 from forethought.errors import ModelError
 from forethought.kv.storage import KvStorage, LayerShape
+from forethought.model.adapter import Adapter
 from forethought.model.attention.base import KEYWORD, AttentionBackend, ForwardPass, PagedPass
 from forethought.model.attention.concurrent import ConcurrentPass
 from forethought.model.attention.layer_profile import LayerProfile
 from forethought.model.batch import Batch
 from forethought.model.hidden_states import capturing_hidden_states, decoder_layers
+from forethought.model.llama.layers import projection
 from forethought.model.quantization import QuantizedLinear
 from forethought.model.quantized_experts import QuantizedExperts
+from forethought.model.token_adapters import LowRankProduct, PlacedAdapter
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -47,6 +51,13 @@ class Network(Protocol):
         """Final-norm states ``[T, hidden]`` -> logits ``[T, vocab]``."""
         ...
 
+    def place(self, adapter: Adapter, linears: Mapping[str, tuple[int, int]]) -> PlacedAdapter:
+        """An adapter that fits the model's ``linears``, as this network multiplies by it.
+
+        Raises ModelError if it cannot.
+        """
+        ...
+
 
 @dataclass(frozen=True, slots=True)
 class TransformersNetwork(Network):
@@ -61,7 +72,10 @@ class TransformersNetwork(Network):
     @override
     def __call__(self, batch: Batch, forward_pass: ForwardPass) -> Tensor:
         decoder = self.module.get_decoder()
-        with capturing_hidden_states(decoder, forward_pass, self._find_layers):
+        with (
+            capturing_hidden_states(decoder, forward_pass, self._find_layers),
+            self._adapting(batch),
+        ):
             output = self.module(
                 input_ids=batch.token_ids[None],
                 position_ids=batch.positions[None],
@@ -70,6 +84,38 @@ class TransformersNetwork(Network):
                 **{KEYWORD: forward_pass},
             )
         return output.logits[0]
+
+    @contextmanager
+    def _adapting(self, batch: Batch) -> Iterator[None]:
+        """Have the linears of the batch's adapters add what these do."""
+        adapters = batch.adapters
+        if adapters is None:
+            yield
+            return
+
+        def add(linear: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> None:
+            x = args[0].flatten(0, -2)
+            assert len(x) == len(batch.token_ids), "a linear that sees each token once"
+            adapters.add(linear, x, output.view(len(x), -1))
+
+        linears = {linear for group in adapters.groups for linear in group.adapter.parts}
+        hooks = [linear.register_forward_hook(add) for linear in linears]
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    @override
+    def place(self, adapter: Adapter, linears: Mapping[str, tuple[int, int]]) -> PlacedAdapter:
+        module = self.module
+        parts = {
+            module.get_submodule(name): LowRankProduct.of(
+                addition.to(module.device, module.dtype), projection
+            )
+            for name, addition in adapter.additions.items()
+        }
+        return PlacedAdapter(adapter.name, adapter.digest, parts)
 
     def _find_layers(self) -> list[nn.Module]:
         if not self._layers:
@@ -140,6 +186,8 @@ class ModelTraits:
         dtype: of weights, keys and values.
         device: of the same.
         weights: sizes of those that are multiplied.
+        linears: outputs and inputs of those that an adapter may add to, by name: all that see each
+            token once, but for the output projection.
     """
 
     config: Any
@@ -150,6 +198,7 @@ class ModelTraits:
     dtype: torch.dtype
     device: torch.device
     weights: tuple[WeightSize, ...]
+    linears: Mapping[str, tuple[int, int]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,6 +272,12 @@ class CausalLM:
                 why,
                 "Use a Llama-like model with rotary embeddings, or exchange text instead",
             )
+
+    def place(self, adapter: Adapter) -> PlacedAdapter:
+        """An adapter for rows of batches. Raises ModelError if it does not fit the model."""
+        adapter.check_fits(self.traits.linears)
+        with torch.inference_mode():
+            return self.network.place(adapter, self.traits.linears)
 
     def run(self, forward_pass: ForwardPass) -> Tensor:
         """Float32 logits ``[R, vocab]`` of a forward pass."""

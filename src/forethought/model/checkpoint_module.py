@@ -150,11 +150,12 @@ def _expected_shapes(config: CheckpointConfig) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
-def _layer_shapes(config: CheckpointConfig) -> dict[str, tuple[int, ...]]:
+def _layer_linears(config: CheckpointConfig) -> dict[str, tuple[int, int, bool]]:
+    """Outputs and inputs of the linears of a layer, and whether they have biases."""
     hidden, inner, dim = config.hidden_size, config.intermediate_size, config.head_dim
     queries, keys = config.num_attention_heads * dim, config.num_key_value_heads * dim
     has_mlp_bias = bool(getattr(config, "mlp_bias", False))
-    linears = {
+    return {
         "self_attn.q_proj": (queries, hidden, config.has_qkv_bias),
         "self_attn.k_proj": (keys, hidden, config.has_qkv_bias),
         "self_attn.v_proj": (keys, hidden, config.has_qkv_bias),
@@ -163,16 +164,20 @@ def _layer_shapes(config: CheckpointConfig) -> dict[str, tuple[int, ...]]:
         "mlp.up_proj": (inner, hidden, has_mlp_bias),
         "mlp.down_proj": (hidden, inner, has_mlp_bias),
     }
+
+
+def _layer_shapes(config: CheckpointConfig) -> dict[str, tuple[int, ...]]:
     shapes: dict[str, tuple[int, ...]] = {}
-    for name, (num_outputs, num_inputs, has_bias) in linears.items():
+    for name, (num_outputs, num_inputs, has_bias) in _layer_linears(config).items():
         shapes[f"{name}.weight"] = (num_outputs, num_inputs)
         if has_bias:
             shapes[f"{name}.bias"] = (num_outputs,)
     shapes |= dict.fromkeys(
-        ["input_layernorm.weight", "post_attention_layernorm.weight"], (hidden,)
+        ["input_layernorm.weight", "post_attention_layernorm.weight"], (config.hidden_size,)
     )
     if config.model_type == "qwen3":
-        shapes |= dict.fromkeys(["self_attn.q_norm.weight", "self_attn.k_norm.weight"], (dim,))
+        head_norms = ["self_attn.q_norm.weight", "self_attn.k_norm.weight"]
+        shapes |= dict.fromkeys(head_norms, (config.head_dim,))
     return shapes
 
 
@@ -288,10 +293,18 @@ class CheckpointModule(nn.Module):
         return self.lm_head
 
     @property
+    def linears(self) -> dict[str, tuple[int, int]]:
+        """Outputs and inputs of the linears of all layers, by name."""
+        return {
+            f"model.layers.{index}.{name}": (num_outputs, num_inputs)
+            for index in range(self.config.num_hidden_layers)
+            for name, (num_outputs, num_inputs, _) in _layer_linears(self.config).items()
+        }
+
+    @property
     def num_linears(self) -> int:
         """Of all layers, with the output projection."""
-        num_weights = sum(len(shape) == 2 for shape in _layer_shapes(self.config).values())
-        return 1 + num_weights * self.config.num_hidden_layers
+        return 1 + len(self.linears)
 
     @cached_property
     def num_weights(self) -> int:

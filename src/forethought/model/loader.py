@@ -9,14 +9,17 @@ can); what such a model needs of attention is found by one small forward, the ca
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import torch
+from torch import nn
 
 from forethought.errors import ModelError, ParameterError
 from forethought.model import backends
+from forethought.model.adapter import layer_product
 from forethought.model.attention import BACKENDS, create_backend
 from forethought.model.attention.base import AttentionBackend, Capability
 from forethought.model.attention.layer_profile import LayerProfile
@@ -91,6 +94,7 @@ def load(
     quantization: Quantization | None = None,
     forward: Forward = "torch",
     shard: Shard | None = None,
+    adapted: Collection[str] = (),
 ) -> CausalLM:
     """Load the model in the directory ``path``.
 
@@ -106,6 +110,8 @@ def load(
         forward: ``native``: compute the layers in C++; ``torch``: do not; ``auto``: where it can
             be done and is faster.
         shard: the slice to load of a model that has passed ``check_shardable``; None: all of it.
+        adapted: names of the linears that adapters are going to add to: a forward is taken that can
+            do so.
 
     Raises:
         ModelError: the directory is missing or broken, or the model is not supported; it cannot run
@@ -152,8 +158,15 @@ def load(
         _quantize(module, quantization)
     traits = _traits(module, layers, vocab_size)
     with torch.inference_mode():
+        refused = refused or _unadaptable(adapted)
         network, forward_path = _network(module, fuse, traits, forward, refused)
         return CausalLM(network, backend, traits, forward_path)
+
+
+def _unadaptable(adapted: Collection[str]) -> str | None:
+    """Why adapters of these linears need the module of transformers; None: they do not."""
+    name = next((name for name in adapted if layer_product(name) is None), None)
+    return None if name is None else f"an adapter adds to {name}"
 
 
 def _load_natively(
@@ -462,7 +475,24 @@ def _traits(
         dtype=module.dtype,
         device=module.device,
         weights=_weight_sizes(module),
+        linears=_linears(module),
     )
+
+
+def _linears(module: PreTrainedModel | CheckpointModule) -> dict[str, tuple[int, int]]:
+    """Outputs and inputs of the linears that an adapter may add to, by name."""
+    if isinstance(module, CheckpointModule):
+        return module.linears
+    head = None
+    with suppress(NotImplementedError, AttributeError):  # remote code has none
+        head = module.get_output_embeddings()
+    return {
+        name: (part.out_features, part.in_features)
+        for name, part in module.named_modules()
+        if isinstance(part, nn.Linear | QuantizedLinear)
+        and part is not head
+        and ".experts." not in name
+    }
 
 
 def _weight_sizes(module: PreTrainedModel | CheckpointModule) -> tuple[WeightSize, ...]:

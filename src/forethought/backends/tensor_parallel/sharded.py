@@ -14,7 +14,7 @@ does not.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -26,12 +26,14 @@ from forethought.backends.tensor_parallel.collectives import Collectives, Reduce
 from forethought.backends.tensor_parallel.ranks import Ranks
 from forethought.kv.storage import KvStorage, LayerShape
 from forethought.kv.table import PageCopy, SlotMove
+from forethought.model.adapter import Adapter
 from forethought.model.attention.base import ForwardPass
 from forethought.model.batch import Batch, Span
 from forethought.model.causal_lm import CausalLM, Network
 from forethought.model.device import free_gpu_memory
 from forethought.model.llama.network import FusedNetwork
 from forethought.model.runner import ModelRunner
+from forethought.model.token_adapters import PlacedAdapter
 
 
 def connect(network: FusedNetwork, sums: Sums) -> None:
@@ -122,6 +124,14 @@ class ShardedNetwork(Network):
     @override
     def unembed(self, states: Tensor) -> Tensor:
         return self.own.unembed(states)
+
+    @override
+    def place(self, adapter: Adapter, linears: Mapping[str, tuple[int, int]]) -> PlacedAdapter:
+        """Raises ModelError: the matrices of adapters are not cut to ranks."""
+        raise adapter.unfit(
+            "with tensor_parallel_size its linears are cut to ranks",
+            "Leave tensor_parallel_size out",
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,6 +26,7 @@ from forethought.model.attention.base import ForwardPass, Scoring
 from forethought.model.device import has_fast_matmul, owned
 from forethought.model.fused_ops import has_kernels, rms_norm, silu_and_mul
 from forethought.model.quantization import QuantizedProjection, StoredWeight, concatenated
+from forethought.model.token_adapters import Adapt, no_addition
 
 MAX_LAYER_NORM = 16 * 1024  # elements up to which a CPU is faster through layer norm
 
@@ -191,8 +192,8 @@ class BatchedProjection:
 class GatedActivation(Protocol):
     """``silu(x G^T) * (x U^T)`` for fixed G and U, biases included where there are any."""
 
-    def __call__(self, x: Tensor) -> Tensor:
-        """x ``[T, in]`` -> ``[T, out]``."""
+    def __call__(self, x: Tensor, adapt: Adapt = no_addition) -> Tensor:
+        """x ``[T, in]`` -> ``[T, out]``; ``adapt`` adds to both products, as ``gate_up``."""
         ...
 
 
@@ -203,8 +204,9 @@ class MergedGatedActivation(GatedActivation):
         self.product = product
 
     @override
-    def __call__(self, x: Tensor) -> Tensor:
+    def __call__(self, x: Tensor, adapt: Adapt = no_addition) -> Tensor:
         both = self.product(x)
+        adapt("gate_up", x, both)
         if has_kernels(both.device):
             result: Tensor = silu_and_mul(both)
             return result
@@ -213,7 +215,9 @@ class MergedGatedActivation(GatedActivation):
 
 
 class PackedGatedActivation(GatedActivation):
-    """Two products by oneDNN, which applies activation and multiplication as it writes."""
+    """Two products by oneDNN, which applies activation and multiplication as it writes, unless
+    something is added before.
+    """
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
         gated, up = weight.chunk(2)
@@ -224,7 +228,13 @@ class PackedGatedActivation(GatedActivation):
         self._linear_times = torch.ops.mkldnn._linear_pointwise.binary
 
     @override
-    def __call__(self, x: Tensor) -> Tensor:
+    def __call__(self, x: Tensor, adapt: Adapt = no_addition) -> Tensor:
+        if adapt is not no_addition:
+            weights = zip((self.gated, self.up), self.biases, strict=True)
+            both = torch.cat([self._linear(x, *pair, "none", [], "") for pair in weights], -1)
+            adapt("gate_up", x, both)
+            gate, up = both.chunk(2, -1)
+            return F.silu(gate).mul_(up)
         gated = self._linear(x, self.gated, self.biases[0], "swish", [], "")
         result: Tensor = self._linear_times(x, gated, self.up, self.biases[1], "mul")
         return result
@@ -320,8 +330,10 @@ class FusedLayer:
             forward_pass: over the batch of the T tokens, whose keys and values are all stored.
             output_index: int64 ``[R]``, the tokens whose output is needed; None: all.
         """
-        tokens = x.shape[0]
-        qkv = self.qkv(x).view(tokens, -1, self.head_dim)
+        tokens, batch = x.shape[0], forward_pass.batch
+        adapt, heads = batch.adapt(index), self.qkv(x)
+        adapt("qkv", x, heads)
+        qkv = heads.view(tokens, -1, self.head_dim)
         qk, v = qkv.split_with_sizes([self.num_heads + self.num_kv_heads, self.num_kv_heads], 1)
         if self.head_norm is not None:
             qk = self.head_norm(qk)
@@ -329,8 +341,13 @@ class FusedLayer:
         mixed = mixed.view(tokens, -1)
         if output_index is not None:  # what follows is per token
             mixed, residual = mixed[output_index], residual[output_index]
+            adapt = batch.adapt(index, are_outputs=True)
         x = self.out.plus(mixed, residual)
-        return self.down.plus(self.gate_up(self.mlp_norm(x)), x)
+        adapt("out", mixed, x)
+        inner = self.gate_up(self.mlp_norm(x), adapt)
+        output = self.down.plus(inner, x)
+        adapt("down", inner, output)
+        return output
 
     def _head_norm(self, attention: nn.Module, batch_invariant: bool) -> Norm | None:
         """Qwen3's norm of queries and keys, with one weight ``[heads + kv_heads, head_dim]``."""

@@ -7,6 +7,8 @@ is kept.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,6 +22,7 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
+from forethought.model.adapter import Adapter, layer_additions
 from forethought.model.attention.base import ForwardPass
 from forethought.model.batch import Batch
 from forethought.model.device import owned
@@ -29,9 +32,11 @@ from forethought.model.llama.layers import (
     Norm,
     fused_norm,
     own_projection,
+    projection,
     rotary_table,
 )
 from forethought.model.quantization import QuantizedLinear
+from forethought.model.token_adapters import LowRankProduct, PlacedAdapter
 
 BATCH_INVARIANT_WIDTH = 1024  # largest width of a model with batch-invariant products
 # Exactly these classes: a subclass may compute something else.
@@ -44,6 +49,7 @@ class FusedNetwork:
     def __init__(self, module: PreTrainedModel, max_positions: int) -> None:
         assert is_fusable(module)
         model, invariant = module.model, is_batch_invariant(module.config)
+        self.is_batch_invariant = invariant
         is_tied = module.lm_head.weight is model.embed_tokens.weight
         self.embedding = owned(model.embed_tokens.weight)
         self.rotary = rotary_table(model.rotary_emb, max_positions, self.embedding)
@@ -100,6 +106,16 @@ class FusedNetwork:
     def unembed(self, states: Tensor) -> Tensor:
         """Final-norm states ``[T, hidden]`` -> logits ``[T, vocab]``."""
         return self.head(states)
+
+    def place(self, adapter: Adapter, linears: Mapping[str, tuple[int, int]]) -> PlacedAdapter:
+        """An adapter by layer and merged product; see ``Network``."""
+        dtype, device = self.embedding.dtype, self.embedding.device
+        product = partial(projection, batch_invariant=self.is_batch_invariant)
+        parts = {
+            place: LowRankProduct.of(addition.to(device, dtype), product)
+            for place, addition in layer_additions(adapter, linears).items()
+        }
+        return PlacedAdapter(adapter.name, adapter.digest, parts)
 
 
 def is_fusable(module: PreTrainedModel) -> bool:
