@@ -28,6 +28,8 @@ TESTS = (
     "tests/backends/test_native_experts.py",
     "tests/backends/test_native_sampling.py",
     "tests/backends/test_native_team.py",
+    "tests/model/test_adapter.py",
+    "tests/engine/test_adapters.py",
     "tests/speculative/test_chain_steps.py",
     "tests/speculative/test_step_runner.py",
     "tests/speculative/test_medusa_head.py",

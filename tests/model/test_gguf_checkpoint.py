@@ -9,11 +9,13 @@ import numpy as np
 import pytest
 import torch
 
+import adapters
 import gguf
 from engines import GREEDY, drain, engine_over, expect_empty
 from forethought.errors import ModelError
 from forethought.gguf.file import GgufFile
 from forethought.model import loader
+from forethought.model.adapter import read_adapter
 from forethought.model.checkpoint_tensors import GgufTensors
 from forethought.model_dir import find_model_dir
 from gguf_files import MODELS, config_of_case, module_of_case, write_model
@@ -67,6 +69,24 @@ def greedy(module: torch.nn.Module, prompt: list[int], count: int) -> list[int]:
         for _ in range(count):
             ids.append(int(module(torch.tensor([ids])).logits[0, -1].argmax()))
     return ids[len(prompt) :]
+
+
+@pytest.mark.parametrize("forward", ["native", "torch"])
+@pytest.mark.parametrize("case", ["llama", "gemma3"])
+def test_an_adapter_adds_to_the_weights_of_a_file(
+    case: str, forward: loader.Forward, tmp_path: Path
+) -> None:
+    directory = view(tmp_path / "model.gguf", case, Type.Q8_0)
+    module = reference(directory, case)
+    matrices = adapters.random_tensors(module)
+    lm = loader.load(directory, dtype="float32", forward=forward)
+    machine = engine_over(lm)
+    machine.adapters.add(lm.place(read_adapter("a", adapters.save(tmp_path / "a", matrices))))
+    sequences = [machine.add(prompt, GREEDY.replace(adapter="a"))[0] for prompt in PROMPTS]
+    drain(machine)
+    adapted = adapters.adapting(module, matrices)
+    for prompt, sequence in zip(PROMPTS, sequences, strict=True):
+        assert sequence.output == greedy(adapted, prompt, len(sequence.output))
 
 
 @pytest.mark.parametrize("kind", [Type.F32, Type.BF16, Type.Q4_1])

@@ -14,6 +14,7 @@ from unittest import mock
 import pytest
 import torch
 
+import adapters
 import models
 from forethought.backends.cpu import library
 from forethought.backends.cpu.native_steps import NativeSteps
@@ -21,6 +22,7 @@ from forethought.config.sampling import SamplingParams
 from forethought.kv.pool import PagePool
 from forethought.kv.storage import KvStorage
 from forethought.kv.table import PageTable
+from forethought.model.adapter import read_adapter
 from forethought.model.batch import Row
 from forethought.model.hidden_states import HiddenStateReader
 from forethought.model.loader import load
@@ -160,6 +162,22 @@ def test_several_steps_are_those_of_single_calls_to_the_last_bit(
         assert implementation(runner).advance(rows, 20) == expected
         for value, other in zip(values, stored_values(runner, rows), strict=True):
             assert torch.equal(value, other)
+
+
+def test_several_steps_of_rows_with_adapters_are_those_of_single_steps() -> None:
+    advances = list[Advance]()
+    file = adapters.adapter(adapters.new_directory(), models.tiny("llama"))
+    for implementation in (reference, native, queued):
+        runner, pool = new_runner("llama")
+        placed = runner.lm.place(read_adapter("a", file))
+        rows = stored_rows(runner, pool, (9, 9, 3))
+        rows = [replace(row, adapter=placed if row is rows[1] else None) for row in rows]
+        advances.append(implementation(runner).advance(rows, 20))
+    assert advances[0] == advances[1] == advances[2]
+    runner, pool = new_runner("llama")
+    plain = native(runner).advance(stored_rows(runner, pool, (9, 9, 3)), 20)
+    assert plain.results[1] != advances[0].results[1]
+    assert plain.results[::2] == advances[0].results[::2]
 
 
 @pytest.mark.parametrize("architecture", NATIVE)

@@ -40,6 +40,7 @@ from forethought.model.hidden_states import HiddenStateCache
 from forethought.model.runner import ModelRunner
 from forethought.model.sampling.distribution import TokenContext
 from forethought.model.sampling.sampler import NO_TOKEN, mark_not_finite
+from forethought.model.token_adapters import PlacedAdapter
 from forethought.speculative.drafter import NO_DRAFT, ChainSource, Draft, DraftRequest
 from forethought.speculative.verify.accept import (
     VerificationResult,
@@ -71,6 +72,7 @@ class DecodeRow:
         sampled: how its tokens are sampled; None: each is the most probable one, without scores.
         num_known: its last known tokens that are not stored yet, at least one; several only of rows
             without drafts.
+        adapter: of its tokens in the target; None: they have none.
     """
 
     request: DraftRequest
@@ -81,6 +83,7 @@ class DecodeRow:
     pauses: array[int] = field(default_factory=partial(array, "q"))
     sampled: SampledToken | None = None
     num_known: int = 1
+    adapter: PlacedAdapter | None = None
 
     @property
     def start(self) -> int:
@@ -95,7 +98,8 @@ class DecodeRow:
     def root(self) -> Row:
         """The last known token as a row of a batch."""
         start = self.position
-        return Row([self.request.tokens[start]], start, self.table.prefix(start + 1))
+        table = self.table.prefix(start + 1)
+        return Row([self.request.tokens[start]], start, table, adapter=self.adapter)
 
 
 class Interrupt:
@@ -215,7 +219,8 @@ class RowProgress:
         start = len(self.tokens) - self.num_known
         table = self.row.table.prefix(len(self.tokens) + len(draft))
         tokens = [*self.tokens[start:], *draft.tokens]
-        return Row(tokens, start, table, logits_from=self.num_known - 1)
+        first, adapter = self.num_known - 1, self.row.adapter
+        return Row(tokens, start, table, logits_from=first, adapter=adapter)
 
     def verification(self, begin: int) -> VerificationRequest:
         """What is verified, its logits from row ``begin`` on."""
@@ -396,5 +401,6 @@ def _inputs(rows: Sequence[DecodeRow], step: int, tokens: Sequence[Tensor]) -> l
     for row, token in zip(rows, tokens[-1].split(1), strict=False):
         if step < row.num_left:
             start = row.position + step
-            inputs.append(Row([0], start, row.table.prefix(start + 1), drafted=token))
+            table = row.table.prefix(start + 1)
+            inputs.append(Row([0], start, table, drafted=token, adapter=row.adapter))
     return inputs

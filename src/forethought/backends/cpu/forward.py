@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from forethought.backends.cpu.adapters import token_addresses
 from forethought.backends.cpu.library import load_library
 from forethought.backends.cpu.structures import (
     CallStruct,
@@ -213,6 +214,7 @@ class NativeForward:
         num_tokens, keys = token_ids.numel(), layout.addresses.buffer_info()[0]
         values = keys + layout.addresses.itemsize * (len(layout.addresses) // 2)
         scratch = self._scratch_for(max(num_tokens, at_once), max_length, num_threads)
+        adapters, low = self._adapters(batch, max(num_tokens, at_once))
         struct = CallStruct(
             token_ids=token_ids.data_ptr(),
             entering=None if outputs.entering is None else _address(outputs.entering),
@@ -227,6 +229,9 @@ class NativeForward:
             last_normed=None if outputs.last_normed is None else _address(outputs.last_normed),
             logits=None if outputs.logits is None else _address(outputs.logits),
             scratch=scratch.data_ptr(),
+            adapters=None if adapters is None else adapters.buffer_info()[0],
+            low=None if low is None else low.data_ptr(),
+            low_width=0 if low is None else low.shape[1],
             num_tokens=num_tokens,
             num_logits=batch.logit_index.numel(),
             num_rows=len(layout.rows),
@@ -235,7 +240,17 @@ class NativeForward:
             num_threads=num_threads,
             kv_type=KV_TYPES[layout.dtype],
         )
-        return PackedCall(struct, [token_ids, layout, rows, keep, states, outputs])
+        return PackedCall(struct, [token_ids, layout, rows, keep, states, outputs, adapters, low])
+
+    @staticmethod
+    def _adapters(batch: Batch, num_tokens: int) -> tuple[array[int], Tensor] | tuple[None, None]:
+        """Where the adapters of a batch's tokens are, and memory for what they compute of
+        ``num_tokens``; None twice: there are none.
+        """
+        if batch.adapters is None:
+            return None, None
+        adapters, width = token_addresses(batch.spans)
+        return adapters, torch.empty(num_tokens, width, dtype=torch.float32)
 
     def _scratch_for(self, num_tokens: int, max_length: int, num_threads: int) -> Tensor:
         tokens, length, threads = self._scratch_fits

@@ -257,6 +257,7 @@ class ChainCall:
             num_left=row.num_left,
             num_ends=len(ends),
             num_pauses=len(row.pauses),
+            adapter=None if row.adapter is None else row.adapter.parts.address,
             **self._sampling_fields(row.sampled),
         )
 

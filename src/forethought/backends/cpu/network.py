@@ -8,12 +8,13 @@ are multiplied by weights in bf16 are rounded where the processor multiplies bf1
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
+from forethought.backends.cpu.adapters import NativeAdditions
 from forethought.backends.cpu.forward import NativeForward, Wanted, unknown_token
 from forethought.backends.cpu.library import load_library
 from forethought.backends.cpu.structures import LayerStruct, ModelStruct
@@ -26,11 +27,13 @@ from forethought.backends.cpu.weights import (
     norm_weight,
     rotary_tables,
 )
+from forethought.model.adapter import Adapter, layer_additions
 from forethought.model.attention.base import ForwardPass
 from forethought.model.batch import Batch
 from forethought.model.block_weight import BlockWeight
 from forethought.model.device import owned
 from forethought.model.hidden_states import FINAL
+from forethought.model.token_adapters import PlacedAdapter
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -161,6 +164,12 @@ class NativeNetwork:
     def unembed(self, states: Tensor) -> Tensor:
         """Final-norm states ``[..., hidden]`` -> logits ``[..., vocab]``."""
         return self._head.multiply(states).to(states.dtype)
+
+    def place(self, adapter: Adapter, linears: Mapping[str, tuple[int, int]]) -> PlacedAdapter:
+        """An adapter in panels; see ``Network``."""
+        additions = layer_additions(adapter, linears)
+        parts = NativeAdditions.of(additions, self.forward.model.num_layers)
+        return PlacedAdapter(adapter.name, adapter.digest, parts)
 
     def _state_names(self) -> tuple[int, ...]:
         return (*range(self.forward.model.num_layers + 1), FINAL)

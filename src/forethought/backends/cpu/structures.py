@@ -73,6 +73,18 @@ class LayerStruct(CStruct):
     __slots__ = ()
 
 
+class LowRankStruct(CStruct):
+    """What an adapter adds to a product."""
+
+    __slots__ = ()
+
+
+class AdapterLayerStruct(CStruct):
+    """What an adapter adds to the products of a layer."""
+
+    __slots__ = ()
+
+
 class ModelStruct(CStruct):
     """The packed weights of a network."""
 

@@ -41,6 +41,7 @@ class RowsCall {
             recent.push_back(p);
             slots.push_back(prefix_slot(added, p, call.page_size));
         }
+        if (call.adapters) adapters.insert(adapters.end(), count, row.adapter);
         for (int64_t i = num_logits; i > 0; i--) wanted.push_back(int64_t(tokens.size()) - i);
         rows.push_back(added);
     }
@@ -52,6 +53,7 @@ class RowsCall {
         call.slots = slots.data(), call.logit_index = wanted.data(), call.rows = rows.data();
         call.num_tokens = int32_t(tokens.size()), call.num_logits = int32_t(wanted.size());
         call.num_rows = int32_t(rows.size());
+        if (call.adapters) call.adapters = adapters.data();
         return call;
     }
 
@@ -59,6 +61,7 @@ class RowsCall {
     const int64_t seen_from;
     std::vector<int64_t> tokens, positions, recent, slots, wanted;
     std::vector<Row> rows;
+    std::vector<const void*> adapters;
 };
 
 class ChainDecoder {

@@ -19,6 +19,7 @@
 #include "heads.h"
 #include "kernels/attention.h"
 #include "kernels/experts.h"
+#include "kernels/low_rank.h"
 #include "kernels/norms.h"
 #include "kernels/pack.h"
 #include "kernels/products.h"
@@ -53,12 +54,12 @@ class Forward {
             const Layer& layer = model.layers[index];
             attend(layer, index);
             if (narrow && index == model.num_layers - 1) keep_wanted();
-            add_attention(layer);
+            add_attention(layer, index);
             if (layer.experts) {
                 norm_all(layer.mlp_norm, nullptr);
                 run_experts(model, *layer.experts, tokens, b, thread);
             } else {
-                add_mlp(layer, norm_all(layer.mlp_norm, &layer.gate_up));
+                add_mlp(layer, index, norm_all(layer.mlp_norm, &layer.gate_up));
             }
         }
         write_logits();
@@ -115,18 +116,35 @@ class Forward {
         thread.wait();
     }
 
-    // b.normed = norm of b.x; b.tiles instead, if that is what the next product takes.
+    // b.normed = norm of b.x; b.tiles instead, if that is what the next product takes, or as well if
+    // adapters read the norm.
     Input norm_all(const float* weight, const Linear* next) {
         const Share share = thread.share(tokens);
         const bool tiles = next && TileInput::takes(*next);
         const TileLayout layout(tokens, hidden);
         for (int64_t t = share.begin; t < share.end; t++) {
-            float* y = b.normed + (tiles ? share.begin : t) * hidden; // one row stays in the cache
+            const bool keeps = !tiles || call.adapters; // else one row stays in the cache
+            float* y = b.normed + (keeps ? t : share.begin) * hidden;
             norm(b.x + t * hidden, weight, hidden, model.eps, y);
             if (tiles) round_row(y, hidden, layout.per_tile, b.tiles + layout.at(t));
         }
         thread.wait();
         return {b.normed, hidden, tiles ? b.tiles : nullptr};
+    }
+
+    LowRanks low_ranks(int index, LowRankPart part) const {
+        return LowRanks(call, index, part, tokens < call.num_tokens);
+    }
+
+    // y [T, width] += what adapters make of x, the input of a product that all threads have finished.
+    void adapt(
+        int index, LowRankPart part, const float* x, int64_t ldx, float* y, int64_t width) const {
+        if (!call.adapters) return;
+        const LowRanks adapters = low_ranks(index, part);
+        const Share share = thread.share(tokens);
+        adapters.multiply(share, x, ldx);
+        adapters.add(share, y, width);
+        thread.wait();
     }
 
     // Hand out a hidden state [T, hidden], where it is wanted; without a barrier.
@@ -153,6 +171,7 @@ class Forward {
         keep_state(index, b.x);
         product(layer.qkv, input, tokens, b.qkv, b.qkv_width, false, thread);
         thread.wait();
+        adapt(index, &AdapterLayer::qkv, input.floats, input.stride, b.qkv, b.qkv_width);
         const int heads = model.num_heads + 2 * model.num_kv_heads;
         rotate_and_store(model, layer, call, b, keys, values, thread.share(tokens * heads));
         thread.wait();
@@ -173,13 +192,15 @@ class Forward {
         thread.wait();
     }
 
-    // b.x += the product of `from`, normed if `weight` is given; `place` is free memory
-    void add_product(const Linear& w, const Input& from, const float* weight, float* place) {
-        if (!weight) {
-            product(w, from, tokens, b.x, hidden, true, thread);
-        } else {
-            product(w, from, tokens, place, hidden, false, thread);
-            thread.wait();
+    // b.x += the product of `from`, normed if `weight` is given; `place` is free memory. adapt(y):
+    // adds to the product.
+    template <class Adapt>
+    void add_product(
+        const Linear& w, const Input& from, const float* weight, float* place, Adapt&& adapt) {
+        product(w, from, tokens, weight ? place : b.x, hidden, !weight, thread);
+        if (weight || call.adapters) thread.wait();
+        adapt(weight ? place : b.x);
+        if (weight) {
             const Share share = thread.share(tokens);
             for (int64_t t = share.begin; t < share.end; t++) {
                 float *x = b.x + t * hidden, *y = place + t * hidden;
@@ -190,17 +211,54 @@ class Forward {
         thread.wait();
     }
 
-    void add_attention(const Layer& layer) {
+    void add_attention(const Layer& layer, int index) {
         const Input mixed{b.mixed, b.mixed_width, nullptr};
-        add_product(layer.out, mixed, layer.attention_norm, b.wide);
+        add_product(layer.out, mixed, layer.attention_norm, b.wide, [&](float* y) {
+            adapt(index, &AdapterLayer::out, b.mixed, b.mixed_width, y, hidden);
+        });
     }
 
-    void add_mlp(const Layer& layer, const Input& normed) {
+    void add_mlp(const Layer& layer, int index, const Input& normed) {
         const int inner = layer.down.num_inputs;
         const Activated y(b.wide, tokens, inner, layer.down);
-        gated_product(layer.gate_up, normed, tokens, y, inner, model.activation, thread);
+        multiply_gated(layer, index, normed, y);
         thread.wait();
-        add_product(layer.down, y.input(), layer.output_norm, b.mixed);
+        add_product(layer.down, y.input(), layer.output_norm, b.mixed, [&](float* sums) {
+            adapt_down(index, y, inner, sums);
+        });
+    }
+
+    void multiply_gated(const Layer& layer, int index, const Input& normed, const Activated& y) {
+        const int inner = layer.down.num_inputs;
+        if (!call.adapters)
+            return gated_product(layer.gate_up, normed, tokens, y, inner, model.activation, thread);
+        const LowRanks adapters = low_ranks(index, &AdapterLayer::gate_up);
+        adapters.multiply(thread.share(tokens), normed.floats, normed.stride);
+        thread.wait();
+        gated_product(
+            layer.gate_up, normed, tokens, y, inner, model.activation, thread,
+            [&](int t, int rows, int pair, float* both) {
+                adapters.add_pair(t, t + rows, pair, both);
+            });
+    }
+
+    // As adapt(), of activations, which may be in tiles.
+    void adapt_down(int index, const Activated& x, int inner, float* y) const {
+        const Input plain = x.input();
+        if (!call.adapters || !plain.tiles)
+            return adapt(index, &AdapterLayer::down, plain.floats, inner, y, hidden);
+        static thread_local std::vector<float> row;
+        row.resize(inner);
+        const LowRanks adapters = low_ranks(index, &AdapterLayer::down);
+        const Share share = thread.share(tokens);
+        for (int64_t t = share.begin; t < share.end; t++) {
+            const LowRank* by = adapters.of(t);
+            if (!by) continue;
+            x.read(t, row.data());
+            multiply_down(*by, row.data(), inner, 1, adapters.low(t), call.low_width);
+        }
+        adapters.add(share, y, hidden);
+        thread.wait();
     }
 
     // to [R, hidden] = x [T, hidden] of the tokens with logits; `to` may be x.

@@ -56,6 +56,15 @@ struct Layer {
     int32_t window;         // 0: none
 };
 
+// What an adapter adds to a product: (x A^T) B^T.
+struct LowRank {
+    Linear down, up; // A and B in float32, B as the product that it adds to; null: nothing is added
+};
+
+struct AdapterLayer {
+    LowRank qkv, out, gate_up, down;
+};
+
 struct Model {
     const Layer* layers;
     const float* final_norm; // or null
@@ -97,8 +106,12 @@ struct Call {
     float* last_normed;   // the same behind the final norm
     float* logits;        // [R, vocab], or null
     float* scratch;       // scratch_size() floats, aligned to 64 bytes
+    const void* const*
+        adapters; // [T]: AdapterLayer [num_layers] of each token, or null; null: none
+    float* low;   // [T, low_width]: what adapters compute between their products
     int32_t num_tokens, num_logits, num_rows, page_size, max_length, num_threads;
-    int32_t kv_type; // F32, BF16 or I8
+    int32_t kv_type;   // F32, BF16 or I8
+    int32_t low_width; // of the greatest rank, whole panels
 };
 
 // The most probable tokens, one after the other, behind each row of a call.
@@ -165,6 +178,7 @@ struct ChainRow {
     int64_t num_ends, num_pauses;
     const Sampling* sampling; // null: each token is the most probable one
     int64_t seed, sample;     // of its uniform samples
+    const void* adapter;      // as of Call
 };
 
 // Hidden states of the target, as a draft module reads them.

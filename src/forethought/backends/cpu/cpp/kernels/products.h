@@ -438,6 +438,14 @@ class Activated {
             copy_row(from, half - first < PANEL ? half - first : PANEL, memory + t * half + first);
     }
 
+    // The activations of a token in float32, as they are multiplied.
+    void read(int64_t t, float* to) const {
+        if (!tiles) return copy_row(memory + t * half, half, to);
+        for (int first = 0; first < half; first += PANEL)
+            for (int i = first; i < half && i < first + PANEL; i++)
+                to[i] = scalar(place(t, first) + i - first);
+    }
+
     // Fetch where they go.
     void fetch(int64_t t, int first) const {
         __builtin_prefetch(tiles ? (const void*)place(t, first) : memory + t * half + first, 1);
@@ -461,10 +469,16 @@ class Activated {
     }
 };
 
+struct NothingAdded {
+    void operator()(int, int, int, float*) const {}
+};
+
 // y = act(x G^T) * (x U^T), the outputs of pair `pair` of panels for tokens [begin, end).
+// add(t, rows, pair, both): adds to both products of tokens [t, t + rows): [rows, 2, PANEL].
+template <class Add = NothingAdded>
 static void gated_product_with_pair(
     const Linear& w, Factors& factors, int pair, int begin, int end, const Activated& y,
-    int activation) {
+    int activation, const Add& add = {}) {
     alignas(64) float one[MAX_ROWS * PANEL], both[PASS_SUMS];
     const bool together = factors.panels(2) >= 2;
     const int step = factors.step(), first = pair * PANEL;
@@ -482,6 +496,7 @@ static void gated_product_with_pair(
                     memcpy(both + (2 * m + side) * PANEL, one + m * PANEL, PANEL * 4);
             }
         if (w.type == I8 || w.bias) scale_outputs(w, 2 * first, both, rows, 2 * PANEL);
+        add(t, rows, pair, both);
         for (int m = 0; m < rows; m++) {
             float* gate = both + 2 * m * PANEL;
             activate(gate, gate + PANEL, activation);
@@ -492,9 +507,10 @@ static void gated_product_with_pair(
 
 // The same of all tokens, the outputs of one thread. The panels of w are those of G and U in turns;
 // each has `half` outputs.
+template <class Add = NothingAdded>
 static void gated_product(
     const Linear& w, const Input& x, int tokens, const Activated& y, int half, int activation,
-    Thread thread) {
+    Thread thread, const Add& add = {}) {
     const Share share = thread.share(num_panels(half));
     const ReadyInput input(w, x, tokens, thread);
     Factors factors(w, input);
@@ -502,7 +518,7 @@ static void gated_product(
     for (int begin = 0; begin < tokens; begin += block) {
         const int end = tokens - begin < block ? tokens : begin + block;
         for (int pair = share.begin; pair < share.end; pair++)
-            gated_product_with_pair(w, factors, pair, begin, end, y, activation);
+            gated_product_with_pair(w, factors, pair, begin, end, y, activation, add);
     }
     if (share.end == num_panels(half)) y.pad(0, tokens);
 }
