@@ -77,6 +77,8 @@ RANKS = "tests/engine/test_tensor_parallel.py -m 'not slow'"
 SCHEDULER = "tests/engine/test_scheduler.py"
 ENGINE = "tests/engine/test_engine.py"
 NATIVE_EXPERTS = "tests/backends/test_native_experts.py"
+ADAPTERS = "tests/engine/test_adapters.py"
+ADAPTER = "tests/model/test_adapter.py"
 HOOKS = "tests/engine/test_speculation_hooks.py"
 BLOCKS = "tests/backends/test_block_products.py -m 'not slow'"
 RULES = "tests/speculative/test_typical.py tests/speculative/test_relaxed.py"
@@ -166,6 +168,93 @@ MUTANTS = [
     ),
     Mutant("kv/pool.py", "self.on_evict(page)\n        if", "if", KV),
     Mutant("kv/pool.py", "len(tokens) - size + 1, size", "len(tokens) - size, size", KV),
+    Mutant("kv/pool.py", ", key=adapter)", ")", f"{ADAPTERS} -k prefixes"),
+    Mutant("engine/scheduler.py", "sequence.adapter_digest", 'b""', f"{ADAPTERS} -k 'prefix'"),
+    Mutant(
+        "engine/engine.py",
+        "other.sequence.active and other.sequence.adapter is reader.adapter",
+        "other.sequence.active",
+        f"{ADAPTERS} -k read_each_other",
+    ),
+    Mutant(
+        "engine/engine.py",
+        "_read_before(sequence, length), sequence.adapter",
+        "_read_before(sequence, length), None",
+        f"{ADAPTERS} -k fork",
+    ),
+    Mutant(
+        "engine/engine.py",
+        "detach_from_parent(sequence)\n        sequence.table.rewind(0)",
+        "sequence.table.rewind(0)",
+        f"{ADAPTERS} -k waits_for_its_parent",
+    ),
+    Mutant("engine/engine.py", "table.rewind(0)", "table.rewind(4)", f"{ADAPTERS} -k again"),
+    Mutant(
+        "engine/drafting.py",
+        'f"{sequence.adapter_digest.hex()}/{params.cache_salt}"',
+        "params.cache_salt",
+        f"{ADAPTERS} -k texts",
+    ),
+    Mutant("engine/continuous.py", "adapter=sequence.adapter,", "", f"{ADAPTERS} -k mixed"),
+    Mutant(
+        "speculative/step_runner.py",
+        "drafted=token, adapter=row.adapter",
+        "drafted=token",
+        "tests/speculative/test_step_runner.py -k adapters",
+    ),
+    Mutant(
+        "speculative/step_runner.py",
+        "logits_from=first, adapter=adapter",
+        "logits_from=first",
+        f"{ADAPTERS} -k mixed",
+    ),
+    Mutant(
+        "backends/cuda/graph_runner.py",
+        " or row.adapter for row",
+        " for row",
+        "tests/backends/test_graphs.py -k adapters",
+    ),
+    Mutant(
+        "backends/cuda/chain_rounds.py",
+        " or row.adapter is not None",
+        "",
+        "tests/backends/test_graphs.py -k adapters",
+    ),
+    Mutant(
+        "model/llama/layers.py",
+        "adapt = batch.adapt(index, are_outputs=True)",
+        "pass",
+        f"{ADAPTERS} -k mixed",
+    ),
+    Mutant("model/adapter.py", "column += part.rank", "pass", f"{ADAPTER} -k logits"),
+    Mutant("model/adapter.py", "math.sqrt(rank) if", "rank if", f"{ADAPTER} -k scale"),
+    Mutant(
+        "model/adapter.py", "if name not in linears:", "if False:", f"{ADAPTER} -k another_model"
+    ),
+    Mutant(
+        "backends/cpu/cpp/kernels/low_rank.h",
+        "picks ? call.logit_index[t] : t",
+        "t",
+        f"{ADAPTERS} -k mixed",
+    ),
+    Mutant(
+        "backends/cpu/cpp/kernels/low_rank.h",
+        "if (of(t + rows) != by) break;",
+        "",
+        f"{ADAPTER} -k last_bit",
+    ),
+    Mutant(
+        "backends/cpu/cpp/forward.cpp",
+        "const bool keeps = !tiles || call.adapters;",
+        "const bool keeps = !tiles;",
+        f"{ADAPTER} -k last_bit",
+    ),
+    Mutant(
+        "backends/cpu/cpp/chain_steps.h",
+        "if (call.adapters) adapters.insert(adapters.end(), count, row.adapter);",
+        "if (call.adapters) adapters.insert(adapters.end(), count, nullptr);",
+        f"{ADAPTERS} -k mixed",
+    ),
     Mutant(
         "kv/pool.py",
         " and page not in self._digest_of",

@@ -16,6 +16,7 @@ import pytest
 import torch
 from transformers import AutoConfig
 
+import adapters
 import mtp_modules
 from drafts import recording
 from eagle_heads import random_head
@@ -40,6 +41,7 @@ from forethought.kv.staging import StaticBuffer
 from forethought.kv.storage import KvStorage
 from forethought.kv.table import PageTable
 from forethought.model import loader
+from forethought.model.adapter import read_adapter
 from forethought.model.batch import Row
 from forethought.model.causal_lm import CausalLM
 from forethought.model.graph_capturer import GraphCapturer
@@ -254,6 +256,24 @@ def test_shapes_beyond_the_number_of_graphs_are_computed_eagerly() -> None:
     assert outputs(generated(engine_over(paged(), graphs=graphs))) == outputs(expected)
     assert graphs.num_graphs == 1
     assert graphs.num_replays > 0
+
+
+@pytest.mark.usefixtures("poisoned")
+@pytest.mark.parametrize("name", ["plain", "draft model", "eagle3"])
+def test_rows_with_adapters_are_computed_eagerly_and_others_by_graphs(name: str) -> None:
+    path = adapters.adapter(adapters.new_directory(), tiny("llama"))
+    placed = paged().place(read_adapter("a", path))
+    graphs, generations = GraphCapturer(FakeGraph), list[list[list[int]]]()
+    for capturer in (None, graphs):
+        machine = engine_over(paged(), speculative=DRAFTERS[name](), page_size=4, graphs=capturer)
+        machine.num_decode_steps = 4
+        machine.adapters.add(placed)
+        generations.append(outputs(generated(machine, adapter="a")))
+        num_replays = graphs.num_replays
+        outputs(generated(machine))
+    assert generations[0] == generations[1] != outputs(generated(engine_over(paged())))
+    assert graphs.num_replays > num_replays
+    assert machine.stats.failed_forwards == 0
 
 
 def test_halves_of_a_forward_that_failed_keep_their_own_logits() -> None:

@@ -150,6 +150,9 @@ class LlmArgs(StrictModel):
     seed: int | None = Field(default=None, ge=0, lt=2**64)
     """From which the seeds of unseeded requests are drawn; None: from the operating system."""
     trust_remote_code: bool = False
+    adapters: Mapping[str, Path] = Field(default_factory=dict)
+    """LoRA adapters of the model by the names that requests choose them by: directories as PEFT
+    saves them, with ``adapter_config.json`` and ``adapter_model.safetensors``."""
     speculative_config: tuple[SerializeAsAny[DecodingBaseConfig], ...] = ()
     """The drafter, or several, each asked where those before it propose nothing. Dictionaries will
     do, with ``decoding_type`` as in YAML, and names alone: ``"draft_target"``, as for
@@ -238,6 +241,7 @@ class LlmOptions(TypedDict, total=False):
     snapshot_dir: str | Path | None
     seed: int | None
     trust_remote_code: bool
+    adapters: Mapping[str, Path] | Mapping[str, str | Path]
     speculative_config: (
         DecodingBaseConfig
         | Mapping[str, Any]

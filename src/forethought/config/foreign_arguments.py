@@ -163,7 +163,7 @@ _MEMORY = (
     "Use kv_cache_config with free_gpu_memory_fraction, the share of the memory that is free once "
     "the model is loaded; max_tokens for a number of tokens; on a CPU host_cache_size in bytes"
 )
-_LORA = "Merge the adapter into the model, and give the result"
+_LORA = "Give adapters={name: directory}; requests choose one by SamplingParams(adapter=name)"
 _MULTI_NODE = "Leave it out: an engine runs on one machine"
 _GUIDED = "Leave it out: llguidance compiles all grammars; guided_decoding_config bounds them"
 _LOG = "Leave it out: counts are in llm.stats and, of a server, in /metrics"
@@ -287,7 +287,7 @@ _VLLM: _Table = {
     "max_logprobs": _refused("Leave it out: logprobs of SamplingParams takes up to 64"),
     "disable_log_stats": _ANY,
     "disable_log_requests": _ANY,
-    "enable_lora": _only(False, fix=_LORA),
+    "enable_lora": _ANY,
     "lora_config": _refused(_LORA),
     "lora_modules": _refused(_LORA),
     "max_loras": _refused(_LORA),

@@ -148,6 +148,8 @@ class SamplingParams(RequestParams):
     ``skip_special_tokens``    leave special tokens out of the text
     ``priority``               lower runs first; equal ones in order of arrival
     ``cache_salt``             cached prefixes are shared only among requests of the same salt
+    ``adapter``                the LoRA adapter by its name; "": none; None: that of the sequence
+                               which is continued, and none for a prompt
     ``speculation``            ``SpeculationParams``, or a dictionary; None: as the engine does
     ``guided_decoding``        ``GuidedDecodingParams``, or a dictionary: the shape of the output
     ``thinking_budget``        most tokens of thought; at the cap the thought is closed (below)
@@ -189,6 +191,7 @@ class SamplingParams(RequestParams):
     skip_special_tokens: bool = True
     priority: int = 0
     cache_salt: _Encodable = ""
+    adapter: _Encodable | None = None
     speculation: Annotated[SpeculationParams | None, _from_dict(SpeculationParams)] = None
     guided_decoding: Annotated[GuidedDecodingParams | None, _from_dict(GuidedDecodingParams)] = None
     thinking_budget: _Count | None = None

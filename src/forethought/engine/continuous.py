@@ -210,6 +210,7 @@ class ContinuousDecode:
             pauses=sequence.stop_candidates or array("q"),
             sampled=None if sequence.takes_argmax else sampled_token(sequence, eos_ids, {}),
             num_known=row.num_tokens,
+            adapter=sequence.adapter,
         )
 
 

@@ -21,6 +21,7 @@ from typing import NamedTuple
 
 import torch
 
+from forethought.config.sampling import SamplingParams
 from forethought.engine.guarded_drafter import DrafterEntry, GuardedDrafter
 from forethought.engine.scheduler import Plan, PlannedRow
 from forethought.engine.sequence import Sequence
@@ -266,12 +267,13 @@ class Drafting:
         """The one object that drafters are shown in every step of a generation."""
         if sequence.id not in self._requests:
             prompt = tuple(sequence.tokens[: sequence.prompt_length])
+            params = _pooled_apart(sequence)
             self._requests[sequence.id] = DraftRequest(
                 request_id=sequence.id,
                 tokens=TokenView(sequence.tokens),
                 prompt_length=sequence.prompt_length,
-                params=sequence.params,
-                group=hash((sequence.params.cache_salt, prompt)),
+                params=params,
+                group=hash((params.cache_salt, prompt)),
                 index=sequence.index,
                 seed=sequence.seed,
             )
@@ -422,6 +424,16 @@ class Drafting:
             self._release(number)
         for drafter in self.drafters:
             drafter.shutdown()
+
+
+def _pooled_apart(sequence: Sequence) -> SamplingParams:
+    """The params as drafters see them, whose pools of texts are by salt: those of an adapter are
+    apart.
+    """
+    params = sequence.params
+    if sequence.adapter is None:
+        return params
+    return params.replace(cache_salt=f"{sequence.adapter_digest.hex()}/{params.cache_salt}")
 
 
 def _mean_sizes(plan: Plan, num_steps: int) -> tuple[float, float, float]:

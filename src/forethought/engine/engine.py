@@ -20,6 +20,7 @@ import torch
 
 from forethought.config.sampling import SamplingParams
 from forethought.engine import snapshot
+from forethought.engine.adapters import AdapterTable
 from forethought.engine.drafting import Drafting
 from forethought.engine.guarded_drafter import DrafterEntry
 from forethought.engine.scheduler import Limits, Scheduler
@@ -30,6 +31,7 @@ from forethought.engine.sequence import (
     attach_ready_dependents,
     attach_to_parent,
     depend_on,
+    detach_from_parent,
     num_common,
 )
 from forethought.engine.snapshot import SequenceSnapshot
@@ -38,6 +40,7 @@ from forethought.errors import (
     CapacityError,
     ContextLengthError,
     ParameterError,
+    SnapshotError,
     UnknownNameError,
     UsageError,
 )
@@ -46,6 +49,7 @@ from forethought.kv.table import PageTable
 from forethought.model.device import computing_threads
 from forethought.model.runner import ModelRunner
 from forethought.model.sampling import Constraint, Constraints
+from forethought.model.token_adapters import PlacedAdapter
 from forethought.outputs import EngineStats, FinishReason, SpeculationMetrics
 
 
@@ -63,6 +67,7 @@ class Engine:
         num_decode_steps: that are made at most before the tokens are returned.
         num_streamed_decode_steps: the same with a streamed sequence, of which somebody waits for
             each token, and on a GPU while ``ends_with_rows``.
+        adapters: that requests may choose.
         interrupt: ends several steps early.
         ends_with_rows: whether they end when a sequence does, as somebody waits for that.
     """
@@ -81,6 +86,7 @@ class Engine:
         self.num_decode_steps = self.num_streamed_decode_steps = 1
         self.ends_with_rows = False
         self.runner, self.stats = runner, EngineStats(forward_path=runner.lm.path.kind)
+        self.adapters = AdapterTable()
         self.pool = PagePool(runner.storage.num_pages, runner.storage.page_size)
         self.index = PrefixIndex(self.pool, reuse)
         self._capacity = self.pool.num_pages * self.pool.page_size
@@ -128,6 +134,7 @@ class Engine:
 
         Raises:
             ParameterError: an empty prompt, or ids outside the vocabulary.
+            UnknownNameError: no such adapter or drafter.
             ContextLengthError: the context cannot hold the prompt and one new token.
             CapacityError: the KV cache cannot, or one step without chunked prefill.
             EngineStopped: a rank of tensor parallelism has ended.
@@ -167,6 +174,7 @@ class Engine:
         self._check_ids("stop_token_ids", params.stop_token_ids)
         if not isinstance(params.thinking_end, str | None):
             self._check_ids("thinking_end", params.thinking_end)
+        self.adapters.chosen(params.adapter, None)
         if params.speculation is None:
             return
         drafter, prediction = params.speculation.drafter, params.speculation.prediction
@@ -246,12 +254,13 @@ class Engine:
                 (ParameterError).
         """
         self._check_constraints(params, constraints)
+        adapter = self.adapters.chosen(params.adapter, None)
         sample_constraints = constraints(prompt_ids, params.n) if constraints else [None] * params.n
         arrival, seed = next(self._arrivals), self._seed(params)
         samples: list[Sequence] = []
         for index, constraint in enumerate(sample_constraints):
             sample = self._new(list(prompt_ids), keep)
-            sample.index = index
+            sample.index, sample.adapter = index, adapter
             self._start(sample, params, arrival, seed, constraint)
             if samples:
                 depend_on(sample, samples[0], len(prompt_ids))
@@ -294,7 +303,8 @@ class Engine:
         """Generate from a parked sequence. ``params.n`` must be 1: fork for more.
 
         A shape that the params ask for is that of the new output alone. ``prompt_logprobs`` are
-        those of the tokens that ``extend`` has added since it generated last.
+        those of the tokens that ``extend`` has added since it generated last. With another adapter
+        than before, all tokens are computed again.
 
         Raises:
             UsageError: it is not parked.
@@ -303,6 +313,7 @@ class Engine:
         self.check_resume(sequence, params)
         self._check_constraints(params, constraints)
         constraint = constraints(sequence.tokens, 1)[0] if constraints else None
+        self._choose_adapter(sequence, params)
         if sequence.num_uncomputed == 0:  # the last token's logits are needed once more
             sequence.table.rewind(len(sequence.tokens) - 1)
         if params.prompt_logprobs is not None:
@@ -313,7 +324,7 @@ class Engine:
         if parent is not None and has_more and parent.num_computed == sequence.num_shared - 1:
             attach_to_parent(sequence)  # to wait for one token is not worth a step
         if sequence.num_computed == 0 and sequence.parent is None:
-            writing = [other for other in sequence.others if other.sequence.active]
+            writing = [other for other in sequence.others if _writes_for(other, sequence)]
             first = next((other for other in writing if other.sequence.parent is None), None)
             if first is not None:  # what they begin with is computed once, if both read the same
                 apart = {*sequence.others} ^ {*first.sequence.others}
@@ -343,7 +354,7 @@ class Engine:
                 "Fork a live sequence at one of its own lengths",
             )
         child = self._new(sequence.tokens[:length], keep=True)
-        child.others = _read_before(sequence, length)
+        child.others, child.adapter = _read_before(sequence, length), sequence.adapter
         depend_on(child, sequence, length)
         return child
 
@@ -397,9 +408,12 @@ class Engine:
                 "it attends to other sequences, and its keys and values depend on them",
                 "Save another sequence with its text",
             )
-        return snapshot.capture(
-            sequence.table, token_ids, self.runner.storage, self.speculation.hidden_state_caches
-        )
+        caches = self.speculation.hidden_state_caches
+        saved = snapshot.capture(sequence.table, token_ids, self.runner.storage, caches)
+        if sequence.adapter is None:
+            return saved
+        name, digest = sequence.adapter.name, sequence.adapter.digest
+        return replace(saved, adapter=name, adapter_digest=digest)
 
     def restore(self, saved: SequenceSnapshot) -> Sequence:
         """A parked sequence with the tokens and the KV of a snapshot; nothing is computed.
@@ -410,10 +424,13 @@ class Engine:
             ParameterError: ids outside the vocabulary.
             ContextLengthError: the context does not hold it.
             CapacityError: the KV cache does not, or has too few free pages now.
+            SnapshotError: it was computed with an adapter whose weights are not here.
         """
+        adapter = self._adapter_of(saved)
         self._check_ids("the snapshot", saved.token_ids)
         self._check_length(len(saved.token_ids))
         sequence = self._new(list(saved.token_ids), keep=True)
+        sequence.adapter = adapter
         needed = sequence.table.pages_needed(saved.num_stored)
         if needed > self.pool.available:
             self.close(sequence)
@@ -537,6 +554,29 @@ class Engine:
         self.speculation.begin(sequence)
         self.scheduler.place(sequence, Status.WAITING)
 
+    def _adapter_of(self, saved: SequenceSnapshot) -> PlacedAdapter | None:
+        """The adapter that a snapshot was computed with, whatever its name is here."""
+        if not saved.adapter_digest:
+            return None
+        adapter = self.adapters.of_digest(saved.adapter_digest)
+        if adapter is None:
+            raise SnapshotError(
+                f"the snapshot was computed with the adapter {saved.adapter!r}",
+                "there is no adapter with its weights",
+                "Add that adapter first",
+            )
+        return adapter
+
+    def _choose_adapter(self, sequence: Sequence, params: SamplingParams) -> None:
+        """Give a parked sequence the adapter of the params; KV of another one is dropped."""
+        adapter = self.adapters.chosen(params.adapter, sequence.adapter)
+        if adapter is sequence.adapter:
+            return
+        assert not sequence.dependents, "what a parked sequence has is shared at once"
+        detach_from_parent(sequence)
+        sequence.table.rewind(0)
+        sequence.adapter = adapter
+
     @staticmethod
     def _score_extension(sequence: Sequence) -> None:
         """Have the next step compute the logits that score the extension."""
@@ -553,6 +593,11 @@ class Engine:
                 f"it is {sequence.status.value}",
                 "Wait for its generation to end, or abort it; closed ones are gone",
             )
+
+
+def _writes_for(other: OtherSequence, reader: Sequence) -> bool:
+    """Whether it computes what both begin with, alike."""
+    return other.sequence.active and other.sequence.adapter is reader.adapter
 
 
 def _read_before(sequence: Sequence, length: int) -> tuple[OtherSequence, ...]:

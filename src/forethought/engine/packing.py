@@ -43,6 +43,7 @@ def pack(row: PlannedRow, starts: Mapping[int, int]) -> Row:
         logits_from=count - row.num_logits,
         drafted=on_device,
         concurrent=_concurrent(row, starts) if row.sequence.others else None,
+        adapter=row.sequence.adapter,
     )
 
 

@@ -19,6 +19,7 @@ from forethought.engine.scheduler import Limits
 from forethought.errors import CapacityError, ParameterError
 from forethought.kv.storage import KvStorage
 from forethought.model import backends, loader
+from forethought.model.adapter import Adapter, read_adapter
 from forethought.model.causal_lm import CausalLM
 from forethought.model.device import (
     available_threads,
@@ -58,20 +59,37 @@ def build(args: LlmArgs, model_dir: Path) -> Engine:
     """Load the model of ``model_dir`` and build the engine that ``args`` describe.
 
     Raises:
-        ModelError: the model cannot be loaded or is not supported.
+        ModelError: the model, or an adapter of it, cannot be loaded or is not supported.
         ParameterError: a value that this machine or model cannot honour.
         CapacityError: the KV cache would not hold a single sequence of two tokens.
         EngineStopped: a rank of tensor parallelism has ended while it was started.
     """
     # Before the target is loaded: a draft model that does not exist costs no waiting.
     configs = [config.with_local_model() for config in args.speculative_config]
+    adapters = _read_adapters(args)
     device = find_device(args.device)
     _check_kv_dtype(args, device)
     if isinstance(args.num_threads, int):
         set_threads(args.num_threads, device)
     with _ranks(args, model_dir, device) as ranks:
-        lm = _load(args, model_dir, device, ranks)
-        return _engine(args, model_dir, configs, lm, ranks)
+        lm = _load(args, model_dir, device, ranks, adapters)
+        engine = _engine(args, model_dir, configs, lm, ranks)
+    for adapter in adapters:
+        engine.adapters.add(lm.place(adapter))
+    return engine
+
+
+def _read_adapters(args: LlmArgs) -> list[Adapter]:
+    """The adapters, which fit no model yet. Raises as ``read_adapter``, and ParameterError where no
+    model has adapters.
+    """
+    if args.adapters and args.tensor_parallel_size > 1:
+        raise ParameterError(
+            "adapters and tensor_parallel_size exclude each other",
+            "the matrices of adapters are not cut to ranks",
+            "Leave one of them out",
+        )
+    return [read_adapter(name, path) for name, path in args.adapters.items()]
 
 
 def _check_kv_dtype(args: LlmArgs, device: torch.device) -> None:
@@ -103,7 +121,13 @@ def _ranks(
     return backends.tensor_parallel().starting(args, model_dir, device)
 
 
-def _load(args: LlmArgs, model_dir: Path, device: torch.device, ranks: Any | None) -> CausalLM:
+def _load(
+    args: LlmArgs,
+    model_dir: Path,
+    device: torch.device,
+    ranks: Any | None,
+    adapters: Sequence[Adapter],
+) -> CausalLM:
     lm = loader.load(
         model_dir,
         dtype=args.dtype,
@@ -114,6 +138,7 @@ def _load(args: LlmArgs, model_dir: Path, device: torch.device, ranks: Any | Non
         quantization=args.quantization,
         forward=args.forward,
         shard=None if ranks is None else ranks.shard,
+        adapted={name for adapter in adapters for name in adapter.additions},
     )
     if lm.device.type == "cpu" and args.num_threads != "auto":
         check_threads()

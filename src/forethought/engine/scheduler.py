@@ -455,7 +455,8 @@ class Scheduler:
     def _num_awaited(self, pending: PendingPrefixes, sequence: Sequence) -> int:
         """Pages of its prefix, if running prefills are computing some of them; else 0."""
         if not sequence.page_digests:
-            sequence.page_digests = self._index.digests(sequence.tokens, sequence.params.cache_salt)
+            salt, adapter = sequence.params.cache_salt, sequence.adapter_digest
+            sequence.page_digests = self._index.digests(sequence.tokens, salt, adapter)
         return pending.num_awaited(sequence, self._num_shareable(sequence))
 
     def _num_shareable(self, sequence: Sequence) -> int:

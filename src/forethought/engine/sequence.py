@@ -35,6 +35,7 @@ from forethought.outputs import (
 
 if TYPE_CHECKING:
     from forethought.model.sampling import Constraint
+    from forethought.model.token_adapters import PlacedAdapter
 
 
 class Status(Enum):
@@ -94,6 +95,8 @@ class Sequence:
     """Tokens that it has in common with ``parent``."""
     others: tuple[OtherSequence, ...] = ()
     """Sequences whose tokens it attends to as well; their ``num_common`` rise."""
+    adapter: PlacedAdapter | None = None
+    """What its tokens are computed with beside the model; None: the model alone."""
     num_ever_computed: int = 0
     """Tokens computed at least once; computing them again counts as prefill."""
     sampled_positions: list[int] = field(default_factory=list)
@@ -141,6 +144,11 @@ class Sequence:
             or params.frequency_penalty
             or len(self.tokens) - self.prompt_length < params.min_tokens
         )
+
+    @property
+    def adapter_digest(self) -> bytes:
+        """Of its adapter; empty without one. Pages are shared only where it is the same."""
+        return b"" if self.adapter is None else self.adapter.digest
 
     @property
     def num_computed(self) -> int:
@@ -240,6 +248,7 @@ def siblings_to_sample(sequence: Sequence) -> list[Sequence]:
         if other.status is Status.WAITING
         and other.num_shared == len(other.tokens) == length
         and other.others == sequence.others
+        and other.adapter is sequence.adapter
     ]
     return [sequence, *siblings]
 

@@ -27,6 +27,10 @@ class SequenceSnapshot:
     """In CPU memory, as ``KvStorage.read_slots`` returns it: the first ``num_stored`` tokens."""
     hidden_states: Mapping[tuple[int, ...], Tensor] = field(default_factory=dict)
     """By the ids of the layers: ``[num_stored, width]`` in the model's dtype."""
+    adapter: str = ""
+    """The name of the adapter that it was computed with; empty: the model alone."""
+    adapter_digest: bytes = b""
+    """A hash of that one's weights, which are not here."""
 
     @property
     def num_stored(self) -> int:

@@ -550,7 +550,7 @@ def _publish(index: PrefixIndex, sequence: Sequence, accepted: list[int]) -> Non
     length = table.length if table.private_from is None else min(table.length, table.private_from)
     if len(table.digests) >= length // size:
         return
-    root = index.root(sequence.params.cache_salt)
+    root = index.root(sequence.params.cache_salt, sequence.adapter_digest)
     if table.root != root:
         table.root = root
         table.digests.clear()

@@ -9,8 +9,9 @@ Every page is in exactly one of three states::
 *Kept* pages hold a prefix that the prefix index can find. They are evicted when no free page is
 left.
 
-A full page is identified by the chained hash of all tokens up to its end and of the tenant's salt:
-equal pages after different prefixes differ, and tenants never share pages.
+A full page is identified by the chained hash of all tokens up to its end, of the tenant's salt and
+of the adapter: equal pages after different prefixes differ, and neither tenants nor adapters share
+pages.
 """
 
 from __future__ import annotations
@@ -218,20 +219,22 @@ class PrefixIndex:
         self._digest_of: dict[int, bytes] = {}
         pool.on_evict = self._remove
 
-    def root(self, salt: str) -> bytes:
-        """The hash of the empty prefix of one tenant."""
-        return blake2b(salt.encode(), digest_size=16).digest()
+    def root(self, salt: str, adapter: bytes = b"") -> bytes:
+        """The hash of the empty prefix of one tenant, computed with the adapter of this digest."""
+        return blake2b(salt.encode(), digest_size=16, key=adapter).digest()
 
     def chain(self, parent: bytes, tokens: Sequence[int]) -> bytes:
         """The hash of a page of ``tokens`` after the prefix ``parent``."""
         return blake2b(parent + array("q", tokens).tobytes(), digest_size=16).digest()
 
-    def digests(self, tokens: Sequence[int], salt: str = "") -> list[bytes]:
-        """The hash of each full page of ``tokens``, in order; empty if nothing is published."""
+    def digests(self, tokens: Sequence[int], salt: str = "", adapter: bytes = b"") -> list[bytes]:
+        """The hash of each full page of ``tokens``, in order; empty if nothing is published.
+        ``salt`` and ``adapter`` as of ``root``.
+        """
         digests: list[bytes] = []
         if not self.enabled:
             return digests
-        size, digest = self._pool.page_size, self.root(salt)
+        size, digest = self._pool.page_size, self.root(salt, adapter)
         for start in range(0, len(tokens) - size + 1, size):
             digest = self.chain(digest, tokens[start : start + size])
             digests.append(digest)

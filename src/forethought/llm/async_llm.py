@@ -179,6 +179,21 @@ class AsyncLLM:
         saved = await asyncio.to_thread(self._checked().snapshots.load, name)
         return await AsyncSession.restored(self, self._thread, saved)
 
+    async def add_adapter(self, name: str, path: str | Path) -> None:
+        """Load a LoRA adapter while others generate; as ``LLM.add_adapter``."""
+        frontend = self._checked()
+        adapter = await asyncio.to_thread(frontend.read_adapter, name, path)
+        await asyncio.wrap_future(self._thread.call(frontend.engine.adapters.add, adapter))
+
+    async def remove_adapter(self, name: str) -> None:
+        """Forget a LoRA adapter; as ``LLM.remove_adapter``."""
+        await asyncio.wrap_future(self._thread.call(self._checked().remove_adapter, name))
+
+    @property
+    def adapters(self) -> list[str]:
+        """The names of the LoRA adapters."""
+        return self._frontend.engine.adapters.names
+
     @property
     def snapshots(self) -> list[str]:
         """The names of the snapshots in ``snapshot_dir``."""

@@ -441,6 +441,7 @@ def _branch(frontend: Frontend, handle: _Handle, source: _Handle, length: int) -
         sequence = frontend.fork(source.opened, length)
     except UsageError:  # it is closed; its tokens are known
         sequence = frontend.open(handle.prompt_ids[:length])
+        sequence.adapter = source.opened.adapter
     if len(handle.prompt_ids) > length:
         frontend.engine.extend(sequence, handle.prompt_ids[length:])
     handle.sequence = sequence

@@ -37,7 +37,9 @@ from forethought.llm.grammar import GrammarCompiler
 from forethought.llm.snapshot import PREFILL, SnapshotStore
 from forethought.llm.thinking import ThinkingBudgets, ThinkingConstraint, ThinkingRule
 from forethought.llm.tokenizer import Prompt, Tokenizer, read_ids, read_params, read_prompt
+from forethought.model.adapter import read_adapter
 from forethought.model.sampling import Constraints
+from forethought.model.token_adapters import PlacedAdapter
 from forethought.model_dir import find_model_dir
 from forethought.outputs import (
     CompletionOutput,
@@ -355,6 +357,12 @@ class Frontend:
         self.tokenizer.check_length(text, self.engine.limits.max_length)
         return text, self.tokenizer.encode_more(text)  # the template wrote all special tokens
 
+    def read_adapter(self, name: str, path: str | Path) -> PlacedAdapter:
+        """An adapter for the model, which no request can choose yet. Raises ModelError if it is
+        broken, not supported or of another model.
+        """
+        return self.engine.runner.lm.place(read_adapter(name, path))
+
     def abandon(self, garbage: Sequence | Generation) -> None:
         """End a live sequence or a generation with the next ``sweep``. The garbage collector may
         call this at any moment.
@@ -414,6 +422,10 @@ class Frontend:
         fork = self.fork(sequence, max(1, len(sequence.tokens) - 1))
         fork.params = PREFILL.replace(cache_salt=sequence.params.cache_salt)
         return list(sequence.tokens), fork
+
+    def remove_adapter(self, name: str) -> None:
+        """Forget an adapter; see ``AdapterTable.remove``."""
+        self.engine.adapters.remove(name, self.engine.scheduler)
 
     def restore(self, saved: SequenceSnapshot) -> Sequence:
         """A live sequence that goes on from a snapshot."""

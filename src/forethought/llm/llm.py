@@ -166,6 +166,33 @@ class LLM:
         with self._exclusive() as frontend:
             return Session(self, frontend.restore(saved))
 
+    def add_adapter(self, name: str, path: str | Path) -> None:
+        """Load a LoRA adapter, which requests then choose by ``SamplingParams.adapter``.
+
+        Args:
+            name: by which it is chosen.
+            path: directory as PEFT saves it.
+
+        Raises:
+            ParameterError: an invalid name, or there is an adapter of this name.
+            ModelError: it is missing, broken, not supported or of another model.
+        """
+        adapter = self._checked().read_adapter(name, path)
+        with self._exclusive() as frontend:
+            frontend.engine.adapters.add(adapter)
+
+    def remove_adapter(self, name: str) -> None:
+        """Forget a LoRA adapter. Raises UnknownNameError if there is none of this name, UsageError
+        while requests or sessions use it.
+        """
+        with self._exclusive() as frontend:
+            frontend.remove_adapter(name)
+
+    @property
+    def adapters(self) -> list[str]:
+        """The names of the LoRA adapters."""
+        return self._running().engine.adapters.names
+
     @property
     def snapshots(self) -> list[str]:
         """The names of the snapshots in ``snapshot_dir``."""

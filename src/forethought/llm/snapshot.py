@@ -6,7 +6,8 @@
         token_ids                  int64 [tokens]
         kv.<i>                     as KvStorage.read_slots: [layers, stored, kv_heads, dim]
         hidden.<layer>.<layer>...  the target's hidden states that drafters read: [stored, width]
-        metadata                   format, model, dtype, layers, digest
+        metadata                   format, model, dtype, layers, digest, and of an adapter, with
+                                   which it was computed, name and digest
 
 A snapshot is of one model: ``model`` is a hash of its config and of its weight files, ``layers``
 the shapes of its KV, and a snapshot whose ``model``, ``dtype`` or ``layers`` differ is refused.
@@ -104,7 +105,7 @@ class SnapshotStore:
         Raises ParameterError as ``path``, and SnapshotError if the file cannot be written.
         """
         path, tensors = self.path(name), _tensors(snapshot)
-        metadata = {**self._identity(), "digest": _digest(tensors)}
+        metadata = {**self._identity(), "digest": _digest(tensors), **_adapter_of(snapshot)}
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             with tempfile.TemporaryDirectory(prefix=".saving-", dir=path.parent) as written:
@@ -137,7 +138,10 @@ class SnapshotStore:
             raise _damaged(name, "its tensors are not those that were saved")
         if not {"token_ids", "kv.0"} <= tensors.keys():
             raise _damaged(name, "it lacks tokens or keys and values")
-        return _snapshot(tensors)
+        try:
+            return _snapshot(tensors, metadata)
+        except ValueError as error:
+            raise _damaged(name, _first_line(error)) from error
 
     def _checked_directory(self) -> Path:
         if self._directory is None:
@@ -185,13 +189,22 @@ def _tensors(snapshot: SequenceSnapshot) -> dict[str, Tensor]:
     return {key: tensor.contiguous() for key, tensor in tensors.items()}
 
 
-def _snapshot(tensors: Mapping[str, Tensor]) -> SequenceSnapshot:
+def _adapter_of(snapshot: SequenceSnapshot) -> dict[str, str]:
+    if not snapshot.adapter_digest:
+        return {}
+    digest = snapshot.adapter_digest.hex()
+    return {"adapter": snapshot.adapter, "adapter_digest": digest}
+
+
+def _snapshot(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> SequenceSnapshot:
     num_stacks = sum(key.startswith("kv.") for key in tensors)
     hidden = [key for key in tensors if key.startswith("hidden.")]
     return SequenceSnapshot(
         tensors["token_ids"].tolist(),
         [tensors[f"kv.{number}"] for number in range(num_stacks)],
         {tuple(map(int, key.split(".")[1:])): tensors[key] for key in hidden},
+        metadata.get("adapter", ""),
+        bytes.fromhex(metadata.get("adapter_digest", "")),
     )
 
 

@@ -291,14 +291,14 @@ class ChainRounds(StepRunner):
         rows: Sequence[DecodeRow],
         caches: Sequence[HiddenStateCache] = (),
     ) -> Self | None:
-        """Where both networks run by graphs, and all rows are greedy and have what the draft
-        network reads again.
+        """Where both networks run by graphs, and all rows are greedy, without an adapter, and have
+        what the draft network reads again.
 
         It is the same one, with its graphs, in all calls of an engine.
         """
         if not isinstance(chains, GreedyChains) or chains.learns_from_ends:
             return None
-        if any(row.sampled is not None for row in rows):
+        if any(row.sampled is not None or row.adapter is not None for row in rows):
             return None
         if not _can_run(runner, chains, len(rows)):
             return None

@@ -62,9 +62,11 @@ class GraphRunner(ModelRunner):
 
     @override
     def forward(self, rows: Sequence[Row], readers: Sequence[HiddenStateReader] = ()) -> Tensor:
-        """The logits are overwritten by the next forward."""
+        """The logits are overwritten by the next forward. Rows with an adapter are computed
+        eagerly: a graph has the products of one set of weights.
+        """
         captured = None
-        if not any(row.logits_from or row.concurrent for row in rows):
+        if not any(row.logits_from or row.concurrent or row.adapter for row in rows):
             bucket = Bucket.of(rows, self._max_tokens)
             captured = self._find(bucket, tuple(readers)) if bucket is not None else None
         if captured is None:
