@@ -397,7 +397,8 @@ def test_a_default_that_was_chosen_is_not_filled_in():
 def test_the_table_of_sampling_fields_is_complete():
     fields = set(vars(GenerationTask()))
     assert set(sampling.FIELDS) <= fields
-    engine = SamplingParams.names() - {"logprobs", "prompt_logprobs", "priority", "cache_salt"}
+    of_requests = {"logprobs", "prompt_logprobs", "priority", "cache_salt", "adapter"}
+    engine = SamplingParams.names() - of_requests
     assert engine <= set(sampling.FIELDS)
 
 

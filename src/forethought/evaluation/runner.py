@@ -68,6 +68,7 @@ class EvaluationRunner:
         prompt_format: the prompt in the model's own format, with ``{question}`` where the question
             goes; None: the chat template where there is one, and the question alone elsewhere.
         grader: decides which answers are right; by default a ``MathGrader``.
+        adapter: the LoRA adapter of the model that answers, by its name; None: the model alone.
 
     Attributes:
         trace_dir: folder where the trace of each attempt is written; None: there are no traces.
@@ -84,6 +85,7 @@ class EvaluationRunner:
         instruction: str = "",
         prompt_format: str | None = None,
         grader: Grader | None = None,
+        adapter: str | None = None,
     ) -> None:
         if in_flight < 1:
             raise ParameterError("invalid in_flight", f"got {in_flight}", "Allow at least 1")
@@ -95,7 +97,7 @@ class EvaluationRunner:
                 f"Write {QUESTION} where the question goes",
             )
         self._instruction, self._grader = instruction, grader or MathGrader()
-        self._format = prompt_format
+        self._format, self._adapter = prompt_format, adapter
 
     def run(
         self,
@@ -182,7 +184,7 @@ class EvaluationRunner:
     def open_source(self) -> Iterator[Source]:
         """The model, with an empty KV cache, or the server."""
         opened = self._open_llm()
-        source = _Server(opened) if isinstance(opened, Worker) else _Engine(opened)
+        source = _Server(opened) if isinstance(opened, Worker) else _Engine(opened, self._adapter)
         try:
             yield source
         finally:
@@ -352,10 +354,10 @@ class Source(Protocol):
 class _Engine:
     """An engine of its own."""
 
-    def __init__(self, llm: AsyncLLM) -> None:
+    def __init__(self, llm: AsyncLLM, adapter: str | None) -> None:
         from forethought.workers.local import EngineWorker
 
-        self._llm, self.worker = llm, EngineWorker(llm)
+        self._llm, self.worker = llm, EngineWorker(llm, adapter=adapter)
 
     def ask(self, question: str) -> Prompt:
         return user_prompt(self._llm, question)

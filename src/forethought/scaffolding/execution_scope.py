@@ -64,6 +64,8 @@ class ExecutionScope:
     task; None: it is not known."""
     cache_salt: str = ""
     """Prefixes that a worker has cached are shared only among requests of the same salt."""
+    adapter: str | None = None
+    """The LoRA adapter of all that the request generates, by its name; None: the worker's."""
 
     @property
     def ledger(self) -> BudgetAccount:

@@ -78,6 +78,7 @@ class _Request(_Waiting):
     budget: Budget
     timeout: float | None
     cache_salt: str = ""
+    adapter: str | None = None
     job: asyncio.Task[None] | None = None
     """Set while it runs."""
     stopped: Exception | None = None
@@ -152,6 +153,7 @@ class ScaffoldingLlm:
         priority: int = 0,
         budget: Budget | None = None,
         cache_salt: str = "",
+        adapter: str | None = None,
         **kwargs: Any,
     ) -> ScaffoldingResult:
         """Submit a request and return at once.
@@ -164,6 +166,8 @@ class ScaffoldingLlm:
             budget: limits of everything that the method does inside.
             cache_salt: cached prefixes and draft pools are shared only with requests of the same
                 salt, such as those of one tenant. ``OpenaiWorker`` refuses it.
+            adapter: the LoRA adapter of all that is generated, in every branch and probe, by its
+                name; "": none; None: the worker's. ``OpenaiWorker`` refuses it.
             **kwargs: passed on to ``generate``, and by it to ``process`` of the controller.
 
         Raises:
@@ -198,6 +202,7 @@ class ScaffoldingLlm:
             budget or Budget(),
             timeout,
             validated("cache_salt", cache_salt, ANY_TEXT),
+            None if adapter is None else validated("adapter", adapter, ANY_TEXT),
         )
         self._post(self._submit, request)
         return result
@@ -353,6 +358,7 @@ class ScaffoldingLlm:
                 resources=self._resources,
                 thinking=run.thinking,
                 cache_salt=request.cache_salt,
+                adapter=request.adapter,
             )
             process = controller.generate(request.prompt, **request.kwargs)
             checked_process(controller, "generate", process)

@@ -56,12 +56,14 @@ class EngineWorker(Worker):
         tokenizer: kept as ``tokenizer`` for controllers that need one; the model's by default.
         max_parked: finished sequences kept per request and branch, to be continued.
         temperature: of tasks for which neither task nor controller sets one.
+        adapter: the LoRA adapter of requests that choose none, by its name; None: the model alone.
         response_template: how the model writes tool calls, in transformers' form; None: the
             tokenizer's, and if it has none, chats with tools are refused.
 
     Raises:
         ParameterError: the tokenizer has another vocabulary than the model's own, ``max_parked``
             is no number of sequences, or ``temperature`` is below zero.
+        UnknownNameError: the model has no such adapter.
     """
 
     def __init__(
@@ -71,8 +73,12 @@ class EngineWorker(Worker):
         *,
         max_parked: int = _MAX_PARKED,
         temperature: float | None = None,
+        adapter: str | None = None,
         response_template: Mapping[str, Any] | None = None,
     ) -> None:
+        if adapter is not None and adapter not in llm.adapters:
+            raise UnknownNameError("adapter", adapter, llm.adapters)
+        self._adapter = adapter
         self._temperature = _checked_temperature(temperature)
         if tokenizer is not None and tokenizer.get_vocab() != llm.tokenizer.get_vocab():
             raise ParameterError(
@@ -313,6 +319,9 @@ class EngineWorker(Worker):
         """The sampling parameters of sample ``number``."""
         scope = current_scope()
         changes: dict[str, Any] = {"n": 1, "cache_salt": scope.cache_salt if scope else ""}
+        changes["adapter"] = scope.adapter if scope else None
+        if changes["adapter"] is None:
+            changes["adapter"] = self._adapter
         if scope:
             changes["max_tokens"] = scope.account.limit(task.max_tokens)
         if task.temperature is None and self._temperature is not None:

@@ -21,7 +21,7 @@ from forethought.config.guided import GuidedDecodingParams
 from forethought.errors import ParameterError
 from forethought.scaffolding import sampling
 from forethought.scaffolding.base_task import TaskStatus
-from forethought.scaffolding.execution_scope import current_scope
+from forethought.scaffolding.execution_scope import ExecutionScope, current_scope
 from forethought.scaffolding.messages import AssistantMessage
 from forethought.scaffolding.result import ScaffoldingOutput
 from forethought.scaffolding.settings import OPTIONAL_BOOL, validated
@@ -290,12 +290,8 @@ class OpenaiWorker(ClientWorker):
         sampling.refuse(task, unknown, "OpenaiWorker", "Leave it out, or use another worker")
         fields = {name: getattr(task, name) for name in names if sampling.is_set(task, name)}
         scope = current_scope()
-        if scope is not None and scope.cache_salt:
-            raise ParameterError(
-                "OpenaiWorker cannot honour cache_salt",
-                "the prefix cache is another server's",
-                "Leave it out, or use EngineWorker",
-            )
+        if scope is not None:
+            _refuse_of_engine(scope)
         max_tokens = scope.account.limit(task.max_tokens) if scope else task.max_tokens
         if max_tokens is not None:
             fields["max_tokens"] = max_tokens
@@ -471,3 +467,14 @@ def _output(choice: StreamedChoice) -> ScaffoldingOutput:
         confidences=choice.confidences or None,
         thinking=choice.thinking,
     )
+
+
+def _refuse_of_engine(scope: ExecutionScope) -> None:
+    """Refuse what only an engine on this machine can do for a request."""
+    fix = "Leave it out, or use EngineWorker"
+    if scope.cache_salt:
+        why = "the prefix cache is another server's"
+        raise ParameterError("OpenaiWorker cannot honour cache_salt", why, fix)
+    if scope.adapter is not None:
+        why = "adapters are another server's, which has names of models for them"
+        raise ParameterError("OpenaiWorker cannot honour adapter", why, fix)
