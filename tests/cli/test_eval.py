@@ -7,6 +7,7 @@ import sys
 
 import pytest
 
+import adapters
 import openai_server
 from forethought.cli.main import main
 from forethought.scaffolding import Trace
@@ -62,6 +63,26 @@ def test_everything_at_once_on_a_tiny_model(tmp_path, own, capsys):
         "journal.jsonl",
         *(f"comparison.{suffix}" for suffix in ("png", "html", "md", "json")),
     }
+
+
+def test_an_adapter_answers_all_questions(tmp_path, own, capsys):
+    model = speaking("byte_level")
+    directory = adapters.adapter(tmp_path / "sql", model)
+    options = ["--model", str(model), "--dtype", "float32", "--max-tokens", "6", "--problems", "2"]
+    options += ["--methods", "plain"]
+    texts = []
+    for number, adapter in enumerate(([], ["--adapter", f"sql={directory}"])):
+        traces = tmp_path / str(number)
+        out = [*own[:-1], str(tmp_path / f"out-{number}")]
+        assert main(["eval", *options, *adapter, "--trace", str(traces), *out]) == 0
+        loaded = [Trace.load(path) for path in sorted(traces.iterdir())]
+        texts.append([str(trace.spans[0].results) for trace in loaded])
+    assert len(texts[0]) == len(texts[1]) == 2
+    assert texts[0] != texts[1]
+    journal = (tmp_path / "out-1" / "journal.jsonl").read_text()
+    assert "adapter_model.safetensors" in journal
+    assert main(["eval", *options, "--adapter", "a=x", "--adapter", "b=y", *own]) == 2
+    assert "several adapters" in capsys.readouterr().err
 
 
 def test_the_options_reach_the_requests(server, own, capsys):

@@ -10,6 +10,7 @@ import pytest
 from safetensors import safe_open
 from transformers import Qwen2ForSequenceClassification, Qwen2ForTokenClassification
 
+import adapters
 import reward_server
 from forethought import assets
 from forethought.cli.backend import Respondent
@@ -454,3 +455,28 @@ def test_a_reward_model_is_asked_for_if_and_only_if_something_is_judged(capsys):
     assert "default_samples" in refused(capsys, *missing, "--set", "default_samples=3")
     stacked = ["--method", "dynasor+best_of_n", "--reward-model", "dir"]
     assert "give --raw" in refused(capsys, *stacked)
+
+
+def test_an_adapter_generates_the_answer(capsys, tmp_path):
+    directory = adapters.adapter(tmp_path / "sql", MODEL)
+    messages = [{"role": "user", "content": QUESTION}]
+    params = SamplingParams(temperature=0, max_tokens=12, adapter="sql")
+    with LLM(MODEL, dtype="float32", adapters={"sql": directory}) as llm:
+        adapted = llm.chat(messages, params).outputs[0].text
+    assert generate("--adapter", f"sql={directory}") == 0
+    assert capsys.readouterr().out.removesuffix("\n") == adapted.removesuffix("\n")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--adapter", "sql"], "invalid --adapter 'sql'"),
+        (["--adapter", "a=x", "--adapter", "a=y"], "given twice"),
+        (["--adapter", "a=x", "--adapter", "b=y"], "several adapters"),
+        (["--adapter", "a=/nothing"], "no adapter_config.json"),
+        (["--adapter", "a=x", "--url", "http://x/v1", "--api-model", "m"], "contradictory"),
+    ],
+)
+def test_adapters_that_cannot_be_are_refused(capsys, options, message):
+    model = [] if "--url" in options else ["--model", str(MODEL)]
+    assert message in refused(capsys, *model, *options)

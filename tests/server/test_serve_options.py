@@ -5,10 +5,12 @@ from __future__ import annotations
 import argparse
 import logging
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 
+import adapters
 import reward_server
 from forethought.assets import REASONER
 from forethought.cli import serve
@@ -16,6 +18,7 @@ from forethought.errors import ParameterError, UsageError
 from forethought.server.backends.remote_backend import RemoteBackend
 from http_servers import scripted, served
 from openai_server import serving
+from tokens import speaking
 
 
 def options(*given_options: str) -> argparse.Namespace:
@@ -192,3 +195,20 @@ def test_best_of_n_in_front_of_servers_is_scored_by_a_reward_server():
         backend.close()
     assert answer.json["choices"][0]["message"]["content"] == "right"
     assert len(scoring.requests) >= 3
+
+
+def test_adapters_are_options_and_fields_of_the_configuration(tmp_path: Path) -> None:
+    directory = adapters.adapter(tmp_path / "sql", speaking())
+    given = ("--model", str(speaking()), "--dtype", "float32", "--adapter", f"sql={directory}")
+    backend = serve.opener(options(*given))()
+    with closing(backend):
+        assert backend.adapters == ["sql"]
+    config = {"model": str(speaking()), "dtype": "float32", "adapters": {"b": str(directory)}}
+    backend = serve.opener(options(), config)()
+    with closing(backend):
+        assert backend.adapters == ["b"]
+    for option in ("sql", "sql=", "=x"):
+        with pytest.raises(ParameterError, match="invalid --adapter"):
+            serve.opener(options("--adapter", option))
+    with pytest.raises(ParameterError, match="contradictory"):
+        serve.opener(options("--upstream", "http://a", "--adapter", f"a={directory}"))

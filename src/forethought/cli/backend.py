@@ -236,6 +236,7 @@ def add_backend_options(parser: argparse.ArgumentParser) -> None:
 def configure_choice(parser: argparse.ArgumentParser) -> None:
     """Declare the options that choose a backend: a model on this machine, or a server."""
     options.add_model_options(parser)
+    options.add_adapter_option(parser, "answers are generated with it")
     parser.add_argument(
         "--url", help="use the OpenAI-compatible server at this base URL, as in http://host:8000/v1"
     )
@@ -355,11 +356,11 @@ def _server(open_server: Callable[[], Worker], name: str) -> Iterator[Backend]:
 def _engine(open_llm: Callable[[], AsyncLLM], fields: Mapping[str, Any]) -> Iterator[Backend]:
     from forethought.workers.local import EngineWorker
 
+    adapter = options.only_adapter(fields)
     llm = open_llm()
     try:
-        yield Backend(
-            EngineWorker(llm), options.model_label(fields), llm, options.introduction(fields)
-        )
+        worker = EngineWorker(llm, adapter=adapter)
+        yield Backend(worker, options.model_label(fields), llm, options.introduction(fields))
     finally:
         llm.shutdown()
 

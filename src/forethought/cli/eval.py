@@ -56,6 +56,7 @@ from forethought.cli.options import (
     THINKING,
     llm_args_of,
     llm_opener,
+    only_adapter,
     parse_settings,
 )
 from forethought.config.sampling import SamplingParams
@@ -146,6 +147,8 @@ class _Plan:
     problems: Sequence[Problem]
     grader: Grader
     open_llm: Callable[[], AsyncLLM | Worker]
+    adapter: str | None
+    """That answers, of those of the model."""
     instruction: str
     settings: Mapping[str, Any]
     """Everything that decides the results, as plain values."""
@@ -174,7 +177,7 @@ def _plan(args: argparse.Namespace) -> _Plan:
     recipes = _recipes(args, NativeRewardController() if wants_judge(args) else None)
     _check_verifiers(recipes, chosen)
     check_reward_model(args.reward_model)
-    open_llm, model, is_embedded = _model(args, task)
+    open_llm, adapter, model, is_embedded = _model(args, task)
     instruction = args.instruction
     if instruction is None:
         instruction = tasks.BOXED if task is None else task.instruction
@@ -192,7 +195,7 @@ def _plan(args: argparse.Namespace) -> _Plan:
         "prompt_format": args.prompt_format,
         "seed": args.seed,
     }
-    return _Plan(chosen, _grader(args, task), open_llm, instruction, settings)
+    return _Plan(chosen, _grader(args, task), open_llm, adapter, instruction, settings)
 
 
 def _check_verifiers(recipes: Sequence[Recipe], chosen: Sequence[Problem]) -> None:
@@ -293,14 +296,16 @@ def _grader(args: argparse.Namespace, task: tasks.Task | None) -> Grader:
 
 def _model(
     args: argparse.Namespace, task: tasks.Task | None
-) -> tuple[Callable[[], AsyncLLM | Worker], dict[str, Any], bool]:
-    """Opens the model; its identity, for the journal; whether it is an embedded one."""
+) -> tuple[Callable[[], AsyncLLM | Worker], str | None, dict[str, Any], bool]:
+    """Opens the model; its adapter that answers; its identity, for the journal; whether it is an
+    embedded one.
+    """
     if wants_server(args):
         concurrency = AdaptiveConcurrency(max(1, args.in_flight))
         described = {"url": args.url, "name": args.api_model, "thinking": args.thinking_field}
         if args.thinks is not None:
             described["thinks"] = args.thinks
-        return server_opener(args, concurrency), described, False
+        return server_opener(args, concurrency), None, described, False
     defaults: dict[str, Any] = {"max_batch_size": max(1, 2 * args.in_flight)}
     if task is not None and task.embedded_model is not None:
         defaults["model"] = task.embedded_model
@@ -314,7 +319,10 @@ def _model(
     model = fields.get("model") or assets.REASONER
     plain = {name: str(value) for name, value in sorted(fields.items()) if name != "max_batch_size"}
     described = {**plain, "files": fingerprint(find_model_dir(model, args.revision))}
-    return llm_opener(fields), described, assets.is_embedded(model)
+    open_llm, adapter = llm_opener(fields), only_adapter(fields)
+    if adapter is not None:
+        described["adapter_files"] = fingerprint(Path(fields["adapters"][adapter]))
+    return open_llm, adapter, described, assets.is_embedded(model)
 
 
 def _runner(args: argparse.Namespace, plan: _Plan) -> EvaluationRunner:
@@ -327,6 +335,7 @@ def _runner(args: argparse.Namespace, plan: _Plan) -> EvaluationRunner:
         instruction=plan.instruction,
         prompt_format=args.prompt_format,
         grader=plan.grader,
+        adapter=plan.adapter,
     )
 
 

@@ -298,11 +298,48 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
     add_speculation_options(parser)
 
 
+def add_adapter_option(parser: argparse.ArgumentParser, purpose: str) -> None:
+    """Declare ``--adapter``; ``purpose`` says which requests have the adapters."""
+    parser.add_argument(
+        "--adapter",
+        action="append",
+        metavar="NAME=DIR",
+        help=f"LoRA adapter of the model, a directory as PEFT saves it: {purpose}",
+    )
+
+
+def adapters_of(args: argparse.Namespace) -> dict[str, str]:
+    """The directories of adapters by name. Raises ParameterError for what is not NAME=DIR, or a
+    name that is given twice.
+    """
+    adapters: dict[str, str] = {}
+    for pair in getattr(args, "adapter", None) or ():
+        name, _, directory = pair.partition("=")
+        if not name or not directory or name in adapters:
+            why = "the name is given twice" if name in adapters else "it is not NAME=DIR"
+            raise ParameterError(f"invalid --adapter {pair!r}", why, "Write --adapter NAME=DIR")
+        adapters[name] = directory
+    return adapters
+
+
+def only_adapter(fields: Mapping[str, Any]) -> str | None:
+    """The adapter that a command answers with, of those in fields of ``LlmArgs``; None: there is
+    none. Raises ParameterError if there are several.
+    """
+    names = [*fields.get("adapters", ())]
+    if len(names) > 1:
+        raise ParameterError(
+            "several adapters are given", f"{', '.join(names)}: an answer has one", "Give one"
+        )
+    return names[0] if names else None
+
+
 def has_model_options(args: argparse.Namespace, config: Mapping[str, Any] | None = None) -> bool:
     """Whether any option of the model is given; ``config`` replaces the file of ``--config``."""
     names = (*_OPTIONS, "kv_cache_dtype", "speculative", "draft_model", "max_draft_len")
     has_file = args.config is not None if config is None else bool(config)
-    return has_file or any(getattr(args, name) is not None for name in names)
+    has_adapter = getattr(args, "adapter", None) is not None
+    return has_file or has_adapter or any(getattr(args, name) is not None for name in names)
 
 
 def llm_args_of(
@@ -322,6 +359,8 @@ def llm_args_of(
     fields = defaults | LlmArgs.translated(config)
     options = {name: getattr(args, name) for name in _OPTIONS}
     fields |= {name: value for name, value in options.items() if value is not None}
+    if adapters := adapters_of(args):
+        fields["adapters"] = adapters
     if args.kv_cache_dtype is not None:
         cache = LlmArgs.from_dict(fields).kv_cache_config
         values = {name: getattr(cache, name) for name in cache.model_fields_set}

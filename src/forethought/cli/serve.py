@@ -83,6 +83,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
     options.add_model_argument(parser)
     options.add_model_options(parser)
+    options.add_adapter_option(parser, "clients name it as model BASE:NAME (again for more)")
     parser.add_argument(
         "--reward-model",
         metavar="DIR",

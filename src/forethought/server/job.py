@@ -68,6 +68,7 @@ class Ask:
         num_choices: answers of each of the composition's choices.
         budget: limits of all that runs inside.
         cache_salt: of the tenant.
+        adapter: the LoRA adapter of all that is generated; None: the model alone.
         timeout: seconds until the request fails; None: never.
         max_generations: that its methods may begin.
         priority: lower runs first.
@@ -88,6 +89,7 @@ class Ask:
     num_choices: int = 1
     budget: Budget = field(default_factory=Budget)
     cache_salt: str = ""
+    adapter: str | None = None
     timeout: float | None = None
     max_generations: int = DEFAULT_MAX_GENERATIONS
     priority: int = 0
@@ -410,6 +412,7 @@ class MethodJob(Job):
             priority=ask.priority,
             budget=ask.budget,
             cache_salt=ask.cache_salt if backend.salted else "",
+            adapter=ask.adapter,
             controller=controller,
             question=prompted.question,
             **({"history": prompted.history} if prompted.history else {}),

@@ -8,6 +8,7 @@
     dynasor+majority_vote@8-reasoner       the first inside the second
     dynasor&self_refine-reasoner           one after the other: the second asks the first's answer
     dynasor|majority_vote-reasoner         each gives a choice
+    dynasor-reasoner:sql                   a method, and the LoRA adapter "sql" of the model
 
 A method's name may hold a ``-``, so the longest registered name in front of one is taken. Names are
 those of a closed ``MethodTable``: nothing is imported for them.

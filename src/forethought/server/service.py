@@ -96,13 +96,13 @@ class Service:
     Attributes:
         calls: requests of clients that are connected.
         ids: random, of 128 bits, in hexadecimal.
-        models: the names under which clients know the model.
+        base_models: the names under which clients know the model without an adapter.
         methods: those that clients may name: closed.
     """
 
     def __init__(self, backend: Backend, settings: Settings) -> None:
         self.backend, self.settings, self.metrics = backend, settings, ServerMetrics()
-        self.models = list(settings.served_model_names) or [backend.name]
+        self.base_models = list(settings.served_model_names) or [backend.name]
         self.admission = Admission(settings.max_running, settings.max_waiting)
         self.started, self.totals, self.ids = time.time(), Totals(), _RandomIds()
         self.workers, self.calls = Workers(), set[OpenRequest]()
@@ -110,7 +110,7 @@ class Service:
             settings.max_body_bytes * max(_MIN_BODIES, settings.max_running)
         )
         endpoint = settings.otlp_endpoint
-        self.telemetry = None if endpoint is None else Telemetry.to(endpoint, self.models[0])
+        self.telemetry = None if endpoint is None else Telemetry.to(endpoint, self.base_models[0])
         self.methods = methods.closed(settings.allowed_methods)
         schema_of(self.methods)  # all modules are imported and all types are read by now
         backend.warm_up()
@@ -181,6 +181,22 @@ class Service:
                 tenant_salt = salt
         return tenant_salt
 
+    # ---- models -------------------------------------------------------------------------------
+
+    @property
+    def models(self) -> list[str]:
+        """The names that clients may give: of the model, and ``base:adapter`` of each adapter."""
+        return [*self.base_models, *self.adapters]
+
+    @property
+    def adapters(self) -> dict[str, tuple[str, str]]:
+        """Name of the model and of the adapter, by the name that stands for both."""
+        return {
+            f"{base}:{adapter}": (base, adapter)
+            for adapter in self.backend.adapters
+            for base in self.base_models
+        }
+
     # ---- requests -----------------------------------------------------------------------------
 
     def resolve(self, body: Generating) -> tuple[str, Composition]:
@@ -188,7 +204,7 @@ class Service:
 
         Raises UnknownNameError for another model or method, ParameterError for methods given twice.
         """
-        model, named = (self.models[0], None)
+        model, named = (self.base_models[0], None)
         if body.model:
             model, named = read_model(body.model, self.models, self.methods)
         if body.method is None:
@@ -239,6 +255,7 @@ class Service:
         """
         model, composition = self.resolve(body)
         self._check_choices(num_choices, len(composition.choices))
+        adapter = self.adapters[model][1] if model in self.adapters else None
         cache_salt, priority = self._cache_salt(body, caller), body.priority or 0
         params: Mapping[str, Any] = request_sampling.params
         if self.backend.llm is not None:
@@ -250,7 +267,7 @@ class Service:
             params = {"skip_special_tokens": False, **params}
         with named_by_client(request_sampling.fields):
             further: dict[str, Any] = {"n": num_choices, "priority": priority}
-            further["cache_salt"] = cache_salt
+            further["cache_salt"], further["adapter"] = cache_salt, adapter
             if request_sampling.prompt_logprobs is not None:
                 further["prompt_logprobs"] = request_sampling.prompt_logprobs
             sampling = sampling_params(params, **further)
@@ -272,6 +289,7 @@ class Service:
             num_choices=num_choices,
             budget=Budget(**budget),
             cache_salt=cache_salt,
+            adapter=adapter,
             timeout=self.settings.timeout,
             max_generations=self.settings.max_generations,
             priority=priority,

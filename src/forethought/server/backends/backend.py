@@ -163,6 +163,11 @@ class Backend(abc.ABC):
     async def prepare(self) -> None:
         """Learn what ``open`` needs, if it is not known yet."""
 
+    @property
+    def adapters(self) -> Sequence[str]:
+        """Names of the LoRA adapters that requests may choose; they may change."""
+        return ()
+
     @abc.abstractmethod
     def open(self, conversation: Conversation) -> Prompted:
         """The prompt of a conversation; from any thread."""

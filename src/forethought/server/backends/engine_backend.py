@@ -152,6 +152,11 @@ class EngineBackend(Backend):
         """Tokens of the model's context."""
         return self._engine.max_length
 
+    @property
+    def adapters(self) -> list[str]:
+        """Those of the engine."""
+        return self._engine.adapters
+
     def drafters(self) -> list[DrafterChoice]:
         """The engine's drafters, in the order in which they are asked."""
         return [DrafterChoice(name, True) for name in self._engine.drafters]

@@ -40,12 +40,14 @@ def model(service: Service, name: str) -> dict[str, Any]:
 
 
 def _model(service: Service, name: str) -> dict[str, Any]:
+    adapters = service.adapters
     return {
         "id": name,
         "object": "model",
         "created": int(service.started),
         "owned_by": "forethought",
         "max_model_len": service.backend.max_length,
+        **({"parent": adapters[name][0]} if name in adapters else {}),
     }
 
 
