@@ -25,7 +25,6 @@ from forethought.engine.engine import Engine, Event
 from forethought.engine.resolve import build_drafter_entry
 from forethought.engine.scheduler import Limits
 from forethought.engine.sequence import Sequence
-from forethought.kv.storage import KvStorage
 from forethought.model import checkpoint_tensors, loader, transformers_module
 from forethought.model.causal_lm import CausalLM
 from forethought.model.graph_capturer import GraphCapturer
@@ -110,12 +109,10 @@ def engine_over(
     **limits: Any,
 ) -> Engine:
     """The same over a model that is loaded, computed by graphs if something captures them."""
-    storage = KvStorage(
-        lm.layer_shapes,
+    storage = lm.storage(
         pages,
         page_size,
-        lm.dtype,
-        lm.device,
+        64,
         has_scratch_page=graphs is not None,
         stored_dtype=kv_dtype,
     )

@@ -115,6 +115,65 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "starcoder2": ("starcoder2", {"sliding_window": 6}),
 }
 
+_DELTA = {
+    "linear_num_value_heads": 4,
+    "linear_num_key_heads": 2,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "layer_types": ["linear_attention", "linear_attention", "full_attention"],
+}
+_MAMBA2 = {"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_n_groups": 2, "mamba_d_state": 8}
+
+RECURRENT: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen3_5": ("qwen3_5_text", _DELTA),
+    "qwen3_5_moe": (
+        "qwen3_5_moe_text",
+        {**_DELTA, **_MOE, "shared_expert_intermediate_size": 24},
+    ),
+    "qwen3_next": (
+        "qwen3_next",
+        {**_DELTA, **_MOE, "shared_expert_intermediate_size": 24},
+    ),
+    "olmo_hybrid": ("olmo_hybrid", {**_DELTA, "head_dim": None}),
+    "bamba": ("bamba", {**_MAMBA2, "attn_layer_indices": [1], "head_dim": None}),
+    "falcon_h1": ("falcon_h1", {**_MAMBA2, "mamba_d_ssm": 64}),
+    "granite_hybrid": (
+        "granitemoehybrid",
+        {**_MAMBA2, "layer_types": ["mamba", "attention", "mamba"], "head_dim": None}
+        | {"num_local_experts": 0, "shared_intermediate_size": 48},
+    ),
+    "lfm2": ("lfm2", {"layer_types": ["conv", "full_attention", "conv"], "head_dim": None}),
+    "lfm2_moe": (
+        "lfm2_moe",
+        {**_MOE, "layer_types": ["conv", "full_attention", "conv"], "head_dim": None}
+        | {"num_dense_layers": 1},
+    ),
+    "kimi_linear": (
+        "kimi_linear",
+        {**_MOE, "layer_types": ["linear_attention", "linear_attention", "full_attention"]}
+        | {"num_key_value_heads": 4, "kv_lora_rank": 12, "qk_rope_head_dim": 4}
+        | {"qk_nope_head_dim": 8, "v_head_dim": 8, "head_dim": None, "num_local_experts": 4}
+        | {"linear_head_dim": 8, "linear_num_heads": 4},
+    ),
+    "nemotron_h": (
+        "nemotron_h",
+        {**_MOE, "layer_types": ["mamba", "attention", "mlp", "mamba"], "num_hidden_layers": 4}
+        | {"mamba_num_heads": 4, "mamba_head_dim": 16, "n_groups": 2, "ssm_state_size": 8},
+    ),
+    "zamba2": (
+        "zamba2",
+        {"layers_block_type": ["mamba", "hybrid", "mamba"], "head_dim": None, "use_mem_rope": True}
+        | {"n_mamba_heads": 4, "mamba_d_state": 8, "mamba_headdim": 16},
+    ),
+    "jamba": (
+        "jamba",
+        {"num_hidden_layers": 4, "attn_layer_period": 2, "attn_layer_offset": 1, "head_dim": None}
+        | {"num_experts": 4, "mamba_d_state": 8},
+    ),
+}
+"""Those with recurrent layers."""
+ARCHITECTURES |= RECURRENT
+
 
 @functools.cache
 def _directory() -> tempfile.TemporaryDirectory[str]:

@@ -195,7 +195,7 @@ def measure_profile(
     length = min(lm.max_positions, max(map(len, prompts)) + max_tokens)
     tokens = length + wide.max_total_draft_tokens
     pages = len(prompts) * -(-tokens // _PAGE_SIZE)
-    runner = ModelRunner(lm, KvStorage(lm.layer_shapes, pages, _PAGE_SIZE, lm.dtype, lm.device))
+    runner = ModelRunner(lm, lm.storage(pages, _PAGE_SIZE))
     limits = Limits(
         len(prompts), max(2048, len(prompts) * (1 + wide.max_total_draft_tokens)), length
     )

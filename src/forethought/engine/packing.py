@@ -44,6 +44,7 @@ def pack(row: PlannedRow, starts: Mapping[int, int]) -> Row:
         drafted=on_device,
         concurrent=_concurrent(row, starts) if row.sequence.others else None,
         adapter=row.sequence.adapter,
+        num_nodes=len(drafted),
     )
 
 

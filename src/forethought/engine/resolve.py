@@ -214,12 +214,10 @@ def _runner(
         args.cuda_graphs == "auto" and refusal is None and lm.path.kind == "fused"
     )
     kv_dtype = args.kv_cache_config.dtype
-    storage = KvStorage(
-        lm.layer_shapes,
+    storage = lm.storage(
         1,
         args.kv_cache_config.tokens_per_block,
-        lm.dtype,
-        lm.device,
+        8 * args.max_batch_size,
         has_scratch_page=is_tried,
         stored_dtype=None if kv_dtype == "auto" else getattr(torch, kv_dtype),
     )

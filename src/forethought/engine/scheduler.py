@@ -29,7 +29,7 @@ from forethought.engine.sequence import (
 )
 from forethought.errors import ContextLengthError, UsageError
 from forethought.kv.pool import PagePool, PrefixIndex
-from forethought.kv.table import PageCopy
+from forethought.kv.table import PageCopy, PageTable
 from forethought.outputs import EngineStats, FinishReason
 from forethought.speculative.drafter import NO_DRAFT, Draft
 
@@ -232,6 +232,8 @@ class Scheduler:
         """Least recently used first."""
         self.on_end: Callable[[Sequence], None] = lambda sequence: None
         """Called with each sequence whose generation is over or that is closed."""
+        self.resumable_length: Callable[[PageTable], int] = lambda table: table.length
+        """Tokens of a table after which its row can go on; see ``KvStorage.resumable_length``."""
         self._queues = {
             Status.RUNNING: self.running,
             Status.WAITING: self.waiting,
@@ -294,7 +296,15 @@ class Scheduler:
         """
         if self.waiting:
             self._replace_by_priority()
+        for sequence in self.to_run:
+            self._rewind_to_resume(sequence)
         self._plan_rows(plan, [s for s in self.to_run if s.num_uncomputed == 1])
+
+    def _rewind_to_resume(self, sequence: Sequence) -> None:
+        """Leave out stored tokens after which the row cannot go on: they are computed again."""
+        length = self.resumable_length(sequence.table)
+        if length < sequence.table.length:
+            sequence.table.rewind(length)
 
     def reserve_draft_slots(self, plan: Plan, rows: List[PlannedRow], requested: List[int]) -> None:
         """Reserve slots for the requested draft nodes after decodes, the first rows first; preempts
@@ -447,8 +457,11 @@ class Scheduler:
 
     def _adopt_prefix(self, sequence: Sequence) -> None:
         """Begin an empty table with the pages of a known prefix; at least one token is left."""
-        if num_pages := self._num_shareable(sequence):
+        num_pages = self._num_shareable(sequence)
+        if num_pages:
             sequence.table.adopt(self._index.find(sequence.page_digests[:num_pages]))
+        self._rewind_to_resume(sequence)
+        if num_pages:
             sequence.usage.cached += sequence.table.length
             self._stats.cached += sequence.table.length
 

@@ -109,6 +109,10 @@ class KvStorage:
         """Free bytes of each other GPU that stores a part of the model's keys and values."""
         return []
 
+    def resumable_length(self, table: ReadableTable) -> int:
+        """Tokens of a row after which it can go on: all that are stored."""
+        return table.length
+
     @property
     def whole_layers(self) -> tuple[LayerShape, ...]:
         """The layers with all their KV heads, of which a shard of the model stores a part."""

@@ -115,6 +115,7 @@ class Row:
         concurrent: tokens of other sequences that a chain attends to, too, none after ``start``;
             None: there are none.
         adapter: that adds to the products of its tokens; None: none does.
+        num_nodes: tokens at the end that are a draft, of which all, some or none will be kept.
     """
 
     tokens: list[int]
@@ -125,6 +126,7 @@ class Row:
     drafted: Tensor | None = None
     concurrent: ConcurrentTokens | None = None
     adapter: PlacedAdapter | None = None
+    num_nodes: int = 0
 
     def depths(self) -> list[int]:
         """Distance of each token from the first new position: ``position - start``."""
@@ -154,6 +156,7 @@ class Span:
         seen_from: the first position that is attended to.
         concurrent: tokens of other sequences that are attended to; None: there are none.
         adapter: of its tokens; None: they have none.
+        num_nodes: new tokens at the end that are a draft.
     """
 
     start: int
@@ -165,6 +168,7 @@ class Span:
     seen_from: int = 0
     concurrent: ConcurrentTokens | None = None
     adapter: PlacedAdapter | None = None
+    num_nodes: int = 0
 
     @property
     def length(self) -> int:
@@ -245,8 +249,18 @@ def _span(row: Row, begin: int, offset: int) -> Span:
     tree = row.visible() if is_tree else None
     stop, pages = begin + len(row.tokens), tuple(table.pages)
     first = table.first_slot()
-    length, concurrent = table.length, row.concurrent
-    return Span(begin, stop, length, pages, first, tree, offset, concurrent, row.adapter)
+    return Span(
+        begin,
+        stop,
+        table.length,
+        pages,
+        first,
+        tree,
+        offset,
+        row.concurrent,
+        row.adapter,
+        row.num_nodes,
+    )
 
 
 @dataclass(slots=True, eq=False)

@@ -7,7 +7,7 @@ what the engine must know about it; batch and cache are arguments of each forwar
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from forethought.errors import ModelError
+from forethought.kv.recurrent import RecurrentStorage
 from forethought.kv.storage import KvStorage, LayerShape
 from forethought.model.adapter import Adapter
 from forethought.model.attention.base import KEYWORD, AttentionBackend, ForwardPass, PagedPass
@@ -26,6 +27,7 @@ from forethought.model.hidden_states import capturing_hidden_states, decoder_lay
 from forethought.model.llama.layers import projection
 from forethought.model.quantization import QuantizedLinear
 from forethought.model.quantized_experts import QuantizedExperts
+from forethought.model.recurrent_layers import RecurrentLayers
 from forethought.model.token_adapters import LowRankProduct, PlacedAdapter
 
 if TYPE_CHECKING:
@@ -64,6 +66,8 @@ class TransformersNetwork(Network):
     """The transformers module, with attention over pages installed."""
 
     module: PreTrainedModel
+    recurrent: RecurrentLayers | None = None
+    """Its recurrent layers; None: it has none."""
     rotations: None = field(default=None, init=False)
     _layers: list[nn.Module] = field(default_factory=list, init=False, repr=False)
     """The decoder layers, found when they are first wanted."""
@@ -75,6 +79,7 @@ class TransformersNetwork(Network):
         with (
             capturing_hidden_states(decoder, forward_pass, self._find_layers),
             self._adapting(batch),
+            self._over_states(batch, forward_pass),
         ):
             output = self.module(
                 input_ids=batch.token_ids[None],
@@ -94,9 +99,13 @@ class TransformersNetwork(Network):
             return
 
         def add(linear: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> None:
-            x = args[0].flatten(0, -2)
-            assert len(x) == len(batch.token_ids), "a linear that sees each token once"
-            adapters.add(linear, x, output.view(len(x), -1))
+            x, tokens = args[0].flatten(0, -2), None
+            if self.recurrent is not None:
+                tokens = self.recurrent.computed_tokens
+            num_tokens = len(batch.token_ids if tokens is None else tokens)
+            assert len(x) == num_tokens, "a linear that sees each token once"
+            present = adapters if tokens is None else adapters.of_tokens(tokens)
+            present.add(linear, x, output.view(len(x), -1))
 
         linears = {linear for group in adapters.groups for linear in group.adapter.parts}
         hooks = [linear.register_forward_hook(add) for linear in linears]
@@ -116,6 +125,14 @@ class TransformersNetwork(Network):
             for name, addition in adapter.additions.items()
         }
         return PlacedAdapter(adapter.name, adapter.digest, parts)
+    def _over_states(
+        self, batch: Batch, forward_pass: ForwardPass
+    ) -> AbstractContextManager[None]:
+        if self.recurrent is None:
+            return nullcontext()
+        assert isinstance(forward_pass, PagedPass)
+        assert isinstance(forward_pass.storage, RecurrentStorage)
+        return self.recurrent.over(batch, forward_pass.storage)
 
     def _find_layers(self) -> list[nn.Module]:
         if not self._layers:
@@ -199,6 +216,8 @@ class ModelTraits:
     device: torch.device
     weights: tuple[WeightSize, ...]
     linears: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    state_bytes: int = 0
+    """Of the recurrent layers, after one token; 0: there are none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -283,6 +302,22 @@ class CausalLM:
         """Float32 logits ``[R, vocab]`` of a forward pass."""
         logits = self.network(forward_pass.batch, forward_pass)
         return logits if logits.dtype == torch.float32 else logits.float()
+
+    @property
+    def state_bytes(self) -> int:
+        """Of the recurrent layers' states after one token; 0: there are none."""
+        return self.traits.state_bytes
+
+    def storage(
+        self, num_pages: int, page_size: int, least_states: int = 1, **settings: Any
+    ) -> KvStorage:
+        """A storage of its keys and values, and of its states; ``settings`` as of KvStorage."""
+        arguments = self.layer_shapes, num_pages, page_size, self.dtype, self.device
+        if not self.state_bytes:
+            return KvStorage(*arguments, **settings)
+        return RecurrentStorage(
+            *arguments, state_bytes=self.state_bytes, least_states=least_states, **settings
+        )
 
     @property
     def weight_bytes(self) -> int:

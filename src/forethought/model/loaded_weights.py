@@ -40,7 +40,7 @@ def unsupported(directory: Path, why: str, fix: str = "") -> ModelError:
     return ModelError(
         f"the model in {directory} is not supported",
         why,
-        fix or "Choose a causal language model that uses attention only",
+        fix or "Choose another causal language model",
     )
 
 

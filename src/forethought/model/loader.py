@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Collection, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
@@ -52,6 +53,7 @@ from forethought.model.quantization import (
     use_native_products,
 )
 from forethought.model.quantized_experts import QuantizedExperts, quantize_experts, routers
+from forethought.model.recurrent_layers import RecurrentLayers
 from forethought.model_dir import check_generation_config, gguf_files
 
 if TYPE_CHECKING:
@@ -156,10 +158,13 @@ def load(
         module.to(device)
     if quantization is not None:
         _quantize(module, quantization)
-    traits = _traits(module, layers, vocab_size)
     with torch.inference_mode():
         refused = refused or _unadaptable(adapted)
+        recurrent = RecurrentLayers.of(module)
+        traits = _traits(module, layers, vocab_size, recurrent.state_bytes if recurrent else 0)
         network, forward_path = _network(module, fuse, traits, forward, refused)
+        if isinstance(network, TransformersNetwork):
+            network = replace(network, recurrent=recurrent)
         return CausalLM(network, backend, traits, forward_path)
 
 
@@ -464,7 +469,10 @@ def _check_capabilities(
 
 
 def _traits(
-    module: PreTrainedModel | CheckpointModule, layers: tuple[LayerProfile, ...], vocab_size: int
+    module: PreTrainedModel | CheckpointModule,
+    layers: tuple[LayerProfile, ...],
+    vocab_size: int,
+    state_bytes: int = 0,
 ) -> ModelTraits:
     return ModelTraits(
         config=module.config,
@@ -476,6 +484,7 @@ def _traits(
         device=module.device,
         weights=_weight_sizes(module),
         linears=_linears(module),
+        state_bytes=state_bytes,
     )
 
 
@@ -486,11 +495,13 @@ def _linears(module: PreTrainedModel | CheckpointModule) -> dict[str, tuple[int,
     head = None
     with suppress(NotImplementedError, AttributeError):  # remote code has none
         head = module.get_output_embeddings()
+    unseen = step_widths(module)  # multiplied by their weights, without a call
     return {
         name: (part.out_features, part.in_features)
         for name, part in module.named_modules()
         if isinstance(part, nn.Linear | QuantizedLinear)
         and part is not head
+        and part not in unseen
         and ".experts." not in name
     }
 

@@ -110,6 +110,16 @@ class TokenAdapters:
             )
         )
 
+    def of_tokens(self, tokens: Sequence[int]) -> TokenAdapters:
+        """The same of some tokens of the batch, in their order; none is among the outputs."""
+        groups = []
+        for group in self.groups:
+            adapted = set(group.tokens.tolist())
+            index = [place for place, token in enumerate(tokens) if token in adapted]
+            places = torch.tensor(index, dtype=torch.int64, device=group.tokens.device)
+            groups.append(AdapterTokens(group.adapter, places, places[:0]))
+        return TokenAdapters(tuple(groups))
+
     def add(self, key: Hashable, x: Tensor, y: Tensor, *, are_outputs: bool = False) -> None:
         """Add what the adapters do to the product ``key``.
 

@@ -33,6 +33,7 @@ from forethought.model.loaded_weights import (
     check_values,
     unsupported,
 )
+from forethought.model.recurrent_layers import find_recurrent_layers
 from forethought.model_dir import (
     check_checkpoint,
     check_generation_config,
@@ -178,11 +179,11 @@ def _quantized_module(
 
 
 def _check_module(module: PreTrainedModel, directory: Path) -> None:
-    if getattr(module, "_is_stateful", False):
+    if getattr(module, "_is_stateful", False) and not find_recurrent_layers(module):
         raise unsupported(
             directory,
-            f"{type(module).__name__} keeps recurrent state (linear attention or a state space "
-            "model), which cannot be rewound by dropping pages",
+            f"{type(module).__name__} keeps recurrent state in a way that is not known here: its "
+            "layers do not take it from a cache of transformers",
         )
     if "position_ids" not in inspect.signature(module.forward).parameters:
         raise unsupported(
@@ -220,7 +221,8 @@ def probe(module: PreTrainedModel, directory: Path) -> tuple[tuple[LayerProfile,
             **{KEYWORD: probe},
         )
         text = module.config.get_text_config(decoder=True)
-        layers = probe.profile(text.num_hidden_layers)
+        num_recurrent = len(find_recurrent_layers(module))
+        layers = probe.profile(text.num_hidden_layers, num_recurrent)
     if output.logits.shape[1] != 1:
         raise unsupported(directory, "it ignores logits_to_keep and computes logits for all tokens")
     module.set_attn_implementation(ATTENTION)

@@ -153,7 +153,7 @@ class Teacher:
     def _engine(self, drafter: DecodingBaseConfig | None) -> Engine:
         lm = self.lm
         pages = _BATCH_SIZE * -(-lm.max_positions // _PAGE_SIZE)
-        runner = ModelRunner(lm, KvStorage(lm.layer_shapes, pages, _PAGE_SIZE, lm.dtype, lm.device))
+        runner = ModelRunner(lm, lm.storage(pages, _PAGE_SIZE))
         limits = Limits(_BATCH_SIZE, _FORWARD_TOKENS, lm.max_positions)
         drafters = []
         if drafter is not None:
@@ -164,7 +164,7 @@ class Teacher:
         """A runner with at least ``pages`` pages, kept for the next call."""
         if self._runner is None or self._runner.storage.num_pages < pages:
             lm = self.lm
-            storage = KvStorage(lm.layer_shapes, pages, _PAGE_SIZE, lm.dtype, lm.device)
+            storage = lm.storage(pages, _PAGE_SIZE)
             self._runner = ModelRunner(lm, storage)
         return self._runner
 

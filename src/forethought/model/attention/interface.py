@@ -44,16 +44,24 @@ class CapabilityProbe:
     """The profiles of the layers that called attention in the probe, by layer index."""
 
     layers: dict[int, LayerProfile] = field(default_factory=dict)
+    modules: dict[int, nn.Module] = field(default_factory=dict)
+    """Those of the same layers."""
 
-    def profile(self, num_layers: int) -> tuple[LayerProfile, ...]:
-        """The layers in order; ModelError unless each of ``num_layers`` called attention."""
-        missing = sorted(set(range(num_layers)) - set(self.layers))
-        if missing or len(self.layers) != num_layers:
+    def profile(self, num_layers: int, num_recurrent: int) -> tuple[LayerProfile, ...]:
+        """The layers with attention, in order, whose modules are numbered so (``kv_index``).
+
+        Raises ModelError unless each of ``num_layers`` called attention, or, of a model with
+        recurrent layers, one of them did.
+        """
+        if not self.layers or (len(self.layers) != num_layers and not num_recurrent):
             raise _refusal(
                 f"of its {num_layers} layers {len(self.layers)} call attention through "
-                "transformers' attention interface, and all must"
+                f"transformers' attention interface, and {'one' if num_recurrent else 'all'} must"
             )
-        return tuple(self.layers[index] for index in range(num_layers))
+        indices = sorted(self.layers)
+        for kv_index, index in enumerate(indices):
+            self.modules[index].kv_index = kv_index  # type: ignore[assignment]
+        return tuple(self.layers[index] for index in indices)
 
 
 def attend(
@@ -75,7 +83,8 @@ def attend(
         _scale(query, kwargs.get("scaling")), kwargs.get("softcap"), kwargs.get("s_aux")
     )
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
-    return forward_pass.attend(module.layer_idx, q, k, v, scoring).unsqueeze(0), None
+    layer: Any = module.kv_index  # numbered by the probe
+    return forward_pass.attend(layer, q, k, v, scoring).unsqueeze(0), None
 
 
 def probe(
@@ -103,6 +112,7 @@ def probe(
     window = int(attention_mask.flatten()[0])
     if window == _UNSUPPORTED or attention_mask.dtype != torch.int64:
         raise _refusal("its attention mask is neither causal nor a sliding window")
+    capability_probe.modules[layer] = module
     capability_probe.layers[layer] = LayerProfile(
         shape=LayerShape(key.shape[1], key.shape[3], value.shape[3]),
         heads=query.shape[1],

@@ -404,5 +404,5 @@ def profile_of(module: MtpModule) -> LayerProfile:
     module.model.set_attn_implementation(PROBE)
     with torch.inference_mode():
         module(states, states, positions, **{KEYWORD: probe})
-    [profile] = probe.profile(1)
+    [profile] = probe.profile(1, 0)
     return profile

@@ -1,0 +1,141 @@
+"""States of recurrent layers, beside the pages of keys and values.
+
+A recurrent layer (gated delta rule, Mamba, short convolution) keeps a state of constant size where
+attention keeps keys and values per token. Here a state belongs to the token after which it stands,
+and is found by that token's slot::
+
+    pages    [ 7        ][ 8        ][ 3        ]
+    tokens     0 1 2 3     4 5 6 7     8 9 . .
+    states           x           x     x x          after tokens 3, 7, 8 and 9
+
+So pages carry them: a fork shares the states of the pages that it shares, a page that is copied on
+write takes its states along, the accepted path of a draft tree moves them, and a prefix hit finds
+the state of the last token of a page. States are never changed, so each of these is a matter of
+references. They are kept after the last tokens of a sequence, after the last token of a page that
+was decoded, and every ``CHECKPOINT_TOKENS`` tokens of a prefill; beyond ``max_states`` those that
+were not used for longest are dropped. Where the state after a token is missing, the tokens from the
+last one before it are computed again (``resumable_length``): a state that is dropped costs time and
+nothing else.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from torch import Tensor
+from typing_extensions import override
+
+from forethought.kv.storage import KvStorage
+from forethought.kv.table import PageCopy, ReadableTable, SlotMove
+
+CHECKPOINT_TOKENS = 64
+"""Positions between two states of a prefill: the chunk in which the gated delta rule is computed."""
+
+LayerState = dict[tuple[str, int], Tensor]
+"""Of one layer after one token, by kind (``conv``, ``recurrent``) and number: ``[1, ...]``."""
+State = list[LayerState]
+"""Of all recurrent layers after one token, in order. Neither it nor its tensors are changed."""
+
+
+class RecurrentStates:
+    """States by the slots of their tokens; at most ``max_states``."""
+
+    def __init__(self, max_states: int) -> None:
+        assert max_states > 0
+        self.max_states = max_states
+        self._by_slot: OrderedDict[int, State] = OrderedDict()
+        """Least recently used first."""
+
+    def __len__(self) -> int:
+        return len(self._by_slot)
+
+    def __contains__(self, slot: int) -> bool:
+        return slot in self._by_slot
+
+    def get(self, slot: int) -> State:
+        """The state after the token at ``slot``."""
+        self._by_slot.move_to_end(slot)
+        return self._by_slot[slot]
+
+    def put(self, slot: int, state: State) -> None:
+        """Keep a state, and drop the ones not used for longest beyond ``max_states``."""
+        self._by_slot[slot] = state
+        self._by_slot.move_to_end(slot)
+        while len(self._by_slot) > self.max_states:
+            self._by_slot.popitem(last=False)
+
+    def drop(self, slots: Iterable[int]) -> None:
+        """Other tokens are stored at these slots now."""
+        for slot in slots:
+            self._by_slot.pop(slot, None)
+
+    def copy(self, pairs: Iterable[tuple[int, int]]) -> None:
+        """Tokens were copied from the first slot of each pair to the second, all at once."""
+        states = {dst: self._by_slot.get(src) for src, dst in pairs}
+        self.drop(states)
+        for dst, state in states.items():
+            if state is not None:
+                self.put(dst, state)
+
+
+class RecurrentStorage(KvStorage):
+    """Keys and values of the attention layers, and the states of the recurrent ones, which may take
+    as many bytes, and for ``least_states`` in any case.
+
+    Args:
+        state_bytes: of one state.
+        arguments: those of :class:`KvStorage`.
+
+    Attributes:
+        states: by slot.
+    """
+
+    states: RecurrentStates
+
+    def __init__(
+        self, *arguments: Any, state_bytes: int, least_states: int = 1, **settings: Any
+    ) -> None:
+        self.state_bytes, self._least_states = state_bytes, least_states
+        super().__init__(*arguments, **settings)
+
+    @override
+    def resize(self, num_pages: int) -> None:
+        super().resize(num_pages)
+        num_states = num_pages * self.bytes_per_page // max(self.state_bytes, 1)
+        self.states = RecurrentStates(max(num_states, self._least_states))
+
+    @property
+    @override
+    def device_bytes_per_page(self) -> int:
+        return 2 * self.bytes_per_page
+
+    @override
+    def resumable_length(self, table: ReadableTable) -> int:
+        slots = table.slots(0, table.length)
+        return next((n for n in range(len(slots), 0, -1) if slots[n - 1] in self.states), 0)
+
+    @override
+    def copy_pages(self, copies: Sequence[PageCopy]) -> None:
+        super().copy_pages(copies)
+        for offset in range(self.page_size):
+            self.states.copy(
+                (src * self.page_size + offset, dst * self.page_size + offset)
+                for src, dst in copies
+            )
+
+    @override
+    def move_slots(self, moves: Sequence[SlotMove]) -> None:
+        super().move_slots(moves)
+        self.states.copy(moves)
+
+    @override
+    def clear_slots(self, slots: Sequence[int]) -> None:
+        super().clear_slots(slots)
+        self.states.drop(slots)
+
+    @override
+    def write_slots(self, slots: Sequence[int], stacks: Sequence[Tensor]) -> None:
+        super().write_slots(slots, stacks)
+        self.states.drop(slots)

@@ -1,0 +1,336 @@
+"""Recurrent layers of transformers' modules over the rows of a batch.
+
+A module of transformers computes a run of tokens of each of B equally long sequences, from the
+states before it (``Cache.get_conv_state``, ``get_recurrent_state``), and leaves the states after
+it. The rows of a batch are cut into such runs:
+
+* a node of a draft, and a decode, is a run of one token from the state after its parent. Those of
+  one depth are computed together, so a draft is computed as plain decoding would, and the state
+  after every node is there when some of them are accepted: nothing has to be undone;
+* a prefill is a run up to the next multiple of ``CHECKPOINT_TOKENS`` positions, wherever the prompt
+  was cut. Modules of Mamba-1 begin every run of several tokens with no state: their prompts are one
+  run, and what is added to a sequence goes token by token.
+
+States are found in, and kept by, the storage (``kv.recurrent``).
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from forethought.kv.recurrent import CHECKPOINT_TOKENS, LayerState, RecurrentStorage
+from forethought.model.batch import Batch, Span
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+_CACHE_NAMES = ("cache_params", "past_key_values")
+"""Names of the argument that brings the states to a module."""
+
+
+class _Origin(NamedTuple):
+    """Where the state before a run is: stored, or after another token of the batch."""
+
+    stored: Sequence[LayerState] | None
+    token: int | None
+
+
+_NOTHING = _Origin(None, None)
+"""The beginning of a sequence."""
+
+
+@dataclass(slots=True)
+class _Run:
+    """Equally long runs of B rows that are computed together.
+
+    Attributes:
+        tokens: packed indices of each row, in order.
+        origins: of each row; either all or none are ``_NOTHING``.
+    """
+
+    tokens: list[list[int]]
+    origins: list[_Origin]
+
+
+class _ModuleCache:
+    """The states of one layer for the rows of a run, as its module asks for them."""
+
+    def __init__(self, states: Sequence[LayerState] | None) -> None:
+        # Modules write over the states that they get, so these are copies.
+        self._now: LayerState = {}
+        for key in states[0] if states else ():
+            self._now[key] = torch.cat([state[key] for state in states or ()])
+        if states and len(states) == 1:
+            self._now = {key: state.clone() for key, state in self._now.items()}
+
+    def rows(self) -> list[LayerState]:
+        """The states of each row."""
+        size = len(next(iter(self._now.values())))
+        if size == 1:
+            return [self._now]
+        return [{k: v[row : row + 1].clone() for k, v in self._now.items()} for row in range(size)]
+
+    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
+        return self._now.get(("conv", state_idx))
+
+    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
+        return self._now.get(("recurrent", state_idx))
+
+    def update_conv_state(
+        self,
+        conv_states: Tensor,
+        layer_idx: int,
+        state_idx: int = 0,
+        conv_kernel_size: int | None = None,
+        **_: Any,
+    ) -> Tensor:
+        """Inputs ``[B, channels, n]`` of a convolution -> with those before them, of which the last
+        ``conv_kernel_size`` are kept.
+        """
+        before = self._now.get(("conv", state_idx))
+        width = conv_kernel_size or (conv_states if before is None else before).shape[-1]
+        if before is not None:
+            inputs = torch.cat([before, conv_states], -1)
+        else:
+            inputs = nn.functional.pad(conv_states, (max(0, width - conv_states.shape[-1]), 0))
+        self._now["conv", state_idx] = inputs[..., -width:].contiguous()
+        return inputs
+
+    def update_recurrent_state(
+        self, recurrent_states: Tensor, layer_idx: int, state_idx: int = 0, **_: Any
+    ) -> Tensor:
+        self._now["recurrent", state_idx] = recurrent_states
+        return recurrent_states
+
+    def is_recording_past(self, layer_idx: int, state_idx: int = 0) -> bool:
+        return False
+
+    def has_previous_state(self, layer_idx: int | None = None, state_idx: int | None = None) -> bool:
+        return bool(self._now)
+
+
+_Forward = Callable[[Tensor, _ModuleCache], Tensor]
+"""Inputs ``[B, n, hidden]`` and the states before them, which it updates -> the same shape."""
+
+
+class _RecurrentPass:
+    """The runs of a batch, and the states after them; ``checkpoint_tokens`` are those of a run, 0 if
+    runs of several tokens continue no state.
+    """
+
+    def __init__(
+        self, batch: Batch, storage: RecurrentStorage, num_layers: int, checkpoint_tokens: int
+    ) -> None:
+        self._batch, self._storage, self._num_layers = batch, storage, num_layers
+        self._checkpoint_tokens = checkpoint_tokens
+        self._slots: list[int] = batch.slot_numbers.tolist()
+        self._after: dict[int, list[LayerState]] = {}
+        """By packed index, the states of the layers after a token."""
+        stages: list[list[tuple[list[int], _Origin]]] = []
+        for span in batch.spans:
+            for stage, run in self._runs_of(span):
+                stages += [[] for _ in range(len(stages), stage + 1)]
+                stages[stage].append(run)
+        self.runs = [run for stage in stages for run in _grouped(stage)]
+        self.computed_tokens: list[int] | None = None
+        """Packed indices of the run that is computed, row by row; None: none is."""
+
+    def compute(self, layer: int, forward: _Forward, x: Tensor) -> Tensor:
+        """x ``[1, T, hidden]`` -> the same, through a layer, run by run."""
+        output = torch.empty_like(x)
+        for run in self.runs:
+            states = None if run.origins[0] is _NOTHING else self._before(run, layer)
+            index = torch.tensor(run.tokens, device=x.device)
+            cache = _ModuleCache(states)
+            self.computed_tokens = [token for tokens in run.tokens for token in tokens]
+            output[0, index] = forward(x[0, index], cache)
+            for tokens, state in zip(run.tokens, cache.rows(), strict=True):
+                self._after[tokens[-1]][layer] = state
+        self.computed_tokens = None
+        return output
+
+    def keep(self) -> None:
+        """The forward is complete: store its states."""
+        states = self._storage.states
+        states.drop(self._slots)
+        for token, state in self._after.items():
+            states.put(self._slots[token], state)
+        for span in self._batch.spans:
+            self._forget(span)
+
+    def _before(self, run: _Run, layer: int) -> list[LayerState]:
+        return [
+            self._after[origin.token][layer] if origin.stored is None else origin.stored[layer]
+            for origin in run.origins
+            if origin.stored is not None or origin.token is not None
+        ]
+
+    def _runs_of(self, span: Span) -> Iterator[tuple[int, tuple[list[int], _Origin]]]:
+        """The runs of a row, each with its stage: all it depends on are in earlier ones."""
+        begin, prefix = span.start, span.kv_length - span.length
+        origin = _NOTHING if prefix == 0 else _Origin(self._stored(span, prefix - 1), None)
+        if span.num_nodes:
+            for node, (depth, parent) in enumerate(_parents(span)):
+                before = origin if parent < 0 else _Origin(None, begin + parent)
+                yield depth, self._run([begin + node], before)
+            return
+        step = self._checkpoint_tokens or (1 if prefix else span.length)
+        first, stage = 0, 0
+        while first < span.length:
+            last = min(span.length, first + step - (prefix + first) % step)
+            yield stage, self._run([*range(begin + first, begin + last)], origin)
+            origin, first, stage = _Origin(None, begin + last - 1), last, stage + 1
+
+    def _run(self, tokens: list[int], origin: _Origin) -> tuple[list[int], _Origin]:
+        self._after[tokens[-1]] = [{} for _ in range(self._num_layers)]
+        return tokens, origin
+
+    def _stored(self, span: Span, position: int) -> list[LayerState]:
+        slot = self._slot(span, position)
+        assert slot in self._storage.states, "the scheduler has rewound the row to a stored state"
+        return self._storage.states.get(slot)
+
+    def _slot(self, span: Span, position: int) -> int:
+        page, offset = divmod(position, self._storage.page_size)
+        return span.pages[page] * self._storage.page_size + offset
+
+    def _forget(self, span: Span) -> None:
+        """Drop the states of a row's last page that it has gone beyond, but for the last one: the
+        last token of a sequence is computed again where its logits are needed once more.
+        """
+        last = span.kv_length - span.length - 2
+        while last >= 0 and (last + 1) % self._storage.page_size:
+            slot = self._slot(span, last)
+            if slot not in self._storage.states:
+                return
+            self._storage.states.drop([slot])
+            last -= 1
+
+
+def _grouped(stage: Sequence[tuple[list[int], _Origin]]) -> Iterator[_Run]:
+    """Single tokens together, longer runs and first tokens of sequences one by one."""
+    single = [run for run in stage if len(run[0]) == 1 and run[1] is not _NOTHING]
+    if single:
+        yield _Run([tokens for tokens, _ in single], [origin for _, origin in single])
+    for tokens, origin in stage:
+        if len(tokens) > 1 or origin is _NOTHING:
+            yield _Run([tokens], [origin])
+
+
+def _parents(span: Span) -> Iterator[tuple[int, int]]:
+    """The depth of each new token of a row, from 0, and the token before it, -1 for none."""
+    if span.tree is None:
+        yield from ((node, node - 1) for node in range(span.length))
+        return
+    for node, ancestors in enumerate(span.tree.tolist()):
+        path = [other for other in range(node) if ancestors[other]]
+        yield len(path), path[-1] if path else -1
+
+
+class RecurrentLayers:
+    """The recurrent layers of a module, computed row by row from stored states.
+
+    Args:
+        modules: the layers, in order, whose ``forward`` is replaced by one that does so.
+        x: ``[1, 3, hidden]``, any input of them.
+
+    Attributes:
+        state_bytes: of their states after one token.
+    """
+
+    def __init__(self, modules: Sequence[nn.Module], x: Tensor) -> None:
+        self._num_layers, self.state_bytes = len(modules), 0
+        self._now: _RecurrentPass | None = None
+        self._checkpoint_tokens = CHECKPOINT_TOKENS
+        for layer, part in enumerate(modules):
+            forward = _with_cache(part)
+            states = _states_after(forward, x[:, :1], None)
+            self.state_bytes += sum(state.nbytes for state in states.values())
+            if not _continues(forward, x[:, 1:], states):
+                self._checkpoint_tokens = 0
+            part.forward = self._forward_of(layer, forward)  # type: ignore[method-assign]
+
+    @classmethod
+    def of(cls, module: PreTrainedModel) -> RecurrentLayers | None:
+        """Those of a module of transformers; None: it has none."""
+        modules = find_recurrent_layers(module)
+        if not modules:
+            return None
+        hidden_size = module.config.get_text_config(decoder=True).hidden_size
+        x = torch.linspace(-1, 1, 3 * hidden_size, device=module.device, dtype=module.dtype)
+        return cls(modules, x.view(1, 3, hidden_size))
+
+    @property
+    def computed_tokens(self) -> list[int] | None:
+        """Packed indices of the tokens that a layer computes together, in order; None outside of
+        the layers.
+        """
+        return None if self._now is None else self._now.computed_tokens
+
+    @contextmanager
+    def over(self, batch: Batch, storage: RecurrentStorage) -> Iterator[None]:
+        """While a batch is computed: states come from the storage, and are kept there at the
+        end.
+        """
+        tokens = self._checkpoint_tokens
+        self._now = _RecurrentPass(batch, storage, self._num_layers, tokens)
+        try:
+            yield
+            self._now.keep()
+        finally:
+            self._now = None
+
+    def _forward_of(self, layer: int, forward: _Forward) -> Callable[..., Tensor]:
+        def compute(hidden_states: Tensor, *_: Any, **__: Any) -> Tensor:
+            assert self._now is not None, "the layer is computed within ``over``"
+            return self._now.compute(layer, forward, hidden_states)
+
+        return compute
+
+
+def _with_cache(part: nn.Module) -> _Forward:
+    """The module as a function of inputs and states."""
+    forward, name = part.forward, _cache_name(part)
+    return lambda x, cache: forward(x, **{name: cache})
+
+
+def _states_after(forward: _Forward, x: Tensor, before: LayerState | None) -> LayerState:
+    """The states after a run x ``[1, n, hidden]`` that follows the states before it."""
+    cache = _ModuleCache([before] if before else None)
+    forward(x, cache)
+    [states] = cache.rows()
+    return states
+
+
+def _continues(forward: _Forward, x: Tensor, before: LayerState) -> bool:
+    """Whether a run of several tokens goes on from the recurrent state before it: another one makes
+    a difference.
+    """
+    other = {key: state * 1e4 if key[0] == "recurrent" else state for key, state in before.items()}
+    after, changed = _states_after(forward, x, before), _states_after(forward, x, other)
+    recurrent = [key for key in before if key[0] == "recurrent"]
+    return all(not torch.equal(after[key], changed[key]) for key in recurrent)
+
+
+def find_recurrent_layers(module: nn.Module) -> list[nn.Module]:
+    """Its modules with a convolution over the tokens that take their states from a cache."""
+    return [part for part in module.modules() if _is_recurrent(part)]
+
+
+def _is_recurrent(part: nn.Module) -> bool:
+    if not hasattr(part, "layer_idx"):
+        return False
+    has_convolution = any(isinstance(child, nn.Conv1d) for child in part.children())
+    return has_convolution and _cache_name(part) in inspect.signature(part.forward).parameters
+
+
+def _cache_name(part: nn.Module) -> str:
+    parameters = inspect.signature(type(part).forward).parameters
+    return next((name for name in _CACHE_NAMES if name in parameters), "")
