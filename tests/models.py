@@ -172,7 +172,6 @@ RECURRENT: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }
 """Those with recurrent layers."""
-ARCHITECTURES |= RECURRENT
 
 
 @functools.cache
@@ -187,12 +186,12 @@ def tiny(
     """Directory of a saved tiny model with random float32 weights; made once per process.
 
     Args:
-        architecture: a key of ``ARCHITECTURES``.
+        architecture: a key of ``ARCHITECTURES`` or ``RECURRENT``.
         seed: of the weights.
         kv_heads: None for the number that the architecture's entry says.
         vocab_size: the same.
     """
-    model_type, changes = ARCHITECTURES[architecture]
+    model_type, changes = {**ARCHITECTURES, **RECURRENT}[architecture]
     if kv_heads is not None:
         changes = {**changes, "num_key_value_heads": kv_heads}
     if vocab_size is not None:

@@ -33,22 +33,22 @@ FEW = st.lists(TOKEN, min_size=1, max_size=5)
 
 
 @functools.cache
-def successors(tokens: tuple[int, ...]) -> list[int]:
+def successors(tokens: tuple[int, ...], architecture: str = "llama") -> list[int]:
     """The greedy next token after each prefix, according to transformers, without any cache."""
     with torch.inference_mode():
-        logits = transformers_model(tiny("llama"))(torch.tensor([tokens])).logits
+        logits = transformers_model(tiny(architecture))(torch.tensor([tokens])).logits
     best: list[int] = logits[0].argmax(-1).tolist()
     return best
 
 
-def sometimes_right(request: DraftRequest) -> Draft:
+def sometimes_right(architecture: str, request: DraftRequest) -> Draft:
     """A tree of two branches, one of which follows the truth for a while."""
     tokens, parents, known = list[int](), list[int](), list(request.tokens)
     truthful = -1
     for depth in range(request.max_draft_len):
         if len(tokens) + 2 > request.max_nodes:
             break
-        right = successors(tuple(known))[-1]
+        right = successors(tuple(known), architecture)[-1]
         chance = (7 * len(known) + depth) % 4
         begin = len(tokens)
         tokens += [right if chance else 3, 4]
@@ -58,8 +58,8 @@ def sometimes_right(request: DraftRequest) -> Draft:
     return Draft(tokens, tuple(parents))
 
 
-def drafting(name: str) -> list[DecodingBaseConfig]:
-    bush = PerRequest(sometimes_right)
+def drafting(name: str, architecture: str) -> list[DecodingBaseConfig]:
+    bush = PerRequest(functools.partial(sometimes_right, architecture))
     bush.nodes = lambda depth: 2 * depth  # type: ignore[method-assign]
     model = {"speculative_model": tiny("llama"), "max_draft_len": 3}
     trees = {"speculative_model": tiny("llama"), "draft_choices": [[0], [1], [0, 0], [1, 0]]}
@@ -77,6 +77,8 @@ def drafting(name: str) -> list[DecodingBaseConfig]:
 
 class EngineMachine(RuleBasedStateMachine):
     """Drives an engine; remembers what each sequence was given, and checks what it drew."""
+
+    architecture = "llama"
 
     @initialize(
         page_size=st.sampled_from([1, 3, 4]),
@@ -98,13 +100,14 @@ class EngineMachine(RuleBasedStateMachine):
         drafter: str,
     ) -> None:
         self.engine = engine(
+            self.architecture,
             page_size=page_size,
             pages=tokens // page_size,
             max_num_tokens=budget,
             max_batch_size=batch,
             max_length=40,
             reuse=reuse,
-            speculative=drafting(drafter),
+            speculative=drafting(drafter, self.architecture),
         )
         self.engine.num_decode_steps = num_decode_steps
         self.most_rows, self.stumbles, self.has_stumbled = 99, False, False
@@ -196,7 +199,7 @@ class EngineMachine(RuleBasedStateMachine):
         for sequence in self.sequences:
             known = max(self.checked.get(sequence.id, 0), sequence.prompt_length)
             if known < len(sequence.tokens):
-                best = successors(tuple(sequence.tokens[:-1]))
+                best = successors(tuple(sequence.tokens[:-1]), self.architecture)
                 assert sequence.tokens[known:] == best[known - 1 :]
             self.checked[sequence.id] = len(sequence.tokens)
         self.sequences = [one for one in self.sequences if one.status is not Status.CLOSED]
@@ -220,7 +223,19 @@ class EngineMachine(RuleBasedStateMachine):
         expect_empty(self.engine)
 
 
-EngineMachine.TestCase.settings = settings(
-    max_examples=25, stateful_step_count=25, deadline=None, print_blob=True
-)
+class GatedDeltaMachine(EngineMachine):
+    """The same with recurrent layers, whose states are found by slot."""
+
+    architecture = "qwen3_5"
+
+
+class Mamba2Machine(EngineMachine):
+    architecture = "bamba"
+
+
+SETTINGS = settings(max_examples=25, stateful_step_count=25, deadline=None, print_blob=True)
+EngineMachine.TestCase.settings = SETTINGS
+GatedDeltaMachine.TestCase.settings = Mamba2Machine.TestCase.settings = SETTINGS
 TestEngineMachine = EngineMachine.TestCase
+TestGatedDeltaMachine = GatedDeltaMachine.TestCase
+TestMamba2Machine = Mamba2Machine.TestCase

@@ -95,7 +95,7 @@ class Engine:
         self.scheduler = Scheduler(self.pool, self.index, self.limits, self.stats)
         self.speculation = Drafting(drafters, self.stats, runner.lm.vocab_size, runner.lm.device)
         self.scheduler.on_end = self.speculation.release
-        self.scheduler.resumable_length = runner.storage.resumable_length
+        self.scheduler.on_resume = runner.storage.resume
         self._step = Step(runner, self.scheduler, self.speculation, self.index, self.stats)
         self.interrupt = self._step.interrupt
         self._seeds = random.Random(seed)

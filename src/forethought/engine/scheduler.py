@@ -232,8 +232,8 @@ class Scheduler:
         """Least recently used first."""
         self.on_end: Callable[[Sequence], None] = lambda sequence: None
         """Called with each sequence whose generation is over or that is closed."""
-        self.resumable_length: Callable[[PageTable], int] = lambda table: table.length
-        """Tokens of a table after which its row can go on; see ``KvStorage.resumable_length``."""
+        self.on_resume: Callable[[PageTable], int] = lambda table: table.length
+        """Called with the table of each row that is about to go on; see ``KvStorage.resume``."""
         self._queues = {
             Status.RUNNING: self.running,
             Status.WAITING: self.waiting,
@@ -302,7 +302,7 @@ class Scheduler:
 
     def _rewind_to_resume(self, sequence: Sequence) -> None:
         """Leave out stored tokens after which the row cannot go on: they are computed again."""
-        length = self.resumable_length(sequence.table)
+        length = self.on_resume(sequence.table)
         if length < sequence.table.length:
             sequence.table.rewind(length)
 

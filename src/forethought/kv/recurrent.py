@@ -14,7 +14,7 @@ the state of the last token of a page. States are never changed, so each of thes
 references. They are kept after the last tokens of a sequence, after the last token of a page that
 was decoded, and every ``CHECKPOINT_TOKENS`` tokens of a prefill; beyond ``max_states`` those that
 were not used for longest are dropped. Where the state after a token is missing, the tokens from the
-last one before it are computed again (``resumable_length``): a state that is dropped costs time and
+last one before it are computed again (``resume``): a state that is dropped costs time and
 nothing else.
 """
 
@@ -112,9 +112,22 @@ class RecurrentStorage(KvStorage):
         return 2 * self.bytes_per_page
 
     @override
-    def resumable_length(self, table: ReadableTable) -> int:
+    def resume(self, table: ReadableTable) -> int:
         slots = table.slots(0, table.length)
-        return next((n for n in range(len(slots), 0, -1) if slots[n - 1] in self.states), 0)
+        length = next((n for n in range(len(slots), 0, -1) if slots[n - 1] in self.states), 0)
+        self._forget(slots[: max(0, length - 2)])
+        return length
+
+    def _forget(self, slots: Sequence[int]) -> None:
+        """Drop the states that a row has gone beyond, but for those at the end of a page; the last
+        one is left by the caller, as logits of a last token are needed once more at times.
+        """
+        for number in range(len(slots), 0, -1):
+            if number % self.page_size == 0:
+                continue
+            if slots[number - 1] not in self.states:
+                return
+            self.states.drop([slots[number - 1]])
 
     @override
     def copy_pages(self, copies: Sequence[PageCopy]) -> None:

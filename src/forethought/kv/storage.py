@@ -109,8 +109,8 @@ class KvStorage:
         """Free bytes of each other GPU that stores a part of the model's keys and values."""
         return []
 
-    def resumable_length(self, table: ReadableTable) -> int:
-        """Tokens of a row after which it can go on: all that are stored."""
+    def resume(self, table: ReadableTable) -> int:
+        """A row is about to go on. Returns the tokens after which it can: all that are stored."""
         return table.length
 
     @property

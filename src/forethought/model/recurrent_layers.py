@@ -128,7 +128,7 @@ class _RecurrentPass:
     def __init__(
         self, batch: Batch, storage: RecurrentStorage, num_layers: int, checkpoint_tokens: int
     ) -> None:
-        self._batch, self._storage, self._num_layers = batch, storage, num_layers
+        self._storage, self._num_layers = storage, num_layers
         self._checkpoint_tokens = checkpoint_tokens
         self._slots: list[int] = batch.slot_numbers.tolist()
         self._after: dict[int, list[LayerState]] = {}
@@ -162,8 +162,6 @@ class _RecurrentPass:
         states.drop(self._slots)
         for token, state in self._after.items():
             states.put(self._slots[token], state)
-        for span in self._batch.spans:
-            self._forget(span)
 
     def _before(self, run: _Run, layer: int) -> list[LayerState]:
         return [
@@ -193,25 +191,10 @@ class _RecurrentPass:
         return tokens, origin
 
     def _stored(self, span: Span, position: int) -> list[LayerState]:
-        slot = self._slot(span, position)
+        page, offset = divmod(position, self._storage.page_size)
+        slot = span.pages[page] * self._storage.page_size + offset
         assert slot in self._storage.states, "the scheduler has rewound the row to a stored state"
         return self._storage.states.get(slot)
-
-    def _slot(self, span: Span, position: int) -> int:
-        page, offset = divmod(position, self._storage.page_size)
-        return span.pages[page] * self._storage.page_size + offset
-
-    def _forget(self, span: Span) -> None:
-        """Drop the states of a row's last page that it has gone beyond, but for the last one: the
-        last token of a sequence is computed again where its logits are needed once more.
-        """
-        last = span.kv_length - span.length - 2
-        while last >= 0 and (last + 1) % self._storage.page_size:
-            slot = self._slot(span, last)
-            if slot not in self._storage.states:
-                return
-            self._storage.states.drop([slot])
-            last -= 1
 
 
 def _grouped(stage: Sequence[tuple[list[int], _Origin]]) -> Iterator[_Run]:
