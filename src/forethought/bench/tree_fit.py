@@ -23,7 +23,7 @@ from forethought.engine import resolve
 from forethought.engine.engine import Engine
 from forethought.engine.scheduler import Limits
 from forethought.errors import ParameterError
-from forethought.kv.storage import DraftKvCache, KvStorage
+from forethought.kv.storage import DraftKvCache
 from forethought.model import loader
 from forethought.model.device import find_device
 from forethought.model.runner import ModelRunner

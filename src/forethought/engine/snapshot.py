@@ -31,6 +31,8 @@ class SequenceSnapshot:
     """The name of the adapter that it was computed with; empty: the model alone."""
     adapter_digest: bytes = b""
     """A hash of that one's weights, which are not here."""
+    state: Mapping[str, Tensor] = field(default_factory=dict)
+    """In CPU memory, as ``KvStorage.read_state`` returns it."""
 
     @property
     def num_stored(self) -> int:
@@ -54,7 +56,8 @@ def capture(
         for cache in hidden_state_caches
         if cache.covers(table, length)
     }
-    return SequenceSnapshot(list(token_ids), storage.read_slots(table.slots(0, length)), states)
+    kv = storage.read_slots(table.slots(0, length))
+    return SequenceSnapshot(list(token_ids), kv, states, state=storage.read_state(table))
 
 
 def write(
@@ -66,6 +69,7 @@ def write(
     """Store a snapshot in the slots of a table of ``num_stored`` tokens."""
     slots = table.slots(0, saved.num_stored)
     storage.write_slots(slots, saved.kv)
+    storage.write_state(table, saved.state)
     for cache in draft_caches:
         cache.invalidate(table, 0, saved.num_stored)
         if isinstance(cache, HiddenStateCache) and cache.layer_ids in saved.hidden_states:

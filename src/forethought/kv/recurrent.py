@@ -21,7 +21,7 @@ nothing else.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -31,7 +31,7 @@ from forethought.kv.storage import KvStorage
 from forethought.kv.table import PageCopy, ReadableTable, SlotMove
 
 CHECKPOINT_TOKENS = 64
-"""Positions between two states of a prefill: the chunk in which the gated delta rule is computed."""
+"""Positions between two states of a prefill: a chunk in which the gated delta rule is computed."""
 
 LayerState = dict[tuple[str, int], Tensor]
 """Of one layer after one token, by kind (``conv``, ``recurrent``) and number: ``[1, ...]``."""
@@ -117,6 +117,28 @@ class RecurrentStorage(KvStorage):
         length = next((n for n in range(len(slots), 0, -1) if slots[n - 1] in self.states), 0)
         self._forget(slots[: max(0, length - 2)])
         return length
+
+    @override
+    def read_state(self, table: ReadableTable) -> dict[str, Tensor]:
+        slots = table.slots(0, table.length)
+        if not slots or slots[-1] not in self.states:
+            return {}
+        state = self.states.get(slots[-1])
+        return {
+            f"{layer}.{kind}.{number}": tensor.cpu()
+            for layer, tensors in enumerate(state)
+            for (kind, number), tensor in tensors.items()
+        }
+
+    @override
+    def write_state(self, table: ReadableTable, state: Mapping[str, Tensor]) -> None:
+        layers: dict[int, LayerState] = {}
+        for name, tensor in state.items():
+            layer, kind, number = name.split(".")
+            layers.setdefault(int(layer), {})[kind, int(number)] = tensor.to(self.device)
+        if layers:
+            [slot] = table.slots(table.length - 1, table.length)
+            self.states.put(slot, [layers[layer] for layer in sorted(layers)])
 
     def _forget(self, slots: Sequence[int]) -> None:
         """Drop the states that a row has gone beyond, but for those at the end of a page; the last

@@ -16,7 +16,7 @@ import math
 import mmap
 import sys
 from array import array
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -112,6 +112,16 @@ class KvStorage:
     def resume(self, table: ReadableTable) -> int:
         """A row is about to go on. Returns the tokens after which it can: all that are stored."""
         return table.length
+
+    def read_state(self, table: ReadableTable) -> dict[str, Tensor]:
+        """Copies in CPU memory of what recurrent layers keep after the last token of a row, by
+        name.
+        """
+        return {}
+
+    def write_state(self, table: ReadableTable, state: Mapping[str, Tensor]) -> None:
+        """Keep what ``read_state`` of a storage of the same model has returned."""
+        assert not state
 
     @property
     def whole_layers(self) -> tuple[LayerShape, ...]:

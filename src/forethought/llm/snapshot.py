@@ -6,6 +6,7 @@
         token_ids                  int64 [tokens]
         kv.<i>                     as KvStorage.read_slots: [layers, stored, kv_heads, dim]
         hidden.<layer>.<layer>...  the target's hidden states that drafters read: [stored, width]
+        state.<name>               what recurrent layers keep after the last token
         metadata                   format, model, dtype, layers, digest, and of an adapter, with
                                    which it was computed, name and digest
 
@@ -44,6 +45,7 @@ PREFILL = SamplingParams(max_tokens=1, temperature=0.0, seed=0)
 FORMAT = "forethought.kv_snapshot.1"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}", re.ASCII)
 _SUFFIX = ".safetensors"
+_STATE = "state."
 _CHUNK = 2**22
 """Bytes of a file that are read and hashed at once."""
 
@@ -186,6 +188,7 @@ def _tensors(snapshot: SequenceSnapshot) -> dict[str, Tensor]:
     tensors |= {f"kv.{number}": stack for number, stack in enumerate(snapshot.kv)}
     for layer_ids, states in snapshot.hidden_states.items():
         tensors[".".join(["hidden", *map(str, layer_ids)])] = states
+    tensors |= {f"{_STATE}{name}": tensor for name, tensor in snapshot.state.items()}
     return {key: tensor.contiguous() for key, tensor in tensors.items()}
 
 
@@ -205,6 +208,7 @@ def _snapshot(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> Seq
         {tuple(map(int, key.split(".")[1:])): tensors[key] for key in hidden},
         metadata.get("adapter", ""),
         bytes.fromhex(metadata.get("adapter_digest", "")),
+        {key.removeprefix(_STATE): x for key, x in tensors.items() if key.startswith(_STATE)},
     )
 
 

@@ -125,9 +125,8 @@ class TransformersNetwork(Network):
             for name, addition in adapter.additions.items()
         }
         return PlacedAdapter(adapter.name, adapter.digest, parts)
-    def _over_states(
-        self, batch: Batch, forward_pass: ForwardPass
-    ) -> AbstractContextManager[None]:
+
+    def _over_states(self, batch: Batch, forward_pass: ForwardPass) -> AbstractContextManager[None]:
         if self.recurrent is None:
             return nullcontext()
         assert isinstance(forward_pass, PagedPass)

@@ -112,17 +112,14 @@ class _ModuleCache:
     def is_recording_past(self, layer_idx: int, state_idx: int = 0) -> bool:
         return False
 
-    def has_previous_state(self, layer_idx: int | None = None, state_idx: int | None = None) -> bool:
-        return bool(self._now)
-
 
 _Forward = Callable[[Tensor, _ModuleCache], Tensor]
 """Inputs ``[B, n, hidden]`` and the states before them, which it updates -> the same shape."""
 
 
 class _RecurrentPass:
-    """The runs of a batch, and the states after them; ``checkpoint_tokens`` are those of a run, 0 if
-    runs of several tokens continue no state.
+    """The runs of a batch, and the states after them; ``checkpoint_tokens`` are those of a run, 0
+    if runs of several tokens continue no state.
     """
 
     def __init__(

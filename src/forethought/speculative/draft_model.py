@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 from typing_extensions import override
 
-from forethought.errors import ParameterError
+from forethought.errors import ModelError, ParameterError
 from forethought.kv.storage import KvStorage
 from forethought.model import backends, loader
 from forethought.model.attention.base import ForwardPass
@@ -105,6 +105,12 @@ class DraftModel(DraftNetwork):
             forward=forward,
         )
         _check_sizes(directory, model, lm)
+        if model.state_bytes:
+            raise ModelError(
+                f"the draft model {directory} has recurrent layers",
+                "a draft grows over keys and values, and their states are not drafted from yet",
+                "Take a draft model with attention alone",
+            )
         storage = KvStorage(
             model.layer_shapes,
             pages.num_pages,

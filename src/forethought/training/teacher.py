@@ -22,7 +22,6 @@ from forethought.engine.resolve import build_drafter_entry
 from forethought.engine.scheduler import Limits
 from forethought.engine.sequence import Sequence as Live
 from forethought.kv.pool import PagePool
-from forethought.kv.storage import KvStorage
 from forethought.kv.table import PageTable
 from forethought.llm.tokenizer import Tokenizer
 from forethought.model import loader

@@ -1,0 +1,269 @@
+"""Models with recurrent layers generate what transformers does, whatever becomes of their states.
+
+Every family of ``models.RECURRENT`` decodes in mixed batches; a few of them, with the gated delta
+rule, Mamba-2, Mamba-1 and short convolutions, do everything else. ``tests/engine`` has random
+operations on two of them.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+import torch
+
+import drafters
+import mtp_modules
+from eagle_heads import random_head
+from engines import GREEDY, drain, engine, engine_over, expect_empty, load, outputs
+from forethought.config.drafters import (
+    DraftTargetDecodingConfig,
+    EagleDecodingConfig,
+    MTPDecodingConfig,
+    NGramDecodingConfig,
+    PearlDecodingConfig,
+    ReDrafterDecodingConfig,
+    UserProvidedDecodingConfig,
+)
+from forethought.config.medusa import MedusaDecodingConfig
+from forethought.config.speculation import DecodingBaseConfig
+from forethought.engine.engine import Engine
+from forethought.errors import ModelError
+from forethought.kv.recurrent import RecurrentStates, RecurrentStorage
+from forethought.llm.snapshot import SnapshotStore
+from forethought.model import loader
+from forethought.speculative.drafter import Drafter
+from medusa_heads import shared_heads
+from models import RECURRENT, greedy, prompts, tiny
+from redrafter_heads import random_head as redrafter_head
+
+PROMPTS = prompts((3, 17, 1, 30, 90))
+NEW = 14
+FEW = ["qwen3_5", "bamba", "jamba", "lfm2"]
+PATHS = [[0], [1], [2], [0, 0], [0, 1], [1, 0], [0, 0, 0]]
+
+
+def states_of(machine: Engine) -> RecurrentStates:
+    storage = machine.runner.storage
+    assert isinstance(storage, RecurrentStorage)
+    return storage.states
+
+
+def generated(machine: Engine, **changes: object) -> list[list[int]]:
+    """Requests that come one after the other, and what each has generated at the end."""
+    sequences = []
+    for prompt in PROMPTS:
+        sequences += machine.add(prompt, GREEDY.replace(max_tokens=NEW, **changes))
+        machine.step()
+    drain(machine)
+    expect_empty(machine)
+    return outputs(sequences)
+
+
+@pytest.mark.parametrize("architecture", RECURRENT)
+def test_requests_that_come_and_go_generate_what_transformers_does(architecture: str) -> None:
+    """Prompts are cut into chunks that end anywhere, beside decodes."""
+    machine = engine(architecture, pages=80, max_num_tokens=23)
+    assert generated(machine) == greedy(tiny(architecture), PROMPTS, NEW)
+
+
+@pytest.mark.parametrize("architecture", FEW)
+def test_a_prompt_that_is_known_up_to_a_state_is_computed_from_there(architecture: str) -> None:
+    machine = engine(architecture, pages=80, page_size=8)
+    prompt = PROMPTS[4]
+    for cached in (0, 88 if architecture == "jamba" else 64):  # which has a state per token
+        [sequence] = machine.add(prompt, GREEDY.replace(max_tokens=NEW))
+        drain(machine)
+        assert sequence.output == greedy(tiny(architecture), [prompt], NEW)[0]
+        assert sequence.usage.cached == cached
+    expect_empty(machine)
+
+
+def answers(architecture: str) -> dict[tuple[int, ...], list[int]]:
+    texts = greedy(tiny(architecture), PROMPTS, NEW)
+    return {tuple(prompt): text for prompt, text in zip(PROMPTS, texts, strict=True)}
+
+
+def user_provided(drafter: Drafter, size: int) -> list[DecodingBaseConfig]:
+    return [
+        UserProvidedDecodingConfig(max_draft_len=4, max_total_draft_tokens=size, drafter=drafter)
+    ]
+
+
+DRAFTERS: dict[str, Callable[[str], list[DecodingBaseConfig]]] = {
+    "always right": lambda name: user_provided(drafters.oracle(answers(name)), 4),
+    "always wrong": lambda name: user_provided(drafters.adversary(answers(name)), 4),
+    "bush": lambda name: user_provided(drafters.bush(answers(name)), 8),
+    "ngram": lambda _: [NGramDecodingConfig(max_draft_len=4, max_matching_ngram_size=1)],
+    "draft model": lambda _: [
+        DraftTargetDecodingConfig(max_draft_len=4, speculative_model=tiny("llama"))
+    ],
+    "pearl": lambda _: [PearlDecodingConfig(max_draft_len=3, speculative_model=tiny("llama"))],
+    "eagle3": lambda _: [
+        EagleDecodingConfig(max_draft_len=4, speculative_model=random_head("eagle3"))
+    ],
+    "eagle3 tree": lambda _: [
+        EagleDecodingConfig(eagle_choices=PATHS, speculative_model=random_head("eagle3"))
+    ],
+    "medusa": lambda _: [
+        MedusaDecodingConfig(medusa_choices=PATHS, speculative_model=shared_heads())
+    ],
+    "redrafter": lambda _: [
+        ReDrafterDecodingConfig(max_draft_len=3, speculative_model=redrafter_head())
+    ],
+    "mtp": lambda name: [
+        MTPDecodingConfig(max_draft_len=3, speculative_model=mtp_modules.saved(name, 1, "qwen"))
+    ],
+}
+
+
+@pytest.mark.parametrize("architecture", ["qwen3_5", "bamba"])
+@pytest.mark.parametrize("name", DRAFTERS)
+def test_every_drafter_gives_the_tokens_of_plain_decoding(name: str, architecture: str) -> None:
+    if name == "mtp" and architecture == "bamba":
+        pytest.skip("modules of the layout of Qwen3.5")
+    machine = engine(architecture, pages=120, speculative=DRAFTERS[name](architecture))
+    assert generated(machine) == greedy(tiny(architecture), PROMPTS, NEW)
+    assert machine.stats.drafted > 0 or name == "pearl"  # which waits to be right once
+    assert machine.stats.accepted > 10 or name not in ("always right", "bush")
+    assert machine.stats.draft_failures == machine.stats.failed_forwards == 0
+
+
+@pytest.mark.parametrize("name", ["always right", "bush", "eagle3"])
+def test_drafts_do_not_change_what_a_seed_draws(name: str) -> None:
+    seeded = {"temperature": 0.9, "seed": 7, "top_p": 0.95}
+    plain = generated(engine("qwen3_5", pages=120), **seeded)
+    machine = engine("qwen3_5", pages=120, speculative=DRAFTERS[name]("qwen3_5"))
+    assert generated(machine, **seeded) == plain
+
+
+@pytest.mark.parametrize("architecture", FEW)
+def test_a_sequence_goes_on_from_any_length_that_it_had(architecture: str) -> None:
+    """Forks and rewinds, also to where no state is kept any more."""
+    machine = engine(architecture, pages=120, page_size=8)
+    prompt = PROMPTS[3]
+    [parent] = machine.add(prompt, GREEDY.replace(max_tokens=NEW), keep=True)
+    drain(machine)
+    whole = list(parent.tokens)
+    for length in (len(whole) - 1, len(prompt) + 5, len(prompt), 9, 1):
+        child = machine.fork(parent, length)
+        machine.resume(child, GREEDY.replace(max_tokens=4))
+        drain(machine)
+        assert child.output == greedy(tiny(architecture), [whole[:length]], 4)[0]
+        machine.close(child)
+    machine.rewind(parent, len(prompt) + 3)
+    machine.extend(parent, [5, 6, 7])
+    known = list(parent.tokens)
+    machine.resume(parent, GREEDY.replace(max_tokens=4))
+    drain(machine)
+    assert parent.output == greedy(tiny(architecture), [known], 4)[0]
+    machine.close(parent)
+    expect_empty(machine)
+
+
+def test_a_fork_copies_neither_keys_nor_states() -> None:
+    machine = engine("qwen3_5", pages=40)
+    [parent] = machine.add(PROMPTS[3], GREEDY.replace(max_tokens=2), keep=True)
+    drain(machine)
+    used, num_states = machine.pool.in_use, len(states_of(machine))
+    child = machine.fork(parent)
+    assert (machine.pool.in_use, len(states_of(machine))) == (used, num_states)
+    machine.close(child)
+    machine.close(parent)
+    expect_empty(machine)
+
+
+def test_a_state_that_is_dropped_costs_time_and_no_token() -> None:
+    machine = engine("qwen3_5", pages=80)
+    states_of(machine).max_states = 3  # for five sequences
+    assert generated(machine) == greedy(tiny("qwen3_5"), PROMPTS, NEW)
+    plain = engine("qwen3_5", pages=80)
+    generated(plain)
+    assert machine.stats.steps > plain.stats.steps
+    assert machine.stats.failures == 0
+
+
+def test_decoding_keeps_few_states_of_a_sequence() -> None:
+    """Those after its last two tokens and at the end of pages, however long it has run."""
+    machine = engine("qwen3_5", pages=40, page_size=8)
+    machine.add(PROMPTS[0], GREEDY.replace(max_tokens=60, ignore_eos=True))
+    drain(machine)
+    assert len(states_of(machine)) <= 2 + 64 // 8
+
+
+@functools.cache
+def shared_prompts(count: int) -> list[list[int]]:
+    """Of which three at a time begin alike."""
+    stems = prompts((64, 40, 70))
+    tails = prompts(tuple(1 + number % 9 for number in range(count)), 2)
+    return [stems[number % 3] + tail for number, tail in enumerate(tails)]
+
+
+def _each_alone(texts: Sequence[list[int]], architecture: str) -> list[list[int]]:
+    return greedy(tiny(architecture), texts, 8)
+
+
+@pytest.mark.parametrize("count", [18, pytest.param(200, marks=pytest.mark.slow)])
+def test_prefixes_and_drafts_of_mtp_together_change_no_token(count: int) -> None:
+    texts = shared_prompts(count)
+    machine = engine(
+        "qwen3_5", pages=300, page_size=8, speculative=DRAFTERS["mtp"]("qwen3_5"), max_length=200
+    )
+    sequences = [machine.add(text, GREEDY.replace(max_tokens=8))[0] for text in texts]
+    drain(machine)
+    assert outputs(sequences) == _each_alone(texts, "qwen3_5")
+    assert machine.stats.cached > 0
+    assert machine.stats.drafted > 0
+    expect_empty(machine)
+
+
+def test_a_snapshot_has_the_states_after_its_last_token(tmp_path: Path) -> None:
+    machine = engine("qwen3_5", pages=40)
+    [sequence] = machine.add(PROMPTS[3], GREEDY.replace(max_tokens=5), keep=True)
+    drain(machine)
+    store = SnapshotStore(tmp_path, tiny("qwen3_5"), machine.runner.storage)
+    store.save("one", machine.capture(sequence, sequence.tokens))
+    other = engine("qwen3_5", pages=40)
+    restored = other.restore(store.load("one"))
+    other.resume(restored, GREEDY.replace(max_tokens=6))
+    drain(other)
+    assert restored.output == greedy(tiny("qwen3_5"), [sequence.tokens], 6)[0]
+    assert restored.usage.prefilled == 1
+    other.close(restored)
+    machine.close(sequence)
+    expect_empty(machine)
+    expect_empty(other)
+
+
+def test_a_draft_model_with_recurrent_layers_is_refused_by_name() -> None:
+    config = DraftTargetDecodingConfig(max_draft_len=3, speculative_model=tiny("qwen3_5"))
+    with pytest.raises(ModelError, match="recurrent layers"):
+        engine("llama", speculative=[config])
+
+
+def test_sequences_with_recurrent_layers_do_not_attend_to_each_other() -> None:
+    machine = engine("qwen3_5", pages=40)
+    one, other = (machine.open([5, 6, number]) for number in (1, 2))
+    with pytest.raises(ModelError, match="cannot attend to each other"):
+        machine.attend_to(one, {other: 2})
+    machine.close(one)
+    machine.close(other)
+    expect_empty(machine)
+
+
+@pytest.mark.parametrize("architecture", FEW)
+def test_in_bfloat16_a_token_is_the_most_probable_but_for_rounding(architecture: str) -> None:
+    lm = loader.load(tiny(architecture), dtype="bfloat16", forward="torch")
+    machine = engine_over(lm, pages=80)
+    same = sum(
+        one == other
+        for text, expected in zip(
+            generated(machine), greedy(tiny(architecture), PROMPTS, NEW), strict=True
+        )
+        for one, other in zip(text[:3], expected[:3], strict=True)
+    )
+    assert same > len(PROMPTS)  # of three tokens each; random weights have near ties
+    assert lm.dtype == torch.bfloat16
+    assert load(architecture).state_bytes > 0
