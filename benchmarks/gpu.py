@@ -542,13 +542,13 @@ PARTS = {
     "kernel": Part(kernel, 120),
     "sweep": Part(sweep, 240),
     "gemv": Part(gemv, 120),
-    "model": Part(model, 180),
-    "graphs": Part(graphs, 160),
+    "model": Part(model, 160),
+    "graphs": Part(graphs, 140),
     "profile": Part(profile, 60),
     "compiled": Part(compiled, 240),
     "waits": Part(waits, 80),
-    "eagle": Part(eagle, 200),
-    "tree": Part(tree, 120),
+    "eagle": Part(eagle, 180),
+    "tree": Part(tree, 60),
 }
 
 

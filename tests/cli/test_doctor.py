@@ -150,7 +150,8 @@ def test_an_option_of_a_model_needs_one(option, capsys):
 def test_the_memory_of_a_model_is_shown_part_by_part(capsys):
     assert main(["doctor", "--model", "forethought/reasoner", "--json"]) == 0
     parts = json.loads(capsys.readouterr().out)
-    assert set(parts) == {"libraries", "weights", "kv_cache", "loaded", "peak"}
+    assert set(parts) == {"libraries", "weights", "kv_cache", "states", "loaded", "peak"}
+    assert parts["states"] == 0
     assert 2_000_000 < parts["weights"] < 40_000_000
     assert 0 < parts["loaded"] <= parts["peak"]
     assert main(["doctor", "--model", "forethought/reasoner", "--quantization", "int8"]) == 0

@@ -19,10 +19,9 @@ from transformers import (
     AutoModelForCausalLM,
     BartConfig,
     BloomConfig,
-    FalconH1Config,
     Llama4TextConfig,
     MambaConfig,
-    Qwen3NextConfig,
+    RecurrentGemmaConfig,
     T5Config,
     T5ForConditionalGeneration,
 )
@@ -237,30 +236,18 @@ def test_an_encoder_decoder_is_refused(tmp_path: Path) -> None:
     assert "encoder-decoder" in refusal(tmp_path / "t5").why
 
 
-@pytest.mark.parametrize(
-    "config",
-    [
-        MambaConfig(vocab_size=64, hidden_size=16, num_hidden_layers=2),
-        Qwen3NextConfig(
-            **SMALL,
-            linear_num_value_heads=2,
-            linear_num_key_heads=2,
-            linear_key_head_dim=8,
-            linear_value_head_dim=8,
-            num_experts=2,
-            num_experts_per_tok=1,
-            moe_intermediate_size=8,
-            shared_expert_intermediate_size=8,
-        ),
-        FalconH1Config(**SMALL, mamba_d_ssm=32, mamba_n_heads=4, mamba_d_head=8, mamba_d_state=8),
-    ],
-    ids=lambda config: config.model_type,
-)
-def test_recurrent_state_is_refused_by_name(config: object, tmp_path: Path) -> None:
+def test_recurrent_state_that_no_cache_holds_is_refused_by_name(tmp_path: Path) -> None:
+    config = RecurrentGemmaConfig(**SMALL, lru_width=32, attention_window_size=16)
     models.save_random(config, tmp_path / "model")
     error = refusal(tmp_path / "model")
+    assert "RecurrentGemma" in error.why
     assert "recurrent state" in error.why
-    assert type(config).__name__.removesuffix("Config").lower() in error.why.lower()
+
+
+def test_a_model_without_any_attention_is_refused(tmp_path: Path) -> None:
+    config = MambaConfig(vocab_size=64, hidden_size=16, num_hidden_layers=2)
+    models.save_random(config, tmp_path / "model")
+    assert "Mamba" in refusal(tmp_path / "model").why
 
 
 def test_a_mask_that_is_neither_causal_nor_a_window_is_refused(tmp_path: Path) -> None:

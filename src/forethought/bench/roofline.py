@@ -65,6 +65,7 @@ class ModelCost:
         attention_operations: per token and token of context, in all layers.
         activation_bytes: read and written per token, between the products of all layers.
         windowed: the layers whose attention reads a window of the context.
+        state_bytes: of the states of recurrent layers, which a token reads and writes.
     """
 
     dense_bytes: int
@@ -76,6 +77,7 @@ class ModelCost:
     attention_operations: int
     activation_bytes: int
     windowed: tuple[AttentionCost, ...] = ()
+    state_bytes: int = 0
 
     @classmethod
     def of(cls, lm: CausalLM, kv_dtype: torch.dtype | None = None) -> ModelCost:
@@ -104,6 +106,7 @@ class ModelCost:
             attention_operations=sum(layer.operations for layer in layers),
             activation_bytes=_activations(text, heads, widths) * size,
             windowed=tuple(layer for layer in layers if layer.window is not None),
+            state_bytes=lm.state_bytes,
         )
 
     def step_bytes(self, batch: int, context: int) -> float:
@@ -111,7 +114,8 @@ class ModelCost:
         touched = 1.0 - (1.0 - self.active_experts) ** batch if self.expert_bytes else 0.0
         weights = self.dense_bytes + touched * self.expert_bytes
         beyond = sum(layer.beyond(context) * layer.kv_bytes for layer in self.windowed)
-        return weights + batch * (context * self.kv_bytes - beyond + self.activation_bytes)
+        per_token = self.activation_bytes + 2 * self.state_bytes
+        return weights + batch * (context * self.kv_bytes - beyond + per_token)
 
     def step_operations(self, batch: int, context: int) -> float:
         """Multiplications and additions of the step."""

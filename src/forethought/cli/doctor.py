@@ -32,6 +32,7 @@ _MEMORY = {
     "libraries": "Python, torch and the rest of the process, before the model is loaded",
     "weights": "as they are held, with embeddings",
     "kv_cache": "of all pages; a page is taken of the system when it is first written",
+    "states": "of recurrent layers, at most: a sequence that decodes has two, and one per page",
     "loaded": "resident after the first token",
     "peak": "most that was ever resident",
 }
@@ -92,6 +93,7 @@ def memory_of(fields: Mapping[str, Any]) -> dict[str, int | None]:
             "libraries": before,
             "weights": runner.lm.weight_bytes,
             "kv_cache": runner.storage.num_pages * runner.storage.bytes_per_page,
+            "states": runner.storage.max_state_bytes,
             "loaded": machine.resident_bytes(),
             "peak": machine.peak_bytes(),
         }

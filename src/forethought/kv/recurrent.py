@@ -108,6 +108,11 @@ class RecurrentStorage(KvStorage):
 
     @property
     @override
+    def max_state_bytes(self) -> int:
+        return self.states.max_states * self.state_bytes
+
+    @property
+    @override
     def device_bytes_per_page(self) -> int:
         return 2 * self.bytes_per_page
 

@@ -101,6 +101,11 @@ class KvStorage:
         self._addresses: array[int] | None = None
 
     @property
+    def max_state_bytes(self) -> int:
+        """Bytes that the states of recurrent layers may take."""
+        return 0
+
+    @property
     def device_bytes_per_page(self) -> int:
         """Bytes that a page takes on the device, with what other processes store there."""
         return self.bytes_per_page

@@ -39,10 +39,10 @@ class _Origin(NamedTuple):
     """Where the state before a run is: stored, or after another token of the batch."""
 
     stored: Sequence[LayerState] | None
-    token: int | None
+    token: int = -1
 
 
-_NOTHING = _Origin(None, None)
+_NOTHING = _Origin(None)
 """The beginning of a sequence."""
 
 
@@ -164,13 +164,12 @@ class _RecurrentPass:
         return [
             self._after[origin.token][layer] if origin.stored is None else origin.stored[layer]
             for origin in run.origins
-            if origin.stored is not None or origin.token is not None
         ]
 
     def _runs_of(self, span: Span) -> Iterator[tuple[int, tuple[list[int], _Origin]]]:
         """The runs of a row, each with its stage: all it depends on are in earlier ones."""
         begin, prefix = span.start, span.kv_length - span.length
-        origin = _NOTHING if prefix == 0 else _Origin(self._stored(span, prefix - 1), None)
+        origin = _NOTHING if prefix == 0 else _Origin(self._stored(span, prefix - 1))
         if span.num_nodes:
             for node, (depth, parent) in enumerate(_parents(span)):
                 before = origin if parent < 0 else _Origin(None, begin + parent)
