@@ -254,6 +254,18 @@ def test_sequences_with_recurrent_layers_do_not_attend_to_each_other() -> None:
 
 
 @pytest.mark.parametrize("architecture", FEW)
+def test_quantised_weights_are_drafted_for_without_a_change(architecture: str) -> None:
+    """Convolutions stay as they are, and so do the step widths of Mamba-1."""
+    lm = loader.load(tiny(architecture), dtype="float32", quantization="w8a8", forward="auto")
+    plain = generated(engine_over(lm, pages=120))
+    answered = {tuple(prompt): text for prompt, text in zip(PROMPTS, plain, strict=True)}
+    drafting = user_provided(drafters.bush(answered), 8)
+    machine = engine_over(lm, pages=120, speculative=drafting)
+    assert generated(machine) == plain
+    assert machine.stats.accepted > 10
+
+
+@pytest.mark.parametrize("architecture", FEW)
 def test_in_bfloat16_a_token_is_the_most_probable_but_for_rounding(architecture: str) -> None:
     lm = loader.load(tiny(architecture), dtype="bfloat16", forward="torch")
     machine = engine_over(lm, pages=80)

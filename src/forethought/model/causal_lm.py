@@ -179,8 +179,13 @@ def weight_sizes(module: PreTrainedModel) -> tuple[WeightSize, ...]:
         for layer in module.modules()
         if isinstance(layer, QuantizedLinear) and layer.weight is not None
     ]
+    convolutions = {part.weight for part in module.modules() if isinstance(part, nn.Conv1d)}
     plain = [
-        WeightSize(parameter.numel(), parameter.nbytes, parameter.dim() == 3)
+        WeightSize(
+            parameter.numel(),
+            parameter.nbytes,
+            is_expert=parameter.dim() == 3 and parameter not in convolutions,
+        )
         for parameter in module.parameters()
         if parameter is not looked_up and parameter.dim() > 1
     ]

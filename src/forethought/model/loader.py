@@ -53,7 +53,7 @@ from forethought.model.quantization import (
     use_native_products,
 )
 from forethought.model.quantized_experts import QuantizedExperts, quantize_experts, routers
-from forethought.model.recurrent_layers import RecurrentLayers
+from forethought.model.recurrent_layers import RecurrentLayers, step_widths
 from forethought.model_dir import check_generation_config, gguf_files
 
 if TYPE_CHECKING:
@@ -280,7 +280,7 @@ def _quantize(module: PreTrainedModel, quantization: Quantization) -> None:
     """Raises ModelError for a model that cannot be quantised."""
     check_quantizable(module, quantization)
     num_experts = quantize_experts(module, quantization)
-    num_linears = quantize_linears(module, quantization, routers(module))
+    num_linears = quantize_linears(module, quantization, routers(module) | step_widths(module))
     logger.info(
         "%d linear layers and %d experts quantised to %s", num_linears, num_experts, quantization
     )

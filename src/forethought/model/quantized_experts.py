@@ -125,11 +125,12 @@ def quantize_experts(module: nn.Module, quantization: Quantization) -> int:
     experts = [(name, part) for name, part in module.named_modules() if is_readable(part)]
     readable = {f"{name}.{weight}" for name, _ in experts for weight in WEIGHTS}
     for name, weight in module.named_parameters():
-        if weight.dim() == 3 and name not in readable:
-            owner = type(module.get_submodule(name.rpartition(".")[0])).__name__
+        owner = module.get_submodule(name.rpartition(".")[0])
+        if weight.dim() == 3 and name not in readable and not isinstance(owner, nn.Conv1d):
+            layout = type(owner).__name__
             raise ModelError(
                 f'quantization="{quantization}" is not possible for this model',
-                f"{name} holds weights of experts in the layout of {owner}, which is not known",
+                f"{name} holds weights of experts in the layout of {layout}, which is not known",
                 "Leave the argument out",
             )
     num_experts = 0

@@ -303,6 +303,14 @@ def find_recurrent_layers(module: nn.Module) -> list[nn.Module]:
     return [part for part in module.modules() if _is_recurrent(part)]
 
 
+def step_widths(module: nn.Module) -> set[nn.Module]:
+    """The linears of Mamba-1 that give the width of a step: they are small, and layers multiply by
+    their weights themselves.
+    """
+    layers = find_recurrent_layers(module)
+    return {child for part in layers for name, child in part.named_children() if name == "dt_proj"}
+
+
 def _is_recurrent(part: nn.Module) -> bool:
     if not hasattr(part, "layer_idx"):
         return False
