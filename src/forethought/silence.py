@@ -1,7 +1,10 @@
-"""Loading through transformers without progress bars: a local directory needs none."""
+"""Loading through transformers without progress bars, which a local directory does not need, and
+without advice on kernels.
+"""
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -13,7 +16,7 @@ def without_progress_bars() -> Iterator[None]:
     """Have transformers show no bars for what this thread does inside. Other threads keep theirs,
     and the user's settings are as they were afterwards.
     """
-    from transformers.utils import logging
+    from transformers.utils import logging as transformers_logging
 
     thread, inside = threading.get_ident(), True
 
@@ -22,9 +25,23 @@ def without_progress_bars() -> Iterator[None]:
             return factory(*args, **{**kwargs, "disable": True})
         return factory(*args, **kwargs) if before is None else before(factory, args, kwargs)
 
-    before = logging.set_tqdm_hook(bar)
+    before = transformers_logging.set_tqdm_hook(bar)
     try:
         yield
     finally:
         inside = False  # another load that began meanwhile may put this hook back: it does nothing
-        logging.set_tqdm_hook(before)
+        transformers_logging.set_tqdm_hook(before)
+
+
+@contextmanager
+def without_kernel_advice() -> Iterator[None]:
+    """Transformers recommends packages with kernels, once for each function that lacks one, when it
+    is first called. Of functions that are called inside it will not.
+    """
+    logger = logging.getLogger("transformers.integrations.hub_kernels")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)

@@ -27,6 +27,7 @@ from torch import Tensor, nn
 
 from forethought.kv.recurrent import CHECKPOINT_TOKENS, LayerState, RecurrentStorage
 from forethought.model.batch import Batch, Span
+from forethought.silence import without_kernel_advice
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -231,6 +232,7 @@ class RecurrentLayers:
         for layer, part in enumerate(modules):
             forward = _with_cache(part)
             states = _states_after(forward, x[:, :1], None)
+            _states_after(forward, x[:, 1:2], states)
             self.state_bytes += sum(state.nbytes for state in states.values())
             if not _continues(forward, x[:, 1:], states):
                 self._checkpoint_tokens = 0
@@ -244,7 +246,8 @@ class RecurrentLayers:
             return None
         hidden_size = module.config.get_text_config(decoder=True).hidden_size
         x = torch.linspace(-1, 1, 3 * hidden_size, device=module.device, dtype=module.dtype)
-        return cls(modules, x.view(1, 3, hidden_size))
+        with without_kernel_advice():
+            return cls(modules, x.view(1, 3, hidden_size))
 
     @property
     def computed_tokens(self) -> list[int] | None:

@@ -41,7 +41,7 @@ from forethought.model_dir import (
     gguf_files,
     read_json,
 )
-from forethought.silence import without_progress_bars
+from forethought.silence import without_kernel_advice, without_progress_bars
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _PROBE_TOKENS = 3
@@ -212,7 +212,7 @@ def probe(module: PreTrainedModel, directory: Path) -> tuple[tuple[LayerProfile,
     """What each layer needs of attention, and the width of the logits."""
     probe = CapabilityProbe()
     tokens = torch.arange(_PROBE_TOKENS, device=module.device)[None]
-    with torch.inference_mode(), refusing(directory, "probing"):
+    with torch.inference_mode(), refusing(directory, "probing"), without_kernel_advice():
         output = module(
             input_ids=tokens,
             position_ids=tokens,
