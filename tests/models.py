@@ -13,7 +13,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel
+from transformers import (
+    CONFIG_MAPPING,
+    AutoModelForCausalLM,
+    PreTrainedModel,
+    Qwen3_5Config,
+    Qwen3_5ForConditionalGeneration,
+)
 
 VOCAB = 101
 _STD = 0.3
@@ -172,6 +178,17 @@ RECURRENT: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }
 """Those with recurrent layers."""
+
+
+def save_with_vision(path: Path) -> None:
+    """A Qwen3.5 as it is published: its language part under the names of a model that also sees."""
+    text = {**_BASE, **_DELTA}
+    vision = {"depth": 1, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2}
+    vision |= {"out_hidden_size": 32, "num_position_embeddings": 16}
+    config = Qwen3_5Config(text_config=text, vision_config=vision)
+    with torch.random.fork_rng():
+        torch.manual_seed(1)
+        Qwen3_5ForConditionalGeneration(config).save_pretrained(path)
 
 
 @functools.cache

@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -30,13 +31,13 @@ from forethought.config.drafters import (
 from forethought.config.medusa import MedusaDecodingConfig
 from forethought.config.speculation import DecodingBaseConfig
 from forethought.engine.engine import Engine
-from forethought.errors import ModelError
+from forethought.errors import ModelError, ParameterError
 from forethought.kv.recurrent import RecurrentStates, RecurrentStorage
 from forethought.llm.snapshot import SnapshotStore
 from forethought.model import loader
 from forethought.speculative.drafter import Drafter
 from medusa_heads import shared_heads
-from models import RECURRENT, greedy, prompts, tiny
+from models import RECURRENT, greedy, prompts, save_with_vision, tiny
 from redrafter_heads import random_head as redrafter_head
 
 PROMPTS = prompts((3, 17, 1, 30, 90))
@@ -163,6 +164,15 @@ def test_a_sequence_goes_on_from_any_length_that_it_had(architecture: str) -> No
     expect_empty(machine)
 
 
+def test_of_a_model_that_also_sees_images_the_language_part_is_loaded(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    save_with_vision(tmp_path / "seeing")
+    machine = engine_over(loader.load(tmp_path / "seeing", dtype="float32"), pages=80)
+    assert generated(machine) == greedy(tmp_path / "seeing", PROMPTS, NEW)
+    assert "seeing also sees images" in caplog.text
+
+
 def test_a_fork_copies_neither_keys_nor_states() -> None:
     machine = engine("qwen3_5", pages=40)
     [parent] = machine.add(PROMPTS[3], GREEDY.replace(max_tokens=2), keep=True)
@@ -237,9 +247,28 @@ def test_a_snapshot_has_the_states_after_its_last_token(tmp_path: Path) -> None:
     expect_empty(other)
 
 
-def test_a_draft_model_with_recurrent_layers_is_refused_by_name() -> None:
-    config = DraftTargetDecodingConfig(max_draft_len=3, speculative_model=tiny("qwen3_5"))
-    with pytest.raises(ModelError, match="recurrent layers"):
+@pytest.mark.parametrize("target", ["qwen3_5", "llama"])
+@pytest.mark.parametrize("name", ["draft model", "pearl"])
+def test_a_draft_model_may_have_recurrent_layers(name: str, target: str) -> None:
+    """It drafts what it would generate itself: all of it is accepted where it is the target."""
+    draft_model = {"max_draft_len": 3, "speculative_model": tiny("qwen3_5")}
+    kind = DraftTargetDecodingConfig if name == "draft model" else PearlDecodingConfig
+    for page_size in (4, 3):
+        machine = engine(target, pages=120, page_size=page_size, speculative=[kind(**draft_model)])
+        assert generated(machine) == greedy(tiny(target), PROMPTS, NEW)
+        assert machine.stats.draft_failures == machine.stats.failed_forwards == 0
+        if target == "qwen3_5" and name == "draft model":
+            assert machine.stats.accepted == machine.stats.drafted > 30
+
+
+@pytest.mark.parametrize(
+    "changes", [{"draft_choices": PATHS}, {"max_draft_len": 3, "draft_sampling": "sampled"}]
+)
+def test_trees_and_samples_of_a_draft_model_with_recurrent_layers_are_refused(
+    changes: dict[str, Any],
+) -> None:
+    config = DraftTargetDecodingConfig(speculative_model=tiny("qwen3_5"), **changes)
+    with pytest.raises(ParameterError, match="recurrent layers"):
         engine("llama", speculative=[config])
 
 

@@ -232,8 +232,9 @@ class Scheduler:
         """Least recently used first."""
         self.on_end: Callable[[Sequence], None] = lambda sequence: None
         """Called with each sequence whose generation is over or that is closed."""
-        self.on_resume: Callable[[PageTable], int] = lambda table: table.length
-        """Called with the table of each row that is about to go on; see ``KvStorage.resume``."""
+        self.on_resume: Callable[[PageTable, int], int] = lambda _, length: length
+        """Called with the table of each row that is about to go on, and the number of tokens that
+        are stored; see ``KvStorage.resume``."""
         self._queues = {
             Status.RUNNING: self.running,
             Status.WAITING: self.waiting,
@@ -302,9 +303,10 @@ class Scheduler:
 
     def _rewind_to_resume(self, sequence: Sequence) -> None:
         """Leave out stored tokens after which the row cannot go on: they are computed again."""
-        length = self.on_resume(sequence.table)
-        if length < sequence.table.length:
-            sequence.table.rewind(length)
+        table = sequence.table
+        length = self.on_resume(table, table.length)
+        if length < table.length:
+            table.rewind(length)
 
     def reserve_draft_slots(self, plan: Plan, rows: List[PlannedRow], requested: List[int]) -> None:
         """Reserve slots for the requested draft nodes after decodes, the first rows first; preempts

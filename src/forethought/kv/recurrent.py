@@ -117,8 +117,8 @@ class RecurrentStorage(KvStorage):
         return 2 * self.bytes_per_page
 
     @override
-    def resume(self, table: ReadableTable) -> int:
-        slots = table.slots(0, table.length)
+    def resume(self, table: ReadableTable, length: int) -> int:
+        slots = table.slots(0, length)
         length = next((n for n in range(len(slots), 0, -1) if slots[n - 1] in self.states), 0)
         self._forget(slots[: max(0, length - 2)])
         return length

@@ -114,9 +114,11 @@ class KvStorage:
         """Free bytes of each other GPU that stores a part of the model's keys and values."""
         return []
 
-    def resume(self, table: ReadableTable) -> int:
-        """A row is about to go on. Returns the tokens after which it can: all that are stored."""
-        return table.length
+    def resume(self, table: ReadableTable, length: int) -> int:
+        """A row of which ``length`` tokens are stored is about to go on. Returns the tokens after
+        which it can: all of them.
+        """
+        return length
 
     def read_state(self, table: ReadableTable) -> dict[str, Tensor]:
         """Copies in CPU memory of what recurrent layers keep after the last token of a row, by
@@ -314,12 +316,14 @@ class DraftKvCache:
         self._set(table, start, stop, True)
 
     def ready_length(self, table: ReadableTable, length: int) -> int:
-        """Number of leading positions, up to ``length``, whose entries are all there."""
+        """Number of leading positions, up to ``length``, whose entries are all there, and after
+        which a row can go on."""
         size = self.storage.page_size
         pages = table.pages[: -(-length // size)]
         ready = self._ready[pages].reshape(-1)[:length]
         first_gap = int(ready.argmin()) if ready.size else 0
-        return first_gap if ready.size and not ready[first_gap] else length
+        is_whole = not ready.size or ready[first_gap]
+        return self.storage.resume(table, length if is_whole else first_gap)
 
     def _set(self, table: ReadableTable, start: int, stop: int, value: bool) -> None:
         if start < stop:

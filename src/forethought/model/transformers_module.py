@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import logging
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -43,6 +44,8 @@ from forethought.model_dir import (
 )
 from forethought.silence import without_kernel_advice, without_progress_bars
 
+logger = logging.getLogger(__name__)
+
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _PROBE_TOKENS = 3
 _SCALES = re.compile(r"\.(weight_scale\w*|input_scale|qweight|qzeros|scales|absmax)$")
@@ -60,6 +63,8 @@ def read_config(directory: Path, trust_remote_code: bool) -> Any:
         config = AutoConfig.from_pretrained(
             directory, local_files_only=True, trust_remote_code=trust_remote_code
         )
+    if getattr(config, "vision_config", None) is not None:
+        logger.warning("%s also sees images: its language part alone is loaded", directory.name)
     if config.is_encoder_decoder:
         raise unsupported(directory, "it is an encoder-decoder; only decoders are served")
     text = config.get_text_config(decoder=True)

@@ -11,11 +11,11 @@ from torch import Tensor
 from torch.nn.functional import pad
 from typing_extensions import override
 
-from forethought.errors import ModelError, ParameterError
-from forethought.kv.storage import KvStorage
+from forethought.errors import ParameterError
+from forethought.kv.staging import upload
 from forethought.model import backends, loader
 from forethought.model.attention.base import ForwardPass
-from forethought.model.batch import Row
+from forethought.model.batch import Batch, Row, Span
 from forethought.model.causal_lm import CausalLM
 from forethought.model.device import find_device
 from forethought.model.runner import ModelRunner
@@ -28,6 +28,8 @@ from forethought.speculative.draft_module import (
 )
 from forethought.speculative.drafter import Target
 
+_LEAST_STATES = 256
+"""States that a draft model with recurrent layers can keep in any case."""
 PADDING = 0.02
 """Share of the vocabulary that may be padding in one model and not in the other."""
 
@@ -60,8 +62,48 @@ class DraftModel(DraftNetwork):
     @property
     @override
     def draft_chains(self) -> ChainDrafter | None:
-        """Where it runs in C++."""
+        """Where it runs in C++, or has recurrent layers."""
+        if self.has_recurrent_layers:
+            return self._draft_chains_over_pages
         return None if self.native is None else self._draft_chains
+
+    @property
+    def has_recurrent_layers(self) -> bool:
+        """Whether it drafts greedy chains alone: their tokens follow each other's states."""
+        return bool(self.runner.lm.state_bytes)
+
+    def _draft_chains_over_pages(
+        self, states: Tensor, forward_pass: ForwardPass, slots: Sequence[Sequence[int]]
+    ) -> list[list[int]]:
+        """Token by token, each stored in a slot that is reserved for it, but for the last one."""
+        spans, lm = forward_pass.batch.spans, self.runner.lm
+        logits = self(states, forward_pass).logits
+        drafts: list[list[int]] = [[] for _ in spans]
+        for depth in range(max(map(len, slots))):
+            going = [row for row, row_slots in enumerate(slots) if len(row_slots) > depth]
+            for row, token in zip(going, logits.argmax(-1).tolist(), strict=True):
+                drafts[row].append(token)
+            rows = [row for row in going if len(slots[row]) > depth + 1]
+            if rows:
+                heads = [(spans[row], drafts[row][-1], slots[row][: depth + 1]) for row in rows]
+                step = lm.forward_pass(self._level(heads), self.runner.storage)
+                logits = self(states, step).logits
+        return drafts
+
+    def _level(self, heads: Sequence[tuple[Span, int, Sequence[int]]]) -> Batch:
+        """One drafted token of each row: the row's known tokens, the token, and the slots of the
+        tokens that were drafted, its own the last.
+        """
+        page_size, spans, positions = self.runner.storage.page_size, list[Span](), list[int]()
+        for number, (span, _, slots) in enumerate(heads):
+            length = span.kv_length + len(slots)
+            pages = dict.fromkeys([*span.pages, *(slot // page_size for slot in slots)])
+            spans.append(Span(number, number + 1, length, tuple(pages), None, None))
+            positions.append(length - 1)
+        tokens, last = [token for _, token, _ in heads], [slots[-1] for _, _, slots in heads]
+        columns = (tokens, positions, last, range(len(heads)))
+        token_ids, at, written, logit_index = upload([*map(list, columns)], self.runner.lm.device)
+        return Batch(token_ids, at, written, logit_index, tuple(spans))
 
     def _draft_chains(
         self, states: Tensor, forward_pass: ForwardPass, slots: Sequence[Sequence[int]]
@@ -105,19 +147,9 @@ class DraftModel(DraftNetwork):
             forward=forward,
         )
         _check_sizes(directory, model, lm)
-        if model.state_bytes:
-            raise ModelError(
-                f"the draft model {directory} has recurrent layers",
-                "a draft grows over keys and values, and their states are not drafted from yet",
-                "Take a draft model with attention alone",
-            )
-        storage = KvStorage(
-            model.layer_shapes,
-            pages.num_pages,
-            pages.page_size,
-            model.dtype,
-            model.device,
-            has_scratch_page=is_paged and pages.has_scratch_page,
+        has_scratch_page = is_paged and pages.has_scratch_page
+        storage = model.storage(
+            pages.num_pages, pages.page_size, _LEAST_STATES, has_scratch_page=has_scratch_page
         )
         return cls(ModelRunner(model, storage), lm.vocab_size, target.max_num_tokens)
 
