@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 
+import adapters
 import drafters
 import mtp_modules
 from eagle_heads import random_head
@@ -35,6 +36,7 @@ from forethought.errors import ModelError, ParameterError
 from forethought.kv.recurrent import RecurrentStates, RecurrentStorage
 from forethought.llm.snapshot import SnapshotStore
 from forethought.model import loader
+from forethought.model.adapter import read_adapter
 from forethought.speculative.drafter import Drafter
 from medusa_heads import shared_heads
 from models import RECURRENT, greedy, prompts, save_with_vision, tiny
@@ -171,6 +173,30 @@ def test_of_a_model_that_also_sees_images_the_language_part_is_loaded(
     machine = engine_over(loader.load(tmp_path / "seeing", dtype="float32"), pages=80)
     assert generated(machine) == greedy(tmp_path / "seeing", PROMPTS, NEW)
     assert "seeing also sees images" in caplog.text
+
+
+@pytest.mark.parametrize("architecture", ["qwen3_5", "bamba", "lfm2"])
+def test_an_adapter_adds_to_linears_of_recurrent_layers(architecture: str, tmp_path: Path) -> None:
+    """Of the tokens that have it, in a batch with others, drafts among them."""
+    targets = ("q_proj", "in_proj", "in_proj_qkv", "in_proj_b", "out_proj")
+    matrices = adapters.random_tensors(tiny(architecture), targets)
+    adapters.save(tmp_path / "one", matrices)
+    adapters.merged(tiny(architecture), matrices).save_pretrained(tmp_path / "merged")
+    assert any("in_proj" in name for name in matrices)
+    machine = engine(
+        architecture, pages=160, speculative=[NGramDecodingConfig(max_matching_ngram_size=1)]
+    )
+    machine.adapters.add(machine.runner.lm.place(read_adapter("one", tmp_path / "one")))
+    chosen = ["one", "", "one", "", "one"]
+    sequences = []
+    for prompt, name in zip(PROMPTS, chosen, strict=True):
+        sequences += machine.add(prompt, GREEDY.replace(max_tokens=NEW, adapter=name))
+        machine.step()
+    drain(machine)
+    expect_empty(machine)
+    for prompt, name, sequence in zip(PROMPTS, chosen, sequences, strict=True):
+        directory = tmp_path / "merged" if name else tiny(architecture)
+        assert sequence.output == greedy(directory, [prompt], NEW)[0]
 
 
 def test_a_fork_copies_neither_keys_nor_states() -> None:

@@ -64,12 +64,10 @@ class _ModuleCache:
     """The states of one layer for the rows of a run, as its module asks for them."""
 
     def __init__(self, states: Sequence[LayerState] | None) -> None:
-        # Modules write over the states that they get, so these are copies.
+        # Modules write over the states that they get: these are copies, also of a single row's.
         self._now: LayerState = {}
         for key in states[0] if states else ():
             self._now[key] = torch.cat([state[key] for state in states or ()])
-        if states and len(states) == 1:
-            self._now = {key: state.clone() for key, state in self._now.items()}
 
     def rows(self) -> list[LayerState]:
         """The states of each row."""

@@ -220,9 +220,7 @@ class RowProgress:
         table = self.row.table.prefix(len(self.tokens) + len(draft))
         tokens = [*self.tokens[start:], *draft.tokens]
         first, adapter, num_nodes = self.num_known - 1, self.row.adapter, len(draft)
-        return Row(
-            tokens, start, table, logits_from=first, adapter=adapter, num_nodes=num_nodes
-        )
+        return Row(tokens, start, table, logits_from=first, adapter=adapter, num_nodes=num_nodes)
 
     def verification(self, begin: int) -> VerificationRequest:
         """What is verified, its logits from row ``begin`` on."""
