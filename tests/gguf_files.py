@@ -102,6 +102,28 @@ MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
         },
     ),
     "glm4": ("glm4", "glm4", {"attention_bias": True, "rope_parameters": _PARTLY}),
+    "qwen35": (
+        "qwen35",
+        "qwen3_5_text",
+        {
+            "num_hidden_layers": 4,
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 6,
+            "linear_key_head_dim": 16,
+            "linear_value_head_dim": 32,
+            "rope_parameters": {**_PARTLY, "partial_rotary_factor": 0.25},
+        },
+    ),
+    "lfm2": (
+        "lfm2",
+        "lfm2",
+        {
+            "norm_eps": 1e-5,
+            "tie_word_embeddings": True,
+            "block_auto_adjust_ff_dim": False,
+            "layer_types": ["conv", "full_attention", "conv"],
+        },
+    ),
 }
 """Name of a case -> ``general.architecture``, ``model_type``, and what differs from ``SIZES``."""
 
@@ -205,7 +227,8 @@ def metadata_of(case: str) -> dict[str, Any]:
         "attention.head_count_kv": config.num_key_value_heads,
         "attention.key_length": head_dim,
         "attention.value_length": head_dim,
-        "attention.layer_norm_rms_epsilon": config.rms_norm_eps,
+        "attention.layer_norm_rms_epsilon": getattr(config, "norm_eps", None)
+        or config.rms_norm_eps,
         "rope.freq_base": full["rope_theta"],
         "rope.dimension_count": int(head_dim * full.get("partial_rotary_factor", 1.0)),
     }
@@ -229,6 +252,22 @@ def metadata_of(case: str) -> dict[str, Any]:
         settings["expert_feed_forward_length"] = width
         shared = getattr(config, "shared_expert_intermediate_size", None)
         settings["expert_shared_feed_forward_length"] = shared
+    if architecture == "qwen35":
+        settings |= {
+            "ssm.conv_kernel": config.linear_conv_kernel_dim,
+            "ssm.state_size": config.linear_key_head_dim,
+            "ssm.group_count": config.linear_num_key_heads,
+            "ssm.time_step_rank": config.linear_num_value_heads,
+            "ssm.inner_size": config.linear_value_head_dim * config.linear_num_value_heads,
+            "full_attention_interval": 4,
+            "rope.dimension_sections": [1, 1, 0, 0],
+        }
+    if architecture == "lfm2":
+        kv_heads = config.num_key_value_heads
+        settings["attention.head_count_kv"] = [
+            kv_heads if kind == "full_attention" else 0 for kind in config.layer_types
+        ]
+        settings["shortconv.l_cache"] = config.conv_L_cache
     return {f"{architecture}.{key}": value for key, value in settings.items()}
 
 
@@ -283,14 +322,39 @@ def converted(case: str, weights: Mapping[str, torch.Tensor]) -> dict[str, torch
     names = gguf.get_tensor_name_map(number, config.num_hidden_layers)
     tensors: dict[str, torch.Tensor] = {}
     for name, tensor in _split_experts(case, weights):
-        stored = names.get_name(name, try_suffixes=(".weight", ".bias"))
+        renamed = name.replace(".dt_bias", ".dt_proj.bias")
+        stored = names.get_name(renamed, try_suffixes=(".weight", ".bias"))
         assert stored is not None, name
         if architecture in ("llama", "smollm3") and ".self_attn." in name:
             tensor = _permuted(name, tensor, config)
         if architecture in ("gemma2", "gemma3") and name.endswith("norm.weight"):
             tensor = tensor + 1
+        if architecture == "qwen35":
+            tensor = _of_qwen35(name, tensor, config)
+        if "conv" in name and tensor.dim() == 3:
+            tensor = tensor.squeeze(1)
         tensors[stored] = tensor[0] if "gate_inp_shexp" in stored else tensor
     return tensors
+
+
+def _of_qwen35(name: str, tensor: torch.Tensor, config: Any) -> torch.Tensor:
+    """Norms plus 1, decays instead of their logarithms, and value heads with those of one key head
+    as far apart as there are key heads.
+    """
+    if name.endswith("norm.weight") and ".linear_attn." not in name:
+        return tensor + 1
+    if ".linear_attn." not in name or name.endswith("linear_attn.norm.weight"):
+        return tensor
+    if name.endswith("A_log"):
+        tensor = -tensor.exp()
+    num_groups, num_heads = config.linear_num_key_heads, config.linear_num_value_heads
+    dim = 1 if "out_proj" in name else 0
+    has_keys = "in_proj_qkv" in name or "conv1d" in name
+    num_keys = 2 * num_groups * config.linear_key_head_dim if has_keys else 0
+    keys, values = tensor.split([num_keys, tensor.shape[dim] - num_keys], dim)
+    size = values.shape[dim] // num_heads
+    order = torch.arange(values.shape[dim]).view(num_groups, num_heads // num_groups, size)
+    return torch.cat([keys, values.index_select(dim, order.transpose(0, 1).flatten())], dim)
 
 
 def _split_experts(

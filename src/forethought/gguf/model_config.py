@@ -7,7 +7,8 @@ what the model computes, and that transformers' module of it does not have, is r
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import logging
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +16,8 @@ from forethought.gguf.block_type import BlockType
 from forethought.gguf.file import GgufFile
 from forethought.gguf.metadata import Metadata
 from forethought.gguf.rope import rope_parameters, rotary_size
+
+logger = logging.getLogger(__name__)
 
 _DTYPES = {BlockType.BF16: "bfloat16", BlockType.F16: "float16"}
 _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
@@ -130,11 +133,19 @@ def _sizes(metadata: Metadata) -> dict[str, Any]:
         "intermediate_size": metadata.size("feed_forward_length"),
         "num_hidden_layers": num_layers,
         "num_attention_heads": num_heads,
-        "num_key_value_heads": metadata.size("attention.head_count_kv", num_heads),
+        "num_key_value_heads": _num_kv_heads(metadata, num_heads),
         "head_dim": head_dim,
         "max_position_embeddings": metadata.size("context_length"),
         "rms_norm_eps": metadata.number("attention.layer_norm_rms_epsilon"),
     }
+
+
+def _num_kv_heads(metadata: Metadata, num_heads: int) -> int:
+    """Of each layer that has any: layers without attention have 0."""
+    value = metadata.get("attention.head_count_kv")
+    if isinstance(value, Sequence) and len(numbers := {*value} - {0}) == 1:
+        return int(numbers.pop())
+    return metadata.size("attention.head_count_kv", num_heads)
 
 
 def _rope(metadata: Metadata, architecture: Architecture) -> dict[str, Any]:
@@ -338,6 +349,57 @@ def _glm4(metadata: Metadata) -> dict[str, Any]:
     return {"hidden_act": "silu", "attention_bias": _has(metadata, "attn_q.bias")}
 
 
+def _qwen35(metadata: Metadata) -> dict[str, Any]:
+    num_layers, period = metadata.size("block_count"), metadata.size("full_attention_interval", 4)
+    num_drafting = metadata.optional_size("nextn_predict_layers") or 0
+    if num_drafting >= num_layers:
+        key = metadata.full_key("nextn_predict_layers")
+        raise metadata.refused(key, num_drafting, f"a number below {num_layers}")
+    if num_drafting:
+        path = metadata.file.path
+        logger.warning(
+            "%d layers of %s for multi-token prediction are left out", num_drafting, path
+        )
+    num_layers -= num_drafting
+    num_heads, inner = metadata.size("ssm.time_step_rank"), metadata.size("ssm.inner_size")
+    num_groups = metadata.size("ssm.group_count")
+    for key, size, divisor in (
+        ("ssm.inner_size", inner, num_heads),
+        ("ssm.time_step_rank", num_heads, num_groups),
+    ):
+        if size % divisor:
+            raise metadata.refused(metadata.full_key(key), size, f"a multiple of {divisor}")
+    return {
+        "num_hidden_layers": num_layers,
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "linear_num_key_heads": num_groups,
+        "linear_num_value_heads": num_heads,
+        "linear_key_head_dim": metadata.size("ssm.state_size"),
+        "linear_value_head_dim": inner // num_heads,
+        "linear_conv_kernel_dim": metadata.size("ssm.conv_kernel"),
+        "layer_types": [
+            "linear_attention" if (index + 1) % period else "full_attention"
+            for index in range(num_layers)
+        ],
+    }
+
+
+def _lfm2(metadata: Metadata) -> dict[str, Any]:
+    num_layers = metadata.size("block_count")
+    kv_heads = metadata.get("attention.head_count_kv")
+    if not isinstance(kv_heads, Sequence) or len(kv_heads) != num_layers:
+        key = metadata.full_key("attention.head_count_kv")
+        raise metadata.refused(key, kv_heads, "a number for each layer")
+    return {
+        "norm_eps": metadata.number("attention.layer_norm_rms_epsilon"),
+        "conv_L_cache": metadata.size("shortconv.l_cache"),
+        "conv_bias": _has(metadata, "shortconv.conv.bias"),
+        "block_auto_adjust_ff_dim": False,
+        "layer_types": ["full_attention" if number else "conv" for number in kv_heads],
+    }
+
+
 _SOFT_CAPS = {"attn_logit_softcapping", "final_logit_softcapping"}
 _WINDOW = "attention.sliding_window"
 ARCHITECTURES: Mapping[str, Architecture] = {
@@ -368,5 +430,14 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         "gpt_oss", "GptOssForCausalLM", _gpt_oss, frozenset({"expert_count", _WINDOW})
     ),
     "glm4": Architecture("glm4", "Glm4ForCausalLM", _glm4, is_partly_rotated=True),
+    "qwen35": Architecture(
+        "qwen3_5_text",
+        "Qwen3_5ForCausalLM",
+        _qwen35,
+        # Those of images and text; of text alone all positions are the same.
+        frozenset({"rope.dimension_sections", "nextn_predict_layers"}),
+        is_partly_rotated=True,
+    ),
+    "lfm2": Architecture("lfm2", "Lfm2ForCausalLM", _lfm2),
 }
 """By ``general.architecture``."""

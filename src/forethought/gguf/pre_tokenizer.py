@@ -95,7 +95,7 @@ PRE_TOKENIZERS: Mapping[str, PreTokenizer] = {
     **dict.fromkeys(("smollm", "starcoder", "refact", "codeshell", "minerva-7b"), _DIGITS_AND_GPT2),
     **dict.fromkeys(("dbrx", "smaug-bpe", "glm4", "chatglm-bpe"), _LLAMA3_MERGED),
     **dict.fromkeys(("llama-bpe", "llama3", "llama-v3"), _LLAMA3_WHOLE),
-    **dict.fromkeys(("falcon3", "pixtral", "midm-2.0"), _LLAMA3_WHOLE),
+    **dict.fromkeys(("falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2"), _LLAMA3_WHOLE),
     "qwen2": PreTokenizer((_QWEN2,), normalizes=True),
     "deepseek-r1-qwen": PreTokenizer((_QWEN2,)),
     "qwen35": PreTokenizer((_QWEN35,), normalizes=True),

@@ -1,12 +1,14 @@
 """Where each weight of a transformers module is in a GGUF file, and how it comes out of it.
 
 llama.cpp's converters change little: names; the order of the rotary rows of queries and keys in
-architectures of Llama's converter; norms of Gemma, which are stored plus 1; and experts, which are
-stored as one tensor for each of gate, up and down.
+architectures of Llama's converter; norms of Gemma and Qwen3.5, which are stored plus 1; experts,
+which are stored as one tensor for each of gate, up and down; and in recurrent layers the order of
+value heads and the logarithm of the decay.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -14,6 +16,24 @@ from typing import Any
 from forethought.errors import ModelError
 from forethought.gguf.file import GgufFile, TensorInfo
 from forethought.gguf.rope import TENSORS as ROPE_TENSORS
+
+
+@dataclass(frozen=True, slots=True)
+class HeadGroups:
+    """Value heads of which several share a key head.
+
+    A file has the first head of each key head, then the second of each, and so on; a module has the
+    heads of a key head together.
+
+    Attributes:
+        begin: the row, or column, from which on the value heads are.
+        num_groups: key heads.
+        group_size: value heads of each.
+    """
+
+    begin: int
+    num_groups: int
+    group_size: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +53,9 @@ class StoredName:
         joined: a second tensor whose rows follow, for each of the experts.
         interleaves: the rows of ``name`` and ``joined`` take turns.
         transposes: the two innermost dimensions change places, last of all.
+        head_groups: the order of value heads; None: it is the module's, or there are none.
+        groups_columns: ``head_groups`` is about columns instead of rows.
+        is_decay: values are ``-exp(x)`` of those of the module.
     """
 
     name: str
@@ -42,6 +65,9 @@ class StoredName:
     joined: str | None = None
     interleaves: bool = False
     transposes: bool = False
+    head_groups: HeadGroups | None = None
+    groups_columns: bool = False
+    is_decay: bool = False
 
     @property
     def row_dimension(self) -> int:
@@ -51,7 +77,8 @@ class StoredName:
     @property
     def is_plain(self) -> bool:
         """Whether the weight has the rows of one tensor, in some order, and its values."""
-        return not (self.adds or self.joined or self.transposes)
+        changes = self.adds or self.joined or self.transposes or self.is_decay
+        return not (changes or self.groups_columns)
 
 
 _ATTENTION = {
@@ -92,6 +119,54 @@ _SHARED_EXPERT = {
     "mlp.shared_expert.up_proj": "ffn_up_shexp",
     "mlp.shared_expert.down_proj": "ffn_down_shexp",
 }
+_QWEN35 = {
+    **_MLP,
+    "input_layernorm": "attn_norm",
+    "post_attention_layernorm": "post_attention_norm",
+}
+_LFM2 = {
+    "feed_forward.w1": "ffn_gate",
+    "feed_forward.w2": "ffn_down",
+    "feed_forward.w3": "ffn_up",
+    "operator_norm": "attn_norm",
+    "ffn_norm": "ffn_norm",
+}
+_LAYERS_BY_TYPE: Mapping[str, Mapping[str, Mapping[str, str]]] = {
+    "qwen3_5_text": {
+        "full_attention": {**_QWEN35, **_ATTENTION, **_HEAD_NORMS},
+        "linear_attention": {
+            **_QWEN35,
+            "linear_attn.in_proj_qkv": "attn_qkv",
+            "linear_attn.in_proj_z": "attn_gate",
+            "linear_attn.in_proj_a": "ssm_alpha",
+            "linear_attn.in_proj_b": "ssm_beta",
+            "linear_attn.conv1d": "ssm_conv1d",
+            "linear_attn.norm": "ssm_norm",
+            "linear_attn.out_proj": "ssm_out",
+        },
+    },
+    "lfm2": {
+        "full_attention": {
+            **_LFM2,
+            "self_attn.q_proj": "attn_q",
+            "self_attn.k_proj": "attn_k",
+            "self_attn.v_proj": "attn_v",
+            "self_attn.out_proj": "attn_output",
+            "self_attn.q_layernorm": "attn_q_norm",
+            "self_attn.k_layernorm": "attn_k_norm",
+        },
+        "conv": {
+            **_LFM2,
+            "conv.conv": "shortconv.conv",
+            "conv.in_proj": "shortconv.in_proj",
+            "conv.out_proj": "shortconv.out_proj",
+        },
+    },
+}
+"""``model_type`` -> type of layer -> module of a layer -> its name in the file."""
+_NORM_AT_THE_END = {"lfm2": ("model.embedding_norm.weight", "token_embd_norm.weight")}
+"""``model_type`` -> the weight of its last norm, if it is no other one's name."""
+_CONVOLUTIONS = ("linear_attn.conv1d", "conv.conv")
 _LAYERS: Mapping[str, Mapping[str, str]] = {
     "llama": _LLAMA,
     "mistral": _LLAMA,
@@ -114,7 +189,7 @@ _LAYERS: Mapping[str, Mapping[str, str]] = {
 }
 """``model_type`` -> module of a layer -> its name in the file."""
 _PERMUTED = ("llama", "mistral", "smollm3")
-_PLUS_ONE = ("gemma2", "gemma3_text")
+_PLUS_ONE = ("gemma2", "gemma3_text", "qwen3_5_text")
 _BIASES: Mapping[str, Sequence[str]] = {
     "gpt_oss": (*_ATTENTION, "mlp.router"),
     "qwen2": tuple(_ATTENTION)[:3],
@@ -129,36 +204,65 @@ def tensor_names(config: Mapping[str, Any], file: GgufFile) -> dict[str, StoredN
     """
     stored = dict(_stored(config, file))
     expected = {name for entry in stored.values() for name in (entry.name, entry.joined)}
-    strays = [name for name in file.tensors if name not in expected and name not in ROPE_TENSORS]
+    expected |= {*ROPE_TENSORS, *_left_out(config, file)}
+    strays = [name for name in file.tensors if name not in expected]
     if strays:
         why = f"it has {_listed(strays)}, which a {config['model_type']} model has no place for"
         raise _unfit(file, why)
     return stored
 
 
+def _left_out(config: Mapping[str, Any], file: GgufFile) -> Iterator[str]:
+    """The tensors of Qwen3.5's layers for multi-token prediction, which follow its others."""
+    if config["model_type"] == "qwen3_5_text":
+        blocks = re.compile(r"blk\.(\d+)\.")
+        matches = ((name, blocks.match(name)) for name in file.tensors)
+        yield from (
+            name
+            for name, match in matches
+            if match and int(match[1]) >= config["num_hidden_layers"]
+        )
+
+
 def _stored(config: Mapping[str, Any], file: GgufFile) -> Iterator[tuple[str, StoredName]]:
     tensors = _Tensors(file)
     adds = -1.0 if config["model_type"] in _PLUS_ONE else 0.0
     yield "model.embed_tokens.weight", tensors.entry("token_embd.weight")
-    yield "model.norm.weight", replace(tensors.entry("output_norm.weight"), adds=adds)
+    usual = "model.norm.weight", "output_norm.weight"
+    norm, stored_norm = _NORM_AT_THE_END.get(config["model_type"], usual)
+    yield norm, replace(tensors.entry(stored_norm), adds=adds)
     if not config["tie_word_embeddings"]:
         yield "lm_head.weight", tensors.entry("output.weight")
     for index in range(config["num_hidden_layers"]):
         prefix, block = f"model.layers.{index}.", f"blk.{index}."
-        for name, entry in _layer(config, tensors, block):
+        for name, entry in _layer(config, tensors, block, _modules(config, index)):
             yield f"{prefix}{name}", entry
 
 
+def _modules(config: Mapping[str, Any], index: int) -> Mapping[str, str]:
+    """The modules of a layer, and their names in the file."""
+    model_type = config["model_type"]
+    if model_type in _LAYERS:
+        return _LAYERS[model_type]
+    return _LAYERS_BY_TYPE[model_type][config["layer_types"][index]]
+
+
 def _layer(
-    config: Mapping[str, Any], tensors: _Tensors, block: str
+    config: Mapping[str, Any], tensors: _Tensors, block: str, modules: Mapping[str, str]
 ) -> Iterator[tuple[str, StoredName]]:
     model_type, biased = config["model_type"], _biased(config)
-    for module, name in _LAYERS[model_type].items():
-        is_offset = model_type in _PLUS_ONE and "norm" in module
+    for module, name in modules.items():
+        is_offset = model_type in _PLUS_ONE and "norm" in module and module != "linear_attn.norm"
         heads = _permuted_heads(config, module)
-        weight = tensors.entry(f"{block}{name}.weight")
+        weight = replace(
+            tensors.entry(f"{block}{name}.weight"),
+            head_groups=_head_groups(config, module),
+            groups_columns=module == "linear_attn.out_proj",
+        )
         if module == "mlp.shared_expert_gate":
             weight = replace(weight, shape=(1, weight.shape[-1]))
+        elif module in _CONVOLUTIONS:
+            weight = replace(weight, shape=(weight.shape[0], 1, weight.shape[-1]))
         yield (
             f"{module}.weight",
             replace(weight, permutes_heads=heads, adds=-1.0 if is_offset else 0.0),
@@ -166,6 +270,12 @@ def _layer(
         if module in biased:
             entry = tensors.entry(f"{block}{name}.bias")
             yield f"{module}.bias", replace(entry, permutes_heads=heads)
+    if "linear_attn.conv1d" in modules:
+        groups = _head_groups(config, "linear_attn.in_proj_a")
+        decay = replace(tensors.entry(f"{block}ssm_a"), head_groups=groups, is_decay=True)
+        yield "linear_attn.A_log", decay
+        widths = tensors.entry(f"{block}ssm_dt.bias")
+        yield "linear_attn.dt_bias", replace(widths, head_groups=groups)
     if model_type == "gpt_oss":
         yield "self_attn.sinks", tensors.entry(f"{block}attn_sinks.weight")
         yield from _gpt_oss_experts(tensors, block)
@@ -219,6 +329,18 @@ def _permuted_heads(config: Mapping[str, Any], module: str) -> int | None:
         "self_attn.k_proj": config["num_key_value_heads"],
     }
     return heads.get(module)
+
+
+def _head_groups(config: Mapping[str, Any], module: str) -> HeadGroups | None:
+    """The order of the value heads in a module of a gated delta rule."""
+    if not module.startswith("linear_attn.") or module == "linear_attn.norm":
+        return None
+    num_groups, num_heads = config["linear_num_key_heads"], config["linear_num_value_heads"]
+    if num_groups == num_heads:
+        return None
+    keys = 2 * num_groups * config["linear_key_head_dim"]
+    has_keys = module in ("linear_attn.in_proj_qkv", "linear_attn.conv1d")
+    return HeadGroups(keys if has_keys else 0, num_groups, num_heads // num_groups)
 
 
 class _Tensors:

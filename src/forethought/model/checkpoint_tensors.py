@@ -18,7 +18,7 @@ from torch import Tensor
 
 from forethought.gguf.block_type import BlockType
 from forethought.gguf.file import GgufFile
-from forethought.gguf.tensor_names import StoredName, tensor_names
+from forethought.gguf.tensor_names import HeadGroups, StoredName, tensor_names
 from forethought.model.block_weight import BLOCK_TYPES, BlockWeight
 from forethought.model.dequantize import dequantize
 from forethought.model.loaded_weights import check_values
@@ -132,14 +132,18 @@ class GgufTensors:
     def tensor(self, name: str, dtype: torch.dtype) -> Tensor:
         """A tensor, dequantised; raises ModelError for NaN or infinity."""
         stored = self._stored[name]
-        stored_dtype = torch.float32 if stored.adds else dtype
+        stored_dtype = torch.float32 if stored.adds or stored.is_decay else dtype
         values = self._values(stored.name, stored, stored_dtype)
         if stored.joined is not None:
             values = _joined(values, self._values(stored.joined, stored, dtype), stored)
         values = values.transpose(-1, -2).contiguous() if stored.transposes else values
+        if stored.head_groups is not None and stored.groups_columns:
+            values = _grouped(values.transpose(0, -1), stored.head_groups).transpose(0, -1)
         values = values.reshape(stored.shape)
+        if stored.is_decay:
+            values = (-values).log()
         check_values([(name, values)], self._directory, "model")
-        return (values + stored.adds).to(dtype) if stored.adds else values
+        return (values + stored.adds).to(dtype)
 
     def experts(self, name: str, dtype: torch.dtype) -> list[BlockWeight] | None:
         """The weight ``[out, in]`` of each expert in its blocks, in whatever layout the module has
@@ -151,7 +155,7 @@ class GgufTensors:
         if len(kinds) > 1 or not kinds <= {*BLOCK_TYPES}:
             return None
         (kind,), num_experts = kinds, self.file.tensors[stored.name].shape[0]
-        rows = [self._blocks(part, None).unflatten(0, (num_experts, -1)) for part in parts]
+        rows = [self._blocks(part, stored).unflatten(0, (num_experts, -1)) for part in parts]
         blocks = rows[0] if len(rows) == 1 else _joined(rows[0], rows[1], stored)
         weights = [BlockWeight(one, kind, dtype, self._rounds_input) for one in blocks]
         if not all(weight.has_finite_scales() for weight in weights):
@@ -163,7 +167,7 @@ class GgufTensors:
         kind = self.file.tensors[stored.name].type
         if kind not in BLOCK_TYPES or len(stored.shape) != 2 or not stored.is_plain:
             return self.tensor(name, dtype)
-        blocks = self._blocks(stored.name, stored.permutes_heads)
+        blocks = self._blocks(stored.name, stored)
         weight = BlockWeight(blocks, kind, dtype, self._rounds_input)
         if not weight.has_finite_scales():
             check_values([(name, torch.tensor(torch.nan))], self._directory, "model")
@@ -172,23 +176,33 @@ class GgufTensors:
     def _values(self, name: str, stored: StoredName, dtype: torch.dtype) -> Tensor:
         """A tensor of the file, dequantised and copied, its rows in the order of the module."""
         info = self.file.tensors[name]
-        blocks, plain = self._blocks(name, stored.permutes_heads), PLAIN.get(info.type)
+        blocks, plain = self._blocks(name, stored), PLAIN.get(info.type)
         values = dequantize(blocks, info.type) if plain is None else blocks.view(plain)
         return values.to(dtype, copy=True).view(info.shape)
 
-    def _blocks(self, name: str, num_heads: int | None) -> Tensor:
+    def _blocks(self, name: str, stored: StoredName) -> Tensor:
         """uint8 ``[rows, bytes of a row]`` of the mapped file. A projection of heads that were
         written with the pairs that are rotated side by side gets the first of all pairs, then the
-        second of all.
+        second of all. Value heads come in the order of their key heads.
         """
         info, raw = self.file.tensors[name], self.file.raw(name)
         row_bytes = info.type.row_bytes(info.shape[-1])
-        if num_heads is None:
-            return torch.frombuffer(raw, dtype=torch.uint8).view(-1, row_bytes)
-        if len(info.shape) == 1:  # a bias
+        num_heads, groups = stored.permutes_heads, stored.head_groups
+        moves_rows = num_heads is not None or (groups is not None and not stored.groups_columns)
+        if moves_rows and len(info.shape) == 1:  # a bias, or a number per head
             row_bytes = info.type.num_bytes
-        rows = torch.frombuffer(raw, dtype=torch.uint8).view(num_heads, -1, 2, row_bytes)
-        return rows.transpose(1, 2).reshape(-1, row_bytes)
+        rows = torch.frombuffer(raw, dtype=torch.uint8).view(-1, row_bytes)
+        if num_heads is not None:
+            pairs = rows.view(num_heads, -1, 2, row_bytes)
+            return pairs.transpose(1, 2).reshape(-1, row_bytes)
+        return _grouped(rows, groups) if groups is not None and moves_rows else rows
+
+
+def _grouped(rows: Tensor, groups: HeadGroups) -> Tensor:
+    """Rows with the value heads of each key head together."""
+    before, heads = rows[: groups.begin], rows[groups.begin :]
+    heads = heads.unflatten(0, (groups.group_size, groups.num_groups, -1)).transpose(0, 1)
+    return torch.cat([before, heads.flatten(0, 2)])
 
 
 def _joined(first: Tensor, second: Tensor, stored: StoredName) -> Tensor:
