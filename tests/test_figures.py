@@ -80,6 +80,7 @@ def test_every_table_is_on_one_page(figures: ModuleType) -> None:
 
 def test_the_readme_has_no_figures_beside_those_tables(figures: ModuleType) -> None:
     rest = figures.BLOCK.sub("", (ROOT / "README.md").read_text(encoding="utf-8"))
+    rest = rest.replace("Qwen3.5", "")  # a name
     assert re.findall(r"^\|.*\d[.,]\d.*\|$", rest, re.MULTILINE) == []
     assert re.findall(r"tokens/s[^;:]*\d,\d{3}|\d,\d{3} tokens/s|\d\.\d+ times", rest) == []
 
