@@ -12,7 +12,7 @@ import pytest
 from openai import AsyncOpenAI
 from pydantic import BaseModel
 
-from forethought.server.protocol.tool_calls import as_text
+from forethought.llm.tool_messages import as_text
 from forethought.workers.scripted import Reply
 from http_servers import WAIT, Served, scripted
 

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from forethought import AsyncLLM
+from forethought.llm.reasoning import ReasoningSplitter
 from forethought.outputs import Logprob
 from forethought.server.backends.engine_backend import EngineBackend
 from forethought.server.protocol.logprobs import AnswerLogprobs, AnswerSpans, texts_of_entries
-from forethought.server.protocol.reasoning import ReasoningSplitter
 from forethought.server.settings import Settings
 from http_servers import Served, served
 

@@ -13,8 +13,8 @@ from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 
 from forethought import AsyncLLM
+from forethought.llm.tool_messages import as_text
 from forethought.server.backends.engine_backend import EngineBackend
-from forethought.server.protocol.tool_calls import as_text
 from forethought.workers.scripted import Reply
 from http_servers import Answer, Served, eventually, scripted, served
 

@@ -10,13 +10,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from forethought.errors import ParameterError, UnknownNameError, UsageError
+from forethought.llm.reasoning import ReasoningSplitter, split
+from forethought.llm.tool_messages import as_text
 from forethought.server.backends.backend import Conversation
 from forethought.server.backends.engine_backend import template_args
 from forethought.server.backends.scripted_backend import ScriptedBackend, read_script
 from forethought.server.http import ChunkEncoder
 from forethought.server.names import Composition, read_model
-from forethought.server.protocol.reasoning import ReasoningSplitter, split
-from forethought.server.protocol.tool_calls import Tools, as_text
+from forethought.server.protocol.tool_calls import Tools
 
 CHUNK = ChunkEncoder({"id": "1", "object": "chat.completion.chunk"})
 MARKERS = ("<think>", "</think>")
@@ -138,7 +139,7 @@ def test_a_thought_is_split_off(text: str, is_open: bool, expected: tuple[str, s
 def test_calls_are_found_in_the_formats_of_known_models(
     text: str, content: str, count: int
 ) -> None:
-    found, calls = Tools([ADD]).parse(text)
+    _, found, calls = Tools([ADD]).parse(text)
     assert (found, len(calls)) == (content, count)
     assert len({call.id for call in calls}) == count
 

@@ -12,8 +12,8 @@ import pytest
 
 from forethought.assets import REASONER, embedded_dir
 from forethought.llm.tokenizer import Tokenizer
+from forethought.llm.tool_messages import as_text
 from forethought.server.backends.remote_backend import RemoteBackend
-from forethought.server.protocol.tool_calls import as_text
 from forethought.server.settings import Settings
 from forethought.workers.openai_chunk import _chat_logprobs
 from forethought.workers.scripted import Reply

@@ -10,7 +10,7 @@ import openai
 import pytest
 from pydantic import BaseModel
 
-from forethought.server.protocol.tool_calls import as_text
+from forethought.llm.tool_messages import as_text
 from forethought.server.settings import Settings
 from forethought.workers.scripted import Reply
 from http_servers import Served, eventually, scripted

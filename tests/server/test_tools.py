@@ -10,11 +10,12 @@ from typing import Any
 import pytest
 
 from forethought import AsyncLLM
+from forethought.llm.call_grammar import closed, json_arguments
+from forethought.llm.tool_messages import as_text, hermes_messages, merged_system
 from forethought.server.backends.backend import raw_prompt
 from forethought.server.backends.engine_backend import EngineBackend
 from forethought.server.endpoints.message import Answer, AnswerStream
-from forethought.server.protocol.tool_calls import CallText, Tools, as_text, closed
-from forethought.server.protocol.tool_messages import hermes_messages, merged_system
+from forethought.server.protocol.tool_calls import Tools
 from http_servers import Served, scripted, served
 
 CHAT, RESPONSES = "/v1/chat/completions", "/v1/responses"
@@ -127,19 +128,13 @@ REFERRING: dict[str, tuple[dict[str, Any], Any]] = {
 
 
 @pytest.mark.parametrize("kind", REFERRING)
-@pytest.mark.parametrize("num_tools", [1, 2])
-def test_references_within_parameters_lead_to_them(kind: str, num_tools: int) -> None:
+def test_references_within_parameters_lead_to_them(kind: str) -> None:
     jsonschema = pytest.importorskip("jsonschema")
     parameters, arguments = REFERRING[kind]
-    names = ["a", "b"][:num_tools]
-    tools = [
-        {"type": "function", "function": {"name": name, "parameters": parameters}} for name in names
-    ]
-    schema = json.loads(str(Tools(tools, "required").shape.json))
-    for name in names:
-        jsonschema.validate({"name": name, "arguments": arguments}, schema)
-        with pytest.raises(jsonschema.ValidationError):
-            jsonschema.validate({"name": name, "arguments": {**arguments, "z": 1}}, schema)
+    schema = json.loads(json_arguments(parameters).removeprefix("%json "))
+    jsonschema.validate(arguments, schema)
+    with pytest.raises(jsonschema.ValidationError):
+        jsonschema.validate({**arguments, "z": 1}, schema)
 
 
 def test_a_forced_call_keeps_to_a_reference(server: Served) -> None:
@@ -164,34 +159,12 @@ def test_a_call_that_a_stop_string_cuts_is_none_to_execute(server: Served) -> No
 # ---- texts ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("size", [1, 2, 7, len(TEXT)])
-def test_a_call_is_read_while_it_grows(size: int) -> None:
-    reading = CallText(["write"])
-    pieces = [reading.push(TEXT[n : n + size]) for n in range(0, len(TEXT), size)]
-    assert reading.call is not None
-    assert reading.call.name == "write"
-    assert json.loads("".join(pieces)) == json.loads(TEXT)["arguments"]
-    assert reading.arguments == "".join(pieces)
-
-
-@pytest.mark.parametrize("size", [1, 100])
-@pytest.mark.parametrize(
-    ("value", "arguments"),
-    [("null", "{}"), ("{}", "{}"), ("[1]", "[1]"), ('"a}"', '"a}"'), ("1", "1")],
-)
-def test_arguments_end_with_their_value(value: str, arguments: str, size: int) -> None:
-    reading, text = CallText(["f"]), f'{{"name": "f", "arguments": {value}}}'
-    for start in range(0, len(text), size):
-        reading.push(text[start : start + size])
-    assert reading.arguments == arguments
-
-
 @pytest.mark.parametrize("arguments", [None, "", {}])
 def test_null_and_empty_arguments_are_none(arguments: Any) -> None:
     tools = Tools([OTHER])
     body = json.dumps({"name": "read", "arguments": arguments})
     for text in (f"<tool_call>{body}</tool_call>", f"[TOOL_CALLS][{body}]", body):
-        [call] = tools.parse(text)[1]
+        _, _, [call] = tools.parse(text)
         assert (call.name, call.arguments) == ("read", "{}")
 
 
@@ -222,21 +195,21 @@ CUTS: dict[str, tuple[str, str, list[tuple[str, str]]]] = {
 @pytest.mark.parametrize("kind", CUTS)
 def test_a_call_that_is_cut_is_a_call(kind: str) -> None:
     text, content, calls = CUTS[kind]
-    read, found = Tools([WRITE, OTHER]).parse(text, is_cut=True)
+    _, read, found = Tools([WRITE, OTHER]).parse(text, is_cut=True)
     assert (read, [(call.name, call.arguments) for call in found]) == (content, calls)
 
 
 @pytest.mark.parametrize(
     ("text", "calls"),
     [
-        ('{"name":"write","arguments":{"te', [("write", '{"te')]),
-        ('{"name":"write","arg', [("write", "{}")]),
+        ('{"name": "write", "arguments": {"te', [("write", '{"te')]),
+        ('{"name": "write", "arg', [("write", "{}")]),
         ('{"na', []),
-        ('{"name":"w', [("write", "{}")]),
+        ('{"name": "w', [("write", "{}")]),
     ],
 )
 def test_a_forced_call_that_is_cut_is_a_call(text: str, calls: list[tuple[str, str]]) -> None:
-    content, found = Tools([WRITE, OTHER], "required").parse(text, is_cut=True)
+    _, content, found = Tools([WRITE, OTHER], "required").parse(text, is_cut=True)
     assert (content, [(call.name, call.arguments) for call in found]) == ("", calls)
 
 
@@ -249,7 +222,7 @@ def test_a_forced_call_is_given_in_the_fragments_in_which_it_comes() -> None:
         assert stream.push(fragment) == ("", "")
         pieces.append([(p.opening is not None, p.arguments) for p in stream.take_calls()])
     assert pieces == [[], [], [(True, '{"text"')], [(False, ':"a"')], [(False, "}")]]
-    content, calls = tools.parse('{"name":"write","arguments":{"text":"a"}}')
+    _, content, calls = tools.parse('{"name":"write","arguments":{"text":"a"}}')
     stream.finish(Answer(content, "", calls, "tool_calls", 0))
     assert stream.take_calls() == []
 

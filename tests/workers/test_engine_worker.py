@@ -327,16 +327,6 @@ def test_a_chat_goes_through_the_template(worker, direct):
     assert played(worker, play) == (True, len(ids), True)
 
 
-def test_a_chat_cannot_have_tools_where_no_template_says_how_calls_are_written(worker):
-    def play(task):
-        chat = ChatTask.create_from_prompt("Hello", tools=[{"type": "function"}])
-        chat.worker_tag = "generation"
-        yield [chat]
-
-    with pytest.raises(ParameterError, match="response_template"):
-        played(worker, play)
-
-
 def test_tasks_can_be_run_without_a_scaffolding_llm(worker, long):
     async def main():
         task = ask(PROMPT, max_tokens=5)

@@ -10,11 +10,11 @@ import argparse
 import json
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 from forethought import assets
 from forethought.config import drafter_table
-from forethought.config.engine import LlmArgs
+from forethought.config.engine import LlmArgs, ToolFormatName
 from forethought.config.quantization import QUANTIZATIONS
 from forethought.config.speculation import DecodingBaseConfig, find_config_class, named_config
 from forethought.errors import DependencyError, ParameterError, UsageError
@@ -289,6 +289,11 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
         help="processes that have a slice of every layer each, on a GPU each or on the CPU",
     )
     parser.add_argument(
+        "--tool-format",
+        choices=get_args(ToolFormatName),
+        help="how the model writes calls of tools (default: as its chat template does)",
+    )
+    parser.add_argument(
         "--config",
         "--extra_llm_api_options",
         type=Path,
@@ -357,7 +362,7 @@ def llm_args_of(
     if config is None:
         config = {} if args.config is None else load_config_file(args.config)
     fields = defaults | LlmArgs.translated(config)
-    options = {name: getattr(args, name) for name in _OPTIONS}
+    options = {name: getattr(args, name, None) for name in (*_OPTIONS, "tool_format")}
     fields |= {name: value for name, value in options.items() if value is not None}
     if adapters := adapters_of(args):
         fields["adapters"] = adapters

@@ -362,6 +362,9 @@ def _upstream(args: argparse.Namespace) -> Callable[[], Backend]:
     )
 
     open_judge = _judge_opener(args)
+    if args.tool_format is not None and args.tokenizer is None:
+        why = "the upstream server reads the calls of chats without one"
+        raise ParameterError("--tool-format needs --tokenizer", why, "Give it, or leave both out")
     if args.tokenizer is not None:
         find_model_dir(args.tokenizer, weights=False)
 
@@ -371,7 +374,13 @@ def _upstream(args: argparse.Namespace) -> Callable[[], Backend]:
             worker.model = asyncio.run(_first_model(worker))
         elif tokenizer is not None:
             asyncio.run(_ask_lengths(worker))
-        return RemoteBackend(worker, worker.model, tokenizer=tokenizer, judge=open_judge())
+        return RemoteBackend(
+            worker,
+            worker.model,
+            tokenizer=tokenizer,
+            judge=open_judge(),
+            tool_format=args.tool_format,
+        )
 
     return open_backend
 

@@ -41,6 +41,18 @@ DtypeName = Literal[
 KvDtypeName = Literal["auto", "float32", "bfloat16", "int8", "fp32", "bf16", "float"]
 """The names that ``KvCacheConfig.dtype`` may have, as those of ``dtype``."""
 
+ToolFormatName = Literal[
+    "hermes",
+    "qwen3_coder",
+    "llama3",
+    "mistral",
+    "mistral_args",
+    "deepseek_v3",
+    "deepseek_v3_1",
+    "harmony",
+]
+"""How models write calls of tools; see ``llm.tool_format``."""
+
 
 def _full_name(value: Any) -> Any:
     """The name of a dtype, of ``torch.bfloat16`` or a short name."""
@@ -153,6 +165,9 @@ class LlmArgs(StrictModel):
     adapters: Mapping[str, Path] = Field(default_factory=dict)
     """LoRA adapters of the model by the names that requests choose them by: directories as PEFT
     saves them, with ``adapter_config.json`` and ``adapter_model.safetensors``."""
+    tool_format: ToolFormatName | None = None
+    """How the model writes calls of tools; None: as its tokenizer's response template says, or else
+    as its chat template writes them."""
     speculative_config: tuple[SerializeAsAny[DecodingBaseConfig], ...] = ()
     """The drafter, or several, each asked where those before it propose nothing. Dictionaries will
     do, with ``decoding_type`` as in YAML, and names alone: ``"draft_target"``, as for
@@ -242,6 +257,7 @@ class LlmOptions(TypedDict, total=False):
     seed: int | None
     trust_remote_code: bool
     adapters: Mapping[str, Path] | Mapping[str, str | Path]
+    tool_format: ToolFormatName | None
     speculative_config: (
         DecodingBaseConfig
         | Mapping[str, Any]

@@ -21,6 +21,7 @@ from forethought.llm.detokenizer import Detokenizer
 from forethought.llm.engine_thread import EngineThread, OutputStream
 from forethought.llm.frontend import Frontend, Generation
 from forethought.llm.llm import LLM
+from forethought.llm.profile import ModelProfile
 from forethought.llm.tokenizer import Prompt
 from forethought.model.sampling import Constraints
 from forethought.outputs import EngineLoad, EngineStats, RequestOutput
@@ -230,9 +231,14 @@ class AsyncLLM:
         return list(self._frontend.engine.speculation.names)
 
     @property
+    def profile(self) -> ModelProfile:
+        """What is known of the model: its thoughts, and how it writes calls of tools."""
+        return self._frontend.profile
+
+    @property
     def thinking_markers(self) -> tuple[str, str] | None:
         """What opens and closes a thought of the model; None: it has no such markers."""
-        return self._frontend.thinking.markers
+        return self._frontend.profile.thinking_markers
 
     def check(
         self, prompt: str | Sequence[int], sampling_params: SamplingParams | None = None

@@ -34,6 +34,7 @@ from forethought.engine.step import Event
 from forethought.errors import ParameterError, RequestError
 from forethought.llm.detokenizer import Transcript, name_tokens
 from forethought.llm.grammar import GrammarCompiler
+from forethought.llm.profile import ModelProfile
 from forethought.llm.snapshot import PREFILL, SnapshotStore
 from forethought.llm.thinking import ThinkingBudgets, ThinkingConstraint, ThinkingRule
 from forethought.llm.tokenizer import Prompt, Tokenizer, read_ids, read_params, read_prompt
@@ -234,8 +235,10 @@ class Frontend:
         grammars: GrammarCompiler,
         thinking: ThinkingBudgets,
         snapshots: SnapshotStore,
+        profile: ModelProfile,
     ) -> None:
         self.engine, self.tokenizer, self.model_dir = engine, tokenizer, model_dir
+        self.profile = profile
         self.grammars, self.thinking, self.snapshots = grammars, thinking, snapshots
         self._generations: dict[int, Generation] = {}
         self._live: set[Sequence] = set()
@@ -278,7 +281,8 @@ class Frontend:
         thinking = ThinkingBudgets(tokenizer, lm.vocab_size, lm.eos_token_ids)
         storage = engine.runner.storage
         snapshots = SnapshotStore(args.snapshot_dir, model_dir, storage, args.quantization)
-        return cls(engine, tokenizer, model_dir, grammars, thinking, snapshots)
+        profile = ModelProfile.read(tokenizer, args.tool_format)
+        return cls(engine, tokenizer, model_dir, grammars, thinking, snapshots, profile)
 
     def copy(self) -> Frontend:
         """A frontend over the same engine without generations; only one of the two may be used."""
@@ -289,6 +293,7 @@ class Frontend:
             self.grammars,
             self.thinking,
             self.snapshots,
+            self.profile,
         )
 
     # ---- from any thread --------------------------------------------------------------------

@@ -1,7 +1,8 @@
 """A model's message read from its text: what it says, its thought, and the tools that it calls.
 
 Every family of models writes calls in a form of its own. A tokenizer may say which, in its
-``response_template``, which transformers' parser reads.
+``response_template``, which transformers' parser reads (``ResponseParser``); else the form is a
+``ToolFormat`` (``FormatParser``).
 """
 
 from __future__ import annotations
@@ -12,9 +13,15 @@ from dataclasses import dataclass
 from typing import Any
 
 from forethought.errors import ParameterError
+from forethought.llm.reasoning import opens_thought, split
+from forethought.llm.tokenizer import Tokenizer
+from forethought.llm.tool_format import ToolFormat
 
 _REASONING = ("reasoning_content", "reasoning", "thinking")
 """Names that templates have for a thought."""
+_TAIL = 256
+"""Tokens at the end of a prompt in which the message may have begun."""
+_UNREADABLE = "it has not the name of a tool, or its arguments are no JSON"
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +92,32 @@ class ResponseParser:
         )
         names = {str(tool.get("function", tool)["name"]) for tool in tools}
         return ResponseStream(reading, names, keeps_reasoning)
+
+
+class FormatParser:
+    """Reads messages with calls in a format, and thoughts between ``markers``."""
+
+    def __init__(
+        self, tokenizer: Tokenizer, form: ToolFormat, markers: tuple[str, str] | None
+    ) -> None:
+        self._tokenizer, self._format, self._markers = tokenizer, form, markers
+
+    def parse(
+        self, text: str, prompt: Sequence[int], tools: Sequence[Mapping[str, Any]] | None
+    ) -> Response:
+        """Read a generated message; as ``ResponseParser.parse``."""
+        tail = self._tokenizer.decode(prompt[-_TAIL:], skip_special_tokens=False)
+        thought = split(text, self._markers, opens_thought(tail, self._markers))
+        described = [tool.get("function", tool) for tool in tools or ()]
+        functions = {f["name"]: f.get("parameters") or {} for f in described if "name" in f}
+        reader = self._format.reader(functions)
+        reader.push(self._format.begun(tail))
+        parts = [reader.push(thought.content), reader.finish()]
+        reasoning, content = ("".join(texts) for texts in zip(*parts, strict=True))
+        calls = tuple((call.name, call.arguments) for call in reader.whole_calls)
+        if reader.num_malformed and not calls:
+            return Response(text, error=_UNREADABLE)
+        return Response(content, thought.reasoning + reasoning or None, calls)
 
 
 class ResponseStream:

@@ -20,6 +20,7 @@ from typing import Any
 
 from forethought.config.sampling import SamplingParams
 from forethought.errors import ParameterError
+from forethought.llm.reasoning import split
 from forethought.methods.stack import parameters
 from forethought.outputs import SpeculationMetrics, TokenLogprobs, Usage
 from forethought.scaffolding.budget import Budget
@@ -44,7 +45,6 @@ from forethought.server.composition import (
     streams_truly,
 )
 from forethought.server.names import Composition
-from forethought.server.protocol.reasoning import split
 from forethought.server.protocol.usage import chat_usage, speculation
 from forethought.server.settings import DEFAULT_MAX_GENERATIONS
 from forethought.tracing.trace_otel import TraceParent

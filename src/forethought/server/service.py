@@ -263,7 +263,9 @@ class Service:
         wants_thought = not isinstance(body, ChatRequest) or body.include_reasoning is not False
         keeps_thought = self.settings.reasoning_in_content and wants_thought
         prompted = replace(prompted, keeps_thought=keeps_thought)
-        if prompted.reader is not None:  # special tokens may mark thoughts and calls
+        if (
+            prompted.reader is not None or prompted.shows_special
+        ):  # special tokens may mark thoughts and calls
             params = {"skip_special_tokens": False, **params}
         with named_by_client(request_sampling.fields):
             further: dict[str, Any] = {"n": num_choices, "priority": priority}
@@ -304,6 +306,10 @@ class Service:
         """
         thinks, passes = self.backend.markers is not None, self.backend.passes_chats_on
         return sampling_of(body, tools, thinks=thinks, passes_chats_on=passes)
+
+    def tools(self, tools: Tools) -> Tools:
+        """The tools of a request, whose calls the model writes in its format."""
+        return replace(tools, format=self.backend.tool_format)
 
     def _cache_salt(self, body: Generating, caller: Caller) -> str:
         """The salt of a request's prefixes: tenants share none."""

@@ -22,8 +22,9 @@ from forethought.errors import ParameterError, UnknownNameError, UsageError
 from forethought.llm.async_llm import AsyncLLM
 from forethought.llm.async_session import AsyncSession
 from forethought.llm.llm import LLM
-from forethought.llm.response import ResponseParser
+from forethought.llm.response import FormatParser, ResponseParser
 from forethought.llm.tokenizer import LONG_TEXT, Tokenizer
+from forethought.llm.tool_format import with_tools
 from forethought.outputs import CompletionOutput, spans_within
 from forethought.scaffolding import sampling
 from forethought.scaffolding.attention_group import AttentionGroup
@@ -58,7 +59,7 @@ class EngineWorker(Worker):
         temperature: of tasks for which neither task nor controller sets one.
         adapter: the LoRA adapter of requests that choose none, by its name; None: the model alone.
         response_template: how the model writes tool calls, in transformers' form; None: the
-            tokenizer's, and if it has none, chats with tools are refused.
+            tokenizer's, or else the format of the model's profile.
 
     Raises:
         ParameterError: the tokenizer has another vocabulary than the model's own, ``max_parked``
@@ -87,7 +88,7 @@ class EngineWorker(Worker):
                 "Leave tokenizer out, or load it from the model's directory",
             )
         self._response_template = response_template
-        self._parser: ResponseParser | None = None
+        self._parser: ResponseParser | FormatParser | None = None
         self._owned = isinstance(llm, LLM)
         self.llm = AsyncLLM.over(llm) if isinstance(llm, LLM) else llm
         self.tokenizer = self.llm.tokenizer if tokenizer is None else tokenizer
@@ -223,16 +224,23 @@ class EngineWorker(Worker):
             return self.llm.chat_prompt(messages, arguments)
         return await asyncio.to_thread(self.llm.chat_prompt, messages, arguments)
 
+    def _message_parser(self) -> ResponseParser | FormatParser:
+        profile = self.llm.profile
+        if self._response_template is not None or profile.tool_format is None:
+            return ResponseParser(self.tokenizer, self._response_template)
+        return FormatParser(self._text, profile.tool_format, profile.thinking_markers)
+
     async def _generate_with_tools(self, task: ChatTask) -> None:
         if task.skip_detokenizer:
             raise ParameterError(
                 "a chat with tools needs its text", "skip_detokenizer is set", "Leave it out"
             )
         if self._parser is None:
-            self._parser = ResponseParser(self.tokenizer, self._response_template)
+            self._parser = self._message_parser()
         tools = [t if isinstance(t, Mapping) else t.to_dict() for t in task.tools or ()]
-        arguments = {"tools": tools} if tools else {}
-        prompt = await self._chat_prompt(_tool_messages(task), arguments)
+        form = self.llm.profile.tool_format
+        messages, arguments = with_tools(self.tokenizer, form, _tool_messages(task), tools)
+        prompt = await self._chat_prompt(messages, arguments)
         streamed, task.streaming_output_flag = task.streaming_output_flag, False
         shown, task.skip_special_tokens = task.skip_special_tokens, False  # they mark the calls
         try:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from forethought import methods
 from forethought.config.sampling import SamplingParams
 from forethought.errors import UsageError
+from forethought.llm.tool_format import ANY, ToolFormat
 from forethought.scaffolding.base_task import RewardTask, Task, TaskStatus
 from forethought.scaffolding.controller import (
     Controller,
@@ -105,6 +106,9 @@ class Prompted:
         reader: reads a message as the tokenizer's response template says, with the thought in its
             content or without; None: there is no template, or a grammar forces a call.
         history: messages before the question, where the prompt is no chat.
+        begun: the beginning of the answer that the prompt has, where answers are read as whole
+            messages (``ToolFormat.reads_messages``); None: they are not.
+        shows_special: whether special tokens may mark calls or messages in the answer's text.
     """
 
     prompt: Prompt
@@ -116,6 +120,8 @@ class Prompted:
     keeps_thought: bool = False
     reader: Callable[[bool], ResponseStream] | None = None
     history: Sequence[RoleMessage] = ()
+    begun: str | None = None
+    shows_special: bool = False
 
     @property
     def text_or_ids(self) -> str | list[int]:
@@ -148,6 +154,7 @@ class Backend(abc.ABC):
         servers: the upstream servers.
         passes_chats_on: conversations go to upstream servers as they are, which offer the tools,
             force the calls and read ``reasoning_effort``.
+        tool_format: how the model writes calls.
     """
 
     name: str
@@ -159,6 +166,7 @@ class Backend(abc.ABC):
     llm: AsyncLLM | None = None
     servers: Sequence[Any] = ()
     passes_chats_on: bool = False
+    tool_format: ToolFormat = ANY
 
     async def prepare(self) -> None:
         """Learn what ``open`` needs, if it is not known yet."""
@@ -274,15 +282,6 @@ def raw_prompt(prompt: str | list[int], is_open: bool = False) -> Prompted:
 def NativeGeneration(streaming: bool) -> Controller:
     """Plain generation."""
     return NativeGenerationController(streaming=streaming)
-
-
-def opens_thought(text: str, markers: tuple[str, str] | None) -> bool:
-    """Whether a prompt ends within a thought."""
-    if markers is None:
-        return False
-    start, end = markers
-    opened = text.rfind(start)
-    return opened >= 0 and text.find(end, opened) < 0
 
 
 def worker_table(worker: Worker, reward: Worker | None) -> dict[Any, Worker]:

@@ -11,6 +11,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from forethought.config.sampling import SamplingParams
 from forethought.errors import ParameterError, UsageError
+from forethought.llm.reasoning import opens_thought
+from forethought.llm.tool_format import ANY, with_tools
+from forethought.llm.tool_messages import merged_system
 from forethought.outputs import Logprob
 from forethought.scaffolding.controller import (
     NativeRewardController,
@@ -18,7 +21,6 @@ from forethought.scaffolding.controller import (
 from forethought.scaffolding.task import ChatTask
 from forethought.server.protocol.logprobs import TokenText
 from forethought.server.protocol.tool_calls import Tools
-from forethought.server.protocol.tool_messages import has_calls, hermes_messages, merged_system
 
 if TYPE_CHECKING:
     from forethought.llm.async_llm import AsyncLLM
@@ -32,7 +34,6 @@ from forethought.server.backends.backend import (
     NativeGeneration,
     Prompt,
     Prompted,
-    opens_thought,
     worker_table,
 )
 
@@ -67,7 +68,9 @@ class EngineBackend(Backend):
         self.markers = llm.thinking_markers
         self.thinks = self.markers is not None
         self._marker_ids = [self.tokenize(marker, special=False) for marker in self.markers or ()]
-        self._responses = response_parser(llm.tokenizer)
+        form = llm.profile.tool_format
+        self._responses = response_parser(llm.tokenizer) if form is None else None
+        self.tool_format = form or ANY
         self._examples = [dict(example) for example in examples]
 
     def warm_up(self) -> None:
@@ -83,7 +86,7 @@ class EngineBackend(Backend):
     def open(self, conversation: Conversation) -> Prompted:
         """The prompt that the chat template makes of a conversation."""
         ids = self.render(conversation)
-        tail = self._engine.decode(ids[-_TAIL:])
+        tail, form = self._engine.decode(ids[-_TAIL:]), self.tool_format
         return Prompted(
             ids,
             conversation.question,
@@ -92,6 +95,8 @@ class EngineBackend(Backend):
             opens_thought(tail, self.markers),
             reader=self._reader(ids, conversation.tools),
             history=conversation.history,
+            begun=form.begun(tail) if form.reads_messages else None,
+            shows_special=conversation.tools.are_read and form.has_special_marks,
         )
 
     def _reader(self, ids: list[int], tools: Tools) -> Callable[[bool], ResponseStream] | None:
@@ -187,7 +192,7 @@ class EngineBackend(Backend):
 
 
 def template_args(hf: Any, conversation: Conversation) -> dict[str, Any]:
-    """The arguments of a tokenizer's chat template, tools among them if it takes tools.
+    """The further arguments of a tokenizer's chat template.
 
     Raises ParameterError for an argument that clients may not set.
     """
@@ -199,14 +204,7 @@ def template_args(hf: Any, conversation: Conversation) -> dict[str, Any]:
             "Give only what the model's own chat template reads",
             param="chat_template_kwargs",
         )
-    if conversation.tools.offered and shows_tools(hf):
-        args["tools"] = conversation.tools.offered
     return args
-
-
-def shows_tools(hf: Any) -> bool:
-    """Whether a tokenizer's chat template has a place for tools."""
-    return "tools" in str(hf.chat_template)
 
 
 def rendered(
@@ -219,10 +217,9 @@ def rendered(
 
     Raises UsageError if the template refuses the conversation or an argument.
     """
-    arguments, messages = template_args(hf, conversation), conversation.messages
-    if shows_tools(hf) or not (conversation.tools.offered or has_calls(messages)):
-        return render(messages, arguments)
-    shown = hermes_messages(messages, conversation.tools.offered)
+    tools, messages = conversation.tools, conversation.messages
+    shown, arguments = with_tools(hf, tools.format, messages, tools.offered)
+    arguments |= template_args(hf, conversation)
     try:
         return render(shown, arguments)
     except UsageError:

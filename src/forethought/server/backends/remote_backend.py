@@ -20,6 +20,8 @@ from forethought import methods
 from forethought.config.guided import GuidedDecodingParams
 from forethought.config.sampling import SamplingParams, SpeculationParams
 from forethought.errors import ParameterError, UsageError
+from forethought.llm.reasoning import opens_thought
+from forethought.llm.tool_format import tool_format_of
 from forethought.scaffolding import sampling
 from forethought.scaffolding.controller import ConversationForm
 from forethought.scaffolding.task import ChatTask
@@ -31,10 +33,13 @@ from forethought.server.backends.backend import (
     NativeGeneration,
     Prompt,
     Prompted,
-    opens_thought,
     worker_table,
 )
-from forethought.server.backends.engine_backend import judging, rendered, response_parser
+from forethought.server.backends.engine_backend import (
+    judging,
+    rendered,
+    response_parser,
+)
 from forethought.workers.openai import EXTENSIONS
 
 if TYPE_CHECKING:
@@ -62,6 +67,7 @@ class RemoteBackend(Backend):
         tokenizer: of the model there, with its chat template; None: conversations are sent as
             chats.
         judge: a reward model; shut down by ``close``.
+        tool_format: how the model writes calls; None: as the tokenizer's chat template does.
     """
 
     passes_chats_on = True
@@ -73,6 +79,7 @@ class RemoteBackend(Backend):
         markers: tuple[str, str] | None = ("<think>", "</think>"),
         tokenizer: Tokenizer | None = None,
         judge: RewardWorker | RewardServerWorker | None = None,
+        tool_format: str | None = None,
     ) -> None:
         self.worker, self.name, self.markers = worker, name, markers
         if tokenizer is not None and worker.thinks is None:
@@ -84,7 +91,12 @@ class RemoteBackend(Backend):
         self.servers, self._tokenizer = worker.servers, tokenizer
         self.workers: Mapping[Any, Worker] = worker_table(worker, judge)
         takes_special = "skip_special_tokens" in worker.extensions
-        self._responses = response_parser(tokenizer.hf) if tokenizer and takes_special else None
+        form = None if tokenizer is None else tool_format_of(tokenizer.hf, tool_format)
+        self._responses = None
+        if form is not None and (takes_special or not form.has_special_marks):
+            self.tool_format = form
+        elif form is None and tokenizer is not None and takes_special:
+            self._responses = response_parser(tokenizer.hf)
         self._has_asked_length = False
         self._lengths: dict[tuple[int, int], int] = {}
         """Tokens of texts, by hash and number of characters."""
@@ -108,7 +120,7 @@ class RemoteBackend(Backend):
         if self._tokenizer is None or is_chat or conversation.reasoning_effort is not None:
             return _chat_prompt(conversation)
         ids = self.render(conversation)
-        text = self.as_text(ids)
+        text, form = self.as_text(ids), self.tool_format
         return Prompted(
             text,
             conversation.question,
@@ -117,6 +129,8 @@ class RemoteBackend(Backend):
             opens_thought(text[-_TAIL:], self.markers),
             reader=self._reader(ids, conversation),
             history=conversation.history,
+            begun=form.begun(text[-_TAIL:]) if form.reads_messages else None,
+            shows_special=conversation.tools.are_read and form.has_special_marks,
         )
 
     def _reader(

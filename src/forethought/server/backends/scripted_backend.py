@@ -11,6 +11,7 @@ from typing import Any
 
 from forethought.config.sampling import SamplingParams
 from forethought.errors import ParameterError, UsageError
+from forethought.llm.tool_messages import as_text
 from forethought.scaffolding.worker import Worker
 from forethought.server.backends.backend import (
     Backend,
@@ -20,7 +21,6 @@ from forethought.server.backends.backend import (
     Prompted,
     worker_table,
 )
-from forethought.server.protocol.tool_calls import as_text
 from forethought.workers.scripted import Reply, ScriptedWorker
 
 _OTHER = "*"

@@ -59,7 +59,7 @@ async def chat_completions(service: Service, body: ChatRequest, request: Request
 
 
 def _prepared(service: Service, body: ChatRequest, caller: Caller) -> _Chat:
-    tools = tools_of(body)
+    tools = service.tools(tools_of(body))
     sampling = service.sampling_of(body, tools)
     conversation = Conversation(
         message_dicts(body.messages),

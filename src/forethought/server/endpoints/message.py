@@ -7,13 +7,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from forethought.llm.reasoning import ReasoningSplitter, Split, opens_thought, split
 from forethought.scaffolding.result import CallDelta, ScaffoldingOutput
 from forethought.scaffolding.task import ChatTask, GenerationTask
-from forethought.server.backends.backend import Prompted, opens_thought
+from forethought.server.backends.backend import Prompted
 from forethought.server.job import Ask, Job, Piece
 from forethought.server.protocol.logprobs import AnswerLogprobs, AnswerSpans, Span
-from forethought.server.protocol.reasoning import ReasoningSplitter, Split, overlap, split
-from forethought.server.protocol.tool_calls import OPENINGS, Call, CallPiece, CallText, Tools
+from forethought.server.protocol.tool_calls import Call, CallPiece, Tools
 from forethought.server.service import Service
 
 DEFAULT_MARKERS = ("<think>", "</think>")
@@ -95,13 +95,17 @@ def _read(
         reasoning, content = ("".join(parts) for parts in zip(*pieces, strict=True))
         calls = [Call.create(name, arguments) for name, arguments in reader.calls]
         if is_cut and not calls:
-            return reasoning, *tools.parse(content, is_cut)
+            _, content, calls = tools.parse(content, is_cut)
+            return reasoning, content, calls
         return reasoning, content, calls if tools.several else calls[:1]
     if prompted.keeps_thought or not prompted.is_chat:
         reasoning, content = "", text
     else:
         reasoning, content = split(text, service.backend.markers, prompted.is_open)
-    return reasoning, *tools.parse(content, is_cut)
+    thought, content, calls = tools.parse(content, is_cut, prompted.begun or "")
+    if prompted.keeps_thought:
+        return "", _KeptThought(None).push(thought, content), calls
+    return reasoning + thought, content, calls
 
 
 def _parsed_call(call: dict[str, Any]) -> Call:
@@ -123,7 +127,7 @@ def answer_spans(text: str, answer: Answer, service: Service, prompted: Prompted
     end = len(text) if service.backend.llm is not None else sys.maxsize
     if prompted.keeps_thought or not prompted.is_chat:
         return AnswerSpans((0, 0), (0, end))
-    if prompted.reader is not None:
+    if prompted.reader is not None or prompted.begun is not None:
         content = text.rfind(answer.content)
         thought = text.rfind(answer.reasoning, 0, content + 1)
         return AnswerSpans(
@@ -140,10 +144,10 @@ def answer_spans(text: str, answer: Answer, service: Service, prompted: Prompted
 
 
 class AnswerStream:
-    """The pieces of one answer, sorted into thought and content.
+    """The pieces of one answer, sorted into thought, content and calls.
 
-    Text that may begin a call is held back, and a call is returned at the end; the arguments of a
-    forced one as they are generated.
+    Text that may begin a call is held back. The arguments of a call are returned as they are
+    generated; where a response template reads the answer, calls are returned at the end.
     """
 
     def __init__(self, service: Service, prompted: Prompted, tools: Tools) -> None:
@@ -152,13 +156,13 @@ class AnswerStream:
         markers = service.backend.markers if has_markers else None
         self._splitter = ReasoningSplitter(markers, prompted.is_open)
         self._reader = None if prompted.reader is None else prompted.reader(keeps)
-        self._watches = bool(tools.offered)
-        self._call = CallText(tools.callable) if tools.forced else None
+        reads_calls = self._reader is None and tools.are_read
+        self._calls = tools.reader(prompted.begun or "") if reads_calls else None
+        self._is_message = prompted.begun is not None
         self._pieces: list[CallPiece] = []
-        self._arguments = ""  # that have been given of the forced call
         self._passed: dict[int, str] = {}  # arguments of another server's calls, by number
         self._whole: set[int] = set()  # numbers of those that are given at the end
-        self._held, self._sent = "", ""
+        self._num_sent = 0  # characters of content before a call
         self._kept = _KeptThought(service.backend.markers) if keeps else None
         self._has_thought = False
 
@@ -172,7 +176,8 @@ class AnswerStream:
         if self._kept is not None:
             text, thought = self._kept.push(thought, text), ""
         reasoning, content = self._splitter.push(text)
-        return Split(thought + reasoning, self._certain(content))
+        message = self._sorted(content)
+        return Split(thought + reasoning + message.reasoning, message.content)
 
     def push_rest(self, text: str, output: ScaffoldingOutput) -> Split:
         """The same for what has not been streamed at the end of ``output``."""
@@ -188,24 +193,23 @@ class AnswerStream:
     @property
     def position(self) -> int:
         """Characters of the text that are certain to be of a thought, of content, or of neither."""
-        if self._reader is not None:
+        if self._reader is not None or self._is_message:
             return 0
-        if self._watches and self._splitter.answer_start is not None:
-            return self._splitter.answer_start + len(self._sent)
+        if self._calls is not None and self._splitter.answer_start is not None:
+            return self._splitter.answer_start + self._num_sent
         return self._splitter.position
 
     def finish(self, answer: Answer) -> Split:
         """What is missing at the end of ``answer``."""
-        self._finish_calls(answer.calls)
         if self._reader is not None:
+            self._finish_calls(answer.calls)
             reasoning, content = self._reader.finish()
             return Split(reasoning, "" if answer.calls and not self._reader.calls else content)
         reasoning, content = self._splitter.finish()
-        if not self._watches:
-            return Split(reasoning, content)
-        sent = self._sent
-        rest = answer.content[len(sent) :] if answer.content.startswith(sent) else ""
-        return Split(reasoning, rest)
+        message = self._sorted(content, is_cut=answer.finish_reason == "length")
+        num_read = 0 if self._calls is None else len(self._calls.whole_calls)
+        self._finish_calls(answer.calls[num_read:])
+        return Split(reasoning + message.reasoning, message.content)
 
     def take_calls(self) -> list[CallPiece]:
         """What is new of calls since they were taken last."""
@@ -231,45 +235,39 @@ class AnswerStream:
         self._pieces.append(CallPiece(number, opening, delta.arguments))
         self._passed[number] = (earlier or "") + delta.arguments
 
-    def _push_call(self, reading: CallText, text: str) -> None:
-        begins, new = reading.call is None, reading.push(text)
-        opening = reading.call if begins else None
-        if opening is not None or new:
-            self._pieces.append(CallPiece(0, opening, new))
-            self._arguments += new
-
     def _finish_calls(self, calls: Sequence[Call]) -> None:
-        """Return the calls that have not been returned, and what is missing of the forced one."""
+        """Return the calls that have not been returned."""
+        first = self._num_calls
         for number, call in enumerate(calls):
             if number in self._passed:
                 if rest := call.arguments.removeprefix(self._passed[number]):
                     self._pieces.append(CallPiece(number, None, rest))
-            elif number or self._call is None or self._call.call is None:
-                self._pieces.append(CallPiece(number, call, call.arguments))
-            elif rest := call.arguments.removeprefix(self._arguments):
-                self._pieces.append(CallPiece(number, None, rest))
+            else:
+                self._pieces.append(CallPiece(first + number, call, call.arguments))
 
-    def _certain(self, content: str) -> str:
-        """The part of the content that certainly belongs to no call."""
-        if not self._watches:
-            return content
-        if self._call is not None:
-            self._push_call(self._call, content)
-            return ""
-        self._held += content
-        if self._begins_call():
-            return ""
-        num_held = max(overlap(self._held, opening) for opening in OPENINGS)
-        num_held = max(num_held, len(self._held) - len(self._held.rstrip()))
-        certain = self._held[: len(self._held) - num_held]
-        self._held, self._sent = self._held[len(certain) :], self._sent + certain
-        return certain
+    @property
+    def _num_calls(self) -> int:
+        """Calls of the text that have begun."""
+        return 0 if self._calls is None else len(self._calls.calls)
 
-    def _begins_call(self) -> bool:
-        """Whether what is held back is, or may become, a call."""
-        if any(opening in self._held for opening in OPENINGS):
-            return True
-        return not self._sent and self._held.lstrip()[:1] in ("{", "[")
+    def _sorted(self, content: str, is_cut: bool | None = None) -> Split:
+        """The thought and content that are certain of new text after the model's thought; with
+        ``is_cut`` at its end. What is new of calls is kept for ``take_calls``.
+        """
+        if self._calls is None:
+            return Split("", content)
+        reasoning, certain = self._calls.push(content)
+        if is_cut is not None:
+            last = self._calls.finish(is_cut)
+            reasoning, certain = reasoning + last[0], certain + last[1]
+        if not self._calls.calls:
+            self._num_sent += len(certain)
+        for delta in self._calls.take_deltas():
+            opening = None if delta.name is None else Call.create(delta.name, None)
+            self._pieces.append(CallPiece(delta.number, opening, delta.arguments))
+        if self._kept is not None and self._is_message:
+            return Split("", self._kept.push(reasoning, certain))
+        return Split(reasoning, certain)
 
 
 class AnswerTokens:

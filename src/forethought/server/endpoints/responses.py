@@ -107,7 +107,7 @@ async def create_response(service: Service, body: ResponseRequest, request: Requ
 def _prepared(
     service: Service, body: ResponseRequest, caller: Caller, messages: Sequence[dict[str, Any]]
 ) -> tuple[Job, Record, Tools]:
-    tools = _tools(body)
+    tools = service.tools(_tools(body))
     sampling = service.sampling_of(body, tools)
     opening = [{"role": "system", "content": body.instructions}] if body.instructions else []
     conversation = Conversation(
@@ -367,7 +367,7 @@ class _CallItem:
     """An output item that is a call, while it is generated."""
 
     def __init__(self, record: Record, index: int, call: Call) -> None:
-        self._record, self._arguments = record, ""
+        self._record, self._arguments, self._call = record, "", call
         self._item: dict[str, Any] = {
             "id": f"fc_{uuid.uuid4().hex}",
             "type": "function_call",
@@ -385,6 +385,9 @@ class _CallItem:
         self._add_event(kind, item_id=item_id, delta=arguments)
 
     def close(self, status: str) -> None:
+        """End the item; ``incomplete`` if its arguments have turned out to be no JSON."""
+        if not self._call._replace(arguments=self._arguments).is_whole:
+            status = "incomplete"
         done = {**self._item, "status": status, "arguments": self._arguments}
         kind = "response.function_call_arguments.done"
         call = {"name": done["name"], "arguments": done["arguments"]}

@@ -1,7 +1,8 @@
-"""Tools in the messages of a model whose chat template has no place for them: the form of Hermes.
+"""Tools in the messages of a model whose chat template has no place for them.
 
-The tools are described in the system message, calls are text of the assistant, and their results
-are messages of the user::
+The tools are described in the system message. Where the template writes calls, it writes those of
+earlier turns; else they are in the form of Hermes, text of the assistant, and their results are
+messages of the user::
 
     system      ... <tools>{"type": "function", "function": {"name": "add", ...}}</tools> ...
     assistant   <tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>
@@ -14,18 +15,17 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from forethought.server.protocol.tool_calls import as_text
-
+HERMES_EXAMPLE = """\
+<tool_call>
+{"name": <name of the function>, "arguments": <object with the arguments>}
+</tool_call>"""
 _PROMPT = """\
 You may call functions to answer the user. These are their signatures, within <tools></tools>:
 <tools>
 {tools}
 </tools>
-To call a function, write a JSON object with its name and its arguments within \
-<tool_call></tool_call>:
-<tool_call>
-{"name": <name of the function>, "arguments": <object with the arguments>}
-</tool_call>"""
+To call a function, write its name and its arguments, which are JSON, in this form:
+{example}"""
 
 
 def has_calls(messages: Sequence[Mapping[str, Any]]) -> bool:
@@ -44,10 +44,18 @@ def hermes_messages(
             shown[-1]["content"] += f"\n{converted['content']}"
         else:
             shown.append(converted)
+    return described(shown, tools, HERMES_EXAMPLE)
+
+
+def described(
+    messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]], example: str
+) -> list[dict[str, Any]]:
+    """The messages with a system message that describes the tools, and a call by an example."""
+    shown = [dict(message) for message in messages]
     if not tools:
         return shown
-    described = "\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools)
-    text = _PROMPT.replace("{tools}", described)
+    lines = "\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools)
+    text = _PROMPT.replace("{example}", example).replace("{tools}", lines)
     if shown and shown[0]["role"] == "system":
         shown[0]["content"] = f"{shown[0]['content']}\n\n{text}"
         return shown
@@ -61,11 +69,11 @@ def _hermes_message(message: Mapping[str, Any]) -> dict[str, Any]:
         return {"role": "user", "content": text}
     fields = {name: value for name, value in message.items() if name != "tool_calls"}
     called = [call["function"] for call in message.get("tool_calls") or ()]
-    calls = [as_text(function["name"], _arguments(function["arguments"])) for function in called]
+    calls = [as_text(function["name"], arguments_of(function["arguments"])) for function in called]
     return {**fields, "content": "\n".join(filter(None, [content, *calls]))}
 
 
-def _arguments(value: Any) -> Any:
+def arguments_of(value: Any) -> Any:
     """The arguments of a call as JSON, or as the model wrote them."""
     try:
         return json.loads(value) if isinstance(value, str) else value
@@ -77,3 +85,13 @@ def merged_system(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """The messages with the text of the system message in front of the next one."""
     system, first, *rest = messages
     return [{**first, "content": f"{system['content']}\n\n{first['content']}"}, *rest]
+
+
+def shows_tools(hf: Any) -> bool:
+    """Whether a tokenizer's chat template has a place for tools."""
+    return "tools" in str(hf.chat_template)
+
+
+def as_text(name: str, arguments: Any) -> str:
+    """A call as a model writes it, in Hermes' format."""
+    return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"

@@ -124,3 +124,12 @@ def split(text: str, markers: tuple[str, str] | None, is_open: bool = False) -> 
     splitter = ReasoningSplitter(markers, is_open)
     first, last = splitter.push(text), splitter.finish()
     return Split(first.reasoning + last.reasoning, first.content + last.content)
+
+
+def opens_thought(text: str, markers: tuple[str, str] | None) -> bool:
+    """Whether a prompt ends within a thought."""
+    if markers is None:
+        return False
+    start, end = markers
+    opened = text.rfind(start)
+    return opened >= 0 and text.find(end, opened) < 0
