@@ -149,7 +149,7 @@ def test_an_option_of_a_model_needs_one(option, capsys):
 
 def test_the_memory_of_a_model_is_shown_part_by_part(capsys):
     assert main(["doctor", "--model", "forethought/reasoner", "--json"]) == 0
-    parts = json.loads(capsys.readouterr().out)
+    parts = json.loads(capsys.readouterr().out)["memory"]
     assert set(parts) == {"libraries", "weights", "kv_cache", "states", "loaded", "peak"}
     assert parts["states"] == 0
     assert 2_000_000 < parts["weights"] < 40_000_000
@@ -157,3 +157,19 @@ def test_the_memory_of_a_model_is_shown_part_by_part(capsys):
     assert main(["doctor", "--model", "forethought/reasoner", "--quantization", "int8"]) == 0
     shown = capsys.readouterr().out
     assert all(part in shown for part in parts)
+
+
+def test_the_profile_of_a_model_is_shown_with_the_forward_that_runs(capsys):
+    assert main(["doctor", "--model", "forethought/reasoner", "--json"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    profile = facts["profile"]
+    assert (profile["thinking_markers"], profile["opens_thought"]) == (
+        ["<think>", "</think>"],
+        True,
+    )
+    assert profile["sampling"] == {"temperature": 0.0}
+    assert (profile["tool_format"], profile["drafters"]) == ("hermes", {})
+    assert facts["forward"]["path"] in ("native", "fused", "transformers")
+    lines = "\n".join(doctor.model_lines(facts))
+    for words in ("after </think>", "temperature 0", "system message", facts["forward"]["path"]):
+        assert words in lines

@@ -12,27 +12,38 @@ from contextlib import closing
 from typing import Any
 
 from forethought.cli.backend import (
+    Backend,
     ConversationController,
     Respondent,
     add_backend_options,
     open_backend,
     sampling_of,
+    wants_server,
 )
-from forethought.cli.options import add_model_argument
-from forethought.errors import UsageError
+from forethought.cli.options import (
+    add_generation_config_option,
+    add_model_argument,
+    uses_model_sampling,
+)
+from forethought.config.generation_config import described
+from forethought.errors import ParameterError, UsageError
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
     add_model_argument(parser)
     add_backend_options(parser)
+    add_generation_config_option(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     """Talk until the user leaves."""
-    params = sampling_of(args)
-    if args.url is None:
-        params.setdefault("temperature", 0.0)
+    given = sampling_of(args)
+    if args.generation_config is not None and wants_server(args):
+        why = "a server's model has that server's defaults"
+        raise ParameterError(
+            "--generation-config needs a model on this machine", why, "Leave it out"
+        )
     if sys.stdin is None:
         raise UsageError(
             "chat needs input", "standard input is closed", "Use 'forethought generate'"
@@ -47,12 +58,26 @@ def run(args: argparse.Namespace) -> int:
                 "Use 'forethought generate', or an instruction-tuned model",
             )
         chosen.introduce()
+        params = {**_defaults(args, chosen), **given}
         print(f"{chosen.name}: /exit or Ctrl-D leaves, /clear begins again", file=sys.stderr)
         with closing(
             Respondent(ConversationController(streaming=True), chosen.worker)
         ) as respondent:
             Conversation(respondent, params, args.system).talk()
     return 0
+
+
+def _defaults(args: argparse.Namespace, chosen: Backend) -> dict[str, Any]:
+    """Sampling fields that the user has not set: those that the model's maker advises, or greedy;
+    a server's are its own.
+    """
+    if chosen.llm is None:
+        return {}
+    sampling = chosen.llm.profile.sampling
+    if not sampling or not uses_model_sampling(args):
+        return {"temperature": 0.0} if args.generation_config is None else {}
+    print(f"sampling as the model's maker advises: {described(sampling)}", file=sys.stderr)
+    return dict(sampling)
 
 
 class Conversation:

@@ -1,6 +1,6 @@
 """Say what this machine has: versions, processor, GPU, the extras that are installed, the embedded
 models, which of the engine's fast paths are used here, and how programs that a model writes are
-isolated.
+isolated. With --model: what that model is.
 
 Works without torch, and says what is unknown then.
 """
@@ -19,6 +19,7 @@ from typing import Any
 
 from forethought import __version__, assets
 from forethought.cli import machine
+from forethought.config.generation_config import described
 from forethought.config.quantization import QUANTIZATIONS
 from forethought.errors import ParameterError
 from forethought.evaluation.report import count_of
@@ -37,6 +38,7 @@ _MEMORY = {
     "peak": "most that was ever resident",
 }
 """Part of the memory -> what it is."""
+_NATIVE_REASON = "the model's layers, this processor and the library in C++ allow it"
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -45,7 +47,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--model",
         metavar="DIR|ID",
-        help="load a model, and say what it takes of the memory, part by part",
+        help="load a model, and say how it is to be used (thoughts, sampling defaults, calls of "
+        "tools, drafters inside), which forward runs, and what it takes of the memory",
     )
     parser.add_argument("--dtype", choices=_DTYPES, help="of its weights")
     parser.add_argument("--quantization", choices=QUANTIZATIONS, help="store them in few bits")
@@ -55,7 +58,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Examine the machine and print the result."""
     if args.model is not None:
-        return _print_memory(args)
+        return _print_model(args)
     for name in ("dtype", "quantization", "device"):
         if getattr(args, name) is not None:
             raise ParameterError(f"--{name} is of a model", "there is no --model", "Name a model")
@@ -64,39 +67,92 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _print_memory(args: argparse.Namespace) -> int:
+def _print_model(args: argparse.Namespace) -> int:
     names = ("model", "dtype", "quantization", "device")
     fields = {name: value for name in names if (value := getattr(args, name)) is not None}
-    parts = memory_of(fields)
-    if args.json:
-        print(json.dumps(parts))
-    else:
-        print(args.model)
-        for name, num_bytes in parts.items():
-            size = "unknown" if num_bytes is None else f"{num_bytes / 2**20:.0f} MiB"
-            print(f"  {name:<10}{size:>13}  {_MEMORY[name]}")
+    facts = examine_model(fields)
+    print(json.dumps(facts, ensure_ascii=False) if args.json else "\n".join(model_lines(facts)))
     return 0
 
 
-def memory_of(fields: Mapping[str, Any]) -> dict[str, int | None]:
-    """Bytes of ``_MEMORY`` with a model that is loaded by fields of ``LlmArgs``; None where the
-    system does not say. Raises as ``LLM``.
+def examine_model(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """What a model is, that is loaded by fields of ``LlmArgs``: its profile, the forward that runs,
+    the drafters in use, and bytes of ``_MEMORY``, None where the system does not say. Raises as
+    ``LLM``.
     """
     from forethought import LLM, SamplingParams
 
     before = machine.resident_bytes()
     with LLM(**fields) as llm:
         llm.generate([[0]], SamplingParams(max_tokens=1, temperature=0.0))
-        runner = llm.lend("doctor").engine.runner
+        frontend = llm.lend("doctor")
         llm.take_back()
+        engine, runner = frontend.engine, frontend.engine.runner
         return {
-            "libraries": before,
-            "weights": runner.lm.weight_bytes,
-            "kv_cache": runner.storage.num_pages * runner.storage.bytes_per_page,
-            "states": runner.storage.max_state_bytes,
-            "loaded": machine.resident_bytes(),
-            "peak": machine.peak_bytes(),
+            "model": str(fields["model"]),
+            "profile": frontend.profile.to_dict(),
+            "forward": {"path": runner.lm.path.kind, "reason": runner.lm.path.reason},
+            "drafters_in_use": dict(engine.stats.draft_paths),
+            "memory": {
+                "libraries": before,
+                "weights": runner.lm.weight_bytes,
+                "kv_cache": runner.storage.num_pages * runner.storage.bytes_per_page,
+                "states": runner.storage.max_state_bytes,
+                "loaded": machine.resident_bytes(),
+                "peak": machine.peak_bytes(),
+            },
         }
+
+
+def model_lines(facts: Mapping[str, Any]) -> list[str]:
+    """What a model is, for people."""
+    profile, forward, drafters = facts["profile"], facts["forward"], facts["drafters_in_use"]
+    shown = {
+        "thoughts": _thought_line(profile),
+        "answer": profile["answer"],
+        "sampling": _sampling_line(profile),
+        "calls of tools": _tools_line(profile),
+        "drafters inside": "; ".join(_drafters_inside(profile, drafters)) or "none",
+        "forward": f"{forward['path']}: {forward['reason'] or _NATIVE_REASON}",
+    }
+    lines_of_memory = []
+    for name, num_bytes in facts["memory"].items():
+        size = "unknown" if num_bytes is None else f"{num_bytes / 2**20:.0f} MiB"
+        lines_of_memory.append(f"  {name:<10}{size:>13}  {_MEMORY[name]}")
+    width = max(map(len, shown)) + 2
+    rows = [f"  {name:<{width}}{value}" for name, value in shown.items()]
+    return [facts["model"], *rows, "", "memory", *lines_of_memory]
+
+
+def _tools_line(profile: Mapping[str, Any]) -> str:
+    if profile["tool_format"] is None:
+        return "as the tokenizer's response template says"
+    place = "the chat template" if profile["describes_tools"] else "a system message"
+    return f"{profile['tool_format']}; {place} describes the tools"
+
+
+def _thought_line(profile: Mapping[str, Any]) -> str:
+    if not profile["thinks"]:
+        return "none"
+    start, end = profile["thinking_markers"]
+    opener = "the chat template opens one" if profile["opens_thought"] else "the model opens one"
+    switch = profile["thinking_switch"]
+    asked = f"; chat_template_kwargs has {switch}" if switch else ""
+    return f"between {start} and {end}; {opener}{asked}"
+
+
+def _sampling_line(profile: Mapping[str, Any]) -> str:
+    """The sampling defaults of ``chat`` and of the server."""
+    ignored = profile["sampling_not_honoured"]
+    no_effect = f" (without effect here: {', '.join(ignored)})" if ignored else ""
+    return described(profile["sampling"]) + no_effect
+
+
+def _drafters_inside(profile: Mapping[str, Any], in_use: Mapping[str, str]) -> list[str]:
+    return [
+        f"{name}, {'in use' if name in in_use else 'not usable here'}: {words}"
+        for name, words in profile["drafters"].items()
+    ]
 
 
 def examine() -> dict[str, Any]:

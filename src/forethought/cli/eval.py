@@ -59,6 +59,7 @@ from forethought.cli.options import (
     only_adapter,
     parse_settings,
 )
+from forethought.config.generation_config import described, sampling_defaults
 from forethought.config.sampling import SamplingParams
 from forethought.errors import ParameterError, UsageError
 from forethought.evaluation import problems, tasks
@@ -68,7 +69,7 @@ from forethought.evaluation.problems import Grader, Problem
 from forethought.evaluation.recipe import Recipe, recipe, with_each_count, within_each
 from forethought.evaluation.report import Report, count_of, has_progress_bars, make_folder
 from forethought.methods.stack import parameters
-from forethought.model_dir import find_model_dir
+from forethought.model_dir import find_model_dir, read_json
 from forethought.rewards.verifier import verifier
 from forethought.saved_file import check_folder
 from forethought.scaffolding.budget import Budget
@@ -152,11 +153,19 @@ class _Plan:
     instruction: str
     settings: Mapping[str, Any]
     """Everything that decides the results, as plain values."""
+    advised_sampling: Mapping[str, float]
+    """Sampling defaults of the model's ``generation_config.json``, which are not used."""
 
     @property
     def method_names(self) -> list[str]:
         """The methods that are compared or searched, in their order."""
         return [str(method["name"]) for method in self.settings["methods"]]
+
+    @property
+    def sampling(self) -> dict[str, Any]:
+        """Sampling parameters of each method, and the model's own defaults, for the report."""
+        methods = {str(m["name"]): dict(m["sampling_params"]) for m in self.settings["methods"]}
+        return {"methods": methods, "model_defaults": dict(self.advised_sampling)}
 
     def title(self, task: str | None) -> str:
         return f"{task or 'evaluation'}, {count_of(len(self.problems), 'problem')}"
@@ -195,7 +204,17 @@ def _plan(args: argparse.Namespace) -> _Plan:
         "prompt_format": args.prompt_format,
         "seed": args.seed,
     }
-    return _Plan(chosen, _grader(args, task), open_llm, adapter, instruction, settings)
+    advised = _advised_sampling(args, model)
+    return _Plan(chosen, _grader(args, task), open_llm, adapter, instruction, settings, advised)
+
+
+def _advised_sampling(args: argparse.Namespace, model: Mapping[str, Any]) -> Mapping[str, float]:
+    """Of the model on this machine; empty for a server's."""
+    if wants_server(args):
+        return {}
+    directory = find_model_dir(model.get("model") or assets.REASONER, args.revision)
+    file = directory / "generation_config.json"
+    return sampling_defaults(read_json(file)) if file.is_file() else {}
 
 
 def _check_verifiers(recipes: Sequence[Recipe], chosen: Sequence[Problem]) -> None:
@@ -475,8 +494,18 @@ def _compared(
             f"No pass@k of {', '.join(early)}: samples were ended early, once they could not "
             "change the answer; --all-samples lets them finish."
         )
-    further = {"task": args.task, "problems": len(plan.problems)}
+    notes.append(_sampling_note(plan))
+    further = {"task": args.task, "problems": len(plan.problems), "sampling": plan.sampling}
     return Report(plan.title(args.task), rows, notes, plan.settings, further)
+
+
+def _sampling_note(plan: _Plan) -> str:
+    """How the methods sampled, and what the model's maker advises instead."""
+    sampling = plan.sampling
+    methods = "; ".join(f"{name}: {described(p)}" for name, p in sampling["methods"].items())
+    advised = sampling["model_defaults"]
+    unused = f" The model's own defaults ({described(advised)}) are not used." if advised else ""
+    return f"Sampling: {methods}.{unused}"
 
 
 def _proposal(

@@ -114,15 +114,19 @@ def _scalar(text: str) -> Any:
         return text
 
 
+NO_DRAFTS = "none"
+"""The value of ``--speculative`` that leaves out the drafter in a model's checkpoint."""
+
+
 def add_speculation_options(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
     drafters = drafter_table.options()
     notes = [spec.option_help for spec in drafters.values() if spec.option_help]
     parser.add_argument(
         "--speculative",
-        choices=list(drafters),
-        help="draft and verify: the same text in less time"
-        + (f" ({'; '.join(notes)})" if notes else ""),
+        choices=[*drafters, NO_DRAFTS],
+        help="draft and verify: the same text in less time; none: no drafts, also where the model "
+        "ships MTP modules" + (f" ({'; '.join(notes)})" if notes else ""),
     )
     parser.add_argument(
         "--draft-model",
@@ -183,7 +187,7 @@ def speculative_config_of(
     draft_model = args.draft_model or (draft_model if draft_model != embedded else None)
     options = {"max_draft_len": args.max_draft_len, "speculative_model": args.draft_model}
     fields = {name: value for name, value in options.items() if value is not None}
-    if args.speculative is None:
+    if args.speculative in (None, NO_DRAFTS):
         if fields:
             raise ParameterError(
                 "--max-draft-len and --draft-model need --speculative",
@@ -372,7 +376,7 @@ def llm_args_of(
         fields["kv_cache_config"] = {**values, "dtype": args.kv_cache_dtype}
     _check_revision(fields)
     speculative = speculative_config_of(args, model=fields.get("model"))
-    if speculative is not None:
+    if speculative is not None or args.speculative == NO_DRAFTS:
         fields["speculative_config"] = speculative
     checked = LlmArgs.from_dict(fields)
     return {name: getattr(checked, name) for name in checked.model_fields_set}
@@ -454,6 +458,35 @@ def model_label(fields: Mapping[str, Any]) -> str:
     """Name of the chosen model in reports."""
     model = fields.get("model")
     return "embedded reasoner" if assets.is_reasoner(model) else str(model)
+
+
+GENERATION_CONFIGS = ("auto", "neutral")
+
+
+def add_generation_config_option(
+    parser: argparse.ArgumentParser | argparse._ArgumentGroup,
+) -> None:
+    """Declare whose sampling defaults hold."""
+    parser.add_argument(
+        "--generation-config",
+        choices=GENERATION_CONFIGS,
+        help="sampling where nothing else sets it: auto, as the model's generation_config.json "
+        "says (the default); neutral, temperature 1 and nothing cut",
+    )
+
+
+def uses_model_sampling(args: argparse.Namespace) -> bool:
+    """Whether the model's own sampling defaults hold.
+
+    Raises ParameterError if a configuration file has another value than the option's.
+    """
+    if args.generation_config not in (None, *GENERATION_CONFIGS):
+        raise ParameterError(
+            "invalid generation_config",
+            f"got {args.generation_config!r}",
+            f"Write {' or '.join(GENERATION_CONFIGS)}",
+        )
+    return bool(args.generation_config != "neutral")
 
 
 def add_thinks_option(parser: argparse.ArgumentParser | argparse._ArgumentGroup) -> None:

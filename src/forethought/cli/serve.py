@@ -71,7 +71,10 @@ _OF_UPSTREAM = ("api_model", "tokenizer", "thinking_field", "thinks", "upstream_
 """Options that belong to ``--upstream``."""
 _JOINED = ("upstream", "upstream_fields")
 """Options of several values with commas between; lists in the file of ``--config``."""
-_TEXTS = ("host", "reward_model", "reward_url", *REWARD_SERVER, "upstream", *_OF_UPSTREAM)
+_TEXTS = (
+    *("host", "reward_model", "reward_url", *REWARD_SERVER, "upstream", *_OF_UPSTREAM),
+    "generation_config",
+)
 _SHAPE = "response_format"
 _HTTP_CLIENTS = ("httpx", "httpx2")
 """Loggers of versions of ``openai``, with a line for each request to another server."""
@@ -149,6 +152,7 @@ def _add_server_options(server: argparse._ArgumentGroup) -> None:
         "runs in this process",
     )
     server.add_argument("--served-model-name", nargs="+", metavar="NAME", help="names for clients")
+    options.add_generation_config_option(server)
     server.add_argument("--cors-origin", action="append", metavar="ORIGIN")
     server.add_argument(
         "--allowed-host",
@@ -294,6 +298,9 @@ def opener(
             "a model on this machine, --upstream and --worker exclude each other",
             "Give one of them",
         )
+    if not has_engine(args) and args.generation_config is not None:
+        why = "another server, or a script, answers with its own"
+        raise ParameterError("--generation-config needs a model on this machine", why, "")
     if args.worker is not None:
         _refuse_judge(args)
         return _scripted(args.worker)
@@ -304,6 +311,11 @@ def opener(
             option = f"--{name.replace('_', '-')}"
             raise ParameterError(f"{option} needs --upstream", "it is about the servers there", "")
     return _engine(args, config)
+
+
+def has_engine(args: argparse.Namespace) -> bool:
+    """Whether a model on this machine answers."""
+    return args.upstream is None and args.worker is None
 
 
 def _refuse_judge(args: argparse.Namespace) -> None:
@@ -438,6 +450,7 @@ def _engine(args: argparse.Namespace, config: Mapping[str, Any] | None) -> Calla
     is_reasoner = assets.is_reasoner(fields.get("model"))
     open_judge = _judge_opener(args, assets.PREFIX + "prm" if is_reasoner else "none")
     open_llm = options.llm_opener(fields)
+    uses_model_sampling = options.uses_model_sampling(args)
 
     def open_backend() -> Backend:
         from forethought.server.backends.engine_backend import EngineBackend
@@ -450,7 +463,13 @@ def _engine(args: argparse.Namespace, config: Mapping[str, Any] | None) -> Calla
                 judge.shutdown()
             raise
         name = str(fields.get("model") or assets.REASONER)
-        return EngineBackend(llm, _label(name), judge=judge, examples=_examples(name))
+        return EngineBackend(
+            llm,
+            _label(name),
+            judge=judge,
+            examples=_examples(name),
+            uses_model_sampling=uses_model_sampling,
+        )
 
     return open_backend
 

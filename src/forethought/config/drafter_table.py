@@ -6,6 +6,7 @@ What reads which field::
     drafter                           the engine: speculative/registry.py
     recipes                           forethought train: training/recipes/table.py, cli/train.py
     option..., embedded_...           a drafter's name alone: config/speculation.py, cli/options.py
+    inside                            a target that ships its drafter: speculative/registry.py
 
 Classes are written ``"module:Class"`` and imported when they are first asked for, so that the table
 costs no import of torch. CONTRIBUTING.md, "Adding a drafter", lists what else a drafter needs.
@@ -49,6 +50,9 @@ class DrafterSpec:
     """Directory under ``assets`` of the weights that draft for the embedded reasoner."""
     embedded_defaults: Mapping[str, Any] = field(default_factory=dict)
     """As ``option_defaults``, where no ``--draft-model`` is given; these win."""
+    inside: str | None = None
+    """Function of a target's directory that says which modules of it are in there; None: it is in
+    no target."""
     recipes: Mapping[str, str] = field(default_factory=dict)
     """Name for ``forethought train`` -> class of the training recipe."""
 
@@ -120,6 +124,7 @@ DRAFTERS: tuple[DrafterSpec, ...] = (
         f"{_DRAFTER}.mtp:MTPDrafter",
         option="mtp",
         option_defaults={"max_draft_len": 6},
+        inside="forethought.speculative.heads.mtp_layout:find_modules",
         embedded_model="mtp",
         recipes={"mtp": f"{_RECIPE}.mtp:MtpRecipe"},
     ),

@@ -171,7 +171,8 @@ class LlmArgs(StrictModel):
     speculative_config: tuple[SerializeAsAny[DecodingBaseConfig], ...] = ()
     """The drafter, or several, each asked where those before it propose nothing. Dictionaries will
     do, with ``decoding_type`` as in YAML, and names alone: ``"draft_target"``, as for
-    ``--speculative``."""
+    ``--speculative``. Left out: the MTP modules in the model's checkpoint, if it has some, under
+    goodput control; None or empty: no drafts."""
 
     @pydantic.field_validator("model")
     @classmethod

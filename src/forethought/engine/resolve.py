@@ -12,11 +12,11 @@ import torch
 
 from forethought.config.drafters import AutoDecodingConfig
 from forethought.config.engine import KvCacheConfig, LlmArgs
-from forethought.config.speculation import DecodingBaseConfig
+from forethought.config.speculation import DecodingBaseConfig, named_config
 from forethought.engine.engine import Engine
 from forethought.engine.guarded_drafter import DrafterEntry
 from forethought.engine.scheduler import Limits
-from forethought.errors import CapacityError, ParameterError
+from forethought.errors import CapacityError, ParameterError, UsageError
 from forethought.kv.storage import KvStorage
 from forethought.model import backends, loader
 from forethought.model.adapter import Adapter, read_adapter
@@ -73,7 +73,8 @@ def build(args: LlmArgs, model_dir: Path) -> Engine:
         set_threads(args.num_threads, device)
     with _ranks(args, model_dir, device) as ranks:
         lm = _load(args, model_dir, device, ranks, adapters)
-        engine = _engine(args, model_dir, configs, lm, ranks)
+        inside = _drafter_inside(args, model_dir) if ranks is None else None
+        engine = _engine(args, model_dir, configs, lm, ranks, inside)
     for adapter in adapters:
         engine.adapters.add(lm.place(adapter))
     return engine
@@ -90,6 +91,16 @@ def _read_adapters(args: LlmArgs) -> list[Adapter]:
             "Leave one of them out",
         )
     return [read_adapter(name, path) for name, path in args.adapters.items()]
+
+
+def _drafter_inside(args: LlmArgs, model_dir: Path) -> DecodingBaseConfig | None:
+    """The configuration of the drafter in the target's checkpoint, such as MTP modules, where the
+    caller has not said how to draft; None: there is none.
+    """
+    if "speculative_config" in args.model_fields_set:
+        return None
+    names = registry.inside(model_dir)
+    return named_config(next(iter(names)), model_dir) if names else None
 
 
 def _check_kv_dtype(args: LlmArgs, device: torch.device) -> None:
@@ -154,14 +165,17 @@ def _engine(
     configs: Sequence[DecodingBaseConfig],
     lm: CausalLM,
     ranks: Any | None,
+    inside: DecodingBaseConfig | None = None,
 ) -> Engine:
     context = _context(args, lm)
     _check_lengths(configs, context)
     batch_size = min(args.max_batch_size, args.max_num_tokens)  # a decode takes a token each
     # Drafters load their models and say what they store before the pages are counted out.
-    runner = _runner(args, lm, None if configs else batch_size, ranks)
+    runner = _runner(args, lm, None if configs or inside else batch_size, ranks)
     target = Target(runner, args.max_num_tokens)
     drafters = [build_drafter_entry(config, target, batch_size) for config in configs]
+    if inside is not None:
+        drafters += _entries_inside(inside, target, batch_size, context)
     useful = (batch_size + NUM_PREFIX_CONTEXTS) * context
     capacity = _fill(args.kv_cache_config, runner.storage, drafters, useful, runner.reserved_bytes)
     _prepare(runner, drafters, is_asked=args.cuda_graphs is True)
@@ -285,6 +299,24 @@ def build_drafter_entry(
         resource_manager=getattr(config, "resource_manager", None),
         rule=rule_of(config),
     )
+
+
+def _entries_inside(
+    config: DecodingBaseConfig, target: Target, batch_size: int, context: int
+) -> list[DrafterEntry]:
+    """The drafter in the target's checkpoint; none where it cannot be used."""
+    try:
+        _check_lengths([config], context)
+        entry = build_drafter_entry(config, target, batch_size)
+    except UsageError as error:
+        log.info("%s in the checkpoint: not used, as %s", config.name, error.why)
+        return []
+    log.info(
+        "%s in the checkpoint: drafts where that pays (speculative_config=[] or --speculative none "
+        "leaves it out)",
+        config.name,
+    )
+    return [entry]
 
 
 def _context(args: LlmArgs, lm: CausalLM) -> int:

@@ -281,7 +281,7 @@ class Frontend:
         thinking = ThinkingBudgets(tokenizer, lm.vocab_size, lm.eos_token_ids)
         storage = engine.runner.storage
         snapshots = SnapshotStore(args.snapshot_dir, model_dir, storage, args.quantization)
-        profile = ModelProfile.read(tokenizer, args.tool_format)
+        profile = ModelProfile.read(tokenizer, model_dir, args.tool_format)
         return cls(engine, tokenizer, model_dir, grammars, thinking, snapshots, profile)
 
     def copy(self) -> Frontend:

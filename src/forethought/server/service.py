@@ -23,7 +23,7 @@ from forethought.scaffolding.budget import Budget
 from forethought.scaffolding.controller import NativeGenerationController
 from forethought.scaffolding.scaffolding_llm import ScaffoldingLlm
 from forethought.scaffolding.worker import Worker
-from forethought.server.backends.backend import Backend, Prompted
+from forethought.server.backends.backend import Backend, Prompted, drawing
 from forethought.server.composition import Dispatch, needs_text
 from forethought.server.engine_job import EngineJob
 from forethought.server.http import Caller, until_disconnected
@@ -267,12 +267,17 @@ class Service:
             prompted.reader is not None or prompted.shows_special
         ):  # special tokens may mark thoughts and calls
             params = {"skip_special_tokens": False, **params}
+        defaults: Mapping[str, float] = self.backend.sampling_defaults
+        if num_choices > 1:
+            defaults = drawing(defaults)
+        if composition.is_plain:  # workers have the defaults for the tasks of methods
+            params = {**defaults, **params}
         with named_by_client(request_sampling.fields):
             further: dict[str, Any] = {"n": num_choices, "priority": priority}
             further["cache_salt"], further["adapter"] = cache_salt, adapter
             if request_sampling.prompt_logprobs is not None:
                 further["prompt_logprobs"] = request_sampling.prompt_logprobs
-            sampling = sampling_params(params, **further)
+            sampling = sampling_params({**defaults, **params}, **further)
             params = self.backend.task_params(prompted, params)
             prompt = self.backend.check(prompted.prompt, sampling)
         if not needs_text(composition):

@@ -7,6 +7,7 @@ add drafters of their own through the entry-point group ``forethought.drafter``,
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any, Protocol
 
 from forethought.config import drafter_table
@@ -32,3 +33,16 @@ def build(config: DecodingBaseConfig, target: Target) -> Drafter:
     classes = {spec.decoding_type: spec.drafter for spec in drafter_table.DRAFTERS if spec.drafter}
     drafter_class: DrafterClass = Registry("drafter", classes).resolve(type(config).decoding_type)
     return drafter_class.build(config, target)
+
+
+def inside(directory: Path) -> dict[str, str]:
+    """The drafters that a target has in its own checkpoint: name for ``speculative_config`` -> what
+    there is of it, in words.
+
+    Raises ModelError for weight files that cannot be read.
+    """
+    specs = drafter_table.options().items()
+    finders = {name: spec.inside for name, spec in specs if spec.inside is not None}
+    registry = Registry("drafter", finders)
+    modules = {name: registry.resolve(name)(directory) for name in finders}
+    return {name: words for name, words in modules.items() if words is not None}

@@ -57,13 +57,15 @@ class EngineWorker(Worker):
         tokenizer: kept as ``tokenizer`` for controllers that need one; the model's by default.
         max_parked: finished sequences kept per request and branch, to be continued.
         temperature: of tasks for which neither task nor controller sets one.
+        sampling_defaults: further sampling fields of such tasks, as ``llm.profile.sampling`` has
+            them; None: the neutral ones of ``SamplingParams``.
         adapter: the LoRA adapter of requests that choose none, by its name; None: the model alone.
         response_template: how the model writes tool calls, in transformers' form; None: the
             tokenizer's, or else the format of the model's profile.
 
     Raises:
         ParameterError: the tokenizer has another vocabulary than the model's own, ``max_parked``
-            is no number of sequences, or ``temperature`` is below zero.
+            is no number of sequences, or a default is outside its range.
         UnknownNameError: the model has no such adapter.
     """
 
@@ -74,13 +76,14 @@ class EngineWorker(Worker):
         *,
         max_parked: int = _MAX_PARKED,
         temperature: float | None = None,
+        sampling_defaults: Mapping[str, float] | None = None,
         adapter: str | None = None,
         response_template: Mapping[str, Any] | None = None,
     ) -> None:
         if adapter is not None and adapter not in llm.adapters:
             raise UnknownNameError("adapter", adapter, llm.adapters)
         self._adapter = adapter
-        self._temperature = _checked_temperature(temperature)
+        self._defaults = _checked_defaults(sampling_defaults or {}, temperature)
         if tokenizer is not None and tokenizer.get_vocab() != llm.tokenizer.get_vocab():
             raise ParameterError(
                 "this tokenizer is not the model's",
@@ -130,7 +133,7 @@ class EngineWorker(Worker):
         Raises:
             UsageError: another backend, a scheduler config, or as ``AsyncLLM``.
         """
-        _checked_temperature(temperature)
+        _checked_defaults({}, temperature)
         if backend != "pytorch":
             raise ParameterError("invalid backend", f"got {backend!r}", "Use 'pytorch'")
         if scheduler_config is not None:
@@ -332,8 +335,8 @@ class EngineWorker(Worker):
             changes["adapter"] = self._adapter
         if scope:
             changes["max_tokens"] = scope.account.limit(task.max_tokens)
-        if task.temperature is None and self._temperature is not None:
-            changes["temperature"] = self._temperature
+        defaults = self._defaults.items()
+        changes |= {name: value for name, value in defaults if getattr(task, name) is None}
         if task.seed is not None and number:  # below zero: copies are numbered from zero
             changes["seed"] = sampling.derived_seed(task.seed, -number)
         if task.score_suffix:
@@ -513,8 +516,11 @@ def _with_prediction(params: SamplingParams, prediction: str) -> SpeculationPara
     return speculation.replace(prediction=prediction) if is_open else speculation
 
 
-def _checked_temperature(temperature: float | None) -> float | None:
-    return None if temperature is None else SamplingParams(temperature=temperature).temperature
+def _checked_defaults(defaults: Mapping[str, float], temperature: float | None) -> dict[str, float]:
+    given = {} if temperature is None else {"temperature": temperature}
+    names = {**defaults, **given}
+    params = SamplingParams.from_dict(names)
+    return {name: getattr(params, name) for name in names}
 
 
 def _prompt(task: GenerationTask) -> Prompt | None:

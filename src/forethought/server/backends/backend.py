@@ -11,6 +11,7 @@ import contextlib
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal
 
 from forethought import methods
@@ -155,6 +156,7 @@ class Backend(abc.ABC):
         passes_chats_on: conversations go to upstream servers as they are, which offer the tools,
             force the calls and read ``reasoning_effort``.
         tool_format: how the model writes calls.
+        sampling_defaults: sampling fields of requests that do not set them.
     """
 
     name: str
@@ -167,6 +169,7 @@ class Backend(abc.ABC):
     servers: Sequence[Any] = ()
     passes_chats_on: bool = False
     tool_format: ToolFormat = ANY
+    sampling_defaults: Mapping[str, float] = MappingProxyType({})
 
     async def prepare(self) -> None:
         """Learn what ``open`` needs, if it is not known yet."""
@@ -282,6 +285,11 @@ def raw_prompt(prompt: str | list[int], is_open: bool = False) -> Prompted:
 def NativeGeneration(streaming: bool) -> Controller:
     """Plain generation."""
     return NativeGenerationController(streaming=streaming)
+
+
+def drawing(defaults: Mapping[str, float]) -> dict[str, float]:
+    """Sampling defaults for several samples of a prompt, which would be equal if greedy."""
+    return {name: v for name, v in defaults.items() if (name, v) != ("temperature", 0.0)}
 
 
 def worker_table(worker: Worker, reward: Worker | None) -> dict[Any, Worker]:

@@ -34,6 +34,7 @@ from forethought.server.backends.backend import (
     NativeGeneration,
     Prompt,
     Prompted,
+    drawing,
     worker_table,
 )
 
@@ -47,7 +48,14 @@ _TAIL = 64
 
 
 class EngineBackend(Backend):
-    """One model on this machine. ``close`` shuts down ``llm`` and ``judge``, a reward model."""
+    """One model on this machine. ``close`` shuts down ``llm`` and ``judge``, a reward model.
+
+    Args:
+        name: of the model, for clients.
+        examples: questions for the page.
+        uses_model_sampling: whether requests have the model's own sampling defaults, those of its
+            ``generation_config.json``; else neutral ones.
+    """
 
     salted = True
 
@@ -58,12 +66,16 @@ class EngineBackend(Backend):
         *,
         judge: RewardWorker | RewardServerWorker | None = None,
         examples: Sequence[Mapping[str, str]] = (),
+        uses_model_sampling: bool = True,
     ) -> None:
         from forethought.workers.local import EngineWorker
 
         self.llm, self._engine, self._judge = llm, llm, judge
         self.name = name
-        self.workers = worker_table(EngineWorker(llm), judge)
+        if uses_model_sampling:
+            self.sampling_defaults = llm.profile.sampling
+        worker = EngineWorker(llm, sampling_defaults=drawing(self.sampling_defaults))
+        self.workers = worker_table(worker, judge)
         self.reward = None if judge is None else judging(judge)
         self.markers = llm.thinking_markers
         self.thinks = self.markers is not None

@@ -147,6 +147,20 @@ def read_modules(
     )
 
 
+def find_modules(directory: Path) -> str | None:
+    """Number and layout of the modules in a directory, in words, by the names of its tensors; None:
+    there are none.
+    """
+    if not any(directory.glob("*.safetensors")):
+        return None
+    names = _names(directory)
+    for name, layout in LAYOUTS.items():
+        matches = (re.match(layout.known, tensor) for tensor in names)
+        if numbers := {int(match[1]) for match in matches if match}:
+            return f"{len(numbers)} MTP module{'s' * (len(numbers) > 1)}, named as of {name}"
+    return None
+
+
 def named(layout: MtpLayout, modules: Sequence[StoredModule]) -> dict[str, Tensor]:
     """The tensors of modules under the names of a layout."""
     tensors: dict[str, Tensor] = {}
