@@ -1,6 +1,8 @@
 """``forethought chat``: turns, commands, Ctrl-C and Ctrl-D."""
 
 import builtins
+import json
+import shutil
 import sys
 
 import pytest
@@ -149,6 +151,26 @@ def test_the_whole_command_talks_to_a_model(monkeypatch, capsys):
     options = ["--model", str(speaking("byte_level")), "--dtype", "float32", "--max-tokens", "4"]
     assert main(["chat", *options]) == 0
     assert capsys.readouterr().err.count("tokens in") == 2
+
+
+def test_a_chat_samples_as_the_maker_of_the_model_advises(monkeypatch, capsys, tmp_path):
+    shutil.copytree(speaking(), tmp_path / "m")
+    advice = {"do_sample": True, "temperature": 5.0, "top_k": 1}
+    (tmp_path / "m" / "generation_config.json").write_text(json.dumps(advice))
+
+    def talked(*options):
+        monkeypatch.setattr(builtins, "input", Typed("Hello"))
+        model = ["--model", str(tmp_path / "m"), "--dtype", "float32", "--max-tokens", "8"]
+        assert main(["chat", *model, *options]) == 0
+        return capsys.readouterr()
+
+    greedy = talked("--temperature", "0").out
+    advised = talked()
+    assert advised.out == greedy
+    assert "advises: temperature 5, top_k 1" in advised.err
+    neutral = talked("--generation-config", "neutral", "--seed", "1")
+    assert "advises" not in neutral.err
+    assert neutral.out != greedy
 
 
 def test_a_model_without_a_chat_template_is_refused(capsys):

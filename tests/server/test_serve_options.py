@@ -43,11 +43,27 @@ def options(*given_options: str) -> argparse.Namespace:
         ["--upstream", "http://a", "--reward-api-model", "m"],
         ["--upstream", "http://a", "--reward-url", "http://b/v1", "--reward-model", "m"],
         ["--worker", "scripted", "x", "--reward-url", "http://b/v1"],
+        ["--worker", "scripted", "x", "--generation-config", "auto"],
     ],
 )
 def test_options_that_contradict_each_other_are_refused(given_options: list[str]) -> None:
     with pytest.raises(UsageError):
         serve.opener(options(*given_options))
+
+
+def test_a_format_of_calls_is_for_a_model_or_the_tokenizer_of_another_servers(
+    tmp_path: Path,
+) -> None:
+    script = tmp_path / "script.json"
+    script.write_text('["1"]')
+    with pytest.raises(ParameterError, match="exclude each other"):
+        serve.opener(options("--worker", "scripted", str(script), "--tool-format", "hermes"))
+    upstream = ("--upstream", "http://a", "--api-model", "m", "--tool-format", "llama3")
+    with pytest.raises(ParameterError, match="--tool-format needs --tokenizer"):
+        serve.opener(options(*upstream))
+    backend = serve.opener(options(*upstream, "--tokenizer", REASONER))()
+    assert backend.tool_format.name == "llama3"
+    backend.close()
 
 
 def test_keys_come_from_the_environment_too(monkeypatch: pytest.MonkeyPatch) -> None:

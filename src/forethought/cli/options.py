@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
@@ -218,7 +218,10 @@ INTRODUCTION = (
     'nuts. He uses 84. How many nuts does Sam have now?"; --model DIR for a real one'
 )
 """Shown where the user has named no model."""
-_OPTIONS = ("model", "revision", "dtype", "quantization", "device", "tensor_parallel_size")
+_OPTIONS = (
+    *("model", "revision", "dtype", "quantization", "device", "tensor_parallel_size"),
+    "tool_format",
+)
 
 
 def model_path(text: str) -> Path:
@@ -343,9 +346,17 @@ def only_adapter(fields: Mapping[str, Any]) -> str | None:
     return names[0] if names else None
 
 
-def has_model_options(args: argparse.Namespace, config: Mapping[str, Any] | None = None) -> bool:
-    """Whether any option of the model is given; ``config`` replaces the file of ``--config``."""
-    names = (*_OPTIONS, "kv_cache_dtype", "speculative", "draft_model", "max_draft_len")
+def has_model_options(
+    args: argparse.Namespace,
+    config: Mapping[str, Any] | None = None,
+    *,
+    left_out: Collection[str] = (),
+) -> bool:
+    """Whether any option of the model is given, but for those that are ``left_out``; ``config``
+    replaces the file of ``--config``.
+    """
+    further = ("kv_cache_dtype", "speculative", "draft_model", "max_draft_len")
+    names = [name for name in (*_OPTIONS, *further) if name not in left_out]
     has_file = args.config is not None if config is None else bool(config)
     has_adapter = getattr(args, "adapter", None) is not None
     return has_file or has_adapter or any(getattr(args, name) is not None for name in names)
@@ -366,7 +377,7 @@ def llm_args_of(
     if config is None:
         config = {} if args.config is None else load_config_file(args.config)
     fields = defaults | LlmArgs.translated(config)
-    options = {name: getattr(args, name, None) for name in (*_OPTIONS, "tool_format")}
+    options = {name: getattr(args, name) for name in _OPTIONS}
     fields |= {name: value for name, value in options.items() if value is not None}
     if adapters := adapters_of(args):
         fields["adapters"] = adapters

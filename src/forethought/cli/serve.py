@@ -290,7 +290,8 @@ def opener(
 
     ``config`` has fields for the engine, in place of those in the file of ``--config``.
     """
-    has_model = options.has_model_options(args, config)
+    shared = () if args.upstream is None else ("tool_format",)
+    has_model = options.has_model_options(args, config, left_out=shared)
     chosen = [args.upstream is not None, args.worker is not None, has_model]
     if sum(chosen) > 1:
         raise ParameterError(
