@@ -38,7 +38,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Talk until the user leaves."""
-    given = sampling_of(args)
+    options = sampling_of(args)
     if args.generation_config is not None and wants_server(args):
         why = "a server's model has that server's defaults"
         raise ParameterError(
@@ -58,7 +58,7 @@ def run(args: argparse.Namespace) -> int:
                 "Use 'forethought generate', or an instruction-tuned model",
             )
         chosen.introduce()
-        params = {**_defaults(args, chosen), **given}
+        params = {**_defaults(args, chosen), **options}
         print(f"{chosen.name}: /exit or Ctrl-D leaves, /clear begins again", file=sys.stderr)
         with closing(
             Respondent(ConversationController(streaming=True), chosen.worker)

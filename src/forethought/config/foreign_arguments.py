@@ -296,7 +296,9 @@ _VLLM: _Table = {
     "structured_outputs_config": _refused(_GUIDED),
     "reasoning_parser": _refused("Leave it out: thoughts are found by the model's template"),
     "generation_config": _only(
-        "vllm", "trtllm", fix="Leave it out: sampling is what SamplingParams says"
+        "vllm",
+        "trtllm",
+        fix="Leave it out: sampling is what SamplingParams says; chat and serve have the option",
     ),
     "override_generation_config": _refused("Leave it out: sampling is what SamplingParams says"),
     "served_model_name": _refused("Use --served-model-name of forethought serve"),

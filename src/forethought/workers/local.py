@@ -517,10 +517,9 @@ def _with_prediction(params: SamplingParams, prediction: str) -> SpeculationPara
 
 
 def _checked_defaults(defaults: Mapping[str, float], temperature: float | None) -> dict[str, float]:
-    given = {} if temperature is None else {"temperature": temperature}
-    names = {**defaults, **given}
-    params = SamplingParams.from_dict(names)
-    return {name: getattr(params, name) for name in names}
+    fields = dict(defaults) if temperature is None else {**defaults, "temperature": temperature}
+    params = SamplingParams.from_dict(fields)
+    return {name: getattr(params, name) for name in fields}
 
 
 def _prompt(task: GenerationTask) -> Prompt | None:
