@@ -351,6 +351,14 @@ def test_parameters_have_the_types_of_the_schema(key: str, value: str, argument:
     assert json.loads(arguments) == {key: argument}
 
 
+def test_types_of_schemas_that_refer_to_themselves_are_found_at_once() -> None:
+    many = [{"$ref": "#/$defs/A"}] * 20
+    loop = {"properties": {"x": {"$ref": "#/$defs/A"}}, "$defs": {"A": {"anyOf": many}}}
+    reader = FORMATS["qwen3_coder"].reader({"f": loop})
+    reader.push("<function=f><parameter=x>7</parameter></function>")
+    assert [call.arguments for call in reader.calls] == ['{"x": "7"}']
+
+
 def test_a_closing_mark_within_a_parameter_belongs_to_it() -> None:
     value = "<a>\n</parameter> and\n\n</function>\n"
     text = f"<function=say><parameter=text>\n{value}\n</parameter></function></tool_call>Done."
@@ -364,6 +372,19 @@ def test_no_more_calls_than_are_allowed_count() -> None:
     form = FORMATS["hermes"]
     assert len(read(form, [one * 3], max_calls=1)[2]) == 1
     assert len(read(form, [one * (MAX_CALLS + 2)])[2]) == MAX_CALLS
+
+
+def test_long_runs_of_white_space_take_little_time() -> None:
+    blanks = "\n" * 100_000
+    reader = FORMATS["qwen3_coder"].reader(FUNCTIONS)
+    parts = [reader.push(blank)[1] for blank in blanks] + [reader.finish()[1]]
+    assert "".join(parts) == blanks
+    reader = FORMATS["qwen3_coder"].reader(FUNCTIONS)
+    reader.push("<function=say><parameter=text>x</parameter>")
+    for blank in blanks:
+        reader.push(blank)
+    reader.push("</function>")
+    assert [call.arguments for call in reader.calls] == ['{"text": "x"}']
 
 
 @pytest.mark.parametrize(
@@ -427,6 +448,21 @@ def test_a_forced_call_is_one_in_the_format_and_keeps_to_the_schema(name: str) -
     assert read_everywhere(form, text % "12") == ("", "", [("add", '{"a": 12}')])
     assert form.begins_forced(form.head[:3], ["add", "say"]) == ["add", "say"]
     assert form.begins_forced(form.head.replace("%s", "sa"), ["add", "say"]) in (["say"], [])
+
+
+def test_gpt_oss_may_think_before_a_forced_call() -> None:
+    hf = tokenizer(FRAME.replace("@", TEMPLATES["harmony"]))
+    form = tool_format_of(hf)
+    assert form is not None
+    thought = "<|channel|>analysis<|message|>Two.\nSo: add.<|end|><|start|>assistant"
+    call = form.head.replace("%s", "add") + '{"a": 1}'
+    assert accepted(form, hf, thought + call)
+    assert not accepted(form, hf, thought * 2 + call)
+    assert read_everywhere(form, thought + call) == (
+        "Two.\nSo: add.",
+        "",
+        [("add", '{"a": 1}')],
+    )
 
 
 def test_forced_parameters_are_optional_where_they_are_not_required_and_text_is_free() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -225,6 +226,24 @@ def test_a_forced_call_is_given_in_the_fragments_in_which_it_comes() -> None:
     _, content, calls = tools.parse('{"name":"write","arguments":{"text":"a"}}')
     stream.finish(Answer(content, "", calls, "tool_calls", 0))
     assert stream.take_calls() == []
+
+
+THOUGHT = "<think>Or <tool_call>? No.</think>\n\nYes. " + as_text("read", {}) + as_text("write", {})
+
+
+@pytest.mark.parametrize("size", [1, 3, 7, 1000])
+def test_a_thought_content_and_calls_stream_as_they_are_read_at_once(size: int) -> None:
+    service: Any = SimpleNamespace(backend=SimpleNamespace(markers=("<think>", "</think>")))
+    tools = Tools([WRITE, OTHER])
+    chat = dataclasses.replace(raw_prompt("x"), is_chat=True)
+    stream = AnswerStream(service, chat, tools)
+    splits = [stream.push(THOUGHT[n : n + size]) for n in range(0, len(THOUGHT), size)]
+    splits.append(stream.finish(Answer("", "", tools.parse(THOUGHT[50:])[2], "stop", 0)))
+    assert "".join(split.reasoning for split in splits) == "Or <tool_call>? No."
+    assert "".join(split.content for split in splits) == "Yes."
+    pieces = stream.take_calls()
+    assert [piece.opening.name for piece in pieces if piece.opening] == ["read", "write"]
+    assert [piece.number for piece in pieces if piece.opening] == [0, 1]
 
 
 # ---- the server ----------------------------------------------------------------------------------

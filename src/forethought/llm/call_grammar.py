@@ -54,15 +54,19 @@ def xml_parameters(
     properties = parameters.get("properties", {})
     required = parameters.get("required", [])
     words = parameters.keys() - {*_ANNOTATIONS, *_DEFINITIONS, *_OBJECT}
-    if words or parameters.get("type", "object") != "object" or set(required) - set(properties):
+    is_plain = not words and parameters.get("type", "object") == "object"
+    if not (is_plain and isinstance(properties, Mapping) and isinstance(required, list)):
         return None
-    parts = []
+    if not all(isinstance(name, str) and name in properties for name in required):
+        return None
+    parts, own_rules = list[str](), list[str]()
     for number, (key, schema) in enumerate(properties.items()):
-        value = _xml_value(schema, parameters, f"{prefix}_{number}", rules)
+        value = _xml_value(schema, parameters, f"{prefix}_{number}", own_rules)
         if value is None or ">" in key or "\n" in key:
             return None
         parameter = " ".join([*literal(f"<parameter={key}>\n"), value])
         parts.append(parameter if key in required else f"({parameter})?")
+    rules += own_rules
     return " ".join(parts) or '""'
 
 
@@ -91,7 +95,7 @@ def _xml_text(schema: Mapping[str, Any], name: str, rules: list[str]) -> str | N
     if schema.keys() - {*_TEXT, *_ANNOTATIONS}:
         return None
     choices = schema.get("enum", [schema["const"]] if "const" in schema else None)
-    if choices is not None:
+    if isinstance(choices, list):
         texts = [json.dumps(f"{choice}{_VALUE_END}", ensure_ascii=False) for choice in choices]
         return f"({' | '.join(texts)})"
     least, most = schema.get("minLength", 0), schema.get("maxLength")

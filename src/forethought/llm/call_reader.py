@@ -270,7 +270,7 @@ class CallReader:
         self._thought: list[str] = []
         self._content: list[str] = []
         self.has_thought, self.has_content = False, False
-        self._blanks, self._follows_call = "", False
+        self._blanks, self._follows_call = list[str](), False
         self._open: ReadCall | None = None
         self._lead = ""
         """Arguments that were not given to the client yet."""
@@ -292,7 +292,7 @@ class CallReader:
         self.source.has_ended, self._drops_cut = True, is_cut
         self._advance()
         if not self._follows_call:
-            self._content.append(self._blanks)
+            self._content += self._blanks
         return self._new()
 
     @property
@@ -330,13 +330,13 @@ class CallReader:
 
     def write(self, text: str) -> None:
         """Add content. White space around calls belongs to them."""
-        text = self._blanks + text
-        if self._follows_call and not self.has_content:
-            text = text.lstrip()
         certain = text.rstrip()
-        self._blanks = text[len(certain) :]
-        self.has_content = self.has_content or bool(certain)
-        self._content.append(certain)
+        if certain:
+            before = "".join(self._blanks) + certain
+            self._content.append(before if self.has_content or not self._follows_call else certain)
+            self._blanks, self.has_content = [], True
+        if self.has_content or not self._follows_call:
+            self._blanks.append(text[len(certain) :])
 
     def think(self, text: str) -> None:
         """Add thought."""
@@ -572,13 +572,15 @@ def _raw_value(source: Source, emit: Emit) -> Reading[None]:
                 raise _Cut
             yield
             continue
-        rest = source.held[place + len(_VALUE_END) :].lstrip()
-        if not source.has_ended and any(mark.startswith(rest) for mark in _AFTER_VALUE):
-            yield
-        elif not rest or rest.startswith(_AFTER_VALUE):
+        begin = place + len(_VALUE_END)
+        after = source.held[begin : begin + _MAX_HEAD]
+        rest, waits = after.lstrip(), not source.has_ended and len(after) < _MAX_HEAD
+        if rest.startswith(_AFTER_VALUE) or not (rest or waits):
             emit(source.take(place).removesuffix("\n"))
             source.take(len(_VALUE_END))
             return
+        if waits and any(mark.startswith(rest) for mark in _AFTER_VALUE):
+            yield
         else:
             emit(source.take(place + len(_VALUE_END)))
 

@@ -40,6 +40,8 @@ from forethought.llm.tool_messages import (
     shows_tools,
 )
 
+_THOUGHT = ("<|channel|>analysis<|message|>", "<|end|><|start|>assistant")
+"""What is before and after a thought in front of a call, in a format of messages."""
 Openings = Mapping[str, Callable[[CallReader], Reading[None]]]
 _JSON_HEAD = '{"name": "%s", "arguments": '
 _DEEPSEEK = "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>%s"
@@ -139,7 +141,12 @@ class ToolFormat:
                 if self.has_parameters:
                     head, tail = FORMATS["hermes"].head, FORMATS["hermes"].tail
             calls.append(" ".join([*self._literal(_named(head, name)), body, *self._literal(tail)]))
-        return GuidedDecodingParams(grammar="\n".join([f"start: {' | '.join(calls)}", *rules]))
+        start = " | ".join(calls)
+        if self.reads_messages:  # which begin with a thought
+            opening, closing = (" ".join(self._literal(text)) for text in _THOUGHT)
+            start = f"({opening} thought {closing})? ({start})"
+            rules.append("thought: /(?s:.)+/")
+        return GuidedDecodingParams(grammar="\n".join([f"start: {start}", *rules]))
 
     def begins_forced(self, text: str, names: Sequence[str]) -> list[str]:
         """The names whose forced calls begin with a text, which ends before the arguments."""

@@ -6,10 +6,10 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-_MAX_REFERENCES = 16
+_MAX_SCHEMAS = 256
+"""Parts of a schema that are read for the types of one argument."""
 _COMBINING = ("anyOf", "oneOf", "allOf")
 _TEXT: frozenset[str] = frozenset({"string"})
-_ALL = ("boolean", "integer", "number", "null", "object", "array")
 
 
 def is_text(parameters: Mapping[str, Any], key: str) -> bool:
@@ -63,25 +63,33 @@ def _property(parameters: Mapping[str, Any], key: str) -> Any:
     return parameters.get("additionalProperties")
 
 
-def _types(schema: Any, root: Mapping[str, Any], num_references: int = 0) -> frozenset[str]:
+def _types(schema: Any, root: Mapping[str, Any]) -> frozenset[str]:
     """The types that a schema allows; that of text where it says nothing."""
-    if not isinstance(schema, Mapping) or num_references > _MAX_REFERENCES:
-        return _TEXT
-    if isinstance(reference := schema.get("$ref"), str):
-        return _types(_resolved(reference, root), root, num_references + 1)
+    types, open_schemas, num_seen = set[str](), [schema], 0
+    while open_schemas:
+        part, num_seen = open_schemas.pop(), num_seen + 1
+        if not isinstance(part, Mapping) or num_seen > _MAX_SCHEMAS:
+            continue
+        if isinstance(reference := part.get("$ref"), str):
+            open_schemas.append(_resolved(reference, root))
+        elif combined := next((w for w in _COMBINING if isinstance(part.get(w), list)), None):
+            open_schemas += part[combined]
+        else:
+            types |= _own_types(part)
+    return frozenset(types) or _TEXT
+
+
+def _own_types(schema: Mapping[str, Any]) -> frozenset[str]:
+    """The types that a schema names itself."""
     named = schema.get("type")
     if isinstance(named, str | list):
         return frozenset([named] if isinstance(named, str) else filter(_is_name, named))
     values = schema.get("enum", [schema["const"]] if "const" in schema else None)
     if isinstance(values, list):
-        return frozenset().union(*map(_type, values)) or _TEXT
-    for word in _COMBINING:
-        if isinstance(parts := schema.get(word), list):
-            types = [_types(part, root, num_references + 1) for part in parts]
-            return frozenset().union(*types) or _TEXT
+        return frozenset().union(*map(_type, values))
     if "properties" in schema:
         return frozenset({"object"})
-    return frozenset({"array"}) if "items" in schema else _TEXT
+    return frozenset({"array"}) if "items" in schema else frozenset()
 
 
 def _is_name(value: Any) -> bool:
