@@ -49,6 +49,8 @@ def test_a_switch_of_the_template_is_named(tmp_path: Path) -> None:
     template = tokenizer.hf.chat_template
     tokenizer.hf.chat_template = "{% if enable_thinking %}{% endif %}" + template
     assert ModelProfile.read(tokenizer, tmp_path / "m").thinking_switch == "enable_thinking"
+    tokenizer.hf.chat_template = "{{ messages[0].thinking }}{{ 'thinking' }}" + template
+    assert ModelProfile.read(tokenizer, tmp_path / "m").thinking_switch is None
     assert profile_of(tmp_path / "m").thinking_switch is None
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import copy
 import json
 from collections.abc import Iterator
@@ -11,8 +12,10 @@ from typing import Any
 import pytest
 from transformers import LlamaConfig
 
+from forethought.config.guided import GuidedDecodingParams
 from forethought.llm.async_llm import AsyncLLM
 from forethought.scaffolding import ChatTask, EngineWorker, UserMessage
+from forethought.server.backends.backend import Conversation
 from forethought.server.backends.engine_backend import EngineBackend
 from forethought.server.settings import Settings
 from http_servers import Served, served
@@ -71,7 +74,8 @@ def mistral(tmp_path_factory: pytest.TempPathFactory) -> Iterator[AsyncLLM]:
 
 @pytest.fixture(scope="module")
 def harmony(tmp_path_factory: pytest.TempPathFactory) -> Iterator[AsyncLLM]:
-    template = FRAME.replace("@", HARMONY).replace("#", "<|start|>assistant")
+    effort = "Reasoning: {{ reasoning_effort or 'medium' }}"
+    template = effort + FRAME.replace("@", HARMONY).replace("#", "<|start|>assistant")
     llm = opened(tmp_path_factory.mktemp("harmony"), "harmony", template)
     yield llm
     llm.shutdown()
@@ -144,10 +148,6 @@ def test_a_forced_call_is_in_the_format_of_the_model_and_streams(server: Served)
 def test_a_worker_reads_the_calls_of_a_chat_and_says_where_one_is_unreadable(
     mistral: AsyncLLM,
 ) -> None:
-    import asyncio
-
-    from forethought.config.guided import GuidedDecodingParams
-
     def answered(text: str) -> Any:
         grammar = says(mistral, text)["structured_outputs"]["grammar"]
         task = ChatTask(messages=[UserMessage("?")])
@@ -166,6 +166,16 @@ def test_a_worker_reads_the_calls_of_a_chat_and_says_where_one_is_unreadable(
     assert "JSON" in message.unreadable_call
 
 
+def test_a_chat_without_tools_is_read_in_a_format_of_messages(harmony: AsyncLLM) -> None:
+    grammar = says(harmony, ANSWER)["structured_outputs"]["grammar"]
+    task = ChatTask(messages=[UserMessage("?")])
+    task.max_tokens, task.guided_decoding = 200, GuidedDecodingParams(grammar=grammar)
+    asyncio.run(EngineWorker(harmony).run_task(task))
+    message = task.messages[-1]
+    assert (message.content, message.reasoning) == ("It is 4.", "Hm.")
+    assert (task.output_str, task.finish_reason) == ("It is 4.", "stop")
+
+
 MESSAGES = (
     "<|channel|>analysis<|message|>Hm, a sum.<|end|><|start|>assistant<|channel|>commentary"
     "<|message|>I add.<|end|><|start|>assistant<|channel|>commentary to=functions.add <|constrain|>"
@@ -174,6 +184,19 @@ MESSAGES = (
 ANSWER = (
     "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>final<|message|>It is 4."
 )
+
+
+def test_the_effort_of_a_request_reaches_a_template_that_reads_it(harmony: AsyncLLM) -> None:
+    backend = EngineBackend(harmony, "tiny")
+    talk = [{"role": "user", "content": "?"}]
+    for effort, shown in (("high", "high"), ("minimal", "low"), (None, "medium")):
+        ids = backend.render(Conversation(talk, reasoning_effort=effort))
+        assert backend.detokenize(ids).startswith(f"Reasoning: {shown}")
+    own = Conversation(talk, template_args={"reasoning_effort": "max"}, reasoning_effort="low")
+    assert backend.detokenize(backend.render(own)).startswith("Reasoning: max")
+    with served(backend) as server:
+        body = {"messages": talk, "reasoning_effort": "low", "max_tokens": 2}
+        assert server.send(CHAT, body).status == 200
 
 
 def test_messages_of_gpt_oss_are_thought_content_and_calls(harmony: AsyncLLM) -> None:

@@ -17,6 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from jinja2 import Environment, TemplateSyntaxError, meta
+
 from forethought.config.generation_config import not_honoured, sampling_defaults
 from forethought.llm.reasoning import opens_thought
 from forethought.llm.tokenizer import Tokenizer
@@ -26,6 +28,8 @@ from forethought.speculative import registry
 
 _SWITCHES = ("enable_thinking", "thinking", "reasoning_effort")
 """Arguments of chat templates that ask for thoughts."""
+_ENVIRONMENT = Environment(extensions=["jinja2.ext.loopcontrols"], autoescape=True)
+"""Parses chat templates, and renders none."""
 _HARMONY = ("<|channel|>analysis<|message|>", "<|end|>")
 """What opens and closes the thought of a model that writes messages in channels."""
 
@@ -85,6 +89,13 @@ class ModelProfile:
         return self.thinking_markers is not None or self._writes_messages
 
     @property
+    def takes_effort(self) -> bool:
+        """Whether the chat template is told by ``reasoning_effort`` how much to think, of a model
+        without markers for a budget.
+        """
+        return self.thinking_markers is None and self.thinking_switch == "reasoning_effort"
+
+    @property
     def _writes_messages(self) -> bool:
         return self.tool_format is not None and self.tool_format.reads_messages
 
@@ -114,8 +125,12 @@ class ModelProfile:
 
 
 def _switch(template: str) -> str | None:
-    """The argument of a chat template that asks for thoughts."""
-    return next((name for name in _SWITCHES if re.search(rf"\b{name}\b(?!['\"])", template)), None)
+    """The argument of a chat template that asks for thoughts: a variable that it does not set."""
+    try:
+        variables = meta.find_undeclared_variables(_ENVIRONMENT.parse(template))
+    except TemplateSyntaxError:  # a tag of transformers' own
+        variables = {name for name in _SWITCHES if re.search(rf"(?<![.'\"\w]){name}\b", template)}
+    return next((name for name in _SWITCHES if name in variables), None)
 
 
 def _prompt(tokenizer: Tokenizer) -> str:

@@ -310,7 +310,8 @@ class Service:
         module.
         """
         thinks, passes = self.backend.markers is not None, self.backend.passes_chats_on
-        return sampling_of(body, tools, thinks=thinks, passes_chats_on=passes)
+        effort = self.backend.takes_effort
+        return sampling_of(body, tools, thinks=thinks, passes_chats_on=passes, takes_effort=effort)
 
     def tools(self, tools: Tools) -> Tools:
         """The tools of a request, whose calls the model writes in its format."""

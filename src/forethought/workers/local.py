@@ -195,7 +195,8 @@ class EngineWorker(Worker):
     async def chat_handler(self, task: ChatTask) -> TaskStatus:
         """Generate the assistant's next turn.
 
-        With tools, calls are read from the text; the text of such a turn is streamed at its end.
+        With tools, calls are read from the text, and whole messages of a format that has them; the
+        text of such a turn is streamed at its end.
         """
         self._check(task)
         sampling.refuse(task, ["n"], "a chat", "Use copies of the task")
@@ -205,8 +206,11 @@ class EngineWorker(Worker):
                 f"got {task.reasoning_effort!r}, and models read it in different ways",
                 "Set thinking_budget",
             )
-        if task.tools or any(getattr(message, "tool_calls", None) for message in task.messages):
-            await self._generate_with_tools(task)
+        form = self.llm.profile.tool_format
+        reads_messages = form is not None and form.reads_messages and not task.skip_detokenizer
+        calls = any(getattr(message, "tool_calls", None) for message in task.messages)
+        if task.tools or calls or reads_messages:
+            await self._generate_message(task)
         else:
             token_ids = await self._chat_prompt(task.messages_to_dict_content())
             await self._generate(task, tuple(token_ids))
@@ -233,7 +237,7 @@ class EngineWorker(Worker):
             return ResponseParser(self.tokenizer, self._response_template)
         return FormatParser(self._text, profile.tool_format, profile.thinking_markers)
 
-    async def _generate_with_tools(self, task: ChatTask) -> None:
+    async def _generate_message(self, task: ChatTask) -> None:
         if task.skip_detokenizer:
             raise ParameterError(
                 "a chat with tools needs its text", "skip_detokenizer is set", "Leave it out"

@@ -61,7 +61,8 @@ class Conversation:
         has_shape: a grammar holds for the answer.
         thinks_first: the answer under the grammar begins after a thought; else at once.
         schema_fields: name, description and ``strict`` of the client's schema, for other servers.
-        reasoning_effort: how much to think, for other servers; None: left to them.
+        reasoning_effort: how much to think, for other servers and chat templates that read it;
+            None: left to them.
         max_tokens_field: the name that the client gives the limit of tokens, for other servers.
     """
 
@@ -156,6 +157,7 @@ class Backend(abc.ABC):
         passes_chats_on: conversations go to upstream servers as they are, which offer the tools,
             force the calls and read ``reasoning_effort``.
         tool_format: how the model writes calls.
+        takes_effort: the chat template reads ``reasoning_effort``.
         sampling_defaults: sampling fields of requests that do not set them.
     """
 
@@ -169,6 +171,7 @@ class Backend(abc.ABC):
     servers: Sequence[Any] = ()
     passes_chats_on: bool = False
     tool_format: ToolFormat = ANY
+    takes_effort: bool = False
     sampling_defaults: Mapping[str, float] = MappingProxyType({})
 
     async def prepare(self) -> None:

@@ -7,6 +7,7 @@ import importlib
 import inspect
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from forethought.config.sampling import SamplingParams
@@ -43,6 +44,8 @@ log = logging.getLogger(__name__)
 Rendered = TypeVar("Rendered")
 _CONTEXT = 256
 """Characters of a prompt on which the text of the first tokens after it may depend."""
+_EFFORTS: Mapping[str, str] = {"none": "low", "minimal": "low", "xhigh": "high"}
+"""Efforts that chat templates do not know -> the nearest that they do."""
 _TAIL = 64
 """Tokens at the end of a prompt in which a thought may be opened."""
 
@@ -82,7 +85,7 @@ class EngineBackend(Backend):
         self._marker_ids = [self.tokenize(marker, special=False) for marker in self.markers or ()]
         form = llm.profile.tool_format
         self._responses = response_parser(llm.tokenizer) if form is None else None
-        self.tool_format = form or ANY
+        self.tool_format, self.takes_effort = form or ANY, llm.profile.takes_effort
         self._examples = [dict(example) for example in examples]
 
     def warm_up(self) -> None:
@@ -119,6 +122,9 @@ class EngineBackend(Backend):
 
     def render(self, conversation: Conversation) -> list[int]:
         """The ids of a conversation; raises UsageError if the template refuses it."""
+        if self.takes_effort and (effort := conversation.reasoning_effort) is not None:
+            args = {"reasoning_effort": _EFFORTS.get(effort, effort), **conversation.template_args}
+            conversation = replace(conversation, template_args=args)
         ids = rendered(self._engine.tokenizer, conversation, self._engine.chat_prompt)
         is_closed = conversation.has_shape and not conversation.thinks_first
         tail = self._engine.decode(ids[-_TAIL:]) if is_closed else ""

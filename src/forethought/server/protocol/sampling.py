@@ -98,12 +98,14 @@ def sampling_of(
     *,
     thinks: bool = False,
     passes_chats_on: bool = False,
+    takes_effort: bool = False,
 ) -> RequestSampling:
     """The sampling fields that a body sets; a forced call of ``tools`` is a shape.
 
     Args:
         thinks: whether the model has thoughts that can be limited.
         passes_chats_on: whether another server forces the calls and reads ``reasoning_effort``.
+        takes_effort: whether the chat template reads it.
 
     Raises:
         ParameterError: fields that contradict each other, by their names.
@@ -116,7 +118,8 @@ def sampling_of(
     if isinstance(body, Penalised) and body.logit_bias:
         params["logit_bias"] = body.logit_bias
     _read_shape(body, None if passes_chats_on else tools, params, fields)
-    is_unlimited = _read_thinking(body, thinks, passes_chats_on, params, fields)
+    passes_effort = passes_chats_on or takes_effort
+    is_unlimited = _read_thinking(body, thinks, passes_effort, params, fields)
     has_shape = "guided_decoding" in params
     if has_shape and thinks and is_unlimited and not passes_chats_on:
         params["thinking_budget"] = NO_LIMIT
@@ -309,7 +312,7 @@ def _shape(path: str, **arguments: Any) -> GuidedDecodingParams:
 def _read_thinking(
     body: Generating,
     thinks: bool,
-    passes_chats_on: bool,
+    passes_effort: bool,
     params: dict[str, Any],
     fields: dict[str, str],
 ) -> bool:
@@ -334,7 +337,7 @@ def _read_thinking(
         if budget != -1:
             params["thinking_budget"], fields["thinking_budget"] = budget, name
     path, effort = _effort(body)
-    if effort is None or passes_chats_on:
+    if effort is None or passes_effort:
         return is_unlimited and "thinking_budget" not in params
     if budgets:
         raise ParameterError(
