@@ -294,6 +294,8 @@ _VLLM: _Table = {
     "max_lora_rank": _refused(_LORA),
     "guided_decoding_backend": _only("llguidance", "guidance", "auto", fix=_GUIDED),
     "structured_outputs_config": _refused(_GUIDED),
+    "tool_call_parser": _refused("Leave it out: the chat template tells; or use tool_format"),
+    "enable_auto_tool_choice": _ANY,
     "reasoning_parser": _refused("Leave it out: thoughts are found by the model's template"),
     "generation_config": _only(
         "vllm",
