@@ -321,6 +321,27 @@ def test_half_a_call_of_a_script_is_no_content() -> None:
                 assert message["tool_calls"][0]["function"]["name"] == "read"
 
 
+@pytest.mark.parametrize("length", [1, 3000])
+def test_a_broken_call_of_a_script_is_content_and_the_answer_is_no_call(length: int) -> None:
+    from forethought.workers.scripted import Reply
+
+    broken = '<tool_call>{"name": "read", "arguments": {"a": "%s", b}}</tool_call>' % ("x" * length)
+    with scripted(lambda prompt, index: Reply(broken)) as running:
+        choice = running.send(CHAT, {**ASK, "tools": [OTHER]}).json["choices"][0]
+        assert (choice["finish_reason"], choice["message"]["content"]) == ("stop", broken)
+        assert "tool_calls" not in choice["message"]
+        answer = running.send(CHAT, {**ASK, "tools": [OTHER], "stream": True})
+        chunks = [data for _, data in answer.events if data != "[DONE]"]
+        contents = [chunk["choices"][0]["delta"].get("content") or "" for chunk in chunks]
+        assert ("".join(contents), fragments(answer)[1]) == (broken, "stop")
+        tool = {"type": "function", **OTHER["function"]}
+        response = running.send(RESPONSES, {"input": "?", "tools": [tool]}).json
+        statuses = [
+            item["status"] for item in response["output"] if item["type"] == "function_call"
+        ]
+        assert set(statuses) <= {"incomplete"}
+
+
 # ---- a template without a place for tools -------------------------------------------------------
 
 

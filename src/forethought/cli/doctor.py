@@ -90,7 +90,7 @@ def examine_model(fields: Mapping[str, Any]) -> dict[str, Any]:
         engine, runner = frontend.engine, frontend.engine.runner
         return {
             "model": str(fields["model"]),
-            "profile": frontend.profile.to_dict(),
+            "profile": llm.profile.to_dict(),
             "forward": {"path": runner.lm.path.kind, "reason": runner.lm.path.reason},
             "drafters_in_use": dict(engine.stats.draft_paths),
             "memory": {

@@ -232,7 +232,7 @@ class AsyncLLM:
 
     @property
     def profile(self) -> ModelProfile:
-        """What is known of the model: its thoughts, and how it writes calls of tools."""
+        """What the model's files say of how it is to be used."""
         return self._frontend.profile
 
     @property

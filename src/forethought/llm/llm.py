@@ -26,6 +26,7 @@ from forethought.engine.sequence import num_common
 from forethought.errors import DependencyError, EngineStopped, ParameterError, UsageError
 from forethought.llm.fifo_lock import FifoLock
 from forethought.llm.frontend import Frontend, Generation
+from forethought.llm.profile import ModelProfile
 from forethought.llm.tokenizer import Prompt, is_batch, read_length
 from forethought.model.sampling import Constraints
 from forethought.outputs import (
@@ -192,6 +193,11 @@ class LLM:
     def adapters(self) -> list[str]:
         """The names of the LoRA adapters."""
         return self._running().engine.adapters.names
+
+    @property
+    def profile(self) -> ModelProfile:
+        """What the model's files say of how it is to be used."""
+        return self._running().profile
 
     @property
     def snapshots(self) -> list[str]:
