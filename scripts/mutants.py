@@ -100,6 +100,9 @@ PRM = "tests/rewards/test_prm_controller.py"
 DYNASOR = "tests/methods/test_dynasor.py"
 BEST_OF_N = "tests/methods/test_best_of_n.py"
 THINKING = "tests/llm/test_thinking.py"
+FORMATS = "tests/llm/test_tool_formats.py"
+PROFILE = "tests/llm/test_profile.py"
+DEFAULTS = "tests/server/test_sampling_defaults.py"
 SEARCH = "tests/methods/test_search.py"
 DEEPCONF = "tests/methods/test_deepconf.py"
 REVISION = "tests/methods/test_revision_methods.py"
@@ -129,6 +132,40 @@ MUTANTS = [
     Mutant("llm/thinking.py", "return ~self._only(rule.never)", "return None", THINKING),
     Mutant("llm/thinking.py", "if self.end in written:", "if False:", THINKING),
     Mutant("llm/thinking.py", "if shared < self._first:", "if False:", THINKING),
+    # How calls of tools are read from a growing text, and forced.
+    Mutant("llm/call_reader.py", "if len(closers) == _MAX_DEPTH:", "if False:", FORMATS),
+    Mutant("llm/call_reader.py", "if not _ESCAPE.match(escape):", "if False:", FORMATS),
+    Mutant(
+        "llm/call_reader.py",
+        "if rest.startswith(_AFTER_VALUE) or not (rest or waits):",
+        "if True:",
+        FORMATS,
+    ),
+    Mutant("llm/call_reader.py", 'self._lead.strip() not in ("", "{"):', "self._lead:", FORMATS),
+    Mutant("llm/call_reader.py", "if not is_opening and", "if", FORMATS),
+    Mutant("llm/call_reader.py", "num_held > 1):", "num_held > 99):", FORMATS),
+    Mutant("llm/call_reader.py", "len(self.calls) >= MAX_CALLS:", "False:", FORMATS),
+    Mutant("llm/tool_format.py", "if part in self.added_tokens:", "if False:", FORMATS),
+    Mutant("llm/tool_format.py", "if form.written.takes_text:", "if False:", FORMATS),
+    Mutant("llm/typed_argument.py", "num_seen > _MAX_SCHEMAS:", "num_seen > 10**9:", FORMATS),
+    Mutant("llm/typed_argument.py", "parse_constant=_refuse", "parse_constant=float", FORMATS),
+    Mutant("llm/call_grammar.py", "if value is None or", "if", FORMATS),
+    # Sampling defaults, and the drafter in a checkpoint.
+    Mutant("server/service.py", "if num_choices > 1:", "if False:", DEFAULTS),
+    Mutant("server/service.py", "{**defaults, **params}, **further", "params, **further", DEFAULTS),
+    Mutant(
+        "server/backends/engine_backend.py",
+        "sampling_defaults=drawing(self.sampling_defaults)",
+        "sampling_defaults=self.sampling_defaults",
+        DEFAULTS,
+    ),
+    Mutant("workers/local.py", "if getattr(task, name) is None}", "}", PROFILE),
+    Mutant(
+        "engine/resolve.py",
+        'if "speculative_config" in args.model_fields_set:',
+        "if False:",
+        PROFILE,
+    ),
     Mutant(
         "methods/budget_vote.py",
         "left += share - _num_tokens",

@@ -305,6 +305,29 @@ def test_a_call_of_a_tool_that_gpt_oss_has_not_is_content() -> None:
     assert read_everywhere(FORMATS["harmony"], text) == ("", text, [])
 
 
+DEEP = '{"a": ' * 200 + "1" + "}" * 200
+NO_JSON = (r'{"a": "\x"}', r'{"a": "\u12g4"}', "{a}", '{"a" 1}', '{"a": 01}', '{"a": 1,}', "[1 2]")
+
+
+@pytest.mark.parametrize("value", [*NO_JSON, DEEP, '{"a": ' + "9" * 600 + "}"])
+def test_what_is_no_json_is_content(value: str) -> None:
+    text = f'<tool_call>{{"name": "add", "arguments": {value}}}</tool_call>'
+    assert read(FORMATS["hermes"], [text]) == read(FORMATS["hermes"], list(text)) == ("", text, [])
+
+
+def test_a_call_that_breaks_at_once_is_never_given_to_a_client() -> None:
+    reader = FORMATS["hermes"].reader(FUNCTIONS)
+    for character in '<tool_call>{"name": "add", "arguments": { a}}':
+        reader.push(character)
+        assert reader.take_deltas() == []
+    assert reader.calls == []
+
+
+def test_a_mark_that_begins_as_a_list_does_is_a_mark() -> None:
+    assert read_everywhere(ANY, TWO["mistral"])[1] == ""
+    assert read_everywhere(ANY, "[1, 2]") == ("", "[1, 2]", [])
+
+
 def test_members_of_a_call_may_have_any_order_and_further_ones_are_left_out() -> None:
     calls = '{"id": [1, {}], "arguments": {"a": 1}, "type": "function", "name": "add"}'
     text = f"<tool_call>{calls}</tool_call>"
@@ -371,7 +394,8 @@ def test_no_more_calls_than_are_allowed_count() -> None:
     one = '<tool_call>{"name": "add", "arguments": {}}</tool_call>'
     form = FORMATS["hermes"]
     assert len(read(form, [one * 3], max_calls=1)[2]) == 1
-    assert len(read(form, [one * (MAX_CALLS + 2)])[2]) == MAX_CALLS
+    _, content, calls = read(form, [one * (MAX_CALLS + 2)])
+    assert (content, len(calls)) == (one * 2, MAX_CALLS)
 
 
 def test_long_runs_of_white_space_take_little_time() -> None:

@@ -219,7 +219,7 @@ def _scalar(source: Source, emit: Emit) -> Reading[None]:
         yield
         text += source.run(_SCALAR_RUN)
     is_cut = source.has_ended and not source.held
-    if not is_cut and not _SCALAR.match(text):
+    if len(text) > _MAX_SCALAR or not (is_cut or _SCALAR.match(text)):
         raise _Malformed
     emit(text)
     if is_cut:
