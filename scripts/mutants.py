@@ -799,7 +799,7 @@ MUTANTS = [
     ),
     Mutant(
         "kv/recurrent.py",
-        "if number % self.page_size == 0:",
+        "if number % self.checkpoint_tokens == 0:",
         "if True:",
         "tests/model/test_recurrent_layers.py tests/engine/test_engine_machine.py",
     ),
@@ -829,8 +829,8 @@ MUTANTS = [
     ),
     Mutant(
         "model/recurrent_layers.py",
-        "self._checkpoint_tokens or (1 if prefix else span.length)",
-        "self._checkpoint_tokens or span.length",
+        "step = 1 if prefix else span.length",
+        "step = span.length",
         "tests/model/test_recurrent_layers.py tests/engine/test_engine_machine.py",
     ),
     Mutant(

@@ -112,7 +112,6 @@ def engine_over(
     storage = lm.storage(
         pages,
         page_size,
-        64,
         has_scratch_page=graphs is not None,
         stored_dtype=kv_dtype,
     )

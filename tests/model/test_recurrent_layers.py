@@ -74,9 +74,9 @@ def test_requests_that_come_and_go_generate_what_transformers_does(architecture:
 
 @pytest.mark.parametrize("architecture", FEW)
 def test_a_prompt_that_is_known_up_to_a_state_is_computed_from_there(architecture: str) -> None:
-    machine = engine(architecture, pages=80, page_size=8)
+    machine = engine(architecture, pages=400, page_size=8)
     prompt = PROMPTS[4]
-    for cached in (0, 88 if architecture == "jamba" else 64):  # which has a state per token
+    for cached in (0, 64):
         [sequence] = machine.add(prompt, GREEDY.replace(max_tokens=NEW))
         drain(machine)
         assert sequence.output == greedy(tiny(architecture), [prompt], NEW)[0]
@@ -212,8 +212,17 @@ def test_a_fork_copies_neither_keys_nor_states() -> None:
 
 
 def test_a_state_that_is_dropped_costs_time_and_no_token() -> None:
+    """Here all of every third step, as by many other sequences."""
     machine = engine("qwen3_5", pages=80)
-    states_of(machine).max_states = 3  # for five sequences
+    states, limit = states_of(machine), RecurrentStates.limit
+    calls = iter(range(1000))
+
+    def crowded(num_states: int) -> None:
+        limit(states, num_states)
+        if next(calls) % 3 == 2:
+            states.drop(range(machine.pool.num_pages * machine.pool.page_size))
+
+    states.limit = crowded  # type: ignore[method-assign]
     assert generated(machine) == greedy(tiny("qwen3_5"), PROMPTS, NEW)
     plain = engine("qwen3_5", pages=80)
     generated(plain)
@@ -221,12 +230,28 @@ def test_a_state_that_is_dropped_costs_time_and_no_token() -> None:
     assert machine.stats.failures == 0
 
 
-def test_decoding_keeps_few_states_of_a_sequence() -> None:
-    """Those after its last two tokens and at the end of pages, however long it has run."""
-    machine = engine("qwen3_5", pages=40, page_size=8)
-    machine.add(PROMPTS[0], GREEDY.replace(max_tokens=60, ignore_eos=True))
+@pytest.mark.parametrize("page_size", [8, 12])
+def test_decoding_keeps_few_states_of_a_sequence(page_size: int) -> None:
+    """Those after its last two tokens and every whole pages of 64 tokens, however long it runs."""
+    machine = engine("qwen3_5", pages=40, page_size=page_size, max_length=200)
+    machine.add(PROMPTS[0], GREEDY.replace(max_tokens=160, ignore_eos=True))
     drain(machine)
-    assert len(states_of(machine)) <= 2 + 64 // 8
+    assert len(states_of(machine)) <= 3 + 160 // 64
+
+
+def test_states_take_no_more_than_keys_and_values_beside_those_of_running_sequences() -> None:
+    machine = engine("qwen3_5", pages=120, page_size=8, max_batch_size=4)
+    states, storage = states_of(machine), machine.runner.storage
+    assert isinstance(storage, RecurrentStorage)
+    assert states.max_states == 120 * storage.bytes_per_page // storage.state_bytes
+    states.max_states = 5
+    sequences = [machine.add(prompt, GREEDY)[0] for prompt in prompts((70,) * 6)]
+    while machine.has_work:
+        machine.step()
+        assert len(states) <= 2 * 4 + 4 * 2  # those of a step come before the next one drops any
+    texts = greedy(tiny("qwen3_5"), prompts((70,) * 6), len(sequences[0].output))
+    assert outputs(sequences) == texts
+    expect_empty(machine)
 
 
 @functools.cache

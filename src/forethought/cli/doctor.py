@@ -33,7 +33,7 @@ _MEMORY = {
     "libraries": "Python, torch and the rest of the process, before the model is loaded",
     "weights": "as they are held, with embeddings",
     "kv_cache": "of all pages; a page is taken of the system when it is first written",
-    "states": "of recurrent layers, at most: a sequence that decodes has two, and one per page",
+    "states": "of recurrent layers, at most, beside the two of each sequence that runs",
     "loaded": "resident after the first token",
     "peak": "most that was ever resident",
 }

@@ -231,7 +231,6 @@ def _runner(
     storage = lm.storage(
         1,
         args.kv_cache_config.tokens_per_block,
-        8 * args.max_batch_size,
         has_scratch_page=is_tried,
         stored_dtype=None if kv_dtype == "auto" else getattr(torch, kv_dtype),
     )

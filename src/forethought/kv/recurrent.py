@@ -11,11 +11,11 @@ and is found by that token's slot::
 So pages carry them: a fork shares the states of the pages that it shares, a page that is copied on
 write takes its states along, the accepted path of a draft tree moves them, and a prefix hit finds
 the state of the last token of a page. States are never changed, so each of these is a matter of
-references. They are kept after the last tokens of a sequence, after the last token of a page that
-was decoded, and every ``CHECKPOINT_TOKENS`` tokens of a prefill; beyond ``max_states`` those that
-were not used for longest are dropped. Where the state after a token is missing, the tokens from the
-last one before it are computed again (``resume``): a state that is dropped costs time and
-nothing else.
+references. They are kept after the last two tokens of a sequence, and after whole pages of some
+``CHECKPOINT_TOKENS`` tokens. They may take as many bytes as keys and values, and those of the
+sequences that run in any case; beyond that the ones that were not used for longest are dropped.
+Where the state after a token is missing, the tokens from the last one before it are computed again
+(``resume``): a state that is dropped costs time and nothing else.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from forethought.kv.storage import KvStorage
 from forethought.kv.table import PageCopy, ReadableTable, SlotMove
 
 CHECKPOINT_TOKENS = 64
-"""Positions between two states of a prefill: a chunk in which the gated delta rule is computed."""
+"""Positions between two states that are kept, at least: a chunk of the gated delta rule."""
 
 LayerState = dict[tuple[str, int], Tensor]
 """Of one layer after one token, by kind (``conv``, ``recurrent``) and number: ``[1, ...]``."""
@@ -40,10 +40,9 @@ State = list[LayerState]
 
 
 class RecurrentStates:
-    """States by the slots of their tokens; at most ``max_states``."""
+    """States by the slots of their tokens."""
 
     def __init__(self, max_states: int) -> None:
-        assert max_states > 0
         self.max_states = max_states
         self._by_slot: OrderedDict[int, State] = OrderedDict()
         """Least recently used first."""
@@ -60,10 +59,13 @@ class RecurrentStates:
         return self._by_slot[slot]
 
     def put(self, slot: int, state: State) -> None:
-        """Keep a state, and drop the ones not used for longest beyond ``max_states``."""
+        """Keep a state."""
         self._by_slot[slot] = state
         self._by_slot.move_to_end(slot)
-        while len(self._by_slot) > self.max_states:
+
+    def limit(self, num_states: int) -> None:
+        """Drop the ones not used for longest, beyond ``num_states``."""
+        while len(self._by_slot) > num_states:
             self._by_slot.popitem(last=False)
 
     def drop(self, slots: Iterable[int]) -> None:
@@ -81,8 +83,7 @@ class RecurrentStates:
 
 
 class RecurrentStorage(KvStorage):
-    """Keys and values of the attention layers, and the states of the recurrent ones, which may take
-    as many bytes, and for ``least_states`` in any case.
+    """Keys and values of the attention layers, and the states of the recurrent ones.
 
     Args:
         state_bytes: of one state.
@@ -90,21 +91,20 @@ class RecurrentStorage(KvStorage):
 
     Attributes:
         states: by slot.
+        checkpoint_tokens: positions between two states that are kept: whole pages.
     """
 
     states: RecurrentStates
 
-    def __init__(
-        self, *arguments: Any, state_bytes: int, least_states: int = 1, **settings: Any
-    ) -> None:
-        self.state_bytes, self._least_states = state_bytes, least_states
+    def __init__(self, *arguments: Any, state_bytes: int, **settings: Any) -> None:
+        self.state_bytes = state_bytes
         super().__init__(*arguments, **settings)
+        self.checkpoint_tokens = self.page_size * -(-CHECKPOINT_TOKENS // self.page_size)
 
     @override
     def resize(self, num_pages: int) -> None:
         super().resize(num_pages)
-        num_states = num_pages * self.bytes_per_page // max(self.state_bytes, 1)
-        self.states = RecurrentStates(max(num_states, self._least_states))
+        self.states = RecurrentStates(num_pages * self.bytes_per_page // self.state_bytes)
 
     @property
     @override
@@ -145,12 +145,16 @@ class RecurrentStorage(KvStorage):
             [slot] = table.slots(table.length - 1, table.length)
             self.states.put(slot, [layers[layer] for layer in sorted(layers)])
 
+    @override
+    def limit_states(self, num_sequences: int) -> None:
+        self.states.limit(max(self.states.max_states, 2 * num_sequences))
+
     def _forget(self, slots: Sequence[int]) -> None:
-        """Drop the states that a row has gone beyond, but for those at the end of a page; the last
+        """Drop the states that a row has gone beyond, but for every ``checkpoint_tokens``; the last
         one is left by the caller, as logits of a last token are needed once more at times.
         """
         for number in range(len(slots), 0, -1):
-            if number % self.page_size == 0:
+            if number % self.checkpoint_tokens == 0:
                 continue
             if slots[number - 1] not in self.states:
                 return

@@ -114,6 +114,11 @@ class KvStorage:
         """Free bytes of each other GPU that stores a part of the model's keys and values."""
         return []
 
+    def limit_states(self, num_sequences: int) -> None:
+        """A step of ``num_sequences`` begins. Drop states of recurrent layers, if they are too
+        many; the rows of the step are planned after this.
+        """
+
     def resume(self, table: ReadableTable, length: int) -> int:
         """A row of which ``length`` tokens are stored is about to go on. Returns the tokens after
         which it can: all of them.
@@ -291,6 +296,10 @@ class DraftKvCache:
         if num_pages != self.storage.num_pages:
             self.storage.resize(num_pages)
         self._ready = np.zeros((num_pages, self.storage.page_size), dtype=bool)
+
+    def limit_states(self, num_sequences: int) -> None:
+        """As the target does."""
+        self.storage.limit_states(num_sequences)
 
     def copy_pages(self, copies: Sequence[PageCopy]) -> None:
         """Copy whole pages, as the target does."""

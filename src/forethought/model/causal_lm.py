@@ -312,16 +312,12 @@ class CausalLM:
         """Of the recurrent layers' states after one token; 0: there are none."""
         return self.traits.state_bytes
 
-    def storage(
-        self, num_pages: int, page_size: int, least_states: int = 1, **settings: Any
-    ) -> KvStorage:
+    def storage(self, num_pages: int, page_size: int, **settings: Any) -> KvStorage:
         """A storage of its keys and values, and of its states; ``settings`` as of KvStorage."""
         arguments = self.layer_shapes, num_pages, page_size, self.dtype, self.device
         if not self.state_bytes:
             return KvStorage(*arguments, **settings)
-        return RecurrentStorage(
-            *arguments, state_bytes=self.state_bytes, least_states=least_states, **settings
-        )
+        return RecurrentStorage(*arguments, state_bytes=self.state_bytes, **settings)
 
     @property
     def weight_bytes(self) -> int:

@@ -7,7 +7,7 @@ it. The rows of a batch are cut into such runs:
 * a node of a draft, and a decode, is a run of one token from the state after its parent. Those of
   one depth are computed together, so a draft is computed as plain decoding would, and the state
   after every node is there when some of them are accepted: nothing has to be undone;
-* a prefill is a run up to the next multiple of ``CHECKPOINT_TOKENS`` positions, wherever the prompt
+* a prefill is a run up to the next multiple of ``checkpoint_tokens`` positions, wherever the prompt
   was cut. Modules of Mamba-1 begin every run of several tokens with no state: their prompts are one
   run, and what is added to a sequence goes token by token.
 
@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from forethought.kv.recurrent import CHECKPOINT_TOKENS, LayerState, RecurrentStorage
+from forethought.kv.recurrent import LayerState, RecurrentStorage
 from forethought.model.batch import Batch, Span
 from forethought.silence import without_kernel_advice
 
@@ -117,15 +117,14 @@ _Forward = Callable[[Tensor, _ModuleCache], Tensor]
 
 
 class _RecurrentPass:
-    """The runs of a batch, and the states after them; ``checkpoint_tokens`` are those of a run, 0
-    if runs of several tokens continue no state.
+    """The runs of a batch, and the states after them; ``continues`` says whether runs of several
+    tokens go on from a state.
     """
 
     def __init__(
-        self, batch: Batch, storage: RecurrentStorage, num_layers: int, checkpoint_tokens: int
+        self, batch: Batch, storage: RecurrentStorage, num_layers: int, continues: bool
     ) -> None:
-        self._storage, self._num_layers = storage, num_layers
-        self._checkpoint_tokens = checkpoint_tokens
+        self._storage, self._num_layers, self._continues = storage, num_layers, continues
         self._slots: list[int] = batch.slot_numbers.tolist()
         self._after: dict[int, list[LayerState]] = {}
         """By packed index, the states of the layers after a token."""
@@ -174,8 +173,9 @@ class _RecurrentPass:
                 before = origin if parent < 0 else _Origin(None, begin + parent)
                 yield depth, self._run([begin + node], before)
             return
-        step = self._checkpoint_tokens or (1 if prefix else span.length)
-        first, stage = 0, 0
+        step, first, stage = self._storage.checkpoint_tokens, 0, 0
+        if not self._continues:
+            step = 1 if prefix else span.length
         while first < span.length:
             last = min(span.length, first + step - (prefix + first) % step)
             yield stage, self._run([*range(begin + first, begin + last)], origin)
@@ -226,14 +226,13 @@ class RecurrentLayers:
     def __init__(self, modules: Sequence[nn.Module], x: Tensor) -> None:
         self._num_layers, self.state_bytes = len(modules), 0
         self._now: _RecurrentPass | None = None
-        self._checkpoint_tokens = CHECKPOINT_TOKENS
+        self._continues = True
         for layer, part in enumerate(modules):
             forward = _with_cache(part)
             states = _states_after(forward, x[:, :1], None)
             _states_after(forward, x[:, 1:2], states)
             self.state_bytes += sum(state.nbytes for state in states.values())
-            if not _continues(forward, x[:, 1:], states):
-                self._checkpoint_tokens = 0
+            self._continues &= _continues(forward, x[:, 1:], states)
             part.forward = self._forward_of(layer, forward)  # type: ignore[method-assign]
 
     @classmethod
@@ -259,8 +258,7 @@ class RecurrentLayers:
         """While a batch is computed: states come from the storage, and are kept there at the
         end.
         """
-        tokens = self._checkpoint_tokens
-        self._now = _RecurrentPass(batch, storage, self._num_layers, tokens)
+        self._now = _RecurrentPass(batch, storage, self._num_layers, self._continues)
         try:
             yield
             self._now.keep()

@@ -28,8 +28,6 @@ from forethought.speculative.draft_module import (
 )
 from forethought.speculative.drafter import Target
 
-_LEAST_STATES = 256
-"""States that a draft model with recurrent layers can keep in any case."""
 PADDING = 0.02
 """Share of the vocabulary that may be padding in one model and not in the other."""
 
@@ -148,9 +146,7 @@ class DraftModel(DraftNetwork):
         )
         _check_sizes(directory, model, lm)
         has_scratch_page = is_paged and pages.has_scratch_page
-        storage = model.storage(
-            pages.num_pages, pages.page_size, _LEAST_STATES, has_scratch_page=has_scratch_page
-        )
+        storage = model.storage(pages.num_pages, pages.page_size, has_scratch_page=has_scratch_page)
         return cls(ModelRunner(model, storage), lm.vocab_size, target.max_num_tokens)
 
     @property
