@@ -147,12 +147,11 @@ MUTANTS = [
     Mutant("llm/call_reader.py", "len(self.calls) >= MAX_CALLS:", "False:", FORMATS),
     Mutant("llm/tool_format.py", "if part in self.added_tokens:", "if False:", FORMATS),
     Mutant("llm/tool_format.py", "if form.written.takes_text:", "if False:", FORMATS),
-    Mutant("llm/typed_argument.py", "num_seen > _MAX_SCHEMAS:", "num_seen > 10**9:", FORMATS),
     Mutant("llm/typed_argument.py", "parse_constant=_refuse", "parse_constant=float", FORMATS),
     Mutant("llm/call_grammar.py", "if value is None or", "if", FORMATS),
     # Sampling defaults, and the drafter in a checkpoint.
     Mutant("server/service.py", "if num_choices > 1:", "if False:", DEFAULTS),
-    Mutant("server/service.py", "{**defaults, **params}, **further", "params, **further", DEFAULTS),
+    Mutant("server/service.py", "params = {**defaults, **params}", "pass", DEFAULTS),
     Mutant(
         "server/backends/engine_backend.py",
         "sampling_defaults=drawing(self.sampling_defaults)",

@@ -277,7 +277,7 @@ class Service:
             further["cache_salt"], further["adapter"] = cache_salt, adapter
             if request_sampling.prompt_logprobs is not None:
                 further["prompt_logprobs"] = request_sampling.prompt_logprobs
-            sampling = sampling_params({**defaults, **params}, **further)
+            sampling = sampling_params(params, **further)
             params = self.backend.task_params(prompted, params)
             prompt = self.backend.check(prompted.prompt, sampling)
         if not needs_text(composition):
