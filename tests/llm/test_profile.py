@@ -140,6 +140,19 @@ def test_a_drafter_of_the_callers_choice_is_the_only_one(shipped: Path) -> None:
     assert list(built(shipped, speculative_config="ngram").speculation.names) == ["ngram"]
 
 
+def test_modules_that_fail_to_load_cost_the_drafts_and_nothing_else(
+    shipped: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(resolve, "build_drafter_entry", fail)
+    machine = built(shipped)
+    assert list(machine.speculation.names) == []
+    assert "mtp in the checkpoint: not used, as it fails" in caplog.text
+    assert len(tokens_of(machine)) == len(PROMPT) + 24
+
+
 def test_modules_that_do_not_fit_are_left_out_and_the_log_says_why(
     shipped: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -310,6 +310,9 @@ def _entries_inside(
     except UsageError as error:
         log.info("%s in the checkpoint: not used, as %s", config.name, error.why)
         return []
+    except Exception:  # the model runs without it, as it would if nobody had asked
+        log.warning("%s in the checkpoint: not used, as it fails", config.name, exc_info=True)
+        return []
     log.info(
         "%s in the checkpoint: drafts where that pays (speculative_config=[] or --speculative none "
         "leaves it out)",
