@@ -663,7 +663,8 @@ def test_closing_ends_the_generation_and_frees_the_pages(llm):
     async def main():
         session = llm.start(PROMPTS[0])
         stream = session.stream(LONG)
-        await eventually(lambda: len(session.tokens) > session.prompt_length)
+        await stream.reach(1, hold=8)  # it does not end by itself
+        assert len(session.tokens) > session.prompt_length
         await session.close()
         await session.close()
         assert llm._frontend.engine.pool.in_use == 0
