@@ -126,14 +126,14 @@ def speeds(engines: dict[str, Any], prompts: list[list[int]], args: argparse.Nam
         rounds.append(measured)
     row: Row = {"batch": len(prompts), "prompt": len(prompts[0])}
     for name in engines:
-        row[f"{name}, prefill ms"] = _median(1e3 * found[name][0] for found in rounds)
-        row[f"{name}, tokens/s"] = _median(found[name][1] for found in rounds)
+        row[f"{name}, prefill ms"] = _median(1e3 * figures[name][0] for figures in rounds)
+        row[f"{name}, tokens/s"] = _median(figures[name][1] for figures in rounds)
     for name in [name for name in engines if name != "transformers"]:
         row[f"{name}, prefill ratio"] = _median(
-            found["transformers"][0] / found[name][0] for found in rounds
+            figures["transformers"][0] / figures[name][0] for figures in rounds
         )
         row[f"{name}, ratio"] = _median(
-            found[name][1] / found["transformers"][1] for found in rounds
+            figures[name][1] / figures["transformers"][1] for figures in rounds
         )
     return row
 

@@ -133,10 +133,10 @@ MUTANTS = [
     Mutant("llm/thinking.py", "if self.end in written:", "if False:", THINKING),
     Mutant("llm/thinking.py", "if shared < self._first:", "if False:", THINKING),
     # How calls of tools are read from a growing text, and forced.
-    Mutant("llm/call_reader.py", "if len(closers) == _MAX_DEPTH:", "if False:", FORMATS),
-    Mutant("llm/call_reader.py", "if not _ESCAPE.match(escape):", "if False:", FORMATS),
+    Mutant("llm/growing_text.py", "if len(closers) == _MAX_DEPTH:", "if False:", FORMATS),
+    Mutant("llm/growing_text.py", "if not _ESCAPE.match(escape):", "if False:", FORMATS),
     Mutant(
-        "llm/call_reader.py",
+        "llm/call_formats.py",
         "if rest.startswith(_AFTER_VALUE) or not (rest or waits):",
         "if True:",
         FORMATS,

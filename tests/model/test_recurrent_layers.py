@@ -8,7 +8,7 @@ operations on two of them.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -217,12 +217,12 @@ def test_a_state_that_is_dropped_costs_time_and_no_token() -> None:
     states, limit = states_of(machine), RecurrentStates.limit
     calls = iter(range(1000))
 
-    def crowded(num_states: int) -> None:
-        limit(states, num_states)
+    def crowded(spared: Collection[int]) -> None:
+        limit(states, spared)
         if next(calls) % 3 == 2:
             states.drop(range(machine.pool.num_pages * machine.pool.page_size))
 
-    states.limit = crowded  # type: ignore[method-assign]
+    states.limit, states.max_states = crowded, -1  # type: ignore[method-assign]
     assert generated(machine) == greedy(tiny("qwen3_5"), PROMPTS, NEW)
     plain = engine("qwen3_5", pages=80)
     generated(plain)
@@ -251,6 +251,28 @@ def test_states_take_no_more_than_keys_and_values_beside_those_of_running_sequen
         assert len(states) <= 2 * 4 + 4 * 2  # those of a step come before the next one drops any
     texts = greedy(tiny("qwen3_5"), prompts((70,) * 6), len(sequences[0].output))
     assert outputs(sequences) == texts
+    expect_empty(machine)
+
+
+def test_states_of_a_long_prompt_do_not_push_out_those_of_the_others() -> None:
+    """Nothing of a row is computed twice, though there is room for no state but theirs."""
+    machine = engine("qwen3_5", pages=400, page_size=8, max_num_tokens=256, max_length=1100)
+    states_of(machine).max_states = 0
+    texts = prompts((900, 7, 900, 11))
+    sequences = [machine.add(text, GREEDY.replace(max_tokens=8))[0] for text in texts]
+    drain(machine)
+    assert outputs(sequences) == _each_alone(texts, "qwen3_5")
+    assert [sequence.usage.prefilled for sequence in sequences] == [len(text) for text in texts]
+    expect_empty(machine)
+
+
+def test_a_prompt_that_goes_token_by_token_leaves_no_more_states_than_another() -> None:
+    """Modules of Mamba-1 take no run of several tokens after a state."""
+    machine = engine("jamba", pages=60, page_size=8, max_num_tokens=32)
+    [sequence] = machine.add(PROMPTS[4], GREEDY.replace(max_tokens=1))
+    drain(machine)
+    assert len(sequence.tokens) == 91
+    assert len(states_of(machine)) <= 4 + 91 // 64
     expect_empty(machine)
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from forethought.engine.sequence import Sequence
-from forethought.errors import ParameterError, UnknownNameError, UsageError
+from forethought.errors import ParameterError, SnapshotError, UnknownNameError, UsageError
 from forethought.model.token_adapters import PlacedAdapter
 
 BASE = ""
@@ -68,7 +68,17 @@ class AdapterTable:
             return current
         return None if name == BASE else self.get(name)
 
-    def of_digest(self, digest: bytes) -> PlacedAdapter | None:
-        """The first one that computes this; None: there is none."""
-        adapters = self._adapters.values()
-        return next((adapter for adapter in adapters if adapter.digest == digest), None)
+    def of_snapshot(self, name: str, digest: bytes) -> PlacedAdapter | None:
+        """The adapter that a snapshot was computed with, whatever its name is here; None: the model
+        alone. Raises SnapshotError if there is none with the weights of ``digest``.
+        """
+        if not digest:
+            return None
+        for adapter in self._adapters.values():
+            if adapter.digest == digest:
+                return adapter
+        raise SnapshotError(
+            f"the snapshot was computed with the adapter {name!r}",
+            "there is no adapter with its weights",
+            "Add that adapter first",
+        )

@@ -40,7 +40,6 @@ from forethought.errors import (
     CapacityError,
     ContextLengthError,
     ParameterError,
-    SnapshotError,
     UnknownNameError,
     UsageError,
 )
@@ -49,7 +48,6 @@ from forethought.kv.table import PageTable
 from forethought.model.device import computing_threads
 from forethought.model.runner import ModelRunner
 from forethought.model.sampling import Constraint, Constraints
-from forethought.model.token_adapters import PlacedAdapter
 from forethought.outputs import EngineStats, FinishReason, SpeculationMetrics
 
 
@@ -427,7 +425,7 @@ class Engine:
             CapacityError: the KV cache does not, or has too few free pages now.
             SnapshotError: it was computed with an adapter whose weights are not here.
         """
-        adapter = self._adapter_of(saved)
+        adapter = self.adapters.of_snapshot(saved.adapter, saved.adapter_digest)
         self._check_ids("the snapshot", saved.token_ids)
         self._check_length(len(saved.token_ids))
         sequence = self._new(list(saved.token_ids), keep=True)
@@ -554,19 +552,6 @@ class Engine:
         sequence.metrics, sequence.drafted_steps = SpeculationMetrics(), []
         self.speculation.begin(sequence)
         self.scheduler.place(sequence, Status.WAITING)
-
-    def _adapter_of(self, saved: SequenceSnapshot) -> PlacedAdapter | None:
-        """The adapter that a snapshot was computed with, whatever its name is here."""
-        if not saved.adapter_digest:
-            return None
-        adapter = self.adapters.of_digest(saved.adapter_digest)
-        if adapter is None:
-            raise SnapshotError(
-                f"the snapshot was computed with the adapter {saved.adapter!r}",
-                "there is no adapter with its weights",
-                "Add that adapter first",
-            )
-        return adapter
 
     def _choose_adapter(self, sequence: Sequence, params: SamplingParams) -> None:
         """Give a parked sequence the adapter of the params; KV of another one is dropped."""

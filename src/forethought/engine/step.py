@@ -159,8 +159,9 @@ class Step:
     def _schedule(self, plan: Plan) -> None:
         """Fill the plan. An error that is not one sequence's fails all that run or wait."""
         try:
+            tables = [sequence.table for sequence in self._scheduler.running]
             for storage in self._storages:
-                storage.limit_states(len(self._scheduler.running))
+                storage.limit_states(tables)
             for sequence in list(self._scheduler):
                 if sequence.dependents:
                     attach_ready_dependents(sequence)

@@ -165,7 +165,8 @@ _LAYERS_BY_TYPE: Mapping[str, Mapping[str, Mapping[str, str]]] = {
 }
 """``model_type`` -> type of layer -> module of a layer -> its name in the file."""
 _NORM_AT_THE_END = {"lfm2": ("model.embedding_norm.weight", "token_embd_norm.weight")}
-"""``model_type`` -> the weight of its last norm, if it is no other one's name."""
+"""``model_type`` -> the norm before the output projection and its name in the file, where these are
+not the usual ones."""
 _CONVOLUTIONS = ("linear_attn.conv1d", "conv.conv")
 _LAYERS: Mapping[str, Mapping[str, str]] = {
     "llama": _LLAMA,

@@ -12,16 +12,17 @@ So pages carry them: a fork shares the states of the pages that it shares, a pag
 write takes its states along, the accepted path of a draft tree moves them, and a prefix hit finds
 the state of the last token of a page. States are never changed, so each of these is a matter of
 references. They are kept after the last two tokens of a sequence, and after whole pages of some
-``CHECKPOINT_TOKENS`` tokens. They may take as many bytes as keys and values, and those of the
-sequences that run in any case; beyond that the ones that were not used for longest are dropped.
+``CHECKPOINT_TOKENS`` tokens. They may take as many bytes as keys and values; beyond that the ones
+that were not used for longest are dropped, but for the last two of every row that runs.
 Where the state after a token is missing, the tokens from the last one before it are computed again
 (``resume``): a state that is dropped costs time and nothing else.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -63,10 +64,15 @@ class RecurrentStates:
         self._by_slot[slot] = state
         self._by_slot.move_to_end(slot)
 
-    def limit(self, num_states: int) -> None:
-        """Drop the ones not used for longest, beyond ``num_states``."""
-        while len(self._by_slot) > num_states:
-            self._by_slot.popitem(last=False)
+    @property
+    def num_excess(self) -> int:
+        """How many there are beyond ``max_states``; negative: there is room for others."""
+        return len(self) - self.max_states
+
+    def limit(self, spared: Collection[int]) -> None:
+        """Drop the ones not used for longest, beyond ``max_states``, none of them ``spared``."""
+        others = (slot for slot in list(self._by_slot) if slot not in spared)
+        self.drop(itertools.islice(others, max(0, self.num_excess)))
 
     def drop(self, slots: Iterable[int]) -> None:
         """Other tokens are stored at these slots now."""
@@ -118,17 +124,15 @@ class RecurrentStorage(KvStorage):
 
     @override
     def resume(self, table: ReadableTable, length: int) -> int:
-        slots = table.slots(0, length)
-        length = next((n for n in range(len(slots), 0, -1) if slots[n - 1] in self.states), 0)
-        self._forget(slots[: max(0, length - 2)])
-        return length
+        last = next(self._stored(table, length), 0)
+        self._forget(table, last - 2)
+        return last
 
     @override
     def read_state(self, table: ReadableTable) -> dict[str, Tensor]:
-        slots = table.slots(0, table.length)
-        if not slots or slots[-1] not in self.states:
+        if not table.length or (slot := table.slot(table.length - 1)) not in self.states:
             return {}
-        state = self.states.get(slots[-1])
+        state = self.states.get(slot)
         return {
             f"{layer}.{kind}.{number}": tensor.cpu()
             for layer, tensors in enumerate(state)
@@ -142,23 +146,36 @@ class RecurrentStorage(KvStorage):
             layer, kind, number = name.split(".")
             layers.setdefault(int(layer), {})[kind, int(number)] = tensor.to(self.device)
         if layers:
-            [slot] = table.slots(table.length - 1, table.length)
+            slot = table.slot(table.length - 1)
             self.states.put(slot, [layers[layer] for layer in sorted(layers)])
 
     @override
-    def limit_states(self, num_sequences: int) -> None:
-        self.states.limit(max(self.states.max_states, 2 * num_sequences))
+    def limit_states(self, tables: Iterable[ReadableTable]) -> None:
+        if self.states.num_excess > 0:
+            self.states.limit(
+                {
+                    table.slot(length - 1)
+                    for table in tables
+                    for length in itertools.islice(self._stored(table, table.length), 2)
+                }
+            )
 
-    def _forget(self, slots: Sequence[int]) -> None:
-        """Drop the states that a row has gone beyond, but for every ``checkpoint_tokens``; the last
-        one is left by the caller, as logits of a last token are needed once more at times.
+    def _stored(self, table: ReadableTable, length: int) -> Iterator[int]:
+        """The lengths of a row, from ``length`` down, after which there is a state."""
+        return (n for n in range(length, 0, -1) if table.slot(n - 1) in self.states)
+
+    def _forget(self, table: ReadableTable, length: int) -> None:
+        """Drop the states that a row has gone beyond, of its first ``length`` tokens, but for every
+        ``checkpoint_tokens``; those of two more tokens are left by the caller, as logits of a last
+        token are needed once more at times.
         """
-        for number in range(len(slots), 0, -1):
+        for number in range(length, 0, -1):
             if number % self.checkpoint_tokens == 0:
                 continue
-            if slots[number - 1] not in self.states:
+            slot = table.slot(number - 1)
+            if slot not in self.states:
                 return
-            self.states.drop([slots[number - 1]])
+            self.states.drop([slot])
 
     @override
     def copy_pages(self, copies: Sequence[PageCopy]) -> None:

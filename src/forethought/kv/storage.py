@@ -16,7 +16,7 @@ import math
 import mmap
 import sys
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -114,9 +114,9 @@ class KvStorage:
         """Free bytes of each other GPU that stores a part of the model's keys and values."""
         return []
 
-    def limit_states(self, num_sequences: int) -> None:
-        """A step of ``num_sequences`` begins. Drop states of recurrent layers, if they are too
-        many; the rows of the step are planned after this.
+    def limit_states(self, tables: Iterable[ReadableTable]) -> None:
+        """A step begins in which the rows of ``tables`` run. Drop states of recurrent layers, if
+        they are too many; more rows may be planned after this.
         """
 
     def resume(self, table: ReadableTable, length: int) -> int:
@@ -297,9 +297,9 @@ class DraftKvCache:
             self.storage.resize(num_pages)
         self._ready = np.zeros((num_pages, self.storage.page_size), dtype=bool)
 
-    def limit_states(self, num_sequences: int) -> None:
+    def limit_states(self, tables: Iterable[ReadableTable]) -> None:
         """As the target does."""
-        self.storage.limit_states(num_sequences)
+        self.storage.limit_states(tables)
 
     def copy_pages(self, copies: Sequence[PageCopy]) -> None:
         """Copy whole pages, as the target does."""

@@ -151,7 +151,7 @@ class PageTable:
             return []  # the usual case without a draft, or where all of one is accepted
         assert list(path) == sorted(set(path)), "offsets of a path must rise"
         moves = [
-            SlotMove(self._slot(base + offset), self._slot(base + index))
+            SlotMove(self.slot(base + offset), self.slot(base + index))
             for index, offset in enumerate(path)
             if offset != index
         ]
@@ -169,15 +169,16 @@ class PageTable:
             return list(range(first + start, first + stop))
         return [self.pages[t // size] * size + t % size for t in range(start, stop)]
 
+    def slot(self, position: int) -> int:
+        """The slot of one position."""
+        page, offset = divmod(position, self._pool.page_size)
+        return self.pages[page] * self._pool.page_size + offset
+
     def first_slot(self) -> int | None:
         """The slot of position 0 if the pages are contiguous (slots rise by one), else None."""
         if self._gaps or not self.pages:
             return None
         return self.pages[0] * self._pool.page_size
-
-    def _slot(self, position: int) -> int:
-        page, offset = divmod(position, self._pool.page_size)
-        return self.pages[page] * self._pool.page_size + offset
 
     def _pages_for(self, tokens: int) -> int:
         return -(-tokens // self._pool.page_size)
@@ -238,6 +239,10 @@ class TableView:
     def slots(self, start: int, stop: int) -> list[int]:
         """The slots of positions ``[start, stop)``."""
         return self._table.slots(start, stop)
+
+    def slot(self, position: int) -> int:
+        """The slot of one position."""
+        return self._table.slot(position)
 
     def first_slot(self) -> int | None:
         """The slot of position 0 if the pages are contiguous (slots rise by one), else None."""

@@ -22,16 +22,16 @@ from __future__ import annotations
 import contextlib
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any
 
 from forethought.config.guided import GuidedDecodingParams
 from forethought.errors import ParameterError
-from forethought.llm import call_reader
+from forethought.llm import call_formats
 from forethought.llm.call_grammar import json_arguments, xml_parameters
-from forethought.llm.call_reader import CallReader, Reading
+from forethought.llm.call_reader import MAX_CALLS, CallReader, ReadCalls
 from forethought.llm.tool_messages import (
     arguments_of,
     described,
@@ -42,7 +42,7 @@ from forethought.llm.tool_messages import (
 
 _THOUGHT = ("<|channel|>analysis<|message|>", "<|end|><|start|>assistant")
 """What is before and after a thought in front of a call, in a format of messages."""
-Openings = Mapping[str, Callable[[CallReader], Reading[None]]]
+Openings = Mapping[str, ReadCalls]
 _JSON_HEAD = '{"name": "%s", "arguments": '
 _DEEPSEEK = "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>%s"
 _DEEPSEEK_END = "<｜tool▁call▁end｜><｜tool▁calls▁end｜>"
@@ -114,13 +114,13 @@ class ToolFormat:
         functions: Mapping[str, Mapping[str, Any]],
         *,
         is_forced: bool = False,
-        max_calls: int = call_reader.MAX_CALLS,
+        max_calls: int = MAX_CALLS,
     ) -> CallReader:
         """Reads one answer, with calls of ``functions``: name -> schema of the parameters."""
         return CallReader(
             self.openings,
             functions,
-            reads_bare=self.reads_bare,
+            bare=call_formats.json_calls if self.reads_bare or is_forced else None,
             is_forced=is_forced,
             max_calls=max_calls,
         )
@@ -173,19 +173,19 @@ def _named(head: str, name: str) -> str:
     return head.replace("%s", quoted)
 
 
-_TAGGED: Openings = {"<tool_call>": call_reader.tagged_calls}
-_FUNCTION: Openings = {"<function=": call_reader.function_call}
-_PYTHON: Openings = {"<|python_tag|>": call_reader.json_calls}
-_MISTRAL: Openings = {"[TOOL_CALLS]": call_reader.mistral_calls}
+_TAGGED: Openings = {"<tool_call>": call_formats.tagged_calls}
+_FUNCTION: Openings = {"<function=": call_formats.function_call}
+_PYTHON: Openings = {"<|python_tag|>": call_formats.json_calls}
+_MISTRAL: Openings = {"[TOOL_CALLS]": call_formats.mistral_calls}
 _DEEPSEEK_OPENINGS: Openings = {
-    "<｜tool▁calls▁begin｜>": call_reader.deepseek_calls,
-    "<｜tool▁call▁begin｜>": call_reader.deepseek_call,
+    "<｜tool▁calls▁begin｜>": call_formats.deepseek_calls,
+    "<｜tool▁call▁begin｜>": call_formats.deepseek_call,
 }
 _ALL = (
     ToolFormat(
         "harmony",
         ("<|channel|>commentary", "to=functions."),
-        call_reader.HARMONY_OPENINGS,
+        call_formats.HARMONY_OPENINGS,
         "<|channel|>commentary to=functions.%s <|constrain|>json<|message|>",
         reads_messages=True,
     ),

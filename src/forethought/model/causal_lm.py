@@ -6,6 +6,7 @@ what the engine must know about it; batch and cache are arguments of each forwar
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
@@ -98,13 +99,15 @@ class TransformersNetwork(Network):
             yield
             return
 
+        of_tokens = functools.cache(adapters.of_tokens)
+
         def add(linear: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> None:
             x, tokens = args[0].flatten(0, -2), None
             if self.recurrent is not None:
                 tokens = self.recurrent.computed_tokens
             num_tokens = len(batch.token_ids if tokens is None else tokens)
             assert len(x) == num_tokens, "a linear that sees each token once"
-            present = adapters if tokens is None else adapters.of_tokens(tokens)
+            present = adapters if tokens is None else of_tokens(tokens)
             present.add(linear, x, output.view(len(x), -1))
 
         linears = {linear for group in adapters.groups for linear in group.adapter.parts}

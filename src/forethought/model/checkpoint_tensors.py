@@ -142,8 +142,10 @@ class GgufTensors:
         values = values.reshape(stored.shape)
         if stored.is_decay:
             values = (-values).log()
+        if stored.adds:
+            values = values + stored.adds
         check_values([(name, values)], self._directory, "model")
-        return (values + stored.adds).to(dtype)
+        return values.to(dtype)
 
     def experts(self, name: str, dtype: torch.dtype) -> list[BlockWeight] | None:
         """The weight ``[out, in]`` of each expert in its blocks, in whatever layout the module has

@@ -17,6 +17,7 @@ States are found in, and kept by, the storage (``kv.recurrent``).
 from __future__ import annotations
 
 import inspect
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -128,13 +129,15 @@ class _RecurrentPass:
         self._slots: list[int] = batch.slot_numbers.tolist()
         self._after: dict[int, list[LayerState]] = {}
         """By packed index, the states of the layers after a token."""
+        self._passing = set[int]()
+        """The tokens whose states are needed by the next one of a layer, and not kept."""
         stages: list[list[tuple[list[int], _Origin]]] = []
         for span in batch.spans:
             for stage, run in self._runs_of(span):
                 stages += [[] for _ in range(len(stages), stage + 1)]
                 stages[stage].append(run)
         self.runs = [run for stage in stages for run in _grouped(stage)]
-        self.computed_tokens: list[int] | None = None
+        self.computed_tokens: tuple[int, ...] | None = None
         """Packed indices of the run that is computed, row by row; None: none is."""
 
     def compute(self, layer: int, forward: _Forward, x: Tensor) -> Tensor:
@@ -144,10 +147,12 @@ class _RecurrentPass:
             states = None if run.origins[0] is _NOTHING else self._before(run, layer)
             index = torch.tensor(run.tokens, device=x.device)
             cache = _ModuleCache(states)
-            self.computed_tokens = [token for tokens in run.tokens for token in tokens]
+            self.computed_tokens = tuple(itertools.chain.from_iterable(run.tokens))
             output[0, index] = forward(x[0, index], cache)
             for tokens, state in zip(run.tokens, cache.rows(), strict=True):
                 self._after[tokens[-1]][layer] = state
+        for token in self._passing:
+            self._after[token][layer] = {}
         self.computed_tokens = None
         return output
 
@@ -156,7 +161,8 @@ class _RecurrentPass:
         states = self._storage.states
         states.drop(self._slots)
         for token, state in self._after.items():
-            states.put(self._slots[token], state)
+            if token not in self._passing:
+                states.put(self._slots[token], state)
 
     def _before(self, run: _Run, layer: int) -> list[LayerState]:
         return [
@@ -179,6 +185,8 @@ class _RecurrentPass:
         while first < span.length:
             last = min(span.length, first + step - (prefix + first) % step)
             yield stage, self._run([*range(begin + first, begin + last)], origin)
+            if last < span.length and (prefix + last) % self._storage.checkpoint_tokens:
+                self._passing.add(begin + last - 1)
             origin, first, stage = _Origin(None, begin + last - 1), last, stage + 1
 
     def _run(self, tokens: list[int], origin: _Origin) -> tuple[list[int], _Origin]:
@@ -247,7 +255,7 @@ class RecurrentLayers:
             return cls(modules, x.view(1, 3, hidden_size))
 
     @property
-    def computed_tokens(self) -> list[int] | None:
+    def computed_tokens(self) -> tuple[int, ...] | None:
         """Packed indices of the tokens that a layer computes together, in order; None outside of
         the layers.
         """

@@ -263,9 +263,8 @@ class Service:
         wants_thought = not isinstance(body, ChatRequest) or body.include_reasoning is not False
         keeps_thought = self.settings.reasoning_in_content and wants_thought
         prompted = replace(prompted, keeps_thought=keeps_thought)
-        if (
-            prompted.reader is not None or prompted.shows_special
-        ):  # special tokens may mark thoughts and calls
+        # Special tokens may mark thoughts and calls.
+        if prompted.reader is not None or prompted.shows_special:
             params = {"skip_special_tokens": False, **params}
         defaults: Mapping[str, float] = self.backend.sampling_defaults
         if num_choices > 1:
