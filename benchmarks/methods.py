@@ -5,8 +5,8 @@
 ``alone``    problems one at a time: ``LLM.generate``, the same through a worker, Dynasor-CoT,
              without drafts and with those of the draft model
 ``batch``    the same with all problems at once
-``vote``     votes, a beam search and particles against ``LLM.generate`` with the tokens that they
-             decode, sampled at the same temperature
+``vote``     votes, a beam search and particles against 16 samples of ``LLM.generate`` at the same
+             temperature: a vote's until they end, else as many tokens as the method decodes
 ``clients``  sampled streams of ``AsyncLLM`` and of ``serve`` against a batch of ``LLM``
 
 All of a part are run in turn, several times; medians. The model is the embedded reasoner. Prints
@@ -138,23 +138,24 @@ METHODS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def vote(problems: Sequence[Problem], num_rounds: int) -> list[dict[str, Any]]:
-    """Methods, each after a batch of ``LLM`` that decodes as many tokens."""
+    """Methods, one problem after the other, each after ``LLM``."""
     llm, rows = LLM(max_batch_size=64), list[dict[str, Any]]()
     for name, (method, settings) in METHODS.items():
-        by_method = partial(solve, llm, problems[:1], 1, method, settings)
-        by_llm = partial(sample, llm, problems[0], by_method())
+        by_method = partial(solve, llm, problems, 1, method, settings)
+        num_tokens = by_method() // (16 * len(problems))
+        is_vote = method.startswith("majority_vote")
+        params = {"max_tokens": GREEDY.max_tokens if is_vote else num_tokens}
+        by_llm = partial(sample, llm, problems, {**params, "ignore_eos": not is_vote})
         measured = measure({"LLM, 16 samples": by_llm, name: by_method}, num_rounds)
-        rows += table(name, measured, 1, part="vote")
+        rows += table(name, measured, len(problems), part="vote")
     llm.shutdown()
     return rows
 
 
-def sample(llm: LLM, problem: Problem, num_decoded: int) -> int:
-    params = SamplingParams(
-        n=16, temperature=TEMPERATURE, seed=1, ignore_eos=True, max_tokens=num_decoded // 16
-    )
-    output = llm.generate(user_prompt(llm, problem.question), params)
-    return output.usage.decoded
+def sample(llm: LLM, problems: Sequence[Problem], settings: dict[str, Any]) -> int:
+    params = SamplingParams(n=16, temperature=TEMPERATURE, seed=1, **settings)
+    prompts = [user_prompt(llm, problem.question) for problem in problems]
+    return sum(llm.generate(prompt, params).usage.decoded for prompt in prompts)
 
 
 # ---- clients -------------------------------------------------------------------------------------
