@@ -144,3 +144,19 @@ def test_the_command_writes_a_table_a_plot_and_one_json_line(capsys, tmp_path):
 def test_what_cannot_be_measured_is_refused_by_name(capsys, tmp_path, options, said):
     assert main(["bench", "roofline", "--out", str(tmp_path), *options]) == 2
     assert said in capsys.readouterr().err
+
+
+def test_experts_in_a_file_are_a_floor_of_their_own():
+    some = cost(expert_bytes=400, expert_weights=100, active_experts=0.5, experts_in_file=0.25)
+    assert some.step_file_bytes(1) == 50
+    assert some.step_file_bytes(2) == 75
+    row = roofline_row(some, Machine(1e9, 1e9, 10.0), (1, 0, 6.0, 5.0))
+    assert row.floor == row.file_floor == pytest.approx(5.0)
+    assert row.to_dict()["bound"] == "file"
+
+
+def test_the_file_that_experts_are_in_is_measured():
+    lm = loader.load(tiny("qwen3_moe"), "float32", forward="native", expert_bytes=8 * 2**13)
+    assert ModelCost.of(lm).experts_in_file == pytest.approx(1 - 8 / 12)
+    assert Machine.measure(lm).file_bytes_per_second > 0
+    assert Machine.measure(loader.load(tiny("llama"))).file_bytes_per_second is None

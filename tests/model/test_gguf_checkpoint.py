@@ -137,6 +137,18 @@ def test_experts_stay_in_their_blocks(case: str, tmp_path: Path) -> None:
     assert sizes[0] < 0.45 * sizes[1]
 
 
+@pytest.mark.parametrize("kind", [Type.Q8_0, Type.Q4_K])
+def test_experts_in_blocks_may_be_left_in_a_file(kind: Type, tmp_path: Path) -> None:
+    directory, texts = view(tmp_path / "model.gguf", "qwen3moe", kind), []
+    for expert_bytes in (None, 2**20):
+        machine = engine_over(loader.load(directory, forward="auto", expert_bytes=expert_bytes))
+        sequences = [machine.add(prompt, GREEDY)[0] for prompt in PROMPTS]
+        drain(machine)
+        texts.append([sequence.output for sequence in sequences])
+        expect_empty(machine)
+    assert texts[0] == texts[1]
+
+
 def test_a_quantised_file_is_not_quantised_again(tmp_path: Path) -> None:
     directory = view(tmp_path / "model.gguf", "llama", Type.Q8_0)
     with pytest.raises(ModelError, match="quantised already"):

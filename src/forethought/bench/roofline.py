@@ -2,10 +2,11 @@
 
 A step of B sequences with a context of C tokens reads every weight that it uses and the keys and
 values of B * C tokens, and makes two operations per weight and token, and per element of keys,
-queries and values in attention. The *floor* is the longer of both times at the bandwidth and the
+queries and values in attention. The *floor* is the longest of these times at the bandwidth and the
 peak that this machine reaches in a simple read and a large product (the roofline model of Williams,
-Waterman and Patterson, 2009). What the engine takes beyond it is split into time inside the network
-and outside.
+Waterman and Patterson, 2009). Where experts are left in a file, the reading of those that are not
+in memory is a third one, as all of it can overlap (MoE-Lens, 2025). What the engine takes beyond
+the floor is split into time inside the network and outside.
 """
 
 from __future__ import annotations
@@ -66,6 +67,7 @@ class ModelCost:
         activation_bytes: read and written per token, between the products of all layers.
         windowed: the layers whose attention reads a window of the context.
         state_bytes: of the states of recurrent layers, which a token reads and writes.
+        experts_in_file: share of the experts that are not in memory at a time.
     """
 
     dense_bytes: int
@@ -78,6 +80,7 @@ class ModelCost:
     activation_bytes: int
     windowed: tuple[AttentionCost, ...] = ()
     state_bytes: int = 0
+    experts_in_file: float = 0.0
 
     @classmethod
     def of(cls, lm: CausalLM, kv_dtype: torch.dtype | None = None) -> ModelCost:
@@ -107,15 +110,23 @@ class ModelCost:
             activation_bytes=_activations(text, heads, widths) * size,
             windowed=tuple(layer for layer in layers if layer.window is not None),
             state_bytes=lm.state_bytes,
+            experts_in_file=0.0 if lm.expert_store is None else lm.expert_store.share_in_file,
         )
 
     def step_bytes(self, batch: int, context: int) -> float:
         """Bytes that one decode step of ``batch`` sequences moves at least."""
-        touched = 1.0 - (1.0 - self.active_experts) ** batch if self.expert_bytes else 0.0
-        weights = self.dense_bytes + touched * self.expert_bytes
+        weights = self.dense_bytes + self._step_expert_bytes(batch)
         beyond = sum(layer.beyond(context) * layer.kv_bytes for layer in self.windowed)
         per_token = self.activation_bytes + 2 * self.state_bytes
         return weights + batch * (context * self.kv_bytes - beyond + per_token)
+
+    def step_file_bytes(self, batch: int) -> float:
+        """Bytes of them that are read from a file, where all experts are as likely."""
+        return self.experts_in_file * self._step_expert_bytes(batch)
+
+    def _step_expert_bytes(self, batch: int) -> float:
+        touched = 1.0 - (1.0 - self.active_experts) ** batch if self.expert_bytes else 0.0
+        return touched * self.expert_bytes
 
     def step_operations(self, batch: int, context: int) -> float:
         """Multiplications and additions of the step."""
@@ -132,15 +143,19 @@ class Machine:
     """Of a sum over a buffer that no cache holds."""
     operations_per_second: float
     """Of a product of two square matrices in the model's dtype."""
+    file_bytes_per_second: float | None = None
+    """Of reading the file that a model's experts are in; None: there is none."""
 
     @classmethod
-    def measure(cls, device: torch.device, dtype: torch.dtype) -> Machine:
-        """Measure both, with as many threads as torch has."""
+    def measure(cls, lm: CausalLM) -> Machine:
+        """Measure them for a model, with as many threads as torch has."""
+        device, dtype, store = lm.device, lm.dtype, lm.expert_store
         buffer = torch.ones(READ_BYTES // 4, device=device)
         matrix = torch.randn(PRODUCT_SIZE, PRODUCT_SIZE, device=device).to(dtype)
         read = _seconds(buffer.sum, device)
         product = _seconds(lambda: matrix @ matrix, device)
-        return cls(READ_BYTES / read, 2 * PRODUCT_SIZE**3 / product)
+        file_speed = None if store is None else store.read_speed()
+        return cls(READ_BYTES / read, 2 * PRODUCT_SIZE**3 / product, file_speed)
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,11 +173,20 @@ class RooflineRow:
     """Seconds that the engine takes."""
     network: float
     """Of these, inside the network."""
+    file_floor: float = 0.0
+    """Seconds to read experts from a file."""
 
     @property
     def floor(self) -> float:
         """Seconds of an ideal step."""
-        return max(self.memory_floor, self.compute_floor)
+        return max(self.memory_floor, self.compute_floor, self.file_floor)
+
+    @property
+    def bound(self) -> str:
+        """What the floor is of."""
+        floors = {"memory": self.memory_floor, "compute": self.compute_floor}
+        floors["file"] = self.file_floor
+        return max(floors, key=lambda name: floors[name])
 
     @property
     def outside(self) -> float:
@@ -180,7 +204,7 @@ class RooflineRow:
             "batch": self.batch,
             "context": self.context,
             **{f"{name}_ms": value for name, value in times.items()},
-            "bound": "memory" if self.memory_floor >= self.compute_floor else "compute",
+            "bound": self.bound,
             "share_of_floor": round(self.floor / self.step, 4),
         }
 
@@ -224,6 +248,7 @@ def roofline_row(
         cost.step_operations(batch, context) / machine.operations_per_second,
         step,
         network,
+        cost.step_file_bytes(batch) / (machine.file_bytes_per_second or 1.0),
     )
 
 
@@ -232,14 +257,13 @@ def roofline_table(rows: Sequence[RooflineRow]) -> str:
     head = ("batch", "context", "floor", "bound", "step", "network", "outside", "of floor")
     cells = [head]
     for row in rows:
-        bound = row.to_dict()["bound"]
         times = (row.step, row.network, row.outside)
         cells.append(
             (
                 str(row.batch),
                 str(row.context),
                 f"{row.floor * 1e3:.3f}",
-                bound,
+                row.bound,
                 *(f"{seconds * 1e3:.3f}" for seconds in times),
                 f"{row.floor / row.step:.0%}",
             )

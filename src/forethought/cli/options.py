@@ -220,7 +220,7 @@ INTRODUCTION = (
 """Shown where the user has named no model."""
 _OPTIONS = (
     *("model", "revision", "dtype", "quantization", "device", "tensor_parallel_size"),
-    "tool_format",
+    *("tool_format", "expert_memory"),
 )
 
 
@@ -287,6 +287,13 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
         "--kv-cache-dtype",
         choices=["auto", "float32", "bfloat16", "int8"],
         help="of keys and values on a CPU (default: the model's)",
+    )
+    parser.add_argument(
+        "--expert-memory",
+        type=float,
+        metavar="GIB",
+        help="memory for the experts of a mixture; the others are left in a temporary file "
+        "(default: all are in memory)",
     )
     parser.add_argument("--device", help="cpu, cuda, ... (default: CUDA where there is one)")
     parser.add_argument(

@@ -131,6 +131,9 @@ class LlmArgs(StrictModel):
     Llama, Mistral, Qwen2, Qwen3, Qwen3-MoE, Gemma3 and Phi3 in float32, bfloat16 and quantised;
     ``torch`` is everything else; ``auto``: native where the model, a C++ compiler and the
     processor allow it and torch has no faster products in the dtype."""
+    expert_memory: float | None = Field(default=None, gt=0)
+    """GiB of memory for the experts of a mixture that runs natively. The others are left in a
+    temporary file, and read as tokens choose them. None: all are in memory."""
     fuse: bool = True
     """Use the fused forward where the architecture allows it; the plain one otherwise."""
     cuda_graphs: Literal["auto"] | bool = "auto"
@@ -245,6 +248,7 @@ class LlmOptions(TypedDict, total=False):
     attention: str
     num_threads: int | Literal["auto", "torch"] | None
     forward: Literal["auto", "native", "torch"]
+    expert_memory: float | None
     fuse: bool
     cuda_graphs: Literal["auto"] | bool
     tensor_parallel_size: int

@@ -150,6 +150,7 @@ def _load(
         forward=args.forward,
         shard=None if ranks is None else ranks.shard,
         adapted={name for adapter in adapters for name in adapter.additions},
+        expert_bytes=None if args.expert_memory is None else int(args.expert_memory * 2**30),
     )
     if lm.device.type == "cpu" and args.num_threads != "auto":
         check_threads()

@@ -81,8 +81,15 @@ class NativeBackend(Protocol):
         """Why a module of transformers cannot run here; None: it can."""
 
     @staticmethod
-    def network(module: Any, max_positions: int, windows: Sequence[int | None]) -> Any:
-        """The ``Network`` of a module that ``refusal`` accepts; its layers' weights are taken."""
+    def network(
+        module: Any,
+        max_positions: int,
+        windows: Sequence[int | None],
+        expert_bytes: int | None = None,
+    ) -> Any:
+        """The ``Network`` of a module that ``refusal`` accepts; its layers' weights are taken.
+        ``expert_bytes``: of memory for experts, where the others are left in a file.
+        """
 
     @staticmethod
     def linear(weight: Any) -> Any:

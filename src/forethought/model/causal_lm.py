@@ -62,6 +62,19 @@ class Network(Protocol):
         ...
 
 
+class ExpertFile(Protocol):
+    """Experts of a network that are in a file, and a part of them in memory."""
+
+    @property
+    def share_in_file(self) -> float:
+        """Of the experts, that are not in memory at a time."""
+        ...
+
+    def read_speed(self) -> float:
+        """Bytes per second at which experts are read."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class TransformersNetwork(Network):
     """The transformers module, with attention over pages installed."""
@@ -309,6 +322,12 @@ class CausalLM:
         """Float32 logits ``[R, vocab]`` of a forward pass."""
         logits = self.network(forward_pass.batch, forward_pass)
         return logits if logits.dtype == torch.float32 else logits.float()
+
+    @property
+    def expert_store(self) -> ExpertFile | None:
+        """Its experts, if they are in a file."""
+        store: ExpertFile | None = getattr(self.network, "experts", None)
+        return store
 
     @property
     def state_bytes(self) -> int:

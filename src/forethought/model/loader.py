@@ -97,6 +97,7 @@ def load(
     forward: Forward = "torch",
     shard: Shard | None = None,
     adapted: Collection[str] = (),
+    expert_bytes: int | None = None,
 ) -> CausalLM:
     """Load the model in the directory ``path``.
 
@@ -114,10 +115,12 @@ def load(
         shard: the slice to load of a model that has passed ``check_shardable``; None: all of it.
         adapted: names of the linears that adapters are going to add to: a forward is taken that can
             do so.
+        expert_bytes: of memory for the experts of the native forward; the others are in a file.
+            None: all of them are in memory.
 
     Raises:
         ModelError: the directory is missing or broken, or the model is not supported; it cannot run
-            natively and must.
+            natively and must, as with ``expert_bytes``.
         UnknownNameError: no attention backend has this name.
         ParameterError: no such dtype.
     """
@@ -133,6 +136,8 @@ def load(
         raise ParameterError("unknown dtype", repr(dtype), f"Allowed: auto, {', '.join(DTYPES)}")
     if refused is None:
         lm = _load_natively(directory, dtype, backend, quantization, forward)
+        if lm is not None and expert_bytes is not None:
+            raise _no_stored_experts("it has none")
         if lm is not None:
             return lm
     from forethought.model.transformers_module import checked_module, probe, read_config, refusing
@@ -162,7 +167,7 @@ def load(
         refused = refused or _unadaptable(adapted)
         recurrent = RecurrentLayers.of(module)
         traits = _traits(module, layers, vocab_size, recurrent.state_bytes if recurrent else 0)
-        network, forward_path = _network(module, fuse, traits, forward, refused)
+        network, forward_path = _network(module, fuse, traits, forward, refused, expert_bytes)
         if isinstance(network, TransformersNetwork):
             network = replace(network, recurrent=recurrent)
         return CausalLM(network, backend, traits, forward_path)
@@ -307,16 +312,19 @@ def _network(
     traits: ModelTraits,
     forward: Forward,
     refused: str | None,
+    expert_bytes: int | None,
 ) -> tuple[Network, ForwardPath]:
     """The network, and how it was chosen. ``refused`` is why, by the settings, it cannot be native;
     raises ModelError if it must be.
     """
     cpu = backends.cpu()
+    if expert_bytes is not None and not any(weight.is_expert for weight in traits.weights):
+        raise _no_stored_experts("it has none")
     try:
         reason = refused or native_refusal(module, forward)
         if reason is None:
             windows = [layer.window for layer in traits.layers]
-            native = cpu.network(module, traits.max_positions, windows)
+            native = cpu.network(module, traits.max_positions, windows, expert_bytes)
             return native, ForwardPath(forward, "native")
         if reason == cpu.NO_COMPILER and forward == "auto" and cpu.refusal(module) is None:
             cpu.warn_unavailable(reason)
@@ -331,6 +339,8 @@ def _network(
             reason,
             'Leave it out, or set forward="auto"',
         )
+    if expert_bytes is not None:
+        raise _no_stored_experts(f"it does not run natively: {reason}")
     from forethought.model.llama.network import FusedNetwork, is_fusable
 
     if forward == "auto" and module.device.type == "cpu" and _has_library():
@@ -339,6 +349,12 @@ def _network(
         return FusedNetwork(module, traits.max_positions), ForwardPath(forward, "fused", reason)
     pack_linears(module)
     return TransformersNetwork(module), ForwardPath(forward, "transformers", reason)
+
+
+def _no_stored_experts(why: str) -> ModelError:
+    return ModelError(
+        "experts of this model cannot be left in a file", why, "Leave expert_memory out"
+    )
 
 
 def native_refusal(

@@ -61,10 +61,13 @@ class CpuBackend(NativeBackend):
 
     @staticmethod
     def network(
-        module: PreTrainedModel, max_positions: int, windows: Sequence[int | None]
+        module: PreTrainedModel,
+        max_positions: int,
+        windows: Sequence[int | None],
+        expert_bytes: int | None = None,
     ) -> NativeNetwork:
         """The network of a module that ``refusal`` accepts; its layers' weights are taken."""
-        return NativeNetwork(module, max_positions, windows)
+        return NativeNetwork(module, max_positions, windows, expert_bytes)
 
     @staticmethod
     def linear(weight: StoredWeight) -> weights.PackedLinear:

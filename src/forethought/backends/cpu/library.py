@@ -86,6 +86,7 @@ def load_library() -> ctypes.CDLL:
     """
     library = _load_prebuilt() or _load_compiled()
     library.scratch_size.restype = ctypes.c_int64
+    library.open_experts.restype = ctypes.c_void_p
     library.uniform_sample.restype = ctypes.c_double
     library.uniform_sample.argtypes = (ctypes.c_int64,) * 3
     return library

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from forethought.backends.cpu.adapters import NativeAdditions
+from forethought.backends.cpu.expert_store import ExpertStore
 from forethought.backends.cpu.forward import NativeForward, Wanted, unknown_token
 from forethought.backends.cpu.library import load_library
 from forethought.backends.cpu.structures import LayerStruct, ModelStruct
@@ -48,10 +49,13 @@ class NativeNetwork:
         module: one that ``weights.refusal`` accepts; its layers' weights are taken.
         max_positions: that a sequence may have.
         windows: of each layer's attention; None: all is attended to.
+        expert_bytes: of memory for experts, the others of which are in a file; None: all of them
+            are in memory.
 
     Attributes:
         forward: its packed weights.
-        num_bytes: of these, with the embeddings.
+        num_bytes: of what of these is in memory, with the embeddings.
+        experts: those in a file; None: none are.
     """
 
     def __init__(
@@ -59,6 +63,7 @@ class NativeNetwork:
         module: PreTrainedModel | CheckpointModule,
         max_positions: int,
         windows: Sequence[int | None],
+        expert_bytes: int | None = None,
     ) -> None:
         config, model = module.config, module.model
         self._library = load_library()
@@ -85,9 +90,13 @@ class NativeNetwork:
             num_embeddings, outside = len(table), table.nbytes
         attention = model.layers[0].self_attn
         self._layers = layers = list[PackedLayer]()
+        store = self.experts = None if expert_bytes is None else ExpertStore(expert_bytes)
         for index, layer in enumerate(model.layers):
-            layers.append(PackedLayer.of(layer, tables[types[index]], windows[index]))
+            rotary = tables[types[index]]
+            layers.append(PackedLayer.of(layer, rotary, windows[index], store=store))
             model.layers[index] = nn.Identity()  # frees the layer's own weights
+        if store is not None:
+            store.open()
         structs = (LayerStruct * len(layers))(*(layer.struct for layer in layers))
         final_norm = norm_weight(model.norm)
         assert final_norm is not None
@@ -113,10 +122,11 @@ class NativeNetwork:
             score_cap=getattr(config, "attn_logit_softcapping", None) or 0.0,
             embed_scale=1.0 if embed_scale is None else float(embed_scale),
         )
-        held = [layers, head, packed, final_norm, table]
+        held = [layers, head, packed, final_norm, table, store]
         self.forward = NativeForward(struct, max_positions, held)
         self._head = head
         self.num_bytes = head.num_bytes + outside + sum(layer.num_bytes for layer in layers)
+        self.num_bytes += 0 if store is None else store.memory_bytes
 
     @staticmethod
     def _packed_embedding(

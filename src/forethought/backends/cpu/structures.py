@@ -55,6 +55,12 @@ class LinearStruct(CStruct):
     __slots__ = ()
 
 
+class StoredExpertStruct(CStruct):
+    """An expert in a file."""
+
+    __slots__ = ()
+
+
 class ExpertsStruct(CStruct):
     """A mixture of experts."""
 

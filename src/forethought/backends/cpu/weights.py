@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from forethought.backends.cpu.expert_store import ExpertStore
 from forethought.backends.cpu.library import load_library
 from forethought.backends.cpu.structures import ExpertsStruct, LayerStruct, LinearStruct
 from forethought.model.block_weight import BLOCK_TYPES, BlockWeight
@@ -403,41 +404,58 @@ def _as_stored(weight: Tensor) -> Tensor:
 
 @dataclass(slots=True)
 class PackedExperts:
-    """The experts of a layer."""
+    """The experts of a layer.
+
+    Attributes:
+        struct: for ``forward.cpp``.
+        arrays: of the ``gate_up`` and the ``down`` of each expert, then of the shared ones.
+        packed: what is in memory.
+    """
 
     struct: ExpertsStruct
-    parts: list[Any]
+    arrays: tuple[ctypes.Array[LinearStruct], ctypes.Array[LinearStruct]]
+    packed: list[PackedLinear]
 
     @classmethod
-    def of(cls, mlp: nn.Module) -> PackedExperts:
-        """Pack the experts of a mixture as Qwen's, with a shared expert or without."""
-        shared, (gate_up, down) = _shared(mlp), _expert_weights(mlp.experts)
-        gate_ups = [PackedLinear.pack(weight, None, gated=True) for weight in gate_up]
-        gate_ups += [PackedLinear.of(*_gate_up(expert), gated=True) for expert in shared]
-        downs = [PackedLinear.pack(weight, None) for weight in down]
-        downs += [PackedLinear.of(expert.down_proj) for expert in shared]
+    def of(cls, mlp: nn.Module, store: ExpertStore | None = None) -> PackedExperts:
+        """Pack the experts of a mixture as Qwen's, with a shared expert or without; into ``store``,
+        if there is one, all but the shared one.
+        """
+        shared, first = _shared(mlp), 0 if store is None else len(store)
         gates = [mlp.gate.weight, *(mlp.shared_expert_gate.weight for _ in shared)]
         router = PackedLinear.pack(torch.cat(gates), None, float32_input=True)
-        arrays = [
-            (LinearStruct * len(packed))(*(one.struct for one in packed))
-            for packed in (gate_ups, downs)
-        ]
+        held, structs = [router], list[tuple[LinearStruct, LinearStruct]]()
+        for gate_up, down in zip(*_expert_weights(mlp.experts), strict=True):
+            pair = PackedLinear.pack(gate_up, None, gated=True), PackedLinear.pack(down, None)
+            if store is None:
+                held += pair
+            else:
+                store.put(*((linear.struct, linear.tensors) for linear in pair))
+            structs.append((pair[0].struct, pair[1].struct))
+        num_experts = len(structs)
+        for expert in shared:
+            pair = PackedLinear.of(*_gate_up(expert), gated=True), PackedLinear.of(expert.down_proj)
+            held += pair
+            structs.append((pair[0].struct, pair[1].struct))
+        kind = LinearStruct * len(structs)
+        arrays = kind(*(pair[0] for pair in structs)), kind(*(pair[1] for pair in structs))
         struct = ExpertsStruct(
             router=ctypes.pointer(router.struct),
             gate_up=arrays[0],
             down=arrays[1],
-            num_experts=len(downs) - len(shared),
+            num_experts=num_experts,
             top_k=mlp.gate.top_k,
             renormalise=bool(mlp.gate.norm_topk_prob),
             num_shared=len(shared),
         )
-        return cls(struct, [router, gate_ups, downs, arrays])
+        if store is not None:
+            store.add_layer(struct, arrays, first)
+        return cls(struct, arrays, held)
 
     @property
     def num_bytes(self) -> int:
-        """Of all tensors."""
-        router, gate_ups, downs, _ = self.parts
-        return sum(packed.num_bytes for packed in (router, *gate_ups, *downs))
+        """Of what is in memory."""
+        return sum(packed.num_bytes for packed in self.packed)
 
 
 def _expert_weights(experts: nn.Module) -> tuple[list[Any], list[Any]]:
@@ -462,7 +480,12 @@ class PackedLayer:
 
     @classmethod
     def of(
-        cls, layer: nn.Module, rotary: Tensor, window: int | None, enters_normed: bool = True
+        cls,
+        layer: nn.Module,
+        rotary: Tensor,
+        window: int | None,
+        enters_normed: bool = True,
+        store: ExpertStore | None = None,
     ) -> PackedLayer:
         """Pack a layer.
 
@@ -471,6 +494,7 @@ class PackedLayer:
             rotary: float32 ``[positions, 2, rotary_dim]`` of its kind of layer.
             window: of its attention; None: none.
             enters_normed: its attention reads what enters after ``input_layernorm``.
+            store: takes its experts; None: they stay in memory.
         """
         attention, mlp = layer.self_attn, layer.mlp
         post_norms = hasattr(layer, "pre_feedforward_layernorm")
@@ -489,7 +513,7 @@ class PackedLayer:
         out = PackedLinear.of(attention.o_proj)
         experts = gate_up = down = None
         if _is_sparse(mlp):
-            experts = PackedExperts.of(mlp)
+            experts = PackedExperts.of(mlp, store)
         else:
             gate_up = PackedLinear.of(*_gate_up(mlp), gated=True)
             down = PackedLinear.of(mlp.down_proj)

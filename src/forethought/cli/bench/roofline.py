@@ -1,5 +1,6 @@
 """Decode steps beside their floor: the time to read weights, keys and values, or to
-multiply them, at the bandwidth and peak that this machine reaches. Then what the engine takes, in
+multiply them, at the bandwidth and peak that this machine reaches, or to read experts from the file
+where --expert-memory leaves them. Then what the engine takes, in
 the network and outside of it. The last line is JSON.
 
 forethought bench roofline Qwen/Qwen3-0.6B --batch 1 8 --context 512 2048
@@ -82,7 +83,7 @@ def measure(args: argparse.Namespace) -> int:
         cost = roofline.ModelCost.of(lm, runner.storage.stored_dtype)
         fields["num_threads"] = machine.num_threads(llm)
         with computing_threads(fields["num_threads"]):
-            reached = roofline.Machine.measure(lm.device, lm.dtype)
+            reached = roofline.Machine.measure(lm)
         steps = roofline.measure_steps(llm, args.batch, args.context, args.rounds)
         rows = [roofline.roofline_row(cost, reached, timed) for timed in steps]
         fields["dtype"] = str(lm.dtype).removeprefix("torch.")
@@ -105,10 +106,13 @@ def measure(args: argparse.Namespace) -> int:
 def _notes(report: dict[str, Any]) -> list[str]:
     where, cost = report["machine"], report["cost"]
     weights = (cost["dense_bytes"] + cost["expert_bytes"]) / 1e6
+    speed = where["file_bytes_per_second"]
+    in_file = f"{cost['experts_in_file']:.0%} of the experts are in a file, read at"
     return [
         f"milliseconds; {report['model']} in {where['dtype']}, {weights:.1f} MB of weights, "
         f"{cost['kv_bytes']} bytes of KV per token",
         f"this machine reads {where['bytes_per_second'] / 1e9:.1f} GB/s and computes "
         f"{where['operations_per_second'] / 1e9:.0f} GFLOP/s with "
         f"{count_of(where['threads'], 'thread')}",
+        *([] if speed is None else [f"{in_file} {speed / 1e9:.1f} GB/s"]),
     ]

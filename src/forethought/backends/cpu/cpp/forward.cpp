@@ -307,6 +307,22 @@ struct Memory {
 
 extern "C" {
 
+// Experts in an open file, and memory for `num_slots` of them; the arrays are read, not kept, but for
+// the memory and what `experts` points to. Null: no thread can be started.
+void* open_experts(
+    int32_t file, const StoredExpert* experts, int32_t num_experts, void* memory, int32_t num_slots,
+    int64_t slot_bytes) {
+    try {
+        return new ExpertStore(file, experts, num_experts, (uint8_t*)memory, num_slots, slot_bytes);
+    } catch (const std::system_error&) {
+        return nullptr;
+    }
+}
+
+void close_experts(void* store) { delete (ExpertStore*)store; }
+
+void count_experts(void* store, int64_t* counts) { ((ExpertStore*)store)->count(counts); }
+
 // Floats of scratch memory that a call may use.
 int64_t scratch_size(const Model* model, int32_t tokens, int32_t max_length, int32_t threads) {
     return Scratch(*model, tokens, max_length, threads, nullptr).size;

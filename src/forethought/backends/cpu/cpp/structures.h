@@ -26,13 +26,25 @@ struct Linear {
     const Linear* next;    // further outputs, whose weights are blocks of another type; or null
 };
 
+// An expert in a file; see expert_store.h. Places are bytes from `offset` on, -1 for none.
+struct StoredExpert {
+    int64_t offset, size;
+    Linear *gate_up, *down; // whose addresses are set when it is read
+    int64_t gate_up_weight, gate_up_scale, gate_up_zero;
+    int64_t down_weight, down_scale, down_zero;
+};
+
 // A mixture of experts in place of the MLP.
 struct Experts {
     const Linear* router;  // outputs: logits of the experts, then those of the shared ones' gates
     const Linear* gate_up; // [num_experts + num_shared]
     const Linear* down;    // [num_experts + num_shared]
     int32_t num_experts, top_k, renormalise;
-    int32_t num_shared; // of all tokens, each times the sigmoid of its gate
+    int32_t num_shared;        // of all tokens, each times the sigmoid of its gate
+    int32_t first_stored;      // of its experts in the store
+    void* store;               // ExpertStore; null: all of them are in memory
+    const Linear* next_router; // of the next layer with experts in the store, or null
+    int32_t next_stored;       // its first expert there
 };
 
 // How a draft module joins the embedding of a token and a hidden state, side by side.

@@ -7,6 +7,7 @@
 
 #pragma once
 
+#include "../expert_store.h"
 #include "../scratch.h"
 #include "../structures.h"
 #include "products.h"
@@ -14,6 +15,7 @@
 
 #include <cmath>
 #include <cstring>
+#include <vector>
 
 struct Choice { // of the experts of one token, and what their outputs are multiplied by
     int32_t* experts;
@@ -101,6 +103,7 @@ class RoutedTokens {
         const Groups groups(
             b.chosen, int(num_tokens * b.per_token), int(b.per_token), num_experts,
             b.groups + thread.index * b.groups_size);
+        if (experts.store) fetch(groups, *(ExpertStore*)experts.store);
         const auto inner = [&](int e) { return num_panels(experts.down[e].num_inputs); };
         for_parts(groups, experts.gate_up, inner, [&](auto& part) { activate(groups, part); });
         thread.wait();
@@ -132,6 +135,41 @@ class RoutedTokens {
             choice.choose(experts, b.logits + t * width);
         }
         thread.wait();
+    }
+
+    // Have the experts in memory that the groups have, and those read meanwhile that the next layer
+    // would choose by the input of this one.
+    void fetch(const Groups& groups, ExpertStore& store) const {
+        const int begin = experts.first_stored, number = experts.num_experts;
+        if (thread.index == 0)
+            store.hold(begin, begin + number, [&](int e) {
+                return groups.begins[e] < groups.begins[e + 1];
+            });
+        thread.wait();
+        store.load(thread.index, thread.count);
+        if (experts.next_router && num_tokens <= MAX_EXPECTING) {
+            product(
+                *experts.next_router, {normed, hidden, nullptr}, num_tokens, b.logits,
+                experts.next_router->num_outputs, false, thread);
+            thread.wait();
+            if (thread.index == 0) store.expect(expected());
+        }
+        thread.wait();
+    }
+    static constexpr int MAX_EXPECTING = 16; // more tokens choose most experts in any case
+
+    // The experts in the store that the tokens would choose by the next layer's logits.
+    std::vector<int> expected() const {
+        std::vector<int> chosen;
+        std::vector<int32_t> of_token(b.per_token);
+        std::vector<float> weights(b.per_token);
+        for (int t = 0; t < num_tokens; t++) {
+            const Choice choice{of_token.data(), weights.data()};
+            choice.choose(experts, b.logits + t * experts.next_router->num_outputs);
+            for (int k = 0; k < experts.top_k; k++)
+                chosen.push_back(experts.next_stored + of_token[k]);
+        }
+        return chosen;
     }
 
     // work(part) for all parts of this thread: of each expert num_items(expert) panels, or pairs. The
