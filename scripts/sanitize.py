@@ -22,6 +22,7 @@ FLAGS = (
     *("-fsanitize=address,undefined", "-fno-sanitize-recover=undefined"),
 )
 TESTS = (
+    "tests/backends/test_expert_store.py",
     "tests/backends/test_integer_products.py",
     "tests/backends/test_kv_dtypes.py",
     "tests/backends/test_native.py",

@@ -255,7 +255,7 @@ def roofline_row(
 def roofline_table(rows: Sequence[RooflineRow]) -> str:
     """Times in milliseconds."""
     head = ("batch", "context", "floor", "bound", "step", "network", "outside", "of floor")
-    cells = [head]
+    cells: list[tuple[str, ...]] = [head]
     for row in rows:
         times = (row.step, row.network, row.outside)
         cells.append(
