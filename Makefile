@@ -7,6 +7,7 @@
 #   make soak      a server under mixed load for ten minutes (SOAK_SECONDS=...), and what is left of it
 #   make test-page the server's page in Chromium, its types and its accessibility
 #   make sanitize  the native forward's tests with AddressSanitizer and UBSan, in three minutes
+#   make docs      the documentation as a site in build/site; fails at a broken link
 #   make lint      only the first half of that
 #   make format    let ruff and clang-format fix what they can
 #   make bench     speed on this machine, in ten to twenty minutes: against transformers, and of every drafter
@@ -44,7 +45,7 @@ endif
 MODELS = PYTHONPATH=models$(if $(PYTHONPATH),:$(PYTHONPATH)) $(PY)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all test-page test-clients sanitize soak lint format bench gpu reasoner drafter heads countdown instruct prm clean
+.PHONY: help demo docs test test-all test-page test-clients sanitize soak lint format bench gpu reasoner drafter heads countdown instruct prm clean
 
 help:
 	@sed -n 's/^#   make /  make /p' Makefile
@@ -114,6 +115,11 @@ test-clients: $(setup) $(CLIENTS)/.installed $(AGENTS)/.installed $(CLIENTS)/nod
 		&& export FORETHOUGHT_PYTHON=$$python PYTHONPATH=$(CURDIR)/src CLIENT_NODE_MODULES=$(CURDIR)/$(CLIENTS)/node/node_modules \
 		&& $(CURDIR)/$(CLIENTS)/bin/python -m pytest -c pytest.ini . \
 		&& $(CURDIR)/$(AGENTS)/bin/python -m pytest -c pytest.ini test_openai_agents.py
+
+docs: $(setup)
+	@$(PY) -c "import mkdocs, material" 2>/dev/null || $(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt ".[docs]"
+	@NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --quiet
+	@echo build/site
 
 sanitize: $(setup)
 	@$(PY) scripts/sanitize.py

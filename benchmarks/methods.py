@@ -38,7 +38,6 @@ from forethought.assets import drafter_dir
 from forethought.config.drafters import DraftTargetDecodingConfig
 from forethought.evaluation.problems import Problem, shipped, user_prompt
 from forethought.evaluation.recipe import recipe
-from forethought.methods import worker_tags
 from forethought.scaffolding import Controller, EngineWorker, ScaffoldingLlm
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=450)
@@ -121,7 +120,7 @@ def solve(
 def thinking_with(llm: LLM, controller: Controller) -> Iterator[ScaffoldingLlm]:
     worker = EngineWorker(llm)
     try:
-        with ScaffoldingLlm(controller, dict.fromkeys(worker_tags(controller), worker)) as thinking:
+        with ScaffoldingLlm(controller, worker) as thinking:
             yield thinking
     finally:
         worker.shutdown()

@@ -10,7 +10,7 @@ with EngineWorker.init_with_new_llm() as worker:
     prompt = worker.llm.chat_prompt([question])
     for name, settings in {"plain": {}, "dynasor": {"chunk_size": 16}}.items():
         method = methods.create(name, **settings)
-        workers = dict.fromkeys(methods.worker_tags(method), worker)
+        workers = worker
         with ScaffoldingLlm(method, workers, trace=True) as llm:
             result = llm.generate(prompt, sampling_params=params)
         stages = [e.output.name for e in result.events(stages=True) if isinstance(e.output, Stage)]

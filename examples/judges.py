@@ -29,7 +29,7 @@ judged = [
 ]
 for method in [*judged, methods.create("archon", pipeline=PIPELINE)]:
     worker = ScriptedWorker(model)
-    workers = dict.fromkeys(methods.worker_tags(method), worker)
+    workers = worker
     with ScaffoldingLlm(method, workers, trace=True) as llm:
         result = llm.generate("7 * 8?")
     print(f"{type(method).__name__}: {result.output.text} after {len(worker.calls)} calls")

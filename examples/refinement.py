@@ -21,7 +21,7 @@ def model(prompt: str, index: int) -> str:
 for name in ("self_refine", "sequential_revision"):
     worker = ScriptedWorker(model)
     method = methods.create(name)
-    workers = dict.fromkeys(methods.worker_tags(method), worker)
+    workers = worker
     with ScaffoldingLlm(method, workers) as llm:
         result = llm.generate("7 * 8?")
     print(f"{name}: {result.output.text} after {len(worker.calls)} generations")

@@ -19,9 +19,7 @@ def model(prompt: str, index: int) -> str:
 
 
 method = methods.create("parallel_thinking")
-with ScaffoldingLlm(
-    method, dict.fromkeys(methods.worker_tags(method), ScriptedWorker(model)), trace=True
-) as llm:
+with ScaffoldingLlm(method, ScriptedWorker(model), trace=True) as llm:
     result = llm.generate("What is 6 * 6 + 9 * 9?")
 print(result.output.text)
 print(result.trace.text())  # the threads, and where they were joined

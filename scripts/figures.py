@@ -48,7 +48,7 @@ DRAFTERS = {
     "eagle3": ("EAGLE-3", "`eagle3`", "a chain of 8"),
     "eagle3, tree": (
         "EAGLE-3 with EAGLE-2's dynamic tree",
-        "`eagle3`, with [`use_dynamic_tree`](docs/learned-drafters.md#eagle)",
+        "`eagle3`, with [`use_dynamic_tree`](learned-drafters.md#eagle)",
         "15 nodes",
     ),
     "mtp": ("MTP", "`mtp`", "a chain of 10, one module replayed"),
@@ -167,7 +167,8 @@ def written(page: Path, runs: Sequence[Run]) -> str:
         kind = "table" if name.startswith("table-") else name
         if kind not in TABLES:
             raise SystemExit(f"{page.name}: there is no table {name!r}")
-        table_runs = [run for run in runs if run["benchmark"] == kind.replace("-", "_")]
+        benchmarks = SOURCES.get(kind, (kind.replace("-", "_"),))
+        table_runs = [run for run in runs if run["benchmark"] in benchmarks]
         if kind == "table":
             table_runs = [run for run in table_runs if f"table-{run['table']}" == name]
         body = TABLES[kind](table_runs) if table_runs else "No run has been added yet."
@@ -319,6 +320,43 @@ def demo(runs: Sequence[Run]) -> str:
     return f"{table(cells, 2)}\n\n{race}\n\n{sources([run])}"
 
 
+def why(runs: Sequence[Run]) -> str:
+    """What sets the project apart, a figure each, of the newest run."""
+    newest = {run["benchmark"]: run for run in sorted(runs, key=lambda one: str(one["date"]))}
+    by_method = {(row["task"], row["method"]): row for row in newest["demo"]["rows"]}
+    solved = {
+        name: f"{100 * row['accuracy']:.1f} % solved with "
+        f"{row['tokens_generated'] / row['problems']:,.0f} tokens each"
+        for name, row in by_method.items()
+    }
+    drafted = {row["drafter"]: row for row in newest["drafters"]["rows"]}
+    points = [
+        "**Live handles.** Dynasor-CoT forks the chain of thought, asks the fork for the answer, "
+        f"and ends the chain when the answers agree: {solved['arithmetic', 'dynasor']}; plain "
+        f"decoding: {solved['arithmetic', 'plain']}.",
+        "**Exact drafts everywhere.** Eight drafters, greedy and sampled, chains and trees, under "
+        "every method; a small draft model makes decoding "
+        f"{drafted['draft_target, default']['ratio']:.2f} times as fast, and every token is that "
+        "of plain decoding.",
+        "**Tokens where they count.** Budgets of tokens, calls, seconds and thought are exact, and "
+        f"sampling ends when a checker accepts: {solved['countdown', 'repeated_sampling@16']}; a "
+        f"vote of eight: {solved['countdown', 'majority_vote@8']}.",
+    ]
+    if "recurrent" in newest:
+        fork = next(row for row in newest["recurrent"]["rows"] if "fork, us" in row)
+        points.append(
+            "**Hybrids, exactly.** Models with recurrent layers (Qwen3.5, Nemotron-H, LFM2) fork, "
+            "rewind, verify draft trees and share prefixes as others do; a fork takes "
+            f"{fork['fork, us']:.0f} microseconds."
+        )
+    used = [newest[name] for name in SOURCES["why"] if name in newest]
+    return "\n".join(f"* {point}" for point in points) + f"\n\n<sub>{_where(used)}</sub>"
+
+
+def _where(runs: Iterable[Run]) -> str:
+    return "; ".join(f"`{run['command']}`, {processor(run)}, {day(run)}" for run in runs)
+
+
 def gpu(runs: Sequence[Run]) -> str:
     """The parts of the GPU benchmark, a table each."""
     texts = []
@@ -345,6 +383,8 @@ def transcribed_table(runs: Sequence[Run]) -> str:
     return f"{table(run['cells'], run['num_left'])}\n\n{sources(runs)}"
 
 
+SOURCES = {"why": ("demo", "drafters", "recurrent")}
+"""Benchmarks of a table that is not of the one of its name."""
 TABLES: dict[str, Callable[[Sequence[Run]], str]] = {
     "drafters": drafters,
     "generate-vs-transformers": generate_vs_transformers,
@@ -352,6 +392,7 @@ TABLES: dict[str, Callable[[Sequence[Run]], str]] = {
     "goodput": goodput,
     "step-overhead": step_overhead,
     "demo": demo,
+    "why": why,
     "gpu": gpu,
     "table": transcribed_table,
 }

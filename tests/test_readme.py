@@ -7,8 +7,10 @@ import tomllib
 from pathlib import Path
 
 import pytest
+import yaml
 
-from forethought import methods
+import forethought
+from forethought import methods, scaffolding
 from forethought.config.drafter_table import DRAFTERS
 from forethought.config.speculation import DecodingBaseConfig
 from forethought.scaffolding import ScaffoldingLlm, ScriptedWorker
@@ -21,7 +23,8 @@ ROOT = Path(__file__).parents[1]
 METHODS = ROOT / "docs" / "methods"
 METHOD_PAGES = [METHODS / "index.md", *sorted(METHODS.glob("[!i]*.md"))]
 DOCS = [*sorted((ROOT / "docs").glob("*.md")), *METHOD_PAGES]
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *DOCS]
+ROOT_PAGES = ("README.md", "CONTRIBUTING.md", "AGENTS.md", "SECURITY.md", "CODE_OF_CONDUCT.md")
+PAGES = [*(ROOT / name for name in ROOT_PAGES), *DOCS]
 
 
 def examples(page: Path) -> list[str]:
@@ -38,19 +41,27 @@ def test_the_clone_line_has_the_projects_own_address():
     assert f"git clone {PROJECT['urls']['Repository']} &&" in page
 
 
+def text_of(page: str) -> str:
+    return (ROOT / "docs" / page).read_text(encoding="utf-8")
+
+
+def test_the_readme_fits_into_a_minute():
+    assert len(PAGES[0].read_text(encoding="utf-8").splitlines()) <= 150
+
+
 def test_every_extra_for_users_has_an_install_line():
-    page = PAGES[0].read_text(encoding="utf-8")
+    page = text_of("install.md")
     pattern = r"^\$ pip install (?:-c constraints\.txt )?\"\.\[([\w,]+)\]\""
     lines = re.findall(pattern, page, re.MULTILINE)
-    extras = set(PROJECT["optional-dependencies"]) - {"dev"}
+    extras = set(PROJECT["optional-dependencies"]) - {"dev", "docs"}
     assert {extra for line in lines for extra in line.split(",")} == extras
 
 
 def test_torch_without_cuda_is_installed_first_in_the_version_of_the_tests():
-    page = PAGES[0].read_text(encoding="utf-8")
-    first = re.findall(r"^\$ pip install (\S+)", page, re.MULTILINE)[0]
-    assert first in (ROOT / "constraints.txt").read_text().splitlines()
-    assert first.startswith("torch==")
+    for page in (PAGES[0].read_text(encoding="utf-8"), text_of("install.md")):
+        first = re.findall(r"^\$ pip install (\S+)", page, re.MULTILINE)[0]
+        assert first in (ROOT / "constraints.txt").read_text().splitlines()
+        assert first.startswith("torch==")
 
 
 FAMILIES = {
@@ -79,9 +90,9 @@ FAMILIES = {
 """By transformers' names."""
 
 
-def test_the_families_that_the_readme_calls_tested_are_those_of_the_tests():
+def test_the_families_that_are_called_tested_are_those_of_the_tests():
     tested = {FAMILIES[kind] for kind, _ in ARCHITECTURES.values()}
-    page = PAGES[0].read_text(encoding="utf-8")
+    page = text_of("features.md")
     [(count, names)] = re.findall(r"tested are (\d+) families: ([^|]+) \|", page)
     assert set(names.split(", ")) == tested
     assert int(count) == len(tested)
@@ -91,16 +102,17 @@ def test_the_families_that_the_readme_calls_tested_are_those_of_the_tests():
 
 def test_the_counts_of_methods_and_drafters_in_the_readme_are_right():
     page = PAGES[0].read_text(encoding="utf-8")
-    assert f"| Methods | {len(methods.names())} by name," in page
+    assert f"There are {len(methods.names())} by name" in page
+    assert f"| Methods | {len(methods.names())} by name," in text_of("features.md")
     drafters = [spec for spec in DRAFTERS if spec.drafter and spec.option]
     words = ("no", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten")
-    [(count, names)] = re.findall(r"speculative decoding\*\* with (\w+) drafters \(([^)]+)\)", page)
+    [(count, names)] = re.findall(r"Speculative decoding with (\w+) drafters \(([^)]+)\)", page)
     assert (count, len(names.split(", "))) == (words[len(drafters)], len(drafters))
     for spec in drafters:
-        assert f"| `{spec.option}` |" in page
+        assert f"| `{spec.option}` |" in text_of("speculative-decoding.md")
 
 
-def test_every_endpoint_is_in_the_guide_to_the_server_and_the_readme_counts_them():
+def test_every_endpoint_is_in_the_guide_to_the_server_and_the_features_count_them():
     worker = UpstreamWorker(["http://127.0.0.1:9/v1"], "m")
     app = create_app(RemoteBackend(worker, "m"))
     routes = {
@@ -109,10 +121,15 @@ def test_every_endpoint_is_in_the_guide_to_the_server_and_the_readme_counts_them
         for method in getattr(route, "methods", None) or ()
         if method != "HEAD" and not re.search(r"\.(js|css|html)$", route.path)
     }
-    page = PAGES[0].read_text(encoding="utf-8")
-    assert f"has all {len(routes)} endpoints" in page
-    guide = (ROOT / "docs" / "server.md").read_text(encoding="utf-8")
+    assert f"{len(routes)} endpoints" in text_of("features.md")
+    guide = text_of("server.md")
     assert [path for _, path in sorted(routes) if f"{path}`" not in guide] == []
+
+
+def test_what_is_cited_is_this_version():
+    cited = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
+    assert cited["version"] == forethought.__version__
+    assert cited["repository-code"] == PROJECT["urls"]["Repository"]
 
 
 def test_there_are_examples_with_and_without_a_server():
@@ -129,6 +146,33 @@ def test_the_examples_of_the_readme_run_one_after_the_other():
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("\\boxed{6}") >= len(LOCAL), "110 - 84 - 12 - 8"
+
+
+def test_the_tutorial_runs_from_the_first_block_to_the_last():
+    code = [code for code in examples(ROOT / "docs" / "tutorial.md") if "localhost" not in code]
+    done = subprocess.run(
+        [sys.executable, "-c", "\n".join(code)],
+        capture_output=True,
+        text=True,
+        timeout=280,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    vote, *probes, agreed, drafted = done.stdout.splitlines()
+    assert all("\\boxed{6}" in line for line in (vote, agreed, drafted))
+    assert "'6" in probes[-1]
+    assert float(drafted.split()[-1]) > 1
+
+
+def test_the_names_that_other_tools_names_are_told_in_exist_here():
+    page = text_of("coming-from.md")
+    optillm = page.split("## optillm")[1].split("## A paper")[0]
+    ours = re.findall(r"^\| .* \| (.*) \|$", optillm, re.MULTILINE)
+    written = {name for cell in ours for name in re.findall(r"`([a-z_]+)`", cell)}
+    assert written <= {*methods.names()} | {"here"}
+    theirs = re.findall(r"`([A-Z]\w+Controller)`", page)
+    assert len(theirs) > 4
+    assert all(hasattr(scaffolding, name) or hasattr(methods, name) for name in theirs)
 
 
 def guide_of(name: str) -> list[str]:

@@ -232,8 +232,7 @@ def create(spec: str | Controller, **settings: Any) -> Controller:
 def worker_tags(controller: Controller) -> list[Any]:
     """The worker tags of a controller and of those inside it.
 
-    ``ScaffoldingLlm(controller, dict.fromkeys(worker_tags(controller), worker))`` gives all tasks
-    to one worker.
+    For workers of some tasks alone; ``ScaffoldingLlm(controller, worker)`` gives all to one.
     """
     tags: list[Any] = []
     for member in with_inner(controller):

@@ -90,7 +90,7 @@ class ScaffoldingLlm:
 
     ::
 
-        with ScaffoldingLlm(NativeGenerationController(), {"generation": worker}) as llm:
+        with ScaffoldingLlm(NativeGenerationController(), worker) as llm:
             print(llm.generate("Why?").outputs[0].text)
 
     Created inside a running event loop it lives on that loop; else it runs one of its own in a
@@ -98,7 +98,7 @@ class ScaffoldingLlm:
 
     Args:
         prototype_controller: cloned for each request.
-        workers: worker by tag (enum members or plain strings).
+        workers: one for all tasks, or worker by tag (enum members or plain strings).
         max_parallel_requests: requests in flight; further ones wait.
         trace: record every task, branch and stage; each result then has its ``trace``.
 
@@ -113,16 +113,17 @@ class ScaffoldingLlm:
     def __init__(
         self,
         prototype_controller: Controller,
-        workers: Mapping[Any, Worker],
+        workers: Mapping[Any, Worker] | Worker,
         max_parallel_requests: int = 64,
         *,
         trace: bool = False,
     ) -> None:
         validated("max_parallel_requests", max_parallel_requests, POSITIVE_INT)
         self.trace = validated("trace", trace, BOOL)
-        self.prototype_controller, self.workers = prototype_controller, workers
+        self.prototype_controller = prototype_controller
         self.max_parallel_requests = max_parallel_requests
         self._routes = Routes(workers)
+        self.workers = self._routes.by_tag
         self._waiting: list[_Request | _Place] = []
         self._num_held = 0
         self._running: dict[asyncio.Task[None], _Request] = {}

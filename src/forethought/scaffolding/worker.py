@@ -93,27 +93,36 @@ class Routes:
 
     Args:
         workers: by tag: enum members or plain strings. A tag is looked up as it is, then by value.
+            Or one worker, for every tag.
+
+    Attributes:
+        by_tag: the workers as they were given.
 
     Raises:
-        ParameterError: they are no mapping, or a value is no worker.
+        ParameterError: they are neither a mapping nor a worker, or a value is no worker.
     """
 
-    def __init__(self, workers: Mapping[Any, Worker]) -> None:
+    def __init__(self, workers: Mapping[Any, Worker] | Worker) -> None:
+        self._only = workers if isinstance(workers, Worker) else None
+        if isinstance(workers, Worker):
+            workers = {"every tag": workers}
         if not isinstance(workers, Mapping):
             raise ParameterError(
-                "invalid workers", f"got {workers!r}", "Give a dictionary of workers by tag"
+                "invalid workers",
+                f"got {workers!r}",
+                "Give a worker, or a dictionary of workers by tag",
             )
         for tag, worker in workers.items():
             if not isinstance(worker, Worker):
                 raise ParameterError(
                     f"the worker for {tag!r} is none", f"got {worker!r}", "Give a Worker"
                 )
-        self._by_tag = dict(workers)
+        self.by_tag = dict(workers)
         self._by_value = {_value(tag): worker for tag, worker in workers.items()}
 
     def find(self, tag: Any) -> Worker:
         """The worker for ``tag``; raises ``WorkerTagError`` if there is none."""
-        worker = self._by_tag.get(tag) or self._by_value.get(_value(tag))
+        worker = self._only or self.by_tag.get(tag) or self._by_value.get(_value(tag))
         if worker is None:
             tags = ", ".join(sorted(repr(value) for value in self._by_value))
             raise WorkerTagError(
@@ -126,7 +135,7 @@ class Routes:
     @property
     def workers(self) -> list[Worker]:
         """Every worker once."""
-        return list({id(worker): worker for worker in self._by_tag.values()}.values())
+        return list({id(worker): worker for worker in self.by_tag.values()}.values())
 
 
 def _value(tag: Any) -> Any:

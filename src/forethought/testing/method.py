@@ -29,7 +29,6 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from forethought import methods
 from forethought.config.guided import GuidedDecodingParams
 from forethought.config.sampling import SamplingParams
 from forethought.errors import BudgetExceeded, RequestCancelled, RequestTimeout
@@ -239,7 +238,7 @@ class _Suite:
     ) -> Any:
         """The error or the decisions of a request; nothing of it is left running."""
         controller = self._create()
-        workers = dict.fromkeys(methods.worker_tags(controller), worker)
+        workers = worker
         params = self._settings["params"]
         with ScaffoldingLlm(controller, workers) as llm:
             prompt = self._settings["prompt"]

@@ -1,0 +1,22 @@
+"""The documentation's site is built without a broken link, and tells programs what it has."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(find_spec("material") is None, reason="mkdocs-material is not installed: docs")
+def test_the_site_is_built_without_a_warning_and_lists_its_pages(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "mkdocs", "build", "--quiet", "--site-dir", str(tmp_path)]
+    subprocess.run(command, cwd=ROOT, check=True, timeout=280)
+    listed = (tmp_path / "llms.txt").read_text(encoding="utf-8")
+    pages = [*(ROOT / "docs").rglob("*.md")]
+    assert listed.count("\n- [") == len(pages) + 2  # README and CONTRIBUTING
