@@ -115,7 +115,7 @@ def test_unknown_paths_and_methods_are_told(server: Served) -> None:
             assert server.send(path, b"{}", method=method).status == 404, (method, path)
     for path in ("/../pyproject.toml", "/%2e%2e/app.py", "/app.py", "/nothing.js"):
         answer = server.send(path)
-        assert (answer.status, set(answer.json)) == (404, {"error"})
+        assert (answer.status, set(answer.json)) == (404, {"type", "error"})
 
 
 def test_the_id_of_a_request_is_echoed_and_logged(

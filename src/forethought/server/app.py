@@ -35,6 +35,7 @@ from forethought.server.backends.backend import Backend
 from forethought.server.endpoints import catalog
 from forethought.server.endpoints.chat import chat_completions
 from forethought.server.endpoints.completions import completions
+from forethought.server.endpoints.messages import count_tokens, messages
 from forethought.server.endpoints.responses import create_response, resumed
 from forethought.server.hosts import check_host
 from forethought.server.http import CLIENT_CLOSED, ENDED, Caller, HttpError, http_error
@@ -47,6 +48,7 @@ from forethought.server.protocol.completion_request import (
     DetokenizeRequest,
     TokenizeRequest,
 )
+from forethought.server.protocol.messages_request import CountTokensRequest, MessagesRequest
 from forethought.server.protocol.responses_request import ResponseRequest
 from forethought.server.service import Service
 from forethought.server.settings import Settings
@@ -112,7 +114,7 @@ def create_app(backend: Backend, settings: Settings | None = None) -> FastAPI:
             CORSMiddleware,
             allow_origins=list(chosen.cors_origins),
             allow_methods=["GET", "POST", "DELETE"],
-            allow_headers=["authorization", "content-type", "x-request-id"],
+            allow_headers=["authorization", "content-type", "x-api-key", "x-request-id"],
             expose_headers=["x-request-id", "retry-after"],
         )
     app.add_middleware(Guard, settings=chosen)
@@ -137,6 +139,14 @@ def _add_bodies(app: FastAPI) -> None:
         """Answer, perhaps in the background."""
         return await create_response(_service(request), body, request)
 
+    async def message(body: MessagesRequest, request: Request) -> Response:
+        """Answer a conversation, in the form of Anthropic's API."""
+        return await messages(_service(request), body, request)
+
+    async def count(body: CountTokensRequest, request: Request) -> Response:
+        """The number of tokens of such a conversation."""
+        return await count_tokens(_service(request), body, request)
+
     async def tokenize(body: TokenizeRequest, request: Request) -> Response:
         """The ids of a text or a conversation."""
         return await _service(request).prepared(
@@ -153,6 +163,8 @@ def _add_bodies(app: FastAPI) -> None:
         "/v1/chat/completions": chat,
         "/v1/completions": complete,
         "/v1/responses": respond,
+        "/v1/messages": message,
+        "/v1/messages/count_tokens": count,
         "/tokenize": tokenize,
         "/detokenize": detokenize,
     }
@@ -384,6 +396,13 @@ def _no_json(request: Request) -> HttpError:
     return HttpError(415, message, code="unsupported_content_type")
 
 
+def _authorization(headers: Mapping[bytes, bytes]) -> str:
+    """The header ``Authorization``; ``x-api-key``, as Anthropic's clients send it, in its place."""
+    key = headers.get(b"x-api-key")
+    shown = b"Bearer " + key if key else b""
+    return (headers.get(b"authorization") or shown).decode("latin-1")
+
+
 class Guard:
     """Gives each request an id, and refuses those without a key or with too large a body. An
     exception of ``app`` that has no handler becomes a response here.
@@ -408,11 +427,11 @@ class Guard:
         try:
             if self._hosts:
                 check_host([v for name, v in scope["headers"] if name == b"host"], self._hosts)
-            tenant = service.tenant(headers.get(b"authorization", b"").decode("latin-1"))
+            tenant = service.tenant(_authorization(headers))
             if tenant is None and _needs_key(scope):
                 raise HttpError(
                     401,
-                    "no valid API key: send Authorization: Bearer KEY",
+                    "no valid API key: send Authorization: Bearer KEY, or x-api-key: KEY",
                     code="invalid_api_key",
                     headers={"WWW-Authenticate": "Bearer"},
                 )

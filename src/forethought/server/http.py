@@ -67,14 +67,14 @@ class HttpError(HTTPException):
         self.status, self.message, self.param, self.code = status, message, param, code
 
     def to_dict(self) -> dict[str, Any]:
-        """In OpenAI's shape."""
+        """In OpenAI's shape, with the ``type`` that Anthropic's has."""
         error = {
             "message": self.message,
             "type": _type_of(self.status),
             "param": self.param,
             "code": self.code,
         }
-        return {"error": error}
+        return {"type": "error", "error": error}
 
     def response(self) -> JSONResponse:
         """As a response."""

@@ -38,6 +38,7 @@ from forethought.server.protocol.chat_request import (
     tools_of,
 )
 from forethought.server.protocol.logprobs import Span, chat_logprobs
+from forethought.server.protocol.sampling import RequestSampling
 from forethought.server.protocol.tool_calls import CallPiece, Tools
 from forethought.server.protocol.usage import chat_usage
 from forethought.server.service import Service
@@ -61,7 +62,15 @@ async def chat_completions(service: Service, body: ChatRequest, request: Request
 def _prepared(service: Service, body: ChatRequest, caller: Caller) -> _Chat:
     tools = service.tools(tools_of(body))
     sampling = service.sampling_of(body, tools)
-    conversation = Conversation(
+    prompted = service.backend.open(conversation_of(body, tools, sampling))
+    num_choices = body.n or 1
+    ask = service.ask("chatcmpl-", body, prompted, sampling, num_choices=num_choices, caller=caller)
+    return _Chat(service, service.start(ask), body, tools)
+
+
+def conversation_of(body: ChatRequest, tools: Tools, sampling: RequestSampling) -> Conversation:
+    """What a body asks the model to answer."""
+    return Conversation(
         message_dicts(body.messages),
         tools,
         body.chat_template_kwargs or {},
@@ -75,10 +84,6 @@ def _prepared(service: Service, body: ChatRequest, caller: Caller) -> _Chat:
             "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
         ),
     )
-    prompted = service.backend.open(conversation)
-    num_choices = body.n or 1
-    ask = service.ask("chatcmpl-", body, prompted, sampling, num_choices=num_choices, caller=caller)
-    return _Chat(service, service.start(ask), body, tools)
 
 
 class _Chat:
