@@ -13,6 +13,7 @@ from openai import AsyncOpenAI
 from pydantic import BaseModel
 
 from forethought.llm.tool_messages import as_text
+from forethought.server.settings import Settings
 from forethought.workers.scripted import Reply
 from http_servers import WAIT, Served, scripted
 
@@ -473,3 +474,13 @@ def test_markup_in_an_answer_comes_as_it_is(server: Served) -> None:
     assert answer.headers["content-type"] == "application/json"
     assert answer.headers["x-content-type-options"] == "nosniff"
     assert answer.json["choices"][0]["message"]["content"] == "a <b> c"
+
+
+def test_methods_are_listed_as_models_where_the_server_is_told_to() -> None:
+    with scripted(answers, Settings(lists_methods=True)) as running:
+        names = [model.id for model in running.client.models.list()]
+        assert names[0] == "scripted"
+        assert "majority_vote-scripted" in names
+        for name in ("majority_vote-scripted", "dynasor-scripted"):
+            answer = running.client.chat.completions.create(**{**say("votes"), "model": name})
+            assert answer.choices[0].message.content

@@ -503,3 +503,27 @@ def test_what_the_engine_cannot_do_is_a_mistake_of_the_request(name: str, server
     assert answer.status == 400, answer.text
     if " " not in name:
         assert answer.error["param"] == name
+
+
+def test_an_answer_goes_on_with_the_last_message(server: Served) -> None:
+    messages = [
+        {"role": "user", "content": QUESTION},
+        {"role": "assistant", "content": "<think>\nSo"},
+    ]
+    last = {"messages": messages, "continue_final_message": True}
+    prompt = server.send("/apply-template", last).json["prompt"]
+    assert prompt.endswith("<think>\nSo")
+    tokens = server.send("/tokenize", last).json["tokens"]
+    assert server.send("/detokenize", {"tokens": tokens}).json["prompt"] == prompt
+    chat = server.send(CHAT, {**last, "temperature": 0, "max_tokens": 8}).json
+    body = {"prompt": tokens, "temperature": 0, "max_tokens": 8, "skip_special_tokens": False}
+    plain = server.send("/v1/completions", body).json
+    thought = chat["choices"][0]["message"]["reasoning"]
+    assert thought == plain["choices"][0]["text"].strip()
+    nothing = {"messages": messages[:1], "add_generation_prompt": False}
+    shorter = server.send("/apply-template", nothing).json["prompt"]
+    whole = server.send("/apply-template", {"messages": messages[:1]}).json["prompt"]
+    assert whole.startswith(shorter)
+    assert len(whole) > len(shorter)
+    both = {**last, "add_generation_prompt": True}
+    assert "exclude each other" in server.send(CHAT, both).error["message"]

@@ -54,6 +54,7 @@ _SETTINGS = (
     "max_body_bytes",
     "max_generations",
     "stream_interval",
+    "lists_methods",
     "reasoning_in_content",
     "otlp_endpoint",
 )
@@ -184,6 +185,14 @@ def _add_server_options(server: argparse._ArgumentGroup) -> None:
         "http://127.0.0.1:4318",
     )
     server.add_argument(
+        "--list-methods",
+        action="store_true",
+        default=None,
+        dest="lists_methods",
+        help="list each method in front of the model as a model, for clients that choose from a "
+        "list",
+    )
+    server.add_argument(
         "--reasoning-in-content",
         action="store_true",
         default=None,
@@ -255,7 +264,7 @@ def _of_section(name: str, value: Any) -> Any:
         value = texts if name in _LISTS or not is_valid else ",".join(texts)
     elif name in _TEXTS:
         is_valid = isinstance(value, str)
-    elif name in ("port", "reasoning_in_content"):
+    elif name in ("port", "lists_methods", "reasoning_in_content"):
         is_valid = type(value) is (int if name == "port" else bool)
     else:
         is_valid = True  # ``Settings`` checks it

@@ -46,6 +46,7 @@ from forethought.server.protocol.chat_request import ChatRequest
 from forethought.server.protocol.completion_request import (
     CompletionRequest,
     DetokenizeRequest,
+    TemplateRequest,
     TokenizeRequest,
 )
 from forethought.server.protocol.messages_request import CountTokensRequest, MessagesRequest
@@ -153,6 +154,12 @@ def _add_bodies(app: FastAPI) -> None:
             request, lambda: JSONResponse(catalog.tokenize(_service(request), body))
         )
 
+    async def template(body: TemplateRequest, request: Request) -> Response:
+        """The text that the chat template makes of a conversation."""
+        return await _service(request).prepared(
+            request, lambda: JSONResponse(catalog.apply_template(_service(request), body))
+        )
+
     async def detokenize(body: DetokenizeRequest, request: Request) -> Response:
         """The text of ids."""
         return await _service(request).prepared(
@@ -165,6 +172,7 @@ def _add_bodies(app: FastAPI) -> None:
         "/v1/responses": respond,
         "/v1/messages": message,
         "/v1/messages/count_tokens": count,
+        "/apply-template": template,
         "/tokenize": tokenize,
         "/detokenize": detokenize,
     }

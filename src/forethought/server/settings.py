@@ -35,6 +35,7 @@ class Settings:
     ``max_generations``          that the methods of one request may begin: the product of all their
                                  samples, branches and steps; more are refused with status 400
     ``stream_interval``          seconds in which new tokens of a stream are gathered; 0: none
+    ``lists_methods``            list each method in front of a model as a model
     ``reasoning_in_content``     leave a thought in the content, with its markers
     ``allowed_hosts``            names in the header ``Host`` that are answered, beside those of
                                  this machine alone; empty: any
@@ -64,6 +65,7 @@ class Settings:
     max_choices: int = 128
     max_generations: int = DEFAULT_MAX_GENERATIONS
     stream_interval: float = 0.05
+    lists_methods: bool = False
     reasoning_in_content: bool = False
     allowed_hosts: Sequence[str] = ()
     cors_origins: Sequence[str] = ()

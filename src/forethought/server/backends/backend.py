@@ -52,6 +52,9 @@ class ClientMessage(RoleMessage):
         return self._values
 
 
+PromptEnd = Literal["answer", "last", "nothing"]
+
+
 @dataclass(frozen=True, slots=True)
 class Conversation:
     """What is to be answered: messages and tools in OpenAI's form.
@@ -64,6 +67,8 @@ class Conversation:
         reasoning_effort: how much to think, for other servers and chat templates that read it;
             None: left to them.
         max_tokens_field: the name that the client gives the limit of tokens, for other servers.
+        prompt_end: what the prompt ends with: the beginning of an "answer", the "last" message,
+            which the answer continues, or "nothing" after it.
     """
 
     messages: Sequence[Mapping[str, Any]]
@@ -74,6 +79,7 @@ class Conversation:
     schema_fields: Mapping[str, Any] | None = None
     reasoning_effort: str | None = None
     max_tokens_field: Literal["max_tokens", "max_completion_tokens"] = "max_tokens"
+    prompt_end: PromptEnd = "answer"
 
     @property
     def history(self) -> Sequence[RoleMessage]:

@@ -35,6 +35,7 @@ from forethought.server.backends.backend import (
     NativeGeneration,
     Prompt,
     Prompted,
+    PromptEnd,
     drawing,
     worker_table,
 )
@@ -209,6 +210,14 @@ class EngineBackend(Backend):
             self._judge.shutdown()
 
 
+_PROMPT_ENDS: Mapping[PromptEnd, Mapping[str, bool]] = {
+    "answer": {},
+    "last": {"add_generation_prompt": False, "continue_final_message": True},
+    "nothing": {"add_generation_prompt": False},
+}
+"""Arguments of a chat template."""
+
+
 def template_args(hf: Any, conversation: Conversation) -> dict[str, Any]:
     """The further arguments of a tokenizer's chat template.
 
@@ -237,7 +246,7 @@ def rendered(
     """
     tools, messages = conversation.tools, conversation.messages
     shown, arguments = with_tools(hf, tools.format, messages, tools.offered)
-    arguments |= template_args(hf, conversation)
+    arguments |= template_args(hf, conversation) | _PROMPT_ENDS[conversation.prompt_end]
     try:
         return render(shown, arguments)
     except UsageError:

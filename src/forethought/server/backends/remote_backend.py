@@ -313,6 +313,11 @@ def _chat_prompt(conversation: Conversation) -> Prompted:
             "",
             param="chat_template_kwargs",
         )
+    if conversation.prompt_end != "answer":
+        is_last = conversation.prompt_end == "last"
+        name = "continue_final_message" if is_last else "add_generation_prompt"
+        why = "another server has the template"
+        raise ParameterError(f"{name} is not supported here", why, "", param=name)
     return Prompted(
         _chat(conversation),
         conversation.question,

@@ -15,7 +15,11 @@ from forethought.server.composition import NUM_SAMPLES
 from forethought.server.method_settings import schema_of
 from forethought.server.names import read_model
 from forethought.server.protocol.chat_request import message_dicts
-from forethought.server.protocol.completion_request import DetokenizeRequest, TokenizeRequest
+from forethought.server.protocol.completion_request import (
+    DetokenizeRequest,
+    TemplateRequest,
+    TokenizeRequest,
+)
 from forethought.server.service import Service
 
 _TITLES = {"dvts": "DVTS", "mcts": "MCTS", "deepconf": "DeepConf", "genrm": "GenRM"}
@@ -26,8 +30,16 @@ _CONTEXT: Mapping[str, int] = {"archon": 4096}
 
 
 def models(service: Service) -> dict[str, Any]:
-    """The body of ``GET /v1/models``."""
-    return {"object": "list", "data": [_model(service, name) for name in service.models]}
+    """The body of ``GET /v1/models``: the models, and where the server's settings say so each with
+    every method that can answer chats in front of it.
+    """
+    names, listed = service.models, list[str]()
+    if service.settings.lists_methods:
+        methods_here = (entry for entry in method_list(service)["data"] if entry["available"])
+        listed = [entry["name"] for entry in methods_here if entry["conversation"]]
+    with_methods = [f"{method}-{name}" for name in names for method in listed if method != "plain"]
+    entries = [_model(service, name) for name in names]
+    return {"object": "list", "data": entries + [_model(service, name) for name in with_methods]}
 
 
 def model(service: Service, name: str) -> dict[str, Any]:
@@ -142,7 +154,8 @@ def tokenize(service: Service, body: TokenizeRequest) -> dict[str, Any]:
         )
     backend = service.backend
     if body.messages is not None:
-        tokens = backend.render(Conversation(message_dicts(body.messages)))
+        conversation = Conversation(message_dicts(body.messages), prompt_end=body.prompt_end)
+        tokens = backend.render(conversation)
     else:
         assert body.prompt is not None, "checked above"
         tokens = backend.tokenize(body.prompt, body.add_special_tokens) if body.prompt else []
@@ -150,6 +163,13 @@ def tokenize(service: Service, body: TokenizeRequest) -> dict[str, Any]:
     if body.return_token_strs:
         result["token_strs"] = [backend.detokenize([token]) for token in tokens]
     return {**result, "tokens": tokens}
+
+
+def apply_template(service: Service, body: TemplateRequest) -> dict[str, Any]:
+    """The body of ``POST /apply-template``. Raises UsageError if the template refuses it."""
+    _check_model(service, body.model)
+    conversation = Conversation(message_dicts(body.messages), prompt_end=body.prompt_end)
+    return {"prompt": service.backend.detokenize(service.backend.render(conversation))}
 
 
 def detokenize(service: Service, body: DetokenizeRequest) -> dict[str, Any]:

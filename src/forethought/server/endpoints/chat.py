@@ -83,6 +83,7 @@ def conversation_of(body: ChatRequest, tools: Tools, sampling: RequestSampling) 
         max_tokens_field=(
             "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
         ),
+        prompt_end=body.prompt_end,
     )
 
 

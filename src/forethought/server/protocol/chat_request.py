@@ -164,7 +164,29 @@ class Prediction(Body):
         return "".join(part.text for part in self.content)
 
 
-class ChatRequest(Penalised):
+class Prompting(Body):
+    """What the prompt of a conversation ends with."""
+
+    messages: Messages | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+
+    @property
+    def prompt_end(self) -> Literal["answer", "last", "nothing"]:
+        """As of a ``Conversation``; raises ParameterError for fields that exclude each other."""
+        if self.continue_final_message and self.add_generation_prompt:
+            raise ParameterError(
+                "continue_final_message and add_generation_prompt exclude each other",
+                "both are true",
+                "Give one of them",
+                param="continue_final_message",
+            )
+        if self.continue_final_message:
+            return "last"
+        return "nothing" if self.add_generation_prompt is False else "answer"
+
+
+class ChatRequest(Penalised, Prompting):
     """``POST /v1/chat/completions``."""
 
     messages: Messages

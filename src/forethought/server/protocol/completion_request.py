@@ -1,4 +1,4 @@
-"""The bodies of ``POST /v1/completions``, ``/tokenize`` and ``/detokenize``."""
+"""The bodies of ``POST /v1/completions``, ``/tokenize``, ``/detokenize``, ``/apply-template``."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Annotated
 from pydantic import Field
 
 from forethought.server.protocol.body import Body, Count, Ids, Penalised, Text
-from forethought.server.protocol.chat_request import Messages
+from forethought.server.protocol.chat_request import Messages, Prompting
 
 Texts = Annotated[list[Text], Field(fail_fast=True)]
 IdLists = Annotated[list[Ids], Field(fail_fast=True)]
@@ -25,12 +25,18 @@ MAX_TOKENIZED = 1 << 19
 """Characters of a text that is tokenised for its tokens alone."""
 
 
-class TokenizeRequest(Body):
+class TemplateRequest(Prompting):
+    """``POST /apply-template``: a conversation through the chat template."""
+
+    model: Text | None = None
+    messages: Messages
+
+
+class TokenizeRequest(Prompting):
     """``POST /tokenize``: a text, or a conversation through the chat template."""
 
     model: Text | None = None
     prompt: Annotated[str, Field(max_length=MAX_TOKENIZED)] | None = None
-    messages: Messages | None = None
     add_special_tokens: bool = True
     return_token_strs: bool = False
 
