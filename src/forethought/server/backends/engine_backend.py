@@ -210,7 +210,7 @@ class EngineBackend(Backend):
             self._judge.shutdown()
 
 
-_PROMPT_ENDS: Mapping[PromptEnd, Mapping[str, bool]] = {
+_PROMPT_ENDS: Mapping[PromptEnd, dict[str, bool]] = {
     "answer": {},
     "last": {"add_generation_prompt": False, "continue_final_message": True},
     "nothing": {"add_generation_prompt": False},
