@@ -13,6 +13,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib.resources import files
 from typing import Any, Self
 
+from forethought.server.markdown import tree
+
 PAUSE = "pause"
 Item = dict[str, Any] | str
 """An event of the run, ``{"type": "answer", "text": ...}`` for a piece of the answer, or PAUSE."""
@@ -148,6 +150,10 @@ class StandIn:
 
             def do_POST(self) -> None:
                 body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+                if self.path == "/page/render":
+                    nodes = json.dumps({"nodes": tree(body["text"])})
+                    self._send("application/json", nodes.encode())
+                    return
                 stand_in.requests.append(body)
                 try:
                     items = list(stand_in.answer(body))

@@ -155,3 +155,31 @@ def test_hostile_text_of_a_served_model_is_text(browser: Browser, tmp_path: Path
         status(browser, "Answered")
         assert browser.text(".answer") == ("<script>document.title='hacked'</script> ␛[31m ⟨RLO⟩")
         assert browser.run("return document.title") == "forethought"
+
+
+def test_an_answer_is_shown_with_its_formulas_and_its_code(
+    browser: Browser, tmp_path: Path
+) -> None:
+    script = tmp_path / "answers.yaml"
+    script.write_text(
+        "'*': |-\n"
+        "  # Sum\n"
+        "  The answer is \\[ \\boxed{43} \\] and **bold**, <b>not this</b>.\n"
+        "\n"
+        "  ```python\n"
+        "  print(43)\n"
+        "  ```\n"
+    )
+    with serving(tmp_path / "log", "--worker", "scripted", str(script)) as at:
+        open_page(browser, at)
+        ask(browser, "how many?")
+        status(browser, "Answered: plain")
+        shows(browser, ".markdown math", "43")
+        shows(browser, ".markdown h1", "Sum")
+        shows(browser, ".markdown strong", "bold")
+        shows(browser, ".markdown .code pre", "print(43)")
+        shows(browser, ".markdown .code button", "Copy")
+        shows(browser, ".markdown p", "<b>not this</b>")
+        assert browser.run("return document.querySelectorAll('.markdown b').length") == 0
+        hidden = "return document.querySelector('.said.answer').hidden"
+        assert browser.run(hidden)

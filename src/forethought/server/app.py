@@ -40,12 +40,14 @@ from forethought.server.endpoints.responses import create_response, resumed
 from forethought.server.hosts import check_host
 from forethought.server.http import CLIENT_CLOSED, ENDED, Caller, HttpError, http_error
 from forethought.server.limits import ByteLimit
+from forethought.server.markdown import tree
 from forethought.server.metrics import CONTENT_TYPE
 from forethought.server.protocol.body import check_values, path_of
 from forethought.server.protocol.chat_request import ChatRequest
 from forethought.server.protocol.completion_request import (
     CompletionRequest,
     DetokenizeRequest,
+    RenderRequest,
     TemplateRequest,
     TokenizeRequest,
 )
@@ -53,6 +55,7 @@ from forethought.server.protocol.messages_request import CountTokensRequest, Mes
 from forethought.server.protocol.responses_request import ResponseRequest
 from forethought.server.service import Service
 from forethought.server.settings import Settings
+from forethought.server.workers import SMALL
 from forethought.tracing.trace_otel import TraceParent
 
 log = logging.getLogger(__name__)
@@ -166,6 +169,12 @@ def _add_bodies(app: FastAPI) -> None:
             request, lambda: JSONResponse(catalog.detokenize(_service(request), body))
         )
 
+    async def render(body: RenderRequest, request: Request) -> Response:
+        """Markdown and formulas of a text as a tree, for the page."""
+        work, tenant = partial(tree, body.text), request.state.caller.tenant
+        nodes = await _service(request).workers.run(work, tenant, SMALL + len(body.text))
+        return JSONResponse({"nodes": nodes})
+
     endpoints: dict[str, Callable[..., Any]] = {
         "/v1/chat/completions": chat,
         "/v1/completions": complete,
@@ -173,6 +182,7 @@ def _add_bodies(app: FastAPI) -> None:
         "/v1/messages": message,
         "/v1/messages/count_tokens": count,
         "/apply-template": template,
+        "/page/render": render,
         "/tokenize": tokenize,
         "/detokenize": detokenize,
     }

@@ -1,6 +1,7 @@
 // A conversation as a tree: to edit a question is to ask another one beside it.
 
 import { byId, el, fill } from "./dom.js";
+import { MarkdownView } from "./markdown.js";
 import { summarize } from "./run.js";
 import { TextView } from "./text.js";
 
@@ -124,6 +125,7 @@ class TurnView {
     new TextView(this.question).append(turn.question);
     this.reasoning = new TextView(el("div", { class: "said", dir: "auto" }));
     this.answer = new TextView(el("div", { class: "said answer", dir: "auto" }));
+    this.markdown = new MarkdownView(this.answer.element);
     this.thought = el("details", { class: "thought", hidden: true }, el("summary", {}, "Thought"), this.reasoning.element);
     this.note = el("p", { class: "note muted small" });
     this.shown = { answer: "", reasoning: "" };
@@ -137,7 +139,7 @@ class TurnView {
       this.button("Ask again", () => actions.again(turn)),
       this.button("Show run", () => actions.show(turn)),
     );
-    this.element = el("article", { class: "turn" }, this.head, this.question, el("h3", {}, "Answer"), this.thought, this.answer.element, this.foot);
+    this.element = el("article", { class: "turn" }, this.head, this.question, el("h3", {}, "Answer"), this.thought, this.answer.element, this.markdown.element, this.foot);
   }
 
   /** @private @param {string} text @param {() => void} onclick */
@@ -213,6 +215,7 @@ class TurnView {
       this[name].append(text);
     }
     this.shown[name] = text;
+    if (name === "answer") this.markdown.show(text);
   }
 }
 

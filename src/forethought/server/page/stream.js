@@ -30,6 +30,14 @@ export async function get(path) {
   return response.json();
 }
 
+/** The answer of the server to JSON. @param {string} path @param {object} body @returns {Promise<any>} */
+export async function post(path, body) {
+  const sent = { "content-type": "application/json", ...headers() };
+  const response = await fetch(path, { method: "POST", headers: sent, body: JSON.stringify(body) });
+  if (!response.ok) throw await refusal(response);
+  return response.json();
+}
+
 /** @param {Response} response */
 async function refusal(response) {
   const text = await response.text();

@@ -1,4 +1,4 @@
-"""The bodies of ``POST /v1/completions``, ``/tokenize``, ``/detokenize``, ``/apply-template``."""
+"""The bodies of ``POST /v1/completions``, ``/tokenize`` and the like."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from typing import Annotated
 
 from pydantic import Field
 
+from forethought.server.markdown import MAX_CHARACTERS
 from forethought.server.protocol.body import Body, Count, Ids, Penalised, Text
 from forethought.server.protocol.chat_request import Messages, Prompting
 
@@ -39,6 +40,12 @@ class TokenizeRequest(Prompting):
     prompt: Annotated[str, Field(max_length=MAX_TOKENIZED)] | None = None
     add_special_tokens: bool = True
     return_token_strs: bool = False
+
+
+class RenderRequest(Body):
+    """``POST /page/render``: a text in Markdown, for the page."""
+
+    text: Annotated[str, Field(max_length=MAX_CHARACTERS)]
 
 
 class DetokenizeRequest(Body):
