@@ -13,8 +13,9 @@ from torch import Tensor
 from forethought.errors import ModelError
 from forethought.gguf.file import GgufFile
 from forethought.gguf.model_config import config_of
-from forethought.gguf.tensor_names import HeadGroups, StoredName, tensor_names
-from gguf_files import MODELS, meta_weights, module_of_case, write_model
+from forethought.gguf.stored_name import HeadGroups, StoredName
+from forethought.gguf.tensor_names import tensor_names
+from gguf_files import MODELS, PERMUTED, meta_weights, module_of_case, write_model
 
 
 def stored(file: GgufFile, name: str) -> Tensor:
@@ -36,11 +37,10 @@ def weight(file: GgufFile, entry: StoredName) -> Tensor:
         )
     tensor = tensor + entry.adds
     if entry.joined is not None:
-        both, rows = (tensor, stored(file, entry.joined)), tensor.ndim + entry.row_dimension
-        if entry.interleaves:
-            tensor = torch.stack(both, dim=rows + 1).flatten(rows, rows + 1)
-        else:
-            tensor = torch.cat(both, dim=rows)
+        rows = tensor.ndim + entry.row_dimension
+        tensor = torch.cat((tensor, stored(file, entry.joined)), dim=rows)
+        if entry.turns:
+            tensor = tensor.index_select(rows, torch.tensor(order_of_turns(entry, tensor, rows)))
     if entry.transposes:
         tensor = tensor.transpose(-1, -2)
     if entry.head_groups is not None:
@@ -48,6 +48,18 @@ def weight(file: GgufFile, entry: StoredName) -> Tensor:
     if entry.is_decay:
         tensor = (-tensor).log()
     return tensor.reshape(entry.shape)
+
+
+def order_of_turns(entry: StoredName, tensor: Tensor, dim: int) -> list[int]:
+    """The stored row of each row."""
+    count = tensor.shape[dim] // sum(entry.turns)
+    begins = [count * sum(entry.turns[:index]) for index in range(len(entry.turns))]
+    return [
+        begin + turn * size + row
+        for turn in range(count)
+        for begin, size in zip(begins, entry.turns, strict=True)
+        for row in range(size)
+    ]
 
 
 def with_groups_together(tensor: torch.Tensor, groups: HeadGroups, dim: int) -> torch.Tensor:
@@ -87,20 +99,21 @@ def test_the_weights_come_back_as_they_were_before_the_conversion(
         result = weight(file, names[name])
         tolerance = 1e-6 if names[name].adds or names[name].is_decay else 0.0
         assert torch.allclose(result, expected, rtol=0, atol=tolerance), name
-    assert any(entry.permutes_heads for entry in names.values()) == (
-        case in ("llama", "llama_tied_biased", "mistral", "smollm3")
-    )
+    is_permuted = any(entry.permutes_heads for entry in names.values())
+    assert is_permuted == (MODELS[case][0] in PERMUTED)
 
 
-def test_plain_weights_are_those_whose_blocks_stay_as_they_are(tmp_path: Path) -> None:
+def test_weights_that_keep_their_rows_are_those_whose_blocks_stay_as_they_are(
+    tmp_path: Path,
+) -> None:
     file = GgufFile.open(write_model(tmp_path / "model.gguf", "gemma2"))
     names = tensor_names(config_of(file), file)
-    assert names["model.layers.0.mlp.up_proj.weight"].is_plain
-    assert not names["model.norm.weight"].is_plain
+    assert names["model.layers.0.mlp.up_proj.weight"].keeps_rows
+    assert not names["model.norm.weight"].keeps_rows
     file = GgufFile.open(write_model(tmp_path / "experts.gguf", "gpt-oss"))
     names = tensor_names(config_of(file), file)
-    assert names["model.layers.1.self_attn.q_proj.weight"].is_plain
-    assert not names["model.layers.1.mlp.experts.down_proj"].is_plain
+    assert names["model.layers.1.self_attn.q_proj.weight"].keeps_rows
+    assert not names["model.layers.1.mlp.experts.down_proj"].keeps_rows
 
 
 def test_gates_and_ups_of_experts_may_be_one_tensor(tmp_path: Path) -> None:
@@ -114,7 +127,7 @@ def test_gates_and_ups_of_experts_may_be_one_tensor(tmp_path: Path) -> None:
         file.tensors[name] = replace(gate, name=name, shape=(experts, 2 * rows, columns))
     names = tensor_names(config, file)
     assert {name: entry.shape for name, entry in names.items()} == expected
-    assert names["model.layers.1.mlp.experts.gate_up_proj"].is_plain
+    assert names["model.layers.1.mlp.experts.gate_up_proj"].keeps_rows
 
 
 def test_a_tensor_that_is_missing_or_has_no_place_is_named(tmp_path: Path) -> None:

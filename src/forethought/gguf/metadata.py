@@ -51,6 +51,15 @@ class Metadata:
             raise self.refused(full_key, value, f"a whole number from 1 to {_MAX_SIZE}")
         return value
 
+    def layer_sizes(self, key: str) -> list[int]:
+        """An array with a number up to 2^27 for each layer: 0 where it has no such part."""
+        full_key, value = self.full_key(key), self.get(key)
+        num_layers = self.size("block_count")
+        is_array = isinstance(value, tuple) and len(value) == num_layers
+        if not is_array or any(type(n) is not int or not 0 <= n <= _MAX_SIZE for n in value):
+            raise self.refused(full_key, value, f"an array of {num_layers} whole numbers")
+        return list(value)
+
     def optional_size(self, key: str) -> int | None:
         """As ``size``; None for 0 or where the file has none."""
         return self.size(key) if self.get(key) else None
@@ -97,6 +106,12 @@ class Metadata:
         if not isinstance(value, tuple) or len(value) != count:
             raise self.refused(full_key, value, f"an array of {count} numbers")
         return value
+
+    def has_part(self, part: str) -> bool:
+        """Whether any layer has a tensor, such as ``attn_q.bias``."""
+        return any(
+            name.startswith("blk.") and name.split(".", 2)[-1] == part for name in self.file.tensors
+        )
 
     def token_id(self, name: str) -> int | None:
         """``tokenizer.ggml.<name>_token_id``; None where the file has none, or one that is no

@@ -7,17 +7,15 @@ what the model computes, and that transformers' module of it does not have, is r
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+from forethought.gguf import recurrent_config
+from forethought.gguf.architecture import Architecture, expert_sizes, shared_expert_size
 from forethought.gguf.block_type import BlockType
 from forethought.gguf.file import GgufFile
 from forethought.gguf.metadata import Metadata
-from forethought.gguf.rope import rope_parameters, rotary_size
-
-logger = logging.getLogger(__name__)
+from forethought.gguf.rope import head_size, rope_fields, rope_parameters
 
 _DTYPES = {BlockType.BF16: "bfloat16", BlockType.F16: "float16"}
 _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
@@ -52,25 +50,6 @@ _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "use_parallel_residual": (False,),
 }
 """Settings that change what is computed -> the values with which they do not."""
-
-
-@dataclass(frozen=True)
-class Architecture:
-    """How the configuration of an architecture is made.
-
-    Attributes:
-        model_type: of transformers.
-        module: transformers' class of the causal language model.
-        settings: makes what the model has beside the common sizes.
-        honoured: settings of ``_NEUTRAL`` that it makes something of.
-        is_partly_rotated: whether a part of a head may be rotated.
-    """
-
-    model_type: str
-    module: str
-    settings: Callable[[Metadata], dict[str, Any]]
-    honoured: frozenset[str] = frozenset()
-    is_partly_rotated: bool = False
 
 
 def config_of(file: GgufFile) -> dict[str, Any]:
@@ -121,50 +100,41 @@ def _sizes(metadata: Metadata) -> dict[str, Any]:
     if num_layers > len(metadata.file.tensors):
         why = f"a number up to {len(metadata.file.tensors)}, of its tensors"
         raise metadata.refused(metadata.full_key("block_count"), num_layers, why)
-    hidden_size = metadata.size("embedding_length")
-    head_dim = metadata.size("attention.key_length", hidden_size // num_heads)
+    head_dim = head_size(metadata)
     value_size = metadata.size("attention.value_length", head_dim)
     if value_size != head_dim:
         key = metadata.full_key("attention.value_length")
         raise metadata.refused(key, value_size, f"{head_dim}, the size of keys")
     return {
         "vocab_size": metadata.num_tokens,
-        "hidden_size": hidden_size,
-        "intermediate_size": metadata.size("feed_forward_length"),
+        "hidden_size": metadata.size("embedding_length"),
+        "intermediate_size": _intermediate_size(metadata),
         "num_hidden_layers": num_layers,
         "num_attention_heads": num_heads,
-        "num_key_value_heads": _num_kv_heads(metadata, num_heads),
+        "num_key_value_heads": _size_of_some(metadata, "attention.head_count_kv", num_heads),
         "head_dim": head_dim,
         "max_position_embeddings": metadata.size("context_length"),
         "rms_norm_eps": metadata.number("attention.layer_norm_rms_epsilon"),
     }
 
 
-def _num_kv_heads(metadata: Metadata, num_heads: int) -> int:
-    """Of each layer that has any: layers without attention have 0."""
-    value = metadata.get("attention.head_count_kv")
+def _intermediate_size(metadata: Metadata) -> int:
+    experts = metadata.optional_size("expert_feed_forward_length")
+    return _size_of_some(metadata, "feed_forward_length", experts)
+
+
+def _size_of_some(metadata: Metadata, key: str, default: int | None) -> int:
+    """The size in each layer that has such a part: those without have 0."""
+    value = metadata.get(key)
     if isinstance(value, Sequence) and len(numbers := {*value} - {0}) == 1:
         return int(numbers.pop())
-    return metadata.size("attention.head_count_kv", num_heads)
+    return metadata.size(key, default)
 
 
 def _rope(metadata: Metadata, architecture: Architecture) -> dict[str, Any]:
-    hidden_size, num_heads = (
-        metadata.size("embedding_length"),
-        metadata.size("attention.head_count"),
-    )
-    head_dim = metadata.size("attention.key_length", hidden_size // num_heads)
-    size, rope = rotary_size(metadata, head_dim), rope_parameters(metadata)
-    if not architecture.is_partly_rotated:
-        if size != head_dim:
-            key = metadata.full_key("rope.dimension_count")
-            raise metadata.refused(key, size, f"{head_dim}, the size of a head")
-        return {"rope_parameters": rope}
-    factor = size / head_dim
-    return {
-        "rope_parameters": {**rope, "partial_rotary_factor": factor},
-        "partial_rotary_factor": factor,
-    }
+    if architecture.rotation is None:
+        return {}
+    return rope_fields(metadata, architecture.rotation)
 
 
 def _token_ids(metadata: Metadata) -> dict[str, int | None]:
@@ -184,15 +154,10 @@ def _dtype(file: GgufFile) -> str:
     return max(counts, key=lambda dtype: counts[dtype])
 
 
-def _has(metadata: Metadata, part: str) -> bool:
-    """Whether the first layer has a tensor."""
-    return f"blk.0.{part}" in metadata.file.tensors
-
-
 def _llama(metadata: Metadata) -> dict[str, Any]:
     biases = {
-        "attention_bias": _has(metadata, "attn_q.bias"),
-        "mlp_bias": _has(metadata, "ffn_gate.bias"),
+        "attention_bias": metadata.has_part("attn_q.bias"),
+        "mlp_bias": metadata.has_part("ffn_gate.bias"),
     }
     window = metadata.optional_size("attention.sliding_window")
     if window is None:
@@ -212,33 +177,21 @@ def _qwen2(metadata: Metadata) -> dict[str, Any]:
 
 
 def _qwen3(metadata: Metadata) -> dict[str, Any]:
-    return {**_qwen2(metadata), "attention_bias": _has(metadata, "attn_q.bias")}
+    return {**_qwen2(metadata), "attention_bias": metadata.has_part("attn_q.bias")}
 
 
 def _experts(metadata: Metadata) -> dict[str, Any]:
-    """What mixtures of experts of Qwen have in common."""
-    down = metadata.file.tensors.get("blk.0.ffn_down_exps.weight")
-    return {
-        "num_experts": metadata.size("expert_count"),
-        "num_experts_per_tok": metadata.size("expert_used_count"),
-        "moe_intermediate_size": metadata.size(
-            "expert_feed_forward_length", down.shape[-1] if down else None
-        ),
-        "decoder_sparse_step": 1,
-        "mlp_only_layers": [],
-    }
+    """Those of mixtures of experts of Qwen, of which every layer is one."""
+    return {**expert_sizes(metadata), "decoder_sparse_step": 1, "mlp_only_layers": []}
 
 
 def _qwen2moe(metadata: Metadata) -> dict[str, Any]:
-    shared = metadata.file.tensors.get("blk.0.ffn_down_shexp.weight")
     return {
         **_qwen2(metadata),
         **_experts(metadata),
-        "shared_expert_intermediate_size": metadata.size(
-            "expert_shared_feed_forward_length", shared.shape[-1] if shared else None
-        ),
+        **shared_expert_size(metadata),
         "norm_topk_prob": metadata.flag(metadata.full_key("expert_weights_norm")) or False,
-        "qkv_bias": _has(metadata, "attn_q.bias"),
+        "qkv_bias": metadata.has_part("attn_q.bias"),
     }
 
 
@@ -282,13 +235,9 @@ def _query_scalar(metadata: Metadata, num_layers_27b: int) -> int:
     """The square of what queries are divided by: the size of a head, but for the models of 27
     billion parameters, whose number of layers tells them.
     """
-    num_heads, hidden_size = (
-        metadata.size("attention.head_count"),
-        metadata.size("embedding_length"),
-    )
     if metadata.size("block_count") == num_layers_27b:
-        return hidden_size // num_heads
-    return metadata.size("attention.key_length", hidden_size // num_heads)
+        return metadata.size("embedding_length") // metadata.size("attention.head_count")
+    return head_size(metadata)
 
 
 def _layer_types(num_layers: int, period: int) -> list[str]:
@@ -311,15 +260,15 @@ def _phi3(metadata: Metadata) -> dict[str, Any]:
 
 
 def _olmo2(metadata: Metadata) -> dict[str, Any]:
-    return {"hidden_act": "silu", "attention_bias": _has(metadata, "attn_q.bias")}
+    return {"hidden_act": "silu", "attention_bias": metadata.has_part("attn_q.bias")}
 
 
 def _smollm3(metadata: Metadata) -> dict[str, Any]:
     num_layers = metadata.size("block_count")
     return {
         "hidden_act": "silu",
-        "attention_bias": _has(metadata, "attn_q.bias"),
-        "mlp_bias": _has(metadata, "ffn_gate.bias"),
+        "attention_bias": metadata.has_part("attn_q.bias"),
+        "mlp_bias": metadata.has_part("ffn_gate.bias"),
         "use_sliding_window": False,
         "sliding_window": None,
         "no_rope_layers": [int((index + 1) % 4 != 0) for index in range(num_layers)],
@@ -346,58 +295,7 @@ def _gpt_oss(metadata: Metadata) -> dict[str, Any]:
 
 
 def _glm4(metadata: Metadata) -> dict[str, Any]:
-    return {"hidden_act": "silu", "attention_bias": _has(metadata, "attn_q.bias")}
-
-
-def _qwen35(metadata: Metadata) -> dict[str, Any]:
-    num_layers, period = metadata.size("block_count"), metadata.size("full_attention_interval", 4)
-    num_drafting = metadata.optional_size("nextn_predict_layers") or 0
-    if num_drafting >= num_layers:
-        key = metadata.full_key("nextn_predict_layers")
-        raise metadata.refused(key, num_drafting, f"a number below {num_layers}")
-    if num_drafting:
-        path = metadata.file.path
-        logger.warning(
-            "%d layers of %s for multi-token prediction are left out", num_drafting, path
-        )
-    num_layers -= num_drafting
-    num_heads, inner = metadata.size("ssm.time_step_rank"), metadata.size("ssm.inner_size")
-    num_groups = metadata.size("ssm.group_count")
-    for key, size, divisor in (
-        ("ssm.inner_size", inner, num_heads),
-        ("ssm.time_step_rank", num_heads, num_groups),
-    ):
-        if size % divisor:
-            raise metadata.refused(metadata.full_key(key), size, f"a multiple of {divisor}")
-    return {
-        "num_hidden_layers": num_layers,
-        "hidden_act": "silu",
-        "attention_bias": False,
-        "linear_num_key_heads": num_groups,
-        "linear_num_value_heads": num_heads,
-        "linear_key_head_dim": metadata.size("ssm.state_size"),
-        "linear_value_head_dim": inner // num_heads,
-        "linear_conv_kernel_dim": metadata.size("ssm.conv_kernel"),
-        "layer_types": [
-            "linear_attention" if (index + 1) % period else "full_attention"
-            for index in range(num_layers)
-        ],
-    }
-
-
-def _lfm2(metadata: Metadata) -> dict[str, Any]:
-    num_layers = metadata.size("block_count")
-    kv_heads = metadata.get("attention.head_count_kv")
-    if not isinstance(kv_heads, Sequence) or len(kv_heads) != num_layers:
-        key = metadata.full_key("attention.head_count_kv")
-        raise metadata.refused(key, kv_heads, "a number for each layer")
-    return {
-        "norm_eps": metadata.number("attention.layer_norm_rms_epsilon"),
-        "conv_L_cache": metadata.size("shortconv.l_cache"),
-        "conv_bias": _has(metadata, "shortconv.conv.bias"),
-        "block_auto_adjust_ff_dim": False,
-        "layer_types": ["full_attention" if number else "conv" for number in kv_heads],
-    }
+    return {"hidden_act": "silu", "attention_bias": metadata.has_part("attn_q.bias")}
 
 
 _SOFT_CAPS = {"attn_logit_softcapping", "final_logit_softcapping"}
@@ -421,23 +319,13 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         _gemma3,
         frozenset({"final_logit_softcapping", _WINDOW, "rope.freq_base_swa"}),
     ),
-    "phi3": Architecture(
-        "phi3", "Phi3ForCausalLM", _phi3, frozenset({_WINDOW}), is_partly_rotated=True
-    ),
+    "phi3": Architecture("phi3", "Phi3ForCausalLM", _phi3, frozenset({_WINDOW}), "partly"),
     "olmo2": Architecture("olmo2", "Olmo2ForCausalLM", _olmo2),
     "smollm3": Architecture("smollm3", "SmolLM3ForCausalLM", _smollm3),
     "gpt-oss": Architecture(
         "gpt_oss", "GptOssForCausalLM", _gpt_oss, frozenset({"expert_count", _WINDOW})
     ),
-    "glm4": Architecture("glm4", "Glm4ForCausalLM", _glm4, is_partly_rotated=True),
-    "qwen35": Architecture(
-        "qwen3_5_text",
-        "Qwen3_5ForCausalLM",
-        _qwen35,
-        # Those of images and text; of text alone all positions are the same.
-        frozenset({"rope.dimension_sections", "nextn_predict_layers"}),
-        is_partly_rotated=True,
-    ),
-    "lfm2": Architecture("lfm2", "Lfm2ForCausalLM", _lfm2),
+    "glm4": Architecture("glm4", "Glm4ForCausalLM", _glm4, rotation="partly"),
+    **recurrent_config.ARCHITECTURES,
 }
 """By ``general.architecture``."""

@@ -8,12 +8,14 @@ does not have) and ``rope_factors_long`` with ``rope_factors_short`` (LongRoPE).
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, Literal
 
 from forethought.gguf.metadata import Metadata
 
 _FREQUENCIES = "rope_freqs.weight"
 _LONG, _SHORT = "rope_factors_long.weight", "rope_factors_short.weight"
+Rotation = Literal["whole", "partly"]
+"""Whether all of a head is rotated, or may be a part."""
 TENSORS = (_FREQUENCIES, _LONG, _SHORT)
 """What belongs to the configuration and is no weight."""
 _LLAMA3_LOW, _LLAMA3_HIGH, _LLAMA3_LENGTH = 1.0, 4.0, 8192
@@ -29,13 +31,33 @@ def rope_parameters(metadata: Metadata) -> dict[str, Any]:
     return {"rope_theta": theta, **_scaling(metadata, theta)}
 
 
-def rotary_size(metadata: Metadata, head_dim: int) -> int:
-    """The dimensions of a head that are rotated."""
-    size = metadata.size("rope.dimension_count", head_dim)
+def rope_fields(metadata: Metadata, rotation: Rotation) -> dict[str, Any]:
+    """The fields of a configuration that say which positions are rotated how; raises ModelError
+    where a part of a head is rotated and cannot be.
+    """
+    head_dim, rope = head_size(metadata), rope_parameters(metadata)
+    key, size = "rope.dimension_count", metadata.size("rope.dimension_count", head_dim)
     if size > head_dim or size % 2:
-        key = metadata.full_key("rope.dimension_count")
-        raise metadata.refused(key, size, f"an even number up to {head_dim}, the size of a head")
-    return size
+        allowed = f"an even number up to {head_dim}, the size of a head"
+        raise metadata.refused(metadata.full_key(key), size, allowed)
+    if rotation == "whole":
+        if size != head_dim:
+            raise metadata.refused(metadata.full_key(key), size, f"{head_dim}, the size of a head")
+        return {"rope_parameters": rope}
+    factor = size / head_dim
+    return {
+        "rope_parameters": {**rope, "partial_rotary_factor": factor},
+        "partial_rotary_factor": factor,
+    }
+
+
+def head_size(metadata: Metadata) -> int:
+    """The size of a key in attention."""
+    hidden_size, num_heads = (
+        metadata.size("embedding_length"),
+        metadata.size("attention.head_count"),
+    )
+    return metadata.size("attention.key_length", hidden_size // num_heads)
 
 
 def _scaling(metadata: Metadata, theta: float) -> dict[str, Any]:

@@ -7,7 +7,7 @@ but the blocks of a GGUF file.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Protocol
@@ -18,7 +18,8 @@ from torch import Tensor
 
 from forethought.gguf.block_type import BlockType
 from forethought.gguf.file import GgufFile
-from forethought.gguf.tensor_names import HeadGroups, StoredName, tensor_names
+from forethought.gguf.stored_name import HeadGroups, StoredName
+from forethought.gguf.tensor_names import tensor_names
 from forethought.model.block_weight import BLOCK_TYPES, BlockWeight
 from forethought.model.dequantize import dequantize
 from forethought.model.loaded_weights import check_values
@@ -133,9 +134,9 @@ class GgufTensors:
         """A tensor, dequantised; raises ModelError for NaN or infinity."""
         stored = self._stored[name]
         stored_dtype = torch.float32 if stored.adds or stored.is_decay else dtype
-        values = self._values(stored.name, stored, stored_dtype)
-        if stored.joined is not None:
-            values = _joined(values, self._values(stored.joined, stored, dtype), stored)
+        values = _in_turns(
+            [self._values(part, stored, stored_dtype) for part in stored.parts], stored
+        )
         values = values.transpose(-1, -2).contiguous() if stored.transposes else values
         if stored.head_groups is not None and stored.groups_columns:
             values = _grouped(values.transpose(0, -1), stored.head_groups).transpose(0, -1)
@@ -152,24 +153,29 @@ class GgufTensors:
         them; None: they have none that stay.
         """
         stored = self._stored[name]
-        parts = [part for part in (stored.name, stored.joined) if part is not None]
-        kinds = {self.file.tensors[part].type for part in parts}
-        if len(kinds) > 1 or not kinds <= {*BLOCK_TYPES}:
+        kind = self._block_type(stored)
+        if kind is None:
             return None
-        (kind,), num_experts = kinds, self.file.tensors[stored.name].shape[0]
-        rows = [self._blocks(part, stored).unflatten(0, (num_experts, -1)) for part in parts]
-        blocks = rows[0] if len(rows) == 1 else _joined(rows[0], rows[1], stored)
-        weights = [BlockWeight(one, kind, dtype, self._rounds_input) for one in blocks]
-        if not all(weight.has_finite_scales() for weight in weights):
-            check_values([(name, torch.tensor(torch.nan))], self._directory, "model")
-        return weights
+        num_experts = self.file.tensors[stored.name].shape[0]
+        rows = [self._blocks(part, stored).unflatten(0, (num_experts, -1)) for part in stored.parts]
+        return [self._block_weight(name, blocks, kind, dtype) for blocks in _in_turns(rows, stored)]
 
     def _read(self, name: str, dtype: torch.dtype) -> Tensor | BlockWeight:
         stored = self._stored[name]
-        kind = self.file.tensors[stored.name].type
-        if kind not in BLOCK_TYPES or len(stored.shape) != 2 or not stored.is_plain:
+        kind = self._block_type(stored)
+        if kind is None or len(stored.shape) != 2 or not stored.keeps_rows:
             return self.tensor(name, dtype)
-        blocks = self._blocks(stored.name, stored)
+        rows = [self._blocks(part, stored) for part in stored.parts]
+        return self._block_weight(name, _in_turns(rows, stored), kind, dtype)
+
+    def _block_type(self, stored: StoredName) -> BlockType | None:
+        """That of the blocks of a weight; None: they do not stay, or its parts have several."""
+        kinds = {self.file.tensors[part].type for part in stored.parts}
+        return kinds.pop() if len(kinds) == 1 and kinds <= {*BLOCK_TYPES} else None
+
+    def _block_weight(
+        self, name: str, blocks: Tensor, kind: BlockType, dtype: torch.dtype
+    ) -> BlockWeight:
         weight = BlockWeight(blocks, kind, dtype, self._rounds_input)
         if not weight.has_finite_scales():
             check_values([(name, torch.tensor(torch.nan))], self._directory, "model")
@@ -207,9 +213,13 @@ def _grouped(rows: Tensor, groups: HeadGroups) -> Tensor:
     return torch.cat([before, heads.flatten(0, 2)])
 
 
-def _joined(first: Tensor, second: Tensor, stored: StoredName) -> Tensor:
-    """The rows of two tensors, one after the other or in turns."""
-    dim = first.dim() + stored.row_dimension
-    if stored.interleaves:
-        return torch.stack([first, second], dim + 1).flatten(dim, dim + 1)
-    return torch.cat([first, second], dim)
+def _in_turns(parts: Sequence[Tensor], stored: StoredName) -> Tensor:
+    """The rows of all parts, one after the other, or in turns."""
+    dim = parts[0].dim() + stored.row_dimension
+    if not stored.turns:
+        return torch.cat([*parts], dim) if len(parts) > 1 else parts[0]
+    rows = torch.cat([*parts], dim)
+    count = rows.shape[dim] // sum(stored.turns)
+    sections = rows.split([count * size for size in stored.turns], dim)
+    turns = torch.cat([section.unflatten(dim, (count, -1)) for section in sections], dim + 1)
+    return turns.flatten(dim, dim + 1)
