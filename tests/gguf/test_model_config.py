@@ -20,7 +20,6 @@ from forethought.errors import ModelError
 from forethought.gguf.file import GgufFile
 from forethought.gguf.metadata import shortest
 from forethought.gguf.model_config import config_of
-from forethought.gguf.tensor_names import tensor_names
 from gguf_files import MODELS, config_of_case, write_model
 
 _COMPUTED = (
@@ -45,39 +44,6 @@ def refusal(path: Path, case: str = "llama", **changes: Any) -> str:
             path, case, changes={key.replace("__", "."): value for key, value in changes.items()}
         )
     return str(caught.value)
-
-
-def test_layers_for_multi_token_prediction_are_left_out_and_named(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """They follow the others, of which the file counts them."""
-    changes = {"qwen35.block_count": 5, "qwen35.nextn_predict_layers": 1}
-    file = GgufFile.open(write_model(tmp_path / "model.gguf", "qwen35", changes=changes))
-    file.tensors["blk.4.nextn.eh_proj.weight"] = file.tensors["output.weight"]
-    config = config_of(file)
-    assert config["num_hidden_layers"] == len(config["layer_types"]) == 4
-    assert "1 layers of" in caplog.text
-    assert "model.layers.3.self_attn.q_proj.weight" in tensor_names(config, file)
-    changes["qwen35.nextn_predict_layers"] = 5
-    file = GgufFile.open(write_model(tmp_path / "none.gguf", "qwen35", changes=changes))
-    with pytest.raises(ModelError, match="nextn_predict_layers"):
-        config_of(file)
-
-
-@pytest.mark.parametrize(
-    ("changes", "key"),
-    [
-        ({"qwen35.ssm.inner_size": 100}, "ssm.inner_size"),
-        ({"qwen35.ssm.group_count": 4}, "ssm.time_step_rank"),
-        ({"qwen35.ssm.state_size": 0}, "ssm.state_size"),
-    ],
-)
-def test_heads_of_recurrent_layers_that_cannot_be_are_refused(
-    changes: dict[str, int], key: str, tmp_path: Path
-) -> None:
-    file = GgufFile.open(write_model(tmp_path / "model.gguf", "qwen35", changes=changes))
-    with pytest.raises(ModelError, match=key):
-        config_of(file)
 
 
 @pytest.mark.parametrize("case", MODELS)

@@ -8,14 +8,16 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from transformers import AutoConfig, AutoModelForCausalLM
 
 import adapters
 import gguf
 from engines import GREEDY, drain, engine_over, expect_empty
 from forethought.errors import ModelError
 from forethought.gguf.file import GgufFile
-from forethought.model import loader
+from forethought.model import gguf_checkpoint, loader
 from forethought.model.adapter import read_adapter
+from forethought.model.block_weight import BlockWeight
 from forethought.model.checkpoint_tensors import GgufTensors
 from forethought.model_dir import find_model_dir
 from gguf_files import MODELS, config_of_case, module_of_case, write_model
@@ -101,6 +103,90 @@ def test_tokens_are_those_of_transformers_with_the_dequantised_weights(
     drain(machine)
     assert [s.output for s in sequences] == [greedy(module, prompt, 16) for prompt in PROMPTS]
     expect_empty(machine)
+
+
+RECURRENT = (
+    *("qwen3next", "qwen3next_fused", "qwen35", "qwen35moe", "lfm2", "bamba"),
+    *("granitehybrid", "granitehybrid_tied", "granitehybrid_moe", "granitehybrid_rotated"),
+    *("falcon-h1", "falcon-h1_norm", "nemotron_h", "nemotron_h_moe"),
+)
+
+
+@pytest.mark.parametrize("kind", [Type.Q4_0])
+@pytest.mark.parametrize("case", RECURRENT)
+def test_logits_of_recurrent_models_are_those_of_transformers(
+    case: str, kind: Type, tmp_path: Path
+) -> None:
+    directory = view(tmp_path / "model.gguf", case, kind)
+    config = AutoConfig.from_pretrained(directory)
+    module = gguf_checkpoint.read(directory, config, torch.float32, rounds_input=False)
+    tokens, expected = torch.tensor([PROMPTS[-1]]), reference(directory, case)
+    with torch.inference_mode():
+        difference = module.eval()(tokens).logits - expected(tokens).logits
+    assert difference.abs().max() < 1e-4
+
+
+def test_weights_of_two_tensors_stay_in_their_blocks(tmp_path: Path) -> None:
+    for case, name in (
+        ("granitehybrid", "layers.0.shared_mlp.input_linear"),
+        ("qwen3next", "layers.0.linear_attn.in_proj_qkvz"),
+    ):
+        directory = view(tmp_path / f"{case}.gguf", case, Type.Q8_0)
+        weight = GgufTensors(directory, rounds_input=False)
+        [blocks] = weight.read([f"model.{name}.weight"], torch.float32).values()
+        assert isinstance(blocks, BlockWeight)
+        expected = weight.tensor(f"model.{name}.weight", torch.float32)
+        assert torch.equal(blocks.dequantize(), expected)
+
+
+def test_the_multipliers_of_falcon_are_in_its_weights(tmp_path: Path) -> None:
+    """The converter's own products, each by the field that transformers multiplies by."""
+    config = config_of_case("falcon-h1_norm")
+    multipliers: dict[str, Any] = {
+        "embedding_multiplier": 3.0,
+        "lm_head_multiplier": 0.25,
+        "attention_in_multiplier": 0.75,
+        "attention_out_multiplier": 1.25,
+        "key_multiplier": 0.5,
+        "ssm_in_multiplier": 1.5,
+        "ssm_out_multiplier": 0.8,
+        "mlp_multipliers": [0.9, 1.1],
+        "ssm_multipliers": [0.5, 0.7, 1.2, 1.3, 0.6],
+    }
+    for name, value in multipliers.items():
+        setattr(config, name, value)
+    module = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    weights = module_of_case("falcon-h1_norm").state_dict()
+    module.load_state_dict(weights)
+    path = write_model(tmp_path / "model.gguf", "falcon-h1_norm", weights=folded(weights, config))
+    machine = engine_over(loader.load(find_model_dir(path), dtype="float32", forward="auto"))
+    sequences = [machine.add(prompt, GREEDY)[0] for prompt in PROMPTS]
+    drain(machine)
+    assert [s.output for s in sequences] == [greedy(module, prompt, 16) for prompt in PROMPTS]
+    assert sequences[0].output != greedy(module_of_case("falcon-h1_norm"), PROMPTS[0], 16)
+
+
+def folded(weights: dict[str, torch.Tensor], config: Any) -> dict[str, torch.Tensor]:
+    """The weights of Falcon-H1 times its multipliers."""
+    gate, down = config.mlp_multipliers
+    states = config.mamba_n_groups * config.mamba_d_state
+    sizes = torch.tensor([config.mamba_d_ssm] * 2 + [states] * 2 + [config.mamba_n_heads])
+    rows = torch.tensor(config.ssm_multipliers).repeat_interleave(sizes)[:, None]
+    factors = {
+        "embed_tokens": config.embedding_multiplier,
+        "lm_head": config.lm_head_multiplier,
+        "q_proj": config.attention_in_multiplier,
+        "k_proj": config.attention_in_multiplier * config.key_multiplier,
+        "v_proj": config.attention_in_multiplier,
+        "o_proj": config.attention_out_multiplier,
+        "gate_proj": gate,
+        "down_proj": down,
+        "in_proj": config.ssm_in_multiplier * rows,
+        "out_proj": config.ssm_out_multiplier,
+    }
+    return {
+        name: weight * factors.get((name.split(".")[-2]), 1.0) for name, weight in weights.items()
+    }
 
 
 @pytest.mark.parametrize("case", MODELS)

@@ -52,11 +52,13 @@ class Metadata:
         return value
 
     def layer_sizes(self, key: str) -> list[int]:
-        """An array with a number up to 2^27 for each layer: 0 where it has no such part."""
+        """An array with a number up to 2^27, or a flag, for each layer: 0 where it has no such
+        part.
+        """
         full_key, value = self.full_key(key), self.get(key)
         num_layers = self.size("block_count")
         is_array = isinstance(value, tuple) and len(value) == num_layers
-        if not is_array or any(type(n) is not int or not 0 <= n <= _MAX_SIZE for n in value):
+        if not is_array or any(not isinstance(n, int) or not 0 <= n <= _MAX_SIZE for n in value):
             raise self.refused(full_key, value, f"an array of {num_layers} whole numbers")
         return list(value)
 

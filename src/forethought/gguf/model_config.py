@@ -7,7 +7,7 @@ what the model computes, and that transformers' module of it does not have, is r
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from forethought.gguf import recurrent_config
@@ -125,9 +125,10 @@ def _intermediate_size(metadata: Metadata) -> int:
 
 def _size_of_some(metadata: Metadata, key: str, default: int | None) -> int:
     """The size in each layer that has such a part: those without have 0."""
-    value = metadata.get(key)
-    if isinstance(value, Sequence) and len(numbers := {*value} - {0}) == 1:
-        return int(numbers.pop())
+    if isinstance(metadata.get(key), tuple):
+        sizes = {*metadata.layer_sizes(key)} - {0}
+        if len(sizes) == 1:
+            return sizes.pop()
     return metadata.size(key, default)
 
 

@@ -59,8 +59,7 @@ def _layer_types(metadata: Metadata) -> list[str]:
     period = metadata.size("full_attention_interval", 4)
     is_recurrent = [(index + 1) % period != 0 for index in range(num_layers)]
     if metadata.get("attention.recurrent_layers") is not None:
-        key = metadata.full_key("attention.recurrent_layers")
-        is_recurrent = list(metadata.numbers(key, num_layers))
+        is_recurrent = [bool(flag) for flag in metadata.layer_sizes("attention.recurrent_layers")]
     kinds = ["linear_attention" if recurrent else "full_attention" for recurrent in is_recurrent]
     return kinds[: num_layers - num_drafting]
 

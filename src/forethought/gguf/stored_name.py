@@ -42,8 +42,8 @@ class StoredName:
             None: the order is the module's.
         adds: what is added to each value.
         joined: a second tensor whose rows follow, for each of the experts.
-        turns: the rows are as many sections, which take turns in the module, each with so many rows
-            at a time; empty: the order is the module's.
+        turns: the rows of each section that follow one another in the module, where the sections
+            of the stored rows take turns; empty: the order is the module's.
         transposes: the two innermost dimensions change places, last of all.
         head_groups: the order of value heads; None: it is the module's, or there are none.
         groups_columns: ``head_groups`` is about columns instead of rows.
