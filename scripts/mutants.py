@@ -1372,17 +1372,25 @@ MUTANTS = [
     ),
     Mutant(
         "gguf/tensor_names.py",
-        "weight = replace(weight, shape=(1, weight.shape[-1]))",
+        "shape = (1, shape[-1])",
         "pass",
         GGUF,
     ),
     Mutant("gguf/tensor_names.py", "if strays:", "if False:", GGUF),
     Mutant(
         "gguf/tensor_names.py",
-        '_PERMUTED = ("llama", "mistral", "smollm3")',
-        '_PERMUTED = ("llama", "mistral")',
+        '_PERMUTED = ("llama", "mistral", "smollm3", "bamba"',
+        '_PERMUTED = ("llama", "mistral", "smollm3"',
         GGUF,
     ),
+    Mutant("gguf/tensor_names.py", "shape=shape, head_groups=groups, is_decay=True", "", GGUF),
+    Mutant(
+        "gguf/recurrent_config.py",
+        'feed_forward if width else "attention" if kv_heads else "mamba"',
+        'feed_forward if width else "mamba"',
+        GGUF,
+    ),
+    Mutant("gguf/recurrent_config.py", "if _multipliers(metadata):", "if False:", GGUF),
     Mutant(
         "gguf/tokenizer.py",
         "is_special = vocabulary.types[token_id] in special",

@@ -131,6 +131,11 @@ def test_a_head_of_falcon_that_is_tied_is_refused_for_the_scale_that_is_lost(
         config_of(file)
 
 
+def test_weights_of_falcon_without_their_multipliers_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=r"falcon-h1.mlp_gate_multiplier says that"):
+        config(tmp_path, "falcon-h1", mlp_gate_multiplier=0.18)
+
+
 @pytest.mark.parametrize(
     ("case", "changes"),
     [

@@ -189,6 +189,9 @@ def _falcon_h1(metadata: Metadata) -> dict[str, Any]:
     """Its multipliers are in the weights of a file, and 1 here. A head that is tied to embeddings
     would have its own, which is lost.
     """
+    if _multipliers(metadata):
+        why = f"its {_multipliers(metadata)[0]:.60} says that multipliers are not in its weights"
+        raise metadata.unsupported(why, "Get a file of a converter of llama.cpp itself")
     if "output.weight" not in metadata.file.tensors:
         raise metadata.unsupported(
             "its output projection is its embeddings (it lacks output.weight), which are stored "
@@ -202,6 +205,11 @@ def _falcon_h1(metadata: Metadata) -> dict[str, Any]:
         "mamba_norm_before_gate": False,
         "hidden_act": "silu",
     }
+
+
+def _multipliers(metadata: Metadata) -> list[str]:
+    """The keys that the fork of llama.cpp had which Falcon-H1 was first converted with."""
+    return [key for key in metadata.file.metadata if key.endswith(("_multiplier", "has_mup"))]
 
 
 def _nemotron_h(metadata: Metadata) -> dict[str, Any]:
