@@ -5,13 +5,21 @@ prompt, over its 27 outcomes (top_k = 3), against the exact one from transformer
 2000 independent samples, of which the rarest outcome is expected 38 times. Threshold: p > 1e-4 for
 the right rules; the negative control, a drafter that names a distribution that its tokens were not
 sampled from, must fall below 1e-8 (it is at 1e-25).
+
+Of a model with recurrent layers it is the joint distribution of four tokens, over its 16 outcomes
+(top_k = 2), in 500 samples, of which the rarest is expected 16 times: drafts are two tokens long,
+so that there are states after rejected tokens. Thresholds are the same. Its negative controls are
+the drafter above (at 1e-80), and layers that go on from the state after a rejected token (which
+give outcomes that cannot be).
 """
 
 from __future__ import annotations
 
 import functools
 import itertools
+import random
 from collections import Counter
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -22,9 +30,11 @@ from engines import drain, engine, expect_empty, outputs
 from forethought.config.drafters import DraftTargetDecodingConfig, UserProvidedDecodingConfig
 from forethought.config.sampling import SamplingParams
 from forethought.config.speculation import DecodingBaseConfig
+from forethought.engine.engine import Engine
+from forethought.kv.recurrent import RecurrentStates
 from forethought.model.sampling import TokenContext
 from forethought.reference.engine import logits_to_probs as reference_probs
-from forethought.speculative.drafter import Draft, DraftKind, DraftRequest
+from forethought.speculative.drafter import Draft, Drafter, DraftKind, DraftRequest
 from models import VOCAB, tiny, transformers_model
 
 PROMPT = [5, 17, 33, 60, 41]
@@ -34,21 +44,29 @@ SAMPLING = SamplingParams(
 )
 
 
-def next_probs(tokens: list[int]) -> list[float]:
-    with torch.inference_mode():
-        logits = transformers_model(tiny("llama"))(torch.tensor([tokens])).logits[0, -1]
-    context = TokenContext(SAMPLING, PROMPT, tokens[len(PROMPT) :], frozenset([2]))
-    return reference_probs(logits.tolist(), context)
+HYBRID = SAMPLING.replace(top_k=2, max_tokens=4, n=500)
+"""Of the model with recurrent layers."""
 
 
 @functools.cache
-def exact() -> dict[tuple[int, ...], float]:
+def next_probs(said: tuple[int, ...], architecture: str = "llama") -> tuple[float, ...]:
+    """Of the token after the prompt and what was said."""
+    sampling = HYBRID if architecture == "qwen3_5" else SAMPLING
+    tokens = torch.tensor([[*PROMPT, *said]])
+    with torch.inference_mode():
+        logits = transformers_model(tiny(architecture))(tokens).logits[0, -1]
+    context = TokenContext(sampling, PROMPT, said, frozenset([2]))
+    return tuple(reference_probs(logits.tolist(), context))
+
+
+@functools.cache
+def exact(architecture: str = "llama") -> dict[tuple[int, ...], float]:
     distributions: dict[tuple[int, ...], float] = {(): 1.0}
-    for _ in range(3):
+    for _ in range(HYBRID.max_tokens if architecture == "qwen3_5" else SAMPLING.max_tokens):
         distributions = {
             (*said, token): mass * chance
             for said, mass in distributions.items()
-            for token, chance in enumerate(next_probs([*PROMPT, *said]))
+            for token, chance in enumerate(next_probs(said, architecture))
             if chance > 0
         }
     return distributions
@@ -62,16 +80,29 @@ def p_value(
         pages=2048, speculative=configs, max_batch_size=400, max_num_tokens=4000, max_length=16
     )
     machine.num_decode_steps = num_steps
-    samples = machine.add(PROMPT, SAMPLING.replace(temperature=temperature))
+    return p_value_of(machine, SAMPLING.replace(temperature=temperature))
+
+
+def hybrid_p_value(drafter: Drafter | None) -> float:
+    """Of the model with recurrent layers; samples that share a prefill are in one batch."""
+    configs = [UserProvidedDecodingConfig(max_draft_len=2, drafter=drafter)] if drafter else []
+    limits = {"max_batch_size": HYBRID.n, "max_num_tokens": 8000, "max_length": 16}
+    machine = engine("qwen3_5", pages=4096, speculative=configs, **limits)
+    return p_value_of(machine, HYBRID, "qwen3_5")
+
+
+def p_value_of(machine: Engine, sampling: SamplingParams, architecture: str = "llama") -> float:
+    samples = machine.add(PROMPT, sampling)
     drain(machine)
-    if config is not None:
+    if machine.stats.drafted:
         accepted = machine.stats.accepted
-        assert accepted > SAMPLES / 20, "hardly anything was accepted: nothing is tested"
-    counts = Counter(map(tuple, outputs(samples)))
-    assert set(counts) <= set(exact())
+        assert accepted > sampling.n / 20, "hardly anything was accepted: nothing is tested"
+    counts, probs = Counter(map(tuple, outputs(samples))), exact(architecture)
     expect_empty(machine)
-    expected = [SAMPLES * mass for mass in exact().values()]
-    return float(chisquare([counts[said] for said in exact()], expected).pvalue)
+    if set(counts) - set(probs):
+        return 0.0
+    expected = [sampling.n * mass for mass in probs.values()]
+    return float(chisquare([counts[said] for said in probs], expected).pvalue)
 
 
 SAME_MODEL = {"speculative_model": tiny("llama")}
@@ -106,25 +137,96 @@ def test_the_test_finds_another_temperature_in_several_steps() -> None:
     assert p_value(None, num_steps=8, temperature=2.0) < 1e-8
 
 
-def test_the_test_finds_a_drafter_whose_tokens_are_not_from_the_distribution_it_names() -> None:
-    def wrong_distribution(request: DraftRequest) -> Draft:
-        """The most probable token, with the uniform distribution of three as its own."""
-        distribution = torch.tensor(next_probs_of(tuple(request.tokens)))
+def said_to(request: DraftRequest) -> tuple[int, ...]:
+    return tuple(request.tokens[len(PROMPT) :])
+
+
+def misnamed(architecture: str) -> Drafter:
+    """The most probable token, with the uniform distribution of three as its own."""
+
+    def answer(request: DraftRequest) -> Draft:
+        distribution = torch.tensor(next_probs(said_to(request), architecture))
         flat = (distribution > 0) / (distribution > 0).sum()
         return Draft([int(distribution.argmax())], None, DraftKind.IID, flat.float()[None])
 
-    @functools.cache
-    def next_probs_of(tokens: tuple[int, ...]) -> list[float]:
-        return next_probs(list(tokens))
+    return drafters.PerRequest(answer)
 
-    config = UserProvidedDecodingConfig(
-        max_draft_len=1, drafter=drafters.PerRequest(wrong_distribution)
-    )
+
+def test_the_test_finds_a_drafter_whose_tokens_are_not_from_the_distribution_it_names() -> None:
+    config = UserProvidedDecodingConfig(max_draft_len=1, drafter=misnamed("llama"))
     assert p_value(config) < 1e-8
 
 
+def support(said: tuple[int, ...]) -> list[int]:
+    """The tokens that may follow in the model with recurrent layers, the rarest first."""
+    probs = next_probs(said, "qwen3_5")
+    tokens = [token for token, chance in enumerate(probs) if chance > 0]
+    return sorted(tokens, key=lambda token: probs[token])
+
+
+def flat_chain() -> Drafter:
+    """Two tokens, each drawn from the uniform distribution of those that may follow."""
+    source = random.Random(5)
+
+    def answer(request: DraftRequest) -> Draft:
+        tokens, q = list[int](), torch.zeros(request.max_draft_len, VOCAB)
+        for row in q:
+            following = support((*said_to(request), *tokens))
+            row[following] = 1 / len(following)
+            tokens.append(source.choice(following))
+        return Draft(tokens, None, DraftKind.IID, q)
+
+    return drafters.PerRequest(answer)
+
+
+def tree_of_points() -> Drafter:
+    """A token that cannot follow and the rarer one that may, and after each of them both."""
+
+    def answer(request: DraftRequest) -> Draft:
+        said = said_to(request)
+        rarest, other = support(said)
+        wrong = next(token for token in range(3, VOCAB) if token not in (rarest, other))
+        if request.max_draft_len == 1:
+            return Draft([wrong, rarest], (-1, -1))
+        return Draft([wrong, rarest, rarest, *support((*said, rarest))], (-1, -1, 0, 1, 1))
+
+    drafter = drafters.PerRequest(answer)
+    drafter.nodes = lambda depth: 2 if depth == 1 else 5  # type: ignore[method-assign]
+    return drafter
+
+
+@pytest.mark.parametrize(
+    "make",
+    [lambda: None, flat_chain, tree_of_points],
+    ids=["plain", "chain with q", "tree of points"],
+)
+def test_samples_of_a_model_with_recurrent_layers_have_the_distribution_of_plain_decoding(
+    make: Callable[[], Drafter | None],
+) -> None:
+    assert hybrid_p_value(make()) > 1e-4
+
+
+def test_the_test_finds_that_drafter_for_a_model_with_recurrent_layers() -> None:
+    assert hybrid_p_value(misnamed("qwen3_5")) < 1e-8
+
+
+def test_the_test_finds_layers_that_go_on_from_a_rejected_token(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The token after the last one of a row, where it was drafted and has a state."""
+    state = RecurrentStates.get
+    monkeypatch.setattr(
+        RecurrentStates,
+        "get",
+        lambda states, slot: state(states, slot + 1 if slot + 1 in states else slot),
+    )
+    assert hybrid_p_value(flat_chain()) < 1e-8
+
+
 def test_the_exact_distribution_has_all_outcomes() -> None:
-    assert len(exact()) == 27
-    assert sum(exact().values()) == pytest.approx(1.0)
-    assert min(exact().values()) * SAMPLES > 5
-    assert all(0 <= token < VOCAB for token in itertools.chain(*exact()))
+    for architecture, samples, outcomes in (("llama", SAMPLES, 27), ("qwen3_5", HYBRID.n, 16)):
+        probs = exact(architecture)
+        assert len(probs) == outcomes
+        assert sum(probs.values()) == pytest.approx(1.0)
+        assert min(probs.values()) * samples > 5
+        assert all(0 <= token < VOCAB for token in itertools.chain(*probs))
