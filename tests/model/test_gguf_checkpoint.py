@@ -214,7 +214,9 @@ def test_products_of_integers_are_lossless_with_drafts_and_in_any_batch(
     expect_empty(machine)
 
 
-@pytest.mark.parametrize("case", ["qwen2moe", "qwen3moe", "gpt-oss"])
+@pytest.mark.parametrize(
+    "case", ["qwen2moe", "qwen3moe", "gpt-oss", "qwen3next", "granitehybrid_moe", "nemotron_h_moe"]
+)
 def test_experts_stay_in_their_blocks(case: str, tmp_path: Path) -> None:
     sizes = [
         loader.load(view(tmp_path / f"{kind.name}.gguf", case, kind), forward="auto").weight_bytes

@@ -22,7 +22,12 @@ from forethought.model.quantization import (
     QuantizedWeight,
     quantize,
 )
-from forethought.model.quantized_experts import QuantizedExperts, quantize_experts, routers
+from forethought.model.quantized_experts import (
+    QuantizedExperts,
+    quantize_experts,
+    routers,
+    weights_of,
+)
 
 SIZES: dict[str, Any] = {
     "vocab_size": models.VOCAB,
@@ -55,6 +60,16 @@ DEEPSEEK: dict[str, Any] = {
     "topk_group": 1,
     "first_k_dense_replace": 1,
 }
+NEMOTRON: dict[str, Any] = {
+    "layers_block_type": ["attention", "mamba", "moe"],
+    "mamba_num_heads": 4,
+    "mamba_head_dim": 16,
+    "n_groups": 2,
+    "ssm_state_size": 16,
+    "n_routed_experts": NUM_EXPERTS,
+    "moe_intermediate_size": 32,
+    "moe_shared_expert_intermediate_size": 64,
+}
 LAYOUTS: dict[str, tuple[str, dict[str, Any]]] = {
     "routers that are no linears": ("qwen3_moe", QWEN),
     "shared": ("qwen2_moe", {**QWEN, "shared_expert_intermediate_size": 64}),
@@ -64,6 +79,7 @@ LAYOUTS: dict[str, tuple[str, dict[str, Any]]] = {
     "routers of their own": ("phimoe", {"num_local_experts": NUM_EXPERTS}),
     "mixtral": ("mixtral", {"num_local_experts": NUM_EXPERTS}),
     "deepseek": ("deepseek_v3", DEEPSEEK),
+    "without gates": ("nemotron_h", NEMOTRON),
 }
 """Layout -> a family of transformers that has it, and its sizes beside ``SIZES``."""
 SLOW = ("mixtral", "deepseek")
@@ -94,7 +110,7 @@ def _is_3d(weight: object) -> bool:
 
 def round_experts(experts: nn.Module, bits: int, rounds_input: bool) -> None:
     """Replace weights by those that quantisation leaves."""
-    for name in ("gate_up_proj", "down_proj"):
+    for name in weights_of(experts):
         for weight in getattr(experts, name).data:
             matrix = weight.T if experts.is_transposed else weight
             matrix.copy_(quantize(matrix, bits, rounds_input=rounds_input).dequantize())

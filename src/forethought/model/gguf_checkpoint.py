@@ -20,7 +20,7 @@ from forethought.model.block_weight import BlockWeight
 from forethought.model.checkpoint_tensors import GgufTensors
 from forethought.model.quantization import QuantizedLinear
 from forethought.model.quantized_checkpoint import HEAD, empty_module, load_others, untie
-from forethought.model.quantized_experts import WEIGHTS, QuantizedExperts, is_readable
+from forethought.model.quantized_experts import QuantizedExperts, is_readable, weights_of
 
 _EMBEDDING = "model.embed_tokens.weight"
 
@@ -68,13 +68,14 @@ def _place(module: nn.Module, name: str, weight: BlockWeight, tensors: _Tensors)
 def _place_experts(module: nn.Module, name: str, tensors: _Tensors) -> None:
     """Keep the blocks of a module of experts, if all of its weights have blocks that stay."""
     experts = module.get_submodule(name)
-    gate_up, down = (tensors.experts(f"{name}.{part}") for part in WEIGHTS)
+    weights = weights_of(experts)
+    gate_up, down = (tensors.experts(f"{name}.{part}") for part in weights)
     if gate_up is None or down is None:
         return
-    for part in WEIGHTS if experts.has_bias else ():
+    for part in weights if experts.has_bias else ():
         bias = nn.Parameter(tensors[f"{name}.{part}_bias"], requires_grad=False)
         setattr(experts, f"{part}_bias", bias)
-    tensors.have_read(f"{name}.{part}" for part in WEIGHTS)
+    tensors.have_read(f"{name}.{part}" for part in weights)
     module.set_submodule(name, QuantizedExperts.holding(experts, gate_up, down))
 
 

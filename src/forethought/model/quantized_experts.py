@@ -1,10 +1,11 @@
 """Experts of a transformers module in 8 and 4 bits.
 
 transformers keeps the weights of a layer's experts in two parameters, ``gate_up_proj`` ``[E, 2 I,
-H]`` and ``down_proj`` ``[E, H, I]``, or transposed, with biases or without. Each expert's weights
-are quantised as those of linears are (``model.quantization``), and ``QuantizedExperts`` takes the
-module's place: the reference of what the native forward computes of them. Routers are not
-quantised: few weights, on which the choice of experts depends.
+H]`` and ``down_proj`` ``[E, H, I]``, or transposed, with biases or without; the first is
+``up_proj`` ``[E, I, H]`` where there are no gates. Each expert's weights are quantised as those of
+linears are (``model.quantization``), and ``QuantizedExperts`` takes the module's place: the
+reference of what the native forward computes of them. Routers are not quantised: few weights, on
+which the choice of experts depends.
 """
 
 from __future__ import annotations
@@ -23,8 +24,10 @@ from forethought.model.quantization import (
     quantize,
 )
 
-WEIGHTS = ("gate_up_proj", "down_proj")
-"""Parameters of a module of experts."""
+
+def weights_of(experts: nn.Module) -> tuple[str, str]:
+    """Parameters of a module of experts: to its activation, and from there."""
+    return ("gate_up_proj" if experts.has_gate else "up_proj", "down_proj")
 
 
 class QuantizedExperts(nn.Module):
@@ -32,7 +35,7 @@ class QuantizedExperts(nn.Module):
 
     Args:
         experts: the module, of which the activation is left.
-        gate_up: of each expert, to what its activation reads.
+        gate_up: of each expert, to what its activation reads; without gates the up projection.
         down: of each expert, from there.
     """
 
@@ -49,7 +52,9 @@ class QuantizedExperts(nn.Module):
     @classmethod
     def of(cls, experts: nn.Module, quantization: Quantization) -> QuantizedExperts:
         """Quantise the weights of a module, which loses them."""
-        gate_up, down = (_take_quantized(experts, name, quantization) for name in WEIGHTS)
+        gate_up, down = (
+            _take_quantized(experts, name, quantization) for name in weights_of(experts)
+        )
         return cls(experts, gate_up, down)
 
     @classmethod
@@ -58,7 +63,7 @@ class QuantizedExperts(nn.Module):
     ) -> QuantizedExperts:
         """With a weight ``[out, in]`` of each expert in place of the module's own."""
         linears = []
-        for name, weights in zip(WEIGHTS, (gate_up, down), strict=True):
+        for name, weights in zip(weights_of(experts), (gate_up, down), strict=True):
             delattr(experts, name)
             biases = _take_biases(experts, name, len(weights))
             linears.append(list(map(QuantizedLinear, weights, biases)))
@@ -85,9 +90,14 @@ class QuantizedExperts(nn.Module):
         outputs = x.new_zeros(*chosen.shape, x.shape[-1])
         for expert in chosen.unique().tolist():
             tokens, places = (chosen == expert).nonzero(as_tuple=True)
-            activated = self._activation._apply_gate(self.gate_up[expert](x[tokens]))
+            activated = self._activate(self.gate_up[expert](x[tokens]))
             outputs[tokens, places] = self.down[expert](activated)
         return (outputs * weights[..., None]).sum(1).to(x.dtype)
+
+    def _activate(self, x: Tensor) -> Tensor:
+        experts = self._activation
+        activated: Tensor = experts._apply_gate(x) if experts.has_gate else experts.act_fn(x)
+        return activated
 
 
 def _take_quantized(
@@ -123,7 +133,7 @@ def quantize_experts(module: nn.Module, quantization: Quantization) -> int:
         ModelError: experts of another layout, or widths that 4 bits do not take.
     """
     experts = [(name, part) for name, part in module.named_modules() if is_readable(part)]
-    readable = {f"{name}.{weight}" for name, _ in experts for weight in WEIGHTS}
+    readable = {f"{name}.{weight}" for name, part in experts for weight in weights_of(part)}
     for name, weight in module.named_parameters():
         owner = module.get_submodule(name.rpartition(".")[0])
         if weight.dim() == 3 and name not in readable and not isinstance(owner, nn.Conv1d):
@@ -142,12 +152,11 @@ def quantize_experts(module: nn.Module, quantization: Quantization) -> int:
 
 
 def is_readable(part: nn.Module) -> bool:
-    """Whether it is one of transformers' modules of experts, with a gate and no norm."""
+    """Whether it is one of transformers' modules of experts, without norms."""
     names = {name for name, weight in part.named_parameters(recurse=False) if weight.dim() == 3}
-    declares_layout = all(hasattr(part, name) for name in ("is_transposed", "has_bias"))
-    if names != set(WEIGHTS) or not declares_layout:
+    if not all(hasattr(part, name) for name in ("is_transposed", "has_bias", "has_gate")):
         return False
-    return part.has_gate and not getattr(part, "has_post_expert_norm", False)
+    return names == {*weights_of(part)} and not getattr(part, "has_post_expert_norm", False)
 
 
 def routers(module: nn.Module) -> set[nn.Module]:
