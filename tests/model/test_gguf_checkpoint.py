@@ -196,7 +196,7 @@ def test_architectures_of_the_native_forward_run_there(case: str, tmp_path: Path
 
 
 @pytest.mark.parametrize("kind", [Type.Q4_0, Type.Q5_0, Type.Q5_1, Type.Q8_0])
-@pytest.mark.parametrize("case", ["llama", "gemma2", "qwen3moe", "gpt-oss"])
+@pytest.mark.parametrize("case", ["llama", "gemma2", "qwen3moe", "gpt-oss", "nemotron_h_moe"])
 def test_products_of_integers_are_lossless_with_drafts_and_in_any_batch(
     case: str, kind: Type, tmp_path: Path
 ) -> None:
