@@ -82,11 +82,12 @@ class MethodModel(llm.Model):  # type: ignore[misc]
         ids = worker.llm.chat_prompt(_messages(prompt, conversation))
         with ScaffoldingLlm(controller, worker) as thinking:
             result = thinking.generate(ids, sampling_params=params)
-        usage, text = result.usage, result.result().text or ""
+        usage, output = result.usage, result.output
+        assert output is not None, "it is over"
         response.set_usage(input=usage.prompt_tokens, output=usage.completion_tokens)
         markers = worker.llm.thinking_markers
         is_open = opens_thought(worker.llm.decode(ids[-_TAIL:]), markers)
-        return split(text, markers, is_open).content
+        return split(output.text or "", markers, is_open).content
 
     def _worker(self, model: str) -> EngineWorker:
         """Of a model, which is loaded once."""
