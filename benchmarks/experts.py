@@ -29,10 +29,10 @@ from forethought import LLM, SamplingParams
 VOCAB, HEAD_DIM = 1024, 64
 
 
-def save_model(args: argparse.Namespace, directory: Path) -> None:
-    """Save a model of the shape in ``args``, in bfloat16."""
+def config_of(args: argparse.Namespace) -> Qwen3MoeConfig:
+    """A model of the shape in ``args``."""
     num_heads = args.hidden // HEAD_DIM
-    config = Qwen3MoeConfig(
+    return Qwen3MoeConfig(
         vocab_size=VOCAB,
         hidden_size=args.hidden,
         moe_intermediate_size=args.inner,
@@ -46,8 +46,13 @@ def save_model(args: argparse.Namespace, directory: Path) -> None:
         bos_token_id=1,
         eos_token_id=2,
     )
+
+
+def save_model(args: argparse.Namespace, directory: Path) -> None:
+    """Save a model of the shape in ``args``, in bfloat16."""
     torch.manual_seed(0)
-    AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(directory)
+    model = AutoModelForCausalLM.from_config(config_of(args), dtype=torch.bfloat16)
+    model.save_pretrained(directory)
     save_tokenizer(VOCAB, directory)
 
 

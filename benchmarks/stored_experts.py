@@ -25,34 +25,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from benchmarks.experts import VOCAB, config_of
 from benchmarks.peers.random_models import save_tokenizer
 from benchmarks.report import print_report
-from transformers import AutoModelForCausalLM, Qwen3MoeConfig
+from transformers import AutoModelForCausalLM
 
 from forethought import LLM, SamplingParams
-
-VOCAB, HEAD_DIM = 1024, 64
 
 
 def save_model(args: argparse.Namespace, skew: float, directory: Path) -> int:
     """Save a model of the shape in ``args``, in bfloat16; the bytes of its experts."""
-    num_heads = args.hidden // HEAD_DIM
-    config = Qwen3MoeConfig(
-        vocab_size=VOCAB,
-        hidden_size=args.hidden,
-        moe_intermediate_size=args.inner,
-        num_experts=args.experts,
-        num_experts_per_tok=args.top_k,
-        num_hidden_layers=args.layers,
-        num_attention_heads=num_heads,
-        num_key_value_heads=max(1, num_heads // 4),
-        head_dim=HEAD_DIM,
-        norm_topk_prob=True,
-        bos_token_id=1,
-        eos_token_id=2,
-    )
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    model = AutoModelForCausalLM.from_config(config_of(args), dtype=torch.bfloat16)
     with torch.no_grad():
         for layer in model.model.layers:
             ranks = torch.randperm(args.experts) + 1
