@@ -23,8 +23,9 @@ from __future__ import annotations
 import itertools
 from collections import OrderedDict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 from typing_extensions import override
 
@@ -36,8 +37,61 @@ CHECKPOINT_TOKENS = 64
 
 LayerState = dict[tuple[str, int], Tensor]
 """Of one layer after one token, by kind (``conv``, ``recurrent``) and number: ``[1, ...]``."""
-State = list[LayerState]
+State = Sequence[LayerState]
 """Of all recurrent layers after one token, in order. Neither it nor its tensors are changed."""
+
+
+class StateView(NamedTuple):
+    """Where a tensor of a layer's state is among the floats of all."""
+
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+
+
+class PackedState(Sequence[LayerState]):
+    """A state of all layers in one tensor, as the backend in C++ reads and writes it.
+
+    Args:
+        floats: float32 of all layers.
+        views: of each layer.
+    """
+
+    def __init__(
+        self, floats: Tensor, views: Sequence[Mapping[tuple[str, int], StateView]]
+    ) -> None:
+        self.floats, self._views = floats, views
+
+    @classmethod
+    def of(
+        cls, state: State, size: int, views: Sequence[Mapping[tuple[str, int], StateView]]
+    ) -> PackedState:
+        """A state of ``size`` floats, such as one that a snapshot has brought."""
+        if isinstance(state, cls):
+            return state
+        packed = cls(torch.empty(size), views)
+        for layer, tensors in enumerate(state):
+            for key, tensor in tensors.items():
+                packed._view(views[layer][key]).copy_(tensor)
+        return packed
+
+    @override
+    def __len__(self) -> int:
+        return len(self._views)
+
+    @override
+    def __getitem__(self, layer: Any) -> Any:
+        """Copies of the tensors of a layer."""
+        if isinstance(layer, slice):
+            return [self[index] for index in range(*layer.indices(len(self)))]
+        views = self._views[layer]
+        return {
+            key: self._view(view).clone(memory_format=torch.contiguous_format)
+            for key, view in views.items()
+        }
+
+    def _view(self, view: StateView) -> Tensor:
+        return self.floats.as_strided(*view)
 
 
 class RecurrentStates:

@@ -12,7 +12,7 @@ engine, its models and its drafters find it here and never import it::
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import AbstractContextManager
 from types import ModuleType
 from typing import Any, Protocol
@@ -94,6 +94,16 @@ class NativeBackend(Protocol):
     @staticmethod
     def linear(weight: Any) -> Any:
         """The product with a ``StoredWeight``, whose ``multiply`` takes float32 ``[T, in]``."""
+
+    @staticmethod
+    def recurrence(modules: Sequence[nn.Module]) -> Any | None:
+        """The recurrent layers of a module of transformers; None: some are not known here."""
+
+    @staticmethod
+    def use_native_parts(module: Any, excluded: Collection[nn.Module]) -> None:
+        """Have linears, MLPs and norms of a module that torch runs computed here; ``excluded``
+        linears are not called.
+        """
 
     @staticmethod
     def draft_network(lm: Any, vocab_size: int) -> Any | None:

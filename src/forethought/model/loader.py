@@ -165,8 +165,10 @@ def load(
         _quantize(module, quantization)
     with torch.inference_mode():
         refused = refused or _unadaptable(adapted)
-        recurrent = RecurrentLayers.of(module)
+        recurrent = RecurrentLayers.of(module, _runs_parts(module, forward))
         traits = _traits(module, layers, vocab_size, recurrent.state_bytes if recurrent else 0)
+        if recurrent is not None and recurrent.is_native and not _slower_natively(module, forward):
+            backends.cpu().use_native_parts(module, routers(module) | step_widths(module))
         network, forward_path = _network(module, fuse, traits, forward, refused, expert_bytes)
         if isinstance(network, TransformersNetwork):
             network = replace(network, recurrent=recurrent)
@@ -221,6 +223,11 @@ def _has_library() -> bool:
     except ModelError:
         return False
     return True
+
+
+def _runs_parts(module: PreTrainedModel, forward: Forward) -> bool:
+    """Whether parts of a module that torch runs may be computed in C++."""
+    return forward == "auto" and module.device.type == "cpu" and _has_library()
 
 
 def check_shardable(path: Path, size: int, trust_remote_code: bool = False) -> None:
@@ -343,7 +350,7 @@ def _network(
         raise _no_stored_experts(f"it does not run natively: {reason}")
     from forethought.model.llama.network import FusedNetwork, is_fusable
 
-    if forward == "auto" and module.device.type == "cpu" and _has_library():
+    if _runs_parts(module, forward):
         use_native_products(module)
     if fuse and is_fusable(module):
         return FusedNetwork(module, traits.max_positions), ForwardPath(forward, "fused", reason)

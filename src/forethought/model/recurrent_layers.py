@@ -12,6 +12,10 @@ it. The rows of a batch are cut into such runs:
   run, and what is added to a sequence goes token by token.
 
 States are found in, and kept by, the storage (``kv.recurrent``).
+
+On a CPU the layers of most families are computed in C++ (``NativeBackend.recurrence``), all tokens
+of a batch in one call, each by itself in the order of the runs. They are tried beside their modules
+first.
 """
 
 from __future__ import annotations
@@ -25,8 +29,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import override
 
-from forethought.kv.recurrent import LayerState, RecurrentStorage
+from forethought.kv.recurrent import LayerState, RecurrentStorage, State
+from forethought.model import backends
 from forethought.model.batch import Batch, Span
 from forethought.silence import without_kernel_advice
 
@@ -127,7 +133,7 @@ class _RecurrentPass:
     ) -> None:
         self._storage, self._num_layers, self._continues = storage, num_layers, continues
         self._slots: list[int] = batch.slot_numbers.tolist()
-        self._after: dict[int, list[LayerState]] = {}
+        self._after: dict[int, Any] = {}
         """By packed index, the states of the layers after a token."""
         self._passing = set[int]()
         """The tokens whose states are needed by the next one of a layer, and not kept."""
@@ -190,14 +196,43 @@ class _RecurrentPass:
             origin, first, stage = _Origin(None, begin + last - 1), last, stage + 1
 
     def _run(self, tokens: list[int], origin: _Origin) -> tuple[list[int], _Origin]:
-        self._after[tokens[-1]] = [{} for _ in range(self._num_layers)]
+        self._after[tokens[-1]] = self._new_state()
         return tokens, origin
+
+    def _new_state(self) -> State:
+        return [{} for _ in range(self._num_layers)]
 
     def _stored(self, span: Span, position: int) -> list[LayerState]:
         page, offset = divmod(position, self._storage.page_size)
         slot = span.pages[page] * self._storage.page_size + offset
         assert slot in self._storage.states, "the scheduler has rewound the row to a stored state"
         return self._storage.states.get(slot)
+
+
+class _NativePass(_RecurrentPass):
+    """The same in C++. A layer computes all runs at once."""
+
+    def __init__(self, batch: Batch, storage: RecurrentStorage, layers: Any) -> None:
+        self._layers = layers
+        super().__init__(batch, storage, len(layers), continues=True)
+        rows = [span.start for span in batch.spans]
+        self._table = layers.table(len(self._slots), [*rows, len(self._slots)])
+        for run in self.runs:
+            for tokens, origin in zip(run.tokens, run.origins, strict=True):
+                before = origin.stored
+                if origin.token >= 0:
+                    before = self._after[origin.token]
+                self._table.add(tokens, before, self._after[tokens[-1]])
+
+    @override
+    def compute(self, layer: int, forward: _Forward, x: Tensor) -> Tensor:
+        y: Tensor = self._layers.compute(layer, x, self._table)
+        return y
+
+    @override
+    def _new_state(self) -> State:
+        state: State = self._layers.new_state()
+        return state
 
 
 def _grouped(stage: Sequence[tuple[list[int], _Origin]]) -> Iterator[_Run]:
@@ -226,15 +261,19 @@ class RecurrentLayers:
     Args:
         modules: the layers, in order, whose ``forward`` is replaced by one that does so.
         x: ``[1, 3, hidden]``, any input of them.
+        is_native: compute them in C++, if that can be done.
 
     Attributes:
         state_bytes: of their states after one token.
     """
 
-    def __init__(self, modules: Sequence[nn.Module], x: Tensor) -> None:
+    def __init__(self, modules: Sequence[nn.Module], x: Tensor, is_native: bool = False) -> None:
         self._num_layers, self.state_bytes = len(modules), 0
         self._now: _RecurrentPass | None = None
         self._continues = True
+        self._native = backends.cpu().recurrence(modules) if is_native else None
+        if self._native is not None and not _agrees(self._native, modules, x):
+            self._native = None
         for layer, part in enumerate(modules):
             forward = _with_cache(part)
             states = _states_after(forward, x[:, :1], None)
@@ -242,17 +281,26 @@ class RecurrentLayers:
             self.state_bytes += sum(state.nbytes for state in states.values())
             self._continues &= _continues(forward, x[:, 1:], states)
             part.forward = self._forward_of(layer, forward)  # type: ignore[method-assign]
+        if self._native is not None:
+            self.state_bytes = self._native.state_bytes
 
     @classmethod
-    def of(cls, module: PreTrainedModel) -> RecurrentLayers | None:
-        """Those of a module of transformers; None: it has none."""
+    def of(cls, module: PreTrainedModel, is_native: bool = False) -> RecurrentLayers | None:
+        """Those of a module of transformers, computed in C++ if they are ``is_native`` and that can
+        be done; None: it has none.
+        """
         modules = find_recurrent_layers(module)
         if not modules:
             return None
         hidden_size = module.config.get_text_config(decoder=True).hidden_size
         x = torch.linspace(-1, 1, 3 * hidden_size, device=module.device, dtype=module.dtype)
         with without_kernel_advice():
-            return cls(modules, x.view(1, 3, hidden_size))
+            return cls(modules, x.view(1, 3, hidden_size), is_native)
+
+    @property
+    def is_native(self) -> bool:
+        """Whether they are computed in C++."""
+        return self._native is not None
 
     @property
     def computed_tokens(self) -> tuple[int, ...] | None:
@@ -266,7 +314,10 @@ class RecurrentLayers:
         """While a batch is computed: states come from the storage, and are kept there at the
         end.
         """
-        self._now = _RecurrentPass(batch, storage, self._num_layers, self._continues)
+        if self._native is not None:
+            self._now = _NativePass(batch, storage, self._native)
+        else:
+            self._now = _RecurrentPass(batch, storage, self._num_layers, self._continues)
         try:
             yield
             self._now.keep()
@@ -293,6 +344,18 @@ def _states_after(forward: _Forward, x: Tensor, before: LayerState | None) -> La
     forward(x, cache)
     [states] = cache.rows()
     return states
+
+
+def _agrees(layers: Any, modules: Sequence[nn.Module], x: Tensor) -> bool:
+    """Whether layers in C++ compute what their modules do, of a run and a token after it."""
+    following = x[:, :1]
+    for layer, part in enumerate(modules):
+        forward, cache = _with_cache(part), _ModuleCache(None)
+        expected = torch.cat([forward(x, cache), forward(following, cache)], 1)
+        [state] = cache.rows()
+        if not layers.agrees(layer, torch.cat([x, following], 1), expected, state):
+            return False
+    return True
 
 
 def _continues(forward: _Forward, x: Tensor, before: LayerState) -> bool:

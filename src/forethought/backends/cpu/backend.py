@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from forethought.backends.cpu import library, weights
 from forethought.backends.cpu.network import NativeNetwork
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from forethought.backends.cpu.draft_network import NativeDraftNetwork
     from forethought.backends.cpu.heads import NativeBeamSearch, NativeDraftHeads
     from forethought.backends.cpu.native_steps import NativeSteps
+    from forethought.backends.cpu.recurrent import NativeRecurrence
     from forethought.backends.cpu.sampler import NativeSampler
     from forethought.kv.storage import LayerShape
     from forethought.model.causal_lm import CausalLM
@@ -73,6 +74,22 @@ class CpuBackend(NativeBackend):
     def linear(weight: StoredWeight) -> weights.PackedLinear:
         """The product with a weight, packed."""
         return weights.PackedLinear.pack(weight, None)
+
+    @staticmethod
+    def recurrence(modules: Sequence[nn.Module]) -> NativeRecurrence | None:
+        """The recurrent layers of a module of transformers; None: some are not known here."""
+        from forethought.backends.cpu.recurrent import NativeRecurrence
+
+        return NativeRecurrence.of(modules)
+
+    @staticmethod
+    def use_native_parts(module: nn.Module, excluded: Collection[nn.Module]) -> None:
+        """Have linears, MLPs and norms of a module that torch runs computed here; ``excluded``
+        linears are not called.
+        """
+        from forethought.backends.cpu.module_parts import use_native_parts
+
+        use_native_parts(module, excluded)
 
     @staticmethod
     def network_of(lm: CausalLM) -> NativeNetwork | None:

@@ -88,6 +88,8 @@ def load_library() -> ctypes.CDLL:
     library.scratch_size.restype = ctypes.c_int64
     library.open_experts.restype = ctypes.c_void_p
     library.uniform_sample.restype = ctypes.c_double
+    address, number = ctypes.c_void_p, ctypes.c_int32
+    library.mlp.argtypes = (address, address, number, address, address, number)
     library.uniform_sample.argtypes = (ctypes.c_int64,) * 3
     return library
 

@@ -151,6 +151,30 @@ class ChainStepsStruct(CStruct):
     __slots__ = ()
 
 
+class RecurrentStruct(CStruct):
+    """A recurrent layer."""
+
+    __slots__ = ()
+
+
+class TokenStateStruct(CStruct):
+    """Where the state before a token is, and where the one after it goes."""
+
+    __slots__ = ()
+
+
+class RecurrentCallStruct(CStruct):
+    """A recurrent layer over a batch."""
+
+    __slots__ = ()
+
+
+class MlpStruct(CStruct):
+    """The MLP of a module whose other parts torch computes."""
+
+    __slots__ = ()
+
+
 class TreesStruct(CStruct):
     """Dynamic draft trees."""
 

@@ -24,6 +24,8 @@
 #include "kernels/pack.h"
 #include "kernels/products.h"
 #include "kernels/vectors.h"
+#include "mlp.h"
+#include "recurrent.h"
 #include "sampling.h"
 #include "scratch.h"
 #include "structures.h"
@@ -464,6 +466,29 @@ void linear(const Linear* w, const float* x, int32_t tokens, float* y, int32_t n
         product(
             *w, {x, w->num_inputs, nullptr}, tokens, y, width, false,
             {index, count, (uint16_t*)memory.begin, barrier});
+    });
+}
+
+// y [tokens, hidden]; `inner`: [2, tokens, inner], overwritten. Without x it has what the products
+// of x are; without y its first half is what `down` is to be multiplied by.
+void mlp(
+    const Mlp* w, const float* x, int32_t tokens, float* inner, float* y, int32_t num_threads) {
+    const int64_t widest = larger(w->hidden, w->inner);
+    Memory memory(x || y ? tiles_size(tokens, widest, num_threads) : 0);
+    Team::run(num_threads, [&](int index, int count, Barrier& barrier) {
+        const TilesGuard guard;
+        run_mlp(*w, x, tokens, inner, y, {index, count, (uint16_t*)memory.begin, barrier});
+    });
+}
+
+void recurrent(const Recurrent* layer, const RecurrentCall* call) {
+    const int64_t mixed = int64_t(layer->num_heads) * layer->value_dim;
+    const int64_t widest = larger(layer->hidden, larger(mixed, layer->channels));
+    const bool multiplies = call->x || call->y;
+    Memory memory(multiplies ? tiles_size(call->num_tokens, widest, call->num_threads) : 0);
+    Team::run(call->num_threads, [&](int index, int count, Barrier& barrier) {
+        const TilesGuard guard;
+        run_recurrent(*layer, *call, {index, count, (uint16_t*)memory.begin, barrier});
     });
 }
 

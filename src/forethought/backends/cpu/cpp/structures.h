@@ -11,7 +11,10 @@ constexpr int MAX_GROUP = 64;      // query heads that share a key head
 enum WeightType { F32, BF16, I8, I4, W8A8, W4A8, Q8_0, Q4_0, Q4_1, Q5_0, Q5_1, Q4_K, Q5_K, Q6_K };
 constexpr int64_t NO_TOKEN = -1; // where the model's logits are not finite
 
-enum Activation { SILU = 0, GELU_TANH = 1 };
+enum Activation { SILU = 0, GELU_TANH = 1, RELU_SQUARED = 2 };
+
+enum RecurrentKind { DELTA_RULE = 0, STATE_SPACE = 1, SHORT_CONVOLUTION = 2 };
+constexpr int MAX_KERNEL = 16; // inputs of a channel that a causal convolution reads
 
 extern "C" {
 
@@ -225,6 +228,54 @@ struct ChainSteps {
     int32_t scores_width;
     int32_t ends_with_rows; // the call ends when a row has
     int32_t stores_drafted; // its entries of drafted tokens are those of known ones
+};
+
+// A recurrent layer: products, a causal convolution per channel, a recurrence per head, a norm and
+// gates; see recurrent.h. The projections of a token are the outputs of `enter`, beside each other.
+struct Recurrent {
+    const Linear* enter;  // [num_enter]; null where the caller multiplies
+    const Linear* out;    // the same
+    const float* scale;   // [width], of the projections; null: 1
+    const float* taps;    // [kernel, channels]
+    const float* bias;    // [channels], of the convolution, or null
+    const int32_t* at;    // [channels]: the projection that a channel reads
+    const int32_t* gates; // [num_heads]: where the gates of a head's outputs begin
+    const int32_t* steps; // [num_heads]: the step width of a head
+    const int32_t* betas; // [num_heads]: how much of a value is learned; DELTA_RULE
+    const float* decays;  // [num_heads]: logarithms of what is left of a state after a unit step
+    const float* biases;  // [num_heads], of the step widths
+    const float* skips;   // [num_heads]: of a head's inputs; STATE_SPACE
+    const float* norm;    // [num_heads * value_dim], in groups of `norm_size`; or null
+    int64_t offset;       // of this layer in a state, floats
+    int32_t kind, num_enter, width, kernel, channels, hidden;
+    int32_t num_heads, num_groups; // of which each has the keys of num_heads / num_groups heads
+    int32_t key_dim, value_dim, norm_size;
+    int32_t norm_first; // before the gates
+    float norm_eps, min_step, max_step;
+};
+
+// Where the state before a token is, and where the one after it goes: those of all layers, [floats].
+struct TokenState {
+    const float* before; // null: zeros
+    float* after;        // or null
+    int64_t follows;     // the state before it is that after the previous token; `before` is not read
+    int64_t in_run;      // it is one of several, or the first: its step width is limited
+};
+
+struct RecurrentCall {
+    const float* x;   // [T, hidden]; null: `projected` is given
+    float* projected; // [T, width], overwritten
+    float* mixed;     // [T, num_heads * value_dim], or [T, channels], written
+    float* y;         // [T, hidden], written; null: `mixed` is the result
+    const TokenState* tokens;
+    const int32_t* rows; // [num_rows + 1]: where sequences begin, which share no state
+    int32_t num_tokens, num_rows, num_threads;
+};
+
+// y = down(act(gate(x)) * up(x)), or down(act(up(x))).
+struct Mlp {
+    Linear gate, up, down; // weights may be null where the caller multiplies
+    int32_t is_gated, activation, hidden, inner;
 };
 
 // Dynamic trees, one behind each row of a call.

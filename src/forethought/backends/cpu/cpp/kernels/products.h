@@ -378,6 +378,7 @@ static void product(
 
 static inline Vec activate(Vec x, int activation) {
     if (activation == SILU) return x / (1.0f + exp(-x));
+    if (activation == RELU_SQUARED) return x > 0 ? x * x : Vec{};
     Vec inner = 0.7978845608028654f * (x + 0.044715f * x * x * x); // GELU by tanh
     return x / (1.0f + exp(-2.0f * inner)); // 0.5 (1 + tanh(u)) = 1 / (1 + exp(-2u))
 }

@@ -1,0 +1,230 @@
+// Recurrences over the tokens of a sequence: a causal convolution, the gated delta rule, and the
+// state-space model of Mamba-2.
+//
+// Each function computes a part of a layer that no other part depends on (some channels, or some
+// columns or rows of a head's state) for the tokens of a row in order. A token's result depends on
+// the state before it alone, to the last bit: wherever the row begins, and whether that state was
+// stored or has just been computed.
+
+#pragma once
+
+#include "../structures.h"
+#include "vectors.h"
+
+#include <cstdint>
+#include <cstring>
+#include <vector>
+
+// Floats of a layer's state: of its convolution [kernel, channels], and of a head.
+static inline int64_t window_size(const Recurrent& w) { return int64_t(w.kernel) * w.channels; }
+
+static inline int64_t head_size(const Recurrent& w) { return int64_t(w.key_dim) * w.value_dim; }
+
+// Up to LANES floats.
+struct Lanes {
+    const int count;
+
+    Vec load(const float* p) const { return count == LANES ? ::load(p) : load_first(p, count); }
+
+    void store(float* p, Vec v) const {
+        if (count == LANES)
+            ::store(p, v);
+        else
+            memcpy(p, &v, count * 4);
+    }
+};
+
+static inline Lanes lanes_of(int64_t left) { return {left < LANES ? int(left) : LANES}; }
+
+// Memory of this thread, kept between calls: a state that is nowhere else.
+static inline float* kept_state(size_t size) {
+    static thread_local std::vector<float> kept;
+    if (kept.size() < size) kept.resize(size);
+    return kept.data();
+}
+
+// The inputs of some channels, which may be anywhere among the projections.
+struct Channels {
+    const int32_t* at;
+    const Lanes lanes;
+    bool adjacent = true;
+
+    Channels(const Recurrent& w, int first) : at(w.at + first), lanes(lanes_of(w.channels - first)) {
+        for (int i = 1; i < lanes.count; i++) adjacent &= at[i] == at[0] + i;
+    }
+
+    Vec load(const float* row) const {
+        if (adjacent) return lanes.load(row + at[0]);
+        float values[LANES] = {};
+        for (int i = 0; i < lanes.count; i++) values[i] = row[at[i]];
+        return ::load(values);
+    }
+
+    void store(float* row, Vec v) const {
+        if (adjacent) return lanes.store(row + at[0], v);
+        float values[LANES];
+        ::store(values, v);
+        for (int i = 0; i < lanes.count; i++) row[at[i]] = values[i];
+    }
+};
+
+static inline Vec silu(Vec x) { return x / (1.0f + exp(-x)); }
+
+// LANES channels from `first` on, of tokens [begin, end). Their projections become the activated sums;
+// of a SHORT_CONVOLUTION, whose projections are two gates and the inputs, `mixed` gets the sums.
+static __attribute__((noinline)) void
+convolve(const Recurrent& w, const RecurrentCall& call, int begin, int end, int first) {
+    const Channels channels(w, first);
+    const Lanes lanes = channels.lanes;
+    const bool is_short = w.kind == SHORT_CONVOLUTION;
+    Vec taps[MAX_KERNEL], window[MAX_KERNEL] = {};
+    for (int j = 0; j < w.kernel; j++) taps[j] = lanes.load(w.taps + int64_t(j) * w.channels + first);
+    const Vec bias = w.bias ? lanes.load(w.bias + first) : Vec{};
+    for (int64_t t = begin; t < end; t++) {
+        const TokenState& token = call.tokens[t];
+        const int64_t place = w.offset + first;
+        if (!token.follows)
+            for (int j = 0; j < w.kernel; j++)
+                window[j] =
+                    token.before ? lanes.load(token.before + place + int64_t(j) * w.channels) : Vec{};
+        float* row = call.projected + t * w.width;
+        for (int j = 0; j + 1 < w.kernel; j++) window[j] = window[j + 1];
+        Vec x = channels.load(row);
+        if (is_short) x *= lanes.load(row + first);
+        window[w.kernel - 1] = x;
+        Vec y = bias;
+        for (int j = 0; j < w.kernel; j++) y += taps[j] * window[j];
+        if (is_short)
+            lanes.store(
+                call.mixed + t * w.channels + first, y * lanes.load(row + w.channels + first));
+        else
+            channels.store(row, silu(y));
+        if (token.after)
+            for (int j = 0; j < w.kernel; j++)
+                lanes.store(token.after + place + int64_t(j) * w.channels, window[j]);
+    }
+}
+
+// Rows of a head's state, before and after a token: in the memory of the caller, or kept.
+struct StateRows {
+    const float* from = nullptr;
+    float* to = nullptr;
+    int64_t from_stride = 0, to_stride = 0;
+
+    // place: of the part in a stored state, whose rows are `stride` floats apart; kept: [rows, width].
+    void
+    move(const TokenState& token, int64_t place, int64_t stride, float* kept, int rows, int width) {
+        if (token.follows) {
+            from = to, from_stride = to_stride;
+        } else if (token.before) {
+            from = token.before + place, from_stride = stride;
+        } else {
+            memset(kept, 0, size_t(rows) * width * 4);
+            from = kept, from_stride = width;
+        }
+        to = token.after ? token.after + place : kept;
+        to_stride = token.after ? stride : width;
+    }
+};
+
+// N vectors of a head's values from `first` on, of tokens [begin, end): those columns of the state
+// S [key_dim, value_dim] of the gated delta rule (Yang et al. 2024, Gated Delta Networks, eq. 10),
+//
+//     S = a S + k (b (v - a k S)),  y = q S
+//
+// whose queries and keys are normalised, and whose step widths are the decays a.
+template <int N>
+static __attribute__((noinline)) void delta_rule(
+    const Recurrent& w, const RecurrentCall& call, int begin, int end, int head, int first) {
+    const int keys = w.key_dim, group = head / (w.num_heads / w.num_groups);
+    const int query_at = w.at[group * keys], key_at = w.at[(w.num_groups + group) * keys];
+    const int value_at = w.at[2 * w.num_groups * keys + head * w.value_dim] + first;
+    const int64_t place = w.offset + window_size(w) + head * head_size(w) + first;
+    const Lanes last = lanes_of(w.value_dim - first - (N - 1) * LANES);
+    const auto read = [&](const float* p, int n) {
+        return n + 1 < N ? load(p + n * LANES) : last.load(p + n * LANES);
+    };
+    const auto write = [&](float* p, int n, Vec v) {
+        if (n + 1 < N)
+            store(p + n * LANES, v);
+        else
+            last.store(p + n * LANES, v);
+    };
+    StateRows state;
+    float* kept = kept_state(size_t(keys) * N * LANES);
+    for (int64_t t = begin; t < end; t++) {
+        const float* row = call.projected + t * w.width;
+        const float *query = row + query_at, *key = row + key_at;
+        const float decay = row[w.steps[head]], beta = row[w.betas[head]];
+        state.move(call.tokens[t], place, w.value_dim, kept, keys, N * LANES);
+        Vec known[N] = {}, y[N] = {}, change[N];
+        for (int k = 0; k < keys; k++)
+            for (int n = 0; n < N; n++)
+                known[n] += key[k] * read(state.from + k * state.from_stride, n);
+        for (int n = 0; n < N; n++)
+            change[n] = (read(row + value_at, n) - decay * known[n]) * beta;
+        for (int k = 0; k < keys; k++)
+            for (int n = 0; n < N; n++) {
+                Vec s = decay * read(state.from + k * state.from_stride, n);
+                s += key[k] * change[n];
+                y[n] += query[k] * s;
+                write(state.to + k * state.to_stride, n, s);
+            }
+        float* mixed = call.mixed + t * w.num_heads * w.value_dim + head * w.value_dim + first;
+        for (int n = 0; n < N; n++) write(mixed, n, y[n]);
+    }
+}
+
+// All values of a head.
+static inline void
+delta_rule(const Recurrent& w, const RecurrentCall& call, int begin, int end, int head) {
+    for (int first = 0; first < w.value_dim;) {
+        const int vectors = (w.value_dim - first + LANES - 1) / LANES;
+        if (vectors >= 4)
+            delta_rule<4>(w, call, begin, end, head, first), first += 4 * LANES;
+        else if (vectors >= 2)
+            delta_rule<2>(w, call, begin, end, head, first), first += 2 * LANES;
+        else
+            delta_rule<1>(w, call, begin, end, head, first), first += LANES;
+    }
+}
+
+constexpr int STATE_ROWS = 16; // of a state-space model, which are computed together
+
+// Rows [first, first + count) of a head's state S [value_dim, key_dim], of tokens [begin, end), in
+// Mamba-2 (Dao and Gu 2024, Transformers are SSMs, section 3):
+//
+//     S = exp(a dt) S + dt x B^T,  y = S C + D x
+static __attribute__((noinline)) void state_space(
+    const Recurrent& w, const RecurrentCall& call, int begin, int end, int head, int first,
+    int count) {
+    const int size = w.key_dim, group = head / (w.num_heads / w.num_groups);
+    const int inner = w.num_heads * w.value_dim, value = head * w.value_dim + first;
+    const int x_at = w.at[value], b_at = w.at[inner + group * size],
+              c_at = w.at[inner + (w.num_groups + group) * size];
+    const int64_t place =
+        w.offset + window_size(w) + head * head_size(w) + int64_t(first) * size;
+    StateRows state;
+    float* kept = kept_state(size_t(count) * size);
+    for (int64_t t = begin; t < end; t++) {
+        const float* row = call.projected + t * w.width;
+        const float *x = row + x_at, *b = row + b_at, *c = row + c_at;
+        const float step = row[w.steps[head]], decay = expf(step * w.decays[head]);
+        state.move(call.tokens[t], place, size, kept, count, size);
+        float* mixed = call.mixed + t * inner + value;
+        for (int p = 0; p < count; p++) {
+            const float* from = state.from + p * state.from_stride;
+            float* to = state.to + p * state.to_stride;
+            const float learned = step * x[p];
+            Vec total = {};
+            for (int i = 0; i < size; i += LANES) {
+                const Lanes lanes = lanes_of(size - i);
+                Vec s = decay * lanes.load(from + i);
+                s += learned * lanes.load(b + i);
+                total += s * lanes.load(c + i);
+                lanes.store(to + i, s);
+            }
+            mixed[p] = sum(total) + w.skips[head] * x[p];
+        }
+    }
+}

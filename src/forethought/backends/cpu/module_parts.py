@@ -1,0 +1,265 @@
+"""Parts of a module of transformers that are computed in C++ although torch runs the module.
+
+Linears are packed, and their weights leave the module; MLPs and RMS norms become one call each.
+What a part computes is found by its attributes and tried on a few inputs: one that computes
+something else, such as an MLP with a multiplier, stays as it is. Activations between the parts have
+the dtype of the module; within an MLP they are float32.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+from typing_extensions import override
+
+from forethought.backends.cpu.library import load_library
+from forethought.backends.cpu.structures import LinearStruct, MlpStruct
+from forethought.backends.cpu.weights import TYPES, PackedLinear
+from forethought.model.quantization import QuantizedLinear
+from forethought.model.quantized_experts import QuantizedExperts
+
+MLPS = (
+    ("gate_proj", "up_proj", "down_proj"),
+    ("w1", "w3", "w2"),
+    ("up_proj", "down_proj"),
+)
+"""Names of the linears of an MLP: gate, factor and output, or factor and output."""
+ACTIVATIONS = {"SiLU": 0, "SiLUActivation": 0, "GELUTanh": 1, "ReLUSquaredActivation": 2}
+"""``enum Activation`` by the classes of transformers."""
+TOLERANCES = {torch.float32: 1e-4, torch.bfloat16: 3e-2}
+"""Of the greatest value, by which results of a part may differ from those of torch."""
+
+
+class NativeLinear(nn.Module):
+    """A packed linear in the place of an ``nn.Linear`` or a ``QuantizedLinear``."""
+
+    def __init__(self, packed: PackedLinear, num_inputs: int) -> None:
+        super().__init__()
+        self.packed = packed
+        self.in_features, self.out_features = num_inputs, packed.num_outputs
+
+    @override
+    def forward(self, x: Tensor) -> Tensor:
+        """x ``[..., in]`` -> ``[..., out]`` in its dtype."""
+        return self.packed.multiply(x).to(x.dtype)
+
+
+class NativeEmbedding(nn.Module):
+    """Embeddings that are the weights of a packed output projection."""
+
+    def __init__(self, packed: PackedLinear, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.packed, self.dtype = packed, dtype
+        self.num_embeddings = int(packed.struct.num_outputs)
+        self.embedding_dim = int(packed.struct.num_inputs)
+
+    @override
+    def forward(self, token_ids: Tensor) -> Tensor:
+        """int64 ``[...]`` -> ``[..., hidden]``. Raises IndexError for an unknown token."""
+        ids = token_ids.flatten().contiguous()
+        if len(ids) and not (ids.min() >= 0 and ids.max() < self.num_embeddings):
+            raise IndexError("a token id is outside the vocabulary")
+        embeddings = torch.empty(len(ids), self.embedding_dim)
+        load_library().embed(
+            ctypes.byref(self.packed.struct),
+            ctypes.c_void_p(ids.data_ptr()),
+            len(ids),
+            ctypes.c_void_p(embeddings.data_ptr()),
+        )
+        return embeddings.to(self.dtype).view(*token_ids.shape, -1)
+
+
+def packed_linears(linears: Sequence[nn.Module]) -> list[PackedLinear] | None:
+    """Their weights; None: some are not packed."""
+    packed = [linear.packed for linear in linears if isinstance(linear, NativeLinear)]
+    return packed if len(packed) == len(linears) else None
+
+
+def are_hooked(linears: Sequence[nn.Module]) -> bool:
+    """Whether something, such as an adapter, changes what these linears compute."""
+    return any(linear._forward_hooks for linear in linears)
+
+
+def float_rows(x: Tensor) -> Tensor:
+    """``[..., size]`` -> float32 ``[T, size]``, contiguous."""
+    return x.reshape(-1, x.shape[-1]).float().contiguous()
+
+
+@dataclass(slots=True)
+class NativeMlp:
+    """The forward of an MLP."""
+
+    part: nn.Module
+    names: tuple[str, ...]
+    activation: int
+    hidden: int
+    inner: int
+    _struct: MlpStruct | None = field(default=None, init=False)
+    """With weights; None: they were not packed when it was last needed."""
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x ``[..., hidden]`` -> the same."""
+        linears = self.linears()
+        packed = None if are_hooked(linears) else packed_linears(linears)
+        if packed is None:
+            return self.by_linears(x)
+        if self._struct is None:
+            self._struct = self._struct_of([linear.struct for linear in packed])
+        rows = float_rows(x)
+        inner = torch.empty(2, len(rows), self.inner)
+        y = torch.empty(len(rows), self.hidden)
+        self._call(self._struct, rows.data_ptr(), inner, y.data_ptr())
+        return y.to(x.dtype).view(x.shape)
+
+    def by_linears(self, x: Tensor) -> Tensor:
+        """The same, with the products of the part's linears."""
+        *entering, down = self.linears()
+        sums = [float_rows(linear(x)) for linear in entering]
+        inner = torch.stack(sums)
+        self._call(self._struct_of([]), None, inner, None)
+        down_input = inner[0].to(x.dtype).view(*x.shape[:-1], -1)
+        y: Tensor = down(down_input)
+        return y
+
+    def linears(self) -> list[nn.Module]:
+        return [getattr(self.part, name) for name in self.names]
+
+    def _call(self, struct: MlpStruct, x: int | None, inner: Tensor, y: int | None) -> None:
+        num_tokens, num_threads = inner.shape[1], torch.get_num_threads()
+        load_library().mlp(ctypes.byref(struct), x, num_tokens, inner.data_ptr(), y, num_threads)
+
+    def _struct_of(self, linears: Sequence[LinearStruct]) -> MlpStruct:
+        weights = dict(zip(("gate", "up", "down")[-len(self.names) :], linears, strict=False))
+        return MlpStruct(
+            **weights,
+            is_gated=len(self.names) == 3,
+            activation=self.activation,
+            hidden=self.hidden,
+            inner=self.inner,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class NativeNorm:
+    """The forward of an RMS norm, whose weight is float32."""
+
+    weight: Tensor
+    eps: float
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x ``[..., size]`` -> the same."""
+        rows = float_rows(x)
+        y = torch.empty_like(rows)
+        load_library().norm_rows(
+            ctypes.c_void_p(rows.data_ptr()),
+            ctypes.c_void_p(self.weight.data_ptr()),
+            len(rows),
+            rows.shape[1],
+            ctypes.c_float(self.eps),
+            ctypes.c_void_p(y.data_ptr()),
+        )
+        return y.to(x.dtype).view(x.shape)
+
+
+def use_native_parts(module: nn.Module, excluded: Collection[nn.Module]) -> None:
+    """Have the parts of a module on a CPU computed in C++.
+
+    Args:
+        module: a language model of transformers; its linears' weights are taken.
+        excluded: linears that are not called.
+    """
+    if module.dtype not in TOLERANCES:
+        return
+    for part in [*module.modules()]:
+        forward = _mlp_of(part, module.dtype) or _norm_of(part, module.dtype)
+        if forward is not None:
+            part.forward = forward  # type: ignore[assignment]
+    _pack_linears(module, excluded)
+
+
+def is_close(y: Tensor, expected: Tensor) -> bool:
+    """Whether a result is torch's, but for rounding in the dtype of that."""
+    tolerance = TOLERANCES[expected.dtype] * float(expected.float().abs().max())
+    difference = (y.float() - expected.float()).abs().max()
+    return bool(difference <= tolerance)  # not where it is not finite
+
+
+def _pack_linears(module: nn.Module, excluded: Collection[nn.Module]) -> None:
+    head, embedding = module.get_output_embeddings(), module.get_input_embeddings()
+    is_tied = type(embedding) is nn.Embedding and getattr(head, "weight", None) is embedding.weight
+    unseen = set(excluded).union(*(
+        part.modules() for part in module.modules() if isinstance(part, QuantizedExperts)
+    ))
+    for name, linear in [*module.named_modules()]:
+        if linear in unseen or not _packs(linear):
+            continue
+        packed = NativeLinear(PackedLinear.of(linear), linear.in_features)
+        if linear is head and is_tied:
+            module.set_input_embeddings(NativeEmbedding(packed.packed, module.dtype))
+        module.set_submodule(name, packed)
+
+
+def _packs(linear: nn.Module) -> bool:
+    if type(linear) is nn.Linear:
+        return linear.weight.dtype in TYPES
+    return isinstance(linear, QuantizedLinear) and bool(linear.weight and linear.weight.rounds_input)
+
+
+def _mlp_of(part: nn.Module, dtype: torch.dtype) -> NativeMlp | None:
+    children = dict(part.named_children())
+    for names in MLPS:
+        linears = [child for child in children.values() if _is_linear(child)]
+        if {*names} <= children.keys() and len(linears) == len(names):
+            return _tried_mlp(part, names, dtype)
+    return None
+
+
+def _tried_mlp(part: nn.Module, names: tuple[str, ...], dtype: torch.dtype) -> NativeMlp | None:
+    activations = [child for child in part.children() if not _is_linear(child)]
+    known = [ACTIVATIONS.get(type(activation).__name__) for activation in activations]
+    if len(known) > 1 or None in known:
+        return None
+    up = getattr(part, names[-2])
+    activation = known[0] if known else ACTIVATIONS["SiLU"]
+    assert activation is not None
+    mlp = NativeMlp(part, names, activation, up.in_features, up.out_features)
+    if getattr(part, names[-1]).in_features != mlp.inner:
+        return None
+    x = _trial(mlp.hidden, dtype)
+    return mlp if _agrees(part.forward, mlp.by_linears, x) else None
+
+
+def _norm_of(part: nn.Module, dtype: torch.dtype) -> NativeNorm | None:
+    weight, eps = getattr(part, "weight", None), getattr(part, "variance_epsilon", None)
+    eps = getattr(part, "eps", None) if eps is None else eps
+    is_norm = "RMSNorm" in type(part).__name__ and isinstance(weight, Tensor) and weight.dim() == 1
+    if not is_norm or not isinstance(eps, float):
+        return None
+    plain = weight.detach().to(torch.float32, copy=True)
+    x = _trial(len(plain), dtype)
+    forwards = (NativeNorm(scale, eps) for scale in (plain, 1 + plain))
+    return next((forward for forward in forwards if _agrees(part.forward, forward, x)), None)
+
+
+def _is_linear(part: nn.Module) -> bool:
+    return isinstance(part, nn.Linear | QuantizedLinear)
+
+
+def _trial(size: int, dtype: torch.dtype) -> Tensor:
+    """Inputs ``[1, 2, size]`` of a part."""
+    return torch.linspace(-3, 3, 2 * size, dtype=torch.float32).to(dtype).view(1, 2, size)
+
+
+def _agrees(
+    forward: Callable[[Tensor], Tensor], native: Callable[[Tensor], Tensor], x: Tensor
+) -> bool:
+    try:
+        expected = forward(x)
+    except (TypeError, RuntimeError, IndexError, ValueError):  # it takes something else
+        return False
+    same_shape = isinstance(expected, Tensor) and expected.shape == x.shape
+    return same_shape and expected.dtype in TOLERANCES and is_close(native(x), expected)
