@@ -290,7 +290,7 @@ class PackedLinear:
             ctypes.c_void_p(output.data_ptr()),
             torch.get_num_threads(),
         )
-        return output.view(*x.shape[:-1], -1)
+        return output.view(*x.shape[:-1], self.num_outputs)
 
     @property
     def num_outputs(self) -> int:
