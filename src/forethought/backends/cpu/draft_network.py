@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from forethought.backends.cpu.forward import NativeForward
-from forethought.backends.cpu.library import load_library
-from forethought.backends.cpu.weights import PackedLinear
+from forethought.backends.cpu.weights import PackedLinear, norm_rows
 from forethought.model.attention.base import ForwardPass
 
 
@@ -33,19 +30,8 @@ class NativeEntry:
         """``[T, width]`` -> float32 ``[T, hidden]``."""
         states = states.float()
         if self.norm is not None:
-            states = self._normed(states.contiguous())
+            states = norm_rows(states.contiguous(), self.norm, self.eps)
         return states if self.linear is None else self.linear.multiply(states)
-
-    def _normed(self, states: Tensor) -> Tensor:
-        assert self.norm is not None
-        output = torch.empty_like(states)
-        load_library().norm_rows(
-            *(ctypes.c_void_p(tensor.data_ptr()) for tensor in (states, self.norm)),
-            *states.shape,
-            ctypes.c_float(self.eps),
-            ctypes.c_void_p(output.data_ptr()),
-        )
-        return output
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ the dtype of the module; within an MLP they are float32.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -18,16 +18,19 @@ from typing_extensions import override
 
 from forethought.backends.cpu.library import load_library
 from forethought.backends.cpu.structures import LinearStruct, MlpStruct
-from forethought.backends.cpu.weights import TYPES, PackedLinear
+from forethought.backends.cpu.weights import TYPES, PackedLinear, norm_rows
 from forethought.model.quantization import QuantizedLinear
 from forethought.model.quantized_experts import QuantizedExperts
 
 MLPS = (
     ("gate_proj", "up_proj", "down_proj"),
     ("w1", "w3", "w2"),
+    ("input_linear", "output_linear"),
+    ("gate_up_proj", "down_proj"),
     ("up_proj", "down_proj"),
 )
-"""Names of the linears of an MLP: gate, factor and output, or factor and output."""
+"""Names of the linears of an MLP: gate, factor and output; gate and factor in one, and output; or
+what is activated, and output."""
 ACTIVATIONS = {"SiLU": 0, "SiLUActivation": 0, "GELUTanh": 1, "ReLUSquaredActivation": 2}
 """``enum Activation`` by the classes of transformers."""
 TOLERANCES = {torch.float32: 1e-4, torch.bfloat16: 3e-2}
@@ -86,6 +89,8 @@ def are_hooked(linears: Sequence[nn.Module]) -> bool:
 
 def float_rows(x: Tensor) -> Tensor:
     """``[..., size]`` -> float32 ``[T, size]``, contiguous."""
+    if x.dtype == torch.float32 and x.is_contiguous():
+        return x.view(-1, x.shape[-1])
     return x.reshape(-1, x.shape[-1]).float().contiguous()
 
 
@@ -98,48 +103,55 @@ class NativeMlp:
     activation: int
     hidden: int
     inner: int
+    width: int
+    """Outputs of the linears that enter: ``inner``, or twice as many."""
     _struct: MlpStruct | None = field(default=None, init=False)
-    """With weights; None: they were not packed when it was last needed."""
+    """With weights; None: they are not packed."""
 
     def __call__(self, x: Tensor) -> Tensor:
         """x ``[..., hidden]`` -> the same."""
         linears = self.linears()
-        packed = None if are_hooked(linears) else packed_linears(linears)
-        if packed is None:
+        if are_hooked(linears) or (struct := self._packed_struct(linears)) is None:
             return self.by_linears(x)
-        if self._struct is None:
-            self._struct = self._struct_of([linear.struct for linear in packed])
         rows = float_rows(x)
-        inner = torch.empty(2, len(rows), self.inner)
-        y = torch.empty(len(rows), self.hidden)
-        self._call(self._struct, rows.data_ptr(), inner, y.data_ptr())
+        activations = torch.empty(rows.shape[0], struct.width)
+        y = torch.empty(rows.shape[0], self.hidden)
+        self._call(struct, rows.data_ptr(), activations, y.data_ptr())
         return y.to(x.dtype).view(x.shape)
 
     def by_linears(self, x: Tensor) -> Tensor:
         """The same, with the products of the part's linears."""
         *entering, down = self.linears()
-        sums = [float_rows(linear(x)) for linear in entering]
-        inner = torch.stack(sums)
-        self._call(self._struct_of([]), None, inner, None)
-        down_input = inner[0].to(x.dtype).view(*x.shape[:-1], -1)
-        y: Tensor = down(down_input)
-        return y
+        activations = float_rows(torch.cat([linear(x) for linear in entering], -1))
+        self._call(self._struct_of({}), None, activations, None)
+        y: Tensor = down(activations[:, : self.inner].to(x.dtype))
+        return y.view(x.shape)
 
     def linears(self) -> list[nn.Module]:
+        """Of the part, which are replaced once they are packed."""
         return [getattr(self.part, name) for name in self.names]
 
-    def _call(self, struct: MlpStruct, x: int | None, inner: Tensor, y: int | None) -> None:
-        num_tokens, num_threads = inner.shape[1], torch.get_num_threads()
-        load_library().mlp(ctypes.byref(struct), x, num_tokens, inner.data_ptr(), y, num_threads)
+    def _packed_struct(self, linears: Sequence[nn.Module]) -> MlpStruct | None:
+        """With the weights of the linears; None: they are not packed."""
+        if self._struct is None and (packed := packed_linears(linears)) is not None:
+            *entering, down = (linear.struct for linear in packed)
+            names = ("gate", "up") if self.width > self.inner else ("up",)
+            weights = dict(zip(names, entering, strict=False))
+            self._struct = self._struct_of({**weights, "down": down})
+        return self._struct
 
-    def _struct_of(self, linears: Sequence[LinearStruct]) -> MlpStruct:
-        weights = dict(zip(("gate", "up", "down")[-len(self.names) :], linears, strict=False))
+    def _call(self, struct: MlpStruct, x: int | None, activations: Tensor, y: int | None) -> None:
+        num_tokens, num_threads = activations.shape[0], torch.get_num_threads()
+        rows = activations.data_ptr()
+        load_library().mlp(ctypes.byref(struct), x, num_tokens, rows, y, num_threads)
+
+    def _struct_of(self, weights: Mapping[str, LinearStruct]) -> MlpStruct:
         return MlpStruct(
             **weights,
-            is_gated=len(self.names) == 3,
             activation=self.activation,
             hidden=self.hidden,
             inner=self.inner,
+            width=self.width,
         )
 
 
@@ -152,16 +164,7 @@ class NativeNorm:
 
     def __call__(self, x: Tensor) -> Tensor:
         """x ``[..., size]`` -> the same."""
-        rows = float_rows(x)
-        y = torch.empty_like(rows)
-        load_library().norm_rows(
-            ctypes.c_void_p(rows.data_ptr()),
-            ctypes.c_void_p(self.weight.data_ptr()),
-            len(rows),
-            rows.shape[1],
-            ctypes.c_float(self.eps),
-            ctypes.c_void_p(y.data_ptr()),
-        )
+        y = norm_rows(float_rows(x), self.weight, self.eps)
         return y.to(x.dtype).view(x.shape)
 
 
@@ -206,7 +209,8 @@ def _pack_linears(module: nn.Module, excluded: Collection[nn.Module]) -> None:
 def _packs(linear: nn.Module) -> bool:
     if type(linear) is nn.Linear:
         return linear.weight.dtype in TYPES
-    return isinstance(linear, QuantizedLinear) and bool(linear.weight and linear.weight.rounds_input)
+    weight = linear.weight if isinstance(linear, QuantizedLinear) else None
+    return weight is not None and weight.rounds_input
 
 
 def _mlp_of(part: nn.Module, dtype: torch.dtype) -> NativeMlp | None:
@@ -223,14 +227,14 @@ def _tried_mlp(part: nn.Module, names: tuple[str, ...], dtype: torch.dtype) -> N
     known = [ACTIVATIONS.get(type(activation).__name__) for activation in activations]
     if len(known) > 1 or None in known:
         return None
-    up = getattr(part, names[-2])
     activation = known[0] if known else ACTIVATIONS["SiLU"]
     assert activation is not None
-    mlp = NativeMlp(part, names, activation, up.in_features, up.out_features)
-    if getattr(part, names[-1]).in_features != mlp.inner:
+    *entering, down = (getattr(part, name) for name in names)
+    inner, width = down.in_features, sum(linear.out_features for linear in entering)
+    if width not in (inner, 2 * inner):
         return None
-    x = _trial(mlp.hidden, dtype)
-    return mlp if _agrees(part.forward, mlp.by_linears, x) else None
+    mlp = NativeMlp(part, names, activation, down.out_features, inner, width)
+    return mlp if _agrees(part.forward, mlp.by_linears, _trial(mlp.hidden, dtype)) else None
 
 
 def _norm_of(part: nn.Module, dtype: torch.dtype) -> NativeNorm | None:

@@ -112,9 +112,10 @@ class NativeRecurrentLayer:
         if are_hooked(linears) or not self._has_products(linears):
             return self.by_linears(x, tokens)
         rows = float_rows(x)
-        projected = torch.empty(len(rows), self._width)
-        mixed = torch.empty(len(rows), self._mixed)
-        y = torch.empty(len(rows), self._hidden)
+        num_tokens = rows.shape[0]
+        projected = torch.empty(num_tokens, self._width)
+        mixed = torch.empty(num_tokens, self._mixed)
+        y = torch.empty(num_tokens, self._hidden)
         self._call(tokens, projected, mixed, x=rows.data_ptr(), y=y.data_ptr())
         return y.to(x.dtype).view(x.shape)
 
@@ -133,7 +134,7 @@ class NativeRecurrentLayer:
             mixed=mixed.data_ptr(),
             tokens=tokens.states,
             rows=tokens.rows,
-            num_tokens=len(projected),
+            num_tokens=projected.shape[0],
             num_rows=tokens.num_rows,
             num_threads=torch.get_num_threads(),
             **products,

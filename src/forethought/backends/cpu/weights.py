@@ -282,15 +282,16 @@ class PackedLinear:
     def multiply(self, x: Tensor) -> Tensor:
         """x ``[..., in]`` -> float32 ``[..., out]``."""
         rows = x.float().reshape(-1, x.shape[-1]).contiguous()
-        output = torch.empty(len(rows), self.num_outputs, dtype=torch.float32)
+        num_rows, num_outputs = rows.shape[0], self.num_outputs
+        output = torch.empty(num_rows, num_outputs, dtype=torch.float32)
         load_library().linear(
             ctypes.byref(self.struct),
-            ctypes.c_void_p(rows.data_ptr()),
-            len(rows),
-            ctypes.c_void_p(output.data_ptr()),
+            rows.data_ptr(),
+            num_rows,
+            output.data_ptr(),
             torch.get_num_threads(),
         )
-        return output.view(*x.shape[:-1], self.num_outputs)
+        return output.view(*x.shape[:-1], num_outputs)
 
     @property
     def num_outputs(self) -> int:
@@ -548,6 +549,17 @@ def norm_weight(norm: nn.Module | None) -> Tensor | None:
     # A copy: a part of the file that the weights are read from would keep all of it mapped.
     weight = norm.weight.to(torch.float32, copy=True).contiguous()
     return weight + 1 if type(norm).__name__.startswith("Gemma3") else weight
+
+
+def norm_rows(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """RMS norms of float32 x ``[T, size]``, times a float32 weight ``[size]``."""
+    y = torch.empty_like(x)
+    num_rows, size = x.shape
+    num_threads = torch.get_num_threads()
+    load_library().norm_rows(
+        x.data_ptr(), weight.data_ptr(), num_rows, size, eps, y.data_ptr(), num_threads
+    )
+    return y
 
 
 def norm_eps(norm: nn.Module) -> float:

@@ -298,6 +298,8 @@ class Forward {
     }
 };
 
+constexpr int64_t MIN_SHARED_FLOATS = 1 << 16; // of rows whose norms threads share
+
 // Floats of one call, aligned to 64 bytes.
 struct Memory {
     std::vector<float> floats;
@@ -453,8 +455,14 @@ double uniform_sample(int64_t seed, int64_t sample, int64_t position) {
 
 // y [tokens, size] = norms of x; y may be x.
 void norm_rows(
-    const float* x, const float* weight, int32_t tokens, int32_t size, float eps, float* y) {
-    for (int64_t t = 0; t < tokens; t++) norm(x + t * size, weight, size, eps, y + t * size);
+    const float* x, const float* weight, int32_t tokens, int32_t size, float eps, float* y,
+    int32_t num_threads) {
+    const bool is_small = int64_t(tokens) * size < MIN_SHARED_FLOATS;
+    Team::run(is_small ? 1 : num_threads, [&](int index, int count, Barrier& barrier) {
+        const Share share = Thread{index, count, nullptr, barrier}.share(tokens);
+        for (int64_t t = share.begin; t < share.end; t++)
+            norm(x + t * size, weight, size, eps, y + t * size);
+    });
 }
 
 void linear(const Linear* w, const float* x, int32_t tokens, float* y, int32_t num_threads) {
@@ -469,15 +477,14 @@ void linear(const Linear* w, const float* x, int32_t tokens, float* y, int32_t n
     });
 }
 
-// y [tokens, hidden]; `inner`: [2, tokens, inner], overwritten. Without x it has what the products
-// of x are; without y its first half is what `down` is to be multiplied by.
-void mlp(
-    const Mlp* w, const float* x, int32_t tokens, float* inner, float* y, int32_t num_threads) {
+// y [tokens, hidden]; `rows`: [tokens, width], overwritten. Without x it has what the products of x
+// are; without y its first `inner` columns are what `down` is to be multiplied by.
+void mlp(const Mlp* w, const float* x, int32_t tokens, float* rows, float* y, int32_t num_threads) {
     const int64_t widest = larger(w->hidden, w->inner);
     Memory memory(x || y ? tiles_size(tokens, widest, num_threads) : 0);
     Team::run(num_threads, [&](int index, int count, Barrier& barrier) {
         const TilesGuard guard;
-        run_mlp(*w, x, tokens, inner, y, {index, count, (uint16_t*)memory.begin, barrier});
+        run_mlp(*w, x, tokens, rows, y, {index, count, (uint16_t*)memory.begin, barrier});
     });
 }
 

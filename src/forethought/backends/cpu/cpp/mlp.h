@@ -8,37 +8,37 @@
 
 #include <cstdint>
 
-// x [i] = act(x [i]), times `factors` unless it is null.
-static inline void
-activate_all(float* x, const float* factors, int activation, int64_t begin, int64_t end) {
-    for (int64_t i = begin; i < end; i += LANES) {
-        const int count = end - i < LANES ? int(end - i) : LANES;
-        const bool whole = count == LANES;
-        Vec y = activate(whole ? load(x + i) : load_first(x + i, count), activation);
-        if (factors) y *= whole ? load(factors + i) : load_first(factors + i, count);
-        memcpy(x + i, &y, count * 4);
+// x [count] = act(x [count]), times `factors` unless they are null.
+static inline void activate_row(float* x, const float* factors, int activation, int count) {
+    for (int i = 0; i < count; i += LANES) {
+        const Lanes lanes = lanes_of(count - i);
+        const Vec y = activate(lanes.load(x + i), activation);
+        lanes.store(x + i, factors ? y * lanes.load(factors + i) : y);
     }
 }
 
 // What one thread does; see mlp() in forward.cpp.
 static void
-run_mlp(const Mlp& w, const float* x, int tokens, float* inner, float* y, Thread thread) {
-    float* factors = w.is_gated ? inner + int64_t(tokens) * w.inner : nullptr;
+run_mlp(const Mlp& w, const float* x, int tokens, float* rows, float* y, Thread thread) {
     const Input input{x, w.hidden, nullptr};
-    if (x) {
-        if (w.is_gated) {
-            product(w.gate, input, tokens, inner, w.inner, false, thread);
-            thread.wait(); // the next product rounds its inputs where this one reads them
-        }
-        product(w.up, input, tokens, factors ? factors : inner, w.inner, false, thread);
+    if (x && w.gate.weight) {
+        product(w.gate, input, tokens, rows, w.width, false, thread);
+        thread.wait(); // the next product rounds its inputs where this one reads them
+    }
+    if (x && w.up.weight) {
+        float* sums = w.gate.weight ? rows + w.inner : rows;
+        product(w.up, input, tokens, sums, w.width, false, thread);
         thread.wait();
     }
-    const int64_t size = int64_t(tokens) * w.inner;
-    const int64_t begin = size * thread.index / thread.count / PANEL * PANEL;
-    const int64_t last = size * (thread.index + 1) / thread.count / PANEL * PANEL;
-    const int64_t end = thread.index + 1 == thread.count ? size : last;
-    activate_all(inner, factors, w.activation, begin, end);
+    const int per_row = (w.inner + PANEL - 1) / PANEL; // parts, which threads share
+    const Share share = thread.share(tokens * per_row);
+    for (int part = share.begin; part < share.end; part++) {
+        const int first = part % per_row * PANEL, left = w.inner - first;
+        float* row = rows + int64_t(part / per_row) * w.width + first;
+        const float* factors = w.width > w.inner ? row + w.inner : nullptr;
+        activate_row(row, factors, w.activation, left < PANEL ? left : PANEL);
+    }
     if (!y) return;
     thread.wait();
-    product(w.down, {inner, w.inner, nullptr}, tokens, y, w.hidden, false, thread);
+    product(w.down, {rows, w.width, nullptr}, tokens, y, w.hidden, false, thread);
 }

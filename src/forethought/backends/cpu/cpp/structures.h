@@ -272,10 +272,12 @@ struct RecurrentCall {
     int32_t num_tokens, num_rows, num_threads;
 };
 
-// y = down(act(gate(x)) * up(x)), or down(act(up(x))).
+// y = down(act(gate(x)) * up(x)), or down(act(up(x))). Weights may be null where the caller multiplies.
 struct Mlp {
-    Linear gate, up, down; // weights may be null where the caller multiplies
-    int32_t is_gated, activation, hidden, inner;
+    Linear gate; // or null; its outputs may be followed by those of `up`, which is null then
+    Linear up, down;
+    int32_t activation, hidden, inner;
+    int32_t width; // of a row of activations: twice `inner` where there is a gate
 };
 
 // Dynamic trees, one behind each row of a call.

@@ -20,22 +20,6 @@ static inline int64_t window_size(const Recurrent& w) { return int64_t(w.kernel)
 
 static inline int64_t head_size(const Recurrent& w) { return int64_t(w.key_dim) * w.value_dim; }
 
-// Up to LANES floats.
-struct Lanes {
-    const int count;
-
-    Vec load(const float* p) const { return count == LANES ? ::load(p) : load_first(p, count); }
-
-    void store(float* p, Vec v) const {
-        if (count == LANES)
-            ::store(p, v);
-        else
-            memcpy(p, &v, count * 4);
-    }
-};
-
-static inline Lanes lanes_of(int64_t left) { return {left < LANES ? int(left) : LANES}; }
-
 // Memory of this thread, kept between calls: a state that is nowhere else.
 static inline float* kept_state(size_t size) {
     static thread_local std::vector<float> kept;

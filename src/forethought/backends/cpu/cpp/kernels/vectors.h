@@ -86,6 +86,22 @@ template <class T> static inline Vec load_first(const T* p, int count) {
     return load(lanes);
 }
 
+// Up to LANES floats.
+struct Lanes {
+    const int count;
+
+    Vec load(const float* p) const { return count == LANES ? ::load(p) : load_first(p, count); }
+
+    void store(float* p, Vec v) const {
+        if (count == LANES)
+            ::store(p, v);
+        else
+            memcpy(p, &v, count * 4);
+    }
+};
+
+static inline Lanes lanes_of(int64_t left) { return {left < LANES ? int(left) : LANES}; }
+
 static inline float scalar(const float* p) { return *p; }
 
 static inline float scalar(const uint16_t* p) {
