@@ -46,7 +46,7 @@ _CACHE_NAMES = ("cache_params", "past_key_values")
 class _Origin(NamedTuple):
     """Where the state before a run is: stored, or after another token of the batch."""
 
-    stored: Sequence[LayerState] | None
+    stored: State | None
     token: int = -1
 
 
@@ -202,7 +202,7 @@ class _RecurrentPass:
     def _new_state(self) -> State:
         return [{} for _ in range(self._num_layers)]
 
-    def _stored(self, span: Span, position: int) -> list[LayerState]:
+    def _stored(self, span: Span, position: int) -> State:
         page, offset = divmod(position, self._storage.page_size)
         slot = span.pages[page] * self._storage.page_size + offset
         assert slot in self._storage.states, "the scheduler has rewound the row to a stored state"

@@ -194,9 +194,9 @@ def is_close(y: Tensor, expected: Tensor) -> bool:
 def _pack_linears(module: nn.Module, excluded: Collection[nn.Module]) -> None:
     head, embedding = module.get_output_embeddings(), module.get_input_embeddings()
     is_tied = type(embedding) is nn.Embedding and getattr(head, "weight", None) is embedding.weight
-    unseen = set(excluded).union(*(
-        part.modules() for part in module.modules() if isinstance(part, QuantizedExperts)
-    ))
+    unseen = set(excluded).union(
+        *(part.modules() for part in module.modules() if isinstance(part, QuantizedExperts))
+    )
     for name, linear in [*module.named_modules()]:
         if linear in unseen or not _packs(linear):
             continue
@@ -240,8 +240,9 @@ def _tried_mlp(part: nn.Module, names: tuple[str, ...], dtype: torch.dtype) -> N
 def _norm_of(part: nn.Module, dtype: torch.dtype) -> NativeNorm | None:
     weight, eps = getattr(part, "weight", None), getattr(part, "variance_epsilon", None)
     eps = getattr(part, "eps", None) if eps is None else eps
-    is_norm = "RMSNorm" in type(part).__name__ and isinstance(weight, Tensor) and weight.dim() == 1
-    if not is_norm or not isinstance(eps, float):
+    if "RMSNorm" not in type(part).__name__ or not isinstance(eps, float):
+        return None
+    if not isinstance(weight, Tensor) or weight.dim() != 1:
         return None
     plain = weight.detach().to(torch.float32, copy=True)
     x = _trial(len(plain), dtype)

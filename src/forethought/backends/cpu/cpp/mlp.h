@@ -18,8 +18,8 @@ static inline void activate_row(float* x, const float* factors, int activation, 
 }
 
 // What one thread does; see mlp() in forward.cpp.
-static void
-run_mlp(const Mlp& w, const float* x, int tokens, float* rows, float* y, Thread thread) {
+static void run_mlp(
+    const Mlp& w, const float* x, int tokens, float* rows, float* y, Thread thread) {
     const Input input{x, w.hidden, nullptr};
     if (x && w.gate.weight) {
         product(w.gate, input, tokens, rows, w.width, false, thread);

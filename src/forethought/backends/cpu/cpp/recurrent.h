@@ -51,7 +51,9 @@ class RecurrentLayer {
     void project() {
         float* y = call.projected;
         for (int i = 0; i < w.num_enter; y += w.enter[i++].num_outputs) {
-            product(w.enter[i], {call.x, w.hidden, nullptr}, call.num_tokens, y, w.width, false, thread);
+            product(
+                w.enter[i], {call.x, w.hidden, nullptr}, call.num_tokens, y, w.width, false,
+                thread);
             thread.wait(); // the next product rounds its inputs where this one reads them
         }
     }

@@ -258,8 +258,8 @@ struct Recurrent {
 struct TokenState {
     const float* before; // null: zeros
     float* after;        // or null
-    int64_t follows;     // the state before it is that after the previous token; `before` is not read
-    int64_t in_run;      // it is one of several, or the first: its step width is limited
+    int64_t follows; // the state before it is that after the previous token; `before` is not read
+    int64_t in_run;  // it is one of several, or the first: its step width is limited
 };
 
 struct RecurrentCall {

@@ -33,7 +33,8 @@ struct Channels {
     const Lanes lanes;
     bool adjacent = true;
 
-    Channels(const Recurrent& w, int first) : at(w.at + first), lanes(lanes_of(w.channels - first)) {
+    Channels(const Recurrent& w, int first)
+        : at(w.at + first), lanes(lanes_of(w.channels - first)) {
         for (int i = 1; i < lanes.count; i++) adjacent &= at[i] == at[0] + i;
     }
 
@@ -56,21 +57,23 @@ static inline Vec silu(Vec x) { return x / (1.0f + exp(-x)); }
 
 // LANES channels from `first` on, of tokens [begin, end). Their projections become the activated sums;
 // of a SHORT_CONVOLUTION, whose projections are two gates and the inputs, `mixed` gets the sums.
-static __attribute__((noinline)) void
-convolve(const Recurrent& w, const RecurrentCall& call, int begin, int end, int first) {
+static __attribute__((noinline)) void convolve(
+    const Recurrent& w, const RecurrentCall& call, int begin, int end, int first) {
     const Channels channels(w, first);
     const Lanes lanes = channels.lanes;
     const bool is_short = w.kind == SHORT_CONVOLUTION;
     Vec taps[MAX_KERNEL], window[MAX_KERNEL] = {};
-    for (int j = 0; j < w.kernel; j++) taps[j] = lanes.load(w.taps + int64_t(j) * w.channels + first);
+    for (int j = 0; j < w.kernel; j++)
+        taps[j] = lanes.load(w.taps + int64_t(j) * w.channels + first);
     const Vec bias = w.bias ? lanes.load(w.bias + first) : Vec{};
     for (int64_t t = begin; t < end; t++) {
         const TokenState& token = call.tokens[t];
         const int64_t place = w.offset + first;
         if (!token.follows)
             for (int j = 0; j < w.kernel; j++)
-                window[j] =
-                    token.before ? lanes.load(token.before + place + int64_t(j) * w.channels) : Vec{};
+                window[j] = token.before
+                                ? lanes.load(token.before + place + int64_t(j) * w.channels)
+                                : Vec{};
         float* row = call.projected + t * w.width;
         for (int j = 0; j + 1 < w.kernel; j++) window[j] = window[j + 1];
         Vec x = channels.load(row);
@@ -96,8 +99,8 @@ struct StateRows {
     int64_t from_stride = 0, to_stride = 0;
 
     // place: of the part in a stored state, whose rows are `stride` floats apart; kept: [rows, width].
-    void
-    move(const TokenState& token, int64_t place, int64_t stride, float* kept, int rows, int width) {
+    void move(
+        const TokenState& token, int64_t place, int64_t stride, float* kept, int rows, int width) {
         if (token.follows) {
             from = to, from_stride = to_stride;
         } else if (token.before) {
@@ -145,8 +148,7 @@ static __attribute__((noinline)) void delta_rule(
         for (int k = 0; k < keys; k++)
             for (int n = 0; n < N; n++)
                 known[n] += key[k] * read(state.from + k * state.from_stride, n);
-        for (int n = 0; n < N; n++)
-            change[n] = (read(row + value_at, n) - decay * known[n]) * beta;
+        for (int n = 0; n < N; n++) change[n] = (read(row + value_at, n) - decay * known[n]) * beta;
         for (int k = 0; k < keys; k++)
             for (int n = 0; n < N; n++) {
                 Vec s = decay * read(state.from + k * state.from_stride, n);
@@ -160,8 +162,8 @@ static __attribute__((noinline)) void delta_rule(
 }
 
 // All values of a head.
-static inline void
-delta_rule(const Recurrent& w, const RecurrentCall& call, int begin, int end, int head) {
+static inline void delta_rule(
+    const Recurrent& w, const RecurrentCall& call, int begin, int end, int head) {
     for (int first = 0; first < w.value_dim;) {
         const int vectors = (w.value_dim - first + LANES - 1) / LANES;
         if (vectors >= 4)
@@ -186,8 +188,7 @@ static __attribute__((noinline)) void state_space(
     const int inner = w.num_heads * w.value_dim, value = head * w.value_dim + first;
     const int x_at = w.at[value], b_at = w.at[inner + group * size],
               c_at = w.at[inner + (w.num_groups + group) * size];
-    const int64_t place =
-        w.offset + window_size(w) + head * head_size(w) + int64_t(first) * size;
+    const int64_t place = w.offset + window_size(w) + head * head_size(w) + int64_t(first) * size;
     StateRows state;
     float* kept = kept_state(size_t(count) * size);
     for (int64_t t = begin; t < end; t++) {
