@@ -134,6 +134,15 @@ def test_every_drafter_gives_the_tokens_of_plain_decoding(name: str, architectur
     assert machine.stats.draft_failures == machine.stats.failed_forwards == 0
 
 
+@pytest.mark.parametrize("architecture", FEW)
+def test_without_cpp_modules_of_transformers_compute_drafts(architecture: str) -> None:
+    lm = loader.load(tiny(architecture), dtype="float32", forward="torch")
+    machine = engine_over(lm, pages=120, speculative=DRAFTERS["bush"](architecture))
+    assert generated(machine) == greedy(tiny(architecture), PROMPTS, NEW)
+    assert machine.stats.accepted > 10
+    assert machine.stats.draft_failures == machine.stats.failed_forwards == 0
+
+
 @pytest.mark.parametrize("name", ["always right", "bush", "eagle3"])
 def test_drafts_do_not_change_what_a_seed_draws(name: str) -> None:
     seeded = {"temperature": 0.9, "seed": 7, "top_p": 0.95}
@@ -367,9 +376,12 @@ def test_quantised_weights_are_drafted_for_without_a_change(architecture: str) -
     assert machine.stats.accepted > 10
 
 
+@pytest.mark.parametrize("forward", ["torch", "auto"])
 @pytest.mark.parametrize("architecture", FEW)
-def test_in_bfloat16_a_token_is_the_most_probable_but_for_rounding(architecture: str) -> None:
-    lm = loader.load(tiny(architecture), dtype="bfloat16", forward="torch")
+def test_in_bfloat16_a_token_is_the_most_probable_but_for_rounding(
+    architecture: str, forward: loader.Forward
+) -> None:
+    lm = loader.load(tiny(architecture), dtype="bfloat16", forward=forward)
     machine = engine_over(lm, pages=80)
     same = sum(
         one == other
