@@ -106,6 +106,27 @@ def test_logits_of_batches_and_trees_are_those_of_the_modules(architecture: str)
     torch.testing.assert_close(logits, expected, rtol=1e-4, atol=5e-4)
 
 
+MIXTURES = ["qwen3_5_moe", "qwen3_next", "lfm2_moe"]
+
+
+@pytest.mark.parametrize("quantization", [None, "w8a8"])
+@pytest.mark.parametrize("architecture", MIXTURES)
+def test_experts_are_computed_in_cpp(
+    architecture: str, quantization: loader.Quantization | None
+) -> None:
+    """The logits of plain ones are compared above; 8 bits round what torch computes otherwise."""
+    arguments: dict[str, Any] = {"dtype": "float32", "quantization": quantization}
+    lm = loader.load(tiny(architecture), **arguments, forward="auto")
+    assert isinstance(lm.network, TransformersNetwork)
+    kinds = {type(part).__name__ for part in lm.network.module.modules()}
+    assert "NativeExperts" in kinds
+    assert not any(kind.endswith("Experts") for kind in kinds - {"NativeExperts"})
+    if quantization is not None:
+        expected = step_logits(loader.load(tiny(architecture), **arguments, forward="torch"))
+        tolerance = 0.03 * float(expected.abs().max())
+        torch.testing.assert_close(step_logits(lm), expected, rtol=0.0, atol=tolerance)
+
+
 def native_layers(module: PreTrainedModel) -> NativeRecurrence:
     layers = CpuBackend.recurrence(find_recurrent_layers(module))
     assert layers is not None

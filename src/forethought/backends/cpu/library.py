@@ -87,6 +87,7 @@ def load_library() -> ctypes.CDLL:
     library = _load_prebuilt() or _load_compiled()
     library.scratch_size.restype = ctypes.c_int64
     library.open_experts.restype = ctypes.c_void_p
+    library.experts_scratch_size.restype = ctypes.c_int64
     library.uniform_sample.restype = ctypes.c_double
     address, number, real = ctypes.c_void_p, ctypes.c_int32, ctypes.c_float
     library.linear.argtypes = (address, address, number, address, number)

@@ -11,16 +11,17 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
 from forethought.backends.cpu.library import load_library
-from forethought.backends.cpu.structures import LinearStruct, MlpStruct
-from forethought.backends.cpu.weights import TYPES, PackedLinear, norm_rows
+from forethought.backends.cpu.structures import ExpertsCallStruct, LinearStruct, MlpStruct
+from forethought.backends.cpu.weights import TYPES, PackedExperts, PackedLinear, norm_rows
 from forethought.model.quantization import QuantizedLinear
-from forethought.model.quantized_experts import QuantizedExperts
+from forethought.model.quantized_experts import WEIGHTS, QuantizedExperts
 
 MLPS = (
     ("gate_proj", "up_proj", "down_proj"),
@@ -31,8 +32,14 @@ MLPS = (
 )
 """Names of the linears of an MLP: gate, factor and output; gate and factor in one, and output; or
 what is activated, and output."""
-ACTIVATIONS = {"SiLU": 0, "SiLUActivation": 0, "GELUTanh": 1, "ReLUSquaredActivation": 2}
-"""``enum Activation`` by the classes of transformers."""
+ACTIVATIONS = {
+    "SiLU": 0,
+    "SiLUActivation": 0,
+    "silu": 0,
+    "GELUTanh": 1,
+    "ReLUSquaredActivation": 2,
+}
+"""``enum Activation`` by the classes and functions that modules have."""
 TOLERANCES = {torch.float32: 1e-4, torch.bfloat16: 3e-2}
 """Of the greatest value, by which results of a part may differ from those of torch."""
 
@@ -168,6 +175,41 @@ class NativeNorm:
         return y.to(x.dtype).view(x.shape)
 
 
+class NativeExperts(nn.Module):
+    """Packed experts in the place of a module of transformers, whose routers choose them."""
+
+    def __init__(self, packed: PackedExperts, activation: int) -> None:
+        super().__init__()
+        self.packed, self.activation = packed, activation
+
+    def __len__(self) -> int:
+        return int(self.packed.struct.num_experts)
+
+    @override
+    def forward(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+        """Arguments and result as of ``QuantizedExperts``."""
+        library, struct = load_library(), self.packed.struct
+        struct.top_k = chosen.shape[1]
+        rows = float_rows(x)
+        num_tokens, hidden = rows.shape
+        num_threads = torch.get_num_threads()
+        size = library.experts_scratch_size(ctypes.byref(struct), hidden, num_tokens, num_threads)
+        experts, factors = chosen.int().contiguous(), weights.float().contiguous()
+        y, scratch = torch.zeros_like(rows), torch.empty(size)
+        call = ExpertsCallStruct(
+            x=rows.data_ptr(),
+            chosen=experts.data_ptr(),
+            weights=factors.data_ptr(),
+            y=y.data_ptr(),
+            scratch=scratch.data_ptr(),
+            num_tokens=num_tokens,
+            activation=self.activation,
+            num_threads=num_threads,
+        )
+        library.experts(ctypes.byref(struct), ctypes.byref(call))
+        return y.to(x.dtype)
+
+
 def use_native_parts(module: nn.Module, excluded: Collection[nn.Module]) -> None:
     """Have the parts of a module on a CPU computed in C++.
 
@@ -177,10 +219,15 @@ def use_native_parts(module: nn.Module, excluded: Collection[nn.Module]) -> None
     """
     if module.dtype not in TOLERANCES:
         return
-    for part in [*module.modules()]:
+    for part in module.modules():
         forward = _mlp_of(part, module.dtype) or _norm_of(part, module.dtype)
         if forward is not None:
             part.forward = forward  # type: ignore[assignment]
+    # The names alone, as a part is freed before the next one is packed.
+    for name in [name for name, part in module.named_modules() if _may_be_experts(part)]:
+        experts = _experts_of(module.get_submodule(name), module.dtype)
+        if experts is not None:
+            module.set_submodule(name, experts)
     _pack_linears(module, excluded)
 
 
@@ -197,9 +244,9 @@ def _pack_linears(module: nn.Module, excluded: Collection[nn.Module]) -> None:
     unseen = set(excluded).union(
         *(part.modules() for part in module.modules() if isinstance(part, QuantizedExperts))
     )
-    for name, linear in [*module.named_modules()]:
-        if linear in unseen or not _packs(linear):
-            continue
+    names = [name for name, part in module.named_modules() if part not in unseen and _packs(part)]
+    for name in names:
+        linear: Any = module.get_submodule(name)
         packed = NativeLinear(PackedLinear.of(linear), linear.in_features)
         if linear is head and is_tied:
             module.set_input_embeddings(NativeEmbedding(packed.packed, module.dtype))
@@ -248,6 +295,33 @@ def _norm_of(part: nn.Module, dtype: torch.dtype) -> NativeNorm | None:
     x = _trial(len(plain), dtype)
     forwards = (NativeNorm(scale, eps) for scale in (plain, 1 + plain))
     return next((forward for forward in forwards if _agrees(part.forward, forward, x)), None)
+
+
+def _may_be_experts(part: nn.Module) -> bool:
+    """Whether it has weights of experts in the layout that is packed, of types that are."""
+    module = part._activation if isinstance(part, QuantizedExperts) else part
+    if getattr(module, "has_bias", True) or getattr(module, "is_transposed", True):
+        return False
+    if isinstance(part, QuantizedExperts):
+        weight: Any = part.gate_up[0].weight
+        return weight is not None and weight.rounds_input
+    weights = (getattr(part, name, None) for name in WEIGHTS)
+    return all(isinstance(weight, Tensor) and weight.dtype in TYPES for weight in weights)
+
+
+def _experts_of(part: Any, dtype: torch.dtype) -> NativeExperts | None:
+    module = part._activation if isinstance(part, QuantizedExperts) else part
+    act = getattr(module, "act_fn", nn.SiLU())
+    activation = ACTIVATIONS.get(getattr(act, "__name__", type(act).__name__))
+    if activation is None:
+        return None
+    experts = NativeExperts(PackedExperts.chosen_elsewhere(part), activation)
+    last = len(experts) - 1
+    x = _trial(int(experts.packed.struct.gate_up[0].num_inputs), dtype)[0]
+    chosen = torch.tensor([[0, last], [last, 0]])
+    weights = torch.tensor([[0.75, 0.25], [0.5, 0.5]]).to(dtype)
+    expected = part(x, chosen, weights)
+    return experts if is_close(experts(x, chosen, weights), expected) else None
 
 
 def _is_linear(part: nn.Module) -> bool:

@@ -175,6 +175,12 @@ class MlpStruct(CStruct):
     __slots__ = ()
 
 
+class ExpertsCallStruct(CStruct):
+    """Experts of tokens whose choice is the caller's."""
+
+    __slots__ = ()
+
+
 class TreesStruct(CStruct):
     """Dynamic draft trees."""
 

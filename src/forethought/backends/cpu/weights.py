@@ -453,6 +453,18 @@ class PackedExperts:
             store.add_layer(struct, arrays, first)
         return cls(struct, arrays, held)
 
+    @classmethod
+    def chosen_elsewhere(cls, experts: nn.Module) -> PackedExperts:
+        """Pack a module of experts, without a router."""
+        pairs = [
+            (PackedLinear.pack(gate_up, None, gated=True), PackedLinear.pack(down, None))
+            for gate_up, down in zip(*_expert_weights(experts), strict=True)
+        ]
+        kind = LinearStruct * len(pairs)
+        arrays = kind(*(pair[0].struct for pair in pairs)), kind(*(pair[1].struct for pair in pairs))
+        struct = ExpertsStruct(gate_up=arrays[0], down=arrays[1], num_experts=len(pairs))
+        return cls(struct, arrays, [linear for pair in pairs for linear in pair])
+
     @property
     def num_bytes(self) -> int:
         """Of what is in memory."""

@@ -488,6 +488,18 @@ void mlp(const Mlp* w, const float* x, int32_t tokens, float* rows, float* y, in
     });
 }
 
+int64_t experts_scratch_size(const Experts* w, int32_t hidden, int32_t tokens, int32_t threads) {
+    return ExpertScratch(*w, hidden, tokens, threads, nullptr).size;
+}
+
+void experts(const Experts* w, const ExpertsCall* call) {
+    const int64_t hidden = w->down[0].num_outputs;
+    Team::run(call->num_threads, [&](int index, int count, Barrier& barrier) {
+        const TilesGuard guard;
+        run_chosen_experts(*w, *call, hidden, {index, count, nullptr, barrier});
+    });
+}
+
 void recurrent(const Recurrent* layer, const RecurrentCall* call) {
     const int64_t mixed = int64_t(layer->num_heads) * layer->value_dim;
     const int64_t widest = larger(layer->hidden, larger(mixed, layer->channels));

@@ -98,7 +98,7 @@ struct ExpertScratch {
             size += round_up(count);
             return begin;
         };
-        logits = take(num_tokens * experts.router->num_outputs);
+        logits = take(experts.router ? num_tokens * experts.router->num_outputs : 0);
         chosen = (int32_t*)take(rows);
         weights = take(rows);
         activated = take(num_tokens * width);

@@ -39,7 +39,8 @@ struct StoredExpert {
 
 // A mixture of experts in place of the MLP.
 struct Experts {
-    const Linear* router;  // outputs: logits of the experts, then those of the shared ones' gates
+    const Linear* router;  // outputs: logits of the experts, then those of the shared ones' gates;
+                           // null: the caller chooses
     const Linear* gate_up; // [num_experts + num_shared]
     const Linear* down;    // [num_experts + num_shared]
     int32_t num_experts, top_k, renormalise;
@@ -278,6 +279,16 @@ struct Mlp {
     Linear up, down;
     int32_t activation, hidden, inner;
     int32_t width; // of a row of activations: twice `inner` where there is a gate
+};
+
+// Experts of tokens whose choice is the caller's.
+struct ExpertsCall {
+    const float* x;        // [T, hidden]
+    const int32_t* chosen; // [T, top_k]
+    const float* weights;  // [T, top_k]
+    float* y;              // [T, hidden], zeros, to which outputs are added in the order of choice
+    float* scratch;        // experts_scratch_size() floats
+    int32_t num_tokens, activation, num_threads;
 };
 
 // Dynamic trees, one behind each row of a call.

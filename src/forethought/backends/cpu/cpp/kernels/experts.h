@@ -90,9 +90,9 @@ class RoutedTokens {
   public:
     // normed, x: [T, hidden]
     RoutedTokens(
-        const Model& model, const Experts& experts, const ExpertScratch& b, int num_tokens,
-        const float* normed, float* x, Thread thread)
-        : experts(experts), b(b), hidden(model.hidden), activation(model.activation),
+        const Experts& experts, int activation, int64_t hidden, const ExpertScratch& b,
+        int num_tokens, const float* normed, float* x, Thread thread)
+        : experts(experts), b(b), hidden(hidden), activation(activation),
           num_experts(experts.num_experts + experts.num_shared), num_tokens(num_tokens),
           normed(normed), x(x), thread(thread),
           alone{0, 1, (uint16_t*)(b.tiles + thread.index * b.tiles_size), thread.barrier} {}
@@ -100,6 +100,11 @@ class RoutedTokens {
     // x += the experts of `normed`
     void run() const {
         route();
+        run_chosen();
+    }
+
+    // The same, of those that b.chosen and b.weights have.
+    void run_chosen() const {
         const Groups groups(
             b.chosen, int(num_tokens * b.per_token), int(b.per_token), num_experts,
             b.groups + thread.index * b.groups_size);
@@ -303,8 +308,28 @@ static void run_experts(
         const int64_t begin = int64_t(tokens) * part / parts,
                       end = int64_t(tokens) * (part + 1) / parts;
         RoutedTokens(
-            model, experts, buffers, int(end - begin), b.normed + begin * hidden,
+            experts, model.activation, hidden, buffers, int(end - begin), b.normed + begin * hidden,
             b.x + begin * hidden, thread)
             .run();
+    }
+}
+
+// y [T, hidden] += the experts of x that the caller has chosen; see ExpertsCall.
+static void run_chosen_experts(
+    const Experts& experts, const ExpertsCall& call, int64_t hidden, Thread thread) {
+    const ExpertScratch buffers(experts, hidden, call.num_tokens, thread.count, call.scratch);
+    for (int64_t begin = 0; begin < call.num_tokens; begin += buffers.num_tokens) {
+        const int64_t left = call.num_tokens - begin,
+                      count = left < buffers.num_tokens ? left : buffers.num_tokens,
+                      first = begin * buffers.per_token, size = count * buffers.per_token * 4;
+        if (thread.index == 0) {
+            memcpy(buffers.chosen, call.chosen + first, size);
+            memcpy(buffers.weights, call.weights + first, size);
+        }
+        thread.wait();
+        RoutedTokens(
+            experts, call.activation, hidden, buffers, int(count), call.x + begin * hidden,
+            call.y + begin * hidden, thread)
+            .run_chosen();
     }
 }
