@@ -181,8 +181,10 @@ class TokenTable:
         for place, token in enumerate(tokens):
             self._fields[4 * token + 2 : 4 * token + 4] = array("q", (place > 0, in_run))
         if before is not None:
-            self._kept.append(packed := self._layers.packed(before))
+            packed = self._layers.packed(before)
+            self._kept.append(packed)
             self._fields[4 * tokens[0]] = packed.floats.data_ptr()
+        self._kept.append(after)
         self._fields[4 * tokens[-1] + 1] = after.floats.data_ptr()
 
 

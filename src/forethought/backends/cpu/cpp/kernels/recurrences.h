@@ -119,8 +119,9 @@ struct StateRows {
 //
 //     S = a S + k (b (v - a k S)),  y = q S
 //
-// whose queries and keys are normalised, and whose step widths are the decays a.
-template <int N>
+// whose queries and keys are normalised, and whose step widths are the decays a. WHOLE: the last
+// vector has LANES values.
+template <int N, bool WHOLE>
 static __attribute__((noinline)) void delta_rule(
     const Recurrent& w, const RecurrentCall& call, int begin, int end, int head, int first) {
     const int keys = w.key_dim, group = head / (w.num_heads / w.num_groups);
@@ -129,10 +130,10 @@ static __attribute__((noinline)) void delta_rule(
     const int64_t place = w.offset + window_size(w) + head * head_size(w) + first;
     const Lanes last = lanes_of(w.value_dim - first - (N - 1) * LANES);
     const auto read = [&](const float* p, int n) {
-        return n + 1 < N ? load(p + n * LANES) : last.load(p + n * LANES);
+        return WHOLE || n + 1 < N ? load(p + n * LANES) : last.load(p + n * LANES);
     };
     const auto write = [&](float* p, int n, Vec v) {
-        if (n + 1 < N)
+        if (WHOLE || n + 1 < N)
             store(p + n * LANES, v);
         else
             last.store(p + n * LANES, v);
@@ -159,6 +160,15 @@ static __attribute__((noinline)) void delta_rule(
         float* mixed = call.mixed + t * w.num_heads * w.value_dim + head * w.value_dim + first;
         for (int n = 0; n < N; n++) write(mixed, n, y[n]);
     }
+}
+
+template <int N>
+static inline void delta_rule(
+    const Recurrent& w, const RecurrentCall& call, int begin, int end, int head, int first) {
+    if (w.value_dim - first >= N * LANES)
+        delta_rule<N, true>(w, call, begin, end, head, first);
+    else
+        delta_rule<N, false>(w, call, begin, end, head, first);
 }
 
 // All values of a head.
