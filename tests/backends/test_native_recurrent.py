@@ -199,6 +199,11 @@ def test_layers_of_any_size_compute_what_their_modules_do(architecture: str) -> 
     assert layers_of(new_module(architecture, **WIDE[architecture])).is_native
 
 
+def test_step_widths_are_limited_in_runs_as_their_modules_do() -> None:
+    """Of a token after a run they are not."""
+    assert layers_of(new_module("nemotron_h", time_step_min=3.0)).is_native
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("lanes", [4, 8, 16])
 def test_every_width_of_vectors_computes_what_modules_do(

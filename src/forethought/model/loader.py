@@ -165,7 +165,7 @@ def load(
         _quantize(module, quantization)
     with torch.inference_mode():
         refused = refused or _unadaptable(adapted)
-        recurrent = RecurrentLayers.of(module, _runs_parts(module, forward))
+        recurrent = RecurrentLayers.of(module, fuse and _runs_parts(module, forward))
         traits = _traits(module, layers, vocab_size, recurrent.state_bytes if recurrent else 0)
         if recurrent is not None and recurrent.is_native and not _slower_natively(module, forward):
             backends.cpu().use_native_parts(module, routers(module) | step_widths(module))

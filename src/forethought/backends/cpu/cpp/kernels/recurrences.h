@@ -119,9 +119,8 @@ struct StateRows {
 //
 //     S = a S + k (b (v - a k S)),  y = q S
 //
-// whose queries and keys are normalised, and whose step widths are the decays a. WHOLE: the last
-// vector has LANES values.
-template <int N, bool WHOLE>
+// whose queries and keys are normalised, and whose step widths are the decays a.
+template <int N>
 static __attribute__((noinline)) void delta_rule(
     const Recurrent& w, const RecurrentCall& call, int begin, int end, int head, int first) {
     const int keys = w.key_dim, group = head / (w.num_heads / w.num_groups);
@@ -130,10 +129,10 @@ static __attribute__((noinline)) void delta_rule(
     const int64_t place = w.offset + window_size(w) + head * head_size(w) + first;
     const Lanes last = lanes_of(w.value_dim - first - (N - 1) * LANES);
     const auto read = [&](const float* p, int n) {
-        return WHOLE || n + 1 < N ? load(p + n * LANES) : last.load(p + n * LANES);
+        return n + 1 < N ? load(p + n * LANES) : last.load(p + n * LANES);
     };
     const auto write = [&](float* p, int n, Vec v) {
-        if (WHOLE || n + 1 < N)
+        if (n + 1 < N)
             store(p + n * LANES, v);
         else
             last.store(p + n * LANES, v);
@@ -162,15 +161,6 @@ static __attribute__((noinline)) void delta_rule(
     }
 }
 
-template <int N>
-static inline void delta_rule(
-    const Recurrent& w, const RecurrentCall& call, int begin, int end, int head, int first) {
-    if (w.value_dim - first >= N * LANES)
-        delta_rule<N, true>(w, call, begin, end, head, first);
-    else
-        delta_rule<N, false>(w, call, begin, end, head, first);
-}
-
 // All values of a head.
 static inline void delta_rule(
     const Recurrent& w, const RecurrentCall& call, int begin, int end, int head) {
@@ -185,7 +175,7 @@ static inline void delta_rule(
     }
 }
 
-constexpr int STATE_ROWS = 16; // of a state-space model, which are computed together
+constexpr int STATE_ROWS = 32; // of a state-space model, which are computed together
 
 // Rows [first, first + count) of a head's state S [value_dim, key_dim], of tokens [begin, end), in
 // Mamba-2 (Dao and Gu 2024, Transformers are SSMs, section 3):
@@ -194,7 +184,8 @@ constexpr int STATE_ROWS = 16; // of a state-space model, which are computed tog
 static __attribute__((noinline)) void state_space(
     const Recurrent& w, const RecurrentCall& call, int begin, int end, int head, int first,
     int count) {
-    const int size = w.key_dim, group = head / (w.num_heads / w.num_groups);
+    const int size = w.key_dim, whole = size / LANES * LANES;
+    const int group = head / (w.num_heads / w.num_groups);
     const int inner = w.num_heads * w.value_dim, value = head * w.value_dim + first;
     const int x_at = w.at[value], b_at = w.at[inner + group * size],
               c_at = w.at[inner + (w.num_groups + group) * size];
@@ -212,13 +203,13 @@ static __attribute__((noinline)) void state_space(
             float* to = state.to + p * state.to_stride;
             const float learned = step * x[p];
             Vec total = {};
-            for (int i = 0; i < size; i += LANES) {
-                const Lanes lanes = lanes_of(size - i);
-                Vec s = decay * lanes.load(from + i);
-                s += learned * lanes.load(b + i);
+            const auto add = [&](int i, Lanes lanes) {
+                const Vec s = decay * lanes.load(from + i) + learned * lanes.load(b + i);
                 total += s * lanes.load(c + i);
                 lanes.store(to + i, s);
-            }
+            };
+            for (int i = 0; i < whole; i += LANES) add(i, {LANES});
+            if (whole < size) add(whole, {size - whole});
             mixed[p] = sum(total) + w.skips[head] * x[p];
         }
     }
