@@ -21,7 +21,7 @@ from forethought.backends.cpu.library import load_library
 from forethought.backends.cpu.structures import ExpertsCallStruct, LinearStruct, MlpStruct
 from forethought.backends.cpu.weights import TYPES, PackedExperts, PackedLinear, norm_rows
 from forethought.model.quantization import QuantizedLinear
-from forethought.model.quantized_experts import WEIGHTS, QuantizedExperts
+from forethought.model.quantized_experts import QuantizedExperts, weights_of
 
 MLPS = (
     ("gate_proj", "up_proj", "down_proj"),
@@ -300,12 +300,12 @@ def _norm_of(part: nn.Module, dtype: torch.dtype) -> NativeNorm | None:
 def _may_be_experts(part: nn.Module) -> bool:
     """Whether it has weights of experts in the layout that is packed, of types that are."""
     module = part._activation if isinstance(part, QuantizedExperts) else part
-    if getattr(module, "has_bias", True) or getattr(module, "is_transposed", True):
+    if not getattr(module, "has_gate", False) or module.has_bias or module.is_transposed:
         return False
     if isinstance(part, QuantizedExperts):
         weight: Any = part.gate_up[0].weight
         return weight is not None and weight.rounds_input
-    weights = (getattr(part, name, None) for name in WEIGHTS)
+    weights = (getattr(part, name, None) for name in weights_of(part))
     return all(isinstance(weight, Tensor) and weight.dtype in TYPES for weight in weights)
 
 

@@ -461,7 +461,8 @@ class PackedExperts:
             for gate_up, down in zip(*_expert_weights(experts), strict=True)
         ]
         kind = LinearStruct * len(pairs)
-        arrays = kind(*(pair[0].struct for pair in pairs)), kind(*(pair[1].struct for pair in pairs))
+        gate_ups, downs = (kind(*(one.struct for one in half)) for half in zip(*pairs, strict=True))
+        arrays = gate_ups, downs
         struct = ExpertsStruct(gate_up=arrays[0], down=arrays[1], num_experts=len(pairs))
         return cls(struct, arrays, [linear for pair in pairs for linear in pair])
 
