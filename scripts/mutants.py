@@ -803,6 +803,30 @@ MUTANTS = [
         "tests/model/test_recurrent_layers.py tests/engine/test_engine_machine.py",
     ),
     Mutant(
+        "backends/cpu/recurrent.py",
+        "in_run = len(tokens) > 1 or before is None",
+        "in_run = True",
+        "tests/backends/test_native_recurrent.py",
+    ),
+    Mutant(
+        "backends/cpu/module_parts.py",
+        "if are_hooked(linears) or",
+        "if",
+        "tests/backends/test_native_recurrent.py",
+    ),
+    Mutant(
+        "backends/cpu/recurrent.py",
+        "if are_hooked(linears) or not",
+        "if not",
+        "tests/model/test_recurrent_layers.py",
+    ),
+    Mutant(
+        "model/recurrent_layers.py",
+        "before = self._after[origin.token]",
+        "before = None",
+        "tests/backends/test_native_recurrent.py",
+    ),
+    Mutant(
         "model/recurrent_layers.py",
         "torch.cat([state[key] for state in states or ()])",
         "(states or ())[0][key] if len(states or ()) == 1 else torch.cat([s[key] for s in states])",

@@ -257,6 +257,8 @@ def test_an_mlp_is_computed_alike_where_something_is_added_to_its_linears(
     hooked = mlp(x)
     tolerance = 0.0 if dtype == torch.float32 else 0.02 * float(plain.abs().max())
     torch.testing.assert_close(hooked, plain, rtol=0.0, atol=tolerance)
+    mlp.forward.linears()[-1].register_forward_hook(lambda _, inputs, y: 2 * y)
+    torch.testing.assert_close(mlp(x), 2 * hooked)
 
 
 def test_embeddings_that_are_the_weights_of_the_output_projection_are_held_once() -> None:
