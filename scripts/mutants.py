@@ -780,8 +780,8 @@ MUTANTS = [
     ),
     Mutant(
         "kv/recurrent.py",
-        "slots[n - 1] in self.states), 0)",
-        "slots[n - 1] in self.states), length)",
+        "last = next(self._stored(table, length), 0)",
+        "last = next(self._stored(table, length), length)",
         "tests/model/test_recurrent_layers.py tests/engine/test_engine_machine.py",
     ),
     Mutant(
@@ -792,9 +792,21 @@ MUTANTS = [
     ),
     Mutant(
         "kv/recurrent.py",
-        "self._forget(slots[: max(0, length - 2)])",
-        "self._forget(slots)",
+        "self._forget(table, last - 2)",
+        "self._forget(table, last)",
         "tests/model/test_recurrent_layers.py tests/engine/test_engine_machine.py",
+    ),
+    Mutant(
+        "kv/recurrent.py",
+        "if slot not in spared)",
+        "if True)",
+        "tests/model/test_recurrent_layers.py -k push_out",
+    ),
+    Mutant(
+        "model/recurrent_layers.py",
+        "if token not in self._passing:",
+        "if True:",
+        "tests/model/test_recurrent_layers.py -k token_by_token",
     ),
     Mutant(
         "kv/recurrent.py",
