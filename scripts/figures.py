@@ -320,6 +320,28 @@ def demo(runs: Sequence[Run]) -> str:
     return f"{table(cells, 2)}\n\n{race}\n\n{sources([run])}"
 
 
+def coverage(runs: Sequence[Run]) -> str:
+    """The share of problems that one of k samples solves, beside a vote of all, and greedy."""
+    (run,) = runs
+    by_method = {row["method"]: row for row in run["rows"]}
+    vote, greedy = by_method["majority_vote"], by_method["plain"]
+    sizes = list(vote["pass_at_k"])
+    cells = [[f"pass@{size}" for size in sizes], []]
+    cells[1] = [f"{100 * vote['pass_at_k'][size]:.1f} %" for size in sizes]
+    fit = vote["coverage_fit"]
+    beside = (
+        f"A vote of the {sizes[-1]} samples is right in {_percent(vote)}, greedy decoding in "
+        f"{_percent(greedy)}; pass@k is fitted by exp({fit['a']:.2f} k^{fit['b']:.2f})."
+    )
+    where = f"{run['model']}, {run['problems']} problems"
+    return f"{table(cells, 0)}\n\n{beside}\n\n{where}:\n\n{sources([run])}"
+
+
+def _percent(row: Run) -> str:
+    low, high = (100 * bound for bound in row["accuracy_ci"])
+    return f"{100 * row['accuracy']:.1f} % ({low:.1f} to {high:.1f})"
+
+
 def why(runs: Sequence[Run]) -> str:
     """What sets the project apart, a figure each, of the newest run."""
     newest = {run["benchmark"]: run for run in sorted(runs, key=lambda one: str(one["date"]))}
@@ -393,6 +415,7 @@ TABLES: dict[str, Callable[[Sequence[Run]], str]] = {
     "step-overhead": step_overhead,
     "demo": demo,
     "why": why,
+    "coverage": coverage,
     "gpu": gpu,
     "table": transcribed_table,
 }
