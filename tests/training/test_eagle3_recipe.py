@@ -15,12 +15,11 @@ from forethought.config.sampling import SamplingParams
 from forethought.errors import ParameterError
 from forethought.llm.tokenizer import Tokenizer
 from forethought.speculative.heads.eagle3 import Eagle3Head
+from forethought.training.draft_vocabulary import DraftVocabulary
 from forethought.training.recipes.eagle3 import (
     Eagle3Recipe,
     Eagle3Settings,
-    draft_vocabulary,
     restricted,
-    soft_cross_entropy,
 )
 from forethought.training.recipes.table import recipe
 from forethought.training.run import AcceptanceEvaluation
@@ -68,7 +67,10 @@ def test_what_is_drafted_in_training_is_what_is_drafted_in_use(teacher: Teacher)
         batch = teaching.batch(0)
         oracle = Oracle(teaching.module, LAYER_IDS)
         with torch.no_grad():
-            steps = list(teaching.predictions(batch))
+            steps = [
+                (positions, teaching.module.lm_head(exits))
+                for positions, exits in teaching.predictions(batch)
+            ]
         assert len(steps[1][0]) == (9 if share == 1.0 else 4)
         for step, (pairs, logits) in enumerate(steps):
             for column, pair in enumerate(pairs.tolist()):
@@ -114,28 +116,15 @@ def test_the_loss_is_the_distance_from_the_targets_distributions_within_the_draf
 
 
 def test_distributions_are_restricted_to_the_draft_vocabulary() -> None:
-    rows = torch.tensor([-1, 0, -1, 1])  # tokens 1 and 3 are known
     distribution = restricted(
         torch.tensor([[1, 0, 3], [0, 3, 1], [0, 2, 0]]),
         torch.tensor([[0.6, 0.2, 0.2], [0.5, 0.4, 0.1], [0.9, 0.1, 0.0]]),
-        rows,
+        DraftVocabulary(4, torch.tensor([1, 3])),
     )
     assert distribution.has_label.tolist() == [True, False, False]
     torch.testing.assert_close(
         distribution.probs, torch.tensor([[0.75, 0.0, 0.25], [0.0, 0.8, 0.2], [0.0, 0.0, 0.0]])
     )
-    even = torch.zeros(3, 2)
-    for learned in ([True, False, False], [True, True, False]):
-        loss = soft_cross_entropy(even, distribution, torch.tensor(learned))
-        assert float(loss) == pytest.approx(0.6931, abs=1e-4)
-    assert float(soft_cross_entropy(even, distribution, torch.zeros(3, dtype=torch.bool))) == 0.0
-
-
-def test_the_draft_vocabulary_is_what_answers_hold_most_often() -> None:
-    texts = [Text([9, 9, 9, 4, 5, 5, 3], 3), Text([8, 4, 7, 5], 1)]
-    for most, ids in ((None, [3, 4, 5, 7]), (3, [3, 4, 5]), (1, [5])):
-        settings = Eagle3Settings(draft_vocab_size=most)
-        assert draft_vocabulary(texts, settings).tolist() == ids
 
 
 def test_a_step_lowers_the_loss(teacher: Teacher, texts: list[Text], tmp_path: Path) -> None:

@@ -283,10 +283,19 @@ def test_heads_that_the_run_cannot_start_from_are_refused(tmp_path: Path) -> Non
     settings = Medusa2Settings(initial_heads=heads_dir("medusa"), num_heads=3)
     with pytest.raises(ParameterError, match="num_heads and num_layers are 5 and 2"):
         made(settings, sums(), reasoner())
-    some = MedusaHeads(MedusaShape(32, 50, 4), token_map=torch.arange(50))
-    some.save(tmp_path, "vllm")
-    with pytest.raises(ParameterError, match="a part of the target's tokens"):
-        made(Medusa2Settings(initial_heads=tmp_path))
+    with pytest.raises(ParameterError, match="initial_heads have their draft vocabulary"):
+        Medusa2Settings(initial_heads=tmp_path, draft_vocab_size=50)
+
+
+def test_heads_with_a_draft_vocabulary_are_trained_on(tmp_path: Path) -> None:
+    ids = torch.arange(50) * 2
+    MedusaHeads(MedusaShape(32, 50, 4), token_map=ids).save(tmp_path, "vllm")
+    recipe = made(Medusa2Settings(initial_heads=tmp_path))
+    recipe.loss(recipe.batch(0)).backward()
+    recipe.save(tmp_path / DRAFTER)
+    again = MedusaHeads.load(tmp_path / DRAFTER, 32, 100)
+    assert again.token_map is not None
+    assert torch.equal(again.token_map, ids)
 
 
 def test_medusa_1_does_not_take_the_settings_of_medusa_2() -> None:

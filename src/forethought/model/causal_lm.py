@@ -368,3 +368,11 @@ class CausalLM:
         projection only, without the softcap that some models apply to logits.
         """
         return self.network.unembed(states)
+
+    def output_projection(self, ids: Tensor | None = None) -> Tensor:
+        """The rows of the output projection for tokens ``ids``, int64 ``[D]``, or for all: ``[D,
+        hidden]`` in the model's dtype, without a bias.
+        """
+        unit = torch.eye(self.hidden_size, dtype=self.dtype, device=self.device)
+        weight = (self.unembed(unit) - self.unembed(torch.zeros_like(unit[:1]))).T
+        return weight.contiguous() if ids is None else weight[ids]

@@ -50,6 +50,16 @@ class Observed:
     probs: Tensor
     """float32 [T, K]: their probabilities at temperature 1."""
 
+    def split(self, lengths: Sequence[int]) -> list[Observed]:
+        """Of each text, their lengths being ``lengths``; views."""
+        sizes = list(lengths)
+        states = {layer_id: all_.split(sizes) for layer_id, all_ in self.states.items()}
+        pairs = zip(self.choices.split(sizes), self.probs.split(sizes), strict=True)
+        return [
+            Observed({layer_id: parts[n] for layer_id, parts in states.items()}, choices, probs)
+            for n, (choices, probs) in enumerate(pairs)
+        ]
+
 
 class Teacher:
     """A target model with its tokenizer, both from ``directory``."""

@@ -32,6 +32,7 @@ from torch import Tensor, nn
 
 from forethought.config.base import StrictModel
 from forethought.errors import ModelError, ParameterError, UsageError
+from forethought.model.device import has_fast_matmul
 from forethought.model_dir import find_model_dir
 from forethought.saved_file import replace_file
 
@@ -67,8 +68,9 @@ class TrainingSettings(StrictModel):
     """Maximum norm of the gradient."""
     batch_tokens: int = Field(default=8192, ge=1)
     """Tokens of a batch, padding included."""
-    dtype: Literal["float32", "bfloat16"] = "float32"
-    """Data type of the matrix products (autocast); weights and optimizer states stay in float32."""
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Data type of the matrix products (autocast); weights and optimizer states stay in float32.
+    ``auto``: bf16 for a target in bf16, where the device multiplies that fast."""
     check_every: int = Field(default=500, ge=1)
     """Steps between evaluations, before each of which a checkpoint is written."""
     save_seconds: float = Field(default=60.0, gt=0.0)
@@ -122,7 +124,10 @@ def build_optimizers(
 
 
 class TrainingRecipe(Protocol):
-    """A module to train, its batches and its loss."""
+    """A module to train, its batches and its loss.
+
+    Its ``target_dtype``, where it has that attribute, is the data type of the target's weights.
+    """
 
     @property
     def module(self) -> nn.Module:
@@ -310,9 +315,14 @@ class Trainer:
         return min(1.0, rising, (1.0 - progress) / (1.0 - settings.decay_from))
 
     def _precision(self) -> torch.autocast:
-        device = next(self.recipe.module.parameters()).device.type
-        is_bfloat16 = self.settings.dtype == "bfloat16"
-        return torch.autocast(device, dtype=torch.bfloat16, enabled=is_bfloat16)
+        device, is_bfloat16 = next(self.recipe.module.parameters()).device, False
+        if self.settings.dtype == "auto":
+            target_dtype = getattr(self.recipe, "target_dtype", torch.float32)
+            if target_dtype == torch.bfloat16:
+                is_bfloat16 = has_fast_matmul(torch.bfloat16, device)
+        else:
+            is_bfloat16 = self.settings.dtype == "bfloat16"
+        return torch.autocast(device.type, dtype=torch.bfloat16, enabled=is_bfloat16)
 
     def _evaluate(self) -> dict[str, float]:
         try:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Self
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from typing_extensions import override
 
 from forethought.backends.cpu.module import NativeModule, refusal_of
@@ -23,7 +23,7 @@ from forethought.model.attention.layer_profile import LayerProfile
 from forethought.model.causal_lm import CausalLM
 from forethought.speculative.draft_module import DraftNetwork, ModuleOutput
 from forethought.speculative.heads.module_parts import ModuleParts
-from forethought.speculative.heads.mtp import FedBackState, ModuleStates, MtpModule, profile_of
+from forethought.speculative.heads.mtp import ModuleStates, MtpModule, profile_of
 
 log = logging.getLogger(__name__)
 
@@ -90,13 +90,13 @@ def native_module(parts: ModuleParts, target: NativeNetwork | None) -> NativeMod
     return NativeModule(parts, target)
 
 
-def mtp_parts(module: MtpModule, max_positions: int, window: int | None) -> ModuleParts:
+def mtp_parts(module: MtpModule, lm: CausalLM, window: int | None) -> ModuleParts:
     """A module, whose block ``weights.refusal`` accepts, as a native one."""
     model, config = module.model, module.model.config
     types = getattr(config, "layer_types", None) or ["full_attention"]
     return ModuleParts(
         model.model.layers[0],
-        rotary_tables(model, types, max_positions)[types[0]],
+        rotary_tables(model, types, lm.max_positions)[types[0]],
         config.num_attention_heads,
         config.num_key_value_heads,
         norm_eps(module.enorm),
@@ -105,12 +105,23 @@ def mtp_parts(module: MtpModule, max_positions: int, window: int | None) -> Modu
         project=module.eh_proj,
         enters_normed=True,
         final_norm=model.model.norm,
+        head=_draft_head(module, lm),
         activation=getattr(config, "hidden_activation", None) or config.hidden_act,
         window=window,
         state_first=module.layout.hidden_first,
         zero_first=module.layout.zero_first,
         feeds_normed=module.fed_back == "normed",
     )
+
+
+def _draft_head(module: MtpModule, lm: CausalLM) -> nn.Linear | None:
+    """The rows of the target's projection for a draft vocabulary; None: there is none."""
+    if module.token_map is None:
+        return None
+    weight = lm.output_projection(module.token_map)
+    head = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
+    head.weight = nn.Parameter(weight, requires_grad=False)
+    return head
 
 
 class NativeMtpNetwork(NativeDraftModule):
@@ -120,14 +131,14 @@ class NativeMtpNetwork(NativeDraftModule):
         module: runs in C++.
         lm: the target.
         profile: of the module's attention.
-        fed_back: which hidden state is fed back.
+        weights: those that it was made of.
     """
 
     def __init__(
-        self, module: NativeModule, lm: CausalLM, profile: LayerProfile, fed_back: FedBackState
+        self, module: NativeModule, lm: CausalLM, profile: LayerProfile, weights: MtpModule
     ) -> None:
-        super().__init__(module, lm.dtype, profile.shape, window=profile.window)
-        self._lm, self._fed_back = lm, fed_back
+        super().__init__(module, lm.dtype, profile.shape, weights.token_map, profile.window)
+        self._fed_back = weights.fed_back
 
     @classmethod
     def of(cls, module: MtpModule, lm: CausalLM, target: NativeNetwork | None) -> Self | None:
@@ -139,14 +150,15 @@ class NativeMtpNetwork(NativeDraftModule):
             log.info("the MTP module runs in torch operations: %s", reason)
             return None
         profile = profile_of(module)
-        native = native_module(mtp_parts(module, lm.max_positions, profile.window), target)
-        return None if native is None else cls(native, lm, profile, module.fed_back)
+        native = native_module(mtp_parts(module, lm, profile.window), target)
+        return None if native is None else cls(native, lm, profile, module)
 
     def read(self, states: Tensor, forward_pass: ForwardPass) -> ModuleStates:
         """The states that the next draft step reads, and the normed ones."""
         last, normed = self._module.read(states, forward_pass)
         return ModuleStates(normed if self._fed_back == "normed" else last, normed)
 
-    def logits(self, normed: Tensor) -> Tensor:
-        """Logits ``[R, vocab]`` of the target's LM head."""
-        return self._lm.unembed(normed)
+    def most_probable(self, normed: Tensor) -> Tensor:
+        """The target's ids of the most probable tokens, int64 ``[R]``."""
+        tokens = self._module.logits(normed).argmax(-1)
+        return tokens if self.ids is None else self.ids[tokens]

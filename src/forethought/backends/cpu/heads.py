@@ -103,8 +103,9 @@ class NativeBeams:
             "recur": None if recur is None else ctypes.pointer(recur.struct),
             "enter": None if enter is None else ctypes.pointer(enter.struct),
             "head": (LinearStruct * len(linears))(*(linear.struct for linear in linears)),
+            "ids": None if head.token_map is None else head.token_map.data_ptr(),
         }
-        self._packed = [recur, enter, *linears]
+        self._held = [recur, enter, *linears, head.token_map]
         self._num_blocks, self._vocab = len(linears) - 1, head.linears[-1].out_features
 
     def __call__(

@@ -87,6 +87,7 @@ class NativeModule:
         q_norm = getattr(attention, "q_norm", None)
         final_norm = norm_weight(parts.final_norm)
         head = None if parts.head is None else PackedLinear.of(parts.head)
+        self._head = target.head if head is None else head
         table = None if parts.embedding is None else parts.embedding.weight.detach().contiguous()
         struct = ModelStruct(
             layers=(LayerStruct * 1)(layer.struct),
@@ -149,6 +150,10 @@ class NativeModule:
         outputs = Wanted(None, None, *states_out, states.float().contiguous())
         self._forward.compute(forward_pass, outputs)
         return states_out
+
+    def logits(self, normed: Tensor) -> Tensor:
+        """States after the final norm ``[R, hidden]`` -> ``[R, vocab]``."""
+        return self._head.multiply(normed)
 
     def draft_chains(
         self,

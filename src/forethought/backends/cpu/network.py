@@ -54,6 +54,7 @@ class NativeNetwork:
 
     Attributes:
         forward: its packed weights.
+        head: its output projection.
         num_bytes: of what of these is in memory, with the embeddings.
         experts: those in a file; None: none are.
     """
@@ -124,7 +125,7 @@ class NativeNetwork:
         )
         held = [layers, head, packed, final_norm, table, store]
         self.forward = NativeForward(struct, max_positions, held)
-        self._head = head
+        self.head = head
         self.num_bytes = head.num_bytes + outside + sum(layer.num_bytes for layer in layers)
         self.num_bytes += 0 if store is None else store.memory_bytes
 
@@ -173,7 +174,7 @@ class NativeNetwork:
 
     def unembed(self, states: Tensor) -> Tensor:
         """Final-norm states ``[..., hidden]`` -> logits ``[..., vocab]``."""
-        return self._head.multiply(states).to(states.dtype)
+        return self.head.multiply(states).to(states.dtype)
 
     def place(self, adapter: Adapter, linears: Mapping[str, tuple[int, int]]) -> PlacedAdapter:
         """An adapter in panels; see ``Network``."""

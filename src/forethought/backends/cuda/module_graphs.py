@@ -113,7 +113,7 @@ class ModuleGraphs:
             output = module.read(states, runner.paged_pass(batch))
             states, is_last = output.states, level + 1 == len(inputs)
             normed = output.normed if is_last else output.normed[first.tensors["ends"]]
-            drawn.append(module.logits(normed).argmax(-1))
+            drawn.append(module.most_probable(normed))
         return torch.stack(drawn, 1)
 
 

@@ -202,7 +202,7 @@ class MTPDrafter(Drafter):
             states = outputs.states
             if num_logits:
                 normed = outputs.normed if is_last else outputs.normed[_ends(batch)]
-                levels.append(module.logits(normed).argmax(-1))
+                levels.append(module.most_probable(normed))
         return levels
 
 

@@ -193,6 +193,8 @@ class BeamSearch(BeamSearcher):
             logprobs = (logprobs + score.view(-1, 1)).view(count, num_beams * vocab)
             score, indices = logprobs.topk(min(width, num_beams * vocab), dim=-1)
             parents, tokens = indices // vocab, indices % vocab
+            if self._head.token_map is not None:
+                tokens = self._head.token_map[tokens]
             levels.append((tokens, parents, score))
             ends.append(ends[-1] + tokens.shape[1])
             if len(levels) == length or self._is_complete(score, min_logprob):

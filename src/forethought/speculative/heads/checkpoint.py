@@ -24,6 +24,8 @@ from forethought.model_dir import (
 from forethought.saved_file import save_text, saving
 
 Module = TypeVar("Module", bound=nn.Module)
+TOKEN_MAP = "token_map"
+"""Name of a draft vocabulary in a checkpoint: int64, the target's id of each logit."""
 _FORMATS = ("*.safetensors", "pytorch_model*.bin", "*.pt")
 
 
@@ -107,6 +109,18 @@ class Checkpoint:
             first = sorted(names)[:3]
             more = f" and {len(names) - 3} more" if len(names) > 3 else ""
             raise refused(self.directory, f"its checkpoint {trouble} {', '.join(first)}{more}")
+
+
+def pop_token_map(tensors: dict[str, Tensor], directory: Path, vocab: int) -> Tensor | None:
+    """Take the draft vocabulary out of the tensors of a checkpoint: int64 ``[D]``; None: there is
+    none. Raises ModelError if it is no list of ids below ``vocab``.
+    """
+    ids = tensors.pop(TOKEN_MAP, None)
+    if ids is None:
+        return None
+    if ids.ndim != 1 or not len(ids) or not 0 <= int(ids.min()) <= int(ids.max()) < vocab:
+        raise refused(directory, f"its {TOKEN_MAP} is no list of ids below {vocab}")
+    return ids.long()
 
 
 def refused(directory: Path, why: str, fix: str = "") -> ModelError:

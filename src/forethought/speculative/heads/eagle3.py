@@ -175,12 +175,19 @@ class Eagle3Head(nn.Module):
             The states for the tokens that follow ``[..., hidden]``, and logits over the draft
             vocabulary ``[..., draft_vocab_size]``.
         """
+        states, exits = self.advance(embedded, states, attend)
+        return states, self.lm_head(exits)
+
+    def advance(self, embedded: Tensor, states: Tensor, attend: Attend) -> tuple[Tensor, Tensor]:
+        """As :meth:`forward`, with the input of the output projection ``[..., hidden]`` in place of
+        the logits.
+        """
         layer = self.midlayer
         normed = layer.hidden_norm(states)
         residual = normed if self.traits.norm_before_residual else states
         x = layer(torch.cat([layer.input_layernorm(embedded), normed], -1), residual, attend)
         exit_ = self.norm(x)
-        return (exit_ if self.traits.norm_output else x), self.lm_head(exit_)
+        return (exit_ if self.traits.norm_output else x), exit_
 
     @classmethod
     def load(cls, directory: Path) -> Eagle3Head:

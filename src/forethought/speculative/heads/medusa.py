@@ -37,7 +37,7 @@ from torch import Tensor, nn
 from forethought.model import backends
 from forethought.model.causal_lm import CausalLM
 from forethought.model.llama.layers import BatchedProjection, projection
-from forethought.speculative.heads.checkpoint import Checkpoint, refused
+from forethought.speculative.heads.checkpoint import TOKEN_MAP, Checkpoint, pop_token_map, refused
 from forethought.speculative.heads.layers import ResidualBlock
 
 log = logging.getLogger(__name__)
@@ -98,12 +98,10 @@ class MedusaHeads(nn.ModuleList):
         """
         stored = Checkpoint.read(directory)
         tensors = {_PREFIX.sub("", name): tensor for name, tensor in stored.tensors.items()}
-        token_map = tensors.pop("token_map", None)
+        token_map = pop_token_map(tensors, directory, vocab)
         tensors = _authors_names(tensors, stored.config)
         shape = _shape(tensors, stored, hidden)
         if token_map is not None:
-            if token_map.ndim != 1 or not 0 <= int(token_map.min()) <= int(token_map.max()) < vocab:
-                raise refused(directory, f"its token_map is no list of ids below {vocab}")
             _pick_rows(tensors, token_map, shape)
             shape = replace(shape, vocab=len(token_map))
         elif shape.vocab > vocab:
@@ -112,8 +110,7 @@ class MedusaHeads(nn.ModuleList):
                 f"its heads have {shape.vocab} tokens, the target has {vocab}",
                 "Use heads that were trained for this target",
             )
-        ids = None if token_map is None else token_map.long()
-        heads = stored.build(lambda: cls(shape, ids), tensors)
+        heads = stored.build(lambda: cls(shape, token_map), tensors)
         _warn_of_wrong_config(stored, shape)
         if max_heads is not None and max_heads < shape.heads:
             del heads[max_heads:]
@@ -157,7 +154,7 @@ class MedusaHeads(nn.ModuleList):
                 "truncated_vocab_size": shape.vocab,
             }
             if self.token_map is not None:
-                tensors["token_map"] = self.token_map
+                tensors[TOKEN_MAP] = self.token_map
                 written["vocab_size"] = int(self.token_map.max()) + 1
         Checkpoint(directory, {**written, **(config or {})}, tensors).write()
         if layout == "authors":
@@ -307,7 +304,7 @@ def _pick_rows(tensors: dict[str, Tensor], token_map: Tensor, shape: MedusaShape
     for head in range(shape.heads):
         name = f"{head}.{shape.blocks}.weight"
         if name in tensors and len(tensors[name]) > len(token_map):
-            tensors[name] = tensors[name][token_map.long()]
+            tensors[name] = tensors[name][token_map]
 
 
 def _warn_of_wrong_config(stored: Checkpoint, shape: MedusaShape) -> None:

@@ -33,7 +33,7 @@ from forethought.model.llama.layers import Norm, projection
 from forethought.model.llama.network import FusedNetwork, is_fusable
 from forethought.silence import without_progress_bars
 from forethought.speculative.draft_module import DraftModule, ModuleOutput
-from forethought.speculative.heads.checkpoint import Checkpoint, refused
+from forethought.speculative.heads.checkpoint import TOKEN_MAP, Checkpoint, refused
 from forethought.speculative.heads.mtp_layout import (
     LAYOUTS,
     PARTS,
@@ -41,6 +41,7 @@ from forethought.speculative.heads.mtp_layout import (
     StoredModule,
     named,
     read_modules,
+    read_token_map,
 )
 
 FedBackState = Literal["normed", "unnormed"]
@@ -68,6 +69,9 @@ class MtpModule(nn.Module):
         model: of the target's class, with one layer.
         layout: concatenation order and position 0 follow it.
         fed_back: which hidden state is fed back.
+
+    Attributes:
+        token_map: int64 ``[D]``, the ids of the draft vocabulary; None: all tokens are drafted.
     """
 
     def __init__(
@@ -75,6 +79,7 @@ class MtpModule(nn.Module):
     ) -> None:
         super().__init__()
         self.model, self.layout, self.fed_back = model, layout, fed_back
+        self.token_map: Tensor | None = None
         weight = model.base_model.norm.weight
         self.enorm, self.hnorm = (copy.deepcopy(model.base_model.norm) for _ in range(2))
         wide, hidden = 2 * weight.shape[0], weight.shape[0]
@@ -150,8 +155,8 @@ class MtpDraftModule(DraftModule, Protocol):
         """
         ...
 
-    def logits(self, normed: Tensor) -> Tensor:
-        """``[..., hidden]`` after the last norm -> ``[..., vocab]``."""
+    def most_probable(self, normed: Tensor) -> Tensor:
+        """States after the last norm ``[..., hidden]`` -> the target's ids, int64 ``[...]``."""
         ...
 
 
@@ -176,7 +181,11 @@ class MtpNetwork(MtpDraftModule):
         profile = profile_of(module)
         self.shape, self.dtype = profile.shape, lm.dtype
         self.windows: Sequence[int | None] = (profile.window,)
-        self.vocab_size, self.ids = lm.vocab_size, None
+        self.ids = None if module.token_map is None else module.token_map.to(lm.device)
+        self.vocab_size = lm.vocab_size if self.ids is None else len(self.ids)
+        self._projection: Tensor | None = None  # [D, hidden]; None: the target's
+        if self.ids is not None:
+            self._projection = lm.output_projection(self.ids)
         module.model.set_attn_implementation(ATTENTION)
         self._fused: _FusedModule | None = None
         if lm.path.kind != "transformers" and is_fusable(module.model):
@@ -200,13 +209,20 @@ class MtpNetwork(MtpDraftModule):
         )
 
     @override
-    def logits(self, normed: Tensor) -> Tensor:
-        return self._lm.unembed(normed)
+    def most_probable(self, normed: Tensor) -> Tensor:
+        tokens = self._logits(normed).argmax(-1)
+        return tokens if self.ids is None else self.ids[tokens]
 
     @override
     def __call__(self, states: Tensor, forward_pass: ForwardPass) -> ModuleOutput:
         output = self.read(states, forward_pass)
-        return ModuleOutput(output.states, self.logits(output.normed))
+        return ModuleOutput(output.states, self._logits(output.normed))
+
+    def _logits(self, normed: Tensor) -> Tensor:
+        """``[..., hidden]`` -> ``[..., vocab_size]``."""
+        if self._projection is None:
+            return self._lm.unembed(normed)
+        return nn.functional.linear(normed, self._projection)
 
 
 class _FusedModule:
@@ -254,15 +270,17 @@ def load_modules(
     """
     layout, stored = read_modules(directory, max_modules)
     modules = [_load(directory, lm, layout, module_files) for module_files in stored]
+    token_map = read_token_map(directory, lm.vocab_size)
     for module in modules:
-        module.fed_back = fed_back
+        module.fed_back, module.token_map = fed_back, token_map
     return modules
 
 
 def save_modules(
     modules: Sequence[MtpModule], directory: Path, layout: str = "deepseek", first: int = 0
 ) -> None:
-    """Write modules alone into a directory, as :func:`load_modules` reads them.
+    """Write modules alone into a directory, as :func:`load_modules` reads them. A draft vocabulary
+    is an extension of the layout.
 
     Args:
         modules: in order.
@@ -273,6 +291,8 @@ def save_modules(
     names = LAYOUTS[layout]
     assert all(module.layout == names for module in modules)
     tensors = named(names, [_stored(module, first + n) for n, module in enumerate(modules)])
+    if modules[0].token_map is not None:
+        tensors[TOKEN_MAP] = modules[0].token_map
     model = modules[0].model.config
     config = {
         "architectures": ["MtpModules"],

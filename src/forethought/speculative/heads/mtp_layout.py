@@ -18,7 +18,7 @@ from torch import Size, Tensor
 from forethought.errors import ModelError
 from forethought.model.loaded_weights import check_values
 from forethought.model_dir import tensor_shapes
-from forethought.speculative.heads.checkpoint import refused
+from forethought.speculative.heads.checkpoint import TOKEN_MAP, pop_token_map, refused
 
 PARTS = ("enorm", "hnorm", "eh_proj", "norm")
 """Parts of a module beside its decoder block: the norms of the token's embedding and of the state,
@@ -145,6 +145,15 @@ def read_modules(
         "it holds no MTP modules under the names of DeepSeek, GLM-4.5, MiMo or Qwen3-Next",
         "Choose a target that ships them, or train one: forethought train mtp",
     )
+
+
+def read_token_map(directory: Path, vocab: int) -> Tensor | None:
+    """The draft vocabulary of the modules in a directory: see ``checkpoint.pop_token_map``."""
+    files = _names(directory)
+    if TOKEN_MAP not in files:
+        return None
+    [token_map] = _Tensors(directory, files).under(TOKEN_MAP).values()
+    return pop_token_map({TOKEN_MAP: token_map}, directory, vocab)
 
 
 def find_modules(directory: Path) -> str | None:

@@ -8,6 +8,9 @@ where the width differs, residual blocks ``x + silu(V x + d)``, and an LM head. 
 W and U, and ``s' = e + s``. There are three implementations: :class:`ReDrafterHead` has the weights
 under Apple's names and is used in training, :class:`DraftRecurrence` computes the same in few
 operations, and C++ does within the whole search (:func:`beam_head`).
+
+A tensor ``token_map`` beside those of Apple's heads is an extension: the target's id of each logit,
+where the head drafts the tokens of a draft vocabulary only.
 """
 
 from __future__ import annotations
@@ -22,7 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from forethought.model.llama.layers import Projection, projection
-from forethought.speculative.heads.checkpoint import Checkpoint, refused
+from forethought.speculative.heads.checkpoint import TOKEN_MAP, Checkpoint, pop_token_map, refused
 from forethought.speculative.heads.layers import ResidualBlock
 
 MODEL_TYPE = "recurrent_drafting_drafter"
@@ -37,7 +40,7 @@ class ReDrafterShape:
     hidden: int
     """Width of the target's states and embeddings, and of its own state."""
     vocab: int
-    """Size of its vocabulary: the target's ids below this."""
+    """Size of its vocabulary: the target's ids below this, or those of its ``token_map``."""
     exit: int
     """Width of the residual blocks; unless it is ``2 * hidden``, there is a projection to it."""
     blocks: int
@@ -55,11 +58,12 @@ class ReDrafterHead(nn.Module):
 
     Args:
         shape: its sizes.
+        token_map: int64 ``[vocab]``, the target's id of each logit; None: the same ids.
     """
 
-    def __init__(self, shape: ReDrafterShape) -> None:
+    def __init__(self, shape: ReDrafterShape, token_map: Tensor | None = None) -> None:
         super().__init__()
-        self.shape = shape
+        self.shape, self.token_map = shape, token_map
         if shape.projects:
             self.input_proj = nn.Linear(2 * shape.hidden, shape.exit)
         self.lm_head = nn.Sequential(
@@ -94,9 +98,20 @@ class ReDrafterHead(nn.Module):
         Returns:
             ``[..., vocab]``: logits.
         """
-        x = torch.cat([context, state], -1)
-        logits: Tensor = self.lm_head(self.input_proj(x) if self.shape.projects else x)
+        logits: Tensor = self.projection(self.mix(context, state))
         return logits
+
+    def mix(self, context: Tensor, state: Tensor) -> Tensor:
+        """As :meth:`forward`, up to the input of the projection: ``[..., exit]``."""
+        x = torch.cat([context, state], -1)
+        mixed: Tensor = self.lm_head[:-1](self.input_proj(x) if self.shape.projects else x)
+        return mixed
+
+    @property
+    def projection(self) -> nn.Linear:
+        """From the last residual block to the logits."""
+        last: nn.Linear = self.lm_head[-1]
+        return last
 
     @classmethod
     def load(cls, directory: Path, hidden: int, vocab: int) -> ReDrafterHead:
@@ -120,7 +135,9 @@ class ReDrafterHead(nn.Module):
                 f"target has {hidden} and {vocab}",
                 "Use a head that was trained for this target",
             )
-        return stored.build(lambda: cls(shape), stored.tensors)
+        tensors = dict(stored.tensors)
+        token_map = pop_token_map(tensors, directory, vocab)
+        return stored.build(lambda: cls(shape, token_map), tensors)
 
     def save(self, directory: Path) -> None:
         """Write it as :meth:`load` reads it, in the weights' dtype."""
@@ -135,7 +152,10 @@ class ReDrafterHead(nn.Module):
             "rnn": shape.recurrent,
             "torch_dtype": str(weight.dtype).removeprefix("torch."),
         }
-        Checkpoint(directory, config, self.state_dict()).write()
+        tensors = self.state_dict()
+        if self.token_map is not None:  # an extension: Apple's heads have none
+            tensors[TOKEN_MAP] = self.token_map
+        Checkpoint(directory, config, tensors).write()
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,11 +167,13 @@ class BeamHead:
             they are added.
         enter: ``[exit, 2 * hidden]``, of context and state; None: they are concatenated.
         linears: those of residual blocks, then the projection to the logits.
+        token_map: int64 ``[vocab]``, the target's id of each logit; None: the same ids.
     """
 
     recur: nn.Linear | None
     enter: nn.Linear | None
     linears: Sequence[nn.Linear]
+    token_map: Tensor | None = None
 
 
 def beam_head(head: ReDrafterHead) -> BeamHead:
@@ -161,6 +183,7 @@ def beam_head(head: ReDrafterHead) -> BeamHead:
         _side_by_side(head.rnn_w, head.rnn_u) if head.shape.recurrent else None,
         head.input_proj if head.shape.projects else None,
         [*(block.linear for block in blocks), last],
+        head.token_map,
     )
 
 
@@ -188,6 +211,7 @@ class DraftRecurrence:
             return projection(weight.to(device, dtype), placed)
 
         shape = self.shape = head.shape
+        self.token_map = None if head.token_map is None else head.token_map.to(device)
         with torch.inference_mode():
             *blocks, last = head.lm_head
             self._enter, self._recur = None, None

@@ -18,7 +18,8 @@ from pydantic import Field
 from torch import Tensor
 
 from forethought.config.drafters import DraftTargetDecodingConfig
-from forethought.training.batches import TrainingBatch, TrainingBatches, cross_entropy_terms
+from forethought.training.batches import TrainingBatch, TrainingBatches
+from forethought.training.cross_entropy import projected_cross_entropy
 from forethought.training.llama import Llama, LlamaShape, muon_groups
 from forethought.training.teacher import Teacher
 from forethought.training.texts import Text
@@ -71,7 +72,7 @@ class DraftModelRecipe:
         teacher: Teacher,
     ) -> None:
         self._settings, self._batches, self._teacher = settings, batches, teacher
-        self.module = module
+        self.module, self.target_dtype = module, teacher.lm.dtype
 
     @classmethod
     def build(
@@ -119,9 +120,11 @@ class DraftModelRecipe:
         """Mean cross entropy in nats over the positions whose next token the target chose; its
         lower bound is the entropy of the target.
         """
-        probs = batch.probs[:, :-1] * batch.taught[:, 1:, None]  # [R, W - 1, K]
-        logits = self.module(batch.tokens[:, :-1])  # [R, W - 1, vocab]
-        return cross_entropy_terms(logits, batch.choices[:, :-1], probs).sum() / probs.sum()
+        is_label = batch.taught[:, 1:]  # [R, W - 1]
+        probs = batch.probs[:, :-1][is_label]  # [N, K]
+        states = self.module.hidden(batch.tokens[:, :-1])[is_label]  # [N, hidden]
+        projection, choices = self.module.embedding.weight, batch.choices[:, :-1][is_label]
+        return projected_cross_entropy(states, projection, choices, probs) / probs.sum()
 
     def save(self, directory: Path) -> None:
         """A Hugging Face directory of a Llama in bf16, with the target's tokenizer."""

@@ -9,7 +9,6 @@ probable token is not in it are left out.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
@@ -33,17 +32,24 @@ from forethought.speculative.heads.eagle3 import (
     rising,
 )
 from forethought.speculative.heads.layers import head_dim, rotary_tables
-from forethought.training.batches import TrainingBatch, TrainingBatches, cross_entropy_terms
+from forethought.training.batches import TrainingBatch, TrainingBatches
+from forethought.training.cross_entropy import projected_cross_entropy
+from forethought.training.draft_vocabulary import (
+    MAX_TOKENS,
+    DraftVocabulary,
+    DraftVocabularySettings,
+    frequent_tokens,
+)
 from forethought.training.llama import rotate
 from forethought.training.recipes.mtp import Keys, attend_depth
 from forethought.training.teacher import Teacher
 from forethought.training.texts import Text
-from forethought.training.trainer import DrafterSettings, ParameterGroup, begin_with, seeded
+from forethought.training.trainer import ParameterGroup, begin_with, seeded
 
 _EVALUATED_DRAFT_LEN = 7
 
 
-class Eagle3Settings(DrafterSettings):
+class Eagle3Settings(DraftVocabularySettings):
     """The loop's settings, and these; sizes that are left out are the target's."""
 
     ttt_length: int = Field(
@@ -59,7 +65,7 @@ class Eagle3Settings(DrafterSettings):
     distribution_width: int = Field(default=32, ge=1)
     """Number of the target's top-k probabilities that are learned from."""
     draft_vocab_size: int | None = Field(default=None, ge=1)
-    """Maximum size of the draft vocabulary, the most frequent tokens; None: all that occur."""
+    """Maximum size of the draft vocabulary, the most frequent tokens of the answers; None: 8,192."""
     layer_ids: tuple[int, ...] | None = Field(
         default=None, validation_alias=AliasChoices("layer_ids", "places")
     )
@@ -101,7 +107,8 @@ class Eagle3Recipe:
             self._head = _first_head(teacher, texts, settings)
         self._head.traits = replace(self._head.traits, layer_ids=self._layer_ids)
         self._head.to(lm.device)
-        self._rows = draft_rows(self._head)
+        self._vocabulary = DraftVocabulary(lm.vocab_size, self._head.ids, lm.device)
+        self.target_dtype = lm.dtype
         self._rotary = rotary_tables(
             self._head.config, lm.max_positions + settings.ttt_length, self._head.fc.weight
         )
@@ -141,25 +148,38 @@ class Eagle3Recipe:
 
     def loss(self, batch: TrainingBatch) -> Tensor:
         """Cross entropy in nats, summed over the steps with their weights."""
-        loss, device = self._head.fc.weight.new_zeros(()), self._rows.device.type
+        loss, device = self._head.fc.weight.new_zeros(()), self._head.fc.weight.device.type
         # All in one dtype: conversions around a product take longer than the product.
         mixed = torch.is_autocast_enabled(device)
         dtype = torch.get_autocast_dtype(device) if mixed else torch.float32
         with torch.autocast(device, enabled=False):
-            for step, (positions, logits) in enumerate(self.predictions(batch, dtype)):
+            for step, (positions, exits) in enumerate(self.predictions(batch, dtype)):
                 read = positions + 1 + step
                 distribution = restricted(
-                    _at(batch.choices, read), _at(batch.probs, read), self._rows
+                    _at(batch.choices, read), _at(batch.probs, read), self._vocabulary
                 )
                 learned = _at(batch.taught, read + 1) & distribution.has_label
                 weight = self._settings.step_decay**step
-                loss = loss + weight * soft_cross_entropy(logits, distribution, learned)
+                loss = loss + weight * self._step_loss(exits, distribution, learned)
         return loss
+
+    def _step_loss(self, exits: Tensor, target: Restricted, learned: Tensor) -> Tensor:
+        """Mean cross entropy over the positions that are ``learned`` (bool ``[R, S]``), in nats; 0
+        without any.
+        """
+        total = projected_cross_entropy(
+            exits[learned],
+            self._head.lm_head.weight,
+            target.rows[learned],
+            target.probs[learned],
+        )
+        return total / learned.sum().clamp_min(1)
 
     def predictions(
         self, batch: TrainingBatch, dtype: torch.dtype = torch.float32
     ) -> Iterator[tuple[Tensor, Tensor]]:
-        """Positions t, int64 ``[S]``, and logits ``[R, S, draft_vocab_size]`` of each step.
+        """Positions t, int64 ``[S]``, and inputs of the output projection ``[R, S, hidden]`` of each
+        step.
 
         Step 0 reads state t and token t + 1 at position t; step i reads its own output of step i -
         1 for position t, and token t + 1 + i, and predicts token t + 2 + i.
@@ -172,8 +192,8 @@ class Eagle3Recipe:
             if step == 1:
                 positions, states = self._sample(batch, positions, states)
             embedded = self._embed(_at(batch.tokens, positions + 1 + step)).to(dtype)
-            states, logits = self._head(embedded, states, partial(attention, positions))
-            yield positions, logits
+            states, exits = self._head.advance(embedded, states, partial(attention, positions))
+            yield positions, exits
 
     def _embed(self, token_ids: Tensor) -> Tensor:
         """int64 ``[...]`` -> ``[..., hidden]``."""
@@ -217,25 +237,14 @@ class Restricted:
         self.rows, self.probs, self.has_label = rows, probs, has_label
 
 
-def restricted(choices: Tensor, probs: Tensor, rows: Tensor) -> Restricted:
-    """Restrict the target's most probable tokens, in falling order, to the draft vocabulary.
-
-    Args:
-        choices: int64 ``[..., K]``.
-        probs: float32 ``[..., K]``.
-        rows: int64 ``[vocab]``, each token's row in the draft vocabulary, or -1.
+def restricted(choices: Tensor, probs: Tensor, vocabulary: DraftVocabulary) -> Restricted:
+    """Restrict the target's most probable tokens, int64 ``[..., K]`` in falling order, with their
+    probabilities, float32 ``[..., K]``, to the draft vocabulary.
     """
-    draft_rows = rows[choices]
-    inside = draft_rows >= 0
-    kept_probs = probs * inside
+    rows, kept_probs = vocabulary.restrict(choices, probs)
+    has_label = kept_probs[..., 0] > 0
     kept_probs = kept_probs / kept_probs.sum(-1, keepdim=True).clamp_min(1e-20)
-    return Restricted(draft_rows.clamp_min(0), kept_probs, inside[..., 0])
-
-
-def soft_cross_entropy(logits: Tensor, target: Restricted, learned: Tensor) -> Tensor:
-    """Mean over the positions that are ``learned`` (bool ``[...]``), in nats; 0 without any."""
-    losses = cross_entropy_terms(logits, target.rows, target.probs).sum(-1) * learned
-    return losses.sum() / learned.sum().clamp_min(1)
+    return Restricted(rows, kept_probs, has_label)
 
 
 class TrainingTimeTestAttention:
@@ -277,24 +286,11 @@ class TrainingTimeTestAttention:
         return rotate(x, cos, sin)
 
 
-def draft_vocabulary(texts: Sequence[Text], settings: Eagle3Settings) -> Tensor:
-    """Ids of the most frequent tokens of the answers, int64, rising; ties go to the smaller id."""
-    counts = Counter(token for text in texts for token in text.token_ids[text.prompt_length :])
-    ranked = sorted(counts, key=lambda token: (-counts[token], token))
-    return torch.tensor(sorted(ranked[: settings.draft_vocab_size]), dtype=torch.int64)
-
-
-def draft_rows(head: Eagle3Head) -> Tensor:
-    """int64 ``[vocab]``: each target token's row in the draft vocabulary, or -1."""
-    rows = torch.full_like(head.t2d, -1, dtype=torch.int64)
-    rows[head.ids] = torch.arange(len(head.ids), device=rows.device)
-    return rows
-
-
 def _first_head(teacher: Teacher, texts: Sequence[Text], settings: Eagle3Settings) -> Eagle3Head:
     """The head of ``settings.start``, with its draft vocabulary, or an untrained one."""
     if settings.start is None:
-        return new_head(teacher, draft_vocabulary(texts, settings), settings)
+        size = settings.draft_vocab_size or MAX_TOKENS
+        return new_head(teacher, frequent_tokens(texts, size), settings)
     read = Eagle3Head.load(settings.start)
     head = new_head(teacher, read.ids, settings)
     begin_with(head, read.state_dict(), settings.start)
@@ -336,9 +332,7 @@ def new_head(teacher: Teacher, vocabulary: Tensor, settings: Eagle3Settings) -> 
             torch.nn.init.normal_(weight, std=0.02)
     if not traits.own_embedding:  # the head's projection begins as the target's
         with torch.no_grad():
-            unit = torch.eye(hidden, dtype=lm.dtype, device=lm.device)
-            rows = (lm.unembed(unit) - lm.unembed(torch.zeros_like(unit[:1]))).T
-            head.lm_head.weight.copy_(rows[vocabulary.to(rows.device)])
+            head.lm_head.weight.copy_(lm.output_projection(vocabulary.to(lm.device)))
     head.set_vocabulary(vocabulary)
     return head
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar, Literal
@@ -29,7 +28,14 @@ from forethought.model_dir import find_model_dir
 from forethought.speculative.heads.medusa import MedusaHeads
 from forethought.training.backbone import Backbone, BackboneOutput
 from forethought.training.batches import Batches, TrainingBatch, pad_texts
-from forethought.training.recipes.medusa import Labels, MedusaSettings, heads_loss, new_heads
+from forethought.training.recipes.medusa import (
+    Labels,
+    MedusaSettings,
+    heads_loss,
+    new_heads,
+    save_heads,
+    vocabulary_of,
+)
 from forethought.training.teacher import Teacher
 from forethought.training.texts import Text
 from forethought.training.trainer import MODEL, ParameterGroup
@@ -63,6 +69,8 @@ class Medusa2Settings(MedusaSettings):
     def _begins_once(self) -> Medusa2Settings:
         if self.start is not None and self.initial_heads is not None:
             raise ValueError("start and initial_heads are two names of the same: give one")
+        if self.initial_heads is not None and self.draft_vocab_size is not None:
+            raise ValueError("initial_heads have their draft vocabulary: leave the size out")
         return self
 
 
@@ -95,6 +103,7 @@ class Medusa2Recipe:
     ) -> None:
         self._settings, self._batches, self._teacher = settings, batches, teacher
         self._heads, self._backbone = heads, backbone
+        self._vocabulary, self.target_dtype = vocabulary_of(heads, teacher), teacher.lm.dtype
         self.module = nn.ModuleDict({"heads": heads, "adapters": backbone.adapters})
 
     @classmethod
@@ -107,7 +116,7 @@ class Medusa2Recipe:
             ModelError: the target cannot be adapted, or the heads do not fit it.
             ParameterError: the heads are not of the sizes in the settings.
         """
-        heads = _heads(settings, teacher)
+        heads = _heads(settings, texts, teacher)
         backbone = Backbone(teacher, settings.lora_rank, settings.lora_alpha)
         batches = Batches(texts, settings.batch_tokens, settings.seed)
         return cls(settings, batches, heads, backbone, teacher)
@@ -162,18 +171,20 @@ class Medusa2Recipe:
         choices, probs = _top_k(original or read)
         lengths = torch.tensor([len(text) for text in batch.texts], device=tokens.device)
         padded = TrainingBatch(tokens, taught, lengths, {FINAL: read.states}, choices, probs)
-        loss = self.heads_weight(batch.progress) * heads_loss(self._heads, padded, settings)
+        loss = self.heads_weight(batch.progress) * heads_loss(
+            self._heads, self._vocabulary, padded, settings
+        )
         if joint:
             labels = original if settings.backbone_labels == "distributions" else None
             loss = loss + backbone_loss(read, tokens, taught, labels)
         return loss
 
     def save(self, directory: Path) -> None:
-        """The heads in the authors' layout, and the adapted target beside them."""
-        config: dict[str, object] = {"base_model_name_or_path": MODEL}
+        """The heads as those of Medusa-1, and the adapted target beside them."""
+        config = dict[str, object]()
         if self._settings.initial_heads is not None:
             config["medusa_choices"] = self.decoding(self._settings.initial_heads).medusa_choices
-        deepcopy(self._heads).to(self._teacher.lm.dtype).save(directory, config=config)
+        save_heads(self._heads, directory, self._teacher, MODEL, **config)
         self._backbone.save(directory.with_name(MODEL))
 
 
@@ -198,11 +209,11 @@ def _top_k(read: BackboneOutput) -> tuple[Tensor, Tensor]:
     return top.indices, top.values
 
 
-def _heads(settings: Medusa2Settings, teacher: Teacher) -> MedusaHeads:
+def _heads(settings: Medusa2Settings, texts: Sequence[Text], teacher: Teacher) -> MedusaHeads:
     """Heads to start from, in float32 on the target's device."""
     directory = settings.initial_heads
     if directory is None:
-        return new_heads(settings, teacher)
+        return new_heads(settings, texts, teacher)
     heads = MedusaHeads.load(find_model_dir(directory), teacher.hidden_size, teacher.lm.vocab_size)
     sizes = (heads.shape.heads, heads.shape.blocks)
     if sizes != (settings.num_heads, settings.num_layers):
@@ -210,11 +221,5 @@ def _heads(settings: Medusa2Settings, teacher: Teacher) -> MedusaHeads:
             f"the heads in {directory} have other sizes than the run",
             "num_heads and num_layers are {} and {}".format(*sizes),
             "Give these in the settings, or other heads",
-        )
-    if heads.token_map is not None:
-        raise ParameterError(
-            f"the heads in {directory} cannot be trained on",
-            "they know only a part of the target's tokens",
-            "Give heads without a token_map",
         )
     return heads.to(teacher.lm.device)

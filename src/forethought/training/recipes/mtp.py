@@ -14,7 +14,8 @@ later one, its own last::
 
 :func:`attend_depth` computes one such depth, and :class:`TrainingTimeTestKeys` serves it to the
 layers of any architecture through transformers' registry. Several modules have a depth each, and
-see their own depth only.
+see their own depth only. The target's own output projection predicts, of a large vocabulary by its
+rows for the draft vocabulary.
 """
 
 from __future__ import annotations
@@ -36,10 +37,11 @@ from forethought.model.attention.base import Capability
 from forethought.model.hidden_states import FINAL
 from forethought.speculative.heads.mtp import FedBackState, MtpModule, load_modules, save_modules
 from forethought.training.batches import TrainingBatch, TrainingBatches
-from forethought.training.recipes.medusa import Labels, head_loss, projection_of
+from forethought.training.draft_vocabulary import DraftVocabulary, DraftVocabularySettings
+from forethought.training.recipes.medusa import Labels, head_loss, labels_ahead
 from forethought.training.teacher import Teacher
 from forethought.training.texts import Text
-from forethought.training.trainer import DrafterSettings, ParameterGroup, begin_with
+from forethought.training.trainer import ParameterGroup, begin_with
 
 ATTENTION = "forethought_training_time_test"
 KEYWORD = "forethought_training_time_test"
@@ -222,7 +224,7 @@ AttentionInterface.register(ATTENTION, attend)
 _EVALUATED_DRAFT_LEN = 5
 
 
-class MtpSettings(DrafterSettings):
+class MtpSettings(DraftVocabularySettings):
     """The loop's settings, and these."""
 
     modules: int = Field(default=1, ge=1)
@@ -255,7 +257,10 @@ class MtpRecipe:
         teacher: Teacher,
     ) -> None:
         self._settings, self._batches, self._teacher = settings, batches, teacher
-        self.module, self._projection = module, projection_of(teacher)
+        self.module, self.target_dtype = module, teacher.lm.dtype
+        token_map = getattr(module[0], "token_map", None)
+        self._vocabulary = DraftVocabulary(teacher.lm.vocab_size, token_map, teacher.lm.device)
+        self._projection = teacher.lm.output_projection(self._vocabulary.ids).float()
         depths = settings.depths if len(module) == 1 else len(module)
         weights = [settings.decay**depth for depth in range(depths)]
         self._weights = [weight / sum(weights) for weight in weights]
@@ -281,10 +286,13 @@ class MtpRecipe:
             MtpModule.fresh(lm, settings.layout, settings.fed_back_state)
             for _ in range(settings.modules)
         ]
+        token_map = DraftVocabulary.of(settings, texts, teacher).ids
         if settings.start is not None:
             read = nn.ModuleList(load_modules(settings.start, lm, fed_back=settings.fed_back_state))
             begin_with(nn.ModuleList(modules), read.state_dict(), settings.start)
+            token_map = read[0].token_map
         for module in modules:
+            module.token_map = token_map
             module.model.set_attn_implementation(ATTENTION)
         batches = TrainingBatches(
             texts, teacher, [FINAL], tokens=settings.batch_tokens, seed=settings.seed
@@ -324,14 +332,11 @@ class MtpRecipe:
                 positions.expand(rows, -1),
                 **{KEYWORD: keys if replayed else TrainingTimeTestKeys()},
             )
-            loss = head_loss(self._logits, result.normed, batch, depth + 1, self._settings.labels)
+            labels = labels_ahead(batch, depth + 1, self._settings.labels, self._vocabulary)
+            loss = head_loss(nn.Identity(), self._projection, result.normed, labels)
             losses.append(weight * loss)
             states = result.states
         return torch.stack(losses).sum()
-
-    def _logits(self, normed: Tensor) -> Tensor:
-        """normed ``[N, hidden]``, as modules return it -> ``[N, vocab]``."""
-        return nn.functional.linear(normed, self._projection)
 
     def save(self, directory: Path) -> None:
         """Write the modules, numbered from the target's last layer on where the layout says so."""

@@ -19,13 +19,15 @@ from torch import Tensor, nn
 from forethought.config.drafters import ReDrafterDecodingConfig
 from forethought.model.hidden_states import FINAL
 from forethought.speculative.heads.redrafter import ReDrafterHead, ReDrafterShape
-from forethought.training.batches import TrainingBatch, TrainingBatches, cross_entropy_terms
+from forethought.training.batches import TrainingBatch, TrainingBatches
+from forethought.training.cross_entropy import projected_cross_entropy
+from forethought.training.draft_vocabulary import DraftVocabulary, DraftVocabularySettings
 from forethought.training.teacher import Teacher
 from forethought.training.texts import Text
-from forethought.training.trainer import DrafterSettings, ParameterGroup, begin_with
+from forethought.training.trainer import ParameterGroup, begin_with
 
 
-class ReDrafterSettings(DrafterSettings):
+class ReDrafterSettings(DraftVocabularySettings):
     """The loop's settings, and these."""
 
     draft_len: int = Field(default=5, ge=1, validation_alias=AliasChoices("draft_len", "unrolled"))
@@ -56,7 +58,8 @@ class ReDrafterRecipe:
         teacher: Teacher,
     ) -> None:
         self._settings, self._batches, self._teacher = settings, batches, teacher
-        self.module = module
+        self.module, self.target_dtype = module, teacher.lm.dtype
+        self._vocabulary = vocabulary_of(module, teacher)
 
     @classmethod
     def build(
@@ -71,7 +74,7 @@ class ReDrafterRecipe:
             seed=settings.seed,
             width=settings.distribution_width,
         )
-        return cls(settings, batches, new_head(teacher, settings), teacher)
+        return cls(settings, batches, new_head(settings, texts, teacher), teacher)
 
     @staticmethod
     def decoding(directory: Path) -> ReDrafterDecodingConfig:
@@ -105,8 +108,10 @@ class ReDrafterRecipe:
             at = rows, positions + read
             embedded = self._teacher.lm.embed(batch.tokens[at]).float()
             state = head.advance(embedded, state)
-            terms = cross_entropy_terms(head(context, state), batch.choices[at], batch.probs[at])
-            total, count = total + terms.sum(-1).sum(), count + len(rows)
+            labels = self._vocabulary.restrict(batch.choices[at], batch.probs[at])
+            inputs, projection = head.mix(context, state), head.projection.weight
+            total = total + projected_cross_entropy(inputs, projection, *labels)
+            count += len(rows)
         return total / max(1, count)
 
     def _sample(self, batch: TrainingBatch) -> tuple[Tensor, Tensor]:
@@ -117,27 +122,42 @@ class ReDrafterRecipe:
         return rows[indices], positions[indices]
 
     def save(self, directory: Path) -> None:
-        """In Apple's layout."""
-        written = ReDrafterHead(self.module.shape)
+        """In Apple's layout, with the ids of the draft vocabulary, if there is one."""
+        written = ReDrafterHead(self.module.shape, self.module.token_map)
         written.load_state_dict(self.module.state_dict())
         written.to(getattr(torch, self._settings.export_dtype)).save(directory)
 
 
-def new_head(teacher: Teacher, settings: ReDrafterSettings) -> ReDrafterHead:
+def new_head(
+    settings: ReDrafterSettings, texts: Sequence[Text], teacher: Teacher
+) -> ReDrafterHead:
     """A head in float32: that of ``settings.start``, or an untrained one, whose state has values
     around 1 for any scale of embeddings.
 
     Raises ModelError if the head to begin with has other sizes.
     """
-    lm = teacher.lm
-    wide = settings.exit_dim or 2 * lm.hidden_size
-    head = ReDrafterHead(ReDrafterShape(lm.hidden_size, lm.vocab_size, wide, settings.blocks))
+    lm, read = teacher.lm, None
+    vocabulary = DraftVocabulary.of(settings, texts, teacher)
     if settings.start is not None:
         read = ReDrafterHead.load(settings.start, lm.hidden_size, lm.vocab_size)
+        vocabulary = vocabulary_of(read, teacher)
+    wide = settings.exit_dim or 2 * lm.hidden_size
+    shape = ReDrafterShape(lm.hidden_size, len(vocabulary), wide, settings.blocks)
+    head = ReDrafterHead(shape, vocabulary.ids)
+    if read is not None:
+        assert settings.start is not None
         begin_with(head, read.state_dict(), settings.start)
         return head.to(lm.device)
-    vocabulary = torch.arange(lm.vocab_size, device=lm.device)
-    size = float(lm.embed(vocabulary).float().square().mean().sqrt())
+    ids = torch.arange(lm.vocab_size, device=lm.device)
+    size = float(lm.embed(ids).float().square().mean().sqrt())
     nn.init.normal_(head.rnn_w.weight, std=lm.hidden_size**-0.5 / max(size, 1e-6))
-    nn.init.normal_(head.lm_head[-1].weight, std=0.02)
+    nn.init.normal_(head.projection.weight, std=0.02)
     return head.to(lm.device)
+
+
+def vocabulary_of(head: ReDrafterHead, teacher: Teacher) -> DraftVocabulary:
+    """The draft vocabulary of a head; of one with fewer tokens and no map, the first ones."""
+    ids, vocab_size = head.token_map, teacher.lm.vocab_size
+    if ids is None and head.shape.vocab < vocab_size:
+        ids = torch.arange(head.shape.vocab)
+    return DraftVocabulary(vocab_size, ids, teacher.lm.device)

@@ -73,7 +73,8 @@ class BeamLevels {
             const int64_t to = (int64_t(level) * search.num_roots + root) * search.width;
             for (int32_t i = 0; i < kept; i++) {
                 const int64_t row = int64_t(root) * kept + i;
-                tokens[row] = search.tokens[to + i] = found[i].token;
+                const int32_t output = found[i].token;
+                tokens[row] = search.tokens[to + i] = search.ids ? search.ids[output] : output;
                 search.parents[to + i] = found[i].beam;
                 search.scores[to + i] = found[i].score;
                 best.push_back(found[i].score);

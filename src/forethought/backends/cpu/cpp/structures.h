@@ -147,6 +147,7 @@ struct Beams {
     const Linear* recur;   // [hidden, 2 * hidden], of embedding and state; null: they are added
     const Linear* enter;   // [exit, 2 * hidden], of context and state; null: exit is 2 * hidden
     const Linear* head;    // [num_blocks + 1]: those of residual blocks, then to the logits
+    const int64_t* ids;    // the target's id of each logit; null: the same
     const float* contexts; // [num_roots, hidden]
     const int64_t* roots;
     int64_t* tokens;  // [length, num_roots, width], written: of each level as many as there are
