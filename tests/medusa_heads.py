@@ -16,12 +16,17 @@ HIDDEN = 32
 
 
 def make_heads(
-    heads: int = 3, blocks: int = 1, seed: int = 0, bias: bool = True, **changes: Any
+    heads: int = 3,
+    blocks: int = 1,
+    seed: int = 0,
+    bias: bool = True,
+    vocab: int = VOCAB,
+    **changes: Any,
 ) -> MedusaHeads:
     """Heads whose every weight matters."""
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        made = MedusaHeads(MedusaShape(HIDDEN, VOCAB, heads, blocks, bias), **changes)
+        made = MedusaHeads(MedusaShape(HIDDEN, vocab, heads, blocks, bias), **changes)
         for weight in made.parameters():
             torch.nn.init.normal_(weight, std=0.3)
     return made

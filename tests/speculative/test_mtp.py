@@ -160,10 +160,11 @@ class Diary:
 
     def __call__(self, states: Tensor, forward_pass: Any) -> ModuleOutput:
         left = self.read(states, forward_pass)
-        return ModuleOutput(left.states, self.logits(left.normed))
+        logits = torch.nn.functional.one_hot(self.most_probable(left.normed), 32).float()
+        return ModuleOutput(left.states, logits)
 
-    def logits(self, normed: Tensor) -> Tensor:
-        return torch.nn.functional.one_hot(normed[:, 0].long() + 1, 32).float()
+    def most_probable(self, normed: Tensor) -> Tensor:
+        return normed[:, 0].long() + 1
 
 
 def _state(state: Tensor) -> str:

@@ -9,10 +9,11 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from drafts import Seen, recording
 from eagle_heads import new_directory, random_eagle, random_eagle3
-from engines import GREEDY, drain, engine_over, expect_empty, outputs
+from engines import GREEDY, drain, engine_over, expect_empty, load, outputs
 from forethought.backends.cpu import library
 from forethought.config.drafters import (
     DraftTargetDecodingConfig,
@@ -23,14 +24,16 @@ from forethought.config.drafters import (
 from forethought.config.medusa import MedusaDecodingConfig
 from forethought.config.speculation import DecodingBaseConfig
 from forethought.engine.engine import Engine
+from forethought.errors import ModelError
 from forethought.model import loader
 from forethought.model.causal_lm import CausalLM
 from forethought.speculative.heads import eagle3
 from forethought.speculative.heads.module_parts import ModuleParts
-from medusa_heads import shared_heads
+from forethought.speculative.heads.mtp import save_modules
+from medusa_heads import make_heads, shared_heads
 from models import prompts, save_random, tiny
-from mtp_modules import saved
-from redrafter_heads import random_head
+from mtp_modules import random_modules, saved
+from redrafter_heads import make_head, random_head
 
 pytestmark = pytest.mark.skipif(
     library.find_compiler() is None, reason="there is no C++ compiler (c++, g++ or clang++)"
@@ -70,6 +73,27 @@ def draft_model(architecture: str, path: Path, **more: Any) -> DecodingBaseConfi
     save_random(config, path / "draft", seed=5)
     settings = {"max_draft_len": 4, "synthetic_acceptance": 0.7, **more}
     return DraftTargetDecodingConfig(speculative_model=path / "draft", **settings)
+
+
+VOCABULARY = torch.arange(3, 101, 4)
+
+
+def with_vocabulary(kind: str, **more: Any) -> DecodingBaseConfig:
+    """A drafter of some tokens only."""
+    directory, more = new_directory(), {"synthetic_acceptance": 0.7, **more}
+    if kind == "medusa":
+        make_heads(vocab=len(VOCABULARY), token_map=VOCABULARY).save(directory, "vllm")
+        return MedusaDecodingConfig(speculative_model=directory, **more)
+    if kind == "redrafter":
+        head = make_head(vocab=len(VOCABULARY))
+        head.token_map = VOCABULARY
+        head.save(directory)
+        return ReDrafterDecodingConfig(speculative_model=directory, num_beams=3, **more)
+    modules = random_modules("llama", 2 if kind == "mtp, one per place" else 1)
+    for module in modules:
+        module.token_map = VOCABULARY
+    save_modules(modules, directory, first=load("llama").num_layers)
+    return MTPDecodingConfig(speculative_model=directory, max_draft_len=4, **more)
 
 
 KINDS: dict[str, tuple[str, Callable[[Path], DecodingBaseConfig]]] = {
@@ -120,6 +144,13 @@ KINDS: dict[str, tuple[str, Callable[[Path], DecodingBaseConfig]]] = {
     "mtp, experts": ("qwen3_moe", lambda _: mtp("qwen3_moe")),
     "mtp, scaled embedding": ("gemma3", lambda _: mtp("gemma3")),
     "mtp, one per place": ("llama", lambda _: mtp("llama", count=2)),
+    "medusa, draft vocabulary": ("llama", lambda _: with_vocabulary("medusa")),
+    "redrafter, draft vocabulary": ("llama", lambda _: with_vocabulary("redrafter")),
+    "mtp, draft vocabulary": ("llama", lambda _: with_vocabulary("mtp")),
+    "mtp, one per place, draft vocabulary": (
+        "llama",
+        lambda _: with_vocabulary("mtp, one per place"),
+    ),
     "draft model": ("llama", lambda path: draft_model("llama", path)),
     "draft model, window": ("mistral", lambda path: draft_model("mistral", path)),
 }
@@ -212,6 +243,24 @@ def test_tokens_are_those_of_plain_decoding() -> None:
         said.append(outputs(sequences))
         expect_empty(machine)
     assert said[0] == said[1] == said[2]
+
+
+@pytest.mark.parametrize("kind", ["medusa", "redrafter", "mtp", "mtp, one per place"])
+def test_only_tokens_of_the_draft_vocabulary_are_drafted(kind: str) -> None:
+    _, seen = run("llama", "native", with_vocabulary(kind))
+    drafted = {token for step in seen for token in step.drafted}
+    assert len(drafted) > 3
+    assert drafted <= set(VOCABULARY.tolist())
+
+
+@pytest.mark.parametrize("kind", ["redrafter", "mtp"])
+def test_a_draft_vocabulary_beyond_the_targets_is_refused(kind: str) -> None:
+    config = with_vocabulary(kind)
+    assert config.speculative_model is not None
+    file = Path(config.speculative_model) / "model.safetensors"
+    save_file(load_file(file) | {"token_map": VOCABULARY + 2}, file, {"format": "pt"})
+    with pytest.raises(ModelError, match="token_map is no list of ids below 101"):
+        run("llama", "native", config)
 
 
 def test_modules_run_in_torch_operations_where_the_target_does() -> None:

@@ -80,7 +80,8 @@ def score(head: ReDrafterHead, vocab: Tensor, context: Tensor, path: Sequence[in
     with torch.inference_mode():
         for token, following in itertools.pairwise(path):
             state = head.advance(vocab[token], state)
-            total += float(head(context, state).log_softmax(-1)[following])
+            rows = range(head.shape.vocab) if head.token_map is None else head.token_map.tolist()
+            total += float(head(context, state).log_softmax(-1)[rows.index(following)])
     return total
 
 
@@ -164,6 +165,8 @@ def test_beams_found_in_one_call_are_those_of_the_search_in_torch(
 ) -> None:
     """As probable, level by level: beams that are nearly as probable may change places."""
     lm, head = load(architecture), make_head(**sizes)
+    if sizes.get("vocab"):
+        head.token_map = torch.tensor([90, 3, 17, 8, 100, 55, 2])
     assert isinstance(lm.network, NativeNetwork)
     native = NativeBeamSearch(NativeBeams(beam_head(head), lm.network, torch.float32))
     search = BeamSearch(DraftRecurrence(head, torch.float32, torch.device("cpu")), lm.embed)

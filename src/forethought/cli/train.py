@@ -1,8 +1,8 @@
 """Train a drafter for your own model: texts in, a drafter out that generate and bench load.
 
 forethought train medusa --target DIR --self-distill prompts.txt --out runs/medusa: the model
-answers the prompts itself, and the drafter learns from the answers. With --data the texts are
-given. Some of the prompts are held out, and the drafter is evaluated on them at intervals:
+answers the prompts itself, and the drafter learns from the answers. With --self-prompts it writes
+the prompts as well; with --data the texts are given. Some of the prompts are held out, and the drafter is evaluated on them at intervals:
 acceptance_length is the number of tokens per decode step. Interrupt it at any time; the same
 command resumes from the checkpoint, which is written every minute and when it is interrupted.
 medusa-2 trains the model, too: OUT/model is another model, and the drafter is for that one.
@@ -11,6 +11,7 @@ medusa-2 trains the model, too: OUT/model is another model, and the drafter is f
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import logging
 import sys
@@ -36,10 +37,11 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("kind", choices=list(drafter_table.recipes()), help="what to train")
     parser.add_argument(
         "--target",
+        "--model",
         type=model_path,
         metavar="DIR|ID|FILE",
-        help="local Hugging Face directory, Hub id or GGUF file of the model to draft for "
-        "(default: the embedded reasoner)",
+        help="local Hugging Face directory, Hub id or GGUF file of the model to draft for, or "
+        "smollm2 (default: the embedded reasoner)",
     )
     parser.add_argument("--revision", metavar="REV", help="branch, tag or commit of a Hub id")
     parser.add_argument(
@@ -54,6 +56,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
         type=Path,
         metavar="PROMPTS",
         help="prompts that the model answers itself, one per line: text, or objects as for --data",
+    )
+    parser.add_argument(
+        "--self-prompts",
+        type=int,
+        metavar="N",
+        help="number of prompts that a chat model writes itself, and answers",
     )
     parser.add_argument(
         "--out",
@@ -89,11 +97,11 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Train."""
-    if (args.data is None) == (args.self_distill is None):
+    if [args.data, args.self_distill, args.self_prompts].count(None) != 2:
         raise ParameterError(
             "forethought train needs texts",
-            "give either --data or --self-distill",
-            "With --self-distill the model writes them",
+            "give either --data or --self-distill, or --self-prompts",
+            "With --self-distill the model answers your prompts, with --self-prompts its own",
         )
     fields = load_config_file(args.config) if args.config is not None else {}
     fields |= {
@@ -110,7 +118,7 @@ def run(args: argparse.Namespace) -> int:
     training, source = TrainingRun(args.kind, fields, args.out, target), _source(args)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", stream=sys.stderr)
     with _ProgressBar() as bar:
-        metrics = training(source, args.held_out, bar)
+        metrics = training(source, args.held_out, bar, bar.on_texts)
     _report(args, training, metrics)
     return 0
 
@@ -134,43 +142,53 @@ def _check_paths(args: argparse.Namespace, fields: Mapping[str, Any]) -> None:
 def _source(args: argparse.Namespace) -> Source:
     from forethought.training.run import Source
 
-    return Source(data=args.data, prompts=args.self_distill)
+    return Source(args.data, args.self_distill, args.self_prompts)
 
 
 class _ProgressBar:
-    """Steps, loss, tokens per second, time left and acceptance, if standard error is a terminal;
-    the log has the same.
+    """Texts that are written; then steps, loss, tokens per second, time left and acceptance, if
+    standard error is a terminal; the log has the same.
     """
 
     def __init__(self) -> None:
         self._open = ExitStack()
         self._bar: Any = None
+        self._unit = ""
+
+    def on_texts(self, kind: str, count: int, total: int) -> None:
+        """Show how many texts are written, after a part of them."""
+        bar = self._bar_of(kind, 0, total)
+        bar.update(count - bar.n)
 
     def __call__(self, progress: Progress) -> None:
-        if self._bar is None:
-            self._bar = self._begin(progress)
+        bar = self._bar_of("step", progress.step - 1, progress.num_steps)
         shown = [f"loss {progress.loss:.3f}"]
         if progress.tokens_per_second:
             shown.append(f"{progress.tokens_per_second:,.0f} tokens/s")
         if "acceptance_length" in progress.results:
             shown.append(f"acceptance length {progress.results['acceptance_length']:.2f}")
-        self._bar.set_postfix_str(", ".join(shown), refresh=False)
-        self._bar.update()
+        bar.set_postfix_str(", ".join(shown), refresh=False)
+        bar.update()
 
-    def _begin(self, progress: Progress) -> Any:
+    def _bar_of(self, unit: str, initial: int, total: int) -> Any:
+        """The bar of a stage; that of the one before is closed."""
+        if self._unit == unit:
+            return self._bar
         from tqdm import tqdm
         from tqdm.contrib.logging import logging_redirect_tqdm
 
+        self._open.close()
         bar = tqdm(
-            total=progress.num_steps,
-            initial=progress.step - 1,
-            unit="step",
+            total=total,
+            initial=initial,
+            unit=unit,
             dynamic_ncols=True,
             disable=None,  # where standard error is no terminal
         )
         if not bar.disable:
             self._open.enter_context(logging_redirect_tqdm())
-        return self._open.enter_context(bar)
+        self._bar, self._unit = self._open.enter_context(bar), unit
+        return bar
 
     def __enter__(self) -> Self:
         return self
@@ -180,12 +198,14 @@ class _ProgressBar:
 
 
 def _report(args: argparse.Namespace, training: TrainingRun, metrics: dict[str, float]) -> None:
-    drafter = training.drafter
+    drafter, cost = training.drafter, training.cost
+    assert cost is not None
     if args.json:
         report: dict[str, Any] = {"kind": args.kind, "drafter": str(drafter)}
         if training.model is not None:
             report["model"] = str(training.model)
-        print(json.dumps({name: _round(value) for name, value in (report | metrics).items()}))
+        fields = report | metrics | dataclasses.asdict(cost)
+        print(json.dumps({name: _round(value) for name, value in fields.items()}))
         return
     print(f"{drafter}: {metrics['acceptance_length']:.2f} tokens per step on held-out prompts")
     if training.model is not None:
@@ -194,6 +214,10 @@ def _report(args: argparse.Namespace, training: TrainingRun, metrics: dict[str, 
             f"{metrics['kl']:.4f} nats (mean KL) away from it on held-out answers and has another "
             f"most probable token at {1 - metrics['same_choice']:.1%} of the positions"
         )
+    print(
+        f"cost: {cost.num_steps:,} steps in {cost.training_seconds:,.0f} s, texts in "
+        f"{cost.text_seconds:,.0f} s; {cost.processor_seconds:,.0f} s of processor time in this run"
+    )
     [name] = [name for name, spec in drafter_table.options().items() if args.kind in spec.recipes]
     target = training.model or args.target
     model = f" --model {target}" if target is not None else ""

@@ -12,6 +12,7 @@ Where the recipe adapts the target, the adapted model is evaluated and compared 
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -29,6 +30,7 @@ from forethought.model.device import find_device
 from forethought.model_dir import find_model_dir
 from forethought.saved_file import check_folder
 from forethought.training.acceptance import AcceptanceEvaluation
+from forethought.training.prompts import OnTexts, write_prompts
 from forethought.training.recipes.table import recipe
 from forethought.training.teacher import Teacher
 from forethought.training.texts import (
@@ -84,19 +86,23 @@ def _before_answer(text: Text) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """The file that texts come from; one of the two is given."""
+    """Where texts come from; one of the three is given."""
 
     data: Path | None = None
-    """Texts; see ``training.texts``."""
+    """File of texts; see ``training.texts``."""
     prompts: Path | None = None
-    """Prompts that the target answers."""
+    """File of prompts that the target answers."""
+    num_prompts: int | None = None
+    """Number of prompts that the target writes itself and answers; see ``training.prompts``."""
 
     def count(self) -> int:
-        """Number of texts or prompts in the file: an upper bound of the number of texts. Raises
-        UsageError if the file cannot be read.
+        """Number of texts or prompts: an upper bound of the number of texts. Raises UsageError if
+        the file cannot be read.
         """
+        if self.num_prompts is not None:
+            return self.num_prompts
         path, kind = (self.prompts, "prompts") if self.data is None else (self.data, "texts")
-        assert path is not None, "one of the two is given"
+        assert path is not None, "one of the three is given"
         return len(read_records(path, kind))
 
 
@@ -117,6 +123,19 @@ class TargetModel:
         return Teacher.load(directory, self.dtype, self.device, fuse)
 
 
+@dataclass(frozen=True, slots=True)
+class TrainingCost:
+    """What a run cost."""
+
+    num_steps: int
+    training_seconds: float
+    """Wall time of the steps, those before an interruption included."""
+    text_seconds: float
+    """Wall time in which the target wrote texts; 0 if they were there."""
+    processor_seconds: float
+    """Processor time of all threads since the run was started or resumed, with evaluations."""
+
+
 class TrainingRun:
     """Trains a drafter for a target.
 
@@ -129,6 +148,9 @@ class TrainingRun:
     Raises:
         UnknownNameError: there is no such recipe.
         ParameterError: an unknown field, or a bad value.
+
+    Attributes:
+        cost: of a run that has ended; None: none has.
     """
 
     def __init__(
@@ -144,6 +166,7 @@ class TrainingRun:
         answers = {name: fields[name] for name in _DISTILLATION if name in fields}
         self._answers = DistillationSettings(seed=self.settings.seed, **answers)
         self._out, self._target = out, target or TargetModel()
+        self.cost: TrainingCost | None = None
         find_device(self._target.device)  # raises if there is no such device
 
     @cached_property
@@ -185,6 +208,7 @@ class TrainingRun:
         source: Source,
         held_out: int = 32,
         on_step: Callable[[Progress], None] | None = None,
+        on_texts: OnTexts | None = None,
     ) -> dict[str, float]:
         """Train to the end, resuming an earlier run in the same directory.
 
@@ -198,10 +222,12 @@ class TrainingRun:
             OSError: a file cannot be written.
         """
         self.check(source, held_out)
-        texts = self._texts(source)
+        began, processor = time.perf_counter(), time.process_time()
+        texts = self._texts(source, on_texts)
         _check_held_out(held_out, len(texts))
         evaluated, learned = texts[:held_out], texts[held_out:]
         learned += self._probes(learned)
+        text_seconds = time.perf_counter() - began
         logger.info("%d texts, %d tokens", len(learned), sum(map(len, learned)))
         with seeded(self.settings.seed):
             chosen = self._recipe.build(self.settings, learned, self.teacher)
@@ -212,7 +238,14 @@ class TrainingRun:
             lambda directory: self._evaluate(directory, evaluated),
             on_step,
         )
-        return trainer.run()
+        metrics = trainer.run()
+        self.cost = TrainingCost(
+            num_steps=trainer.step,
+            training_seconds=trainer.seconds,
+            text_seconds=text_seconds,
+            processor_seconds=time.process_time() - processor,
+        )
+        return metrics
 
     def _evaluate(self, drafter: Path, texts: Sequence[Text]) -> dict[str, float]:
         """Acceptance of the drafter, and divergence of the adapted target."""
@@ -224,13 +257,19 @@ class TrainingRun:
         evaluation = AcceptanceEvaluation(target, prompts, self._answers.max_tokens)
         return evaluation(self._recipe.decoding(drafter)) | divergence
 
-    def _texts(self, source: Source) -> list[Text]:
+    def _texts(self, source: Source, on_texts: OnTexts | None) -> list[Text]:
         max_len = self.teacher.lm.max_positions
         if source.data is not None:
             return load_texts(source.data, self.teacher.tokenizer, max_len)
-        assert source.prompts is not None
-        prompts = load_prompts(source.prompts, self.teacher.tokenizer)
-        return self_distil(self.teacher, prompts, self._out / "texts.jsonl", self._answers)
+        path, count = source.prompts, source.num_prompts
+        if count is not None:
+            path = self._out / "prompts.jsonl"
+            write_prompts(self.teacher, count, path, self.settings.seed, on_texts)
+        assert path is not None
+        prompts = load_prompts(path, self.teacher.tokenizer)[:count]
+        return self_distil(
+            self.teacher, prompts, self._out / "texts.jsonl", self._answers, on_texts
+        )
 
     def _probes(self, texts: Sequence[Text]) -> list[Text]:
         """The target's answers to probes among some texts."""

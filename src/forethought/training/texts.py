@@ -36,6 +36,7 @@ from forethought.methods.parts.probe import (
     PROBE_SUFFIX,
     THINK_END,
 )
+from forethought.training.prompts import OnTexts
 from forethought.training.teacher import Teacher
 
 logger = logging.getLogger(__name__)
@@ -195,13 +196,19 @@ class DistillationSettings(StrictModel):
 
 
 def self_distil(
-    teacher: Teacher, prompts: Sequence[list[int]], path: Path, settings: DistillationSettings
+    teacher: Teacher,
+    prompts: Sequence[list[int]],
+    path: Path,
+    settings: DistillationSettings,
+    on_texts: OnTexts | None = None,
 ) -> list[Text]:
     """Texts with the target's answers to all prompts; those that ``path`` lacks are generated.
 
     Raises ParameterError if it has answers to other prompts, UsageError if it cannot be parsed.
     """
     done = _resume(prompts, path) if path.exists() else 0
+    if on_texts is not None and done < len(prompts):
+        on_texts("answers", done, len(prompts))
     while done < len(prompts):
         part = prompts[done : done + PART]
         answers = teacher.generate(part, [_params(settings, done + n) for n in range(len(part))])
@@ -209,6 +216,8 @@ def self_distil(
         save_texts([Text(prompt + answer, len(prompt)) for prompt, answer in pairs], path)
         done += len(part)
         logger.info("%d of %d prompts answered", done, len(prompts))
+        if on_texts is not None:
+            on_texts("answers", done, len(prompts))
     return load_texts(path, teacher.tokenizer, teacher.lm.max_positions)
 
 
