@@ -16,9 +16,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from forethought.assets import problems
+from forethought.assets import problems, reasoner_dir
 from forethought.cli.main import main
-from forethought.training import teacher
+from forethought.training import run, teacher
 
 SIZES = {
     "draft-model": "hidden_size: 24, intermediate_size: 32, num_layers: 1",
@@ -51,7 +51,9 @@ def test_the_command_that_is_printed_at_the_end_generates_with_the_drafter(
     assert (
         main(["train", kind, *options(asked, tmp_path / "out", SIZES[kind], "--steps", "3")]) == 0
     )
-    command = shlex.split(capsys.readouterr().out.splitlines()[-1])
+    *_, cost, last = capsys.readouterr().out.splitlines()
+    assert re.fullmatch(r"cost: 3 steps in \d+ s, texts in \d+ s; \d+ s of .* in this run", cost)
+    command = shlex.split(last)
     assert command[0] == "forethought"
     asks = ["--json", "--max-tokens", "12", "--dtype", "float32"]
     assert main([*command[1:], *asks, "--max-draft-len", "2"]) == 0  # whether it pays or not
@@ -98,9 +100,37 @@ def test_a_terminal_sees_tokens_per_second_the_time_left_and_the_acceptance(
     given = options(asked, tmp_path / "out", "num_heads: 1, check_every: 2", "--steps", "4")
     assert main(["train", "medusa", *given]) == 0
     shown = capsys.readouterr().err
+    assert re.search(r"12/12 \[.*answers/s", shown)
     assert re.search(
         r"4/4 \[.*<.*, loss \d+\.\d+, [\d,]+ tokens/s, acceptance length \d\.\d\d", shown
     )
+
+
+def test_a_model_trains_its_drafter_on_prompts_and_answers_of_its_own(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def write(teacher: Any, count: int, path: Path, *_: Any) -> None:
+        questions = [problem["question"] for problem in problems()[: count + 3]]
+        path.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in questions))
+
+    monkeypatch.setattr(run, "write_prompts", write)
+    out, config = tmp_path / "out", tmp_path / "config.yaml"
+    config.write_text(f"{{num_heads: 1, {QUICK}}}")
+    given = ["--model", str(reasoner_dir()), "--self-prompts", "6", "--out", str(out)]
+    given += ["--config", str(config), "--held-out", "2", "--steps", "2", "--json"]
+    assert main(["train", "medusa", *given]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["num_steps"] == 2
+    assert 0 < report["text_seconds"]
+    assert 0 < report["training_seconds"] < report["processor_seconds"] * 100
+    assert len((out / "texts.jsonl").read_text().splitlines()) == 6
+
+
+def test_the_embedded_reasoner_writes_no_prompts(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["train", "medusa", "--self-prompts", "64", "--out", str(tmp_path)]) == 2
+    assert "the embedded reasoner writes no prompts" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -118,6 +148,7 @@ def test_a_terminal_sees_tokens_per_second_the_time_left_and_the_acceptance(
         (["--target", "/nowhere/at/all"], "no model at /nowhere/at/all"),
         (["--revision", "main"], "is on this machine"),
         (["--data", "/nowhere.jsonl"], "either --data or --self-distill"),
+        (["--self-prompts", "64"], "either --data or --self-distill, or --self-prompts"),
     ],
 )
 def test_what_cannot_be_is_one_line_before_anything_is_loaded(

@@ -61,7 +61,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--self-prompts",
         type=int,
         metavar="N",
-        help="number of prompts that a chat model writes itself, and answers",
+        help="number of prompts that a chat model writes itself, and answers; they are in "
+        "OUT/prompts.jsonl",
     )
     parser.add_argument(
         "--out",
@@ -102,6 +103,12 @@ def run(args: argparse.Namespace) -> int:
             "forethought train needs texts",
             "give either --data or --self-distill, or --self-prompts",
             "With --self-distill the model answers your prompts, with --self-prompts its own",
+        )
+    if args.self_prompts is not None and args.target is None:
+        raise ParameterError(
+            "the embedded reasoner writes no prompts",
+            "it was trained on answers alone",
+            "Give prompts with --self-distill, or another model with --model",
         )
     fields = load_config_file(args.config) if args.config is not None else {}
     fields |= {
