@@ -67,9 +67,7 @@ def test_a_frozen_projection_gets_no_gradient(inputs: tuple[Tensor, ...]) -> Non
     states, weight, *labels = inputs
     loss = projected_cross_entropy(states, weight.detach(), *labels)
     [mine] = gradients(loss, states)
-    torch.testing.assert_close(
-        mine, gradients(reference(*inputs), states)[0], rtol=1e-4, atol=1e-5
-    )
+    torch.testing.assert_close(mine, gradients(reference(*inputs), states)[0], rtol=1e-4, atol=1e-5)
 
 
 def test_no_positions_have_no_loss(inputs: tuple[Tensor, ...]) -> None:

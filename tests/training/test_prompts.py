@@ -1,4 +1,4 @@
-"""Prompts that a target writes itself: its users' turns, each once, and an interrupted run goes on."""
+"""Prompts that a target writes itself: users' turns, each once; an interrupted run goes on."""
 
 from __future__ import annotations
 

@@ -61,7 +61,7 @@ def test_a_few_steps_lower_the_loss_and_drafts_change_no_token(kind: str, tmp_pa
     Trainer(built, settings, tmp_path).run()
     with seeded(0):
         assert float(built.loss(built.batch(0)).detach()) < before
-    drafter = chosen.decoding(tmp_path / DRAFTER)
-    answers = teacher().generate([text.prompt for text in texts()], [GREEDY] * len(texts()), drafter)
+    drafter, asked = chosen.decoding(tmp_path / DRAFTER), [text.prompt for text in texts()]
+    answers = teacher().generate(asked, [GREEDY] * len(asked), drafter)
     assert answers.token_ids == [text.token_ids[text.prompt_length :] for text in texts()]
     assert answers.metrics.drafted > 0

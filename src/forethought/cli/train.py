@@ -2,9 +2,10 @@
 
 forethought train medusa --target DIR --self-distill prompts.txt --out runs/medusa: the model
 answers the prompts itself, and the drafter learns from the answers. With --self-prompts it writes
-the prompts as well; with --data the texts are given. Some of the prompts are held out, and the drafter is evaluated on them at intervals:
-acceptance_length is the number of tokens per decode step. Interrupt it at any time; the same
-command resumes from the checkpoint, which is written every minute and when it is interrupted.
+the prompts as well; with --data the texts are given. Some of the prompts are held out, and the
+drafter is evaluated on them at intervals: acceptance_length is the number of tokens per decode
+step. Interrupt it at any time; the same command resumes from the checkpoint, which is written every
+minute and when it is interrupted.
 medusa-2 trains the model, too: OUT/model is another model, and the drafter is for that one.
 """
 

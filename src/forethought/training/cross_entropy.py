@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 _CHUNK_BYTES = 64 * 2**20
-"""Of a chunk's logits in float32; with smaller chunks most of the time is in the overhead of each."""
+"""Of a chunk's logits in float32; with smaller ones most of the time is the overhead of each."""
 
 
 def projected_cross_entropy(

@@ -41,26 +41,26 @@ def write_prompts(
     Raises UsageError if the target has no chat template, or writes too few different prompts.
     """
     records = _written(path)
-    prompts, sample = {record["prompt"] for record in records}, 0
-    if records:
-        sample = records[-1]["sample"] + 1
-    prefix = _before_user(teacher.tokenizer) if len(records) < count else []
-    if on_texts is not None and len(records) < count:
-        on_texts("prompts", len(records), count)
-    while len(records) < count:
-        if sample >= _MAX_SAMPLES * count:
-            raise _cannot(f"of {sample} samples only {len(records)} are different prompts")
-        fresh = []
-        for number, text in enumerate(_sample(teacher, prefix, sample, seed), start=sample):
-            if text and text not in prompts and len(records) + len(fresh) < count:
-                prompts.add(text)
-                fresh.append({"prompt": text, "sample": number})
-        with path.open("a", encoding="utf-8") as stream:
-            stream.writelines(json.dumps(record) + "\n" for record in fresh)
-        records, sample = records + fresh, sample + _PART
-        logger.info("%d of %d prompts written", len(records), count)
+    if len(records) >= count:
+        return
+    prompts = {record["prompt"] for record in records}
+    sample = records[-1]["sample"] + 1 if records else 0
+    prefix = _before_user(teacher.tokenizer)
+    while True:
         if on_texts is not None:
-            on_texts("prompts", len(records), count)
+            on_texts("prompts", len(prompts), count)
+        if len(prompts) >= count:
+            return
+        if sample >= _MAX_SAMPLES * count:
+            raise _cannot(f"of {sample} samples only {len(prompts)} are different prompts")
+        turns = _sample(teacher, prefix, sample, seed)
+        with path.open("a", encoding="utf-8") as stream:
+            for number, text in enumerate(turns, start=sample):
+                if text and text not in prompts and len(prompts) < count:
+                    prompts.add(text)
+                    stream.write(json.dumps({"prompt": text, "sample": number}) + "\n")
+        sample += _PART
+        logger.info("%d of %d prompts written", len(prompts), count)
 
 
 def _written(path: Path) -> list[dict[str, Any]]:

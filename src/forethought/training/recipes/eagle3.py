@@ -65,7 +65,7 @@ class Eagle3Settings(DraftVocabularySettings):
     distribution_width: int = Field(default=32, ge=1)
     """Number of the target's top-k probabilities that are learned from."""
     draft_vocab_size: int | None = Field(default=None, ge=1)
-    """Maximum size of the draft vocabulary, the most frequent tokens of the answers; None: 8,192."""
+    """Maximum size of the draft vocabulary, the answers' most frequent tokens; None: 8,192."""
     layer_ids: tuple[int, ...] | None = Field(
         default=None, validation_alias=AliasChoices("layer_ids", "places")
     )
@@ -178,8 +178,8 @@ class Eagle3Recipe:
     def predictions(
         self, batch: TrainingBatch, dtype: torch.dtype = torch.float32
     ) -> Iterator[tuple[Tensor, Tensor]]:
-        """Positions t, int64 ``[S]``, and inputs of the output projection ``[R, S, hidden]`` of each
-        step.
+        """Of each step positions t, int64 ``[S]``, and inputs of the output projection ``[R, S,
+        hidden]``.
 
         Step 0 reads state t and token t + 1 at position t; step i reads its own output of step i -
         1 for position t, and token t + 1 + i, and predicts token t + 2 + i.

@@ -128,9 +128,7 @@ class ReDrafterRecipe:
         written.to(getattr(torch, self._settings.export_dtype)).save(directory)
 
 
-def new_head(
-    settings: ReDrafterSettings, texts: Sequence[Text], teacher: Teacher
-) -> ReDrafterHead:
+def new_head(settings: ReDrafterSettings, texts: Sequence[Text], teacher: Teacher) -> ReDrafterHead:
     """A head in float32: that of ``settings.start``, or an untrained one, whose state has values
     around 1 for any scale of embeddings.
 
