@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from forethought.errors import ParameterError, UsageError
+from forethought.training import trainer as trainer_module
 from forethought.training.trainer import (
     DRAFTER,
     ParameterGroup,
@@ -157,6 +158,33 @@ def test_bf16_products_leave_the_weights_in_float32(tmp_path: Path) -> None:
     exact.run()
     assert weights(trainer) != weights(exact)
     assert weights(trainer) == pytest.approx(weights(exact), abs=0.1)
+
+
+@pytest.mark.parametrize(
+    ("target_dtype", "fast", "dtype", "in_bf16"),
+    [
+        (torch.bfloat16, True, "auto", True),
+        (torch.bfloat16, False, "auto", False),
+        (torch.float32, True, "auto", False),
+        (torch.bfloat16, True, "float32", False),
+        (torch.float32, False, "bfloat16", True),
+    ],
+)
+def test_products_are_in_bf16_for_a_target_in_bf16_where_that_is_fast(
+    target_dtype: torch.dtype,
+    fast: bool,
+    dtype: str,
+    in_bf16: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(trainer_module, "has_fast_matmul", lambda dtype, device: fast)
+    trainer = make(tmp_path, SETTINGS.model_copy(update={"dtype": dtype}))
+    trainer.recipe.target_dtype = target_dtype  # type: ignore[attr-defined]
+    seen: list[torch.dtype] = []
+    trainer.recipe.module.register_forward_hook(lambda *args: seen.append(args[-1].dtype))
+    trainer.run(until=1)
+    assert seen == [torch.bfloat16 if in_bf16 else torch.float32]
 
 
 # ---- what is saved, and when ------------------------------------------------------------------
