@@ -53,12 +53,14 @@ class _ProjectedCrossEntropy(torch.autograd.Function):
         weight_gradient = torch.zeros_like(weight, dtype=torch.float32) if wants_weight else None
         for part in _chunks(len(states), len(weight)):
             logits = (states[part] @ projection.T).float()  # [n, vocab]
-            lse = logits.logsumexp(-1, keepdim=True)
-            total += (probs[part] * (lse - logits.gather(-1, choices[part]))).sum()
+            logits -= logits.amax(-1, keepdim=True)
+            chosen = logits.gather(-1, choices[part])
+            exps = logits.exp_()  # computed once, in the place of the logits
+            sums = exps.sum(-1, keepdim=True)
+            total += (probs[part] * (sums.log() - chosen)).sum()
             if not wants_states and not wants_weight:
                 continue
-            mass = probs[part].sum(-1, keepdim=True)
-            gradient = logits.sub_(lse - mass.log()).exp_()  # mass * softmax
+            gradient = exps.mul_(probs[part].sum(-1, keepdim=True) / sums)
             gradient.scatter_add_(-1, choices[part], -probs[part])
             gradient = gradient.to(states.dtype)
             if state_gradient is not None:
