@@ -904,6 +904,37 @@ MUTANTS = [
         "runner.missing_from(request)",
         "tests/speculative/test_mtp.py",
     ),
+    # ---- training --------------------------------------------------------------------------------
+    Mutant(
+        "training/cross_entropy.py",
+        "exps.mul_(probs[part].sum(-1, keepdim=True) / sums)",
+        "exps.mul_(1.0 / sums)",
+        "tests/training/test_cross_entropy.py",
+    ),
+    Mutant(
+        "training/draft_vocabulary.py",
+        "probs * (rows >= 0)",
+        "probs",
+        "tests/training/test_draft_vocabulary.py -k no_probability",
+    ),
+    Mutant(
+        "training/batches.py",
+        "self._kept |= self._read(self._groups[number])",
+        "self._kept |= self._read([number])",
+        "tests/training/test_batches.py -k same_groups",
+    ),
+    Mutant(
+        "speculative/drafters/redrafter.py",
+        "tokens = self._head.token_map[tokens]",
+        "tokens = tokens + 0",
+        "tests/speculative/test_redrafter.py -k found_in_one_call",
+    ),
+    Mutant(
+        "training/prompts.py",
+        "if text and text not in prompts and",
+        "if text and",
+        "tests/training/test_prompts.py -k different_turns",
+    ),
     # ---- model/sampling --------------------------------------------------------------------------
     Mutant(
         "model/sampling/distribution.py",
