@@ -87,7 +87,8 @@ def examine_model(fields: Mapping[str, Any]) -> dict[str, Any]:
         llm.generate([[0]], SamplingParams(max_tokens=1, temperature=0.0))
         frontend = llm.lend("doctor")
         llm.take_back()
-        engine, runner = frontend.engine, frontend.engine.runner
+        engine = frontend.local_engine
+        runner = engine.runner
         return {
             "model": str(fields["model"]),
             "profile": llm.profile.to_dict(),

@@ -75,7 +75,7 @@ def num_threads(llm: LLM) -> int:
     """Threads that the steps of a model run on."""
     import torch
 
-    chosen = llm.lend("bench").engine.num_threads
+    chosen = llm.lend("bench").local_engine.num_threads
     llm.take_back()
     return chosen or torch.get_num_threads()
 

@@ -1,26 +1,27 @@
 """The engine: sequences of token ids, each a handle that its holder can fork while it runs.
 
 A sequence can be forked, extended, rewound, resumed and aborted with its KV kept. Prompts and
-params are checked here against the model and the limits, before anything is computed. What a step
-does is written in ``step.py``. An engine is used by one thread at a time.
+params are checked in ``base.py`` against the model and the limits, before anything is computed.
+What a step does is written in ``step.py``. An engine is used by one thread at a time.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-import random
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from collections.abc import Sequence as Ids
 from dataclasses import replace
 
 import torch
+from typing_extensions import override
 
 from forethought.config.sampling import SamplingParams
 from forethought.engine import snapshot
 from forethought.engine.adapters import AdapterTable
+from forethought.engine.base import BaseEngine, Begun, Capabilities
 from forethought.engine.drafting import Drafting
 from forethought.engine.guarded_drafter import DrafterEntry
 from forethought.engine.scheduler import Limits, Scheduler
@@ -36,22 +37,18 @@ from forethought.engine.sequence import (
 )
 from forethought.engine.snapshot import SequenceSnapshot
 from forethought.engine.step import Event, Step
-from forethought.errors import (
-    CapacityError,
-    ContextLengthError,
-    ParameterError,
-    UnknownNameError,
-    UsageError,
-)
+from forethought.errors import CapacityError, ParameterError, UsageError
 from forethought.kv.pool import PagePool, PrefixIndex
 from forethought.kv.table import PageTable
 from forethought.model.device import computing_threads
 from forethought.model.runner import ModelRunner
+from forethought.model.adapter import Adapter
 from forethought.model.sampling import Constraint, Constraints
-from forethought.outputs import EngineStats, FinishReason, SpeculationMetrics
+from forethought.model.token_adapters import PlacedAdapter
+from forethought.outputs import EngineLoad, EngineStats, FinishReason, SpeculationMetrics
 
 
-class Engine:
+class Engine(BaseEngine):
     """Runs sequences.
 
     Args:
@@ -66,8 +63,6 @@ class Engine:
         num_streamed_decode_steps: the same with a streamed sequence, of which somebody waits for
             each token, and on a GPU while ``ends_with_rows``.
         adapters: that requests may choose.
-        interrupt: ends several steps early.
-        ends_with_rows: whether they end when a sequence does, as somebody waits for that.
     """
 
     def __init__(
@@ -82,28 +77,57 @@ class Engine:
     ) -> None:
         self.num_threads = num_threads
         self.num_decode_steps = self.num_streamed_decode_steps = 1
-        self.ends_with_rows = False
         self.runner, self.stats = runner, EngineStats(forward_path=runner.lm.path.kind)
         self.adapters = AdapterTable()
         self.pool = PagePool(runner.storage.num_pages, runner.storage.page_size)
         self.index = PrefixIndex(self.pool, reuse)
         self._capacity = self.pool.num_pages * self.pool.page_size
         self._max_context = limits.max_length
-        self.limits = replace(limits, max_length=min(limits.max_length, self._capacity))
+        super().__init__(
+            replace(limits, max_length=min(limits.max_length, self._capacity)), seed
+        )
         self.scheduler = Scheduler(self.pool, self.index, self.limits, self.stats)
         self.speculation = Drafting(drafters, self.stats, runner.lm.vocab_size, runner.lm.device)
         self.scheduler.on_end = self.speculation.release
         self.scheduler.on_resume = runner.storage.resume
         self._step = Step(runner, self.scheduler, self.speculation, self.index, self.stats)
         self.interrupt = self._step.interrupt
-        self._seeds = random.Random(seed)
         self._ids, self._arrivals = itertools.count(), itertools.count()
 
     @property
+    @override
+    def capabilities(self) -> Capabilities:
+        return Capabilities(
+            self.runner.lm.vocab_size,
+            self._max_context,
+            self._capacity,
+            self.adapters.names,
+            self.speculation.names,
+        )
+
+    @property
+    @override
+    def load(self) -> EngineLoad:
+        return EngineLoad(
+            len(self.scheduler.running),
+            len(self.scheduler.waiting),
+            self.pool.in_use / self.pool.num_pages,
+        )
+
+    @override
+    def check_running(self) -> None:
+        self.runner.check_running()
+
+    @override
+    def check_concurrent(self) -> None:
+        self.runner.lm.check_concurrent()
+
+    @property
+    @override
     def has_work(self) -> bool:
-        """Whether a step would do anything."""
         return bool(self.scheduler.waiting or self.scheduler.to_run)
 
+    @override
     def step(self, max_steps: float = math.inf) -> list[Event]:
         """One forward for all that run, and what it did to each sequence; see ``Step.run``. Where
         all are decodes it is up to ``num_decode_steps`` forwards, or ``max_steps``.
@@ -126,102 +150,6 @@ class Engine:
         self.runner.check_running()  # else all requests of the step fail, with the engine
         return events
 
-    # ---- admission --------------------------------------------------------------------------
-
-    def check_prompt(self, prompt_ids: Ids[int], params: SamplingParams) -> None:
-        """Check that a prompt can be added with these params.
-
-        Raises:
-            ParameterError: an empty prompt, or ids outside the vocabulary.
-            UnknownNameError: no such adapter or drafter.
-            ContextLengthError: the context cannot hold the prompt and one new token.
-            CapacityError: the KV cache cannot, or one step without chunked prefill.
-            EngineStopped: a rank of tensor parallelism has ended.
-        """
-        self.runner.check_running()
-        if not prompt_ids:
-            raise ParameterError("empty prompt", "there is no token to continue", "Give some text")
-        self._check_ids("prompt", prompt_ids)
-        self._check_params(params)
-        self._check_length(len(prompt_ids) + (params.max_tokens != 0))
-        step = self.limits.max_num_tokens
-        if not self.limits.chunked_prefill and len(prompt_ids) > step:
-            raise CapacityError(
-                f"a prompt of {len(prompt_ids)} tokens does not fit into one step",
-                f"max_num_tokens is {step} and chunked prefill is off",
-                "Raise max_num_tokens or switch enable_chunked_prefill on",
-            )
-
-    def check_resume(self, sequence: Sequence, params: SamplingParams) -> None:
-        """Whether a parked sequence can generate with these params; raises as ``resume`` does."""
-        self._expect_parked(sequence, "resumed")
-        if params.n != 1:
-            raise ParameterError(
-                "invalid n", f"a live sequence has one continuation, not {params.n}", "Fork it"
-            )
-        if params.prompt_logprobs is not None and sequence.extended_from is None:
-            raise ParameterError(
-                "prompt_logprobs of a live sequence",
-                "its tokens are computed already, and nothing was added to them",
-                "Ask for them when generating from a prompt, or after an extension",
-            )
-        self._check_params(params)
-        self._check_length(len(sequence.tokens) + (params.max_tokens != 0))
-
-    def _check_params(self, params: SamplingParams) -> None:
-        self._check_ids("logit_bias", params.logit_bias or ())
-        self._check_ids("stop_token_ids", params.stop_token_ids)
-        if not isinstance(params.thinking_end, str | None):
-            self._check_ids("thinking_end", params.thinking_end)
-        self.adapters.chosen(params.adapter, None)
-        if params.speculation is None:
-            return
-        drafter, prediction = params.speculation.drafter, params.speculation.prediction
-        if not isinstance(prediction, str | None):
-            self._check_ids("speculation.prediction", prediction)
-        if isinstance(prediction, str):
-            raise ParameterError(
-                "a prediction in text", "the engine has no tokenizer", "Give its token ids"
-            )
-        if drafter is not None and drafter not in self.speculation.names:
-            raise UnknownNameError("drafter", drafter, self.speculation.names)
-
-    def _check_ids(self, what: str, ids: Iterable[int]) -> None:
-        size = self.runner.lm.vocab_size
-        bad = next((token for token in ids if not 0 <= token < size), None)
-        if bad is not None:
-            raise ParameterError(
-                f"token id {bad} in {what}",
-                f"the model's vocabulary has the ids 0 to {size - 1}",
-                "Use the model's own tokenizer",
-                param=what,
-            )
-
-    def _check_length(self, length: int) -> None:
-        if length > self._max_context:
-            raise ContextLengthError(
-                f"{length} tokens do not fit into the context",
-                f"one sequence may have {self._max_context}, prompt and output together",
-                "Shorten the prompt, or raise max_seq_len if the model allows it",
-            )
-        if length > self._capacity:
-            raise CapacityError(
-                f"{length} tokens do not fit into the KV cache",
-                f"it holds {self._capacity}",
-                "Shorten the prompt or raise kv_cache_config.max_tokens",
-            )
-
-    @staticmethod
-    def _check_constraints(params: SamplingParams, constraints: Constraints | None) -> None:
-        """Constraints are given if and only if the params restrict the output (ParameterError)."""
-        if params.constrains != (constraints is not None):
-            raise ParameterError(
-                "guided_decoding or a thinking budget, and constraints, belong together",
-                f"guided_decoding is {params.guided_decoding}, thinking_budget is "
-                f"{params.thinking_budget}, constraints are {constraints}",
-                "Text is not known here: llm.grammar and llm.thinking make the constraints",
-            )
-
     # ---- sequences --------------------------------------------------------------------------
 
     def add(
@@ -236,6 +164,7 @@ class Engine:
         self.check_prompt(prompt_ids, params)
         return self.start(prompt_ids, params, keep=keep, constraints=constraints)
 
+    @override
     def start(
         self,
         prompt_ids: Ids[int],
@@ -286,24 +215,28 @@ class Engine:
             for sample in samples:
                 sample.arrival = arrival
 
+    @override
     def open(self, prompt_ids: Ids[int]) -> Sequence:
         """A parked sequence of a prompt that has passed ``check_prompt``. Nothing is computed
         yet.
         """
         return self._new(list(prompt_ids), keep=True)
 
+    @override
     def resume(
         self,
         sequence: Sequence,
         params: SamplingParams,
         *,
         constraints: Constraints | None = None,
+        begun: Begun = Begun(),  # noqa: B008
     ) -> None:
         """Generate from a parked sequence. ``params.n`` must be 1: fork for more.
 
         A shape that the params ask for is that of the new output alone. ``prompt_logprobs`` are
         those of the tokens that ``extend`` has added since it generated last. With another adapter
-        than before, all tokens are computed again.
+        than before, all tokens are computed again. A generation that has ``begun`` elsewhere goes
+        on as it would have there: its output so far counts for limits, penalties and shape.
 
         Raises:
             UsageError: it is not parked.
@@ -311,13 +244,16 @@ class Engine:
         """
         self.check_resume(sequence, params)
         self._check_constraints(params, constraints)
-        constraint = constraints(sequence.tokens, 1)[0] if constraints else None
+        prompt_ids = sequence.tokens[: len(sequence.tokens) - begun.num_tokens]
+        constraint = constraints(prompt_ids, 1)[0] if constraints else None
+        sequence.index = begun.index
         self._choose_adapter(sequence, params)
         if sequence.num_uncomputed == 0:  # the last token's logits are needed once more
             sequence.table.rewind(len(sequence.tokens) - 1)
         if params.prompt_logprobs is not None:
             self._score_extension(sequence)
-        self._start(sequence, params, next(self._arrivals), self._seed(params), constraint)
+        arrival, seed = next(self._arrivals), self._seed(params)
+        self._start(sequence, params, arrival, seed, constraint, begun.num_tokens)
         parent = sequence.parent
         has_more = len(sequence.tokens) > sequence.num_shared
         if parent is not None and has_more and parent.num_computed == sequence.num_shared - 1:
@@ -330,6 +266,7 @@ class Engine:
                 begins = [first.num_common, *(other.num_common for other in apart)]
                 depend_on(sequence, first.sequence, min(begins))
 
+    @override
     def extend(self, sequence: Sequence, token_ids: Ids[int]) -> None:
         """Append tokens to a parked sequence; they are computed when it is resumed."""
         self._expect_parked(sequence, "extended")
@@ -340,6 +277,7 @@ class Engine:
         sequence.tokens.extend(token_ids)
         sequence.prompt_length = len(sequence.tokens)
 
+    @override
     def fork(self, sequence: Sequence, length: int | None = None) -> Sequence:
         """A parked copy of the first ``length`` tokens (all by default), sharing their pages.
 
@@ -357,6 +295,7 @@ class Engine:
         depend_on(child, sequence, length)
         return child
 
+    @override
     def attend_to(self, sequence: Sequence, others: Mapping[Sequence, int]) -> None:
         """Let a sequence read the tokens of others, while they are written, in place.
 
@@ -378,7 +317,7 @@ class Engine:
                 tokens, or the sequence has no token of its own after them.
             ModelError: the model's attention cannot; see ``CausalLM.check_concurrent``.
         """
-        self.runner.lm.check_concurrent()
+        self.check_concurrent()
         if not {sequence, *others} <= {*self.scheduler} or sequence in others:
             raise UsageError(
                 "these sequences cannot be attended to",
@@ -395,6 +334,7 @@ class Engine:
         readable = [OtherSequence(other, count) for other, count in others.items()]
         sequence.others = tuple(sorted(readable, key=lambda other: other.num_common))
 
+    @override
     def capture(self, sequence: Sequence, token_ids: Ids[int]) -> SequenceSnapshot:
         """A copy of a sequence that begins like ``token_ids``: these ids, and its KV so far. KV
         that it has yet to compute, or whose pages it has given up, is not in it.
@@ -414,6 +354,7 @@ class Engine:
         name, digest = sequence.adapter.name, sequence.adapter.digest
         return replace(saved, adapter=name, adapter_digest=digest)
 
+    @override
     def restore(self, saved: SequenceSnapshot) -> Sequence:
         """A parked sequence with the tokens and the KV of a snapshot; nothing is computed.
 
@@ -450,6 +391,7 @@ class Engine:
         self.stats.cached += saved.num_stored
         return sequence
 
+    @override
     def rewind(self, sequence: Sequence, length: int) -> None:
         """Forget the tokens of a parked sequence from ``length`` on."""
         self._expect_parked(sequence, "rewound")
@@ -472,11 +414,13 @@ class Engine:
         if sequence.extended_from is not None and sequence.extended_from >= length:
             sequence.extended_from = None
 
+    @override
     def abort(self, sequence: Sequence) -> None:
         """End a generation now, without a further event. Parked and closed ones stay so."""
         if sequence.active:
             self.scheduler.finish(sequence, FinishReason.ABORT)
 
+    @override
     def cut(self, sequence: Sequence, length: int) -> None:
         """End a generation of which the first ``length`` tokens of the sequence are wanted: a step
         may append several, and the caller's reason to stop may come before the last.
@@ -487,10 +431,12 @@ class Engine:
         else:
             self._count_discarded(sequence, len(sequence.tokens) - length)
 
+    @override
     def close(self, sequence: Sequence) -> None:
         """Give back all its pages; the sequence is of no further use. Closing twice is fine."""
         self.scheduler.close(sequence)
 
+    @override
     def shutdown(self) -> None:
         """Let drafters and runner release what they hold: the engine ends."""
         self.speculation.shutdown()
@@ -505,6 +451,18 @@ class Engine:
         for sequence in self.scheduler:
             assert sequence.num_computed <= len(sequence.tokens)
             assert all(child.parent is sequence for child in sequence.dependents)
+
+    @override
+    def place_adapter(self, adapter: Adapter) -> PlacedAdapter:
+        return self.runner.lm.place(adapter)
+
+    @override
+    def add_adapter(self, adapter: PlacedAdapter) -> None:
+        self.adapters.add(adapter)
+
+    @override
+    def remove_adapter(self, name: str) -> None:
+        self.adapters.remove(name, self.scheduler)
 
     # ---- shared --------------------------------------------------------------------
 
@@ -524,8 +482,16 @@ class Engine:
         sequence.usage.discarded += num_tokens
         self.stats.discarded += num_tokens
 
-    def _seed(self, params: SamplingParams) -> int:
-        return self._seeds.getrandbits(64) if params.seed is None else params.seed
+    @staticmethod
+    def _check_constraints(params: SamplingParams, constraints: Constraints | None) -> None:
+        """Constraints are given if and only if the params restrict the output (ParameterError)."""
+        if params.constrains != (constraints is not None):
+            raise ParameterError(
+                "guided_decoding or a thinking budget, and constraints, belong together",
+                f"guided_decoding is {params.guided_decoding}, thinking_budget is "
+                f"{params.thinking_budget}, constraints are {constraints}",
+                "Text is not known here: llm.grammar and llm.thinking make the constraints",
+            )
 
     def _start(
         self,
@@ -534,14 +500,16 @@ class Engine:
         arrival: int,
         seed: int,
         constraint: Constraint | None,
+        num_begun: int = 0,
     ) -> None:
-        num_remaining = self.limits.max_length - len(sequence.tokens)
+        prompt_length = len(sequence.tokens) - num_begun
+        num_remaining = self.limits.max_length - prompt_length
         sequence.params, sequence.arrival, sequence.seed = params, arrival, seed
-        sequence.prompt_length = len(sequence.tokens)
+        sequence.prompt_length = prompt_length
         max_tokens = (
             num_remaining if params.max_tokens is None else min(num_remaining, params.max_tokens)
         )
-        sequence.limit = len(sequence.tokens) + max_tokens
+        sequence.limit = prompt_length + max_tokens
         sequence.table.longest = sequence.limit
         sequence.end_ids = params.end_ids(self.runner.lm.eos_token_ids)
         sequence.finish_reason = sequence.stop_reason = None
@@ -570,15 +538,6 @@ class Engine:
         assert first is not None, "check_resume has seen an extension"
         sequence.prompt_logprobs = [None] * first
         sequence.table.rewind(min(sequence.table.length, first - 1))
-
-    @staticmethod
-    def _expect_parked(sequence: Sequence, done: str) -> None:
-        if sequence.status is not Status.PARKED:
-            raise UsageError(
-                f"the sequence cannot be {done}",
-                f"it is {sequence.status.value}",
-                "Wait for its generation to end, or abort it; closed ones are gone",
-            )
 
 
 def _writes_for(other: OtherSequence, reader: Sequence) -> bool:

@@ -184,7 +184,7 @@ class AsyncLLM:
         """Load a LoRA adapter while others generate; as ``LLM.add_adapter``."""
         frontend = self._checked()
         adapter = await asyncio.to_thread(frontend.read_adapter, name, path)
-        await asyncio.wrap_future(self._thread.call(frontend.engine.adapters.add, adapter))
+        await asyncio.wrap_future(self._thread.call(frontend.engine.add_adapter, adapter))
 
     async def remove_adapter(self, name: str) -> None:
         """Forget a LoRA adapter; as ``LLM.remove_adapter``."""
@@ -193,7 +193,7 @@ class AsyncLLM:
     @property
     def adapters(self) -> list[str]:
         """The names of the LoRA adapters."""
-        return self._frontend.engine.adapters.names
+        return list(self._frontend.engine.capabilities.adapters)
 
     @property
     def snapshots(self) -> list[str]:
@@ -218,17 +218,12 @@ class AsyncLLM:
     @property
     def load(self) -> EngineLoad:
         """How busy the engine is; of a moment, since its thread goes on."""
-        engine = self._frontend.engine
-        return EngineLoad(
-            len(engine.scheduler.running),
-            len(engine.scheduler.waiting),
-            engine.pool.in_use / engine.pool.num_pages,
-        )
+        return self._frontend.engine.load
 
     @property
     def drafters(self) -> list[str]:
         """Names of the drafters, in the order in which they are asked."""
-        return list(self._frontend.engine.speculation.names)
+        return list(self._frontend.engine.capabilities.drafters)
 
     @property
     def profile(self) -> ModelProfile:
@@ -255,7 +250,7 @@ class AsyncLLM:
         """The text of ids, special tokens included. ParameterError if an id is not in the
         vocabulary.
         """
-        size = self._frontend.engine.runner.lm.vocab_size
+        size = self._frontend.engine.capabilities.vocab_size
         bad = next((token for token in token_ids if not 0 <= token < size), None)
         if bad is not None:
             raise ParameterError(
@@ -273,7 +268,7 @@ class AsyncLLM:
     def why_not_concurrent(self) -> str | None:
         """Why sessions cannot attend to each other (``AsyncSession.attend_to``); None: they can."""
         try:
-            self._frontend.engine.runner.lm.check_concurrent()
+            self._frontend.engine.check_concurrent()
         except ModelError as error:
             return error.why
         return None

@@ -20,6 +20,7 @@ from typing import TypeVar
 
 from forethought.config.sampling import SamplingParams
 from forethought.engine import sequence as engine_sequence
+from forethought.engine.base import Begun
 from forethought.engine.sequence import num_common
 from forethought.engine.snapshot import SequenceSnapshot
 from forethought.errors import EngineStopped, UsageError
@@ -39,6 +40,7 @@ class _Reservation:
 
     stream: OutputStream[CompletionOutput]
     params: SamplingParams
+    begun: Begun = Begun()  # noqa: RUF009
     compiling: asyncio.Task[None] | None = None
     """Waits for the grammar; None if there is none or it was compiled before."""
 
@@ -121,22 +123,29 @@ class AsyncSession:
         finally:
             stream.leave()
 
-    def stream(self, sampling_params: SamplingParams | None = None) -> SessionStream:
+    def stream(
+        self,
+        sampling_params: SamplingParams | None = None,
+        *,
+        begun: Begun = Begun(),  # noqa: B008
+    ) -> SessionStream:
         """Continue the sequence; iterate for everything so far.
 
         The generation begins at once and runs on, iterated or not, until it ends or ``abort`` or
         ``close`` end it. The iterator raises the errors of ``generate``. With a new grammar, tokens
-        come once that is compiled.
+        come once that is compiled. What has ``begun`` elsewhere goes on: the session ends with its
+        output so far, with which the outputs begin, without its log-probabilities and confidences.
         """
         handle, thread = self._handle, self._thread
         thread.check_process()
         checked = thread.frontend.read_params(sampling_params)
         stream = OutputStream(Generation.completion)
-        reservation = _Reservation(stream, checked)
+        reservation = _Reservation(stream, checked, begun)
         compiled = thread.frontend.grammars.find(checked)
         if compiled is not None or checked.guided_decoding is None:
             constraints = thread.frontend.limited(checked, compiled)
-            thread.begin(stream, lambda: thread.frontend.resume(handle.idle, checked, constraints))
+            resume = thread.frontend.resume
+            thread.begin(stream, lambda: resume(handle.idle, checked, constraints, begun))
         else:
             thread.call_for(stream, _reserve, thread, handle, reservation)
             work = _begin_compiled(thread, handle, reservation)
@@ -414,6 +423,10 @@ class SessionStream:
         output = await asyncio.wrap_future(future)
         return await self._stream.last() if output is None else output
 
+    async def pause(self, seconds: float) -> None:
+        """Wait for the next tick of a clock that ticks every ``seconds``, or for the end."""
+        await self._stream.pause(seconds)
+
     def leave(self) -> None:
         """End the generation if it goes on, or is about to begin; it then ends with ``ABORT``."""
         if self._stream.ended:
@@ -486,7 +499,10 @@ def _begin(
     """Begin the generation, unless it was refused or has been ended in the meantime."""
     if _release(handle, reservation):
         sequence, params, frontend = handle.opened, reservation.params, thread.frontend
-        thread.follow(reservation.stream, lambda: frontend.resume(sequence, params, constraints))
+        begun = reservation.begun
+        thread.follow(
+            reservation.stream, lambda: frontend.resume(sequence, params, constraints, begun)
+        )
 
 
 def _refuse(handle: _Handle, reservation: _Reservation, error: Exception) -> None:

@@ -27,6 +27,7 @@ from forethought.assets import reasoner_dir
 from forethought.config.engine import LlmArgs
 from forethought.config.sampling import SamplingParams
 from forethought.engine import resolve
+from forethought.engine.base import BaseEngine, Begun
 from forethought.engine.engine import Engine
 from forethought.engine.sequence import Sequence
 from forethought.engine.snapshot import SequenceSnapshot
@@ -64,15 +65,18 @@ class Generation:
         rule: ThinkingRule | None = None,
     ) -> None:
         self.sequences, self._tokenizer, self._prompt = sequences, tokenizer, prompt
+        prompt_ids = sequences[0].tokens[: sequences[0].prompt_length]
         self._transcripts = {
-            sequence.id: Transcript(tokenizer, sequence.params, sequence.tokens, sequence.index)
+            sequence.id: Transcript(tokenizer, sequence.params, prompt_ids, sequence.index)
             for sequence in sequences
         }
+        for sequence in sequences:  # one that has begun elsewhere has an output
+            self._transcripts[sequence.id].add(sequence.output, None)
         self._metrics = {sequence.id: sequence.metrics for sequence in sequences}
         self._drafted_steps = {sequence.id: sequence.drafted_steps for sequence in sequences}
         self._thoughts = dict[int, ThinkingConstraint]()
         if rule is not None:
-            thoughts = rule.samples(sequences[0].tokens, [None] * len(sequences))
+            thoughts = rule.samples(prompt_ids, [None] * len(sequences))
             self._thoughts = {s.id: t for s, t in zip(sequences, thoughts, strict=True)}
         self._error: Exception | None = None
         self._taken: Event | None = None
@@ -229,7 +233,7 @@ class Frontend:
 
     def __init__(
         self,
-        engine: Engine,
+        engine: BaseEngine,
         tokenizer: Tokenizer,
         model_dir: Path,
         grammars: GrammarCompiler,
@@ -295,6 +299,12 @@ class Frontend:
             self.snapshots,
             self.profile,
         )
+
+    @property
+    def local_engine(self) -> Engine:
+        """The engine, where it computes in this process."""
+        assert isinstance(self.engine, Engine), "it is not of replicas"
+        return self.engine
 
     # ---- from any thread --------------------------------------------------------------------
 
@@ -366,7 +376,7 @@ class Frontend:
         """An adapter for the model, which no request can choose yet. Raises ModelError if it is
         broken, not supported or of another model.
         """
-        return self.engine.runner.lm.place(read_adapter(name, path))
+        return self.engine.place_adapter(read_adapter(name, path))
 
     def abandon(self, garbage: Sequence | Generation) -> None:
         """End a live sequence or a generation with the next ``sweep``. The garbage collector may
@@ -408,10 +418,14 @@ class Frontend:
         return self._keep(self.engine.open(token_ids))
 
     def resume(
-        self, sequence: Sequence, params: SamplingParams, constraints: Constraints | None
+        self,
+        sequence: Sequence,
+        params: SamplingParams,
+        constraints: Constraints | None,
+        begun: Begun = Begun(),  # noqa: B008
     ) -> Generation:
-        """Generate from a live sequence."""
-        self.engine.resume(sequence, params, constraints=constraints)
+        """Generate from a live sequence, or go on with what has ``begun`` elsewhere."""
+        self.engine.resume(sequence, params, constraints=constraints, begun=begun)
         return self._follow([sequence], params)
 
     def fork(self, sequence: Sequence, length: int | None) -> Sequence:
@@ -430,7 +444,7 @@ class Frontend:
 
     def remove_adapter(self, name: str) -> None:
         """Forget an adapter; see ``AdapterTable.remove``."""
-        self.engine.adapters.remove(name, self.engine.scheduler)
+        self.engine.remove_adapter(name)
 
     def restore(self, saved: SequenceSnapshot) -> Sequence:
         """A live sequence that goes on from a snapshot."""

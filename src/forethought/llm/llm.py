@@ -180,7 +180,7 @@ class LLM:
         """
         adapter = self._checked().read_adapter(name, path)
         with self._exclusive() as frontend:
-            frontend.engine.adapters.add(adapter)
+            frontend.engine.add_adapter(adapter)
 
     def remove_adapter(self, name: str) -> None:
         """Forget a LoRA adapter. Raises UnknownNameError if there is none of this name, UsageError
@@ -192,7 +192,7 @@ class LLM:
     @property
     def adapters(self) -> list[str]:
         """The names of the LoRA adapters."""
-        return self._running().engine.adapters.names
+        return list(self._running().engine.capabilities.adapters)
 
     @property
     def profile(self) -> ModelProfile:
@@ -274,7 +274,7 @@ class LLM:
     def _check_fork(self, frontend: Frontend) -> None:
         """Raises if this forked child cannot go on with the engine of its parent."""
         reason = ""
-        if frontend.engine.runner.lm.device.type != "cpu":
+        if frontend.local_engine.runner.lm.device.type != "cpu":
             reason = "CUDA does not survive a fork"
         elif torch.get_num_threads() > 1:
             reason = f"the {torch.get_num_threads()} threads of torch do not survive a fork"
@@ -359,7 +359,7 @@ class LLM:
             with self._exclusive() as frontend:
                 for request in requests:
                     generations.append(frontend.submit(*request))
-                frontend.engine.order_by_prefix([g.sequences for g in generations])
+                frontend.local_engine.order_by_prefix([g.sequences for g in generations])
             return [self._last(generation, Generation.output) for generation in bar(generations)]
         finally:
             for generation in generations:

@@ -314,7 +314,7 @@ class _Suite:
     def _expect_empty(self, worker: EngineWorker) -> None:
         frontend = worker.llm._frontend
         self._wait(lambda: not frontend.is_busy, "the engine is still busy")
-        engine = frontend.engine
+        engine = frontend.local_engine
         gc.collect()  # closes sessions of cancelled tasks, which frames of their errors may hold
         self._wait(lambda: not list(engine.scheduler), "sequences are still open")
         engine.check_integrity()

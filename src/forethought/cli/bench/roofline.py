@@ -77,7 +77,7 @@ def measure(args: argparse.Namespace) -> int:
     check_installed()
     make_folder(args.out)
     with LLM(**fields) as llm:
-        runner = llm.lend("bench roofline").engine.runner
+        runner = llm.lend("bench roofline").local_engine.runner
         llm.take_back()
         lm = runner.lm
         cost = roofline.ModelCost.of(lm, runner.storage.stored_dtype)
