@@ -129,7 +129,7 @@ class BaseEngine(ABC):
         params: SamplingParams,
         *,
         constraints: Constraints | None = None,
-        begun: Begun = Begun(),  # noqa: B008
+        begun: Begun = Begun(),
     ) -> None:
         """Generate from a parked sequence; see ``Engine.resume``."""
 
@@ -276,6 +276,7 @@ class BaseEngine(ABC):
                 f"it holds {capacity}",
                 "Shorten the prompt or raise kv_cache_config.max_tokens",
             )
+
     @staticmethod
     def _expect_parked(sequence: Sequence, done: str) -> None:
         if sequence.status is not Status.PARKED:

@@ -40,9 +40,9 @@ from forethought.engine.step import Event, Step
 from forethought.errors import CapacityError, ParameterError, UsageError
 from forethought.kv.pool import PagePool, PrefixIndex
 from forethought.kv.table import PageTable
+from forethought.model.adapter import Adapter
 from forethought.model.device import computing_threads
 from forethought.model.runner import ModelRunner
-from forethought.model.adapter import Adapter
 from forethought.model.sampling import Constraint, Constraints
 from forethought.model.token_adapters import PlacedAdapter
 from forethought.outputs import EngineLoad, EngineStats, FinishReason, SpeculationMetrics
@@ -83,9 +83,7 @@ class Engine(BaseEngine):
         self.index = PrefixIndex(self.pool, reuse)
         self._capacity = self.pool.num_pages * self.pool.page_size
         self._max_context = limits.max_length
-        super().__init__(
-            replace(limits, max_length=min(limits.max_length, self._capacity)), seed
-        )
+        super().__init__(replace(limits, max_length=min(limits.max_length, self._capacity)), seed)
         self.scheduler = Scheduler(self.pool, self.index, self.limits, self.stats)
         self.speculation = Drafting(drafters, self.stats, runner.lm.vocab_size, runner.lm.device)
         self.scheduler.on_end = self.speculation.release

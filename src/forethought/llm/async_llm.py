@@ -114,12 +114,32 @@ class AsyncLLM:
         self._run(llm.lend("an AsyncLLM"), max_pending, llm)
         return self
 
-    def _run(self, frontend: Frontend, max_pending: int, lender: LLM | None = None) -> None:
+    @classmethod
+    def of(
+        cls,
+        frontend: Frontend,
+        thread: type[EngineThread] = EngineThread,
+        *,
+        max_pending: int = MAX_PENDING,
+    ) -> AsyncLLM:
+        """Run a frontend in a thread of this kind."""
+        _check(max_pending)
+        self = cls.__new__(cls)
+        self._run(frontend, max_pending, thread=thread)
+        return self
+
+    def _run(
+        self,
+        frontend: Frontend,
+        max_pending: int,
+        lender: LLM | None = None,
+        thread: type[EngineThread] = EngineThread,
+    ) -> None:
         self.model_dir, self.tokenizer = frontend.model_dir, frontend.tokenizer.hf
         self._frontend, self._limit = frontend, ConcurrencyLimit(max_pending)
         frontend.engine.ends_with_rows = True
         frontend.tokenizer.stop_candidates.of(())  # made now, so that no event loop waits for them
-        self._thread = EngineThread(frontend)
+        self._thread = thread(frontend)
         self._shutdown = weakref.finalize(self, _stop, self._thread, lender)
 
     async def generate(

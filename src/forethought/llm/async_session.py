@@ -410,7 +410,7 @@ class SessionStream:
         """The whole output, at the end of the generation."""
         return await self._stream.last()
 
-    async def reach(self, count: int, hold: float = math.inf) -> CompletionOutput:
+    async def reach(self, count: float, hold: float = math.inf) -> CompletionOutput:
         """The output so far, once it has ``count`` tokens or the generation has ended. At ``hold``
         tokens, or a few more if there are drafts, the generation stops until the next call.
         """

@@ -144,7 +144,7 @@ class OutputStream(Generic[Output]):
         self._returned = True
         return self._newest
 
-    async def reach(self, count: int, hold: float = math.inf) -> Output:
+    async def reach(self, count: float, hold: float = math.inf) -> Output:
         """The newest output once its first sample has ``count`` tokens; the last if it ends before.
         The loop is not woken up earlier. At ``hold`` tokens the generation stops until the next
         call. Raises as ``next``.

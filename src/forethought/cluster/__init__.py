@@ -1,0 +1,24 @@
+"""Replicas of a model on Ray, as one model that outlives each of them.
+
+* ``worker.py`` ``open_llm``: an ``AsyncLLM`` over replicas; ``ReplicaWorker``: methods over it
+* ``engine.py`` the sequences as the ingress keeps them, and how they go on elsewhere
+* ``fleet.py`` ``link.py`` ``placement.py`` replicas that are started, watched and replaced; one of
+  them; which of them generates
+* ``replica.py`` ``messages.py`` one engine behind messages, and what these say
+* ``actors.py`` replicas as actors of Ray, which is imported here alone
+"""
+
+from typing import TYPE_CHECKING, Any
+
+from forethought.lazy_names import LazyNames
+
+if TYPE_CHECKING:
+    from forethought.cluster.worker import ReplicaWorker, links_of, open_llm, scale
+
+__all__ = ["ReplicaWorker", "links_of", "open_llm", "scale"]
+
+_NAMES = LazyNames(__name__, {"cluster.worker": __all__})
+
+
+def __getattr__(name: str) -> Any:
+    return _NAMES.load(name)

@@ -1,0 +1,163 @@
+"""Replicas as actors of Ray, which starts them where there is room and says when one has died."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import uuid
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from forethought.cluster.link import Reply
+from forethought.cluster.messages import Command
+from forethought.cluster.replica import Replica
+from forethought.errors import DependencyError, EngineStopped, ForethoughtError, ParameterError
+
+NAMESPACE = "forethought"
+"""Of the actors in a cluster of Ray."""
+_OBJECT_STORE = 128 * 2**20
+"""Bytes of a Ray that is started here: messages are small."""
+_LEAVE_SECONDS = 3.0
+
+
+def start_ray(address: str | None, num_replicas: int) -> None:
+    """Join the cluster of Ray at an address, or start one on this machine; nothing, where this
+    process has done so already.
+
+    Raises:
+        DependencyError: Ray is not installed.
+        ParameterError: there is no cluster at the address.
+    """
+    ray = _ray()
+    if ray.is_initialized():
+        return
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    options: dict[str, Any] = {"namespace": NAMESPACE, "logging_level": "ERROR"}
+    if address is None:
+        options |= {
+            "address": "local",
+            "num_cpus": max(num_replicas, os.cpu_count() or 1),
+            "object_store_memory": _OBJECT_STORE,
+            "include_dashboard": False,
+            "log_to_driver": False,
+        }
+    else:
+        options["address"] = address
+    try:
+        ray.init(**options)
+    except (ConnectionError, ValueError, RuntimeError) as error:
+        where = "on this machine" if address is None else f"at {address}"
+        raise ParameterError(
+            f"Ray cannot be used {where}", str(error), "Start it with: ray start --head"
+        ) from error
+
+
+@dataclass(frozen=True, slots=True)
+class Resources:
+    """What Ray reserves for a replica."""
+
+    num_cpus: int
+    num_gpus: int
+
+    @classmethod
+    def share(cls, fields: Mapping[str, Any], num_replicas: int) -> Resources:
+        """An equal share of the processors there are now, or as many as the ``LlmArgs`` in
+        ``fields`` say; GPUs where there are some, unless these choose the CPU.
+        """
+        total = _ray().cluster_resources()
+        threads = fields.get("num_threads")
+        nodes = max(1, sum(name.startswith("node:") for name in total) - 1)
+        share = int(total.get("CPU", 1) // max(num_replicas, nodes))
+        num_cpus = threads if isinstance(threads, int) else max(1, share)
+        on_cpu = str(fields.get("device", "auto")).startswith("cpu") or not total.get("GPU")
+        return cls(num_cpus, 0 if on_cpu else int(fields.get("tensor_parallel_size") or 1))
+
+
+def name_of(fields: Mapping[str, Any]) -> str:
+    """The beginning of the names of replicas with these ``LlmArgs``: an ingress that comes after
+    another one finds those of the same model again, and no others.
+    """
+    text = repr(sorted((name, str(value)) for name, value in fields.items()))
+    return f"replica-{hashlib.blake2b(text.encode(), digest_size=4).hexdigest()}"
+
+
+class ActorOpener:
+    """Finds or starts the actor of a name."""
+
+    def __init__(
+        self, arguments: Sequence[Any], resources: Resources, kind: type = Replica
+    ) -> None:
+        self._arguments, self._resources, self._kind = arguments, resources, kind
+
+    def __call__(self, name: str, reply: Reply) -> ActorChannel:
+        """The replica of a name, for one connection."""
+        actor = _ray().remote(self._kind)
+        options = actor.options(
+            name=name,
+            namespace=NAMESPACE,
+            get_if_exists=True,
+            lifetime="detached",  # outlives the ingress, and its driver
+            num_cpus=self._resources.num_cpus,
+            num_gpus=self._resources.num_gpus,
+            max_restarts=0,  # in its place another one is started: Ray's own takes seconds to tell
+            scheduling_strategy="SPREAD",
+        )
+        return ActorChannel(options.remote(*self._arguments), reply)
+
+
+class ActorChannel:
+    """Messages to one actor, as one of its ingresses."""
+
+    def __init__(self, actor: Any, reply: Reply) -> None:
+        self._actor, self._reply, self._ingress = actor, reply, uuid.uuid4().hex
+
+    def connect(self) -> None:
+        """See ``Channel``; so are the others."""
+        self._answered(self._actor.connect.remote(self._ingress))
+
+    def tell(self, number: int, commands: Sequence[Command]) -> None:
+        """Send commands."""
+        self._answered(self._actor.tell.remote(self._ingress, number, commands))
+
+    def ask(self) -> None:
+        """Ask for updates."""
+        self._answered(self._actor.updates.remote(self._ingress))
+
+    def kill(self) -> None:
+        """End the actor."""
+        with contextlib.suppress(Exception):  # it has ended, or its cluster has
+            _ray().kill(self._actor)
+
+    def leave(self) -> None:
+        """Leave the actor."""
+        ray = _ray()
+        with contextlib.suppress(Exception):  # as above
+            if not ray.get(self._actor.leave.remote(self._ingress), timeout=_LEAVE_SECONDS):
+                ray.kill(self._actor)
+
+    def _answered(self, answer: Any) -> None:
+        def done(future: Any) -> None:
+            error = future.exception()
+            result = _as_error(error) if error is not None else future.result()
+            if result is not None:
+                self._reply(result)
+
+        answer.future().add_done_callback(done)
+
+
+def _as_error(error: BaseException) -> Exception:
+    cause = getattr(error, "cause", None)
+    if isinstance(cause, ForethoughtError):
+        return cause
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    return EngineStopped("the replica died", lines[0])
+
+
+def _ray() -> Any:
+    try:
+        import ray
+    except ModuleNotFoundError as error:
+        raise DependencyError.missing(error.name or "ray", "replicas", "ray") from error
+    return ray

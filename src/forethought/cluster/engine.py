@@ -1,0 +1,524 @@
+"""``ClusterEngine``: sequences whose tokens replicas compute, and which outlive them.
+
+The ingress keeps of each sequence what it takes to go on with it anywhere: its tokens, its params
+with the seed that was drawn here, and how many of the tokens are output of the generation that is
+in progress. The uniform sample of a token is a pure function of (seed, sample, position), and
+limits, penalties, shapes and thoughts are functions of the output, so that another replica goes on
+with the same tokens. What a replica has computed and not told yet is computed again.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Callable, Mapping
+from collections.abc import Sequence as Ids
+from dataclasses import dataclass, field
+from typing import Never
+
+from typing_extensions import override
+
+from forethought.cluster.fleet import Fleet
+from forethought.cluster.link import Link
+from forethought.cluster.messages import Branch, Close, Generate, Progress, Reach, Stop
+from forethought.cluster.placement import Placement
+from forethought.config.sampling import SamplingParams
+from forethought.engine.base import BaseEngine, Begun, Capabilities
+from forethought.engine.sequence import Sequence, Status
+from forethought.engine.snapshot import SequenceSnapshot
+from forethought.engine.step import Event
+from forethought.errors import ModelError, RequestError, UsageError
+from forethought.kv.pool import PagePool
+from forethought.kv.table import PageTable
+from forethought.model.adapter import Adapter
+from forethought.model.sampling import Constraints
+from forethought.model.token_adapters import PlacedAdapter
+from forethought.outputs import (
+    GRAMMAR_COMPLETE,
+    EngineLoad,
+    EngineStats,
+    FinishReason,
+    SpeculationMetrics,
+)
+from forethought.speculative.step_runner import Interrupt
+
+MAX_DEATHS = 3
+"""Replicas that may die under one generation: with the next one it fails, perhaps the cause."""
+MAX_STARTS = 5
+"""Failed starts in a row, while no replica is up, after which what waits for one fails."""
+
+
+class _Wake(Interrupt):
+    """Ends the wait for replicas."""
+
+    def __init__(self, wake: Callable[[], None]) -> None:
+        super().__init__()
+        self._wake = wake
+
+    @override
+    def request(self) -> None:
+        if not self.ends(0):
+            super().request()
+            self._wake()
+
+
+@dataclass(eq=False, slots=True)
+class _Remote:
+    """Where the tokens of a sequence are computed."""
+
+    sequence: Sequence
+    key: str | None
+    """Of the request; those of one request stay together."""
+    adapter: str | None = None
+    """By its name."""
+    handle: int = 0
+    link: Link | None = None
+    """The replica with the session; None: no replica has it."""
+    length: int = 0
+    """Tokens that the session begins with, of those here."""
+    generation: int | None = None
+    """Number of the generation in progress there; None: it is parked, or waits for a replica."""
+    metrics_before: SpeculationMetrics = field(default_factory=SpeculationMetrics)
+    """Of the generation in progress, in other replicas."""
+    asked: tuple[float, float] = (math.inf, math.inf)
+    """Count and hold of the last ``Reach``."""
+    num_deaths: int = 0
+
+
+class ClusterEngine(BaseEngine):
+    """Has sequences computed by the replicas of a fleet, one of which is up.
+
+    Args:
+        key: the key of the request on whose behalf a sequence is opened; None: it has none.
+    """
+
+    def __init__(
+        self,
+        fleet: Fleet,
+        seed: int | None = None,
+        key: Callable[[], str | None] = lambda: None,
+    ) -> None:
+        description = next(link.description for link in fleet.links if link.description)
+        super().__init__(description.limits, seed)
+        self.fleet, self._description, self._key = fleet, description, key
+        self.interrupt, self.stats = _Wake(fleet.wake), EngineStats()
+        self._past_stats = EngineStats()
+        self._placement, self._pool = Placement(), PagePool(1, 1)
+        self._ids, self._handles, self._generations = (itertools.count() for _ in range(3))
+        self._remotes: dict[Sequence, _Remote] = {}
+        self._running: dict[int, _Remote] = {}
+        self._homeless: dict[_Remote, None] = {}
+        """Generations that wait for a replica."""
+        self._events: list[Event] = []
+
+    @property
+    @override
+    def capabilities(self) -> Capabilities:
+        return self._description.capabilities
+
+    @property
+    @override
+    def load(self) -> EngineLoad:
+        loads = [link.engine_load for link in self.fleet.links if link.is_up]
+        usage = sum(load.kv_cache_usage for load in loads) / max(1, len(loads))
+        num_waiting = sum(load.waiting for load in loads) + len(self._homeless)
+        return EngineLoad(sum(load.running for load in loads), num_waiting, usage)
+
+    @property
+    def eos_ids(self) -> frozenset[int]:
+        """End-of-sequence tokens of the model."""
+        return self._description.eos_ids
+
+    @property
+    @override
+    def has_work(self) -> bool:
+        return True  # replicas die and come while nothing generates
+
+    @override
+    def check_concurrent(self) -> None:
+        raise ModelError(
+            "sequences cannot attend to each other",
+            "replicas compute them, and what they read could not be computed again elsewhere",
+            "Serve the model without replicas",
+        )
+
+    # ---- sequences ----------------------------------------------------------------------------
+
+    @override
+    def start(
+        self,
+        prompt_ids: Ids[int],
+        params: SamplingParams,
+        *,
+        keep: bool = False,
+        constraints: Constraints | None = None,
+    ) -> list[Sequence]:
+        seed, first = self._seed(params), self._new(prompt_ids, keep)
+        samples = [first]
+        self._generate(first, params.replace(n=1, seed=seed), Begun())
+        for index in range(1, params.n):
+            sample = self._forked(first, len(prompt_ids), keep)
+            one = params.replace(n=1, seed=seed, prompt_logprobs=None)
+            self._generate(sample, one, Begun(index=index))
+            samples.append(sample)
+        return samples
+
+    @override
+    def open(self, prompt_ids: Ids[int]) -> Sequence:
+        return self._new(prompt_ids, keep=True)
+
+    @override
+    def resume(
+        self,
+        sequence: Sequence,
+        params: SamplingParams,
+        *,
+        constraints: Constraints | None = None,
+        begun: Begun = Begun(),  # noqa: B008
+    ) -> None:
+        self.check_resume(sequence, params)
+        self._generate(sequence, params.replace(seed=self._seed(params)), begun)
+
+    @override
+    def extend(self, sequence: Sequence, token_ids: Ids[int]) -> None:
+        self._expect_parked(sequence, "extended")
+        self._check_ids("extension", token_ids)
+        self._check_length(len(sequence.tokens) + len(token_ids))
+        if sequence.extended_from is None:
+            sequence.extended_from = len(sequence.tokens)
+        sequence.tokens.extend(token_ids)
+        sequence.prompt_length = len(sequence.tokens)
+
+    @override
+    def fork(self, sequence: Sequence, length: int | None = None) -> Sequence:
+        length = len(sequence.tokens) if length is None else length
+        if sequence.status is Status.CLOSED or not 0 < length <= len(sequence.tokens):
+            raise UsageError(
+                "cannot fork this sequence",
+                f"it is {sequence.status.value} with {len(sequence.tokens)} tokens, not {length}",
+                "Fork a live sequence at one of its own lengths",
+            )
+        return self._forked(sequence, length, keep=True)
+
+    @override
+    def rewind(self, sequence: Sequence, length: int) -> None:
+        self._expect_parked(sequence, "rewound")
+        if not 0 < length <= len(sequence.tokens):
+            raise UsageError(
+                "cannot rewind this sequence",
+                f"length {length} is not between 1 and its {len(sequence.tokens)} tokens",
+                "Rewind to a length that it has had",
+            )
+        remote = self._remotes[sequence]
+        num_output = len(sequence.tokens) - max(length, sequence.prompt_length)
+        sequence.usage.discarded += num_output
+        del sequence.tokens[length:]
+        sequence.prompt_length = min(sequence.prompt_length, length)
+        remote.length = min(remote.length, length)
+        if sequence.extended_from is not None and sequence.extended_from >= length:
+            sequence.extended_from = None
+
+    @override
+    def abort(self, sequence: Sequence) -> None:
+        if not sequence.active:
+            return
+        remote = self._remotes[sequence]
+        if remote.generation is not None and remote.link is not None:
+            remote.link.send(Stop(remote.generation))
+        self._end(remote)
+
+    @override
+    def cut(self, sequence: Sequence, length: int) -> None:
+        self.abort(sequence)
+        if sequence.status is Status.PARKED:
+            self.rewind(sequence, length)
+        else:
+            sequence.usage.discarded += len(sequence.tokens) - length
+
+    @override
+    def close(self, sequence: Sequence) -> None:
+        self.abort(sequence)
+        sequence.status = Status.CLOSED
+        if (remote := self._remotes.pop(sequence, None)) is not None:
+            self._give_back(remote)
+
+    @override
+    def attend_to(self, sequence: Sequence, others: Mapping[Sequence, int]) -> None:
+        self.check_concurrent()
+
+    @override
+    def capture(self, sequence: Sequence, token_ids: Ids[int]) -> SequenceSnapshot:
+        _refuse_snapshots()
+
+    @override
+    def restore(self, saved: SequenceSnapshot) -> Sequence:
+        _refuse_snapshots()
+
+    @override
+    def place_adapter(self, adapter: Adapter) -> PlacedAdapter:
+        _refuse_adapters()
+
+    @override
+    def add_adapter(self, adapter: PlacedAdapter) -> None:
+        _refuse_adapters()
+
+    @override
+    def remove_adapter(self, name: str) -> None:
+        _refuse_adapters()
+
+    @override
+    def shutdown(self) -> None:
+        self.fleet.close()
+
+    def check_integrity(self) -> None:
+        """Assert that what runs is counted where it runs, and nowhere else."""
+        running = [remote for remote in self._remotes.values() if remote.generation is not None]
+        assert {r.generation for r in running} == self._running.keys()
+        for link in self.fleet.links:
+            assert link.num_generating == sum(remote.link is link for remote in running)
+        active = {remote for s, remote in self._remotes.items() if s.active}
+        assert active == {*running, *self._homeless}
+
+    # ---- steps --------------------------------------------------------------------------------
+
+    def wait_for(self, sequence: Sequence, count: float) -> None:
+        """Somebody waits for ``count`` tokens of the output of a sequence: for the end, if that is
+        infinite. Tokens come anyway, but gathered.
+        """
+        remote = self._remotes.get(sequence)
+        if remote is None or remote.generation is None or remote.link is None:
+            return
+        hold = sequence.hold - sequence.prompt_length
+        num_tokens = len(sequence.tokens) - sequence.prompt_length
+        if math.isinf(count) or count <= num_tokens + 1:
+            count = remote.asked[0]  # of the first tokens, and of the end, it tells at once
+        if (count, hold) != remote.asked:
+            remote.asked = count, hold
+            remote.link.send(Reach(remote.generation, count, hold))
+
+    @override
+    def step(self, max_steps: float = math.inf) -> list[Event]:
+        self._flush()
+        for link, updates in self.fleet.receive():
+            if updates is None:
+                self._lose(link)
+                continue
+            for progress in updates.progress:
+                self._take(progress)
+        self._count()
+        self._place_homeless()
+        self._flush()
+        self._events, events = [], self._events
+        return events
+
+    def _flush(self) -> None:
+        for link in self.fleet.links:
+            link.flush()
+
+    def _take(self, progress: Progress) -> None:
+        """What a replica has told of a generation."""
+        remote = self._running.get(progress.generation)
+        if remote is None:  # it was ended here meanwhile
+            return
+        sequence, tokens = remote.sequence, progress.tokens
+        if progress.error is not None:
+            self._fail(remote, progress.error)
+            return
+        sequence.tokens += tokens
+        remote.length = len(sequence.tokens)
+        sequence.usage.prefilled += progress.usage.prefilled
+        sequence.usage.cached += progress.usage.cached
+        sequence.usage.decoded += len(tokens)
+        if progress.prompt_logprobs is not None:
+            sequence.prompt_logprobs = progress.prompt_logprobs
+        sequence.drafted_steps += progress.drafted_steps
+        if progress.metrics is not None:
+            _assign(sequence.metrics, remote.metrics_before + progress.metrics)
+        reason, stop = progress.finish_reason, progress.stop_reason
+        if reason is not None:
+            self._end(remote)
+            sequence.finish_reason, sequence.stop_reason = reason, stop
+        if reason is FinishReason.STOP and isinstance(stop, str) and stop != GRAMMAR_COMPLETE:
+            reason = sequence.stop_reason = None  # a stop string, which the frontend sees as well
+        event = Event(sequence, tokens, progress.logprobs, reason, confidences=progress.confidences)
+        self._events.append(event)
+
+    def _fail(self, remote: _Remote, error: Exception) -> None:
+        self._end(remote)
+        self._give_back(remote)
+        self._events.append(Event(remote.sequence, [], error=error))
+
+    def _count(self) -> None:
+        """Add up the counts of the replicas."""
+        links = [link.stats for link in self.fleet.links]
+        _assign(self.stats, _sum_stats([self._past_stats, *links]))
+
+    # ---- where sequences are computed ---------------------------------------------------------
+
+    def _new(self, tokens: Ids[int], keep: bool) -> Sequence:
+        sequence = Sequence(
+            id=next(self._ids),
+            tokens=list(tokens),
+            prompt_length=len(tokens),
+            params=SamplingParams(),
+            table=PageTable(self._pool),
+            status=Status.PARKED,
+            keep=keep,
+        )
+        self._remotes[sequence] = _Remote(sequence, self._key())
+        return sequence
+
+    def _forked(self, sequence: Sequence, length: int, keep: bool) -> Sequence:
+        child, source = self._new(sequence.tokens[:length], keep), self._remotes[sequence]
+        remote = self._remotes[child]
+        remote.adapter = source.adapter
+        remote.key = source.key
+        if source.link is not None and source.link.is_up and source.length >= length:
+            self._opened(remote, source.link)
+            remote.length = length
+            source.link.send(Branch(remote.handle, source.handle, length))
+        return child
+
+    def _generate(self, sequence: Sequence, params: SamplingParams, begun: Begun) -> None:
+        remote = self._remotes[sequence]
+        if params.adapter is not None:
+            remote.adapter = params.adapter
+        sequence.params, sequence.index = params.replace(adapter=remote.adapter or ""), begun.index
+        sequence.prompt_length = len(sequence.tokens) - begun.num_tokens
+        sequence.finish_reason = sequence.stop_reason = sequence.extended_from = None
+        sequence.hold, sequence.prompt_logprobs = math.inf, []
+        sequence.metrics, sequence.drafted_steps = SpeculationMetrics(), []
+        sequence.status = Status.WAITING
+        remote.metrics_before, remote.num_deaths = SpeculationMetrics(), 0
+        self._place(remote)
+
+    def _place(self, remote: _Remote) -> None:
+        """Have a sequence generate in the replica that has it, or elsewhere from its tokens."""
+        sequence = remote.sequence
+        link = self._placement.choose(self.fleet.links, remote.key, remote.link)
+        if link is None:
+            self._homeless[remote] = None
+            return
+        if remote.link is not link:
+            self._give_back(remote)
+            self._opened(remote, link)
+        params = sequence.params
+        if sequence.prompt_logprobs:  # they are known from before
+            params = params.replace(prompt_logprobs=None)
+        num_output = len(sequence.tokens) - sequence.prompt_length
+        remote.generation, remote.asked = next(self._generations), (math.inf, math.inf)
+        command = Generate(
+            remote.handle,
+            remote.generation,
+            remote.length,
+            sequence.tokens[remote.length :],
+            params,
+            Begun(num_output, sequence.index),
+        )
+        link.send(command)
+        remote.length, sequence.status = len(sequence.tokens), Status.RUNNING
+        self._running[remote.generation] = remote
+        link.num_generating += 1
+        link.num_begun += 1
+
+    def _opened(self, remote: _Remote, link: Link) -> None:
+        remote.link, remote.handle, remote.length = link, next(self._handles), 0
+        self._placement.opened(remote.key, link)
+
+    def _give_back(self, remote: _Remote) -> None:
+        """Give up the session of a sequence in its replica."""
+        if remote.link is not None:
+            remote.link.send(Close(remote.handle))
+            self._placement.closed(remote.key)
+        remote.link, remote.length = None, 0
+
+    def _end(self, remote: _Remote) -> None:
+        """A generation is over."""
+        sequence = remote.sequence
+        self._homeless.pop(remote, None)
+        if remote.generation is not None:
+            del self._running[remote.generation]
+            assert remote.link is not None, "it was running"
+            remote.link.num_generating -= 1
+            remote.generation = None
+        sequence.status = Status.PARKED
+        if not sequence.keep:
+            sequence.status = Status.CLOSED
+            del self._remotes[sequence]
+            self._give_back(remote)
+
+    def _lose(self, link: Link) -> None:
+        """A replica is gone: its generations go on elsewhere, and its other sequences are computed
+        again when they generate next.
+        """
+        _assign(self._past_stats, _sum_stats([self._past_stats, link.stats]))
+        for remote in [r for r in self._remotes.values() if r.link is link]:
+            remote.link, remote.length = None, 0
+            self._placement.closed(remote.key)
+            if remote.generation is None:
+                continue
+            del self._running[remote.generation]
+            link.num_generating -= 1
+            remote.generation, remote.sequence.status = None, Status.WAITING
+            remote.metrics_before = remote.sequence.metrics.copy()
+            remote.num_deaths += 1
+            self._homeless[remote] = None
+        self._placement.lost(link)
+
+    def _place_homeless(self) -> None:
+        """Let the generations that wait for a replica go on where there is one."""
+        is_hopeless = not any(link.is_up for link in self.fleet.links) and all(
+            link.num_failures >= MAX_STARTS for link in self.fleet.links
+        )
+        for remote in [*self._homeless]:
+            if is_hopeless:
+                why = f"none has started after {MAX_STARTS} attempts: {self.fleet.failure}"
+                self._fail(remote, RequestError("there is no replica", why, "See their logs"))
+            elif remote.num_deaths > MAX_DEATHS:
+                self._fail(remote, _fatal(remote.num_deaths))
+            elif any(link.takes for link in self.fleet.links):
+                del self._homeless[remote]
+                self._place(remote)
+
+
+def _fatal(num_deaths: int) -> RequestError:
+    return RequestError(
+        "the request was ended",
+        f"{num_deaths} replicas have died while they generated for it, perhaps of it",
+        "See the logs of their processes",
+    )
+
+
+def _refuse_snapshots() -> Never:
+    raise UsageError(
+        "replicas save and restore no snapshots",
+        "sequences are not on this machine",
+        "Serve the model without replicas, or leave snapshot_dir out",
+    )
+
+
+def _refuse_adapters() -> Never:
+    raise UsageError(
+        "the adapters of replicas do not change",
+        "a replica that starts later would not have the same ones",
+        "Give all of them at the start",
+    )
+
+
+def _assign(target: object, source: object) -> None:
+    for item in dataclasses.fields(source):  # type: ignore[arg-type]
+        setattr(target, item.name, getattr(source, item.name))
+
+
+def _sum_stats(parts: Ids[EngineStats]) -> EngineStats:
+    """The counts of all; paths are those of the last."""
+    total = EngineStats()
+    for part in parts:
+        for item in dataclasses.fields(part):
+            value = getattr(part, item.name)
+            if isinstance(value, int | float):
+                value += getattr(total, item.name)
+            if value:
+                setattr(total, item.name, value)
+    return total

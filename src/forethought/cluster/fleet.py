@@ -1,0 +1,179 @@
+"""``Fleet``: the replicas of an ingress. They are started, watched, replaced and drained."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+from collections.abc import Iterator
+from functools import partial
+from queue import Empty, SimpleQueue
+from typing import Any
+
+from forethought.cluster.link import Link, Opener
+from forethought.cluster.messages import Description, Updates
+from forethought.errors import EngineStopped, ForethoughtError
+
+log = logging.getLogger(__name__)
+
+TICK = 0.25
+"""Seconds after which the replicas are looked at though none has answered."""
+FIRST_DELAY, MAX_DELAY = 0.25, 30.0
+"""Seconds before a replica that was never up is started again; they double each time."""
+HANG = 60.0
+"""Seconds of silence after which a replica is given up: it hangs, or its machine is gone."""
+
+
+class Fleet:
+    """Links to replicas, used by one thread; ``wake`` may be called from any.
+
+    Args:
+        open_channel: finds or starts the replica of a name, in a thread.
+        prefix: of their names.
+        hang_seconds: of silence, after which a replica is ended and replaced.
+
+    Attributes:
+        links: to all replicas, those that are not up yet, too.
+        num_lost: replicas that were up and have died.
+    """
+
+    def __init__(
+        self, open_channel: Opener, prefix: str, num_replicas: int, hang_seconds: float = HANG
+    ) -> None:
+        self._open_channel, self._prefix, self._hang_seconds = open_channel, prefix, hang_seconds
+        self._inbox = SimpleQueue[tuple[Link, Any] | None]()
+        self._closed = threading.Event()
+        self.links: list[Link] = []
+        self.num_lost = 0
+        self.failure: Exception | None = None
+        """Of the last replica that was never up, until one is."""
+        self.scale(num_replicas)
+
+    # ---- from any thread ----------------------------------------------------------------------
+
+    def wake(self) -> None:
+        """End the wait in ``receive``."""
+        self._inbox.put(None)
+
+    # ---- from the thread that uses it ---------------------------------------------------------
+
+    def scale(self, num_replicas: int) -> None:
+        """Start replicas, or drain those that are too many."""
+        staying = [link for link in self.links if not link.is_draining]
+        for link in staying[num_replicas:]:
+            log.info("%s is drained", link.name)
+            link.is_draining = True
+        taken = {link.name for link in self.links}
+        names = (f"{self._prefix}-{number}" for number in range(2 * num_replicas + len(taken)))
+        free = [name for name in names if name not in taken]
+        for name in free[: max(0, num_replicas - len(staying))]:
+            self._start(Link(name))
+
+    def wait(self, num_up: int = 1) -> None:
+        """Wait until replicas are up.
+
+        Raises what a first one failed with, such as UsageError, if it was never up.
+        """
+        while sum(link.is_up for link in self.links) < num_up:
+            for _ in self.receive():
+                pass
+            if self.failure is not None and not any(link.is_up for link in self.links):
+                failure = self.failure
+                self.close()
+                raise failure
+
+    def receive(self) -> Iterator[tuple[Link, Updates | None]]:
+        """What replicas have answered, once there is something or it is time to look at them. None:
+        the replica is gone, with all that it had.
+        """
+        answers: list[tuple[Link, Any] | None] = []
+        with contextlib.suppress(Empty):
+            answers.append(self._inbox.get(timeout=TICK))
+            while True:
+                answers.append(self._inbox.get_nowait())
+        for link, answer in filter(None, answers):
+            if link.is_dead:
+                continue
+            if isinstance(answer, Updates):
+                self._ask(link)
+                link.told(answer)
+                yield link, answer
+            elif isinstance(answer, Description):
+                log.info("%s is up", link.name)
+                self.failure = None
+                link.came_up(answer)
+                self._ask(link)
+            else:
+                yield from self._lose(link, answer)
+        yield from self._watch()
+
+    def close(self) -> None:
+        """Leave all replicas; those without another ingress end."""
+        self._closed.set()
+        for link in self.links:
+            link.is_dead = True
+            if link.channel is not None:
+                link.channel.leave()
+
+    # ---- the lives of replicas ----------------------------------------------------------------
+
+    def _start(self, link: Link) -> None:
+        self.links.append(link)
+        name = f"forethought-start-{link.name}"
+        threading.Thread(target=self._open, args=(link,), name=name, daemon=True).start()
+
+    def _open(self, link: Link) -> None:
+        delay = min(MAX_DELAY, FIRST_DELAY * 2**link.num_failures) if link.num_failures else 0.0
+        if self._closed.wait(delay):
+            return
+        reply = partial(self._reply, link)
+        try:
+            channel = self._open_channel(link.name, reply)
+            link.channel = channel
+            channel.connect()
+        except Exception as error:
+            reply(error)
+
+    def _reply(self, link: Link, answer: Any) -> None:
+        self._inbox.put((link, answer))
+
+    @staticmethod
+    def _ask(link: Link) -> None:
+        assert link.channel is not None, "it has answered"
+        link.channel.ask()
+
+    def _watch(self) -> Iterator[tuple[Link, None]]:
+        for link in [*self.links]:
+            if link.is_up and link.silence > self._hang_seconds:
+                why = f"nothing has come from it for {link.silence:.0f} s"
+                yield from self._lose(link, EngineStopped("the replica hangs", why))
+            elif link.is_draining and not link.num_generating:
+                yield link, None
+                self._end(link)
+                if link.channel is not None:
+                    threading.Thread(target=link.channel.leave, daemon=True).start()
+
+    def _lose(self, link: Link, error: Any) -> Iterator[tuple[Link, None]]:
+        """Give a replica up, and start one in its place."""
+        log.warning("%s is gone: %s", link.name, error)
+        was_up = link.is_up
+        self._end(link)
+        if link.channel is not None:
+            link.channel.kill()
+        if was_up:
+            self.num_lost += 1
+        else:
+            self.failure = _as_failure(error)
+        if not link.is_draining and not self._closed.is_set():
+            self._start(Link(link.name, 0 if was_up else link.num_failures + 1))
+        yield link, None
+
+    def _end(self, link: Link) -> None:
+        link.is_dead = True
+        self.links.remove(link)
+
+
+def _as_failure(error: Any) -> Exception:
+    if isinstance(error, ForethoughtError):
+        return error
+    return EngineStopped("a replica does not start", str(error), "See the log of its process")

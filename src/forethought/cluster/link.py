@@ -1,0 +1,136 @@
+"""``Link``: one replica as its ingress sees it, and what carries messages to it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+from forethought.cluster.messages import Command, Description, Updates
+from forethought.outputs import EngineLoad, EngineStats
+
+
+class Channel(Protocol):
+    """Carries messages to one replica. No method but ``leave`` waits; the answers, and what goes
+    wrong, are given to the ``Reply`` that it was made with, from any thread.
+    """
+
+    def connect(self) -> None:
+        """Ask for the ``Description``."""
+
+    def tell(self, number: int, commands: Sequence[Command]) -> None:
+        """Send commands; only a failure is answered."""
+
+    def ask(self) -> None:
+        """Ask for ``Updates``."""
+
+    def kill(self) -> None:
+        """End the replica, if it is still there."""
+
+    def leave(self) -> None:
+        """Tell it that nothing more comes, and end it if it has no other ingress."""
+
+
+Reply = Callable[[Any], None]
+"""Takes an answer; or an exception, after which the replica and what it had are given up."""
+Opener = Callable[[str, Reply], Channel]
+"""Finds or starts the replica of a name; it may wait, and raise."""
+
+
+class Link:
+    """One replica of an ingress, a ``Place`` for generations.
+
+    Args:
+        name: of the replica; one that comes in its place has the same.
+        num_failures: replicas of this name before it that were never up, one after the other.
+
+    Attributes:
+        channel: None until it is opened.
+        description: None until it is up.
+        num_generating: generations of this ingress there.
+        num_begun: the same, of all time.
+        is_draining: nothing new begins there, and it ends with the last generation.
+        is_dead: it is given up.
+        heard: when it has answered last, as of ``time.monotonic``.
+    """
+
+    def __init__(self, name: str, num_failures: int = 0) -> None:
+        self.name, self.num_failures = name, num_failures
+        self.channel: Channel | None = None
+        self.description: Description | None = None
+        self.num_generating = self.num_begun = 0
+        self.is_draining = self.is_dead = False
+        self.heard, self.stalled = time.monotonic(), 0.0
+        self.engine_load, self.stats = EngineLoad(0, 0, 0.0), EngineStats()
+        self._num_elsewhere = self._num_messages = 0
+        self._outbox: list[Command] = []
+
+    @property
+    def is_up(self) -> bool:
+        """Whether it takes commands."""
+        return self.description is not None and not self.is_dead
+
+    @property
+    def takes(self) -> bool:
+        """Whether new generations may begin there."""
+        return self.is_up and not self.is_draining
+
+    @property
+    def capacity(self) -> int:
+        """Generations that run there at once."""
+        return 1 if self.description is None else self.description.limits.max_batch_size
+
+    @property
+    def load(self) -> int:
+        """Generations that run or wait there, those of other ingresses as of its last answer."""
+        return self.num_generating + self._num_elsewhere
+
+    @property
+    def silence(self) -> float:
+        """Seconds since it has answered, or since its engine has made a step that it should."""
+        return max(time.monotonic() - self.heard, self.stalled)
+
+    def send(self, command: Command) -> None:
+        """Send a command with the next ``flush``."""
+        self._outbox.append(command)
+
+    def flush(self) -> None:
+        """Send the commands in one message."""
+        if self._outbox and self.channel is not None and not self.is_dead:
+            self._outbox, commands = [], self._outbox
+            self.channel.tell(self._num_messages, commands)
+            self._num_messages += 1
+
+    def came_up(self, description: Description) -> None:
+        """It has described itself."""
+        self.description, self.num_failures = description, 0
+        self.heard = time.monotonic()
+
+    def told(self, updates: Updates) -> None:
+        """It has answered."""
+        self.heard, self.stalled = time.monotonic(), updates.stalled
+        self.engine_load, self.stats = updates.load, updates.stats
+        num_running = updates.load.running + updates.load.waiting
+        self._num_elsewhere = max(0, num_running - self.num_generating)
+
+    # ---- as the server's metrics show it ------------------------------------------------------
+
+    @property
+    def url(self) -> str:
+        """Its name."""
+        return self.name
+
+    @property
+    def is_healthy(self) -> bool:
+        """Whether it takes new generations."""
+        return self.takes
+
+    @property
+    def num_in_flight(self) -> int:
+        """Generations of this ingress there."""
+        return self.num_generating
+
+    @property
+    def num_requests(self) -> int:
+        """Generations that have begun or gone on there."""
+        return self.num_begun

@@ -1,0 +1,305 @@
+"""``Replica``: one engine of several, an actor of Ray that runs the sessions of its ingresses.
+
+It knows nothing of Ray: an actor is made of the class by ``cluster.actors``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from forethought.cluster.messages import (
+    Branch,
+    Close,
+    Command,
+    Description,
+    Generate,
+    Progress,
+    Reach,
+    Stop,
+    Updates,
+)
+from forethought.errors import EngineStopped, ForethoughtError, RequestError
+from forethought.llm.async_llm import AsyncLLM
+from forethought.llm.async_session import AsyncSession, SessionStream
+from forethought.outputs import CompletionOutput, Usage
+
+GATHER = 0.05
+"""Seconds in which tokens of a generation are gathered, after its first ones and unless somebody
+waits for a number of them."""
+HEARTBEAT = 0.5
+"""Seconds after which an ingress is answered though nothing is new."""
+LEASE = 30.0
+"""Seconds without a question after which the sessions of an ingress are closed: it has died."""
+ORPHAN = 600.0
+"""Seconds without any ingress after which the process ends."""
+MAX_EARLY = 1024
+"""Messages of an ingress that may wait for one before them."""
+
+
+@dataclass(eq=False, slots=True)
+class _Generation:
+    """A generation, and what has been told of it."""
+
+    number: int
+    session: AsyncSession
+    stream: SessionStream
+    num_begun: int
+    num_told: int
+    usage: Usage
+    """Of its session, as told."""
+    num_steps_told: int = 0
+    following: asyncio.Task[None] | None = None
+    waiting: set[asyncio.Task[None]] = field(default_factory=set)
+    is_over: bool = False
+
+    def progress(self, output: CompletionOutput) -> Progress:
+        """What is new in an output."""
+        first, usage = self.num_told, self.session.usage
+        scores = slice(first - self.num_begun, None)
+        told = Progress(
+            self.number,
+            output.token_ids[first:],
+            output.logprobs and output.logprobs[scores],
+            output.confidences and output.confidences[scores],
+            output.finish_reason,
+            output.stop_reason,
+            output.metrics,
+            output.drafted_steps[self.num_steps_told :],
+            usage - self.usage,
+        )
+        if first == self.num_begun:
+            told.prompt_logprobs = self.session.prompt_logprobs or None
+        self.num_told, self.num_steps_told = len(output.token_ids), len(output.drafted_steps)
+        self.usage, self.is_over = usage, output.finish_reason is not None
+        return told
+
+    def cancel(self) -> None:
+        """Tell nothing more, and end it."""
+        self.is_over = True
+        for task in (*self.waiting, self.following):
+            if task is not None:
+                task.cancel()
+        self.stream.leave()
+
+
+@dataclass(eq=False, slots=True)
+class _Ingress:
+    """The sessions of one ingress, and what it has to be told."""
+
+    sessions: dict[int, AsyncSession] = field(default_factory=dict)
+    generations: dict[int, _Generation] = field(default_factory=dict)
+    by_handle: dict[int, _Generation] = field(default_factory=dict)
+    """The current or last generation of a session, until it goes on."""
+    early: dict[int, Sequence[Command]] = field(default_factory=dict)
+    """Messages that have come before an earlier one, by their numbers."""
+    num_messages: int = 0
+    news: list[Progress] = field(default_factory=list)
+    has_news: asyncio.Event = field(default_factory=asyncio.Event)
+    last_seen: float = field(default_factory=time.monotonic)
+
+
+class Replica:
+    """Runs sessions for ingresses. Raises as ``AsyncLLM``; its methods EngineStopped if the engine
+    has died, or the ingress is not known (any more): whatever it had here is gone.
+
+    Args:
+        fields: of ``LlmArgs``.
+    """
+
+    def __init__(self, fields: Mapping[str, Any]) -> None:
+        self._fields, self._loading = fields, asyncio.Lock()
+        self._loaded: AsyncLLM | None = None
+        self._ingresses: dict[str, _Ingress] = {}
+        self._steps, self._stepped = 0, time.monotonic()
+        self._orphaned = time.monotonic()
+        self._guard: asyncio.Task[None] | None = None
+
+    async def connect(self, ingress: str) -> Description:
+        """Begin to take commands of an ingress. The first one has the model loaded."""
+        async with self._loading:
+            if self._loaded is None:
+                self._loaded = await asyncio.to_thread(lambda: AsyncLLM(**self._fields))
+        self._check()
+        self._ingresses[ingress] = _Ingress()
+        if self._guard is None:
+            self._guard = asyncio.create_task(self._expire())
+        engine = self._llm._frontend.local_engine
+        eos_ids = engine.runner.lm.eos_token_ids
+        return Description(os.getpid(), engine.capabilities, engine.limits, frozenset(eos_ids))
+
+    async def tell(self, ingress: str, number: int, commands: Sequence[Command]) -> None:
+        """Run commands, after those of the messages before; ``number`` counts messages from 0."""
+        self._check()
+        asker = self._known(ingress)
+        asker.early[number] = commands
+        if len(asker.early) > MAX_EARLY:
+            raise EngineStopped("messages of the ingress were lost", "", "It connects again")
+        while (commands := asker.early.pop(asker.num_messages, ())) != ():
+            asker.num_messages += 1
+            for command in commands:
+                await self._run(asker, command)
+
+    async def updates(self, ingress: str) -> Updates:
+        """What is new: at once, if there is something, or as soon as there is."""
+        asker = self._known(ingress)
+        asker.last_seen = time.monotonic()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(HEARTBEAT):
+                await asker.has_news.wait()
+        self._check()
+        asker.has_news.clear()
+        asker.news, news = [], asker.news
+        asker.last_seen = time.monotonic()
+        return Updates(news, self._llm.load, self._llm.stats, self._stalled())
+
+    async def leave(self, ingress: str) -> int:
+        """Close the sessions of an ingress; returns how many others there are."""
+        if (asker := self._ingresses.pop(ingress, None)) is not None:
+            self._orphaned = time.monotonic()
+            await self._close(asker)
+        return len(self._ingresses)
+
+    @property
+    def _llm(self) -> AsyncLLM:
+        assert self._loaded is not None, "an ingress has connected"
+        return self._loaded
+
+    # ---- commands: none of them waits, so that they run in their order --------------------------
+
+    async def _run(self, asker: _Ingress, command: Command) -> None:
+        match command:
+            case Branch(handle, source, length):
+                if source in asker.sessions:  # else what was to open it has failed
+                    asker.sessions[handle] = await asker.sessions[source].branch(length)
+            case Generate():
+                await self._generate(asker, command)
+            case Reach(number, count, hold):
+                if (generation := asker.generations.get(number)) is not None:
+                    work = self._reach(asker, generation, count, hold)
+                    generation.waiting.add(task := asyncio.create_task(work))
+                    task.add_done_callback(generation.waiting.discard)
+            case Stop(number):
+                if (generation := asker.generations.pop(number, None)) is not None:
+                    generation.cancel()
+            case Close(handle):
+                await self._close_session(asker, handle)
+
+    async def _generate(self, asker: _Ingress, command: Generate) -> None:
+        try:
+            session = await self._prepared(asker, command)
+            stream = session.stream(command.params, begun=command.begun)
+        except Exception as error:
+            self._fail(asker, command.generation, error)
+            return
+        begun = command.begun.num_tokens
+        usage = Usage() if command.length == 0 else session.usage
+        generation = _Generation(command.generation, session, stream, begun, begun, usage)
+        asker.generations[command.generation] = asker.by_handle[command.handle] = generation
+        generation.following = asyncio.create_task(self._follow(asker, generation))
+
+    async def _prepared(self, asker: _Ingress, command: Generate) -> AsyncSession:
+        """The session of a handle with exactly the tokens that the command goes on from."""
+        handle, length, rest = command.handle, command.length, list(command.rest)
+        before = asker.by_handle.pop(handle, None)
+        if length == 0:
+            session = self._llm.start(rest)
+            if command.params.prompt_logprobs is not None:  # of what is added to a session
+                session = await self._llm.start(rest[:1]).branch(1, rest[1:])
+        else:
+            if handle not in asker.sessions:
+                raise RequestError("the session cannot go on", "what it is a fork of has failed")
+            session = asker.sessions[handle]
+            was_stopped = before is not None and before.number not in asker.generations
+            if rest or was_stopped or len(session.tokens) != length:
+                session = await session.branch(length, rest)
+        if before is not None:
+            asker.generations.pop(before.number, None)
+        asker.sessions[handle] = session  # another one of before is closed as garbage
+        return session
+
+    async def _close_session(self, asker: _Ingress, handle: int) -> None:
+        generation = asker.by_handle.pop(handle, None)
+        if generation is not None and generation.number in asker.generations:
+            del asker.generations[generation.number]
+            generation.cancel()
+        session = asker.sessions.pop(handle, None)
+        if session is not None:
+            asyncio.ensure_future(session.close())  # noqa: RUF006 its command is what counts
+
+    # ---- generations --------------------------------------------------------------------------
+
+    async def _follow(self, asker: _Ingress, generation: _Generation) -> None:
+        """Tell what is generated: the first tokens at once, others as they are gathered."""
+        try:
+            async for output in generation.stream:
+                self._tell(asker, generation, output)
+                await generation.stream.pause(GATHER)
+        except Exception as error:
+            self._fail(asker, generation.number, error)
+
+    async def _reach(
+        self, asker: _Ingress, generation: _Generation, count: float, hold: float
+    ) -> None:
+        """Tell at once when there are ``count`` tokens."""
+        with contextlib.suppress(ForethoughtError):  # ``_follow`` tells of it
+            self._tell(asker, generation, await generation.stream.reach(count, hold))
+
+    def _tell(self, asker: _Ingress, generation: _Generation, output: CompletionOutput) -> None:
+        is_new = len(output.token_ids) > generation.num_told or output.finish_reason is not None
+        if is_new and not generation.is_over:
+            asker.news.append(generation.progress(output))
+            asker.has_news.set()
+
+    def _fail(self, asker: _Ingress, number: int, error: Exception) -> None:
+        if not isinstance(error, EngineStopped):  # else all end, and ``_check`` says so
+            asker.news.append(Progress(number, error=_portable(error)))
+        asker.has_news.set()
+
+    # ---- the ends of engine and ingresses -----------------------------------------------------
+
+    def _known(self, ingress: str) -> _Ingress:
+        try:
+            return self._ingresses[ingress]
+        except KeyError:
+            why = f"nothing was heard of it for {LEASE:g} s, or it has never connected"
+            raise EngineStopped("the ingress is not known", why, "Connect again") from None
+
+    def _check(self) -> None:
+        if self._llm.has_ended:
+            raise EngineStopped("the engine of the replica died", "", "See the log of its process")
+
+    def _stalled(self) -> float:
+        engine = self._llm._frontend.local_engine
+        now, steps = time.monotonic(), engine.stats.steps
+        if steps != self._steps or not engine.scheduler.to_run:
+            self._steps, self._stepped = steps, now
+        return now - self._stepped
+
+    async def _close(self, asker: _Ingress) -> None:
+        for generation in asker.generations.values():
+            generation.cancel()
+        await AsyncSession.close_all(asker.sessions.values())
+
+    async def _expire(self) -> None:
+        while True:
+            await asyncio.sleep(LEASE / 6)
+            now = time.monotonic()
+            for name, asker in [*self._ingresses.items()]:
+                if now - asker.last_seen > LEASE:
+                    await self.leave(name)
+            if not self._ingresses and now - self._orphaned > ORPHAN:
+                os._exit(0)
+
+
+def _portable(error: Exception) -> Exception:
+    """An error as another process can read it."""
+    if isinstance(error, ForethoughtError):
+        error.__cause__ = error.__context__ = None
+        return error.with_traceback(None)
+    return RequestError("the request failed in a replica", f"{type(error).__name__}: {error}")

@@ -1,0 +1,235 @@
+"""Replicas without a model or Ray: in this process, with tokens that are a hash of what they follow."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from hashlib import blake2b
+
+from forethought.cluster.engine import ClusterEngine
+from forethought.cluster.fleet import Fleet
+from forethought.cluster.link import Link, Reply
+from forethought.cluster.messages import (
+    Branch,
+    Close,
+    Command,
+    Description,
+    Generate,
+    Progress,
+    Reach,
+    Stop,
+    Updates,
+)
+from forethought.config.sampling import SamplingParams
+from forethought.engine.base import Capabilities
+from forethought.engine.scheduler import Limits
+from forethought.engine.sequence import Sequence as EngineSequence
+from forethought.errors import EngineStopped
+from forethought.outputs import EngineLoad, EngineStats, FinishReason, Usage
+
+VOCABULARY = 1000
+END = 0
+PROCESSES = itertools.count()
+
+
+def next_token(tokens: Sequence[int], params: SamplingParams, index: int) -> int:
+    """A function of what a real engine's next token is a function of."""
+    drawn = (params.seed, index) if params.temperature else ()
+    digest = blake2b(repr((list(tokens), drawn)).encode(), digest_size=4).digest()
+    return int.from_bytes(digest) % VOCABULARY
+
+
+def expected(prompt: Sequence[int], params: SamplingParams, index: int = 0) -> list[int]:
+    """The output that a prompt has."""
+    tokens = list(prompt)
+    while len(tokens) - len(prompt) < (params.max_tokens or 0):
+        tokens.append(next_token(tokens, params, index))
+        if tokens[-1] == END:
+            break
+    return tokens[len(prompt) :]
+
+
+@dataclass
+class Running:
+    """A generation of a scripted replica."""
+
+    command: Generate
+    tokens: list[int]
+    prompt_length: int
+    num_told: int = 0
+
+
+@dataclass
+class ScriptedReplica:
+    """A channel to itself. It computes one token of each generation when it is asked.
+
+    Attributes:
+        silent: it hangs: it answers nothing.
+        num_computed: tokens of prompts and outputs that it was given or has computed.
+    """
+
+    name: str
+    reply: Reply
+    size: int = 4
+    sessions: dict[int, list[int]] = field(default_factory=dict)
+    running: dict[int, Running] = field(default_factory=dict)
+    commands: list[Command] = field(default_factory=list)
+    process: int = field(default_factory=lambda: next(PROCESSES))
+    is_asked: bool = False
+    is_dead: bool = False
+    silent: bool = False
+    has_left: bool = False
+    num_computed: int = 0
+    num_messages: int = 0
+
+    def connect(self) -> None:
+        capabilities = Capabilities(VOCABULARY, 4096, 4096)
+        limits = Limits(self.size, 4096, 4096)
+        self.reply(Description(self.process, capabilities, limits, frozenset({END})))
+
+    def tell(self, number: int, commands: Sequence[Command]) -> None:
+        assert number == self.num_messages, "messages are numbered"
+        self.num_messages += 1
+        if self.is_dead:
+            self.reply(EngineStopped("the replica died"))
+            return
+        for command in commands:
+            self.commands.append(command)
+            self._run(command)
+
+    def _run(self, command: Command) -> None:
+        match command:
+            case Branch(handle, source, length):
+                assert length <= len(self.sessions[source])
+                self.sessions[handle] = self.sessions[source][:length]
+            case Generate(handle, number, length, rest):
+                before = self.sessions[handle][:length] if length else []
+                assert len(before) == length
+                self.num_computed += len(rest)
+                tokens = self.sessions[handle] = [*before, *rest]
+                num_begun = command.begun.num_tokens
+                running = Running(command, tokens, len(tokens) - num_begun, len(tokens))
+                self.running[number] = running
+            case Stop(number):
+                self.running.pop(number, None)
+            case Close(handle):
+                del self.sessions[handle]
+                for number, running in [*self.running.items()]:
+                    if running.command.handle == handle:
+                        del self.running[number]
+            case Reach():
+                pass
+
+    def ask(self) -> None:
+        self.is_asked = True
+        if self.is_dead:
+            self.reply(EngineStopped("the replica died"))
+
+    def kill(self) -> None:
+        self.is_dead = True
+
+    def leave(self) -> None:
+        self.has_left = True
+
+    def die(self) -> None:
+        """As ``kill -9``: what it has not told is lost."""
+        self.is_dead = True
+        self.sessions.clear()
+        self.running.clear()
+        if self.is_asked:
+            self.reply(EngineStopped("the replica died"))
+
+    def work(self, num_tokens: int = 1) -> None:
+        """Compute up to ``num_tokens`` of each generation, and answer."""
+        if self.is_dead or self.silent or not self.is_asked:
+            return
+        self.is_asked = False
+        news = [self._advance(running, num_tokens) for running in [*self.running.values()]]
+        load = EngineLoad(len(self.running), 0, 0.0)
+        self.reply(Updates(news, load, EngineStats(decoded=self.num_computed), 0.0))
+
+    def _advance(self, running: Running, num_tokens: int) -> Progress:
+        command, tokens, new = running.command, running.tokens, list[int]()
+        limit = running.prompt_length + (command.params.max_tokens or 4096)
+        reason = None
+        while reason is None and len(new) < num_tokens:
+            new.append(next_token(tokens, command.params, command.begun.index))
+            tokens.append(new[-1])
+            if new[-1] == END:
+                reason = FinishReason.STOP
+            elif len(tokens) == limit:
+                reason = FinishReason.LENGTH
+        self.num_computed += len(new)
+        if reason is not None:
+            del self.running[command.generation]
+        return Progress(command.generation, new, finish_reason=reason, usage=Usage(decoded=len(new)))
+
+
+class Scripted:
+    """A cluster of scripted replicas, and their engine."""
+
+    def __init__(
+        self,
+        num_replicas: int = 2,
+        *,
+        size: int = 4,
+        hang_seconds: float = 60.0,
+        key: Callable[[], str | None] = lambda: None,
+    ) -> None:
+        self.opened: list[ScriptedReplica] = []
+        self.size, self.failure = size, None
+        self.failure: Exception | None = None
+        self.fleet = Fleet(self._open, "replica", num_replicas, hang_seconds)
+        self.fleet.wait(num_replicas)
+        self.engine = ClusterEngine(self.fleet, 0, key)
+        self.outputs: dict[EngineSequence, list[int]] = {}
+        self.errors: dict[EngineSequence, Exception] = {}
+
+    def _open(self, name: str, reply: Reply) -> ScriptedReplica:
+        if self.failure is not None:
+            raise self.failure
+        replica = ScriptedReplica(name, reply, self.size)
+        self.opened.append(replica)
+        return replica
+
+    @property
+    def alive(self) -> list[ScriptedReplica]:
+        """The replicas that have not died, by their names."""
+        return sorted((r for r in self.opened if not r.is_dead), key=lambda replica: replica.name)
+
+    def link(self, replica: ScriptedReplica) -> Link:
+        """The engine's link to a replica."""
+        return next(link for link in self.fleet.links if link.channel is replica)
+
+    def start(self, prompt: Sequence[int], **fields: object) -> list[EngineSequence]:
+        """Start a generation of a prompt; its tokens are told, but not computed."""
+        sequences = self.engine.start(prompt, SamplingParams(**fields))
+        self.outputs.update({sequence: [] for sequence in sequences})
+        return sequences
+
+    def step(self, num_tokens: int = 1) -> None:
+        """Have all replicas compute, and take what they tell."""
+        self.engine._flush()
+        for replica in self.alive:
+            replica.work(num_tokens)
+        self.fleet.wake()
+        for event in self.engine.step():
+            self.outputs.setdefault(event.sequence, []).extend(event.tokens)
+            if event.error is not None:
+                self.errors[event.sequence] = event.error
+        self.engine.check_integrity()
+
+    def steps(self) -> Iterator[int]:
+        """Step until nothing generates, at most 500 times."""
+        for number in range(500):
+            if not (self.engine._running or self.engine._homeless):
+                return
+            yield number
+            self.step()
+        raise AssertionError("it generates for ever")
+
+    def finish(self) -> None:
+        """Step until nothing generates."""
+        for _ in self.steps():
+            pass
