@@ -1,4 +1,4 @@
-"""Replicas without a model or Ray: in this process, with tokens that are a hash of what they follow."""
+"""Replicas without a model or Ray, in this process: a token is a hash of what it follows."""
 
 from __future__ import annotations
 
@@ -163,7 +163,8 @@ class ScriptedReplica:
         self.num_computed += len(new)
         if reason is not None:
             del self.running[command.generation]
-        return Progress(command.generation, new, finish_reason=reason, usage=Usage(decoded=len(new)))
+        usage = Usage(decoded=len(new))
+        return Progress(command.generation, new, finish_reason=reason, usage=usage)
 
 
 class Scripted:
@@ -178,7 +179,7 @@ class Scripted:
         key: Callable[[], str | None] = lambda: None,
     ) -> None:
         self.opened: list[ScriptedReplica] = []
-        self.size, self.failure = size, None
+        self.size = size
         self.failure: Exception | None = None
         self.fleet = Fleet(self._open, "replica", num_replicas, hang_seconds)
         self.fleet.wait(num_replicas)

@@ -5,12 +5,12 @@ from __future__ import annotations
 import time
 
 import pytest
-from scripted_replicas import Scripted, expected
 
 from forethought.cluster import fleet as fleet_module
 from forethought.cluster.messages import Branch, Generate, Reach, Stop
 from forethought.config.sampling import SamplingParams
 from forethought.errors import ModelError, RequestError, UsageError
+from scripted_replicas import Scripted, expected
 
 PROMPT = [5, 6, 7, 8]
 GREEDY = {"temperature": 0.0, "max_tokens": 40, "seed": 0}

@@ -28,6 +28,8 @@ from forethought.errors import DependencyError, ParameterError
 from forethought.model_dir import find_model_dir
 
 if TYPE_CHECKING:
+    from forethought.cluster.link import Link
+    from forethought.llm.async_llm import AsyncLLM
     from forethought.llm.tokenizer import Tokenizer
     from forethought.server.backends.backend import Backend
     from forethought.server.settings import Settings
@@ -74,8 +76,9 @@ _JOINED = ("upstream", "upstream_fields")
 """Options of several values with commas between; lists in the file of ``--config``."""
 _TEXTS = (
     *("host", "reward_model", "reward_url", *REWARD_SERVER, "upstream", *_OF_UPSTREAM),
-    "generation_config",
+    *("generation_config", "ray_address"),
 )
+_NUMBERS = ("port", "replicas")
 _SHAPE = "response_format"
 _HTTP_CLIENTS = ("httpx", "httpx2")
 """Loggers of versions of ``openai``, with a line for each request to another server."""
@@ -95,8 +98,25 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "embedded reasoner its own, else none)",
     )
     add_reward_server_options(parser)
+    _add_replicas(parser.add_argument_group("replicas of the model, on Ray"))
     _add_backends(parser.add_argument_group("instead of a model"))
     _add_server_options(parser.add_argument_group("the server"))
+
+
+def _add_replicas(replicas: argparse._ArgumentGroup) -> None:
+    replicas.add_argument(
+        "--replicas",
+        type=int,
+        metavar="N",
+        help="have N processes compute, here or on the machines of a cluster of Ray; where one "
+        "dies, its requests go on in another one",
+    )
+    replicas.add_argument(
+        "--ray-address",
+        metavar="ADDRESS",
+        help="of the cluster's head, as in 10.0.0.1:6379; auto: the one that runs on this machine "
+        "(default: Ray is started here, with the server)",
+    )
 
 
 def _add_backends(backends: argparse._ArgumentGroup) -> None:
@@ -247,7 +267,7 @@ def read_config(args: argparse.Namespace) -> dict[str, Any]:
         raise ParameterError(
             f"invalid section {_SECTION}", f"it holds {section!r:.80}", "Write fields by name"
         )
-    names = ("port", *_TEXTS, *_LISTS, *_SETTINGS, *_FILE_ONLY)
+    names = (*_NUMBERS, *_TEXTS, *_LISTS, *_SETTINGS, *_FILE_ONLY)
     if unknown := section.keys() - set(names):
         raise ParameterError.unknown(f"the section {_SECTION} of {args.config}", unknown, names)
     for name, value in section.items():
@@ -264,8 +284,8 @@ def _of_section(name: str, value: Any) -> Any:
         value = texts if name in _LISTS or not is_valid else ",".join(texts)
     elif name in _TEXTS:
         is_valid = isinstance(value, str)
-    elif name in ("port", "lists_methods", "reasoning_in_content"):
-        is_valid = type(value) is (int if name == "port" else bool)
+    elif name in (*_NUMBERS, "lists_methods", "reasoning_in_content"):
+        is_valid = type(value) is (int if name in _NUMBERS else bool)
     else:
         is_valid = True  # ``Settings`` checks it
     if not is_valid:
@@ -311,6 +331,12 @@ def opener(
     if not has_engine(args) and args.generation_config is not None:
         why = "another server, or a script, answers with its own"
         raise ParameterError("--generation-config needs a model on this machine", why, "")
+    if args.replicas is None and args.ray_address is not None:
+        why = "it is where these run"
+        raise ParameterError("--ray-address needs --replicas", why, "Give how many")
+    if args.replicas is not None and not has_engine(args):
+        why = "another server, or a script, answers"
+        raise ParameterError("--replicas are of a model", why, "Leave it out")
     if args.worker is not None:
         _refuse_judge(args)
         return _scripted(args.worker)
@@ -460,6 +486,8 @@ def _engine(args: argparse.Namespace, config: Mapping[str, Any] | None) -> Calla
     is_reasoner = assets.is_reasoner(fields.get("model"))
     open_judge = _judge_opener(args, assets.PREFIX + "prm" if is_reasoner else "none")
     open_llm = options.llm_opener(fields)
+    if args.replicas is not None:
+        open_llm = _replicas_opener(fields, args.replicas, args.ray_address)
     uses_model_sampling = options.uses_model_sampling(args)
 
     def open_backend() -> Backend:
@@ -479,9 +507,26 @@ def _engine(args: argparse.Namespace, config: Mapping[str, Any] | None) -> Calla
             judge=judge,
             examples=_examples(name),
             uses_model_sampling=uses_model_sampling,
+            replicas=_replicas(llm) if args.replicas is not None else (),
         )
 
     return open_backend
+
+
+def _replicas_opener(
+    fields: Mapping[str, Any], num_replicas: int, address: str | None
+) -> Callable[[], AsyncLLM]:
+    """A function that opens replicas; raises UsageError for options that they cannot honour."""
+    from forethought.cluster.worker import check_replicas, open_llm
+
+    check_replicas(fields, num_replicas)
+    return lambda: open_llm(replicas=num_replicas, ray_address=address, **fields)
+
+
+def _replicas(llm: AsyncLLM) -> Sequence[Link]:
+    from forethought.cluster.worker import links_of
+
+    return links_of(llm)
 
 
 def _label(model: str) -> str:

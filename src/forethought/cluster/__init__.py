@@ -4,7 +4,7 @@
 * ``engine.py`` the sequences as the ingress keeps them, and how they go on elsewhere
 * ``fleet.py`` ``link.py`` ``placement.py`` replicas that are started, watched and replaced; one of
   them; which of them generates
-* ``replica.py`` ``messages.py`` one engine behind messages, and what these say
+* ``replica.py`` ``messages.py`` one engine that takes messages, and what these say
 * ``actors.py`` replicas as actors of Ray, which is imported here alone
 """
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import importlib.util
 import os
 import uuid
 from collections.abc import Mapping, Sequence
@@ -114,7 +115,7 @@ class ActorChannel:
         self._actor, self._reply, self._ingress = actor, reply, uuid.uuid4().hex
 
     def connect(self) -> None:
-        """See ``Channel``; so are the others."""
+        """Ask for the description."""
         self._answered(self._actor.connect.remote(self._ingress))
 
     def tell(self, number: int, commands: Sequence[Command]) -> None:
@@ -155,9 +156,14 @@ def _as_error(error: BaseException) -> Exception:
     return EngineStopped("the replica died", lines[0])
 
 
+def check_ray() -> None:
+    """Raises DependencyError if Ray is not installed."""
+    if importlib.util.find_spec("ray") is None:
+        raise DependencyError.missing("ray", "replicas", "ray")
+
+
 def _ray() -> Any:
-    try:
-        import ray
-    except ModuleNotFoundError as error:
-        raise DependencyError.missing(error.name or "ray", "replicas", "ray") from error
+    check_ray()
+    import ray
+
     return ray

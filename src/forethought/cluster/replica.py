@@ -62,7 +62,7 @@ class _Generation:
         """What is new in an output."""
         first, usage = self.num_told, self.session.usage
         scores = slice(first - self.num_begun, None)
-        told = Progress(
+        progress = Progress(
             self.number,
             output.token_ids[first:],
             output.logprobs and output.logprobs[scores],
@@ -74,10 +74,10 @@ class _Generation:
             usage - self.usage,
         )
         if first == self.num_begun:
-            told.prompt_logprobs = self.session.prompt_logprobs or None
+            progress.prompt_logprobs = self.session.prompt_logprobs or None
         self.num_told, self.num_steps_told = len(output.token_ids), len(output.drafted_steps)
         self.usage, self.is_over = usage, output.finish_reason is not None
-        return told
+        return progress
 
     def cancel(self) -> None:
         """Tell nothing more, and end it."""

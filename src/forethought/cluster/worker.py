@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextvars
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, Self, TypeVar
@@ -13,7 +13,7 @@ from typing import Any, Self, TypeVar
 from typing_extensions import override
 
 from forethought.assets import reasoner_dir
-from forethought.cluster.actors import ActorOpener, Resources, name_of, start_ray
+from forethought.cluster.actors import ActorOpener, Resources, check_ray, name_of, start_ray
 from forethought.cluster.engine import ClusterEngine
 from forethought.cluster.fleet import HANG, Fleet
 from forethought.cluster.link import Link
@@ -61,17 +61,25 @@ def open_llm(
             honour.
         EngineStopped: the first replica does not start.
     """
-    if replicas < 1:
-        raise ParameterError("invalid replicas", f"got {replicas}", "Give at least 1")
-    if fields.get("snapshot_dir") is not None:
-        why = "the sequences of replicas are on several machines"
-        raise ParameterError("replicas keep no snapshots", why, "Leave snapshot_dir out")
+    check_replicas(fields, replicas)
     args = LlmArgs.from_dict({"model": model, **fields})
     fields = {"model": None if model is None else str(model), **fields}
     start_ray(ray_address, replicas)
     opener = ActorOpener((fields,), Resources.share(fields, replicas))
     fleet = Fleet(opener, name_of(fields), replicas, hang_seconds)
     return over(fleet, args, max_pending)
+
+
+def check_replicas(fields: Mapping[str, Any], num_replicas: int) -> None:
+    """Raises ParameterError for a number or a field of ``LlmArgs`` that replicas cannot honour,
+    DependencyError if Ray is not installed.
+    """
+    if num_replicas < 1:
+        raise ParameterError("invalid replicas", f"got {num_replicas}", "Give at least 1")
+    if fields.get("snapshot_dir") is not None:
+        why = "the sequences of replicas are on several machines"
+        raise ParameterError("replicas keep no snapshots", why, "Leave snapshot_dir out")
+    check_ray()
 
 
 def over(fleet: Fleet, args: LlmArgs, max_pending: int = MAX_PENDING) -> AsyncLLM:
@@ -189,18 +197,16 @@ async def scale(llm: AsyncLLM, replicas: int) -> None:
 
     Raises ParameterError for fewer than one.
     """
-    if replicas < 1:
-        raise ParameterError("invalid replicas", f"got {replicas}", "Give at least 1")
+    check_replicas({}, replicas)
     await asyncio.wrap_future(llm._thread.call(_fleet(llm).scale, replicas))
 
 
 def links_of(llm: AsyncLLM) -> list[Link]:
-    """The replicas of a model of ``open_llm`` as they are now."""
-    return [*_fleet(llm).links]
+    """The replicas of a model of ``open_llm``; the list changes as they come and go."""
+    return _fleet(llm).links
 
 
 def _fleet(llm: AsyncLLM) -> Fleet:
     engine = llm._frontend.engine
     assert isinstance(engine, ClusterEngine), "it is of open_llm"
     return engine.fleet
-

@@ -57,12 +57,23 @@ _Metric = TypeVar("_Metric", Counter, Histogram)
 
 
 class Upstream(Protocol):
-    """An upstream server."""
+    """An upstream server, or a replica."""
 
-    url: str
-    is_healthy: bool
-    num_in_flight: int
-    num_requests: int
+    @property
+    def url(self) -> str:
+        """Of the server; the name of the replica."""
+
+    @property
+    def is_healthy(self) -> bool:
+        """Whether requests are sent there."""
+
+    @property
+    def num_in_flight(self) -> int:
+        """Requests, or generations, there now."""
+
+    @property
+    def num_requests(self) -> int:
+        """The same, of all time."""
 
 
 class ServerMetrics:
@@ -357,7 +368,7 @@ class _Observed(Collector):
             return
         healthy = GaugeMetricFamily(
             f"{PREFIX}upstream_healthy",
-            "Whether an upstream server works.",
+            "Whether an upstream server, or a replica, works.",
             labels=["server"],
         )
         running = GaugeMetricFamily(

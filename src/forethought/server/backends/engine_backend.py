@@ -26,6 +26,7 @@ from forethought.server.protocol.tool_calls import Tools
 if TYPE_CHECKING:
     from forethought.llm.async_llm import AsyncLLM
     from forethought.llm.response import ResponseParser, ResponseStream
+    from forethought.server.metrics import Upstream
     from forethought.workers.reward import RewardWorker
     from forethought.workers.reward_server import RewardServerWorker
 from forethought.server.backends.backend import (
@@ -57,6 +58,7 @@ class EngineBackend(Backend):
     Args:
         name: of the model, for clients.
         examples: questions for the page.
+        replicas: that compute, for the metrics; the list grows and shrinks.
         uses_model_sampling: whether requests have the model's own sampling defaults, those of its
             ``generation_config.json``; else neutral ones.
     """
@@ -71,10 +73,11 @@ class EngineBackend(Backend):
         judge: RewardWorker | RewardServerWorker | None = None,
         examples: Sequence[Mapping[str, str]] = (),
         uses_model_sampling: bool = True,
+        replicas: Sequence[Upstream] = (),
     ) -> None:
         from forethought.workers.local import EngineWorker
 
-        self.llm, self._engine, self._judge = llm, llm, judge
+        self.llm, self._engine, self._judge, self.servers = llm, llm, judge, replicas
         self.name = name
         if uses_model_sampling:
             self.sampling_defaults = llm.profile.sampling
