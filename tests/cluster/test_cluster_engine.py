@@ -1,4 +1,4 @@
-"""Sequences outlive the replicas that compute them: placement, kills, drains, with scripted ones."""
+"""Sequences outlive the replicas that compute them, which are scripted here."""
 
 from __future__ import annotations
 

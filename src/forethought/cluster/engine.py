@@ -91,6 +91,9 @@ class ClusterEngine(BaseEngine):
 
     Args:
         key: the key of the request on whose behalf a sequence is opened; None: it has none.
+
+    Attributes:
+        num_moved: generations that have gone on elsewhere, as their replica had died.
     """
 
     def __init__(
@@ -111,6 +114,7 @@ class ClusterEngine(BaseEngine):
         self._homeless: dict[_Remote, None] = {}
         """Generations that wait for a replica."""
         self._events: list[Event] = []
+        self.num_moved = 0
 
     @property
     @override
@@ -463,6 +467,7 @@ class ClusterEngine(BaseEngine):
             remote.generation, remote.sequence.status = None, Status.WAITING
             remote.metrics_before = remote.sequence.metrics.copy()
             remote.num_deaths += 1
+            self.num_moved += 1
             self._homeless[remote] = None
         self._placement.lost(link)
 

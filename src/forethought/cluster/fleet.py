@@ -110,10 +110,14 @@ class Fleet:
     def close(self) -> None:
         """Leave all replicas; those without another ingress end."""
         self._closed.set()
+        channels = [link.channel for link in self.links if link.channel is not None]
         for link in self.links:
             link.is_dead = True
-            if link.channel is not None:
-                link.channel.leave()
+        leaving = [threading.Thread(target=channel.leave, daemon=True) for channel in channels]
+        for thread in leaving:
+            thread.start()
+        for thread in leaving:
+            thread.join()
 
     # ---- the lives of replicas ----------------------------------------------------------------
 

@@ -1,0 +1,27 @@
+"""One Ray for all tests of replicas, on this machine's loopback."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+import pytest
+
+
+@pytest.fixture(scope="session")
+def ray_here() -> Iterator[None]:
+    """Ray is started, and ended with the session."""
+    ray = pytest.importorskip("ray", reason='Ray is not installed: pip install "forethought[ray]"')
+    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+    ray.init(
+        address="local",
+        namespace="forethought",
+        num_cpus=8,
+        object_store_memory=100 * 2**20,
+        include_dashboard=False,
+        log_to_driver=False,
+        logging_level="ERROR",
+        _node_ip_address="127.0.0.1",
+    )
+    yield
+    ray.shutdown()

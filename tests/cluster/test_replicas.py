@@ -1,0 +1,251 @@
+"""Replicas of the embedded reasoner on Ray: what is generated outlives ``kill -9`` unchanged."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from functools import partial
+from typing import Any
+
+import pytest
+
+from forethought.cluster import links_of, open_llm
+from forethought.cluster.engine import ClusterEngine
+from forethought.config.sampling import SamplingParams
+from forethought.errors import ParameterError, UsageError
+from forethought.llm.async_llm import AsyncLLM
+from forethought.methods.stack import stack
+from forethought.outputs import CompletionOutput
+from forethought.scaffolding import ScaffoldingLlm
+from forethought.workers.local import EngineWorker
+
+FIELDS: dict[str, Any] = {"dtype": "float32", "num_threads": 1}
+QUESTIONS = [f"Question: What is {n} + {3 * n} * 2?\n" for n in range(11, 24)]
+SHAPE = {"regex": "[a-z ]{200,300}"}
+PARAMS: dict[str, dict[str, Any]] = {
+    "greedy": {"temperature": 0.0},
+    "seeded": {"temperature": 1.0, "seed": 5},
+    "samples": {"temperature": 1.0, "seed": 6, "n": 3},
+    "penalties": {"temperature": 0.9, "seed": 7, "frequency_penalty": 0.4, "min_tokens": 300},
+    "stop": {"temperature": 1.3, "seed": 11, "stop": ["zzq"]},
+    "logprobs": {"temperature": 1.0, "seed": 9, "logprobs": 1},
+    "grammar": {"temperature": 1.0, "seed": 2, "guided_decoding": SHAPE, "ignore_eos": False},
+    "thinking": {"temperature": 1.0, "seed": 4, "thinking_budget": 150},
+}
+
+
+@pytest.fixture(scope="module")
+def local() -> Iterator[AsyncLLM]:
+    llm = AsyncLLM(**FIELDS)
+    yield llm
+    llm.shutdown()
+
+
+@pytest.fixture(scope="module")
+def cluster(ray_here: None) -> Iterator[AsyncLLM]:
+    llm = open_llm(replicas=2, **FIELDS)
+    yield llm
+    engine = engine_of(llm)
+    llm._thread.call(engine.check_integrity).result()
+    assert not engine._remotes, "sequences are left"
+    llm.shutdown()
+
+
+def engine_of(llm: AsyncLLM) -> ClusterEngine:
+    engine = llm._frontend.engine
+    assert isinstance(engine, ClusterEngine)
+    return engine
+
+
+def wait_until(condition: Callable[[], bool], seconds: float = 120) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "it takes too long"
+        time.sleep(0.05)
+
+
+def all_up(llm: AsyncLLM, count: int = 2) -> None:
+    wait_until(lambda: sum(link.is_up for link in links_of(llm)) == count)
+
+
+def kill_one(llm: AsyncLLM) -> None:
+    """``kill -9`` of the replica with the most generations."""
+    link = max(links_of(llm), key=lambda link: (link.is_up, link.num_generating))
+    assert link.description is not None
+    os.kill(link.description.process, signal.SIGKILL)
+
+
+def _scores(sample: CompletionOutput) -> list[float]:
+    pairs = zip(sample.logprobs or (), sample.token_ids, strict=False)
+    return [round(scores[token].logprob, 3) for scores, token in pairs]
+
+
+async def streamed(
+    llm: AsyncLLM, prompt: str, params: SamplingParams, silences: list[float]
+) -> list[Any]:
+    """The samples of a stream; each of its items goes on from the one before."""
+    outputs, texts = [], [""] * params.n
+    heard = time.monotonic()
+    async for output in llm.stream(prompt, params, gather=0.01):
+        if output.outputs != outputs:
+            silences.append(time.monotonic() - heard)
+            heard = time.monotonic()
+        outputs = output.outputs
+        for index, sample in enumerate(outputs):
+            assert sample.text.startswith(texts[index])
+            texts[index] = sample.text
+    logprobs = [_scores(sample) for sample in outputs]
+    return [logprobs, [(s.token_ids, s.text, s.finish_reason, s.thinking) for s in outputs]]
+
+
+async def all_streams(
+    llm: AsyncLLM, copies: int, kills: Sequence[int] = (), silences: list[float] | None = None
+) -> list[Any]:
+    """Streams with all params for all questions; a kill at each of some numbers of tokens."""
+    common, silences = {"max_tokens": 400, "ignore_eos": True}, [] if silences is None else silences
+    jobs = [
+        asyncio.create_task(streamed(llm, question, SamplingParams(**common | fields), silences))
+        for question in QUESTIONS[:copies]
+        for fields in PARAMS.values()
+    ]
+    killer = asyncio.create_task(_kill_at(llm, kills))
+    results = await asyncio.gather(*jobs)
+    await killer
+    return results
+
+
+async def _kill_at(llm: AsyncLLM, kills: Sequence[int]) -> None:
+    engine = engine_of(llm) if kills else None
+    for count in kills:
+        while not any(
+            len(remote.sequence.output) >= count for remote in [*engine._running.values()]
+        ):
+            await asyncio.sleep(0.001)
+        kill_one(llm)
+
+
+@pytest.fixture(scope="module")
+def expected(local: AsyncLLM) -> list[Any]:
+    return asyncio.run(all_streams(local, 2))
+
+
+def test_streams_are_those_of_one_engine(cluster: AsyncLLM, expected: list[Any]) -> None:
+    assert asyncio.run(all_streams(cluster, 2)) == expected
+
+
+def test_a_kill_under_streams_of_all_kinds_changes_none(
+    cluster: AsyncLLM, expected: list[Any]
+) -> None:
+    all_up(cluster)
+    before = engine_of(cluster).num_moved
+    assert asyncio.run(all_streams(cluster, 2, [60])) == expected
+    assert engine_of(cluster).num_moved - before >= 5
+
+
+METHODS: dict[str, dict[str, Any]] = {
+    "majority_vote@4": {},
+    "dynasor": {"chunk_size": 16, "certainty_threshold": 6},
+    "dynasor+majority_vote@3": {},
+}
+TAGS = ("generation", "generation_with_dynasor_cot")
+
+
+def method_outputs(llm: AsyncLLM, killed: bool) -> list[Any]:
+    """The answers, samples and probes of several methods at once, of which the replica dies."""
+    running, params = [], {"temperature": 1.0, "seed": 3, "max_tokens": 400}
+    with ExitStack() as opened:
+        workers = dict.fromkeys(TAGS, EngineWorker(llm))
+        for name, settings in METHODS.items():
+            scaffolding = opened.enter_context(ScaffoldingLlm(stack(name, **settings), workers))
+            generate = partial(scaffolding.generate_async, sampling_params=params)
+            running += [(name, generate(prompt)) for prompt in QUESTIONS[:6]]
+        if killed:
+            wait_until(lambda: len(engine_of(llm)._running) > 3, 30)
+            kill_one(llm)
+        outputs = [(name, future.result().output) for name, future in running]
+    return [(name, output.text, output.candidates, output.meta) for name, output in outputs]
+
+
+def test_methods_go_on_with_the_same_votes_and_probes_after_a_kill(
+    cluster: AsyncLLM, local: AsyncLLM
+) -> None:
+    all_up(cluster)
+    before = engine_of(cluster).num_moved
+    assert method_outputs(cluster, killed=True) == method_outputs(local, killed=False)
+    assert engine_of(cluster).num_moved > before
+
+
+def test_a_session_is_forked_and_rewound_after_its_replica_has_died(
+    cluster: AsyncLLM, local: AsyncLLM
+) -> None:
+    params = SamplingParams(temperature=1.0, seed=8, max_tokens=30, ignore_eos=True)
+
+    async def play(llm: AsyncLLM, kill: Callable[[], None]) -> list[list[int]]:
+        async with llm.start(QUESTIONS[0]) as session:
+            await session.generate(params)
+            kill()
+            probe = await session.branch(session.prompt_length + 10, "\nThe answer is")
+            await probe.generate(params)
+            await session.rewind(session.prompt_length + 20)
+            await session.generate(params)
+            tokens = [session.tokens, probe.tokens]
+            await probe.close()
+            return tokens
+
+    def kill() -> None:
+        (home,) = {r.link for r in engine_of(cluster)._remotes.values() if r.link is not None}
+        os.kill(home.description.process, signal.SIGKILL)
+        wait_until(lambda: home.is_dead, 20)
+
+    all_up(cluster)
+    assert asyncio.run(play(cluster, kill)) == asyncio.run(play(local, lambda: None))
+
+
+def test_errors_of_a_request_are_those_of_one_engine(cluster: AsyncLLM) -> None:
+    async def ask(**fields: Any) -> None:
+        await cluster.generate(QUESTIONS[0], SamplingParams(max_tokens=5, **fields))
+
+    for fields in ({"adapter": "none"}, {"guided_decoding": {"regex": "(((("}}):
+        with pytest.raises(UsageError):
+            asyncio.run(ask(**fields))
+    with pytest.raises(UsageError, match="snapshot"):
+        asyncio.run(cluster.restore("notes"))
+    assert cluster.why_not_concurrent() is not None
+
+
+def test_a_prompt_is_scored_as_by_one_engine(cluster: AsyncLLM, local: AsyncLLM) -> None:
+    params = SamplingParams(max_tokens=3, temperature=0.0, prompt_logprobs=0, n=2)
+
+    def scores(llm: AsyncLLM) -> list[Any]:
+        output = asyncio.run(llm.generate(QUESTIONS[0], params))
+        entries = output.prompt_logprobs or []
+        assert entries[0] is None
+        return [round(next(iter(entry.values())).logprob, 3) for entry in entries[1:] if entry]
+
+    assert scores(cluster) == scores(local)
+
+
+def test_replicas_refuse_what_they_cannot_honour() -> None:
+    for fields in ({"snapshot_dir": "notes"}, {"replicas": 0}):
+        with pytest.raises(ParameterError):
+            open_llm(**fields)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_a_hundred_streams_outlive_a_kill_at_any_token(cluster: AsyncLLM, local: AsyncLLM) -> None:
+    expected, silences = asyncio.run(all_streams(local, len(QUESTIONS))), []
+    assert len(expected) > 100
+    for count in (0, 1, 2, 3, 17, 51, 120, 233, 350):
+        all_up(cluster)
+        moved = engine_of(cluster).num_moved
+        silence: list[float] = []
+        outputs = asyncio.run(all_streams(cluster, len(QUESTIONS), [count], silence))
+        assert outputs == expected, f"changed by a kill at {count}"
+        assert engine_of(cluster).num_moved > moved, f"nothing ran at {count}"
+        silences.append(max(silence))
+    assert max(silences) < 10, silences  # under 2 s, where the machine is not busy with others
