@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from forethought import __version__
 from forethought.cluster.link import Reply
 from forethought.cluster.messages import Command
 from forethought.cluster.replica import Replica
@@ -78,9 +79,9 @@ class Resources:
 
 def name_of(fields: Mapping[str, Any]) -> str:
     """The beginning of the names of replicas with these ``LlmArgs``: an ingress that comes after
-    another one finds those of the same model again, and no others.
+    another one finds those of the same model and version again, and no others.
     """
-    text = repr(sorted((name, str(value)) for name, value in fields.items()))
+    text = repr([__version__, *sorted((name, str(value)) for name, value in fields.items())])
     return f"replica-{hashlib.blake2b(text.encode(), digest_size=4).hexdigest()}"
 
 

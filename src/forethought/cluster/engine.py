@@ -24,7 +24,7 @@ from forethought.cluster.link import Link
 from forethought.cluster.messages import Branch, Close, Generate, Progress, Reach, Stop
 from forethought.cluster.placement import Placement
 from forethought.config.sampling import SamplingParams
-from forethought.engine.base import BaseEngine, Begun, Capabilities
+from forethought.engine.base import FRESH, BaseEngine, Begun, Capabilities
 from forethought.engine.sequence import Sequence, Status
 from forethought.engine.snapshot import SequenceSnapshot
 from forethought.engine.step import Event
@@ -160,7 +160,7 @@ class ClusterEngine(BaseEngine):
     ) -> list[Sequence]:
         seed, first = self._seed(params), self._new(prompt_ids, keep)
         samples = [first]
-        self._generate(first, params.replace(n=1, seed=seed), Begun())
+        self._generate(first, params.replace(n=1, seed=seed), FRESH)
         for index in range(1, params.n):
             sample = self._forked(first, len(prompt_ids), keep)
             one = params.replace(n=1, seed=seed, prompt_logprobs=None)
@@ -179,7 +179,7 @@ class ClusterEngine(BaseEngine):
         params: SamplingParams,
         *,
         constraints: Constraints | None = None,
-        begun: Begun = Begun(),  # noqa: B008
+        begun: Begun = FRESH,
     ) -> None:
         self.check_resume(sequence, params)
         self._generate(sequence, params.replace(seed=self._seed(params)), begun)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
+import time
 from collections.abc import Iterator
 from functools import partial
 from queue import Empty, SimpleQueue
@@ -20,6 +21,8 @@ TICK = 0.25
 """Seconds after which the replicas are looked at though none has answered."""
 FIRST_DELAY, MAX_DELAY = 0.25, 30.0
 """Seconds before a replica that was never up is started again; they double each time."""
+PATIENCE = 30.0
+"""Seconds after which a wait for replicas is logged."""
 HANG = 60.0
 """Seconds of silence after which a replica is given up: it hangs, or its machine is gone."""
 
@@ -74,9 +77,13 @@ class Fleet:
 
         Raises what a first one failed with, such as UsageError, if it was never up.
         """
+        warned = time.monotonic()
         while sum(link.is_up for link in self.links) < num_up:
             for _ in self.receive():
                 pass
+            if time.monotonic() - warned > PATIENCE:
+                warned = time.monotonic()
+                log.warning("no replica is up yet: it loads, or Ray has no room for it")
             if self.failure is not None and not any(link.is_up for link in self.links):
                 failure = self.failure
                 self.close()

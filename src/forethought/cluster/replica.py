@@ -119,6 +119,7 @@ class Replica:
         self._steps, self._stepped = 0, time.monotonic()
         self._orphaned = time.monotonic()
         self._guard: asyncio.Task[None] | None = None
+        self._closing = set[asyncio.Task[None]]()
 
     async def connect(self, ingress: str) -> Description:
         """Begin to take commands of an ingress. The first one has the model loaded."""
@@ -210,18 +211,28 @@ class Replica:
         if length == 0:
             session = self._llm.start(rest)
             if command.params.prompt_logprobs is not None:  # of what is added to a session
-                session = await self._llm.start(rest[:1]).branch(1, rest[1:])
+                session = await self._branched(session, 1, rest[1:])
         else:
             if handle not in asker.sessions:
                 raise RequestError("the session cannot go on", "what it is a fork of has failed")
             session = asker.sessions[handle]
             was_stopped = before is not None and before.number not in asker.generations
             if rest or was_stopped or len(session.tokens) != length:
-                session = await session.branch(length, rest)
+                session = await self._branched(session, length, rest)
         if before is not None:
             asker.generations.pop(before.number, None)
-        asker.sessions[handle] = session  # another one of before is closed as garbage
+        asker.sessions[handle] = session
         return session
+
+    async def _branched(self, session: AsyncSession, length: int, rest: list[int]) -> AsyncSession:
+        """Another session in the place of one, which is closed."""
+        branch = await session.branch(length, rest)
+        self._close_soon(session)
+        return branch
+
+    def _close_soon(self, session: AsyncSession) -> None:
+        self._closing.add(task := asyncio.ensure_future(session.close()))
+        task.add_done_callback(self._closing.discard)
 
     async def _close_session(self, asker: _Ingress, handle: int) -> None:
         generation = asker.by_handle.pop(handle, None)
@@ -230,7 +241,7 @@ class Replica:
             generation.cancel()
         session = asker.sessions.pop(handle, None)
         if session is not None:
-            asyncio.ensure_future(session.close())  # noqa: RUF006 its command is what counts
+            self._close_soon(session)
 
     # ---- generations --------------------------------------------------------------------------
 

@@ -41,6 +41,10 @@ class Begun:
     """Number of the sample."""
 
 
+FRESH = Begun()
+"""What begins here."""
+
+
 @dataclass(frozen=True, slots=True)
 class Capabilities:
     """What the prompts and params of an engine are checked against.
@@ -129,7 +133,7 @@ class BaseEngine(ABC):
         params: SamplingParams,
         *,
         constraints: Constraints | None = None,
-        begun: Begun = Begun(),
+        begun: Begun = FRESH,
     ) -> None:
         """Generate from a parked sequence; see ``Engine.resume``."""
 

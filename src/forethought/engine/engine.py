@@ -21,7 +21,7 @@ from typing_extensions import override
 from forethought.config.sampling import SamplingParams
 from forethought.engine import snapshot
 from forethought.engine.adapters import AdapterTable
-from forethought.engine.base import BaseEngine, Begun, Capabilities
+from forethought.engine.base import FRESH, BaseEngine, Begun, Capabilities
 from forethought.engine.drafting import Drafting
 from forethought.engine.guarded_drafter import DrafterEntry
 from forethought.engine.scheduler import Limits, Scheduler
@@ -227,7 +227,7 @@ class Engine(BaseEngine):
         params: SamplingParams,
         *,
         constraints: Constraints | None = None,
-        begun: Begun = Begun(),  # noqa: B008
+        begun: Begun = FRESH,
     ) -> None:
         """Generate from a parked sequence. ``params.n`` must be 1: fork for more.
 

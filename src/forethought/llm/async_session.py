@@ -20,7 +20,7 @@ from typing import TypeVar
 
 from forethought.config.sampling import SamplingParams
 from forethought.engine import sequence as engine_sequence
-from forethought.engine.base import Begun
+from forethought.engine.base import FRESH, Begun
 from forethought.engine.sequence import num_common
 from forethought.engine.snapshot import SequenceSnapshot
 from forethought.errors import EngineStopped, UsageError
@@ -40,7 +40,7 @@ class _Reservation:
 
     stream: OutputStream[CompletionOutput]
     params: SamplingParams
-    begun: Begun = Begun()  # noqa: RUF009
+    begun: Begun = FRESH
     compiling: asyncio.Task[None] | None = None
     """Waits for the grammar; None if there is none or it was compiled before."""
 
@@ -127,7 +127,7 @@ class AsyncSession:
         self,
         sampling_params: SamplingParams | None = None,
         *,
-        begun: Begun = Begun(),  # noqa: B008
+        begun: Begun = FRESH,
     ) -> SessionStream:
         """Continue the sequence; iterate for everything so far.
 

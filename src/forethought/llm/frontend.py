@@ -27,7 +27,7 @@ from forethought.assets import reasoner_dir
 from forethought.config.engine import LlmArgs
 from forethought.config.sampling import SamplingParams
 from forethought.engine import resolve
-from forethought.engine.base import BaseEngine, Begun
+from forethought.engine.base import FRESH, BaseEngine, Begun
 from forethought.engine.engine import Engine
 from forethought.engine.sequence import Sequence
 from forethought.engine.snapshot import SequenceSnapshot
@@ -422,7 +422,7 @@ class Frontend:
         sequence: Sequence,
         params: SamplingParams,
         constraints: Constraints | None,
-        begun: Begun = Begun(),  # noqa: B008
+        begun: Begun = FRESH,
     ) -> Generation:
         """Generate from a live sequence, or go on with what has ``begun`` elsewhere."""
         self.engine.resume(sequence, params, constraints=constraints, begun=begun)

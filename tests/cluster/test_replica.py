@@ -1,0 +1,184 @@
+"""A replica as its ingresses see it: order of messages, what it tells and when, leases."""
+
+from __future__ import annotations
+
+import asyncio
+import pickle
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import pytest
+
+from forethought.cluster import replica as replica_module
+from forethought.cluster.messages import Branch, Close, Generate, Progress, Reach, Stop
+from forethought.cluster.replica import Replica
+from forethought.config.sampling import SamplingParams
+from forethought.engine.base import FRESH, Begun
+from forethought.errors import EngineStopped, ParameterError, UsageError
+
+FIELDS = {"dtype": "float32", "num_threads": 1, "max_seq_len": 600}
+PARAMS = SamplingParams(temperature=1.0, seed=5, max_tokens=60, ignore_eos=True)
+PROMPT = list(range(40, 60))
+
+
+def played(play: Callable[[Replica], Awaitable[Any]]) -> Any:
+    """What ``play`` returns, with a replica that is empty afterwards."""
+
+    async def run() -> Any:
+        replica = Replica(FIELDS)
+        try:
+            await replica.connect("me")
+            result = await play(replica)
+            await replica.leave("me")
+            engine = replica._llm._frontend.local_engine
+            await asyncio.sleep(0.1)
+            await asyncio.wrap_future(replica._llm._thread.call(engine.check_integrity))
+            assert not list(engine.scheduler), "sequences are left"
+            return result
+        finally:
+            replica._llm.shutdown()
+
+    return asyncio.run(run())
+
+
+def generate(handle: int, number: int, length: int = 0, rest: list[int] = PROMPT, **fields: Any):
+    begun = fields.pop("begun", FRESH)
+    return Generate(handle, number, length, rest, PARAMS.replace(**fields), begun)
+
+
+async def until_end(replica: Replica, *numbers: int) -> dict[int, list[Progress]]:
+    """What is told of generations until all have ended; commands are as they are sent."""
+    told: dict[int, list[Progress]] = {number: [] for number in numbers}
+    going = set(numbers)
+    while going:
+        for progress in pickle.loads(pickle.dumps(await replica.updates("me"))).progress:
+            told.setdefault(progress.generation, []).append(progress)
+            if progress.finish_reason is not None or progress.error is not None:
+                going.discard(progress.generation)
+    return told
+
+
+def tokens(told: list[Progress]) -> list[int]:
+    return [token for progress in told for token in progress.tokens]
+
+
+def test_messages_that_come_in_another_order_are_run_in_theirs() -> None:
+    async def play(replica: Replica) -> list[int]:
+        await replica.tell("me", 2, [generate(1, 11)])
+        await replica.tell("me", 1, [Branch(1, 0, len(PROMPT)), Close(0)])
+        await replica.tell("me", 0, [generate(0, 10)])
+        return tokens((await until_end(replica, 11))[11])
+
+    async def alone(replica: Replica) -> list[int]:
+        await replica.tell("me", 0, [generate(0, 10)])
+        return tokens((await until_end(replica, 10))[10])
+
+    assert played(play) == played(alone)
+
+
+def test_a_session_goes_on_from_any_of_its_lengths_and_an_output_that_began_elsewhere() -> None:
+    async def play(replica: Replica) -> None:
+        await replica.tell("me", 0, [generate(0, 0)])
+        whole = tokens((await until_end(replica, 0))[0])
+        more = [generate(0, 1, 30, whole[10:25], begun=Begun(25)), generate(1, 2)]
+        await replica.tell("me", 1, more)
+        told = await until_end(replica, 1, 2)
+        assert tokens(told[1]) == whole[25:]
+        assert tokens(told[2]) == whole
+        assert sum(progress.usage.decoded for progress in told[2]) == 60
+
+    played(play)
+
+
+def test_first_tokens_awaited_ones_and_the_end_are_told_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(replica_module, "GATHER", 1000.0)
+
+    async def play(replica: Replica) -> list[int]:
+        async with asyncio.timeout(60):
+            await replica.tell("me", 0, [generate(0, 0, max_tokens=500), Reach(0, 200, 200)])
+            first = (await replica.updates("me")).progress[0]
+            sizes = [len(first.tokens)]
+            while sum(sizes) < 200:
+                sizes += [len(p.tokens) for p in (await replica.updates("me")).progress]
+            assert sum(sizes) == 200  # it is held there
+            await replica.tell("me", 1, [Reach(0, 500, 1000)])
+            rest = await until_end(replica, 0)
+            assert len(tokens(rest[0])) == 300
+            return sizes
+
+    assert len(played(play)) <= 3
+
+
+def test_a_stopped_generation_is_not_told_of_and_its_session_stays() -> None:
+    async def play(replica: Replica) -> None:
+        await replica.tell("me", 0, [generate(0, 0, max_tokens=500)])
+        first = tokens((await replica.updates("me")).progress)
+        await replica.tell("me", 1, [Stop(0), generate(0, 1, len(PROMPT) + 1, [])])
+        told = await until_end(replica, 1)
+        assert first
+        assert len(tokens(told[1])) == 60
+
+    played(play)
+
+
+def test_errors_of_a_generation_are_told_and_end_nothing_else() -> None:
+    async def play(replica: Replica) -> None:
+        params = {"guided_decoding": {"regex": "((("}}
+        await replica.tell("me", 0, [generate(0, 0, **params), generate(1, 1), generate(2, 2, 9)])
+        told = await until_end(replica, 0, 1, 2)
+        assert isinstance(told[0][-1].error, ParameterError)
+        assert len(tokens(told[1])) == 60
+        assert told[2][-1].error is not None
+
+    played(play)
+
+
+def test_log_probabilities_begin_with_the_tokens_that_are_told() -> None:
+    async def play(replica: Replica) -> None:
+        begun = [*PROMPT, 7, 8, 9]
+        await replica.tell("me", 0, [generate(0, 0, 0, begun, logprobs=0, begun=Begun(3))])
+        for progress in (await until_end(replica, 0))[0]:
+            pairs = zip(progress.tokens, progress.logprobs or (), strict=True)
+            assert all(token in scores for token, scores in pairs)
+
+    played(play)
+
+
+def test_an_ingress_that_asks_no_more_loses_its_sessions(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(replica_module, "LEASE", 0.3)
+
+    async def play(replica: Replica) -> None:
+        await replica.tell("me", 0, [generate(0, 0, max_tokens=500)])
+        await asyncio.sleep(1.5)
+        with pytest.raises(EngineStopped, match="not known"):
+            await replica.updates("me")
+        with pytest.raises(EngineStopped, match="not known"):
+            await replica.tell("me", 1, [])
+
+    played(play)
+
+
+def test_a_replica_whose_engine_has_died_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def play(replica: Replica) -> None:
+        await replica.tell("me", 0, [generate(0, 0, max_tokens=500)])
+        await replica.updates("me")
+        replica._llm._thread.stop()
+        with pytest.raises(EngineStopped, match="died"):
+            await replica.updates("me")
+
+    async def run() -> None:
+        replica = Replica(FIELDS)
+        await replica.connect("me")
+        await play(replica)
+
+    asyncio.run(run())
+
+
+def test_a_model_that_cannot_be_loaded_is_refused_where_it_is_asked_for() -> None:
+    async def run() -> None:
+        await Replica({"model": "/nowhere"}).connect("me")
+
+    with pytest.raises(UsageError):
+        asyncio.run(run())
