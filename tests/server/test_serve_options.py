@@ -44,6 +44,9 @@ def options(*given_options: str) -> argparse.Namespace:
         ["--upstream", "http://a", "--reward-url", "http://b/v1", "--reward-model", "m"],
         ["--worker", "scripted", "x", "--reward-url", "http://b/v1"],
         ["--worker", "scripted", "x", "--generation-config", "auto"],
+        ["--ray-address", "auto"],
+        ["--replicas", "0"],
+        ["--upstream", "http://a", "--replicas", "2"],
     ],
 )
 def test_options_that_contradict_each_other_are_refused(given_options: list[str]) -> None:

@@ -9,6 +9,7 @@ import os
 import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from forethought import __version__
@@ -22,6 +23,12 @@ NAMESPACE = "forethought"
 _OBJECT_STORE = 128 * 2**20
 """Bytes of a Ray that is started here: messages are small."""
 _LEAVE_SECONDS = 3.0
+_HELP = (
+    "Start it with: ray start --head; where it checks tokens, ~/.ray/auth_token must be its own, "
+    "and RAY_AUTH_MODE token"
+)
+_TOKEN = Path.home() / ".ray" / "auth_token"
+"""Of a cluster of Ray that checks who joins it."""
 
 
 def start_ray(address: str | None, num_replicas: int) -> None:
@@ -32,10 +39,12 @@ def start_ray(address: str | None, num_replicas: int) -> None:
         DependencyError: Ray is not installed.
         ParameterError: there is no cluster at the address.
     """
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    if address is not None and _TOKEN.is_file():  # as ``ray start`` does; ``ray.init`` does not
+        os.environ.setdefault("RAY_AUTH_MODE", "token")
     ray = _ray()
     if ray.is_initialized():
         return
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     options: dict[str, Any] = {"namespace": NAMESPACE, "logging_level": "ERROR"}
     if address is None:
         options |= {
@@ -51,9 +60,7 @@ def start_ray(address: str | None, num_replicas: int) -> None:
         ray.init(**options)
     except (ConnectionError, ValueError, RuntimeError) as error:
         where = "on this machine" if address is None else f"at {address}"
-        raise ParameterError(
-            f"Ray cannot be used {where}", str(error), "Start it with: ray start --head"
-        ) from error
+        raise ParameterError(f"Ray cannot be used {where}", str(error), _HELP) from error
 
 
 @dataclass(frozen=True, slots=True)

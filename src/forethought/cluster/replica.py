@@ -160,11 +160,13 @@ class Replica:
         return Updates(news, self._llm.load, self._llm.stats, self._stalled())
 
     async def leave(self, ingress: str) -> int:
-        """Close the sessions of an ingress; returns how many others there are."""
+        """Close the sessions of an ingress; returns how many others ask for updates."""
+        now = time.monotonic()
         if (asker := self._ingresses.pop(ingress, None)) is not None:
-            self._orphaned = time.monotonic()
+            self._orphaned = now
             await self._close(asker)
-        return len(self._ingresses)
+        recent = now - 4 * HEARTBEAT
+        return sum(other.last_seen > recent for other in self._ingresses.values())
 
     @property
     def _llm(self) -> AsyncLLM:
