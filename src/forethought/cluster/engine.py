@@ -81,7 +81,7 @@ class _Remote:
     """Number of the generation in progress there; None: it is parked, or waits for a replica."""
     metrics_before: SpeculationMetrics = field(default_factory=SpeculationMetrics)
     """Of the generation in progress, in other replicas."""
-    asked: tuple[float, float] = (math.inf, math.inf)
+    reach: tuple[float, float] = (math.inf, math.inf)
     """Count and hold of the last ``Reach``."""
     num_deaths: int = 0
 
@@ -296,9 +296,9 @@ class ClusterEngine(BaseEngine):
         hold = sequence.hold - sequence.prompt_length
         num_tokens = len(sequence.tokens) - sequence.prompt_length
         if math.isinf(count) or count <= num_tokens + 1:
-            count = remote.asked[0]  # of the first tokens, and of the end, it tells at once
-        if (count, hold) != remote.asked:
-            remote.asked = count, hold
+            count = remote.reach[0]  # of the first tokens, and of the end, it tells at once
+        if (count, hold) != remote.reach:
+            remote.reach = count, hold
             remote.link.send(Reach(remote.generation, count, hold))
 
     @override
@@ -411,7 +411,7 @@ class ClusterEngine(BaseEngine):
         if sequence.prompt_logprobs:  # they are known from before
             params = params.replace(prompt_logprobs=None)
         num_output = len(sequence.tokens) - sequence.prompt_length
-        remote.generation, remote.asked = next(self._generations), (math.inf, math.inf)
+        remote.generation, remote.reach = next(self._generations), (math.inf, math.inf)
         command = Generate(
             remote.handle,
             remote.generation,
