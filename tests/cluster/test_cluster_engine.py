@@ -257,6 +257,10 @@ def test_replicas_are_told_for_how_many_tokens_somebody_waits() -> None:
         cluster.engine._flush()
     reached = [c for r in cluster.alive for c in r.commands if isinstance(c, Reach)]
     assert [command.num_tokens for command in reached] == [16, 17]
+    sequence.hold = len(PROMPT) + 5
+    cluster.engine.wait_for(sequence, 1)
+    cluster.engine._flush()
+    assert [c for r in cluster.alive for c in r.commands][-1] == Reach(0, 5, 5)
 
 
 def test_sequences_of_replicas_cannot_attend_to_each_other() -> None:

@@ -23,7 +23,7 @@ from forethought.outputs import CompletionOutput
 from forethought.scaffolding import ScaffoldingLlm
 from forethought.workers.local import EngineWorker
 
-FIELDS: dict[str, Any] = {"dtype": "float32", "num_threads": 1}
+FIELDS: dict[str, Any] = {"dtype": "float32", "num_threads": 1, "max_batch_size": 160}
 QUESTIONS = [f"Question: What is {n} + {3 * n} * 2?\n" for n in range(11, 24)]
 SHAPE = {"regex": "[a-z ]{200,300}"}
 PARAMS: dict[str, dict[str, Any]] = {

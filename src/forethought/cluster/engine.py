@@ -296,7 +296,8 @@ class ClusterEngine(BaseEngine):
         hold = sequence.hold - sequence.prompt_length
         num_tokens = len(sequence.tokens) - sequence.prompt_length
         if math.isinf(count) or count <= num_tokens + 1:
-            count = remote.reach[0]  # of the first tokens, and of the end, it tells at once
+            # of the first tokens, and of the end, it tells at once
+            count = hold if num_tokens < hold < math.inf else remote.reach[0]
         if (count, hold) != remote.reach:
             remote.reach = count, hold
             remote.link.send(Reach(remote.generation, count, hold))

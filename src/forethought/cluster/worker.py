@@ -45,7 +45,8 @@ def open_llm(
 ) -> AsyncLLM:
     """An ``AsyncLLM`` whose sequences are computed by replicas of the model, and outlive them.
 
-    It returns when the first replica is up. ``shutdown`` ends them, unless others use them as well.
+    It returns when the first replica is up. ``shutdown`` ends them, unless others use them as well;
+    a Ray that was started here ends with the process.
 
     Args:
         model: as of ``AsyncLLM``; each machine finds it under this name.
