@@ -291,6 +291,10 @@ class EngineStats:
     """Forwards that raised; they were made again with fewer rows, or without a draft."""
     failures: int = 0
     """Sequences that ended with an error."""
+    replicas_lost: int = 0
+    """Replicas that have died or were given up; the other counts are those of all replicas."""
+    moved: int = 0
+    """Generations that have gone on in another replica, as theirs was lost."""
     forward_seconds: float = 0.0
     """Time of the target's network: wall time, or on CUDA the GPU's."""
     draft_seconds: float = 0.0

@@ -12,6 +12,7 @@ from functools import partial
 from typing import Any
 
 import pytest
+from openai import OpenAI
 
 from forethought.cluster import links_of, open_llm
 from forethought.cluster.engine import ClusterEngine
@@ -21,7 +22,9 @@ from forethought.llm.async_llm import AsyncLLM
 from forethought.methods.stack import stack
 from forethought.outputs import CompletionOutput
 from forethought.scaffolding import ScaffoldingLlm
+from forethought.server.backends.engine_backend import EngineBackend
 from forethought.workers.local import EngineWorker
+from http_servers import served
 
 FIELDS: dict[str, Any] = {"dtype": "float32", "num_threads": 1, "max_batch_size": 160}
 QUESTIONS = [f"Question: What is {n} + {3 * n} * 2?\n" for n in range(11, 24)]
@@ -257,6 +260,39 @@ def test_another_ingress_finds_the_same_replicas_and_leaves_them(cluster: AsyncL
     again = asyncio.run(cluster.generate(QUESTIONS[0], params))
     assert again.outputs == outputs[0].outputs
     assert {link.description.process for link in links_of(cluster)} == processes[0]
+
+
+def test_clients_of_the_server_notice_no_death(cluster: AsyncLLM) -> None:
+    def texts(client: OpenAI, model: str, kill: Callable[[], None] | None) -> list[str]:
+        text, reasoning = "", ""
+        for chunk in client.chat.completions.create(
+            model=model,
+            messages=[{"role": "user", "content": "What is 12 + 34 * 5?"}],
+            stream=True,
+            seed=7,
+            temperature=1.0,
+            max_tokens=900,
+            extra_body={} if "@" in model else {"ignore_eos": True},
+        ):
+            delta = chunk.choices[0].delta
+            text += delta.content or ""
+            reasoning += getattr(delta, "reasoning", None) or ""
+            if kill is not None and (text or reasoning):
+                kill()
+                kill = None
+        return [text, reasoning]
+
+    llm = open_llm(replicas=2, **FIELDS)
+    all_up(llm)
+    with served(EngineBackend(llm, "reasoner", replicas=links_of(llm))) as server:
+        for model in ("reasoner", "majority_vote@4-reasoner"):
+            expected = texts(server.client, model, None)
+            all_up(llm)
+            assert texts(server.client, model, lambda: kill_one(llm)) == expected
+        wait_until(lambda: llm.stats.replicas_lost == 2)
+        metrics = server.send("/metrics", method="GET").text
+    assert "forethought:replicas_lost_total 2.0" in metrics
+    assert f'forethought:upstream_healthy{{server="{links_of(llm)[0].name}"}}' in metrics
 
 
 @pytest.mark.slow

@@ -357,7 +357,9 @@ class ClusterEngine(BaseEngine):
     def _count(self) -> None:
         """Add up the counts of the replicas."""
         links = [link.stats for link in self.fleet.links]
-        _assign(self.stats, _sum_stats([self._past_stats, *links]))
+        total = _sum_stats([self._past_stats, *links])
+        total.replicas_lost, total.moved = self.fleet.num_lost, self.num_moved
+        _assign(self.stats, total)
 
     # ---- where sequences are computed ---------------------------------------------------------
 

@@ -328,6 +328,8 @@ _ENGINE_TOTALS = {
     "num_preemptions": ("Times that a running sequence lost its pages.", ("preemptions",)),
     "engine_steps": ("Forward passes of the model.", ("steps",)),
     "engine_failures": ("Sequences that ended with an error.", ("failures",)),
+    "replicas_lost": ("Replicas that have died or were given up.", ("replicas_lost",)),
+    "generations_moved": ("Generations that have gone on in another replica.", ("moved",)),
     "draft_failures": ("Times that a drafter failed.", ("draft_failures",)),
     "thoughts_closed": ("Thoughts that a thinking budget closed.", ("thoughts_closed",)),
 }
