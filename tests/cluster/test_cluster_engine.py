@@ -68,6 +68,10 @@ def test_an_unseeded_request_has_its_seed_from_here() -> None:
             next(r for r in cluster.alive if r.running).die()
     assert sequence.params.seed is not None
     assert cluster.outputs[sequence] == expected(PROMPT, sequence.params)
+    live = cluster.engine.open(PROMPT)
+    cluster.engine.resume(live, SamplingParams(temperature=1.0, max_tokens=30))
+    cluster.finish()
+    assert live.params.seed not in (None, sequence.params.seed)
 
 
 def test_a_parked_sequence_is_computed_again_where_its_replica_has_died() -> None:

@@ -29,13 +29,19 @@ PARAMS: dict[str, dict[str, Any]] = {
         "thinking_budget": 9,
         "guided_decoding": SHAPE,
     },
+    "to the end of the context": {
+        "temperature": 1.0,
+        "seed": 8,
+        "max_tokens": None,
+        "ignore_eos": True,
+    },
     "logprobs": {"temperature": 1.0, "seed": 9, "logprobs": 1},
 }
 
 
 @pytest.fixture(scope="module")
 def llm() -> Iterator[AsyncLLM]:
-    llm = AsyncLLM(dtype="float32", num_threads=1)
+    llm = AsyncLLM(dtype="float32", num_threads=1, max_seq_len=120)
     yield llm
     engine = llm._frontend.local_engine
     llm._thread.call(engine.check_integrity).result()
@@ -57,7 +63,7 @@ async def _resumed(
 
 @pytest.mark.parametrize("name", PARAMS)
 def test_what_has_begun_elsewhere_ends_as_it_would_have_there(llm: AsyncLLM, name: str) -> None:
-    params = SamplingParams(max_tokens=60, **PARAMS[name])
+    params = SamplingParams(**{"max_tokens": 60, **PARAMS[name]})
 
     async def check() -> None:
         whole = await _whole(llm, params)

@@ -380,7 +380,6 @@ class ClusterEngine(BaseEngine):
         child, source = self._new(sequence.tokens[:length], keep), self._remotes[sequence]
         remote = self._remotes[child]
         remote.adapter = source.adapter
-        remote.key = source.key
         if source.link is not None and source.link.is_up and source.length >= length:
             self._opened(remote, source.link)
             remote.length = length
