@@ -182,3 +182,26 @@ def test_a_model_that_cannot_be_loaded_is_refused_where_it_is_asked_for() -> Non
 
     with pytest.raises(UsageError):
         asyncio.run(run())
+
+
+def test_a_replica_that_no_ingress_asks_for_long_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    ended = asyncio.Event()
+    monkeypatch.setattr(replica_module, "LEASE", 0.2)
+    monkeypatch.setattr(replica_module, "ORPHAN", 0.2)
+    monkeypatch.setattr(replica_module.os, "_exit", lambda status: ended.set())
+
+    async def play(replica: Replica) -> None:
+        async with asyncio.timeout(20):
+            await ended.wait()
+
+    played(play)
+
+
+def test_an_ingress_that_leaves_is_told_whether_others_ask() -> None:
+    async def play(replica: Replica) -> None:
+        await replica.connect("other")
+        await replica.updates("other")
+        assert await replica.leave("me") == 1
+        assert await replica.leave("other") == 0
+
+    played(play)

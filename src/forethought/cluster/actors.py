@@ -102,7 +102,7 @@ class ActorOpener:
 
     def __call__(self, name: str, reply: Reply) -> ActorChannel:
         """The replica of a name, for one connection."""
-        actor = _ray().remote(self._kind)
+        actor = _running_ray().remote(self._kind)
         options = actor.options(
             name=name,
             namespace=NAMESPACE,
@@ -124,39 +124,49 @@ class ActorChannel:
 
     def connect(self) -> None:
         """Ask for the description."""
-        self._answered(self._actor.connect.remote(self._ingress))
+        self._send(self._actor.connect)
 
     def tell(self, number: int, commands: Sequence[Command]) -> None:
         """Send commands."""
-        self._answered(self._actor.tell.remote(self._ingress, number, commands))
+        self._send(self._actor.tell, number, commands)
 
     def ask(self) -> None:
         """Ask for updates."""
-        self._answered(self._actor.updates.remote(self._ingress))
+        self._send(self._actor.updates)
 
     def kill(self) -> None:
         """End the actor."""
         with contextlib.suppress(Exception):  # it has ended, or its cluster has
-            _ray().kill(self._actor)
+            _running_ray().kill(self._actor)
 
     def leave(self) -> None:
         """Leave the actor."""
-        ray = _ray()
         with contextlib.suppress(Exception):  # as above
+            ray = _running_ray()
             if not ray.get(self._actor.leave.remote(self._ingress), timeout=_LEAVE_SECONDS):
                 ray.kill(self._actor)
 
-    def _answered(self, answer: Any) -> None:
+    def _send(self, method: Any, *arguments: Any) -> None:
+        """Call a method of the actor, whose result is the reply, if it has one."""
+
         def done(future: Any) -> None:
             error = future.exception()
             result = _as_error(error) if error is not None else future.result()
             if result is not None:
                 self._reply(result)
 
-        answer.future().add_done_callback(done)
+        try:
+            _running_ray()
+            answer = method.remote(self._ingress, *arguments)
+        except Exception as error:  # as at the end of the program
+            self._reply(_as_error(error))
+        else:
+            answer.future().add_done_callback(done)
 
 
 def _as_error(error: BaseException) -> Exception:
+    if isinstance(error, ForethoughtError):
+        return error
     cause = getattr(error, "cause", None)
     if isinstance(cause, ForethoughtError):
         return cause
@@ -168,6 +178,14 @@ def check_ray() -> None:
     """Raises DependencyError if Ray is not installed."""
     if importlib.util.find_spec("ray") is None:
         raise DependencyError.missing("ray", "replicas", "ray")
+
+
+def _running_ray() -> Any:
+    """Raises EngineStopped at the end of the program: Ray would start anew with the next call."""
+    ray = _ray()
+    if not ray.is_initialized():
+        raise EngineStopped("Ray has been shut down", "", "Open the model again")
+    return ray
 
 
 def _ray() -> Any:

@@ -110,10 +110,11 @@ class Replica:
 
     Args:
         fields: of ``LlmArgs``.
+        directory: that paths in them are relative to, if there is one of this name here.
     """
 
-    def __init__(self, fields: Mapping[str, Any]) -> None:
-        self._fields, self._loading = fields, asyncio.Lock()
+    def __init__(self, fields: Mapping[str, Any], directory: str | None = None) -> None:
+        self._fields, self._directory, self._loading = fields, directory, asyncio.Lock()
         self._loaded: AsyncLLM | None = None
         self._ingresses: dict[str, _Ingress] = {}
         self._steps, self._stepped = 0, time.monotonic()
@@ -125,7 +126,7 @@ class Replica:
         """Begin to take commands of an ingress. The first one has the model loaded."""
         async with self._loading:
             if self._loaded is None:
-                self._loaded = await asyncio.to_thread(lambda: AsyncLLM(**self._fields))
+                self._loaded = await asyncio.to_thread(self._load)
         self._check()
         self._ingresses[ingress] = _Ingress()
         if self._guard is None:
@@ -167,6 +168,12 @@ class Replica:
             await self._close(asker)
         recent = now - 4 * HEARTBEAT
         return sum(other.last_seen > recent for other in self._ingresses.values())
+
+    def _load(self) -> AsyncLLM:
+        if self._directory is not None:
+            with contextlib.suppress(OSError):
+                os.chdir(self._directory)
+        return AsyncLLM(**self._fields)
 
     @property
     def _llm(self) -> AsyncLLM:

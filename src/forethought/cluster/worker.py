@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import atexit
 import contextvars
 import math
+import os
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from pathlib import Path
@@ -66,9 +68,11 @@ def open_llm(
     args = LlmArgs.from_dict({"model": model, **fields})
     fields = {"model": None if model is None else str(model), **fields}
     start_ray(ray_address, replicas)
-    opener = ActorOpener((fields,), Resources.share(fields, replicas))
+    opener = ActorOpener((fields, os.getcwd()), Resources.share(fields, replicas))
     fleet = Fleet(opener, name_of(fields), replicas, hang_seconds)
-    return over(fleet, args, max_pending)
+    llm = over(fleet, args, max_pending)
+    atexit.register(llm._shutdown)  # before Ray is, which began earlier
+    return llm
 
 
 def check_replicas(fields: Mapping[str, Any], num_replicas: int) -> None:

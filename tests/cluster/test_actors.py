@@ -1,0 +1,53 @@
+"""What actors of Ray are made with; Ray itself is a double here."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from forethought.cluster import actors
+from forethought.cluster.actors import Resources, name_of, start_ray
+from forethought.errors import ParameterError
+
+
+@pytest.mark.parametrize(
+    ("total", "fields", "num_replicas", "resources"),
+    [
+        ({"CPU": 2}, {}, 2, (1, 0)),
+        ({"CPU": 2}, {}, 3, (1, 0)),
+        ({"CPU": 16}, {"num_threads": 3}, 2, (3, 0)),
+        ({"CPU": 64, "GPU": 8}, {}, 8, (8, 1)),
+        ({"CPU": 64, "GPU": 8}, {"tensor_parallel_size": 4}, 2, (32, 4)),
+        ({"CPU": 64, "GPU": 8}, {"device": "cpu"}, 2, (32, 0)),
+        ({"CPU": 64, "node:a": 1, "node:b": 1, "node:__internal_head__": 1}, {}, 1, (32, 0)),
+    ],
+)
+def test_a_replica_takes_an_equal_share_of_what_there_is(
+    monkeypatch: pytest.MonkeyPatch,
+    total: dict[str, float],
+    fields: dict[str, Any],
+    num_replicas: int,
+    resources: tuple[int, int],
+) -> None:
+    ray = SimpleNamespace(cluster_resources=lambda: total)
+    monkeypatch.setattr(actors, "_ray", lambda: ray)
+    assert Resources.share(fields, num_replicas) == Resources(*resources)
+
+
+def test_replicas_are_found_again_by_the_arguments_of_their_model() -> None:
+    names = {name_of({"model": model, "dtype": "float32"}) for model in ("a", "b", "a")}
+    assert len(names) == 2
+
+
+def test_a_cluster_that_cannot_be_joined_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(**options: Any) -> None:
+        raise ConnectionError(f"nothing at {options['address']}")
+
+    ray = SimpleNamespace(is_initialized=lambda: False, init=refuse)
+    monkeypatch.setattr(actors, "_ray", lambda: ray)
+    monkeypatch.setattr(actors, "_TOKEN", Path("/nothing"))
+    with pytest.raises(ParameterError, match=r"10\.0\.0\.1:6379.*ray start"):
+        start_ray("10.0.0.1:6379", 2)
