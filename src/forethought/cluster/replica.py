@@ -203,7 +203,7 @@ class Replica:
     async def _generate(self, asker: _Ingress, command: Generate) -> None:
         try:
             session = await self._prepared(asker, command)
-            stream = session.stream(command.params, begun=command.begun)
+            stream = session.stream(command.params, begun=command.begun, with_text=False)
         except Exception as error:
             self._fail(asker, command.generation, error)
             return

@@ -128,6 +128,7 @@ class AsyncSession:
         sampling_params: SamplingParams | None = None,
         *,
         begun: Begun = FRESH,
+        with_text: bool = True,
     ) -> SessionStream:
         """Continue the sequence; iterate for everything so far.
 
@@ -135,11 +136,12 @@ class AsyncSession:
         ``close`` end it. The iterator raises the errors of ``generate``. With a new grammar, tokens
         come once that is compiled. What has ``begun`` elsewhere goes on: the session ends with its
         output so far, with which the outputs begin, without its log-probabilities and confidences.
+        Without text, none is decoded for the outputs.
         """
         handle, thread = self._handle, self._thread
         thread.check_process()
         checked = thread.frontend.read_params(sampling_params)
-        stream = OutputStream(Generation.completion)
+        stream = OutputStream(Generation.completion if with_text else Generation.wordless)
         reservation = _Reservation(stream, checked, begun)
         compiled = thread.frontend.grammars.find(checked)
         if compiled is not None or checked.guided_decoding is None:

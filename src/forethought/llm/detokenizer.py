@@ -167,7 +167,8 @@ class Transcript:
         self.token_ids: list[int] = []
         self._num_shown = self._num_decoded = 0
         """First tokens that belong to the text; those that ``_text`` is of."""
-        self._text = ""
+        self._text, self._has_tail = "", False
+        """Of the decoded tokens; whether what they hold back is text too, as it has ended."""
         self._logprobs: list[TokenLogprobs] | None = None if params.logprobs is None else []
         self._confidences: list[TokenConfidence] | None = None if params.confidence is None else []
         self._cumulative = 0.0
@@ -204,8 +205,8 @@ class Transcript:
             self._num_shown += size - (is_end_hidden and new.stop == num_tokens)
             if self._params.stop and (stop := self._find_stop()):
                 end = stop.end if self._params.include_stop_str_in_output else stop.start
-                self._text = self._text[:end]
-                self._end(FinishReason.STOP, stop.text)
+                self._text, self._num_decoded = self._text[:end], self._num_shown
+                self.finish_reason, self._stop_reason = FinishReason.STOP, stop.text
                 return
         if finish_reason is not None:
             self.finish(finish_reason, stop_reason)
@@ -213,7 +214,7 @@ class Transcript:
     def checkpoint(self) -> tuple[Any, ...]:
         """What ``restore`` needs to take back the ``add`` that follows."""
         sizes = len(self._logprobs or ()), len(self._confidences or ())
-        decoding = self._text, self._num_shown, self._num_decoded
+        decoding = self._text, self._has_tail, self._num_shown, self._num_decoded
         states = decoding, self._detokenizer.checkpoint()
         return len(self.token_ids), sizes, self._cumulative, states
 
@@ -224,29 +225,30 @@ class Transcript:
         for scores, size in zip((self._logprobs, self._confidences), sizes, strict=True):
             if scores is not None:
                 del scores[size:]
-        self._text, self._num_shown, self._num_decoded = decoding
+        self._text, self._has_tail, self._num_shown, self._num_decoded = decoding
         self._detokenizer.restore(detokenizer)
         self.finish_reason = self._stop_reason = None
 
     def finish(self, reason: FinishReason, stop_reason: int | str | None = None) -> None:
         """End the sample; the text held back becomes part of it."""
-        self._decode()
-        self._text += self._detokenizer.flush()
-        self._end(reason, stop_reason)
+        self._has_tail = True
+        self.finish_reason, self._stop_reason = reason, stop_reason
 
     @property
     def text(self) -> str:
         """The text so far, without an end that may be the beginning of a stop string."""
         self._decode()
+        if self._has_tail:
+            self._text, self._has_tail = self._text + self._detokenizer.flush(), False
         if self.finish_reason is not None:
             return self._text
         return self._text[: len(self._text) - count_held(self._text, self._params.stop)]
 
-    def output(self) -> CompletionOutput:
-        """A copy of everything so far."""
+    def output(self, with_text: bool = True) -> CompletionOutput:
+        """A copy of everything so far; without the text nothing is decoded for it."""
         return CompletionOutput(
             index=self._index,
-            text=self.text,
+            text=self.text if with_text else "",
             token_ids=list(self.token_ids),
             logprobs=None if self._logprobs is None else list(self._logprobs),
             cumulative_logprob=None if self._logprobs is None else self._cumulative,
@@ -254,10 +256,6 @@ class Transcript:
             finish_reason=self.finish_reason,
             stop_reason=self._stop_reason,
         )
-
-    def _end(self, reason: FinishReason, stop_reason: int | str | None) -> None:
-        self._num_decoded = self._num_shown
-        self.finish_reason, self._stop_reason = reason, stop_reason
 
     def _decode(self) -> None:
         if self._num_decoded < self._num_shown:

@@ -179,6 +179,11 @@ class Generation:
         with self._failing():
             return self._completion(self.sequences[0])
 
+    def wordless(self) -> CompletionOutput:
+        """As ``completion``, without the text, for which nothing is decoded."""
+        with self._failing():
+            return self._completion(self.sequences[0], with_text=False)
+
     def output(self) -> RequestOutput:
         """A copy of everything so far.
 
@@ -218,8 +223,8 @@ class Generation:
             prompt_logprobs=scores,
         )
 
-    def _completion(self, sequence: Sequence) -> CompletionOutput:
-        output = self._transcripts[sequence.id].output()
+    def _completion(self, sequence: Sequence, with_text: bool = True) -> CompletionOutput:
+        output = self._transcripts[sequence.id].output(with_text)
         output.metrics = self._metrics[sequence.id].copy()
         output.drafted_steps = self._drafted_steps[sequence.id][:]
         output.thinking = self.thinking(sequence)
