@@ -22,6 +22,7 @@ def ray_here() -> Iterator[None]:
         log_to_driver=False,
         logging_level="ERROR",
         _node_ip_address="127.0.0.1",
+        _system_config={"worker_niceness": 0},
     )
     yield
     ray.shutdown()

@@ -53,6 +53,7 @@ def start_ray(address: str | None, num_replicas: int) -> None:
             "object_store_memory": _OBJECT_STORE,
             "include_dashboard": False,
             "log_to_driver": False,
+            "_system_config": {"worker_niceness": 0},  # by default all else goes before replicas
         }
     else:
         options["address"] = address
