@@ -9,7 +9,7 @@ import pytest
 from forethought.cluster import fleet as fleet_module
 from forethought.cluster.messages import Branch, Generate, Reach, Stop
 from forethought.config.sampling import SamplingParams
-from forethought.errors import ModelError, RequestError, UsageError
+from forethought.errors import EngineStopped, ModelError, RequestError, UsageError
 from scripted_replicas import Scripted, expected
 
 PROMPT = [5, 6, 7, 8]
@@ -251,6 +251,19 @@ def test_a_first_replica_that_cannot_start_says_why() -> None:
     fleet = fleet_module.Fleet(refuse, "replica", 2)
     with pytest.raises(UsageError, match="no such model"):
         fleet.wait()
+
+
+def test_a_first_replica_has_three_attempts() -> None:
+    attempts: list[str] = []
+
+    def fail(name: str, reply: object) -> None:
+        attempts.append(name)
+        raise RuntimeError("the one of before is ending")
+
+    fleet = fleet_module.Fleet(fail, "replica", 2)
+    with pytest.raises(EngineStopped, match="is ending"):
+        fleet.wait()
+    assert [attempts.count(f"replica-{n}") >= 3 for n in (0, 1)] == [True, True]
 
 
 def test_replicas_are_told_for_how_many_tokens_somebody_waits() -> None:

@@ -13,7 +13,7 @@ from typing import Any
 
 from forethought.cluster.link import Link, Opener
 from forethought.cluster.messages import Description, Updates
-from forethought.errors import EngineStopped, ForethoughtError
+from forethought.errors import EngineStopped, ForethoughtError, UsageError
 
 log = logging.getLogger(__name__)
 
@@ -21,6 +21,8 @@ TICK = 0.25
 """Seconds after which the replicas are looked at though none has answered."""
 FIRST_DELAY, MAX_DELAY = 0.25, 30.0
 """Seconds before a replica that was never up is started again; they double each time."""
+FIRST_TRIES = 3
+"""Starts of each replica before the first of them is up."""
 PATIENCE = 30.0
 """Seconds after which a wait for replicas is logged."""
 HANG = 60.0
@@ -75,7 +77,8 @@ class Fleet:
     def wait(self, num_up: int = 1) -> None:
         """Wait until replicas are up.
 
-        Raises what a first one failed with, such as UsageError, if it was never up.
+        Raises what it failed with, where none is up: a UsageError at once, another error where each
+        replica has failed ``FIRST_TRIES`` times, since one of before may just be ending.
         """
         warned = time.monotonic()
         while sum(link.is_up for link in self.links) < num_up:
@@ -84,8 +87,11 @@ class Fleet:
             if time.monotonic() - warned > PATIENCE:
                 warned = time.monotonic()
                 log.warning("no replica is up yet: it loads, or Ray has no room for it")
-            if self.failure is not None and not any(link.is_up for link in self.links):
-                failure = self.failure
+            failure = self.failure
+            if failure is None or any(link.is_up for link in self.links):
+                continue
+            num_tries = min(link.num_failures for link in self.links)
+            if isinstance(failure, UsageError) or num_tries >= FIRST_TRIES:
                 self.close()
                 raise failure
 
