@@ -365,12 +365,16 @@ def why(runs: Sequence[Run]) -> str:
         f"vote of eight: {solved['countdown', 'majority_vote@8']}.",
     ]
     if "recurrent" in newest:
-        fork = next(row for row in newest["recurrent"]["rows"] if "fork, us" in row)
+        fork = next(row for row in newest["recurrent"]["rows"] if "fork of" in row)
         points.append(
             "**Hybrids, exactly.** Models with recurrent layers (Qwen3.5, Nemotron-H, LFM2) fork, "
             "rewind, verify draft trees and share prefixes as others do; a fork takes "
-            f"{fork['fork, us']:.0f} microseconds."
+            f"{fork['us']:.0f} microseconds."
         )
+    points.append(
+        "**Replicas that may die.** On Ray a request goes on elsewhere, to the same text: with "
+        "`kill -9` under a hundred streams none is lost or changed, nor is a vote or a probe."
+    )
     used = [newest[name] for name in SOURCES["why"] if name in newest]
     return "\n".join(f"* {point}" for point in points) + f"\n\n<sub>{_where(used)}</sub>"
 
