@@ -72,7 +72,9 @@ def new_module(architecture: str, **changes: Any) -> PreTrainedModel:
 
 @pytest.mark.parametrize("architecture", RECURRENT)
 def test_layers_of_most_families_run_in_cpp(architecture: str) -> None:
-    assert recurrent_of(loaded(architecture, "auto")).is_native == (architecture in NATIVE)
+    lm = loaded(architecture, "auto")
+    assert recurrent_of(lm).is_native == (architecture in NATIVE)
+    assert ("recurrent layers run in C++" in (lm.path.reason or "")) == (architecture in NATIVE)
     assert not recurrent_of(loaded(architecture, "torch")).is_native
 
 

@@ -172,6 +172,9 @@ def load(
         network, forward_path = _network(module, fuse, traits, forward, refused, expert_bytes)
         if isinstance(network, TransformersNetwork):
             network = replace(network, recurrent=recurrent)
+            if recurrent is not None and recurrent.is_native:
+                reason = f"{forward_path.reason}; its recurrent layers run in C++"
+                forward_path = replace(forward_path, reason=reason)
         return CausalLM(network, backend, traits, forward_path)
 
 
