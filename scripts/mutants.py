@@ -384,13 +384,13 @@ MUTANTS = [
     ),
     # ---- engine ----------------------------------------------------------------------------------
     Mutant(
-        "engine/engine.py",
+        "engine/base.py",
         "self._check_length(len(sequence.tokens) + (params.max_tokens != 0))",
         "self._check_length(len(sequence.tokens))",
         "tests/engine/test_engine.py -k 'refused'",
     ),
     Mutant(
-        "engine/engine.py",
+        "engine/base.py",
         "self._check_length(len(prompt_ids) + (params.max_tokens != 0))",
         "self._check_length(len(prompt_ids))",
         "tests/engine/test_engine.py -k 'refused'",

@@ -604,7 +604,7 @@ def test_weights_that_bf16_holds_exactly_take_half_and_change_no_bit(monkeypatch
         monkeypatch.setattr(weights, "_as_stored", stored)
         lm = loader.load(tmp_path / "rounded", dtype="float32", forward="native")
         found.append(torch.cat([logits(lm, size) for size in (1, 45)]))
-        sizes.append(lm.network._head.num_bytes)
+        sizes.append(lm.network.head.num_bytes)
     assert torch.equal(*found)
     assert sizes[0] * 2 == sizes[1]
 
@@ -619,7 +619,7 @@ def test_weights_are_held_once() -> None:
     gc.collect()
     network = lm.network
     assert isinstance(network, NativeNetwork)
-    packed = sum(layer.num_bytes for layer in network._layers) + network._head.num_bytes
+    packed = sum(layer.num_bytes for layer in network._layers) + network.head.num_bytes
     assert packed <= 4 * wanted * 1.1  # the vocabulary is padded to whole panels
     assert not list(network._embedding.parameters())
 

@@ -26,7 +26,7 @@ from forethought.evaluation.report import count_of
 from forethought.sandbox.sandbox import SAFE, why_not
 
 _SHOWN = ("torch", "transformers", "tokenizers", "safetensors", "numpy", "pydantic")
-_NOT_FOR_USERS = ("dev",)
+_NOT_FOR_USERS = ("dev", "docs")
 """Extras for work on forethought itself."""
 _DTYPES = ("bfloat16", "float16", "float32")
 _MEMORY = {

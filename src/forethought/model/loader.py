@@ -322,7 +322,7 @@ def _network(
     traits: ModelTraits,
     forward: Forward,
     refused: str | None,
-    expert_bytes: int | None,
+    expert_bytes: int | None = None,
 ) -> tuple[Network, ForwardPath]:
     """The network, and how it was chosen. ``refused`` is why, by the settings, it cannot be native;
     raises ModelError if it must be.
