@@ -19,6 +19,8 @@ from forethought.model.device import (
     choose_threads,
     computing_threads,
     find_device,
+    native_threads,
+    torch_alone,
     usable_processors,
 )
 from tokens import speaking
@@ -125,3 +127,12 @@ def test_a_step_runs_on_the_threads_of_its_engine_and_leaves_those_of_torch(
         llm.generate([5, 6, 7], SamplingParams(max_tokens=2, temperature=0.0))
         assert set(seen) == {1}
         assert torch.get_num_threads() == 2
+
+
+def test_torch_computes_alone_beside_the_threads_of_cpp() -> None:
+    before = torch.get_num_threads()
+    with computing_threads(3):
+        with torch_alone():
+            assert (torch.get_num_threads(), native_threads()) == (1, 3)
+        assert (torch.get_num_threads(), native_threads()) == (3, 3)
+    assert torch.get_num_threads() == native_threads() == before

@@ -11,6 +11,7 @@ import time
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from pathlib import Path
 
 import torch
@@ -148,6 +149,30 @@ def computing_threads(num_threads: int) -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
+
+
+_NATIVE_THREADS = ContextVar[int | None]("native_threads", default=None)
+
+
+def native_threads() -> int:
+    """Threads of a call of C++: as many as torch has, or had before ``torch_alone``."""
+    return _NATIVE_THREADS.get() or torch.get_num_threads()
+
+
+@contextmanager
+def torch_alone() -> Iterator[None]:
+    """Have torch compute in the calling thread alone, and C++ with the threads that torch has.
+
+    Torch's own look for work for some milliseconds after each operation, on the processors that the
+    threads of C++ would compute on.
+    """
+    num_threads = torch.get_num_threads()
+    token = _NATIVE_THREADS.set(num_threads)
+    try:
+        with computing_threads(1):
+            yield
+    finally:
+        _NATIVE_THREADS.reset(token)
 
 
 def check_threads(system: Path = Path("/")) -> None:

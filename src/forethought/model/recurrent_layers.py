@@ -23,7 +23,7 @@ from __future__ import annotations
 import inspect
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -34,6 +34,7 @@ from typing_extensions import override
 from forethought.kv.recurrent import LayerState, RecurrentStorage, State
 from forethought.model import backends
 from forethought.model.batch import Batch, Span
+from forethought.model.device import torch_alone
 from forethought.silence import without_kernel_advice
 
 if TYPE_CHECKING:
@@ -319,7 +320,8 @@ class RecurrentLayers:
         else:
             self._now = _RecurrentPass(batch, storage, self._num_layers, self._continues)
         try:
-            yield
+            with torch_alone() if self._native is not None else nullcontext():
+                yield
             self._now.keep()
         finally:
             self._now = None

@@ -20,6 +20,7 @@ from typing_extensions import override
 from forethought.backends.cpu.library import load_library
 from forethought.backends.cpu.structures import ExpertsCallStruct, LinearStruct, MlpStruct
 from forethought.backends.cpu.weights import TYPES, PackedExperts, PackedLinear, norm_rows
+from forethought.model.device import native_threads
 from forethought.model.quantization import QuantizedLinear
 from forethought.model.quantized_experts import QuantizedExperts, weights_of
 
@@ -148,7 +149,7 @@ class NativeMlp:
         return self._struct
 
     def _call(self, struct: MlpStruct, x: int | None, activations: Tensor, y: int | None) -> None:
-        num_tokens, num_threads = activations.shape[0], torch.get_num_threads()
+        num_tokens, num_threads = activations.shape[0], native_threads()
         rows = activations.data_ptr()
         load_library().mlp(ctypes.byref(struct), x, num_tokens, rows, y, num_threads)
 
@@ -192,7 +193,7 @@ class NativeExperts(nn.Module):
         struct.top_k = chosen.shape[1]
         rows = float_rows(x)
         num_tokens, hidden = rows.shape
-        num_threads = torch.get_num_threads()
+        num_threads = native_threads()
         size = library.experts_scratch_size(ctypes.byref(struct), hidden, num_tokens, num_threads)
         experts, factors = chosen.int().contiguous(), weights.float().contiguous()
         y, scratch = torch.zeros_like(rows), torch.empty(size)

@@ -31,6 +31,7 @@ from forethought.backends.cpu.structures import (
     TokenStateStruct,
 )
 from forethought.kv.recurrent import LayerState, PackedState, State, StateView
+from forethought.model.device import native_threads
 
 DELTA_RULE, STATE_SPACE, SHORT_CONVOLUTION = range(3)  # enum RecurrentKind
 MAX_KERNEL = 16
@@ -136,7 +137,7 @@ class NativeRecurrentLayer:
             rows=tokens.rows,
             num_tokens=projected.shape[0],
             num_rows=tokens.num_rows,
-            num_threads=torch.get_num_threads(),
+            num_threads=native_threads(),
             **products,
         )
         load_library().recurrent(ctypes.byref(self._struct), ctypes.byref(call))

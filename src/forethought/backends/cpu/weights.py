@@ -22,6 +22,7 @@ from forethought.backends.cpu.library import load_library
 from forethought.backends.cpu.structures import ExpertsStruct, LayerStruct, LinearStruct
 from forethought.model.block_weight import BLOCK_TYPES, BlockWeight
 from forethought.model.checkpoint_module import CheckpointConfig, CheckpointModule
+from forethought.model.device import native_threads
 from forethought.model.integer_product import ACTIVATION_GROUP
 from forethought.model.llama.layers import rotary_table
 from forethought.model.quantization import (
@@ -289,7 +290,7 @@ class PackedLinear:
             rows.data_ptr(),
             num_rows,
             output.data_ptr(),
-            torch.get_num_threads(),
+            native_threads(),
         )
         return output.view(*x.shape[:-1], num_outputs)
 
@@ -568,7 +569,7 @@ def norm_rows(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """RMS norms of float32 x ``[T, size]``, times a float32 weight ``[size]``."""
     y = torch.empty_like(x)
     num_rows, size = x.shape
-    num_threads = torch.get_num_threads()
+    num_threads = native_threads()
     load_library().norm_rows(
         x.data_ptr(), weight.data_ptr(), num_rows, size, eps, y.data_ptr(), num_threads
     )
