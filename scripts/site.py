@@ -52,19 +52,15 @@ def _address(path: Path, page: str, repository: str) -> str:
     return f"{repository}/blob/main/{name}"
 
 
-def on_nav(nav: Any, **_: Any) -> None:
+def on_nav(nav: Any, config: Any, **_: Any) -> None:
     """Keep the pages, in their order, for ``on_post_build``."""
-    global _pages
-    _pages = nav.pages
-
-
-_pages: list[Any] = []
+    config["extra"]["pages"] = nav.pages
 
 
 def on_post_build(config: Any) -> None:
     """Write llms.txt: what each page is, for programs that read (llmstxt.org)."""
     lines = [f"# {config['site_name']}", "", f"> {config['site_description']}", ""]
-    for page in _pages:
+    for page in config["extra"]["pages"]:
         lines.append(f"- [{page.title}]({config['site_url']}{page.url}): {_first(page.markdown)}")
     text = "\n".join(lines) + "\n"
     (Path(config["site_dir"]) / "llms.txt").write_text(text, encoding="utf-8")

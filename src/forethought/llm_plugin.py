@@ -1,6 +1,6 @@
 """Methods as models of the program ``llm``: ``llm -m forethought/dynasor-smollm2 "..."``.
 
-Every method that needs no further settings is there by itself, on the embedded reasoner, and with
+Every method that needs no further settings is a model, on the embedded reasoner, and with
 ``-smollm2`` on that model where its package is installed; ``-o model NAME`` puts another model in
 its place. Thoughts are left out of the answer.
 """

@@ -185,35 +185,13 @@ class ClusterEngine(BaseEngine):
         self._generate(sequence, params.replace(seed=self._seed(params)), begun)
 
     @override
-    def extend(self, sequence: Sequence, token_ids: Ids[int]) -> None:
-        self._expect_parked(sequence, "extended")
-        self._check_ids("extension", token_ids)
-        self._check_length(len(sequence.tokens) + len(token_ids))
-        if sequence.extended_from is None:
-            sequence.extended_from = len(sequence.tokens)
-        sequence.tokens.extend(token_ids)
-        sequence.prompt_length = len(sequence.tokens)
-
-    @override
     def fork(self, sequence: Sequence, length: int | None = None) -> Sequence:
-        length = len(sequence.tokens) if length is None else length
-        if sequence.status is Status.CLOSED or not 0 < length <= len(sequence.tokens):
-            raise UsageError(
-                "cannot fork this sequence",
-                f"it is {sequence.status.value} with {len(sequence.tokens)} tokens, not {length}",
-                "Fork a live sequence at one of its own lengths",
-            )
+        length = self._fork_length(sequence, length)
         return self._forked(sequence, length, keep=True)
 
     @override
     def rewind(self, sequence: Sequence, length: int) -> None:
-        self._expect_parked(sequence, "rewound")
-        if not 0 < length <= len(sequence.tokens):
-            raise UsageError(
-                "cannot rewind this sequence",
-                f"length {length} is not between 1 and its {len(sequence.tokens)} tokens",
-                "Rewind to a length that it has had",
-            )
+        self._check_rewind(sequence, length)
         remote = self._remotes[sequence]
         num_output = len(sequence.tokens) - max(length, sequence.prompt_length)
         sequence.usage.discarded += num_output

@@ -1,6 +1,6 @@
 """``Replica``: one engine of several, an actor of Ray that runs the sessions of its ingresses.
 
-It knows nothing of Ray: an actor is made of the class by ``cluster.actors``.
+It does not import Ray: an actor is made of the class by ``cluster.actors``.
 """
 
 from __future__ import annotations

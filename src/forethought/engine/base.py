@@ -137,9 +137,15 @@ class BaseEngine(ABC):
     ) -> None:
         """Generate from a parked sequence; see ``Engine.resume``."""
 
-    @abstractmethod
     def extend(self, sequence: Sequence, token_ids: Ids[int]) -> None:
-        """Append tokens to a parked sequence."""
+        """Append tokens to a parked sequence; they are computed when it is resumed."""
+        self._expect_parked(sequence, "extended")
+        self._check_ids("extension", token_ids)
+        self._check_length(len(sequence.tokens) + len(token_ids))
+        if sequence.extended_from is None:
+            sequence.extended_from = len(sequence.tokens)
+        sequence.tokens.extend(token_ids)
+        sequence.prompt_length = len(sequence.tokens)
 
     @abstractmethod
     def fork(self, sequence: Sequence, length: int | None = None) -> Sequence:
@@ -288,6 +294,27 @@ class BaseEngine(ABC):
                 f"the sequence cannot be {done}",
                 f"it is {sequence.status.value}",
                 "Wait for its generation to end, or abort it; closed ones are gone",
+            )
+
+    @staticmethod
+    def _fork_length(sequence: Sequence, length: int | None) -> int:
+        """Of a fork at ``length``, by default at the end. UsageError if it cannot be."""
+        length = len(sequence.tokens) if length is None else length
+        if sequence.status is Status.CLOSED or not 0 < length <= len(sequence.tokens):
+            raise UsageError(
+                "cannot fork this sequence",
+                f"it is {sequence.status.value} with {len(sequence.tokens)} tokens, not {length}",
+                "Fork a live sequence at one of its own lengths",
+            )
+        return length
+
+    def _check_rewind(self, sequence: Sequence, length: int) -> None:
+        self._expect_parked(sequence, "rewound")
+        if not 0 < length <= len(sequence.tokens):
+            raise UsageError(
+                "cannot rewind this sequence",
+                f"length {length} is not between 1 and its {len(sequence.tokens)} tokens",
+                "Rewind to a length that it has had",
             )
 
     def _seed(self, params: SamplingParams) -> int:

@@ -265,29 +265,12 @@ class Engine(BaseEngine):
                 depend_on(sequence, first.sequence, min(begins))
 
     @override
-    def extend(self, sequence: Sequence, token_ids: Ids[int]) -> None:
-        """Append tokens to a parked sequence; they are computed when it is resumed."""
-        self._expect_parked(sequence, "extended")
-        self._check_ids("extension", token_ids)
-        self._check_length(len(sequence.tokens) + len(token_ids))
-        if sequence.extended_from is None:
-            sequence.extended_from = len(sequence.tokens)
-        sequence.tokens.extend(token_ids)
-        sequence.prompt_length = len(sequence.tokens)
-
-    @override
     def fork(self, sequence: Sequence, length: int | None = None) -> Sequence:
         """A parked copy of the first ``length`` tokens (all by default), sharing their pages.
 
         A running sequence is not disturbed; KV that it has yet to compute is shared once it has.
         """
-        length = len(sequence.tokens) if length is None else length
-        if sequence.status is Status.CLOSED or not 0 < length <= len(sequence.tokens):
-            raise UsageError(
-                "cannot fork this sequence",
-                f"it is {sequence.status.value} with {len(sequence.tokens)} tokens, not {length}",
-                "Fork a live sequence at one of its own lengths",
-            )
+        length = self._fork_length(sequence, length)
         child = self._new(sequence.tokens[:length], keep=True)
         child.others, child.adapter = _read_before(sequence, length), sequence.adapter
         depend_on(child, sequence, length)
@@ -392,13 +375,7 @@ class Engine(BaseEngine):
     @override
     def rewind(self, sequence: Sequence, length: int) -> None:
         """Forget the tokens of a parked sequence from ``length`` on."""
-        self._expect_parked(sequence, "rewound")
-        if not 0 < length <= len(sequence.tokens):
-            raise UsageError(
-                "cannot rewind this sequence",
-                f"length {length} is not between 1 and its {len(sequence.tokens)} tokens",
-                "Rewind to a length that it has had",
-            )
+        self._check_rewind(sequence, length)
         attach_ready_dependents(sequence, all_of_them=True)
         num_sampled = bisect_left(sequence.sampled_positions, length)
         self._count_discarded(sequence, len(sequence.sampled_positions) - num_sampled)

@@ -14,8 +14,7 @@ it. The rows of a batch are cut into such runs:
 States are found in, and kept by, the storage (``kv.recurrent``).
 
 On a CPU the layers of most families are computed in C++ (``NativeBackend.recurrence``), all tokens
-of a batch in one call, each by itself in the order of the runs. They are tried beside their modules
-first.
+of a batch in one call, one run after the other. They are tried beside their modules first.
 """
 
 from __future__ import annotations

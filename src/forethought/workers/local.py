@@ -590,7 +590,6 @@ async def _together(works: Sequence[Coroutine[Any, Any, None]]) -> None:
 async def _close(live_sessions: Iterable[LiveSession]) -> None:
     """Close all of them, even if the caller is cancelled meanwhile."""
     sessions = list(live_sessions)
-
     if sessions:  # a task for nothing costs as much as the rest of a short generation
         await asyncio.shield(LiveSession.close_all(sessions))
 

@@ -116,7 +116,7 @@ class ToolChoice(Body):
 
 
 class Thinking(Body):
-    """How much to think. ``adaptive``: as the model does by itself."""
+    """How much to think. ``adaptive``: as the model does unasked."""
 
     type: Literal["enabled", "adaptive", "disabled"]
     budget_tokens: Positive | None = None
