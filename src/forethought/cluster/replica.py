@@ -312,7 +312,8 @@ class Replica:
             now = time.monotonic()
             for name, asker in [*self._ingresses.items()]:
                 if now - asker.last_seen > LEASE:
-                    await self.leave(name)
+                    with contextlib.suppress(EngineStopped):  # then nothing is left to close
+                        await self.leave(name)
             if not self._ingresses and now - self._orphaned > ORPHAN:
                 os._exit(0)
 
