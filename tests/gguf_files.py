@@ -49,7 +49,7 @@ _DELTA = {
     "num_hidden_layers": 4,
     "linear_num_key_heads": 2,
     "linear_num_value_heads": 6,
-    "linear_key_head_dim": 16,
+    "linear_key_head_dim": 32,
     "linear_value_head_dim": 32,
     "rope_parameters": {**_PARTLY, "partial_rotary_factor": 0.25},
 }
@@ -412,6 +412,7 @@ def _nemotron_settings(config: Any) -> dict[str, Any]:
             kv_heads if kind in ("attention", "full_attention") else 0 for kind in kinds
         ],
         "feed_forward_length": [width if kind in ("mlp", "moe") else 0 for kind in kinds],
+        "attention.layer_norm_epsilon": config.layer_norm_epsilon,
         "rope.dimension_count": config.hidden_size // config.num_attention_heads,
         "rope.scaling.finetuned": False,
     }
