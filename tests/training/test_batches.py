@@ -8,15 +8,12 @@ from collections import Counter
 import pytest
 import torch
 
-from engines import load
-from forethought.assets import reasoner_dir
-from forethought.llm.tokenizer import Tokenizer
 from forethought.model.hidden_states import FINAL
 from forethought.training import batches
 from forethought.training.batches import Batches, TrainingBatches
 from forethought.training.teacher import Teacher
 from forethought.training.texts import Text
-from models import prompts, tiny
+from models import prompts
 
 LENGTHS = random.Random(3).choices(range(5, 200), k=60)
 TEXTS = [Text([index] * length, 1) for index, length in enumerate(LENGTHS)]
@@ -53,11 +50,6 @@ def test_a_batch_depends_on_seed_and_step_alone() -> None:
     assert straight(4) == shown[4]  # of an earlier epoch
     other = Batches(TEXTS, 256, seed=1)
     assert [other(step) for step in range(50)] != shown
-
-
-@pytest.fixture(scope="module")
-def teacher() -> Teacher:
-    return Teacher(load("llama"), Tokenizer.load(reasoner_dir()), tiny("llama"))
 
 
 def test_prompts_and_padding_are_not_taught_and_padding_has_no_distribution(

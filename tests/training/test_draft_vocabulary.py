@@ -8,11 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from engines import load
-from forethought.assets import reasoner_dir
 from forethought.config.sampling import SamplingParams
 from forethought.errors import ParameterError
-from forethought.llm.tokenizer import Tokenizer
 from forethought.training import draft_vocabulary
 from forethought.training.draft_vocabulary import (
     DraftVocabulary,
@@ -23,7 +20,7 @@ from forethought.training.recipes.table import recipe
 from forethought.training.teacher import Teacher
 from forethought.training.texts import Text
 from forethought.training.trainer import DRAFTER, Trainer, seeded
-from models import VOCAB, prompts, tiny
+from models import VOCAB, prompts
 
 PROMPTS = prompts((4, 7, 9, 5, 6, 8))
 GREEDY = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
@@ -33,20 +30,6 @@ KINDS: dict[str, dict[str, Any]] = {
     "mtp": {"depths": 2},
     "eagle3": {"ttt_length": 3},
 }
-
-
-@pytest.fixture(scope="module")
-def teacher() -> Teacher:
-    """A tiny random model; nothing here is text."""
-    return Teacher(load("llama"), Tokenizer.load(reasoner_dir()), tiny("llama"))
-
-
-@pytest.fixture(scope="module")
-def texts(teacher: Teacher) -> list[Text]:
-    """What it says, greedily."""
-    answers = teacher.generate(PROMPTS, [GREEDY] * len(PROMPTS))
-    pairs = zip(PROMPTS, answers.token_ids, strict=True)
-    return [Text(prompt + answer, len(prompt)) for prompt, answer in pairs]
 
 
 def test_the_most_frequent_tokens_of_answers_are_taken() -> None:

@@ -11,7 +11,6 @@ import torch
 from eagle_heads import Oracle, scatter
 from engines import load
 from forethought.assets import reasoner_dir
-from forethought.config.sampling import SamplingParams
 from forethought.errors import ParameterError
 from forethought.llm.tokenizer import Tokenizer
 from forethought.speculative.heads.eagle3 import Eagle3Head
@@ -38,21 +37,6 @@ SETTINGS = Eagle3Settings(
     distribution_width=VOCAB,
     export_dtype="float32",
 )
-
-
-@pytest.fixture(scope="module")
-def teacher() -> Teacher:
-    """A tiny random model; nothing here is text."""
-    return Teacher(load("llama"), Tokenizer.load(reasoner_dir()), tiny("llama"))
-
-
-@pytest.fixture(scope="module")
-def texts(teacher: Teacher) -> list[Text]:
-    """What it says, greedily."""
-    params = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
-    answers = teacher.generate(PROMPTS, [params] * len(PROMPTS))
-    pairs = zip(PROMPTS, answers.token_ids, strict=True)
-    return [Text(prompt + answer, len(prompt)) for prompt, answer in pairs]
 
 
 def made(teacher: Teacher, texts: list[Text], **changes: Any) -> Eagle3Recipe:

@@ -9,15 +9,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from engines import load
-from forethought.assets import heads_dir, reasoner_dir
+from forethought.assets import heads_dir
 from forethought.errors import ModelError, UnknownNameError
-from forethought.llm.tokenizer import Tokenizer
 from forethought.training.recipes.table import recipe
 from forethought.training.teacher import Teacher
 from forethought.training.texts import Text
 from forethought.training.trainer import DrafterSettings, Trainer, seeded
-from models import prompts, tiny
+from models import prompts
 
 PROMPTS = prompts((4, 7, 9, 5))
 LOOP: dict[str, Any] = {"steps": 4, "rate": 0.01, "batch_tokens": 100}
@@ -29,12 +27,6 @@ KINDS: dict[str, dict[str, Any]] = {
     "mtp": {"depths": 2, "export_dtype": "float32"},
     "redrafter": {"draft_len": 3, "blocks": 1, "export_dtype": "float32"},
 }
-
-
-@pytest.fixture(scope="module")
-def teacher() -> Teacher:
-    """A tiny random model; nothing here is text."""
-    return Teacher(load("llama"), Tokenizer.load(reasoner_dir()), tiny("llama"))
 
 
 @pytest.fixture(scope="module")

@@ -45,19 +45,6 @@ def teacher_of(architecture: str) -> Teacher:
     return Teacher(load(architecture), Tokenizer.load(reasoner_dir()), tiny(architecture))
 
 
-@pytest.fixture(scope="module")
-def teacher() -> Teacher:
-    return teacher_of("llama")
-
-
-@pytest.fixture(scope="module")
-def texts(teacher: Teacher) -> list[Text]:
-    """What it says, greedily."""
-    answers = teacher.generate(PROMPTS, [GREEDY] * len(PROMPTS))
-    pairs = zip(PROMPTS, answers.token_ids, strict=True)
-    return [Text(prompt + answer, len(prompt)) for prompt, answer in pairs]
-
-
 def made(settings: MtpSettings, texts: list[Text], teacher: Teacher) -> MtpRecipe:
     with seeded(settings.seed):
         return MtpRecipe.build(settings, texts, teacher)

@@ -8,11 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from engines import load
 from forethought.assets import heads_dir, problems, reasoner_dir
 from forethought.config.drafters import ReDrafterDecodingConfig
 from forethought.config.sampling import SamplingParams
-from forethought.llm.tokenizer import Tokenizer
 from forethought.model.hidden_states import FINAL
 from forethought.speculative.heads.redrafter import ReDrafterHead, ReDrafterShape
 from forethought.training.batches import TrainingBatch, TrainingBatches
@@ -21,7 +19,7 @@ from forethought.training.recipes.table import recipe
 from forethought.training.teacher import Teacher
 from forethought.training.texts import Text
 from forethought.training.trainer import DRAFTER, Trainer, seeded
-from models import VOCAB, prompts, tiny
+from models import VOCAB, prompts
 
 HIDDEN = 32
 PROMPTS = prompts((4, 7, 9, 5, 6, 8))
@@ -29,20 +27,6 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
 SETTINGS = ReDrafterSettings(
     steps=6, rate=0.01, batch_tokens=256, blocks=1, draft_len=3, share=1.0, export_dtype="float32"
 )
-
-
-@pytest.fixture(scope="module")
-def teacher() -> Teacher:
-    """A tiny random model; nothing here is text."""
-    return Teacher(load("llama"), Tokenizer.load(reasoner_dir()), tiny("llama"))
-
-
-@pytest.fixture(scope="module")
-def texts(teacher: Teacher) -> list[Text]:
-    """What it says, greedily."""
-    answers = teacher.generate(PROMPTS, [GREEDY] * len(PROMPTS))
-    pairs = zip(PROMPTS, answers.token_ids, strict=True)
-    return [Text(prompt + answer, len(prompt)) for prompt, answer in pairs]
 
 
 def made(settings: ReDrafterSettings, texts: list[Text], teacher: Teacher) -> ReDrafterRecipe:
