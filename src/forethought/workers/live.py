@@ -26,10 +26,11 @@ from forethought.errors import ForethoughtError
 from forethought.llm.async_session import AsyncSession, SessionStream
 from forethought.llm.detokenizer import Detokenizer, Transcript
 from forethought.llm.tokenizer import Tokenizer
-from forethought.outputs import CompletionOutput, DraftSpan, FinishReason, Usage
+from forethought.outputs import CompletionOutput, DraftSpan, FinishReason, Usage, spans_within
 from forethought.scaffolding.attention_group import AttentionGroup
 from forethought.scaffolding.budget import BudgetAccount
 from forethought.scaffolding.execution_scope import ExecutionScope
+from forethought.scaffolding.task import GenerationTask
 
 Prompt = str | tuple[int, ...]
 
@@ -162,6 +163,30 @@ class LiveSession:
             self.shown = self._begin_of(count)
         return self.shown
 
+    def fill(self, task: GenerationTask) -> None:
+        """Leave on its task what that has received."""
+        output = self.shown
+        task.output_str = None if task.skip_detokenizer else output.text
+        task.output_tokens = output.token_ids
+        task.finish_reason = output.finish_reason and output.finish_reason.value
+        task.stop_reason = output.stop_reason
+        task.logprobs, task.cumulative_logprob = output.logprobs, output.cumulative_logprob
+        task.confidences = None if output.confidences is None else [*output.confidences]
+        task.thinking = output.thinking
+        task.draft_spans = self.draft_spans
+        task.usage_prompt_tokens = self.prompt_length
+        task.usage_completion_tokens = len(output.token_ids)
+        if task.score_suffix:
+            task.suffix_logprobs = self._logprobs_of(task.inserted_tokens or ())
+
+    def emit(self, task: GenerationTask, before: CompletionOutput) -> None:
+        """Stream to its task what that has received since ``before``."""
+        if task.streaming_output_flag:
+            new = self.shown.token_ids[len(before.token_ids) :]
+            start, text = len(before.text), self.shown.text
+            drafts = spans_within(self.draft_spans, start, len(text))
+            task.emit(text[start:], new, f"{id(self):x}", drafts)
+
     async def cancel(self) -> None:
         """End the generation and free its pages; its task keeps what it has received."""
         if not self.ended:
@@ -239,7 +264,7 @@ class LiveSession:
         self._position += len(self._measured.push(new))
         return self._position
 
-    def logprobs_of(self, suffix: Sequence[int]) -> list[float]:
+    def _logprobs_of(self, suffix: Sequence[int]) -> list[float]:
         """The requested log-probabilities of the tokens that its prompt ends with."""
         entries = self.session.prompt_logprobs[self.prompt_length - len(suffix) :]
         return [

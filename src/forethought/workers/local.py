@@ -25,7 +25,6 @@ from forethought.llm.llm import LLM
 from forethought.llm.response import FormatParser, ResponseParser
 from forethought.llm.tokenizer import LONG_TEXT, Tokenizer
 from forethought.llm.tool_format import with_tools
-from forethought.outputs import CompletionOutput, spans_within
 from forethought.scaffolding import sampling
 from forethought.scaffolding.attention_group import AttentionGroup
 from forethought.scaffolding.base_task import TaskStatus
@@ -180,14 +179,14 @@ class EngineWorker(Worker):
                 await live.cancel()
             elif step == 0:
                 live.show(len((await live.poll()).token_ids))
-                _emit(task, live, before)
+                live.emit(task, before)
             else:
                 await self._follow(task, live, len(before.token_ids) + step)
         except BaseException:
             if await _end([live]):
-                _fill(task, live)
+                live.fill(task)
             raise
-        _fill(task, live)
+        live.fill(task)
         task.end_flag = live.over
         task.latency_s = (task.latency_s or 0.0) + time.perf_counter() - began
         return TaskStatus.SUCCESS
@@ -465,7 +464,7 @@ class EngineWorker(Worker):
             live.show(count)
             if live.num_beyond:
                 await live.end_with_budget()
-            _emit(task, live, before)
+            live.emit(task, before)
 
     # ---- the end ------------------------------------------------------------------------------
 
@@ -538,40 +537,15 @@ def _prompt(task: GenerationTask) -> Prompt | None:
     return task.input_str
 
 
-def _fill(task: GenerationTask, live: LiveSession) -> None:
-    output = live.shown
-    task.output_str = None if task.skip_detokenizer else output.text
-    task.output_tokens = output.token_ids
-    task.finish_reason = output.finish_reason and output.finish_reason.value
-    task.stop_reason = output.stop_reason
-    task.logprobs, task.cumulative_logprob = output.logprobs, output.cumulative_logprob
-    task.confidences = None if output.confidences is None else [*output.confidences]
-    task.thinking = output.thinking
-    task.draft_spans = live.draft_spans
-    task.usage_prompt_tokens = live.prompt_length
-    task.usage_completion_tokens = len(output.token_ids)
-    if task.score_suffix:
-        task.suffix_logprobs = live.logprobs_of(task.inserted_tokens or ())
-
-
 def _fill_all(task: GenerationTask, live_sessions: Sequence[LiveSession], began: float) -> None:
     """Leave all samples on the task, and the results of the first one."""
     times, samples = [live.first_token_time for live in live_sessions], []
     first = min((moment for moment in times if moment is not None), default=None)
     task.ttft_s = None if first is None else first - began
     for live in reversed(live_sessions):
-        _fill(task, live)
+        live.fill(task)
         samples.append(task.result or ScaffoldingOutput(None))
     task.samples = samples[::-1]
-
-
-def _emit(task: GenerationTask, live: LiveSession, before: CompletionOutput) -> None:
-    """Stream the output since ``before``."""
-    if task.streaming_output_flag:
-        new = live.shown.token_ids[len(before.token_ids) :]
-        start, text = len(before.text), live.shown.text
-        drafts = spans_within(live.draft_spans, start, len(text))
-        task.emit(text[start:], new, f"{id(live):x}", drafts)
 
 
 async def _together(works: Sequence[Coroutine[Any, Any, None]]) -> None:
