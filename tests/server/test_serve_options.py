@@ -231,3 +231,13 @@ def test_adapters_are_options_and_fields_of_the_configuration(tmp_path: Path) ->
             serve.opener(options("--adapter", option))
     with pytest.raises(ParameterError, match="contradictory"):
         serve.opener(options("--upstream", "http://a", "--adapter", f"a={directory}"))
+
+
+def test_chats_go_on_elsewhere_where_the_servers_are_said_to_continue_messages() -> None:
+    for fields, is_known in (("top_k", False), ("top_k,continue_final_message", True)):
+        given = ["--upstream", "http://a", "--api-model", "m", "--upstream-fields", fields]
+        backend = serve.opener(options(*given))()
+        assert isinstance(backend, RemoteBackend)
+        assert backend.worker.upstream.continues_chats is is_known
+        assert backend.worker.extensions == {"top_k"}
+        backend.close()

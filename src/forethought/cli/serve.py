@@ -80,6 +80,7 @@ _TEXTS = (
 )
 _NUMBERS = ("port", "replicas")
 _SHAPE = "response_format"
+_CONTINUES = "continue_final_message"
 _HTTP_CLIENTS = ("httpx", "httpx2")
 """Loggers of versions of ``openai``, with a line for each request to another server."""
 _EXAMPLES = 6
@@ -145,7 +146,8 @@ def _add_backends(backends: argparse._ArgumentGroup) -> None:
         "--upstream-fields",
         metavar="NAME[,NAME]",
         help="fields beyond OpenAI's API that it takes, such as top_k and min_p; response_format: "
-        "in completions, too",
+        "in completions, too; continue_final_message: in chats, which go on with it where their "
+        "server dies",
     )
     backends.add_argument(
         "--worker",
@@ -400,11 +402,13 @@ def _upstream(args: argparse.Namespace) -> Callable[[], Backend]:
     from forethought.workers.upstream import UpstreamWorker
 
     name: str | None = args.api_model
+    fields = _upstream_fields(args.upstream_fields)
     worker = UpstreamWorker(
         [url.strip() for url in args.upstream.split(",")],
         name or "",
         api_key=os.environ.get("OPENAI_API_KEY"),
-        extensions=_extensions(args.upstream_fields),
+        extensions=[name for name in fields if name != _CONTINUES],
+        continues_chats=_CONTINUES in fields,
         thinking_field=args.thinking_field,
         thinks=options.thinks_of(args),
     )
@@ -452,11 +456,14 @@ def _tokenizer(name: str) -> Tokenizer:
     return tokenizer
 
 
-def _extensions(fields: str | None) -> list[str]:
-    """The extensions of ``OpenaiWorker`` in ``--upstream-fields``; ParameterError for others."""
+def _upstream_fields(fields: str | None) -> list[str]:
+    """The extensions of ``OpenaiWorker`` in ``--upstream-fields``, and whether chats go on;
+    ParameterError for others.
+    """
     from forethought.workers.openai import EXTENSIONS
 
-    extension_names = {_SHAPE if name == "guided_decoding" else name: name for name in EXTENSIONS}
+    extension_names = {_CONTINUES: _CONTINUES}
+    extension_names |= {_SHAPE if name == "guided_decoding" else name: name for name in EXTENSIONS}
     named = [name.strip() for name in fields.split(",")] if fields else []
     if unknown := set(named) - extension_names.keys():
         raise ParameterError.unknown("--upstream-fields", unknown, extension_names)
