@@ -241,3 +241,18 @@ def test_chats_go_on_elsewhere_where_the_servers_are_said_to_continue_messages()
         assert backend.worker.upstream.continues_chats is is_known
         assert backend.worker.extensions == {"top_k"}
         backend.close()
+
+
+def test_kv_events_are_a_json_object_of_a_model(capsys: pytest.CaptureFixture[str]) -> None:
+    given = ["--kv-events-config", '{"endpoint": "tcp://*:5557"}']
+    assert options(*given).kv_events_config == {"endpoint": "tcp://*:5557"}
+    with pytest.raises(UsageError, match="exclude each other"):
+        serve.opener(options(*given, "--upstream", "http://a"))
+    with pytest.raises(ParameterError, match="replicas publish no KV events"):
+        serve.opener(options(*given, "--replicas", "2"))
+    with pytest.raises(UsageError, match="endpoint"):
+        serve.opener(options("--kv-events-config", "{}"))
+    for text in ("{", "[]"):
+        with pytest.raises(SystemExit):
+            options("--kv-events-config", text)
+        assert "JSON" in capsys.readouterr().err

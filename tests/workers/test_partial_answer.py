@@ -224,6 +224,8 @@ def test_what_has_not_begun_is_asked_again_from_its_beginning(servers, fields):
 
 
 def test_fields_of_a_server_that_are_not_known_here_are_not_continued(servers):
+    partial = PartialAnswer({"prompt": "", "extra_body": {"ignore_eos": True}}, chat=False)
+    assert "ignore_eos would" in partial.refusal()  # the text is without the ends of sequences
     servers[0].cut_after = 4
     worker = worker_of(servers, extra_body={"method": "dynasor"})
     with pytest.raises(ConnectionError, match="method would mean something else"):

@@ -84,6 +84,9 @@ def check_replicas(fields: Mapping[str, Any], num_replicas: int) -> None:
     if fields.get("snapshot_dir") is not None:
         why = "the sequences of replicas are on several machines"
         raise ParameterError("replicas keep no snapshots", why, "Leave snapshot_dir out")
+    if fields.get("kv_events_config") is not None:
+        why = "each replica has a cache of its own, and the endpoint is one"
+        raise ParameterError("replicas publish no KV events", why, "Leave kv_events_config out")
     check_ray()
 
 

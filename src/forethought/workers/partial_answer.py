@@ -8,7 +8,7 @@
 The tokens of the text so far count: ``max_tokens`` is reduced by them, and the usage of the rest is
 that of the whole answer. Another server tokenises this text again. That gives the tokens that the
 first one has generated, unless the model has written a text in other tokens than its tokenizer
-would.
+would, or the server leaves some of them out of the text.
 """
 
 from __future__ import annotations
@@ -33,7 +33,6 @@ _CHANGED = (
 _UNCHANGED = frozenset(
     {
         "chat_template_kwargs",
-        "ignore_eos",
         "include_stop_str_in_output",
         "min_p",
         "skip_special_tokens",
