@@ -123,7 +123,7 @@ def _frontend(engine: ClusterEngine, args: LlmArgs) -> Frontend:
 
 def _current_request() -> str | None:
     scope = current_scope()
-    return None if scope is None else scope.request_id
+    return None if scope is None else scope.session or scope.request_id
 
 
 class _NoSnapshots(SnapshotStore):

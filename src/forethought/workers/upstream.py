@@ -209,9 +209,9 @@ class UpstreamClient:
         come last. Raises as ``create``.
         """
         scope, text = current_scope(), prompt_text(fields)
-        key = scope.request_id if scope else None
+        key, session = (scope.request_id, scope.session) if scope else (None, None)
         for number in range(1, self.retries.num_tries + 1):
-            server = self.router.choose(text, key, tried)
+            server = self.router.choose(text, key, tried, session)
             try:
                 return await self._send(server, chat, fields)
             except Exception as error:
