@@ -46,14 +46,14 @@ class WordServer(OpenaiServer):
             return "" if isinstance(body["prompt"], list) else body["prompt"].removeprefix(PROMPT)
         last = body["messages"][-1]
         text = last["content"].rstrip() if last["role"] == "assistant" else ""
-        return text.removeprefix("A") if text.startswith("AOne") or text == "A" else text
+        return text.removeprefix("A\n")
 
     def chunks(self, path, body):
         for chunk in super().chunks(path, body):
             if chunk is not None and chunk.get("usage"):
                 text = self.text_in(body)
-                is_base = "messages" in body and body["messages"][-1]["content"].startswith("A")
-                chunk["usage"]["prompt_tokens"] = 7 + len(words(text)) + is_base
+                is_counted = "messages" in body and body["messages"][-1]["content"][:2] == "A\n"
+                chunk["usage"]["prompt_tokens"] = 7 + len(words(text)) + 2 * is_counted
             yield chunk
 
 
@@ -239,7 +239,8 @@ def test_a_chat_goes_on_where_servers_continue_a_message(servers, position):
     run(worker_of(servers, continues_chats=True), task)
     message = task.messages[-1]
     assert message.content == ANSWER
-    assert task.usage_completion_tokens >= len(WORDS)
+    if position != len(WORDS) + 1:
+        assert task.usage_completion_tokens == len(WORDS)
     rests = [body for body in servers[1].requests if body.get("stream")]
     if 0 < position <= len(WORDS):
         assert rests[0]["continue_final_message"] is True
@@ -247,6 +248,28 @@ def test_a_chat_goes_on_where_servers_continue_a_message(servers, position):
         text = "".join(WORDS[:position]).rstrip()
         assert rests[0]["messages"][-1] == {"role": "assistant", "content": text}
         assert rests[0]["max_tokens"] == 20 - len(words(text))
+
+
+def test_a_chat_that_has_begun_with_blanks_is_asked_again_without_them(servers):
+    for server in servers:
+        server.says = lambda body: ["\n", *words(ANSWER)]
+    servers[0].cut_after = 1
+    task = chat(max_tokens=20)
+    run(worker_of(servers, continues_chats=True), task)
+    assert task.messages[-1].content == "\n" + ANSWER
+    rest = servers[1].requests[-1]
+    assert len(rest["messages"]) == 1
+    assert rest["max_tokens"] == 20
+
+
+def test_a_chat_with_log_probabilities_goes_on_only_after_a_word(servers):
+    servers[0].cut_after = 4
+    task = chat(num_logprobs=1)
+    run(worker_of(servers, continues_chats=True), task)
+    assert [next(iter(entries.values())).token for entries in task.result.logprobs] == WORDS
+    servers[0].cut_after = WORDS.index("  \n") + 1
+    with pytest.raises(ConnectionError, match="would come twice"):
+        run(worker_of(servers, continues_chats=True), chat(num_logprobs=1))
 
 
 def test_a_chat_whose_blanks_come_back_otherwise_fails(servers):

@@ -42,8 +42,10 @@ _UNCHANGED = frozenset(
 )
 """Fields outside OpenAI's API that mean the same there; what others mean is not known."""
 _LIMITS = ("max_tokens", "max_completion_tokens")
-_TOKEN = "A"
-"""A text of one token: chat templates need not take an empty one."""
+_LINE, _TOKEN = "A\n", "A"
+"""What stands before a text whose tokens are counted in a message, so that no template cuts off its
+first blanks; a text of one token.
+"""
 
 
 class PartialAnswer:
@@ -125,6 +127,8 @@ class PartialAnswer:
             return "max_tokens is not set, so that the length of the rest is not known"
         if self._spelled and self._spelled != self.text:
             return "the log-probabilities of tokens have come whose text has not"
+        if self.chat and self._spelled and self._blanks:
+            return "the log-probabilities of the blanks at its end would come twice"
         if self._may_stop():
             return "its text ends with what may be the beginning of a stop string"
         return None
@@ -133,7 +137,14 @@ class PartialAnswer:
         """Two prompts, as fields of requests: the second is longer by the tokens of the text."""
         if not self.chat:
             return [{"prompt": self.fields["prompt"]}, self._prompt(self.text)]
-        return [self._prompt(_TOKEN), self._prompt(_TOKEN + self.text)]
+        return [self._prompt(_LINE + _TOKEN), self._prompt(_LINE + self.text)]
+
+    def num_counted(self, usages: Sequence[Any]) -> int | None:
+        """Tokens of the text, by the usages of two answers to the counting prompts; None: these do
+        not tell.
+        """
+        shorter, longer = (getattr(usage, "prompt_tokens", None) for usage in usages)
+        return max(0, longer - shorter + self.chat) if shorter and longer else None
 
     def rest(self, num_tokens: int) -> dict[str, Any] | None:
         """The fields of the request that goes on; None: nothing is missing but the end.
@@ -146,7 +157,7 @@ class PartialAnswer:
         """
         self._num_tokens = num_tokens
         self._num_continued += 1
-        self._overlap = self.text[len(self.text.rstrip()) :] if self.chat else ""
+        self._overlap = self._blanks if self.chat else ""
         fields = {**self.fields, **self._prompt(self.text)}
         if fields.get("seed") is not None:
             fields["seed"] = derived_seed(fields["seed"], self._num_continued)
@@ -164,10 +175,17 @@ class PartialAnswer:
         last = SimpleNamespace(index=0, finish_reason="length", logprobs=None, **piece)
         return SimpleNamespace(id=None, choices=[last], usage=None)
 
+    @property
+    def _blanks(self) -> str:
+        """At the end of the text."""
+        return self.text[len(self.text.rstrip()) :]
+
     def _prompt(self, text: str) -> dict[str, Any]:
         """The prompt with ``text`` after it, as fields of a request."""
         if not self.chat:
             return {"prompt": self.fields["prompt"] + text}
+        if not text.strip():
+            return {"messages": self.fields["messages"]}
         last = {"role": "assistant", "content": text.rstrip()}
         body = {"add_generation_prompt": False, "continue_final_message": True}
         return {
@@ -218,11 +236,3 @@ class PartialAnswer:
 def _ends_within(text: str, stop: str) -> bool:
     """Whether a text ends with a beginning of a stop string."""
     return any(text.endswith(stop[:length]) for length in range(1, len(stop)))
-
-
-def num_added(usages: Sequence[Any]) -> int | None:
-    """The tokens by which a second prompt is longer than the first, by their usages; None: these
-    do not tell.
-    """
-    shorter, longer = (getattr(usage, "prompt_tokens", None) for usage in usages)
-    return max(0, longer - shorter) if shorter and longer else None

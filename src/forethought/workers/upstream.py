@@ -36,7 +36,7 @@ from forethought.workers.concurrency import (
 )
 from forethought.workers.openai import OpenaiWorker
 from forethought.workers.openai_requests import prompt_text
-from forethought.workers.partial_answer import PartialAnswer, num_added
+from forethought.workers.partial_answer import PartialAnswer
 from forethought.workers.routing import Router, Routing, UpstreamServer
 
 log = logging.getLogger(__name__)
@@ -236,7 +236,7 @@ class UpstreamClient:
             fields = {"model": partial.fields["model"], "max_tokens": 1, **prompt}
             answer = await self.begin(partial.chat, fields, set(tried))
             usages.append(getattr(answer, "usage", None))
-        return num_added(usages)
+        return partial.num_counted(usages)
 
     async def models(self) -> list[str]:
         """The names of the models that the servers serve, each once; ``ConnectionError`` if none
