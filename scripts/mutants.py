@@ -113,6 +113,8 @@ SANDBOX = "tests/sandbox/test_sandbox.py -m 'not slow'"
 DATA_FILES = "tests/evaluation/test_data_files.py"
 GRADERS = "tests/evaluation/test_graders.py"
 
+PARTIAL = "tests/workers/test_partial_answer.py"
+EVENTS = "tests/kv/test_events.py"
 GGUF = "tests/gguf"
 MUTANTS = [
     # ---- kv --------------------------------------------------------------------------------------
@@ -1468,6 +1470,17 @@ MUTANTS = [
     Mutant("gguf/generation_config.py", "if _HARMONY_RETURN in ids:", "if False:", GGUF),
     Mutant("gguf/view.py", "if view.exists() and not _is_whole(view):", "if False:", GGUF),
     Mutant("gguf/view.py", '[state["size"], state["mtime_ns"]] != expected', "False", GGUF),
+    # ---- upstream servers, KV events -------------------------------------------------------------
+    Mutant("workers/partial_answer.py", "fields[name] -= num_tokens", "pass", PARTIAL),
+    Mutant("workers/partial_answer.py", "if text and self._overlap:", "if False:", PARTIAL),
+    Mutant("workers/partial_answer.py", "shorter + self.chat", "shorter", PARTIAL),
+    Mutant("workers/partial_answer.py", "if not text.strip():", "if False:", PARTIAL),
+    Mutant("workers/partial_answer.py", "usage.completion_tokens += self._num_tokens", "", PARTIAL),
+    Mutant("workers/upstream.py", "if self._partial.is_complete:", "if False:", PARTIAL),
+    Mutant("workers/upstream.py", "if status in _ENDING:", "if False:", PARTIAL),
+    Mutant("kv/events.py", "self._events.append(_CLEARED)", "pass", EVENTS),
+    Mutant("kv/events.py", "== (events[-1][1][-1],", "!= (events[-1][1][-1],", EVENTS),
+    Mutant("kv/pool.py", "self.recorder.removed(digest)", "pass", EVENTS),
 ]
 
 

@@ -46,6 +46,8 @@ class OpenaiServer:
         most_seen: the largest number of requests answered at once.
         drops: connections are closed without an answer, as by a server that has died.
         cut_after: chunks after which the connection of a stream is cut; None: none is.
+        cuts_within: half of the next chunk is still sent then.
+        ends_by_closing: streams have no length, and end with their connection.
         goes_on: cleared, every request waits before its answer.
         health: status of ``GET /health``.
         models: names of the listed models, with the further ``model_fields``; None: no list.
@@ -72,6 +74,7 @@ class OpenaiServer:
         self.models: list[str] | None = ["m"]
         self.model_fields: dict[str, Any] = {}
         self.cut_after: int | None = None
+        self.cuts_within = self.ends_by_closing = False
         self.goes_on = threading.Event()
         self.goes_on.set()
         self._lock = threading.Lock()
@@ -258,19 +261,26 @@ def serving(state: OpenaiServer | None = None) -> Iterator[OpenaiServer]:
         def stream(self, chunks: Iterator[dict[str, Any]]) -> None:
             self.send_response(200)
             self.send_header("Content-Type", "text/event-stream")
-            self.send_header("Transfer-Encoding", "chunked")
+            if state.ends_by_closing:
+                self.close_connection = True
+            else:
+                self.send_header("Transfer-Encoding", "chunked")
             self.end_headers()
             try:
                 with closing(chunks):
                     for number, chunk in enumerate(chunks):
+                        data = f"data: {json.dumps(chunk)}\n\n".encode()
                         if number == state.cut_after:
+                            if state.cuts_within:
+                                self.send(data[: len(data) // 2])
                             raise ConnectionError
                         if chunk is not None:
-                            self.send(f"data: {json.dumps(chunk)}\n\n".encode())
+                            self.send(data)
                         elif self.is_left():
                             raise ConnectionError
                 self.send(b"data: [DONE]\n\n")
-                self.send(b"")
+                if not state.ends_by_closing:
+                    self.send(b"")
             except OSError:
                 state.disconnected += 1
                 self.close_connection = True
@@ -281,7 +291,8 @@ def serving(state: OpenaiServer | None = None) -> Iterator[OpenaiServer]:
             return bool(readable) and not self.connection.recv(1, socket.MSG_PEEK)
 
         def send(self, data: bytes) -> None:
-            self.wfile.write(b"%x\r\n%s\r\n" % (len(data), data))
+            frame = data if state.ends_by_closing else b"%x\r\n%s\r\n" % (len(data), data)
+            self.wfile.write(frame)
             self.wfile.flush()
 
         def whole(self, status: int, body: dict[str, Any]) -> None:
@@ -314,8 +325,11 @@ def serving(state: OpenaiServer | None = None) -> Iterator[OpenaiServer]:
 
 
 def merged(chunks: Iterator[dict[str, Any] | None]) -> dict[str, Any]:
-    """The chunks of a completion as one answer."""
+    """The chunks of an answer as one."""
     found = [chunk for chunk in chunks if chunk is not None]
     choices = [choice for chunk in found for choice in chunk["choices"]]
+    if "delta" in choices[-1]:
+        message = {"content": "".join(choice["delta"]["content"] for choice in choices)}
+        return {**found[-1], "choices": [{**choices[-1], "message": message}]}
     text = "".join(choice["text"] for choice in choices)
     return {**found[-1], "choices": [{**choices[-1], "text": text}]}

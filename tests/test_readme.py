@@ -51,7 +51,7 @@ def test_the_readme_fits_into_a_minute():
 
 def test_every_extra_for_users_has_an_install_line():
     page = text_of("install.md")
-    pattern = r"^\$ pip install (?:-c constraints\.txt )?\"\.\[([\w,]+)\]\""
+    pattern = r"^\$ pip install (?:-c constraints\.txt )?\"\.\[([\w,-]+)\]\""
     lines = re.findall(pattern, page, re.MULTILINE)
     extras = set(PROJECT["optional-dependencies"]) - {"dev", "docs"}
     assert {extra for line in lines for extra in line.split(",")} == extras

@@ -231,3 +231,28 @@ def test_adapters_are_options_and_fields_of_the_configuration(tmp_path: Path) ->
             serve.opener(options("--adapter", option))
     with pytest.raises(ParameterError, match="contradictory"):
         serve.opener(options("--upstream", "http://a", "--adapter", f"a={directory}"))
+
+
+def test_chats_go_on_elsewhere_where_the_servers_are_said_to_continue_messages() -> None:
+    for fields, is_known in (("top_k", False), ("top_k,continue_final_message", True)):
+        given = ["--upstream", "http://a", "--api-model", "m", "--upstream-fields", fields]
+        backend = serve.opener(options(*given))()
+        assert isinstance(backend, RemoteBackend)
+        assert backend.worker.upstream.continues_chats is is_known
+        assert backend.worker.extensions == {"top_k"}
+        backend.close()
+
+
+def test_kv_events_are_a_json_object_of_a_model(capsys: pytest.CaptureFixture[str]) -> None:
+    given = ["--kv-events-config", '{"endpoint": "tcp://*:5557"}']
+    assert options(*given).kv_events_config == {"endpoint": "tcp://*:5557"}
+    with pytest.raises(UsageError, match="exclude each other"):
+        serve.opener(options(*given, "--upstream", "http://a"))
+    with pytest.raises(ParameterError, match="replicas publish no KV events"):
+        serve.opener(options(*given, "--replicas", "2"))
+    with pytest.raises(UsageError, match="endpoint"):
+        serve.opener(options("--kv-events-config", "{}"))
+    for text in ("{", "[]"):
+        with pytest.raises(SystemExit):
+            options("--kv-events-config", text)
+        assert "JSON" in capsys.readouterr().err

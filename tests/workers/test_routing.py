@@ -136,6 +136,18 @@ def test_requests_of_one_key_stay_on_one_server_whatever_their_prompts_and_loads
     assert made.choose(blocks("b"), "request") is second
 
 
+def test_a_session_stays_on_its_server_while_the_loads_are_in_balance():
+    made, (first, second) = router()
+    assert made.choose(blocks("a"), "request", session="agent") is first
+    made.forget("request")
+    load(made, first, 60)
+    assert made.choose(blocks("b"), "later", session="agent") is first
+    assert made.choose(blocks("d"), "other", session="another") is second
+    load(made, first, 500)
+    assert made.choose(blocks("c"), "later", session="agent") is first  # its branches
+    assert made.choose(blocks("c"), "last", session="agent") is second
+
+
 def test_a_key_moves_for_good_when_its_server_goes_down():
     made, (first, second) = router()
     made.choose(blocks("a"), "request")

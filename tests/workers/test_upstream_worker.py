@@ -158,10 +158,11 @@ def test_an_error_of_the_caller_is_raised_at_once_and_takes_no_server_down(serve
     assert all(server.is_healthy for server in worker.servers)
 
 
-def test_an_answer_that_breaks_off_fails_its_request_with_the_address_and_no_other(servers):
+def test_an_answer_that_cannot_go_on_fails_its_request_with_the_address_and_no_other(servers):
     servers[0].cut_after = 1
     worker = worker_of(servers)
-    llm = ScaffoldingLlm(NativeGenerationController({"max_tokens": 4}), {"generation": worker}, 8)
+    plain = NativeGenerationController({"max_tokens": 4, "presence_penalty": 0.5})
+    llm = ScaffoldingLlm(plain, {"generation": worker}, 8)
     try:
         results = [llm.generate_async(prompt) for prompt in PROMPTS[:4]]
         found = []
@@ -193,7 +194,7 @@ def test_credentials_in_a_url_are_sent_as_a_header_and_never_shown(servers):
     assert servers[0].authorizations == ["Basic " + b64encode(b"me:s3cret").decode()]
     servers[0].cut_after = 1
     with pytest.raises(TaskError, match="was lost") as caught:
-        ask(worker, PROMPTS[:1])
+        ask(worker, PROMPTS[:1])  # in all its tries
     assert "s3cret" not in str(caught.value)
     servers[0].drops = True
     with pytest.raises(TaskError, match="no answer from") as caught:

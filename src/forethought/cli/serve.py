@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import json
 import logging
 import os
 import sys
@@ -80,6 +81,7 @@ _TEXTS = (
 )
 _NUMBERS = ("port", "replicas")
 _SHAPE = "response_format"
+_CONTINUES = "continue_final_message"
 _HTTP_CLIENTS = ("httpx", "httpx2")
 """Loggers of versions of ``openai``, with a line for each request to another server."""
 _EXAMPLES = 6
@@ -92,6 +94,13 @@ def configure(parser: argparse.ArgumentParser) -> None:
     options.add_model_options(parser)
     options.add_adapter_option(parser, "clients name it as model BASE:NAME (again for more)")
     parser.add_argument(
+        "--kv-events-config",
+        type=_json_object,
+        metavar="JSON",
+        help="publish what the prefix cache gains and loses over ZMQ, for routers, in vLLM's form: "
+        """'{"endpoint": "tcp://*:5557"}'""",
+    )
+    parser.add_argument(
         "--reward-model",
         metavar="DIR",
         help="scores answers for best_of_n and searches; none: without one (default: for the "
@@ -101,6 +110,17 @@ def configure(parser: argparse.ArgumentParser) -> None:
     _add_replicas(parser.add_argument_group("replicas of the model, on Ray"))
     _add_backends(parser.add_argument_group("instead of a model"))
     _add_server_options(parser.add_argument_group("the server"))
+
+
+def _json_object(text: str) -> dict[str, Any]:
+    """An option that is a JSON object."""
+    try:
+        value = json.loads(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"it is no JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise argparse.ArgumentTypeError("it is no JSON object")
+    return value
 
 
 def _add_replicas(replicas: argparse._ArgumentGroup) -> None:
@@ -145,7 +165,8 @@ def _add_backends(backends: argparse._ArgumentGroup) -> None:
         "--upstream-fields",
         metavar="NAME[,NAME]",
         help="fields beyond OpenAI's API that it takes, such as top_k and min_p; response_format: "
-        "in completions, too",
+        "in completions, too; continue_final_message: in chats, which go on with it where their "
+        "server dies",
     )
     backends.add_argument(
         "--worker",
@@ -321,6 +342,7 @@ def opener(
     """
     shared = () if args.upstream is None else ("tool_format",)
     has_model = options.has_model_options(args, config, left_out=shared)
+    has_model |= args.kv_events_config is not None
     chosen = [args.upstream is not None, args.worker is not None, has_model]
     if sum(chosen) > 1:
         raise ParameterError(
@@ -400,11 +422,13 @@ def _upstream(args: argparse.Namespace) -> Callable[[], Backend]:
     from forethought.workers.upstream import UpstreamWorker
 
     name: str | None = args.api_model
+    fields = _upstream_fields(args.upstream_fields)
     worker = UpstreamWorker(
         [url.strip() for url in args.upstream.split(",")],
         name or "",
         api_key=os.environ.get("OPENAI_API_KEY"),
-        extensions=_extensions(args.upstream_fields),
+        extensions=[name for name in fields if name != _CONTINUES],
+        continues_chats=_CONTINUES in fields,
         thinking_field=args.thinking_field,
         thinks=options.thinks_of(args),
     )
@@ -452,11 +476,14 @@ def _tokenizer(name: str) -> Tokenizer:
     return tokenizer
 
 
-def _extensions(fields: str | None) -> list[str]:
-    """The extensions of ``OpenaiWorker`` in ``--upstream-fields``; ParameterError for others."""
+def _upstream_fields(fields: str | None) -> list[str]:
+    """The extensions of ``OpenaiWorker`` in ``--upstream-fields``, and whether chats go on;
+    ParameterError for others.
+    """
     from forethought.workers.openai import EXTENSIONS
 
-    extension_names = {_SHAPE if name == "guided_decoding" else name: name for name in EXTENSIONS}
+    extension_names = {_CONTINUES: _CONTINUES}
+    extension_names |= {_SHAPE if name == "guided_decoding" else name: name for name in EXTENSIONS}
     named = [name.strip() for name in fields.split(",")] if fields else []
     if unknown := set(named) - extension_names.keys():
         raise ParameterError.unknown("--upstream-fields", unknown, extension_names)
@@ -482,6 +509,9 @@ async def _first_model(worker: UpstreamWorker) -> str:
 
 
 def _engine(args: argparse.Namespace, config: Mapping[str, Any] | None) -> Callable[[], Backend]:
+    if args.kv_events_config is not None:
+        file = options.load_config_file(args.config) if config is None and args.config else config
+        config = {**(file or {}), "kv_events_config": args.kv_events_config}
     fields = options.llm_args_of(args, config)
     is_reasoner = assets.is_reasoner(fields.get("model"))
     open_judge = _judge_opener(args, assets.PREFIX + "prm" if is_reasoner else "none")

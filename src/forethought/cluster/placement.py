@@ -6,6 +6,9 @@ from collections.abc import Iterable
 from hashlib import blake2b
 from typing import Protocol, TypeVar
 
+MAX_KEYS = 1 << 16
+"""That are remembered once nothing of them is open."""
+
 
 class Place(Protocol):
     """A replica, as a placement sees it."""
@@ -29,7 +32,7 @@ _P = TypeVar("_P", bound=Place)
 
 
 class Placement:
-    """Keys of requests, and the replicas that they stay on while anything of them is open.
+    """Keys of requests and sessions, and the replicas that they stay on.
 
     A key stays where its first generation began, unless that replica is full and another one is
     not: then a generation alone spills over, and computes its prompt again. A new key goes to the
@@ -70,8 +73,9 @@ class Placement:
         """A sequence of a key has been closed."""
         if key is not None and key in self._homes:
             name, count = self._homes.pop(key)
-            if count > 1:
-                self._homes[key] = name, count - 1
+            self._homes[key] = name, max(0, count - 1)
+            while len(self._homes) > MAX_KEYS and (oldest := next(iter(self._homes))) != key:
+                self._homes.pop(oldest)
 
     def _home(self, places: list[_P], key: str | None) -> _P | None:
         name, _ = self._homes.get(key or "", ("", 0))

@@ -84,6 +84,9 @@ def check_replicas(fields: Mapping[str, Any], num_replicas: int) -> None:
     if fields.get("snapshot_dir") is not None:
         why = "the sequences of replicas are on several machines"
         raise ParameterError("replicas keep no snapshots", why, "Leave snapshot_dir out")
+    if fields.get("kv_events_config") is not None:
+        why = "each replica has a cache of its own, and the endpoint is one"
+        raise ParameterError("replicas publish no KV events", why, "Leave kv_events_config out")
     check_ray()
 
 
@@ -120,7 +123,7 @@ def _frontend(engine: ClusterEngine, args: LlmArgs) -> Frontend:
 
 def _current_request() -> str | None:
     scope = current_scope()
-    return None if scope is None else scope.request_id
+    return None if scope is None else scope.session or scope.request_id
 
 
 class _NoSnapshots(SnapshotStore):

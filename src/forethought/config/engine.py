@@ -98,6 +98,35 @@ class GuidedDecodingConfig(StrictModel):
     """Seconds until a request whose grammar is not compiled fails."""
 
 
+class KvEventsConfig(StrictModel):
+    """What the prefix cache gains and loses, published over ZMQ for routers such as llm-d's and
+    Dynamo's: vLLM's fields of the same name, and its form.
+    """
+
+    enable_kv_cache_events: bool = True
+    publisher: Literal["zmq", "null"] = "zmq"
+    """"null": nothing is published."""
+    endpoint: str = Field(min_length=1)
+    """Where batches are published: bound with ``*`` or ``::`` in it (``tcp://*:5557``), or with
+    ``ipc://`` or ``inproc://``; a subscriber's own address, to connect to, else."""
+    replay_endpoint: str | None = Field(default=None, min_length=1)
+    """Where subscribers ask for batches that they have missed; it is bound."""
+    buffer_steps: int = Field(default=10_000, ge=1)
+    """Batches that are kept for them."""
+    hwm: int = Field(default=100_000, ge=1)
+    """Batches that may wait for a slow subscriber; what comes then it misses."""
+    max_queue_size: int = Field(default=100_000, ge=2)
+    """Events that may wait to be published. With the next one all are dropped, and subscribers are
+    told that all pages are cleared."""
+    topic: str = ""
+
+    @property
+    def is_bound(self) -> bool:
+        """Whether the endpoint is bound, as vLLM has it."""
+        is_local = self.endpoint.startswith(("ipc://", "inproc://"))
+        return is_local or "*" in self.endpoint or "::" in self.endpoint
+
+
 class LlmArgs(StrictModel):
     """Everything that ``LLM`` and ``AsyncLLM`` accept, beside ``config.foreign_arguments``."""
 
@@ -160,6 +189,9 @@ class LlmArgs(StrictModel):
     """Whether a prompt may be prefilled over several steps."""
     kv_cache_config: KvCacheConfig = Field(default_factory=KvCacheConfig)
     guided_decoding_config: GuidedDecodingConfig = Field(default_factory=GuidedDecodingConfig)
+    kv_events_config: KvEventsConfig | None = None
+    """Publish what the prefix cache gains and loses; None: nothing is. Its subscribers read the
+    token ids of all prompts."""
     snapshot_dir: Path | None = None
     """Directory of the named KV snapshots of sessions; made when the first one is saved."""
     seed: int | None = Field(default=None, ge=0, lt=2**64)
@@ -222,6 +254,18 @@ class LlmArgs(StrictModel):
     def _kv_from_dict(cls, value: Any) -> Any:
         return KvCacheConfig.from_dict(value) if isinstance(value, dict) else value
 
+    @pydantic.field_validator("kv_events_config", mode="before")
+    @classmethod
+    def _events_from_dict(cls, value: Any) -> Any:
+        return KvEventsConfig.from_dict(value) if isinstance(value, dict) else value
+
+    @property
+    def published_kv_events(self) -> KvEventsConfig | None:
+        """``kv_events_config``, unless that switches them off."""
+        config = self.kv_events_config
+        is_on = config is not None and config.enable_kv_cache_events and config.publisher == "zmq"
+        return config if is_on else None
+
     @pydantic.field_validator("guided_decoding_config", mode="before")
     @classmethod
     def _guided_from_dict(cls, value: Any) -> Any:
@@ -258,6 +302,7 @@ class LlmOptions(TypedDict, total=False):
     max_seq_len: int | None
     enable_chunked_prefill: bool
     kv_cache_config: KvCacheConfig | Mapping[str, Any]
+    kv_events_config: KvEventsConfig | Mapping[str, Any] | None
     snapshot_dir: str | Path | None
     seed: int | None
     trust_remote_code: bool

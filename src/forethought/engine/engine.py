@@ -18,6 +18,7 @@ from dataclasses import replace
 import torch
 from typing_extensions import override
 
+from forethought.config.engine import KvEventsConfig
 from forethought.config.sampling import SamplingParams
 from forethought.engine import snapshot
 from forethought.engine.adapters import AdapterTable
@@ -38,6 +39,7 @@ from forethought.engine.sequence import (
 from forethought.engine.snapshot import SequenceSnapshot
 from forethought.engine.step import Event, Step
 from forethought.errors import CapacityError, ParameterError, UsageError
+from forethought.kv.events import EventLog, KvEventPublisher
 from forethought.kv.pool import PagePool, PrefixIndex
 from forethought.kv.table import PageTable
 from forethought.model.adapter import Adapter
@@ -57,6 +59,11 @@ class Engine(BaseEngine):
         seed: where the seeds of unseeded requests come from; None: the operating system.
         drafters: in the order in which they are asked.
         num_threads: that a step computes with; None: as torch has them.
+        kv_events: where what the prefix index gains and loses is published; None: nowhere.
+
+    Raises:
+        DependencyError: ``kv_events`` needs packages that are not installed.
+        ParameterError: ``kv_events`` names an endpoint that cannot be opened.
 
     Attributes:
         num_decode_steps: that are made at most before the tokens are returned.
@@ -74,6 +81,7 @@ class Engine(BaseEngine):
         seed: int | None = None,
         drafters: Ids[DrafterEntry] = (),
         num_threads: int | None = None,
+        kv_events: KvEventsConfig | None = None,
     ) -> None:
         self.num_threads = num_threads
         self.num_decode_steps = self.num_streamed_decode_steps = 1
@@ -91,6 +99,10 @@ class Engine(BaseEngine):
         self._step = Step(runner, self.scheduler, self.speculation, self.index, self.stats)
         self.interrupt = self._step.interrupt
         self._ids, self._arrivals = itertools.count(), itertools.count()
+        self._publisher: KvEventPublisher | None = None
+        if kv_events is not None:
+            self.index.recorder = EventLog(self.pool.page_size, kv_events.max_queue_size)
+            self._publisher = KvEventPublisher(self.index.recorder, kv_events)
 
     @property
     @override
@@ -416,6 +428,9 @@ class Engine(BaseEngine):
         """Let drafters and runner release what they hold: the engine ends."""
         self.speculation.shutdown()
         self.runner.shutdown()
+        if self._publisher is not None:
+            self._publisher.close()
+            self._publisher = None
 
     def check_integrity(self) -> None:
         """Assert that every page is held by exactly the tables that list it."""

@@ -17,6 +17,7 @@ from forethought.engine.engine import Engine
 from forethought.engine.guarded_drafter import DrafterEntry
 from forethought.engine.scheduler import Limits
 from forethought.errors import CapacityError, ParameterError, UsageError
+from forethought.kv.events import event_packages
 from forethought.kv.storage import KvStorage
 from forethought.model import backends, loader
 from forethought.model.adapter import Adapter, read_adapter
@@ -62,11 +63,14 @@ def build(args: LlmArgs, model_dir: Path) -> Engine:
         ModelError: the model, or an adapter of it, cannot be loaded or is not supported.
         ParameterError: a value that this machine or model cannot honour.
         CapacityError: the KV cache would not hold a single sequence of two tokens.
+        DependencyError: KV events are to be published, and the packages for it are not installed.
         EngineStopped: a rank of tensor parallelism has ended while it was started.
     """
     # Before the target is loaded: a draft model that does not exist costs no waiting.
     configs = [config.with_local_model() for config in args.speculative_config]
     adapters = _read_adapters(args)
+    if args.published_kv_events is not None:
+        event_packages()
     device = find_device(args.device)
     _check_kv_dtype(args, device)
     if isinstance(args.num_threads, int):
@@ -206,6 +210,7 @@ def _engine(
         seed=args.seed,
         drafters=drafters,
         num_threads=_threads(args, lm),
+        kv_events=args.published_kv_events,
     )
     num_decode_steps = args.num_continuous_decode_steps
     engine.num_decode_steps = NUM_DECODE_STEPS if num_decode_steps is None else num_decode_steps

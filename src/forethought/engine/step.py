@@ -562,7 +562,14 @@ def _publish(index: PrefixIndex, sequence: Sequence, accepted: list[int]) -> Non
     for begin in range(0, length - first * size - size + 1, size):
         parent = table.digests[-1] if table.digests else root
         page = table.pages[len(table.digests)]
-        table.digests.append(index.publish(parent, tokens[begin : begin + size], page))
+        digest = index.publish(
+            parent,
+            tokens[begin : begin + size],
+            page,
+            is_first=not table.digests,
+            lora="" if sequence.adapter is None else sequence.adapter.name,
+        )
+        table.digests.append(digest)
 
 
 def _unplanned(error: Exception) -> RequestError:

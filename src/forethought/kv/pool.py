@@ -22,6 +22,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from hashlib import blake2b
 from itertools import takewhile
+from typing import Protocol
 
 EVICTION_BATCH = 32
 """Pages evicted at once: neighbours were released together, so a batch frees whole runs."""
@@ -206,15 +207,29 @@ class PagePool:
         assert not free & self._kept
 
 
+class IndexRecorder(Protocol):
+    """Is told what a prefix index gains and loses (``kv.events``)."""
+
+    def stored(self, digest: bytes, parent: bytes | None, tokens: Sequence[int], lora: str) -> None:
+        """A page has been published; ``parent`` is None for the first page of a row."""
+
+    def removed(self, digest: bytes) -> None:
+        """A page has been withdrawn or evicted."""
+
+
 class PrefixIndex:
     """The prefix cache: chained hash of full pages -> page id; sets ``on_evict`` of the pool.
 
     Pages are published when a step commits (``engine.step``), and found when a sequence is admitted
     (``engine.scheduler``). If not ``enabled``, none is.
+
+    Attributes:
+        recorder: of what it gains and loses; None: nobody wants to know.
     """
 
     def __init__(self, pool: PagePool, enabled: bool = True) -> None:
         self._pool, self.enabled = pool, enabled
+        self.recorder: IndexRecorder | None = None
         self._page_of: dict[bytes, int] = {}
         self._digest_of: dict[int, bytes] = {}
         pool.on_evict = self._remove
@@ -245,12 +260,25 @@ class PrefixIndex:
         published = takewhile(self._page_of.__contains__, digests)
         return [self._page_of[digest] for digest in published]
 
-    def publish(self, parent: bytes, tokens: Sequence[int], page: int) -> bytes:
-        """Add a full page, unless an equal one is known; returns its hash."""
+    def publish(
+        self,
+        parent: bytes,
+        tokens: Sequence[int],
+        page: int,
+        *,
+        is_first: bool = False,
+        lora: str = "",
+    ) -> bytes:
+        """Add a full page, unless an equal one is known; returns its hash.
+
+        ``is_first`` says that ``parent`` is the root, ``lora`` names the adapter, for the recorder.
+        """
         digest = self.chain(parent, tokens)
         if self.enabled and digest not in self._page_of and page not in self._digest_of:
             self._page_of[digest], self._digest_of[page] = page, digest
             self._pool.keep(page)
+            if self.recorder is not None:
+                self.recorder.stored(digest, None if is_first else parent, tokens, lora)
         return digest
 
     def withdraw(self, pages: Sequence[int]) -> None:
@@ -263,6 +291,8 @@ class PrefixIndex:
         digest = self._digest_of.pop(page, None)
         if digest is not None:
             del self._page_of[digest]
+            if self.recorder is not None:
+                self.recorder.removed(digest)
 
     def check_integrity(self) -> None:
         """Assert that both directions agree and that the pool keeps exactly these pages."""

@@ -66,6 +66,9 @@ class ExecutionScope:
     """Prefixes that a worker has cached are shared only among requests of the same salt."""
     adapter: str | None = None
     """The LoRA adapter of all that the request generates, by its name; None: the worker's."""
+    session: str | None = None
+    """Key of what the request is a part of, such as a session of an agent: its requests are placed
+    together where there are several replicas or servers."""
 
     @property
     def ledger(self) -> BudgetAccount:

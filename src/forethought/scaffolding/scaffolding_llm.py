@@ -79,6 +79,7 @@ class _Request(_Waiting):
     timeout: float | None
     cache_salt: str = ""
     adapter: str | None = None
+    session: str | None = None
     job: asyncio.Task[None] | None = None
     """Set while it runs."""
     stopped: Exception | None = None
@@ -155,6 +156,7 @@ class ScaffoldingLlm:
         budget: Budget | None = None,
         cache_salt: str = "",
         adapter: str | None = None,
+        session: str | None = None,
         **kwargs: Any,
     ) -> ScaffoldingResult:
         """Submit a request and return at once.
@@ -169,6 +171,8 @@ class ScaffoldingLlm:
                 salt, such as those of one tenant. ``OpenaiWorker`` refuses it.
             adapter: the LoRA adapter of all that is generated, in every branch and probe, by its
                 name; "": none; None: the worker's. ``OpenaiWorker`` refuses it.
+            session: key of the requests that are placed together where there are several replicas
+                or servers, such as those of an agent's session.
             **kwargs: passed on to ``generate``, and by it to ``process`` of the controller.
 
         Raises:
@@ -204,6 +208,7 @@ class ScaffoldingLlm:
             timeout,
             validated("cache_salt", cache_salt, ANY_TEXT),
             None if adapter is None else validated("adapter", adapter, ANY_TEXT),
+            None if session is None else validated("session", session, ANY_TEXT),
         )
         self._post(self._submit, request)
         return result
@@ -360,6 +365,7 @@ class ScaffoldingLlm:
                 thinking=run.thinking,
                 cache_salt=request.cache_salt,
                 adapter=request.adapter,
+                session=request.session,
             )
             process = controller.generate(request.prompt, **request.kwargs)
             checked_process(controller, "generate", process)

@@ -54,6 +54,7 @@ from forethought.server.protocol.completion_request import (
 from forethought.server.protocol.messages_request import CountTokensRequest, MessagesRequest
 from forethought.server.protocol.responses_request import ResponseRequest
 from forethought.server.service import Service
+from forethought.server.sessions import AgentSession
 from forethought.server.settings import Settings
 from forethought.server.workers import SMALL
 from forethought.tracing.trace_otel import TraceParent
@@ -454,7 +455,8 @@ class Guard:
                     headers={"WWW-Authenticate": "Bearer"},
                 )
             parent = TraceParent.read(headers.get(b"traceparent", b"").decode("latin-1"))
-            scope["state"]["caller"] = Caller(tenant or "", parent)
+            session = AgentSession.read(headers)
+            scope["state"]["caller"] = Caller(tenant or "", parent, session)
             call.check_length(headers.get(b"content-length"))
             await self._app(scope, call.receive, call.send)
         except ClientDisconnect:

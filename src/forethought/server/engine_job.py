@@ -19,6 +19,8 @@ from forethought.outputs import (
     TokenLogprobs,
     Usage,
 )
+from forethought.scaffolding.budget import Budget, BudgetAccount
+from forethought.scaffolding.execution_scope import ExecutionScope, enter
 from forethought.scaffolding.result import ScaffoldingOutput
 from forethought.server.backends.backend import Backend
 from forethought.server.job import Ask, Job, Outcome, Piece, Update
@@ -129,6 +131,9 @@ class EngineJob(Job):
         try:
             async with asyncio.timeout(self.ask.timeout), self._place(self.ask.priority):
                 self._queue_seconds = self.seconds
+                if self.ask.session is not None:
+                    account = BudgetAccount(Budget())
+                    enter(ExecutionScope(self.ask.id, "", account, session=self.ask.session))
                 yield
         except TimeoutError as error:
             if isinstance(error, RequestTimeout):

@@ -26,6 +26,7 @@ from forethought.errors import (
     UsageError,
 )
 from forethought.server.limits import Overloaded
+from forethought.server.sessions import AgentSession
 from forethought.tracing.trace_otel import TraceParent
 
 Result = TypeVar("Result")
@@ -34,10 +35,11 @@ _JSON = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"))
 
 
 class Caller(NamedTuple):
-    """Who sends a request: the salt of its key, and its span from ``traceparent``."""
+    """Who sends a request: the salt of its key, its span from ``traceparent``, its session."""
 
     tenant: str = ""
     parent: TraceParent | None = None
+    session: AgentSession = AgentSession()
 
 
 FIRST_SECONDS = 5.0

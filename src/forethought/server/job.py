@@ -69,6 +69,7 @@ class Ask:
         budget: limits of all that runs inside.
         cache_salt: of the tenant.
         adapter: the LoRA adapter of all that is generated; None: the model alone.
+        session: key of the session of an agent; None: it belongs to none.
         timeout: seconds until the request fails; None: never.
         max_generations: that its methods may begin.
         priority: lower runs first.
@@ -90,6 +91,7 @@ class Ask:
     budget: Budget = field(default_factory=Budget)
     cache_salt: str = ""
     adapter: str | None = None
+    session: str | None = None
     timeout: float | None = None
     max_generations: int = DEFAULT_MAX_GENERATIONS
     priority: int = 0
@@ -413,6 +415,7 @@ class MethodJob(Job):
             budget=ask.budget,
             cache_salt=ask.cache_salt if backend.salted else "",
             adapter=ask.adapter,
+            session=ask.session,
             controller=controller,
             question=prompted.question,
             **({"history": prompted.history} if prompted.history else {}),

@@ -43,6 +43,7 @@ from forethought.server.protocol.sampling import (
 )
 from forethought.server.protocol.tool_calls import Tools
 from forethought.server.response_store import ResponseStore
+from forethought.server.sessions import AgentSession, PlacementKeys
 from forethought.server.settings import Settings
 from forethought.server.telemetry import Telemetry, plain_trace
 from forethought.server.workers import SMALL, Workers
@@ -123,6 +124,7 @@ class Service:
             settings.store_seconds,
             max(1, len(settings.api_keys)),
         )
+        self._placement_keys = PlacementKeys()
         self._tasks: set[asyncio.Task[None]] = set()
         engine = backend.llm
         stats = None if engine is None else (lambda: engine.stats)
@@ -296,6 +298,7 @@ class Service:
             budget=Budget(**budget),
             cache_salt=cache_salt,
             adapter=adapter,
+            session=self._placement_keys.find(caller.tenant, AgentSession.of(caller.session, body)),
             timeout=self.settings.timeout,
             max_generations=self.settings.max_generations,
             priority=priority,

@@ -3,7 +3,8 @@
 Cache-aware routing as in SGLang's router, whose thresholds are the defaults. A request goes to
 
 1. the server that has had the other requests of the same method request (its sticky key), so that
-   its branches find their prefix in one cache;
+   its branches find their prefix in one cache; else, while the loads are in balance, the one that
+   has had the last request of its session;
 2. the least loaded server, if the loads are out of balance: the largest exceeds the smallest by
    more than ``imbalance_abs`` requests and by more than the factor ``imbalance_rel``;
 3. the server that has seen the longest prefix of its prompt, if that is more than ``prefix_match``
@@ -30,6 +31,8 @@ from forethought.errors import ParameterError
 
 BLOCK = 16
 """Characters of a prompt that are one block of the prefix tree."""
+MAX_SESSIONS = 1 << 16
+"""Sessions whose servers are remembered; the least recently used are forgotten."""
 MAX_FAILURES = 3
 """Server errors (5xx) one after another after which a server counts as down."""
 
@@ -155,10 +158,15 @@ class Router:
         checked = checked_urls(urls)
         self.servers = [UpstreamServer(url, self.routing.max_blocks) for url in checked]
         self._sticky: dict[str, UpstreamServer] = {}
+        self._sessions: OrderedDict[str, UpstreamServer] = OrderedDict()
         self._clock, self._lock = clock, threading.Lock()
 
     def choose(
-        self, text: str, key: str | None = None, tried: Collection[UpstreamServer] = ()
+        self,
+        text: str,
+        key: str | None = None,
+        tried: Collection[UpstreamServer] = (),
+        session: str | None = None,
     ) -> UpstreamServer:
         """The server for a request, which counts as in flight until ``release``.
 
@@ -166,14 +174,19 @@ class Router:
             text: of the prompt.
             key: requests with the same key go to the same server.
             tried: servers that have failed the request.
+            session: those of one go to the same server while the loads are in balance.
         """
         with self._lock:
             candidates = self._candidates(tried)
             sticky = self._sticky.get(key) if key is not None else None
+            if sticky not in candidates and not self._is_imbalanced(candidates):
+                sticky = self._sessions.get(session) if session is not None else None
             server = sticky if sticky in candidates else self._best(text, candidates)
             assert server is not None, "there is at least one candidate"
             if key is not None:
                 self._sticky[key] = server
+            if session is not None:
+                self._remember(session, server)
             server.prefixes.insert(text)
             server.num_in_flight += 1
             server.num_requests += 1
@@ -218,6 +231,12 @@ class Router:
         with self._lock:
             times = [server.resumes_at for server in self._candidates(tried)]
             return max(0.0, min(times) - self._clock())
+
+    def _remember(self, session: str, server: UpstreamServer) -> None:
+        self._sessions[session] = server
+        self._sessions.move_to_end(session)
+        if len(self._sessions) > MAX_SESSIONS:
+            self._sessions.popitem(last=False)
 
     def _take_down(self, server: UpstreamServer) -> None:
         server.is_healthy = False

@@ -4,16 +4,18 @@
 
     task --> OneAnswer --> UpstreamClient.create --> Router.choose --> a server --> chunks
                                ^                                          |
-                               +----- back-off, another server -----------+ (failed before a chunk)
+                               +----- back-off, another server -----------+ (failed, broke off)
 
-A request whose answer has not begun is sent again, to another server if there is one. An answer
-that breaks off later fails its task, since what was streamed cannot be taken back.
+A request whose answer has not begun is sent again, to another server if there is one. One that
+breaks off later goes on there after the text that has come (``partial_answer``); where that cannot
+be done, its task fails, since what was streamed cannot be taken back.
 """
 
 from __future__ import annotations
 
 import asyncio
 import importlib
+import json
 import logging
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack
@@ -34,10 +36,13 @@ from forethought.workers.concurrency import (
 )
 from forethought.workers.openai import OpenaiWorker
 from forethought.workers.openai_requests import prompt_text
+from forethought.workers.partial_answer import PartialAnswer
 from forethought.workers.routing import Router, Routing, UpstreamServer
 
 log = logging.getLogger(__name__)
 
+_ENDING = ("draining", "engine_stopped")
+"""Codes with which a server of this package ends its streams as it ends itself."""
 _BUSY = (408, 425, 429, 503)
 """Statuses with which a server that works refuses a request for now."""
 _LOST = ("APIConnectionError", "TransportError")
@@ -75,6 +80,8 @@ class UpstreamWorker(OpenaiWorker):
         retries: of failed requests, and the health checks.
         max_concurrency: maximum of requests in flight per server, within which the limit adapts to
             the server; the worker then serves one event loop at a time. None: no limit.
+        continues_chats: whether the servers honour ``continue_final_message``, so that a chat goes
+            on in another one if its server dies.
         **options: those of ``OpenaiWorker``, but ``concurrency``.
 
     Raises:
@@ -91,6 +98,7 @@ class UpstreamWorker(OpenaiWorker):
         routing: Routing | None = None,
         retries: Retries | None = None,
         max_concurrency: int | None = None,
+        continues_chats: bool = False,
         **options: Any,
     ) -> None:
         if "concurrency" in options:
@@ -100,6 +108,7 @@ class UpstreamWorker(OpenaiWorker):
                 "Use max_concurrency",
             )
         self.upstream = UpstreamClient(Router(urls, routing), retries, api_key, max_concurrency)
+        self.upstream.continues_chats = continues_chats
         super().__init__(self.upstream, model, **options)
 
     @property
@@ -134,6 +143,7 @@ class UpstreamClient:
 
     Attributes:
         max_lengths: context lengths of the models by name, where servers report them.
+        continues_chats: as ``UpstreamWorker``.
 
     Raises:
         DependencyError: the ``openai`` package is not installed.
@@ -158,6 +168,7 @@ class UpstreamClient:
             for server in router.servers
         }
         self.max_lengths: dict[str, int] = {}
+        self.continues_chats = False
         self._limits: Mapping[UpstreamServer, AdaptiveConcurrency] = {}
         if max_concurrency is not None:
             limits = {server: AdaptiveConcurrency(max_concurrency) for server in router.servers}
@@ -179,22 +190,32 @@ class UpstreamClient:
         """Send a request, and again while servers fail before they answer.
 
         Returns:
-            The completion, or its chunks if ``stream`` is set.
+            The completion, or its chunks if ``stream`` is set: another server goes on with them
+            where one fails.
 
         Raises:
             ConnectionError: no server could be reached.
             Exception: the last server's answer, or one that no other server can improve.
         """
         self._begin_checks()
+        answer = await self.begin(chat, fields, set())
+        if not fields.get("stream"):
+            return answer
+        partial = PartialAnswer(fields, chat=chat, continues_chats=self.continues_chats)
+        return _LastingChunks(self, partial, answer)
+
+    async def begin(self, chat: bool, fields: dict[str, Any], tried: set[UpstreamServer]) -> Any:
+        """The answer of a server, or its chunks once they have begun; servers that were ``tried``
+        come last. Raises as ``create``.
+        """
         scope, text = current_scope(), prompt_text(fields)
-        key = scope.request_id if scope else None
-        tried: set[UpstreamServer] = set()
+        key, session = (scope.request_id, scope.session) if scope else (None, None)
         for number in range(1, self.retries.num_tries + 1):
-            server = self.router.choose(text, key, tried)
+            server = self.router.choose(text, key, tried, session)
             try:
                 return await self._send(server, chat, fields)
             except Exception as error:
-                if not self._is_failure(server, error, number):
+                if not self.is_failure(server, error, number):
                     raise
                 if number == self.retries.num_tries:
                     raise self._final(server, error) from error
@@ -202,6 +223,20 @@ class UpstreamClient:
             pause = back_off(number, self.retries.pause)
             await asyncio.sleep(max(pause, self.router.seconds_until_ready(tried)))
         raise AssertionError("unreachable")
+
+    async def num_tokens(self, partial: PartialAnswer, tried: set[UpstreamServer]) -> int | None:
+        """Tokens of the text that has come of an answer; None: the servers do not tell.
+
+        It is the difference of two prompts in the usages of answers of one token.
+        """
+        if partial.num_scored is not None:
+            return partial.num_scored
+        usages = []
+        for prompt in partial.counting_prompts():
+            fields = {"model": partial.fields["model"], "max_tokens": 1, **prompt}
+            answer = await self.begin(partial.chat, fields, set(tried))
+            usages.append(getattr(answer, "usage", None))
+        return partial.num_counted(usages)
 
     async def models(self) -> list[str]:
         """The names of the models that the servers serve, each once; ``ConnectionError`` if none
@@ -214,7 +249,7 @@ class UpstreamClient:
                 page = await self._client(server, self.retries.check_seconds).models.list()
             except Exception as error:
                 failure = error
-                self._is_failure(server, error, 1)
+                self.is_failure(server, error, 1)
                 continue
             names |= dict.fromkeys(model.id for model in page.data)
             lengths = {model.id: getattr(model, "max_model_len", None) for model in page.data}
@@ -278,14 +313,16 @@ class UpstreamClient:
             self.router.answered(server)
             if request is not None:
                 request.on_token()
-            return _Chunks(server, first, chunks, stack.pop_all(), self.router)
+            return _Chunks(server, first, chunks, stack.pop_all())
         raise AssertionError("unreachable")
 
-    def _is_failure(self, server: UpstreamServer, error: Exception, number: int) -> bool:
+    def is_failure(self, server: UpstreamServer, error: Exception, number: int) -> bool:
         """Whether ``error`` is the server's own, so that another one may answer; records it."""
         status = getattr(error, "status_code", None)
         if is_stream_error(error):
             status = _status_in(error)
+        elif isinstance(error, _BROKEN):
+            status = 502
         if status in _BUSY:
             seconds = retry_after(error)
             pause = back_off(number, self.retries.pause) if seconds is None else seconds
@@ -360,10 +397,7 @@ async def _ask_health(client: Any, url: str) -> None:
 
 
 class _Chunks:
-    """The chunks of an answer that has begun; holds its server's capacity until it is closed.
-
-    A connection that is lost takes its server down, until a request or a health check succeeds.
-    """
+    """The chunks of one server's answer that has begun; holds its capacity until it is closed."""
 
     def __init__(
         self,
@@ -371,36 +405,105 @@ class _Chunks:
         first: Any,
         rest: AsyncIterator[Any],
         stack: AsyncExitStack,
-        router: Router,
     ) -> None:
-        self._server, self._first, self._rest, self._stack = server, [first], rest, stack
-        self._router = router
+        self.server, self._first, self._rest, self._stack = server, [first], rest, stack
+
+    async def close(self, *error: Any) -> None:
+        """End the answer; ``error`` as of ``__aexit__``."""
+        await self._stack.__aexit__(*(error or (None, None, None)))
+
+    async def next(self) -> Any:
+        """The next chunk; None: there are no more."""
+        return self._first.pop() if self._first else await anext(self._rest, None)
+
+
+class _LastingChunks:
+    """The chunks of an answer, with which another server goes on where one fails.
+
+    A server whose connection is lost is down, until a request or a health check succeeds.
+    """
+
+    def __init__(self, client: UpstreamClient, partial: PartialAnswer, chunks: _Chunks) -> None:
+        self._client, self._partial, self._chunks = client, partial, chunks
+        self._num_losses = 0
 
     async def __aenter__(self) -> Self:
         return self
 
     async def __aexit__(self, *error: Any) -> None:
-        await self._stack.__aexit__(*error)
+        await self._chunks.close(*error)
 
     def __aiter__(self) -> Self:
         return self
 
     async def __anext__(self) -> Any:
-        if self._first:
-            return self._first.pop()
-        try:
-            return await anext(self._rest)
-        except Exception as error:
-            if not is_lost(error):
-                raise
-            self._router.lost(self._server)
-            what = f"the connection to {self._server.url} was lost"
-            raise ConnectionError(f"{what} ({error.__cause__ or error!r})") from error
+        while True:
+            try:
+                chunk = await self._chunks.next()
+            except Exception as error:
+                loss = error
+            else:
+                if chunk is not None:
+                    return self._partial.take(chunk)
+                loss = _Unfinished("it sent no finish_reason")
+            if self._partial.is_complete:
+                raise StopAsyncIteration
+            if (last := await self._go_on(loss)) is not None:
+                return last
+
+    async def _go_on(self, error: Exception) -> Any:
+        """Have another server go on after ``error``; returns a chunk where only the end is missing.
+
+        Raises the error, or ConnectionError with the reason, if none can.
+        """
+        client, partial, server = self._client, self._partial, self._chunks.server
+        self._num_losses += 1
+        if not client.is_failure(server, error, self._num_losses):
+            raise error
+        await self._chunks.close(type(error), error, error.__traceback__)
+        reason = partial.refusal() if partial.has_begun else None
+        if self._num_losses >= client.retries.num_tries:
+            reason = f"it has broken off {self._num_losses} times"
+        if reason is not None:
+            raise _broken(server, error, reason) from error
+        fields = partial.fields
+        if partial.has_begun:
+            num_tokens = await client.num_tokens(partial, {server})
+            if num_tokens is None:
+                reason = "the servers send no usage, so that its tokens are not counted"
+                raise _broken(server, error, reason) from error
+            if (rest := partial.rest(num_tokens)) is None:
+                return partial.end()
+            fields = rest
+        log.warning("%s broke an answer off; it goes on (%s)", server.url, type(error).__name__)
+        self._chunks = await client.begin(partial.chat, dict(fields), {server})
+        return None
+
+
+class _Unfinished(ConnectionError):
+    """A server has ended a stream, but not its answer."""
+
+
+_BROKEN = (_Unfinished, json.JSONDecodeError, UnicodeDecodeError)
+"""What shows that a server has ended in the middle of an answer, or of a line of it."""
+
+
+def _broken(server: UpstreamServer, error: Exception, reason: str) -> Exception:
+    """The error of an answer with which no other server goes on."""
+    if not is_lost(error) and not isinstance(error, _BROKEN):
+        return error
+    what = f"the connection to {server.url} was lost"
+    if isinstance(error, _BROKEN):
+        what = f"the answer of {server.url} broke off"
+    why = f"({error.__cause__ or error!r})"
+    return ConnectionError(f"{what} {why}; no other server can go on with it: {reason}")
 
 
 def _status_in(error: Any) -> int | None:
     """The status in an error within a stream, as some servers send it; None: there is none."""
     status = error.body.get("code") if isinstance(error.body, dict) else None
+    if status in _ENDING:
+        return 503
     return status if isinstance(status, int) and 400 <= status < 600 else None
 
 

@@ -160,6 +160,19 @@ class StructuredOutputs(Body):
     json_object: bool | None = None
 
 
+class AgentContext(Body):
+    """The session of an agent that a request belongs to, as Dynamo has it."""
+
+    session_id: Annotated[str, Field(min_length=1, max_length=256)]
+    parent_session_id: Annotated[str, Field(min_length=1, max_length=256)] | None = None
+
+
+class NvidiaExtensions(Body):
+    """Of Dynamo's fields, those that mean something here."""
+
+    agent_context: AgentContext | None = None
+
+
 class Generating(Body):
     """Fields of all generating APIs."""
 
@@ -178,6 +191,7 @@ class Generating(Body):
     skip_special_tokens: bool | None = None
     cache_salt: Annotated[str, Field(min_length=1, max_length=256)] | None = None
     priority: int | None = None
+    nvext: NvidiaExtensions | None = None
     structured_outputs: StructuredOutputs | None = None
     thinking_budget: int | None = None
     thinking_token_budget: int | None = None
