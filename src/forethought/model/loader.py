@@ -124,12 +124,12 @@ def load(
         UnknownNameError: no attention backend has this name.
         ParameterError: no such dtype.
     """
-    directory = Path(path)
+    directory, device = Path(path), torch.device(device)
     backend: AttentionBackend = (
         create_backend(attention, device) if isinstance(attention, str) else attention
     )
     attention_name = attention if isinstance(attention, str) else backend.name
-    refused = _native_setting_refusal(torch.device(device), attention_name, fuse, forward)
+    refused = _native_setting_refusal(device, attention_name, fuse, forward)
     if shard is not None and forward != "torch":
         refused = f"tensor_parallel_size={shard.size} asks for the fused forward"
     if isinstance(dtype, str) and dtype != "auto" and dtype not in DTYPES:
@@ -140,22 +140,14 @@ def load(
             raise _no_stored_experts("it has none")
         if lm is not None:
             return lm
-    from forethought.model.transformers_module import checked_module, probe, read_config, refusing
+    from forethought.model.transformers_module import probe, refusing
 
-    config, asked_dtype = read_config(directory, trust_remote_code), dtype
-    _check_quantization(directory, config, quantization, torch.device(device))
-    if dtype == "auto":
-        dtype = _auto_dtype(
-            directory,
-            config,
-            torch.device(device),
-            quantization is not None,
-            refused is None,
-        )
-    rounds_input = asked_dtype == "auto" and torch.device(device).type == "cpu"
-    module = checked_module(directory, config, dtype, trust_remote_code, rounds_input)
-    with refusing(directory, "loading"):
-        module = module.eval().requires_grad_(False).to("cpu" if shard else device)
+    module = _read_module(
+        directory, dtype, device, trust_remote_code, quantization, may_be_native=refused is None
+    )
+    if shard is None:
+        with refusing(directory, "loading"):
+            module.to(device)
     layers, vocab_size = probe(module, directory)
     _check_capabilities(layers, backend, directory)
     if shard is not None:
@@ -164,18 +156,41 @@ def load(
     if quantization is not None:
         _quantize(module, quantization)
     with torch.inference_mode():
-        refused = refused or _unadaptable(adapted)
         recurrent = RecurrentLayers.of(module, fuse and _runs_parts(module, forward))
         traits = _traits(module, layers, vocab_size, recurrent.state_bytes if recurrent else 0)
         if recurrent is not None and recurrent.is_native and not _slower_natively(module, forward):
             backends.cpu().use_native_parts(module, routers(module) | step_widths(module))
-        network, forward_path = _network(module, fuse, traits, forward, refused, expert_bytes)
+        refused = refused or _unadaptable(adapted)
+        network, path_taken = _network(module, fuse, traits, forward, refused, expert_bytes)
         if isinstance(network, TransformersNetwork):
             network = replace(network, recurrent=recurrent)
             if recurrent is not None and recurrent.is_native:
-                reason = f"{forward_path.reason}; its recurrent layers run in C++"
-                forward_path = replace(forward_path, reason=reason)
-        return CausalLM(network, backend, traits, forward_path)
+                reason = f"{path_taken.reason}; its recurrent layers run in C++"
+                path_taken = replace(path_taken, reason=reason)
+        return CausalLM(network, backend, traits, path_taken)
+
+
+def _read_module(
+    directory: Path,
+    dtype: torch.dtype | str,
+    device: torch.device,
+    trust_remote_code: bool,
+    quantization: Quantization | None,
+    *,
+    may_be_native: bool,
+) -> PreTrainedModel:
+    """The module of transformers, in the memory of the CPU."""
+    from forethought.model.transformers_module import checked_module, read_config, refusing
+
+    config, rounds_input = read_config(directory, trust_remote_code), False
+    _check_quantization(directory, config, quantization, device)
+    if dtype == "auto":
+        rounds_input = device.type == "cpu"
+        is_quantized = quantization is not None
+        dtype = _auto_dtype(directory, config, device, is_quantized, may_be_native)
+    module = checked_module(directory, config, dtype, trust_remote_code, rounds_input)
+    with refusing(directory, "loading"):
+        return module.eval().requires_grad_(False)
 
 
 def _unadaptable(adapted: Collection[str]) -> str | None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
@@ -37,9 +37,62 @@ from forethought.model.hidden_states import FINAL
 from forethought.model.token_adapters import PlacedAdapter
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+    from transformers import PreTrainedConfig, PreTrainedModel
 
     from forethought.model.checkpoint_module import CheckpointModule
+
+
+class _Embedding(NamedTuple):
+    """Where the embeddings are read.
+
+    Attributes:
+        packed: their panels; None: they are a table.
+        table: ``[vocab, hidden]``.
+        num_bytes: beside those of the output projection.
+    """
+
+    packed: PackedLinear | None
+    table: Tensor | None
+    num_bytes: int
+
+    @classmethod
+    def of(cls, module: PreTrainedModel | CheckpointModule, head: PackedLinear) -> Self:
+        """Panels of a tied output projection or of weights in blocks, otherwise a table, which the
+        module keeps.
+        """
+        embedding = module.model.embed_tokens
+        if module.lm_head.weight is embedding.weight:
+            return cls(head, None, 0)
+        if isinstance(embedding.weight, BlockWeight):
+            packed = PackedLinear.pack(embedding.weight, None)
+            return cls(packed, None, packed.num_bytes)
+        embedding.weight = nn.Parameter(owned(embedding.weight), requires_grad=False)
+        table = embedding.weight.detach().contiguous()
+        table = table if table.dtype in TYPES else table.float()
+        return cls(None, table, table.nbytes)
+
+    def fields(self, dtype: torch.dtype) -> dict[str, Any]:
+        """Of ``ModelStruct``; ``dtype`` is the module's."""
+        packed, table = self.packed, self.table
+        if packed is not None:
+            pointer = ctypes.pointer(packed.struct)
+            sizes = {"num_embeddings": packed.struct.num_outputs, "table_type": TYPES[dtype]}
+            return {"embedding": pointer, "table": None, **sizes}
+        assert table is not None
+        sizes = {"num_embeddings": len(table), "table_type": TYPES[table.dtype]}
+        return {"embedding": None, "table": table.data_ptr(), **sizes}
+
+
+def _sizes(config: PreTrainedConfig) -> dict[str, Any]:
+    """Fields of ``ModelStruct`` that the configuration has."""
+    return {
+        "hidden": config.hidden_size,
+        "num_heads": config.num_attention_heads,
+        "num_kv_heads": config.num_key_value_heads,
+        "activation": ACTIVATIONS[getattr(config, "hidden_activation", None) or config.hidden_act],
+        "logit_cap": getattr(config, "final_logit_softcapping", None) or 0.0,
+        "score_cap": getattr(config, "attn_logit_softcapping", None) or 0.0,
+    }
 
 
 class NativeNetwork:
@@ -66,29 +119,21 @@ class NativeNetwork:
         windows: Sequence[int | None],
         expert_bytes: int | None = None,
     ) -> None:
-        config, model = module.config, module.model
+        model = module.model
         self._library = load_library()
         self.dtype = module.dtype
-        types = getattr(config, "layer_types", None) or ["full_attention"] * len(model.layers)
+        types = getattr(module.config, "layer_types", None)
+        types = types or ["full_attention"] * len(model.layers)
         tables = rotary_tables(module, types, max_positions)
         self.rotations = next(iter(tables.values())) if len(tables) == 1 else None
-        self._embedding = model.embed_tokens
         embed_scale = getattr(model.embed_tokens, "embed_scale", None)
-        head = PackedLinear.of(module.lm_head)
-        packed = self._packed = self._packed_embedding(module, head)
+        self.head = PackedLinear.of(module.lm_head)
+        embedding = _Embedding.of(module, self.head)
+        self._packed = embedding.packed
         del module.lm_head
-        table = None
-        if packed is not None:
-            model.embed_tokens = self._embedding = nn.Identity()
-            num_embeddings = packed.struct.num_outputs
-            outside = 0 if packed is head else packed.num_bytes
-        else:
-            model.embed_tokens.weight = nn.Parameter(
-                owned(model.embed_tokens.weight), requires_grad=False
-            )
-            table = model.embed_tokens.weight.detach().contiguous()
-            table = table if table.dtype in TYPES else table.float()
-            num_embeddings, outside = len(table), table.nbytes
+        if embedding.packed is not None:
+            model.embed_tokens = nn.Identity()
+        self._embedding = model.embed_tokens
         attention = model.layers[0].self_attn
         self._layers = layers = list[PackedLayer]()
         store = self.experts = None if expert_bytes is None else ExpertStore(expert_bytes)
@@ -98,48 +143,27 @@ class NativeNetwork:
             model.layers[index] = nn.Identity()  # frees the layer's own weights
         if store is not None:
             store.open()
-        structs = (LayerStruct * len(layers))(*(layer.struct for layer in layers))
         final_norm = norm_weight(model.norm)
         assert final_norm is not None
         struct = ModelStruct(
-            layers=structs,
+            layers=(LayerStruct * len(layers))(*(layer.struct for layer in layers)),
             final_norm=final_norm.data_ptr(),
-            head=ctypes.pointer(head.struct),
-            embedding=None if packed is None else ctypes.pointer(packed.struct),
-            table=None if table is None else table.data_ptr(),
+            head=ctypes.pointer(self.head.struct),
             join=None,
-            table_type=TYPES[self.dtype if table is None else table.dtype],
-            num_embeddings=num_embeddings,
             num_layers=len(layers),
-            hidden=config.hidden_size,
-            num_heads=config.num_attention_heads,
-            num_kv_heads=config.num_key_value_heads,
             head_dim=attention.head_dim,
             rotary_dim=next(iter(tables.values())).shape[-1],
-            activation=ACTIVATIONS[getattr(config, "hidden_activation", None) or config.hidden_act],
             eps=norm_eps(model.norm),
             head_norm_eps=norm_eps(attention.q_norm) if hasattr(attention, "q_norm") else 0.0,
-            logit_cap=getattr(config, "final_logit_softcapping", None) or 0.0,
-            score_cap=getattr(config, "attn_logit_softcapping", None) or 0.0,
             embed_scale=1.0 if embed_scale is None else float(embed_scale),
+            **embedding.fields(self.dtype),
+            **_sizes(module.config),
         )
-        held = [layers, head, packed, final_norm, table, store]
+        held = [layers, self.head, embedding, final_norm, store]
         self.forward = NativeForward(struct, max_positions, held)
-        self.head = head
-        self.num_bytes = head.num_bytes + outside + sum(layer.num_bytes for layer in layers)
+        self.num_bytes = self.head.num_bytes + embedding.num_bytes
+        self.num_bytes += sum(layer.num_bytes for layer in layers)
         self.num_bytes += 0 if store is None else store.memory_bytes
-
-    @staticmethod
-    def _packed_embedding(
-        module: PreTrainedModel | CheckpointModule, head: PackedLinear
-    ) -> PackedLinear | None:
-        """Where embeddings are read from panels: of a tied output projection, or of weights in
-        blocks; None: they are a table.
-        """
-        weight = module.model.embed_tokens.weight
-        if module.lm_head.weight is weight:
-            return head
-        return PackedLinear.pack(weight, None) if isinstance(weight, BlockWeight) else None
 
     def __call__(self, batch: Batch, forward_pass: ForwardPass) -> Tensor:
         """Logits float32 ``[R, vocab]``."""
