@@ -1,7 +1,7 @@
 """Hooks of the documentation's site (``mkdocs.yml``): pages that stand elsewhere, links, llms.txt.
 
-README.md is the home page and CONTRIBUTING.md a page of the site. Links of pages to files of the
-repository beside ``docs`` lead to the repository.
+README.md is the home page, CONTRIBUTING.md and each notebook of ``docs/notebooks`` are pages. Links
+of pages to files of the repository beside ``docs`` lead to the repository.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+import notebooks
 from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -23,6 +24,9 @@ def on_files(files: Files, config: Any) -> Files:
     for source, name in OUTSIDE.items():
         text = (ROOT / source).read_text(encoding="utf-8")
         files.append(File.generated(config, name, content=text))
+    for path in notebooks.paths():
+        text = notebooks.markdown(notebooks.read(path), path.name)
+        files.append(File.generated(config, f"notebooks/{path.stem}.md", content=text))
     return files
 
 
@@ -47,6 +51,8 @@ def _address(path: Path, page: str, repository: str) -> str:
     up = "../" * page.count("/")
     if name in OUTSIDE:
         return up + OUTSIDE[name]
+    if path.suffix == ".ipynb" and page != f"notebooks/{path.stem}.md":
+        return up + name.removeprefix("docs/").replace(".ipynb", ".md")
     if name.startswith("docs/") and path.is_file() and path.suffix != ".jsonl":
         return up + name.removeprefix("docs/")
     return f"{repository}/blob/main/{name}"

@@ -18,5 +18,5 @@ def test_the_site_is_built_without_a_warning_and_lists_its_pages(tmp_path: Path)
     command = [sys.executable, "-m", "mkdocs", "build", "--quiet", "--site-dir", str(tmp_path)]
     subprocess.run(command, cwd=ROOT, check=True, timeout=280)
     listed = (tmp_path / "llms.txt").read_text(encoding="utf-8")
-    pages = [*(ROOT / "docs").rglob("*.md")]
+    pages = [path for end in ("md", "ipynb") for path in (ROOT / "docs").rglob(f"*.{end}")]
     assert listed.count("\n- [") == len(pages) + 2  # README and CONTRIBUTING
