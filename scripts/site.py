@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import notebooks
+import trends
 from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -31,7 +32,7 @@ def on_files(files: Files, config: Any) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, **_: Any) -> str:
-    """Lead links to where their targets are on the site."""
+    """Lead links to where their targets are on the site, and fill in the ratios over time."""
     outside = {name: source for source, name in OUTSIDE.items()}
     place = ROOT / outside.get(page.file.src_uri, f"docs/{page.file.src_uri}")
 
@@ -42,6 +43,8 @@ def on_page_markdown(markdown: str, page: Any, config: Any, **_: Any) -> str:
             return match[0]
         return f"]({_address(path, page.file.src_uri, config['repo_url'])}{anchor})"
 
+    if trends.MARK in markdown:
+        markdown = markdown.replace(trends.MARK, trends.page(trends.runs()))
     return LINK.sub(lead, markdown)
 
 
