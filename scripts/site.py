@@ -17,6 +17,8 @@ from mkdocs.structure.files import File, Files
 ROOT = Path(__file__).resolve().parent.parent
 OUTSIDE = {"README.md": "index.md", "CONTRIBUTING.md": "contributing.md"}
 """Files of the repository that are pages -> their names there."""
+DIAGRAMS = ROOT / "docs" / "diagrams"
+DIAGRAM = re.compile(r'<img alt="([^"]*)" src="[^"]*diagrams/([\w-]+\.svg)"[^>]*>')
 LINK = re.compile(r"\]\(([^)\s#:]+)(#[^)\s]*)?\)")
 
 
@@ -84,5 +86,18 @@ def _first(markdown: str) -> str:
 
 
 def on_page_content(html: str, **_: Any) -> str:
-    """Docstrings mark a block of code by two colons, as Sphinx reads them."""
+    """Diagrams become a part of the page, so that their text has its colour, light or dark.
+    Docstrings mark a block of code by two colons, as Sphinx reads them.
+    """
+    html = DIAGRAM.sub(lambda match: diagram(match[2], match[1]), html)
     return html.replace("<p>::</p>\n", "").replace("::</p>", ":</p>")
+
+
+def diagram(name: str, alternative: str) -> str:
+    """A file of ``docs/diagrams`` as an element; its own style, for where it is an image, is left
+    out.
+    """
+    text = (DIAGRAMS / name).read_text(encoding="utf-8")
+    text = re.sub(r"\s*<(style|title)>.*?</\1>", "", text, flags=re.DOTALL)
+    labelled = f'<svg role="img" aria-label="{alternative}" style="max-width: 100%; height: auto"'
+    return text.strip().replace("<svg", labelled, 1)
