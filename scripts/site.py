@@ -41,7 +41,7 @@ def on_page_markdown(markdown: str, page: Any, config: Any, **_: Any) -> str:
     def lead(match: re.Match[str]) -> str:
         target, anchor = match[1], match[2] or ""
         path = (place.parent / target).resolve()
-        if not path.is_relative_to(ROOT):
+        if not path.is_relative_to(ROOT) or not path.exists():  # mkdocs says so
             return match[0]
         return f"]({_address(path, page.file.src_uri, config['repo_url'])}{anchor})"
 
@@ -70,8 +70,11 @@ def on_nav(nav: Any, config: Any, **_: Any) -> None:
 
 def on_post_build(config: Any) -> None:
     """Write llms.txt: what each page is, for programs that read (llmstxt.org)."""
-    lines = [f"# {config['site_name']}", "", f"> {config['site_description']}", ""]
+    lines, section = [f"# {config['site_name']}", "", f"> {config['site_description']}", ""], None
     for page in config["extra"]["pages"]:
+        if page.parent is not section:
+            section = page.parent
+            lines += ["", f"## {section.title}", ""]
         lines.append(f"- [{page.title}]({config['site_url']}{page.url}): {_first(page.markdown)}")
     text = "\n".join(lines) + "\n"
     (Path(config["site_dir"]) / "llms.txt").write_text(text, encoding="utf-8")
