@@ -118,7 +118,7 @@ test-clients: $(setup) $(CLIENTS)/.installed $(AGENTS)/.installed $(CLIENTS)/nod
 
 docs: $(setup)
 	@$(PY) -c "import mkdocs, material" 2>/dev/null || $(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt ".[docs]"
-	@NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --quiet
+	@NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build
 	@echo build/site
 
 sanitize: $(setup)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import shlex
+import subprocess
 import sys
 from collections.abc import Sequence
 from datetime import date
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,6 +29,7 @@ def print_report(benchmark: str, rows: Sequence[dict[str, Any]], **settings: Any
     report = {
         "benchmark": benchmark,
         "date": date.today().isoformat(),
+        "commit": commit(),
         "command": shlex.join(["python", "-m", f"benchmarks.{benchmark}", *sys.argv[1:]]),
         **settings,
         "rows": list(rows),
@@ -38,6 +41,20 @@ def print_report(benchmark: str, rows: Sequence[dict[str, Any]], **settings: Any
         "transformers": transformers.__version__,
     }
     print(json.dumps(report))
+
+
+def commit() -> str | None:
+    """Of the checkout that is measured, with ``+`` where files differ from it; None: there is no
+    checkout, or no git.
+    """
+    command = ["git", "describe", "--always", "--exclude=*", "--dirty=+"]
+    folder = Path(__file__).resolve().parent
+    try:
+        return subprocess.run(
+            command, cwd=folder, capture_output=True, text=True, check=True, timeout=60
+        ).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return None
 
 
 def device() -> str:

@@ -12,9 +12,10 @@ each run.
     python scripts/figures.py --add gpu.log        the last line of a file
 
 ``--add`` replaces the line of the same benchmark on the same processor, and of ``benchmarks.gpu``
-with the same command. A line that is
-``transcribed`` was written by hand from the results of its day, before lines were stored; so were
-whole tables (``"benchmark": "table"``, named by ``table``, with their ``cells``).
+with the same command; the old line goes to ``history.jsonl`` beside the store, for
+``scripts/trends.py``. A line that is ``transcribed`` was written by hand from the results of its
+day, before lines were stored; so were whole tables (``"benchmark": "table"``, named by ``table``,
+with their ``cells``).
 """
 
 from __future__ import annotations
@@ -30,6 +31,8 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 STORE = ROOT / "docs" / "results" / "figures.jsonl"
+HISTORY = "history.jsonl"
+"""Beside the store."""
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 BLOCK = re.compile(r"<!-- figures: ([\w-]+) -->\n.*?<!-- end of figures -->", re.DOTALL)
 
@@ -85,7 +88,9 @@ def main() -> int:
     runs = read()
     if args.add is not None:
         text = sys.stdin.read() if args.add == "-" else Path(args.add).read_text(encoding="utf-8")
-        runs = added(runs, run_of(text))
+        older, runs = runs, added(runs, run_of(text))
+        if old := [run for run in older if run not in runs]:
+            keep(old)
         STORE.write_text("".join(json.dumps(run) + "\n" for run in runs), encoding="utf-8")
     stale = [page for page in PAGES if written(page, runs) != page.read_text(encoding="utf-8")]
     if not args.check:
@@ -101,7 +106,23 @@ def main() -> int:
 
 def read() -> list[Run]:
     """The lines of ``STORE``."""
-    lines = STORE.read_text(encoding="utf-8").splitlines()
+    return _lines(STORE)
+
+
+def replaced() -> list[Run]:
+    """The runs that newer ones have replaced, the oldest first."""
+    path = STORE.with_name(HISTORY)
+    return _lines(path) if path.exists() else []
+
+
+def keep(runs: Iterable[Run]) -> None:
+    """Add runs to those that newer ones have replaced."""
+    with STORE.with_name(HISTORY).open("a", encoding="utf-8") as file:
+        file.writelines(json.dumps(run) + "\n" for run in runs)
+
+
+def _lines(path: Path) -> list[Run]:
+    lines = path.read_text(encoding="utf-8").splitlines()
     return [json.loads(line) for line in lines if line.strip()]
 
 
