@@ -15,7 +15,7 @@ from page.steps import ask, figure, open_page, shows, status, texts
 pytestmark = pytest.mark.page
 
 
-def stage(at: float, branch: str, name: str, why: str = "", **fields: Any) -> dict[str, Any]:
+def stage(at: float, branch: str, name: str, why: str = "", /, **fields: Any) -> dict[str, Any]:
     return {
         "type": "stage",
         "at": at,
@@ -66,15 +66,15 @@ def test_an_example_runs_with_its_method_and_shows_live(browser: Browser):
         browser.click_button("Nuts")
         assert browser.run("return document.querySelector('#method').value") == "dynasor"
         browser.click("#ask")
-        shows(browser, ".stages li", "probed: answer 6")
-        assert texts(browser, ".lane-labels button") == ["request", "0", "1"]
+        shows(browser, ".stages li", "a probe answers 6")
+        assert texts(browser, ".lane-labels button") == ["request", "branch 0", "branch 1"]
         assert browser.text(".branch-text") == "the first"
         assert browser.text(".run .status") == "running"
         server.released.set()
         status(browser, "Answered: dynasor, 30 tokens")
         assert texts(browser, ".answer") == ["It is 6."]
         assert figure(browser, "Reused") == "16"
-        assert "pruned: it cannot change the vote" in "".join(texts(browser, ".stages li"))
+        assert "is left out: it cannot change the vote" in "".join(texts(browser, ".stages li"))
 
 
 def test_settings_are_sent_and_kept_for_the_next_visit(browser: Browser):
@@ -120,7 +120,7 @@ def test_stop_ends_the_request_and_keeps_what_came(browser: Browser):
     with StandIn(votes) as server:
         open_page(browser, server.address)
         ask(browser, "nuts", "majority_vote")
-        shows(browser, ".stages li", "probed")
+        shows(browser, ".stages li", "probe")
         browser.click("#stop")
         status(browser, "Stopped: majority_vote, 2 tokens")
         assert server.left.wait(60), "closing the connection is what ends the work on the server"
@@ -132,7 +132,7 @@ def test_a_reload_in_the_middle_shows_what_was_there(browser: Browser):
     with StandIn(votes) as server:
         open_page(browser, server.address)
         ask(browser, "nuts", "majority_vote")
-        shows(browser, ".stages li", "probed")
+        shows(browser, ".stages li", "probe")
         browser.reload()
         shows(browser, ".run .status", "interrupted")
         assert texts(browser, ".turn > .said:not(.answer)") == ["nuts"]
@@ -307,24 +307,135 @@ def test_the_page_says_why_speculation_is_off_and_colours_what_drafters_wrote(br
         assert off == "Speculation Off: the request switches drafts off"
 
 
-def test_beams_of_a_search_are_lanes_with_scores(browser: Browser):
+def searched(body: dict[str, Any]) -> Iterable[Item]:
+    """Two beams that stream at once; one is pruned, the other goes on after the pause."""
+    yield started("beam_search")
+    for token in ("step ", "one"):
+        for number in (0, 1):
+            yield delta(0.2, "", f"{token}{number} ", fields={"beam": [number]})
+    yield delta(0.4, "", "sure", fields={"beam": [0], "aside": "judgement 0"})
+    for number, score in ((0, 0.9), (1, 0.1)):
+        fields = {"text": f"step {number} one{number} \n\n", "finished": False}
+        yield stage(0.5, "", "scored", beam=[number], score=score, **fields)
+    yield stage(0.6, "", "pruned", "it is not among the best 1", beam=[1], score=0.1, text="")
+    yield delta(0.7, "", "step two", fields={"beam": [0, 0]})
+    yield PAUSE
+    yield stage(0.9, "", "scored", beam=[0, 0], score=0.8, text="step two.", finished=True)
+    yield stage(0.9, "", "selected", beam=[0, 0], score=0.8, text="step two.", finished=True)
+    yield finished("two")
+
+
+def test_each_beam_of_a_search_streams_into_a_lane_of_its_own(browser: Browser):
+    with StandIn(searched) as server:
+        open_page(browser, server.address)
+        ask(browser, "search", "majority_vote")
+        lanes = ["request", "beam 0", "beam 0.0", "beam 1"]
+        browser.wait("document.querySelectorAll('.lane-labels button').length === 4")
+        assert texts(browser, ".lane-labels button") == lanes
+        browser.click_button("beam 1", ".lane-labels")
+        assert browser.text(".branch-text") == "step 1 one1 \n\n"
+        pruned = texts(browser, ".lane-labels [data-state=pruned]")
+        assert pruned == ["beam 1"]
+        browser.click_button("beam 0", ".lane-labels")
+        assert texts(browser, ".asides > *") == ["judgement 0", "sure"]
+        browser.click_button("beam 0.0", ".lane-labels")
+        assert browser.text(".branch-text") == "step 0 one0 \n\nstep two", "with the step before"
+        server.released.set()
+        status(browser, "Answered")
+        assert texts(browser, ".lane-labels [data-state=won]") == ["beam 0.0 ✓ chosen"]
+        assert browser.text(".branch-text").endswith("step two.")
+
+
+def test_lanes_of_pruned_beams_fade_and_can_be_left_out(browser: Browser):
     def run(body: dict[str, Any]) -> Iterable[Item]:
-        beam = {"text": "step one", "finished": False}
         yield started("beam_search")
-        yield stage(0.5, "", "scored", beam=[0], score=0.9, **beam)
-        yield stage(0.5, "", "scored", beam=[1], score=0.1, **beam)
-        yield stage(0.6, "", "pruned", "it is not among the best 1", beam=[1], score=0.1, **beam)
-        yield stage(0.9, "", "scored", beam=[0, 0], score=0.8, text="step two", finished=True)
+        for number in range(16):
+            yield delta(0.5, "", "a step", fields={"beam": [number]})
+        yield PAUSE
+        for number in range(12):
+            yield stage(0.9, "", "pruned", "too low", beam=[number], score=0.1, text="a step")
         yield finished("two")
+
+    ink = """
+        const canvas = document.querySelector(".plot canvas"), ratio = canvas.height / (17 * 24);
+        const copy = Object.assign(document.createElement("canvas"), { width: 1, height: 1 });
+        const copied = copy.getContext("2d", { willReadFrequently: true });
+        copied.drawImage(canvas, -canvas.width / 3, -(24 + 15) * ratio);
+        return copied.getImageData(0, 0, 1, 1).data[3];
+    """
+    with StandIn(run) as server:
+        open_page(browser, server.address)
+        ask(browser, "search", "majority_vote")
+        browser.wait("document.querySelectorAll('.lane-labels button').length === 17")
+        painted = browser.run(ink)
+        server.released.set()
+        status(browser, "Answered")
+        browser.wait("document.querySelectorAll('.lane-labels [data-state=pruned]').length === 12")
+        assert 0 < browser.run(ink) < painted
+        browser.click_button("Hide 12 pruned")
+        assert len(texts(browser, ".lane-labels button")) == 5
+        browser.click_button("Show 12 pruned")
+        assert len(texts(browser, ".lane-labels button")) == 17
+
+
+def test_votes_are_bars_that_grow_and_the_winner_is_named(browser: Browser):
+    def run(body: dict[str, Any]) -> Iterable[Item]:
+        yield started("majority_vote")
+        for number in range(4):
+            yield stage(0.0, str(number), "spawned", "Plain")
+        yield stage(0.3, "0", "voted", answer="7", tally={"7": 1})
+        yield stage(0.4, "2", "voted", answer="6", tally={"7": 1, "6": 1})
+        yield stage(0.5, "1", "voted", answer="6", tally={"7": 1, "6": 2})
+        yield PAUSE
+        yield stage(0.6, "3", "voted", answer="6", tally={"7": 1, "6": 3})
+        yield stage(0.6, "", "voted", answer="6", tally={"7": 1, "6": 3})
+        yield finished("six")
 
     with StandIn(run) as server:
         open_page(browser, server.address)
-        ask(browser, "search")
+        ask(browser, "vote", "majority_vote")
+        shows(browser, ".votes .vote-count", "2 · 67 %")
+        assert texts(browser, ".votes .vote-answer") == ["6 (leads)", "7"]
+        assert browser.text(".votes p") == "More samples may vote."
+        shows(browser, ".note", "6 leads (2 of 3)")
+        server.released.set()
         status(browser, "Answered")
-        lanes = ["request", "beam 0", "beam 0.0", "beam 1"]
-        assert texts(browser, ".lane-labels button") == lanes
-        browser.click_button("beam 0.0", ".lane-labels")
-        assert browser.text(".branch-text") == "step two"
+        assert texts(browser, ".votes .vote-count") == ["3 · 75 %", "1 · 25 %"]
+        width = "return document.querySelector('.votes .length').style.width"
+        assert browser.run(width) == "75%"
+        assert browser.text(".votes p") == "The answer is 6; its text is that of branch 2."
+        assert texts(browser, ".lane-labels [data-state=won]") == ["branch 2 ✓ chosen"]
+
+
+SAID = [
+    (("probed", "", {"answer": "6", "at": 210, "agreeing": 2}), "a probe after 210 tokens answers 6; 2 probes in a row agree"),
+    (("early_exit", "2 probes in a row agree", {"answer": "6", "at": 180}), "ends early with 6: 2 probes in a row agree; 180 tokens are kept"),
+    (("scored", "", {"beam": [1], "score": 0.213, "finished": True}), "has score 0.21: a whole answer"),
+    (("scored", "", {"step": 2, "score": 7.0, "accepted": False}), "step 2 of the small model has 7 and is written again"),
+    (("pruned", "it was not drawn", {"beam": [1], "score": 0.213}), "is pruned with score 0.21: it was not drawn"),
+    (("pruned", "the judge prefers another", {"answer": 2, "winner": 0}), "answer 2 loses against answer 0: the judge prefers another"),
+    (("voted", "", {"answer": "6", "tally": {"6": 2, "7": 1}}), "votes for 6, which has 2 of 3 votes now"),
+    (("selected", "", {"method": "majority_vote@8"}), "the policy chooses majority_vote@8"),
+    (("prolonged", "", {"at": 1, "waits": 2}), "would have ended its thought after 1 token and goes on (2nd time)"),
+    (("retrieved", "", {"query": "who?", "documents": [1, 4]}), "finds documents 1, 4 for who?"),
+    (("called", "add", {"args": "{}", "result": "3", "is_error": False}), "calls add({}): 3"),
+    (("layer", "", {"number": 0, "types": ["generator"], "candidates": 5}), "layer 0 (generator) leaves 5 candidates"),
+    (("own_stage", "for a reason", {"some_size": 3}), "own stage: for a reason: some size 3"),
+]  # fmt: skip
+
+
+def test_decisions_are_told_in_words(browser: Browser):
+    def run(body: dict[str, Any]) -> Iterable[Item]:
+        yield started("dynasor")
+        for (name, why, fields), _ in SAID:
+            yield stage(0.1, "0", name, why, **fields)
+        yield finished("six")
+
+    with StandIn(run) as server:
+        open_page(browser, server.address)
+        ask(browser, "decide", "dynasor")
+        status(browser, "Answered")
+        assert texts(browser, ".stages li > :last-child") == [sentence for _, sentence in SAID]
 
 
 @pytest.mark.parametrize(
@@ -369,7 +480,7 @@ def test_everything_is_done_with_the_keyboard_alone(browser: Browser):
         browser.run("document.querySelector('#question').focus()")
         browser.write("nuts")
         browser.press("Enter")
-        shows(browser, ".stages li", "probed")
+        shows(browser, ".stages li", "probe")
         outline = "return getComputedStyle(document.activeElement).outlineStyle"
         assert browser.run(outline) == "solid"
         browser.press("Escape")
@@ -378,7 +489,7 @@ def test_everything_is_done_with_the_keyboard_alone(browser: Browser):
         browser.run("document.querySelector('.lane-labels [tabindex=\"0\"]').focus()")
         browser.press("End")
         shows(browser, ".branch-text", "the second")
-        assert browser.run("return document.activeElement.textContent") == "1"
+        assert browser.run("return document.activeElement.textContent") == "branch 1"
         browser.press("Up", "Up")
         assert browser.run("return document.activeElement.textContent") == "request"
         browser.run("document.querySelector('#open-runs').focus()")

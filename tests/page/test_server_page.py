@@ -90,8 +90,8 @@ def test_a_chain_ends_early_and_what_it_saved_is_shown_beside_plain_decoding(
     assert "less" in figure(browser, "Against plain")
     assert "\\boxed{6}" in texts(browser, ".answer")[0]
     told = "".join(texts(browser, ".stages li"))
-    assert "probed: answer 6" in told
-    assert "early_exit: " in told
+    assert "tokens answers 6" in told
+    assert "ends early with 6" in told
     assert browser.run("return document.querySelectorAll('.branch-text .draft').length") > 0
     assert "draft tokens accepted" in texts(browser, ".speculation")[0]
     assert "Off" in texts(browser, ".speculation")[1]
@@ -107,8 +107,8 @@ def test_samples_vote_in_lanes_of_their_own(browser: Browser, server: str):
     browser.press("Escape")
     browser.click("#ask")
     status(browser, "Answered: majority_vote")
-    assert texts(browser, ".lane-labels button") == ["request", "0", "1", "2", "3"]
-    assert "voted: answer" in "".join(texts(browser, ".stages li"))
+    assert texts(browser, ".lane-labels button") == ["request", *(f"branch {n}" for n in range(4))]
+    assert "votes for" in "".join(texts(browser, ".stages li"))
     assert figure(browser, "Branches") == "4"
 
 

@@ -1,9 +1,10 @@
 // A conversation as a tree: to edit a question is to ask another one beside it.
 
 import { byId, el, fill } from "./dom.js";
+import { summarize } from "./figures.js";
 import { MarkdownView } from "./markdown.js";
-import { summarize } from "./run.js";
 import { TextView } from "./text.js";
+import { standing } from "./votes.js";
 
 /**
  * @typedef {import("./run.js").Run} Run
@@ -226,7 +227,7 @@ export function noteOf(run) {
   const reused = cachedTokens ? `, ${cachedTokens} of ${promptTokens} prompt tokens reused` : "";
   switch (run.status) {
     case "running":
-      return size;
+      return [size, standing(run)].filter(Boolean).join(", ");
     case "done":
       return size + reused + (run.finishReason === "length" ? ", cut at its limit" : "");
     case "stopped":

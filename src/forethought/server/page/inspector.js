@@ -1,19 +1,23 @@
 // One run in detail: its figures, its lanes, the text of a branch, what the method decided.
 
+import { describe } from "./decisions.js";
 import { el, fill } from "./dom.js";
-import { explainSpeculation, savings, summarize } from "./run.js";
+import { explainSpeculation, savings, summarize } from "./figures.js";
 import { TextView } from "./text.js";
-import { Timeline, colourOf, describeStage } from "./timeline.js";
+import { Timeline, colourOf } from "./timeline.js";
+import { VotesView } from "./votes.js";
 
 /**
  * @typedef {import("./run.js").Run} Run
  * @typedef {import("./run.js").Piece} Piece
- * @typedef {import("./run.js").Summary} Summary
+ * @typedef {import("./figures.js").Summary} Summary
  * @typedef {{label: string, onclick: () => void}} Action
  */
 
 /** Stages that are listed; the newest are kept. */
 const MAX_LISTED = 400;
+/** Lanes from which on pruned ones can be left out. */
+const MANY_LANES = 12;
 
 const STATUS = { running: "running", done: "done", stopped: "stopped", interrupted: "interrupted", failed: "failed" };
 
@@ -35,10 +39,15 @@ export class RunView {
     new TextView(this.question).append(run.question.slice(0, 300));
     this.figures = el("dl", { class: "figures" });
     this.speculation = el("p", { class: "small speculation" });
+    this.votes = new VotesView(run);
+    this.hide = el("button", { type: "button", class: "quiet", hidden: true, onclick: () => this.hidePruned() });
     const lanes = el("div", { class: "timeline" });
     this.legend = el("div", { class: "legend small muted" });
     this.branchName = el("h3", {}, "Text");
     this.text = new TextView(el("div", { class: "branch-text", tabindex: 0, role: "group", "aria-label": "Text of the branch", dir: "auto" }));
+    this.asides = el("div", { class: "asides" });
+    /** @type {Map<string, TextView>} what is about the branch and no part of its text, by its name */
+    this.asideTexts = new Map();
     this.stages = el("ol", { class: "stages", tabindex: 0, "aria-label": "What the method decided" });
     this.noStages = el("p", { class: "muted small" }, "The method has decided nothing yet.");
     this.element = el(
@@ -48,10 +57,11 @@ export class RunView {
       this.question,
       this.figures,
       this.speculation,
-      el("h3", {}, "Branches"),
+      this.votes.element,
+      el("div", { class: "row" }, el("h3", {}, "Branches"), this.hide),
       lanes,
       this.legend,
-      el("div", { class: "columns" }, el("section", {}, this.branchName, this.text.element), el("section", {}, el("h3", {}, "Decisions"), this.noStages, this.stages)),
+      el("div", { class: "columns" }, el("section", {}, this.branchName, this.text.element, this.asides), el("section", {}, el("h3", {}, "Decisions"), this.noStages, this.stages)),
     );
     this.timeline = new Timeline(lanes, (path) => this.choose(path));
     this.timeline.show(run, range);
@@ -73,19 +83,28 @@ export class RunView {
   /** @param {string} path */
   choose(path) {
     this.branch = path;
+    const branch = this.run.branches.get(path);
     this.numPieces = 0;
     this.text.clear();
-    fill(this.branchName, `Text of ${this.run.branches.get(path)?.name ?? "request"}`);
+    this.asideTexts.clear();
+    fill(this.asides);
+    fill(this.branchName, `Text of ${branch?.name ?? "request"}`);
+    if (branch) this.text.append(this.run.before(branch), "muted", "the steps before");
     this.updateText();
+  }
+
+  /** @private */
+  hidePruned() {
+    this.timeline.hidePruned(!this.timeline.hidesPruned);
+    this.timeline.frame();
+    this.updateFigures();
   }
 
   /** Shows what has come since. @param {boolean} [all] the figures too, which else follow a few times a second */
   update(all = false) {
-    if (!this.run.branches.get(this.branch)?.pieces.length && this.timeline.selected === this.branch && !this.chosenByHand()) {
-      const first = this.firstBranch();
-      if (first !== this.branch) this.timeline.choose(first);
-    }
+    if (!this.timeline.isChosen && this.wanted() !== this.branch) this.timeline.choose(this.wanted());
     this.timeline.frame();
+    this.votes.update();
     this.updateText();
     this.updateStages();
     const now = performance.now();
@@ -94,9 +113,10 @@ export class RunView {
     this.updateFigures();
   }
 
-  /** @private */
-  chosenByHand() {
-    return this.timeline.labels.contains(document.activeElement);
+  /** @private The branch that is shown until another one is chosen: at the end, the one that the method chose. */
+  wanted() {
+    if (this.run.isOver && this.run.winner && this.run.branches.has(this.run.winner)) return this.run.winner;
+    return this.run.branches.get(this.branch)?.pieces.length ? this.branch : this.firstBranch();
   }
 
   /** @private */
@@ -110,6 +130,10 @@ export class RunView {
     let plain = [];
     while (this.numPieces < branch.pieces.length) {
       const piece = branch.pieces[this.numPieces++];
+      if (piece.aside) {
+        this.appendAside(piece);
+        continue;
+      }
       if (!piece.drafts.length) {
         plain.push(piece.text);
         continue;
@@ -120,6 +144,17 @@ export class RunView {
     }
     this.text.append(plain.join(""));
     if (isNew && atEnd && !this.run.isOver) box.scrollTop = box.scrollHeight;
+  }
+
+  /** @private @param {Piece} piece */
+  appendAside({ aside, text }) {
+    let view = this.asideTexts.get(aside);
+    if (!view) {
+      view = new TextView(el("div", { class: "said", dir: "auto" }));
+      this.asideTexts.set(aside, view);
+      this.asides.append(el("h3", {}, aside), view.element);
+    }
+    view.append(text);
   }
 
   /** @private @param {Piece} piece */
@@ -154,7 +189,7 @@ export class RunView {
     const atEnd = this.stages.scrollHeight - this.stages.scrollTop - this.stages.clientHeight < 40;
     for (const stage of fresh) {
       const where = this.run.branches.get(stage.branch)?.name ?? stage.branch;
-      const text = el("span", { dir: "auto" }, describeStage(stage));
+      const text = el("span", { dir: "auto" }, describe(stage));
       this.stages.append(el("li", {}, el("span", { class: "muted" }, `${stage.at.toFixed(2)} s`), el("span", { class: "muted" }, where), text));
     }
     while (this.stages.children.length > MAX_LISTED) this.stages.firstElementChild?.remove();
@@ -170,6 +205,9 @@ export class RunView {
     this.status.dataset.status = run.status;
     fill(this.figures, figuresOf(summary, run, this.plain).map(([name, value]) => el("div", {}, el("dt", {}, name), el("dd", {}, value))));
     fill(this.speculation, el("strong", {}, "Speculation "), explainSpeculation(run, this.plain));
+    const { hidesPruned } = this.timeline;
+    this.hide.hidden = !run.numPruned || (run.branches.size < MANY_LANES && !hidesPruned);
+    fill(this.hide, `${hidesPruned ? "Show" : "Hide"} ${run.numPruned} pruned`);
     this.noStages.hidden = run.stages.length > 0;
     if (run.isOver) fill(this.noStages, "The method told of no decision.");
     if (run.error) fill(this.status, `failed: ${run.error}`);

@@ -1,4 +1,6 @@
-// A run: what was asked, the events that came, and what they add up to. No drawing here.
+// A run: what was asked, the events that came, and its branches. No drawing here.
+
+import { Poll } from "./poll.js";
 
 /**
  * @typedef {{type: string, at?: number, [field: string]: any}} RunEvent
@@ -23,14 +25,40 @@
  *
  * @typedef {[start: number, end: number, accepted: boolean, drafter: string, text?: string]} DraftSpan
  *   characters of a piece's text that were drafted; a rejected draft covers none and has its text
- * @typedef {{at: number, text: string, numTokens: number, drafts: DraftSpan[]}} Piece
+ * @typedef {{at: number, text: string, numTokens: number, drafts: DraftSpan[], aside: string}} Piece
+ *   `aside`: what it is, where it is no part of the branch's text, such as a judgement of a beam
  * @typedef {{at: number, branch: string, name: string, why: string, fields: Record<string, any>}} Stage
  */
 
-/** Between the path of the branch that searches and the numbers of a beam, in the path of its lane. */
-const BEAM = "beam:";
+/** Sequences inside of a branch that have lanes of their own, by the field that numbers them. */
+const KINDS = ["beam", "sample", "thread", "worker"];
+/** The number of the sample with which a search completes its best beam. */
+const COMPLETION = 2 ** 31;
 
-/** A branch of a run, or a beam of a search in it, and the text that it streamed. */
+/**
+ * The path of a lane: that of its branch, and the kind and numbers of a sequence inside of it.
+ * @param {string} branch
+ * @param {string} kind
+ * @param {any[]} numbers
+ */
+function pathOf(branch, kind, numbers) {
+  return `${branch}${branch && "."}${kind}:${numbers.join(".")}`;
+}
+
+/**
+ * The kind and the numbers of the sequence that the fields of an event are about.
+ * @param {Record<string, any>} fields
+ * @returns {[kind: string, numbers: number[]] | null} null: about the branch itself
+ */
+function sequenceOf(fields) {
+  for (const kind of KINDS) {
+    const numbers = Array.isArray(fields[kind]) ? fields[kind] : [fields[kind]];
+    if (numbers.length && numbers.every(Number.isInteger)) return [kind, numbers];
+  }
+  return null;
+}
+
+/** A branch of a run, or a sequence in it such as a beam of a search, and the text that it streamed. */
 export class Branch {
   /** @param {string} path `""` is the request itself, `"2.0"` the first branch of its branch 2 @param {number} start seconds */
   constructor(path, start) {
@@ -56,22 +84,13 @@ export class Branch {
   /** What it is called. */
   get name() {
     if (this.path === "") return "request";
-    return this.path.includes(BEAM) ? `beam ${this.path.split(BEAM)[1]}` : this.path;
+    const [, kind, numbers] = this.path.match(/(\w+):(.*)$/) ?? ["", "branch", this.path];
+    return `${kind} ${numbers.replace(String(COMPLETION), "end")}`;
   }
 
   get text() {
-    return this.pieces.map((piece) => piece.text).join("");
+    return this.pieces.map((piece) => (piece.aside ? "" : piece.text)).join("");
   }
-}
-
-/** Names of stages by which a method ends early. */
-const EXITS = new Set(["early_exit", "stopped"]);
-
-/** @param {Stage} stage what a mark on a lane stands for */
-export function kindOf(stage) {
-  if (EXITS.has(stage.name)) return "exit";
-  if (["probed", "scored", "pruned", "voted", "selected"].includes(stage.name)) return stage.name;
-  return "other";
 }
 
 /** A run, as far as its events have come. */
@@ -100,6 +119,11 @@ export class Run {
     this.lastAt = 0;
     /** @type {Map<string, {accepted: number, rejected: number}>} characters by drafter */
     this.drafters = new Map();
+    /** @type {Map<string, Poll>} by kind and branch */
+    this.polls = new Map();
+    /** Path of the branch that was chosen; empty: none was. */
+    this.winner = "";
+    this.numPruned = 0;
   }
 
   get id() {
@@ -176,29 +200,37 @@ export class Run {
   }
 
   /**
-   * The lane of a beam: from when the beam before it was scored until it is scored itself.
+   * The lane that an event is about. That of a beam begins when the beam before it was scored.
    * @private
-   * @param {string} searching path of the branch that searches
-   * @param {Record<string, any>} fields `beam`: the numbers of the samples on its path; `text`: its last step
+   * @param {string} path of the branch
+   * @param {Record<string, any>} fields
    * @param {number} at
    */
-  beam(searching, fields, at) {
-    const path = (/** @type {any[]} */ numbers) => `${searching}${searching && "."}${BEAM}${numbers.join(".")}`;
-    const before = this.branches.get(path(fields.beam.slice(0, -1)));
-    const found = this.branch(path(fields.beam), before?.end ?? this.branch(searching, 0).start);
-    if (found.end === null) {
-      found.end = at;
-      found.pieces.push({ at, text: String(fields.text ?? ""), numTokens: 0, drafts: [] });
+  laneOf(path, fields, at) {
+    const sequence = sequenceOf(fields);
+    if (!sequence) return this.branch(path, at);
+    const [kind, numbers] = sequence;
+    const before = this.branches.get(pathOf(path, kind, numbers.slice(0, -1)));
+    return this.branch(pathOf(path, kind, numbers), before?.end ?? (numbers.length === 1 ? this.branch(path, 0).start : at));
+  }
+
+  /** The text of the beams before one. @param {Branch} branch */
+  before(branch) {
+    const parents = [];
+    for (let path = branch.path; /beam:.*\./.test(path); parents.unshift(this.branches.get(path)?.text ?? "")) {
+      path = path.slice(0, path.lastIndexOf("."));
     }
-    return found;
+    return parents.join("");
   }
 
   /** @private @param {RunEvent} event @param {number} at */
   onDelta(event, at) {
-    const branch = this.branch(event.branch ?? "", at);
+    const fields = event.fields ?? {};
+    const branch = this.laneOf(event.branch ?? "", fields, at);
     const numTokens = event.num_tokens ?? 0;
     branch.numTokens += numTokens;
-    branch.pieces.push({ at, text: event.text ?? "", numTokens, drafts: event.drafts ?? [] });
+    const aside = fields.aside === undefined ? "" : String(fields.aside);
+    branch.pieces.push({ at, text: event.text ?? "", numTokens, drafts: event.drafts ?? [], aside });
     for (const [start, end, accepted, drafter, text] of event.drafts ?? []) {
       const count = this.drafters.get(drafter) ?? { accepted: 0, rejected: 0 };
       if (accepted) count.accepted += end - start;
@@ -210,9 +242,9 @@ export class Run {
   /** @private @param {RunEvent} event @param {number} at */
   onStage(event, at) {
     const fields = event.fields ?? {};
-    const branch = Array.isArray(fields.beam) ? this.beam(event.branch ?? "", fields, at) : this.branch(event.branch ?? "", at);
+    const branch = this.laneOf(event.branch ?? "", fields, at);
     const stage = { at, branch: branch.path, name: String(event.name), why: event.why ?? "", fields };
-    if (stage.name === "spawned") {
+    if (stage.name === "spawned" && fields.threads === undefined) {
       branch.start = at;
       branch.controller = stage.why;
     } else if (stage.name === "ended") {
@@ -220,9 +252,50 @@ export class Run {
       branch.why = stage.why;
     } else {
       branch.stages.push(stage);
-      branch.isPruned ||= stage.name === "pruned";
       this.stages.push(stage);
+      if (Array.isArray(fields.beam)) this.endStep(branch, fields, at);
+      if (stage.name === "pruned" && !branch.isPruned) this.prune(branch, at);
+      if (stage.name === "selected" && branch.path) this.winner = branch.path;
+      if (stage.name === "voted" || stage.name === "probed") this.count(stage);
     }
+  }
+
+  /** @private The step of a beam is whole. @param {Branch} branch @param {Record<string, any>} fields @param {number} at */
+  endStep(branch, fields, at) {
+    if (branch.end !== null) return;
+    branch.end = at;
+    const [text, streamed] = [String(fields.text ?? ""), branch.text];
+    const rest = text.startsWith(streamed) ? text.slice(streamed.length) : "";
+    if (rest) branch.pieces.push({ at, text: rest, numTokens: 0, drafts: [], aside: "" });
+  }
+
+  /** @private @param {Branch} branch @param {number} at */
+  prune(branch, at) {
+    branch.isPruned = true;
+    this.numPruned++;
+    if (branch.path.includes(":")) branch.end ??= at;
+  }
+
+  /** @private Takes in a vote, the end of a vote, or the answer of a probe. @param {Stage} stage */
+  count({ name, branch, fields }) {
+    if (name === "probed") {
+      if (fields.answer && fields.difficulty === undefined) this.poll(branch, "probes").add("", { answer: fields.answer });
+      return;
+    }
+    const counting = this.polls.get(`votes ${branch}`);
+    if (branch === "" || counting) {
+      const poll = counting ?? this.poll(branch, "votes");
+      poll.end(/** @type {any} */ (fields));
+      this.winner = poll.winningBranch ?? this.winner;
+    } else this.poll(branch.slice(0, Math.max(0, branch.lastIndexOf("."))), "votes").add(branch, /** @type {any} */ (fields));
+  }
+
+  /** @private @param {string} branch that counts @param {"votes" | "probes"} kind */
+  poll(branch, kind) {
+    const name = `${kind} ${branch}`;
+    const poll = this.polls.get(name) ?? new Poll(branch, kind);
+    this.polls.set(name, poll);
+    return poll;
   }
 
   /** @private @param {RunEvent} event @param {number} at */
@@ -242,7 +315,7 @@ export class Run {
 
   /** The branches in the order of a walk through the tree. @returns {Branch[]} */
   get lanes() {
-    const number = (/** @type {string} */ part) => (part.startsWith(BEAM) ? 1e6 + Number(part.slice(BEAM.length)) : Number(part));
+    const number = (/** @type {string} */ part) => (part.includes(":") ? 1e6 + Number(part.split(":")[1]) : Number(part));
     const key = (/** @type {Branch} */ branch) => (branch.path === "" ? [] : branch.path.split(".").map(number));
     return [...this.branches.values()]
       .map((branch) => ({ branch, key: key(branch) }))
@@ -261,83 +334,4 @@ export function replay(record, events) {
   const run = new Run(record);
   for (const event of events) run.apply(event);
   return run;
-}
-
-/**
- * The figures of a run.
- * @param {Run} run
- */
-export function summarize(run) {
-  const usage = run.usage ?? {};
-  const lanes = [...run.branches.values()];
-  const streamed = lanes.reduce((sum, branch) => sum + branch.numTokens, 0);
-  const speculation = run.finished?.speculation ?? {};
-  const { steps = 0, drafted = 0, accepted = 0 } = speculation;
-  return {
-    status: run.status,
-    method: run.method,
-    seconds: run.seconds,
-    promptTokens: usage.prompt_tokens ?? null,
-    cachedTokens: usage.prompt_tokens_details?.cached_tokens ?? null,
-    completionTokens: usage.completion_tokens ?? streamed,
-    reasoningTokens: usage.completion_tokens_details?.reasoning_tokens ?? null,
-    numBranches: Math.max(0, lanes.length - 1),
-    steps,
-    drafted,
-    accepted,
-    acceptedByPosition: speculation.accepted_by_position ?? [],
-    tokensPerStep: steps ? 1 + accepted / steps : null,
-    finishReason: run.finishReason,
-  };
-}
-
-/** @typedef {ReturnType<typeof summarize>} Summary */
-
-/**
- * What a run saved against the same question with plain decoding, in words.
- * @param {Run} run
- * @param {Run} plain
- * @returns {string}
- */
-export function savings(run, plain) {
-  if (run.status !== "done" || plain.status !== "done") return "Not known: one of the two did not finish.";
-  const [mine, other] = [summarize(run), summarize(plain)];
-  const tokens = difference(other.completionTokens - mine.completionTokens, other.completionTokens, "tokens", 0);
-  const seconds = difference(other.seconds - mine.seconds, other.seconds, "s", 2);
-  return `${tokens}, ${seconds}`;
-}
-
-/** @param {number} saved @param {number} of @param {string} unit @param {number} digits */
-function difference(saved, of, unit, digits) {
-  const share = of ? ` (${Math.round((Math.abs(saved) / of) * 100)} %)` : "";
-  return `${Math.abs(saved).toFixed(digits)} ${unit}${share} ${saved >= 0 ? "less" : "more"}`;
-}
-
-/**
- * What speculation did in a run: off and why, or whether it paid.
- * @param {Run} run
- * @param {Run | null} plain the same question with plain decoding, where that was run
- * @returns {string}
- */
-export function explainSpeculation(run, plain) {
-  const told = run.started?.speculation;
-  const drafter = told?.drafter;
-  if (!drafter || drafter === "none") return `Off${told?.reason ? `: ${told.reason}` : "."}`;
-  const note = told.reason ? ` ${told.reason}` : "";
-  if (!run.finished) return `${drafter}.${note}`;
-  const { steps, drafted, accepted, tokensPerStep } = summarize(run);
-  if (!steps) return `${drafter}: the server reports no decode steps.${note}`;
-  if (!drafted) return `${drafter} proposed nothing: every step gave one token.${note}`;
-  const rate = `${drafter}: ${accepted} of ${drafted} draft tokens accepted, ${tokensPerStep?.toFixed(2)} tokens a step.`;
-  return `${rate}${paid(run, plain)}${note}`;
-}
-
-/** @param {Run} run @param {Run | null} plain */
-function paid(run, plain) {
-  if (!plain || plain.status !== "done" || run.method !== plain.method) return "";
-  const perToken = (/** @type {Run} */ each) => (1000 * each.seconds) / Math.max(1, summarize(each).completionTokens);
-  const [mine, other] = [perToken(run), perToken(plain)];
-  const times = ` ${mine.toFixed(2)} ms a token against ${other.toFixed(2)} ms without`;
-  if (mine <= other) return `${times}: ${(other / mine).toFixed(2)} times as fast.`;
-  return `${times}: it lost, because a step with drafts costs more than the tokens that it adds.`;
 }

@@ -5,15 +5,14 @@
 // moves (the present, the pointer, the mark of the chosen lane) is an element above, which the browser
 // moves without painting it.
 
+import { describe, kindOf, labelOf } from "./decisions.js";
 import { el, fill } from "./dom.js";
-import { kindOf } from "./run.js";
-import { short } from "./text.js";
 
 /**
  * @typedef {import("./run.js").Run} Run
  * @typedef {import("./run.js").Branch} Branch
  * @typedef {import("./run.js").Stage} Stage
- * @typedef {{row: number, numPieces: number, numStages: number, alive: number, inked: number, labelled: number, ended: boolean}} Lane
+ * @typedef {{row: number, numPieces: number, numStages: number, alive: number, inked: number, labelled: number, ended: boolean, faded: boolean}} Lane
  *   how far a branch is painted: its pieces, its stages, and pixels of its line, its tokens and its labels
  */
 
@@ -23,6 +22,8 @@ const AXIS = 22;
 const MARGIN = 8;
 /** The share of the axis without a token after which a lane shows a gap. */
 const GAP = 0.03;
+/** How much of a pruned lane's colour is left. */
+const FADED = 0.35;
 const NUM_DRAFTER_COLOURS = 6;
 
 /** The colour, from 0, of a drafter of a run. @param {Run} run @param {string} drafter */
@@ -58,6 +59,9 @@ export class Timeline {
     /** @type {Branch[]} */
     this.lanes = [];
     this.isStale = true;
+    this.hidesPruned = false;
+    this.state = "";
+    this.isChosen = false;
     this.pointer = -1;
     this.labels = el("div", { class: "lane-labels", role: "listbox", "aria-label": "Branches" });
     this.base = el("canvas", { "aria-hidden": "true" });
@@ -70,7 +74,7 @@ export class Timeline {
     fill(container, this.axis, this.labels, this.plot);
     this.plot.addEventListener("pointermove", (event) => this.onPointer(event));
     this.plot.addEventListener("pointerleave", () => this.onPointer(null));
-    this.plot.addEventListener("click", (event) => this.choose(this.laneAt(event)?.path ?? this.selected));
+    this.plot.addEventListener("click", (event) => this.choose(this.laneAt(event)?.path ?? this.selected, true));
     this.labels.addEventListener("keydown", (event) => this.onKey(event));
     new ResizeObserver(() => this.refresh()).observe(this.plot);
   }
@@ -81,6 +85,7 @@ export class Timeline {
     this.fixedRange = range;
     this.range = 1;
     this.lanes = [];
+    this.state = "";
     this.selected = "";
     this.refresh();
     this.frame();
@@ -92,8 +97,15 @@ export class Timeline {
     if (!this.run || this.run.isOver) requestAnimationFrame(() => this.frame());
   }
 
-  /** @param {string} path */
-  choose(path) {
+  /** Leaves out the lanes that were pruned, or shows them. @param {boolean} hides */
+  hidePruned(hides) {
+    this.hidesPruned = hides;
+    this.refresh();
+  }
+
+  /** @param {string} path @param {boolean} [byHand] whether the user has chosen it, so that it stays */
+  choose(path, byHand = false) {
+    this.isChosen ||= byHand;
     this.selected = path;
     for (const label of this.labels.querySelectorAll("button")) {
       const isSelected = label.dataset.path === path;
@@ -108,7 +120,8 @@ export class Timeline {
   frame() {
     const run = this.run;
     if (!run) return;
-    if (run.branches.size !== this.lanes.length) this.layOut(run);
+    const state = `${run.branches.size} ${run.numPruned} ${this.hidesPruned} ${run.winner}`;
+    if (state !== this.state) this.layOut(run, state);
     const needed = this.fixedRange || (run.isOver ? Math.max(run.lastAt * 1.04, 0.01) : roundRange(run.lastAt));
     if (needed !== this.range) {
       this.range = needed;
@@ -121,9 +134,11 @@ export class Timeline {
 
   // ---- layout --------------------------------------------------------------------------------
 
-  /** @private @param {Run} run */
-  layOut(run) {
-    this.lanes = run.lanes;
+  /** @private @param {Run} run @param {string} state what the lanes depend on */
+  layOut(run, state) {
+    this.state = state;
+    const before = this.lanes;
+    this.lanes = run.lanes.filter((branch) => !this.hidesPruned || !branch.isPruned);
     const labels = this.lanes.map((branch) => {
       const isSelected = branch.path === this.selected;
       return el(
@@ -134,17 +149,20 @@ export class Timeline {
           "data-path": branch.path,
           "data-depth": Math.min(4, branch.depth),
           "aria-selected": String(isSelected),
+          "data-state": branch.path === run.winner && branch.path ? "won" : branch.isPruned ? "pruned" : null,
           tabindex: isSelected ? 0 : -1,
           title: branch.controller || null,
-          onclick: () => this.choose(branch.path),
+          onclick: () => this.choose(branch.path, true),
         },
         branch.name,
+        branch.path === run.winner && branch.path && [" ✓", el("span", { class: "hidden" }, " chosen")],
       );
     });
     const hadFocus = this.labels.contains(document.activeElement);
     fill(this.labels, ...labels);
     if (hadFocus) /** @type {HTMLElement | null} */ (this.labels.querySelector('[tabindex="0"]'))?.focus();
-    this.isStale = true;
+    if (!labels.some((label) => label.tabIndex === 0) && labels.length) labels[0].tabIndex = 0;
+    this.isStale ||= before.length !== this.lanes.length || before.some((branch, row) => branch !== this.lanes[row]);
   }
 
   /** @private Clears the canvases and forgets what was painted. */
@@ -152,7 +170,7 @@ export class Timeline {
     this.isStale = false;
     this.painted.clear();
     this.lanes.forEach((branch, row) => {
-      const lane = { row, numPieces: 0, numStages: 0, alive: -1, inked: -1, labelled: -1, ended: false };
+      const lane = { row, numPieces: 0, numStages: 0, alive: -1, inked: -1, labelled: -1, ended: false, faded: branch.isPruned };
       this.painted.set(branch.path, lane);
     });
     this.width = Math.max(50, this.plot.clientWidth);
@@ -218,6 +236,11 @@ export class Timeline {
     if (!lane) return;
     const canvas = context(this.base);
     const top = lane.row * LANE;
+    if (branch.isPruned && !lane.faded) {
+      canvas.clearRect(0, top, this.width, LANE);
+      Object.assign(lane, { numPieces: 0, numStages: 0, alive: -1, inked: -1, labelled: -1, ended: false, faded: true });
+    }
+    canvas.globalAlpha = lane.faded ? FADED : 1;
     this.paintLife(canvas, lane, branch, branch.end ?? run.lastAt);
     while (lane.numPieces < branch.pieces.length) this.paintPiece(canvas, run, branch, lane);
     while (lane.numStages < branch.stages.length) {
@@ -227,6 +250,7 @@ export class Timeline {
       lane.ended = true;
       this.paintEnd(canvas, branch, top);
     }
+    canvas.globalAlpha = 1;
   }
 
   /** @private The thin line from the beginning of a branch to its end. @param {CanvasRenderingContext2D} canvas @param {Lane} lane @param {Branch} branch @param {number} until */
@@ -250,6 +274,7 @@ export class Timeline {
     lane.inked = to;
     const top = lane.row * LANE;
     canvas.fillStyle = this.colours.ink;
+    if (piece.aside) return canvas.fillRect(from, top + 14, to - from, 3);
     canvas.fillRect(from, top + 12, to - from, 7);
     const draft = piece.drafts.find(([, , accepted]) => accepted);
     if (!draft) return;
@@ -268,11 +293,12 @@ export class Timeline {
     const colour = colours[/** @type {keyof typeof colours} */ (kind)] ?? muted;
     canvas.fillStyle = canvas.strokeStyle = colour;
     canvas.lineWidth = 1.5;
+    if (kind === "pruned") canvas.globalAlpha = 1; // the mark itself does not fade
     if (kind === "pruned") cross(canvas, x, top + 15.5);
     else if (kind === "voted" || kind === "selected") diamond(canvas, x, top + 15.5);
     else if (kind === "scored") canvas.fillRect(x - 2, top + 13.5, 4, 4);
     else canvas.fillRect(x - (kind === "exit" ? 1 : 0.5), top + 2, kind === "exit" ? 2.5 : 1, LANE - 3);
-    const label = labelOf(stage, kind);
+    const label = labelOf(stage);
     if (!label) return;
     canvas.font = this.font;
     canvas.textBaseline = "alphabetic";
@@ -338,7 +364,7 @@ export class Timeline {
     }
     const head = `${branch.name} · ${at.toFixed(2)} s · ${tokens} tokens`;
     const ended = branch.end !== null && at > branch.end ? [`ended: ${branch.why || "done"}`] : [];
-    return stage ? [head, describeStage(stage)] : [head, ...ended];
+    return stage ? [head, describe(stage)] : [head, ...ended];
   }
 
   /** @private @param {KeyboardEvent} event */
@@ -349,25 +375,9 @@ export class Timeline {
     const next = steps[/** @type {keyof typeof steps} */ (event.key)];
     if (next === undefined) return;
     event.preventDefault();
-    this.choose(this.lanes[Math.max(0, Math.min(last, next))].path);
+    this.choose(this.lanes[Math.max(0, Math.min(last, next))].path, true);
     /** @type {HTMLElement | null} */ (this.labels.querySelector('[tabindex="0"]'))?.focus();
   }
-}
-
-/** A stage in one line. @param {Stage} stage */
-export function describeStage(stage) {
-  const fields = Object.entries(stage.fields).map(([name, value]) => `${name} ${short(value, 40)}`);
-  return [stage.name, stage.why && short(stage.why, 90), fields.join(", ")].filter(Boolean).join(": ");
-}
-
-/** What stands beside a mark. @param {Stage} stage @param {string} kind */
-function labelOf(stage, kind) {
-  const { answer, score, accepted } = stage.fields;
-  if (kind === "exit") return stage.name.replace("_", " ");
-  if (kind === "pruned" || kind === "selected") return "";
-  if (typeof accepted === "boolean") return accepted ? "accepted" : "rejected";
-  if (typeof score === "number") return score.toFixed(2);
-  return answer === undefined || answer === null || answer === "" ? "" : short(answer, 16);
 }
 
 /** Moves a vertical line to `x`; below 0: hides it. @param {HTMLElement} line @param {number} x */
