@@ -116,6 +116,53 @@ def test_settings_are_sent_and_kept_for_the_next_visit(browser: Browser):
         assert browser.run("return document.querySelector('#seed').value") == "3"
 
 
+def test_methods_are_grouped_and_one_that_cannot_run_is_greyed_with_the_reason(browser: Browser):
+    groups = """
+        return [...document.querySelectorAll("#method optgroup")].map((group) =>
+          [group.label, ...[...group.children].map((o) => [o.textContent, o.disabled])]);
+    """
+    with StandIn(echo) as server:
+        open_page(browser, server.address)
+        assert browser.run(groups) == [
+            ["Plain decoding", ["plain", False]],
+            [
+                "Shorten the thought",
+                ["dynasor", False],
+                ["SpecReason (it needs a second, smaller model)", True],
+            ],
+            ["Draw samples and vote", ["majority_vote", False]],
+            ["Draw samples and take the best", ["Best of n", False]],
+        ]
+
+
+def test_a_setting_that_a_method_needs_is_asked_for(browser: Browser):
+    with StandIn(echo) as server:
+        open_page(browser, server.address)
+        browser.set("#method", "best_of_n")
+        assert "it needs a reward model" in browser.text("#about")
+        browser.run("document.querySelector('#settings').open = false")
+        browser.set("#question", "why?")
+        browser.click("#ask")
+        browser.wait("document.activeElement.name === 'reward_controller'")
+        assert server.requests == []
+        browser.write("judge")
+        browser.click("#ask")
+        status(browser, "Answered")
+        assert server.requests[0]["method_params"] == {"reward_controller": "judge"}
+
+
+def test_settings_are_fields_of_the_kind_and_range_that_the_server_says(browser: Browser):
+    field = "const e = document.querySelector(arguments[0]); return [e.localName, e.type, e.min]"
+    with StandIn(echo) as server:
+        open_page(browser, server.address)
+        browser.set("#method", "dynasor")
+        assert browser.run(field, "#parameters [name=chunk_size]") == ["input", "number", "1"]
+        assert browser.run(field, "#parameters [name=effort]")[:2] == ["input", "text"]
+        assert "tokens between probes" in texts(browser, "#parameters p")
+        browser.set("#method", "majority_vote")
+        assert texts(browser, "#parameters [name=answer] option") == ["auto", "boxed"]
+
+
 def test_stop_ends_the_request_and_keeps_what_came(browser: Browser):
     with StandIn(votes) as server:
         open_page(browser, server.address)
