@@ -147,7 +147,7 @@ def test_tree_of_thoughts_tells_judgements_and_what_it_leaves_out(strategy):
     )
     result = answer(controller, ScriptedWorker(says))
     assert beams(result, "pruned") == [([1], "b;"), ([0, 1], "c.")]
-    assert told(result, "pruned")[1][1].why == "its text is that of beam 0.0"
+    assert told(result, "pruned")[1][1].why == "another beam has the same text"
     assert beams(result, "scored") == [([0], "a;"), ([1], "b;"), ([0, 0], "c.")]
     about = '{"beam": [1], "aside": "judgement 0"}'
     assert streams(result)["", about] == "impossible"

@@ -44,7 +44,7 @@ def test_markup_is_shown_as_it_was_written(browser: Browser):
         status(browser, "Answered")
         assert texts(browser, ".answer") == [text]
         browser.click("#open-runs")
-        shows(browser, ".run-list .open", text[:20])
+        shows(browser, "#run-list .open", text[:20])
         after = browser.run("return document.querySelectorAll('script, img, style, a').length")
         assert after == before
         assert browser.run("return document.title") == "forethought"

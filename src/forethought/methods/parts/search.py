@@ -351,13 +351,10 @@ class Search:
 
     def merge(self, beams: Sequence[Beam]) -> Process:
         """Returns the first beam of each text; the others are pruned."""
-        first = {_text_of(beam): beam for beam in reversed(beams)}
-        for beam in beams:
-            other = first[_text_of(beam)]
-            if other is not beam:
-                name = ".".join(map(str, other.numbers))
-                yield from beam_stages("pruned", f"its text is that of beam {name}", [beam])
-        return merged(beams)
+        first = merged(beams)
+        others = [beam for beam in beams if beam not in first]
+        yield from beam_stages("pruned", "another beam has the same text", others)
+        return first
 
     def note(self, beams: Iterable[Beam]) -> None:
         """Record beams that may become the answer."""
@@ -498,13 +495,8 @@ def merged(beams: Iterable[Beam]) -> list[Beam]:
     """The first beam of each text."""
     first: dict[tuple[str, bool], Beam] = {}
     for beam in beams:
-        first.setdefault(_text_of(beam), beam)
+        first.setdefault((beam.text, beam.finished), beam)
     return list(first.values())
-
-
-def _text_of(beam: Beam) -> tuple[str, bool]:
-    """What makes beams the same."""
-    return beam.text, beam.finished
 
 
 def _aside_fields(beam: Beam, name: str) -> dict[str, Any]:

@@ -117,14 +117,14 @@ def _needed(service: Service, defaults: dict[str, Any]) -> list[str]:
 
 def _missing(service: Service, name: str, defaults: dict[str, Any]) -> str | None:
     """Why a method cannot run without settings; None if it can."""
-    needed = _needed(service, defaults)
-    if _REWARD in needed:
+    missing = _needed(service, defaults)
+    if _REWARD in missing:
         return (
             "it needs a reward model: start the server with --reward-model or --reward-url, or "
             "give method_params with a reward_controller, such as spct"
         )
-    if needed:
-        return f"it needs method_params with {', '.join(needed)}"
+    if missing:
+        return f"it needs method_params with {', '.join(missing)}"
     use = service.methods.describe(name).uses_thinking
     if use == "required" and service.backend.thinks is False:
         return "it is for models that think, and this one does not"

@@ -21,7 +21,7 @@ import { enteredIn, parameterField } from "./parameters.js";
  */
 
 const KEPT = "forethought.settings";
-const NUMBERS = ["budget-tokens", "budget-calls", "budget-seconds", "temperature", "max-tokens", "seed"];
+const FIELDS = ["budget-tokens", "budget-calls", "budget-seconds", "temperature", "max-tokens", "seed", "system"];
 
 /** The form at the bottom of the conversation. */
 export class Composer {
@@ -54,9 +54,8 @@ export class Composer {
    * @param {{id: string}[]} models
    * @param {Method[]} methods
    * @param {DrafterChoice[]} drafters
-   * @param {Example[]} examples
    */
-  offer(models, methods, drafters, examples) {
+  offer(models, methods, drafters) {
     this.methods = methods;
     this.drafters = drafters;
     fill(byId("models"), models.map(({ id }) => el("option", { value: id }, id)));
@@ -69,19 +68,15 @@ export class Composer {
       choices.map(({ name, active }) => el("option", { value: name, disabled: !active }, active ? name : `${name} (off)`)),
       el("option", { value: "none" }, "none"),
     );
-    fill(byId("examples"), examples.slice(0, 3).map((example) => this.exampleButton(example)));
     this.restore();
     this.onMethod();
   }
 
-  /** @private @param {Example} example */
-  exampleButton(example) {
-    const take = () => {
-      this.question.value = example.prompt;
-      if (example.method) this.chooseMethod(example.method);
-      this.question.focus();
-    };
-    return el("button", { type: "button", onclick: take, title: example.prompt.slice(0, 300) }, example.title);
+  /** Puts a question into the form, with its method. @param {Example} example */
+  take(example) {
+    this.question.value = example.prompt;
+    if (example.method) this.chooseMethod(example.method);
+    this.question.focus();
   }
 
   /** @param {string} name */
@@ -110,8 +105,9 @@ export class Composer {
    * @returns {import("./run.js").Request}
    */
   request(messages) {
+    const system = byId("system").value.trim();
     /** @type {any} */
-    const request = { model: this.model, messages };
+    const request = { model: this.model, messages: system ? [{ role: "system", content: system }, ...messages] : messages };
     if (this.method) request.method = this.method.name;
     const parameters = enteredIn(byId("parameters"));
     if (Object.keys(parameters).length) request.method_params = parameters;
@@ -137,13 +133,13 @@ export class Composer {
     const off = this.drafters.filter(({ name, active, reason }) => !active && reason && name !== "none");
     const none = this.drafters.every(({ name }) => name === "none") ? "This server drafts nothing: start it with --speculative." : "";
     const all = off.length && off.length === this.drafters.filter(({ name }) => name !== "none").length;
-    const lines = [method?.summary, method?.paper && `(${method.paper}.)`, method?.reason && `Note: ${method.reason}.`, drafter?.reason, all ? `No drafts here: ${off[0].reason}` : "", none];
+    const lines = [method?.reason && `Note: ${method.reason}.`, method?.summary, method?.paper && `(${method.paper}.)`, drafter?.reason, all ? `No drafts here: ${off[0].reason}` : "", none];
     fill(byId("about"), lines.filter(Boolean).join(" "));
   }
 
   /** @private */
   keep() {
-    const values = Object.fromEntries([...NUMBERS, "method", "drafter"].map((id) => [id, byId(id).value]));
+    const values = Object.fromEntries([...FIELDS, "method", "drafter"].map((id) => [id, byId(id).value]));
     try {
       localStorage.setItem(KEPT, JSON.stringify({ ...values, plain: this.plainToo }));
     } catch {
@@ -159,13 +155,19 @@ export class Composer {
     } catch {
       return;
     }
-    for (const id of NUMBERS) if (values[id]) byId(id).value = values[id];
+    for (const id of FIELDS) if (values[id]) byId(id).value = values[id];
     for (const id of ["method", "drafter"]) {
       const known = [...byId(id).options].some((option) => option.value === values[id] && !option.disabled);
       if (known) byId(id).value = values[id];
     }
     byId("plain-too").checked = values.plain === true;
   }
+}
+
+/** What drafts, in a sentence. @param {DrafterChoice[]} drafters */
+export function drafterLine(drafters) {
+  const names = drafters.filter(({ name, active }) => active && name !== "none").map(({ name }) => name);
+  return names.length ? `${names.join(", ")} ${names.length > 1 ? "draft" : "drafts"} tokens ahead.` : "Nothing is drafted ahead.";
 }
 
 /** The methods by what they do, in their order. @param {Method[]} methods @returns {Map<string, Method[]>} */

@@ -3,6 +3,7 @@
 import { byId, el, fill } from "./dom.js";
 import { summarize } from "./figures.js";
 import { MarkdownView } from "./markdown.js";
+import { newId } from "./store.js";
 import { TextView } from "./text.js";
 import { standing } from "./votes.js";
 
@@ -17,11 +18,6 @@ import { standing } from "./votes.js";
  * @property {(turn: Turn) => void} show shows the run of a turn
  * @property {() => void} changed the turns that are shown have changed
  */
-
-/** A new name for a run, turn or conversation. */
-export function newId() {
-  return `${Date.now().toString(36)}-${Math.random().toString(36).slice(2, 10)}`;
-}
 
 /** The turns of a conversation, and those of them that are shown. */
 export class Tree {
@@ -83,10 +79,11 @@ export class Tree {
 
 /** Shows the turns of a tree. */
 export class ConversationView {
-  /** @param {(turn: Turn) => Run | null} runOf @param {Actions} actions */
-  constructor(runOf, actions) {
+  /** @param {(turn: Turn) => Run | null} runOf @param {Actions} actions @param {HTMLElement} welcome shown where there is no turn */
+  constructor(runOf, actions, welcome) {
     this.runOf = runOf;
     this.actions = actions;
+    this.welcome = welcome;
     this.element = byId("turns");
     /** @type {Map<string, TurnView>} */
     this.views = new Map();
@@ -100,7 +97,7 @@ export class ConversationView {
       this.views.set(turn.id, view);
       return view.element;
     });
-    fill(this.element, articles);
+    fill(this.element, articles.length ? articles : this.welcome);
     this.update();
     this.element.scrollTop = this.element.scrollHeight;
   }
@@ -134,7 +131,7 @@ class TurnView {
     this.head = el("div", { class: "row" }, el("h3", {}, "Question"), el("span", { class: "spacer" }), this.beside(), this.button("Edit", () => this.edit()));
     this.foot = el(
       "div",
-      { class: "row" },
+      { class: "row foot" },
       this.note,
       el("span", { class: "spacer" }),
       this.button("Ask again", () => actions.again(turn)),
@@ -227,6 +224,7 @@ export function noteOf(run) {
   const reused = cachedTokens ? `, ${cachedTokens} of ${promptTokens} prompt tokens reused` : "";
   switch (run.status) {
     case "running":
+      if (!run.hasBegun && !run.polls.size) return `${method}: waiting for the first token, ${seconds.toFixed(0)} s`;
       return [size, standing(run)].filter(Boolean).join(", ");
     case "done":
       return size + reused + (run.finishReason === "length" ? ", cut at its limit" : "");

@@ -4,6 +4,8 @@ import { short } from "./text.js";
 
 /** @typedef {import("./run.js").Stage} Stage */
 
+/** Values of a list that are told. */
+const MAX_LISTED = 8;
 /** Names of stages by which a method ends early. */
 const EXITS = new Set(["early_exit", "stopped"]);
 
@@ -27,6 +29,7 @@ export function labelOf(stage) {
 
 /** A stage as a sentence about its branch. @param {Stage} stage @returns {string} */
 export function describe(stage) {
+  if (stage.name === "voted" && stage.isEnd) return verdict(stage.fields);
   const words = SENTENCES[stage.name]?.(stage.fields, short(stage.why, 120));
   return words ?? otherwise(stage);
 }
@@ -54,9 +57,7 @@ const SENTENCES = {
   },
   voted: ({ answer, tally, weight }) => {
     if (weight !== undefined) return `votes for ${quoted(answer)} with weight ${number(weight)}`;
-    if (answer === null || answer === undefined) return "the vote has no winner: there is no answer";
-    const votes = tally?.[answer];
-    const total = Object.values(tally ?? {}).reduce((sum, count) => sum + Number(count), 0);
+    const [votes, total] = [tally?.[answer], sum(tally)];
     return votes === undefined ? `votes for ${quoted(answer)}` : `votes for ${quoted(answer)}, which has ${number(votes)} of ${number(total)} votes now`;
   },
   selected: ({ answer, end, method, score }, why) => {
@@ -89,6 +90,18 @@ function scored({ answer, score, steps, accepted, step, critique, scores, finish
   return Array.isArray(steps) && steps.length > 1 ? `${value} (its steps ${listed(steps.map(number))})` : value;
 }
 
+/** The end of a vote. @param {Record<string, any>} fields */
+function verdict({ answer, tally }) {
+  if (answer === null || answer === undefined) return "the vote has no winner: there is no answer";
+  const votes = tally?.[answer];
+  return `the vote is over: ${quoted(answer)} has won${votes === undefined ? "" : ` with ${number(votes)} of ${number(sum(tally))} votes`}`;
+}
+
+/** @param {Record<string, number> | undefined} tally @returns {number} */
+function sum(tally) {
+  return Object.values(tally ?? {}).reduce((total, votes) => total + Number(votes), 0);
+}
+
 /** A stage of another method, by its name. @param {Stage} stage */
 function otherwise({ name, why, fields }) {
   const values = Object.entries(fields).map(([field, value]) => `${field.replaceAll("_", " ")} ${short(value, 40)}`);
@@ -118,7 +131,9 @@ function count(value, one, several) {
 
 /** @param {any} values */
 function listed(values) {
-  return Array.isArray(values) ? values.map((value) => short(value, 30)).join(", ") : "none";
+  if (!Array.isArray(values) || !values.length) return "none";
+  const rest = values.length > MAX_LISTED ? ` and ${values.length - MAX_LISTED} more` : "";
+  return values.slice(0, MAX_LISTED).map((value) => short(value, 30)).join(", ") + rest;
 }
 
 /** @param {string} why */

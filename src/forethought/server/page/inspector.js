@@ -10,14 +10,13 @@ import { VotesView } from "./votes.js";
 /**
  * @typedef {import("./run.js").Run} Run
  * @typedef {import("./run.js").Piece} Piece
+ * @typedef {import("./run.js").Step} Step
  * @typedef {import("./figures.js").Summary} Summary
  * @typedef {{label: string, onclick: () => void}} Action
  */
 
 /** Stages that are listed; the newest are kept. */
 const MAX_LISTED = 400;
-/** Lanes from which on pruned ones can be left out. */
-const MANY_LANES = 12;
 
 const STATUS = { running: "running", done: "done", stopped: "stopped", interrupted: "interrupted", failed: "failed" };
 
@@ -31,6 +30,9 @@ export class RunView {
     this.numPieces = 0;
     this.numStages = 0;
     this.branch = "";
+    /** @type {Step | null} of the branch, a beam, whose text is shown */
+    this.step = null;
+    this.followsBranch = true;
     this.lastFigures = 0;
     this.title = el("h2", {}, run.method);
     this.status = el("span", { class: "status" });
@@ -40,7 +42,6 @@ export class RunView {
     this.figures = el("dl", { class: "figures" });
     this.speculation = el("p", { class: "small speculation" });
     this.votes = new VotesView(run);
-    this.hide = el("button", { type: "button", class: "quiet", hidden: true, onclick: () => this.hidePruned() });
     const lanes = el("div", { class: "timeline" });
     this.legend = el("div", { class: "legend small muted" });
     this.branchName = el("h3", {}, "Text");
@@ -58,12 +59,12 @@ export class RunView {
       this.figures,
       this.speculation,
       this.votes.element,
-      el("div", { class: "row" }, el("h3", {}, "Branches"), this.hide),
+      el("h3", {}, "Branches"),
       lanes,
       this.legend,
       el("div", { class: "columns" }, el("section", {}, this.branchName, this.text.element, this.asides), el("section", {}, el("h3", {}, "Decisions"), this.noStages, this.stages)),
     );
-    this.timeline = new Timeline(lanes, (path) => this.choose(path));
+    this.timeline = new Timeline(lanes, (path, at) => this.choose(path, at));
     this.timeline.show(run, range);
     this.timeline.choose(this.firstBranch());
   }
@@ -80,24 +81,25 @@ export class RunView {
     this.update(true);
   }
 
-  /** @param {string} path */
-  choose(path) {
-    this.branch = path;
+  /** @param {string} path @param {number} at the time to show it at; infinity: as it goes on */
+  choose(path, at) {
     const branch = this.run.branches.get(path);
+    this.branch = path;
+    this.followsBranch = at === Infinity;
+    this.show(branch?.stepAt(at) ?? null);
+  }
+
+  /** @private Shows the text of the branch, or of one step of a beam. @param {Step | null} step */
+  show(step) {
+    const name = this.run.branches.get(this.branch)?.name ?? "request";
+    this.step = step;
     this.numPieces = 0;
     this.text.clear();
     this.asideTexts.clear();
     fill(this.asides);
-    fill(this.branchName, `Text of ${branch?.name ?? "request"}`);
-    if (branch) this.text.append(this.run.before(branch), "muted", "the steps before");
+    fill(this.branchName, `Text of ${name}${step?.isPruned ? ", pruned" : ""}`);
+    if (step) this.text.append(step.before, "muted", "the steps before");
     this.updateText();
-  }
-
-  /** @private */
-  hidePruned() {
-    this.timeline.hidePruned(!this.timeline.hidesPruned);
-    this.timeline.frame();
-    this.updateFigures();
   }
 
   /** Shows what has come since. @param {boolean} [all] the figures too, which else follow a few times a second */
@@ -123,13 +125,15 @@ export class RunView {
   updateText() {
     const branch = this.run.branches.get(this.branch);
     if (!branch) return;
+    if (this.followsBranch && branch.last !== this.step) return this.show(branch.last);
+    const { pieces } = this.step ?? branch;
     const box = this.text.element;
     const atEnd = box.scrollHeight - box.scrollTop - box.clientHeight < 40;
-    const isNew = this.numPieces < branch.pieces.length;
+    const isNew = this.numPieces < pieces.length;
     /** @type {string[]} text without drafts, appended at once */
     let plain = [];
-    while (this.numPieces < branch.pieces.length) {
-      const piece = branch.pieces[this.numPieces++];
+    while (this.numPieces < pieces.length) {
+      const piece = pieces[this.numPieces++];
       if (piece.aside) {
         this.appendAside(piece);
         continue;
@@ -205,9 +209,6 @@ export class RunView {
     this.status.dataset.status = run.status;
     fill(this.figures, figuresOf(summary, run, this.plain).map(([name, value]) => el("div", {}, el("dt", {}, name), el("dd", {}, value))));
     fill(this.speculation, el("strong", {}, "Speculation "), explainSpeculation(run, this.plain));
-    const { hidesPruned } = this.timeline;
-    this.hide.hidden = !run.numPruned || (run.branches.size < MANY_LANES && !hidesPruned);
-    fill(this.hide, `${hidesPruned ? "Show" : "Hide"} ${run.numPruned} pruned`);
     this.noStages.hidden = run.stages.length > 0;
     if (run.isOver) fill(this.noStages, "The method told of no decision.");
     if (run.error) fill(this.status, `failed: ${run.error}`);

@@ -19,12 +19,12 @@ export function parameterField(parameter, number) {
 
 /** @param {Parameter} parameter */
 function fieldOf({ name, default: standard, required, schema = {} }) {
-  const shown = standard === null || standard === undefined ? (required ? "" : "none") : JSON.stringify(standard);
+  const shown = standard === null || standard === undefined ? (required ? "" : "none") : typeof standard === "string" && standard.trim() ? standard : JSON.stringify(standard);
   const kinds = (schema.anyOf ?? [schema]).filter((kind) => kind.type !== "null");
   const choices = typeof standard === "boolean" ? [true, false] : kinds.flatMap((kind) => kind.enum ?? []);
   if (choices.length && kinds.length <= 1) {
     const options = choices.filter((choice) => choice !== standard).map((choice) => el("option", { value: String(choice) }, String(choice)));
-    return el("select", { name }, el("option", { value: "" }, typeof standard === "string" ? standard : shown), options);
+    return el("select", { name }, el("option", { value: "" }, shown), options);
   }
   const attributes = { name, required, placeholder: shown.slice(0, 60), autocomplete: "off" };
   const isNumber = kinds.length === 1 && ["integer", "number"].includes(String(kinds[0].type));

@@ -1,5 +1,6 @@
 // A run: what was asked, the events that came, and its branches. No drawing here.
 
+import { Beams } from "./beams.js";
 import { Poll } from "./poll.js";
 
 /**
@@ -25,38 +26,15 @@ import { Poll } from "./poll.js";
  *
  * @typedef {[start: number, end: number, accepted: boolean, drafter: string, text?: string]} DraftSpan
  *   characters of a piece's text that were drafted; a rejected draft covers none and has its text
- * @typedef {{at: number, text: string, numTokens: number, drafts: DraftSpan[], aside: string}} Piece
+ * @typedef {{at: number, text: string, numTokens: number, drafts: DraftSpan[], aside: string, step: Step | null}} Piece
  *   `aside`: what it is, where it is no part of the branch's text, such as a judgement of a beam
- * @typedef {{at: number, branch: string, name: string, why: string, fields: Record<string, any>}} Stage
+ * @typedef {{at: number, branch: string, name: string, why: string, fields: Record<string, any>, isEnd: boolean}} Stage
+ *   `isEnd`: whether a vote has ended
+ * @typedef {import("./beams.js").Step} Step
  */
 
 /** Sequences inside of a branch that have lanes of their own, by the field that numbers them. */
-const KINDS = ["beam", "sample", "thread", "worker"];
-/** The number of the sample with which a search completes its best beam. */
-const COMPLETION = 2 ** 31;
-
-/**
- * The path of a lane: that of its branch, and the kind and numbers of a sequence inside of it.
- * @param {string} branch
- * @param {string} kind
- * @param {any[]} numbers
- */
-function pathOf(branch, kind, numbers) {
-  return `${branch}${branch && "."}${kind}:${numbers.join(".")}`;
-}
-
-/**
- * The kind and the numbers of the sequence that the fields of an event are about.
- * @param {Record<string, any>} fields
- * @returns {[kind: string, numbers: number[]] | null} null: about the branch itself
- */
-function sequenceOf(fields) {
-  for (const kind of KINDS) {
-    const numbers = Array.isArray(fields[kind]) ? fields[kind] : [fields[kind]];
-    if (numbers.length && numbers.every(Number.isInteger)) return [kind, numbers];
-  }
-  return null;
-}
+const KINDS = ["sample", "thread", "worker"];
 
 /** A branch of a run, or a sequence in it such as a beam of a search, and the text that it streamed. */
 export class Branch {
@@ -74,6 +52,19 @@ export class Branch {
     /** @type {Stage[]} */
     this.stages = [];
     this.isPruned = false;
+    /** @type {Step[]} of a beam */
+    this.steps = [];
+    this.numPruned = 0;
+  }
+
+  /** The step of a beam that its lane is at. */
+  get last() {
+    return this.steps[this.steps.length - 1] ?? null;
+  }
+
+  /** The step of a beam that was written at a time. @param {number} at */
+  stepAt(at) {
+    return this.steps.findLast((step) => step.start <= at) ?? this.last;
   }
 
   /** How deep in the tree it is. */
@@ -85,10 +76,12 @@ export class Branch {
   get name() {
     if (this.path === "") return "request";
     const [, kind, numbers] = this.path.match(/(\w+):(.*)$/) ?? ["", "branch", this.path];
-    return `${kind} ${numbers.replace(String(COMPLETION), "end")}`;
+    return `${kind} ${numbers}`;
   }
 
+  /** All of it; of a beam, the text up to its last step. */
   get text() {
+    if (this.last) return this.last.before + this.last.text;
     return this.pieces.map((piece) => (piece.aside ? "" : piece.text)).join("");
   }
 }
@@ -117,13 +110,15 @@ export class Run {
     this.finishReason = "";
     this.error = "";
     this.lastAt = 0;
+    /** @type {(() => number) | null} tells the seconds since it began, while it is asked from this page */
+    this.clock = null;
     /** @type {Map<string, {accepted: number, rejected: number}>} characters by drafter */
     this.drafters = new Map();
     /** @type {Map<string, Poll>} by kind and branch */
     this.polls = new Map();
     /** Path of the branch that was chosen; empty: none was. */
     this.winner = "";
-    this.numPruned = 0;
+    this.beams = new Beams((path, start) => this.branch(path, start), /^particle/.test(this.method) ? "particle" : "beam");
   }
 
   get id() {
@@ -142,9 +137,19 @@ export class Run {
     return this.record.request.messages.findLast((message) => message.role === "user")?.content ?? "";
   }
 
+  /** Seconds since it began, up to now or to its end. */
+  get now() {
+    return this.isOver || !this.clock ? this.lastAt : Math.max(this.lastAt, this.clock());
+  }
+
   /** Seconds that it took, so far or in all. */
   get seconds() {
-    return this.finished?.seconds ?? this.lastAt;
+    return this.finished?.seconds ?? this.now;
+  }
+
+  /** Whether text has come. */
+  get hasBegun() {
+    return Boolean(this.answer || this.reasoning) || [...this.branches.values()].some((branch) => branch.pieces.length);
   }
 
   /** Takes in one event. @param {RunEvent} event */
@@ -200,37 +205,36 @@ export class Run {
   }
 
   /**
-   * The lane that an event is about. That of a beam begins when the beam before it was scored.
+   * The lane that an event is about, and the step of a beam.
    * @private
-   * @param {string} path of the branch
-   * @param {Record<string, any>} fields
+   * @param {RunEvent} event
    * @param {number} at
+   * @returns {{lane: Branch, step: Step | null}}
    */
-  laneOf(path, fields, at) {
-    const sequence = sequenceOf(fields);
-    if (!sequence) return this.branch(path, at);
-    const [kind, numbers] = sequence;
-    const before = this.branches.get(pathOf(path, kind, numbers.slice(0, -1)));
-    return this.branch(pathOf(path, kind, numbers), before?.end ?? (numbers.length === 1 ? this.branch(path, 0).start : at));
+  placeOf({ branch: path = "", fields = {} }, at) {
+    const branch = this.branch(path, at);
+    if (Array.isArray(fields.beam) && fields.beam.every(Number.isInteger)) {
+      const isStep = fields.beam.length > 0 && fields.aside === undefined;
+      const step = isStep ? this.beams.step(branch, fields.beam, at) : this.beams.nearest(branch, fields.beam);
+      return { lane: step?.lane ?? branch, step };
+    }
+    const kind = KINDS.find((field) => Number.isInteger(fields[field]));
+    return { lane: kind ? this.branch(`${path}${path && "."}${kind}:${fields[kind]}`, branch.start) : branch, step: null };
   }
 
-  /** The text of the beams before one. @param {Branch} branch */
-  before(branch) {
-    const parents = [];
-    for (let path = branch.path; /beam:.*\./.test(path); parents.unshift(this.branches.get(path)?.text ?? "")) {
-      path = path.slice(0, path.lastIndexOf("."));
-    }
-    return parents.join("");
+  /** @private @param {Branch} lane @param {Piece} piece */
+  write(lane, piece) {
+    lane.pieces.push(piece);
+    lane.numTokens += piece.numTokens;
+    piece.step?.pieces.push(piece);
   }
 
   /** @private @param {RunEvent} event @param {number} at */
   onDelta(event, at) {
     const fields = event.fields ?? {};
-    const branch = this.laneOf(event.branch ?? "", fields, at);
-    const numTokens = event.num_tokens ?? 0;
-    branch.numTokens += numTokens;
+    const { lane, step } = this.placeOf(event, at);
     const aside = fields.aside === undefined ? "" : String(fields.aside);
-    branch.pieces.push({ at, text: event.text ?? "", numTokens, drafts: event.drafts ?? [], aside });
+    this.write(lane, { at, text: event.text ?? "", numTokens: event.num_tokens ?? 0, drafts: event.drafts ?? [], aside, step });
     for (const [start, end, accepted, drafter, text] of event.drafts ?? []) {
       const count = this.drafters.get(drafter) ?? { accepted: 0, rejected: 0 };
       if (accepted) count.accepted += end - start;
@@ -242,8 +246,9 @@ export class Run {
   /** @private @param {RunEvent} event @param {number} at */
   onStage(event, at) {
     const fields = event.fields ?? {};
-    const branch = this.laneOf(event.branch ?? "", fields, at);
-    const stage = { at, branch: branch.path, name: String(event.name), why: event.why ?? "", fields };
+    const { lane: branch, step } = this.placeOf(event, at);
+    const stage = { at, branch: branch.path, name: String(event.name), why: event.why ?? "", fields, isEnd: false };
+    if (stage.name === "scored" && fields.steps && this.beams.steps.size) return; // its beam is told as scored, too
     if (stage.name === "spawned" && fields.threads === undefined) {
       branch.start = at;
       branch.controller = stage.why;
@@ -253,31 +258,33 @@ export class Run {
     } else {
       branch.stages.push(stage);
       this.stages.push(stage);
-      if (Array.isArray(fields.beam)) this.endStep(branch, fields, at);
-      if (stage.name === "pruned" && !branch.isPruned) this.prune(branch, at);
+      if (step) this.endStep(step, fields, at);
+      if (stage.name === "pruned") this.prune(branch, step, at);
       if (stage.name === "selected" && branch.path) this.winner = branch.path;
       if (stage.name === "voted" || stage.name === "probed") this.count(stage);
     }
   }
 
-  /** @private The step of a beam is whole. @param {Branch} branch @param {Record<string, any>} fields @param {number} at */
-  endStep(branch, fields, at) {
-    if (branch.end !== null) return;
-    branch.end = at;
-    const [text, streamed] = [String(fields.text ?? ""), branch.text];
+  /** @private The step of a beam is whole. @param {Step} step @param {Record<string, any>} fields @param {number} at */
+  endStep(step, fields, at) {
+    if (step.end !== null) return;
+    step.end = step.lane.end = at;
+    const [text, streamed] = [String(fields.text ?? ""), step.text];
     const rest = text.startsWith(streamed) ? text.slice(streamed.length) : "";
-    if (rest) branch.pieces.push({ at, text: rest, numTokens: 0, drafts: [], aside: "" });
+    if (rest) this.write(step.lane, { at, text: rest, numTokens: 0, drafts: [], aside: "", step });
   }
 
-  /** @private @param {Branch} branch @param {number} at */
-  prune(branch, at) {
-    branch.isPruned = true;
-    this.numPruned++;
-    if (branch.path.includes(":")) branch.end ??= at;
+  /** @private @param {Branch} lane @param {Step | null} step @param {number} at */
+  prune(lane, step, at) {
+    if (step) step.isPruned = true;
+    else if (lane.path.includes(":")) lane.end ??= at;
+    lane.isPruned = !step || lane.last === step;
+    lane.numPruned++;
   }
 
   /** @private Takes in a vote, the end of a vote, or the answer of a probe. @param {Stage} stage */
-  count({ name, branch, fields }) {
+  count(stage) {
+    const { name, branch, fields } = stage;
     if (name === "probed") {
       if (fields.answer && fields.difficulty === undefined) this.poll(branch, "probes").add("", { answer: fields.answer });
       return;
@@ -285,6 +292,7 @@ export class Run {
     const counting = this.polls.get(`votes ${branch}`);
     if (branch === "" || counting) {
       const poll = counting ?? this.poll(branch, "votes");
+      stage.isEnd = true;
       poll.end(/** @type {any} */ (fields));
       this.winner = poll.winningBranch ?? this.winner;
     } else this.poll(branch.slice(0, Math.max(0, branch.lastIndexOf("."))), "votes").add(branch, /** @type {any} */ (fields));

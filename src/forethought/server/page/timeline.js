@@ -12,7 +12,7 @@ import { el, fill } from "./dom.js";
  * @typedef {import("./run.js").Run} Run
  * @typedef {import("./run.js").Branch} Branch
  * @typedef {import("./run.js").Stage} Stage
- * @typedef {{row: number, numPieces: number, numStages: number, alive: number, inked: number, labelled: number, ended: boolean, faded: boolean}} Lane
+ * @typedef {{row: number, numPieces: number, numStages: number, alive: number, inked: number, labelled: number, ended: boolean, numPruned: number}} Lane
  *   how far a branch is painted: its pieces, its stages, and pixels of its line, its tokens and its labels
  */
 
@@ -42,7 +42,7 @@ export function roundRange(seconds) {
 export class Timeline {
   /**
    * @param {HTMLElement} container
-   * @param {(path: string) => void} onSelect called when a lane is chosen
+   * @param {(path: string, at: number) => void} onSelect called when a lane is chosen, at a time or, for infinity, as it goes on
    */
   constructor(container, onSelect) {
     this.onSelect = onSelect;
@@ -59,7 +59,6 @@ export class Timeline {
     /** @type {Branch[]} */
     this.lanes = [];
     this.isStale = true;
-    this.hidesPruned = false;
     this.state = "";
     this.isChosen = false;
     this.pointer = -1;
@@ -74,7 +73,7 @@ export class Timeline {
     fill(container, this.axis, this.labels, this.plot);
     this.plot.addEventListener("pointermove", (event) => this.onPointer(event));
     this.plot.addEventListener("pointerleave", () => this.onPointer(null));
-    this.plot.addEventListener("click", (event) => this.choose(this.laneAt(event)?.path ?? this.selected, true));
+    this.plot.addEventListener("click", (event) => this.onClick(event));
     this.labels.addEventListener("keydown", (event) => this.onKey(event));
     new ResizeObserver(() => this.refresh()).observe(this.plot);
   }
@@ -97,14 +96,12 @@ export class Timeline {
     if (!this.run || this.run.isOver) requestAnimationFrame(() => this.frame());
   }
 
-  /** Leaves out the lanes that were pruned, or shows them. @param {boolean} hides */
-  hidePruned(hides) {
-    this.hidesPruned = hides;
-    this.refresh();
-  }
-
-  /** @param {string} path @param {boolean} [byHand] whether the user has chosen it, so that it stays */
-  choose(path, byHand = false) {
+  /**
+   * @param {string} path
+   * @param {boolean} [byHand] whether the user has chosen it, so that it stays
+   * @param {number} [at] the time to show it at; by default as it goes on
+   */
+  choose(path, byHand = false, at = Infinity) {
     this.isChosen ||= byHand;
     this.selected = path;
     for (const label of this.labels.querySelectorAll("button")) {
@@ -112,7 +109,7 @@ export class Timeline {
       label.setAttribute("aria-selected", String(isSelected));
       label.tabIndex = isSelected ? 0 : -1;
     }
-    this.onSelect(path);
+    this.onSelect(path, at);
     this.placeMarks();
   }
 
@@ -120,9 +117,9 @@ export class Timeline {
   frame() {
     const run = this.run;
     if (!run) return;
-    const state = `${run.branches.size} ${run.numPruned} ${this.hidesPruned} ${run.winner}`;
+    const state = `${run.branches.size} ${run.winner}`;
     if (state !== this.state) this.layOut(run, state);
-    const needed = this.fixedRange || (run.isOver ? Math.max(run.lastAt * 1.04, 0.01) : roundRange(run.lastAt));
+    const needed = this.fixedRange || (run.isOver ? Math.max(run.lastAt * 1.04, 0.01) : roundRange(run.now));
     if (needed !== this.range) {
       this.range = needed;
       this.isStale = true;
@@ -138,7 +135,7 @@ export class Timeline {
   layOut(run, state) {
     this.state = state;
     const before = this.lanes;
-    this.lanes = run.lanes.filter((branch) => !this.hidesPruned || !branch.isPruned);
+    this.lanes = run.lanes;
     const labels = this.lanes.map((branch) => {
       const isSelected = branch.path === this.selected;
       return el(
@@ -149,7 +146,7 @@ export class Timeline {
           "data-path": branch.path,
           "data-depth": Math.min(4, branch.depth),
           "aria-selected": String(isSelected),
-          "data-state": branch.path === run.winner && branch.path ? "won" : branch.isPruned ? "pruned" : null,
+          "data-state": branch.path === run.winner && branch.path ? "won" : null,
           tabindex: isSelected ? 0 : -1,
           title: branch.controller || null,
           onclick: () => this.choose(branch.path, true),
@@ -161,7 +158,6 @@ export class Timeline {
     const hadFocus = this.labels.contains(document.activeElement);
     fill(this.labels, ...labels);
     if (hadFocus) /** @type {HTMLElement | null} */ (this.labels.querySelector('[tabindex="0"]'))?.focus();
-    if (!labels.some((label) => label.tabIndex === 0) && labels.length) labels[0].tabIndex = 0;
     this.isStale ||= before.length !== this.lanes.length || before.some((branch, row) => branch !== this.lanes[row]);
   }
 
@@ -170,7 +166,7 @@ export class Timeline {
     this.isStale = false;
     this.painted.clear();
     this.lanes.forEach((branch, row) => {
-      const lane = { row, numPieces: 0, numStages: 0, alive: -1, inked: -1, labelled: -1, ended: false, faded: branch.isPruned };
+      const lane = { row, numPieces: 0, numStages: 0, alive: -1, inked: -1, labelled: -1, ended: false, numPruned: 0 };
       this.painted.set(branch.path, lane);
     });
     this.width = Math.max(50, this.plot.clientWidth);
@@ -236,13 +232,14 @@ export class Timeline {
     if (!lane) return;
     const canvas = context(this.base);
     const top = lane.row * LANE;
-    if (branch.isPruned && !lane.faded) {
+    if (branch.numPruned !== lane.numPruned) {
       canvas.clearRect(0, top, this.width, LANE);
-      Object.assign(lane, { numPieces: 0, numStages: 0, alive: -1, inked: -1, labelled: -1, ended: false, faded: true });
+      Object.assign(lane, { numPieces: 0, numStages: 0, alive: -1, inked: -1, labelled: -1, ended: false, numPruned: branch.numPruned });
     }
-    canvas.globalAlpha = lane.faded ? FADED : 1;
-    this.paintLife(canvas, lane, branch, branch.end ?? run.lastAt);
+    if (branch.end === null) lane.ended = false;
+    this.paintLife(canvas, lane, branch, branch.end ?? run.now);
     while (lane.numPieces < branch.pieces.length) this.paintPiece(canvas, run, branch, lane);
+    canvas.globalAlpha = 1;
     while (lane.numStages < branch.stages.length) {
       this.paintStage(canvas, branch.stages[lane.numStages++], lane, top);
     }
@@ -250,7 +247,6 @@ export class Timeline {
       lane.ended = true;
       this.paintEnd(canvas, branch, top);
     }
-    canvas.globalAlpha = 1;
   }
 
   /** @private The thin line from the beginning of a branch to its end. @param {CanvasRenderingContext2D} canvas @param {Lane} lane @param {Branch} branch @param {number} until */
@@ -266,7 +262,9 @@ export class Timeline {
   paintPiece(canvas, run, branch, lane) {
     const number = lane.numPieces++;
     const piece = branch.pieces[number];
-    const before = number ? branch.pieces[number - 1].at : branch.start;
+    const isFirst = number === 0 || piece.step !== branch.pieces[number - 1].step;
+    const before = isFirst ? (piece.step ?? branch).start : branch.pieces[number - 1].at;
+    canvas.globalAlpha = (piece.step ?? branch).isPruned ? FADED : 1;
     const to = Math.round(2 * this.x(piece.at)) / 2; // half pixels are whole ones on most screens
     if (to <= lane.inked) return; // it is painted already
     const begin = piece.at - before > GAP * this.range ? to - 1 : Math.round(2 * this.x(before)) / 2;
@@ -274,8 +272,7 @@ export class Timeline {
     lane.inked = to;
     const top = lane.row * LANE;
     canvas.fillStyle = this.colours.ink;
-    if (piece.aside) return canvas.fillRect(from, top + 14, to - from, 3);
-    canvas.fillRect(from, top + 12, to - from, 7);
+    canvas.fillRect(from, top + (piece.aside ? 14 : 12), to - from, piece.aside ? 3 : 7);
     const draft = piece.drafts.find(([, , accepted]) => accepted);
     if (!draft) return;
     const covered = piece.drafts.reduce((sum, [start, end, accepted]) => sum + (accepted ? end - start : 0), 0);
@@ -293,7 +290,6 @@ export class Timeline {
     const colour = colours[/** @type {keyof typeof colours} */ (kind)] ?? muted;
     canvas.fillStyle = canvas.strokeStyle = colour;
     canvas.lineWidth = 1.5;
-    if (kind === "pruned") canvas.globalAlpha = 1; // the mark itself does not fade
     if (kind === "pruned") cross(canvas, x, top + 15.5);
     else if (kind === "voted" || kind === "selected") diamond(canvas, x, top + 15.5);
     else if (kind === "scored") canvas.fillRect(x - 2, top + 13.5, 4, 4);
@@ -325,7 +321,7 @@ export class Timeline {
     const row = this.painted.get(this.selected)?.row;
     this.mark.hidden = row === undefined;
     this.mark.style.transform = `translateY(${(row ?? 0) * LANE}px)`;
-    place(this.now, this.run && !this.run.isOver ? this.x(this.run.lastAt) : -1);
+    place(this.now, this.run && !this.run.isOver ? this.x(this.run.now) : -1);
     place(this.aim, this.pointer);
   }
 
@@ -336,6 +332,17 @@ export class Timeline {
     return this.lanes[Math.floor((event.clientY - this.plot.getBoundingClientRect().top) / LANE)];
   }
 
+  /** @private The time at a place of the plot. @param {number} x */
+  timeAt(x) {
+    return Math.max(0, ((x - MARGIN) / (this.width - 2 * MARGIN)) * this.range);
+  }
+
+  /** @private @param {MouseEvent} event */
+  onClick(event) {
+    const at = this.timeAt(event.clientX - this.plot.getBoundingClientRect().left);
+    this.choose(this.laneAt(event)?.path ?? this.selected, true, at);
+  }
+
   /** @private @param {MouseEvent | null} event */
   onPointer(event) {
     const box = this.plot.getBoundingClientRect();
@@ -343,8 +350,7 @@ export class Timeline {
     const branch = event && this.laneAt(event);
     this.tip.hidden = !branch;
     if (branch) {
-      const at = Math.max(0, ((this.pointer - MARGIN) / (this.width - 2 * MARGIN)) * this.range);
-      fill(this.tip, ...this.described(branch, at).map((line) => el("div", {}, line)));
+      fill(this.tip, ...this.described(branch, this.timeAt(this.pointer)).map((line) => el("div", {}, line)));
       const row = this.painted.get(branch.path)?.row ?? 0;
       const left = Math.min(this.pointer + 12, this.width - 230);
       this.tip.style.left = `${Math.max(0, left)}px`;
