@@ -43,8 +43,8 @@ def votes(body: dict[str, Any]) -> Iterable[Item]:
         stage(0.4, "0", "ended", "done"),
         stage(0.5, "1", "pruned", "it cannot change the vote"),
         stage(0.5, "1", "ended", "cancelled"),
-        answer("It is 6."),
-        finished("It is 6.", at=1.0, tokens=30),
+        answer("It is \\boxed{6}."),
+        finished("It is \\boxed{6}.", at=1.0, tokens=30),
     ]
 
 

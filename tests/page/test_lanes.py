@@ -115,6 +115,26 @@ def test_votes_are_bars_that_grow_and_the_winner_is_named(browser: Browser):
         assert texts(browser, ".lane-labels [data-state=won]") == ["branch 2 ✓ chosen"]
 
 
+def test_answers_of_probes_are_bars_until_they_agree(browser: Browser):
+    def run(body: dict[str, Any]) -> Iterable[Item]:
+        yield started("dynasor")
+        for number, given in enumerate(("7", "7", "6")):
+            yield stage(0.1, "", "probed", answer=given, at=16 * number, agreeing=1)
+        yield PAUSE
+        yield stage(0.2, "", "early_exit", "the probes agree", answer="6", at=48)
+        yield finished("six")
+
+    with StandIn(run) as server:
+        open_page(browser, server.address)
+        ask(browser, "probe", "dynasor")
+        shows(browser, ".votes .vote-count", "1 · 33 %")
+        assert texts(browser, ".votes .vote-answer") == ["7", "6"]
+        server.released.set()
+        status(browser, "Answered")
+        assert texts(browser, ".votes .vote-answer") == ["6 (won)", "7"]
+        assert browser.text(".votes p") == "The probes agree on 6."
+
+
 SAID = [
     (
         ("probed", "", {"answer": "6", "at": 210, "agreeing": 2}),

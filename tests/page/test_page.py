@@ -28,7 +28,7 @@ def test_an_example_runs_with_its_method_and_shows_live(browser: Browser):
         assert browser.text(".run .status") == "running"
         server.released.set()
         status(browser, "Answered: dynasor, 30 tokens")
-        assert texts(browser, ".answer") == ["It is 6."]
+        assert texts(browser, ".answer") == ["It is \\boxed{6}."]
         assert figure(browser, "Reused") == "16"
         assert "is left out: it cannot change the vote" in "".join(texts(browser, ".stages li"))
 
@@ -98,7 +98,7 @@ def test_a_reload_in_the_middle_shows_what_was_there(browser: Browser):
         browser.click_button("Ask again")
         status(browser, "Answered: ")
         browser.reload()
-        shows(browser, ".answer", "It is 6.")
+        shows(browser, ".answer", "It is \\boxed{6}.")
         assert browser.text(".run .status") == "done"
 
 
@@ -114,6 +114,12 @@ def test_plain_decoding_is_run_after_it_and_compared(browser: Browser):
         assert again["messages"] == server.requests[0]["messages"]
         assert figure(browser, "Against plain") == "10 tokens (25 %) less, 1.00 s (50 %) less"
         assert "−25 %" in browser.text(".comparison")
+        assert texts(browser, ".glance > *") == [
+            "majority_vote against plain",
+            "30 against 40 tokens (25 % less)",
+            "1.00 against 2.00 s (50 % less)",
+            "answers 6 against six",
+        ]
         assert texts(browser, ".run h2") == ["majority_vote", "plain"]
         browser.reload()
         shows(browser, ".figures dd", "10 tokens (25 %) less")

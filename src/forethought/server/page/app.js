@@ -4,7 +4,7 @@ import { Composer, drafterLine } from "./composer.js";
 import { ConversationView, Tree, noteOf } from "./conversation.js";
 import { byId, download, el, fill } from "./dom.js";
 import { toHtml, toJson } from "./export.js";
-import { RunView, comparisonTable } from "./inspector.js";
+import { RunView, comparison } from "./inspector.js";
 import { Library } from "./library.js";
 import { ChatList, RunList } from "./lists.js";
 import { LoadView } from "./load.js";
@@ -227,7 +227,7 @@ function compare(one, other) {
   byId("no-run").hidden = true;
   fill(
     byId("comparison"),
-    comparisonTable(one, other),
+    comparison(one, other),
     el("button", { type: "button", class: "quiet", onclick: () => inspect(one) }, "Close the comparison"),
   );
   fill(byId("views"), views.map((view) => view.element));

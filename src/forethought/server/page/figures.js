@@ -1,6 +1,11 @@
 // What a run adds up to, and how two runs differ, in figures and in words.
 
+import { short } from "./text.js";
+
 /** @typedef {import("./run.js").Run} Run */
+
+/** Characters at the end of a text in which its answer is looked for. */
+const MAX_READ = 4000;
 
 /**
  * The figures of a run.
@@ -50,6 +55,40 @@ export function savings(run, plain) {
 function difference(saved, of, unit, digits) {
   const share = of ? ` (${Math.round((Math.abs(saved) / of) * 100)} %)` : "";
   return `${Math.abs(saved).toFixed(digits)} ${unit}${share} ${saved >= 0 ? "less" : "more"}`;
+}
+
+/**
+ * Two runs in one line: tokens, seconds and answers of the first against the second.
+ * @param {Run} one
+ * @param {Run} other
+ * @returns {string[]} its parts
+ */
+export function glance(one, other) {
+  const [a, b] = [summarize(one), summarize(other)];
+  const [mine, theirs] = [finalAnswer(one), finalAnswer(other)];
+  const answers = mine === theirs ? `both answer ${mine || "nothing"}` : `answers ${mine || "nothing"} against ${theirs || "nothing"}`;
+  const tokens = `${a.completionTokens.toLocaleString("en")} against ${b.completionTokens.toLocaleString("en")} tokens`;
+  return [
+    `${tokens}${change(a.completionTokens, b.completionTokens)}`,
+    `${a.seconds.toFixed(2)} against ${b.seconds.toFixed(2)} s${change(a.seconds, b.seconds)}`,
+    answers,
+  ];
+}
+
+/** @param {number} value @param {number} against */
+function change(value, against) {
+  if (!against) return "";
+  const share = Math.round(100 * Math.abs(1 - value / against));
+  return share ? ` (${share} % ${value < against ? "less" : "more"})` : " (as many)";
+}
+
+/** The answer in a few characters: what won the vote, what stands in a box, or the last line. @param {Run} run */
+export function finalAnswer(run) {
+  const end = run.answer.slice(-MAX_READ);
+  const winner = [...run.polls.values()].find((poll) => poll.branch === "" && poll.winner !== null)?.winner;
+  const boxed = [...end.matchAll(/\\boxed\{((?:[^{}]|\{[^{}]*\})*)\}/g)].pop()?.[1];
+  const lines = end.split("\n").filter((line) => line.trim());
+  return short(winner ?? boxed ?? lines[lines.length - 1] ?? "", 60);
 }
 
 /**

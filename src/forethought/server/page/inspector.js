@@ -2,7 +2,7 @@
 
 import { describe } from "./decisions.js";
 import { el, fill } from "./dom.js";
-import { explainSpeculation, savings, summarize } from "./figures.js";
+import { explainSpeculation, glance, savings, summarize } from "./figures.js";
 import { TextView } from "./text.js";
 import { Timeline, colourOf } from "./timeline.js";
 import { VotesView } from "./votes.js";
@@ -238,8 +238,19 @@ export function figuresOf(summary, run, plain) {
   return figures;
 }
 
-/** Two runs beside each other, figure by figure. @param {Run} one @param {Run} other */
-export function comparisonTable(one, other) {
+/** Two runs in one line, and figure by figure. @param {Run} one @param {Run} other */
+export function comparison(one, other) {
+  const parts = glance(one, other).map((part) => el("span", { dir: "auto" }, part));
+  return el(
+    "div",
+    {},
+    el("p", { class: "glance" }, el("strong", {}, `${one.method} against ${other.method}`), parts),
+    el("details", {}, el("summary", {}, "Figure by figure"), comparisonTable(one, other)),
+  );
+}
+
+/** @param {Run} one @param {Run} other */
+function comparisonTable(one, other) {
   const [a, b] = [summarize(one), summarize(other)];
   const number = (/** @type {number | null} */ value, digits = 0) => (value === null ? "–" : value.toFixed(digits));
   const change = (/** @type {number | null} */ x, /** @type {number | null} */ y) => (x === null || y === null || !y ? "" : x === y ? "0 %" : `${x <= y ? "−" : "+"}${Math.abs(100 * (1 - x / y)).toFixed(0)} %`);

@@ -38,17 +38,16 @@ export class Poll {
     this.tally = new Map(Object.entries(tally).map(([answer, votes]) => [answer, Number(votes)]));
   }
 
-  /** Answers and their votes, the most frequent first. @returns {[answer: string, votes: number, share: number][]} */
+  /** Answers and their votes, the winner and then the most frequent first. @returns {[answer: string, votes: number, share: number][]} */
   get ranking() {
     const total = [...this.tally.values()].reduce((sum, votes) => sum + votes, 0);
     const rows = [...this.tally].map(([answer, votes]) => /** @type {[string, number, number]} */ ([answer, votes, total ? votes / total : 0]));
-    return rows.sort((a, b) => b[1] - a[1]);
+    return rows.sort((a, b) => Number(b[0] === this.winner) - Number(a[0] === this.winner) || b[1] - a[1]);
   }
 
   /** The answer that wins or leads, and its votes; null: there is no vote. */
   get leader() {
-    const rows = this.ranking;
-    return rows.find(([answer]) => answer === this.winner) ?? rows[0] ?? null;
+    return this.ranking[0] ?? null;
   }
 
   /** The first branch that gave the winning answer. @returns {string | null} */

@@ -262,6 +262,7 @@ export class Run {
       if (stage.name === "pruned") this.prune(branch, step, at);
       if (stage.name === "selected" && branch.path) this.winner = branch.path;
       if (stage.name === "voted" || stage.name === "probed") this.count(stage);
+      if (stage.name === "early_exit" && fields.answer) this.poll(branch.path, "probes").end({ answer: fields.answer });
     }
   }
 

@@ -28,7 +28,8 @@ export function standing(run) {
   if (!poll?.leader) return "";
   const [answer, votes] = poll.leader;
   const total = poll.ranking.reduce((sum, [, count]) => sum + count, 0);
-  const verb = poll.kind === "probes" ? "is what probes answer most" : poll.isOver ? "has won" : "leads";
+  if (poll.kind === "probes") return poll.isOver ? `probes agree on ${short(answer, 40)}` : "";
+  const verb = poll.isOver ? "has won" : "leads";
   return `${short(answer, 40)} ${verb} (${amount(votes)} of ${amount(total)})`;
 }
 
@@ -67,13 +68,14 @@ export class VotesView {
   /** @private @param {Poll} poll @param {string} answer @param {number} votes @param {number} share */
   bar(poll, answer, votes, share) {
     const names = [...poll.voters].filter(([, vote]) => vote === answer).map(([path]) => this.run.branches.get(path)?.name ?? path);
-    const isFirst = answer === poll.leader?.[0];
-    return bar(short(answer, 60), votes, share, names.join(", "), isFirst ? (poll.isOver ? "won" : "leads") : "");
+    const leads = answer === poll.leader?.[0] && poll.kind === "votes" ? "leads" : "";
+    const state = answer === poll.winner ? "won" : leads;
+    return bar(short(answer, 60), votes, share, names.join(", "), state);
   }
 
   /** @private @param {Poll} poll */
   verdict(poll) {
-    if (poll.kind === "probes") return "";
+    if (poll.kind === "probes") return poll.winner === null ? "" : `The probes agree on ${short(poll.winner, 60)}.`;
     if (!poll.isOver) return this.run.isOver ? "The vote has not ended." : "More samples may vote.";
     if (poll.winner === null) return "The vote has no winner.";
     const path = poll.winningBranch;
