@@ -27,9 +27,11 @@ export class Step {
     return this.pieces.map((piece) => (piece.aside ? "" : piece.text)).join("");
   }
 
-  /** The text of the steps before it. @returns {string} */
+  /** The text of the steps before it. */
   get before() {
-    return this.parent ? this.parent.before + this.parent.text : "";
+    const texts = [];
+    for (let step = this.parent; step; step = step.parent) texts.push(step.text);
+    return texts.reverse().join("");
   }
 }
 
@@ -65,10 +67,13 @@ export class Beams {
     return step;
   }
 
-  /** The step of a beam, or the nearest one before it. @param {Branch} searching @param {number[]} numbers @returns {Step | null} */
+  /** The step of a beam, or the nearest one before it. @param {Branch} searching @param {number[]} numbers */
   nearest(searching, numbers) {
-    if (!numbers.length) return null;
-    return this.known(searching, numbers) ?? this.nearest(searching, numbers.slice(0, -1));
+    for (let length = numbers.length; length; length--) {
+      const step = this.known(searching, numbers.slice(0, length));
+      if (step) return step;
+    }
+    return null;
   }
 
   /** @private @param {Branch} searching @param {number[]} numbers */

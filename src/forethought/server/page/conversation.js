@@ -99,7 +99,7 @@ export class ConversationView {
     });
     fill(this.element, articles.length ? articles : this.welcome);
     this.update();
-    this.element.scrollTop = this.element.scrollHeight;
+    this.element.scrollTop = articles.length ? this.element.scrollHeight : 0;
   }
 
   /** Shows what has come since. */

@@ -213,7 +213,7 @@ export class Timeline {
     const { muted, line } = this.colours;
     canvas.font = this.font;
     canvas.textBaseline = "middle";
-    const digits = Math.max(0, Math.ceil(-Math.log10(this.range / 5)));
+    const digits = Math.max(0, Math.ceil(1 - Math.log10(this.range)));
     const count = this.width > 500 ? 6 : 3;
     for (let i = 0; i <= count; i++) {
       const at = (this.range * i) / count;
