@@ -64,8 +64,8 @@ def _as_tuple(values: Any) -> Any:
     return () if values is None else values
 
 
-def _as_texts(texts: Any) -> Any:
-    return (texts,) if isinstance(texts, str) else _as_tuple(texts)
+def _stop_strings(stop: Any) -> Any:
+    return (stop,) if isinstance(stop, str) else _as_tuple(stop)
 
 
 def _text_or_ids(name: str) -> BeforeValidator:
@@ -213,12 +213,12 @@ class SamplingParams(RequestParams):
     dry_base: Annotated[float, Field(ge=1.0, le=100.0, allow_inf_nan=False)] = 1.75
     dry_allowed_length: Annotated[int, Field(ge=1, le=1024)] = 2
     dry_penalty_last_n: Annotated[int, Field(ge=-1, le=2**31 - 1)] = -1
-    dry_sequence_breakers: Annotated[_Breakers, BeforeValidator(_as_texts)] = BREAKERS
+    dry_sequence_breakers: Annotated[_Breakers, BeforeValidator(_as_tuple)] = BREAKERS
     repetition_penalty: Annotated[float, Field(gt=0.0, le=100.0, allow_inf_nan=False)] = 1.0
     presence_penalty: _Penalty = 0.0
     frequency_penalty: _Penalty = 0.0
     logit_bias: Annotated[Mapping[_Count, _Penalty] | None, BeforeValidator(_as_bias)] = None
-    stop: Annotated[tuple[_Text, ...], BeforeValidator(_as_texts)] = ()
+    stop: Annotated[tuple[_Text, ...], BeforeValidator(_stop_strings)] = ()
     stop_token_ids: Annotated[tuple[_Count, ...], BeforeValidator(_as_tuple)] = ()
     include_stop_str_in_output: bool = False
     ignore_eos: bool = False

@@ -30,6 +30,7 @@ class BreakerTokens:
     Args:
         names: makes the names of the tokens -> their ids, once they are needed.
         byte_letters: letter -> byte, as byte-level BPE names tokens.
+        byte_values: id -> byte, of tokens of one raw byte.
         encode: the tokens of a text that continues another one.
     """
 
@@ -37,9 +38,11 @@ class BreakerTokens:
         self,
         names: Callable[[], Mapping[str, int]],
         byte_letters: Mapping[str, int],
+        byte_values: Mapping[int, int],
         encode: Callable[[str], Sequence[int]],
     ) -> None:
         self._read_names, self._encode = names, encode
+        self._byte_values = byte_values
         self._letters = {byte: letter for letter, byte in byte_letters.items()}
         self._known = dict[tuple[str, ...], SequenceBreakers]()
 
@@ -97,6 +100,9 @@ class BreakerTokens:
         return {text, text.replace(" ", _SPACE)}
 
     def _containing(self, text: str) -> Iterator[int]:
+        yield from (
+            token for token, byte in self._byte_values.items() if bytes([byte]) == text.encode()
+        )
         for spelling in self._spellings(text):
             yield from [token for name, token in self._names.items() if spelling in name]
 

@@ -168,7 +168,7 @@ class Tokenizer:
     @cached_property
     def breakers(self) -> BreakerTokens:
         """Finds the tokens of sequence breakers."""
-        return BreakerTokens(self.hf.get_vocab, _BYTE_LETTERS, self.encode_more)
+        return BreakerTokens(self.hf.get_vocab, _BYTE_LETTERS, self.byte_values, self.encode_more)
 
     @property
     def template_text(self) -> str:
