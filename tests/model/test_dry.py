@@ -54,6 +54,7 @@ def test_a_breaker_ends_a_repeat_and_is_not_penalised():
     assert dry_penalties(ON, [1, 2, 7, 1, 2], single) == {}  # the breaker would continue it
     pair = breakers_of([2, 3])
     assert dry_penalties(ON, [1, 2, 3, 4, 9, 1, 2, 3, 4], pair) == {}
+    assert dry_penalties(ON, [2, 3, 4, 9, 2, 3, 4], breakers_of([2], [2, 3])) == {}
     assert dry_penalties(ON, [1, 3, 3, 4, 9, 1, 3, 3, 4], pair) == {9: 4.0}
 
 

@@ -116,7 +116,8 @@ def test_xtc_leaves_the_last_of_all_where_all_reach_the_threshold():
     every = {"xtc_probability": 1.0, "xtc_threshold": 0.0}
     assert distribution(log(0.4, 0.1, 0.3, 0.2), **every) == [0.0, 1.0, 0.0, 0.0]
     assert distribution([0.0] * 4, **every) == [0.0, 0.0, 0.0, 1.0]  # of equals the highest id
-    assert distribution([0.0] * 3, xtc_probability=1.0, xtc_threshold=0.3) == [0.0, 0.0, 1.0]
+    exact = {"xtc_probability": 1.0, "xtc_threshold": 0.25}
+    assert distribution([0.0] * 4, **exact) == [0.0, 0.0, 0.0, 1.0]
 
 
 def test_xtc_never_gives_a_token_of_probability_zero():
