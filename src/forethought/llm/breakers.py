@@ -7,9 +7,10 @@ another way, it is not seen.
 
 from __future__ import annotations
 
+import re
 from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import cached_property
 from itertools import islice
 
@@ -77,9 +78,9 @@ class BreakerTokens:
         is_breaker = bytearray(1 + max(self._names.values(), default=0))
         heads = dict[str, frozenset[int]]()
         runs = defaultdict[int, list[tuple[frozenset[int], tuple[int, ...]]]](list)
+        for token in self._containing(texts):
+            is_breaker[token] = 1
         for text in dict.fromkeys(texts):
-            for token in self._containing(text):
-                is_breaker[token] = 1
             for cut in range(1, len(text)):
                 begin, rest = text[:cut], tuple(self._encode(text[cut:]))
                 if begin not in heads:
@@ -99,12 +100,15 @@ class BreakerTokens:
             return {"".join(self._letters[byte] for byte in text.encode())}
         return {text, text.replace(" ", _SPACE)}
 
-    def _containing(self, text: str) -> Iterator[int]:
-        yield from (
-            token for token, byte in self._byte_values.items() if bytes([byte]) == text.encode()
-        )
-        for spelling in self._spellings(text):
-            yield from [token for name, token in self._names.items() if spelling in name]
+    def _containing(self, texts: Collection[str]) -> Iterator[int]:
+        """The tokens that contain any of the texts."""
+        if not texts:
+            return
+        single_bytes = {encoded[0] for text in texts if len(encoded := text.encode()) == 1}
+        yield from (token for token, byte in self._byte_values.items() if byte in single_bytes)
+        spellings = (spelling for text in texts for spelling in self._spellings(text))
+        contains = re.compile("|".join(map(re.escape, spellings))).search
+        yield from (token for name, token in self._names.items() if contains(name))
 
     def _ending(self, text: str) -> Iterator[int]:
         for spelling in self._spellings(text):
