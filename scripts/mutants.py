@@ -88,6 +88,7 @@ NGRAM = "tests/speculative/test_ngram.py"
 SUFFIX = "tests/speculative/test_suffix.py"
 PAIRS = "tests/speculative/test_eagle.py tests/speculative/test_mtp.py"
 NATIVE_SAMPLING = "tests/backends/test_native_sampling.py"
+LLAMA_SAMPLERS = "tests/model/test_llama_samplers.py tests/model/test_dry.py"
 SAMPLING = "tests/model/test_sampling.py tests/model/test_constraint.py"
 DRIVER = (
     "tests/scaffolding/test_driver.py tests/scaffolding/test_budget.py "
@@ -982,6 +983,42 @@ MUTANTS = [
         "for_distinct(by, by.num_prompt,",
         "for_distinct(by, 0,",
         NATIVE_SAMPLING,
+    ),
+    Mutant(
+        "backends/cpu/cpp/sampling.h",
+        "weights[i] <= weights[last]",
+        "weights[i] < weights[last]",
+        NATIVE_SAMPLING,
+    ),
+    Mutant(
+        "model/sampling/distribution.py",
+        "chosen >= _column([p.xtc_threshold",
+        "chosen > _column([p.xtc_threshold",
+        LLAMA_SAMPLERS,
+    ),
+    Mutant(
+        "model/sampling/dry.py",
+        "limit = min(longest, len(newest_first) - at)",
+        "limit = min(longest, at)",
+        LLAMA_SAMPLERS,
+    ),
+    Mutant(
+        "model/sampling/dry.py",
+        "token in heads and len(rest) >= length",
+        "token in heads and len(rest) > length",
+        LLAMA_SAMPLERS,
+    ),
+    Mutant(
+        "engine/packing.py",
+        "return not _reads_tokens(sequence) and",
+        "return sequence.constraint is None and",
+        "tests/engine/test_continuous_decode.py -k dry",
+    ),
+    Mutant(
+        "engine/packing.py",
+        "row.num_nodes and _reads_tokens(row.sequence)",
+        "row.num_nodes and row.sequence.constraint",
+        "tests/speculative/test_verify_on_gpu.py -k dry",
     ),
     Mutant(
         "backends/cpu/cpp/chain_steps.h",

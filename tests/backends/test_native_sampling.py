@@ -35,6 +35,7 @@ from forethought.model.sampling.sampler import (
 )
 from models import tiny
 from sampling_cases import VOCABULARY, logit_rows, sampling_params, tokens
+from slow_samplers import at_an_edge, breakers_of, llama_params
 
 EDGE = 2e-6
 EOS = frozenset({1})
@@ -109,6 +110,22 @@ def test_tokens_are_the_reference_s_with_every_parameter(
         expect_reference(logits, context)
 
 
+@settings(max_examples=200, deadline=None)
+@given(
+    logit_rows,
+    llama_params,
+    st.lists(tokens, min_size=1, max_size=6),
+    st.lists(st.integers(3, 6), max_size=12),
+)
+def test_so_they_are_with_the_samplers_of_llama_cpp(
+    raw: list[float], params: SamplingParams, prompt: list[int], output: list[int]
+) -> None:
+    breakers = [[3], [4, 5]]
+    context = TokenContext(params, prompt, output, EOS, breakers=breakers_of(*breakers))
+    if not at_an_edge(raw, context, breakers):
+        expect_reference(torch.tensor(raw), context)
+
+
 def is_at_an_edge(logits: Tensor, context: TokenContext) -> bool:
     """Whether a mass reaches top_p, or a ratio min_p, within the rounding of float32: either side
     of it is right.
@@ -141,6 +158,9 @@ def is_at_an_edge(logits: Tensor, context: TokenContext) -> bool:
         {"top_p": 0.0001},
         {"top_k": 40, "top_p": 0.95, "min_p": 0.02, "temperature": 0.7},
         {"presence_penalty": 0.4, "frequency_penalty": 0.2, "repetition_penalty": 1.3},
+        {"top_n_sigma": 1.5},
+        {"xtc_probability": 0.5, "xtc_threshold": 0.05},
+        {"top_p": 0.9, "top_n_sigma": 3.0, "xtc_probability": 0.3, "xtc_threshold": 0.0007},
     ],
 )
 def test_vocabularies_of_any_size_and_distributions_of_any_width_are_drawn_from(

@@ -27,6 +27,7 @@ from forethought.config.generation_config import described, not_honoured, sampli
             {"temperature": 0.0, "repetition_penalty": 1.1},
         ),
         ({"repetition_penalty": 1.05}, {"repetition_penalty": 1.05}),
+        ({"xtc_probability": 0.5, "xtc_threshold": 0.1}, {"xtc_probability": 0.5}),
     ],
 )
 def test_the_fields_of_a_file_are_sampling_fields(

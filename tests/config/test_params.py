@@ -32,6 +32,29 @@ from forethought.errors import ParameterError
         {"top_p": 1.1},
         {"min_p": 1.5},
         {"repetition_penalty": 0.0},
+        {"top_n_sigma": -0.5},
+        {"top_n_sigma": float("nan")},
+        {"top_n_sigma": 1e9},
+        {"top_n_sigma": True},
+        {"xtc_probability": 1.01},
+        {"xtc_probability": -0.1},
+        {"xtc_threshold": float("nan")},
+        {"xtc_threshold": "0.1"},
+        {"dry_multiplier": -1.0},
+        {"dry_multiplier": float("inf")},
+        {"dry_base": 0.99},
+        {"dry_base": 1e6},
+        {"dry_allowed_length": 0},
+        {"dry_allowed_length": 1.5},
+        {"dry_allowed_length": 10**6},
+        {"dry_penalty_last_n": -2},
+        {"dry_penalty_last_n": 2**31},
+        {"dry_sequence_breakers": "\n"},
+        {"dry_sequence_breakers": [""]},
+        {"dry_sequence_breakers": [3]},
+        {"dry_sequence_breakers": ["a\ud800"]},
+        {"dry_sequence_breakers": ["a" * 41]},
+        {"dry_sequence_breakers": ["a"] * 17},
         {"presence_penalty": float("inf")},
         {"logit_bias": {1.5: 2.0}},
         {"logit_bias": {True: 2.0}},
@@ -60,6 +83,22 @@ from forethought.errors import ParameterError
 def test_an_impossible_value_is_refused_by_the_name_of_its_field(values: dict[str, Any]) -> None:
     with pytest.raises(ParameterError, match=f"invalid {next(iter(values))}: .+ Change "):
         SamplingParams(**values)
+
+
+def test_what_clients_of_llama_cpp_send_to_switch_a_sampler_off_is_off() -> None:
+    off = {"top_n_sigma": -1, "dry_multiplier": 0, "xtc_probability": 0}
+    unused = {
+        "xtc_threshold": 0.2,
+        "dry_base": 2,
+        "dry_sequence_breakers": [],
+        "dry_penalty_last_n": 0,
+    }
+    params = SamplingParams(**off, **unused)
+    assert not (params.keeps_within_sigma)
+    assert not (params.excludes_top)
+    assert not (params.penalises_repeats)
+    assert params.replace(temperature=0.0).takes_argmax
+    assert SamplingParams(dry_sequence_breakers=None).dry_sequence_breakers == ()
 
 
 def test_an_unknown_field_is_refused_with_the_nearest_and_all_allowed_ones() -> None:

@@ -136,6 +136,19 @@ SAMPLED: dict[str, dict[str, Any]] = {
     "cuts": {"temperature": 1.3, "top_k": 3, "top_p": 0.9, "seed": 2},
     "penalties": {"temperature": 0.3, "seed": 3, "presence_penalty": 0.2, "min_tokens": 7},
     "greedy penalties": {"temperature": 0.0, "repetition_penalty": 1.1},
+    "cuts of llama.cpp": {
+        "temperature": 0.6,
+        "seed": 4,
+        "top_n_sigma": 3.5,
+        "xtc_probability": 0.2,
+        "xtc_threshold": 0.02,
+    },
+    "dry": {
+        "temperature": 0.3,
+        "seed": 5,
+        "dry_multiplier": 0.5,
+        "dry_sequence_breakers": (),
+    },
 }
 
 

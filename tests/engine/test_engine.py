@@ -146,6 +146,7 @@ def test_a_prompt_that_is_not_scored_leaves_capacity_for_a_token() -> None:
         {"repetition_penalty": 1.1},
         {"presence_penalty": 0.1},
         {"frequency_penalty": 0.1},
+        {"dry_multiplier": 0.1},
         {"min_tokens": 2},
         {"logprobs": 0},
         {"confidence": 2},

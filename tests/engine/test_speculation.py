@@ -220,7 +220,28 @@ CHANGED = SamplingParams(
 )
 
 
-@pytest.mark.parametrize("params", [SAMPLED, CHANGED, CHANGED.replace(temperature=0.0)])
+REPEATING = SAMPLED.replace(
+    temperature=0.5,
+    top_n_sigma=4.0,
+    xtc_probability=0.3,
+    xtc_threshold=0.02,
+    dry_multiplier=1.5,
+    dry_allowed_length=1,
+    dry_sequence_breakers=(),
+)
+"""With the samplers of llama.cpp, of which DRY reads the drafted tokens."""
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        SAMPLED,
+        CHANGED,
+        CHANGED.replace(temperature=0.0),
+        REPEATING,
+        REPEATING.replace(temperature=0.0),
+    ],
+)
 @pytest.mark.parametrize("kind", ["oracle", "adversary", "tree"])
 def test_sampled_tokens_are_those_of_plain_decoding_token_for_token(
     kind: str, params: SamplingParams

@@ -36,6 +36,7 @@ from forethought.model.sampling import TokenContext
 from forethought.reference.engine import logits_to_probs as reference_probs
 from forethought.speculative.drafter import Draft, Drafter, DraftKind, DraftRequest
 from models import VOCAB, tiny, transformers_model
+from slow_samplers import slow_probs
 
 PROMPT = [5, 17, 33, 60, 41]
 SAMPLES = 2000
@@ -49,14 +50,20 @@ HYBRID = SAMPLING.replace(top_k=2, max_tokens=4, n=500)
 
 
 @functools.cache
-def next_probs(said: tuple[int, ...], architecture: str = "llama") -> tuple[float, ...]:
+def next_logits(said: tuple[int, ...], architecture: str = "llama") -> list[float]:
     """Of the token after the prompt and what was said."""
-    sampling = HYBRID if architecture == "qwen3_5" else SAMPLING
-    tokens = torch.tensor([[*PROMPT, *said]])
     with torch.inference_mode():
-        logits = transformers_model(tiny(architecture))(tokens).logits[0, -1]
+        model, tokens = transformers_model(tiny(architecture)), torch.tensor([[*PROMPT, *said]])
+        logits: list[float] = model(tokens).logits[0, -1].tolist()
+    return logits
+
+
+@functools.cache
+def next_probs(said: tuple[int, ...], architecture: str = "llama") -> tuple[float, ...]:
+    """Of the same."""
+    sampling = HYBRID if architecture == "qwen3_5" else SAMPLING
     context = TokenContext(sampling, PROMPT, said, frozenset([2]))
-    return tuple(reference_probs(logits.tolist(), context))
+    return tuple(reference_probs(next_logits(said, architecture), context))
 
 
 @functools.cache
@@ -131,6 +138,61 @@ def test_sampled_outputs_have_the_distribution_of_plain_decoding(
 )
 def test_so_have_those_of_several_steps_in_one_call(config: DecodingBaseConfig | None) -> None:
     assert p_value(config, num_steps=8) > 1e-4
+
+
+EXCLUDING = SAMPLING.replace(xtc_probability=0.5, xtc_threshold=0.2)
+
+
+@functools.cache
+def exact_with_xtc() -> dict[tuple[int, ...], float]:
+    distributions: dict[tuple[int, ...], float] = {(): 1.0}
+    for _ in range(3):
+        distributions = {
+            (*said, token): mass * chance
+            for said, mass in distributions.items()
+            for token, chance in enumerate(
+                slow_probs(next_logits(said), TokenContext(EXCLUDING, PROMPT, said, frozenset([2])))
+            )
+            if chance > 0
+        }
+    return distributions
+
+
+def p_value_with_xtc(
+    config: DecodingBaseConfig | None, probability: float = 0.5, num_steps: int = 1
+) -> float:
+    configs = [] if config is None else [config]
+    limits = {"max_batch_size": 400, "max_num_tokens": 4000, "max_length": 16}
+    machine = engine(pages=2048, speculative=configs, **limits)
+    machine.num_decode_steps = num_steps
+    samples = machine.add(PROMPT, EXCLUDING.replace(xtc_probability=probability))
+    drain(machine)
+    assert config is None or machine.stats.accepted > SAMPLES / 20
+    counts, probs = Counter(map(tuple, outputs(samples))), exact_with_xtc()
+    expect_empty(machine)
+    assert set(counts) <= set(probs)
+    expected = [SAMPLES * mass for mass in probs.values()]
+    return float(chisquare([counts[said] for said in probs], expected).pvalue)
+
+
+@pytest.mark.parametrize(
+    ("config", "num_steps"),
+    [
+        (None, 8),
+        (DraftTargetDecodingConfig(draft_choices=TREE, draft_sampling="sampled", **SAME_MODEL), 1),
+    ],
+    ids=["plain", "tree without replacement"],
+)
+def test_outputs_with_xtc_have_the_distribution_of_its_definition(
+    config: DecodingBaseConfig | None, num_steps: int
+) -> None:
+    """Of the 27 outcomes, the rarest is expected more than five times in 2000 samples."""
+    assert min(exact_with_xtc().values()) * SAMPLES > 5
+    assert p_value_with_xtc(config, num_steps=num_steps) > 1e-4
+
+
+def test_the_test_finds_xtc_with_another_probability() -> None:
+    assert p_value_with_xtc(None, probability=0.65) < 1e-8
 
 
 def test_the_test_finds_another_temperature_in_several_steps() -> None:

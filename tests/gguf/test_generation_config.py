@@ -66,6 +66,8 @@ def test_advice_on_sampling_has_the_names_of_transformers(
         "general__sampling__temp": 0.7,
         "general__sampling__top_k": 20,
         "general__sampling__min_p": 0.05,
+        "general__sampling__xtc_probability": 0.5,
+        "general__sampling__xtc_threshold": 0.2,
         "general__sampling__mirostat": 2,
     }
     result = generation(tmp_path, params=params, **stored)
@@ -73,6 +75,7 @@ def test_advice_on_sampling_has_the_names_of_transformers(
     assert result["temperature"] == (0.5 if params else 0.7)
     assert (result["top_k"], result["min_p"]) == (20, 0.05)
     assert result.get("repetition_penalty") == (1.1 if params else None)
+    assert (result["xtc_probability"], result["xtc_threshold"]) == (0.5, 0.2)
     assert "mirostat" not in result
 
 

@@ -175,7 +175,7 @@ def test_a_fork_with_an_unknown_field_is_refused():
 def another_value(name, number=1):
     """A value of a sampling field that is not its default."""
     default = sampling.DEFAULTS[name]
-    if name == "stop":
+    if name in ("stop", "dry_sequence_breakers"):
         return [f"x{number}"]
     if isinstance(default, bool):
         return not default
@@ -430,6 +430,14 @@ def test_sampling_fields_become_the_engines_parameters():
         n=2,
         min_p=0.1,
         top_p=0.9,
+        top_n_sigma=2.0,
+        xtc_probability=0.5,
+        xtc_threshold=0.2,
+        dry_multiplier=0.8,
+        dry_base=2.0,
+        dry_allowed_length=3,
+        dry_penalty_last_n=64,
+        dry_sequence_breakers=["."],
         include_stop_str_in_output=True,
         skip_special_tokens=False,
     )
@@ -450,6 +458,14 @@ def test_sampling_fields_become_the_engines_parameters():
         n=2,
         min_p=0.1,
         top_p=0.9,
+        top_n_sigma=2.0,
+        xtc_probability=0.5,
+        xtc_threshold=0.2,
+        dry_multiplier=0.8,
+        dry_base=2.0,
+        dry_allowed_length=3,
+        dry_penalty_last_n=64,
+        dry_sequence_breakers=(".",),
         include_stop_str_in_output=True,
         skip_special_tokens=False,
         priority=3,

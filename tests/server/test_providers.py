@@ -420,8 +420,13 @@ def test_a_refused_request_keeps_its_status_and_code() -> None:
 def test_values_that_change_nothing_are_no_fields_that_another_server_must_take() -> None:
     """As vLLM's clients send them with every request."""
     neutral = {"top_k": -1, "min_p": 0.0, "min_tokens": 0, "repetition_penalty": 1.0}
+    neutral |= {"top_n_sigma": -1, "xtc_probability": 0, "xtc_threshold": 0.1}
+    neutral |= {"dry_multiplier": 0.0, "dry_base": 1.75, "dry_allowed_length": 2}
+    neutral |= {"dry_penalty_last_n": -1, "dry_sequence_breakers": ["\n", ":", '"', "*"]}
     with in_front_of(lambda number: saying("hello")) as (server, provider):
         answer = server.send(CHAT, {**ASK, **neutral})
-        refused = [server.send(CHAT, {**ASK, name: 0.5}).status for name in ("min_p",)]
-        assert (answer.status, refused) == (200, [400])
+        refused = [
+            server.send(CHAT, {**ASK, name: 0.5}).status for name in ("min_p", "dry_multiplier")
+        ]
+        assert (answer.status, refused) == (200, [400, 400])
         assert not provider.requests[0].keys() & neutral.keys()

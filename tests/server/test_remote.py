@@ -167,6 +167,8 @@ def test_a_reasoning_effort_goes_on_as_it_is() -> None:
 REFUSED: Any = [
     (CHAT, {"top_k": 5}, ["top_k", "--upstream-fields top_k"]),
     ("/v1/completions", {"min_p": 0.1}, ["min_p", "--upstream-fields min_p"]),
+    (CHAT, {"xtc_probability": 0.5}, ["xtc_probability", "--upstream-fields xtc_probability"]),
+    (CHAT, {"dry_sequence_breakers": ["x"]}, ["--upstream-fields dry_sequence_breakers"]),
     (CHAT, {"thinking_budget": 5}, ["thinking_budget", "--thinking-field"]),
     (CHAT, {"reasoning_budget": 5}, ["reasoning_budget", "--thinking-field"]),
     (CHAT, {"thinking_soft": 5, "thinking_budget": 9}, ["thinking"]),

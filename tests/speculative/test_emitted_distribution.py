@@ -392,6 +392,8 @@ def fit(found: Counter[tuple[int, ...]], distribution: dict[tuple[int, ...], flo
 
 PLAIN = SamplingParams()
 PICKY = SamplingParams(temperature=0.8, top_p=0.9, frequency_penalty=1.5, repetition_penalty=1.2)
+EXCLUDING = SamplingParams(temperature=1.5, xtc_probability=0.5, xtc_threshold=0.2, top_n_sigma=2.5)
+REPEATING = SamplingParams(dry_multiplier=1.5, dry_allowed_length=1, dry_sequence_breakers=())
 BUSHY = (-1, -1, 0, 0, 1)
 DRAFTERS = {
     "chain": (SimulatedDrafter((-1, 0, 1), IID, IID), PLAIN),
@@ -400,6 +402,9 @@ DRAFTERS = {
     "points": (SimulatedDrafter(BUSHY, POINT, POINT), PLAIN),
     "reduced vocabulary": (SimulatedDrafter(BUSHY, WITHOUT, WITHOUT, ids=(3, 0, 1)), PLAIN),
     "penalties and cuts": (SimulatedDrafter(BUSHY, WITHOUT, WITHOUT), PICKY),
+    "XTC": (SimulatedDrafter(BUSHY, WITHOUT, WITHOUT), EXCLUDING),
+    "XTC, points": (SimulatedDrafter(BUSHY, POINT, POINT), EXCLUDING),
+    "DRY": (SimulatedDrafter(BUSHY, WITHOUT, WITHOUT), REPEATING),
 }
 
 
@@ -407,6 +412,12 @@ DRAFTERS = {
 def test_three_tokens_of_many_requests_have_the_distribution_of_plain_decoding(name: str):
     drafter, params = DRAFTERS[name]
     assert fit(generate(drafter, params), joint_distribution(params)) > P_VALUE
+
+
+def test_the_fit_tells_xtc_with_another_probability_apart():
+    other = EXCLUDING.replace(xtc_probability=0.4)
+    drafter = SimulatedDrafter(BUSHY, WITHOUT, WITHOUT)
+    assert fit(generate(drafter, other), joint_distribution(EXCLUDING)) < P_VALUE
 
 
 MISTAKEN = {

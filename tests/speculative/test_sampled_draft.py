@@ -23,6 +23,8 @@ PARAMS = [
     SamplingParams(min_p=0.2, min_tokens=2, stop_token_ids=[4]),
     SamplingParams(repetition_penalty=1.5),
     SamplingParams(presence_penalty=0.5, frequency_penalty=0.1),
+    SamplingParams(xtc_probability=0.5, xtc_threshold=0.1, top_n_sigma=1.5),
+    SamplingParams(dry_multiplier=2.0, dry_allowed_length=1),
     SamplingParams(min_tokens=9, stop_token_ids=[4, 5]),
 ]
 TREES = {

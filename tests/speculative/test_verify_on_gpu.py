@@ -17,6 +17,11 @@ from torch import Tensor
 
 from fake_cuda import DEVICE, fake_cuda
 from forethought.config.sampling import SamplingParams
+from forethought.engine.packing import pending_samples
+from forethought.engine.scheduler import PlannedRow
+from forethought.engine.sequence import Sequence as LiveSequence
+from forethought.kv.pool import PagePool
+from forethought.kv.table import PageTable
 from forethought.model.sampling import DevicePath, TokenContext, logits_to_probs
 from forethought.speculative.drafter import NO_DRAFT, DeviceTokens, Draft, DraftKind
 from forethought.speculative.verify.accept import VerificationResult, verify_argmax
@@ -32,6 +37,7 @@ from forethought.speculative.verify.verify import (
 )
 
 WIDTH = 12
+EXCLUDING = SamplingParams(top_n_sigma=2.0, xtc_probability=0.5, xtc_threshold=0.05)
 SAMPLED, GREEDY = SamplingParams(), SamplingParams(temperature=0.0)
 ASKED: list[dict[str, Any]] = [{}, {"logprobs": 2}, {"confidence": 3}]
 ASKED += [{"logprobs": 0, "confidence": 1, "top_p": 0.9}]
@@ -39,6 +45,7 @@ PARENTS = [(-1, 0, 1), (-1, -1, 0, 0, 1, 2), (-1,)]
 RULES: dict[str, tuple[SamplingParams, AcceptanceRule | None]] = {
     "exact": (SAMPLED, None),
     "greedy": (GREEDY, None),
+    "excluding": (EXCLUDING, None),
     "relaxed": (GREEDY, RelaxedAcceptance(4, 0.3, "probability", 3, 4)),
     "typical": (SAMPLED, TypicalAcceptance(0.09, 0.3)),
     "synthetic": (SAMPLED, SyntheticAcceptance.of_rate(0.7)),
@@ -146,6 +153,22 @@ def test_argmaxes_are_those_of_the_cpu_and_wait_once(kind: DraftKind) -> None:
             assert device.counts["waits"] == 1, device.sites
         assert found == expected
     assert num_accepted > 20
+
+
+def test_drafted_tokens_are_read_where_dry_looks_for_repeats_in_them() -> None:
+    fields = {"dry_multiplier": 1.0, "dry_allowed_length": 1, "dry_sequence_breakers": ()}
+    for params, waits in ((SAMPLED.replace(**fields), 1), (SAMPLED, 0)):
+        sequence = LiveSequence(0, [4, 9, 4], 2, params, PageTable(PagePool(4, 4)))
+        with fake_cuda() as device:
+            drafts = DeviceTokens(torch.tensor([9, 4, 9], device=DEVICE))
+            row = PlannedRow(sequence, 2, 3, 1, num_nodes=3, draft=Draft(drafts))
+            device.reset()
+            (pending,) = pending_samples([row], frozenset({2}))
+            assert device.counts["waits"] == waits, device.sites
+        outputs = [list(context.output) for context in pending.request.contexts]
+        if waits:
+            assert outputs == [[4], [4, 9], [4, 9, 4], [4, 9, 4, 9]]
+            assert set(pending.request.contexts[-1].dry_penalties) == {4}
 
 
 def test_penalties_see_drafted_tokens_that_the_host_does_not_know() -> None:

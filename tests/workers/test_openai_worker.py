@@ -246,7 +246,14 @@ def test_best_of_is_asked_for_without_a_stream_as_the_api_demands(server):
     assert (task.output_str, task.usage_completion_tokens) == ("Hello world", 2)
 
 
-@pytest.mark.parametrize("name", ["top_k", "min_p", "min_tokens", "repetition_penalty"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("top_k", "min_p", "min_tokens", "repetition_penalty", "top_n_sigma"),
+        *("xtc_probability", "xtc_threshold", "dry_multiplier", "dry_base"),
+        *("dry_allowed_length", "dry_penalty_last_n", "dry_sequence_breakers"),
+    ],
+)
 def test_fields_beyond_the_api_are_refused_unless_the_server_takes_them(server, name):
     def task():
         return GenerationTask(input_str="p", **{name: 3})

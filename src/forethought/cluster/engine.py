@@ -32,7 +32,7 @@ from forethought.errors import ModelError, RequestError, UsageError
 from forethought.kv.pool import PagePool
 from forethought.kv.table import PageTable
 from forethought.model.adapter import Adapter
-from forethought.model.sampling import Constraints
+from forethought.model.sampling import Constraints, SequenceBreakers
 from forethought.model.token_adapters import PlacedAdapter
 from forethought.outputs import (
     GRAMMAR_COMPLETE,
@@ -157,6 +157,7 @@ class ClusterEngine(BaseEngine):
         *,
         keep: bool = False,
         constraints: Constraints | None = None,
+        breakers: SequenceBreakers | None = None,
     ) -> list[Sequence]:
         seed, first = self._seed(params), self._new(prompt_ids, keep)
         samples = [first]
@@ -179,6 +180,7 @@ class ClusterEngine(BaseEngine):
         params: SamplingParams,
         *,
         constraints: Constraints | None = None,
+        breakers: SequenceBreakers | None = None,
         begun: Begun = FRESH,
     ) -> None:
         self.check_resume(sequence, params)

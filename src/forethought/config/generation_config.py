@@ -12,8 +12,11 @@ from forethought.errors import ParameterError
 
 log = logging.getLogger(__name__)
 
-SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-"""Fields that are fields of ``SamplingParams``, by the same names."""
+SAMPLING = (
+    *("temperature", "top_p", "top_k", "min_p", "repetition_penalty"),
+    *("xtc_probability", "xtc_threshold"),
+)
+"""Fields that are fields of ``SamplingParams``, by the same names; the last two of GGUF files."""
 _NEUTRAL: Mapping[str, tuple[Any, ...]] = MappingProxyType(
     {
         "typical_p": (1.0,),

@@ -19,12 +19,20 @@ MAX_LOGPROBS = 64
 MAX_SAMPLES = 4096
 """Most samples of one prompt, all of which the engine holds at once."""
 
+BREAKERS = ("\n", ":", '"', "*")
+"""Sequence breakers of DRY by default, those of llama.cpp."""
+
+MAX_BREAKERS, MAX_BREAKER_LENGTH = 16, 40
+"""Most sequence breakers of a request, and characters of each."""
+
 _Count = Annotated[int, Field(ge=0, le=2**63 - 1)]
 _Seed = Annotated[int, Field(ge=0, le=2**64 - 1)]
 _Logprobs = Annotated[int, Field(ge=0, le=MAX_LOGPROBS)]
 _Fraction = Annotated[float, Field(ge=0.0, le=1.0, allow_inf_nan=False)]
 _Penalty = Annotated[float, Field(ge=-100.0, le=100.0, allow_inf_nan=False)]
 _Text = Annotated[str, Field(min_length=1)]
+_Breaker = Annotated[str, Field(min_length=1, max_length=MAX_BREAKER_LENGTH)]
+_Breakers = Annotated[tuple[_Breaker, ...], Field(max_length=MAX_BREAKERS)]
 _Ids = Annotated[tuple[_Count, ...], Field(min_length=1)]
 
 _Encodable = Annotated[str, Field(min_length=0)]
@@ -41,6 +49,12 @@ def seed_of(seed: Any) -> Any:
 def top_k_of(top_k: Any) -> Any:
     """``top_k`` as vLLM's clients write it: -1 is no limit."""
     return 0 if type(top_k) is int and top_k == -1 else top_k
+
+
+def top_n_sigma_of(top_n_sigma: Any) -> Any:
+    """``top_n_sigma`` as llama.cpp's clients write it: -1 is no limit."""
+    is_number = isinstance(top_n_sigma, int | float) and not isinstance(top_n_sigma, bool)
+    return 0.0 if is_number and top_n_sigma == -1 else top_n_sigma
 
 
 def _as_tuple(values: Any) -> Any:
@@ -134,6 +148,17 @@ class SamplingParams(RequestParams):
     ``top_k`` ``top_p``        keep the k most probable; the smallest set of mass p (off: 0 or -1,
                                and 1.0)
     ``min_p``                  keep tokens with this fraction of the highest probability
+    ``top_n_sigma``            keep tokens whose logit is at most this many standard deviations of
+                               the logits below the largest (off: 0 or -1)
+    ``xtc_probability``        with this probability leave out the most probable tokens, those with
+                               a probability from ``xtc_threshold`` on but for the least probable
+                               of them (XTC; off: 0)
+    ``dry_multiplier``         DRY (off: 0): from the logit of a token that would continue a repeat
+                               of n tokens, subtract ``dry_multiplier`` times ``dry_base`` to the
+                               power n - ``dry_allowed_length``; shorter repeats are allowed
+    ``dry_penalty_last_n``     last tokens of prompt and output that DRY looks for repeats in; -1:
+                               all, 0: DRY is off
+    ``dry_sequence_breakers``  texts that no repeat reaches across
     ``repetition_penalty``     divides positive, multiplies negative logits of tokens seen
     ``presence_penalty``       subtracted once from the logit of a token generated before
     ``frequency_penalty``      subtracted for each earlier occurrence among generated tokens
@@ -177,6 +202,18 @@ class SamplingParams(RequestParams):
     top_k: Annotated[_Count, BeforeValidator(top_k_of)] = 0
     top_p: Annotated[float, Field(gt=0.0, le=1.0, allow_inf_nan=False)] = 1.0
     min_p: _Fraction = 0.0
+    top_n_sigma: Annotated[
+        float,
+        Field(ge=0.0, le=1000.0, allow_inf_nan=False),
+        BeforeValidator(top_n_sigma_of),
+    ] = 0.0
+    xtc_probability: _Fraction = 0.0
+    xtc_threshold: _Fraction = 0.1
+    dry_multiplier: Annotated[float, Field(ge=0.0, le=100.0, allow_inf_nan=False)] = 0.0
+    dry_base: Annotated[float, Field(ge=1.0, le=100.0, allow_inf_nan=False)] = 1.75
+    dry_allowed_length: Annotated[int, Field(ge=1, le=1024)] = 2
+    dry_penalty_last_n: Annotated[int, Field(ge=-1, le=2**31 - 1)] = -1
+    dry_sequence_breakers: Annotated[_Breakers, BeforeValidator(_as_tuple)] = BREAKERS
     repetition_penalty: Annotated[float, Field(gt=0.0, le=100.0, allow_inf_nan=False)] = 1.0
     presence_penalty: _Penalty = 0.0
     frequency_penalty: _Penalty = 0.0
@@ -219,12 +256,22 @@ class SamplingParams(RequestParams):
     @property
     def edits_logits(self) -> bool:
         """Whether a bias or a penalty changes the model's logits."""
+        return self.logit_bias is not None or self.penalises
+
+    @property
+    def penalises(self) -> bool:
+        """Whether the logits of tokens are changed because of earlier tokens."""
         return (
-            self.logit_bias is not None
-            or self.repetition_penalty != 1.0
+            self.repetition_penalty != 1.0
             or self.presence_penalty != 0.0
             or self.frequency_penalty != 0.0
+            or self.penalises_repeats
         )
+
+    @property
+    def penalises_repeats(self) -> bool:
+        """Whether tokens that continue a repeat are penalised (DRY)."""
+        return self.dry_multiplier > 0.0 and self.dry_penalty_last_n != 0
 
     @property
     def takes_argmax(self) -> bool:
@@ -240,6 +287,16 @@ class SamplingParams(RequestParams):
     def cuts(self) -> bool:
         """Whether improbable tokens are cut from the distribution (top-k, top-p, min-p)."""
         return not self.greedy and bool(self.top_k or self.top_p < 1.0 or self.min_p > 0.0)
+
+    @property
+    def keeps_within_sigma(self) -> bool:
+        """Whether tokens are cut whose logits are far below the largest (top-n-sigma)."""
+        return not self.greedy and self.top_n_sigma > 0.0
+
+    @property
+    def excludes_top(self) -> bool:
+        """Whether the most probable tokens may be left out (XTC)."""
+        return not self.greedy and self.xtc_probability > 0.0
 
     @property
     def limits_thinking(self) -> bool:

@@ -25,7 +25,7 @@ from forethought.errors import (
     UsageError,
 )
 from forethought.model.adapter import Adapter
-from forethought.model.sampling import Constraints
+from forethought.model.sampling import Constraints, SequenceBreakers
 from forethought.model.token_adapters import PlacedAdapter
 from forethought.outputs import EngineLoad, EngineStats
 from forethought.speculative.step_runner import Interrupt
@@ -119,6 +119,7 @@ class BaseEngine(ABC):
         *,
         keep: bool = False,
         constraints: Constraints | None = None,
+        breakers: SequenceBreakers | None = None,
     ) -> list[Sequence]:
         """Start ``params.n`` generations from one prompt; see ``Engine.start``."""
 
@@ -133,6 +134,7 @@ class BaseEngine(ABC):
         params: SamplingParams,
         *,
         constraints: Constraints | None = None,
+        breakers: SequenceBreakers | None = None,
         begun: Begun = FRESH,
     ) -> None:
         """Generate from a parked sequence; see ``Engine.resume``."""

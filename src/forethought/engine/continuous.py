@@ -1,6 +1,6 @@
 """Continuous decode steps: several in one call, where nothing has to be decided between them.
 
-Every running sequence decodes without a constraint, and nothing can be admitted; one that is
+Every running sequence decodes without a constraint or DRY, and nothing can be admitted; one that is
 prefilled beside decodes decodes from the second step on. Drafts, if there are any, are chains of
 one drafter, of a length that holds. The steps are made by
 ``StepRunner.advance`` and committed and counted as if they had been made one by one.

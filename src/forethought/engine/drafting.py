@@ -276,6 +276,7 @@ class Drafting:
                 group=hash((params.cache_salt, prompt)),
                 index=sequence.index,
                 seed=sequence.seed,
+                breakers=sequence.breakers,
             )
         return self._requests[sequence.id]
 

@@ -45,7 +45,7 @@ from forethought.kv.table import PageTable
 from forethought.model.adapter import Adapter
 from forethought.model.device import computing_threads
 from forethought.model.runner import ModelRunner
-from forethought.model.sampling import Constraint, Constraints
+from forethought.model.sampling import Constraint, Constraints, SequenceBreakers
 from forethought.model.token_adapters import PlacedAdapter
 from forethought.outputs import EngineLoad, EngineStats, FinishReason, SpeculationMetrics
 
@@ -169,10 +169,11 @@ class Engine(BaseEngine):
         *,
         keep: bool = False,
         constraints: Constraints | None = None,
+        breakers: SequenceBreakers | None = None,
     ) -> list[Sequence]:
         """Check a prompt and its params, and ``start`` them."""
         self.check_prompt(prompt_ids, params)
-        return self.start(prompt_ids, params, keep=keep, constraints=constraints)
+        return self.start(prompt_ids, params, keep=keep, constraints=constraints, breakers=breakers)
 
     @override
     def start(
@@ -182,6 +183,7 @@ class Engine(BaseEngine):
         *,
         keep: bool = False,
         constraints: Constraints | None = None,
+        breakers: SequenceBreakers | None = None,
     ) -> list[Sequence]:
         """Start ``params.n`` generations from one prompt, which is prefilled once.
 
@@ -190,15 +192,18 @@ class Engine(BaseEngine):
             keep: park each sequence at its end instead of closing it.
             constraints: of the shape or thinking budget, if and only if the params ask for one
                 (ParameterError).
+            breakers: the ``dry_sequence_breakers`` of the params in tokens, without which DRY is
+                refused if there are any (ParameterError).
         """
         self._check_constraints(params, constraints)
+        self._check_breakers(params, breakers)
         adapter = self.adapters.chosen(params.adapter, None)
         sample_constraints = constraints(prompt_ids, params.n) if constraints else [None] * params.n
         arrival, seed = next(self._arrivals), self._seed(params)
         samples: list[Sequence] = []
         for index, constraint in enumerate(sample_constraints):
             sample = self._new(list(prompt_ids), keep)
-            sample.index, sample.adapter = index, adapter
+            sample.index, sample.adapter, sample.breakers = index, adapter, breakers
             self._start(sample, params, arrival, seed, constraint)
             if samples:
                 depend_on(sample, samples[0], len(prompt_ids))
@@ -239,6 +244,7 @@ class Engine(BaseEngine):
         params: SamplingParams,
         *,
         constraints: Constraints | None = None,
+        breakers: SequenceBreakers | None = None,
         begun: Begun = FRESH,
     ) -> None:
         """Generate from a parked sequence. ``params.n`` must be 1: fork for more.
@@ -254,9 +260,10 @@ class Engine(BaseEngine):
         """
         self.check_resume(sequence, params)
         self._check_constraints(params, constraints)
+        self._check_breakers(params, breakers)
         prompt_ids = sequence.tokens[: len(sequence.tokens) - begun.num_tokens]
         constraint = constraints(prompt_ids, 1)[0] if constraints else None
-        sequence.index = begun.index
+        sequence.index, sequence.breakers = begun.index, breakers
         self._choose_adapter(sequence, params)
         if sequence.num_uncomputed == 0:  # the last token's logits are needed once more
             sequence.table.rewind(len(sequence.tokens) - 1)
@@ -481,6 +488,16 @@ class Engine(BaseEngine):
                 f"guided_decoding is {params.guided_decoding}, thinking_budget is "
                 f"{params.thinking_budget}, constraints are {constraints}",
                 "Text is not known here: llm.grammar and llm.thinking make the constraints",
+            )
+
+    @staticmethod
+    def _check_breakers(params: SamplingParams, breakers: SequenceBreakers | None) -> None:
+        if params.penalises_repeats and params.dry_sequence_breakers and breakers is None:
+            raise ParameterError(
+                "dry_sequence_breakers in text",
+                "the engine has no tokenizer",
+                "Give their tokens as breakers (llm.breakers), or dry_sequence_breakers=()",
+                param="dry_sequence_breakers",
             )
 
     def _start(

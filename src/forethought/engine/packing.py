@@ -106,7 +106,14 @@ def goes_on_plainly(row: PlannedRow) -> bool:
     has_unknown_stops = bool(sequence.params.stop) and sequence.stop_candidates is None
     is_read = has_unknown_stops or sequence.wants_prompt_logprobs  # token by token
     is_apart = not (sequence.others or sequence.dependents or sequence.had_nonfinite_logits)
-    return sequence.constraint is None and row.is_last and is_apart and not is_read
+    return not _reads_tokens(sequence) and row.is_last and is_apart and not is_read
+
+
+def _reads_tokens(sequence: Sequence) -> bool:
+    """Whether the next token's distribution is computed from the earlier tokens on the host: by a
+    constraint, or DRY.
+    """
+    return sequence.constraint is not None or sequence.params.penalises_repeats
 
 
 def take_argmax(rows: List[PlannedRow], logits: Tensor) -> list[Sequence]:
@@ -129,8 +136,8 @@ def pending_samples(rows: List[PlannedRow], eos_ids: frozenset[int]) -> list[Pen
     """
     pending, begin = list[PendingSample](), 0
     shared = dict[int, TokenContext]()
-    drafted = [row for row in rows if row.num_nodes and row.sequence.constraint is not None]
-    if drafted:  # a constraint reads what it follows
+    drafted = [row for row in rows if row.num_nodes and _reads_tokens(row.sequence)]
+    if drafted:
         read_drafts(row.draft for row in drafted)
     for row in rows:
         root = begin + row.num_logits - 1
@@ -159,7 +166,8 @@ def sampled_token(
     params, start = sequence.params, sequence.prompt_length
     if sequence.has_stateful_distribution:
         prompt, output = sequence.tokens[:start], sequence.output
-        context = TokenContext(params, prompt, output, eos_ids, sequence.constraint)
+        rule, breakers = sequence.constraint, sequence.breakers
+        context = TokenContext(params, prompt, output, eos_ids, rule, breakers=breakers)
         return SampledToken(context, sequence.seed, sequence.index, is_stateful=True)
     shared_context = shared.get(id(params))
     if shared_context is None or params.min_tokens:  # the length of the output still counts

@@ -34,7 +34,7 @@ from forethought.outputs import (
 )
 
 if TYPE_CHECKING:
-    from forethought.model.sampling import Constraint
+    from forethought.model.sampling import Constraint, SequenceBreakers
     from forethought.model.token_adapters import PlacedAdapter
 
 
@@ -115,6 +115,8 @@ class Sequence:
     """
     constraint: Constraint | None = None
     """What restricts the output of the current generation."""
+    breakers: SequenceBreakers | None = None
+    """What ends a repeat in the current generation, for DRY; None: nothing does."""
     takes_argmax: bool = False
     """Whether each token of the current generation is the argmax of the model's own logits, and no
     score of it is asked for."""
@@ -139,9 +141,7 @@ class Sequence:
         params = self.params
         return bool(
             self.constraint is not None
-            or params.repetition_penalty != 1.0
-            or params.presence_penalty
-            or params.frequency_penalty
+            or params.penalises
             or len(self.tokens) - self.prompt_length < params.min_tokens
         )
 

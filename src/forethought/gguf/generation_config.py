@@ -24,6 +24,8 @@ _SAMPLING = {
     "top_k": "top_k",
     "top_p": "top_p",
     "min_p": "min_p",
+    "xtc_probability": "xtc_probability",
+    "xtc_threshold": "xtc_threshold",
     "penalty_repeat": "repetition_penalty",
     "repeat_penalty": "repetition_penalty",
 }

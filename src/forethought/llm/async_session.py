@@ -133,10 +133,10 @@ class AsyncSession:
         """Continue the sequence; iterate for everything so far.
 
         The generation begins at once and runs on, iterated or not, until it ends or ``abort`` or
-        ``close`` end it. The iterator raises the errors of ``generate``. With a new grammar, tokens
-        come once that is compiled. What has ``begun`` elsewhere goes on: the session ends with its
-        output so far, with which the outputs begin, without its log-probabilities and confidences.
-        Without text, none is decoded for the outputs.
+        ``close`` end it. The iterator raises the errors of ``generate``. With a new grammar, or new
+        sequence breakers, tokens come once they are compiled. What has ``begun`` elsewhere goes on:
+        the session ends with its output so far, with which the outputs begin, without its
+        log-probabilities and confidences. Without text, none is decoded for the outputs.
         """
         handle, thread = self._handle, self._thread
         thread.check_process()
@@ -144,7 +144,8 @@ class AsyncSession:
         stream = OutputStream(Generation.completion if with_text else Generation.wordless)
         reservation = _Reservation(stream, checked, begun)
         compiled = thread.frontend.grammars.find(checked)
-        if compiled is not None or checked.guided_decoding is None:
+        is_known = thread.frontend.knows_breakers(checked)
+        if is_known and (compiled is not None or checked.guided_decoding is None):
             constraints = thread.frontend.limited(checked, compiled)
             resume = thread.frontend.resume
             thread.begin(stream, lambda: resume(handle.idle, checked, constraints, begun))

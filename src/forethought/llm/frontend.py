@@ -13,6 +13,7 @@ the methods under "from any thread" may be called at any moment.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import dataclasses
 import math
@@ -40,7 +41,7 @@ from forethought.llm.snapshot import PREFILL, SnapshotStore
 from forethought.llm.thinking import ThinkingBudgets, ThinkingConstraint, ThinkingRule
 from forethought.llm.tokenizer import Prompt, Tokenizer, read_ids, read_params, read_prompt
 from forethought.model.adapter import read_adapter
-from forethought.model.sampling import Constraints
+from forethought.model.sampling import Constraints, SequenceBreakers
 from forethought.model.token_adapters import PlacedAdapter
 from forethought.model_dir import find_model_dir
 from forethought.outputs import (
@@ -351,16 +352,31 @@ class Frontend:
 
         Raises as ``GrammarCompiler.constraints``.
         """
+        self.breakers(params)
         return self.limited(params, self.grammars.constraints(params))
 
     async def compiled(self, params: SamplingParams) -> Constraints | None:
         """As ``constraints``, for a coroutine, which may be cancelled. Raises the same."""
+        if not self.knows_breakers(params):
+            await asyncio.to_thread(self.breakers, params)
         return self.limited(params, await self.grammars.compiled(params))
 
     def limited(self, params: SamplingParams, grammar: Constraints | None) -> Constraints | None:
         """The constraints of a grammar, after a thought with its limits if the params set any."""
         rule = self.thinking.rule(params)
         return grammar if rule is None else rule.constraints(grammar)
+
+    def knows_breakers(self, params: SamplingParams) -> bool:
+        """Whether ``breakers`` takes no time."""
+        return not params.penalises_repeats or self.tokenizer.breakers.knows(
+            params.dry_sequence_breakers
+        )
+
+    def breakers(self, params: SamplingParams) -> SequenceBreakers | None:
+        """The sequence breakers of the params in tokens; None: there is no DRY."""
+        if not params.penalises_repeats:
+            return None
+        return self.tokenizer.breakers.of(params.dry_sequence_breakers)
 
     def read_more(self, more: str | List[int]) -> list[int]:
         """The tokens of a text or of ids that continue a live sequence."""
@@ -415,7 +431,10 @@ class Frontend:
         self, prompt: Prompt, params: SamplingParams, constraints: Constraints | None
     ) -> Generation:
         """Start ``params.n`` samples of a prompt, under what ``constraints`` has made."""
-        sequences = self.engine.start(prompt.token_ids, params, constraints=constraints)
+        breakers = self.breakers(params)
+        sequences = self.engine.start(
+            prompt.token_ids, params, constraints=constraints, breakers=breakers
+        )
         return self._follow(sequences, params, prompt)
 
     def open(self, token_ids: list[int]) -> Sequence:
@@ -430,7 +449,10 @@ class Frontend:
         begun: Begun = FRESH,
     ) -> Generation:
         """Generate from a live sequence, or go on with what has ``begun`` elsewhere."""
-        self.engine.resume(sequence, params, constraints=constraints, begun=begun)
+        breakers = self.breakers(params)
+        self.engine.resume(
+            sequence, params, constraints=constraints, breakers=breakers, begun=begun
+        )
         return self._follow([sequence], params)
 
     def fork(self, sequence: Sequence, length: int | None) -> Sequence:

@@ -24,6 +24,7 @@ from forethought.errors import (
     RequestError,
     UsageError,
 )
+from forethought.llm.breakers import BreakerTokens
 from forethought.llm.stop_candidates import StopCandidates
 from forethought.model_dir import check_tokenizer_files, first_words, gguf_files, read_json
 
@@ -163,6 +164,11 @@ class Tokenizer:
     def stop_candidates(self) -> StopCandidates:
         """Finds the tokens with which stop strings may end."""
         return StopCandidates(self.hf.get_vocab(), _BYTE_LETTERS, self.byte_values)
+
+    @cached_property
+    def breakers(self) -> BreakerTokens:
+        """Finds the tokens of sequence breakers."""
+        return BreakerTokens(self.hf.get_vocab, _BYTE_LETTERS, self.byte_values, self.encode_more)
 
     @property
     def template_text(self) -> str:

@@ -249,6 +249,8 @@ def uniform_at(seed: int, sample: int, position: int, use: int = 0) -> float:
 def logits_to_probs(logits: List[float], context: TokenContext) -> list[float]:
     """Probabilities of the next token: bias, penalties, mask, temperature, top-k, top-p, min-p."""
     params, constraint = context.params, context.constraint
+    if params.penalises_repeats or params.keeps_within_sigma or params.excludes_top:
+        raise NotImplementedError("DRY, top-n-sigma and XTC are in model/sampling alone")
     mask = None if constraint is None else constraint.mask(context.output)
     allowed = [mask is None or bool(mask[t // 8] >> (t % 8) & 1) for t in range(len(logits))]
     allowed = allowed if any(allowed) else [True] * len(logits)

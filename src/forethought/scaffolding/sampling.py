@@ -23,7 +23,7 @@ from types import MappingProxyType
 from typing import Any
 
 from forethought.config.guided import GuidedDecodingParams
-from forethought.config.sampling import SamplingParams, SpeculationParams
+from forethought.config.sampling import BREAKERS, SamplingParams, SpeculationParams
 from forethought.errors import ParameterError
 
 __all__ = [
@@ -61,10 +61,23 @@ _SAME_NAME = (
     "thinking_soft",
     "thinking_end",
 )
-NEUTRAL = {"min_tokens": 0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
+NEUTRAL = {
+    "min_tokens": 0,
+    "top_k": 0,
+    "min_p": 0.0,
+    "top_n_sigma": 0.0,
+    "repetition_penalty": 1.0,
+    "xtc_probability": 0.0,
+    "xtc_threshold": 0.1,
+    "dry_multiplier": 0.0,
+    "dry_base": 1.75,
+    "dry_allowed_length": 2,
+    "dry_penalty_last_n": -1,
+    "dry_sequence_breakers": list(BREAKERS),
+}
 """Values that clients send to say that nothing is changed: a server that does not take the field
 does what they ask."""
-_NONE_IS_DEFAULT = ("min_tokens", "temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+_NONE_IS_DEFAULT = ("temperature", "top_p", *NEUTRAL)
 
 
 @dataclass(eq=False)
@@ -94,6 +107,14 @@ class SamplingFields:
     top_k: int | None = None
     min_p: float | None = None
     repetition_penalty: float | None = None
+    top_n_sigma: float | None = None
+    xtc_probability: float | None = None
+    xtc_threshold: float | None = None
+    dry_multiplier: float | None = None
+    dry_base: float | None = None
+    dry_allowed_length: int | None = None
+    dry_penalty_last_n: int | None = None
+    dry_sequence_breakers: list[str] | None = None
     stop_token_ids: list[int] = field(default_factory=list)
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
@@ -129,7 +150,7 @@ DEFAULTS: Mapping[str, Any] = MappingProxyType(
 """The value that means "not set", by name of the field."""
 
 
-OF_ASIDES = ("temperature", "top_p", "top_k", "min_p", "seed", "speculation")
+OF_ASIDES = ("temperature", "top_p", "top_k", "min_p", "top_n_sigma", "seed", "speculation")
 """Fields of a request that what a method asks beside it, such as a probe, is drawn with, too."""
 
 OF_THOUGHTS = ("thinking_budget", "thinking_soft", "thinking_end")

@@ -59,6 +59,8 @@ _SHAPE = "guided_decoding"
 _SAMPLING = (
     *("temperature", "top_p", "top_k", "min_p", "max_tokens", "min_tokens", "seed", "stop"),
     *("presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias", "ignore_eos"),
+    *("top_n_sigma", "xtc_probability", "xtc_threshold", "dry_multiplier", "dry_base"),
+    *("dry_allowed_length", "dry_penalty_last_n", "dry_sequence_breakers"),
     *("thinking_budget", "thinking_soft", _SHAPE),
 )
 """Sampling fields that a method may be given for what it generates."""

@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from forethought.kv.table import ReadableTable, TableView
     from forethought.model.hidden_states import HiddenStateCache
     from forethought.model.runner import ModelRunner
+    from forethought.model.sampling import SequenceBreakers
 
 
 class DraftKind(Enum):
@@ -225,6 +226,8 @@ class DraftRequest:
     ends at the last token that this step computes."""
     draft: Draft = field(default=NO_DRAFT)
     """The proposed draft."""
+    breakers: SequenceBreakers | None = None
+    """What ends a repeat, for DRY."""
 
     @property
     def py_draft_tokens(self) -> list[int]:

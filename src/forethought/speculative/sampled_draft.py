@@ -9,6 +9,7 @@ tokens to all requests whose distributions do not, by operations that no one wai
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Protocol
 
 import torch
@@ -37,12 +38,8 @@ def sampled_kind(choices: TreeChoices) -> DraftKind:
 def depends_on_tokens(request: DraftRequest) -> bool:
     """Whether its distributions depend on earlier tokens beyond the logits."""
     params = request.params
-    return bool(
-        params.repetition_penalty != 1.0
-        or params.presence_penalty
-        or params.frequency_penalty
-        or len(request.tokens) - request.prompt_length < params.min_tokens
-    )
+    num_output = len(request.tokens) - request.prompt_length
+    return params.penalises or num_output < params.min_tokens
 
 
 class SampledDraft:
@@ -108,10 +105,10 @@ class SampledDraft:
         request = self._request
         prompt = request.tokens[: request.prompt_length]
         output = list(request.tokens[request.prompt_length :])
-        contexts = [
-            TokenContext(request.params, prompt, [*output, *self._path(node)], frozenset())
-            for node in above
-        ]
+        context = TokenContext(
+            request.params, prompt, output, frozenset(), breakers=request.breakers
+        )
+        contexts = [replace(context, output=[*output, *self._path(node)]) for node in above]
         return logits_to_probs(logits, contexts)
 
     def _path(self, node: int) -> list[int]:

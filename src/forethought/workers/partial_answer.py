@@ -38,6 +38,9 @@ _UNCHANGED = frozenset(
         "skip_special_tokens",
         "stop_token_ids",
         "top_k",
+        "top_n_sigma",
+        "xtc_probability",
+        "xtc_threshold",
     }
 )
 """Fields outside OpenAI's API that mean the same there; what others mean is not known."""

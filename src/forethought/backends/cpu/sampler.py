@@ -86,11 +86,15 @@ def packed_sampling(context: TokenContext, keep: list[object]) -> SamplingStruct
     num_before_end = max(0, params.min_tokens - context.num_output)
     held_ends = array("q", params.end_ids(context.eos_ids) if num_before_end else ())
     bias_ids, bias_values = array("q", bias), array("f", bias.values())
-    keep += [past, held_ends, bias_ids, bias_values, mask]
+    dry = context.dry_penalties
+    dry_ids, dry_values = array("q", dry), array("f", dry.values())
+    keep += [past, held_ends, bias_ids, bias_values, dry_ids, dry_values, mask]
     return SamplingStruct(
         bias_ids=bias_ids.buffer_info()[0],
         bias=bias_values.buffer_info()[0],
         past=past.buffer_info()[0],
+        dry_ids=dry_ids.buffer_info()[0],
+        dry=dry_values.buffer_info()[0],
         held_ends=held_ends.buffer_info()[0],
         mask=None if mask is None else mask.data_ptr(),
         top_p=params.top_p,
@@ -99,10 +103,14 @@ def packed_sampling(context: TokenContext, keep: list[object]) -> SamplingStruct
         repetition=params.repetition_penalty,
         presence=params.presence_penalty,
         frequency=params.frequency_penalty,
+        top_n_sigma=params.top_n_sigma,
+        xtc_probability=params.xtc_probability,
+        xtc_threshold=params.xtc_threshold,
         top_k=min(params.top_k, MAX_INT32),
         num_bias=len(bias_ids),
         num_past=len(past),
         num_prompt=len(context.prompt) if penalises else 0,
+        num_dry=len(dry_ids),
         num_held_ends=len(held_ends),
         num_before_end=num_before_end,
         num_logprobs=-1 if params.logprobs is None else params.logprobs,

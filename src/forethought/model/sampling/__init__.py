@@ -1,6 +1,7 @@
 """From logits to tokens.
 
 * ``distribution.py``  logits and sampling parameters -> probabilities; masks of grammars
+* ``dry.py``           penalties for tokens that would continue a repeat
 * ``sampler.py``       uniform samples, inverse CDF, log-probabilities, the tokens of a step
 """
 
@@ -12,6 +13,7 @@ from forethought.model.sampling.distribution import (
     edit_logits,
     logits_to_probs,
 )
+from forethought.model.sampling.dry import SequenceBreakers
 from forethought.model.sampling.sampler import (
     NO_TOKEN,
     SampledTokens,
@@ -28,6 +30,7 @@ __all__ = [
     "Constraints",
     "DevicePath",
     "SampledTokens",
+    "SequenceBreakers",
     "TokenContext",
     "edit_logits",
     "invert_cdf",

@@ -7,18 +7,29 @@ defined here and nowhere else, in this order:
 2. ``repetition_penalty`` divides the positive and multiplies the negative logits of tokens that are
    in the prompt or the output.
 3. ``presence_penalty`` is subtracted once, ``frequency_penalty`` once per occurrence, from the
-   logits of tokens in the output.
+   logits of tokens in the output. DRY (``dry.py``) subtracts from those that would continue a
+   repeat.
 4. While the output is shorter than ``min_tokens``, every token that would end it is forbidden: the
    stop token ids, and end-of-sequence unless ``ignore_eos`` (then it ends nothing and is allowed).
 5. What the ``constraint`` (a grammar, a thinking budget) does not allow is forbidden. It allows
    end-of-sequence where the output may end.
 6. ``temperature`` divides. 0 is greedy: all mass on the largest logit, lowest id among equals.
-7. ``top_k``, ``top_p`` and ``min_p`` truncate *jointly*: each marks the tokens that it keeps of the
-   distribution of step 6, and a token stays if all three keep it. Each keeps a prefix of the tokens
-   in order of falling probability (lower id first among equals), so together they keep the shortest
-   prefix: at most ``top_k`` tokens; the tokens with less than ``top_p`` mass before them; the
-   tokens with at least ``min_p`` times the largest probability. The most probable token always
-   stays. The rest is renormalised.
+7. ``top_k``, ``top_p``, ``min_p`` and ``top_n_sigma`` truncate *jointly*: each marks the tokens
+   that it keeps of the distribution of step 6, and a token stays if all four keep it. Each keeps a
+   prefix of the tokens in order of falling probability (lower id first among equals), so together
+   they keep the shortest prefix: at most ``top_k`` tokens; the tokens with less than ``top_p`` mass
+   before them; the tokens with at least ``min_p`` times the largest probability; those whose logit
+   after step 5, of which temperature is no part, is at most ``top_n_sigma`` standard deviations of
+   the finite ones below the largest (Top-nsigma, C. Tang et al., 2024). The most probable token
+   always stays. The rest is renormalised.
+8. XTC ("exclude top choices", P. E. Weidmann, 2024): of the tokens with a probability from
+   ``xtc_threshold`` on after step 7, only the least probable one stays (the highest id among
+   equals), with probability ``xtc_probability``. The distribution is the mixture of the two cases,
+   so that the uniform sample of the token decides on both: no other random number takes part.
+   Greedy tokens stay as they are.
+
+llama.cpp has these steps in nearly the same order, with temperature after them (it does not change
+which tokens ``top_n_sigma`` keeps), and cuts one after the other, each what the one before left.
 
 A row whose largest logit after step 5 is not finite falls back to its raw logits without steps 1 to
 4, NaN and -inf read as the lowest float and +inf as the highest: never NaN, and uniform if all were
@@ -41,6 +52,7 @@ from torch import Tensor
 
 from forethought.config.sampling import SamplingParams
 from forethought.kv.staging import upload
+from forethought.model.sampling.dry import SequenceBreakers, dry_penalties
 
 
 class Constraint(Protocol):
@@ -111,13 +123,23 @@ class TokenContext:
     constraint: Constraint | None = None
     """The rule that ``output`` and the next token follow."""
     path: DevicePath | None = None
-    """Tokens between ``output`` and this position; None: there are none. With a constraint there
-    are none: it reads them on the host."""
+    """Tokens between ``output`` and this position; None: there are none. With a constraint or DRY
+    there are none: they read them on the host."""
+    breakers: SequenceBreakers | None = None
+    """What ends a repeat, for DRY; None: nothing does."""
 
     @property
     def num_output(self) -> int:
         """Tokens generated before this position."""
         return len(self.output) + (0 if self.path is None else len(self.path.nodes))
+
+    @property
+    def dry_penalties(self) -> dict[int, float]:
+        """What DRY subtracts from the logits of tokens, by id."""
+        if not self.params.penalises_repeats:
+            return {}
+        assert self.path is None, "the drafted tokens are on the host"
+        return dry_penalties(self.params, [*self.prompt, *self.output], self.breakers)
 
 
 def logits_to_probs(logits: Tensor, contexts: Sequence[TokenContext]) -> Tensor:
@@ -140,6 +162,8 @@ def probs_and_max_logits(logits: Tensor, contexts: Sequence[TokenContext]) -> tu
         smallest = torch.finfo(torch.float32).tiny  # what rounds to 0 would make 0 / 0
         shifted /= _column([max(t, smallest) if t else 1.0 for t in temperatures], logits)
     probs = _truncate(torch.softmax(shifted, dim=-1), contexts)
+    probs = _keep_within_sigma(probs, edited, contexts)
+    probs = _exclude_top(probs, contexts)
     greedy = [row for row, temperature in enumerate(temperatures) if temperature == 0.0]
     if greedy:
         rows = upload(greedy, logits.device)
@@ -170,6 +194,7 @@ def _edit(logits: Tensor, contexts: Sequence[TokenContext]) -> tuple[Tensor, Ten
         _add_bias(edited, contexts)
         _penalise_repetition(edited, contexts)
         _penalise_output(edited, contexts)
+        _penalise_repeats(edited, contexts)
         _forbid_ends(edited, contexts)
         _forbid_others(edited, allowed)
         largest = edited.amax(dim=-1, keepdim=True)
@@ -265,6 +290,18 @@ def _penalise_output(logits: Tensor, contexts: Sequence[TokenContext]) -> None:
     logits[_index(rows, logits)] -= presence * (counts > 0) + frequency * counts
 
 
+def _penalise_repeats(logits: Tensor, contexts: Sequence[TokenContext]) -> None:
+    rows, ids, values = [], [], []
+    for row, context in enumerate(contexts):
+        for token, penalty in context.dry_penalties.items():
+            rows.append(row)
+            ids.append(token)
+            values.append(penalty)
+    if rows:
+        penalties = upload(values, logits.device, logits.dtype)
+        logits[_index(rows, logits), _index(ids, logits)] -= penalties
+
+
 def _forbid_ends(logits: Tensor, contexts: Sequence[TokenContext]) -> None:
     rows, ids = [], []
     for row, context in enumerate(contexts):
@@ -279,7 +316,7 @@ def _forbid_ends(logits: Tensor, contexts: Sequence[TokenContext]) -> None:
 
 
 def _truncate(probs: Tensor, contexts: Sequence[TokenContext]) -> Tensor:
-    """Step 7, on the rows that ask for it. probs: [N, V] float32."""
+    """Step 7 but for ``top_n_sigma``, on the rows that ask for it. probs: [N, V] float32."""
     rows = [row for row, context in enumerate(contexts) if context.params.cuts]
     if not rows:
         return probs
@@ -299,6 +336,45 @@ def _truncate(probs: Tensor, contexts: Sequence[TokenContext]) -> Tensor:
     num_kept = torch.minimum(torch.minimum(num_top_p, num_min_p), top_k)  # [R, 1], at least 1
     threshold = rising.gather(1, vocab_size - num_kept)
     probs[index] = _keep_top_k(chosen, threshold, num_kept)
+    return probs
+
+
+def _keep_within_sigma(probs: Tensor, edited: Tensor, contexts: Sequence[TokenContext]) -> Tensor:
+    """``top_n_sigma`` of step 7, on the rows that ask for it. probs, and the logits after step 5:
+    [N, V] float32.
+    """
+    rows = [row for row, context in enumerate(contexts) if context.params.keeps_within_sigma]
+    if not rows:
+        return probs
+    index = _index(rows, probs)
+    values = edited[index].double()  # [R, V]
+    is_finite = values.isfinite()
+    count = is_finite.sum(dim=-1, keepdim=True)
+    mean = torch.where(is_finite, values, 0.0).sum(dim=-1, keepdim=True) / count
+    squares = torch.where(is_finite, values - mean, 0.0).square()
+    deviation = (squares.sum(dim=-1, keepdim=True) / count).sqrt()
+    num_sigmas = _column([contexts[row].params.top_n_sigma for row in rows], values)
+    bound = values.amax(dim=-1, keepdim=True) - num_sigmas * deviation
+    chosen = torch.where(values >= bound, probs[index], 0.0)
+    probs[index] = chosen / chosen.sum(dim=-1, keepdim=True)
+    return probs
+
+
+def _exclude_top(probs: Tensor, contexts: Sequence[TokenContext]) -> Tensor:
+    """Step 8, on the rows that ask for it. probs: [N, V] float32."""
+    rows = [row for row, context in enumerate(contexts) if context.params.excludes_top]
+    if not rows:
+        return probs
+    index, params = _index(rows, probs), [contexts[row].params for row in rows]
+    chosen = probs[index]  # [R, V]
+    is_top = (chosen >= _column([p.xtc_threshold for p in params], probs)) & (chosen > 0.0)
+    least = torch.where(is_top, chosen, torch.inf).amin(dim=-1, keepdim=True)
+    ids = torch.arange(probs.shape[1], device=probs.device)
+    last = torch.where(is_top & (chosen == least), ids, -1).amax(dim=-1, keepdim=True)
+    rest = torch.where(is_top & (ids != last), 0.0, chosen)
+    rest /= rest.sum(dim=-1, keepdim=True)
+    share = _column([p.xtc_probability for p in params], probs)
+    probs[index] = (1.0 - share) * chosen + share * rest
     return probs
 
 

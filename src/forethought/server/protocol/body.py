@@ -20,7 +20,13 @@ from pydantic import (
     model_validator,
 )
 
-from forethought.config.sampling import seed_of, top_k_of
+from forethought.config.sampling import (
+    MAX_BREAKER_LENGTH,
+    MAX_BREAKERS,
+    seed_of,
+    top_k_of,
+    top_n_sigma_of,
+)
 
 MAX_DEPTH, MAX_VALUES = 64, 1 << 16
 """Levels and values of the JSON that is passed on as it is: schemas, settings of methods."""
@@ -91,6 +97,9 @@ Seed = Annotated[int, Field(ge=-(2**63), le=2**64 - 1), AfterValidator(seed_of)]
 """Any integer of 64 bits; -1: fresh, as vLLM and llama.cpp have it."""
 TopK = Annotated[int, AfterValidator(top_k_of)]
 """-1 is no limit, as 0 is."""
+TopNSigma = Annotated[float, AfterValidator(top_n_sigma_of)]
+"""-1 is no limit, as 0 is."""
+Breaker = Annotated[str, Field(min_length=1, max_length=MAX_BREAKER_LENGTH)]
 Verbosity = Literal["low", "medium", "high"]
 Summary = Literal["auto", "concise", "detailed"]
 
@@ -197,6 +206,15 @@ class Generating(Body):
     thinking_token_budget: int | None = None
     reasoning_budget: int | None = None
     thinking_soft: Count | None = None
+    # samplers of llama.cpp
+    top_n_sigma: TopNSigma | None = None
+    xtc_probability: float | None = None
+    xtc_threshold: float | None = None
+    dry_multiplier: float | None = None
+    dry_base: float | None = None
+    dry_allowed_length: int | None = None
+    dry_penalty_last_n: int | None = None
+    dry_sequence_breakers: Annotated[list[Breaker], Field(max_length=MAX_BREAKERS)] | None = None
     # methods
     method: Annotated[str, Field(max_length=1024)] | None = None
     method_params: Few | None = None

@@ -276,7 +276,8 @@ def _choose(job: DraftJob, logits: Tensor) -> int:
         return int(logits.argmax())
     all_tokens = [*job.tokens, *job.drafted]
     split = request.prompt_length
-    context = TokenContext(request.params, all_tokens[:split], all_tokens[split:], frozenset())
+    prompt, output = all_tokens[:split], all_tokens[split:]
+    context = TokenContext(request.params, prompt, output, frozenset(), breakers=request.breakers)
     uniform = uniform_at(request.seed, request.index, len(all_tokens))
     return int(invert_cdf(logits_to_probs(logits, [context]), [uniform]))
 

@@ -51,6 +51,8 @@ class Sampler {
         if (by.temperature == 0) return best.index;
         weigh(x, best.value, by.temperature);
         if (by.top_k || by.top_p < 1 || by.min_p > 0) cut(by);
+        if (by.top_n_sigma > 0) cut_below(best.value - by.top_n_sigma * deviation(x, vocab), x);
+        if (by.xtc_probability > 0) exclude_top(by);
         return invert_cdf(uniform);
     }
 
@@ -75,7 +77,8 @@ class Sampler {
 
     static bool edits(const Sampling& by, const Tokens& recent) {
         const bool penalises = by.repetition != 1 || by.presence != 0 || by.frequency != 0;
-        return by.num_bias || penalises || by.mask || recent.count < by.num_before_end;
+        return by.num_bias || penalises || by.num_dry || by.mask ||
+               recent.count < by.num_before_end;
     }
 
     void edit(const Sampling& by, const Tokens& recent) {
@@ -90,6 +93,8 @@ class Sampler {
             for_distinct(by, by.num_prompt, recent, [&](int64_t token, int32_t count) {
                 edited[token] -= by.presence + by.frequency * float(count);
             });
+        for (int32_t i = 0; i < by.num_dry; i++)
+            if (by.dry_ids[i] < size) edited[by.dry_ids[i]] -= by.dry[i];
         if (recent.count < by.num_before_end)
             for (int32_t i = 0; i < by.num_held_ends; i++)
                 if (by.held_ends[i] < size) edited[by.held_ends[i]] = -INFINITY;
@@ -236,6 +241,42 @@ class Sampler {
         if (kept.num_equal == size) return;
         for (int32_t i = 0; i < size; i++)
             if (weights[i] == kept.least && ++num_equal > kept.num_equal) weights[i] = 0;
+    }
+
+    // The standard deviation of the logits that are not -inf.
+    static double deviation(const float* x, int32_t vocab) {
+        double sum = 0, squares = 0;
+        int32_t count = 0;
+        for (int32_t i = 0; i < vocab; i++)
+            if (std::isfinite(x[i])) sum += x[i], count++;
+        const double mean = sum / count;
+        for (int32_t i = 0; i < vocab; i++)
+            if (std::isfinite(x[i])) squares += (x[i] - mean) * (x[i] - mean);
+        return std::sqrt(squares / count);
+    }
+
+    void cut_below(double least, const float* x) {
+        for (int32_t i = 0; i < size; i++)
+            if (x[i] < least) weights[i] = 0;
+        add_up();
+    }
+
+    // XTC: mix the distribution with the one in which of the tokens with the share xtc_threshold or
+    // more only the last is left.
+    void exclude_top(const Sampling& by) {
+        const double mass = total(), least_weight = by.xtc_threshold * mass;
+        const auto is_top = [&](int32_t i) { return weights[i] > 0 && weights[i] >= least_weight; };
+        int32_t last = -1;
+        for (int32_t i = 0; i < size; i++)
+            if (is_top(i) && (last < 0 || weights[i] <= weights[last])) last = i;
+        double rest = 0;
+        for (int32_t i = 0; i < size; i++)
+            if (i == last || !is_top(i)) rest += weights[i];
+        const double whole = 1 - double(by.xtc_probability);
+        const double share = whole + by.xtc_probability * mass / rest;
+        for (int32_t i = 0; i < size; i++)
+            weights[i] = float(weights[i] * (i != last && is_top(i) ? whole : share));
+        add_up();
     }
 
     // The first token up to which there is more than the share `uniform` of all weight.

@@ -162,12 +162,16 @@ struct Sampling {
     const int64_t* bias_ids;  // [num_bias]
     const float* bias;        // [num_bias]
     const int64_t* past;      // [num_past]: of prompt and output; read where there is a penalty
+    const int64_t* dry_ids;   // [num_dry]: tokens that DRY penalises
+    const float* dry;         // [num_dry]: by how much
     const int64_t* held_ends; // [num_held_ends]: ids that end a generation, and may not follow yet
     const uint8_t* mask;      // [ceil(vocab / 8)]: bits of what a constraint allows; null: all
     double top_p;             // 1: all
     float temperature, min_p, repetition, presence, frequency;
-    int32_t top_k; // 0: all
-    int32_t num_bias, num_past, num_prompt, num_held_ends;
+    float top_n_sigma;                    // 0: all
+    float xtc_probability, xtc_threshold; // XTC's; 0: off
+    int32_t top_k;                        // 0: all
+    int32_t num_bias, num_past, num_prompt, num_dry, num_held_ends;
     int32_t num_before_end; // tokens that come before any of held_ends
     int32_t num_logprobs;   // most probable tokens that are scored beside the sampled one; -1: none
     int32_t confidence_k;   // as of TokenConfidence; 0: it is not wanted
