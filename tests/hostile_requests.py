@@ -6,6 +6,8 @@ import json
 from typing import Any
 
 CHAT, COMPLETIONS, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
+EMBEDDINGS, RERANK, SCORE = "/v1/embeddings", "/v1/rerank", "/v1/score"
+OLLAMA = "/api/chat"
 SHAPE = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]}
 BOMB = "start: " + " ".join(['("a"|"b")*'] * 4000)
 
@@ -134,6 +136,42 @@ def requests() -> dict[str, tuple[str, bytes]]:
             CHAT,
             chat(prediction={"type": "content", "content": "a " * 2_000_000}),
         ),
+        "many inputs to embed": (EMBEDDINGS, {"input": ["hello there"] * 2048}),
+        "too many inputs to embed": (EMBEDDINGS, {"input": ["a"] * 200_000}),
+        "a long input to embed": (EMBEDDINGS, {"input": "a " * 3_000_000}),
+        "many ids to embed": (EMBEDDINGS, {"input": [[5] * 15] * 2048}),
+        "many wrong inputs to embed": (EMBEDDINGS, {"input": ["a"] * 100_000 + [{}]}),
+        "many documents to rank": (RERANK, {"query": "a", "documents": ["word " * 50] * 1024}),
+        "too many documents": (RERANK, {"query": "a", "documents": [{"text": "a"}] * 60_000}),
+        "a long query of many documents": (
+            RERANK,
+            {"query": "a " * 100_000, "documents": ["b"] * 1000},
+        ),
+        "many pairs": (SCORE, {"text_1": ["a"] * 60_000, "text_2": ["b"] * 60_000}),
+        "many messages of ollama's": (
+            OLLAMA,
+            {"model": "reasoner", "messages": history(80_000), "stream": False},
+        ),
+        "a long prompt of ollama's": (
+            "/api/generate",
+            {"model": "reasoner", "prompt": "a " * 3_000_000, "stream": False},
+        ),
+        "a large format": (
+            OLLAMA,
+            {"model": "reasoner", "messages": history(1), "stream": False, "format": schema(8_000)},
+        ),
+        "many calls of ollama's": (
+            OLLAMA,
+            {
+                "model": "reasoner",
+                "stream": False,
+                "messages": [
+                    {"role": "assistant", "tool_calls": [{"function": {"name": "a"}}] * 8_000},
+                    *[{"role": "tool", "tool_name": "b"}] * 8_000,
+                ],
+            },
+        ),
+        "a grammar bomb of llama.cpp's": (CHAT, chat(grammar=BOMB)),
         "a text to tokenise": ("/tokenize", {"prompt": "a " * 250_000}),
         "a longer text to tokenise": ("/tokenize", {"prompt": "a " * 3_000_000}),
         "ids to detokenise": ("/detokenize", {"tokens": [5] * 250_000}),

@@ -275,6 +275,8 @@ class EngineStats:
     """Tokens drawn."""
     discarded: int = 0
     """Decoded tokens removed by a rewind, or decoded after the caller had cancelled."""
+    embedded: int = 0
+    """Tokens of inputs whose embeddings were computed."""
     thoughts_closed: int = 0
     """Thoughts that a thinking budget has closed, softly or at the cap."""
     preemptions: int = 0

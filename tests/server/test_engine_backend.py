@@ -349,6 +349,7 @@ class Lengths(Worker):
     """A reward model that likes long answers."""
 
     by_step = False
+    scores_are_logits = False
 
     async def score(self, task: RewardTask) -> TaskStatus:
         task.score = float(len(task.output_str or ""))

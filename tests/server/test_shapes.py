@@ -71,3 +71,33 @@ def test_an_object_of_any_json_is_written_without_runs_of_blanks(client: TestCli
 
 def test_an_answer_without_a_shape_is_thought_over(client: TestClient) -> None:
     assert choice(client, max_tokens=200)["message"]["reasoning"]
+
+
+def test_llama_cpps_fields_are_shapes(client: TestClient) -> None:
+    message = choice(client, json_schema=SCHEMA, max_tokens=200)["message"]
+    assert json.loads(message["content"])["a"] in (1, 2)
+    grammar = 'root ::= [0-9] [0-9]? " apples"'
+    text = choice(client, grammar=grammar, max_tokens=200)["message"]["content"]
+    assert text.endswith(" apples")
+    for fields in ({"grammar": grammar}, {"json_schema": SCHEMA}):
+        body = {"prompt": "What is 3 + 4?", "max_tokens": 40, "temperature": 0, **fields}
+        completion = client.post("/v1/completions", json=body).json()["choices"][0]
+        assert completion["finish_reason"] == "stop"
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"grammar": "root ::= "}, "grammar"),
+        ({"json_schema": {"type": 3}}, "json_schema"),
+        ({"json_schema": SCHEMA, "grammar": 'root ::= "a"'}, "json_schema"),
+        ({"json_schema": [1]}, "json_schema"),
+    ],
+)
+def test_an_invalid_shape_is_named_as_llama_cpp_names_it(
+    client: TestClient, fields: dict[str, Any], param: str
+) -> None:
+    body = {"prompt": "a", "max_tokens": 5, **fields}
+    answer = client.post("/v1/completions", json=body)
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == param

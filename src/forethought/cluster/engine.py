@@ -25,6 +25,7 @@ from forethought.cluster.messages import Branch, Close, Generate, Progress, Reac
 from forethought.cluster.placement import Placement
 from forethought.config.sampling import SamplingParams
 from forethought.engine.base import FRESH, BaseEngine, Begun, Capabilities
+from forethought.engine.embedding import EmbeddingPass, Pooling
 from forethought.engine.sequence import Sequence, Status
 from forethought.engine.snapshot import SequenceSnapshot
 from forethought.engine.step import Event
@@ -250,6 +251,24 @@ class ClusterEngine(BaseEngine):
     @override
     def remove_adapter(self, name: str) -> None:
         _refuse_adapters()
+
+    @override
+    def embedding_pass(
+        self,
+        rows: Ids[Ids[int]],
+        pooling: Pooling,
+        adapter: str | None = None,
+        dimensions: int | None = None,
+    ) -> EmbeddingPass:
+        raise ModelError(
+            "replicas compute no embeddings",
+            "only generations are sent to them",
+            "Serve the model for embeddings without --replicas",
+        )
+
+    @override
+    def advance(self, embedding_pass: EmbeddingPass) -> None:
+        raise AssertionError("there is no pass of this engine")
 
     @override
     def shutdown(self) -> None:

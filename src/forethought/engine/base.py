@@ -13,6 +13,7 @@ from collections.abc import Sequence as Ids
 from dataclasses import dataclass
 
 from forethought.config.sampling import SamplingParams
+from forethought.engine.embedding import EmbeddingPass, Pooling
 from forethought.engine.scheduler import Limits
 from forethought.engine.sequence import Sequence, Status
 from forethought.engine.snapshot import SequenceSnapshot
@@ -54,6 +55,7 @@ class Capabilities:
         capacity: tokens that the KV cache holds.
         adapters: the names of those that requests may choose.
         drafters: in the order in which they are asked.
+        hidden_size: numbers of an embedding; 0: none is computed.
     """
 
     vocab_size: int
@@ -61,6 +63,7 @@ class Capabilities:
     capacity: int
     adapters: Ids[str] = ()
     drafters: Ids[str] = ()
+    hidden_size: int = 0
 
 
 class BaseEngine(ABC):
@@ -182,6 +185,26 @@ class BaseEngine(ABC):
         """Give a sequence up. Closing twice is fine."""
 
     @abstractmethod
+    def embedding_pass(
+        self,
+        rows: Ids[Ids[int]],
+        pooling: Pooling,
+        adapter: str | None = None,
+        dimensions: int | None = None,
+    ) -> EmbeddingPass:
+        """What computes the embeddings of rows that have passed ``check_embedded``, between steps.
+
+        Raises:
+            ModelError: the model cannot give its hidden states.
+            ParameterError: these have fewer ``dimensions``.
+            UnknownNameError: no such adapter.
+        """
+
+    @abstractmethod
+    def advance(self, embedding_pass: EmbeddingPass) -> None:
+        """Run the next forward of a pass of this engine."""
+
+    @abstractmethod
     def shutdown(self) -> None:
         """Release everything: the engine ends."""
 
@@ -223,6 +246,21 @@ class BaseEngine(ABC):
                 f"a prompt of {len(prompt_ids)} tokens does not fit into one step",
                 f"max_num_tokens is {step} and chunked prefill is off",
                 "Raise max_num_tokens or switch enable_chunked_prefill on",
+            )
+
+    def check_embedded(self, token_ids: Ids[int]) -> None:
+        """Check that a row can be embedded; raises as ``check_prompt``, but the KV cache is no
+        limit.
+        """
+        self.check_running()
+        if not token_ids:
+            raise ParameterError("empty input", "there is no token to embed", "Give some text")
+        self._check_ids("input", token_ids)
+        if len(token_ids) > (max_context := self.capabilities.max_context):
+            raise ContextLengthError(
+                f"an input of {len(token_ids)} tokens does not fit into the context",
+                f"it holds {max_context}",
+                "Embed its parts",
             )
 
     def check_resume(self, sequence: Sequence, params: SamplingParams) -> None:

@@ -13,6 +13,7 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Mapping
 from collections.abc import Sequence as Ids
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 
 import torch
@@ -24,6 +25,7 @@ from forethought.engine import snapshot
 from forethought.engine.adapters import AdapterTable
 from forethought.engine.base import FRESH, BaseEngine, Begun, Capabilities
 from forethought.engine.drafting import Drafting
+from forethought.engine.embedding import MAX_FORWARD_TOKENS, EmbeddingPass, Pooling
 from forethought.engine.guarded_drafter import DrafterEntry
 from forethought.engine.scheduler import Limits, Scheduler
 from forethought.engine.sequence import (
@@ -113,6 +115,7 @@ class Engine(BaseEngine):
             self._capacity,
             self.adapters.names,
             self.speculation.names,
+            self.runner.lm.hidden_size,
         )
 
     @property
@@ -152,13 +155,34 @@ class Engine(BaseEngine):
         self._step.num_decode_steps = min(num_steps, max_steps)
         self.interrupt.with_rows = self.ends_with_rows or bool(self.scheduler.waiting)
         self.runner.check_running()
-        if self.num_threads is None or self.num_threads == torch.get_num_threads():
+        with self._computing():
             events = self._step.run()
-        else:
-            with computing_threads(self.num_threads):
-                events = self._step.run()
         self.runner.check_running()  # else all requests of the step fail, with the engine
         return events
+
+    def _computing(self) -> AbstractContextManager[None]:
+        """Have torch compute with the engine's number of threads."""
+        if self.num_threads is None or self.num_threads == torch.get_num_threads():
+            return nullcontext()
+        return computing_threads(self.num_threads)
+
+    @override
+    def embedding_pass(
+        self,
+        rows: Ids[Ids[int]],
+        pooling: Pooling,
+        adapter: str | None = None,
+        dimensions: int | None = None,
+    ) -> EmbeddingPass:
+        placed = self.adapters.chosen(adapter, None)
+        max_tokens = min(MAX_FORWARD_TOKENS, self.limits.max_num_tokens)
+        return EmbeddingPass(self.runner, rows, pooling, max_tokens, placed, dimensions)
+
+    @override
+    def advance(self, embedding_pass: EmbeddingPass) -> None:
+        self.runner.check_running()
+        with self._computing():
+            self.stats.embedded += embedding_pass.advance()
 
     # ---- sequences --------------------------------------------------------------------------
 

@@ -13,9 +13,13 @@ from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Never, Unpack
 
+import numpy as np
+from numpy.typing import NDArray
+
 from forethought.config.engine import LlmOptions
 from forethought.config.sampling import SamplingParams
-from forethought.errors import ModelError, ParameterError
+from forethought.engine.embedding import groups_of
+from forethought.errors import ForethoughtError, ModelError, ParameterError, RequestError
 from forethought.llm.async_session import AsyncSession
 from forethought.llm.detokenizer import Detokenizer
 from forethought.llm.engine_thread import EngineThread, OutputStream
@@ -137,6 +141,7 @@ class AsyncLLM:
     ) -> None:
         self.model_dir, self.tokenizer = frontend.model_dir, frontend.tokenizer.hf
         self._frontend, self._limit = frontend, ConcurrencyLimit(max_pending)
+        self._embedding_turn = ConcurrencyLimit(1)
         frontend.engine.ends_with_rows = True
         frontend.tokenizer.stop_candidates.of(())  # made now, so that no event loop waits for them
         self._thread = thread(frontend)
@@ -293,6 +298,47 @@ class AsyncLLM:
             return error.why
         return None
 
+    @property
+    def embedding_size(self) -> int:
+        """Numbers of an embedding; 0: none is computed."""
+        return self._frontend.engine.capabilities.hidden_size
+
+    def check_embedded(self, text_or_ids: str | Sequence[int]) -> list[int]:
+        """The tokens of an input; raises what ``embed`` raises before it begins."""
+        return self._checked().read_embedded(text_or_ids)
+
+    async def embed(
+        self,
+        inputs: Sequence[str | Sequence[int]],
+        *,
+        dimensions: int | None = None,
+        adapter: str | None = None,
+    ) -> NDArray[np.float32]:
+        """The embeddings of texts or token ids: pooled hidden states of the final norm, of length
+        1, float32 [len(inputs), dimensions].
+
+        Forwards of embeddings take turns with the steps of generations, one with one; all inputs
+        share them. The pooling is that of ``1_Pooling/config.json`` in the model's directory, or
+        else the mean.
+
+        Args:
+            dimensions: the first numbers, which are kept; None: all.
+            adapter: a LoRA adapter, by name.
+
+        Raises:
+            ParameterError, ContextLengthError: an input that is empty, no text or too long.
+            ModelError: the model gives no embeddings.
+        """
+        frontend = self._checked()
+        rows = [frontend.read_embedded(text_or_ids) for text_or_ids in inputs]
+        if not rows:
+            return np.zeros((0, dimensions or 0), np.float32)
+        parts = []
+        for group in groups_of(rows):
+            async with self._embedding_turn:
+                parts.append(await self._embed(group, frontend.pooling, adapter, dimensions))
+        return np.concatenate(parts)
+
     def set_step_barrier(self, barrier: Callable[[], None] | None) -> None:
         """Have the engine thread call ``barrier`` before a step that follows new outputs or
         commands.
@@ -334,6 +380,20 @@ class AsyncLLM:
                         await stream.pause(gather)
             finally:
                 self._abort(stream)
+
+    async def _embed(self, rows: Sequence[Sequence[int]], *how: Any) -> NDArray[np.float32]:
+        """One pass; ``how`` are the further arguments of ``BaseEngine.embedding_pass``."""
+        engine, call = self._frontend.engine, self._thread.call_for_long
+        try:
+            embedding_pass = await asyncio.wrap_future(call(engine.embedding_pass, rows, *how))
+            while not embedding_pass.has_ended:
+                await asyncio.wrap_future(call(engine.advance, embedding_pass))
+        except ForethoughtError:
+            raise
+        except Exception as error:  # such as one of memory
+            why = f"{type(error).__name__}: {error}"
+            raise RequestError("the embeddings failed in the engine", why) from error
+        return embedding_pass.result().numpy()
 
     def _checked(self) -> Frontend:
         self._thread.check_process()

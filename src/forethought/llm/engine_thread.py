@@ -228,6 +228,8 @@ class EngineThread:
         self.frontend = frontend
         self._interrupt = frontend.engine.interrupt
         self._commands: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self._forwards: SimpleQueue[Callable[[], None]] = SimpleQueue()
+        """Of others than the generations: one runs between two steps."""
         self._streams: dict[Generation, OutputStream[Any]] = {}
         self._ended = False
         self._cause: BaseException | None = None
@@ -250,6 +252,22 @@ class EngineThread:
 
         Raises EngineStopped if the thread has ended; if it ends later, the future fails with it.
         """
+        return self._queued(self._commands.put, function, args)
+
+    def call_for_long(self, function: Callable[..., Result], *args: Any) -> Future[Result]:
+        """As ``call``, for what takes as long as a step: the next one runs after a step, if
+        something generates.
+        """
+        future = self._queued(self._forwards.put, function, args)
+        self.wake()
+        return future
+
+    def _queued(
+        self,
+        put: Callable[[Callable[[], None]], None],
+        function: Callable[..., Result],
+        args: tuple[Any, ...],
+    ) -> Future[Result]:
         self.check_process()
         future: Future[Result] = Future()
 
@@ -266,7 +284,7 @@ class EngineThread:
         with self._end_lock:
             if self._ended:
                 raise self._failure()
-            self._commands.put(command)
+            put(command)
         self._interrupt.request()
         return future
 
@@ -388,12 +406,17 @@ class EngineThread:
                     self._needs_barrier = False
                     self.barrier()  # clients may queue further commands
                     self._run_commands()
+                self._run_forward()
                 self.publish(self.frontend.step(self._max_steps()))
         except BaseException as error:
             log.exception("the engine died")
             self._cause = error
         finally:
             self._end()
+
+    def _run_forward(self) -> None:
+        if not self._forwards.empty():
+            self._forwards.get()()
 
     def _max_steps(self) -> float:
         """Steps until the first output that is waited for, at least one."""
@@ -405,13 +428,18 @@ class EngineThread:
         waited for from now on interrupts the next steps.
         """
         self._interrupt.clear()
-        while not self._commands.empty() or not (self.frontend.has_work or self._stopping):
+        while not (self._commands.empty() and self._has_more):
             command = self._commands.get()
             self._interrupt.clear()  # of this one, and of those that are queued by now
             if command is not None:
                 command()
                 self._needs_barrier = True
             command = None  # while the thread sleeps it keeps no references
+
+    @property
+    def _has_more(self) -> bool:
+        """Whether there is something to do beside commands."""
+        return self.frontend.has_work or self._stopping or not self._forwards.empty()
 
     def _end(self) -> None:
         with self._end_lock:
@@ -420,6 +448,8 @@ class EngineThread:
             command = self._commands.get()
             if command is not None:
                 command()
+        while not self._forwards.empty():
+            self._run_forward()
         for stream in self._streams.values():
             stream.fail(self._failure())
         self._streams.clear()

@@ -16,6 +16,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import functools
 import math
 import time
 from collections import deque
@@ -29,12 +30,14 @@ from forethought.config.engine import LlmArgs
 from forethought.config.sampling import SamplingParams
 from forethought.engine import resolve
 from forethought.engine.base import FRESH, BaseEngine, Begun
+from forethought.engine.embedding import Pooling
 from forethought.engine.engine import Engine
 from forethought.engine.sequence import Sequence
 from forethought.engine.snapshot import SequenceSnapshot
 from forethought.engine.step import Event
 from forethought.errors import ParameterError, RequestError
 from forethought.llm.detokenizer import Transcript, name_tokens
+from forethought.llm.embedding import read_pooling
 from forethought.llm.grammar import GrammarCompiler
 from forethought.llm.profile import ModelProfile
 from forethought.llm.snapshot import PREFILL, SnapshotStore
@@ -324,6 +327,20 @@ class Frontend:
         read, checked = read_prompt(prompt, self.tokenizer), self.read_params(params)
         self.engine.check_prompt(read.token_ids, checked)
         return read, checked
+
+    def read_embedded(self, text_or_ids: Any) -> list[int]:
+        """The tokens of an input that is embedded, checked. Raises as ``Engine.check_embedded``."""
+        if isinstance(text_or_ids, str):
+            self.tokenizer.check_length(text_or_ids, self.engine.limits.max_length)
+        is_empty = isinstance(text_or_ids, str) and not text_or_ids
+        token_ids = [] if is_empty else read_prompt(text_or_ids, self.tokenizer).token_ids
+        self.engine.check_embedded(token_ids)
+        return token_ids
+
+    @functools.cached_property
+    def pooling(self) -> Pooling:
+        """What makes an embedding of the model's hidden states. Raises as ``read_pooling``."""
+        return read_pooling(self.model_dir)
 
     def read_params(self, params: Any) -> SamplingParams:
         """The params of one generation, checked; the grammar is not compiled yet.

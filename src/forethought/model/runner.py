@@ -68,6 +68,12 @@ class ModelRunner:
             reader.write(batch.slots, states)
         return logits
 
+    def scratch_storage(self, num_pages: int) -> KvStorage:
+        """An empty storage beside the KV cache, with pages of its size, for ``lm.forward``. Raises
+        ModelError if there can be none.
+        """
+        return self.lm.storage(num_pages, self.storage.page_size)
+
     def prepare(self, readers: Sequence[HiddenStateReader] = ()) -> None:
         """Make what forwards need, before the first: nothing here."""
 

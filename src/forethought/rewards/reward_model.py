@@ -106,6 +106,8 @@ class RewardModel:
     Attributes:
         by_step: whether it scores steps rather than whole answers.
         step_format: name of the format in which it reads steps; None if it scores none.
+        scores_are_logits: whether the score of an answer is the logit of a label alone, and the
+            model says nothing against its sigmoid as the probability.
         tokenizer: the model's.
 
     Raises:
@@ -136,6 +138,7 @@ class RewardModel:
             network = _plus_minus(network, self.tokenizer, directory)
         self._network, self._head = network.model.to(self.device).eval(), network.head
         config = self._network.config.get_text_config()
+        self.scores_are_logits = not self.by_step and _has_sigmoid(self._network.config)
         self._context = getattr(config, "max_position_embeddings", None) or math.inf
         self._vocabulary = self._network.get_input_embeddings().num_embeddings
         self._has_types = "token_type_ids" in inspect.signature(self._network.forward).parameters
@@ -331,6 +334,16 @@ def _label_scores(logits: Tensor) -> Tensor:
     """[..., labels] -> [...] float32: the probability of the second label, or the only logit."""
     logits = logits.float()
     return logits.softmax(-1)[..., 1] if logits.shape[-1] == 2 else logits[..., 0]
+
+
+def _has_sigmoid(config: Any) -> bool:
+    """Whether a classifier has one label, whose logit sentence-transformers takes the sigmoid of:
+    unless the config names another function.
+    """
+    further = getattr(config, "sentence_transformers", None)
+    named = further.get("activation_fn") if isinstance(further, dict) else None
+    named = named or getattr(config, "sbert_ce_default_activation_function", None)
+    return config.num_labels == 1 and not str(named or "").endswith("Identity")
 
 
 class _Backbone(transformers.Qwen2Model):  # type: ignore[misc]

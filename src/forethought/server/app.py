@@ -32,16 +32,19 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from forethought import __version__
 from forethought.errors import ForethoughtError
 from forethought.server.backends.backend import Backend
-from forethought.server.endpoints import catalog
+from forethought.server.endpoints import catalog, ollama
 from forethought.server.endpoints.chat import chat_completions
 from forethought.server.endpoints.completions import completions
+from forethought.server.endpoints.embeddings import embeddings
 from forethought.server.endpoints.messages import count_tokens, messages
 from forethought.server.endpoints.responses import create_response, resumed
+from forethought.server.endpoints.scores import rerank, score
 from forethought.server.hosts import check_host
 from forethought.server.http import CLIENT_CLOSED, ENDED, Caller, HttpError, http_error
 from forethought.server.limits import ByteLimit
 from forethought.server.markdown import tree
 from forethought.server.metrics import CONTENT_TYPE
+from forethought.server.protocol import ollama_request, pooling_request
 from forethought.server.protocol.body import check_values, path_of
 from forethought.server.protocol.chat_request import ChatRequest
 from forethought.server.protocol.completion_request import (
@@ -152,6 +155,18 @@ def _add_bodies(app: FastAPI) -> None:
         """The number of tokens of such a conversation."""
         return await count_tokens(_service(request), body, request)
 
+    async def embed(body: pooling_request.EmbeddingRequest, request: Request) -> Response:
+        """The embeddings of texts or token ids."""
+        return await embeddings(_service(request), body, request)
+
+    async def score_pairs(body: pooling_request.ScoreRequest, request: Request) -> Response:
+        """Score pairs of texts with the reward model."""
+        return await score(_service(request), body, request)
+
+    async def order(body: pooling_request.RerankRequest, request: Request) -> Response:
+        """Order documents by their relevance to a query."""
+        return await rerank(_service(request), body, request)
+
     async def tokenize(body: TokenizeRequest, request: Request) -> Response:
         """The ids of a text or a conversation."""
         return await _service(request).prepared(
@@ -176,12 +191,33 @@ def _add_bodies(app: FastAPI) -> None:
         nodes = await _service(request).workers.run(work, tenant, SMALL + len(body.text))
         return JSONResponse({"nodes": nodes})
 
+    async def ollama_chat(body: ollama_request.OllamaChatRequest, request: Request) -> Response:
+        """Answer a conversation, in the form of ollama's API."""
+        return await ollama.ollama(_service(request), body, request)
+
+    async def generate(body: ollama_request.OllamaGenerateRequest, request: Request) -> Response:
+        """Answer a prompt, in the form of ollama's API."""
+        return await ollama.ollama(_service(request), body, request)
+
+    async def ollama_show(body: ollama_request.ShowRequest, request: Request) -> Response:
+        """One model, in the form of ollama's API."""
+        return JSONResponse(ollama.show(_service(request), body))
+
     endpoints: dict[str, Callable[..., Any]] = {
+        "/api/chat": ollama_chat,
+        "/api/generate": generate,
+        "/api/show": ollama_show,
         "/v1/chat/completions": chat,
         "/v1/completions": complete,
         "/v1/responses": respond,
         "/v1/messages": message,
         "/v1/messages/count_tokens": count,
+        "/v1/embeddings": embed,
+        "/v1/score": score_pairs,
+        "/score": score_pairs,
+        "/v1/rerank": order,
+        "/v2/rerank": order,
+        "/rerank": order,
         "/apply-template": template,
         "/page/render": render,
         "/tokenize": tokenize,
@@ -230,6 +266,11 @@ def _add_catalog(app: FastAPI) -> None:
         """One model."""
         return catalog.model(_service(request), model)
 
+    @app.get("/api/tags", response_model=None)
+    async def ollama_tags(request: Request) -> dict[str, Any]:
+        """The models, in the form of ollama's API."""
+        return ollama.tags(_service(request))
+
     @app.get("/v1/methods", response_model=None)
     async def method_list(request: Request) -> dict[str, Any]:
         """The inference-time methods and their settings."""
@@ -263,6 +304,7 @@ def _add_monitoring(app: FastAPI) -> None:
         return JSONResponse({"status": status}, 200 if status == "ok" else 503)
 
     @app.get("/version", response_model=None)
+    @app.get("/api/version", response_model=None)  # for clients of ollama's
     async def version() -> dict[str, str]:
         """The version of this server."""
         return {"version": __version__}
@@ -291,13 +333,14 @@ async def _file(path: Path) -> Response:
 def _add_handlers(app: FastAPI) -> None:
     @app.exception_handler(RequestValidationError)
     async def invalid(request: Request, error: RequestValidationError) -> Response:
-        return _invalid(error.errors()).response()
+        return _invalid(error.errors()).response(request.url.path)
 
     @app.exception_handler(HTTPException)
     async def refused(request: Request, error: HTTPException) -> Response:
         names = {404: "there is no such endpoint", 405: "this endpoint takes another method"}
         message = names.get(error.status_code, str(error.detail))
-        return HttpError(error.status_code, message, headers=dict(error.headers or {})).response()
+        failure = HttpError(error.status_code, message, headers=dict(error.headers or {}))
+        return failure.response(request.url.path)
 
     for kind in (HttpError, ForethoughtError):
         app.add_exception_handler(kind, _failed)
@@ -307,7 +350,7 @@ async def _failed(request: Request, error: Exception) -> Response:
     failure = http_error(error)
     if failure.status == 500:
         log.error("request %s failed", request.state.request_id, exc_info=error)
-    return failure.response()
+    return failure.response(request.url.path)
 
 
 def _invalid(complaints: Any) -> HttpError:
@@ -404,8 +447,12 @@ async def _received(request: Request, seconds: float) -> bytes:
 
 
 def _is_json(request: Request) -> bool:
-    """Whether the sender calls the body JSON; a page of another site cannot without being asked."""
+    """Whether the sender calls the body JSON; a page of another site cannot without being asked.
+    Clients of ollama's call it nothing, and browsers name the page's origin then.
+    """
     name = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if not name and request.url.path.startswith("/api/"):
+        return "origin" not in request.headers
     return name == "application/json" or (name.startswith("application/") and name[-5:] == "+json")
 
 
@@ -466,7 +513,7 @@ class Guard:
             if failure.status == 500:
                 log.exception("request %s failed", call.id)
             if not call.status:
-                await failure.response()(scope, receive, call.send)
+                await failure.response(scope["path"])(scope, receive, call.send)
         finally:
             service.calls.discard(call)
             call.close()

@@ -78,9 +78,12 @@ class HttpError(HTTPException):
         }
         return {"type": "error", "error": error}
 
-    def response(self) -> JSONResponse:
-        """As a response."""
-        return JSONResponse(self.to_dict(), self.status, dict(self.headers or {}))
+    def response(self, path: str) -> JSONResponse:
+        """As the response of an endpoint. Clients of ollama's, below ``/api``, read a text
+        alone.
+        """
+        content = {"error": self.message} if path.startswith("/api/") else self.to_dict()
+        return JSONResponse(content, self.status, dict(self.headers or {}))
 
 
 def _type_of(status: int) -> str:
@@ -267,7 +270,11 @@ class EventStream(Response):
                     raise
                 if error.status != CLIENT_CLOSED:
                     await opening.sent()
-                    await send(_body(encode_failure(error), more=False))
+                    await send(_body(self.encode_failure(error), more=False))
+
+    def encode_failure(self, error: BaseException) -> bytes:
+        """The end of a stream that has failed."""
+        return encode_failure(error)
 
     async def _write(self, send: Send, opening: _Opening) -> None:
         last = b""
@@ -283,7 +290,7 @@ class EventStream(Response):
             if not opening.has_begun:
                 raise
             await opening.sent()
-            last = encode_failure(error)
+            last = self.encode_failure(error)
         finally:
             opening.close()
             await self._events.aclose()

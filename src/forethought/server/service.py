@@ -9,7 +9,7 @@ import os
 import time
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator, Mapping
-from contextlib import ExitStack, aclosing, contextmanager
+from contextlib import ExitStack, aclosing, asynccontextmanager, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Protocol, TypeVar
@@ -17,7 +17,7 @@ from typing import Any, Protocol, TypeVar
 from starlette.requests import Request
 
 from forethought import methods
-from forethought.errors import ParameterError
+from forethought.errors import ParameterError, RequestTimeout
 from forethought.outputs import SpeculationMetrics, Usage
 from forethought.scaffolding.budget import Budget
 from forethought.scaffolding.controller import NativeGenerationController
@@ -199,6 +199,19 @@ class Service:
             for base in self.base_models
         }
 
+    def model_alone(self, name: str | None, what: str) -> str:
+        """The model that a request of ``what`` names, without methods.
+
+        Raises UnknownNameError for another model, ParameterError for one with methods.
+        """
+        if not name:
+            return self.base_models[0]
+        model, composition = read_model(name, self.models, self.methods)
+        if composition is not None:
+            why, fix = f"model is {name!r:.200}", f"Name {model!r:.200} alone"
+            raise ParameterError(f"no method computes {what}", why, fix, param="model")
+        return model
+
     # ---- requests -----------------------------------------------------------------------------
 
     def resolve(self, body: Generating) -> tuple[str, Composition]:
@@ -377,6 +390,37 @@ class Service:
         except Overloaded as error:
             self.metrics.rejected("draining" if error.draining else "queue_full")
             raise
+
+    @asynccontextmanager
+    async def pooled(self, model: str, kind: str) -> AsyncGenerator[Usage, None]:
+        """Takes a place among the running requests for one that generates nothing, and counts it.
+
+        Args:
+            model: as it is served.
+            kind: in the place of a method's name, in the metrics.
+
+        Yields:
+            What it has used, for the caller to fill in.
+
+        Raises:
+            RequestTimeout: it took too long, waiting included.
+        """
+        began, usage, reason = time.perf_counter(), Usage(), "error"
+        metrics = self.metrics.request_started(model, kind)
+        try:
+            async with asyncio.timeout(self.settings.timeout), self.llm.place():
+                metrics.admitted(time.perf_counter() - began)
+                yield usage
+            reason = "stop"
+        except asyncio.CancelledError:
+            reason = "abort"
+            raise
+        except TimeoutError as error:
+            why = f"{self.settings.timeout} s have passed since it was submitted"
+            raise RequestTimeout("the request took too long", why, "Ask for less") from error
+        finally:
+            self.totals.usage += usage
+            metrics.finished(reason, usage, seconds=time.perf_counter() - began)
 
     async def outcome(self, job: Job) -> Outcome:
         """The end of a job, counted. Raises what it failed with."""

@@ -59,6 +59,7 @@ class RewardServerWorker(ClientWorker):
 
     Attributes:
         by_step: whether it scores the steps of answers.
+        scores_are_logits: not known.
 
     Raises:
         ParameterError: an endpoint or a format that does not exist, ``"score"`` for steps, or a
@@ -79,7 +80,7 @@ class RewardServerWorker(ClientWorker):
         super().__init__(async_client)
         self.check(endpoint, tokenizer, step_format)
         self.model, self.tokenizer, self.step_format = model, tokenizer, step_format
-        self.by_step = step_format is not None
+        self.by_step, self.scores_are_logits = step_format is not None, False
         self.extra_body, self.concurrency = dict(extra_body or {}), concurrency
         self._endpoint = _POOLING if self.by_step else str(endpoint)
         self._url: str | None = None

@@ -24,6 +24,7 @@ from typing_extensions import override
 
 from forethought.backends.tensor_parallel.collectives import Collectives, ReducedProjection, Sums
 from forethought.backends.tensor_parallel.ranks import Ranks
+from forethought.errors import ModelError
 from forethought.kv.storage import KvStorage, LayerShape
 from forethought.kv.table import PageCopy, SlotMove
 from forethought.model.adapter import Adapter
@@ -310,6 +311,14 @@ class ShardedRunner(ModelRunner):
     @override
     def check_running(self) -> None:
         self.ranks.check()
+
+    @override
+    def scratch_storage(self, num_pages: int) -> KvStorage:
+        raise ModelError(
+            "a model over several ranks computes in its KV cache alone",
+            "the other ranks have no second storage",
+            "Serve it with tensor_parallel_size=1 for embeddings",
+        )
 
     @override
     def shutdown(self) -> None:

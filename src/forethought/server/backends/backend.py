@@ -155,6 +155,7 @@ class Backend(abc.ABC):
         name: of the model, where the server is given no other.
         workers: by the value of their tags.
         reward: scores answers for methods that take it; None: there is none.
+        scores_are_logits: whether the sigmoid of a reward model's score is a probability.
         markers: what opens and closes the model's thoughts; None: unknown, or none.
         thinks: whether the model thinks; None: unknown.
         salted: whether prefixes are cached apart for different salts.
@@ -170,6 +171,7 @@ class Backend(abc.ABC):
     name: str
     workers: Mapping[Any, Worker]
     reward: Controller | None = None
+    scores_are_logits: bool = False
     markers: tuple[str, str] | None = None
     thinks: bool | None = None
     salted: bool = False

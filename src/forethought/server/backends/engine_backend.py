@@ -84,6 +84,7 @@ class EngineBackend(Backend):
         worker = EngineWorker(llm, sampling_defaults=drawing(self.sampling_defaults))
         self.workers = worker_table(worker, judge)
         self.reward = None if judge is None else judging(judge)
+        self.scores_are_logits = judge is not None and judge.scores_are_logits
         self.markers = llm.thinking_markers
         self.thinks = self.markers is not None
         self._marker_ids = [self.tokenize(marker, special=False) for marker in self.markers or ()]

@@ -88,6 +88,7 @@ class RemoteBackend(Backend):
             self.markers = worker.thinking_markers = tokenizer.thinking_markers
         self.thinks = worker.thinks
         self._judge, self.reward = judge, None if judge is None else judging(judge)
+        self.scores_are_logits = judge is not None and judge.scores_are_logits
         self.servers, self._tokenizer = worker.servers, tokenizer
         self.workers: Mapping[Any, Worker] = worker_table(worker, judge)
         takes_special = "skip_special_tokens" in worker.extensions

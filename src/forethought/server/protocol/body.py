@@ -28,6 +28,8 @@ from forethought.config.sampling import (
     top_n_sigma_of,
 )
 
+MAX_GRAMMAR = 1 << 16
+"""Characters of a grammar."""
 MAX_DEPTH, MAX_VALUES = 64, 1 << 16
 """Levels and values of the JSON that is passed on as it is: schemas, settings of methods."""
 
@@ -165,7 +167,7 @@ class StructuredOutputs(Body):
     )
     regex: Annotated[str, Field(max_length=1 << 14)] | None = None
     choice: Annotated[list[Text], Field(max_length=1024)] | None = None
-    grammar: Annotated[str, Field(max_length=1 << 16)] | None = None
+    grammar: Annotated[str, Field(max_length=MAX_GRAMMAR)] | None = None
     json_object: bool | None = None
 
 
@@ -240,6 +242,9 @@ class Penalised(Generating):
     frequency_penalty: float | None = None
     logit_bias: Annotated[dict[Text, float], Field(max_length=1024)] | None = None
     max_tokens: int | None = None
+    # as llama.cpp has the shape of the output
+    json_schema: Free | None = None
+    grammar: Annotated[str, Field(max_length=MAX_GRAMMAR)] | None = None
     stream_options: StreamOptions | None = None
 
 

@@ -292,6 +292,11 @@ def _shapes(body: Generating) -> Iterator[tuple[str, GuidedDecodingParams]]:
         fields = body.structured_outputs.model_dump(by_alias=True, exclude_none=True)
         path = ".".join(["structured_outputs", *(fields if len(fields) == 1 else ())])
         yield path, _shape(path, **fields)
+    if isinstance(body, Penalised):
+        if body.json_schema is not None:
+            yield "json_schema", _shape("json_schema", json=body.json_schema)
+        if body.grammar:
+            yield "grammar", _shape("grammar", grammar=body.grammar)
     if isinstance(body, ChatRequest) and (format := body.response_format) is not None:
         path, schema = "response_format.json_schema.schema", format.json_schema
         if format.type == "json_object":
