@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import io
 import itertools
+import json
 import sys
 import time
 from pathlib import Path
@@ -122,7 +123,7 @@ def main() -> None:
 
 
 def pictures(browser: Browser, out: Path) -> None:
-    """A vote as it comes, a chain beside plain decoding, and the same on a phone in the dark."""
+    """A vote as it comes, a search, the first paint, a chain beside plain decoding, a phone."""
     browser.set("#temperature", "0.8")
     browser.set("#seed", "5")
     browser.set("#method", "majority_vote")
@@ -133,6 +134,17 @@ def pictures(browser: Browser, out: Path) -> None:
     settle(browser)
     save(browser, out / "vote.png")
     browser.click("#new")
+    browser.set("#method", "beam_search")
+    browser.set("#parameters [name=default_sample_num]", "8")
+    browser.set("#parameters [name=step_token]", json.dumps("\n"))
+    browser.set("#question", QUESTION)
+    browser.click("#ask")
+    status(browser, "Answered")
+    settle(browser)
+    save(browser, out / "search.png")
+    browser.click("#new")
+    settle(browser)
+    save(browser, out / "first.png")
     browser.set("#temperature", "0")
     browser.set("#method", "dynasor")
     browser.set("#parameters [name=chunk_size]", "16")

@@ -11,7 +11,13 @@ from forethought import LLM, methods
 from forethought.errors import ParameterError
 from forethought.methods.adaptive_compute import RESTART_PROMPT
 from forethought.outputs import Logprob
-from forethought.scaffolding import Budget, EngineWorker, Reply, ScriptedWorker
+from forethought.scaffolding import (
+    Budget,
+    EngineWorker,
+    NativeGenerationController,
+    Reply,
+    ScriptedWorker,
+)
 from scripted import answer
 from tokens import speaking
 
@@ -55,6 +61,18 @@ def test_each_sample_has_a_seed_of_its_own():
     keeps = dict.fromkeys(SAMPLES, 0.1)
     _, worker = run(keeps, params={"seed": 3}, prune_after=None)
     assert len({call.task.seed for call in drawn(worker)}) == len(drawn(worker)) == 4
+
+
+def test_the_text_of_each_sample_is_told_apart():
+    generation = NativeGenerationController(streaming=True)
+    settings = {"generation_controller": generation, "prune_after": None, "count": 2}
+    result, _ = run(dict.fromkeys(SAMPLES, 0.1), **settings)
+    texts = {}
+    for event in result.events():
+        if event.fields:
+            number = event.fields["sample"]
+            texts[number] = texts.get(number, "") + event.output.text
+    assert texts == {0: SAMPLES[0], 1: SAMPLES[1]}
 
 
 def test_the_question_of_a_probe_is_in_no_answer_that_the_budget_cuts():

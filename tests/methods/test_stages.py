@@ -10,7 +10,13 @@ from forethought import methods
 from forethought.answers.answers import TextEquivalence
 from forethought.methods.compute_optimal import Policy
 from forethought.outputs import Logprob
-from forethought.scaffolding import NativeRewardController, Reply, ScriptedWorker, Stage
+from forethought.scaffolding import (
+    NativeGenerationController,
+    NativeRewardController,
+    Reply,
+    ScriptedWorker,
+    Stage,
+)
 from forethought.testing.samples import sample_answer, sample_logprobs, sample_score
 from scripted import answer, chain
 
@@ -60,6 +66,40 @@ def test_beam_search_tells_scores_what_it_prunes_and_what_it_selects():
     assert selected.fields == {"beam": [0, 1], "score": 0.9, "text": "d.", "finished": True}
 
 
+def streams(result):
+    """The texts that a search streams, by branch and stream fields."""
+    texts = {}
+    for event in result.events():
+        key = event.branch, json.dumps(event.fields)
+        texts[key] = texts.get(key, "") + event.output.text
+    return texts
+
+
+@pytest.mark.parametrize("name", ["beam_search", "dvts", "mcts", "particle_filtering"])
+def test_a_search_tells_which_beam_each_streamed_text_belongs_to(name):
+    generation = NativeGenerationController(streaming=True)
+    settings = {} if name == "particle_filtering" else {"width": 2}
+    result = search(name, generation_controller=generation, default_sample_num=2, **settings)
+    branch = "0" if name == "dvts" else ""
+    texts = streams(result)
+    assert texts[branch, '{"beam": [0]}'] == "a"
+    assert texts[branch, '{"beam": [1]}'] == "b"
+    steps = [text for (_, fields), text in texts.items() if '"beam": [0, ' in fields]
+    assert {"c."} <= {*steps} <= {"c.", "d."}
+
+
+def test_a_look_ahead_streams_beside_the_beam_that_it_is_about():
+    generation = NativeGenerationController(streaming=True)
+    result = search(
+        "beam_search",
+        generation_controller=generation,
+        default_sample_num=2,
+        width=2,
+        lookahead=1,
+    )
+    assert streams(result)["", '{"beam": [0], "aside": "look-ahead"}'] == "c."
+
+
 def test_dvts_tells_what_each_subtree_prunes_in_its_own_branch():
     result = search("dvts", default_sample_num=2, width=2)
     assert beams(result, "pruned") == [([1], "b;"), ([0, 0], "c.")]
@@ -103,10 +143,14 @@ def test_tree_of_thoughts_tells_judgements_and_what_it_leaves_out(strategy):
         threshold=0.5,
         prompts={"value": "?v"},
         step_token=";",
+        generation_controller=NativeGenerationController(streaming=True),
     )
     result = answer(controller, ScriptedWorker(says))
-    assert beams(result, "pruned") == [([1], "b;")]
+    assert beams(result, "pruned") == [([1], "b;"), ([0, 1], "c.")]
+    assert told(result, "pruned")[1][1].why == "another beam has the same text"
     assert beams(result, "scored") == [([0], "a;"), ([1], "b;"), ([0, 0], "c.")]
+    about = '{"beam": [1], "aside": "judgement 0"}'
+    assert streams(result)["", about] == "impossible"
 
 
 def test_a_vote_tells_each_answer_with_its_branch_and_the_tally_with_the_winner():

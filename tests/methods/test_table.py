@@ -5,6 +5,7 @@ import pytest
 from forethought import methods
 from forethought.errors import ParameterError, UnknownNameError, UsageError
 from forethought.methods import DynasorGenerationController, MajorityVoteController
+from forethought.methods.table import GROUPS, OTHERS
 from forethought.scaffolding import NativeGenerationController
 
 
@@ -18,6 +19,13 @@ def test_every_method_describes_itself_in_one_line_and_names_its_settings():
     assert methods.describe("majority_vote").parameters["generation_controller"] == "plain"
     required = methods.describe("best_of_n").parameters["reward_controller"]
     assert required is methods.Method.REQUIRED
+
+
+def test_every_shipped_method_is_in_one_group():
+    grouped = [name for names in GROUPS.values() for name in names]
+    assert sorted(grouped) == sorted(methods.shipped().names())
+    assert methods.describe("dvts").to_dict()["group"] == "Search step by step"
+    assert methods.describe("forethought.methods.dvts:DVTSController").group == OTHERS
 
 
 def test_methods_are_created_by_name_with_settings():

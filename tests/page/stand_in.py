@@ -29,6 +29,7 @@ METHODS = [
     {
         "name": "plain",
         "title": "plain",
+        "group": "Plain decoding",
         "paper": "",
         "summary": "One generation.",
         "parameters": [],
@@ -36,10 +37,16 @@ METHODS = [
     {
         "name": "dynasor",
         "title": "dynasor",
+        "group": "Shorten the thought",
         "paper": "Fu et al., 2025",
         "summary": "Ends a chain of thought once probes agree.",
         "parameters": [
-            {"name": "chunk_size", "default": 64, "description": "tokens between probes"},
+            {
+                "name": "chunk_size",
+                "default": 64,
+                "description": "tokens between probes",
+                "schema": {"type": "integer", "minimum": 1, "maximum": 131072},
+            },
             {"name": "streaming", "default": False, "description": "stream the output"},
             {"name": "effort", "default": None, "description": "a name for both"},
         ],
@@ -47,9 +54,42 @@ METHODS = [
     {
         "name": "majority_vote",
         "title": "majority_vote",
+        "group": "Draw samples and vote",
         "paper": "",
         "summary": "Samples vote.",
-        "parameters": [{"name": "default_sample_num", "default": 8, "description": "samples"}],
+        "parameters": [
+            {"name": "default_sample_num", "default": 8, "description": "samples"},
+            {
+                "name": "answer",
+                "default": "auto",
+                "schema": {"enum": ["auto", "boxed"], "type": "string"},
+            },
+        ],
+    },
+    {
+        "name": "specreason",
+        "title": "SpecReason",
+        "group": "Shorten the thought",
+        "available": False,
+        "reason": "it needs a second, smaller model",
+        "parameters": [],
+    },
+    {
+        "name": "best_of_n",
+        "title": "Best of n",
+        "group": "Draw samples and take the best",
+        "available": False,
+        "reason": "it needs a reward model",
+        "needs": ["reward_controller"],
+        "parameters": [
+            {
+                "name": "reward_controller",
+                "default": None,
+                "required": True,
+                "description": "Scores the samples.",
+                "schema": {"type": ["string", "object"]},
+            },
+        ],
     },
 ]
 JSON: dict[str, Any] = {

@@ -50,3 +50,23 @@ def figure(browser: Browser, name: str, run: int = 0) -> str:
     """
     found: str = browser.run(script, name, run)
     return found
+
+
+def saved(browser: Browser, label: str) -> str:
+    """The text of the file that a button offers."""
+    return str(
+        browser.run_async(
+            """
+            const [make, click] = [URL.createObjectURL, HTMLAnchorElement.prototype.click];
+            let file = null;
+            URL.createObjectURL = (blob) => ((file = blob), make.call(URL, blob));
+            HTMLAnchorElement.prototype.click = () => {};
+            const all = [...document.querySelectorAll("button")];
+            all.find((button) => button.textContent === args[0]).click();
+            while (!file) await new Promise((resolve) => setTimeout(resolve, 10));
+            [URL.createObjectURL, HTMLAnchorElement.prototype.click] = [make, click];
+            return file.text();
+            """,
+            label,
+        )
+    )

@@ -15,7 +15,7 @@ import pytest
 from page.browser import Browser
 from page.stand_in import StandIn
 from page.steps import ask, open_page, shows, status
-from page.test_page import votes
+from page.streams import votes
 
 pytestmark = pytest.mark.page
 
@@ -50,7 +50,14 @@ def test_axe_finds_no_accessibility_error(browser: Browser, scheme: str):
             browser.run(axe.read_text(encoding="utf-8"))
             assert violations(browser) == []
             browser.click("#open-runs")
-            shows(browser, ".run-list .open", "nuts")
+            shows(browser, "#run-list .open", "nuts")
+            assert violations(browser) == []
+            browser.press("Escape")
+            for dialog in ("chats", "help"):
+                browser.click(f"#open-{dialog}")
+                assert violations(browser) == []
+                browser.press("Escape")
+            browser.click("#new")
             assert violations(browser) == []
         finally:
             browser.media()

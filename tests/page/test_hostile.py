@@ -24,11 +24,17 @@ MARKUP = (
 def everywhere(text: str) -> list[Item]:
     """A run that has a text in every place that a server fills."""
     fields = {"answer": text, text: text}
+    votes = {"answer": text, "tally": {text: 1}}
+    aside = {"beam": [0], "aside": text}
     return [
         started("plain", text, text),
         {"type": "stage", "at": 0.0, "branch": "0", "name": "spawned", "why": text, "fields": {}},
         {"type": "stage", "at": 0.1, "branch": "0", "name": text, "why": text, "fields": fields},
         {"type": "delta", "at": 0.1, "branch": "0", "text": text, "num_tokens": 3},
+        {"type": "delta", "at": 0.1, "branch": "", "text": text, "fields": {"beam": [0]}},
+        {"type": "delta", "at": 0.1, "branch": "", "text": text, "fields": aside},
+        {"type": "stage", "at": 0.1, "branch": "0", "name": "voted", "fields": votes},
+        {"type": "stage", "at": 0.1, "branch": "", "name": "voted", "why": text, "fields": votes},
         {"type": "delta", "at": 0.1, "branch": text, "text": text, "num_tokens": 3},
         {"type": "answer", "text": text},
         finished(text, finish_reason=text),
@@ -44,7 +50,11 @@ def test_markup_is_shown_as_it_was_written(browser: Browser):
         status(browser, "Answered")
         assert texts(browser, ".answer") == [text]
         browser.click("#open-runs")
-        shows(browser, ".run-list .open", text[:20])
+        shows(browser, "#run-list .open", text[:20])
+        browser.press("Escape")
+        browser.click("#open-chats")
+        shows(browser, "#chat-list .open", text[:20])
+        shows(browser, ".vote-answer", text[:20])
         after = browser.run("return document.querySelectorAll('script, img, style, a').length")
         assert after == before
         assert browser.run("return document.title") == "forethought"

@@ -9,72 +9,28 @@ from typing import Any
 import pytest
 
 from page.browser import Browser
-from page.stand_in import PAUSE, Item, StandIn, finished, started
-from page.steps import ask, figure, open_page, shows, status, texts
+from page.stand_in import Item, StandIn, finished, started
+from page.steps import ask, figure, open_page, saved, shows, status, texts
+from page.streams import answer, delta, echo, votes
 
 pytestmark = pytest.mark.page
-
-
-def stage(at: float, branch: str, name: str, why: str = "", **fields: Any) -> dict[str, Any]:
-    return {
-        "type": "stage",
-        "at": at,
-        "branch": branch,
-        "name": name,
-        "why": why,
-        "fields": fields,
-    }
-
-
-def delta(at: float, branch: str, text: str, **more: Any) -> dict[str, Any]:
-    return {"type": "delta", "at": at, "branch": branch, "text": text, "num_tokens": 1, **more}
-
-
-def answer(text: str) -> dict[str, Any]:
-    return {"type": "answer", "text": text}
-
-
-def votes(body: dict[str, Any]) -> Iterable[Item]:
-    """Two samples that vote, with a pause in the middle; plainly: one text."""
-    if body["method"] == "plain":
-        return [started(), answer("six"), finished("six", at=2.0, tokens=40)]
-    return [
-        started("majority_vote", "ngram"),
-        stage(0.0, "0", "spawned", "Plain"),
-        stage(0.0, "1", "spawned", "Plain"),
-        delta(0.1, "0", "the first"),
-        delta(0.2, "1", "the second"),
-        stage(0.2, "1", "probed", answer="6"),
-        PAUSE,
-        stage(0.4, "0", "voted", answer="6"),
-        stage(0.4, "0", "ended", "done"),
-        stage(0.5, "1", "pruned", "it cannot change the vote"),
-        stage(0.5, "1", "ended", "cancelled"),
-        answer("It is 6."),
-        finished("It is 6.", at=1.0, tokens=30),
-    ]
-
-
-def echo(body: dict[str, Any]) -> Iterable[Item]:
-    text = f"answer to {body['messages'][-1]['content']}"
-    return [started(body["method"]), answer(text), finished(text)]
 
 
 def test_an_example_runs_with_its_method_and_shows_live(browser: Browser):
     with StandIn(votes) as server:
         open_page(browser, server.address)
-        browser.click_button("Nuts")
+        browser.click(".card")
         assert browser.run("return document.querySelector('#method').value") == "dynasor"
         browser.click("#ask")
-        shows(browser, ".stages li", "probed: answer 6")
-        assert texts(browser, ".lane-labels button") == ["request", "0", "1"]
+        shows(browser, ".stages li", "a probe answers 6")
+        assert texts(browser, ".lane-labels button") == ["request", "branch 0", "branch 1"]
         assert browser.text(".branch-text") == "the first"
         assert browser.text(".run .status") == "running"
         server.released.set()
         status(browser, "Answered: dynasor, 30 tokens")
-        assert texts(browser, ".answer") == ["It is 6."]
+        assert texts(browser, ".answer") == ["It is \\boxed{6}."]
         assert figure(browser, "Reused") == "16"
-        assert "pruned: it cannot change the vote" in "".join(texts(browser, ".stages li"))
+        assert "is left out: it cannot change the vote" in "".join(texts(browser, ".stages li"))
 
 
 def test_settings_are_sent_and_kept_for_the_next_visit(browser: Browser):
@@ -120,7 +76,7 @@ def test_stop_ends_the_request_and_keeps_what_came(browser: Browser):
     with StandIn(votes) as server:
         open_page(browser, server.address)
         ask(browser, "nuts", "majority_vote")
-        shows(browser, ".stages li", "probed")
+        shows(browser, ".stages li", "probe")
         browser.click("#stop")
         status(browser, "Stopped: majority_vote, 2 tokens")
         assert server.left.wait(60), "closing the connection is what ends the work on the server"
@@ -132,7 +88,7 @@ def test_a_reload_in_the_middle_shows_what_was_there(browser: Browser):
     with StandIn(votes) as server:
         open_page(browser, server.address)
         ask(browser, "nuts", "majority_vote")
-        shows(browser, ".stages li", "probed")
+        shows(browser, ".stages li", "probe")
         browser.reload()
         shows(browser, ".run .status", "interrupted")
         assert texts(browser, ".turn > .said:not(.answer)") == ["nuts"]
@@ -142,7 +98,7 @@ def test_a_reload_in_the_middle_shows_what_was_there(browser: Browser):
         browser.click_button("Ask again")
         status(browser, "Answered: ")
         browser.reload()
-        shows(browser, ".answer", "It is 6.")
+        shows(browser, ".answer", "It is \\boxed{6}.")
         assert browser.text(".run .status") == "done"
 
 
@@ -158,6 +114,12 @@ def test_plain_decoding_is_run_after_it_and_compared(browser: Browser):
         assert again["messages"] == server.requests[0]["messages"]
         assert figure(browser, "Against plain") == "10 tokens (25 %) less, 1.00 s (50 %) less"
         assert "−25 %" in browser.text(".comparison")
+        assert texts(browser, ".glance > *") == [
+            "majority_vote against plain",
+            "30 against 40 tokens (25 % less)",
+            "1.00 against 2.00 s (50 % less)",
+            "answers 6 against six",
+        ]
         assert texts(browser, ".run h2") == ["majority_vote", "plain"]
         browser.reload()
         shows(browser, ".figures dd", "10 tokens (25 %) less")
@@ -172,20 +134,21 @@ def test_a_kept_run_is_opened_compared_and_deleted(browser: Browser):
         ask(browser, "two", "dynasor")
         status(browser, "Answered: dynasor")
         browser.click_button("Compare with…")
-        shows(browser, ".run-list .open", "one")
-        assert len(texts(browser, ".run-list li")) == 1, "not with itself"
-        browser.click(".run-list .open")
+        shows(browser, "#run-list .open", "one")
+        assert len(texts(browser, "#run-list li")) == 1, "not with itself"
+        browser.click("#run-list .open")
         shows(browser, ".comparison", "another text")
         assert texts(browser, ".run h2") == ["dynasor", "plain"]
         browser.click("#open-runs")
-        shows(browser, ".run-list li", "one")
-        browser.wait("document.querySelectorAll('.run-list li').length === 2")
-        browser.run("document.querySelectorAll('.run-list .open')[1].click()")
+        shows(browser, "#run-list li", "one")
+        browser.wait("document.querySelectorAll('#run-list li').length === 2")
+        browser.run("document.querySelectorAll('#run-list .open')[1].click()")
         shows(browser, ".turn .answer", "answer to one")
         browser.click("#open-runs")
-        shows(browser, ".run-list li", "one")
+        shows(browser, "#run-list li", "one")
         browser.click_button("Delete", "#run-list li:last-child")
-        browser.wait("document.querySelectorAll('.run-list li').length === 1")
+        browser.click_button("Really?", "#run-list li:last-child")
+        browser.wait("document.querySelectorAll('#run-list li').length === 1")
 
 
 def test_an_edited_question_is_a_branch_that_says_what_it_reused(browser: Browser):
@@ -241,33 +204,14 @@ def test_an_exported_page_runs_nothing_and_is_imported_again(browser: Browser, t
                 )
                 open_page(browser, server.address)
                 browser.click("#open-runs")
-                shows(browser, ".run-list .open", "export me")
-                browser.click(".run-list .open")
+                shows(browser, "#run-list .open", "export me")
+                browser.click("#run-list .open")
                 shows(browser, ".run h2", "plain")
                 browser.wait("!document.querySelector('#runs').open")
             else:
                 assert json.loads(made)["record"]["request"]["messages"][0]["content"] == (
                     "export me"
                 )
-
-
-def saved(browser: Browser, label: str) -> str:
-    """The text of the file that a button offers."""
-    return str(
-        browser.run_async(
-            """
-            const [make, click] = [URL.createObjectURL, HTMLAnchorElement.prototype.click];
-            let file = null;
-            URL.createObjectURL = (blob) => ((file = blob), make.call(URL, blob));
-            HTMLAnchorElement.prototype.click = () => {};
-            const all = [...document.querySelectorAll("button")];
-            all.find((button) => button.textContent === args[0]).click();
-            [URL.createObjectURL, HTMLAnchorElement.prototype.click] = [make, click];
-            return file.text();
-            """,
-            label,
-        )
-    )
 
 
 def test_a_file_that_holds_no_run_is_refused(browser: Browser, tmp_path: Any):
@@ -305,26 +249,6 @@ def test_the_page_says_why_speculation_is_off_and_colours_what_drafters_wrote(br
         lost, off = texts(browser, ".speculation")
         assert "20.00 ms a token against 10.00 ms without: it lost" in lost
         assert off == "Speculation Off: the request switches drafts off"
-
-
-def test_beams_of_a_search_are_lanes_with_scores(browser: Browser):
-    def run(body: dict[str, Any]) -> Iterable[Item]:
-        beam = {"text": "step one", "finished": False}
-        yield started("beam_search")
-        yield stage(0.5, "", "scored", beam=[0], score=0.9, **beam)
-        yield stage(0.5, "", "scored", beam=[1], score=0.1, **beam)
-        yield stage(0.6, "", "pruned", "it is not among the best 1", beam=[1], score=0.1, **beam)
-        yield stage(0.9, "", "scored", beam=[0, 0], score=0.8, text="step two", finished=True)
-        yield finished("two")
-
-    with StandIn(run) as server:
-        open_page(browser, server.address)
-        ask(browser, "search")
-        status(browser, "Answered")
-        lanes = ["request", "beam 0", "beam 0.0", "beam 1"]
-        assert texts(browser, ".lane-labels button") == lanes
-        browser.click_button("beam 0.0", ".lane-labels")
-        assert browser.text(".branch-text") == "step two"
 
 
 @pytest.mark.parametrize(
@@ -369,7 +293,7 @@ def test_everything_is_done_with_the_keyboard_alone(browser: Browser):
         browser.run("document.querySelector('#question').focus()")
         browser.write("nuts")
         browser.press("Enter")
-        shows(browser, ".stages li", "probed")
+        shows(browser, ".stages li", "probe")
         outline = "return getComputedStyle(document.activeElement).outlineStyle"
         assert browser.run(outline) == "solid"
         browser.press("Escape")
@@ -378,18 +302,27 @@ def test_everything_is_done_with_the_keyboard_alone(browser: Browser):
         browser.run("document.querySelector('.lane-labels [tabindex=\"0\"]').focus()")
         browser.press("End")
         shows(browser, ".branch-text", "the second")
-        assert browser.run("return document.activeElement.textContent") == "1"
+        assert browser.run("return document.activeElement.textContent") == "branch 1"
         browser.press("Up", "Up")
         assert browser.run("return document.activeElement.textContent") == "request"
         browser.run("document.querySelector('#open-runs').focus()")
         browser.press("Enter")
-        shows(browser, ".run-list .open", "nuts")
+        shows(browser, "#run-list .open", "nuts")
         assert browser.run(
             "return document.querySelector('#runs').contains(document.activeElement)"
         )
         browser.press("Escape")
         browser.wait("!document.querySelector('#runs').open")
         assert browser.run(focused) == "open-runs"
+
+
+OUTSIDE = """
+    const controls = [...document.querySelectorAll("button, input, select, textarea, summary")];
+    const isOutside = (box) => box.width && (box.left < 0 || box.right > innerWidth + 0.5);
+    return controls.filter((c) => c.offsetParent && isOutside(c.getBoundingClientRect()))
+      .map((c) => c.outerHTML);
+"""
+"""The controls of which a part is beside the window."""
 
 
 def test_the_page_fits_a_phone_and_follows_the_colours_asked_for(browser: Browser):
@@ -403,6 +336,14 @@ def test_the_page_fits_a_phone_and_follows_the_colours_asked_for(browser: Browse
             browser.resize(360, 740)
             fits = "document.documentElement.scrollWidth <= innerWidth"
             browser.wait(fits)
+            assert browser.run(OUTSIDE) == []
+            browser.run("document.querySelector('#settings').open = true")
+            for dialog in ("chats", "runs", "help"):
+                browser.click(f"#open-{dialog}")
+                assert browser.run(OUTSIDE) == []
+                browser.press("Escape")
+            browser.click("#new")
+            assert browser.run(OUTSIDE) == []
             browser.media(prefers_color_scheme="dark")
             assert browser.run(background) == "rgb(19, 20, 22)"
             browser.click("#theme")

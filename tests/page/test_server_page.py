@@ -90,8 +90,8 @@ def test_a_chain_ends_early_and_what_it_saved_is_shown_beside_plain_decoding(
     assert "less" in figure(browser, "Against plain")
     assert "\\boxed{6}" in texts(browser, ".answer")[0]
     told = "".join(texts(browser, ".stages li"))
-    assert "probed: answer 6" in told
-    assert "early_exit: " in told
+    assert "tokens answers 6" in told
+    assert "ends early with 6" in told
     assert browser.run("return document.querySelectorAll('.branch-text .draft').length") > 0
     assert "draft tokens accepted" in texts(browser, ".speculation")[0]
     assert "Off" in texts(browser, ".speculation")[1]
@@ -107,9 +107,30 @@ def test_samples_vote_in_lanes_of_their_own(browser: Browser, server: str):
     browser.press("Escape")
     browser.click("#ask")
     status(browser, "Answered: majority_vote")
-    assert texts(browser, ".lane-labels button") == ["request", "0", "1", "2", "3"]
-    assert "voted: answer" in "".join(texts(browser, ".stages li"))
+    lanes = texts(browser, ".lane-labels button")
+    names = [lane.removesuffix(" ✓ chosen") for lane in lanes]
+    assert names == ["request", *(f"branch {number}" for number in range(4))]
+    assert sum(lane.endswith("chosen") for lane in lanes) == 1
+    assert "votes for" in "".join(texts(browser, ".stages li"))
     assert figure(browser, "Branches") == "4"
+
+
+@slow
+def test_beams_stream_into_as_many_lanes_as_the_search_holds(browser: Browser, server: str):
+    open_fresh(browser, server)
+    browser.set("#method", "beam_search")
+    browser.set("#parameters [name=default_sample_num]", "4")
+    browser.set("#parameters [name=width]", "2")
+    browser.set("#parameters [name=step_token]", '"\\n"')
+    browser.set("#temperature", "0.8")
+    browser.set("#question", QUESTION)
+    browser.click("#ask")
+    status(browser, "Answered: beam_search")
+    lanes = texts(browser, ".lane-labels button")
+    assert 3 <= len(lanes) <= 5
+    assert sum(lane.endswith("chosen") for lane in lanes) == 1
+    assert "is pruned with score" in "".join(texts(browser, ".stages li"))
+    assert "He uses 84" in browser.text(".branch-text")
 
 
 @slow

@@ -286,6 +286,21 @@ def test_a_budget_of_tokens_is_kept_exactly_and_leaves_an_answer(method: str, to
     assert finished["usage"]["spent_budget"] == "tokens"
 
 
+def test_the_events_of_a_search_say_which_beam_a_text_belongs_to() -> None:
+    settings = {"default_sample_num": 1, "num_thoughts": 2, "num_evaluations": 1, "max_steps": 1}
+    fields = {"method": "tree_of_thoughts", "method_params": settings}
+    with scripted(lambda prompt, index: f"sure {index}" if prompt == "?" else "sure") as server:
+        stream = {"stream": True, "events": True}
+        events = server.send("/v1/chat/completions", say("?", **fields, **stream)).events
+    texts: dict[str, str] = {}
+    for data in (data for name, data in events if name == "forethought"):
+        if data["type"] == "delta":
+            key = json.dumps(data["fields"])
+            texts[key] = texts.get(key, "") + data["text"]
+    assert texts['{"beam": [0]}'].startswith("sure")
+    assert texts['{"beam": [0], "aside": "judgement 0"}'] == "sure"
+
+
 @pytest.mark.parametrize(
     ("fields", "texts"),
     [

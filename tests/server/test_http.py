@@ -363,6 +363,8 @@ def test_the_catalogue_of_methods_says_what_each_takes(server: Served) -> None:
     assert (samples["schema"]["type"], samples["schema"]["minimum"]) == ("integer", 1)
     assert not found["best_of_n"]["available"]
     assert "--reward-model" in found["best_of_n"]["reason"]
+    assert found["best_of_n"]["needs"] == ["reward_controller"]
+    assert (vote["needs"], vote["group"]) == ([], "Draw samples and vote")
     uses = ("no_thinking", "required"), ("dynasor", "adapts"), ("majority_vote", "unused")
     assert all(found[name]["thinking"] == use for name, use in uses)
 

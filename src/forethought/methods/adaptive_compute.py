@@ -208,6 +208,7 @@ class _Sample:
         self.score: float | None = None
         self.stream = StreamGenerationTask.create_from_generation_task(task)
         self.stream.streaming_output_flag = False
+        self.stream.stream_fields = {"sample": number}
         sampling.vary(self.stream, number)
         if method.annealing:
             sampling.fill(self.stream, getattr(method.generation_controller, "sampling_params", {}))

@@ -24,7 +24,6 @@ from forethought.methods.parts.search import (
     beam_stages,
     best_of,
     expect_multiple,
-    merged,
 )
 from forethought.scaffolding.parallel import Process
 from forethought.scaffolding.settings import PositiveInt, setting, with_settings
@@ -54,7 +53,8 @@ class BeamSearchController(LookaheadSearchController):
         while not all(beam.finished for beam in beams_kept):
             going = [beam for beam in beams_kept if not beam.finished]
             grown = yield from search.step([(b, k) for b in going for k in range(width)])
-            beams = merged([*(beam for beam in beams_kept if beam.finished), *grown])
+            ended = [beam for beam in beams_kept if beam.finished]
+            beams = yield from search.merge([*ended, *grown])
             yield from search.score(beams)
             beams_kept, width = best_of(beams, count // self.width), self.width
             why = f"it is not among the best {len(beams_kept)}"

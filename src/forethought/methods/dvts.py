@@ -22,7 +22,6 @@ from forethought.methods.parts.search import (
     beam_stages,
     best_of,
     expect_multiple,
-    merged,
 )
 from forethought.scaffolding.parallel import ParallelProcess, Process
 from forethought.scaffolding.settings import OnFailure, PositiveInt, setting, with_settings
@@ -71,7 +70,7 @@ class _Subtree:
         search, beam, numbers = self._search, self._search.root, self._numbers
         while not beam.finished:
             grown = yield from search.step([(beam, number) for number in numbers])
-            beams = merged(grown)
+            beams = yield from search.merge(grown)
             yield from search.score(beams)
             (beam,), numbers = best_of(beams, 1), range(len(self._numbers))
             others = [other for other in beams if other is not beam]

@@ -29,7 +29,6 @@ from forethought.methods.parts.search import (
     ScoredSearchController,
     Search,
     beam_stages,
-    merged,
 )
 from forethought.scaffolding.parallel import Process
 from forethought.scaffolding.settings import (
@@ -123,7 +122,7 @@ class MCTSController(ScoredSearchController):
                 break
             leaf = self._select(root)
             grown = yield from search.step([(leaf.beam, k) for k in range(self.width)])
-            beams = merged(grown)
+            beams = yield from search.merge(grown)
             yield from search.score(beams)
             values = yield from self._values(search, beams)
             leaf.expand(beams, values)

@@ -6,6 +6,7 @@ import functools
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Annotated, Any
 
 from forethought.config.registry import Registry
@@ -24,6 +25,41 @@ NESTED = ("generation_controller", "reward_controller", "meta_reward_controller"
 REWARDS = ("genrm", "checker", "judge", "compare", "confidence", "spct")
 """Names of those that score the answers of others, as their ``reward_controller``, and answer
 nothing by themselves."""
+GROUPS: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {
+        "Plain decoding": ("plain",),
+        "Shorten, lengthen or share the thought": (
+            "dynasor",
+            "first_answer",
+            "budget_forcing",
+            "no_thinking",
+            "specreason",
+        ),
+        "Draw samples and vote": (
+            "majority_vote",
+            "deepconf",
+            "deepconf_online",
+            "budget_vote",
+            "fork_think",
+        ),
+        "Draw samples and take the best": ("best_of_n", "repeated_sampling", "adaptive_compute"),
+        "Search step by step": (
+            "beam_search",
+            "dvts",
+            "particle_filtering",
+            "particle_gibbs",
+            "mcts",
+            "tree_of_thoughts",
+        ),
+        "Revise the answer": ("self_refine", "sequential_revision"),
+        "Think in parallel": ("parallel_thinking", "hogwild", "hogwild_turns"),
+        "Use documents or a context": ("drag", "iterdrag", "sleep_time"),
+        "Combine methods": ("compute_optimal", "archon"),
+        "Score answers of others": REWARDS,
+    }
+)
+"""What methods do -> their names. Those of plug-ins are ``OTHERS``."""
+OTHERS = "Other methods"
 _TABLE = "method_table"
 """The parameter of a method that makes others by name: the table in which they have names."""
 _DESCRIBED = 1024
@@ -54,11 +90,17 @@ class Method:
         """Name -> default of the settings; ``REQUIRED`` where there is none."""
         return _defaults(self.settings)
 
+    @property
+    def group(self) -> str:
+        """What it does, in the words of ``GROUPS``."""
+        return next((group for group, names in GROUPS.items() if self.name in names), OTHERS)
+
     def to_dict(self) -> dict[str, Any]:
         """All fields as JSON."""
         return {
             "name": self.name,
             "description": self.description,
+            "group": self.group,
             "paper": self.paper,
             "conversation": self.conversation,
             "thinking": self.uses_thinking,

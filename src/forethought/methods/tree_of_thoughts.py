@@ -33,7 +33,6 @@ from forethought.methods.parts.search import (
     SearchController,
     beam_stages,
     best_of,
-    merged,
 )
 from forethought.scaffolding.controller import Controller
 from forethought.scaffolding.parallel import Process
@@ -108,7 +107,8 @@ class TreeOfThoughtsController(SearchController):
         while not all(beam.finished for beam in beams_kept):
             going = [beam for beam in beams_kept if not beam.finished]
             grown = yield from self._continue(search, going)
-            beams = merged([*(beam for beam in beams_kept if beam.finished), *grown])
+            ended = [beam for beam in beams_kept if beam.finished]
+            beams = yield from search.merge([*ended, *grown])
             yield from self._judge(search, beams)
             beams_kept = best_of(beams, count)
             why = f"it is not among the best {len(beams_kept)}"
@@ -124,7 +124,7 @@ class TreeOfThoughtsController(SearchController):
             beam = waiting.pop()
             if beam.finished:
                 break
-            beams = merged((yield from self._continue(search, [beam])))
+            beams = yield from search.merge((yield from self._continue(search, [beam])))
             yield from self._judge(search, beams)
             entered = [b for b in beams if b.score is not None and b.score > self.threshold]
             waiting += reversed(best_of(entered, len(entered)))
@@ -141,7 +141,8 @@ class TreeOfThoughtsController(SearchController):
             ]
             grown: list[Beam] = yield from search.step(continuations)
             return grown
-        tasks = [search.fork(beam, self._prompts["propose"], 0, is_aside=True) for beam in beams]
+        prompt = self._prompts["propose"]
+        tasks = [search.aside("proposal", beam, prompt, 0) for beam in beams]
         yield from search.ask(tasks)
         return [
             step
@@ -194,7 +195,7 @@ class TreeOfThoughtsController(SearchController):
 
     def _question(self, search: Search, beam: Beam, prompt: str, number: int) -> GenerationTask:
         limit = self.judgement_tokens
-        return search.fork(beam, prompt, number, max_tokens=limit, is_aside=True)
+        return search.aside(f"judgement {number}", beam, prompt, number, max_tokens=limit)
 
 
 def _value_of(text: str) -> float:

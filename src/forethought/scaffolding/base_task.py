@@ -10,7 +10,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, Self
@@ -42,6 +42,8 @@ class Task:
         worker_tag: key of its worker, in ``ScaffoldingLlm``'s ``workers``.
         streaming_output_flag: whether what the worker produces is streamed to the caller.
         streaming_output_list: where a worker appends what it streams.
+        stream_fields: what its streamed text is, for observers: plain values by name, as the fields
+            of a ``Stage``. A search says the ``beam``, and what is an ``aside`` of it.
         custom_input_params: for the user's own workers and collections; no built-in one reads it.
         custom_output_params: results of the user's own workers.
         on_failure: ``"raise"`` throws a failure into the controller at its ``yield``; ``"drop"``
@@ -57,6 +59,7 @@ class Task:
     streaming_output_list: list[Any] = field(default_factory=list)
     custom_input_params: dict[str, Any] | None = field(default=None)
     custom_output_params: dict[str, Any] | None = field(default=None)
+    stream_fields: Mapping[str, Any] | None = field(default=None, kw_only=True, repr=False)
     on_failure: OnFailure = field(default="raise", kw_only=True)
     priority: int | None = field(default=None, kw_only=True)
     status: TaskStatus | None = field(default=None, init=False, repr=False)

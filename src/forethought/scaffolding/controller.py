@@ -117,6 +117,7 @@ def _copy_of(value: Any, memo: dict[int, Any]) -> Any:
 
 _COPIED_FIELDS = (
     "streaming_output_flag",
+    "stream_fields",
     "on_failure",
     "priority",
     "question",

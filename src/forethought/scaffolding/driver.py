@@ -509,7 +509,8 @@ class Frame:
                 part.is_open = False
             if part is not None:
                 part.add(output)
-        self.run.publish(StreamEvent(self.scope.path, output))
+        fields = None if task is None else task.stream_fields
+        self.run.publish(StreamEvent(self.scope.path, output, fields))
 
     def _tell(self, stage: Stage) -> None:
         branch = self.scope.path if stage.branch is None else stage.branch

@@ -231,6 +231,8 @@ class StreamEvent:
     """Path of the parallel branch: ``""`` for the request itself, ``"2"``, ``"2.0"``, ..."""
     output: Any
     """A ``Delta`` or ``Stage``; or what a user's worker appended to ``streaming_output_list``."""
+    fields: Mapping[str, Any] | None = None
+    """``Task.stream_fields`` of the task that streams."""
 
 
 class StreamedText:

@@ -46,6 +46,7 @@ _NOT_RESULTS = frozenset(
         "request_handle",
         "result",
         "status",
+        "stream_fields",
         "streaming_output_flag",
         "streaming_output_list",
         "usage",

@@ -525,8 +525,10 @@ class MethodJob(Job):
             unread.add_event(stage, len(repr(stage)))
         elif isinstance(output, Delta):
             text, num_tokens = output.reasoning + output.text, len(output.token_ids) or 1
-            if last.get("type") != "delta" or last["branch"] != event.branch:
+            if not _is_same_stream(last, event):
                 last = self._delta(event.branch, "", 0)
+                if event.fields is not None:
+                    last["fields"] = dict(event.fields)
                 if not unread.add_event(last, _EVENT_SIZE):
                     return
             if unread.fits(len(text)):
@@ -551,6 +553,13 @@ def _field_of(setting: str | None, ask: Ask) -> str:
         setting in (*ask.settings, *parameters(stack, ask.composition.table)) for stack in stacks
     )
     return f"method_params.{setting}" if is_setting else setting
+
+
+def _is_same_stream(last: Mapping[str, Any], event: StreamEvent) -> bool:
+    """Whether new text goes on from the last event of a client."""
+    if last.get("type") != "delta" or last["branch"] != event.branch:
+        return False
+    return bool(last.get("fields") == event.fields)
 
 
 def _add_drafts(event: dict[str, Any], delta: Delta) -> None:

@@ -158,7 +158,12 @@ class Search:
     # ---- generating ---------------------------------------------------------------------------
 
     def step(
-        self, continuations: Iterable[tuple[Beam, int]], *, whole: bool = False, **fields: Any
+        self,
+        continuations: Iterable[tuple[Beam, int]],
+        *,
+        whole: bool = False,
+        aside: str = "",
+        **fields: Any,
     ) -> Process:
         """Continue beams by one step each, all at once.
 
@@ -168,6 +173,7 @@ class Search:
             continuations: beams that are not finished, each with the number of the sample: a beam
                 continued several times needs as many different ones.
             whole: go on to the end of the answer.
+            aside: what the steps are called, of beams that are not kept.
             **fields: sampling fields of the steps.
 
         Returns:
@@ -179,6 +185,9 @@ class Search:
         pairs = list(continuations)
         stops = [] if whole else [self.settings.step_token]
         tasks = [self._continued(beam, number, stops, fields) for beam, number in pairs]
+        for (beam, number), task in zip(pairs, tasks, strict=True):
+            step = {"beam": [*beam.numbers, number]}
+            task.stream_fields = _aside_fields(beam, aside) if aside else step
         try:
             yield from self.ask(tasks)
         except BudgetExceeded:
@@ -227,6 +236,13 @@ class Search:
         task.on_failure = self.settings.on_failure
         sampling.vary(task, number)
         return task
+
+    def aside(
+        self, name: str, beam: Beam, suffix: str, number: int, **fields: Any
+    ) -> GenerationTask:
+        """A fork that is no step, such as a judgement of the beam; observers know its ``name``."""
+        stream_fields = _aside_fields(beam, name)
+        return self.fork(beam, suffix, number, is_aside=True, stream_fields=stream_fields, **fields)
 
     def is_last(self, beam: Beam) -> bool:
         """Whether the next step of a beam is the last one, which goes on to the answer's end."""
@@ -295,7 +311,8 @@ class Search:
         going = [beam for beam in dict.fromkeys(beams) if not beam.finished]
         if not going:
             return beams
-        further = yield from self.step([(beam, 0) for beam in going], temperature=0.0)
+        ahead = [(beam, 0) for beam in going]
+        further = yield from self.step(ahead, aside="look-ahead", temperature=0.0)
         of = {id(beam.parent): beam for beam in further}
         return [of.get(id(beam), beam) for beam in beams]
 
@@ -331,6 +348,13 @@ class Search:
         return view
 
     # ---- choosing -----------------------------------------------------------------------------
+
+    def merge(self, beams: Sequence[Beam]) -> Process:
+        """Returns the first beam of each text; the others are pruned."""
+        first = merged(beams)
+        others = [beam for beam in beams if beam not in first]
+        yield from beam_stages("pruned", "another beam has the same text", others)
+        return first
 
     def note(self, beams: Iterable[Beam]) -> None:
         """Record beams that may become the answer."""
@@ -473,6 +497,11 @@ def merged(beams: Iterable[Beam]) -> list[Beam]:
     for beam in beams:
         first.setdefault((beam.text, beam.finished), beam)
     return list(first.values())
+
+
+def _aside_fields(beam: Beam, name: str) -> dict[str, Any]:
+    """``Task.stream_fields`` of a text about a beam that is no step of it."""
+    return {"beam": list(beam.numbers), "aside": name}
 
 
 def beam_stages(name: str, why: str, beams: Iterable[Beam]) -> Process:

@@ -23,6 +23,7 @@ from forethought.server.protocol.completion_request import (
 from forethought.server.service import Service
 
 _TITLES = {"dvts": "DVTS", "mcts": "MCTS", "deepconf": "DeepConf", "genrm": "GenRM"}
+_REWARD = "reward_controller"
 _UNLISTED = ("sampling_params", "custom_sampling_params", "streaming")
 """Settings that fields of a request stand for."""
 _CONTEXT: Mapping[str, int] = {"archon": 4096}
@@ -78,11 +79,13 @@ def _method(service: Service, name: str) -> dict[str, Any]:
     return {
         "name": name,
         "title": _TITLES.get(name, name.replace("_", " ").capitalize()),
+        "group": method.group,
         "paper": method.paper,
         "summary": method.description,
         "thinking": method.uses_thinking,
         "available": reason is None,
         "reason": reason,
+        "needs": _needed(service, defaults),
         "conversation": _takes_conversations(service, method),
         "parameters": [
             {
@@ -106,17 +109,22 @@ def _takes_conversations(service: Service, method: Method) -> bool:
     return method.conversation != ConversationForm.NONE and is_here
 
 
+def _needed(service: Service, defaults: dict[str, Any]) -> list[str]:
+    """The settings that a request has to give a method."""
+    required = [key for key, default in defaults.items() if default is Method.REQUIRED]
+    return [key for key in required if key != _REWARD or service.backend.reward is None]
+
+
 def _missing(service: Service, name: str, defaults: dict[str, Any]) -> str | None:
     """Why a method cannot run without settings; None if it can."""
-    required = [key for key, default in defaults.items() if default is Method.REQUIRED]
-    if "reward_controller" in required and service.backend.reward is None:
+    missing = _needed(service, defaults)
+    if _REWARD in missing:
         return (
             "it needs a reward model: start the server with --reward-model or --reward-url, or "
             "give method_params with a reward_controller, such as spct"
         )
-    others = [key for key in required if key != "reward_controller"]
-    if others:
-        return f"it needs method_params with {', '.join(others)}"
+    if missing:
+        return f"it needs method_params with {', '.join(missing)}"
     use = service.methods.describe(name).uses_thinking
     if use == "required" and service.backend.thinks is False:
         return "it is for models that think, and this one does not"

@@ -1,27 +1,32 @@
 // The page: what is asked, which runs are shown, and what is kept.
 
-import { Composer } from "./composer.js";
-import { ConversationView, Tree, newId, noteOf } from "./conversation.js";
+import { Composer, drafterLine } from "./composer.js";
+import { ConversationView, Tree, noteOf } from "./conversation.js";
 import { byId, download, el, fill } from "./dom.js";
-import { fromFile, toHtml, toJson } from "./export.js";
-import { RunView, comparisonTable } from "./inspector.js";
+import { toHtml, toJson } from "./export.js";
+import { RunView, comparison } from "./inspector.js";
+import { Library } from "./library.js";
+import { ChatList, RunList } from "./lists.js";
 import { LoadView } from "./load.js";
-import { Run, replay, summarize } from "./run.js";
-import { Recorder, Store } from "./store.js";
+import { Recorder } from "./store.js";
 import { ServerError, ask, get, setKey } from "./stream.js";
-import { short } from "./text.js";
+import { Welcome } from "./welcome.js";
 
 /**
  * @typedef {import("./store.js").Turn} Turn
- * @typedef {import("./run.js").RunRecord} RunRecord
+ * @typedef {import("./store.js").Conversation} Conversation
+ * @typedef {import("./run.js").Run} Run
  */
 
 const CONVERSATION = "forethought.conversation";
 const THEME = "forethought.theme";
+/** Milliseconds between two looks at the clock of a run from which nothing comes. */
+const TICK = 500;
 
-const store = new Store();
-/** @type {Map<string, Run>} runs that are loaded */
-const runs = new Map();
+const library = new Library((error) => {
+  const note = `This browser keeps nothing (${described(error)}): save what you need as files.`;
+  for (const id of ["runs-note", "chats-note"]) byId(id).textContent = note;
+});
 /** @type {RunView[]} the runs that are shown: one, or two that are compared */
 let views = [];
 let tree = new Tree();
@@ -37,30 +42,51 @@ const composer = new Composer((question) => {
   begin(tree.add(path.length ? path[path.length - 1].id : null, question));
 });
 
-const conversation = new ConversationView(runOf, {
-  edit: (turn, question) => begin(tree.add(turn.parent, question)),
-  again: (turn) => begin(turn),
-  show: (turn) => {
-    const run = runOf(turn);
-    if (run) inspect(run);
-    byId("inspector").scrollIntoView({ block: "start" });
-  },
-  changed: () => {
-    keepConversation();
-    conversation.render(tree);
-    loadShown().then(showLast);
+const welcome = new Welcome({
+  take: (example) => composer.take(example),
+  choose: (method) => {
+    composer.chooseMethod(method.name);
+    composer.question.focus();
   },
 });
 
-/** The run that is shown of a turn: the last one. @param {Turn} turn @returns {Run | null} */
-function runOf(turn) {
-  return runs.get(turn.runs[turn.runs.length - 1]) ?? null;
-}
+const conversation = new ConversationView(
+  (turn) => library.runOf(turn),
+  {
+    edit: (turn, question) => begin(tree.add(turn.parent, question)),
+    again: (turn) => begin(turn),
+    show: (turn) => {
+      const run = library.runOf(turn);
+      if (run) inspect(run);
+      byId("inspector").scrollIntoView({ block: "start" });
+    },
+    changed: () => {
+      keepConversation();
+      conversation.render(tree);
+      loadShown().then(showLast);
+    },
+  },
+  welcome.element,
+);
 
-/** The plain run that was made to compare with a run. @param {Run} run */
-function plainOf(run) {
-  return [...runs.values()].findLast((each) => each.record.plainOf === run.id) ?? null;
-}
+const chatList = new ChatList(library, {
+  open: (chat) => active ? say("A run is in progress. Stop it first.") : openChat(chat),
+  changed: (chat) => {
+    if (chat.id === tree.conversation.id) tree.conversation.title = chat.title;
+  },
+  deleted: (chat) => {
+    if (chat.id === tree.conversation.id) newChat();
+  },
+});
+
+const runList = new RunList(library, {
+  open: openRun,
+  compare,
+  imported: (run) => {
+    inspect(run);
+    say(`Imported: ${noteOf(run)}`);
+  },
+});
 
 /** @param {string} text */
 function say(text) {
@@ -75,8 +101,8 @@ async function begin(turn) {
     say("A run is in progress. Stop it first.");
     return;
   }
-  const request = composer.request(tree.messages(turn, runOf));
-  const run = newRun({ request, conversation: tree.conversation.id, turn: turn.id });
+  const request = composer.request(tree.messages(turn, (each) => library.runOf(each)));
+  const run = library.begin({ request, conversation: tree.conversation.id, turn: turn.id });
   turn.runs.push(run.id);
   keepConversation();
   conversation.render(tree);
@@ -93,7 +119,7 @@ async function runPlain(run) {
     return;
   }
   const { method_params, budget, ...request } = run.record.request;
-  const plain = newRun({
+  const plain = library.begin({
     request: { ...request, method: "plain", speculation: { enabled: false } },
     conversation: run.record.conversation,
     plainOf: run.id,
@@ -103,19 +129,13 @@ async function runPlain(run) {
   compare(run, plain);
 }
 
-/** @param {Omit<RunRecord, "id" | "created">} record */
-function newRun(record) {
-  const run = new Run({ id: newId(), created: Date.now(), status: "running", ...record });
-  runs.set(run.id, run);
-  store.saveRun(run.record).catch(storeFailed);
-  return run;
-}
-
 /** Sends the request of a run and takes in its events until it is over. @param {Run} run */
 async function follow(run) {
-  const recorder = new Recorder(store, run.id);
+  const recorder = new Recorder(library.store, run.id);
   const control = (active = new AbortController());
   const began = performance.now();
+  run.clock = () => (performance.now() - began) / 1000;
+  const ticking = setInterval(draw, TICK);
   isLeaving = false;
   const take = (/** @type {any} */ event) => {
     event.at ??= Math.round(performance.now() - began) / 1000;
@@ -135,11 +155,11 @@ async function follow(run) {
     if (error instanceof ServerError && error.status === 401) askForKey();
   } finally {
     active = null;
+    clearInterval(ticking);
     setBusy(false);
     await recorder.close();
     if (isLeaving && !run.isOver) return; // it is told as interrupted when the page comes back
-    run.record = { ...run.record, status: run.status, summary: summarize(run) };
-    store.saveRun(run.record).catch(storeFailed);
+    await library.keep(run);
     redraw();
     say(told(run));
   }
@@ -187,36 +207,38 @@ function draw() {
 
 function redraw() {
   conversation.update();
-  for (const view of views) view.against(plainOf(view.run));
+  for (const view of views) view.against(library.plainOf(view.run));
 }
 
 /** Shows one run. @param {Run} run */
 function inspect(run) {
   views = [new RunView(run, actionsOf(run))];
+  byId("no-run").hidden = true;
   fill(byId("comparison"));
   fill(byId("views"), views.map((view) => view.element));
   byId("views").classList.remove("two");
-  for (const view of views) view.against(plainOf(run));
+  for (const view of views) view.against(library.plainOf(run));
 }
 
 /** Shows two runs beside each other, on one time scale. @param {Run} one @param {Run} other */
 function compare(one, other) {
   const range = one.isOver && other.isOver ? Math.max(one.lastAt, other.lastAt) * 1.04 : 0;
   views = [one, other].map((run) => new RunView(run, actionsOf(run), range));
+  byId("no-run").hidden = true;
   fill(
     byId("comparison"),
-    comparisonTable(one, other),
+    comparison(one, other),
     el("button", { type: "button", class: "quiet", onclick: () => inspect(one) }, "Close the comparison"),
   );
   fill(byId("views"), views.map((view) => view.element));
   byId("views").classList.add("two");
-  for (const view of views) view.against(plainOf(view.run));
+  for (const view of views) view.against(library.plainOf(view.run));
 }
 
 /** @param {Run} run */
 function actionsOf(run) {
   const actions = [
-    { label: "Compare with…", onclick: () => showRuns(run) },
+    { label: "Compare with…", onclick: () => runList.show(run) },
     { label: "Save HTML", onclick: () => saveHtml(run) },
     { label: "Save JSON", onclick: () => download(`run-${run.id}.json`, "application/json", toJson(run)) },
   ];
@@ -228,23 +250,18 @@ function actionsOf(run) {
 function saveHtml(run) {
   const view = views.find((each) => each.run === run);
   const picture = view ? view.timeline.base.toDataURL("image/png") : "";
-  download(`run-${run.id}.html`, "text/html", toHtml(run, plainOf(run), picture));
+  download(`run-${run.id}.html`, "text/html", toHtml(run, library.plainOf(run), picture));
 }
 
 function showLast() {
-  const shown = tree.path.map(runOf).filter((run) => run !== null);
+  const shown = tree.path.map((turn) => library.runOf(turn)).filter((run) => run !== null);
   if (shown.length) inspect(/** @type {Run} */ (shown[shown.length - 1]));
 }
 
-// ---- kept runs ---------------------------------------------------------------------------------
-
-/** @param {unknown} error */
-function storeFailed(error) {
-  byId("runs-note").textContent = `This browser keeps no runs (${described(error)}): save those that you need as files.`;
-}
+// ---- what is kept ------------------------------------------------------------------------------
 
 function keepConversation() {
-  store.saveConversation(tree.conversation).catch(storeFailed);
+  library.store.saveConversation(tree.conversation).catch(library.onFailure);
   try {
     localStorage.setItem(CONVERSATION, tree.conversation.id);
   } catch {
@@ -252,113 +269,58 @@ function keepConversation() {
   }
 }
 
-/** A run that is loaded or kept. @param {string} id @returns {Promise<Run | null>} */
-async function loaded(id) {
-  const known = runs.get(id);
-  if (known) return known;
-  const kept = await store.loadRun(id).catch(() => null);
-  if (!kept) return null;
-  const run = replay(kept.record, kept.events);
-  if (!run.isOver) {
-    const event = { type: "interrupted", at: run.lastAt };
-    run.apply(event);
-    run.record = { ...kept.record, status: run.status, summary: summarize(run) };
-    await store.saveEvents({ run: id, number: 1e9, events: [event] });
-    await store.saveRun(run.record);
-  }
-  runs.set(id, run);
-  return run;
-}
-
-/** Loads the runs of the turns that are shown, and those that they were compared with. */
+/** Loads the runs of the turns that are shown. */
 async function loadShown() {
-  await Promise.all(tree.path.flatMap((turn) => turn.runs).map(loaded));
-  const records = await store.listRuns().catch(() => []);
-  const plain = records.filter((record) => record.plainOf && runs.has(record.plainOf));
-  await Promise.all(plain.map((record) => loaded(record.id)));
+  await library.loadTurns(tree.path);
   conversation.render(tree);
 }
 
 /** Goes on where the page was left. */
 async function restore() {
-  await store.recover().catch(() => {});
+  await library.store.recover().catch(() => {});
   const id = localStorage.getItem(CONVERSATION);
-  const kept = id && (await store.loadConversation(id).catch(() => null));
-  if (!kept) return;
-  tree = new Tree(kept);
-  await loadShown();
-  showLast();
-  const last = tree.path.map(runOf).pop();
+  const kept = id && (await library.store.loadConversation(id).catch(() => null));
+  if (!kept) return conversation.render(tree);
+  await openChat(kept);
+  const last = tree.path.map((turn) => library.runOf(turn)).pop();
   if (last?.status === "interrupted") say("The last run was interrupted when the page was left. What came of it is here.");
 }
 
-/** The list of kept runs. @param {Run | null} against the run to compare the chosen one with */
-async function showRuns(against) {
-  fill(byId("run-list"));
-  const records = await store.listRuns().catch((error) => (storeFailed(error), []));
-  fill(byId("runs-heading"), against ? `Compare ${against.method} with` : "Runs");
-  const rows = records.filter((record) => record.id !== against?.id).map((record) => runRow(record, against));
-  fill(byId("run-list"), rows.length ? el("ul", { class: "run-list" }, rows) : el("p", { class: "muted" }, "There is none yet."));
-  const dialog = byId("runs");
-  if (!dialog.open) dialog.showModal();
+/** @param {Conversation} chat @param {string} [turnId] of the turn to show */
+async function openChat(chat, turnId) {
+  tree = new Tree(chat);
+  const turn = chat.turns.find((each) => each.id === turnId);
+  if (turn) tree.show(turn);
+  keepConversation();
+  clearViews();
+  await loadShown();
+  showLast();
 }
 
-/** @param {RunRecord} record @param {Run | null} against */
-function runRow(record, against) {
-  const { request, summary } = record;
-  const { completionTokens, seconds } = /** @type {any} */ (summary ?? {});
-  const question = short(request.messages[request.messages.length - 1].content, 90);
-  const size = completionTokens === undefined ? "" : `${completionTokens} tokens, ${seconds.toFixed(2)} s`;
-  const about = [request.method ?? "plain", record.status, size, new Date(record.created).toLocaleString()];
-  const open = async () => {
-    const run = await loaded(record.id);
-    if (!run) return;
-    byId("runs").close();
-    if (against) compare(against, run);
-    else await openRun(run);
-  };
-  const remove = async () => {
-    await store.deleteRun(record.id).catch(storeFailed);
-    runs.delete(record.id);
-    await showRuns(against);
-  };
-  return el(
-    "li",
-    {},
-    el("button", { type: "button", class: "quiet open", onclick: open }, el("span", { dir: "auto" }, question), el("span", { class: "muted small" }, about.filter(Boolean).join(" · "))),
-    el("button", { type: "button", class: "quiet", "aria-label": `Delete the run: ${question}`, onclick: remove }, "Delete"),
-  );
+/** Begins an empty chat. */
+function newChat() {
+  if (active) return say("A run is in progress. Stop it first.");
+  tree = new Tree();
+  localStorage.removeItem(CONVERSATION);
+  conversation.render(tree);
+  clearViews();
+  say("");
+  composer.question.focus();
+}
+
+function clearViews() {
+  views = [];
+  byId("no-run").hidden = false;
+  fill(byId("views"));
+  fill(byId("comparison"));
 }
 
 /** Shows a run, and the conversation that it belongs to. @param {Run} run */
 async function openRun(run) {
-  const { conversation: id, turn: turnId } = run.record;
-  const kept = id === tree.conversation.id ? tree.conversation : id && (await store.loadConversation(id).catch(() => null));
-  if (kept && !active) {
-    tree = new Tree(kept);
-    const turn = kept.turns.find((each) => each.id === turnId);
-    if (turn) tree.show(turn);
-    keepConversation();
-    await loadShown();
-  }
+  const { conversation: id, turn } = run.record;
+  const kept = id === tree.conversation.id ? tree.conversation : id && (await library.store.loadConversation(id).catch(() => null));
+  if (kept && !active) await openChat(kept, turn);
   inspect(run);
-}
-
-/** @param {File} file */
-async function importRun(file) {
-  try {
-    const read = fromFile(await file.text());
-    const run = replay({ ...read.record, id: newId(), conversation: undefined, turn: undefined, plainOf: undefined }, read.events);
-    run.record = { ...run.record, status: run.status, summary: summarize(run) };
-    runs.set(run.id, run);
-    await store.saveRun(run.record);
-    await store.saveEvents({ run: run.id, number: 0, events: run.events });
-    byId("runs").close();
-    inspect(run);
-    say(`Imported: ${noteOf(run)}`);
-  } catch (error) {
-    byId("runs-note").textContent = described(error);
-  }
 }
 
 // ---- the page ----------------------------------------------------------------------------------
@@ -373,11 +335,13 @@ async function offer() {
     const [models, methods, drafters, examples] = await Promise.all(
       ["v1/models", "v1/methods", "v1/drafters", "v1/examples"].map((path) => get(path)),
     );
-    composer.offer(models.data, methods.data, drafters.data, examples.data);
+    composer.offer(models.data, methods.data, drafters.data);
+    welcome.offer(models.data, methods.data, examples.data, drafterLine(drafters.data));
     byId("model").textContent = composer.model;
   } catch (error) {
     if (error instanceof ServerError && error.status === 401) askForKey();
     say(described(error));
+    welcome.fail(described(error));
   }
 }
 
@@ -395,39 +359,42 @@ function nextTheme() {
   setTheme(theme);
 }
 
+/** Keys that work everywhere; help in index.html lists them. @param {KeyboardEvent} event */
+function onKey(event) {
+  const isOpen = document.querySelector("dialog[open]") !== null;
+  const isTyping = event.target instanceof Element && event.target.matches("input, textarea, select");
+  const isCommand = event.ctrlKey || event.metaKey;
+  if (isOpen || event.isComposing) return;
+  if (event.key === "Escape") return active ? stop() : undefined;
+  if (isCommand && event.shiftKey && event.key.toLowerCase() === "o") newChat();
+  else if (isCommand && !event.shiftKey && event.key === "k") chatList.show();
+  else if (!isTyping && !isCommand && event.key === "/") composer.question.focus();
+  else if (!isTyping && !isCommand && event.key === "?") byId("help").showModal();
+  else return;
+  event.preventDefault();
+}
+
 addEventListener("beforeunload", () => {
   isLeaving = true;
 });
 byId("stop").addEventListener("click", stop);
 byId("theme").addEventListener("click", nextTheme);
-byId("open-runs").addEventListener("click", () => showRuns(null));
-byId("close-runs").addEventListener("click", () => byId("runs").close());
-byId("new").addEventListener("click", () => {
-  if (active) return say("A run is in progress. Stop it first.");
-  tree = new Tree();
-  localStorage.removeItem(CONVERSATION);
-  conversation.render(tree);
-  views = [];
-  fill(byId("views"));
-  fill(byId("comparison"));
-  say("");
-  composer.question.focus();
-});
-byId("import").addEventListener("change", (/** @type {Event} */ event) => {
-  const input = /** @type {HTMLInputElement} */ (event.target);
-  if (input.files?.length) importRun(input.files[0]);
-  input.value = "";
-});
+byId("open-runs").addEventListener("click", () => runList.show(null));
+byId("open-chats").addEventListener("click", () => chatList.show());
+byId("open-help").addEventListener("click", () => byId("help").showModal());
+byId("new").addEventListener("click", newChat);
+for (const button of document.querySelectorAll("dialog .close")) button.addEventListener("click", () => button.closest("dialog")?.close());
 byId("key").addEventListener("close", () => {
   setKey(byId("key-value").value);
   offer();
 });
-document.addEventListener("keydown", (event) => {
-  if (event.key === "Escape" && active && !document.querySelector("dialog[open]")) stop();
-});
+document.addEventListener("keydown", onKey);
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => {
   for (const view of views) view.timeline.refresh();
 });
+const legend = byId("legend").cloneNode(true);
+legend.removeAttribute("id");
+byId("no-run").append(legend);
 setTheme(localStorage.getItem(THEME) ?? "auto");
 await Promise.all([offer(), restore()]);
 new LoadView();

@@ -1,16 +1,27 @@
 // The question and how it is to be answered: method, parameters, drafter, budget, sampling.
 
 import { byId, el, fill } from "./dom.js";
+import { enteredIn, parameterField } from "./parameters.js";
 
 /**
- * @typedef {{name: string, default: any, description?: string}} Parameter
- * @typedef {{name: string, title?: string, paper?: string, summary?: string, available?: boolean, reason?: string | null, parameters?: Parameter[]}} Method
+ * @typedef {object} Method
+ * @property {string} name
+ * @property {string} [title]
+ * @property {string} [group] what it does
+ * @property {string} [paper]
+ * @property {string} [summary]
+ * @property {boolean} [available] whether it runs without further settings
+ * @property {string | null} [reason] why it does not
+ * @property {string[]} [needs] settings without which it does not
+ * @property {boolean} [conversation] whether it answers conversations
+ * @property {import("./parameters.js").Parameter[]} [parameters]
+ *
  * @typedef {{name: string, active: boolean, reason: string | null}} DrafterChoice
  * @typedef {{title: string, prompt: string, method?: string}} Example
  */
 
 const KEPT = "forethought.settings";
-const NUMBERS = ["budget-tokens", "budget-calls", "budget-seconds", "temperature", "max-tokens", "seed"];
+const FIELDS = ["budget-tokens", "budget-calls", "budget-seconds", "temperature", "max-tokens", "seed", "system"];
 
 /** The form at the bottom of the conversation. */
 export class Composer {
@@ -27,6 +38,7 @@ export class Composer {
       const question = this.question.value.trim();
       if (question) onAsk(question);
     });
+    this.form.addEventListener("invalid", () => (byId("settings").open = true), true);
     this.question.addEventListener("keydown", (/** @type {KeyboardEvent} */ event) => {
       if (event.key !== "Enter" || event.shiftKey || event.isComposing) return;
       event.preventDefault();
@@ -42,13 +54,13 @@ export class Composer {
    * @param {{id: string}[]} models
    * @param {Method[]} methods
    * @param {DrafterChoice[]} drafters
-   * @param {Example[]} examples
    */
-  offer(models, methods, drafters, examples) {
+  offer(models, methods, drafters) {
     this.methods = methods;
     this.drafters = drafters;
     fill(byId("models"), models.map(({ id }) => el("option", { value: id }, id)));
-    fill(byId("method"), methods.map(({ name, title }) => el("option", { value: name }, title || name)));
+    const groups = [...grouped(methods)].map(([label, members]) => el("optgroup", { label }, members.map(methodOption)));
+    fill(byId("method"), groups);
     const choices = drafters.filter(({ name }) => name !== "none");
     fill(
       byId("drafter"),
@@ -56,24 +68,20 @@ export class Composer {
       choices.map(({ name, active }) => el("option", { value: name, disabled: !active }, active ? name : `${name} (off)`)),
       el("option", { value: "none" }, "none"),
     );
-    fill(byId("examples"), examples.slice(0, 3).map((example) => this.exampleButton(example)));
     this.restore();
     this.onMethod();
   }
 
-  /** @private @param {Example} example */
-  exampleButton(example) {
-    const take = () => {
-      this.question.value = example.prompt;
-      if (example.method) this.chooseMethod(example.method);
-      this.question.focus();
-    };
-    return el("button", { type: "button", onclick: take, title: example.prompt.slice(0, 300) }, example.title);
+  /** Puts a question into the form, with its method. @param {Example} example */
+  take(example) {
+    this.question.value = example.prompt;
+    if (example.method) this.chooseMethod(example.method);
+    this.question.focus();
   }
 
   /** @param {string} name */
   chooseMethod(name) {
-    if (!this.methods.some((method) => method.name === name)) return;
+    if (!this.methods.some((method) => method.name === name && !obstacle(method))) return;
     byId("method").value = name;
     this.onMethod();
     this.keep();
@@ -97,10 +105,11 @@ export class Composer {
    * @returns {import("./run.js").Request}
    */
   request(messages) {
+    const system = byId("system").value.trim();
     /** @type {any} */
-    const request = { model: this.model, messages };
+    const request = { model: this.model, messages: system ? [{ role: "system", content: system }, ...messages] : messages };
     if (this.method) request.method = this.method.name;
-    const parameters = this.changedParameters();
+    const parameters = enteredIn(byId("parameters"));
     if (Object.keys(parameters).length) request.method_params = parameters;
     const budget = numbers({ tokens: "budget-tokens", calls: "budget-calls", seconds: "budget-seconds" });
     if (Object.keys(budget).length) request.budget = budget;
@@ -109,20 +118,11 @@ export class Composer {
     return { ...request, ...numbers({ temperature: "temperature", max_tokens: "max-tokens", seed: "seed" }) };
   }
 
-  /** @private @returns {Record<string, any>} */
-  changedParameters() {
-    /** @type {Record<string, any>} */
-    const changed = {};
-    for (const input of byId("parameters").querySelectorAll("input, select")) {
-      if (input.value.trim() !== "") changed[input.name] = valueOf(input.value.trim());
-    }
-    return changed;
-  }
-
   /** @private */
   onMethod() {
     const parameters = this.method?.parameters ?? [];
     fill(byId("parameters"), parameters.length ? parameters.map(parameterField) : el("p", { class: "muted small" }, "This method has none."));
+    if (this.method?.needs?.length) byId("settings").open = true;
     this.describe();
   }
 
@@ -133,13 +133,13 @@ export class Composer {
     const off = this.drafters.filter(({ name, active, reason }) => !active && reason && name !== "none");
     const none = this.drafters.every(({ name }) => name === "none") ? "This server drafts nothing: start it with --speculative." : "";
     const all = off.length && off.length === this.drafters.filter(({ name }) => name !== "none").length;
-    const lines = [method?.summary, method?.paper && `(${method.paper}.)`, method?.reason, drafter?.reason, all ? `No drafts here: ${off[0].reason}` : "", none];
+    const lines = [method?.reason && `Note: ${method.reason}.`, method?.summary, method?.paper && `(${method.paper}.)`, drafter?.reason, all ? `No drafts here: ${off[0].reason}` : "", none];
     fill(byId("about"), lines.filter(Boolean).join(" "));
   }
 
   /** @private */
   keep() {
-    const values = Object.fromEntries([...NUMBERS, "method", "drafter"].map((id) => [id, byId(id).value]));
+    const values = Object.fromEntries([...FIELDS, "method", "drafter"].map((id) => [id, byId(id).value]));
     try {
       localStorage.setItem(KEPT, JSON.stringify({ ...values, plain: this.plainToo }));
     } catch {
@@ -155,7 +155,7 @@ export class Composer {
     } catch {
       return;
     }
-    for (const id of NUMBERS) if (values[id]) byId(id).value = values[id];
+    for (const id of FIELDS) if (values[id]) byId(id).value = values[id];
     for (const id of ["method", "drafter"]) {
       const known = [...byId(id).options].some((option) => option.value === values[id] && !option.disabled);
       if (known) byId(id).value = values[id];
@@ -164,24 +164,31 @@ export class Composer {
   }
 }
 
-/** @param {Parameter} parameter */
-function parameterField({ name, default: standard, description }) {
-  const attributes = { name, title: description || null };
-  const shown = standard === null || standard === undefined ? "none" : JSON.stringify(standard);
-  const isChoice = typeof standard === "boolean";
-  const input = isChoice
-    ? el("select", attributes, el("option", { value: "" }, shown), el("option", { value: String(!standard) }, String(!standard)))
-    : el("input", { ...attributes, type: "text", placeholder: shown.slice(0, 60), autocomplete: "off" });
-  return el("label", { title: description || null }, `${name} `, input);
+/** What drafts, in a sentence. @param {DrafterChoice[]} drafters */
+export function drafterLine(drafters) {
+  const names = drafters.filter(({ name, active }) => active && name !== "none").map(({ name }) => name);
+  return names.length ? `${names.join(", ")} ${names.length > 1 ? "draft" : "drafts"} tokens ahead.` : "Nothing is drafted ahead.";
 }
 
-/** A parameter as JSON where it is JSON, and else as text. @param {string} text */
-function valueOf(text) {
-  try {
-    return JSON.parse(text);
-  } catch {
-    return text;
-  }
+/** The methods by what they do, in their order. @param {Method[]} methods @returns {Map<string, Method[]>} */
+export function grouped(methods) {
+  /** @type {Map<string, Method[]>} */
+  const groups = new Map();
+  for (const method of methods) groups.set(method.group ?? "Methods", [...(groups.get(method.group ?? "Methods") ?? []), method]);
+  return groups;
+}
+
+/** Why a method cannot run here, whatever its settings; empty: it can. @param {Method} method */
+export function obstacle({ available, needs, reason, conversation }) {
+  if (available === false && !needs?.length) return reason || "it is not available here";
+  return conversation === false ? "it answers no conversation" : "";
+}
+
+/** @param {Method} method */
+function methodOption(method) {
+  const why = obstacle(method);
+  const name = method.title || method.name;
+  return el("option", { value: method.name, disabled: Boolean(why), title: why || null }, why ? `${name} (${why.split(":")[0]})` : name);
 }
 
 /** The numbers that were entered. @param {Record<string, string>} inputs field -> id @returns {Record<string, number>} */

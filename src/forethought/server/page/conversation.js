@@ -1,9 +1,11 @@
 // A conversation as a tree: to edit a question is to ask another one beside it.
 
 import { byId, el, fill } from "./dom.js";
+import { summarize } from "./figures.js";
 import { MarkdownView } from "./markdown.js";
-import { summarize } from "./run.js";
+import { newId } from "./store.js";
 import { TextView } from "./text.js";
+import { standing } from "./votes.js";
 
 /**
  * @typedef {import("./run.js").Run} Run
@@ -16,11 +18,6 @@ import { TextView } from "./text.js";
  * @property {(turn: Turn) => void} show shows the run of a turn
  * @property {() => void} changed the turns that are shown have changed
  */
-
-/** A new name for a run, turn or conversation. */
-export function newId() {
-  return `${Date.now().toString(36)}-${Math.random().toString(36).slice(2, 10)}`;
-}
 
 /** The turns of a conversation, and those of them that are shown. */
 export class Tree {
@@ -82,10 +79,11 @@ export class Tree {
 
 /** Shows the turns of a tree. */
 export class ConversationView {
-  /** @param {(turn: Turn) => Run | null} runOf @param {Actions} actions */
-  constructor(runOf, actions) {
+  /** @param {(turn: Turn) => Run | null} runOf @param {Actions} actions @param {HTMLElement} welcome shown where there is no turn */
+  constructor(runOf, actions, welcome) {
     this.runOf = runOf;
     this.actions = actions;
+    this.welcome = welcome;
     this.element = byId("turns");
     /** @type {Map<string, TurnView>} */
     this.views = new Map();
@@ -99,9 +97,9 @@ export class ConversationView {
       this.views.set(turn.id, view);
       return view.element;
     });
-    fill(this.element, articles);
+    fill(this.element, articles.length ? articles : this.welcome);
     this.update();
-    this.element.scrollTop = this.element.scrollHeight;
+    this.element.scrollTop = articles.length ? this.element.scrollHeight : 0;
   }
 
   /** Shows what has come since. */
@@ -133,7 +131,7 @@ class TurnView {
     this.head = el("div", { class: "row" }, el("h3", {}, "Question"), el("span", { class: "spacer" }), this.beside(), this.button("Edit", () => this.edit()));
     this.foot = el(
       "div",
-      { class: "row" },
+      { class: "row foot" },
       this.note,
       el("span", { class: "spacer" }),
       this.button("Ask again", () => actions.again(turn)),
@@ -226,7 +224,8 @@ export function noteOf(run) {
   const reused = cachedTokens ? `, ${cachedTokens} of ${promptTokens} prompt tokens reused` : "";
   switch (run.status) {
     case "running":
-      return size;
+      if (!run.hasBegun && !run.polls.size) return `${method}: waiting for the first token, ${seconds.toFixed(0)} s`;
+      return [size, standing(run)].filter(Boolean).join(", ");
     case "done":
       return size + reused + (run.finishReason === "length" ? ", cut at its limit" : "");
     case "stopped":

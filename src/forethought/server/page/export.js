@@ -1,8 +1,9 @@
 // A run as a file: JSON, or one HTML page without scripts that also holds the JSON.
 
-import { explainSpeculation, replay, savings, summarize } from "./run.js";
+import { describe } from "./decisions.js";
+import { explainSpeculation, savings, summarize } from "./figures.js";
+import { replay } from "./run.js";
 import { visible } from "./text.js";
-import { describeStage } from "./timeline.js";
 
 /**
  * @typedef {import("./run.js").Run} Run
@@ -91,7 +92,7 @@ export function toHtml(run, plain, picture) {
   }
   if (run.stages.length) {
     add("h2", "Decisions");
-    addTable(page, run.stages.map((stage) => [`${stage.at.toFixed(2)} s ${stage.branch || "request"}`, describeStage(stage)]), add);
+    addTable(page, run.stages.map((stage) => [`${stage.at.toFixed(2)} s ${stage.branch || "request"}`, describe(stage)]), add);
   }
   const data = page.createElement("script");
   data.type = "application/json";

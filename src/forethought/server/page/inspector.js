@@ -1,14 +1,17 @@
 // One run in detail: its figures, its lanes, the text of a branch, what the method decided.
 
+import { describe } from "./decisions.js";
 import { el, fill } from "./dom.js";
-import { explainSpeculation, savings, summarize } from "./run.js";
+import { explainSpeculation, glance, savings, summarize } from "./figures.js";
 import { TextView } from "./text.js";
-import { Timeline, colourOf, describeStage } from "./timeline.js";
+import { Timeline, colourOf } from "./timeline.js";
+import { VotesView } from "./votes.js";
 
 /**
  * @typedef {import("./run.js").Run} Run
  * @typedef {import("./run.js").Piece} Piece
- * @typedef {import("./run.js").Summary} Summary
+ * @typedef {import("./run.js").Step} Step
+ * @typedef {import("./figures.js").Summary} Summary
  * @typedef {{label: string, onclick: () => void}} Action
  */
 
@@ -27,6 +30,9 @@ export class RunView {
     this.numPieces = 0;
     this.numStages = 0;
     this.branch = "";
+    /** @type {Step | null} of the branch, a beam, whose text is shown */
+    this.step = null;
+    this.followsBranch = true;
     this.lastFigures = 0;
     this.title = el("h2", {}, run.method);
     this.status = el("span", { class: "status" });
@@ -35,10 +41,14 @@ export class RunView {
     new TextView(this.question).append(run.question.slice(0, 300));
     this.figures = el("dl", { class: "figures" });
     this.speculation = el("p", { class: "small speculation" });
+    this.votes = new VotesView(run);
     const lanes = el("div", { class: "timeline" });
     this.legend = el("div", { class: "legend small muted" });
     this.branchName = el("h3", {}, "Text");
     this.text = new TextView(el("div", { class: "branch-text", tabindex: 0, role: "group", "aria-label": "Text of the branch", dir: "auto" }));
+    this.asides = el("div", { class: "asides" });
+    /** @type {Map<string, TextView>} what is about the branch and no part of its text, by its name */
+    this.asideTexts = new Map();
     this.stages = el("ol", { class: "stages", tabindex: 0, "aria-label": "What the method decided" });
     this.noStages = el("p", { class: "muted small" }, "The method has decided nothing yet.");
     this.element = el(
@@ -48,12 +58,13 @@ export class RunView {
       this.question,
       this.figures,
       this.speculation,
+      this.votes.element,
       el("h3", {}, "Branches"),
       lanes,
       this.legend,
-      el("div", { class: "columns" }, el("section", {}, this.branchName, this.text.element), el("section", {}, el("h3", {}, "Decisions"), this.noStages, this.stages)),
+      el("div", { class: "columns" }, el("section", {}, this.branchName, this.text.element, this.asides), el("section", {}, el("h3", {}, "Decisions"), this.noStages, this.stages)),
     );
-    this.timeline = new Timeline(lanes, (path) => this.choose(path));
+    this.timeline = new Timeline(lanes, (path, at) => this.choose(path, at));
     this.timeline.show(run, range);
     this.timeline.choose(this.firstBranch());
   }
@@ -70,22 +81,32 @@ export class RunView {
     this.update(true);
   }
 
-  /** @param {string} path */
-  choose(path) {
+  /** @param {string} path @param {number} at the time to show it at; infinity: as it goes on */
+  choose(path, at) {
+    const branch = this.run.branches.get(path);
     this.branch = path;
+    this.followsBranch = at === Infinity;
+    this.show(branch?.stepAt(at) ?? null);
+  }
+
+  /** @private Shows the text of the branch, or of one step of a beam. @param {Step | null} step */
+  show(step) {
+    const name = this.run.branches.get(this.branch)?.name ?? "request";
+    this.step = step;
     this.numPieces = 0;
     this.text.clear();
-    fill(this.branchName, `Text of ${this.run.branches.get(path)?.name ?? "request"}`);
+    this.asideTexts.clear();
+    fill(this.asides);
+    fill(this.branchName, `Text of ${name}${step?.isPruned ? ", pruned" : ""}`);
+    if (step) this.text.append(step.before, "muted", "the steps before");
     this.updateText();
   }
 
   /** Shows what has come since. @param {boolean} [all] the figures too, which else follow a few times a second */
   update(all = false) {
-    if (!this.run.branches.get(this.branch)?.pieces.length && this.timeline.selected === this.branch && !this.chosenByHand()) {
-      const first = this.firstBranch();
-      if (first !== this.branch) this.timeline.choose(first);
-    }
+    if (!this.timeline.isChosen && this.wanted() !== this.branch) this.timeline.choose(this.wanted());
     this.timeline.frame();
+    this.votes.update();
     this.updateText();
     this.updateStages();
     const now = performance.now();
@@ -94,22 +115,29 @@ export class RunView {
     this.updateFigures();
   }
 
-  /** @private */
-  chosenByHand() {
-    return this.timeline.labels.contains(document.activeElement);
+  /** @private The branch that is shown until another one is chosen: at the end, the one that the method chose. */
+  wanted() {
+    if (this.run.isOver && this.run.winner && this.run.branches.has(this.run.winner)) return this.run.winner;
+    return this.run.branches.get(this.branch)?.pieces.length ? this.branch : this.firstBranch();
   }
 
   /** @private */
   updateText() {
     const branch = this.run.branches.get(this.branch);
     if (!branch) return;
+    if (this.followsBranch && branch.last !== this.step) return this.show(branch.last);
+    const { pieces } = this.step ?? branch;
     const box = this.text.element;
     const atEnd = box.scrollHeight - box.scrollTop - box.clientHeight < 40;
-    const isNew = this.numPieces < branch.pieces.length;
+    const isNew = this.numPieces < pieces.length;
     /** @type {string[]} text without drafts, appended at once */
     let plain = [];
-    while (this.numPieces < branch.pieces.length) {
-      const piece = branch.pieces[this.numPieces++];
+    while (this.numPieces < pieces.length) {
+      const piece = pieces[this.numPieces++];
+      if (piece.aside) {
+        this.appendAside(piece);
+        continue;
+      }
       if (!piece.drafts.length) {
         plain.push(piece.text);
         continue;
@@ -120,6 +148,17 @@ export class RunView {
     }
     this.text.append(plain.join(""));
     if (isNew && atEnd && !this.run.isOver) box.scrollTop = box.scrollHeight;
+  }
+
+  /** @private @param {Piece} piece */
+  appendAside({ aside, text }) {
+    let view = this.asideTexts.get(aside);
+    if (!view) {
+      view = new TextView(el("div", { class: "said", dir: "auto" }));
+      this.asideTexts.set(aside, view);
+      this.asides.append(el("h3", {}, aside), view.element);
+    }
+    view.append(text);
   }
 
   /** @private @param {Piece} piece */
@@ -154,7 +193,7 @@ export class RunView {
     const atEnd = this.stages.scrollHeight - this.stages.scrollTop - this.stages.clientHeight < 40;
     for (const stage of fresh) {
       const where = this.run.branches.get(stage.branch)?.name ?? stage.branch;
-      const text = el("span", { dir: "auto" }, describeStage(stage));
+      const text = el("span", { dir: "auto" }, describe(stage));
       this.stages.append(el("li", {}, el("span", { class: "muted" }, `${stage.at.toFixed(2)} s`), el("span", { class: "muted" }, where), text));
     }
     while (this.stages.children.length > MAX_LISTED) this.stages.firstElementChild?.remove();
@@ -199,8 +238,19 @@ export function figuresOf(summary, run, plain) {
   return figures;
 }
 
-/** Two runs beside each other, figure by figure. @param {Run} one @param {Run} other */
-export function comparisonTable(one, other) {
+/** Two runs in one line, and figure by figure. @param {Run} one @param {Run} other */
+export function comparison(one, other) {
+  const parts = glance(one, other).map((part) => el("span", { dir: "auto" }, part));
+  return el(
+    "div",
+    {},
+    el("p", { class: "glance" }, el("strong", {}, `${one.method} against ${other.method}`), parts),
+    el("details", {}, el("summary", {}, "Figure by figure"), comparisonTable(one, other)),
+  );
+}
+
+/** @param {Run} one @param {Run} other */
+function comparisonTable(one, other) {
   const [a, b] = [summarize(one), summarize(other)];
   const number = (/** @type {number | null} */ value, digits = 0) => (value === null ? "–" : value.toFixed(digits));
   const change = (/** @type {number | null} */ x, /** @type {number | null} */ y) => (x === null || y === null || !y ? "" : x === y ? "0 %" : `${x <= y ? "−" : "+"}${Math.abs(100 * (1 - x / y)).toFixed(0)} %`);

@@ -1,4 +1,7 @@
-// A run: what was asked, the events that came, and what they add up to. No drawing here.
+// A run: what was asked, the events that came, and its branches. No drawing here.
+
+import { Beams } from "./beams.js";
+import { Poll } from "./poll.js";
 
 /**
  * @typedef {{type: string, at?: number, [field: string]: any}} RunEvent
@@ -23,14 +26,17 @@
  *
  * @typedef {[start: number, end: number, accepted: boolean, drafter: string, text?: string]} DraftSpan
  *   characters of a piece's text that were drafted; a rejected draft covers none and has its text
- * @typedef {{at: number, text: string, numTokens: number, drafts: DraftSpan[]}} Piece
- * @typedef {{at: number, branch: string, name: string, why: string, fields: Record<string, any>}} Stage
+ * @typedef {{at: number, text: string, numTokens: number, drafts: DraftSpan[], aside: string, step: Step | null}} Piece
+ *   `aside`: what it is, where it is no part of the branch's text, such as a judgement of a beam
+ * @typedef {{at: number, branch: string, name: string, why: string, fields: Record<string, any>, isEnd: boolean}} Stage
+ *   `isEnd`: whether a vote has ended
+ * @typedef {import("./beams.js").Step} Step
  */
 
-/** Between the path of the branch that searches and the numbers of a beam, in the path of its lane. */
-const BEAM = "beam:";
+/** Sequences inside of a branch that have lanes of their own, by the field that numbers them. */
+const KINDS = ["sample", "thread", "worker"];
 
-/** A branch of a run, or a beam of a search in it, and the text that it streamed. */
+/** A branch of a run, or a sequence in it such as a beam of a search, and the text that it streamed. */
 export class Branch {
   /** @param {string} path `""` is the request itself, `"2.0"` the first branch of its branch 2 @param {number} start seconds */
   constructor(path, start) {
@@ -46,6 +52,19 @@ export class Branch {
     /** @type {Stage[]} */
     this.stages = [];
     this.isPruned = false;
+    /** @type {Step[]} of a beam */
+    this.steps = [];
+    this.numPruned = 0;
+  }
+
+  /** The step of a beam that its lane is at. */
+  get last() {
+    return this.steps[this.steps.length - 1] ?? null;
+  }
+
+  /** The step of a beam that was written at a time. @param {number} at */
+  stepAt(at) {
+    return this.steps.findLast((step) => step.start <= at) ?? this.last;
   }
 
   /** How deep in the tree it is. */
@@ -56,22 +75,15 @@ export class Branch {
   /** What it is called. */
   get name() {
     if (this.path === "") return "request";
-    return this.path.includes(BEAM) ? `beam ${this.path.split(BEAM)[1]}` : this.path;
+    const [, kind, numbers] = this.path.match(/(\w+):(.*)$/) ?? ["", "branch", this.path];
+    return `${kind} ${numbers}`;
   }
 
+  /** All of it; of a beam, the text up to its last step. */
   get text() {
-    return this.pieces.map((piece) => piece.text).join("");
+    if (this.last) return this.last.before + this.last.text;
+    return this.pieces.map((piece) => (piece.aside ? "" : piece.text)).join("");
   }
-}
-
-/** Names of stages by which a method ends early. */
-const EXITS = new Set(["early_exit", "stopped"]);
-
-/** @param {Stage} stage what a mark on a lane stands for */
-export function kindOf(stage) {
-  if (EXITS.has(stage.name)) return "exit";
-  if (["probed", "scored", "pruned", "voted", "selected"].includes(stage.name)) return stage.name;
-  return "other";
 }
 
 /** A run, as far as its events have come. */
@@ -98,8 +110,15 @@ export class Run {
     this.finishReason = "";
     this.error = "";
     this.lastAt = 0;
+    /** @type {(() => number) | null} tells the seconds since it began, while it is asked from this page */
+    this.clock = null;
     /** @type {Map<string, {accepted: number, rejected: number}>} characters by drafter */
     this.drafters = new Map();
+    /** @type {Map<string, Poll>} by kind and branch */
+    this.polls = new Map();
+    /** Path of the branch that was chosen; empty: none was. */
+    this.winner = "";
+    this.beams = new Beams((path, start) => this.branch(path, start), /^particle/.test(this.method) ? "particle" : "beam");
   }
 
   get id() {
@@ -118,9 +137,19 @@ export class Run {
     return this.record.request.messages.findLast((message) => message.role === "user")?.content ?? "";
   }
 
+  /** Seconds since it began, up to now or to its end. */
+  get now() {
+    return this.isOver || !this.clock ? this.lastAt : Math.max(this.lastAt, this.clock());
+  }
+
   /** Seconds that it took, so far or in all. */
   get seconds() {
-    return this.finished?.seconds ?? this.lastAt;
+    return this.finished?.seconds ?? this.now;
+  }
+
+  /** Whether text has come. */
+  get hasBegun() {
+    return Boolean(this.answer || this.reasoning) || [...this.branches.values()].some((branch) => branch.pieces.length);
   }
 
   /** Takes in one event. @param {RunEvent} event */
@@ -176,29 +205,36 @@ export class Run {
   }
 
   /**
-   * The lane of a beam: from when the beam before it was scored until it is scored itself.
+   * The lane that an event is about, and the step of a beam.
    * @private
-   * @param {string} searching path of the branch that searches
-   * @param {Record<string, any>} fields `beam`: the numbers of the samples on its path; `text`: its last step
+   * @param {RunEvent} event
    * @param {number} at
+   * @returns {{lane: Branch, step: Step | null}}
    */
-  beam(searching, fields, at) {
-    const path = (/** @type {any[]} */ numbers) => `${searching}${searching && "."}${BEAM}${numbers.join(".")}`;
-    const before = this.branches.get(path(fields.beam.slice(0, -1)));
-    const found = this.branch(path(fields.beam), before?.end ?? this.branch(searching, 0).start);
-    if (found.end === null) {
-      found.end = at;
-      found.pieces.push({ at, text: String(fields.text ?? ""), numTokens: 0, drafts: [] });
+  placeOf({ branch: path = "", fields = {} }, at) {
+    const branch = this.branch(path, at);
+    if (Array.isArray(fields.beam) && fields.beam.every(Number.isInteger)) {
+      const isStep = fields.beam.length > 0 && fields.aside === undefined;
+      const step = isStep ? this.beams.step(branch, fields.beam, at) : this.beams.nearest(branch, fields.beam);
+      return { lane: step?.lane ?? branch, step };
     }
-    return found;
+    const kind = KINDS.find((field) => Number.isInteger(fields[field]));
+    return { lane: kind ? this.branch(`${path}${path && "."}${kind}:${fields[kind]}`, branch.start) : branch, step: null };
+  }
+
+  /** @private @param {Branch} lane @param {Piece} piece */
+  write(lane, piece) {
+    lane.pieces.push(piece);
+    lane.numTokens += piece.numTokens;
+    piece.step?.pieces.push(piece);
   }
 
   /** @private @param {RunEvent} event @param {number} at */
   onDelta(event, at) {
-    const branch = this.branch(event.branch ?? "", at);
-    const numTokens = event.num_tokens ?? 0;
-    branch.numTokens += numTokens;
-    branch.pieces.push({ at, text: event.text ?? "", numTokens, drafts: event.drafts ?? [] });
+    const fields = event.fields ?? {};
+    const { lane, step } = this.placeOf(event, at);
+    const aside = fields.aside === undefined ? "" : String(fields.aside);
+    this.write(lane, { at, text: event.text ?? "", numTokens: event.num_tokens ?? 0, drafts: event.drafts ?? [], aside, step });
     for (const [start, end, accepted, drafter, text] of event.drafts ?? []) {
       const count = this.drafters.get(drafter) ?? { accepted: 0, rejected: 0 };
       if (accepted) count.accepted += end - start;
@@ -210,9 +246,10 @@ export class Run {
   /** @private @param {RunEvent} event @param {number} at */
   onStage(event, at) {
     const fields = event.fields ?? {};
-    const branch = Array.isArray(fields.beam) ? this.beam(event.branch ?? "", fields, at) : this.branch(event.branch ?? "", at);
-    const stage = { at, branch: branch.path, name: String(event.name), why: event.why ?? "", fields };
-    if (stage.name === "spawned") {
+    const { lane: branch, step } = this.placeOf(event, at);
+    const stage = { at, branch: branch.path, name: String(event.name), why: event.why ?? "", fields, isEnd: false };
+    if (stage.name === "scored" && fields.steps && this.beams.steps.size) return; // its beam is told as scored, too
+    if (stage.name === "spawned" && fields.threads === undefined) {
       branch.start = at;
       branch.controller = stage.why;
     } else if (stage.name === "ended") {
@@ -220,9 +257,54 @@ export class Run {
       branch.why = stage.why;
     } else {
       branch.stages.push(stage);
-      branch.isPruned ||= stage.name === "pruned";
       this.stages.push(stage);
+      if (step) this.endStep(step, fields, at);
+      if (stage.name === "pruned") this.prune(branch, step, at);
+      if (stage.name === "selected" && branch.path) this.winner = branch.path;
+      if (stage.name === "voted" || stage.name === "probed") this.count(stage);
+      if (stage.name === "early_exit" && fields.answer) this.poll(branch.path, "probes").end({ answer: fields.answer });
     }
+  }
+
+  /** @private The step of a beam is whole. @param {Step} step @param {Record<string, any>} fields @param {number} at */
+  endStep(step, fields, at) {
+    if (step.end !== null) return;
+    step.end = step.lane.end = at;
+    const [text, streamed] = [String(fields.text ?? ""), step.text];
+    const rest = text.startsWith(streamed) ? text.slice(streamed.length) : "";
+    if (rest) this.write(step.lane, { at, text: rest, numTokens: 0, drafts: [], aside: "", step });
+  }
+
+  /** @private @param {Branch} lane @param {Step | null} step @param {number} at */
+  prune(lane, step, at) {
+    if (step) step.isPruned = true;
+    else if (lane.path.includes(":")) lane.end ??= at;
+    lane.isPruned = !step || lane.last === step;
+    lane.numPruned++;
+  }
+
+  /** @private Takes in a vote, the end of a vote, or the answer of a probe. @param {Stage} stage */
+  count(stage) {
+    const { name, branch, fields } = stage;
+    if (name === "probed") {
+      if (fields.answer && fields.difficulty === undefined) this.poll(branch, "probes").add("", { answer: fields.answer });
+      return;
+    }
+    const counting = this.polls.get(`votes ${branch}`);
+    if (branch === "" || counting) {
+      const poll = counting ?? this.poll(branch, "votes");
+      stage.isEnd = true;
+      poll.end(/** @type {any} */ (fields));
+      this.winner = poll.winningBranch ?? this.winner;
+    } else this.poll(branch.slice(0, Math.max(0, branch.lastIndexOf("."))), "votes").add(branch, /** @type {any} */ (fields));
+  }
+
+  /** @private @param {string} branch that counts @param {"votes" | "probes"} kind */
+  poll(branch, kind) {
+    const name = `${kind} ${branch}`;
+    const poll = this.polls.get(name) ?? new Poll(branch, kind);
+    this.polls.set(name, poll);
+    return poll;
   }
 
   /** @private @param {RunEvent} event @param {number} at */
@@ -242,7 +324,7 @@ export class Run {
 
   /** The branches in the order of a walk through the tree. @returns {Branch[]} */
   get lanes() {
-    const number = (/** @type {string} */ part) => (part.startsWith(BEAM) ? 1e6 + Number(part.slice(BEAM.length)) : Number(part));
+    const number = (/** @type {string} */ part) => (part.includes(":") ? 1e6 + Number(part.split(":")[1]) : Number(part));
     const key = (/** @type {Branch} */ branch) => (branch.path === "" ? [] : branch.path.split(".").map(number));
     return [...this.branches.values()]
       .map((branch) => ({ branch, key: key(branch) }))
@@ -261,83 +343,4 @@ export function replay(record, events) {
   const run = new Run(record);
   for (const event of events) run.apply(event);
   return run;
-}
-
-/**
- * The figures of a run.
- * @param {Run} run
- */
-export function summarize(run) {
-  const usage = run.usage ?? {};
-  const lanes = [...run.branches.values()];
-  const streamed = lanes.reduce((sum, branch) => sum + branch.numTokens, 0);
-  const speculation = run.finished?.speculation ?? {};
-  const { steps = 0, drafted = 0, accepted = 0 } = speculation;
-  return {
-    status: run.status,
-    method: run.method,
-    seconds: run.seconds,
-    promptTokens: usage.prompt_tokens ?? null,
-    cachedTokens: usage.prompt_tokens_details?.cached_tokens ?? null,
-    completionTokens: usage.completion_tokens ?? streamed,
-    reasoningTokens: usage.completion_tokens_details?.reasoning_tokens ?? null,
-    numBranches: Math.max(0, lanes.length - 1),
-    steps,
-    drafted,
-    accepted,
-    acceptedByPosition: speculation.accepted_by_position ?? [],
-    tokensPerStep: steps ? 1 + accepted / steps : null,
-    finishReason: run.finishReason,
-  };
-}
-
-/** @typedef {ReturnType<typeof summarize>} Summary */
-
-/**
- * What a run saved against the same question with plain decoding, in words.
- * @param {Run} run
- * @param {Run} plain
- * @returns {string}
- */
-export function savings(run, plain) {
-  if (run.status !== "done" || plain.status !== "done") return "Not known: one of the two did not finish.";
-  const [mine, other] = [summarize(run), summarize(plain)];
-  const tokens = difference(other.completionTokens - mine.completionTokens, other.completionTokens, "tokens", 0);
-  const seconds = difference(other.seconds - mine.seconds, other.seconds, "s", 2);
-  return `${tokens}, ${seconds}`;
-}
-
-/** @param {number} saved @param {number} of @param {string} unit @param {number} digits */
-function difference(saved, of, unit, digits) {
-  const share = of ? ` (${Math.round((Math.abs(saved) / of) * 100)} %)` : "";
-  return `${Math.abs(saved).toFixed(digits)} ${unit}${share} ${saved >= 0 ? "less" : "more"}`;
-}
-
-/**
- * What speculation did in a run: off and why, or whether it paid.
- * @param {Run} run
- * @param {Run | null} plain the same question with plain decoding, where that was run
- * @returns {string}
- */
-export function explainSpeculation(run, plain) {
-  const told = run.started?.speculation;
-  const drafter = told?.drafter;
-  if (!drafter || drafter === "none") return `Off${told?.reason ? `: ${told.reason}` : "."}`;
-  const note = told.reason ? ` ${told.reason}` : "";
-  if (!run.finished) return `${drafter}.${note}`;
-  const { steps, drafted, accepted, tokensPerStep } = summarize(run);
-  if (!steps) return `${drafter}: the server reports no decode steps.${note}`;
-  if (!drafted) return `${drafter} proposed nothing: every step gave one token.${note}`;
-  const rate = `${drafter}: ${accepted} of ${drafted} draft tokens accepted, ${tokensPerStep?.toFixed(2)} tokens a step.`;
-  return `${rate}${paid(run, plain)}${note}`;
-}
-
-/** @param {Run} run @param {Run | null} plain */
-function paid(run, plain) {
-  if (!plain || plain.status !== "done" || run.method !== plain.method) return "";
-  const perToken = (/** @type {Run} */ each) => (1000 * each.seconds) / Math.max(1, summarize(each).completionTokens);
-  const [mine, other] = [perToken(run), perToken(plain)];
-  const times = ` ${mine.toFixed(2)} ms a token against ${other.toFixed(2)} ms without`;
-  if (mine <= other) return `${times}: ${(other / mine).toFixed(2)} times as fast.`;
-  return `${times}: it lost, because a step with drafts costs more than the tokens that it adds.`;
 }

@@ -4,12 +4,17 @@
  * @typedef {import("./run.js").RunRecord} RunRecord
  * @typedef {import("./run.js").RunEvent} RunEvent
  * @typedef {{id: string, parent: string | null, question: string, runs: string[], created: number}} Turn
- * @typedef {{id: string, created: number, turns: Turn[], active: Record<string, string>}} Conversation
+ * @typedef {{id: string, created: number, title?: string, turns: Turn[], active: Record<string, string>}} Conversation
  *   `active` names the turn shown below each turn; the first turns are below `""`
  */
 
 const TAIL = "forethought.tail";
 const FLUSH_MS = 250;
+
+/** A new name for a run, turn or conversation. */
+export function newId() {
+  return `${Date.now().toString(36)}-${Math.random().toString(36).slice(2, 10)}`;
+}
 
 /** @template T @param {IDBRequest<T>} request @returns {Promise<T>} */
 function result(request) {
@@ -97,6 +102,16 @@ export class Store {
   /** @param {Conversation} conversation */
   async saveConversation(conversation) {
     await this.use("conversations", "readwrite", (store) => store.put(conversation));
+  }
+
+  /** @returns {Promise<Conversation[]>} */
+  async listConversations() {
+    return this.use("conversations", "readonly", (store) => store.getAll());
+  }
+
+  /** @param {string} id */
+  async deleteConversation(id) {
+    await this.use("conversations", "readwrite", (store) => store.delete(id));
   }
 
   /** @param {string} id @returns {Promise<Conversation | null>} */

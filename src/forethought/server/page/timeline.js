@@ -5,15 +5,14 @@
 // moves (the present, the pointer, the mark of the chosen lane) is an element above, which the browser
 // moves without painting it.
 
+import { describe, kindOf, labelOf } from "./decisions.js";
 import { el, fill } from "./dom.js";
-import { kindOf } from "./run.js";
-import { short } from "./text.js";
 
 /**
  * @typedef {import("./run.js").Run} Run
  * @typedef {import("./run.js").Branch} Branch
  * @typedef {import("./run.js").Stage} Stage
- * @typedef {{row: number, numPieces: number, numStages: number, alive: number, inked: number, labelled: number, ended: boolean}} Lane
+ * @typedef {{row: number, numPieces: number, numStages: number, alive: number, inked: number, labelled: number, ended: boolean, numPruned: number}} Lane
  *   how far a branch is painted: its pieces, its stages, and pixels of its line, its tokens and its labels
  */
 
@@ -23,6 +22,8 @@ const AXIS = 22;
 const MARGIN = 8;
 /** The share of the axis without a token after which a lane shows a gap. */
 const GAP = 0.03;
+/** How much of a pruned lane's colour is left. */
+const FADED = 0.35;
 const NUM_DRAFTER_COLOURS = 6;
 
 /** The colour, from 0, of a drafter of a run. @param {Run} run @param {string} drafter */
@@ -41,7 +42,7 @@ export function roundRange(seconds) {
 export class Timeline {
   /**
    * @param {HTMLElement} container
-   * @param {(path: string) => void} onSelect called when a lane is chosen
+   * @param {(path: string, at: number) => void} onSelect called when a lane is chosen, at a time or, for infinity, as it goes on
    */
   constructor(container, onSelect) {
     this.onSelect = onSelect;
@@ -58,6 +59,8 @@ export class Timeline {
     /** @type {Branch[]} */
     this.lanes = [];
     this.isStale = true;
+    this.state = "";
+    this.isChosen = false;
     this.pointer = -1;
     this.labels = el("div", { class: "lane-labels", role: "listbox", "aria-label": "Branches" });
     this.base = el("canvas", { "aria-hidden": "true" });
@@ -70,7 +73,7 @@ export class Timeline {
     fill(container, this.axis, this.labels, this.plot);
     this.plot.addEventListener("pointermove", (event) => this.onPointer(event));
     this.plot.addEventListener("pointerleave", () => this.onPointer(null));
-    this.plot.addEventListener("click", (event) => this.choose(this.laneAt(event)?.path ?? this.selected));
+    this.plot.addEventListener("click", (event) => this.onClick(event));
     this.labels.addEventListener("keydown", (event) => this.onKey(event));
     new ResizeObserver(() => this.refresh()).observe(this.plot);
   }
@@ -81,6 +84,7 @@ export class Timeline {
     this.fixedRange = range;
     this.range = 1;
     this.lanes = [];
+    this.state = "";
     this.selected = "";
     this.refresh();
     this.frame();
@@ -92,15 +96,20 @@ export class Timeline {
     if (!this.run || this.run.isOver) requestAnimationFrame(() => this.frame());
   }
 
-  /** @param {string} path */
-  choose(path) {
+  /**
+   * @param {string} path
+   * @param {boolean} [byHand] whether the user has chosen it, so that it stays
+   * @param {number} [at] the time to show it at; by default as it goes on
+   */
+  choose(path, byHand = false, at = Infinity) {
+    this.isChosen ||= byHand;
     this.selected = path;
     for (const label of this.labels.querySelectorAll("button")) {
       const isSelected = label.dataset.path === path;
       label.setAttribute("aria-selected", String(isSelected));
       label.tabIndex = isSelected ? 0 : -1;
     }
-    this.onSelect(path);
+    this.onSelect(path, at);
     this.placeMarks();
   }
 
@@ -108,8 +117,9 @@ export class Timeline {
   frame() {
     const run = this.run;
     if (!run) return;
-    if (run.branches.size !== this.lanes.length) this.layOut(run);
-    const needed = this.fixedRange || (run.isOver ? Math.max(run.lastAt * 1.04, 0.01) : roundRange(run.lastAt));
+    const state = `${run.branches.size} ${run.winner}`;
+    if (state !== this.state) this.layOut(run, state);
+    const needed = this.fixedRange || (run.isOver ? Math.max(run.lastAt * 1.04, 0.01) : roundRange(run.now));
     if (needed !== this.range) {
       this.range = needed;
       this.isStale = true;
@@ -121,8 +131,10 @@ export class Timeline {
 
   // ---- layout --------------------------------------------------------------------------------
 
-  /** @private @param {Run} run */
-  layOut(run) {
+  /** @private @param {Run} run @param {string} state what the lanes depend on */
+  layOut(run, state) {
+    this.state = state;
+    const before = this.lanes;
     this.lanes = run.lanes;
     const labels = this.lanes.map((branch) => {
       const isSelected = branch.path === this.selected;
@@ -134,17 +146,19 @@ export class Timeline {
           "data-path": branch.path,
           "data-depth": Math.min(4, branch.depth),
           "aria-selected": String(isSelected),
+          "data-state": branch.path === run.winner && branch.path ? "won" : null,
           tabindex: isSelected ? 0 : -1,
           title: branch.controller || null,
-          onclick: () => this.choose(branch.path),
+          onclick: () => this.choose(branch.path, true),
         },
         branch.name,
+        branch.path === run.winner && branch.path && [" ✓", el("span", { class: "hidden" }, " chosen")],
       );
     });
     const hadFocus = this.labels.contains(document.activeElement);
     fill(this.labels, ...labels);
     if (hadFocus) /** @type {HTMLElement | null} */ (this.labels.querySelector('[tabindex="0"]'))?.focus();
-    this.isStale = true;
+    this.isStale ||= before.length !== this.lanes.length || before.some((branch, row) => branch !== this.lanes[row]);
   }
 
   /** @private Clears the canvases and forgets what was painted. */
@@ -152,7 +166,7 @@ export class Timeline {
     this.isStale = false;
     this.painted.clear();
     this.lanes.forEach((branch, row) => {
-      const lane = { row, numPieces: 0, numStages: 0, alive: -1, inked: -1, labelled: -1, ended: false };
+      const lane = { row, numPieces: 0, numStages: 0, alive: -1, inked: -1, labelled: -1, ended: false, numPruned: 0 };
       this.painted.set(branch.path, lane);
     });
     this.width = Math.max(50, this.plot.clientWidth);
@@ -199,7 +213,7 @@ export class Timeline {
     const { muted, line } = this.colours;
     canvas.font = this.font;
     canvas.textBaseline = "middle";
-    const digits = Math.max(0, Math.ceil(-Math.log10(this.range / 5)));
+    const digits = Math.max(0, Math.ceil(1 - Math.log10(this.range)));
     const count = this.width > 500 ? 6 : 3;
     for (let i = 0; i <= count; i++) {
       const at = (this.range * i) / count;
@@ -218,8 +232,14 @@ export class Timeline {
     if (!lane) return;
     const canvas = context(this.base);
     const top = lane.row * LANE;
-    this.paintLife(canvas, lane, branch, branch.end ?? run.lastAt);
+    if (branch.numPruned !== lane.numPruned) {
+      canvas.clearRect(0, top, this.width, LANE);
+      Object.assign(lane, { numPieces: 0, numStages: 0, alive: -1, inked: -1, labelled: -1, ended: false, numPruned: branch.numPruned });
+    }
+    if (branch.end === null) lane.ended = false;
+    this.paintLife(canvas, lane, branch, branch.end ?? run.now);
     while (lane.numPieces < branch.pieces.length) this.paintPiece(canvas, run, branch, lane);
+    canvas.globalAlpha = 1;
     while (lane.numStages < branch.stages.length) {
       this.paintStage(canvas, branch.stages[lane.numStages++], lane, top);
     }
@@ -242,7 +262,9 @@ export class Timeline {
   paintPiece(canvas, run, branch, lane) {
     const number = lane.numPieces++;
     const piece = branch.pieces[number];
-    const before = number ? branch.pieces[number - 1].at : branch.start;
+    const isFirst = number === 0 || piece.step !== branch.pieces[number - 1].step;
+    const before = isFirst ? (piece.step ?? branch).start : branch.pieces[number - 1].at;
+    canvas.globalAlpha = (piece.step ?? branch).isPruned ? FADED : 1;
     const to = Math.round(2 * this.x(piece.at)) / 2; // half pixels are whole ones on most screens
     if (to <= lane.inked) return; // it is painted already
     const begin = piece.at - before > GAP * this.range ? to - 1 : Math.round(2 * this.x(before)) / 2;
@@ -250,7 +272,7 @@ export class Timeline {
     lane.inked = to;
     const top = lane.row * LANE;
     canvas.fillStyle = this.colours.ink;
-    canvas.fillRect(from, top + 12, to - from, 7);
+    canvas.fillRect(from, top + (piece.aside ? 14 : 12), to - from, piece.aside ? 3 : 7);
     const draft = piece.drafts.find(([, , accepted]) => accepted);
     if (!draft) return;
     const covered = piece.drafts.reduce((sum, [start, end, accepted]) => sum + (accepted ? end - start : 0), 0);
@@ -272,7 +294,7 @@ export class Timeline {
     else if (kind === "voted" || kind === "selected") diamond(canvas, x, top + 15.5);
     else if (kind === "scored") canvas.fillRect(x - 2, top + 13.5, 4, 4);
     else canvas.fillRect(x - (kind === "exit" ? 1 : 0.5), top + 2, kind === "exit" ? 2.5 : 1, LANE - 3);
-    const label = labelOf(stage, kind);
+    const label = labelOf(stage);
     if (!label) return;
     canvas.font = this.font;
     canvas.textBaseline = "alphabetic";
@@ -299,7 +321,7 @@ export class Timeline {
     const row = this.painted.get(this.selected)?.row;
     this.mark.hidden = row === undefined;
     this.mark.style.transform = `translateY(${(row ?? 0) * LANE}px)`;
-    place(this.now, this.run && !this.run.isOver ? this.x(this.run.lastAt) : -1);
+    place(this.now, this.run && !this.run.isOver ? this.x(this.run.now) : -1);
     place(this.aim, this.pointer);
   }
 
@@ -310,6 +332,17 @@ export class Timeline {
     return this.lanes[Math.floor((event.clientY - this.plot.getBoundingClientRect().top) / LANE)];
   }
 
+  /** @private The time at a place of the plot. @param {number} x */
+  timeAt(x) {
+    return Math.max(0, ((x - MARGIN) / (this.width - 2 * MARGIN)) * this.range);
+  }
+
+  /** @private @param {MouseEvent} event */
+  onClick(event) {
+    const at = this.timeAt(event.clientX - this.plot.getBoundingClientRect().left);
+    this.choose(this.laneAt(event)?.path ?? this.selected, true, at);
+  }
+
   /** @private @param {MouseEvent | null} event */
   onPointer(event) {
     const box = this.plot.getBoundingClientRect();
@@ -317,8 +350,7 @@ export class Timeline {
     const branch = event && this.laneAt(event);
     this.tip.hidden = !branch;
     if (branch) {
-      const at = Math.max(0, ((this.pointer - MARGIN) / (this.width - 2 * MARGIN)) * this.range);
-      fill(this.tip, ...this.described(branch, at).map((line) => el("div", {}, line)));
+      fill(this.tip, ...this.described(branch, this.timeAt(this.pointer)).map((line) => el("div", {}, line)));
       const row = this.painted.get(branch.path)?.row ?? 0;
       const left = Math.min(this.pointer + 12, this.width - 230);
       this.tip.style.left = `${Math.max(0, left)}px`;
@@ -338,7 +370,7 @@ export class Timeline {
     }
     const head = `${branch.name} · ${at.toFixed(2)} s · ${tokens} tokens`;
     const ended = branch.end !== null && at > branch.end ? [`ended: ${branch.why || "done"}`] : [];
-    return stage ? [head, describeStage(stage)] : [head, ...ended];
+    return stage ? [head, describe(stage)] : [head, ...ended];
   }
 
   /** @private @param {KeyboardEvent} event */
@@ -349,25 +381,9 @@ export class Timeline {
     const next = steps[/** @type {keyof typeof steps} */ (event.key)];
     if (next === undefined) return;
     event.preventDefault();
-    this.choose(this.lanes[Math.max(0, Math.min(last, next))].path);
+    this.choose(this.lanes[Math.max(0, Math.min(last, next))].path, true);
     /** @type {HTMLElement | null} */ (this.labels.querySelector('[tabindex="0"]'))?.focus();
   }
-}
-
-/** A stage in one line. @param {Stage} stage */
-export function describeStage(stage) {
-  const fields = Object.entries(stage.fields).map(([name, value]) => `${name} ${short(value, 40)}`);
-  return [stage.name, stage.why && short(stage.why, 90), fields.join(", ")].filter(Boolean).join(": ");
-}
-
-/** What stands beside a mark. @param {Stage} stage @param {string} kind */
-function labelOf(stage, kind) {
-  const { answer, score, accepted } = stage.fields;
-  if (kind === "exit") return stage.name.replace("_", " ");
-  if (kind === "pruned" || kind === "selected") return "";
-  if (typeof accepted === "boolean") return accepted ? "accepted" : "rejected";
-  if (typeof score === "number") return score.toFixed(2);
-  return answer === undefined || answer === null || answer === "" ? "" : short(answer, 16);
 }
 
 /** Moves a vertical line to `x`; below 0: hides it. @param {HTMLElement} line @param {number} x */

@@ -1,0 +1,193 @@
+"""The lanes of a run, its votes and its decisions."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+
+from page.browser import Browser
+from page.stand_in import PAUSE, Item, StandIn, finished, started
+from page.steps import ask, open_page, shows, status, texts
+from page.streams import delta, stage
+
+pytestmark = pytest.mark.page
+
+
+FIRST_STEP = "{}:" + "." * 19 + " (end)"
+
+
+def searched(body: dict[str, Any]) -> Iterable[Item]:
+    """Two beams that stream at once; one is pruned, the other goes on twice after the pause."""
+    yield started("beam_search")
+    for count in range(20):
+        for number in (0, 1):
+            yield delta(0.02 * count, "", "." if count else f"{number}:", fields={"beam": [number]})
+    yield delta(0.4, "", "sure", fields={"beam": [0], "aside": "judgement 0"})
+    for number, score in ((0, 0.9), (1, 0.1)):
+        text = FIRST_STEP.format(number)
+        yield stage(0.5, "", "scored", beam=[number], score=score, text=text, finished=False)
+    yield PAUSE
+    yield stage(0.6, "", "pruned", "it is not among the best 1", beam=[1], score=0.1, text="")
+    for number in (0, 1):
+        yield delta(0.8, "", f"then {number}", fields={"beam": [0, number]})
+        yield stage(0.9, "", "scored", beam=[0, number], score=0.8, text=f"then {number}.")
+    yield stage(0.9, "", "selected", beam=[0, 1], score=0.8, text="then 1.", finished=True)
+    yield finished("two")
+
+
+def test_each_beam_of_a_search_streams_into_a_lane_of_its_own(browser: Browser):
+    with StandIn(searched) as server:
+        open_page(browser, server.address)
+        ask(browser, "search", "majority_vote")
+        browser.wait("document.querySelectorAll('.lane-labels button').length === 3")
+        assert texts(browser, ".lane-labels button") == ["request", "beam 0", "beam 1"]
+        shows(browser, ".stages li", "has score 0.10")
+        browser.click_button("beam 1", ".lane-labels")
+        assert browser.text(".branch-text") == FIRST_STEP.format(1)
+        browser.click_button("beam 0", ".lane-labels")
+        assert texts(browser, ".asides > *") == ["judgement 0", "sure"]
+        server.released.set()
+        shows(browser, ".branch-text", FIRST_STEP.format(0) + "then 0.")
+        status(browser, "Answered")
+        lanes = ["request", "beam 0", "beam 1 ✓ chosen"]
+        assert texts(browser, ".lane-labels button") == lanes, "a lane of a pruned beam is taken"
+        browser.click_button("beam 1 ✓ chosen", ".lane-labels")
+        assert browser.text(".branch-text") == FIRST_STEP.format(0) + "then 1."
+
+
+def test_a_step_of_a_beam_that_was_pruned_fades_and_is_shown_where_its_lane_is_clicked(
+    browser: Browser,
+):
+    opacity = """
+        const plot = document.querySelector(".plot canvas"), ratio = plot.height / (3 * 24);
+        const copy = Object.assign(document.createElement("canvas"), { width: 1, height: 1 });
+        const copied = copy.getContext("2d", { willReadFrequently: true });
+        const x = arguments[0] * plot.width, y = ((arguments[1] + 0.5) * 24 + 5) * ratio;
+        copied.drawImage(plot, -x, -y);
+        return copied.getImageData(0, 0, 1, 1).data[3];
+    """
+    click = """
+        const plot = document.querySelector(".plot"), box = plot.getBoundingClientRect();
+        const [clientX, clientY] = [box.left + 0.1 * box.width, box.top + 2.5 * 24];
+        plot.dispatchEvent(new MouseEvent("click", { clientX, clientY, bubbles: true }));
+    """
+    with StandIn(searched) as server:
+        server.released.set()
+        open_page(browser, server.address)
+        ask(browser, "search", "majority_vote")
+        status(browser, "Answered")
+        browser.wait("document.querySelector('.plot canvas').height > 70")
+        kept, pruned = browser.run(opacity, 0.1, 1), browser.run(opacity, 0.1, 2)
+        assert 0 < pruned < kept
+        browser.run(click)
+        assert browser.text(".branch-text") == FIRST_STEP.format(1)
+        shows(browser, ".run h3", "Text of beam 1, pruned")
+
+
+def test_votes_are_bars_that_grow_and_the_winner_is_named(browser: Browser):
+    def run(body: dict[str, Any]) -> Iterable[Item]:
+        yield started("majority_vote")
+        for number in range(4):
+            yield stage(0.0, str(number), "spawned", "Plain")
+        yield stage(0.3, "0", "voted", answer="7", tally={"7": 1})
+        yield stage(0.4, "2", "voted", answer="6", tally={"7": 1, "6": 1})
+        yield stage(0.5, "1", "voted", answer="6", tally={"7": 1, "6": 2})
+        yield PAUSE
+        yield stage(0.6, "3", "voted", answer="6", tally={"7": 1, "6": 3})
+        yield stage(0.6, "", "voted", answer="6", tally={"7": 1, "6": 3})
+        yield finished("six")
+
+    with StandIn(run) as server:
+        open_page(browser, server.address)
+        ask(browser, "vote", "majority_vote")
+        shows(browser, ".votes .vote-count", "2 · 67 %")
+        assert texts(browser, ".votes .vote-answer") == ["6 (leads)", "7"]
+        assert browser.text(".votes p") == "More samples may vote."
+        shows(browser, ".note", "6 leads (2 of 3)")
+        server.released.set()
+        status(browser, "Answered")
+        assert texts(browser, ".votes .vote-count") == ["3 · 75 %", "1 · 25 %"]
+        width = "return document.querySelector('.votes .length').style.width"
+        assert browser.run(width) == "75%"
+        assert browser.text(".votes p") == "The answer is 6; its text is that of branch 2."
+        assert texts(browser, ".lane-labels [data-state=won]") == ["branch 2 ✓ chosen"]
+
+
+def test_answers_of_probes_are_bars_until_they_agree(browser: Browser):
+    def run(body: dict[str, Any]) -> Iterable[Item]:
+        yield started("dynasor")
+        for number, given in enumerate(("7", "7", "6")):
+            yield stage(0.1, "", "probed", answer=given, at=16 * number, agreeing=1)
+        yield PAUSE
+        yield stage(0.2, "", "early_exit", "the probes agree", answer="6", at=48)
+        yield finished("six")
+
+    with StandIn(run) as server:
+        open_page(browser, server.address)
+        ask(browser, "probe", "dynasor")
+        shows(browser, ".votes .vote-count", "1 · 33 %")
+        assert texts(browser, ".votes .vote-answer") == ["7", "6"]
+        server.released.set()
+        status(browser, "Answered")
+        assert texts(browser, ".votes .vote-answer") == ["6 (won)", "7"]
+        assert browser.text(".votes p") == "The probes agree on 6."
+
+
+SAID = [
+    (
+        ("probed", "", {"answer": "6", "at": 210, "agreeing": 2}),
+        "a probe after 210 tokens answers 6; 2 probes in a row agree",
+    ),
+    (
+        ("early_exit", "2 probes in a row agree", {"answer": "6", "at": 180}),
+        "ends early with 6: 2 probes in a row agree; 180 tokens are kept",
+    ),
+    (
+        ("scored", "", {"beam": [1], "score": 0.213, "finished": True}),
+        "has score 0.21: a whole answer",
+    ),
+    (
+        ("scored", "", {"step": 2, "score": 7.0, "accepted": False}),
+        "step 2 of the small model has 7 and is written again",
+    ),
+    (
+        ("pruned", "it was not drawn", {"beam": [1], "score": 0.213}),
+        "is pruned with score 0.21: it was not drawn",
+    ),
+    (
+        ("pruned", "the judge prefers another", {"answer": 2, "winner": 0}),
+        "answer 2 loses against answer 0: the judge prefers another",
+    ),
+    (
+        ("voted", "", {"answer": "6", "tally": {"6": 2, "7": 1}}),
+        "votes for 6, which has 2 of 3 votes now",
+    ),
+    (("selected", "", {"method": "majority_vote@8"}), "the policy chooses majority_vote@8"),
+    (
+        ("prolonged", "", {"at": 1, "waits": 2}),
+        "would have ended its thought after 1 token and goes on (2nd time)",
+    ),
+    (("retrieved", "", {"query": "who?", "documents": [1, 4]}), "finds documents 1, 4 for who?"),
+    (("called", "add", {"args": "{}", "result": "3", "is_error": False}), "calls add({}): 3"),
+    (
+        ("layer", "", {"number": 0, "types": ["generator"], "candidates": 5}),
+        "layer 0 (generator) leaves 5 candidates",
+    ),
+    (("own_stage", "for a reason", {"some_size": 3}), "own stage: for a reason: some size 3"),
+]
+
+
+def test_decisions_are_told_in_words(browser: Browser):
+    def run(body: dict[str, Any]) -> Iterable[Item]:
+        yield started("dynasor")
+        for (name, why, fields), _ in SAID:
+            yield stage(0.1, "0", name, why, **fields)
+        yield finished("six")
+
+    with StandIn(run) as server:
+        open_page(browser, server.address)
+        ask(browser, "decide", "dynasor")
+        status(browser, "Answered")
+        assert texts(browser, ".stages li > :last-child") == [sentence for _, sentence in SAID]
