@@ -25,6 +25,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._device import _device_constructors
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
@@ -399,6 +400,7 @@ def fake_cuda(memory: int = 2**30) -> Iterator[FakeCuda]:
         memory: bytes that it says are free.
     """
     device = FakeCuda()
+    _device_constructors()  # torch keeps the first answer, which is to name its own functions
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.cuda, "_lazy_init", lambda: None)
         for name in ("tensor", "as_tensor"):

@@ -1,17 +1,19 @@
 """The engine under arbitrary sequences of calls: every token is the one of plain decoding.
 
-Forks of running, waiting and parked sequences, rewinds, extensions, aborts, samples, priorities and
-a cache that is too small for all of it, in any order, in single or continuous decode steps, with
-drafters that are right now and then, forwards that have no memory for several rows, and one whose
-logits are NaN.
+Forks of running, waiting and parked sequences, rewinds, extensions, aborts, snapshots, samples,
+priorities, salts and a cache that is too small for all of it, in any order, in single or continuous
+decode steps, with drafters that are right now and then, forwards that have no memory for several
+rows, and one whose logits are NaN.
 """
 
 from __future__ import annotations
 
 import functools
+from contextlib import suppress
 from typing import Any
 
 import hypothesis.strategies as st
+import pytest
 import torch
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -25,6 +27,7 @@ from forethought.config.drafters import (
 )
 from forethought.config.speculation import DecodingBaseConfig
 from forethought.engine.sequence import Sequence, Status
+from forethought.errors import CapacityError
 from forethought.speculative.drafter import Draft, DraftRequest
 from models import prompts, tiny, transformers_model
 
@@ -131,10 +134,14 @@ class EngineMachine(RuleBasedStateMachine):
         return data.draw(st.sampled_from(fitting)) if fitting else None
 
     @rule(
-        length=st.integers(1, 20), new=st.integers(1, 12), n=st.integers(1, 3), keep=st.booleans()
+        length=st.integers(1, 20),
+        new=st.integers(1, 12),
+        n=st.integers(1, 3),
+        keep=st.booleans(),
+        salt=st.sampled_from(["", "a"]),
     )
-    def add(self, length: int, new: int, n: int, keep: bool) -> None:
-        params = GREEDY.replace(max_tokens=new, n=n, priority=length % 3)
+    def add(self, length: int, new: int, n: int, keep: bool, salt: str) -> None:
+        params = GREEDY.replace(max_tokens=new, n=n, priority=length % 3, cache_salt=salt)
         added = self.engine.add(prompts((length,), length % 4)[0], params, keep=keep)
         self.sequences += added
 
@@ -168,6 +175,18 @@ class EngineMachine(RuleBasedStateMachine):
         self.checked[child.id] = len(child.tokens)  # given, not drawn
         if generate and len(child.tokens) < 40:
             self.engine.resume(child, GREEDY.replace(max_tokens=new))
+
+    @rule(data=st.data())
+    def save_and_restore(self, data: Any) -> None:
+        source = self.pick(data, Status.RUNNING, Status.WAITING, Status.PARKED)
+        if source is None:
+            return
+        length = data.draw(st.integers(1, len(source.tokens)))
+        saved = self.engine.capture(source, source.tokens[:length])
+        with suppress(CapacityError):
+            restored = self.engine.restore(saved)
+            self.checked[restored.id] = length  # given, not drawn
+            self.sequences.append(restored)
 
     @rule(data=st.data(), new=st.integers(1, 8))
     def resume(self, data: Any, new: int) -> None:
@@ -233,9 +252,21 @@ class Mamba2Machine(EngineMachine):
     architecture = "bamba"
 
 
+class LongGatedDeltaMachine(GatedDeltaMachine):
+    """Ten thousand calls, as those of the next class."""
+
+
+class LongMamba2Machine(Mamba2Machine):
+    pass
+
+
 SETTINGS = settings(max_examples=25, stateful_step_count=25, deadline=None, print_blob=True)
+LONG = settings(SETTINGS, max_examples=400)
 EngineMachine.TestCase.settings = SETTINGS
 GatedDeltaMachine.TestCase.settings = Mamba2Machine.TestCase.settings = SETTINGS
+LongGatedDeltaMachine.TestCase.settings = LongMamba2Machine.TestCase.settings = LONG
 TestEngineMachine = EngineMachine.TestCase
 TestGatedDeltaMachine = GatedDeltaMachine.TestCase
 TestMamba2Machine = Mamba2Machine.TestCase
+TestLongGatedDeltaMachine = pytest.mark.slow(LongGatedDeltaMachine.TestCase)
+TestLongMamba2Machine = pytest.mark.slow(LongMamba2Machine.TestCase)
