@@ -72,6 +72,7 @@ class ScriptedReplica:
         capacity: tokens of the sequences that run at once; further ones wait.
         silent: it hangs: it answers nothing.
         is_full: it has no room for what is copied to it.
+        is_quick: what it copies arrives before it tells of the end of the generation.
         num_computed: tokens of prompts and outputs that it was given or has computed.
     """
 
@@ -87,6 +88,7 @@ class ScriptedReplica:
     is_dead: bool = False
     silent: bool = False
     is_full: bool = False
+    is_quick: bool = False
     is_draining: bool = False
     has_left: bool = False
     copies: dict[int, tuple[list[int], int]] = field(default_factory=dict)
@@ -132,6 +134,8 @@ class ScriptedReplica:
                 tokens = self.sessions[handle]
                 num_stored = min(stop, len(tokens) if generation is not None else len(tokens) - 1)
                 self.copies[target] = tokens[:num_stored], 0
+                if self.is_quick:
+                    self._send_copies()
             case Close(handle):
                 del self.sessions[handle]
                 for number, running in [*self.running.items()]:

@@ -54,9 +54,12 @@ def expect_nothing_left(cluster: Scripted) -> None:
 
 
 @pytest.mark.parametrize("fields", [GREEDY, SEEDED])
-@pytest.mark.parametrize("move_at", [0, 1, 2, 7, 20, 34, 37, 38])
-def test_a_move_at_any_token_changes_no_output(fields: dict, move_at: int) -> None:
+@pytest.mark.parametrize("is_quick", [False, True])
+@pytest.mark.parametrize("move_at", [0, 1, 2, 7, 20, 34, *range(35, 40)])
+def test_a_move_at_any_token_changes_no_output(fields: dict, move_at: int, is_quick: bool) -> None:
     cluster = Scripted()
+    for replica in cluster.alive:
+        replica.is_quick = is_quick
     (sequence,) = cluster.start(PROMPT, **fields)
     for number in cluster.steps():
         if number == move_at:

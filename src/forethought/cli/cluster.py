@@ -1,11 +1,11 @@
-"""List the replicas in a cluster of Ray, or drain one: its sequences move to the others, and it ends.
+"""List the replicas on Ray, or drain one: its sequences move to the others, and it ends.
 
     forethought cluster list
     forethought cluster drain replica-1a2b3c4d-0
     forethought cluster list --ray-address 10.0.0.1:6379
 
-Names are also those of the server's metric upstream_healthy. A drain returns at once; the replica is
-no longer listed when it has ended.
+Names are also those of the server's metric upstream_healthy. A drain returns at once; the replica
+is no longer listed when it has ended.
 """
 
 from __future__ import annotations

@@ -214,9 +214,7 @@ class ClusterEngine(BaseEngine):
         self.check_concurrent()
 
     @override
-    def capture(
-        self, sequence: Sequence, token_ids: Ids[int], start: int = 0
-    ) -> SequenceSnapshot:
+    def capture(self, sequence: Sequence, token_ids: Ids[int], start: int = 0) -> SequenceSnapshot:
         _refuse_snapshots()
 
     @override
@@ -305,6 +303,8 @@ class ClusterEngine(BaseEngine):
             return
         sequence.tokens += tokens
         remote.length, remote.has_begun = len(sequence.tokens), True
+        if remote.paused_since:
+            self.migration.resumed(remote)
         sequence.usage.prefilled += progress.usage.prefilled
         sequence.usage.cached += progress.usage.cached
         sequence.usage.decoded += len(tokens)

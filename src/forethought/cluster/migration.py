@@ -22,10 +22,10 @@ from __future__ import annotations
 import itertools
 import logging
 import time
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator, Mapping
 from collections.abc import Sequence as List
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
 from forethought.cluster.link import Link
@@ -39,6 +39,7 @@ MAX_MOVES = 8
 """Sequences that move at once."""
 FEW_TOKENS = 64
 """That are copied during a pause in any case; more, if they are few of those before."""
+NUM_PAUSES = 1024
 RETRY = 1.0
 """Seconds after a failed move in which its sequence stays where it is."""
 MAX_PAUSE = 5.0
@@ -88,12 +89,14 @@ class _Move:
     """The source has been told to end the generation and to copy the rest."""
     asked: float = 0.0
     """When the part that is on its way was asked for, as of ``time.monotonic``."""
+    is_due: bool = False
+    """A part is on its way, of which the target is going to tell."""
     is_paused: bool = False
     """The source has told its last tokens."""
     has_arrived: bool = False
     """The target has all tokens."""
     is_given_up: bool = False
-    """It waits for the answer to its last copy alone."""
+    """It waits for the answer that is due, and for nothing else."""
 
     @property
     def is_current(self) -> bool:
@@ -120,12 +123,15 @@ class Moving(Protocol):
 
 @dataclass(slots=True)
 class MigrationStats:
-    """Counts of moves. ``seconds`` is from the last copy's request to the start in the target."""
+    """Counts of moves."""
 
     num_moved: int = 0
     num_failed: int = 0
     num_bytes: int = 0
-    seconds: float = 0.0
+    """Of keys and values, and what belongs to them."""
+    pauses: deque[float] = field(default_factory=lambda: deque(maxlen=NUM_PAUSES))
+    """Seconds of the last ones, from when the source is told to end the generation until the first
+    tokens have come from the target."""
 
 
 class Migration:
@@ -180,13 +186,13 @@ class Migration:
         move = self._moves.get(answer.handle)
         if move is None:  # its replica was lost
             return
+        move.is_due = False
         num_new = answer.num_tokens - move.num_copied
         if answer.error is None:
             move.is_open, move.num_copied = True, answer.num_tokens
             move.num_bytes += answer.num_bytes
         if move.is_given_up or not move.is_current or answer.error is not None:
             self._give_up(move, answer.error)
-            self._forget(move)
         elif move.generation is None:
             if answer.num_left:
                 self._copy(move)
@@ -210,12 +216,17 @@ class Migration:
         if move.has_arrived:
             self._arrive(move)
 
+    def resumed(self, remote: Remote) -> None:
+        """The first tokens of a sequence have come from where it has moved to."""
+        self.stats.pauses.append(time.monotonic() - remote.paused_since)
+        remote.paused_since = 0.0
+
     def lost(self, link: Link) -> None:
         """A replica is gone, before its sequences are placed elsewhere."""
         for move in [*self._moves.values()]:
             if move.target is link:
+                move.is_due = False
                 self._give_up(move, None)
-                self._moves.pop(move.handle, None)
             elif move.source is link:
                 move.is_paused = False  # it goes on from its tokens, elsewhere
                 self._give_up(move, None)
@@ -224,7 +235,7 @@ class Migration:
         remote, source, target = move.remote, move.source, move.target
         assert source.channel is not None, "it is up"
         assert target.channel is not None, "it is up"
-        move.asked = time.monotonic()
+        move.asked, move.is_due = time.monotonic(), True
         stop = remote.length if move.generation is None else float("inf")
         ended = move.generation if move.is_last else None
         source.send(Copy(remote.handle, move.handle, move.num_copied, stop, ended))
@@ -235,29 +246,29 @@ class Migration:
         self._settled = time.monotonic()
         self.stats.num_moved += 1
         self.stats.num_bytes += move.num_bytes
-        self.stats.seconds += self._settled - move.asked
+        if move.generation is not None:
+            move.remote.paused_since = move.asked
         length = min(move.num_copied, len(move.remote.sequence.tokens))
         if move.generation is None:  # rewound meanwhile, perhaps
             length = min(length, move.remote.length)
         self._moving.relocate(move.remote, move.target, move.handle, length)
 
     def _give_up(self, move: _Move, error: Exception | None) -> None:
-        """The sequence stays; its session in the target is closed with the answer that is due."""
+        """The sequence stays; its session in the target is closed, after an answer that is due."""
+        if not move.is_due:
+            self._moves.pop(move.handle, None)
+            if move.is_open:
+                move.target.send(Close(move.handle))
         if move.is_given_up:
             return
+        move.is_given_up = True
+        del self._by_remote[move.remote]
         if move.is_current:
             log.info("a sequence stays in %s: %s", move.source.name, error or "no answer came")
             self.stats.num_failed += 1
             move.remote.stays_until = time.monotonic() + RETRY
-        move.is_given_up = True
-        del self._by_remote[move.remote]
-        if move.is_paused and move.is_current:
-            self._moving.go_on(move.remote)
-
-    def _forget(self, move: _Move) -> None:
-        del self._moves[move.handle]
-        if move.target.is_up and move.is_open:
-            move.target.send(Close(move.handle))
+            if move.is_paused:
+                self._moving.go_on(move.remote)
 
     # ---- which sequences move -----------------------------------------------------------------
 
@@ -305,9 +316,7 @@ class Migration:
                 self.move(remote, target)
 
 
-def balance(
-    ready: List[Link], remotes: Iterable[Remote], rule: Rebalancing
-) -> list[PlannedMove]:
+def balance(ready: List[Link], remotes: Iterable[Remote], rule: Rebalancing) -> list[PlannedMove]:
     """Moves from the replica with the most generations to the one with the fewest, after which the
     two have equally many, roughly.
 
@@ -377,5 +386,3 @@ def _num_tokens(remote: Remote) -> int:
 
 def _by_length(remote: Remote) -> tuple[int, int]:
     return _num_tokens(remote), remote.handle
-
-

@@ -33,6 +33,9 @@ class Remote:
     reach: tuple[float, float] = (math.inf, math.inf)
     """Count and hold of the last ``Reach``."""
     num_deaths: int = 0
+    paused_since: float = 0.0
+    """When its move has ended the generation where it was, as of ``time.monotonic``; 0: tokens have
+    come since."""
     stays_until: float = 0.0
     """No move is tried before, as of ``time.monotonic``: one has failed."""
 

@@ -173,9 +173,7 @@ class Replica:
         asker.has_news.clear()
         asker.news, news = [], asker.news
         asker.last_seen = time.monotonic()
-        return Updates(
-            news, self._llm.load, self._llm.stats, self._stalled(), self._is_draining
-        )
+        return Updates(news, self._llm.load, self._llm.stats, self._stalled(), self._is_draining)
 
     async def pages(self, ingress: str, handle: int) -> Pages:
         """What the ``Copy`` with this handle elsewhere has copied, once it has been run."""

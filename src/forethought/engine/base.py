@@ -158,9 +158,7 @@ class BaseEngine(ABC):
         """Let a sequence read the tokens of others; see ``Engine.attend_to``."""
 
     @abstractmethod
-    def capture(
-        self, sequence: Sequence, token_ids: Ids[int], start: int = 0
-    ) -> SequenceSnapshot:
+    def capture(self, sequence: Sequence, token_ids: Ids[int], start: int = 0) -> SequenceSnapshot:
         """A copy of the KV of a sequence; see ``Engine.capture``."""
 
     @abstractmethod

@@ -335,9 +335,7 @@ class Engine(BaseEngine):
         sequence.others = tuple(sorted(readable, key=lambda other: other.num_common))
 
     @override
-    def capture(
-        self, sequence: Sequence, token_ids: Ids[int], start: int = 0
-    ) -> SequenceSnapshot:
+    def capture(self, sequence: Sequence, token_ids: Ids[int], start: int = 0) -> SequenceSnapshot:
         """A copy of a sequence that begins like ``token_ids``, or is their beginning: these ids,
         and their KV so far, from the token ``start`` on. KV that it has yet to compute, or whose
         pages it has given up, is not in it.

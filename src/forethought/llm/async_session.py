@@ -317,8 +317,10 @@ class AsyncSession:
             if ends:
                 _stop(thread, handle)
             sequence = handle.opened
-            length = math.inf if ends else max(start, min(stop, sequence.num_computed))
-            token_ids = sequence.tokens[: min(len(sequence.tokens), length)]
+            length = len(sequence.tokens)
+            if not ends:
+                length = max(start, int(min(stop, sequence.num_computed)))
+            token_ids = sequence.tokens[:length]
             return thread.frontend.engine.capture(sequence, token_ids, start)
 
         return thread.call(capture)

@@ -1,0 +1,171 @@
+"""Sequences that move between replicas: the pause of a move, and a skewed load with rebalancing.
+
+    python -m benchmarks.migration
+    python -m benchmarks.migration --streams 24 --tokens 600 --rounds 3
+
+Two replicas of the embedded reasoner on a Ray of this machine, one thread each. First single
+streams move once they have a number of tokens. A pause is from when the replica that has a stream
+is told to end until the first tokens have come from the other one. Then all streams begin in one
+replica, as the branches of one request do, with rebalancing and without, interleaved. Tokens that
+come together share the time since those before; percentiles are over all tokens of all rounds.
+Prints tables and, last, one JSON line.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from benchmarks.report import print_report
+
+from forethought import SamplingParams
+from forethought.cluster import links_of, open_llm
+from forethought.cluster.engine import ClusterEngine
+from forethought.cluster.migration import Rebalancing
+from forethought.evaluation.problems import shipped
+from forethought.llm.async_llm import AsyncLLM
+
+
+@dataclass
+class Load:
+    """What the streams of one kind of load have shown."""
+
+    seconds: list[float] = field(default_factory=list)
+    """Of each round."""
+    times: list[float] = field(default_factory=list)
+    """Of each token, seconds."""
+    num_moved: int = 0
+
+
+def engine_of(llm: AsyncLLM) -> ClusterEngine:
+    """The engine of replicas."""
+    engine = llm._frontend.engine
+    assert isinstance(engine, ClusterEngine)
+    return engine
+
+
+def move_to_other(llm: AsyncLLM) -> None:
+    """Have every sequence move to the other replica."""
+
+    def move() -> None:
+        engine = engine_of(llm)
+        for remote in [*engine._remotes.values()]:
+            target = next(link for link in links_of(llm) if link is not remote.link)
+            engine.migration.move(remote, target)
+
+    llm._thread.call(move).result()
+
+
+async def moved_once(llm: AsyncLLM, length: int) -> tuple[float, int]:
+    """The pause in seconds and the bytes of the move of a stream that has so many tokens."""
+    stats = engine_of(llm).migration.stats
+    num_pauses, num_bytes, has_moved = len(stats.pauses), stats.num_bytes, False
+    params = SamplingParams(temperature=0.0, max_tokens=length + 150, ignore_eos=True)
+    async for output in llm.stream(shipped()[0].question, params, gather=0.01):
+        if not has_moved and len(output.outputs[0].token_ids) >= length:
+            has_moved = True
+            move_to_other(llm)
+    assert len(stats.pauses) == num_pauses + 1, "it has ended before it moved: generate more"
+    return stats.pauses[-1], stats.num_bytes - num_bytes
+
+
+async def timed_stream(llm: AsyncLLM, question: str, num_tokens: int) -> list[float]:
+    """The time of each token after the first ones."""
+    params = SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True)
+    times: list[float] = []
+    size, heard = 0, 0.0
+    async for output in llm.stream(question, params):
+        now, new = time.perf_counter(), len(output.outputs[0].token_ids) - size
+        if size and new:
+            times += [(now - heard) / new] * new
+        size, heard = size + new, now
+    return times
+
+
+async def measure(llm: AsyncLLM, load: Load, num_streams: int, num_tokens: int) -> None:
+    """Add a round, in which all streams begin in one replica."""
+    began, num_moved = time.perf_counter(), llm.stats.migrated
+    questions = [shipped()[n % len(shipped())].question for n in range(num_streams)]
+    streams = [timed_stream(llm, question, num_tokens) for question in questions]
+    results = await asyncio.gather(*streams)
+    load.seconds.append(time.perf_counter() - began)
+    load.times += [seconds for result in results for seconds in result]
+    load.num_moved += llm.stats.migrated - num_moved
+
+
+def pauses(llm: AsyncLLM, lengths: Sequence[int], num_rounds: int) -> list[dict[str, float]]:
+    """A row per length."""
+    rows = []
+    asyncio.run(moved_once(llm, lengths[0]))  # the first one loads what moves need
+    for length in lengths:
+        moves = [asyncio.run(moved_once(llm, length)) for _ in range(num_rounds)]
+        seconds = [pause for pause, _ in moves]
+        row = {
+            "tokens": length,
+            "kilobytes": round(statistics.median(size for _, size in moves) / 1000),
+            "pause_ms": round(1e3 * statistics.median(seconds), 1),
+            "max_pause_ms": round(1e3 * max(seconds), 1),
+        }
+        rows.append(row)
+    return rows
+
+
+def loads(llm: AsyncLLM, args: argparse.Namespace) -> list[dict[str, float | str]]:
+    """A row with rebalancing and one without."""
+    engine = engine_of(llm)
+    engine._key = lambda: "one request"
+    rules = {"off": None, "on": Rebalancing()}
+    measured = {name: Load() for name in rules}
+    for number in range(args.rounds + 1):  # the first one warms up
+        for name, rule in rules.items():
+            engine.migration.rebalancing = rule
+            load = measured[name] if number else Load()
+            asyncio.run(measure(llm, load, args.streams, args.tokens))
+    return [
+        {
+            "rebalancing": name,
+            "moved": load.num_moved,
+            "seconds": round(statistics.median(load.seconds), 2),
+            "token_ms": round(1e3 * statistics.median(load.times), 2),
+            "p99_token_ms": round(1e3 * statistics.quantiles(load.times, n=100)[-1], 2),
+        }
+        for name, load in measured.items()
+    ]
+
+
+def print_table(rows: Sequence[dict]) -> None:
+    """A column per entry."""
+    print("".join(f"{name:>15}" for name in rows[0]))
+    for row in rows:
+        print("".join(f"{value:>15}" for value in row.values()))
+    print()
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--streams", type=int, default=16, help="of the skewed load")
+    parser.add_argument("--tokens", type=int, default=500, help="of each stream")
+    parser.add_argument("--lengths", type=int, nargs="+", default=[50, 200, 700])
+    parser.add_argument("--rounds", type=int, default=3)
+    args = parser.parse_args()
+    llm = open_llm(replicas=2, rebalance=False, num_threads=1, dtype="float32")
+    while sum(link.is_up for link in links_of(llm)) < 2:
+        time.sleep(0.1)
+    try:
+        by_length = pauses(llm, args.lengths, args.rounds)
+        print_table(by_length)
+        by_load = loads(llm, args)
+        print_table(by_load)
+    finally:
+        llm.shutdown()
+    settings = {"streams": args.streams, "tokens": args.tokens, "threads": 1}
+    print_report("migration", by_load, pauses=by_length, **settings)
+
+
+if __name__ == "__main__":
+    main()
