@@ -1,7 +1,7 @@
 """Sequences that move between replicas: the pause of a move, and a skewed load with rebalancing.
 
     python -m benchmarks.migration
-    python -m benchmarks.migration --streams 24 --tokens 600 --rounds 3
+    python -m benchmarks.migration --streams 128 --tokens 600 --rounds 5
 
 Two replicas of the embedded reasoner on a Ray of this machine, one thread each. First single
 streams move once they have a number of tokens. A pause is from when the replica that has a stream
@@ -60,12 +60,12 @@ def move_to_other(llm: AsyncLLM) -> None:
     llm._thread.call(move).result()
 
 
-async def moved_once(llm: AsyncLLM, length: int) -> tuple[float, int]:
+async def moved_once(llm: AsyncLLM, question: str, length: int) -> tuple[float, int]:
     """The pause in seconds and the bytes of the move of a stream that has so many tokens."""
     stats = engine_of(llm).migration.stats
     num_pauses, num_bytes, has_moved = len(stats.pauses), stats.num_bytes, False
-    params = SamplingParams(temperature=0.0, max_tokens=length + 150, ignore_eos=True)
-    async for output in llm.stream(shipped()[0].question, params, gather=0.01):
+    params = SamplingParams(temperature=0.0, max_tokens=length + 350, ignore_eos=True)
+    async for output in llm.stream(question, params, gather=0.01):
         if not has_moved and len(output.outputs[0].token_ids) >= length:
             has_moved = True
             move_to_other(llm)
@@ -78,7 +78,7 @@ async def timed_stream(llm: AsyncLLM, question: str, num_tokens: int) -> list[fl
     params = SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True)
     times: list[float] = []
     size, heard = 0, 0.0
-    async for output in llm.stream(question, params):
+    async for output in llm.stream(question, params, gather=0.05):  # as the server
         now, new = time.perf_counter(), len(output.outputs[0].token_ids) - size
         if size and new:
             times += [(now - heard) / new] * new
@@ -86,10 +86,9 @@ async def timed_stream(llm: AsyncLLM, question: str, num_tokens: int) -> list[fl
     return times
 
 
-async def measure(llm: AsyncLLM, load: Load, num_streams: int, num_tokens: int) -> None:
+async def measure(llm: AsyncLLM, load: Load, questions: Sequence[str], num_tokens: int) -> None:
     """Add a round, in which all streams begin in one replica."""
     began, num_moved = time.perf_counter(), llm.stats.migrated
-    questions = [shipped()[n % len(shipped())].question for n in range(num_streams)]
     streams = [timed_stream(llm, question, num_tokens) for question in questions]
     results = await asyncio.gather(*streams)
     load.seconds.append(time.perf_counter() - began)
@@ -99,10 +98,10 @@ async def measure(llm: AsyncLLM, load: Load, num_streams: int, num_tokens: int) 
 
 def pauses(llm: AsyncLLM, lengths: Sequence[int], num_rounds: int) -> list[dict[str, float]]:
     """A row per length."""
-    rows = []
-    asyncio.run(moved_once(llm, lengths[0]))  # the first one loads what moves need
+    rows, question = [], shipped()[0].question
+    asyncio.run(moved_once(llm, question, lengths[0]))  # the first one loads what moves need
     for length in lengths:
-        moves = [asyncio.run(moved_once(llm, length)) for _ in range(num_rounds)]
+        moves = [asyncio.run(moved_once(llm, question, length)) for _ in range(num_rounds)]
         seconds = [pause for pause, _ in moves]
         row = {
             "tokens": length,
@@ -116,7 +115,8 @@ def pauses(llm: AsyncLLM, lengths: Sequence[int], num_rounds: int) -> list[dict[
 
 def loads(llm: AsyncLLM, args: argparse.Namespace) -> list[dict[str, float | str]]:
     """A row with rebalancing and one without."""
-    engine = engine_of(llm)
+    engine, problems = engine_of(llm), shipped()
+    questions = [problems[n % len(problems)].question for n in range(args.streams)]
     engine._key = lambda: "one request"
     rules = {"off": None, "on": Rebalancing()}
     measured = {name: Load() for name in rules}
@@ -124,7 +124,7 @@ def loads(llm: AsyncLLM, args: argparse.Namespace) -> list[dict[str, float | str
         for name, rule in rules.items():
             engine.migration.rebalancing = rule
             load = measured[name] if number else Load()
-            asyncio.run(measure(llm, load, args.streams, args.tokens))
+            asyncio.run(measure(llm, load, questions, args.tokens))
     return [
         {
             "rebalancing": name,
@@ -148,12 +148,13 @@ def print_table(rows: Sequence[dict]) -> None:
 def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--streams", type=int, default=16, help="of the skewed load")
-    parser.add_argument("--tokens", type=int, default=500, help="of each stream")
-    parser.add_argument("--lengths", type=int, nargs="+", default=[50, 200, 700])
+    parser.add_argument("--streams", type=int, default=64, help="of the skewed load")
+    parser.add_argument("--tokens", type=int, default=800, help="of each stream")
+    parser.add_argument("--lengths", type=int, nargs="+", default=[50, 200, 600])
     parser.add_argument("--rounds", type=int, default=3)
     args = parser.parse_args()
-    llm = open_llm(replicas=2, rebalance=False, num_threads=1, dtype="float32")
+    fields = {"num_threads": 1, "dtype": "float32", "max_batch_size": args.streams}
+    llm = open_llm(replicas=2, rebalance=False, **fields)
     while sum(link.is_up for link in links_of(llm)) < 2:
         time.sleep(0.1)
     try:

@@ -87,8 +87,8 @@ class _Move:
     num_bytes: int = 0
     is_last: bool = False
     """The source has been told to end the generation and to copy the rest."""
-    asked: float = 0.0
-    """When the part that is on its way was asked for, as of ``time.monotonic``."""
+    started: float = 0.0
+    """When the last part was asked for, as of ``time.monotonic``."""
     is_due: bool = False
     """A part is on its way, of which the target is going to tell."""
     is_paused: bool = False
@@ -235,7 +235,7 @@ class Migration:
         remote, source, target = move.remote, move.source, move.target
         assert source.channel is not None, "it is up"
         assert target.channel is not None, "it is up"
-        move.asked, move.is_due = time.monotonic(), True
+        move.started, move.is_due = time.monotonic(), True
         stop = remote.length if move.generation is None else float("inf")
         ended = move.generation if move.is_last else None
         source.send(Copy(remote.handle, move.handle, move.num_copied, stop, ended))
@@ -247,7 +247,7 @@ class Migration:
         self.stats.num_moved += 1
         self.stats.num_bytes += move.num_bytes
         if move.generation is not None:
-            move.remote.paused_since = move.asked
+            move.remote.paused_since = move.started
         length = min(move.num_copied, len(move.remote.sequence.tokens))
         if move.generation is None:  # rewound meanwhile, perhaps
             length = min(length, move.remote.length)
@@ -276,7 +276,7 @@ class Migration:
         """Begin the moves that drains, lengths and loads ask for."""
         now = time.monotonic()
         for move in [*self._by_remote.values()]:
-            if not move.is_current or (move.is_paused and now - move.asked > MAX_PAUSE):
+            if not move.is_current or (move.is_paused and now - move.started > MAX_PAUSE):
                 self._give_up(move, None)
         for link in self._links:
             if link.is_draining and link.is_up and link.num_open:
