@@ -15,7 +15,7 @@ import pytest
 from openai import OpenAI
 
 from forethought.cluster import drain, links_of, open_llm
-from forethought.cluster.actors import NAMESPACE
+from forethought.cluster.actors import NAMESPACE, drain_replica, statuses
 from forethought.cluster.engine import ClusterEngine
 from forethought.config.sampling import SamplingParams
 from forethought.errors import ParameterError, UsageError
@@ -408,19 +408,27 @@ def test_a_drained_replica_ends_and_its_streams_go_on(
     cluster: AsyncLLM, expected: list[Any]
 ) -> None:
     all_up(cluster)
-    engine, names, drained = engine_of(cluster), [], []
+    engine, names, asked = engine_of(cluster), [], []
+    assert {link.name for link in links_of(cluster)} <= statuses().keys()
     moved, lost = engine.num_moved, cluster.stats.replicas_lost
 
     def happen(llm: AsyncLLM) -> None:
         link = max(links_of(llm), key=lambda link: link.num_open)
         names.append(link.name)
-        drained.append(asyncio.ensure_future(drain(llm, link.name)))
+        asked.append(asyncio.ensure_future(asyncio.to_thread(drain_replica, link.name)))
 
     async def run() -> list[Any]:
         results = await all_streams(cluster, 2, [60], happen=happen)
-        await drained[0]
+        await asked[0]
         return results
 
     expect_same(asyncio.run(run()), expected)
+    wait_until(lambda: names[0] not in [link.name for link in links_of(cluster)], 20)
     assert (engine.num_moved, cluster.stats.replicas_lost) == (moved, lost)
-    assert names[0] not in [link.name for link in links_of(cluster)]
+    (last,) = links_of(cluster)
+    for refused in (
+        lambda: asyncio.run(drain(cluster, last.name)),
+        lambda: drain_replica(last.name),
+    ):
+        with pytest.raises(ParameterError, match="cannot be drained"):
+            refused()

@@ -306,7 +306,7 @@ class Replica:
         """Queue a copy on the engine's thread, after the commands before it."""
         pages = self._copy_of(asker, command.target)
         try:
-            session = asker.sessions[command.handle]  # else what was to open it has failed
+            session = asker.sessions[command.handle]  # if what was to open it has not failed
             ends, start = command.generation is not None, command.start
             stop = min(command.stop, start + self._copy_tokens())
             copied = session.capture(start, stop, ends=ends)
