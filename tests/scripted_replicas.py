@@ -18,6 +18,7 @@ from forethought.cluster.messages import (
     Copy,
     Description,
     Generate,
+    Prepare,
     Progress,
     Reach,
     Stop,
@@ -141,7 +142,7 @@ class ScriptedReplica:
                 for number, running in [*self.running.items()]:
                     if running.command.handle == handle:
                         del self.running[number]
-            case Reach():
+            case Reach() | Prepare():
                 pass
 
     def _stop(self, running: Running) -> Progress:

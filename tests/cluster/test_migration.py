@@ -9,7 +9,7 @@ import pytest
 
 from forethought.cluster import fleet as fleet_module
 from forethought.cluster import migration as migration_module
-from forethought.cluster.messages import Close, Copy, Generate, Stop
+from forethought.cluster.messages import Close, Copy, Generate, Prepare, Stop
 from forethought.cluster.migration import Rebalancing, balance, make_room
 from forethought.config.sampling import SamplingParams
 from forethought.engine.sequence import Sequence
@@ -68,6 +68,8 @@ def test_a_move_at_any_token_changes_no_output(fields: dict, move_at: int, is_qu
     if move_at < 30:
         (generate,) = [c for c in target.commands if isinstance(c, Generate)]
         assert list(generate.rest) == [], "the target had to compute what was copied"
+        num_computed = sum(replica.num_computed for replica in cluster.alive)
+        assert num_computed == len(PROMPT) + len(cluster.outputs[sequence])
         assert cluster.engine.stats.migrated == 1
     assert cluster.engine.num_moved == cluster.fleet.num_lost == 0
     expect_nothing_left(cluster)
@@ -86,6 +88,16 @@ def test_the_source_generates_until_what_it_has_is_copied() -> None:
     assert last.generation is not None
     (generate,) = [command for command in target.commands if isinstance(command, Generate)]
     assert generate.length > last.start + 1
+
+
+def test_the_target_compiles_a_grammar_while_pages_are_copied() -> None:
+    cluster = Scripted()
+    (sequence,) = cluster.start(PROMPT, **SEEDED, guided_decoding={"regex": "a*"})
+    cluster.step()
+    _, target = move(cluster, sequence)
+    cluster.finish()
+    commands = [type(command) for command in target.commands]
+    assert commands[:2] == [Prepare, Generate]
 
 
 def test_parts_are_copied_until_few_tokens_are_left(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -131,7 +143,7 @@ def test_a_parked_sequence_moves_with_what_is_stored_of_it() -> None:
     assert rests == [0, 0], "tokens that were copied were computed again"
 
 
-@pytest.mark.parametrize("what", ["rewind", "resume", "close", "abort"])
+@pytest.mark.parametrize("what", ["rewind", "rewind and wait", "resume", "close", "abort"])
 @pytest.mark.parametrize("after", [0, 1, 2])
 def test_what_its_holder_does_meanwhile_goes_before_the_move(what: str, after: int) -> None:
     cluster = Scripted()
@@ -155,6 +167,10 @@ def test_what_its_holder_does_meanwhile_goes_before_the_move(what: str, after: i
     if what != "resume":
         engine.rewind(sequence, len(PROMPT) + 6)
         engine.extend(sequence, [1, 2, 3])
+    if what == "rewind and wait":
+        for _ in range(3):
+            cluster.step()
+        assert cluster.engine.stats.migrated == 1
     before, cluster.outputs[sequence] = list(sequence.tokens), []
     engine.resume(sequence, SamplingParams(**SEEDED))
     cluster.finish()
@@ -318,7 +334,7 @@ def test_generations_move_to_a_replica_with_much_less_to_do() -> None:
 
 
 def test_nothing_moves_because_of_a_small_difference_or_without_the_rule() -> None:
-    for count, rule in ((3, Rebalancing()), (20, None)):
+    for count, rule in ((7, Rebalancing()), (20, None)):
         cluster = Scripted(size=64, key=lambda: "a", rebalancing=rule)
         for number in range(count):
             cluster.start([number], **SEEDED)
@@ -335,7 +351,7 @@ class Double(SimpleNamespace):
 def place(name: str, load: int, num_free: int = 4000, waiting: int = 0) -> Double:
     engine_load = EngineLoad(load - waiting, waiting, 0.0)
     return Double(
-        name=name, load=load, num_free_tokens=num_free, capacity=64, engine_load=engine_load
+        name=name, load=load, num_free_tokens=num_free, capacity=32, engine_load=engine_load
     )
 
 

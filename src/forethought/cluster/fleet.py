@@ -144,6 +144,7 @@ class Fleet:
         channels = [link.channel for link in self.links if link.channel is not None]
         for link in self.links:
             link.is_dead = True
+            link.ended.set_result(None)
         leaving = [threading.Thread(target=channel.leave, daemon=True) for channel in channels]
         for thread in leaving:
             thread.start()

@@ -93,7 +93,13 @@ class Copy(NamedTuple):
     """To end first; None: what is generated goes on."""
 
 
-Command = Branch | Generate | Reach | Stop | Close | Copy
+class Prepare(NamedTuple):
+    """A generation with these params is going to move here: compile its grammar."""
+
+    params: SamplingParams
+
+
+Command = Branch | Generate | Reach | Stop | Close | Copy | Prepare
 
 
 class Pages(NamedTuple):

@@ -29,7 +29,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
 from forethought.cluster.link import Link
-from forethought.cluster.messages import Close, Copied, Copy
+from forethought.cluster.messages import Close, Copied, Copy, Prepare
 from forethought.cluster.remote import Remote
 from forethought.engine.sequence import Sequence
 
@@ -56,17 +56,19 @@ class PlannedMove(NamedTuple):
 @dataclass(frozen=True, slots=True)
 class Rebalancing:
     """When sequences move because of the load: one replica has ``min_difference`` generations more
-    than another one, and ``ratio`` times as many.
+    than another one, and ``min_share`` of the batch, and ``ratio`` times as many.
     """
 
     min_difference: int = 4
+    min_share: float = 0.125
     ratio: float = 1.5
 
     def applies_to(self, links: List[Link]) -> bool:
         """Whether the loads of these replicas differ so much."""
         loads = [link.load for link in links]
-        most, least = max(loads), min(loads)
-        return most - least >= self.min_difference and most > self.ratio * least
+        most, least, capacity = max(loads), min(loads), links[0].capacity
+        limit = max(self.min_difference, self.min_share * capacity)
+        return most - least >= limit and most > self.ratio * least
 
 
 @dataclass(eq=False, slots=True)
@@ -174,6 +176,9 @@ class Migration:
         assert source is not None
         move = _Move(remote, source, target, next(self._handles), remote.generation)
         self._moves[move.handle] = self._by_remote[remote] = move
+        params = remote.sequence.params
+        if move.generation is not None and params.guided_decoding is not None:
+            target.send(Prepare(params))
         self._copy(move)
         return True
 
@@ -209,7 +214,7 @@ class Migration:
     def paused(self, remote: Remote) -> None:
         """The generation of a sequence has ended in its replica, and has told all tokens."""
         move = self._by_remote.get(remote)
-        if move is None or not move.is_last or not move.is_current:
+        if move is None:  # it has failed meanwhile
             self._moving.go_on(remote)
             return
         move.is_paused = True

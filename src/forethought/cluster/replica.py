@@ -9,7 +9,7 @@ import asyncio
 import contextlib
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -22,11 +22,13 @@ from forethought.cluster.messages import (
     Description,
     Generate,
     Pages,
+    Prepare,
     Progress,
     Reach,
     Stop,
     Updates,
 )
+from forethought.config.sampling import SamplingParams
 from forethought.errors import EngineStopped, ForethoughtError, RequestError
 from forethought.llm.async_llm import AsyncLLM
 from forethought.llm.async_session import AsyncSession, SessionStream
@@ -41,7 +43,7 @@ LEASE = 30.0
 """Seconds without a question after which the sessions of an ingress are closed: it has died."""
 ORPHAN = 600.0
 """Seconds without any ingress after which the process ends."""
-COPY_BYTES = 32 * 2**20
+COPY_BYTES = 8 * 2**20
 """Of keys and values that are copied to another replica at once, while a sequence generates."""
 MAX_EARLY = 1024
 """Messages of an ingress that may wait for one before them."""
@@ -134,7 +136,7 @@ class Replica:
         self._steps, self._stepped = 0, time.monotonic()
         self._orphaned = time.monotonic()
         self._guard: asyncio.Task[None] | None = None
-        self._closing = set[asyncio.Task[None]]()
+        self._unfinished = set[asyncio.Task[None]]()
         self._is_draining = False
 
     async def connect(self, ingress: str) -> Description:
@@ -247,6 +249,8 @@ class Replica:
                     generation.cancel()
             case Copy():
                 self._copy(asker, command)
+            case Prepare(params):
+                self._later(self._prepare(params))
             case Close(handle):
                 await self._close_session(asker, handle)
 
@@ -290,8 +294,11 @@ class Replica:
         return branch
 
     def _close_soon(self, session: AsyncSession) -> None:
-        self._closing.add(task := asyncio.ensure_future(session.close()))
-        task.add_done_callback(self._closing.discard)
+        self._later(session.close())
+
+    def _later(self, work: Coroutine[Any, Any, None]) -> None:
+        self._unfinished.add(task := asyncio.create_task(work))
+        task.add_done_callback(self._unfinished.discard)
 
     async def _close_session(self, asker: _Ingress, handle: int) -> None:
         generation = asker.by_handle.pop(handle, None)
@@ -322,8 +329,11 @@ class Replica:
             except Exception as error:
                 pages.set_exception(_portable(error))
 
-        self._closing.add(task := asyncio.ensure_future(finish()))
-        task.add_done_callback(self._closing.discard)
+        self._later(finish())
+
+    async def _prepare(self, params: SamplingParams) -> None:
+        with contextlib.suppress(ForethoughtError):  # the generation will tell of it
+            await self._llm._frontend.grammars.compiled(params)
 
     def _copy_of(self, asker: _Ingress, handle: int) -> asyncio.Future[Pages]:
         if handle not in asker.copies:
