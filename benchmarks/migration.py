@@ -6,9 +6,9 @@
 Two replicas of the embedded reasoner on a Ray of this machine, one thread each. First single
 streams move once they have a number of tokens. A pause is from when the replica that has a stream
 is told to end until the first tokens have come from the other one. Then all streams begin in one
-replica, as the branches of one request do, with rebalancing and without, interleaved. Tokens that
-come together share the time since those before; percentiles are over all tokens of all rounds.
-Prints tables and, last, one JSON line.
+replica, as the branches of one request do, with rebalancing and without, interleaved. The time per
+token is that of a stream, from its first tokens to its last ones; percentiles are over the streams
+of all rounds. Prints tables and, last, one JSON line.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import statistics
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 from benchmarks.report import print_report
 
@@ -37,7 +38,9 @@ class Load:
     seconds: list[float] = field(default_factory=list)
     """Of each round."""
     times: list[float] = field(default_factory=list)
-    """Of each token, seconds."""
+    """Per token of each stream after its first tokens, seconds."""
+    silences: list[float] = field(default_factory=list)
+    """The longest of each stream, seconds."""
     num_moved: int = 0
 
 
@@ -64,7 +67,7 @@ async def moved_once(llm: AsyncLLM, question: str, length: int) -> tuple[float, 
     """The pause in seconds and the bytes of the move of a stream that has so many tokens."""
     stats = engine_of(llm).migration.stats
     num_pauses, num_bytes, has_moved = len(stats.pauses), stats.num_bytes, False
-    params = SamplingParams(temperature=0.0, max_tokens=length + 350, ignore_eos=True)
+    params = SamplingParams(temperature=0.0, max_tokens=900, ignore_eos=True)
     async for output in llm.stream(question, params, gather=0.01):
         if not has_moved and len(output.outputs[0].token_ids) >= length:
             has_moved = True
@@ -73,17 +76,17 @@ async def moved_once(llm: AsyncLLM, question: str, length: int) -> tuple[float, 
     return stats.pauses[-1], stats.num_bytes - num_bytes
 
 
-async def timed_stream(llm: AsyncLLM, question: str, num_tokens: int) -> list[float]:
-    """The time of each token after the first ones."""
+async def timed_stream(llm: AsyncLLM, question: str, num_tokens: int) -> tuple[float, float]:
+    """Its time per token after the first ones, and its longest silence."""
     params = SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True)
-    times: list[float] = []
-    size, heard = 0, 0.0
+    arrivals: list[tuple[float, int]] = []
     async for output in llm.stream(question, params, gather=0.05):  # as the server
-        now, new = time.perf_counter(), len(output.outputs[0].token_ids) - size
-        if size and new:
-            times += [(now - heard) / new] * new
-        size, heard = size + new, now
-    return times
+        size = len(output.outputs[0].token_ids)
+        if size > (arrivals[-1][1] if arrivals else 0):
+            arrivals.append((time.perf_counter(), size))
+    (began, first), (ended, last) = arrivals[0], arrivals[-1]
+    silence = max(after - before for (before, _), (after, _) in pairwise(arrivals))
+    return (ended - began) / (last - first), silence
 
 
 async def measure(llm: AsyncLLM, load: Load, questions: Sequence[str], num_tokens: int) -> None:
@@ -92,7 +95,8 @@ async def measure(llm: AsyncLLM, load: Load, questions: Sequence[str], num_token
     streams = [timed_stream(llm, question, num_tokens) for question in questions]
     results = await asyncio.gather(*streams)
     load.seconds.append(time.perf_counter() - began)
-    load.times += [seconds for result in results for seconds in result]
+    load.times += [per_token for per_token, _ in results]
+    load.silences += [silence for _, silence in results]
     load.num_moved += llm.stats.migrated - num_moved
 
 
@@ -132,6 +136,7 @@ def loads(llm: AsyncLLM, args: argparse.Namespace) -> list[dict[str, float | str
             "seconds": round(statistics.median(load.seconds), 2),
             "token_ms": round(1e3 * statistics.median(load.times), 2),
             "p99_token_ms": round(1e3 * statistics.quantiles(load.times, n=100)[-1], 2),
+            "p99_silence_ms": round(1e3 * statistics.quantiles(load.silences, n=100)[-1]),
         }
         for name, load in measured.items()
     ]
