@@ -1402,8 +1402,8 @@ MUTANTS = [
     ),
     Mutant(
         "methods/beam_search.py",
-        "merged([*(beam for beam in beams_kept if beam.finished), *grown])",
-        "merged(grown)",
+        "search.merge([*ended, *grown])",
+        "search.merge(grown)",
         SEARCH,
     ),
     Mutant(

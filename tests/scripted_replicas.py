@@ -14,13 +14,17 @@ from forethought.cluster.messages import (
     Branch,
     Close,
     Command,
+    Copied,
+    Copy,
     Description,
     Generate,
+    Prepare,
     Progress,
     Reach,
     Stop,
     Updates,
 )
+from forethought.cluster.migration import Rebalancing
 from forethought.config.sampling import SamplingParams
 from forethought.engine.base import Capabilities
 from forethought.engine.scheduler import Limits
@@ -65,13 +69,18 @@ class ScriptedReplica:
     """A channel to itself. It computes one token of each generation when it is asked.
 
     Attributes:
+        size: generations that run at once.
+        capacity: tokens of the sequences that run at once; further ones wait.
         silent: it hangs: it answers nothing.
+        is_full: it has no room for what is copied to it.
+        is_quick: what it copies arrives before it tells of the end of the generation.
         num_computed: tokens of prompts and outputs that it was given or has computed.
     """
 
     name: str
     reply: Reply
     size: int = 4
+    capacity: int = 4096
     sessions: dict[int, list[int]] = field(default_factory=dict)
     running: dict[int, Running] = field(default_factory=dict)
     commands: list[Command] = field(default_factory=list)
@@ -79,12 +88,19 @@ class ScriptedReplica:
     is_asked: bool = False
     is_dead: bool = False
     silent: bool = False
+    is_full: bool = False
+    is_quick: bool = False
+    is_draining: bool = False
     has_left: bool = False
+    copies: dict[int, tuple[list[int], int]] = field(default_factory=dict)
+    """By the handle elsewhere: tokens of a session, and how many it has beyond them."""
+    fetching: dict[int, ScriptedReplica] = field(default_factory=dict)
+    news: list[Progress] = field(default_factory=list)
     num_computed: int = 0
     num_messages: int = 0
 
     def connect(self) -> None:
-        capabilities = Capabilities(VOCABULARY, 4096, 4096)
+        capabilities = Capabilities(VOCABULARY, 4096, self.capacity)
         limits = Limits(self.size, 4096, 4096)
         self.reply(Description(self.process, capabilities, limits, frozenset({END})))
 
@@ -113,13 +129,54 @@ class ScriptedReplica:
                 self.running[number] = running
             case Stop(number):
                 self.running.pop(number, None)
+            case Copy(handle, target, _, stop, generation):
+                if generation is not None and generation in self.running:
+                    self.news.append(self._stop(self.running.pop(generation)))
+                tokens = self.sessions[handle]
+                num_stored = min(stop, len(tokens) if generation is not None else len(tokens) - 1)
+                self.copies[target] = tokens[:num_stored], 0
+                if self.is_quick:
+                    self._send_copies()
             case Close(handle):
                 del self.sessions[handle]
                 for number, running in [*self.running.items()]:
                     if running.command.handle == handle:
                         del self.running[number]
-            case Reach():
+            case Reach() | Prepare():
                 pass
+
+    def _stop(self, running: Running) -> Progress:
+        """What it has computed and not told, as it ends for a copy."""
+        progress = self._advance(running, 1)
+        if progress.finish_reason is None:
+            progress.finish_reason = FinishReason.ABORT
+        return progress
+
+    def copy(self, handle: int, target: ScriptedReplica) -> None:
+        self.fetching[handle] = target
+        if self.is_dead:
+            self._lose_copies()
+
+    def receive(self, handle: int, tokens: list[int], num_left: int) -> None:
+        if self.is_dead or self.is_full:
+            self.reply(Copied(handle, error=EngineStopped("there is no room, or nobody")))
+            return
+        before = self.sessions.setdefault(handle, [])
+        assert tokens[: len(before)] == before, "parts follow each other"
+        self.reply(Copied(handle, len(tokens), num_left, 4 * (len(tokens) - len(before))))
+        before[:] = tokens
+
+    def _send_copies(self) -> None:
+        for handle in self.copies.keys() & self.fetching.keys():
+            self.fetching.pop(handle).receive(handle, *self.copies.pop(handle))
+
+    def _lose_copies(self) -> None:
+        for handle, target in self.fetching.items():
+            target.reply(Copied(handle, error=EngineStopped("the source died")))
+        self.fetching.clear()
+
+    def drain(self) -> None:
+        self.is_draining = True
 
     def ask(self) -> None:
         self.is_asked = True
@@ -137,6 +194,7 @@ class ScriptedReplica:
         self.is_dead = True
         self.sessions.clear()
         self.running.clear()
+        self._lose_copies()
         if self.is_asked:
             self.reply(EngineStopped("the replica died"))
 
@@ -145,9 +203,19 @@ class ScriptedReplica:
         if self.is_dead or self.silent or not self.is_asked:
             return
         self.is_asked = False
-        news = [self._advance(running, num_tokens) for running in [*self.running.values()]]
-        load = EngineLoad(len(self.running), 0, 0.0)
-        self.reply(Updates(news, load, EngineStats(decoded=self.num_computed), 0.0))
+        self.news, news = [], self.news
+        running, waiting, num_held = [*self.running.values()], list[Running](), 0
+        for one in running:
+            num_held += len(one.tokens)
+            if num_held <= self.capacity:
+                news.append(self._advance(one, num_tokens))
+            else:
+                num_held -= len(one.tokens)
+                waiting.append(one)
+        load = EngineLoad(len(running) - len(waiting), len(waiting), num_held / self.capacity)
+        stats = EngineStats(decoded=self.num_computed)
+        self.reply(Updates(news, load, stats, 0.0, self.is_draining))
+        self._send_copies()
 
     def _advance(self, running: Running, num_tokens: int) -> Progress:
         command, tokens, new = running.command, running.tokens, list[int]()
@@ -162,7 +230,7 @@ class ScriptedReplica:
                 reason = FinishReason.LENGTH
         self.num_computed += len(new)
         if reason is not None:
-            del self.running[command.generation]
+            self.running.pop(command.generation, None)
         usage = Usage(decoded=len(new))
         return Progress(command.generation, new, finish_reason=reason, usage=usage)
 
@@ -175,22 +243,24 @@ class Scripted:
         num_replicas: int = 2,
         *,
         size: int = 4,
+        capacity: int = 4096,
         hang_seconds: float = 60.0,
         key: Callable[[], str | None] = lambda: None,
+        rebalancing: Rebalancing | None = None,
     ) -> None:
         self.opened: list[ScriptedReplica] = []
-        self.size = size
+        self.size, self.capacity = size, capacity
         self.failure: Exception | None = None
         self.fleet = Fleet(self._open, "replica", num_replicas, hang_seconds)
         self.fleet.wait(num_replicas)
-        self.engine = ClusterEngine(self.fleet, 0, key)
+        self.engine = ClusterEngine(self.fleet, 0, key, rebalancing)
         self.outputs: dict[EngineSequence, list[int]] = {}
         self.errors: dict[EngineSequence, Exception] = {}
 
     def _open(self, name: str, reply: Reply) -> ScriptedReplica:
         if self.failure is not None:
             raise self.failure
-        replica = ScriptedReplica(name, reply, self.size)
+        replica = ScriptedReplica(name, reply, self.size, self.capacity)
         self.opened.append(replica)
         return replica
 

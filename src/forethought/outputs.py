@@ -297,6 +297,8 @@ class EngineStats:
     """Replicas that have died or were given up; the other counts are those of all replicas."""
     moved: int = 0
     """Generations that have gone on in another replica, as theirs was lost."""
+    migrated: int = 0
+    """Sequences that were moved to another replica, with their KV."""
     forward_seconds: float = 0.0
     """Time of the target's network: wall time, or on CUDA the GPU's."""
     draft_seconds: float = 0.0

@@ -58,6 +58,7 @@ eval --task gsm8k --data /no/such
 eval --methods plain,best_of_n --reward-model /no/such
 eval --speculative pearl --draft-model /no/such
 bench nope
+cluster nope
 bench speculation --model /no/such
 bench speculation --prompts /no/such
 bench speculation --speculative pearl --draft-model /no/such

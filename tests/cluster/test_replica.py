@@ -10,11 +10,21 @@ from typing import Any
 import pytest
 
 from forethought.cluster import replica as replica_module
-from forethought.cluster.messages import Branch, Close, Generate, Progress, Reach, Stop
+from forethought.cluster.messages import (
+    Branch,
+    Close,
+    Copied,
+    Copy,
+    Generate,
+    Progress,
+    Reach,
+    Stop,
+)
 from forethought.cluster.replica import Replica
 from forethought.config.sampling import SamplingParams
 from forethought.engine.base import FRESH, Begun
-from forethought.errors import EngineStopped, ParameterError, UsageError
+from forethought.errors import EngineStopped, ParameterError, RequestError, UsageError
+from forethought.outputs import FinishReason
 
 FIELDS = {"dtype": "float32", "num_threads": 1, "max_seq_len": 600}
 PARAMS = SamplingParams(temperature=1.0, seed=5, max_tokens=60, ignore_eos=True)
@@ -142,6 +152,63 @@ def test_log_probabilities_begin_with_the_tokens_that_are_told() -> None:
         for progress in (await until_end(replica, 0))[0]:
             pairs = zip(progress.tokens, progress.logprobs or (), strict=True)
             assert all(token in scores for token, scores in pairs)
+
+    played(play)
+
+
+async def copied(source: Replica, number: int, target: Replica, command: Copy) -> Copied:
+    """The answer to a copy, whose pages travel as between processes."""
+    fetched = asyncio.create_task(source.pages("me", command.target))
+    await source.tell("me", number, [command])
+    return await target.receive("me", command.target, pickle.loads(pickle.dumps(await fetched)))
+
+
+def test_a_session_is_copied_in_parts_while_it_generates_and_goes_on_elsewhere(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(replica_module, "COPY_BYTES", 200_000)  # of some 40 tokens
+    params = PARAMS.replace(max_tokens=500, logprobs=0)
+
+    async def play(source: Replica) -> list[Progress]:
+        target = Replica(FIELDS)
+        await target.connect("me")
+        await source.tell("me", 0, [Generate(0, 0, 0, PROMPT, params, FRESH)])
+        await source.updates("me")
+        parts = [await copied(source, 1, target, Copy(0, 7, 0))]
+        while parts[-1].num_left > 40:
+            command = Copy(0, 7, parts[-1].num_tokens)
+            parts.append(await copied(source, len(parts) + 1, target, command))
+        last = Copy(0, 7, parts[-1].num_tokens, generation=0)
+        final = await copied(source, len(parts) + 1, target, last)
+        told = (await until_end(source, 0))[0]
+        assert told[-1].finish_reason is FinishReason.ABORT
+        num_begun = final.num_tokens - len(PROMPT)
+        go_on = Generate(7, 1, final.num_tokens, [], params, Begun(num_begun))
+        await target.tell("me", 0, [go_on])
+        rest = (await until_end(target, 1))[1]
+        assert rest[-1].usage.prefilled + sum(p.usage.prefilled for p in rest[:-1]) <= 1
+        assert all(part.num_bytes <= 200_000 for part in parts)
+        await target.leave("me")
+        target._llm.shutdown()
+        return tokens(rest)
+
+    async def alone(replica: Replica) -> list[int]:
+        await replica.tell("me", 0, [Generate(0, 0, 0, PROMPT, params, FRESH)])
+        return tokens((await until_end(replica, 0))[0])
+
+    rest = played(play)
+    assert rest
+    assert played(alone)[-len(rest) :] == rest
+
+
+def test_a_copy_of_no_session_fails_for_the_one_that_fetches_it() -> None:
+    async def play(replica: Replica) -> None:
+        await replica.tell("me", 0, [Copy(3, 7, 0)])
+        with pytest.raises(RequestError):
+            await replica.pages("me", 7)
+        await replica.drain()
+        assert (await replica.updates("me")).is_draining
+        assert (await replica.status()).is_draining
 
     played(play)
 

@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 from openai import OpenAI
 
-from forethought.cluster import links_of, open_llm
+from forethought.cluster import drain, links_of, open_llm
+from forethought.cluster.actors import NAMESPACE, drain_replica, statuses
 from forethought.cluster.engine import ClusterEngine
 from forethought.config.sampling import SamplingParams
 from forethought.errors import ParameterError, UsageError
@@ -55,6 +56,9 @@ def cluster(ray_here: None) -> Iterator[AsyncLLM]:
     engine = engine_of(llm)
     llm._thread.call(engine.check_integrity).result()
     assert not engine._remotes, "sequences are left"
+    for link in links_of(llm):
+        if link.is_up:
+            check_replica(llm, link.name)
     llm.shutdown()
 
 
@@ -69,6 +73,19 @@ def wait_until(condition: Callable[[], bool], seconds: float = 120) -> None:
     while not condition():
         assert time.monotonic() < deadline, "it takes too long"
         time.sleep(0.05)
+
+
+def check_replica(llm: AsyncLLM, name: str) -> None:
+    """Every page of a replica's KV cache is where it belongs, and no sequence is left."""
+    import ray
+
+    def num_left(replica: Any) -> int:
+        engine = replica._llm._frontend.local_engine
+        replica._llm._thread.call(engine.check_integrity).result(30)
+        return len(list(engine.scheduler))
+
+    actor = ray.get_actor(name, NAMESPACE)
+    wait_until(lambda: ray.get(actor.__ray_call__.remote(num_left)) == 0, 20)
 
 
 def all_up(llm: AsyncLLM, count: int = 2) -> None:
@@ -115,29 +132,35 @@ def expect_same(outputs: list[Any], expected: list[Any]) -> None:
 
 
 async def all_streams(
-    llm: AsyncLLM, copies: int, kills: Sequence[int] = (), silences: list[float] | None = None
+    llm: AsyncLLM,
+    copies: int,
+    counts: Sequence[int] = (),
+    silences: list[float] | None = None,
+    happen: Callable[[AsyncLLM], None] = kill_one,
 ) -> list[Any]:
-    """Streams with all params for all questions; a kill at each of some numbers of tokens."""
+    """Streams with all params for all questions; something happens at some numbers of tokens."""
     common, silences = {"max_tokens": 400, "ignore_eos": True}, [] if silences is None else silences
     jobs = [
         asyncio.create_task(streamed(llm, question, SamplingParams(**common | fields), silences))
         for question in QUESTIONS[:copies]
         for fields in PARAMS.values()
     ]
-    killer = asyncio.create_task(_kill_at(llm, kills))
+    happening = asyncio.create_task(_happen_at(llm, counts, happen))
     results = await asyncio.gather(*jobs)
-    await killer
+    await happening
     return results
 
 
-async def _kill_at(llm: AsyncLLM, kills: Sequence[int]) -> None:
-    engine = engine_of(llm) if kills else None
-    for count in kills:
+async def _happen_at(
+    llm: AsyncLLM, counts: Sequence[int], happen: Callable[[AsyncLLM], None]
+) -> None:
+    engine = engine_of(llm) if counts else None
+    for count in counts:
         while not any(
             len(remote.sequence.output) >= count for remote in [*engine._running.values()]
         ):
             await asyncio.sleep(0.001)
-        kill_one(llm)
+        happen(llm)
 
 
 @pytest.fixture(scope="module")
@@ -149,13 +172,31 @@ def test_streams_are_those_of_one_engine(cluster: AsyncLLM, expected: list[Any])
     expect_same(asyncio.run(all_streams(cluster, 2)), expected)
 
 
-def test_a_kill_under_streams_of_all_kinds_changes_none(
+def move_all(llm: AsyncLLM) -> int:
+    """Begin to move every sequence to the other replica; how many."""
+
+    def move() -> int:
+        engine = engine_of(llm)
+        links = [link for link in links_of(llm) if link.takes]
+        others = {
+            remote: next(link for link in links if link is not remote.link)
+            for remote in engine._remotes.values()
+            if remote.link is not None
+        }
+        return sum(engine.migration.move(remote, link) for remote, link in others.items())
+
+    return llm._thread.call(move).result()
+
+
+def test_moves_at_several_tokens_under_streams_of_all_kinds_change_none(
     cluster: AsyncLLM, expected: list[Any]
 ) -> None:
     all_up(cluster)
-    before = engine_of(cluster).num_moved
-    expect_same(asyncio.run(all_streams(cluster, 2, [60])), expected)
-    assert engine_of(cluster).num_moved - before >= 5
+    before, moved = cluster.stats.migrated, engine_of(cluster).num_moved
+    counts = [1, 2, 3, 40, 110, 111, 230, 330]
+    assert asyncio.run(all_streams(cluster, 2, counts, happen=move_all)) == expected
+    assert cluster.stats.migrated - before > 10
+    assert engine_of(cluster).num_moved == moved
 
 
 METHODS: dict[str, dict[str, Any]] = {
@@ -166,8 +207,8 @@ METHODS: dict[str, dict[str, Any]] = {
 TAGS = ("generation", "generation_with_dynasor_cot")
 
 
-def method_outputs(llm: AsyncLLM, killed: bool) -> list[Any]:
-    """The answers, samples and probes of several methods at once, of which the replica dies."""
+def method_outputs(llm: AsyncLLM, happen: Callable[[AsyncLLM], object] | None) -> list[Any]:
+    """The answers, samples and probes of several methods at once; something happens meanwhile."""
     running, params = [], {"temperature": 1.0, "seed": 3, "max_tokens": 400}
     with ExitStack() as opened:
         workers = dict.fromkeys(TAGS, EngineWorker(llm))
@@ -175,24 +216,34 @@ def method_outputs(llm: AsyncLLM, killed: bool) -> list[Any]:
             scaffolding = opened.enter_context(ScaffoldingLlm(stack(name, **settings), workers))
             generate = partial(scaffolding.generate_async, sampling_params=params)
             running += [(name, generate(prompt)) for prompt in QUESTIONS[:6]]
-        if killed:
+        if happen is not None:
             wait_until(lambda: len(engine_of(llm)._running) > 3, 30)
-            kill_one(llm)
+            happen(llm)
         outputs = [(name, future.result().output) for name, future in running]
     return [(name, output.text, output.candidates, output.meta) for name, output in outputs]
 
 
-def test_methods_go_on_with_the_same_votes_and_probes_after_a_kill(
-    cluster: AsyncLLM, local: AsyncLLM
+@pytest.fixture(scope="module")
+def method_results(local: AsyncLLM) -> list[Any]:
+    return method_outputs(local, None)
+
+
+def test_methods_go_on_with_the_same_votes_and_probes_while_their_handles_move(
+    cluster: AsyncLLM, method_results: list[Any]
 ) -> None:
+    def move_often(llm: AsyncLLM) -> None:
+        while engine_of(llm)._remotes:
+            move_all(llm)
+
     all_up(cluster)
-    before = engine_of(cluster).num_moved
-    assert method_outputs(cluster, killed=True) == method_outputs(local, killed=False)
-    assert engine_of(cluster).num_moved > before
+    before = cluster.stats.migrated
+    assert method_outputs(cluster, move_often) == method_results
+    assert cluster.stats.migrated > before
 
 
-def test_a_session_is_forked_and_rewound_after_its_replica_has_died(
-    cluster: AsyncLLM, local: AsyncLLM
+@pytest.mark.parametrize("moves", [True, False])
+def test_a_session_is_forked_and_rewound_after_its_replica_has_died_or_it_has_moved(
+    cluster: AsyncLLM, local: AsyncLLM, moves: bool
 ) -> None:
     params = SamplingParams(temperature=1.0, seed=8, max_tokens=30, ignore_eos=True)
 
@@ -213,8 +264,51 @@ def test_a_session_is_forked_and_rewound_after_its_replica_has_died(
         os.kill(home.description.process, signal.SIGKILL)
         wait_until(lambda: home.is_dead, 20)
 
+    def move() -> None:
+        before = cluster.stats.migrated
+        assert move_all(cluster) == 1
+        wait_until(lambda: cluster.stats.migrated > before, 20)
+
     all_up(cluster)
-    assert asyncio.run(play(cluster, kill)) == asyncio.run(play(local, lambda: None))
+    assert asyncio.run(play(cluster, move if moves else kill)) == asyncio.run(
+        play(local, lambda: None)
+    )
+
+
+def test_a_kill_under_streams_of_all_kinds_changes_none(
+    cluster: AsyncLLM, expected: list[Any]
+) -> None:
+    all_up(cluster)
+    before = engine_of(cluster).num_moved
+    expect_same(asyncio.run(all_streams(cluster, 2, [60])), expected)
+    assert engine_of(cluster).num_moved - before >= 5
+
+
+@pytest.mark.parametrize("count", [90, pytest.param(3, marks=pytest.mark.slow)])
+def test_a_kill_of_the_target_in_the_middle_of_moves_changes_no_stream(
+    cluster: AsyncLLM, expected: list[Any], count: int
+) -> None:
+    def happen(llm: AsyncLLM) -> None:
+        def move() -> None:
+            engine, target = engine_of(llm), links_of(llm)[0]
+            for remote in engine._remotes.values():
+                engine.migration.move(remote, target)
+            engine._flush()
+            os.kill(target.description.process, signal.SIGKILL)
+
+        llm._thread.call(move).result()
+
+    all_up(cluster)
+    expect_same(asyncio.run(all_streams(cluster, 2, [count], happen=happen)), expected)
+
+
+def test_methods_go_on_with_the_same_votes_and_probes_after_a_kill(
+    cluster: AsyncLLM, method_results: list[Any]
+) -> None:
+    all_up(cluster)
+    before = engine_of(cluster).num_moved
+    assert method_outputs(cluster, kill_one) == method_results
+    assert engine_of(cluster).num_moved > before
 
 
 def test_errors_of_a_request_are_those_of_one_engine(cluster: AsyncLLM) -> None:
@@ -308,3 +402,33 @@ def test_a_hundred_streams_outlive_a_kill_at_any_token(cluster: AsyncLLM, local:
         assert engine_of(cluster).num_moved > moved, f"nothing ran at {count}"
         silences.append(max(silence))
     assert max(silences) < 10, silences  # under 2 s, where the machine is not busy with others
+
+
+def test_a_drained_replica_ends_and_its_streams_go_on(
+    cluster: AsyncLLM, expected: list[Any]
+) -> None:
+    all_up(cluster)
+    engine, names, asked = engine_of(cluster), [], []
+    assert {link.name for link in links_of(cluster)} <= statuses().keys()
+    moved, lost = engine.num_moved, cluster.stats.replicas_lost
+
+    def happen(llm: AsyncLLM) -> None:
+        link = max(links_of(llm), key=lambda link: link.num_open)
+        names.append(link.name)
+        asked.append(asyncio.ensure_future(asyncio.to_thread(drain_replica, link.name)))
+
+    async def run() -> list[Any]:
+        results = await all_streams(cluster, 2, [60], happen=happen)
+        await asked[0]
+        return results
+
+    expect_same(asyncio.run(run()), expected)
+    wait_until(lambda: names[0] not in [link.name for link in links_of(cluster)], 20)
+    assert (engine.num_moved, cluster.stats.replicas_lost) == (moved, lost)
+    (last,) = links_of(cluster)
+    for refused in (
+        lambda: asyncio.run(drain(cluster, last.name)),
+        lambda: drain_replica(last.name),
+    ):
+        with pytest.raises(ParameterError, match="cannot be drained"):
+            refused()

@@ -45,6 +45,7 @@ def options(*given_options: str) -> argparse.Namespace:
         ["--worker", "scripted", "x", "--reward-url", "http://b/v1"],
         ["--worker", "scripted", "x", "--generation-config", "auto"],
         ["--ray-address", "auto"],
+        ["--no-rebalance"],
         ["--replicas", "0"],
         ["--upstream", "http://a", "--replicas", "2"],
     ],

@@ -27,6 +27,7 @@ COMMANDS = {
     "generate": "answer one prompt, with any method",
     "chat": "talk to a model",
     "serve": "serve a model over HTTP, with all methods and a page",
+    "cluster": "list the replicas of a served model, or drain one",
     "methods": "list the inference-time methods and their settings",
     "demo": "compare four methods on the embedded reasoner",
     "eval": "compare methods on your own model and problems",

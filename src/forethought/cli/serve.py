@@ -80,6 +80,7 @@ _TEXTS = (
     *("generation_config", "ray_address"),
 )
 _NUMBERS = ("port", "replicas")
+_FLAGS = ("no_rebalance",)
 _SHAPE = "response_format"
 _CONTINUES = "continue_final_message"
 _HTTP_CLIENTS = ("httpx", "httpx2")
@@ -136,6 +137,12 @@ def _add_replicas(replicas: argparse._ArgumentGroup) -> None:
         metavar="ADDRESS",
         help="of the cluster's head, as in 10.0.0.1:6379; auto: the one that runs on this machine "
         "(default: Ray is started here, with the server)",
+    )
+    replicas.add_argument(
+        "--no-rebalance",
+        action="store_true",
+        default=None,
+        help="leave sequences in a replica that has much more to do than another one",
     )
 
 
@@ -288,7 +295,7 @@ def read_config(args: argparse.Namespace) -> dict[str, Any]:
         raise ParameterError(
             f"invalid section {_SECTION}", f"it holds {section!r:.80}", "Write fields by name"
         )
-    names = (*_NUMBERS, *_TEXTS, *_LISTS, *_SETTINGS, *_FILE_ONLY)
+    names = (*_NUMBERS, *_FLAGS, *_TEXTS, *_LISTS, *_SETTINGS, *_FILE_ONLY)
     if unknown := section.keys() - set(names):
         raise ParameterError.unknown(f"the section {_SECTION} of {args.config}", unknown, names)
     for name, value in section.items():
@@ -305,7 +312,7 @@ def _of_section(name: str, value: Any) -> Any:
         value = texts if name in _LISTS or not is_valid else ",".join(texts)
     elif name in _TEXTS:
         is_valid = isinstance(value, str)
-    elif name in (*_NUMBERS, "lists_methods", "reasoning_in_content"):
+    elif name in (*_NUMBERS, *_FLAGS, "lists_methods", "reasoning_in_content"):
         is_valid = type(value) is (int if name in _NUMBERS else bool)
     else:
         is_valid = True  # ``Settings`` checks it
@@ -356,6 +363,9 @@ def opener(
     if args.replicas is None and args.ray_address is not None:
         why = "it is where these run"
         raise ParameterError("--ray-address needs --replicas", why, "Give how many")
+    if args.replicas is None and args.no_rebalance:
+        why = "there is one engine"
+        raise ParameterError("--no-rebalance needs --replicas", why, "Leave it out")
     if args.replicas is not None and not has_engine(args):
         why = "another server, or a script, answers"
         raise ParameterError("--replicas are of a model", why, "Leave it out")
@@ -517,7 +527,8 @@ def _engine(args: argparse.Namespace, config: Mapping[str, Any] | None) -> Calla
     open_judge = _judge_opener(args, assets.PREFIX + "prm" if is_reasoner else "none")
     open_llm = options.llm_opener(fields)
     if args.replicas is not None:
-        open_llm = _replicas_opener(fields, args.replicas, args.ray_address)
+        options_of_replicas = args.replicas, args.ray_address, not args.no_rebalance
+        open_llm = _replicas_opener(fields, *options_of_replicas)
     uses_model_sampling = options.uses_model_sampling(args)
 
     def open_backend() -> Backend:
@@ -544,13 +555,15 @@ def _engine(args: argparse.Namespace, config: Mapping[str, Any] | None) -> Calla
 
 
 def _replicas_opener(
-    fields: Mapping[str, Any], num_replicas: int, address: str | None
+    fields: Mapping[str, Any], num_replicas: int, address: str | None, rebalance: bool
 ) -> Callable[[], AsyncLLM]:
     """A function that opens replicas; raises UsageError for options that they cannot honour."""
     from forethought.cluster.worker import check_replicas, open_llm
 
     check_replicas(fields, num_replicas)
-    return lambda: open_llm(replicas=num_replicas, ray_address=address, **fields)
+    return lambda: open_llm(
+        replicas=num_replicas, ray_address=address, rebalance=rebalance, **fields
+    )
 
 
 def _replicas(llm: AsyncLLM) -> Sequence[Link]:

@@ -1,7 +1,8 @@
 """Replicas of a model on Ray, as one model that outlives each of them.
 
 * ``worker.py`` ``open_llm``: an ``AsyncLLM`` over replicas; ``ReplicaWorker``: methods over it
-* ``engine.py`` the sequences as the ingress keeps them, and how they go on elsewhere
+* ``engine.py`` ``remote.py`` the sequences as the ingress keeps them, and how they go on elsewhere
+* ``migration.py`` sequences that move while they generate, and why they do
 * ``fleet.py`` ``link.py`` ``placement.py`` replicas that are started, watched and replaced; one of
   them; which of them generates
 * ``replica.py`` ``messages.py`` one engine that takes messages, and what these say
@@ -13,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 from forethought.lazy_names import LazyNames
 
 if TYPE_CHECKING:
-    from forethought.cluster.worker import ReplicaWorker, links_of, open_llm, scale
+    from forethought.cluster.worker import ReplicaWorker, drain, links_of, open_llm, scale
 
-__all__ = ["ReplicaWorker", "links_of", "open_llm", "scale"]
+__all__ = ["ReplicaWorker", "drain", "links_of", "open_llm", "scale"]
 
 _NAMES = LazyNames(__name__, {"cluster.worker": __all__})
 

@@ -7,15 +7,16 @@ import hashlib
 import importlib.util
 import os
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from forethought import __version__
-from forethought.cluster.link import Reply
-from forethought.cluster.messages import Command
-from forethought.cluster.replica import Replica
+from forethought.cluster.link import Channel, Reply
+from forethought.cluster.messages import Command, Copied
+from forethought.cluster.replica import Replica, Status
 from forethought.errors import DependencyError, EngineStopped, ForethoughtError, ParameterError
 
 NAMESPACE = "forethought"
@@ -23,6 +24,8 @@ NAMESPACE = "forethought"
 _OBJECT_STORE = 128 * 2**20
 """Bytes of a Ray that is started here: messages are small."""
 _LEAVE_SECONDS = 3.0
+_STATUS_SECONDS = 10.0
+"""In which a replica answers its operator; one that loads its model does not yet."""
 _HELP = (
     "Start it with: ray start --head; where it checks tokens, ~/.ray/auth_token must be its own, "
     "and RAY_AUTH_MODE token"
@@ -135,6 +138,22 @@ class ActorChannel:
         """Ask for updates."""
         self._send(self._actor.updates)
 
+    def copy(self, handle: int, target: Channel) -> None:
+        """Have the pages of a session brought to another actor, through Ray's object store."""
+        assert isinstance(target, ActorChannel), "all replicas are actors"
+        try:
+            _running_ray()
+            pages = self._actor.pages.remote(self._ingress, handle)
+        except Exception as error:  # as at the end of the program
+            target._reply(Copied(handle, error=_as_error(error)))
+            return
+        failed = partial(Copied, handle)
+        target._send(target._actor.receive, handle, pages, as_failure=lambda e: failed(error=e))
+
+    def drain(self) -> None:
+        """Have all ingresses of the actor leave it."""
+        self._actor.drain.remote()
+
     def kill(self) -> None:
         """End the actor."""
         with contextlib.suppress(Exception):  # it has ended, or its cluster has
@@ -147,12 +166,16 @@ class ActorChannel:
             if not ray.get(self._actor.leave.remote(self._ingress), timeout=_LEAVE_SECONDS):
                 ray.kill(self._actor)
 
-    def _send(self, method: Any, *arguments: Any) -> None:
-        """Call a method of the actor, whose result is the reply, if it has one."""
+    def _send(
+        self, method: Any, *arguments: Any, as_failure: Callable[[Exception], Any] = lambda e: e
+    ) -> None:
+        """Call a method of the actor, whose result is the reply, if it has one; so is what
+        ``as_failure`` makes of its error.
+        """
 
         def done(future: Any) -> None:
             error = future.exception()
-            result = _as_error(error) if error is not None else future.result()
+            result = as_failure(_as_error(error)) if error is not None else future.result()
             if result is not None:
                 self._reply(result)
 
@@ -160,7 +183,7 @@ class ActorChannel:
             _running_ray()
             answer = method.remote(self._ingress, *arguments)
         except Exception as error:  # as at the end of the program
-            self._reply(_as_error(error))
+            self._reply(as_failure(_as_error(error)))
         else:
             answer.future().add_done_callback(done)
 
@@ -173,6 +196,35 @@ def _as_error(error: BaseException) -> Exception:
         return cause
     lines = str(error).strip().splitlines() or [type(error).__name__]
     return EngineStopped("the replica died", lines[0])
+
+
+def statuses() -> dict[str, Status]:
+    """The replicas in the cluster of Ray that was joined, by their names."""
+    ray = _running_ray()
+    actors = {name: ray.get_actor(name, NAMESPACE) for name in ray.util.list_named_actors()}
+    answers = {name: actor.status.remote() for name, actor in actors.items()}
+    done, _ = ray.wait([*answers.values()], num_returns=len(answers), timeout=_STATUS_SECONDS)
+    ready = {name: answer for name, answer in answers.items() if answer in done}
+    return {name: ray.get(answer) for name, answer in sorted(ready.items())}
+
+
+def drain_replica(name: str) -> None:
+    """Have all ingresses leave a replica in the cluster of Ray that was joined.
+
+    Raises ParameterError for a name that none has that answers, or that of the last replica of a
+    model.
+    """
+    replicas = statuses()
+    if name not in replicas:
+        names = ", ".join(replicas) or "none that answers"
+        raise ParameterError("no such replica", f"there is no {name!r}", f"There are: {names}")
+    model = name.rpartition("-")[0]
+    others = replicas.keys() - {name}
+    if not any(o.rpartition("-")[0] == model and not replicas[o].is_draining for o in others):
+        why = "no other one of its model takes generations"
+        raise ParameterError("the replica cannot be drained", why, "Start another one first")
+    ray = _running_ray()
+    ray.get(ray.get_actor(name, NAMESPACE).drain.remote(), timeout=_STATUS_SECONDS)
 
 
 def check_ray() -> None:

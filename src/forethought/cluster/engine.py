@@ -14,15 +14,16 @@ import itertools
 import math
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Ids
-from dataclasses import dataclass, field
 from typing import Never
 
 from typing_extensions import override
 
 from forethought.cluster.fleet import Fleet
 from forethought.cluster.link import Link
-from forethought.cluster.messages import Branch, Close, Generate, Progress, Reach, Stop
+from forethought.cluster.messages import Branch, Close, Copied, Generate, Progress, Reach, Stop
+from forethought.cluster.migration import Migration, Rebalancing
 from forethought.cluster.placement import Placement
+from forethought.cluster.remote import Remote
 from forethought.config.sampling import SamplingParams
 from forethought.engine.base import FRESH, BaseEngine, Begun, Capabilities
 from forethought.engine.embedding import EmbeddingPass, Pooling
@@ -64,36 +65,15 @@ class _Wake(Interrupt):
             self._wake()
 
 
-@dataclass(eq=False, slots=True)
-class _Remote:
-    """Where the tokens of a sequence are computed."""
-
-    sequence: Sequence
-    key: str | None
-    """Of the request; those of one request stay together."""
-    adapter: str | None = None
-    """By its name."""
-    handle: int = 0
-    link: Link | None = None
-    """The replica with the session; None: no replica has it."""
-    length: int = 0
-    """Tokens that the session begins with, of those here."""
-    generation: int | None = None
-    """Number of the generation in progress there; None: it is parked, or waits for a replica."""
-    metrics_before: SpeculationMetrics = field(default_factory=SpeculationMetrics)
-    """Of the generation in progress, in other replicas."""
-    reach: tuple[float, float] = (math.inf, math.inf)
-    """Count and hold of the last ``Reach``."""
-    num_deaths: int = 0
-
-
 class ClusterEngine(BaseEngine):
     """Has sequences computed by the replicas of a fleet, one of which is up.
 
     Args:
         key: the key of the request on whose behalf a sequence is opened; None: it has none.
+        rebalancing: when sequences move because of the load; None: never.
 
     Attributes:
+        migration: moves sequences between replicas.
         num_moved: generations that have gone on elsewhere, as their replica had died.
     """
 
@@ -102,6 +82,7 @@ class ClusterEngine(BaseEngine):
         fleet: Fleet,
         seed: int | None = None,
         key: Callable[[], str | None] = lambda: None,
+        rebalancing: Rebalancing | None = None,
     ) -> None:
         description = next(link.description for link in fleet.links if link.description)
         super().__init__(description.limits, seed)
@@ -110,12 +91,13 @@ class ClusterEngine(BaseEngine):
         self._past_stats = EngineStats()
         self._placement, self._pool = Placement(), PagePool(1, 1)
         self._ids, self._handles, self._generations = (itertools.count() for _ in range(3))
-        self._remotes: dict[Sequence, _Remote] = {}
-        self._running: dict[int, _Remote] = {}
-        self._homeless: dict[_Remote, None] = {}
+        self._remotes: dict[Sequence, Remote] = {}
+        self._running: dict[int, Remote] = {}
+        self._homeless: dict[Remote, None] = {}
         """Generations that wait for a replica."""
         self._events: list[Event] = []
         self.num_moved = 0
+        self.migration = Migration(self, fleet.links, self._remotes, self._handles, rebalancing)
 
     @property
     @override
@@ -226,18 +208,22 @@ class ClusterEngine(BaseEngine):
         self.abort(sequence)
         sequence.status = Status.CLOSED
         if (remote := self._remotes.pop(sequence, None)) is not None:
-            self._give_back(remote)
+            self.give_back(remote)
 
     @override
     def attend_to(self, sequence: Sequence, others: Mapping[Sequence, int]) -> None:
         self.check_concurrent()
 
     @override
-    def capture(self, sequence: Sequence, token_ids: Ids[int]) -> SequenceSnapshot:
+    def capture(self, sequence: Sequence, token_ids: Ids[int], start: int = 0) -> SequenceSnapshot:
         _refuse_snapshots()
 
     @override
     def restore(self, saved: SequenceSnapshot) -> Sequence:
+        _refuse_snapshots()
+
+    @override
+    def append_snapshot(self, sequence: Sequence, saved: SequenceSnapshot) -> None:
         _refuse_snapshots()
 
     @override
@@ -280,6 +266,7 @@ class ClusterEngine(BaseEngine):
         assert {r.generation for r in running} == self._running.keys()
         for link in self.fleet.links:
             assert link.num_generating == sum(remote.link is link for remote in running)
+            assert link.num_open == sum(r.link is link for r in self._remotes.values())
         active = {remote for s, remote in self._remotes.items() if s.active}
         assert active == {*running, *self._homeless}
 
@@ -308,10 +295,14 @@ class ClusterEngine(BaseEngine):
             if updates is None:
                 self._lose(link)
                 continue
+            if isinstance(updates, Copied):
+                self.migration.copied(updates)
+                continue
             for progress in updates.progress:
                 self._take(progress)
         self._count()
         self._place_homeless()
+        self.migration.step()
         self._flush()
         self._events, events = [], self._events
         return events
@@ -330,7 +321,9 @@ class ClusterEngine(BaseEngine):
             self._fail(remote, progress.error)
             return
         sequence.tokens += tokens
-        remote.length = len(sequence.tokens)
+        remote.length, remote.has_begun = len(sequence.tokens), True
+        if remote.paused_since:
+            self.migration.resumed(remote)
         sequence.usage.prefilled += progress.usage.prefilled
         sequence.usage.cached += progress.usage.cached
         sequence.usage.decoded += len(tokens)
@@ -340,7 +333,10 @@ class ClusterEngine(BaseEngine):
         if progress.metrics is not None:
             _assign(sequence.metrics, remote.metrics_before + progress.metrics)
         reason, stop = progress.finish_reason, progress.stop_reason
-        if reason is not None:
+        if reason is FinishReason.ABORT:  # of a ``Copy``
+            reason = None
+            self.migration.paused(remote)
+        elif reason is not None:
             self._end(remote)
             sequence.finish_reason, sequence.stop_reason = reason, stop
         if reason is FinishReason.STOP and isinstance(stop, str) and stop != GRAMMAR_COMPLETE:
@@ -348,9 +344,9 @@ class ClusterEngine(BaseEngine):
         event = Event(sequence, tokens, progress.logprobs, reason, confidences=progress.confidences)
         self._events.append(event)
 
-    def _fail(self, remote: _Remote, error: Exception) -> None:
+    def _fail(self, remote: Remote, error: Exception) -> None:
         self._end(remote)
-        self._give_back(remote)
+        self.give_back(remote)
         self._events.append(Event(remote.sequence, [], error=error))
 
     def _count(self) -> None:
@@ -358,6 +354,7 @@ class ClusterEngine(BaseEngine):
         links = [link.stats for link in self.fleet.links]
         total = _sum_stats([self._past_stats, *links])
         total.replicas_lost, total.moved = self.fleet.num_lost, self.num_moved
+        total.migrated = self.migration.stats.num_moved
         _assign(self.stats, total)
 
     # ---- where sequences are computed ---------------------------------------------------------
@@ -372,7 +369,7 @@ class ClusterEngine(BaseEngine):
             status=Status.PARKED,
             keep=keep,
         )
-        self._remotes[sequence] = _Remote(sequence, self._key())
+        self._remotes[sequence] = Remote(sequence, self._key())
         return sequence
 
     def _forked(self, sequence: Sequence, length: int, keep: bool) -> Sequence:
@@ -380,8 +377,7 @@ class ClusterEngine(BaseEngine):
         remote = self._remotes[child]
         remote.adapter = source.adapter
         if source.link is not None and source.link.is_up and source.length >= length:
-            self._opened(remote, source.link)
-            remote.length = length
+            self._opened(remote, source.link, next(self._handles), length)
             source.link.send(Branch(remote.handle, source.handle, length))
         return child
 
@@ -398,21 +394,25 @@ class ClusterEngine(BaseEngine):
         remote.metrics_before, remote.num_deaths = SpeculationMetrics(), 0
         self._place(remote)
 
-    def _place(self, remote: _Remote) -> None:
+    def _place(self, remote: Remote) -> None:
         """Have a sequence generate in the replica that has it, or elsewhere from its tokens."""
-        sequence = remote.sequence
         link = self._placement.choose(self.fleet.links, remote.key, remote.link)
         if link is None:
             self._homeless[remote] = None
             return
         if remote.link is not link:
-            self._give_back(remote)
-            self._opened(remote, link)
-        params = sequence.params
+            self.give_back(remote)
+            self._opened(remote, link, next(self._handles))
+        self._begin(remote, link)
+
+    def _begin(self, remote: Remote, link: Link) -> None:
+        """Have a sequence generate in the replica that has it."""
+        sequence, params = remote.sequence, remote.sequence.params
         if sequence.prompt_logprobs:  # they are known from before
             params = params.replace(prompt_logprobs=None)
         num_output = len(sequence.tokens) - sequence.prompt_length
-        remote.generation, remote.reach = next(self._generations), (math.inf, math.inf)
+        remote.generation, remote.has_begun = next(self._generations), False
+        remote.reach = math.inf, math.inf
         command = Generate(
             remote.handle,
             remote.generation,
@@ -427,46 +427,77 @@ class ClusterEngine(BaseEngine):
         link.num_generating += 1
         link.num_begun += 1
 
-    def _opened(self, remote: _Remote, link: Link) -> None:
-        remote.link, remote.handle, remote.length = link, next(self._handles), 0
+    def _opened(self, remote: Remote, link: Link, handle: int, length: int = 0) -> None:
+        remote.link, remote.handle, remote.length = link, handle, length
         self._placement.opened(remote.key, link)
+        link.num_open += 1
 
-    def _give_back(self, remote: _Remote) -> None:
+    def give_back(self, remote: Remote) -> None:
         """Give up the session of a sequence in its replica."""
         if remote.link is not None:
             remote.link.send(Close(remote.handle))
+            remote.link.num_open -= 1
             self._placement.closed(remote.key)
         remote.link, remote.length = None, 0
 
-    def _end(self, remote: _Remote) -> None:
+    def relocate(self, remote: Remote, link: Link, handle: int, length: int) -> None:
+        """A session of the first ``length`` tokens is in another replica: go on with it there."""
+        is_running = remote.generation is not None
+        if is_running:
+            self._leave(remote)
+        self.give_back(remote)
+        self._opened(remote, link, handle, length)
+        self._placement.moved(remote.key, link)
+        if is_running:
+            self._begin(remote, link)
+
+    def go_on(self, remote: Remote) -> None:
+        """A generation has ended in its replica for a move that failed: go on there."""
+        link = remote.link
+        assert link is not None, "it was running"
+        self._leave(remote)
+        self._begin(remote, link)
+
+    def place_for(self, remote: Remote) -> Link | None:
+        """Where a sequence of a drained replica goes on: with those of its request."""
+        return self._placement.choose(self.fleet.links, remote.key, None)
+
+    def _leave(self, remote: Remote) -> None:
+        """A generation no longer runs where it was."""
+        assert remote.generation is not None, "it was running"
+        assert remote.link is not None, "it was running"
+        del self._running[remote.generation]
+        remote.link.num_generating -= 1
+        remote.generation = None
+        remote.metrics_before = remote.sequence.metrics.copy()
+
+    def _end(self, remote: Remote) -> None:
         """A generation is over."""
         sequence = remote.sequence
         self._homeless.pop(remote, None)
         if remote.generation is not None:
-            del self._running[remote.generation]
-            assert remote.link is not None, "it was running"
-            remote.link.num_generating -= 1
-            remote.generation = None
+            self._leave(remote)
         sequence.status = Status.PARKED
         if not sequence.keep:
             sequence.status = Status.CLOSED
             del self._remotes[sequence]
-            self._give_back(remote)
+            self.give_back(remote)
 
     def _lose(self, link: Link) -> None:
         """A replica is gone: its generations go on elsewhere, and its other sequences are computed
         again when they generate next.
         """
         _assign(self._past_stats, _sum_stats([self._past_stats, link.stats]))
+        self.migration.lost(link)
         for remote in [r for r in self._remotes.values() if r.link is link]:
+            is_running = remote.generation is not None
+            if is_running:
+                self._leave(remote)
             remote.link, remote.length = None, 0
             self._placement.closed(remote.key)
-            if remote.generation is None:
+            if not is_running:
                 continue
-            del self._running[remote.generation]
-            link.num_generating -= 1
-            remote.generation, remote.sequence.status = None, Status.WAITING
-            remote.metrics_before = remote.sequence.metrics.copy()
+            remote.sequence.status = Status.WAITING
             remote.num_deaths += 1
             self.num_moved += 1
             self._homeless[remote] = None

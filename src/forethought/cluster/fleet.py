@@ -12,8 +12,8 @@ from queue import Empty, SimpleQueue
 from typing import Any
 
 from forethought.cluster.link import Link, Opener
-from forethought.cluster.messages import Description, Updates
-from forethought.errors import EngineStopped, ForethoughtError, UsageError
+from forethought.cluster.messages import Copied, Description, Updates
+from forethought.errors import EngineStopped, ForethoughtError, ParameterError, UsageError
 
 log = logging.getLogger(__name__)
 
@@ -74,6 +74,22 @@ class Fleet:
         for name in free[: max(0, num_replicas - len(staying))]:
             self._start(Link(name))
 
+    def drain(self, name: str) -> Link:
+        """Have all ingresses of a replica leave it, with their sequences.
+
+        Raises ParameterError for a name that no replica has, or the last one that takes anything.
+        """
+        link = next((link for link in self.links if link.name == name and link.is_up), None)
+        if link is None or link.channel is None:
+            names = ", ".join(link.name for link in self.links if link.is_up)
+            raise ParameterError("no such replica", f"there is no {name!r}", f"There are: {names}")
+        if not any(other.takes for other in self.links if other is not link):
+            why = f"{name} is the only one that takes generations"
+            raise ParameterError("the replica cannot be drained", why, "Start another one first")
+        link.channel.drain()
+        link.is_draining = True
+        return link
+
     def wait(self, num_up: int = 1) -> None:
         """Wait until replicas are up.
 
@@ -95,7 +111,7 @@ class Fleet:
                 self.close()
                 raise failure
 
-    def receive(self) -> Iterator[tuple[Link, Updates | None]]:
+    def receive(self) -> Iterator[tuple[Link, Updates | Copied | None]]:
         """What replicas have answered, once there is something or it is time to look at them. None:
         the replica is gone, with all that it had.
         """
@@ -110,6 +126,8 @@ class Fleet:
             if isinstance(answer, Updates):
                 self._ask(link)
                 link.told(answer)
+                yield link, answer
+            elif isinstance(answer, Copied):
                 yield link, answer
             elif isinstance(answer, Description):
                 log.info("%s is up", link.name)
@@ -126,6 +144,7 @@ class Fleet:
         channels = [link.channel for link in self.links if link.channel is not None]
         for link in self.links:
             link.is_dead = True
+            link.ended.set_result(None)
         leaving = [threading.Thread(target=channel.leave, daemon=True) for channel in channels]
         for thread in leaving:
             thread.start()
@@ -164,7 +183,9 @@ class Fleet:
             if link.is_up and link.silence > self._hang_seconds:
                 why = f"nothing has come from it for {link.silence:.0f} s"
                 yield from self._lose(link, EngineStopped("the replica hangs", why))
-            elif link.is_draining and not link.num_generating:
+            elif link.is_draining and not link.num_open:
+                log.info("%s is left", link.name)
+                link.flush()
                 yield link, None
                 self._end(link)
                 if link.channel is not None:
@@ -188,6 +209,7 @@ class Fleet:
     def _end(self, link: Link) -> None:
         link.is_dead = True
         self.links.remove(link)
+        link.ended.set_result(None)
 
 
 def _as_failure(error: Any) -> Exception:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from typing import Any, Protocol
 
 from forethought.cluster.messages import Command, Description, Updates
@@ -23,6 +24,14 @@ class Channel(Protocol):
 
     def ask(self) -> None:
         """Ask for ``Updates``."""
+
+    def copy(self, handle: int, target: Channel) -> None:
+        """Bring the pages that a ``Copy`` names with this handle, sent before or after, to another
+        replica. That one's reply gets ``Copied``, whatever happens.
+        """
+
+    def drain(self) -> None:
+        """Have all ingresses of the replica leave it."""
 
     def kill(self) -> None:
         """End the replica, if it is still there."""
@@ -47,10 +56,12 @@ class Link:
     Attributes:
         channel: None until it is opened.
         description: None until it is up.
-        num_generating: generations of this ingress there.
+        num_open: sequences of this ingress there.
+        num_generating: those of them that generate.
         num_begun: the same, of all time.
-        is_draining: nothing new begins there, and it ends with the last generation.
+        is_draining: nothing new begins there, its sequences move away, and it ends without them.
         is_dead: it is given up.
+        ended: when it is, for other threads.
         heard: when it has answered last, as of ``time.monotonic``.
     """
 
@@ -58,8 +69,9 @@ class Link:
         self.name, self.num_failures = name, num_failures
         self.channel: Channel | None = None
         self.description: Description | None = None
-        self.num_generating = self.num_begun = 0
+        self.num_open = self.num_generating = self.num_begun = 0
         self.is_draining = self.is_dead = False
+        self.ended = Future[None]()
         self.heard, self.stalled = time.monotonic(), 0.0
         self.engine_load, self.stats = EngineLoad(0, 0, 0.0), EngineStats()
         self._num_elsewhere = self._num_messages = 0
@@ -86,6 +98,14 @@ class Link:
         return self.num_generating + self._num_elsewhere
 
     @property
+    def num_free_tokens(self) -> int:
+        """Tokens that its KV cache has free pages for, as of its last answer."""
+        if self.description is None:
+            return 0
+        usage = self.engine_load.kv_cache_usage
+        return int(self.description.capabilities.capacity * (1.0 - usage))
+
+    @property
     def silence(self) -> float:
         """Seconds since it has answered, or since its engine has made a step that it should."""
         return max(time.monotonic() - self.heard, self.stalled)
@@ -110,6 +130,7 @@ class Link:
         """It has answered."""
         self.heard, self.stalled = time.monotonic(), updates.stalled
         self.engine_load, self.stats = updates.load, updates.stats
+        self.is_draining |= updates.is_draining
         num_running = updates.load.running + updates.load.waiting
         self._num_elsewhere = max(0, num_running - self.num_generating)
 

@@ -7,12 +7,19 @@
     Branch, Generate, Reach, Stop, Close  -->   sessions of an AsyncLLM, by their handles
                                           <--   Updates: Progress of generations, and the load
 
+    ingress               replica               another replica
+    -------               -------               ---------------
+    Copy             -->
+                          Pages            -->  part of a session, under another handle
+                     <--------------------      Copied
+
 Commands are numbered by message, as an actor of Ray may run them in another order. A handle is a
 session that lives in one replica, a number that the ingress has chosen; so is that of a generation.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -20,6 +27,7 @@ from typing import NamedTuple
 from forethought.config.sampling import SamplingParams
 from forethought.engine.base import Begun, Capabilities
 from forethought.engine.scheduler import Limits
+from forethought.engine.snapshot import SequenceSnapshot
 from forethought.outputs import (
     DraftedStep,
     EngineLoad,
@@ -72,7 +80,46 @@ class Close(NamedTuple):
     handle: int
 
 
-Command = Branch | Generate | Reach | Stop | Close
+class Copy(NamedTuple):
+    """Copy what is stored of the tokens of a session from ``start`` on, for another replica."""
+
+    handle: int
+    target: int
+    """The handle of the session there."""
+    start: int
+    stop: float = math.inf
+    """Tokens of the session that are copied at most."""
+    generation: int | None = None
+    """To end first; None: what is generated goes on."""
+
+
+class Prepare(NamedTuple):
+    """A generation with these params is going to move here: compile its grammar."""
+
+    params: SamplingParams
+
+
+Command = Branch | Generate | Reach | Stop | Close | Copy | Prepare
+
+
+class Pages(NamedTuple):
+    """What a ``Copy`` has copied, from one replica to another."""
+
+    saved: SequenceSnapshot
+    num_left: int
+    """Stored tokens after them."""
+
+
+class Copied(NamedTuple):
+    """The answer of the replica to which a session was copied."""
+
+    handle: int
+    num_tokens: int = 0
+    """Of the session there now."""
+    num_left: int = 0
+    num_bytes: int = 0
+    error: Exception | None = None
+    """It has failed: the session there is as it was."""
 
 
 @dataclass(slots=True)
@@ -106,6 +153,8 @@ class Updates(NamedTuple):
     stats: EngineStats
     stalled: float
     """Seconds since the engine made a step, while it has work."""
+    is_draining: bool = False
+    """Its ingresses are to leave it, with their sequences."""
 
 
 @dataclass(frozen=True, slots=True)

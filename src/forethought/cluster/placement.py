@@ -65,6 +65,11 @@ class Placement:
             name, count = self._homes.get(key, (place.name, 0))
             self._homes[key] = name, count + 1
 
+    def moved(self, key: str | None, place: Place) -> None:
+        """A sequence of a key is somewhere else now: further ones follow it."""
+        if key is not None and key in self._homes:
+            self._homes[key] = place.name, self._homes[key][1]
+
     def lost(self, place: Place) -> None:
         """A replica is gone: what stayed on it goes on together elsewhere."""
         self._homes = {key: home for key, home in self._homes.items() if home[0] != place.name}

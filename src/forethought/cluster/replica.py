@@ -9,25 +9,30 @@ import asyncio
 import contextlib
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from forethought.cluster.messages import (
     Branch,
     Close,
     Command,
+    Copied,
+    Copy,
     Description,
     Generate,
+    Pages,
+    Prepare,
     Progress,
     Reach,
     Stop,
     Updates,
 )
+from forethought.config.sampling import SamplingParams
 from forethought.errors import EngineStopped, ForethoughtError, RequestError
 from forethought.llm.async_llm import AsyncLLM
 from forethought.llm.async_session import AsyncSession, SessionStream
-from forethought.outputs import CompletionOutput, Usage
+from forethought.outputs import CompletionOutput, EngineLoad, Usage
 
 GATHER = 0.05
 """Seconds in which tokens of a generation are gathered, after its first ones and unless somebody
@@ -38,6 +43,8 @@ LEASE = 30.0
 """Seconds without a question after which the sessions of an ingress are closed: it has died."""
 ORPHAN = 600.0
 """Seconds without any ingress after which the process ends."""
+COPY_BYTES = 8 * 2**20
+"""Of keys and values that are copied to another replica at once, while a sequence generates."""
 MAX_EARLY = 1024
 """Messages of an ingress that may wait for one before them."""
 
@@ -99,9 +106,18 @@ class _Ingress:
     early: dict[int, Sequence[Command]] = field(default_factory=dict)
     """Messages that have come before an earlier one, by their numbers."""
     num_messages: int = 0
+    copies: dict[int, asyncio.Future[Pages]] = field(default_factory=dict)
+    """Of ``Copy`` commands, by the handle elsewhere, until they are fetched."""
     news: list[Progress] = field(default_factory=list)
     has_news: asyncio.Event = field(default_factory=asyncio.Event)
     last_seen: float = field(default_factory=time.monotonic)
+
+
+class Status(NamedTuple):
+    """Of a replica, for its operator."""
+
+    is_draining: bool
+    load: EngineLoad
 
 
 class Replica:
@@ -120,7 +136,8 @@ class Replica:
         self._steps, self._stepped = 0, time.monotonic()
         self._orphaned = time.monotonic()
         self._guard: asyncio.Task[None] | None = None
-        self._closing = set[asyncio.Task[None]]()
+        self._unfinished = set[asyncio.Task[None]]()
+        self._is_draining = False
 
     async def connect(self, ingress: str) -> Description:
         """Begin to take commands of an ingress. The first one has the model loaded."""
@@ -158,7 +175,40 @@ class Replica:
         asker.has_news.clear()
         asker.news, news = [], asker.news
         asker.last_seen = time.monotonic()
-        return Updates(news, self._llm.load, self._llm.stats, self._stalled())
+        return Updates(news, self._llm.load, self._llm.stats, self._stalled(), self._is_draining)
+
+    async def pages(self, ingress: str, handle: int) -> Pages:
+        """What the ``Copy`` with this handle elsewhere has copied, once it has been run."""
+        asker = self._known(ingress)
+        try:
+            return await self._copy_of(asker, handle)
+        finally:
+            asker.copies.pop(handle, None)
+
+    async def receive(self, ingress: str, handle: int, pages: Pages) -> Copied:
+        """Store what another replica has copied, after what is there of the session."""
+        asker, saved = self._known(ingress), pages.saved
+        session = asker.sessions.get(handle)
+        try:
+            if session is None:
+                session = await AsyncSession.restored(self._llm, self._llm._thread, saved)
+                asker.sessions[handle] = session
+            else:
+                await session.append(saved)
+        except Exception as error:
+            return Copied(handle, error=_portable(error))
+        return Copied(handle, len(saved.token_ids), pages.num_left, saved.num_bytes)
+
+    async def drain(self) -> None:
+        """Have all ingresses leave, with their sequences."""
+        self._is_draining = True
+        for asker in self._ingresses.values():
+            asker.has_news.set()
+
+    async def status(self) -> Status:
+        """What ``forethought cluster`` shows of it."""
+        load = EngineLoad(0, 0, 0.0) if self._loaded is None else self._loaded.load
+        return Status(self._is_draining, load)
 
     async def leave(self, ingress: str) -> int:
         """Close the sessions of an ingress; returns how many others ask for updates."""
@@ -197,6 +247,10 @@ class Replica:
             case Stop(number):
                 if (generation := asker.generations.pop(number, None)) is not None:
                     generation.cancel()
+            case Copy():
+                self._copy(asker, command)
+            case Prepare(params):
+                self._later(self._prepare(params))
             case Close(handle):
                 await self._close_session(asker, handle)
 
@@ -240,8 +294,11 @@ class Replica:
         return branch
 
     def _close_soon(self, session: AsyncSession) -> None:
-        self._closing.add(task := asyncio.ensure_future(session.close()))
-        task.add_done_callback(self._closing.discard)
+        self._later(session.close())
+
+    def _later(self, work: Coroutine[Any, Any, None]) -> None:
+        self._unfinished.add(task := asyncio.create_task(work))
+        task.add_done_callback(self._unfinished.discard)
 
     async def _close_session(self, asker: _Ingress, handle: int) -> None:
         generation = asker.by_handle.pop(handle, None)
@@ -251,6 +308,42 @@ class Replica:
         session = asker.sessions.pop(handle, None)
         if session is not None:
             self._close_soon(session)
+
+    def _copy(self, asker: _Ingress, command: Copy) -> None:
+        """Queue a copy on the engine's thread, after the commands before it."""
+        pages = self._copy_of(asker, command.target)
+        try:
+            session = asker.sessions[command.handle]  # if what was to open it has not failed
+            ends, start = command.generation is not None, command.start
+            stop = min(command.stop, start + self._copy_tokens())
+            copied = session.capture(start, stop, ends=ends)
+        except Exception as error:
+            pages.set_exception(_portable(error))
+            return
+
+        async def finish() -> None:
+            try:
+                saved = await asyncio.wrap_future(copied)
+                stored = min(command.stop, session.num_computed)
+                pages.set_result(Pages(saved, max(0, int(stored) - len(saved.token_ids))))
+            except Exception as error:
+                pages.set_exception(_portable(error))
+
+        self._later(finish())
+
+    async def _prepare(self, params: SamplingParams) -> None:
+        with contextlib.suppress(ForethoughtError):  # the generation will tell of it
+            await self._llm._frontend.grammars.compiled(params)
+
+    def _copy_of(self, asker: _Ingress, handle: int) -> asyncio.Future[Pages]:
+        if handle not in asker.copies:
+            asker.copies[handle] = asyncio.get_running_loop().create_future()
+        return asker.copies[handle]
+
+    def _copy_tokens(self) -> int:
+        """Tokens that are copied at once."""
+        storage = self._llm._frontend.local_engine.runner.storage
+        return max(1, COPY_BYTES * storage.page_size // storage.bytes_per_page)
 
     # ---- generations --------------------------------------------------------------------------
 
@@ -304,6 +397,8 @@ class Replica:
     async def _close(self, asker: _Ingress) -> None:
         for generation in asker.generations.values():
             generation.cancel()
+        for pages in asker.copies.values():
+            pages.cancel()
         await AsyncSession.close_all(asker.sessions.values())
 
     async def _expire(self) -> None:

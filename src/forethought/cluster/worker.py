@@ -19,6 +19,7 @@ from forethought.cluster.actors import ActorOpener, Resources, check_ray, name_o
 from forethought.cluster.engine import ClusterEngine
 from forethought.cluster.fleet import HANG, Fleet
 from forethought.cluster.link import Link
+from forethought.cluster.migration import Rebalancing
 from forethought.config.engine import LlmArgs
 from forethought.errors import ParameterError
 from forethought.llm.async_llm import MAX_PENDING, AsyncLLM
@@ -43,6 +44,7 @@ def open_llm(
     ray_address: str | None = None,
     hang_seconds: float = HANG,
     max_pending: int = MAX_PENDING,
+    rebalance: bool = True,
     **fields: Any,
 ) -> AsyncLLM:
     """An ``AsyncLLM`` whose sequences are computed by replicas of the model, and outlive them.
@@ -56,6 +58,7 @@ def open_llm(
         ray_address: of a cluster of Ray, such as ``"auto"``; None: one is started here.
         hang_seconds: of silence, after which a replica is ended and replaced.
         max_pending: as of ``AsyncLLM``.
+        rebalance: whether sequences move from a replica that has much more to do than another one.
         **fields: of ``LlmArgs``, for each replica.
 
     Raises:
@@ -70,7 +73,7 @@ def open_llm(
     start_ray(ray_address, replicas)
     opener = ActorOpener((fields, os.getcwd()), Resources.share(fields, replicas))
     fleet = Fleet(opener, name_of(fields), replicas, hang_seconds)
-    llm = over(fleet, args, max_pending)
+    llm = over(fleet, args, max_pending, Rebalancing() if rebalance else None)
     atexit.register(llm._shutdown)  # before Ray is, which began earlier
     return llm
 
@@ -90,10 +93,15 @@ def check_replicas(fields: Mapping[str, Any], num_replicas: int) -> None:
     check_ray()
 
 
-def over(fleet: Fleet, args: LlmArgs, max_pending: int = MAX_PENDING) -> AsyncLLM:
+def over(
+    fleet: Fleet,
+    args: LlmArgs,
+    max_pending: int = MAX_PENDING,
+    rebalancing: Rebalancing | None = None,
+) -> AsyncLLM:
     """An ``AsyncLLM`` over a fleet, one replica of which comes up. Raises as ``open_llm``."""
     fleet.wait()
-    engine = ClusterEngine(fleet, args.seed, _current_request)
+    engine = ClusterEngine(fleet, args.seed, _current_request, rebalancing)
     try:
         return AsyncLLM.of(_frontend(engine, args), ClusterThread, max_pending=max_pending)
     except BaseException:
@@ -196,17 +204,33 @@ class ReplicaWorker(EngineWorker):
         return worker
 
     async def scale(self, replicas: int) -> None:
-        """Start further replicas, or drain some: what generates there ends there."""
+        """Start further replicas, or drain some, as ``scale``."""
         await scale(self.llm, replicas)
+
+    async def drain(self, name: str) -> None:
+        """Have a replica left by its sequences, as ``drain``."""
+        await drain(self.llm, name)
 
 
 async def scale(llm: AsyncLLM, replicas: int) -> None:
-    """Start further replicas of a model of ``open_llm``, or drain some.
+    """Start further replicas of a model of ``open_llm``, or drain some: their sequences move to the
+    others, and they end.
 
     Raises ParameterError for fewer than one.
     """
     check_replicas({}, replicas)
     await asyncio.wrap_future(llm._thread.call(_fleet(llm).scale, replicas))
+
+
+async def drain(llm: AsyncLLM, name: str) -> None:
+    """Have a replica of a model of ``open_llm`` left by all who use it; it ends then. Nothing new
+    begins there, and its sequences go on in others as they are. Returns when those of this model
+    have moved.
+
+    Raises ParameterError for an unknown name, or that of the last replica.
+    """
+    link = await asyncio.wrap_future(llm._thread.call(_fleet(llm).drain, name))
+    await asyncio.shield(asyncio.wrap_future(link.ended))
 
 
 def links_of(llm: AsyncLLM) -> list[Link]:

@@ -161,12 +161,16 @@ class BaseEngine(ABC):
         """Let a sequence read the tokens of others; see ``Engine.attend_to``."""
 
     @abstractmethod
-    def capture(self, sequence: Sequence, token_ids: Ids[int]) -> SequenceSnapshot:
+    def capture(self, sequence: Sequence, token_ids: Ids[int], start: int = 0) -> SequenceSnapshot:
         """A copy of the KV of a sequence; see ``Engine.capture``."""
 
     @abstractmethod
     def restore(self, saved: SequenceSnapshot) -> Sequence:
         """A parked sequence of a snapshot; see ``Engine.restore``."""
+
+    @abstractmethod
+    def append_snapshot(self, sequence: Sequence, saved: SequenceSnapshot) -> None:
+        """Append what a snapshot goes on with; see ``Engine.append_snapshot``."""
 
     @abstractmethod
     def rewind(self, sequence: Sequence, length: int) -> None:

@@ -39,7 +39,7 @@ from forethought.engine.sequence import (
     num_common,
 )
 from forethought.engine.snapshot import SequenceSnapshot
-from forethought.engine.step import Event, Step
+from forethought.engine.step import Event, Step, publish
 from forethought.errors import CapacityError, ParameterError, UsageError
 from forethought.kv.events import EventLog, KvEventPublisher
 from forethought.kv.pool import PagePool, PrefixIndex
@@ -359,9 +359,10 @@ class Engine(BaseEngine):
         sequence.others = tuple(sorted(readable, key=lambda other: other.num_common))
 
     @override
-    def capture(self, sequence: Sequence, token_ids: Ids[int]) -> SequenceSnapshot:
-        """A copy of a sequence that begins like ``token_ids``: these ids, and its KV so far. KV
-        that it has yet to compute, or whose pages it has given up, is not in it.
+    def capture(self, sequence: Sequence, token_ids: Ids[int], start: int = 0) -> SequenceSnapshot:
+        """A copy of a sequence that begins like ``token_ids``, or is their beginning: these ids,
+        and their KV so far, from the token ``start`` on. KV that it has yet to compute, or whose
+        pages it has given up, is not in it.
 
         Raises UsageError if its KV depends on other sequences (``attend_to``).
         """
@@ -372,11 +373,13 @@ class Engine(BaseEngine):
                 "Save another sequence with its text",
             )
         caches = self.speculation.hidden_state_caches
-        saved = snapshot.capture(sequence.table, token_ids, self.runner.storage, caches)
+        saved = snapshot.capture(sequence.table, token_ids, self.runner.storage, caches, start)
+        salt, digest = sequence.params.cache_salt, sequence.adapter_digest
+        if sequence.table.digests and sequence.table.root == self.index.root(salt, digest):
+            saved = replace(saved, cache_salt=salt)
         if sequence.adapter is None:
             return saved
-        name, digest = sequence.adapter.name, sequence.adapter.digest
-        return replace(saved, adapter=name, adapter_digest=digest)
+        return replace(saved, adapter=sequence.adapter.name, adapter_digest=digest)
 
     @override
     def restore(self, saved: SequenceSnapshot) -> Sequence:
@@ -391,29 +394,54 @@ class Engine(BaseEngine):
             SnapshotError: it was computed with an adapter whose weights are not here.
         """
         adapter = self.adapters.of_snapshot(saved.adapter, saved.adapter_digest)
-        self._check_ids("the snapshot", saved.token_ids)
-        self._check_length(len(saved.token_ids))
-        sequence = self._new(list(saved.token_ids), keep=True)
+        sequence = self._new([], keep=True)
         sequence.adapter = adapter
-        needed = sequence.table.pages_needed(saved.num_stored)
-        if needed > self.pool.available:
-            self.close(sequence)
-            raise CapacityError(
-                f"the KV cache has no place for a snapshot of {saved.num_stored} tokens now",
-                f"it takes {needed} pages, and {self.pool.available} are free",
-                "Close sessions, wait for requests to end, or raise kv_cache_config.max_tokens",
+        if saved.cache_salt is not None:
+            sequence.params = SamplingParams(cache_salt=saved.cache_salt)
+            digests = self.index.digests(
+                saved.token_ids[: saved.stop], saved.cache_salt, sequence.adapter_digest
             )
-        sequence.table.append(saved.num_stored)
+            sequence.table.adopt(self.index.find(digests))
         try:
-            caches = self.speculation.draft_caches
-            snapshot.write(saved, sequence.table, self.runner.storage, caches)
+            self.append_snapshot(sequence, saved)
         except BaseException:
             self.close(sequence)
             raise
-        sequence.num_ever_computed = saved.num_stored
-        sequence.usage.cached += saved.num_stored
-        self.stats.cached += saved.num_stored
         return sequence
+
+    @override
+    def append_snapshot(self, sequence: Sequence, saved: SequenceSnapshot) -> None:
+        """Append the tokens that a snapshot has beyond those of a parked sequence, with which it
+        begins, and their KV. If the sequence has lost pages before ``saved.start``, all that it
+        lacks is computed when it is resumed.
+
+        Raises as ``restore``; nothing has changed then.
+        """
+        self._expect_parked(sequence, "continued")
+        self._check_ids("the snapshot", saved.token_ids)
+        self._check_length(len(saved.token_ids))
+        table, first = sequence.table, sequence.table.length
+        num_new = saved.stop - first if saved.start <= first < saved.stop else 0
+        needed = table.pages_needed(num_new)
+        if needed > self.pool.available:
+            raise CapacityError(
+                f"the KV cache has no place for a snapshot of {num_new} tokens now",
+                f"it takes {needed} pages, and {self.pool.available} are free",
+                "Close sessions, wait for requests to end, or raise kv_cache_config.max_tokens",
+            )
+        if num_new:
+            copies = table.append(num_new)
+            assert not copies, "it shares full pages alone"
+            caches = self.speculation.draft_caches
+            snapshot.write(saved, table, self.runner.storage, caches, first)
+        sequence.tokens[:] = saved.token_ids
+        sequence.prompt_length = len(sequence.tokens)
+        sequence.num_ever_computed = max(sequence.num_ever_computed, table.length)
+        num_restored = table.length - (first if saved.start else 0)
+        sequence.usage.cached += num_restored
+        self.stats.cached += num_restored
+        if saved.cache_salt is not None and self.index.enabled:
+            publish(self.index, sequence)
 
     @override
     def rewind(self, sequence: Sequence, length: int) -> None:

@@ -1,9 +1,10 @@
 """A sequence outside of the engine: its token ids and the KV that was computed for them.
 
 Keys and values are copied token by token, in the order of the positions, so that a snapshot does
-not depend on the pages that held them, nor on their size. The hidden states of the target that
-drafters read are part of it, as they cannot be computed without another forward of the target.
-Draft KV is not: drafters compute it from these before their next draft.
+not depend on the pages that held them, nor on their size. It may be a part of the sequence, from
+``start`` on: what has been computed since the part before was taken. The hidden states of the
+target that drafters read are in it, as they cannot be computed without another forward of the
+target. Draft KV is not: drafters compute it from these before their next draft.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ class SequenceSnapshot:
 
     token_ids: list[int]
     kv: list[Tensor]
-    """In CPU memory, as ``KvStorage.read_slots`` returns it: the first ``num_stored`` tokens."""
+    """In CPU memory, as ``KvStorage.read_slots`` returns it: ``num_stored`` tokens."""
     hidden_states: Mapping[tuple[int, ...], Tensor] = field(default_factory=dict)
     """By the ids of the layers: ``[num_stored, width]`` in the model's dtype."""
     adapter: str = ""
@@ -33,11 +34,26 @@ class SequenceSnapshot:
     """A hash of that one's weights, which are not here."""
     state: Mapping[str, Tensor] = field(default_factory=dict)
     """In CPU memory, as ``KvStorage.read_state`` returns it."""
+    start: int = 0
+    """The first token whose keys and values are here."""
+    cache_salt: str | None = None
+    """Under which its pages are found in the prefix cache, and published; None: they are not."""
 
     @property
     def num_stored(self) -> int:
         """Tokens whose keys and values are here."""
         return int(self.kv[0].shape[1])
+
+    @property
+    def stop(self) -> int:
+        """The token after the last whose keys and values are here."""
+        return self.start + self.num_stored
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of its tensors."""
+        tensors = (*self.kv, *self.hidden_states.values(), *self.state.values())
+        return sum(tensor.nbytes for tensor in tensors)
 
 
 def capture(
@@ -45,19 +61,20 @@ def capture(
     token_ids: Sequence[int],
     storage: KvStorage,
     hidden_state_caches: Sequence[HiddenStateCache],
+    start: int = 0,
 ) -> SequenceSnapshot:
-    """Copy what is stored of a sequence, whose ``table`` is at most as long as ``token_ids``.
-    Hidden-state caches that lack a state are left out.
+    """Copy what is stored of the tokens of a sequence from ``start`` on, in ``table``. Hidden-state
+    caches that lack a state are left out.
     """
-    length = table.length
-    assert length <= len(token_ids)
+    table = table.prefix(min(table.length, len(token_ids)))
+    length, start = table.length, min(start, table.length)
     states = {
-        cache.layer_ids: cache.read(table, 0, length).clone().cpu()
+        cache.layer_ids: cache.read(table, start, length).clone().cpu()
         for cache in hidden_state_caches
         if cache.covers(table, length)
     }
-    kv = storage.read_slots(table.slots(0, length))
-    return SequenceSnapshot(list(token_ids), kv, states, state=storage.read_state(table))
+    kv, state = storage.read_slots(table.slots(start, length)), storage.read_state(table)
+    return SequenceSnapshot(list(token_ids), kv, states, state=state, start=start)
 
 
 def write(
@@ -65,16 +82,18 @@ def write(
     table: PageTable,
     storage: KvStorage,
     draft_caches: Sequence[DraftKvCache],
+    first: int = 0,
 ) -> None:
-    """Store a snapshot in the slots of a table of ``num_stored`` tokens."""
-    slots = table.slots(0, saved.num_stored)
-    storage.write_slots(slots, saved.kv)
+    """Store the tokens of a snapshot from ``first`` on in a table that ends with them."""
+    slots, skipped = table.slots(first, saved.stop), first - saved.start
+    storage.write_slots(slots, [stack[:, skipped:] for stack in saved.kv])
     storage.write_state(table, saved.state)
     for cache in draft_caches:
-        cache.invalidate(table, 0, saved.num_stored)
+        cache.invalidate(table, first, saved.stop)
         if isinstance(cache, HiddenStateCache) and cache.layer_ids in saved.hidden_states:
-            cache.storage.write_slots(slots, _as_stacks(saved.hidden_states[cache.layer_ids]))
-            cache.mark(table, 0, saved.num_stored)
+            states = saved.hidden_states[cache.layer_ids][skipped:]
+            cache.storage.write_slots(slots, _as_stacks(states))
+            cache.mark(table, first, saved.stop)
 
 
 def _as_stacks(states: Tensor) -> list[Tensor]:

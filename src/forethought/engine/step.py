@@ -452,7 +452,7 @@ class Step:
             self._stats.prefilled += prefilled
         sequence.num_ever_computed = max(sequence.num_ever_computed, sequence.table.length)
         if self._index.enabled:
-            _publish(self._index, sequence, accepted)
+            publish(self._index, sequence, accepted)
         if sequence.wants_prompt_logprobs:
             assert row.known_logits is not None, "a computed row has its logits"
             add_prompt_logprobs(sequence, row.known_logits, row.start)
@@ -542,7 +542,7 @@ def _rejected(draft: Draft, path: List[int]) -> tuple[int, ...]:
     return tuple(t for t, parent in zip(draft.tokens, draft.parents, strict=True) if parent == last)
 
 
-def _publish(index: PrefixIndex, sequence: Sequence, accepted: list[int]) -> None:
+def publish(index: PrefixIndex, sequence: Sequence, accepted: List[int] = ()) -> None:
     """Publish the full pages of computed tokens under the sequence's cache salt.
 
     A sequence that is resumed under another salt begins another chain of digests, and its pages

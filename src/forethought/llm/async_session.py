@@ -303,6 +303,35 @@ class AsyncSession:
         session = thread.call(lambda: cls(owner, thread, sequence=thread.frontend.restore(saved)))
         return await asyncio.shield(asyncio.wrap_future(session))
 
+    def capture(
+        self, start: int = 0, stop: float = math.inf, *, ends: bool = False
+    ) -> Future[SequenceSnapshot]:
+        """Queue a copy of the tokens and their KV from ``start`` on, for ``append`` elsewhere. It
+        is taken between two steps, and a generation that is in progress goes on; the copy has what
+        is computed by then, ``stop`` tokens at most. ``ends``: that generation is ended before, and
+        the copy has all tokens.
+        """
+        handle, thread = self._handle, self._thread
+
+        def capture() -> SequenceSnapshot:
+            if ends:
+                _stop(thread, handle)
+            sequence = handle.opened
+            length = len(sequence.tokens)
+            if not ends:
+                length = max(start, int(min(stop, sequence.num_computed)))
+            token_ids = sequence.tokens[:length]
+            return thread.frontend.engine.capture(sequence, token_ids, start)
+
+        return thread.call(capture)
+
+    async def append(self, saved: SequenceSnapshot) -> None:
+        """Append what a ``capture`` has that began at the tokens of this session. Raises as
+        ``AsyncLLM.restore``, UsageError if a generation is in progress.
+        """
+        engine, handle = self._thread.frontend.engine, self._handle
+        await self._do(lambda: engine.append_snapshot(handle.idle, saved))
+
     async def rewind(self, length: int) -> None:
         """Drop all tokens from ``length`` on. UsageError if a generation is in progress."""
         handle, frontend, num_kept = self._handle, self._thread.frontend, read_length(length)
@@ -350,6 +379,12 @@ class AsyncSession:
         sequence = self._handle.sequence
         others = () if sequence is None else sequence.others
         return frozenset(other.sequence.id for other in others)
+
+    @property
+    def num_computed(self) -> int:
+        """Tokens whose keys and values are stored now."""
+        sequence = self._handle.sequence
+        return 0 if sequence is None else sequence.num_computed
 
     @property
     def prompt_length(self) -> int:

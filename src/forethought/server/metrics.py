@@ -330,6 +330,7 @@ _ENGINE_TOTALS = {
     "engine_failures": ("Sequences that ended with an error.", ("failures",)),
     "replicas_lost": ("Replicas that have died or were given up.", ("replicas_lost",)),
     "generations_moved": ("Generations that have gone on in another replica.", ("moved",)),
+    "sequences_migrated": ("Sequences moved to another replica, with their KV.", ("migrated",)),
     "draft_failures": ("Times that a drafter failed.", ("draft_failures",)),
     "thoughts_closed": ("Thoughts that a thinking budget closed.", ("thoughts_closed",)),
 }
