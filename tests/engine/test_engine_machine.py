@@ -182,7 +182,9 @@ class EngineMachine(RuleBasedStateMachine):
         if source is None:
             return
         length = data.draw(st.integers(1, len(source.tokens)))
-        saved = self.engine.capture(source, source.tokens[:length])
+        fork = self.engine.fork(source, length)
+        saved = self.engine.capture(fork, fork.tokens)
+        self.engine.close(fork)
         with suppress(CapacityError):
             restored = self.engine.restore(saved)
             self.checked[restored.id] = length  # given, not drawn
