@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import logging
 import os
 import sys
@@ -18,13 +17,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from forethought import assets
-from forethought.cli import options
-from forethought.cli.judge import (
-    REWARD_SERVER,
-    add_reward_server_options,
-    check_reward_model,
-    reward_server_opener,
-)
+from forethought.cli import options, serve_options
+from forethought.cli.judge import REWARD_SERVER, check_reward_model, reward_server_opener
+from forethought.cli.serve_options import HOST, PORT
 from forethought.errors import DependencyError, ParameterError
 from forethought.model_dir import find_model_dir
 
@@ -38,7 +33,6 @@ if TYPE_CHECKING:
     from forethought.workers.reward_server import RewardServerWorker
     from forethought.workers.upstream import UpstreamWorker
 
-_HOST, _PORT = "127.0.0.1", 8000
 _SECTION = "server"
 """Of the file of ``--config``: settings of the server."""
 _LISTS = {
@@ -91,161 +85,12 @@ _METHODS = ("plain", "dynasor", "majority_vote")
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
-    options.add_model_argument(parser)
-    options.add_model_options(parser)
-    options.add_adapter_option(parser, "clients name it as model BASE:NAME (again for more)")
-    parser.add_argument(
-        "--kv-events-config",
-        type=_json_object,
-        metavar="JSON",
-        help="publish what the prefix cache gains and loses over ZMQ, for routers, in vLLM's form: "
-        """'{"endpoint": "tcp://*:5557"}'""",
-    )
-    parser.add_argument(
-        "--reward-model",
-        metavar="DIR",
-        help="scores answers for best_of_n and searches; none: without one (default: for the "
-        "embedded reasoner its own, else none)",
-    )
-    add_reward_server_options(parser)
-    _add_replicas(parser.add_argument_group("replicas of the model, on Ray"))
-    _add_backends(parser.add_argument_group("instead of a model"))
-    _add_server_options(parser.add_argument_group("the server"))
-
-
-def _json_object(text: str) -> dict[str, Any]:
-    """An option that is a JSON object."""
-    try:
-        value = json.loads(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(f"it is no JSON: {error}") from error
-    if not isinstance(value, dict):
-        raise argparse.ArgumentTypeError("it is no JSON object")
-    return value
-
-
-def _add_replicas(replicas: argparse._ArgumentGroup) -> None:
-    replicas.add_argument(
-        "--replicas",
-        type=int,
-        metavar="N",
-        help="have N processes compute, here or on the machines of a cluster of Ray; where one "
-        "dies, its requests go on in another one",
-    )
-    replicas.add_argument(
-        "--ray-address",
-        metavar="ADDRESS",
-        help="of the cluster's head, as in 10.0.0.1:6379; auto: the one that runs on this machine "
-        "(default: Ray is started here, with the server)",
-    )
-    replicas.add_argument(
-        "--no-rebalance",
-        action="store_true",
-        default=None,
-        help="leave sequences in a replica that has much more to do than another one",
-    )
-
-
-def _add_backends(backends: argparse._ArgumentGroup) -> None:
-    backends.add_argument(
-        "--upstream",
-        metavar="URL[,URL]",
-        help="base URLs of OpenAI-compatible servers, as in http://host:8000/v1; their key is read "
-        "from OPENAI_API_KEY",
-    )
-    backends.add_argument(
-        "--api-model", metavar="NAME", help="of the model there (default: the first they list)"
-    )
-    backends.add_argument(
-        "--tokenizer",
-        metavar="DIR",
-        help="tokenizer of the model there, with its chat template: a local directory or a Hub id. "
-        "Needed for methods that continue their own text, such as dynasor; needs transformers",
-    )
-    backends.add_argument(
-        "--thinking-field",
-        metavar="NAME",
-        help="that server's own field for a thinking budget (vLLM: thinking_token_budget)",
-    )
-    options.add_thinks_option(backends)
-    backends.add_argument(
-        "--upstream-fields",
-        metavar="NAME[,NAME]",
-        help="fields beyond OpenAI's API that it takes, such as top_k and min_p; response_format: "
-        "in completions, too; continue_final_message: in chats, which go on with it where their "
-        "server dies",
-    )
-    backends.add_argument(
-        "--worker",
-        nargs=2,
-        metavar=("scripted", "FILE"),
-        help="answer from a script (JSON or YAML), to test clients without a model",
-    )
-
-
-def _add_server_options(server: argparse._ArgumentGroup) -> None:
-    server.add_argument("--host", help=f"default: {_HOST}, this machine only")
-    server.add_argument("--port", type=int, help=f"default: {_PORT}; 0: any free one")
-    server.add_argument(
-        "--api-key",
-        action="append",
-        metavar="KEY",
-        help="require one of these keys (again for more); FORETHOUGHT_API_KEYS holds them too, "
-        "with commas between",
-    )
-    server.add_argument(
-        "--allow-method",
-        action="append",
-        metavar="NAME",
-        help="let clients name this method, too (again for more): a plug-in, or module:Name; it "
-        "runs in this process",
-    )
-    server.add_argument("--served-model-name", nargs="+", metavar="NAME", help="names for clients")
-    options.add_generation_config_option(server)
-    server.add_argument("--cors-origin", action="append", metavar="ORIGIN")
-    server.add_argument(
-        "--allowed-host",
-        action="append",
-        metavar="NAME",
-        help="answer to this name in the header Host, as a proxy may pass it on (again for more; "
-        "*.example.com: any below it, *: any). Default: where --host is of this machine alone, "
-        "its own names; else any",
-    )
-    server.add_argument("--max-running", type=int, metavar="N", help="requests at once")
-    server.add_argument("--max-waiting", type=int, metavar="N", help="requests in the queue")
-    server.add_argument("--timeout", type=float, metavar="S", help="seconds for a request")
-    server.add_argument("--drain-seconds", type=float, metavar="S", help="to finish at the end")
-    server.add_argument("--max-body-bytes", type=int, metavar="N", help="of a request")
-    server.add_argument(
-        "--max-generations",
-        type=int,
-        metavar="N",
-        help="that the methods of one request may begin: the product of their samples, branches "
-        "and steps",
-    )
-    server.add_argument(
-        "--stream-interval", type=float, metavar="S", help="in which new tokens are gathered"
-    )
-    server.add_argument(
-        "--otlp-endpoint",
-        metavar="URL",
-        help="send the spans of requests to this OpenTelemetry collector, by OTLP over HTTP, as in "
-        "http://127.0.0.1:4318",
-    )
-    server.add_argument(
-        "--list-methods",
-        action="store_true",
-        default=None,
-        dest="lists_methods",
-        help="list each method in front of the model as a model, for clients that choose from a "
-        "list",
-    )
-    server.add_argument(
-        "--reasoning-in-content",
-        action="store_true",
-        default=None,
-        help="leave thoughts in the content, with their markers",
-    )
+    serve_options.add_model(parser)
+    serve_options.add_replicas(parser.add_argument_group("replicas of the model, on Ray"))
+    serve_options.add_backends(parser.add_argument_group("instead of a model"))
+    server = parser.add_argument_group("the server")
+    serve_options.add_clients(server)
+    serve_options.add_limits(server)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -275,10 +120,10 @@ def run(args: argparse.Namespace) -> int:
 
 def address(args: argparse.Namespace) -> tuple[str, int]:
     """Host and port to listen at; raises ParameterError if there is no such port."""
-    port = _PORT if args.port is None else args.port
+    port = PORT if args.port is None else args.port
     if not 0 <= port < 1 << 16:
         raise ParameterError("invalid port", f"got {port}", "Give 0 to 65535")
-    return args.host or _HOST, port
+    return args.host or HOST, port
 
 
 def read_config(args: argparse.Namespace) -> dict[str, Any]:

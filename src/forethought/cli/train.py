@@ -72,6 +72,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
         metavar="DIR",
         help="for texts, checkpoint, drafter and adapted model",
     )
+    _add_training(parser)
+    parser.add_argument("--device", default="auto", help="cpu, cuda, ...")
+    parser.add_argument("--json", action="store_true", help="print one JSON object at the end")
+
+
+def _add_training(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--config", type=Path, metavar="FILE", help="YAML with any settings of the recipe"
     )
@@ -93,8 +99,6 @@ def configure(parser: argparse.ArgumentParser) -> None:
         default="auto",
         help="of the target's weights (default: as its config says)",
     )
-    parser.add_argument("--device", default="auto", help="cpu, cuda, ...")
-    parser.add_argument("--json", action="store_true", help="print one JSON object at the end")
 
 
 def run(args: argparse.Namespace) -> int:

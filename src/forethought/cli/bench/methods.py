@@ -22,7 +22,9 @@ from forethought.scaffolding.controller import NativeRewardController
 
 if TYPE_CHECKING:
     from forethought.bench.method_tasks import MethodTask
+    from forethought.bench.methods import MethodBench
     from forethought.evaluation.problems import Problem
+    from forethought.evaluation.recipe import Recipe
     from forethought.methods.parts.difficulty import Policy
 
 
@@ -67,15 +69,7 @@ def configure(measured: Any) -> None:
         metavar="DIR",
         help="scores steps and answers (default: the task's embedded one, else confidence)",
     )
-    options.add_argument(
-        "--policy", type=Path, metavar="FILE", help="of compute_optimal, which is left out without"
-    )
-    options.add_argument(
-        "--calibrate",
-        type=Path,
-        metavar="FILE",
-        help="fit a policy of compute_optimal on as many other problems, and save it",
-    )
+    _add_policies(options)
     options.add_argument(
         "--in-flight", type=int, default=64, metavar="N", help="chains at once (default: 64)"
     )
@@ -90,6 +84,18 @@ def configure(measured: Any) -> None:
         help="of journals and table (default: runs/methods)",
     )
     options.set_defaults(measure=measure)
+
+
+def _add_policies(options: argparse.ArgumentParser) -> None:
+    options.add_argument(
+        "--policy", type=Path, metavar="FILE", help="of compute_optimal, which is left out without"
+    )
+    options.add_argument(
+        "--calibrate",
+        type=Path,
+        metavar="FILE",
+        help="fit a policy of compute_optimal on as many other problems, and save it",
+    )
 
 
 def measure(args: argparse.Namespace) -> int:
@@ -124,18 +130,10 @@ def measure(args: argparse.Namespace) -> int:
     reward = args.reward_model
     judging = nullcontext() if reward is None else open_local_judge(reward)
     with closing(grader), judging as judge:
-        method_bench = bench_of(args.task)(
-            kind,
-            args.tokens,
-            None if judge is None else judge.step_controller("last"),
-            None if judge is None else judge.worker,
-            policy,
-        )
-        recipes = (
-            bench.chosen(method_bench.recipes(), args.only, args.against)
-            if args.calibrate is None
-            else method_bench.calibration_recipes()
-        )
+        controller = None if judge is None else judge.step_controller("last")
+        worker = None if judge is None else judge.worker
+        method_bench = bench_of(args.task)(kind, args.tokens, controller, worker, policy)
+        recipes = _recipes(args, method_bench)
         runner = EvaluationRunner(
             model.llm_opener(fields), seed=args.seed, in_flight=args.in_flight, grader=grader
         )
@@ -163,13 +161,19 @@ def measure(args: argparse.Namespace) -> int:
 
 def _check_rows(args: argparse.Namespace, kind: MethodTask, policy: Policy | None) -> None:
     """Raises UnknownNameError for a name of no row, before the reward model is loaded."""
-    from forethought.bench import methods as bench
     from forethought.bench.instruct_methods import bench_of
 
     judge = None if args.reward_model is None else NativeRewardController()
-    method_bench = bench_of(args.task)(kind, args.tokens, judge, None, policy)
-    if args.calibrate is None:
-        bench.chosen(method_bench.recipes(), args.only, args.against)
+    _recipes(args, bench_of(args.task)(kind, args.tokens, judge, None, policy))
+
+
+def _recipes(args: argparse.Namespace, method_bench: MethodBench) -> list[Recipe]:
+    """Of the rows; raises UnknownNameError for a name of none."""
+    from forethought.bench import methods as bench
+
+    if args.calibrate is not None:
+        return method_bench.calibration_recipes()
+    return bench.chosen(method_bench.recipes(), args.only, args.against)
 
 
 def _check_calibration(args: argparse.Namespace, has_checker: bool) -> None:
