@@ -1,0 +1,103 @@
+"""The time of a step, fitted to measured ones, and the file that holds them."""
+
+import json
+
+import pytest
+
+from forethought import LLM
+from forethought.bench.step_times import (
+    MeasuredEngine,
+    MeasuredStep,
+    StepTimes,
+    attended_tokens,
+    measure_engine,
+)
+from forethought.errors import ParameterError, UsageError
+from tokens import speaking
+
+DECODES, CONTEXTS, PROMPTS = (1, 2, 4, 8), (64, 512), (16, 64, 256)
+
+
+def milliseconds(decodes, context, prefilled, attended):
+    """Flat up to four decodes, and linear in the rest."""
+    base = 10.0 if decodes <= 4 else 10.0 + 3.0 * (decodes - 4)
+    return base + 1e-3 * context + 0.1 * prefilled + 1e-5 * attended
+
+
+def step(decodes=0, context=0, prefilled=0):
+    counts = decodes, decodes * context, prefilled, attended_tokens(0, prefilled)
+    return MeasuredStep(*counts, milliseconds(*counts))
+
+
+def engine(steps=None, **fields):
+    if steps is None:
+        steps = [step(batch, context) for batch in DECODES for context in CONTEXTS]
+        steps += [step(prefilled=length) for length in PROMPTS]
+    limits = {"max_batch_size": 16, "max_num_tokens": 256, "kv_tokens": 9000, "kv_bytes": 64}
+    return MeasuredEngine(**limits | fields, steps=tuple(steps), label="tiny")
+
+
+def test_times_that_follow_the_formula_are_predicted_between_and_beyond_the_measured_ones():
+    times = StepTimes.fit(engine())
+    for counts in ((1, 64, 0, 0), (3, 900, 0, 0), (6, 600, 100, 9000), (0, 0, 200, 20100)):
+        assert times.step(*counts) == pytest.approx(milliseconds(*counts) / 1e3, rel=1e-6)
+    assert times.step(12, 0) == pytest.approx(0.034)  # on from four to eight
+
+
+def test_no_coefficient_is_negative_where_the_fit_would_make_it_so():
+    falling = [MeasuredStep(1, context, 0, 0, 10.0 - context / 100) for context in (100, 500, 900)]
+    times = StepTimes.fit(engine([*falling, step(prefilled=16), step(prefilled=64)]))
+    assert times.per_context == 0.0
+    assert min(times.base) >= 0.0
+    assert times.base[1] == pytest.approx(0.005, abs=0.004)
+
+
+def test_the_chunks_of_a_prompt_attend_to_as_many_tokens_as_the_whole():
+    assert attended_tokens(0, 100) == 5050
+    assert attended_tokens(0, 60) + attended_tokens(60, 40) == attended_tokens(0, 100)
+
+
+def test_a_file_is_read_as_it_was_written(tmp_path):
+    path = tmp_path / "steps.json"
+    engine().save(path)
+    assert MeasuredEngine.load(path) == engine()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"max_batch_size": 0},
+        {"max_batch_size": 300},
+        {"kv_tokens": "many"},
+        {"steps": []},
+        {"steps": [{"decodes": 1}]},
+        {"steps": [step(2, 64)._asdict()]},
+        {"steps": [step(2, 64)._asdict(), step(prefilled=16)._asdict() | {"ms": 0}]},
+    ],
+)
+def test_a_file_without_usable_step_times_is_named(tmp_path, change):
+    path = tmp_path / "steps.json"
+    engine().save(path)
+    path.write_text(json.dumps(json.loads(path.read_text()) | change))
+    with pytest.raises(UsageError, match=r"steps\.json"):
+        MeasuredEngine.load(path)
+    path.write_text("[]")
+    with pytest.raises(UsageError, match=r"steps\.json"):
+        MeasuredEngine.load(path)
+
+
+def test_an_engine_of_impossible_size_is_refused():
+    with pytest.raises(ParameterError, match="max_batch_size"):
+        engine(max_batch_size=1 << 20, max_num_tokens=1 << 20)
+
+
+def test_a_model_is_measured_up_to_its_limits():
+    with LLM(speaking("byte_level"), dtype="float32", max_batch_size=3, max_num_tokens=48) as llm:
+        measured = measure_engine(llm, rounds=1)
+        llm.lend("test").local_engine.check_integrity()
+        llm.take_back()
+    assert (measured.max_batch_size, measured.max_num_tokens) == (3, 48)
+    assert {s.decodes for s in measured.steps} == {0, 1, 2, 3}
+    assert max(s.prefilled for s in measured.steps) == 48
+    assert measured.kv_bytes > 0
+    assert StepTimes.fit(measured).step(2, 100) > 0
