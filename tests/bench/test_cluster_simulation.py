@@ -21,8 +21,8 @@ BLOCK = 16
 def engine(base=1000.0, per_token=0.0, per_context=0.0, **limits):
     """Milliseconds of a step, and what each prefilled token and token of context adds."""
     counts = [(n, n * context) for n in (1, 2) for context in (1, 9)]
-    steps = [MeasuredStep(n, stored, 0, 0, base + stored * per_context) for n, stored in counts]
-    steps += [MeasuredStep(0, 0, p, 0, base + p * per_token) for p in (1, 100)]
+    steps = [MeasuredStep(n, stored, 0, 0, 1, base + stored * per_context) for n, stored in counts]
+    steps += [MeasuredStep(0, 0, p, 0, 1, base + p * per_token) for p in (1, 100)]
     sizes = {"max_batch_size": 8, "max_num_tokens": 64, "kv_tokens": 4096, "kv_bytes": 1000}
     return MeasuredEngine(**sizes | limits, steps=tuple(steps))
 
@@ -99,6 +99,21 @@ def test_context_makes_steps_longer_by_the_tokens_it_has():
     # steps of 1 s and 0.1 s per stored token: 8 of the prompt and one more in each step
     result = run([request(0, 0.0)], per_context=100.0)
     assert times(result) == [(1.0, pytest.approx(1 + 1.9 + 2.0 + 2.1))]
+
+
+def test_calls_of_several_decodes_take_their_seconds_once_each():
+    # 1 s per step and 0.4 s per call of up to four of them; the prefill is one
+    counts = [(n, n * context, 0, 0) for n in (1, 2) for context in (1, 9)]
+    counted = [(*count, calls) for count in counts for calls in (1, 0.25)]
+    counted += [(0, 0, length, 0, 1) for length in (1, 100)]
+    steps = tuple(MeasuredStep(*count, 1000 + 400 * count[-1]) for count in counted)
+    model = MeasuredEngine(8, 64, 4096, 1000, steps, steps_per_call=4)
+    settings = ClusterSettings(model, 1, BLOCK)
+    result = simulate(settings, [request(0, 0.0, limit=7)], "placement")
+    assert times(result) == [(1.4, pytest.approx(1.4 + 6 + 2 * 0.4))]
+    # a second one ends the first call with the step in which it arrives, its third
+    result = simulate(settings, [request(0, 0.0, limit=7), request(1, 4.5, limit=1)], "placement")
+    assert times(result)[0] == (1.4, pytest.approx(1.4 + 6 + 3 * 0.4))
 
 
 def test_a_full_batch_has_others_wait():

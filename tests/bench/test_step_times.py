@@ -18,38 +18,45 @@ from tokens import speaking
 DECODES, CONTEXTS, PROMPTS = (1, 2, 4, 8), (64, 512), (16, 64, 256)
 
 
-def milliseconds(decodes, context, prefilled, attended):
+def milliseconds(decodes, context, prefilled, attended, calls):
     """Flat up to four decodes, and linear in the rest."""
     base = 10.0 if decodes <= 4 else 10.0 + 3.0 * (decodes - 4)
-    return base + 1e-3 * context + 0.1 * prefilled + 1e-5 * attended
+    linear = 1e-3 * context + 0.1 * prefilled + 1e-5 * attended
+    return base + linear + (0.5 + 0.25 * decodes) * calls
 
 
-def step(decodes=0, context=0, prefilled=0):
-    counts = decodes, decodes * context, prefilled, attended_tokens(0, prefilled)
+def step(decodes=0, context=0, prefilled=0, calls=1):
+    counts = decodes, decodes * context, prefilled, attended_tokens(0, prefilled), calls
     return MeasuredStep(*counts, milliseconds(*counts))
 
 
 def engine(steps=None, **fields):
     if steps is None:
-        steps = [step(batch, context) for batch in DECODES for context in CONTEXTS]
+        counts = [(batch, context) for batch in DECODES for context in CONTEXTS]
+        steps = [step(*count, calls=calls) for count in counts for calls in (1, 0.25)]
         steps += [step(prefilled=length) for length in PROMPTS]
     limits = {"max_batch_size": 16, "max_num_tokens": 256, "kv_tokens": 9000, "kv_bytes": 64}
+    limits["steps_per_call"] = 4
     return MeasuredEngine(**limits | fields, steps=tuple(steps), label="tiny")
 
 
 def test_times_that_follow_the_formula_are_predicted_between_and_beyond_the_measured_ones():
     times = StepTimes.fit(engine())
     for counts in ((1, 64, 0, 0), (3, 900, 0, 0), (6, 600, 100, 9000), (0, 0, 200, 20100)):
-        assert times.step(*counts) == pytest.approx(milliseconds(*counts) / 1e3, rel=1e-6)
-    assert times.step(12, 0) == pytest.approx(0.034)  # on from four to eight
+        seconds = times.step(*counts) + times.call(counts[0])
+        assert seconds == pytest.approx(milliseconds(*counts, 1) / 1e3, rel=1e-6)
+    assert times.call(4) - times.call(2) == pytest.approx(0.0005)
+    assert times.step(12, 0) == pytest.approx(times.step(8, 0) + 0.012)  # on from four to eight
 
 
 def test_no_coefficient_is_negative_where_the_fit_would_make_it_so():
-    falling = [MeasuredStep(1, context, 0, 0, 10.0 - context / 100) for context in (100, 500, 900)]
+    falling = [
+        MeasuredStep(1, context, 0, 0, 1, 10.0 - context / 100) for context in (100, 500, 900)
+    ]
     times = StepTimes.fit(engine([*falling, step(prefilled=16), step(prefilled=64)]))
     assert times.per_context == 0.0
     assert min(times.base) >= 0.0
-    assert times.base[1] == pytest.approx(0.005, abs=0.004)
+    assert times.step(1, 500) + times.call(1) == pytest.approx(0.0025, abs=0.0015)
 
 
 def test_the_chunks_of_a_prompt_attend_to_as_many_tokens_as_the_whole():

@@ -8,10 +8,11 @@ from forethought.cli.main import main
 from forethought.model import loader
 from tokens import speaking
 
-LIMITS = {"max_batch_size": 4, "max_num_tokens": 64, "kv_tokens": 500, "kv_bytes": 64}
+LIMITS = {"max_batch_size": 4, "max_num_tokens": 64}
+LIMITS |= {"kv_tokens": 500, "kv_bytes": 64, "steps_per_call": 1}
 STEPS = [
-    {"decodes": 1, "context": 8, "prefilled": 0, "attended": 0, "ms": 10.0},
-    {"decodes": 0, "context": 0, "prefilled": 8, "attended": 36, "ms": 10.0},
+    {"decodes": 1, "context": 8, "prefilled": 0, "attended": 0, "calls": 1, "ms": 10.0},
+    {"decodes": 0, "context": 0, "prefilled": 8, "attended": 36, "calls": 1, "ms": 10.0},
 ]
 
 

@@ -417,7 +417,7 @@ def simulation_table(results: Sequence[SimulationResult], targets: Mapping[str, 
 
 
 def check_replicas(num_replicas: int) -> None:
-    """Raises ParameterError unless so many replicas are simulated."""
+    """Raises ParameterError for a number of replicas that is not simulated."""
     if not 1 <= num_replicas <= MAX_REPLICAS:
         why = f"got {num_replicas}"
         raise ParameterError("invalid replicas", why, f"Give 1 to {MAX_REPLICAS:,}")

@@ -8,7 +8,8 @@ tokens of its parent where these are. Blocks that nothing uses are evicted in th
 release.
 
 Steps of equal rows are one *segment*: k decodes take k * first + slope * k * (k - 1) / 2 seconds,
-as each adds a token to the context of each row.
+as each adds a token to the context of each row, and those of the engine's calls, one for every
+``steps_per_call`` of them.
 """
 
 from __future__ import annotations
@@ -163,12 +164,17 @@ class _Segment:
     chunks: list[tuple[SimulatedSequence, int]]
     num_steps: int
     first: float
-    """Seconds of the first step."""
+    """Seconds of the first step, without its call."""
     slope: float
     """Seconds that each step takes more than the one before."""
+    call: float
+    """Seconds of each call."""
+    steps_per_call: int
 
     def seconds(self, num_steps: int) -> float:
-        return num_steps * self.first + self.slope * num_steps * (num_steps - 1) / 2
+        num_calls = -(-num_steps // self.steps_per_call)
+        steps = num_steps * self.first + self.slope * num_steps * (num_steps - 1) / 2
+        return steps + num_calls * self.call
 
     @property
     def end(self) -> float:
@@ -281,9 +287,12 @@ class SimulatedReplica:
             num_steps = max(1, min(fitting, *(s.num_remaining for s in decodes)))
         prefilled = sum(count for _, count in chunks)
         attended = sum(attended_tokens(s.num_tokens - s.num_left, count) for s, count in chunks)
-        seconds = self._times.step(len(decodes), context, prefilled, attended)
-        slope = self._times.per_context * len(decodes)
-        return _Segment(now, decodes, chunks, num_steps, seconds, slope)
+        times, count = self._times, len(decodes)
+        seconds = times.step(count, context, prefilled, attended)
+        per_call = times.call(count), times.steps_per_call
+        return _Segment(
+            now, decodes, chunks, num_steps, seconds, times.per_context * count, *per_call
+        )
 
     # ---- admission ----------------------------------------------------------------------------
 

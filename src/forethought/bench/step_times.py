@@ -2,13 +2,14 @@
 
 ::
 
-    seconds = base(decodes) + a * context + b * prefilled + c * attended
+    seconds = base(decodes) + a * context + b * prefilled + c * attended + (d + e * decodes) * calls
 
 =============  =====================================================================================
 ``decodes``    sequences that decode one token in the step
 ``context``    stored tokens of all of them
 ``prefilled``  tokens of prompts, of all chunks
 ``attended``   tokens before and at each of these, in all: p * stored + p * (p + 1) / 2 for a chunk
+``calls``      of the engine: 1, or 1 / n for one of n decode steps that are made in one call
 =============  =====================================================================================
 
 The base is linear between the measured numbers of decodes, as processors are not linear in them
@@ -40,7 +41,8 @@ CONTEXTS = (64, 512, 4096)
 PROMPTS = (16, 64, 256, 1024, 4096)
 """Tokens of the prompts whose prefill is measured, or as many as fit into one step."""
 MAX_BATCH_SIZE = 1 << 16
-LIMITS = ("max_batch_size", "max_num_tokens", "kv_tokens", "kv_bytes")
+LIMITS = ("max_batch_size", "max_num_tokens", "kv_tokens", "kv_bytes", "steps_per_call")
+_NUM_LINEAR = 5
 
 
 class MeasuredStep(NamedTuple):
@@ -50,6 +52,7 @@ class MeasuredStep(NamedTuple):
     context: int
     prefilled: int
     attended: int
+    calls: float
     ms: float
 
 
@@ -62,6 +65,7 @@ class MeasuredEngine:
         max_num_tokens: per step.
         kv_tokens: that the KV cache holds.
         kv_bytes: of keys and values of one token.
+        steps_per_call: decode steps that are made in one call at most.
         label: the model and the machine, for reports.
     """
 
@@ -70,6 +74,7 @@ class MeasuredEngine:
     kv_tokens: int
     kv_bytes: int
     steps: tuple[MeasuredStep, ...]
+    steps_per_call: int = 1
     label: str = ""
 
     def __post_init__(self) -> None:
@@ -116,19 +121,14 @@ class StepTimes:
 
     Args:
         base: seconds by the number of decodes, from 0 on.
-        per_context: seconds; so are ``per_prefilled`` and ``per_attended``.
+        linear: the coefficients a to e, in seconds.
+        steps_per_call: of decodes alone.
     """
 
-    def __init__(
-        self,
-        base: Sequence[float],
-        per_context: float = 0.0,
-        per_prefilled: float = 0.0,
-        per_attended: float = 0.0,
-    ) -> None:
-        self.base = list(base)
-        self.per_context, self.per_prefilled = per_context, per_prefilled
-        self.per_attended = per_attended
+    def __init__(self, base: Sequence[float], linear: Sequence[float], steps_per_call: int) -> None:
+        self.base, self.steps_per_call = list(base), steps_per_call
+        self.per_context, self.per_prefilled, self.per_attended, *per_call = linear
+        self._per_call, self._per_decode = per_call
 
     @classmethod
     def fit(cls, engine: MeasuredEngine) -> StepTimes:
@@ -148,11 +148,15 @@ class StepTimes:
         rows = np.array([_terms(step, knots) for step in steps])
         seconds = np.array([step.ms / 1e3 for step in steps])
         solution = _non_negative(rows / seconds[:, None], np.ones(len(steps))).tolist()
-        base = _line(knots, solution[:-3], engine.max_batch_size)
-        return cls(base, *solution[-3:])
+        base = _line(knots, solution[:-_NUM_LINEAR], engine.max_batch_size)
+        return cls(base, solution[-_NUM_LINEAR:], engine.steps_per_call)
+
+    def call(self, decodes: int) -> float:
+        """Seconds that a call takes beside its steps."""
+        return self._per_call + self._per_decode * decodes
 
     def step(self, decodes: int, context: int, prefilled: int = 0, attended: int = 0) -> float:
-        """Seconds of a step."""
+        """Seconds of a step without its call."""
         return (
             self.base[decodes]
             + self.per_context * context
@@ -176,65 +180,96 @@ def measure_engine(llm: LLM, rounds: int = 3) -> MeasuredEngine:
     llm.take_back()
     limits, capacity = engine.limits, engine.capabilities.capacity
     cost = ModelCost.of(engine.runner.lm, engine.runner.storage.stored_dtype)
-    steps = (
-        *_decode_steps(llm, limits.max_batch_size, capacity, rounds),
-        *_prefill_steps(llm, min(limits.max_num_tokens, llm.max_length - 1), rounds),
-    )
+    longest = min(llm.max_length, capacity) - 1
+    timer = _StepTimer(llm, rounds, longest, engine.num_decode_steps)
+    pages = engine.pool.page_size, capacity
     return MeasuredEngine(
-        limits.max_batch_size, limits.max_num_tokens, capacity, cost.kv_bytes, steps
+        limits.max_batch_size,
+        limits.max_num_tokens,
+        capacity,
+        cost.kv_bytes,
+        (
+            *timer.decodes(limits.max_batch_size, *pages),
+            *timer.prefills(limits.max_num_tokens),
+        ),
+        engine.num_decode_steps,
     )
 
 
-def _decode_steps(
-    llm: LLM, max_batch_size: int, capacity: int, rounds: int
-) -> Iterator[MeasuredStep]:
-    from forethought.bench.roofline import NUM_DECODED, measure_steps
+@dataclass(frozen=True, slots=True)
+class _StepTimer:
+    llm: LLM
+    rounds: int
+    longest: int
+    """Tokens of a prompt at most."""
+    steps_per_call: int
 
-    longest = llm.max_length - NUM_DECODED
-    for context in sorted({min(size, longest) for size in CONTEXTS}):
-        largest = min(max_batch_size, capacity // (context + NUM_DECODED))
-        batches = sorted({*(2**power for power in range(largest.bit_length())), largest})
-        for batch, _, seconds, _ in measure_steps(llm, batches, [context], rounds):
-            stored = batch * (context + NUM_DECODED // 2)
-            yield MeasuredStep(batch, stored, 0, 0, 1e3 * seconds)
+    def decodes(self, max_batch_size: int, page_size: int, capacity: int) -> Iterator[MeasuredStep]:
+        """Steps of several per call, and steps of one."""
+        from forethought.bench.roofline import NUM_DECODED, measure_steps
 
+        longest = max(page_size, (self.longest - NUM_DECODED) // page_size * page_size)
+        for context in sorted({min(size, longest) for size in CONTEXTS}):
+            largest = max(1, min(max_batch_size, capacity // (context + NUM_DECODED + page_size)))
+            batches = sorted({*(2**power for power in range(largest.bit_length())), largest})
+            for batch, _, seconds, _ in measure_steps(self.llm, batches, [context], self.rounds):
+                stored = batch * (context + NUM_DECODED // 2)
+                yield MeasuredStep(batch, stored, 0, 0, 1 / self.steps_per_call, 1e3 * seconds)
+                prompts = self._prompts(batch, context + 1, 0)
+                seconds = [self._seconds(prompts, batch) for _ in range(self.rounds + 1)][1:]
+                if all(seconds):
+                    stored = batch * context
+                    yield MeasuredStep(batch, stored, 0, 0, 1, 1e3 * float(np.median(seconds)))
 
-def _prefill_steps(llm: LLM, longest: int, rounds: int) -> Iterator[MeasuredStep]:
-    for length in sorted({min(size, longest) for size in PROMPTS}):
-        seconds = _prefill_seconds(llm, length, rounds)
-        yield MeasuredStep(0, 0, length, attended_tokens(0, length), 1e3 * seconds)
+    def prefills(self, max_num_tokens: int) -> Iterator[MeasuredStep]:
+        """Steps that compute a prompt of which nothing is cached."""
+        longest = min(max_num_tokens, self.longest)
+        for length in sorted({min(size, longest) for size in PROMPTS}):
+            seconds = [
+                self._seconds(self._prompts(1, length, number), length)
+                for number in range(self.rounds + 1)  # the first one warms up
+            ]
+            ms, attended = 1e3 * float(np.median(seconds[1:])), attended_tokens(0, length)
+            yield MeasuredStep(0, 0, length, attended, 1, max(1e-6, ms))
 
+    def _prompts(self, batch: int, length: int, number: int) -> list[list[int]]:
+        source = np.random.default_rng([batch, length, number])
+        prompts: list[list[int]] = source.integers(
+            0, len(self.llm.tokenizer), [batch, length]
+        ).tolist()
+        return prompts
 
-def _prefill_seconds(llm: LLM, length: int, rounds: int) -> float:
-    """Median seconds of a step that computes a prompt of which nothing is cached."""
-    from forethought.config.sampling import SamplingParams
+    def _seconds(self, prompts: list[list[int]], num_computed: int) -> float:
+        """Of the step that gives each prompt a token; 0 if it is not one that computes as many."""
+        from forethought.config.sampling import SamplingParams
 
-    params = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True)
-    seconds = []
-    for number in range(rounds + 1):  # the first one warms up
-        source = np.random.default_rng([length, number])
-        prompt = source.integers(0, len(llm.tokenizer), length).tolist()
-        before = llm.stats
-        llm.generate([prompt], params)
-        seconds.append(max(1e-9, llm.stats.step_seconds - before.step_seconds))
-    return float(np.median(seconds[1:]))
+        before = self.llm.stats
+        params = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True)
+        self.llm.generate(prompts, params)
+        after = self.llm.stats
+        is_one = after.steps - before.steps == 1
+        has_computed = after.prefilled - before.prefilled == num_computed
+        return after.step_seconds - before.step_seconds if is_one and has_computed else 0.0
 
 
 def _read_step(values: dict[str, Any]) -> MeasuredStep:
     step = MeasuredStep(**values)
-    counts = step[:-1]
+    counts = step[:-2]
     if not all(isinstance(count, int) and count >= 0 for count in counts):
         raise ValueError(f"a count of {values} is none")
+    if not (isinstance(step.calls, int | float) and 0 < step.calls <= 1):
+        raise ValueError(f"calls of {values} is not between 0 and 1")
     if not (isinstance(step.ms, int | float) and 0 < step.ms < math.inf):
         raise ValueError(f"ms of {values} is no time")
     return step
 
 
 def _terms(step: MeasuredStep, knots: Sequence[int]) -> list[float]:
-    """[knots + 3]: the weights of the base at its knots, then the linear terms."""
+    """[knots + 5]: the weights of the base at its knots, then the linear terms."""
     weights = [0.0] * len(knots)
     weights[knots.index(step.decodes)] = 1.0
-    return [*weights, float(step.context), float(step.prefilled), float(step.attended)]
+    linear = (step.context, step.prefilled, step.attended, step.calls, step.calls * step.decodes)
+    return [*weights, *map(float, linear)]
 
 
 def _non_negative(rows: NDArray[np.float64], target: NDArray[np.float64]) -> NDArray[np.float64]:
