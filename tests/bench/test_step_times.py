@@ -108,3 +108,11 @@ def test_a_model_is_measured_up_to_its_limits():
     assert max(s.prefilled for s in measured.steps) == 48
     assert measured.kv_bytes > 0
     assert StepTimes.fit(measured).step(2, 100) > 0
+
+
+def test_a_time_that_noise_has_made_nothing_of_moves_the_fit_little():
+    steps = engine().steps
+    noisy = StepTimes.fit(engine([steps[0]._replace(ms=1e-6), *steps[1:]]))
+    for counts in ((8, 4096, 0, 0), (4, 2048, 0, 0), (0, 0, 256, attended_tokens(0, 256))):
+        seconds = noisy.step(*counts) + noisy.call(counts[0])
+        assert seconds == pytest.approx(milliseconds(*counts, 1) / 1e3, rel=0.1)

@@ -14,7 +14,8 @@
 
 The base is linear between the measured numbers of decodes, as processors are not linear in them
 (flat until their units are busy), and goes on as between the last two. All other terms are linear,
-and no coefficient is below 0. Errors of the fit are relative to the measured times.
+and no coefficient is below 0. Errors of the fit are relative to the measured times, but to no less
+than a share of the usual one: the difference of two noisy times may be next to nothing.
 """
 
 from __future__ import annotations
@@ -43,6 +44,8 @@ PROMPTS = (16, 64, 256, 1024, 4096)
 MAX_BATCH_SIZE = 1 << 16
 LIMITS = ("max_batch_size", "max_num_tokens", "kv_tokens", "kv_bytes", "steps_per_call")
 _NUM_LINEAR = 5
+LEAST_SHARE = 0.02
+"""Of the median time, to which errors are relative at least."""
 
 
 class MeasuredStep(NamedTuple):
@@ -147,7 +150,8 @@ class StepTimes:
         knots = sorted({0, *(step.decodes for step in steps)})
         rows = np.array([_terms(step, knots) for step in steps])
         seconds = np.array([step.ms / 1e3 for step in steps])
-        solution = _non_negative(rows / seconds[:, None], np.ones(len(steps))).tolist()
+        scale = np.maximum(seconds, LEAST_SHARE * np.median(seconds))
+        solution = _non_negative(rows / scale[:, None], seconds / scale).tolist()
         base = _line(knots, solution[:-_NUM_LINEAR], engine.max_batch_size)
         return cls(base, solution[-_NUM_LINEAR:], engine.steps_per_call)
 
@@ -215,11 +219,17 @@ class _StepTimer:
             for batch, _, seconds, _ in measure_steps(self.llm, batches, [context], self.rounds):
                 stored = batch * (context + NUM_DECODED // 2)
                 yield MeasuredStep(batch, stored, 0, 0, 1 / self.steps_per_call, 1e3 * seconds)
-                prompts = self._prompts(batch, context + 1, 0)
-                seconds = [self._seconds(prompts, batch) for _ in range(self.rounds + 1)][1:]
-                if all(seconds):
-                    stored = batch * context
-                    yield MeasuredStep(batch, stored, 0, 0, 1, 1e3 * float(np.median(seconds)))
+                yield from self._single(batch, context)
+
+    def _single(self, batch: int, context: int) -> Iterator[MeasuredStep]:
+        """A decode that is a call of its own: of prompts that are cached but for their last tokens,
+        where the engine caches them.
+        """
+        prompts = self._prompts(batch, context + 1, 0)
+        times = [self._seconds(prompts, batch) for _ in range(self.rounds + 1)][1:]
+        if all(times):
+            ms = 1e3 * float(np.median(times))
+            yield MeasuredStep(batch, batch * context, 0, 0, 1, ms)
 
     def prefills(self, max_num_tokens: int) -> Iterator[MeasuredStep]:
         """Steps that compute a prompt of which nothing is cached."""
@@ -229,8 +239,9 @@ class _StepTimer:
                 self._seconds(self._prompts(1, length, number), length)
                 for number in range(self.rounds + 1)  # the first one warms up
             ]
-            ms, attended = 1e3 * float(np.median(seconds[1:])), attended_tokens(0, length)
-            yield MeasuredStep(0, 0, length, attended, 1, max(1e-6, ms))
+            if all(seconds[1:]):
+                ms, attended = 1e3 * float(np.median(seconds[1:])), attended_tokens(0, length)
+                yield MeasuredStep(0, 0, length, attended, 1, ms)
 
     def _prompts(self, batch: int, length: int, number: int) -> list[list[int]]:
         source = np.random.default_rng([batch, length, number])
