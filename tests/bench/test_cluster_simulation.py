@@ -12,7 +12,8 @@ from forethought.bench.cluster_simulation import (
     simulate,
     simulation_table,
 )
-from forethought.bench.step_times import MeasuredEngine, MeasuredStep
+from forethought.bench.simulated_replica import SimulatedReplica, SimulatedSequence
+from forethought.bench.step_times import MeasuredEngine, MeasuredStep, StepTimes
 from forethought.errors import ParameterError, UsageError
 
 BLOCK = 16
@@ -58,7 +59,8 @@ def random_trace(seed, count=120, rate=2.0, session=lambda number: None):
         requests.append(request(number, at, length, limit, ids, session=session(number)))
         if number % 3 == 0:
             fork = {"fork_of": number, "fork_at": source.randrange(0, limit + 1)}
-            requests.append(request(count + number, at, length + 20, 5, ids, **fork))
+            longer = [*ids, 1000 + number]
+            requests.append(request(count + number, at, length + 20, 5, longer, **fork))
     return requests
 
 
@@ -137,6 +139,7 @@ def test_a_fork_begins_with_the_tokens_of_its_parent_and_computes_the_rest():
     result = run([parent, fork])
     assert result.sequences[1].arrived == pytest.approx(3.0)  # the parent has three tokens
     assert result.sequences[1].num_cached == 23
+    assert result.sequences[0].key == result.sequences[1].key
     assert times(result) == [(1.0, 10.0), (5.0, 6.0)]  # the next step had begun
 
 
@@ -153,7 +156,29 @@ def test_blocks_are_evicted_where_others_need_the_room():
     first, other = request(0, 0.0, 33, 1, [1, 2]), request(1, 10.0, 49, 1, [5, 6, 7])
     again = request(2, 20.0, 33, 1, [1, 2])
     assert run([first, other, again], kv_tokens=128).sequences[2].num_cached == 32
-    assert run([first, other, again], kv_tokens=64).sequences[2].num_cached < 32
+    # two tokens too many: the last token and the second block go, the beginning stays
+    assert run([first, other, again], kv_tokens=80).sequences[2].num_cached == 16
+    assert run([first, other, again], kv_tokens=50).sequences[2].num_cached == 0
+
+
+def test_what_has_moved_waits_until_its_pages_and_the_next_token_fit():
+    model = engine(kv_tokens=40)
+    replica = SimulatedReplica("replica-0", model, StepTimes.fit(model), BLOCK)
+    here = SimulatedSequence(0, request(0, 0.0, 20, 5), ())
+    moved = SimulatedSequence(1, request(1, 0.0, 10, 12), (), num_output=9, has_pages=True)
+    replica.add(here, 0.0)
+    replica.plan(0.0)
+    replica.finish(1.0)
+    replica.add(moved, 1.0)  # 19 tokens, and both need one more: 20 are free
+    replica.plan(1.0)
+    assert replica.segment.decodes == [here]
+    while replica.segment is not None:
+        now = replica.segment.end
+        replica.finish(now)
+        replica.check_integrity()
+        replica.plan(now)
+    assert (here.ended, moved.ended) == (pytest.approx(5.0), pytest.approx(8.0))
+    assert replica.num_prefilled == 20
 
 
 # ---- several replicas --------------------------------------------------------------------------
@@ -186,12 +211,13 @@ def test_a_full_replica_spills_over_and_rebalancing_moves_what_generates():
 def test_the_cost_of_a_move_is_its_bytes_over_the_bandwidth():
     requests = [request(n, 0.1 * n, 8, 200, session="s") for n in range(8)]
     model = engine(per_context=1.0, base=10.0)
-    fast, slow = (
+    fast, slow, never = (
         simulate(ClusterSettings(model, 2, BLOCK, bandwidth), requests, "rebalancing")
-        for bandwidth in (1e9, 1e4)
+        for bandwidth in (1e9, 1e4, 1.0)
     )
     assert fast.num_moved
     assert fast.seconds < slow.seconds
+    assert never.num_moved == 0  # all have ended before they are copied
 
 
 def test_on_a_skewed_trace_with_shared_prefixes_policies_rank_by_what_they_know():

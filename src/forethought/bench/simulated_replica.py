@@ -115,6 +115,7 @@ class SimulatedCache:
         """An entry in use becomes larger or smaller."""
         self._sizes[entry] += change
         self.num_used += change
+        assert self._sizes[entry] >= 0, "more was shared than it has"
         self._evict()
 
     def retain(self, entry: Hashable) -> None:
@@ -145,6 +146,7 @@ class SimulatedCache:
     def _evict(self) -> None:
         while self._idle and self.num_used + self._num_idle > self.capacity:
             self.drop(next(iter(self._idle)))
+        assert self.num_used <= self.capacity, "more was admitted than fits"
 
     def check_integrity(self) -> None:
         """Assert that the counts agree, and that all fits."""
