@@ -107,7 +107,9 @@ def test_a_model_is_measured_up_to_its_limits():
     assert {s.decodes for s in measured.steps} == {0, 1, 2, 3}
     assert max(s.prefilled for s in measured.steps) == 48
     assert measured.kv_bytes > 0
-    assert StepTimes.fit(measured).step(2, 100) > 0
+    assert all(s.ms > 0 for s in measured.steps)
+    times = StepTimes.fit(measured)
+    assert times.step(2, 100) + times.call(2) > 0
 
 
 def test_a_time_that_noise_has_made_nothing_of_moves_the_fit_little():
