@@ -36,22 +36,8 @@ def configure(measured: Any) -> None:
     options.formatter_class = argparse.RawDescriptionHelpFormatter
     model.add_model_argument(options)
     model.add_model_options(options)
-    options.add_argument(
-        "--trace", type=Path, required=True, metavar="FILE", help="requests in Mooncake's format"
-    )
-    options.add_argument(
-        "--speed", type=float, default=1.0, metavar="F", help="of the trace's clock (default: 1)"
-    )
-    options.add_argument(
-        "--num-requests", type=int, metavar="N", help="the first ones only (default: all)"
-    )
-    options.add_argument(
-        "--block-size",
-        type=int,
-        default=_BLOCK_SIZE,
-        metavar="N",
-        help=f"tokens per id in hash_ids (default: {_BLOCK_SIZE})",
-    )
+    _add_trace(options)
+    _add_step_times(options)
     options.add_argument(
         "--replicas", type=int, nargs="+", default=[1, 2, 4, 8], help="(default: 1 2 4 8)"
     )
@@ -60,12 +46,6 @@ def configure(measured: Any) -> None:
         nargs="+",
         metavar="NAME",
         help="round_robin, placement, rebalancing (default: all)",
-    )
-    options.add_argument(
-        "--step-times", type=Path, metavar="FILE", help="of --save-step-times, in place of a model"
-    )
-    options.add_argument(
-        "--save-step-times", type=Path, metavar="FILE", help="write what is measured"
     )
     options.add_argument(
         "--bandwidth",
@@ -85,6 +65,34 @@ def configure(measured: Any) -> None:
     options.set_defaults(measure=measure)
 
 
+def _add_trace(options: argparse.ArgumentParser) -> None:
+    options.add_argument(
+        "--trace", type=Path, required=True, metavar="FILE", help="requests in Mooncake's format"
+    )
+    options.add_argument(
+        "--speed", type=float, default=1.0, metavar="F", help="of the trace's clock (default: 1)"
+    )
+    options.add_argument(
+        "--num-requests", type=int, metavar="N", help="the first ones only (default: all)"
+    )
+    options.add_argument(
+        "--block-size",
+        type=int,
+        default=_BLOCK_SIZE,
+        metavar="N",
+        help=f"tokens per id in hash_ids (default: {_BLOCK_SIZE})",
+    )
+
+
+def _add_step_times(options: argparse.ArgumentParser) -> None:
+    options.add_argument(
+        "--step-times", type=Path, metavar="FILE", help="of --save-step-times, in place of a model"
+    )
+    options.add_argument(
+        "--save-step-times", type=Path, metavar="FILE", help="write what is measured"
+    )
+
+
 def measure(args: argparse.Namespace) -> int:
     """Measure, simulate, and report."""
     from forethought.bench.arrivals import read_mooncake
@@ -102,15 +110,8 @@ def measure(args: argparse.Namespace) -> int:
 
     from forethought.bench import cluster_simulation as simulation
 
-    if not 0 < args.bandwidth < float("inf"):
-        why = f"got {args.bandwidth}"
-        raise ParameterError("invalid --bandwidth", why, "Give gigabytes per second")
-    for number in args.replicas:
-        simulation.check_replicas(number)
     policies = args.policies or [*simulation.POLICIES]
-    for name in policies:
-        if name not in simulation.POLICIES:
-            raise UnknownNameError("policy", name, simulation.POLICIES)
+    _check(args, policies)
     engine = _engine(args)
     simulation.check_requests(requests, engine)
     results = []
@@ -121,6 +122,20 @@ def measure(args: argparse.Namespace) -> int:
         print("\n".join([simulation.simulation_table(results, targets), "", *_notes(engine)]))
     print(json.dumps(_report(args, engine, results, targets), ensure_ascii=False))
     return 0
+
+
+def _check(args: argparse.Namespace, policies: list[str]) -> None:
+    """Raises UsageError for a value out of range."""
+    from forethought.bench.cluster_simulation import POLICIES, check_replicas
+
+    if not 0 < args.bandwidth < float("inf"):
+        why = f"got {args.bandwidth}"
+        raise ParameterError("invalid --bandwidth", why, "Give gigabytes per second")
+    for number in args.replicas:
+        check_replicas(number)
+    for name in policies:
+        if name not in POLICIES:
+            raise UnknownNameError("policy", name, POLICIES)
 
 
 def _engine(args: argparse.Namespace) -> MeasuredEngine:
