@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from forethought.bench.arrivals import BLOCK_SIZE, load_mooncake, poisson
+from forethought.bench.arrivals import BLOCK_SIZE, load_mooncake, poisson, read_mooncake
 from forethought.errors import ParameterError, UsageError
 
 
@@ -67,6 +67,21 @@ def test_equal_blocks_of_a_trace_are_equal_text_and_other_text_differs(tmp_path)
     assert third != second[size : size + 9]
 
 
+def test_forks_and_sessions_of_a_trace_are_read_and_lines_without_them_are_numbered(tmp_path):
+    fork = {**record(5, ids=[1, "b"]), "request": 9, "fork_of": 0, "fork_at": 3, "session": 2}
+    plain, forked = read_mooncake(trace(tmp_path, record(0), fork))
+    assert (plain.number, plain.fork_of, plain.session) == (0, None, None)
+    assert (forked.number, forked.fork_of, forked.fork_at) == (9, 0, 3)
+    assert (forked.session, forked.hash_ids) == ("2", (1, "b"))
+
+
+def test_a_request_that_generates_nothing_is_no_request_to_a_server(tmp_path):
+    path = trace(tmp_path, record(0), record(1, limit=0))
+    assert read_mooncake(path)[1].output_length == 0
+    with pytest.raises(UsageError, match=r"trace\.jsonl:2"):
+        load_mooncake(path)
+
+
 @pytest.mark.parametrize(
     "broken",
     [
@@ -75,6 +90,10 @@ def test_equal_blocks_of_a_trace_are_equal_text_and_other_text_differs(tmp_path)
         record(0, length=0),
         record(0, limit="many"),
         {**record(0), "hash_ids": 3},
+        {**record(0), "hash_ids": [[]]},
+        {**record(0), "fork_of": "first"},
+        {**record(0), "fork_at": -1},
+        {**record(0), "session": {}},
         [1],
     ],
 )

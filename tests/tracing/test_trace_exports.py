@@ -288,6 +288,7 @@ def test_the_loads_of_several_traces_have_one_clock_and_one_table_of_blocks(trac
     later.started += 2.0
     lines = mooncake_requests([later, trace], block_size=8)
     assert [line["request"] for line in lines] == [2, 3, 0, 1]
+    assert [line["session"] for line in lines] == [1, 1, 0, 0]
     first, second = lines[0], lines[2]
     assert second["timestamp"] - first["timestamp"] == 2000
     assert second["hash_ids"] == first["hash_ids"]

@@ -8,6 +8,7 @@ distinguishes the load of a method from independent requests:
 
 ============== ====================================================================================
 ``request``    number of the request in its file
+``session``    number of the trace: all requests of one method
 ``kind``       ``completion``, ``chat``, ``score``, ``fork``, or ``probe``: a fork of a request that
                was still running
 ``branch``     path of the parallel branch
@@ -54,13 +55,14 @@ def mooncake_requests(
     begin = min((trace.started for trace in all_traces), default=0.0)
     blocks = _Blocks(block_size)
     lines: list[dict[str, Any]] = []
-    for trace in all_traces:
+    for session, trace in enumerate(all_traces):
         offset, first = trace.started - begin, len(lines)
         load = [request for request in requests(trace) if _is_load(request)]
         numbers = {request.number: first + index for index, request in enumerate(load)}
         ratio = _characters_per_token(load)
         for request in load:
-            lines.append(_line(request, offset, numbers, blocks.ids(request, ratio)))
+            line = _line(request, offset, numbers, blocks.ids(request, ratio))
+            lines.append(line | {"session": session})
     return sorted(lines, key=lambda line: line["timestamp"])
 
 

@@ -8,6 +8,8 @@ forethought bench serving: load on any OpenAI-compatible server, open loop, and 
 
 forethought bench methods: every method on an embedded model at equal generated tokens.
 
+forethought bench cluster: replicas simulated under a trace, by measured step times.
+
 forethought bench specreason: SpecReason beside its two models alone.
 """
 
@@ -16,14 +18,22 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable
 
-from forethought.cli.bench import auto, methods, roofline, serving, specreason, speculation
+from forethought.cli.bench import (
+    auto,
+    cluster,
+    methods,
+    roofline,
+    serving,
+    specreason,
+    speculation,
+)
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Declare what can be measured, and its arguments."""
     measured = parser.add_subparsers(dest="measured", metavar="WHAT", required=True)
     speculation.configure(measured, __doc__)
-    for part in (serving, roofline, auto, methods, specreason):
+    for part in (serving, cluster, roofline, auto, methods, specreason):
         part.configure(measured)
 
 
