@@ -192,6 +192,18 @@ def test_a_repository_of_gguf_files_and_one_of_an_adapter_are_called_that(
         check_model_dir(Path(find(hub.environment(tmp_path), "org/lora")))
 
 
+@pytest.mark.parametrize(("kind", "folder"), [("model", "model"), ("draft model", "drafter")])
+def test_the_folder_of_a_training_run_is_refused_with_the_one_inside_it(
+    tmp_path: Path, kind: str, folder: str
+) -> None:
+    with pytest.raises(ModelError, match="Check that the directory is complete"):
+        check_model_dir(tmp_path, kind)
+    (tmp_path / folder).mkdir()
+    (tmp_path / folder / "config.json").write_text("{}")
+    with pytest.raises(ModelError, match=f"Give {tmp_path / folder}"):
+        check_model_dir(tmp_path, kind)
+
+
 @pytest.mark.parametrize("name", ["/nowhere", "a/b/c", "../model", "model name"])
 def test_what_can_be_no_hub_id_is_refused_without_asking(name: str) -> None:
     with pytest.raises(ModelError, match="there is no such directory"):

@@ -164,6 +164,12 @@ def test_the_tutorial_runs_from_the_first_block_to_the_last():
     assert float(drafted.split()[-1]) > 1
 
 
+def test_the_tutorial_drafts_with_the_heads_where_training_writes_them():
+    page = text_of("tutorial.md")
+    [out] = re.findall(r"forethought train .* --out (\S+)", page)
+    assert re.findall(r"--draft-model (\S+)", page) == [f"{out}/drafter"]
+
+
 def test_the_names_that_other_tools_names_are_told_in_exist_here():
     page = text_of("coming-from.md")
     optillm = page.split("## optillm")[1].split("## A paper")[0]

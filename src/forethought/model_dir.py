@@ -176,7 +176,10 @@ def check_model_dir(directory: Path, kind: str = "model") -> None:
     if not (directory / "config.json").is_file():
         if gguf_names.is_gguf_model(directory):
             raise _broken(directory, kind, "it holds GGUF files", _GGUF_FIX)
-        raise _broken(directory, kind, "it has no config.json")
+        trained = directory / ("model" if kind == "model" else "drafter")
+        fix = f"Give {trained}, which 'forethought train' has written"
+        there = (trained / "config.json").is_file()
+        raise _broken(directory, kind, "it has no config.json", fix if there else "")
     for file in sorted(directory.iterdir()):
         if _is_lfs_pointer(file):
             raise _broken(

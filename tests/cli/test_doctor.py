@@ -75,13 +75,15 @@ def test_what_is_missing_comes_with_what_to_type(monkeypatch):
         "pydantic>=2.7",
         "pytest; extra == 'local'",
         'nowhere-to-be-found>=1; extra == "openai"',
+        "pydantic>=2; extra == 'kv-events'",
     ]
     monkeypatch.setattr(metadata, "requires", lambda name: required)
     found = doctor.examine()
-    assert found["extras"] == {"local": [], "openai": ["nowhere-to-be-found"]}
+    assert found["extras"] == {"local": [], "openai": ["nowhere-to-be-found"], "kv-events": []}
     shown = "\n".join(doctor.lines(found))
     assert 'missing nowhere-to-be-found: pip install "forethought[openai]"' in shown
-    assert "local   installed" in shown
+    assert "\n  local      installed" in shown
+    assert "\n  kv-events  installed" in shown
 
 
 def test_a_source_tree_that_is_not_installed_is_said_to_be_one(monkeypatch):

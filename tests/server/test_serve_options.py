@@ -16,6 +16,7 @@ from forethought.assets import REASONER
 from forethought.cli import serve
 from forethought.errors import ParameterError, UsageError
 from forethought.server.backends.remote_backend import RemoteBackend
+from forethought.server.settings import Settings
 from http_servers import scripted, served
 from openai_server import serving
 from tokens import speaking
@@ -68,6 +69,16 @@ def test_a_format_of_calls_is_for_a_model_or_the_tokenizer_of_another_servers(
     backend = serve.opener(options(*upstream, "--tokenizer", REASONER))()
     assert backend.tool_format.name == "llama3"
     backend.close()
+
+
+def test_the_help_has_the_defaults_of_the_settings() -> None:
+    parser = argparse.ArgumentParser()
+    serve.configure(parser)
+    helps = {action.dest: action.help or "" for action in parser._actions}
+    names = ("max_running", "max_waiting", "drain_seconds", "max_generations", "stream_interval")
+    for name in names:
+        assert f"(default: {getattr(Settings(), name):g})" in helps[name]
+    assert f"(default: {Settings().max_body_bytes >> 20} MiB)" in helps["max_body_bytes"]
 
 
 def test_keys_come_from_the_environment_too(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -184,7 +184,7 @@ def missing_by_extra() -> dict[str, list[str]] | None:
     by_extra: dict[str, list[str]] = {}
     for requirement in required:
         name = re.match(r"[\w.-]+", requirement)
-        extra = re.search(r"extra == ['\"](\w+)['\"]", requirement)
+        extra = re.search(r"extra == ['\"]([\w-]+)['\"]", requirement)
         if name is None or extra is None or extra[1] in _NOT_FOR_USERS:
             continue
         missing = by_extra.setdefault(extra[1], [])
@@ -244,12 +244,13 @@ def _sandbox_line(kinds: dict[str, str | None]) -> str:
 def _extra_lines(extras: dict[str, list[str]] | None) -> list[str]:
     if extras is None:
         return ["  unknown: forethought is run from its source and is not installed"]
+    width = max(map(len, extras), default=0) + 2
     lines_of_extras = []
     for extra, missing in extras.items():
         state = "installed"
         if missing:
             state = f'missing {", ".join(missing)}: pip install "forethought[{extra}]"'
-        lines_of_extras.append(f"  {extra:<8}{state}")
+        lines_of_extras.append(f"  {extra:<{width}}{state}")
     return lines_of_extras
 
 

@@ -1,4 +1,4 @@
-"""Serve a model over HTTP, with all methods: OpenAI's API, and a page at /.
+"""Serve a model over HTTP, with all methods: the APIs of OpenAI, Anthropic and ollama, a page at /.
 
 Without a model: the embedded reasoner. Point any OpenAI client at http://127.0.0.1:8000/v1; a
 method is chosen by the name of the model, as in majority_vote@8-reasoner, or by the field method.

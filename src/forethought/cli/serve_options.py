@@ -124,9 +124,19 @@ def add_clients(server: argparse._ArgumentGroup) -> None:
         help="let clients name this method, too (again for more): a plug-in, or module:Name; it "
         "runs in this process",
     )
-    server.add_argument("--served-model-name", nargs="+", metavar="NAME", help="names for clients")
+    server.add_argument(
+        "--served-model-name",
+        nargs="+",
+        metavar="NAME",
+        help="names for clients (default: the last part of the model's)",
+    )
     options.add_generation_config_option(server)
-    server.add_argument("--cors-origin", action="append", metavar="ORIGIN")
+    server.add_argument(
+        "--cors-origin",
+        action="append",
+        metavar="ORIGIN",
+        help="let pages of this origin call the server (again for more; default: none)",
+    )
     server.add_argument(
         "--allowed-host",
         action="append",
@@ -153,20 +163,45 @@ def add_clients(server: argparse._ArgumentGroup) -> None:
 
 def add_limits(server: argparse._ArgumentGroup) -> None:
     """What a request may take, and who is told."""
-    server.add_argument("--max-running", type=int, metavar="N", help="requests at once")
-    server.add_argument("--max-waiting", type=int, metavar="N", help="requests in the queue")
-    server.add_argument("--timeout", type=float, metavar="S", help="seconds for a request")
-    server.add_argument("--drain-seconds", type=float, metavar="S", help="to finish at the end")
-    server.add_argument("--max-body-bytes", type=int, metavar="N", help="of a request")
+    server.add_argument(
+        "--max-running",
+        type=int,
+        metavar="N",
+        help="requests at once; further ones wait (default: 64)",
+    )
+    server.add_argument(
+        "--max-waiting",
+        type=int,
+        metavar="N",
+        help="requests that wait; further ones get 429 (default: 256)",
+    )
+    server.add_argument(
+        "--timeout",
+        type=float,
+        metavar="S",
+        help="seconds for a request, waiting included (default: no limit)",
+    )
+    server.add_argument(
+        "--drain-seconds",
+        type=float,
+        metavar="S",
+        help="that running requests have to finish after SIGTERM (default: 30)",
+    )
+    server.add_argument(
+        "--max-body-bytes", type=int, metavar="N", help="of a request (default: 8 MiB)"
+    )
     server.add_argument(
         "--max-generations",
         type=int,
         metavar="N",
         help="that the methods of one request may begin: the product of their samples, branches "
-        "and steps",
+        "and steps (default: 65536)",
     )
     server.add_argument(
-        "--stream-interval", type=float, metavar="S", help="in which new tokens are gathered"
+        "--stream-interval",
+        type=float,
+        metavar="S",
+        help="seconds between two chunks of a stream (default: 0.05)",
     )
     server.add_argument(
         "--otlp-endpoint",

@@ -221,7 +221,7 @@ class TurnView {
 export function noteOf(run) {
   const { completionTokens, seconds, promptTokens, cachedTokens, method } = summarize(run);
   const size = `${method}, ${completionTokens.toLocaleString("en")} tokens, ${seconds.toFixed(2)} s`;
-  const reused = cachedTokens ? `, ${cachedTokens} of ${promptTokens} prompt tokens reused` : "";
+  const reused = cachedTokens ? `, ${cachedTokens.toLocaleString("en")} of ${promptTokens.toLocaleString("en")} prompt tokens reused` : "";
   switch (run.status) {
     case "running":
       if (!run.hasBegun && !run.polls.size) return `${method}: waiting for the first token, ${seconds.toFixed(0)} s`;

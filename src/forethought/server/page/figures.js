@@ -106,7 +106,7 @@ export function explainSpeculation(run, plain) {
   const { steps, drafted, accepted, tokensPerStep } = summarize(run);
   if (!steps) return `${drafter}: the server reports no decode steps.${note}`;
   if (!drafted) return `${drafter} proposed nothing: every step gave one token.${note}`;
-  const rate = `${drafter}: ${accepted} of ${drafted} draft tokens accepted, ${tokensPerStep?.toFixed(2)} tokens a step.`;
+  const rate = `${drafter}: ${accepted.toLocaleString("en")} of ${drafted.toLocaleString("en")} draft tokens accepted, ${tokensPerStep?.toFixed(2)} tokens a step.`;
   return `${rate}${paid(run, plain)}${note}`;
 }
 
