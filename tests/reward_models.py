@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoTokenizer, BertConfig, PreTrainedConfig, Qwen2Config
+from transformers import AutoTokenizer, PreTrainedConfig, Qwen2Config
 
 from forethought.assets import reasoner_dir
 
@@ -32,7 +32,7 @@ def save(directory: Path, kind: Any, words: Any = None, **fields: Any) -> Path:
         "max_position_embeddings": 512,
         "initializer_range": 0.3,
     }
-    family: type[PreTrainedConfig] = BertConfig if "Bert" in kind.__name__ else Qwen2Config
+    family: type[PreTrainedConfig] = kind.config_class
     if family is Qwen2Config:
         sizes |= {"num_key_value_heads": 1, "pad_token_id": None}
     torch.manual_seed(0)

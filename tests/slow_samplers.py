@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from forethought.config.sampling import SamplingParams
 from forethought.model.sampling import SequenceBreakers, TokenContext
+from forethought.model.sampling.dry import BreakerTree
 from forethought.reference.engine import _edited
 from sampling_cases import VOCABULARY
 
@@ -40,11 +41,11 @@ llama_params = st.builds(
 def breakers_of(*texts: Sequence[int], size: int = VOCABULARY) -> SequenceBreakers:
     """Breakers of the given tokens."""
     singles = {text[0] for text in texts if len(text) == 1}
-    runs: dict[int, list[tuple[frozenset[int], tuple[int, ...]]]] = {}
+    tree = BreakerTree()
     for text in texts:
         if len(text) > 1:
-            runs.setdefault(text[1], []).append((frozenset(text[:1]), tuple(text[1:])))
-    return SequenceBreakers(bytes(token in singles for token in range(size)), runs)
+            tree.add(frozenset(text[:1]), text[1:])
+    return SequenceBreakers(bytes(token in singles for token in range(size)), tree)
 
 
 def slow_dry(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import sys
+import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,6 +18,7 @@ from forethought.config.engine import KvEventsConfig, LlmArgs
 from forethought.engine.engine import Engine
 from forethought.errors import DependencyError, ParameterError
 from forethought.kv.events import EventLog, KvEventPublisher, hash_of
+from http_servers import eventually
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
 
@@ -160,15 +162,18 @@ def subscribed(endpoint: str, topic: bytes = b"") -> Iterator[Any]:
         yield socket
 
 
-def replayed(endpoint: str, start: int) -> list[tuple[int, bytes]]:
+def replayed(endpoint: str, start: int, pause: float = 0.0) -> list[tuple[int, bytes]]:
+    """The batches from a number on, of which a few at a time are read, after a pause."""
     import zmq
 
     batches = []
     with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
         socket.setsockopt(zmq.LINGER, 0)
         socket.setsockopt(zmq.RCVTIMEO, 60_000)
+        socket.set_hwm(10)
         socket.connect(endpoint)
         socket.send_multipart((b"", start.to_bytes(8, "big")))
+        time.sleep(pause)
         while True:
             _, number, payload = socket.recv_multipart()
             if not payload:
@@ -207,6 +212,19 @@ def test_a_subscriber_and_a_replay_rebuild_the_index_of_a_model(tmp_path: Path) 
                 assert topic == b"kv@pod"
                 number = int.from_bytes(raw, "big")
                 assert payload == batches[number][1]
+
+
+def test_a_replay_to_a_slow_subscriber_has_no_gap(tmp_path: Path) -> None:
+    pytest.importorskip("zmq", reason="the extra kv-events is not installed")
+    endpoint, replay = f"ipc://{tmp_path}/events", f"ipc://{tmp_path}/replay"
+    config = KvEventsConfig(endpoint=endpoint, replay_endpoint=replay)
+    log = EventLog(4, 100)
+    publisher = KvEventPublisher(log, config)
+    eventually(lambda: publisher._number == 1)
+    batches = [(number, bytes(2000)) for number in range(1, 4000)]
+    publisher._sent.extend((number.to_bytes(8, "big"), payload) for number, payload in batches)
+    assert replayed(replay, 1, pause=0.5) == batches
+    publisher.close()
 
 
 def test_the_last_events_are_sent_before_the_publisher_ends(tmp_path: Path) -> None:

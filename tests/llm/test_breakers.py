@@ -53,6 +53,15 @@ def test_several_breakers_and_repeated_ones_are_one_set() -> None:
     assert tokenizer.breakers.of(()).distance([5, 6, 7]) == 3
 
 
+def test_breakers_that_begin_alike_share_what_they_may_begin_in() -> None:
+    names = {letter: number for number, letter in enumerate("abcdefgh")}
+    breakers = BreakerTokens(lambda: names, {" ": 32}, {}, lambda text: [names[c] for c in text])
+    tree = breakers.of(("ab", "ac", "ad")).tree
+    heads = [tree.branches[names[letter]].heads for letter in "bcd"]
+    assert heads == [{names["a"]}] * 3
+    assert len({id(shared) for shared in heads}) == 1
+
+
 def test_only_so_many_sets_are_remembered() -> None:
     names = {"a": 0, "Ġ": 1}
     breakers = BreakerTokens(lambda: names, {"a": 97, "Ġ": 32}, {}, lambda text: [0] * len(text))

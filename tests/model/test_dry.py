@@ -16,6 +16,16 @@ ON = SamplingParams(dry_multiplier=1.0, dry_base=2.0, dry_sequence_breakers=())
 few_tokens = st.lists(st.integers(0, 2), max_size=30)
 
 
+class Counted(list):
+    """Tokens that count how often one is read, or some are."""
+
+    num_reads = 0
+
+    def __getitem__(self, key):
+        self.num_reads += 1
+        return super().__getitem__(key)
+
+
 @settings(max_examples=200, deadline=None)
 @given(
     few_tokens,
@@ -58,6 +68,13 @@ def test_a_breaker_ends_a_repeat_and_is_not_penalised():
     assert dry_penalties(ON, [1, 3, 3, 4, 9, 1, 3, 3, 4], pair) == {9: 4.0}
 
 
+def test_breakers_that_begin_alike_are_compared_once():
+    breakers = breakers_of(*([5] * size + [end] for size in range(2, 40) for end in range(6, 20)))
+    newest_first = Counted([5] * 2000)
+    assert breakers.distance(newest_first) == 2000
+    assert newest_first.num_reads < 50 * len(newest_first)
+
+
 def test_ids_beyond_the_vocabulary_of_the_breakers_are_none():
     assert dry_penalties(ON, [80, 81, 99, 80, 81], breakers_of([7])) == {99: 1.0}
 
@@ -72,16 +89,9 @@ def test_penalties_are_bounded_and_so_is_the_length_that_counts():
 
 
 def test_lengths_are_found_in_one_pass_of_a_text_that_only_repeats():
-    class Counted(list):
-        reads = 0
-
-        def __getitem__(self, key):
-            type(self).reads += 1
-            return super().__getitem__(key)
-
     newest_first = Counted([1, 2, 3] * 4000)
     assert sum(1 for _ in repeats(newest_first, len(newest_first))) == 3999
-    assert Counted.reads < 8 * len(newest_first)
+    assert newest_first.num_reads < 8 * len(newest_first)
 
 
 def test_prompt_and_output_count_alike_and_only_the_logits_of_repeats_change():

@@ -16,9 +16,10 @@ from transformers import (
     Qwen2ForSequenceClassification,
     Qwen2ForTokenClassification,
     Qwen2Model,
+    XLMRobertaForSequenceClassification,
 )
 
-from forethought.errors import ModelError, ParameterError
+from forethought.errors import ContextLengthError, ModelError, ParameterError
 from forethought.rewards.reward_cache import RewardPrefixCache
 from forethought.rewards.reward_model import RewardModel, RewardQuery, is_reward_model
 from forethought.scaffolding import PRMController, RewardTask, RewardWorker
@@ -484,3 +485,20 @@ def test_a_rendered_prompt_is_not_rendered_again():
     lines = encode("1+1?", "a.\n\n\nb")
     assert len(lines.positions) == 2, "blank lines are no steps"
     assert lines.positions[0] < lines.positions[1]
+
+
+def test_the_positions_that_stand_for_padding_are_no_context(tmp_path):
+    directory = save(
+        tmp_path / "model",
+        XLMRobertaForSequenceClassification,
+        num_labels=1,
+        pad_token_id=1,
+        max_position_embeddings=34,
+    )
+    model = RewardModel(directory, "float32")
+    assert model.max_length == 32
+    query = RewardQuery((5,) * 32, None, None, None)
+    (score,) = model.score([model.encode(query)], [query])
+    assert score.length == 32
+    with pytest.raises(ContextLengthError, match="holds 32"):
+        model.encode(query._replace(tokens=(5,) * 33))

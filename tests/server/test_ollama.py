@@ -152,6 +152,8 @@ def test_a_prompt_is_answered_by_the_template_or_continued_raw(server: Served) -
     body = {"prompt": question, "temperature": 0, "max_tokens": 40}
     completion = server.send("/v1/completions", body).json["choices"][0]["text"]
     assert raw["response"] == completion
+    refused = server.send(GENERATE, asking(question, "reasoner", raw=True, system="Be brief."))
+    assert (refused.status, "system" in refused.json["error"]) == (400, True)
     parts = lines(server.send(GENERATE, asking(question, "reasoner", options=options, stream=True)))
     assert "".join(part["response"] for part in parts) == answer["response"]
 

@@ -3,19 +3,31 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, cast
 
 import pytest
 import torch
-from transformers import AutoTokenizer, BertForSequenceClassification, Qwen2ForTokenClassification
+from tokenizers import Tokenizer
+from tokenizers.models import WordPiece
+from tokenizers.pre_tokenizers import BertPreTokenizer
+from transformers import (
+    AutoTokenizer,
+    BertForSequenceClassification,
+    PreTrainedTokenizerFast,
+    Qwen2ForTokenClassification,
+)
 
 import reward_models
+from forethought.errors import ContextLengthError
+from forethought.llm.tokenizer import Tokenizer as ForethoughtTokenizer
 from forethought.scaffolding.base_task import RewardTask
 from forethought.scaffolding.controller import NativeRewardController
 from forethought.server.backends.backend import worker_table
-from forethought.server.backends.engine_backend import judging
+from forethought.server.backends.engine_backend import judging, scored_length
+from forethought.server.backends.scored_length import ScoredLength
 from forethought.server.backends.scripted_backend import ScriptedBackend
 from forethought.server.endpoints import scores
 from forethought.workers.reward import RewardWorker
@@ -34,6 +46,7 @@ class Judged(ScriptedBackend):
         self._judge, self.reward = judge, judging(judge)
         self.workers = worker_table(self.worker, judge)
         self.scores_are_logits = judge.scores_are_logits
+        self.scored_length = scored_length(judge)
 
     def close(self) -> None:
         self._judge.shutdown()
@@ -128,6 +141,56 @@ def test_a_process_reward_model_scores_by_the_product_of_steps(tmp_path: Path) -
     asyncio.run(backend.workers[REWARD].run_task(task))
     backend.close()
     assert answer["data"][0]["score"] == pytest.approx(task.score)
+
+
+def test_a_small_body_of_much_text_does_not_hold_up_the_event_loop(
+    server: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads, prepare = set[str](), scores._task
+
+    def noted(*args: Any) -> RewardTask:
+        threads.add(threading.current_thread().name.rpartition("_")[0])
+        return prepare(*args)
+
+    monkeypatch.setattr(scores, "_task", noted)
+    query, documents = "a " * 100, [f"{number}" for number in range(100)]
+    for path, body in (
+        ("/v1/rerank", {"query": query, "documents": documents}),
+        ("/v1/score", {"text_1": query, "text_2": documents}),
+    ):
+        assert server.send(path, body).status == 200
+    assert threads == {"forethought-request"}
+
+
+def test_the_first_text_that_is_too_long_ends_a_request_before_others_are_tokenised(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = reward_models.save(tmp_path / "model", Qwen2ForTokenClassification, num_labels=2)
+    backend = Judged(RewardWorker(path, dtype="float32"))
+    steps, lengths = cast("Any", backend.reward).format, list[int]()
+    encode = steps.encode
+
+    def noted(question: str, answer: str) -> Any:
+        lengths.append(len(answer))
+        return encode(question, answer)
+
+    monkeypatch.setattr(steps, "encode", noted)
+    with served(backend) as running:
+        for documents in (["a" * 1_000_000], ["a" * 600, "7"], ["7", "a" * 600, "7"]):
+            answer = running.send("/v1/rerank", {"query": QUERY, "documents": documents})
+            assert (answer.status, answer.error["code"]) == (400, "context_length_exceeded")
+    backend.close()
+    assert lengths == [600, 1, 600]
+
+
+def test_spaces_that_a_tokenizer_drops_count_for_nothing() -> None:
+    words = Tokenizer(WordPiece({"[UNK]": 0, "a": 1, "##a": 2}, unk_token="[UNK]"))
+    words.pre_tokenizer = BertPreTokenizer()
+    length = ScoredLength(ForethoughtTokenizer(PreTrainedTokenizerFast(tokenizer_object=words)), 8)
+    length.check_text("a" + " \n" * 1000 + "a")
+    for text in ("a " * 1000, "a" * 1000):
+        with pytest.raises(ContextLengthError, match="characters"):
+            length.check_text(text)
 
 
 @pytest.mark.parametrize("path", ["/v1/score", "/v1/rerank"])

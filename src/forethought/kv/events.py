@@ -167,6 +167,8 @@ class KvEventPublisher:
                 return pub, None
             endpoint = config.replay_endpoint
             replay = self._context.socket(zmq.ROUTER)
+            replay.set_hwm(config.buffer_steps + 1)  # a whole replay may wait for its subscriber
+            replay.setsockopt(zmq.ROUTER_MANDATORY, 1)
             replay.bind(endpoint)
         except zmq.ZMQError as error:
             raise ParameterError(
@@ -204,10 +206,13 @@ class KvEventPublisher:
             if len(frames) != 3 or len(frames[2]) != 8:
                 continue  # no request for a replay
             client, _, start = frames
-            for number, payload in self._sent:
-                if number >= start:
-                    self._replay.send_multipart((client, b"", number, payload))
-            self._replay.send_multipart((client, b"", _END, b""))
+            missed = [batch for batch in self._sent if batch[0] >= start]
+            try:
+                for batch in (*missed, (_END, b"")):
+                    self._replay.send_multipart((client, b"", *batch), self._zmq.NOBLOCK)
+            except self._zmq.ZMQError as error:
+                # It has gone, or does not read: a replay with a gap must not seem to be whole.
+                log.debug("a replay of KV events ends early: %s", error)
 
 
 def event_packages() -> tuple[Any, Any]:

@@ -9,13 +9,12 @@ from __future__ import annotations
 
 import re
 from bisect import bisect_left
-from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import cached_property
 from itertools import islice
 
 from forethought.model.sampling import SequenceBreakers
-from forethought.model.sampling.dry import MAX_BREAKER_TOKENS
+from forethought.model.sampling.dry import MAX_BREAKER_TOKENS, BreakerTree
 
 _SPACE = "▁"
 """As sentencepiece writes it in the names of tokens."""
@@ -77,7 +76,7 @@ class BreakerTokens:
     def _find(self, texts: tuple[str, ...]) -> SequenceBreakers:
         is_breaker = bytearray(1 + max(self._names.values(), default=0))
         heads = dict[str, frozenset[int]]()
-        runs = defaultdict[int, list[tuple[frozenset[int], tuple[int, ...]]]](list)
+        tree = BreakerTree()
         for token in self._containing(texts):
             is_breaker[token] = 1
         for text in dict.fromkeys(texts):
@@ -86,13 +85,13 @@ class BreakerTokens:
                 if begin not in heads:
                     heads[begin] = frozenset(self._ending(begin))
                 if heads[begin] and 0 < len(rest) < MAX_BREAKER_TOKENS:
-                    runs[rest[0]].append((heads[begin], rest))
+                    tree.add(heads[begin], rest)
             whole = tuple(self._encode(text))
             if len(whole) == 1:
                 is_breaker[whole[0]] = 1
             elif 1 < len(whole) <= MAX_BREAKER_TOKENS:
-                runs[whole[1]].append((frozenset(whole[:1]), whole[1:]))
-        return SequenceBreakers(bytes(is_breaker), dict(runs))
+                tree.add(frozenset(whole[:1]), whole[1:])
+        return SequenceBreakers(bytes(is_breaker), tree)
 
     def _spellings(self, text: str) -> set[str]:
         """A text as names of tokens write it."""

@@ -108,6 +108,7 @@ class RewardModel:
         step_format: name of the format in which it reads steps; None if it scores none.
         scores_are_logits: whether the score of an answer is the logit of a label alone, and the
             model says nothing against its sigmoid as the probability.
+        max_length: tokens of a row; None: its config has no limit.
         tokenizer: the model's.
 
     Raises:
@@ -139,7 +140,7 @@ class RewardModel:
         self._network, self._head = network.model.to(self.device).eval(), network.head
         config = self._network.config.get_text_config()
         self.scores_are_logits = not self.by_step and _has_sigmoid(self._network.config)
-        self._context = getattr(config, "max_position_embeddings", None) or math.inf
+        self.max_length = _max_length(self._network, config)
         self._vocabulary = self._network.get_input_embeddings().num_embeddings
         self._has_types = "token_type_ids" in inspect.signature(self._network.forward).parameters
         self._prefixes: RewardPrefixCache | None = None
@@ -172,10 +173,10 @@ class RewardModel:
                 f"got {list(query.positions or ())} for {length} tokens",
                 "Give indices into input_tokens",
             )
-        if length > self._context:
+        if self.max_length is not None and length > self.max_length:
             raise ContextLengthError(
                 "the answer is too long for the reward model",
-                f"it is {length} tokens with its question, and the context holds {self._context}",
+                f"it is {length} tokens with its question, and the context holds {self.max_length}",
                 "Generate fewer tokens, or choose a model with a longer context",
             )
         return row
@@ -247,6 +248,14 @@ class _Network(NamedTuple):
 
     model: Any
     head: Head | None
+
+
+def _max_length(network: Any, config: Any) -> int | None:
+    """Tokens that a row may have. RoBERTa's first positions stand for padding."""
+    length = getattr(config, "max_position_embeddings", None) or None
+    embeddings = getattr(network.base_model, "embeddings", None)
+    padding = getattr(getattr(embeddings, "position_embeddings", None), "padding_idx", None)
+    return length if length is None or padding is None else length - padding - 1
 
 
 def is_reward_model(directory: Path) -> bool:

@@ -76,7 +76,7 @@ class RewardWorker(Worker):
         tokenizer: the model's, for ``PRMController``.
         by_step: whether the model scores the steps of answers.
         step_format: the format in which it reads them; None if it scores whole answers.
-        scores_are_logits: as of ``RewardModel``.
+        scores_are_logits, max_length: as of ``RewardModel``.
 
     Raises:
         ModelError: the model is neither here nor on the Hub, or is of another kind.
@@ -104,6 +104,7 @@ class RewardWorker(Worker):
         self.tokenizer, self.by_step = self._model.tokenizer, self._model.by_step
         self.step_format = self._model.step_format
         self.scores_are_logits = self._model.scores_are_logits
+        self.max_length = self._model.max_length
         self._max_batch_tokens = max_batch_tokens
         self._lock = threading.Lock()
         self._under_way: dict[RewardQuery, _PendingQuery] = {}

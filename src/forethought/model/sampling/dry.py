@@ -18,8 +18,8 @@ Strings, Trees, and Sequences, 1997, section 1.3).
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 
 from forethought.config.sampling import SamplingParams
 
@@ -33,6 +33,28 @@ _LOG_MAX_FLOAT = 88.7228391
 """Logarithm of the largest float32, as llama.cpp writes it."""
 
 
+@dataclass(slots=True)
+class BreakerTree:
+    """Breakers of several tokens, as a tree of those after the first one: what begins alike is
+    compared once, however many breakers there are.
+
+    Attributes:
+        heads: first tokens of the breakers that end at this node.
+        branches: the node of each token that may follow.
+    """
+
+    heads: frozenset[int] = frozenset()
+    branches: dict[int, BreakerTree] = field(default_factory=dict)
+
+    def add(self, heads: frozenset[int], rest: Sequence[int]) -> None:
+        """A breaker that begins with one of ``heads``, and goes on with ``rest``."""
+        node = self
+        for token in rest:
+            node = node.branches.setdefault(token, BreakerTree())
+        if not heads <= node.heads:
+            node.heads = node.heads | heads if node.heads else heads  # large sets are shared
+
+
 @dataclass(frozen=True, slots=True)
 class SequenceBreakers:
     """Texts that no repeat reaches across, in the tokens of one vocabulary.
@@ -40,12 +62,11 @@ class SequenceBreakers:
     Attributes:
         is_breaker: one byte per id, 1 where the text of the token contains a breaker; ids beyond
             are none.
-        runs: breakers of several tokens, by the second one: those that may be the first, and the
-            tokens after it.
+        tree: the breakers of several tokens.
     """
 
     is_breaker: bytes
-    runs: Mapping[int, Sequence[tuple[frozenset[int], tuple[int, ...]]]]
+    tree: BreakerTree = field(default_factory=BreakerTree)
 
     def breaks(self, token: int) -> bool:
         """Whether a token contains a breaker."""
@@ -53,18 +74,23 @@ class SequenceBreakers:
 
     def distance(self, newest_first: Sequence[int]) -> int:
         """Number of tokens after the last breaker; all, if there is none."""
-        following = -1
         for at, token in enumerate(newest_first):
-            length = int(self.breaks(token))
-            for heads, rest in self.runs.get(following, ()):
-                if token in heads and len(rest) >= length:
-                    newest = newest_first[max(0, at - len(rest)) : at]
-                    if tuple(reversed(newest)) == rest:
-                        length = 1 + len(rest)
+            length = self._length(newest_first, at, token)
             if length:
                 return at + 1 - length
-            following = token
         return len(newest_first)
+
+    def _length(self, newest_first: Sequence[int], at: int, token: int) -> int:
+        """Tokens of the longest breaker that begins with ``token``, at an index; 0: none does."""
+        length, node = int(self.breaks(token)), self.tree
+        for index in range(at - 1, -1, -1):
+            branch = node.branches.get(newest_first[index])
+            if branch is None:
+                break
+            node = branch
+            if token in node.heads:
+                length = at + 1 - index
+        return length
 
 
 def dry_penalties(

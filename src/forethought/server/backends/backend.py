@@ -33,6 +33,7 @@ from forethought.server.protocol.tool_calls import Tools
 if TYPE_CHECKING:
     from forethought.llm.async_llm import AsyncLLM
     from forethought.llm.response import ResponseStream
+    from forethought.server.backends.scored_length import ScoredLength
 
 Prompt = str | list[int] | ChatTask
 """Of a method."""
@@ -156,6 +157,7 @@ class Backend(abc.ABC):
         workers: by the value of their tags.
         reward: scores answers for methods that take it; None: there is none.
         scores_are_logits: whether the sigmoid of a reward model's score is a probability.
+        scored_length: how much text the reward model reads; None: not known here.
         markers: what opens and closes the model's thoughts; None: unknown, or none.
         thinks: whether the model thinks; None: unknown.
         salted: whether prefixes are cached apart for different salts.
@@ -172,6 +174,7 @@ class Backend(abc.ABC):
     workers: Mapping[Any, Worker]
     reward: Controller | None = None
     scores_are_logits: bool = False
+    scored_length: ScoredLength | None = None
     markers: tuple[str, str] | None = None
     thinks: bool | None = None
     salted: bool = False

@@ -26,6 +26,7 @@ from forethought.server.protocol.tool_calls import Tools
 if TYPE_CHECKING:
     from forethought.llm.async_llm import AsyncLLM
     from forethought.llm.response import ResponseParser, ResponseStream
+    from forethought.server.backends.scored_length import ScoredLength
     from forethought.server.metrics import Upstream
     from forethought.workers.reward import RewardWorker
     from forethought.workers.reward_server import RewardServerWorker
@@ -85,6 +86,7 @@ class EngineBackend(Backend):
         self.workers = worker_table(worker, judge)
         self.reward = None if judge is None else judging(judge)
         self.scores_are_logits = judge is not None and judge.scores_are_logits
+        self.scored_length = scored_length(judge)
         self.markers = llm.thinking_markers
         self.thinks = self.markers is not None
         self._marker_ids = [self.tokenize(marker, special=False) for marker in self.markers or ()]
@@ -270,6 +272,17 @@ def response_parser(tokenizer: Any) -> ResponseParser | None:
     except ParameterError as error:
         log.warning("%s: calls and thoughts are read without it", error)
         return None
+
+
+def scored_length(judge: RewardWorker | RewardServerWorker | None) -> ScoredLength | None:
+    """How much text a reward model reads; None: there is none, or only its server knows."""
+    from forethought.llm.tokenizer import Tokenizer
+    from forethought.server.backends.scored_length import ScoredLength
+
+    max_length: int | None = getattr(judge, "max_length", None)
+    if judge is None or max_length is None:
+        return None
+    return ScoredLength(Tokenizer(judge.tokenizer), max_length)
 
 
 def judging(judge: RewardWorker | RewardServerWorker) -> NativeRewardController:

@@ -39,6 +39,7 @@ from forethought.server.backends.engine_backend import (
     judging,
     rendered,
     response_parser,
+    scored_length,
 )
 from forethought.workers.openai import EXTENSIONS
 
@@ -89,6 +90,7 @@ class RemoteBackend(Backend):
         self.thinks = worker.thinks
         self._judge, self.reward = judge, None if judge is None else judging(judge)
         self.scores_are_logits = judge is not None and judge.scores_are_logits
+        self.scored_length = scored_length(judge)
         self.servers, self._tokenizer = worker.servers, tokenizer
         self.workers: Mapping[Any, Worker] = worker_table(worker, judge)
         takes_special = "skip_special_tokens" in worker.extensions

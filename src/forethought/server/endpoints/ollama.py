@@ -119,12 +119,15 @@ def _prepared(service: Service, body: OllamaBody, caller: Caller) -> _Answer | N
 
 
 def _check(service: Service, body: OllamaBody) -> None:
-    """Raises ParameterError for a context or a thought that the model does not have."""
+    """Raises ParameterError for a context, a thought or a template that there is not."""
     context, max_length = body.options.num_ctx, service.backend.max_length
     if context is not None and max_length is not None and context > max_length:
         why = f"got {context}, and the model has {max_length} here"
         fix = "Leave it out, or start the server with a larger --max-seq-len"
         raise ParameterError("invalid options.num_ctx", why, fix, param="options.num_ctx")
+    if isinstance(body, OllamaGenerateRequest) and body.raw and body.system:
+        why = "a raw prompt is in no template that would write it"
+        raise ParameterError("invalid system", why, "Write it into the prompt", param="system")
     if body.think and service.backend.thinks is False:
         why = "this model has no thoughts"
         raise ParameterError("invalid think", why, "Leave it out", param="think")

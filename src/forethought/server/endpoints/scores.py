@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from contextlib import ExitStack
 from functools import partial
 from typing import Any
@@ -22,6 +22,7 @@ from forethought.outputs import Usage
 from forethought.rewards.prm_controller import PRMController
 from forethought.scaffolding.base_task import RewardTask
 from forethought.scaffolding.controller import NativeRewardController
+from forethought.server.backends.backend import Backend
 from forethought.server.http import until_disconnected
 from forethought.server.protocol.pooling_request import RerankRequest, ScoreRequest
 from forethought.server.service import Service
@@ -47,10 +48,7 @@ async def score(service: Service, body: ScoreRequest, request: Request) -> Respo
             {**head, "model": _model(service, body), "data": data, "usage": _usage(usage)}
         )
 
-    with ExitStack() as held:
-        held.enter_context(service.admitted())
-        tasks = await service.prepared(request, lambda: _tasks(service, body, _pairs(body)))
-        return await until_disconnected(request.receive, answer(tasks))
+    return await _answered(service, body, request, _pairs(body), answer)
 
 
 async def rerank(service: Service, body: RerankRequest, request: Request) -> Response:
@@ -69,10 +67,23 @@ async def rerank(service: Service, body: RerankRequest, request: Request) -> Res
         head = {"id": f"rerank-{next(service.ids)}", "model": _model(service, body)}
         return JSONResponse({**head, "results": results, "usage": _usage(usage)})
 
+    pairs = [(body.query, text) for text in texts]
+    return await _answered(service, body, request, pairs, answer)
+
+
+async def _answered(
+    service: Service,
+    body: ScoreRequest | RerankRequest,
+    request: Request,
+    pairs: Sequence[Pair],
+    answer: Callable[[Sequence[RewardTask]], Coroutine[Any, Any, Response]],
+) -> Response:
+    """What ``answer`` makes of the tasks of pairs. A repeated text is read with each of them."""
+    num_characters = sum(len(first) + len(second) for first, second in pairs)
     with ExitStack() as held:
         held.enter_context(service.admitted())
-        pairs = [(body.query, text) for text in texts]
-        tasks = await service.prepared(request, partial(_tasks, service, body, pairs))
+        prepare = partial(_tasks, service, body, pairs, num_characters)
+        tasks = await service.prepared(request, prepare, num_characters)
         return await until_disconnected(request.receive, answer(tasks))
 
 
@@ -97,19 +108,22 @@ def _pairs(body: ScoreRequest) -> list[Pair]:
 
 
 def _tasks(
-    service: Service, body: ScoreRequest | RerankRequest, pairs: Sequence[Pair]
+    service: Service,
+    body: ScoreRequest | RerankRequest,
+    pairs: Sequence[Pair],
+    num_characters: int,
 ) -> list[RewardTask]:
-    """What the reward model is to score. Raises UsageError if there is none."""
+    """What the reward model is to score. Raises UsageError if there is none, ContextLengthError for
+    the first text that is too long for it.
+    """
     service.model_alone(body.model, "scores")
-    reward = service.backend.reward
-    if reward is None:
+    if service.backend.reward is None:
         raise UsageError(
             "no reward model here",
             "this server has none to score with",
             "Start it with --reward-model DIR (a cross-encoder or another reward model), or with "
             "--reward-url URL",
         )
-    num_characters = sum(len(first) + len(second) for first, second in pairs)
     if num_characters > MAX_CHARACTERS:
         raise ParameterError(
             "too much text",
@@ -117,13 +131,22 @@ def _tasks(
             f"Send at most {MAX_CHARACTERS:,} in one request",
             param="text_1" if isinstance(body, ScoreRequest) else "documents",
         )
-    return [_task(reward, first, second) for first, second in pairs]
+    return [_task(service.backend, first, second) for first, second in pairs]
 
 
-def _task(reward: Any, first: str, second: str) -> RewardTask:
-    task = RewardTask(input_str=first, output_str=second)
+def _task(backend: Backend, first: str, second: str) -> RewardTask:
+    task, length, reward = (
+        RewardTask(input_str=first, output_str=second),
+        backend.scored_length,
+        backend.reward,
+    )
+    if length is not None:
+        length.check_text(first)
+        length.check_text(second)
     if isinstance(reward, PRMController):
         task.input_tokens, task.step_positions = reward.format.encode(first, second)
+        if length is not None:
+            length.check_tokens(len(task.input_tokens))
     return task
 
 
