@@ -46,6 +46,8 @@ if TYPE_CHECKING:
     from forethought.model.causal_lm import CausalLM
 
 PAGE = ROOT / "docs" / "support.md"
+FILES_AS = {"mistral": ["llama"], "bamba": ["granitehybrid"]}
+"""Architectures that llama.cpp's converter writes for a family without one of its own."""
 NUM_TOKENS = 12
 YES = "✓"
 NOT_TRIED = "not tried, as no module for it could be made of a block of the model"
@@ -87,6 +89,7 @@ def row(name: str) -> Row:
     model_type = {**ARCHITECTURES, **RECURRENT}[name][0]
     lm = load(name)
     files = [key for key, architecture in GGUF.items() if architecture.model_type == model_type]
+    files = files or FILES_AS.get(model_type, [])
     is_fused = module_class(model_type) in FUSED
     result = Row(
         family=model_type,
