@@ -16,13 +16,11 @@ from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, get_type_hints
+from types import MappingProxyType
+from typing import Annotated, Any
 
 from fastapi import FastAPI, Query, Request
 from fastapi.exceptions import RequestValidationError
-from fastapi.routing import APIRoute
-from pydantic import BaseModel, ValidationError
-from pydantic_core import from_json
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
@@ -32,6 +30,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from forethought import __version__
 from forethought.errors import ForethoughtError
 from forethought.server.backends.backend import Backend
+from forethought.server.body_route import BodyRoute
 from forethought.server.endpoints import catalog, ollama
 from forethought.server.endpoints.chat import chat_completions
 from forethought.server.endpoints.completions import completions
@@ -45,7 +44,6 @@ from forethought.server.limits import ByteLimit
 from forethought.server.markdown import tree
 from forethought.server.metrics import CONTENT_TYPE
 from forethought.server.protocol import ollama_request, pooling_request
-from forethought.server.protocol.body import check_values, path_of
 from forethought.server.protocol.chat_request import ChatRequest
 from forethought.server.protocol.completion_request import (
     CompletionRequest,
@@ -56,7 +54,7 @@ from forethought.server.protocol.completion_request import (
 )
 from forethought.server.protocol.messages_request import CountTokensRequest, MessagesRequest
 from forethought.server.protocol.responses_request import ResponseRequest
-from forethought.server.service import Service
+from forethought.server.service import Service, service_of
 from forethought.server.sessions import AgentSession
 from forethought.server.settings import Settings
 from forethought.server.workers import SMALL
@@ -76,8 +74,6 @@ _OPEN = ("/health", "/version")
 _NAME = re.compile(r"[a-z0-9_-]+\.[a-z0-9]+")
 """Of a file of the page."""
 _ID = re.compile(r"[\x21-\x7e]{1,128}")
-_MAX_COMPLAINTS = 1000
-"""Of the fields of a body; more are counted and not described."""
 _TYPES = {
     ".html": "text/html; charset=utf-8",
     ".js": "text/javascript; charset=utf-8",
@@ -129,81 +125,91 @@ def create_app(backend: Backend, settings: Settings | None = None) -> FastAPI:
     return app
 
 
-def _service(request: Request) -> Service:
-    service: Service = request.app.state.service
-    return service
+async def chat(body: ChatRequest, request: Request) -> Response:
+    """Answer a conversation."""
+    return await chat_completions(service_of(request), body, request)
 
 
-def _add_bodies(app: FastAPI) -> None:
-    async def chat(body: ChatRequest, request: Request) -> Response:
-        """Answer a conversation."""
-        return await chat_completions(_service(request), body, request)
+async def complete(body: CompletionRequest, request: Request) -> Response:
+    """Continue texts or token ids."""
+    return await completions(service_of(request), body, request)
 
-    async def complete(body: CompletionRequest, request: Request) -> Response:
-        """Continue texts or token ids."""
-        return await completions(_service(request), body, request)
 
-    async def respond(body: ResponseRequest, request: Request) -> Response:
-        """Answer, perhaps in the background."""
-        return await create_response(_service(request), body, request)
+async def respond(body: ResponseRequest, request: Request) -> Response:
+    """Answer, perhaps in the background."""
+    return await create_response(service_of(request), body, request)
 
-    async def message(body: MessagesRequest, request: Request) -> Response:
-        """Answer a conversation, in the form of Anthropic's API."""
-        return await messages(_service(request), body, request)
 
-    async def count(body: CountTokensRequest, request: Request) -> Response:
-        """The number of tokens of such a conversation."""
-        return await count_tokens(_service(request), body, request)
+async def message(body: MessagesRequest, request: Request) -> Response:
+    """Answer a conversation, in the form of Anthropic's API."""
+    return await messages(service_of(request), body, request)
 
-    async def embed(body: pooling_request.EmbeddingRequest, request: Request) -> Response:
-        """The embeddings of texts or token ids."""
-        return await embeddings(_service(request), body, request)
 
-    async def score_pairs(body: pooling_request.ScoreRequest, request: Request) -> Response:
-        """Score pairs of texts with the reward model."""
-        return await score(_service(request), body, request)
+async def count(body: CountTokensRequest, request: Request) -> Response:
+    """The number of tokens of such a conversation."""
+    return await count_tokens(service_of(request), body, request)
 
-    async def order(body: pooling_request.RerankRequest, request: Request) -> Response:
-        """Order documents by their relevance to a query."""
-        return await rerank(_service(request), body, request)
 
-    async def tokenize(body: TokenizeRequest, request: Request) -> Response:
-        """The ids of a text or a conversation."""
-        return await _service(request).prepared(
-            request, lambda: JSONResponse(catalog.tokenize(_service(request), body))
-        )
+async def embed(body: pooling_request.EmbeddingRequest, request: Request) -> Response:
+    """The embeddings of texts or token ids."""
+    return await embeddings(service_of(request), body, request)
 
-    async def template(body: TemplateRequest, request: Request) -> Response:
-        """The text that the chat template makes of a conversation."""
-        return await _service(request).prepared(
-            request, lambda: JSONResponse(catalog.apply_template(_service(request), body))
-        )
 
-    async def detokenize(body: DetokenizeRequest, request: Request) -> Response:
-        """The text of ids."""
-        return await _service(request).prepared(
-            request, lambda: JSONResponse(catalog.detokenize(_service(request), body))
-        )
+async def score_pairs(body: pooling_request.ScoreRequest, request: Request) -> Response:
+    """Score pairs of texts with the reward model."""
+    return await score(service_of(request), body, request)
 
-    async def render(body: RenderRequest, request: Request) -> Response:
-        """Markdown and formulas of a text as a tree, for the page."""
-        work, tenant = partial(tree, body.text), request.state.caller.tenant
-        nodes = await _service(request).workers.run(work, tenant, SMALL + len(body.text))
-        return JSONResponse({"nodes": nodes})
 
-    async def ollama_chat(body: ollama_request.OllamaChatRequest, request: Request) -> Response:
-        """Answer a conversation, in the form of ollama's API."""
-        return await ollama.ollama(_service(request), body, request)
+async def order(body: pooling_request.RerankRequest, request: Request) -> Response:
+    """Order documents by their relevance to a query."""
+    return await rerank(service_of(request), body, request)
 
-    async def generate(body: ollama_request.OllamaGenerateRequest, request: Request) -> Response:
-        """Answer a prompt, in the form of ollama's API."""
-        return await ollama.ollama(_service(request), body, request)
 
-    async def ollama_show(body: ollama_request.ShowRequest, request: Request) -> Response:
-        """One model, in the form of ollama's API."""
-        return JSONResponse(ollama.show(_service(request), body))
+async def tokenize(body: TokenizeRequest, request: Request) -> Response:
+    """The ids of a text or a conversation."""
+    return await service_of(request).prepared(
+        request, lambda: JSONResponse(catalog.tokenize(service_of(request), body))
+    )
 
-    endpoints: dict[str, Callable[..., Any]] = {
+
+async def template(body: TemplateRequest, request: Request) -> Response:
+    """The text that the chat template makes of a conversation."""
+    return await service_of(request).prepared(
+        request, lambda: JSONResponse(catalog.apply_template(service_of(request), body))
+    )
+
+
+async def detokenize(body: DetokenizeRequest, request: Request) -> Response:
+    """The text of ids."""
+    return await service_of(request).prepared(
+        request, lambda: JSONResponse(catalog.detokenize(service_of(request), body))
+    )
+
+
+async def render(body: RenderRequest, request: Request) -> Response:
+    """Markdown and formulas of a text as a tree, for the page."""
+    work, tenant = partial(tree, body.text), request.state.caller.tenant
+    nodes = await service_of(request).workers.run(work, tenant, SMALL + len(body.text))
+    return JSONResponse({"nodes": nodes})
+
+
+async def ollama_chat(body: ollama_request.OllamaChatRequest, request: Request) -> Response:
+    """Answer a conversation, in the form of ollama's API."""
+    return await ollama.ollama(service_of(request), body, request)
+
+
+async def generate(body: ollama_request.OllamaGenerateRequest, request: Request) -> Response:
+    """Answer a prompt, in the form of ollama's API."""
+    return await ollama.ollama(service_of(request), body, request)
+
+
+async def ollama_show(body: ollama_request.ShowRequest, request: Request) -> Response:
+    """One model, in the form of ollama's API."""
+    return JSONResponse(ollama.show(service_of(request), body))
+
+
+_POSTS: Mapping[str, Callable[..., Any]] = MappingProxyType(
+    {
         "/api/chat": ollama_chat,
         "/api/generate": generate,
         "/api/show": ollama_show,
@@ -223,7 +229,12 @@ def _add_bodies(app: FastAPI) -> None:
         "/tokenize": tokenize,
         "/detokenize": detokenize,
     }
-    for path, endpoint in endpoints.items():
+)
+"""The endpoints that read a body, by path."""
+
+
+def _add_bodies(app: FastAPI) -> None:
+    for path, endpoint in _POSTS.items():
         app.router.add_api_route(
             path, endpoint, methods=["POST"], response_model=None, route_class_override=BodyRoute
         )
@@ -238,20 +249,20 @@ def _add_responses(app: FastAPI) -> None:
         starting_after: Annotated[int | None, Query(ge=0)] = None,
     ) -> Response:
         """A stored response; or its events after a number."""
-        record = _service(request).store.find(response_id, request.state.caller.tenant)
+        record = service_of(request).store.find(response_id, request.state.caller.tenant)
         return resumed(record, starting_after) if stream else JSONResponse(record.response)
 
     @app.post("/v1/responses/{response_id}/cancel", response_model=None)
     async def cancel(response_id: str, request: Request) -> Response:
         """End a response that goes on."""
-        record = _service(request).store.find(response_id, request.state.caller.tenant)
+        record = service_of(request).store.find(response_id, request.state.caller.tenant)
         await record.cancel()
         return JSONResponse(record.response)
 
     @app.delete("/v1/responses/{response_id}", response_model=None)
     async def delete(response_id: str, request: Request) -> Response:
         """Forget a response, and end it if it goes on."""
-        await _service(request).store.delete(response_id, request.state.caller.tenant)
+        await service_of(request).store.delete(response_id, request.state.caller.tenant)
         return JSONResponse({"id": response_id, "object": "response", "deleted": True})
 
 
@@ -259,44 +270,44 @@ def _add_catalog(app: FastAPI) -> None:
     @app.get("/v1/models", response_model=None)
     async def models(request: Request) -> dict[str, Any]:
         """The models, by the names that clients give."""
-        return catalog.models(_service(request))
+        return catalog.models(service_of(request))
 
     @app.get("/v1/models/{model:path}", response_model=None)
     async def model(model: str, request: Request) -> dict[str, Any]:
         """One model."""
-        return catalog.model(_service(request), model)
+        return catalog.model(service_of(request), model)
 
     @app.get("/api/tags", response_model=None)
     async def ollama_tags(request: Request) -> dict[str, Any]:
         """The models, in the form of ollama's API."""
-        return ollama.tags(_service(request))
+        return ollama.tags(service_of(request))
 
     @app.get("/v1/methods", response_model=None)
     async def method_list(request: Request) -> dict[str, Any]:
         """The inference-time methods and their settings."""
-        return catalog.method_list(_service(request))
+        return catalog.method_list(service_of(request))
 
     @app.get("/v1/drafters", response_model=None)
     async def drafters(request: Request) -> dict[str, Any]:
         """What may be named in ``speculation``."""
-        return catalog.drafters(_service(request))
+        return catalog.drafters(service_of(request))
 
     @app.get("/v1/examples", response_model=None)
     async def examples(request: Request) -> dict[str, Any]:
         """Questions to try."""
-        return {"data": _service(request).backend.examples()}
+        return {"data": service_of(request).backend.examples()}
 
     @app.get("/v1/load", response_model=None)
     async def load(request: Request) -> dict[str, Any]:
         """How busy the server is."""
-        return _service(request).load()
+        return service_of(request).load()
 
 
 def _add_monitoring(app: FastAPI) -> None:
     @app.get("/health", response_model=None)
     async def health(request: Request) -> Response:
         """Whether requests are taken."""
-        service, status = _service(request), "ok"
+        service, status = service_of(request), "ok"
         if service.backend.has_ended:
             status = "stopped"
         elif service.admission.draining:
@@ -312,7 +323,7 @@ def _add_monitoring(app: FastAPI) -> None:
     @app.get("/metrics", response_class=PlainTextResponse)
     async def metrics(request: Request) -> Response:
         """All metrics in Prometheus' text format."""
-        return Response(_service(request).metrics.render(), media_type=CONTENT_TYPE)
+        return Response(service_of(request).metrics.render(), media_type=CONTENT_TYPE)
 
 
 def _add_page(app: FastAPI) -> None:
@@ -385,81 +396,6 @@ def _foremost(complaints: Any) -> Mapping[str, Any]:
 
     unknown = [error for error in complaints if error["type"] == "extra_forbidden"]
     return max(unknown or complaints, key=progress)
-
-
-class BodyRoute(APIRoute):
-    """A route to ``async def endpoint(body: Model, request: Request) -> Response``.
-
-    FastAPI finds and documents it like any route. FastAPI's own handling of each request
-    (dependencies, exit stacks, the content type) takes several times as long as reading and
-    validating the body of a chat.
-    """
-
-    def __init__(self, path: str, endpoint: Callable[..., Any], **options: Any) -> None:
-        super().__init__(path, endpoint, **options)
-        self._model: type[BaseModel] = get_type_hints(endpoint)["body"]
-        self.app = self._answer
-
-    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
-        request = Request(scope, receive, send)
-        response = await self.endpoint(await self._body(request), request)
-        await response(scope, receive, send)
-
-    async def _body(self, request: Request) -> BaseModel:
-        """The body of a request; raises RequestValidationError if the model does not take it."""
-        if not _is_json(request):
-            raise _no_json(request)
-        service = _service(request)
-        content = await _received(request, service.settings.receive_seconds)
-        size = request.state.num_bytes = len(content)
-        read = partial(self._read, content, service.settings.max_body_values)
-        return await service.workers.run(read, request.state.caller.tenant, size)
-
-    def _read(self, content: bytes, max_values: int) -> BaseModel:
-        """The body in ``content``. Raises as ``_body``, and HttpError for too many values."""
-        try:
-            check_values(content, max_values)
-            values = from_json(content, cache_strings="keys")
-        except ValueError as error:
-            complaint = {"type": "json_invalid", "loc": ("body",), "msg": str(error)}
-            raise RequestValidationError([complaint]) from error
-        try:
-            return self._model.model_validate(values)
-        except ValidationError as error:
-            if error.error_count() > _MAX_COMPLAINTS:
-                message = f"the body has {error.error_count():,} invalid or unknown fields"
-                raise HttpError(400, message, code="invalid_value") from None
-            details = error.errors(include_url=False, include_context=False)
-            complaints = [
-                {**detail, "loc": ("body", *path_of(detail, values))} for detail in details
-            ]
-            raise RequestValidationError(complaints) from error
-
-
-async def _received(request: Request, seconds: float) -> bytes:
-    """The whole body, if it comes in time."""
-    try:
-        async with asyncio.timeout(seconds):
-            return await request.body()
-    except TimeoutError:
-        message = f"the body did not come within {seconds:g} seconds"
-        raise HttpError(408, message, code="timeout", headers={"Connection": "close"}) from None
-
-
-def _is_json(request: Request) -> bool:
-    """Whether the sender calls the body JSON; a page of another site cannot without being asked.
-    Clients of ollama's call it nothing, and browsers name the page's origin then.
-    """
-    name = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-    if not name and request.url.path.startswith("/api/"):
-        return "origin" not in request.headers
-    return name == "application/json" or (name.startswith("application/") and name[-5:] == "+json")
-
-
-def _no_json(request: Request) -> HttpError:
-    shown = repr(request.headers.get("content-type", "")[:80])
-    message = f"the header Content-Type is {shown}, and it has to be application/json"
-    return HttpError(415, message, code="unsupported_content_type")
 
 
 def _authorization(headers: Mapping[bytes, bytes]) -> str:

@@ -272,20 +272,13 @@ class Service:
         self._check_choices(num_choices, len(composition.choices))
         adapter = self.adapters[model][1] if model in self.adapters else None
         cache_salt, priority = self._cache_salt(body, caller), body.priority or 0
-        params: Mapping[str, Any] = request_sampling.params
-        if self.backend.llm is not None:
-            params = compact(params)
         wants_thought = not isinstance(body, ChatRequest) or body.include_reasoning is not False
         keeps_thought = self.settings.reasoning_in_content and wants_thought
         prompted = replace(prompted, keeps_thought=keeps_thought)
-        # Special tokens may mark thoughts and calls.
-        if prompted.reader is not None or prompted.shows_special:
-            params = {"skip_special_tokens": False, **params}
-        defaults: Mapping[str, float] = self.backend.sampling_defaults
-        if num_choices > 1:
-            defaults = drawing(defaults)
+        params = self._sampling_fields(prompted, request_sampling.params)
         if composition.is_plain:  # workers have the defaults for the tasks of methods
-            params = {**defaults, **params}
+            defaults: Mapping[str, float] = self.backend.sampling_defaults
+            params = {**(drawing(defaults) if num_choices > 1 else defaults), **params}
         with named_by_client(request_sampling.fields):
             further: dict[str, Any] = {"n": num_choices, "priority": priority}
             further["cache_salt"], further["adapter"] = cache_salt, adapter
@@ -319,6 +312,14 @@ class Service:
             events=bool(body.events),
             parent=caller.parent,
         )
+
+    def _sampling_fields(self, prompted: Prompted, fields: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Those of a request, with what reading its output needs."""
+        if self.backend.llm is not None:
+            fields = compact(fields)
+        if prompted.reader is not None or prompted.shows_special:  # they may mark thoughts, calls
+            return {"skip_special_tokens": False, **fields}
+        return fields
 
     def sampling_of(self, body: Generating, tools: Tools | None = None) -> RequestSampling:
         """What a body and its tools ask of the sampling; raises as ``sampling_of`` of the
@@ -521,3 +522,9 @@ def _saved(meta: Mapping[str, Any]) -> int:
     """Tokens that methods report to have saved."""
     counts = [entry.get("tokens_saved") for entry in meta.values() if isinstance(entry, Mapping)]
     return sum(count for count in counts if isinstance(count, int))
+
+
+def service_of(request: Request) -> Service:
+    """The service that answers a request."""
+    service: Service = request.app.state.service
+    return service
