@@ -17,6 +17,7 @@ def drained(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     replicas = {
         "a-0": Status(False, EngineLoad(3, 1, 0.25)),
         "a-1": Status(True, EngineLoad(0, 0, 0.0)),
+        "a-2": None,
     }
     monkeypatch.setattr(actors, "start_ray", lambda address, count: names.append(address))
     monkeypatch.setattr(actors, "statuses", lambda: replicas)
@@ -31,6 +32,7 @@ def test_replicas_are_listed_with_their_loads(
     assert capsys.readouterr().out.splitlines() == [
         "a-0  up  3 running, 1 waiting, 25% of its KV cache",
         "a-1  draining  0 running, 0 waiting, 0% of its KV cache",
+        "a-2  does not answer",
     ]
     assert drained == ["auto"]
 

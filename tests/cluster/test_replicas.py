@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from openai import OpenAI
 
-from forethought.cluster import drain, links_of, open_llm
+from forethought.cluster import actors, drain, links_of, open_llm
 from forethought.cluster.actors import NAMESPACE, drain_replica, statuses
 from forethought.cluster.engine import ClusterEngine
 from forethought.config.sampling import SamplingParams
@@ -402,6 +402,25 @@ def test_a_hundred_streams_outlive_a_kill_at_any_token(cluster: AsyncLLM, local:
         assert engine_of(cluster).num_moved > moved, f"nothing ran at {count}"
         silences.append(max(silence))
     assert max(silences) < 10, silences  # under 2 s, where the machine is not busy with others
+
+
+def test_a_replica_that_hangs_or_has_just_died_is_listed_and_is_not_drained(
+    cluster: AsyncLLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    all_up(cluster)
+    monkeypatch.setattr(actors, "_STATUS_SECONDS", 1.0)
+    lost, (link, other) = cluster.stats.replicas_lost, links_of(cluster)
+    assert link.description is not None
+    os.kill(link.description.process, signal.SIGSTOP)
+    try:
+        assert [statuses()[name] is None for name in (link.name, other.name)] == [True, False]
+        with pytest.raises(ParameterError, match=f"{link.name} does not answer"):
+            drain_replica(link.name)
+    finally:
+        os.kill(link.description.process, signal.SIGKILL)
+    while cluster.stats.replicas_lost == lost:
+        assert statuses()[other.name] is not None
+    all_up(cluster)
 
 
 def test_a_drained_replica_ends_and_its_streams_go_on(

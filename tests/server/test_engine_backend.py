@@ -528,3 +528,20 @@ def test_an_answer_goes_on_with_the_last_message(server: Served) -> None:
     assert len(whole) > len(shorter)
     both = {**last, "add_generation_prompt": True}
     assert "exclude each other" in server.send(CHAT, both).error["message"]
+
+
+def test_preempted_sequences_count_no_more_cached_tokens_than_the_prompt_has() -> None:
+    llm = AsyncLLM(dtype="float32", kv_cache_config={"max_tokens": 128})
+    body = {"prompt": "Three and four are", "n": 6, "max_tokens": 60, "ignore_eos": True}
+    with served(EngineBackend(llm, "reasoner")) as running:
+        usage = running.send("/v1/completions", body).json["usage"]
+        lines = running.send("/metrics", method="GET").text.splitlines()
+    assert llm.stats.preemptions > 0
+    assert llm.stats.cached > usage["prompt_tokens"]
+    assert usage["prompt_tokens_details"]["cached_tokens"] == usage["prompt_tokens"]
+    (counted,) = [
+        line for line in lines if line.startswith("forethought:prompt_tokens_cached_total")
+    ]
+    assert float(counted.split()[-1]) == usage["prompt_tokens"]
+    llm._thread.call(llm._frontend.local_engine.check_integrity).result()
+    llm.shutdown()

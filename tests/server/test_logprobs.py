@@ -12,8 +12,16 @@ from forethought import AsyncLLM
 from forethought.llm.reasoning import ReasoningSplitter
 from forethought.outputs import Logprob
 from forethought.server.backends.engine_backend import EngineBackend
-from forethought.server.protocol.logprobs import AnswerLogprobs, AnswerSpans, texts_of_entries
+from forethought.server.backends.remote_backend import RemoteBackend
+from forethought.server.protocol.logprobs import (
+    AnswerLogprobs,
+    AnswerSpans,
+    TextLogprobs,
+    texts_of_entries,
+    texts_within,
+)
 from forethought.server.settings import Settings
+from forethought.workers.upstream import UpstreamWorker
 from http_servers import Served, served
 
 CHAT, COMPLETIONS, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
@@ -277,3 +285,35 @@ def test_tokens_of_another_server_are_sorted_by_their_texts() -> None:
     thought, content = answer.take(AnswerSpans((7, 10), (19, len(text))))
     assert [each.chosen and each.chosen.token for each in thought] == ["a ", "b"]
     assert [each.start for each in content] == [19, 21, 21]
+
+
+@pytest.mark.parametrize(
+    ("text", "offsets"),
+    [
+        ("one two", [0, 3, 3, 7, 7]),
+        ("one<|end|> two", [0, 3, 10, 14, 14]),
+        ("one tw", [0, 3]),  # cut by a stop string
+    ],
+)
+def test_special_tokens_that_the_text_of_another_server_is_without_take_no_room_in_it(
+    text: str, offsets: list[int]
+) -> None:
+    tokens = ["one", "<|end|>", " two", "<|end|>", "<|eos|>"]
+    entries = [{-1: Logprob(-1.0, 1, token)} for token in tokens]
+    logprobs = TextLogprobs(texts_within(text, entries))
+    logprobs.add(entries, ())
+    spans = logprobs.take_rest(len(text), keeps_last=len(offsets) == len(tokens))
+    assert [span.start for span in spans] == offsets
+
+
+def test_special_tokens_of_another_server_are_scored_where_they_are(server: Served) -> None:
+    worker = UpstreamWorker([server.url], "reasoner", extensions=["ignore_eos"])
+    backend = RemoteBackend(worker, "reasoner")
+    body = {"prompt": "The sum of 3 and 4 is", "max_tokens": 50, "seed": 3, "logprobs": 1}
+    body |= {"ignore_eos": True, "temperature": 1.0}
+    with served(backend) as front:
+        direct, passed = (s.send(COMPLETIONS, body).json["choices"][0] for s in (server, front))
+    backend.close()
+    assert passed["text"] == direct["text"]
+    for column in ("tokens", "text_offset"):
+        assert passed["logprobs"][column] == direct["logprobs"][column]

@@ -3,6 +3,7 @@
 import asyncio
 import itertools
 import re
+import threading
 from contextlib import ExitStack
 
 import pytest
@@ -90,6 +91,46 @@ def chat(**fields):
 
 
 NUM_CHUNKS = len(WORDS) + 2  # the end, and the usage
+
+
+class HangingServer(WordServer):
+    """Sends nothing more after ``hangs_after`` chunks, but keeps its connections."""
+
+    def __init__(self, hangs_after: int | None = None) -> None:
+        super().__init__()
+        self.hangs_after, self.ends = hangs_after, threading.Event()
+
+    def chunks(self, path, body):
+        for number, chunk in enumerate(super().chunks(path, body)):
+            if number == self.hangs_after:
+                self.health = 500
+                self.ends.wait(30)
+                return
+            yield chunk
+
+
+@pytest.mark.parametrize("position", [0, 4])
+def test_an_answer_goes_on_elsewhere_once_health_checks_have_taken_its_server_down(position):
+    with serving(HangingServer(position)) as hanging, serving(WordServer()) as other:
+        retries = Retries(pause=0.001, check_seconds=0.2)
+        task = completion()
+        run(UpstreamWorker([hanging.url, other.url], "m", retries=retries), task)
+        hanging.ends.set()
+    assert hanging.requests
+    assert task.output_str == ANSWER
+    assert task.usage_completion_tokens == len(WORDS)
+
+
+def test_an_answer_whose_chunks_come_is_not_taken_from_a_server_that_answers_no_health_check():
+    with serving(WordServer()) as busy, serving(WordServer()) as other:
+        busy.health, busy.seconds_per_piece = 500, 0.05
+        retries = Retries(pause=0.001, check_seconds=0.1)
+        task = completion()
+        worker = UpstreamWorker([busy.url, other.url], "m", retries=retries)
+        run(worker, task)
+    assert not worker.servers[0].is_healthy
+    assert task.output_str == ANSWER
+    assert not other.requests
 
 
 @pytest.mark.parametrize("kind", ["between chunks", "within a chunk", "closed", "closed within"])

@@ -24,7 +24,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
         default="auto",
         metavar="ADDRESS",
         help="of the cluster's head, as in 10.0.0.1:6379 (default: the Ray that runs on this "
-        "machine, that of forethought serve --replicas too)",
+        "machine, that of forethought serve --replicas too; its log has the address, for a "
+        "machine with several)",
     )
 
 
@@ -41,6 +42,9 @@ def run(args: argparse.Namespace) -> int:
         print(f"{args.replica} is drained")
         return 0
     for name, status in statuses().items():
+        if status is None:
+            print(f"{name}  does not answer")
+            continue
         load, state = status.load, "draining" if status.is_draining else "up"
         usage = f"{load.kv_cache_usage:.0%} of its KV cache"
         print(f"{name}  {state}  {load.running} running, {load.waiting} waiting, {usage}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import importlib.util
+import logging
 import os
 import uuid
 from collections.abc import Callable, Mapping, Sequence
@@ -18,6 +19,8 @@ from forethought.cluster.link import Channel, Reply
 from forethought.cluster.messages import Command, Copied
 from forethought.cluster.replica import Replica, Status
 from forethought.errors import DependencyError, EngineStopped, ForethoughtError, ParameterError
+
+log = logging.getLogger(__name__)
 
 NAMESPACE = "forethought"
 """Of the actors in a cluster of Ray."""
@@ -65,6 +68,8 @@ def start_ray(address: str | None, num_replicas: int) -> None:
     except (ConnectionError, ValueError, RuntimeError) as error:
         where = "on this machine" if address is None else f"at {address}"
         raise ParameterError(f"Ray cannot be used {where}", str(error), _HELP) from error
+    if address is None:
+        log.info("Ray runs at %s", ray.get_runtime_context().gcs_address)
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,29 +203,42 @@ def _as_error(error: BaseException) -> Exception:
     return EngineStopped("the replica died", lines[0])
 
 
-def statuses() -> dict[str, Status]:
-    """The replicas in the cluster of Ray that was joined, by their names."""
-    ray = _running_ray()
-    actors = {name: ray.get_actor(name, NAMESPACE) for name in ray.util.list_named_actors()}
-    answers = {name: actor.status.remote() for name, actor in actors.items()}
-    done, _ = ray.wait([*answers.values()], num_returns=len(answers), timeout=_STATUS_SECONDS)
-    ready = {name: answer for name, answer in answers.items() if answer in done}
-    return {name: ray.get(answer) for name, answer in sorted(ready.items())}
+def statuses() -> dict[str, Status | None]:
+    """The replicas in the cluster of Ray that was joined, by their names; None: it does not answer,
+    as it hangs, loads its model or has just died.
+    """
+    ray, answers = _running_ray(), dict[str, Any]()
+    for name in sorted(ray.util.list_named_actors()):
+        with contextlib.suppress(ValueError):  # it has ended meanwhile
+            answers[name] = ray.get_actor(name, NAMESPACE).status.remote()
+    if answers:
+        ray.wait([*answers.values()], num_returns=len(answers), timeout=_STATUS_SECONDS)
+    return {name: _status(ray, answer) for name, answer in answers.items()}
+
+
+def _status(ray: Any, answer: Any) -> Status | None:
+    try:
+        return ray.get(answer, timeout=0)  # type: ignore[no-any-return]
+    except ray.exceptions.RayError:
+        return None
 
 
 def drain_replica(name: str) -> None:
     """Have all ingresses leave a replica in the cluster of Ray that was joined.
 
-    Raises ParameterError for a name that none has that answers, or that of the last replica of a
-    model.
+    Raises ParameterError for a name that none has, that of a replica that does not answer, or that
+    of the last one of a model.
     """
     replicas = statuses()
     if name not in replicas:
-        names = ", ".join(replicas) or "none that answers"
+        names = ", ".join(replicas) or "none"
         raise ParameterError("no such replica", f"there is no {name!r}", f"There are: {names}")
+    if replicas[name] is None:
+        why = f"{name} does not answer"
+        raise ParameterError("the replica cannot be drained", why, "Its servers replace it")
     model = name.rpartition("-")[0]
-    others = replicas.keys() - {name}
-    if not any(o.rpartition("-")[0] == model and not replicas[o].is_draining for o in others):
+    others = [s for o, s in replicas.items() if o != name and o.rpartition("-")[0] == model]
+    if not any(status is not None and not status.is_draining for status in others):
         why = "no other one of its model takes generations"
         raise ParameterError("the replica cannot be drained", why, "Start another one first")
     ray = _running_ray()

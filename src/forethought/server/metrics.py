@@ -25,6 +25,7 @@ from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
 from forethought.outputs import EngineStats, SpeculationMetrics, Usage
+from forethought.server.protocol.usage import cached_prompt_tokens
 
 PREFIX = "forethought:"
 ALIASES = ("num_requests_waiting", "num_requests_running", "kv_cache_usage_perc")
@@ -265,7 +266,7 @@ class RequestMetrics:
         self._of(metrics.generated).observe(usage.completion_tokens)
         self._of(metrics.prompt_tokens).inc(usage.prompt_tokens)
         self._of(metrics.generation_tokens).inc(usage.completion_tokens)
-        self._of(metrics.cached_tokens).inc(usage.cached)
+        self._of(metrics.cached_tokens).inc(cached_prompt_tokens(usage))
         self._of(metrics.discarded_tokens).inc(usage.discarded)
         self._of(metrics.saved_tokens).inc(max(0, tokens_saved))
         if self._first_token is not None and usage.completion_tokens > 1:

@@ -8,7 +8,8 @@
 
 A request whose answer has not begun is sent again, to another server if there is one. One that
 breaks off later goes on there after the text that has come (``partial_answer``); where that cannot
-be done, its task fails, since what was streamed cannot be taken back.
+be done, its task fails, since what was streamed cannot be taken back. A server that hangs, so that
+health checks take it down, is no longer waited for.
 """
 
 from __future__ import annotations
@@ -17,12 +18,12 @@ import asyncio
 import importlib
 import json
 import logging
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from functools import partial
 from types import SimpleNamespace
-from typing import Any, Self
+from typing import Any, NamedTuple, Self, TypeVar
 
 from forethought.errors import DependencyError, ParameterError
 from forethought.scaffolding.execution_scope import current_scope
@@ -40,6 +41,8 @@ from forethought.workers.partial_answer import PartialAnswer
 from forethought.workers.routing import Router, Routing, UpstreamServer
 
 log = logging.getLogger(__name__)
+
+_T = TypeVar("_T")
 
 _ENDING = ("draining", "engine_stopped")
 """Codes with which a server of this package ends its streams as it ends itself."""
@@ -174,6 +177,7 @@ class UpstreamClient:
             limits = {server: AdaptiveConcurrency(max_concurrency) for server in router.servers}
             self._limits = limits
         self._checks: dict[asyncio.AbstractEventLoop, asyncio.Task[None]] = {}
+        self._waits = _Waits()
         self.completions = SimpleNamespace(create=partial(self.create, chat=False))
         self.chat = SimpleNamespace(
             completions=SimpleNamespace(create=partial(self.create, chat=True))
@@ -296,14 +300,14 @@ class UpstreamClient:
             if limit is not None:
                 request = await stack.enter_async_context(limit.request())
             try:
-                answer = await api.create(**fields)
+                answer = await self._waits.result(server, api.create(**fields))
                 if not fields.get("stream"):
                     self.router.answered(server)
                     return answer
                 await stack.enter_async_context(answer)
                 chunks = aiter(answer)
                 stack.push_async_callback(chunks.aclose)
-                first = await anext(chunks, None)
+                first = await self._waits.result(server, anext(chunks, None))
                 if first is None:
                     raise ConnectionError(f"{server.url} ended its answer before it began")
             except Exception as error:
@@ -313,7 +317,7 @@ class UpstreamClient:
             self.router.answered(server)
             if request is not None:
                 request.on_token()
-            return _Chunks(server, first, chunks, stack.pop_all())
+            return _Chunks(server, first, chunks, stack.pop_all(), self._waits)
         raise AssertionError("unreachable")
 
     def is_failure(self, server: UpstreamServer, error: Exception, number: int) -> bool:
@@ -365,6 +369,8 @@ class UpstreamClient:
             # One that is slow may be busy; one that refuses connections is not there.
             is_slow = is_overload(error)
             (self.router.failed if is_slow else self.router.lost)(server)
+            if not server.is_healthy:
+                self._waits.end(server, self.retries.check_seconds)
         else:
             self.router.answered(server)
 
@@ -396,6 +402,43 @@ async def _ask_health(client: Any, url: str) -> None:
         await client.models.list()
 
 
+class _Wait(NamedTuple):
+    """One that has begun, on the clock of its loop."""
+
+    server: UpstreamServer
+    loop: asyncio.AbstractEventLoop
+    since: float
+
+
+class _Waits:
+    """What is waited for, by server, until health checks take it down."""
+
+    def __init__(self) -> None:
+        self._begun: dict[asyncio.Timeout, _Wait] = {}
+
+    async def result(self, server: UpstreamServer, answer: Awaitable[_T]) -> _T:
+        """Wait for something of a server; ``ConnectionError`` where that is ended."""
+        loop, timeout = asyncio.get_running_loop(), asyncio.timeout(None)
+        try:
+            async with timeout:
+                self._begun[timeout] = _Wait(server, loop, loop.time())
+                return await answer
+        except TimeoutError:
+            if not timeout.expired():
+                raise
+            raise ConnectionError("it answers no health check either") from None
+        finally:
+            self._begun.pop(timeout, None)
+
+    def end(self, server: UpstreamServer, seconds: float) -> None:
+        """End the waits of the running loop that have taken longer than ``seconds``."""
+        loop = asyncio.get_running_loop()
+        for timeout, wait in [*self._begun.items()]:
+            is_of_server = wait.server is server and wait.loop is loop
+            if is_of_server and loop.time() - wait.since > seconds:
+                timeout.reschedule(loop.time())
+
+
 class _Chunks:
     """The chunks of one server's answer that has begun; holds its capacity until it is closed."""
 
@@ -405,8 +448,10 @@ class _Chunks:
         first: Any,
         rest: AsyncIterator[Any],
         stack: AsyncExitStack,
+        waits: _Waits,
     ) -> None:
-        self.server, self._first, self._rest, self._stack = server, [first], rest, stack
+        self.server, self._first, self._rest = server, [first], rest
+        self._stack, self._waits = stack, waits
 
     async def close(self, *error: Any) -> None:
         """End the answer; ``error`` as of ``__aexit__``."""
@@ -414,7 +459,9 @@ class _Chunks:
 
     async def next(self) -> Any:
         """The next chunk; None: there are no more."""
-        return self._first.pop() if self._first else await anext(self._rest, None)
+        if self._first:
+            return self._first.pop()
+        return await self._waits.result(self.server, anext(self._rest, None))
 
 
 class _LastingChunks:

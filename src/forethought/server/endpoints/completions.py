@@ -33,7 +33,13 @@ from forethought.server.http import (
 )
 from forethought.server.job import Job, Outcome, Piece, Update
 from forethought.server.protocol.completion_request import CompletionRequest
-from forethought.server.protocol.logprobs import Span, TextLogprobs, TokenSpans, completion_logprobs
+from forethought.server.protocol.logprobs import (
+    Span,
+    TextLogprobs,
+    TokenSpans,
+    completion_logprobs,
+    texts_within,
+)
 from forethought.server.protocol.usage import chat_usage
 from forethought.server.service import Service
 
@@ -129,7 +135,7 @@ class _Completions:
 
     def _choice(self, number: int, index: int, outcome: Outcome) -> dict[str, Any]:
         output, text = outcome.outputs[index], self._text(number)
-        text.add(output.logprobs or (), output.token_ids or ())
+        text.add_all(output)
         return self._chosen(number, index, *text.finish(output.text or "", output), _reason(output))
 
     def _text(self, number: int) -> _Text:
@@ -199,7 +205,7 @@ class _Completions:
             for index, output in enumerate(outcome.outputs):
                 text = texts.get((number, index)) or self._text(number)
                 if not self._jobs[number].streams_logprobs:
-                    text.add(output.logprobs or (), output.token_ids or ())
+                    text.add_all(output)
                 rest = self._jobs[number].rest(index, output.text or "")
                 ended = text.finish(rest, output)
                 lines.append(self._chunk(self._chosen(number, index, *ended, _reason(output))))
@@ -236,6 +242,14 @@ class _Text:
         """Further tokens; ``push`` or ``finish`` follows with their text."""
         if self._tokens is not None:
             self._tokens.add(entries, ids)
+
+    def add_all(self, output: ScaffoldingOutput) -> None:
+        """All tokens of an answer, of which none have been added; ``finish`` follows."""
+        entries, ids = output.logprobs or (), output.token_ids or ()
+        if self._tokens is not None and not ids:  # another server's
+            text_of = texts_within(output.text or "", entries)
+            self._tokens = TextLogprobs(text_of, len(self._echoed or ""))
+        self.add(entries, ids)
 
     def push(self, text: str) -> tuple[str, dict[str, Any] | None]:
         """The next text and its log-probabilities, those of the echoed prompt in front."""

@@ -38,6 +38,7 @@ from forethought.server.protocol.messages_request import (
     chat_of,
 )
 from forethought.server.protocol.tool_calls import CallPiece, Tools
+from forethought.server.protocol.usage import cached_prompt_tokens
 from forethought.server.service import Service
 
 _REASONS = {"length": "max_tokens", "tool_calls": "tool_use", "content_filter": "refusal"}
@@ -255,7 +256,7 @@ def _object(arguments: str) -> Any:
 
 
 def _usage(usage: Usage) -> dict[str, Any]:
-    cached = min(usage.cached, usage.prompt_tokens)
+    cached = cached_prompt_tokens(usage)
     return {
         "input_tokens": usage.prompt_tokens - cached,
         "cache_read_input_tokens": cached,

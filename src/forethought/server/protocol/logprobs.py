@@ -33,6 +33,22 @@ def texts_of_entries() -> TokenText:
     return text
 
 
+def texts_within(text: str, entries: Sequence[TokenLogprobs]) -> TokenText:
+    """The same for a text that is without some of its tokens, as special ones: those with which it
+    does not go on.
+    """
+    text_of, parts, length = texts_of_entries(), list[str | None](), 0
+    for entry in entries:
+        part = text_of(-1, next(iter(entry.values()), None)) or ""
+        is_shown = text.startswith(part, length)
+        parts.append(part if is_shown else None)
+        length += len(part) if is_shown else 0
+    if length < len(text):  # it is cut, or tokens are written in another way there
+        return texts_of_entries()
+    remaining = iter(parts)
+    return lambda token, entry: next(remaining)
+
+
 class Span(NamedTuple):
     """One token, and the characters of a text that it has a part in."""
 
@@ -128,10 +144,12 @@ class TextLogprobs:
         return spans
 
     def take_rest(self, length: int, keeps_last: bool) -> list[Span]:
-        """The next tokens that begin within them; the last one as well if it ended the text."""
+        """The next tokens that begin within them; those that the text is without at its end and
+        the last one as well, if that ended the text.
+        """
         rest, self._waiting = list(self._waiting), deque()
         end = self._start + length
-        spans = [span for span in rest if span.start < end]
+        spans = [span for span in rest if span.start < end or (keeps_last and span.end <= end)]
         return [*spans, rest[-1]] if keeps_last and len(spans) < len(rest) else spans
 
 

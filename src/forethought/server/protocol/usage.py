@@ -7,6 +7,13 @@ from typing import Any
 from forethought.outputs import SpeculationMetrics, Usage
 
 
+def cached_prompt_tokens(usage: Usage) -> int:
+    """Prompt tokens found in a prefix cache. ``usage`` counts them again where a sequence was
+    preempted, and goes on.
+    """
+    return min(usage.cached, usage.prompt_tokens)
+
+
 def chat_usage(
     usage: Usage,
     metrics: SpeculationMetrics,
@@ -31,7 +38,7 @@ def chat_usage(
         "prompt_tokens": usage.prompt_tokens,
         "completion_tokens": usage.completion_tokens,
         "total_tokens": usage.total_tokens,
-        "prompt_tokens_details": {"cached_tokens": usage.cached},
+        "prompt_tokens_details": {"cached_tokens": cached_prompt_tokens(usage)},
         "completion_tokens_details": completion,
         **_spent(spent_budget),
     }
@@ -46,7 +53,10 @@ def response_usage(
     """``usage`` of a response. Args: as ``chat_usage``."""
     return {
         "input_tokens": usage.prompt_tokens,
-        "input_tokens_details": {"cached_tokens": usage.cached, "cache_write_tokens": 0},
+        "input_tokens_details": {
+            "cached_tokens": cached_prompt_tokens(usage),
+            "cache_write_tokens": 0,
+        },
         "output_tokens": usage.completion_tokens,
         "output_tokens_details": {
             "reasoning_tokens": reasoning_tokens,
