@@ -153,8 +153,13 @@ MUTANTS = [
     Mutant("llm/typed_argument.py", "parse_constant=_refuse", "parse_constant=float", FORMATS),
     Mutant("llm/call_grammar.py", "if value is None or", "if", FORMATS),
     # Sampling defaults, and the drafter in a checkpoint.
-    Mutant("server/service.py", "if num_choices > 1:", "if False:", DEFAULTS),
-    Mutant("server/service.py", "params = {**defaults, **params}", "pass", DEFAULTS),
+    Mutant(
+        "server/service.py",
+        "drawing(defaults) if num_choices > 1 else defaults",
+        "defaults",
+        DEFAULTS,
+    ),
+    Mutant("server/service.py", "if composition.is_plain:  # workers", "if False:  #", DEFAULTS),
     Mutant(
         "server/backends/engine_backend.py",
         "sampling_defaults=drawing(self.sampling_defaults)",
@@ -1004,8 +1009,8 @@ MUTANTS = [
     ),
     Mutant(
         "model/sampling/dry.py",
-        "token in heads and len(rest) >= length",
-        "token in heads and len(rest) > length",
+        "if token in node.heads:\n                length = at + 1 - index",
+        "if token in node.heads:\n                length = at - index",
         LLAMA_SAMPLERS,
     ),
     Mutant(

@@ -315,8 +315,12 @@ class _Suite:
         frontend = worker.llm._frontend
         self._wait(lambda: not frontend.is_busy, "the engine is still busy")
         engine = frontend.local_engine
-        gc.collect()  # closes sessions of cancelled tasks, which frames of their errors may hold
-        self._wait(lambda: not list(engine.scheduler), "sequences are still open")
+
+        def is_empty() -> bool:
+            gc.collect()  # closes sessions of cancelled tasks, which frames of their errors hold
+            return not list(engine.scheduler)
+
+        self._wait(is_empty, "sequences are still open")
         engine.check_integrity()
         assert not engine.pool.in_use, f"{engine.pool.in_use} pages are still held"
 
