@@ -64,7 +64,7 @@ def move_to_other(llm: AsyncLLM) -> None:
 
 
 async def moved_once(llm: AsyncLLM, question: str, length: int) -> tuple[float, int]:
-    """The pause in seconds and the bytes of the move of a stream that has so many tokens."""
+    """The pause in seconds and the bytes of the move of a stream with ``length`` tokens."""
     stats = engine_of(llm).migration.stats
     num_pauses, num_bytes, has_moved = len(stats.pauses), stats.num_bytes, False
     params = SamplingParams(temperature=0.0, max_tokens=900, ignore_eos=True)

@@ -458,12 +458,14 @@ def test_probes_of_a_running_session_leave_it_alone_and_cost_their_own_tokens(ll
     async def main():
         async with llm.start(PROMPTS[0]) as session:
             before, probes, start = llm.stats, [], session.prompt_length
+            costs = []
 
             async def probe(length):
                 async with await session.fork(length) as fork:
                     await fork.extend([7, 8])
                     answer = await fork.generate(GREEDY.replace(max_tokens=3))
                     probes.append((fork.tokens[:-3], answer.token_ids))
+                    costs.append(fork.usage.prefilled + fork.usage.cached)
 
             stream = session.stream(GREEDY.replace(max_tokens=60))
             tasks, due = [], 10
@@ -473,10 +475,11 @@ def test_probes_of_a_running_session_leave_it_alone_and_cost_their_own_tokens(ll
                     due += 10
             await asyncio.gather(*tasks)
             after = llm.stats
-            # Each probe prefills its suffix; one forked behind the newest token, which has no KV
+            # Each probe prefills its suffix; one forked after the newest token, which has no KV
             # yet, that token too.
+            assert set(costs) <= {2, 3}
             paid = after.prefilled - before.prefilled + after.cached - before.cached
-            assert paid <= start + 3 * len(probes)
+            assert paid == start + sum(costs)
             assert after.decoded - before.decoded == 60 + 3 * len(probes)
         assert len(probes) == 6
         unprobed = await llm.generate(PROMPTS[0], GREEDY.replace(max_tokens=60))

@@ -132,7 +132,7 @@ def test_xtc_and_top_n_sigma_leave_greedy_tokens_as_they_are():
     assert distribution([1.0, 4.0, 4.0], temperature=0.0, **both) == [0.0, 1.0, 0.0]
 
 
-def coins(probability: float, drawn_with: float) -> float:
+def chi_square_of_xtc(probability: float, drawn_with: float) -> float:
     """p-value of chi-square: 20,000 draws against llama.cpp's procedure, in which a coin of its own
     decides whether the top tokens are left out.
     """
@@ -152,5 +152,5 @@ def coins(probability: float, drawn_with: float) -> float:
 
 def test_draws_are_distributed_as_if_a_coin_decided():
     """Two samples of 20,000; p > 1e-4. The control, another probability, must fall below it."""
-    assert coins(0.4, 0.4) > P_VALUE
-    assert coins(0.4, 0.45) < P_VALUE
+    assert chi_square_of_xtc(0.4, 0.4) > P_VALUE
+    assert chi_square_of_xtc(0.4, 0.45) < P_VALUE

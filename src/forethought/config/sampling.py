@@ -22,6 +22,17 @@ MAX_SAMPLES = 4096
 BREAKERS = ("\n", ":", '"', "*")
 """Sequence breakers of DRY by default, those of llama.cpp."""
 
+LLAMA_SAMPLERS = (
+    "top_n_sigma",
+    "xtc_probability",
+    "xtc_threshold",
+    "dry_multiplier",
+    "dry_base",
+    "dry_allowed_length",
+    "dry_penalty_last_n",
+    "dry_sequence_breakers",
+)
+"""Fields of ``SamplingParams`` for llama.cpp's samplers, under its names."""
 MAX_BREAKERS, MAX_BREAKER_LENGTH = 16, 40
 """Most sequence breakers of a request, and characters of each."""
 

@@ -341,6 +341,27 @@ class BaseEngine(ABC):
             )
 
     @staticmethod
+    def _check_constraints(params: SamplingParams, constraints: Constraints | None) -> None:
+        """Constraints are given if and only if the params restrict the output (ParameterError)."""
+        if params.constrains != (constraints is not None):
+            raise ParameterError(
+                "guided_decoding or a thinking budget, and constraints, belong together",
+                f"guided_decoding is {params.guided_decoding}, thinking_budget is "
+                f"{params.thinking_budget}, constraints are {constraints}",
+                "Text is not known here: llm.grammar and llm.thinking make the constraints",
+            )
+
+    @staticmethod
+    def _check_breakers(params: SamplingParams, breakers: SequenceBreakers | None) -> None:
+        if params.penalises_repeats and params.dry_sequence_breakers and breakers is None:
+            raise ParameterError(
+                "dry_sequence_breakers in text",
+                "the engine has no tokenizer",
+                "Give their tokens as breakers (llm.breakers), or dry_sequence_breakers=()",
+                param="dry_sequence_breakers",
+            )
+
+    @staticmethod
     def _fork_length(sequence: Sequence, length: int | None) -> int:
         """Of a fork at ``length``, by default at the end. UsageError if it cannot be."""
         length = len(sequence.tokens) if length is None else length

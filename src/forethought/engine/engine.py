@@ -40,7 +40,7 @@ from forethought.engine.sequence import (
 )
 from forethought.engine.snapshot import SequenceSnapshot
 from forethought.engine.step import Event, Step, publish
-from forethought.errors import CapacityError, ParameterError, UsageError
+from forethought.errors import CapacityError, UsageError
 from forethought.kv.events import EventLog, KvEventPublisher
 from forethought.kv.pool import PagePool, PrefixIndex
 from forethought.kv.table import PageTable
@@ -530,27 +530,6 @@ class Engine(BaseEngine):
     def _count_discarded(self, sequence: Sequence, num_tokens: int) -> None:
         sequence.usage.discarded += num_tokens
         self.stats.discarded += num_tokens
-
-    @staticmethod
-    def _check_constraints(params: SamplingParams, constraints: Constraints | None) -> None:
-        """Constraints are given if and only if the params restrict the output (ParameterError)."""
-        if params.constrains != (constraints is not None):
-            raise ParameterError(
-                "guided_decoding or a thinking budget, and constraints, belong together",
-                f"guided_decoding is {params.guided_decoding}, thinking_budget is "
-                f"{params.thinking_budget}, constraints are {constraints}",
-                "Text is not known here: llm.grammar and llm.thinking make the constraints",
-            )
-
-    @staticmethod
-    def _check_breakers(params: SamplingParams, breakers: SequenceBreakers | None) -> None:
-        if params.penalises_repeats and params.dry_sequence_breakers and breakers is None:
-            raise ParameterError(
-                "dry_sequence_breakers in text",
-                "the engine has no tokenizer",
-                "Give their tokens as breakers (llm.breakers), or dry_sequence_breakers=()",
-                param="dry_sequence_breakers",
-            )
 
     def _start(
         self,

@@ -18,6 +18,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, ClassVar
 
 from forethought.config.guided import GuidedDecodingParams
+from forethought.config.sampling import LLAMA_SAMPLERS
 from forethought.errors import ParameterError
 from forethought.scaffolding import sampling
 from forethought.scaffolding.base_task import TaskStatus
@@ -40,14 +41,7 @@ from forethought.workers.openai_requests import (
 _BODY = (
     "top_k",
     "min_p",
-    "top_n_sigma",
-    "xtc_probability",
-    "xtc_threshold",
-    "dry_multiplier",
-    "dry_base",
-    "dry_allowed_length",
-    "dry_penalty_last_n",
-    "dry_sequence_breakers",
+    *LLAMA_SAMPLERS,
     "min_tokens",
     "repetition_penalty",
     "stop_token_ids",

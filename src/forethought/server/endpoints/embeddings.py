@@ -95,8 +95,8 @@ async def _answer(
 
 
 def _written(vectors: Any, body: EmbeddingRequest, model: str, num_tokens: int) -> bytes:
-    """The body of the response to float32 vectors ``[R, D]``. Each is written by itself, so that
-    other threads run in between.
+    """The body of the response to float32 vectors ``[R, D]``. They are written one by one, so
+    that other threads run in between.
     """
     shows_numbers = body.encoding_format != "base64"
     usage = {"prompt_tokens": num_tokens, "total_tokens": num_tokens}

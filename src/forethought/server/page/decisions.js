@@ -29,7 +29,7 @@ export function labelOf(stage) {
 
 /** A stage as a sentence about its branch. @param {Stage} stage @returns {string} */
 export function describe(stage) {
-  if (stage.name === "voted" && stage.isEnd) return verdict(stage.fields);
+  if (stage.name === "voted" && stage.isEnd) return resultText(stage.fields);
   const words = SENTENCES[stage.name]?.(stage.fields, short(stage.why, 120));
   return words ?? otherwise(stage);
 }
@@ -91,7 +91,7 @@ function scored({ answer, score, steps, accepted, step, critique, scores, finish
 }
 
 /** The end of a vote. @param {Record<string, any>} fields */
-function verdict({ answer, tally }) {
+function resultText({ answer, tally }) {
   if (answer === null || answer === undefined) return "the vote has no winner: there is no answer";
   const votes = tally?.[answer];
   return `the vote is over: ${quoted(answer)} has won${votes === undefined ? "" : ` with ${number(votes)} of ${number(sum(tally))} votes`}`;

@@ -62,7 +62,7 @@ export class VotesView {
       const [votes, share] = [rest.reduce((sum, row) => sum + row[1], 0), rest.reduce((sum, row) => sum + row[2], 0)];
       bars.push(bar(`${rest.length} other answers`, votes, share, "", ""));
     }
-    return el("div", {}, el("h3", {}, title + of), el("ul", {}, bars), el("p", { class: "small" }, this.verdict(poll)));
+    return el("div", {}, el("h3", {}, title + of), el("ul", {}, bars), el("p", { class: "small" }, this.resultText(poll)));
   }
 
   /** @private @param {Poll} poll @param {string} answer @param {number} votes @param {number} share */
@@ -74,7 +74,7 @@ export class VotesView {
   }
 
   /** @private @param {Poll} poll */
-  verdict(poll) {
+  resultText(poll) {
     if (poll.kind === "probes") return poll.winner === null ? "" : `The probes agree on ${short(poll.winner, 60)}.`;
     if (!poll.isOver) return this.run.isOver ? "The vote has not ended." : "More samples may vote.";
     if (poll.winner === null) return "The vote has no winner.";

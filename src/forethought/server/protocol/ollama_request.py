@@ -107,6 +107,7 @@ class ShowRequest(Body):
     """``POST /api/show``."""
 
     model: Text
+    # accepted without effect: there are no details to leave out
     verbose: bool | None = None
 
 

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from forethought.config.guided import GuidedDecodingParams
-from forethought.config.sampling import SamplingParams, SpeculationParams
+from forethought.config.sampling import LLAMA_SAMPLERS, SamplingParams, SpeculationParams
 from forethought.errors import (
     ForethoughtError,
     ParameterError,
@@ -50,14 +50,7 @@ _SAME = (
     "top_p",
     "top_k",
     "min_p",
-    "top_n_sigma",
-    "xtc_probability",
-    "xtc_threshold",
-    "dry_multiplier",
-    "dry_base",
-    "dry_allowed_length",
-    "dry_penalty_last_n",
-    "dry_sequence_breakers",
+    *LLAMA_SAMPLERS,
     "repetition_penalty",
     "min_tokens",
     "ignore_eos",
