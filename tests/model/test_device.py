@@ -138,7 +138,7 @@ def test_torch_computes_alone_beside_the_threads_of_cpp() -> None:
     assert torch.get_num_threads() == native_threads() == before
 
 
-@pytest.mark.parametrize("forward, threads", [("native", (1, 2)), ("torch", (2, 2))])
+@pytest.mark.parametrize(("forward", "threads"), [("native", (1, 2)), ("torch", (2, 2))])
 def test_torch_computes_alone_in_the_steps_of_a_native_model_alone(
     forward: str, threads: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
