@@ -136,3 +136,23 @@ def test_torch_computes_alone_beside_the_threads_of_cpp() -> None:
             assert (torch.get_num_threads(), native_threads()) == (1, 3)
         assert (torch.get_num_threads(), native_threads()) == (3, 3)
     assert torch.get_num_threads() == native_threads() == before
+
+
+@pytest.mark.parametrize(("forward", "threads"), [("native", (1, 2)), ("torch", (2, 2))])
+def test_torch_computes_alone_in_the_steps_of_a_native_model_alone(
+    forward: str, threads: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = set()
+    with computing_threads(2), LLM(forward=forward, num_threads=2) as llm:
+        engine = llm.lend("a test").engine
+        llm.take_back()
+        forward_of = engine.runner.forward
+
+        def spy(*args):
+            seen.add((torch.get_num_threads(), native_threads()))
+            return forward_of(*args)
+
+        monkeypatch.setattr(engine.runner, "forward", spy)
+        llm.generate([5, 6, 7], SamplingParams(max_tokens=2, temperature=0.0))
+        assert (torch.get_num_threads(), native_threads()) == (2, 2)
+    assert seen == {threads}

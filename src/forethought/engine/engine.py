@@ -45,7 +45,7 @@ from forethought.kv.events import EventLog, KvEventPublisher
 from forethought.kv.pool import PagePool, PrefixIndex
 from forethought.kv.table import PageTable
 from forethought.model.adapter import Adapter
-from forethought.model.device import computing_threads
+from forethought.model.device import computing_threads, torch_alone
 from forethought.model.runner import ModelRunner
 from forethought.model.sampling import Constraint, Constraints, SequenceBreakers
 from forethought.model.token_adapters import PlacedAdapter
@@ -96,6 +96,8 @@ class Engine(BaseEngine):
         super().__init__(replace(limits, max_length=min(limits.max_length, self._capacity)), seed)
         self.scheduler = Scheduler(self.pool, self.index, self.limits, self.stats)
         self.speculation = Drafting(drafters, self.stats, runner.lm.vocab_size, runner.lm.device)
+        paths = {self.stats.forward_path, *self.stats.draft_paths.values()}
+        self._is_native = paths == {"native"}
         self.scheduler.on_end = self.speculation.release
         self.scheduler.on_resume = runner.storage.resume
         self._step = Step(runner, self.scheduler, self.speculation, self.index, self.stats)
@@ -161,10 +163,13 @@ class Engine(BaseEngine):
         return events
 
     def _computing(self) -> AbstractContextManager[None]:
-        """Have torch compute with the engine's number of threads."""
-        if self.num_threads is None or self.num_threads == torch.get_num_threads():
+        """Have the engine's number of threads compute: those of torch where it computes layers."""
+        num_threads = self.num_threads or torch.get_num_threads()
+        if self._is_native:
+            return torch_alone(num_threads)
+        if num_threads == torch.get_num_threads():
             return nullcontext()
-        return computing_threads(self.num_threads)
+        return computing_threads(num_threads)
 
     @override
     def embedding_pass(

@@ -160,13 +160,14 @@ def native_threads() -> int:
 
 
 @contextmanager
-def torch_alone() -> Iterator[None]:
-    """Have torch compute in the calling thread alone, and C++ with the threads that torch has.
+def torch_alone(num_threads: int | None = None) -> Iterator[None]:
+    """Have torch compute in the calling thread alone, and C++ with ``num_threads``, or as many as
+    torch has.
 
     Torch's own look for work for some milliseconds after each operation, on the processors that the
     threads of C++ would compute on.
     """
-    num_threads = torch.get_num_threads()
+    num_threads = native_threads() if num_threads is None else num_threads
     token = _NATIVE_THREADS.set(num_threads)
     try:
         with computing_threads(1):

@@ -23,6 +23,7 @@ from forethought.backends.cpu.weights import KV_TYPES
 from forethought.config.tree import TreeShape
 from forethought.model.attention.base import ForwardPass, KvLayout
 from forethought.model.batch import Batch
+from forethought.model.device import native_threads
 
 MIN_SCORES = 64  # tokens of a row that scratch memory is made for, at least
 
@@ -207,7 +208,7 @@ class NativeForward:
         batch, layout = forward_pass.batch, forward_pass.layout()
         for tensor in (batch.positions, batch.logit_index, *layout.indices):
             assert tensor.is_contiguous()
-        token_ids, num_threads = batch.token_ids.contiguous(), torch.get_num_threads()
+        token_ids, num_threads = batch.token_ids.contiguous(), native_threads()
         rows, keep, longest = _packed_rows(layout)
         max_length = max(MIN_SCORES, -(-(longest + further) // MIN_SCORES) * MIN_SCORES)
         states = pointers(outputs.states) if outputs.states else self._no_states

@@ -18,6 +18,7 @@ from forethought.backends.cpu.library import load_library
 from forethought.backends.cpu.network import NativeNetwork
 from forethought.backends.cpu.structures import BeamsStruct, LinearStruct
 from forethought.backends.cpu.weights import PackedLinear
+from forethought.model.device import native_threads
 from forethought.speculative.drafters.redrafter import Beams, first_beams
 from forethought.speculative.heads.medusa import MedusaHeads, RankedTokens, linears_of
 from forethought.speculative.heads.redrafter import BeamHead
@@ -49,7 +50,7 @@ class NativeHeads:
             ctypes.c_void_p(x.data_ptr()),
             len(x),
             ctypes.c_void_p(logits.data_ptr()),
-            torch.get_num_threads(),
+            native_threads(),
         )
         return logits
 
@@ -140,7 +141,7 @@ class NativeBeams:
             num_roots=count,
             width=width,
             length=length,
-            num_threads=torch.get_num_threads(),
+            num_threads=native_threads(),
             min_logprob=min_logprob,
         )
         model = self._target.forward.model

@@ -17,6 +17,7 @@ from torch import Tensor
 from forethought.backends.cpu.library import load_library
 from forethought.backends.cpu.structures import DrawsStruct, SamplingStruct
 from forethought.model.backends import NativeSampling
+from forethought.model.device import native_threads
 from forethought.model.sampling.distribution import TokenContext
 
 MAX_INT32 = 2**31 - 1
@@ -47,7 +48,7 @@ class NativeSampler(NativeSampling):
             tokens=tokens.data_ptr(),
             num_rows=len(contexts),
             vocab=logits.shape[1],
-            num_threads=torch.get_num_threads(),
+            num_threads=native_threads(),
         )
         self.library.draw_tokens(ctypes.byref(draws))
         return tokens

@@ -250,7 +250,7 @@ class PackedLinear:
             ctypes.c_void_p(blocks.data_ptr()),
             num_outputs,
             halves,
-            torch.get_num_threads(),
+            native_threads(),
         )
         return cls(struct, [values, scales] if bias is None else [values, scales, bias])
 

@@ -20,6 +20,7 @@ from collections.abc import Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor
 from typing_extensions import override
 
@@ -115,7 +116,12 @@ class PearlDrafter(Drafter):
         self._states: dict[int, PearlRequest] = {}
         self._executor: Executor | None = None
         if overlap:
-            self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="pearl")
+            self._executor = ThreadPoolExecutor(
+                max_workers=1,
+                thread_name_prefix="pearl",
+                initializer=torch.set_num_threads,
+                initargs=(torch.get_num_threads(),),
+            )
         self._future: Future[None] | None = None
 
     @classmethod

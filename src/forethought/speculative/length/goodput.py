@@ -35,6 +35,9 @@ CREDIT = 4.0
 """Plain steps that may be lost before anything was gained, and up to which allowances add up."""
 SAVINGS = 16.0
 """Most plain steps saved up, gains included: a run of bad luck need not stop what pays."""
+DEBT = 32.0
+"""Most plain steps owed: a dear probe is paid for before the next one, a pause of the whole machine
+is not."""
 
 
 class LossBudget:
@@ -52,7 +55,7 @@ class LossBudget:
     def book(self, gained: float, steps: int = 1) -> None:
         """Book ``gained`` plain steps, negative for a loss, of ``steps`` steps."""
         granted = max(min(ALLOWANCE * steps, CREDIT - self.balance), 0.0)
-        self.balance = min(max(self.balance + granted + gained, -CREDIT), SAVINGS)
+        self.balance = min(max(self.balance + granted + gained, -DEBT), SAVINGS)
         if self.balance <= 0.0:
             self._closed = True
         elif self.balance >= CREDIT / 2:
@@ -107,8 +110,8 @@ since any were."""
 SURPRISE, USUALS = 0.1, 3.0
 """How far off the time of such a step must be for the next one to come soon: relatively, and in
 usual errors."""
-HOLD = 8
-"""Steps for which a choice is kept if nothing changes."""
+FIRST_HOLD, LAST_HOLD = 8, 32
+"""Steps for which a choice is kept if nothing changes; more where the same one comes again."""
 HOST_SHARE = 0.03
 """What the host may do per step, relative to the rest of it, where a call could be longer."""
 IDLE = 128
@@ -177,7 +180,8 @@ class Goodput:
         self._turn = 0
         self._num_skipped = 0  # steps since the last one that was observed
         self._held: list[int] = []
-        self._left = 0  # steps for which ``_held`` may be kept
+        self._held_steps = FIRST_HOLD  # for which it is kept
+        self._left = 0  # of these
         self._state: tuple[int, list[int], list[int]] = (0, [], [])
         self._gained = 0.0  # plain steps, by the last step
         self._deepest = max_draft_len  # of the best lengths
@@ -237,7 +241,7 @@ class Goodput:
         if drafting != self._drafting:
             log.debug("%d rows: drafting at %.2f times plain goodput", batch_size, ratio)
         self._drafting = drafting
-        self._held, self._left = depths if drafting else plain, HOLD
+        self._keep(depths if drafting else plain)
         self._why = self._held_why = (DRAFTS if drafting else PLAIN, (ratio,))
         if drafting:
             return depths
@@ -249,6 +253,12 @@ class Goodput:
             return probe
         self._waits = not drafting and self._probes.due
         return plain
+
+    def _keep(self, depths: list[int]) -> None:
+        """Keep a choice for some steps."""
+        again = depths == self._held
+        self._held_steps = min(2 * self._held_steps, LAST_HOLD) if again else FIRST_HOLD
+        self._held, self._left = depths, self._held_steps
 
     def _holds(self, ids: list[int], max_lengths: list[int], batch_size: int) -> bool:
         """Whether the last choice is kept, which saves time: if all is as then and nothing lost."""
@@ -499,13 +509,12 @@ class Goodput:
 
     @property
     def _num_to_recover(self) -> int:
-        """Skipped steps whose allowance is twice the cost of a call of the policy in a plain step.
-
-        No more than fill the account.
+        """Skipped steps whose allowance opens the account again, and at least twice the cost of a
+        call of the policy in a plain step.
         """
         single = self._seconds(self._batch_size, 0, 1.0)
         loss = single / self._plain_seconds(self._batch_size) - 1.0
-        return int(2.0 * min(loss, CREDIT) / ALLOWANCE)
+        return int(max(CREDIT / 2 - self.account.balance, 2.0 * min(loss, CREDIT)) / ALLOWANCE)
 
     def skipped(self, steps: SkippedSteps) -> None:
         """Count plain steps that it was not called for, and learn their time."""
