@@ -1,7 +1,7 @@
 """A soak of replicas: streams of all kinds for minutes, while a replica is killed again and again.
 
-    python -m benchmarks.soak
-    python -m benchmarks.soak --minutes 30 --kill-every 10 --streams 64
+    python -m benchmarks.cluster_soak
+    python -m benchmarks.cluster_soak --minutes 30 --kill-every 10 --streams 64
 
 Two replicas of the embedded reasoner in float32 on a Ray of this machine, one thread each. What one
 engine generates is the reference; ``kill -9`` takes the replica with the most generations. Streams
@@ -172,7 +172,7 @@ def main() -> None:
         "longest_silence_seconds": round(silences[-1], 2),
         "resident_mib": soak.resident,
     }
-    print_report("soak", [row], minutes=args.minutes, kill_every=args.kill_every)
+    print_report("cluster_soak", [row], minutes=args.minutes, kill_every=args.kill_every)
     sys.exit(bool(soak.lost or soak.num_changed))
 
 
