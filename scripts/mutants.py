@@ -356,8 +356,8 @@ MUTANTS = [
     ),
     Mutant(
         "backends/tensor_parallel/ranks.py",
-        "key=lambda cause: cause[1].endswith(followed)",
-        "key=lambda cause: not cause[1].endswith(followed)",
+        "key=lambda cause: cause[1] == FOLLOWED",
+        "key=lambda cause: cause[1] != FOLLOWED",
         RANKS,
     ),
     Mutant(

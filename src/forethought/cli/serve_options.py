@@ -52,7 +52,7 @@ def add_replicas(replicas: argparse._ArgumentGroup) -> None:
         type=int,
         metavar="N",
         help="have N processes compute, here or on the machines of a cluster of Ray; where one "
-        "dies, its requests go on in another one",
+        "dies, its requests go on in another one; with --tensor-parallel-size T, each is T processes",
     )
     replicas.add_argument(
         "--ray-address",

@@ -39,6 +39,11 @@ class ModelRunner:
     def check_running(self) -> None:
         """Raises EngineStopped where a rank of the model has ended."""
 
+    @property
+    def is_lost(self) -> bool:
+        """Whether a rank of the model has ended: without a wait, from any thread."""
+        return False
+
     def shutdown(self) -> None:
         """End what computes outside of this process; nothing is run any more."""
 
