@@ -134,7 +134,7 @@ def test_tokens_are_those_of_one_process(cluster: AsyncLLM, expected: list[Any])
     assert sorted(groups_in_use()) == sorted(names_of(cluster))
 
 
-@pytest.mark.parametrize("rank", [1, 0])
+@pytest.mark.parametrize("rank", [1, pytest.param(0, marks=pytest.mark.slow)])
 def test_a_killed_rank_ends_its_replica_and_changes_no_stream(
     cluster: AsyncLLM, expected: list[Any], rank: int
 ) -> None:
@@ -155,6 +155,7 @@ def test_a_killed_rank_ends_its_replica_and_changes_no_stream(
     assert not set(processes) & {n for name in names_of(cluster) for n in processes_of(name)}
 
 
+@pytest.mark.slow
 def test_a_rank_that_dies_while_nothing_runs_is_noticed(cluster: AsyncLLM) -> None:
     wait_until(lambda: len(names_of(cluster)) == 2)
     lost, name = cluster.stats.replicas_lost, names_of(cluster)[0]

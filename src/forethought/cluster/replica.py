@@ -395,8 +395,10 @@ class Replica:
             raise EngineStopped("the ingress is not known", why, "Connect again") from None
 
     def _check(self) -> None:
-        if self._llm.has_ended or self._llm._frontend.local_engine.runner.is_lost:
-            raise EngineStopped("the engine of the replica died", "", "See the log of its process")
+        failure = self._llm._frontend.local_engine.runner.failure
+        if self._llm.has_ended or failure is not None:
+            what, fix = "the engine of the replica died", "See the log of its process"
+            raise EngineStopped(what, failure or "", fix)
 
     def _stalled(self) -> float:
         engine = self._llm._frontend.local_engine

@@ -40,9 +40,9 @@ class ModelRunner:
         """Raises EngineStopped where a rank of the model has ended."""
 
     @property
-    def is_lost(self) -> bool:
-        """Whether a rank of the model has ended: without a wait, from any thread."""
-        return False
+    def failure(self) -> str | None:
+        """Which rank of the model has ended, and why; None: none has. From any thread."""
+        return None
 
     def shutdown(self) -> None:
         """End what computes outside of this process; nothing is run any more."""

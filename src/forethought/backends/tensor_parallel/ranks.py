@@ -143,9 +143,12 @@ class Ranks:
         return [process.process_id for process in self._state.processes]
 
     @property
-    def is_lost(self) -> bool:
-        """Whether a rank has ended, and the engine with it."""
-        return self._state.failure is not None or bool(self._state.causes)
+    def failure(self) -> str | None:
+        """Which rank has ended, and the engine with it, and why; None: none has."""
+        if self._state.failure is not None:
+            return ": ".join(self._state.failure)
+        cause = self._state.first_cause()
+        return None if cause is None else f"it has lost rank {cause[0]} of {self.size}: {cause[1]}"
 
     def connect(
         self, device: torch.device, load: Mapping[str, Any], page_size: int, num_threads: int

@@ -314,8 +314,8 @@ class ShardedRunner(ModelRunner):
 
     @property
     @override
-    def is_lost(self) -> bool:
-        return self.ranks.is_lost
+    def failure(self) -> str | None:
+        return self.ranks.failure
 
     @override
     def scratch_storage(self, num_pages: int) -> KvStorage:
