@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import subprocess
@@ -18,8 +19,10 @@ from openai import OpenAI
 
 from forethought.errors import UsageError
 from forethought.llm.tool_messages import as_text
+from forethought.server import response_journal
 from forethought.server.http import HttpError
 from forethought.server.response_journal import Replay, ResponseJournal
+from forethought.server.response_store import Record
 from forethought.server.settings import Settings
 from forethought.workers.scripted import Reply
 from http_servers import WAIT, Served, eventually, scripted
@@ -174,6 +177,41 @@ def test_keys_have_no_part_in_the_responses_of_others(tmp_path: Path) -> None:
         assert again.output_text == "you said hello"
 
 
+def test_an_event_is_shown_once_it_is_written(tmp_path: Path) -> None:
+    async def play() -> None:
+        journal = ResponseJournal(tmp_path, 3600, 10, 1 << 20)
+        record = Record({"id": "resp_1"}, "", [])
+        record.journal = journal.begin("resp_1", "", {})
+        may_write = threading.Event()
+        journal.submit(may_write.wait)
+        record.add("response.created")
+        following = asyncio.ensure_future(anext(record.follow()))
+        await asyncio.sleep(0.05)
+        assert not following.done()
+        may_write.set()
+        assert await following == record.events
+        record.finish()
+        await record.end()
+        journal.close()
+
+    asyncio.run(play())
+
+
+def test_a_response_whose_file_cannot_be_written_goes_on_in_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(descriptor: int, value: Any) -> None:
+        if "type" in value:
+            raise OSError("the disk is full")
+
+    monkeypatch.setattr(response_journal, "_write", full)
+    with serving(tmp_path) as server:
+        response = server.client.responses.create(model="scripted", input="steady")
+        assert response.output_text == "abcdefghij"
+        assert len(events_of(server, response.id)) > 5
+        eventually(lambda: not list(tmp_path.glob("*.jsonl")))
+
+
 @pytest.mark.parametrize("response_id", ["resp_none", "..%2F..%2Fetc%2Fpasswd", "%00"])
 def test_no_id_names_a_file(server: Served, response_id: str) -> None:
     assert server.send(f"/v1/responses/{response_id}", method="GET").status == 404
@@ -259,7 +297,7 @@ def test_a_response_whose_text_is_another_one_fails_with_the_events_of_before(
 def process(folder: Path) -> Iterator[tuple[subprocess.Popen[str], OpenAI]]:
     """``forethought serve`` of the embedded reasoner, and a client."""
     command = [sys.executable, "-m", "forethought", "serve", "--port", "0", "--dtype", "float32"]
-    command += ["--num-threads", "1", "--reward-model", "none", "--response-dir", str(folder)]
+    command += ["--reward-model", "none", "--response-dir", str(folder)]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as running:
         try:
             assert running.stderr is not None
@@ -273,6 +311,7 @@ def process(folder: Path) -> Iterator[tuple[subprocess.Popen[str], OpenAI]]:
             running.kill()
 
 
+@pytest.mark.slow
 def test_a_sampled_stream_goes_on_after_kill_9_with_the_text_of_its_seed(tmp_path: Path) -> None:
     asked: dict[str, Any] = {"model": "reasoner", "input": "What is 12 + 34 * 5?"}
     asked |= {"temperature": 1.0, "max_output_tokens": 900, "extra_body": {"ignore_eos": True}}
@@ -281,6 +320,7 @@ def test_a_sampled_stream_goes_on_after_kill_9_with_the_text_of_its_seed(tmp_pat
         before = [next(stream).to_dict() for _ in range(8)]
         running.kill()
         running.wait(WAIT)
+    assert b"response.completed" not in the_file(tmp_path).read_bytes()
     number = before[-1]["sequence_number"]
     response_id = before[0]["response"]["id"]
     with process(tmp_path) as (_, client):
@@ -288,10 +328,11 @@ def test_a_sampled_stream_goes_on_after_kill_9_with_the_text_of_its_seed(tmp_pat
         after = [event.to_dict() for event in stream]
         whole = [e.to_dict() for e in client.responses.retrieve(response_id, stream=True)]
         seed = json.loads(the_file(tmp_path).read_text().splitlines()[0])["body"]["seed"]
-        undisturbed = client.responses.create(**asked, seed=seed, store=False)
+        undisturbed = client.responses.create(
+            **asked | {"extra_body": {"ignore_eos": True, "seed": seed}}, store=False
+        )
     assert before + after == whole
     assert [event["sequence_number"] for event in whole] == list(range(len(whole)))
-    texts = [[part.text for item in undisturbed.output for part in item.content or ()]]
-    texts.append(list(texts_of(whole).values()))
-    assert texts[0] == texts[1]
+    texts = [part.text for item in undisturbed.output for part in item.content or ()]
+    assert list(texts_of(whole).values()) == texts
     assert whole[-1]["response"]["usage"]["output_tokens"] == undisturbed.usage.output_tokens

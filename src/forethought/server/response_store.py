@@ -37,7 +37,7 @@ class Record:
         self.num_bytes = _size(self.messages)
         self.journal: JournalFile | None = None
         self.replay: Replay | None = None
-        self._num_shown = 0
+        self._num_shown, self._is_ending = 0, False
         self._changed = asyncio.Event()
 
     @classmethod
@@ -84,6 +84,7 @@ class Record:
 
     def finish(self) -> None:
         """No further event follows."""
+        self._is_ending = True
         if self.journal is None:
             self._end()
         else:
@@ -133,6 +134,9 @@ class Record:
         if self.task is not None and not self.task.done():
             self.task.cancel()
             await asyncio.wait([self.task])
+            if not self._is_ending:  # it had not begun to run
+                self.finish()
+            await self.end()
 
 
 class ResponseStore:
