@@ -45,8 +45,10 @@ START_SECONDS = 180.0
 _HELLO = struct.Struct("!32s?II")
 """The first bytes of a connection: secret, whether it is the lifeline, rank, process id."""
 _HELLO_SECONDS = 5.0
-_PROBE_SECONDS, _NUM_PROBES = 5, 3
-"""TCP's probes of a silent connection, after which the other machine is given up."""
+_KEEPALIVE = {"TCP_KEEPIDLE": 5, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3}
+"""Seconds of silence, seconds between TCP's probes of the other machine, and how many are not
+answered before it is given up.
+"""
 
 
 class Entrance(NamedTuple):
@@ -69,9 +71,9 @@ def _connection(connected: socket.socket) -> Connection:
     connected.settimeout(None)
     connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for option in (socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL):
-        connected.setsockopt(socket.IPPROTO_TCP, option, _PROBE_SECONDS)
-    connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, _NUM_PROBES)
+    for name, value in _KEEPALIVE.items():
+        if (option := getattr(socket, name, None)) is not None:  # macOS has not all of them
+            connected.setsockopt(socket.IPPROTO_TCP, option, value)
     return Connection(connected.detach())
 
 

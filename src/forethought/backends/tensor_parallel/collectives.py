@@ -73,7 +73,7 @@ class FileMeeting:
     path: Path
 
     def store(self, size: int) -> Any:
-        """See ``Meeting``."""
+        """The file, which the first rank makes."""
         return dist.FileStore(str(self.path), size)
 
 
@@ -85,7 +85,7 @@ class PortMeeting:
     port: int
 
     def store(self, size: int) -> Any:
-        """See ``Meeting``."""
+        """A connection to rank 0; raises CollectiveError."""
         with _translated():
             return dist.TCPStore(self.host, self.port, size, timeout=TIMEOUT)
 

@@ -143,7 +143,7 @@ async def recover(service: Service, response_id: str, tenant: str) -> None:
     Raises HttpError, Overloaded or UsageError: it cannot be taken over, or not now.
     """
     journal = service.journal
-    if journal is None:
+    if journal is None or response_id in service.store:
         return
     async with service.recovering:
         if response_id in service.store:
