@@ -356,8 +356,8 @@ MUTANTS = [
     ),
     Mutant(
         "backends/tensor_parallel/ranks.py",
-        "key=lambda cause: cause[1].endswith(followed)",
-        "key=lambda cause: not cause[1].endswith(followed)",
+        "key=lambda cause: cause[1] == FOLLOWED",
+        "key=lambda cause: cause[1] != FOLLOWED",
         RANKS,
     ),
     Mutant(
@@ -389,6 +389,37 @@ MUTANTS = [
         "return min(num_pages)",
         "return num_pages[0] + pages",
         RANKS,
+    ),
+    Mutant(
+        "cluster/ranks.py",
+        "if hmac.compare_digest(claimed, secret):",
+        "if True:",
+        "tests/cluster/test_ranks.py -k secret",
+    ),
+    Mutant(
+        "cluster/actors.py",
+        "if capacity < self.num_ranks:",
+        "if False:",
+        "tests/cluster/test_ranks.py -k machine_by_machine",
+    ),
+    # ---- responses that outlive their server -----------------------------------------------------
+    Mutant(
+        "server/response_journal.py",
+        "scores[num_passed:]",
+        "scores[0:]",
+        "tests/server/test_response_journal.py -k replay",
+    ),
+    Mutant(
+        "server/response_journal.py",
+        "os.ftruncate(descriptor, len(whole))",
+        "pass",
+        "tests/server/test_response_journal.py -k whatever",
+    ),
+    Mutant(
+        "server/response_store.py",
+        "self.events[first : self._num_shown]",
+        "self.events[first:]",
+        "tests/server/test_response_journal.py -k written",
     ),
     # ---- engine ----------------------------------------------------------------------------------
     Mutant(

@@ -20,7 +20,8 @@ from forethought.errors import ParameterError
         ({"CPU": 2}, {}, 3, (1, 0)),
         ({"CPU": 16}, {"num_threads": 3}, 2, (3, 0)),
         ({"CPU": 64, "GPU": 8}, {}, 8, (8, 1)),
-        ({"CPU": 64, "GPU": 8}, {"tensor_parallel_size": 4}, 2, (32, 4)),
+        ({"CPU": 64, "GPU": 8}, {"tensor_parallel_size": 4}, 2, (8, 1, 4)),
+        ({"CPU": 64}, {"tensor_parallel_size": 2}, 1, (32, 0, 2)),
         ({"CPU": 64, "GPU": 8}, {"device": "cpu"}, 2, (32, 0)),
         ({"CPU": 64, "node:a": 1, "node:b": 1, "node:__internal_head__": 1}, {}, 1, (32, 0)),
     ],
@@ -30,7 +31,7 @@ def test_a_replica_takes_an_equal_share_of_what_there_is(
     total: dict[str, float],
     fields: dict[str, Any],
     num_replicas: int,
-    resources: tuple[int, int],
+    resources: tuple[int, ...],
 ) -> None:
     ray = SimpleNamespace(cluster_resources=lambda: total)
     monkeypatch.setattr(actors, "_ray", lambda: ray)

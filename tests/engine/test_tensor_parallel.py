@@ -11,6 +11,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -26,6 +27,7 @@ from engines import GREEDY, drain, engine_of, expect_empty, held_back, load, out
 from forethought import LLM, AsyncLLM
 from forethought.backends.tensor_parallel import collectives, ranks, sharded
 from forethought.backends.tensor_parallel import engine_ranks as tensor_parallel
+from forethought.backends.tensor_parallel.launcher import LocalLauncher, LocalProcess
 from forethought.backends.tensor_parallel.ranks import Ranks
 from forethought.config.drafters import (
     DraftTargetDecodingConfig,
@@ -346,13 +348,14 @@ def test_a_killed_rank_fails_all_requests_with_its_number_and_the_signal(llm: LL
 
 
 def test_the_rank_named_is_the_one_that_did_not_follow_another() -> None:
-    followed, killed = f"its process ended with status {ranks.LOST}", "its process was killed"
-    state = ranks._State([], "", causes={1: followed, 2: killed, 3: followed})
+    followed, killed = ranks.FOLLOWED, "its process was killed"
+    state = ranks._State([], LocalLauncher(), causes={1: followed, 2: killed, 3: followed})
     assert state.first_cause() == (2, killed)
     state.causes = {1: followed}
     assert state.first_cause() == (1, followed)
     state.causes = {}
     assert state.first_cause() is None
+    state.launcher.close()
 
 
 def test_a_rank_0_that_leaves_a_forward_ends_the_engine(
@@ -424,7 +427,7 @@ def test_a_rank_that_has_ended_after_loading_is_not_waited_for(
     started = Ranks(2)
     receive = started._receive
 
-    def kill(process: ranks._Process) -> Any:
+    def kill(process: LocalProcess) -> Any:
         reply = receive(process)
         process.popen.kill()
         process.popen.wait()
@@ -441,7 +444,7 @@ def test_a_rank_that_was_told_nothing_removes_the_directory(tmp_path: Path) -> N
     """Rank 0 was killed before it could say what to load."""
     directory = tmp_path / "ranks"
     directory.mkdir()
-    process = ranks._Process.start(1, str(directory))
+    process = LocalProcess.start(1, str(directory))
     process.commands.close()
     assert process.popen.wait(120) == 0
     assert not directory.exists()
@@ -540,6 +543,6 @@ def test_a_machine_without_a_temporary_directory_is_told_so(
     def refuse(prefix: str) -> str:
         raise FileNotFoundError("No usable temporary directory")
 
-    monkeypatch.setattr(ranks.tempfile, "mkdtemp", refuse)
+    monkeypatch.setattr(tempfile, "mkdtemp", refuse)
     with pytest.raises(ParameterError, match=r"No usable temporary directory.*TMPDIR"):
         resolve.build(LlmArgs(tensor_parallel_size=2, device="cpu"), model_dir)

@@ -53,6 +53,7 @@ _SETTINGS = (
     "stream_interval",
     "lists_methods",
     "reasoning_in_content",
+    "response_dir",
     "otlp_endpoint",
 )
 """Options that are settings."""
@@ -71,7 +72,7 @@ _JOINED = ("upstream", "upstream_fields")
 """Options of several values with commas between; lists in the file of ``--config``."""
 _TEXTS = (
     *("host", "reward_model", "reward_url", *REWARD_SERVER, "upstream", *_OF_UPSTREAM),
-    *("generation_config", "ray_address"),
+    *("generation_config", "ray_address", "response_dir"),
 )
 _NUMBERS = ("port", "replicas")
 _FLAGS = ("no_rebalance",)

@@ -52,7 +52,7 @@ def add_replicas(replicas: argparse._ArgumentGroup) -> None:
         type=int,
         metavar="N",
         help="have N processes compute, here or on the machines of a cluster of Ray; where one "
-        "dies, its requests go on in another one",
+        "dies, its requests go on in another one; with --tensor-parallel-size T, each is T of them",
     )
     replicas.add_argument(
         "--ray-address",
@@ -202,6 +202,13 @@ def add_limits(server: argparse._ArgumentGroup) -> None:
         type=float,
         metavar="S",
         help="seconds between two chunks of a stream (default: 0.05)",
+    )
+    server.add_argument(
+        "--response-dir",
+        metavar="DIR",
+        help="keep the responses of /v1/responses in files here, too, from which this server, or "
+        "another one with this folder, goes on with them where one has died (default: in memory "
+        "alone)",
     )
     server.add_argument(
         "--otlp-endpoint",

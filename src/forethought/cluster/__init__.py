@@ -6,7 +6,8 @@
 * ``fleet.py`` ``link.py`` ``placement.py`` replicas that are started, watched and replaced; one of
   them; which of them generates
 * ``replica.py`` ``messages.py`` one engine that takes messages, and what these say
-* ``actors.py`` replicas as actors of Ray, which is imported here alone
+* ``actors.py`` ``ranks.py`` replicas as actors of Ray, which is imported in these two alone; their
+  ranks
 """
 
 from typing import TYPE_CHECKING, Any

@@ -37,7 +37,7 @@ _TOKEN = Path.home() / ".ray" / "auth_token"
 """Of a cluster of Ray that checks who joins it."""
 
 
-def start_ray(address: str | None, num_replicas: int) -> None:
+def start_ray(address: str | None, num_actors: int) -> None:
     """Join the cluster of Ray at an address, or start one on this machine; nothing, where this
     process has done so already.
 
@@ -55,7 +55,7 @@ def start_ray(address: str | None, num_replicas: int) -> None:
     if address is None:
         options |= {
             "address": "local",
-            "num_cpus": max(num_replicas, os.cpu_count() or 1),
+            "num_cpus": max(num_actors, os.cpu_count() or 1),
             "object_store_memory": _OBJECT_STORE,
             "include_dashboard": False,
             "log_to_driver": False,
@@ -74,23 +74,50 @@ def start_ray(address: str | None, num_replicas: int) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Resources:
-    """What Ray reserves for a replica."""
+    """What Ray reserves for each of the ``num_ranks`` processes of a replica."""
 
     num_cpus: int
     num_gpus: int
+    num_ranks: int = 1
 
     @classmethod
     def share(cls, fields: Mapping[str, Any], num_replicas: int) -> Resources:
         """An equal share of the processors there are now, or as many as the ``LlmArgs`` in
-        ``fields`` say; GPUs where there are some, unless these choose the CPU.
+        ``fields`` say; a GPU where there are some, unless these choose the CPU.
         """
-        total = _ray().cluster_resources()
+        total, num_ranks = _ray().cluster_resources(), num_ranks_of(fields)
         threads = fields.get("num_threads")
         nodes = max(1, sum(name.startswith("node:") for name in total) - 1)
-        share = int(total.get("CPU", 1) // max(num_replicas, nodes))
+        share = int(total.get("CPU", 1) // max(num_replicas * num_ranks, nodes))
         num_cpus = threads if isinstance(threads, int) else max(1, share)
         on_cpu = str(fields.get("device", "auto")).startswith("cpu") or not total.get("GPU")
-        return cls(num_cpus, 0 if on_cpu else int(fields.get("tensor_parallel_size") or 1))
+        return cls(num_cpus, 0 if on_cpu else 1, num_ranks)
+
+    def check_capacity(self) -> None:
+        """Raises ParameterError where the machines of the cluster are too small for the ranks of
+        one replica, whatever else they do; a replica in one process waits for larger ones.
+        """
+        if self.num_ranks == 1:
+            return
+        machines = [node["Resources"] for node in _ray().nodes() if node["Alive"]]
+        capacity = sum(map(self._num_fitting, machines))
+        if capacity < self.num_ranks:
+            size = f"{self.num_cpus} CPUs" + (" and a GPU" if self.num_gpus else "")
+            raise ParameterError(
+                f"tensor_parallel_size={self.num_ranks} is not possible in this cluster of Ray",
+                f"a rank takes {size}, and its machines have room for {capacity} such ranks",
+                "Lower it or num_threads, or add machines: ray start --address",
+                param="tensor_parallel_size",
+            )
+
+    def _num_fitting(self, machine: Mapping[str, float]) -> int:
+        num_fitting = int(machine.get("CPU", 0) // self.num_cpus)
+        return min(num_fitting, int(machine.get("GPU", 0))) if self.num_gpus else num_fitting
+
+
+def num_ranks_of(fields: Mapping[str, Any]) -> int:
+    """The ranks of a replica with these ``LlmArgs``."""
+    return int(fields.get("tensor_parallel_size") or 1)
 
 
 def name_of(fields: Mapping[str, Any]) -> str:
@@ -111,25 +138,60 @@ class ActorOpener:
 
     def __call__(self, name: str, reply: Reply) -> ActorChannel:
         """The replica of a name, for one connection."""
-        actor = _running_ray().remote(self._kind)
+        resources = self._resources
+        actor = running_ray().remote(self._kind)
         options = actor.options(
             name=name,
             namespace=NAMESPACE,
             get_if_exists=True,
             lifetime="detached",  # outlives the ingress, and its driver
-            num_cpus=self._resources.num_cpus,
-            num_gpus=self._resources.num_gpus,
+            num_cpus=resources.num_cpus,
+            num_gpus=resources.num_gpus,
             max_restarts=0,  # in its place another one is started: Ray's own takes seconds to tell
-            scheduling_strategy="SPREAD",
+            scheduling_strategy="SPREAD" if resources.num_ranks == 1 else _bundle(name, resources),
         )
-        return ActorChannel(options.remote(*self._arguments), reply)
+        group = name if resources.num_ranks > 1 else None
+        return ActorChannel(options.remote(*self._arguments), reply, group)
+
+
+def _bundle(name: str, resources: Resources) -> Any:
+    """Where rank 0 of a replica is placed: the first bundle of a placement group of all its ranks,
+    on one machine if there is room. It has the replica's name; one that a dead replica has left is
+    removed.
+    """
+    from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+    ray = running_ray()
+    with contextlib.suppress(ValueError):
+        ray.get_actor(name, NAMESPACE)
+        return "DEFAULT"  # it is there
+    release(name)
+    bundle = {"CPU": resources.num_cpus, "GPU": resources.num_gpus}
+    bundle = {kind: number for kind, number in bundle.items() if number}
+    bundles = [bundle] * resources.num_ranks
+    group = ray.util.placement_group(bundles, "PACK", name=name, lifetime="detached")
+    return PlacementGroupSchedulingStrategy(group, 0)
+
+
+def release(group: str) -> None:
+    """Remove a placement group, if there is one of this name: Ray ends what runs there."""
+    with contextlib.suppress(Exception):  # there is none, or the cluster has ended
+        ray = running_ray()
+        ray.util.remove_placement_group(ray.util.get_placement_group(group))
 
 
 class ActorChannel:
-    """Messages to one actor, as one of its ingresses."""
+    """Messages to one actor, as one of its ingresses.
 
-    def __init__(self, actor: Any, reply: Reply) -> None:
-        self._actor, self._reply, self._ingress = actor, reply, uuid.uuid4().hex
+    Args:
+        actor: of the replica.
+        reply: takes its answers.
+        group: the name of the placement group of its ranks, which ends with it; None: it has none.
+    """
+
+    def __init__(self, actor: Any, reply: Reply, group: str | None = None) -> None:
+        self._actor, self._reply, self._group = actor, reply, group
+        self._ingress = uuid.uuid4().hex
 
     def connect(self) -> None:
         """Ask for the description."""
@@ -147,7 +209,7 @@ class ActorChannel:
         """Have the pages of a session brought to another actor, through Ray's object store."""
         assert isinstance(target, ActorChannel), "all replicas are actors"
         try:
-            _running_ray()
+            running_ray()
             pages = self._actor.pages.remote(self._ingress, handle)
         except Exception as error:  # as at the end of the program
             target._reply(Copied(handle, error=_as_error(error)))
@@ -160,16 +222,18 @@ class ActorChannel:
         self._actor.drain.remote()
 
     def kill(self) -> None:
-        """End the actor."""
+        """End the actor, and its ranks."""
         with contextlib.suppress(Exception):  # it has ended, or its cluster has
-            _running_ray().kill(self._actor)
+            running_ray().kill(self._actor)
+        if self._group is not None:
+            release(self._group)
 
     def leave(self) -> None:
         """Leave the actor."""
         with contextlib.suppress(Exception):  # as above
-            ray = _running_ray()
+            ray = running_ray()
             if not ray.get(self._actor.leave.remote(self._ingress), timeout=_LEAVE_SECONDS):
-                ray.kill(self._actor)
+                self.kill()
 
     def _send(
         self, method: Any, *arguments: Any, as_failure: Callable[[Exception], Any] = lambda e: e
@@ -185,7 +249,7 @@ class ActorChannel:
                 self._reply(result)
 
         try:
-            _running_ray()
+            running_ray()
             answer = method.remote(self._ingress, *arguments)
         except Exception as error:  # as at the end of the program
             self._reply(as_failure(_as_error(error)))
@@ -207,7 +271,7 @@ def statuses() -> dict[str, Status | None]:
     """The replicas in the cluster of Ray that was joined, by their names; None: it does not answer,
     as it hangs, loads its model or has just died.
     """
-    ray, answers = _running_ray(), dict[str, Any]()
+    ray, answers = running_ray(), dict[str, Any]()
     for name in sorted(ray.util.list_named_actors()):
         with contextlib.suppress(ValueError):  # it has ended meanwhile
             answers[name] = ray.get_actor(name, NAMESPACE).status.remote()
@@ -241,7 +305,7 @@ def drain_replica(name: str) -> None:
     if not any(status is not None and not status.is_draining for status in others):
         why = "no other one of its model takes generations"
         raise ParameterError("the replica cannot be drained", why, "Start another one first")
-    ray = _running_ray()
+    ray = running_ray()
     ray.get(ray.get_actor(name, NAMESPACE).drain.remote(), timeout=_STATUS_SECONDS)
 
 
@@ -251,7 +315,7 @@ def check_ray() -> None:
         raise DependencyError.missing("ray", "replicas", "ray")
 
 
-def _running_ray() -> Any:
+def running_ray() -> Any:
     """Raises EngineStopped at the end of the program: Ray would start anew with the next call."""
     ray = _ray()
     if not ray.is_initialized():

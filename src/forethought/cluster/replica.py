@@ -13,6 +13,7 @@ from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from forethought.backends.tensor_parallel.launcher import Launcher
 from forethought.cluster.messages import (
     Branch,
     Close,
@@ -32,6 +33,7 @@ from forethought.config.sampling import SamplingParams
 from forethought.errors import EngineStopped, ForethoughtError, RequestError
 from forethought.llm.async_llm import AsyncLLM
 from forethought.llm.async_session import AsyncSession, SessionStream
+from forethought.llm.frontend import Frontend
 from forethought.outputs import CompletionOutput, EngineLoad, Usage
 
 GATHER = 0.05
@@ -127,10 +129,17 @@ class Replica:
     Args:
         fields: of ``LlmArgs``.
         directory: that paths in them are relative to, if there is one of this name here.
+        ranks: where the other ranks are started, if there are some; None: on this machine.
     """
 
-    def __init__(self, fields: Mapping[str, Any], directory: str | None = None) -> None:
-        self._fields, self._directory, self._loading = fields, directory, asyncio.Lock()
+    def __init__(
+        self,
+        fields: Mapping[str, Any],
+        directory: str | None = None,
+        ranks: Launcher | None = None,
+    ) -> None:
+        self._fields, self._directory, self._ranks = fields, directory, ranks
+        self._loading = asyncio.Lock()
         self._loaded: AsyncLLM | None = None
         self._ingresses: dict[str, _Ingress] = {}
         self._steps, self._stepped = 0, time.monotonic()
@@ -223,7 +232,9 @@ class Replica:
         if self._directory is not None:
             with contextlib.suppress(OSError):
                 os.chdir(self._directory)
-        return AsyncLLM(**self._fields)
+        fields = dict(self._fields)
+        model = fields.pop("model", None)
+        return AsyncLLM.of(Frontend.build(model, fields, launcher=self._ranks))
 
     @property
     def _llm(self) -> AsyncLLM:
@@ -384,8 +395,10 @@ class Replica:
             raise EngineStopped("the ingress is not known", why, "Connect again") from None
 
     def _check(self) -> None:
-        if self._llm.has_ended:
-            raise EngineStopped("the engine of the replica died", "", "See the log of its process")
+        failure = self._llm._frontend.local_engine.runner.failure
+        if self._llm.has_ended or failure is not None:
+            what, fix = "the engine of the replica died", "See the log of its process"
+            raise EngineStopped(what, failure or "", fix)
 
     def _stalled(self) -> float:
         engine = self._llm._frontend.local_engine
@@ -410,6 +423,8 @@ class Replica:
                     with contextlib.suppress(EngineStopped):  # then nothing is left to close
                         await self.leave(name)
             if not self._ingresses and now - self._orphaned > ORPHAN:
+                if self._ranks is not None:
+                    self._ranks.release()
                 os._exit(0)
 
 

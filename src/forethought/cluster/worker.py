@@ -15,11 +15,19 @@ from typing import Any, Self, TypeVar
 from typing_extensions import override
 
 from forethought.assets import reasoner_dir
-from forethought.cluster.actors import ActorOpener, Resources, check_ray, name_of, start_ray
+from forethought.cluster.actors import (
+    ActorOpener,
+    Resources,
+    check_ray,
+    name_of,
+    num_ranks_of,
+    start_ray,
+)
 from forethought.cluster.engine import ClusterEngine
 from forethought.cluster.fleet import HANG, Fleet
 from forethought.cluster.link import Link
 from forethought.cluster.migration import Rebalancing
+from forethought.cluster.ranks import RankActors
 from forethought.config.engine import LlmArgs
 from forethought.errors import ParameterError
 from forethought.llm.async_llm import MAX_PENDING, AsyncLLM
@@ -54,7 +62,8 @@ def open_llm(
 
     Args:
         model: as of ``AsyncLLM``; each machine finds it under this name.
-        replicas: how many; each has the model in its own memory.
+        replicas: how many; each has the model in its own memory, over ``tensor_parallel_size``
+            ranks.
         ray_address: of a cluster of Ray, such as ``"auto"``; None: one is started here.
         hang_seconds: of silence, after which a replica is ended and replaced.
         max_pending: as of ``AsyncLLM``.
@@ -70,8 +79,13 @@ def open_llm(
     check_replicas(fields, replicas)
     args = LlmArgs.from_dict({"model": model, **fields})
     fields = {"model": None if model is None else str(model), **fields}
-    start_ray(ray_address, replicas)
-    opener = ActorOpener((fields, os.getcwd()), Resources.share(fields, replicas))
+    start_ray(ray_address, replicas * num_ranks_of(fields))
+    resources = Resources.share(fields, replicas)
+    resources.check_capacity()
+    arguments: tuple[Any, ...] = fields, os.getcwd()
+    if resources.num_ranks > 1:
+        arguments = *arguments, RankActors(resources, *arguments)
+    opener = ActorOpener(arguments, resources)
     fleet = Fleet(opener, name_of(fields), replicas, hang_seconds)
     llm = over(fleet, args, max_pending, Rebalancing() if rebalance else None)
     atexit.register(llm._shutdown)  # before Ray is, which began earlier

@@ -56,8 +56,9 @@ HOST_LIMIT = 4 * 2**30
 """Max bytes of host memory that the KV cache takes by default."""
 
 
-def build(args: LlmArgs, model_dir: Path) -> Engine:
-    """Load the model of ``model_dir`` and build the engine that ``args`` describe.
+def build(args: LlmArgs, model_dir: Path, launcher: Any | None = None) -> Engine:
+    """Load the model of ``model_dir`` and build the engine that ``args`` describe, whose ranks a
+    ``Launcher`` starts (``backends.tensor_parallel``); None: they are on this machine.
 
     Raises:
         ModelError: the model, or an adapter of it, cannot be loaded or is not supported.
@@ -75,7 +76,7 @@ def build(args: LlmArgs, model_dir: Path) -> Engine:
     _check_kv_dtype(args, device)
     if isinstance(args.num_threads, int):
         set_threads(args.num_threads, device)
-    with _ranks(args, model_dir, device) as ranks:
+    with _ranks(args, model_dir, device, launcher) as ranks:
         lm = _load(args, model_dir, device, ranks, adapters)
         inside = _drafter_inside(args, model_dir) if ranks is None else None
         engine = _engine(args, model_dir, configs, lm, ranks, inside)
@@ -128,12 +129,12 @@ def _check_kv_dtype(args: LlmArgs, device: torch.device) -> None:
 
 
 def _ranks(
-    args: LlmArgs, model_dir: Path, device: torch.device
+    args: LlmArgs, model_dir: Path, device: torch.device, launcher: Any | None
 ) -> AbstractContextManager[Any | None]:
     """The processes of tensor parallelism; None: there is one."""
     if args.tensor_parallel_size == 1:
         return nullcontext()
-    return backends.tensor_parallel().starting(args, model_dir, device)
+    return backends.tensor_parallel().starting(args, model_dir, device, launcher)
 
 
 def _load(
@@ -146,7 +147,7 @@ def _load(
     lm = loader.load(
         model_dir,
         dtype=args.dtype,
-        device=device if ranks is None else ranks.shard.device(device.type),
+        device=device if ranks is None else ranks.launcher.device(ranks.shard, device.type),
         attention=args.attention,
         fuse=args.fuse,
         trust_remote_code=args.trust_remote_code,
@@ -159,7 +160,7 @@ def _load(
     if lm.device.type == "cpu" and args.num_threads != "auto":
         check_threads()
     if ranks is not None:
-        num_threads = _threads(args, lm) or torch.get_num_threads()
+        num_threads = _threads(args, lm, ranks) or torch.get_num_threads()
         backends.tensor_parallel().join(ranks, lm, args, model_dir, num_threads)
     return lm
 
@@ -209,7 +210,7 @@ def _engine(
         reuse=args.kv_cache_config.enable_block_reuse,
         seed=args.seed,
         drafters=drafters,
-        num_threads=_threads(args, lm),
+        num_threads=_threads(args, lm, ranks),
         kv_events=args.published_kv_events,
     )
     num_decode_steps = args.num_continuous_decode_steps
@@ -264,12 +265,13 @@ def _prepare(runner: ModelRunner, drafters: Sequence[DrafterEntry], *, is_asked:
         runner.graphs.stop()
 
 
-def _threads(args: LlmArgs, lm: CausalLM) -> int | None:
+def _threads(args: LlmArgs, lm: CausalLM, ranks: Any | None) -> int | None:
     """Threads of a step; None: as torch has them."""
     if args.num_threads != "auto" or lm.device.type != "cpu":
         return None
     weights = sum(weight.num_bytes for weight in lm.traits.weights)
-    available = max(1, available_threads() // args.tensor_parallel_size)
+    num_sharing = 1 if ranks is None or not ranks.launcher.is_local else ranks.size
+    available = max(1, available_threads() // num_sharing)
     chosen = choose_threads(weights, available, native=lm.path.kind == "native")
     log.info(
         "steps run on %d of %d threads: %.1f MiB of weights",

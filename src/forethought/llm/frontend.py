@@ -262,7 +262,11 @@ class Frontend:
 
     @classmethod
     def build(
-        cls, model: str | Path | None, fields: Mapping[str, Any], *unnamed: object
+        cls,
+        model: str | Path | None,
+        fields: Mapping[str, Any],
+        *unnamed: object,
+        launcher: Any | None = None,
     ) -> Frontend:
         """Load tokenizer and model.
 
@@ -270,6 +274,7 @@ class Frontend:
             model: as ``find_model_dir`` takes it; None: the embedded reasoner.
             fields: of ``LlmArgs``.
             unnamed: further positional arguments of a caller, which are refused.
+            launcher: as of ``engine.resolve.build``.
 
         Raises:
             UsageError: an unknown field, a bad value, or a directory that cannot be loaded.
@@ -286,7 +291,8 @@ class Frontend:
         tokenizer_dir = model_dir
         if args.tokenizer is not None:
             tokenizer_dir = find_model_dir(args.tokenizer, weights=False, code=code)
-        engine = resolve.build(args, model_dir)  # first: a wrong directory is about the model
+        # First: a wrong directory is about the model.
+        engine = resolve.build(args, model_dir, launcher)
         tokenizer = Tokenizer.load(tokenizer_dir, code)
         lm, config = engine.runner.lm, args.guided_decoding_config
         tokenizer.expect_ids_below(lm.vocab_size, tokenizer_dir)

@@ -189,8 +189,12 @@ class ParallelBackend(Protocol):
         """Why a model cannot be cut into ``size`` shards, by its config; None: it can."""
 
     @staticmethod
-    def starting(args: Any, model_dir: Any, device: torch.device) -> AbstractContextManager[Any]:
-        """The processes of the other ranks, which end if the block fails."""
+    def starting(
+        args: Any, model_dir: Any, device: torch.device, launcher: Any | None = None
+    ) -> AbstractContextManager[Any]:
+        """The processes of the other ranks, which end if the block fails; a ``Launcher`` starts
+        them elsewhere than on this machine.
+        """
         ...
 
     @staticmethod

@@ -39,6 +39,11 @@ class ModelRunner:
     def check_running(self) -> None:
         """Raises EngineStopped where a rank of the model has ended."""
 
+    @property
+    def failure(self) -> str | None:
+        """Which rank of the model has ended, and why; None: none has. From any thread."""
+        return None
+
     def shutdown(self) -> None:
         """End what computes outside of this process; nothing is run any more."""
 

@@ -36,7 +36,7 @@ from forethought.server.endpoints.chat import chat_completions
 from forethought.server.endpoints.completions import completions
 from forethought.server.endpoints.embeddings import embeddings
 from forethought.server.endpoints.messages import count_tokens, messages
-from forethought.server.endpoints.responses import create_response, resumed
+from forethought.server.endpoints.responses import create_response, recover, resumed
 from forethought.server.endpoints.scores import rerank, score
 from forethought.server.hosts import check_host
 from forethought.server.http import CLIENT_CLOSED, ENDED, Caller, HttpError, http_error
@@ -54,6 +54,7 @@ from forethought.server.protocol.completion_request import (
 )
 from forethought.server.protocol.messages_request import CountTokensRequest, MessagesRequest
 from forethought.server.protocol.responses_request import ResponseRequest
+from forethought.server.response_store import Record
 from forethought.server.service import Service, service_of
 from forethought.server.sessions import AgentSession
 from forethought.server.settings import Settings
@@ -240,6 +241,13 @@ def _add_bodies(app: FastAPI) -> None:
         )
 
 
+async def _response_of(request: Request, response_id: str) -> Record:
+    """A stored response, if need be from the file of a server that has died."""
+    service, tenant = service_of(request), request.state.caller.tenant
+    await recover(service, response_id, tenant)
+    return service.store.find(response_id, tenant)
+
+
 def _add_responses(app: FastAPI) -> None:
     @app.get("/v1/responses/{response_id}", response_model=None)
     async def response(
@@ -249,19 +257,20 @@ def _add_responses(app: FastAPI) -> None:
         starting_after: Annotated[int | None, Query(ge=0)] = None,
     ) -> Response:
         """A stored response; or its events after a number."""
-        record = service_of(request).store.find(response_id, request.state.caller.tenant)
+        record = await _response_of(request, response_id)
         return resumed(record, starting_after) if stream else JSONResponse(record.response)
 
     @app.post("/v1/responses/{response_id}/cancel", response_model=None)
     async def cancel(response_id: str, request: Request) -> Response:
         """End a response that goes on."""
-        record = service_of(request).store.find(response_id, request.state.caller.tenant)
+        record = await _response_of(request, response_id)
         await record.cancel()
         return JSONResponse(record.response)
 
     @app.delete("/v1/responses/{response_id}", response_model=None)
     async def delete(response_id: str, request: Request) -> Response:
         """Forget a response, and end it if it goes on."""
+        await _response_of(request, response_id)
         await service_of(request).store.delete(response_id, request.state.caller.tenant)
         return JSONResponse({"id": response_id, "object": "response", "deleted": True})
 

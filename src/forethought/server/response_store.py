@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import sys
 import time
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from typing import Any
 
 from forethought.server.http import HttpError
 from forethought.server.limits import Overloaded
+from forethought.server.response_journal import JournalFile, Replay, Saved
 
 
 class Record:
@@ -18,6 +20,8 @@ class Record:
     Attributes:
         messages: the conversation that it answers, without the instructions.
         events: in order; the number of each is its index.
+        journal: the file that they are written to before clients see them; None: there is none.
+        replay: of the events that a server which has died had made; None: the response is new.
         task: runs it; None before.
         finished: when it ended, by the monotonic clock; None before.
         num_bytes: of memory that the conversation and the events take, roughly.
@@ -31,23 +35,78 @@ class Record:
         self.task: asyncio.Task[None] | None = None
         self.finished: float | None = None
         self.num_bytes = _size(self.messages)
+        self.journal: JournalFile | None = None
+        self.replay: Replay | None = None
+        self._num_shown, self._is_ending = 0, False
         self._changed = asyncio.Event()
+
+    @classmethod
+    def restored(cls, saved: Saved, tenant: str) -> Record:
+        """What there is of a response in its file."""
+        request = saved.request
+        self = cls(dict(request["response"]), tenant, request["messages"])
+        self.events, self.journal = [*saved.events], saved.file
+        self._num_shown = len(self.events)
+        self.num_bytes += sum(map(_size, self.events))
+        if saved.has_ended:
+            self.response, self.finished = self.events[-1]["response"], time.monotonic()
+        else:
+            self.replay = Replay([*saved.events])
+        return self
 
     @property
     def id(self) -> str:
         """Of the response."""
         return str(self.response["id"])
 
-    def add(self, kind: str, **fields: Any) -> None:
-        """Append an event."""
-        self.events.append({"type": kind, "sequence_number": len(self.events), **fields})
-        self.num_bytes += _size(self.events[-1])
-        self._wake()
+    def add(self, kind: str, **fields: Any) -> Mapping[str, Any]:
+        """Append an event, or what of it is new after ``replay``; returns it, or the one that it
+        repeats. Raises HttpError where the replay is another one.
+        """
+        if self.replay is not None:
+            if "delta" in fields:
+                rest = self.replay.rest(kind, fields)
+                if rest is None:
+                    return fields
+                fields = rest
+            elif (event := self.replay.event(kind)) is not None:
+                return event
+        event = {"type": kind, "sequence_number": len(self.events), **fields}
+        if self.journal is not None and self.journal.is_suspended:
+            return event  # it will be made again
+        self.events.append(event)
+        self.num_bytes += _size(event)
+        if self.journal is None:
+            self._show(len(self.events))
+        else:
+            self.journal.append(event, self._soon(self._show, len(self.events)))
+        return event
 
     def finish(self) -> None:
         """No further event follows."""
+        self._is_ending = True
+        if self.journal is None:
+            self._end()
+        else:
+            self.journal.end(self._soon(self._end))
+
+    def _show(self, num_events: int) -> None:
+        self._num_shown = num_events
+        self._wake()
+
+    def _end(self) -> None:
         self.finished = time.monotonic()
         self._wake()
+
+    def _soon(self, work: Callable[..., None], *arguments: Any) -> Callable[[], None]:
+        """Has the event loop do something, from another thread."""
+        loop = asyncio.get_running_loop()
+
+        def call() -> None:
+            with contextlib.suppress(RuntimeError):  # the loop has been closed
+                loop.call_soon_threadsafe(work, *arguments)
+
+        return call
 
     def _wake(self) -> None:
         changed, self._changed = self._changed, asyncio.Event()
@@ -57,7 +116,7 @@ class Record:
         """The events from number ``first`` on, as they come; several at once if they are there."""
         while True:
             changed = self._changed
-            if batch := self.events[first:]:
+            if batch := self.events[first : self._num_shown]:
                 first += len(batch)
                 yield batch
             elif self.finished is not None:
@@ -75,6 +134,9 @@ class Record:
         if self.task is not None and not self.task.done():
             self.task.cancel()
             await asyncio.wait([self.task])
+            if not self._is_ending:  # it had not begun to run
+                self.finish()
+            await self.end()
 
 
 class ResponseStore:
@@ -115,12 +177,15 @@ class ResponseStore:
                     return
                 raise Overloaded("too many responses", f"{num_left} are being generated", 10)
             oldest = ended.pop(0)
-            del self._records[oldest.id]
+            self._forget(oldest)
             num_left, num_bytes = num_left - 1, num_bytes - oldest.num_bytes
 
     def add(self, record: Record) -> None:
         """Keep a response."""
         self._records[record.id] = record
+
+    def __contains__(self, response_id: object) -> bool:
+        return response_id in self._records
 
     def find(self, response_id: str, tenant: str, field: str = "response_id") -> Record:
         """A response of a tenant. Raises HttpError about ``field`` if it has none of this id."""
@@ -145,15 +210,18 @@ class ResponseStore:
         """End a response if it goes on, and forget it. Raises as ``find``."""
         record = self.find(response_id, tenant)
         await record.cancel()
-        self._records.pop(response_id, None)
+        self._forget(record)
 
     def _expire(self) -> None:
         latest = time.monotonic() - self._seconds
-        self._records = {
-            key: record
-            for key, record in self._records.items()
-            if record.finished is None or record.finished > latest
-        }
+        for record in [*self._records.values()]:
+            if record.finished is not None and record.finished <= latest:
+                self._forget(record)
+
+    def _forget(self, record: Record) -> None:
+        self._records.pop(record.id, None)
+        if record.journal is not None:
+            record.journal.delete()
 
 
 def _size(value: Any) -> int:

@@ -12,6 +12,7 @@ from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator, Mappi
 from contextlib import ExitStack, aclosing, asynccontextmanager, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
+from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 from starlette.requests import Request
@@ -42,6 +43,7 @@ from forethought.server.protocol.sampling import (
     sampling_params,
 )
 from forethought.server.protocol.tool_calls import Tools
+from forethought.server.response_journal import ResponseJournal
 from forethought.server.response_store import ResponseStore
 from forethought.server.sessions import AgentSession, PlacementKeys
 from forethought.server.settings import Settings
@@ -91,6 +93,13 @@ class _Counting:
         self._last = now
 
 
+def _journal_of(settings: Settings) -> ResponseJournal | None:
+    if settings.response_dir is None:
+        return None
+    limits = settings.max_stored, settings.max_stored_bytes
+    return ResponseJournal(Path(settings.response_dir), settings.store_seconds, *limits)
+
+
 class Service:
     """What endpoints share. Made and closed on the event loop that serves.
 
@@ -99,6 +108,8 @@ class Service:
         ids: random, of 128 bits, in hexadecimal.
         base_models: the names under which clients know the model without an adapter.
         methods: those that clients may name: closed.
+        journal: the files of responses; None: they are in memory alone.
+        recovering: held while a response is taken over from its file.
     """
 
     def __init__(self, backend: Backend, settings: Settings) -> None:
@@ -124,6 +135,8 @@ class Service:
             settings.store_seconds,
             max(1, len(settings.api_keys)),
         )
+        self.journal = _journal_of(settings)
+        self.recovering = asyncio.Lock()
         self._placement_keys = PlacementKeys()
         self._tasks: set[asyncio.Task[None]] = set()
         engine = backend.llm
@@ -150,12 +163,16 @@ class Service:
     async def finish(self) -> None:
         """Take no further request, let the others finish for a while, and end what is left."""
         await self.admission.drain(self.settings.drain_seconds)
+        if self.journal is not None:
+            self.journal.is_suspended = True  # what is ended here goes on elsewhere
         for task in self._tasks:
             task.cancel()
         if self._tasks:
             await asyncio.wait(self._tasks)
         await self.llm.ashutdown()
         self.workers.close()
+        if self.journal is not None:
+            await asyncio.to_thread(self.journal.close)
         self._end_measuring()
         if self.telemetry is not None:
             await asyncio.to_thread(self.telemetry.close)

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from pydantic import TypeAdapter
 
 from forethought import methods
 from forethought.errors import ParameterError
+from forethought.saved_file import check_folder
 from forethought.scaffolding.settings import NON_NEGATIVE_INT, POSITIVE_INT, SECONDS, validated
 from forethought.workers.routing import url_error
 
@@ -44,12 +47,15 @@ class Settings:
                                  the oldest finished one makes room
     ``max_stored_bytes``         memory that they take, roughly, shared in the same way
     ``store_seconds``            how long a finished response is kept
+    ``response_dir``             folder of the files of responses, from which a server goes on where
+                                 one has died; None: they are in memory alone
     ``otlp_endpoint``            collector that gets the spans of requests; None: none does
     ===========================  ===================================================================
 
     Raises:
         ParameterError: a value outside its range, or an empty name, key or origin.
-        UsageError: a method that there is not, or that cannot be imported.
+        UsageError: a method that there is not, or that cannot be imported; a folder that cannot be
+            written to.
     """
 
     served_model_names: Sequence[str] = ()
@@ -72,6 +78,7 @@ class Settings:
     max_stored: int = 1000
     max_stored_bytes: int = 256 * 2**20
     store_seconds: float = 3600.0
+    response_dir: str | None = None
     otlp_endpoint: str | None = None
 
     def __post_init__(self) -> None:
@@ -98,6 +105,8 @@ class Settings:
             raise ParameterError(
                 "invalid otlp_endpoint", reason, "Write it as in http://127.0.0.1:4318"
             )
+        if self.response_dir is not None:
+            _check_response_dir(Path(self.response_dir))
         for name in (
             "served_model_names",
             "allowed_methods",
@@ -108,3 +117,10 @@ class Settings:
             if any(not text.strip() for text in getattr(self, name)):
                 raise ParameterError(f"invalid {name}", "one of them is empty", "Leave it out")
         methods.closed(self.allowed_methods)
+
+
+def _check_response_dir(folder: Path) -> None:
+    if importlib.util.find_spec("fcntl") is None:
+        why = "this system has no locks of files"
+        raise ParameterError("response_dir is not possible here", why, "Leave it out")
+    check_folder(folder)

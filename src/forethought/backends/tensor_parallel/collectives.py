@@ -1,14 +1,17 @@
 """Sums and broadcasts among the ranks of one model: torch.distributed without global state.
 
 Each model has a process group of its own, gloo on CPUs and NCCL on GPUs, whose members find each
-other through a file in a private directory. Two models of one process know nothing of each other,
-nor of a default process group that the program may have.
+other through a file in a private directory, or on several machines through a port of rank 0's. Two
+models of one process know nothing of each other, nor of a default process group that the program
+may have.
 """
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Protocol
@@ -35,7 +38,7 @@ def _translated() -> Iterator[None]:
     """Raise what torch raises as CollectiveError."""
     try:
         yield
-    except RuntimeError as error:
+    except (RuntimeError, OSError) as error:
         raise CollectiveError(str(error).split("This is typically", 1)[0].strip()) from error
 
 
@@ -56,13 +59,65 @@ def missing_backend(device_type: str) -> str | None:
     return None if dist.is_gloo_available() else "this torch is built without gloo"
 
 
+class Meeting(Protocol):
+    """Where the ranks of one model find each other; rank 0 sends it to the others."""
+
+    def store(self, size: int) -> Any:
+        """What ``size`` ranks have in common, for one of them. Raises CollectiveError."""
+
+
+@dataclass(frozen=True, slots=True)
+class FileMeeting:
+    """A file that no other group has used, in a directory that is there until the end."""
+
+    path: Path
+
+    def store(self, size: int) -> Any:
+        """The file, which the first rank makes."""
+        return dist.FileStore(str(self.path), size)
+
+
+@dataclass(frozen=True, slots=True)
+class PortMeeting:
+    """A port of rank 0's machine, for ranks on several ones."""
+
+    host: str
+    port: int
+
+    def store(self, size: int) -> Any:
+        """A connection to rank 0; raises CollectiveError."""
+        with _translated():
+            return dist.TCPStore(self.host, self.port, size, timeout=TIMEOUT)
+
+    @classmethod
+    def open(cls, host: str, size: int) -> tuple[PortMeeting, Any]:
+        """Listen at an address of this machine, for all ranks, this one among them.
+
+        Raises CollectiveError.
+        """
+        with _translated():
+            listener = socket.create_server((host, 0))
+            port = listener.getsockname()[1]
+            store = dist.TCPStore(
+                host,
+                port,
+                size,
+                is_master=True,
+                timeout=TIMEOUT,
+                wait_for_workers=False,
+                master_listen_fd=listener.detach(),  # at this address alone, and no other process
+            )
+        return cls(host, port), store
+
+
 class Collectives:
     """The process group of one rank.
 
     It is made when all ranks make theirs, and on CPUs waits for them.
 
     Args:
-        path: of a file that no other group has used, in a directory that is there until the end.
+        store: of the ranks' ``Meeting``.
+        host: the address at which the other ranks reach this one, on CPUs.
         shard: this rank, and how many there are.
         device: of the tensors.
 
@@ -70,19 +125,18 @@ class Collectives:
         CollectiveError: a rank is missing.
     """
 
-    def __init__(self, path: Path, shard: Shard, device: torch.device) -> None:
-        self.shard, self.device = shard, device
-        self._store: Any = dist.FileStore(str(path), shard.size)
+    def __init__(self, store: Any, host: str, shard: Shard, device: torch.device) -> None:
+        self.shard, self.device, self._store = shard, device, store
         with _translated():
-            self._group = self._connect(shard)
+            self._group = self._connect(shard, host)
 
-    def _connect(self, shard: Shard) -> Any:
+    def _connect(self, shard: Shard, host: str) -> Any:
         if self.device.type == "cuda":
             options = dist.ProcessGroupNCCL.Options()
             options._timeout = TIMEOUT
             return dist.ProcessGroupNCCL(self._store, shard.rank, shard.size, options)
         options = dist.ProcessGroupGloo._Options()
-        options._devices = [dist.ProcessGroupGloo.create_device(hostname=LOOPBACK)]
+        options._devices = [dist.ProcessGroupGloo.create_device(hostname=host)]
         options._timeout = TIMEOUT
         return dist.ProcessGroupGloo(self._store, shard.rank, shard.size, options)
 
@@ -109,7 +163,7 @@ class Collectives:
             self._group.abort()
 
     def close(self) -> None:
-        """Close the group and remove its file."""
+        """Close the group, and its store."""
         self._group = self._store = None
 
 

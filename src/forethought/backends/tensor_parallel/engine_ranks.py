@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 
 from forethought.backends.tensor_parallel.collectives import missing_backend
+from forethought.backends.tensor_parallel.launcher import Launcher
 from forethought.backends.tensor_parallel.ranks import Ranks
 from forethought.backends.tensor_parallel.sharded import ShardedNetwork, connect
 from forethought.config.engine import LlmArgs
@@ -24,21 +25,24 @@ from forethought.model.llama.network import FusedNetwork
 log = logging.getLogger(__name__)
 
 
-def check(args: LlmArgs, model_dir: Path, device: torch.device) -> None:
+def check(
+    args: LlmArgs, model_dir: Path, device: torch.device, launcher: Launcher | None = None
+) -> None:
     """Check that the model can be cut over the ranks, before it is loaded.
 
     Raises:
         ParameterError: another setting excludes it, or torch or the machine lacks something.
         ModelError: the model cannot be cut into that many parts.
     """
-    refused = _refusal(args, device)
+    is_local = launcher is None or launcher.is_local
+    refused = _refusal(args, device, is_local)
     if refused is not None:
         what = f"tensor_parallel_size={args.tensor_parallel_size} is not possible here"
         raise ParameterError(what, *refused, param="tensor_parallel_size")
     loader.check_shardable(model_dir, args.tensor_parallel_size, args.trust_remote_code)
 
 
-def _refusal(args: LlmArgs, device: torch.device) -> tuple[str, str] | None:
+def _refusal(args: LlmArgs, device: torch.device, is_local: bool) -> tuple[str, str] | None:
     """Why the settings or this machine exclude it, and what to do; None: they do not."""
     for excludes, why in (
         (args.forward == "native", 'forward="native" runs in one process'),
@@ -52,8 +56,8 @@ def _refusal(args: LlmArgs, device: torch.device) -> tuple[str, str] | None:
     lacking = missing_backend(device.type)
     if lacking is not None:
         return lacking, "Install another torch, or leave it out"
-    num_gpus = torch.cuda.device_count() if device.type == "cuda" else args.tensor_parallel_size
-    if num_gpus < args.tensor_parallel_size:
+    num_gpus = torch.cuda.device_count()
+    if is_local and device.type == "cuda" and num_gpus < args.tensor_parallel_size:
         return f"there are {num_gpus} GPUs", "Lower it"
     if device.type not in ("cuda", "cpu"):
         return f"the model runs on {device.type}", "Use cuda or cpu"
@@ -61,15 +65,19 @@ def _refusal(args: LlmArgs, device: torch.device) -> tuple[str, str] | None:
 
 
 @contextmanager
-def starting(args: LlmArgs, model_dir: Path, device: torch.device) -> Iterator[Ranks]:
-    """The processes of the other ranks, which end if the block fails.
+def starting(
+    args: LlmArgs, model_dir: Path, device: torch.device, launcher: Launcher | None = None
+) -> Iterator[Ranks]:
+    """The processes of the other ranks, on this machine or where a launcher starts them; they end
+    if the block fails.
 
     Raises:
         ParameterError, ModelError: as ``check``.
+        EngineStopped: one of them could not be started.
     """
-    check(args, model_dir, device)
+    check(args, model_dir, device, launcher)
     try:
-        ranks = Ranks(args.tensor_parallel_size)
+        ranks = Ranks(args.tensor_parallel_size, launcher)
     except OSError as error:
         raise ParameterError(
             f"tensor_parallel_size={args.tensor_parallel_size} is not possible here",

@@ -10,12 +10,13 @@ import shutil
 import sys
 from contextlib import suppress
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from forethought.backends.tensor_parallel.collectives import CollectiveError, Collectives
-from forethought.backends.tensor_parallel.ranks import LOST, Setup
+from forethought.backends.tensor_parallel.collectives import LOOPBACK, CollectiveError, Collectives
+from forethought.backends.tensor_parallel.ranks import FOLLOWED, Setup
 from forethought.backends.tensor_parallel.sharded import Member, connect
 from forethought.kv.storage import KvStorage
 from forethought.model import loader
@@ -32,25 +33,37 @@ def main() -> None:
     The third one is the ranks' directory, which rank 0 removes, too, but where it was killed.
     """
     commands, lifeline = (Connection(int(number)) for number in sys.argv[1:3])
-    status = 0
-    try:
-        serve(commands)
-    except (EOFError, ConnectionError):
-        pass  # rank 0 has ended
-    except CollectiveError:
-        status = LOST
-    except BaseException as error:
-        status = 1
-        with suppress(OSError):
-            lifeline.send(f"{type(error).__name__}: {error}")
+    serve(commands, lifeline, LOOPBACK)
     shutil.rmtree(sys.argv[3], ignore_errors=True)
-    os._exit(status)  # nothing is to be saved, and a communicator may wait for a rank
+    os._exit(0)  # nothing is to be saved, and a communicator may wait for a rank
 
 
-def serve(commands: Connection) -> None:
-    """Load, then run commands until one fails or the connection is closed."""
+def serve(
+    commands: Connection, lifeline: Connection, host: str, model_dir: Path | None = None
+) -> None:
+    """Load, then run commands until one fails or the connection is closed.
+
+    Args:
+        commands: of rank 0.
+        lifeline: which is told why this rank ends, unless rank 0 has.
+        host: the address at which the other ranks reach this one.
+        model_dir: of the model on this machine, if rank 0's is another one.
+    """
+    try:
+        _run(commands, host, model_dir)
+    except (EOFError, ConnectionError):
+        return  # rank 0 has ended
+    except CollectiveError:
+        why = FOLLOWED
+    except BaseException as error:
+        why = f"{type(error).__name__}: {error}"
+    with suppress(OSError):
+        lifeline.send(why)
+
+
+def _run(commands: Connection, host: str, model_dir: Path | None) -> None:
     parent = os.getppid()
-    member = _member(commands, parent)
+    member = _member(commands, parent, host, model_dir)
     while True:
         reply = _receive(commands, parent).run(member)
         if reply is not None:
@@ -64,17 +77,19 @@ def _receive(commands: Connection, parent: int) -> Any:
     return commands.recv()
 
 
-def _member(commands: Connection, parent: int) -> Member:
+def _member(commands: Connection, parent: int, host: str, model_dir: Path | None) -> Member:
     setup: Setup = _receive(commands, parent)
     torch.set_num_threads(setup.num_threads)
     device = setup.device
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    lm = loader.load(device=device, shard=setup.shard, **setup.load)
+    load = setup.load if model_dir is None else {**setup.load, "path": model_dir}
+    lm = loader.load(device=device, shard=setup.shard, **load)
     assert isinstance(lm.network, FusedNetwork)
     return_freed_memory()
     commands.send(True)
-    collectives = Collectives(_receive(commands, parent), setup.shard, device)
+    store = _receive(commands, parent).store(setup.shard.size)
+    collectives = Collectives(store, host, setup.shard, device)
     collectives.meet()
     connect(lm.network, collectives)
     storage = KvStorage(lm.layer_shapes, 1, setup.page_size, lm.dtype, device)

@@ -1,56 +1,35 @@
-"""The processes of ranks 1 to n - 1, as rank 0 starts them, tells them what to do and ends them.
+"""Ranks 1 to n - 1, as rank 0 tells them what to do and ends them; a ``Launcher`` starts them.
 
-Each has two connections. *Commands* go down the first one: objects whose ``run`` the rank calls, in
-order; what that returns, if anything, comes back. The second one, the *lifeline*, is closed when
-the process ends, and a thread of rank 0 waits for that, so that an end is noticed whatever rank 0
-is doing. A rank that has ended, or a command that fails on rank 0, ends them all: the ranks' parts
-of the KV cache are no longer one state.
-
-An interpreter is started for each, not a fork, and not ``multiprocessing``, which would import the
-program's main module once more.
+*Commands* are objects whose ``run`` the rank calls, in order; what that returns, if anything, comes
+back. A thread of rank 0 waits for the ends of the lifelines, so that the end of a process is
+noticed whatever rank 0 is doing. A rank that has ended, or a command that fails on rank 0, ends
+them all: the ranks' parts of the KV cache are no longer one state.
 """
 
 from __future__ import annotations
 
 import os
-import shutil
-import signal
-import subprocess
-import sys
-import tempfile
 import threading
 import weakref
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from dataclasses import dataclass, field
-from multiprocessing import Pipe
-from multiprocessing.connection import Connection, wait
-from pathlib import Path
+from multiprocessing.connection import wait
 from typing import Any, TypeVar
 
 import torch
 
 from forethought.backends.tensor_parallel.collectives import CollectiveError, Collectives
+from forethought.backends.tensor_parallel.launcher import Launcher, LocalLauncher, RankProcess
 from forethought.backends.tensor_parallel.shard import Shard
 from forethought.errors import EngineStopped
 from forethought.interrupts import deferred_interrupts
 
 Result = TypeVar("Result")
 
-LOST = 3
-"""Exit status of a rank that ends because another one has."""
-_CAUSE_SECONDS, _END_SECONDS = 5.0, 5.0
-"""How long the reason of a failure is waited for, and the end of a process."""
-_MAIN = """
-import signal
-for number in signal.SIGINT, signal.SIGTERM, signal.SIGHUP:
-    signal.signal(number, signal.SIG_IGN)
-from forethought.backends.tensor_parallel.process import main
-main()
-"""
-"""What a rank's interpreter runs. Signals that reach all processes of a program are for rank 0: it
-may have requests to finish, and the ranks end with it. They are ignored before torch is imported,
-which takes seconds."""
+FOLLOWED = "it has lost another rank"
+"""Why a rank ends because another one has."""
+_CAUSE_SECONDS = 5.0
+"""How long the reason of a failure is waited for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,64 +52,11 @@ class Setup:
 
 
 @dataclass(slots=True, eq=False)
-class _Process:
-    """The process of one rank, and the ends of its connections here."""
-
-    rank: int
-    popen: subprocess.Popen[bytes]
-    commands: Connection
-    lifeline: Connection
-
-    @classmethod
-    def start(cls, rank: int, directory: str) -> _Process:
-        """Start an interpreter that finds the same modules as this one, to remove a directory."""
-        (here, there), (own_end, lifeline) = Pipe(), Pipe(duplex=False)
-        path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
-        passed = there.fileno(), lifeline.fileno()
-        try:
-            popen = subprocess.Popen(
-                [sys.executable, "-P", "-c", _MAIN, *map(str, passed), directory],
-                pass_fds=passed,
-                stdin=subprocess.DEVNULL,
-                env={**os.environ, "PYTHONPATH": path},
-            )
-        finally:
-            there.close()
-            lifeline.close()
-        return cls(rank, popen, here, own_end)
-
-    def reason(self) -> str:
-        """Why it has ended, once the lifeline has something to read or is closed."""
-        with suppress(EOFError, OSError):
-            return str(self.lifeline.recv())
-        with suppress(subprocess.TimeoutExpired):
-            status = self.popen.wait(_END_SECONDS)
-            how = f"with status {status}" if status >= 0 else f"by {_signal_name(-status)}"
-            return f"its process ended {how}"
-        return "its process has closed its connection"
-
-    def end(self) -> None:
-        """End it and wait until it has ended."""
-        self.commands.close()
-        try:
-            self.popen.wait(_END_SECONDS)
-        except subprocess.TimeoutExpired:
-            self.popen.kill()
-            self.popen.wait()
-
-
-def _signal_name(number: int) -> str:
-    with suppress(ValueError):
-        return f"signal {number} ({signal.Signals(number).name})"
-    return f"signal {number}"
-
-
-@dataclass(slots=True, eq=False)
 class _State:
     """What the thread that waits for ends shares with its owner, which it does not keep alive."""
 
-    processes: list[_Process]
-    directory: str
+    processes: list[RankProcess]
+    launcher: Launcher
     pid: int = field(default_factory=os.getpid)
     causes: dict[int, str] = field(default_factory=dict)
     """Why ranks have ended, by rank, in the order in which that was noticed."""
@@ -156,8 +82,7 @@ class _State:
 
     def first_cause(self) -> tuple[int, str] | None:
         """The rank that ended for a reason of its own, else any that ended; None: all run."""
-        followed = f"status {LOST}"
-        ended = sorted(self.causes.items(), key=lambda cause: cause[1].endswith(followed))
+        ended = sorted(self.causes.items(), key=lambda cause: cause[1] == FOLLOWED)
         return ended[0] if ended else None
 
     def wait_for_cause(self) -> tuple[int, str] | None:
@@ -173,12 +98,12 @@ class _State:
         self.is_closing = True
         if self.failure is not None or self.collectives is None:
             for process in self.processes:  # it may wait in a collective, or be loading
-                process.popen.kill()
+                process.kill()
         for process in self.processes:
             process.end()
         if self.collectives is not None:
             self.collectives.close()
-        shutil.rmtree(self.directory, ignore_errors=True)
+        self.launcher.close()
 
 
 class Ranks:
@@ -186,14 +111,19 @@ class Ranks:
 
     Args:
         size: ranks, with rank 0.
+        launcher: starts them; by default on this machine.
     """
 
-    def __init__(self, size: int) -> None:
-        self.size = size
-        self._state = _State([], tempfile.mkdtemp(prefix="forethought-ranks-"))
+    def __init__(self, size: int, launcher: Launcher | None = None) -> None:
+        self.size, self.launcher = size, launcher or LocalLauncher()
+        self._state = _State([], self.launcher)
         self._end = weakref.finalize(self, self._state.end)  # also when the interpreter ends
-        for rank in range(1, size):
-            self._state.processes.append(_Process.start(rank, self._state.directory))
+        try:
+            for process in self.launcher.start(size):
+                self._state.processes.append(process)
+        except BaseException:
+            self.close()
+            raise
         threading.Thread(target=self._state.watch, name="forethought-ranks", daemon=True).start()
 
     @property
@@ -210,7 +140,15 @@ class Ranks:
     @property
     def process_ids(self) -> list[int]:
         """Of the ranks from 1 on."""
-        return [process.popen.pid for process in self._state.processes]
+        return [process.process_id for process in self._state.processes]
+
+    @property
+    def failure(self) -> str | None:
+        """Which rank has ended, and the engine with it, and why; None: none has."""
+        if self._state.failure is not None:
+            return ": ".join(self._state.failure)
+        cause = self._state.first_cause()
+        return None if cause is None else f"it has lost rank {cause[0]} of {self.size}: {cause[1]}"
 
     def connect(
         self, device: torch.device, load: Mapping[str, Any], page_size: int, num_threads: int
@@ -226,17 +164,19 @@ class Ranks:
         Raises:
             EngineStopped: one could not.
         """
-        meeting, processes = Path(self._state.directory) / "meeting", self._state.processes
+        processes = self._state.processes
         for process in processes:
             shard = Shard(process.rank, self.size)
-            rank_device = shard.device(device.type)
+            rank_device = self.launcher.device(shard, device.type)
             self._send(process, Setup(shard, rank_device, load, page_size, num_threads))
         for process in processes:
             self._receive(process)
-        for process in processes:  # raises where one has ended since: nobody waits for it
-            self._send(process, meeting)
         try:
-            self._state.collectives = Collectives(meeting, self.shard, device)
+            meeting, store = self.launcher.meet(self.size)
+            for process in processes:  # raises where one has ended since: nobody waits for it
+                self._send(process, meeting)
+            host = self.launcher.host
+            self._state.collectives = Collectives(store, host, self.shard, device)
             self._state.collectives.meet()
         except CollectiveError as error:
             raise self._failed(error) from error
@@ -292,13 +232,13 @@ class Ranks:
         """End the processes and wait until they have ended. Closing twice is fine."""
         self._end()
 
-    def _send(self, process: _Process, message: Any) -> None:
+    def _send(self, process: RankProcess, message: Any) -> None:
         try:
             process.commands.send(message)
         except OSError as error:  # it has ended
             raise self._failed(error) from error
 
-    def _receive(self, process: _Process) -> Any:
+    def _receive(self, process: RankProcess) -> Any:
         try:
             return process.commands.recv()
         except (EOFError, OSError) as error:

@@ -312,6 +312,11 @@ class ShardedRunner(ModelRunner):
     def check_running(self) -> None:
         self.ranks.check()
 
+    @property
+    @override
+    def failure(self) -> str | None:
+        return self.ranks.failure
+
     @override
     def scratch_storage(self, num_pages: int) -> KvStorage:
         raise ModelError(

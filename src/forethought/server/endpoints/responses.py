@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import secrets
 import time
 import uuid
 from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from contextlib import ExitStack, aclosing
+from dataclasses import replace
 from functools import partial
 from typing import Any, ClassVar
 
@@ -60,6 +62,7 @@ from forethought.server.protocol.responses_request import (
 from forethought.server.protocol.sampling import wants_logprobs
 from forethought.server.protocol.tool_calls import Call, Tools
 from forethought.server.protocol.usage import response_usage
+from forethought.server.response_journal import Saved
 from forethought.server.response_store import Record
 from forethought.server.service import Service
 
@@ -78,8 +81,13 @@ async def create_response(service: Service, body: ResponseRequest, request: Requ
     if body.background and not stored:
         why, fix = "store is false", "Leave store out"
         raise ParameterError("background needs store", why, fix, param="background")
+    if body.previous_response_id is not None:
+        await recover(service, body.previous_response_id, caller.tenant)
     messages = conversation_of(service, body, caller.tenant)
     num_bytes = sum(len(str(message.get("content") or "")) for message in messages)
+    is_journaled = stored and service.journal is not None and not body.events
+    if is_journaled and body.seed is None:
+        body = body.model_copy(update={"seed": secrets.randbits(63)})
     with ExitStack() as held:
         held.enter_context(service.admitted())
         prepare = partial(_prepared, service, body, caller, messages)
@@ -87,8 +95,9 @@ async def create_response(service: Service, body: ResponseRequest, request: Requ
         if stored:
             service.store.make_room(caller.tenant)
             service.store.add(record)
-        top = (body.top_logprobs or 0) if wants_logprobs(body) else None
-        run = _Run(service, job, record, tools, top)
+        if is_journaled:
+            await _journal(service, body, record)
+        run = _Run(service, job, record, tools, _num_alternatives(body))
         record.task = service.spawn(run.run(), held.pop_all())
     if body.stream:
         on_disconnect = None if body.background else record.task.cancel
@@ -104,9 +113,79 @@ async def create_response(service: Service, body: ResponseRequest, request: Requ
     return JSONResponse(record.response)
 
 
+def _num_alternatives(body: ResponseRequest) -> int | None:
+    """Per token; None: no log-probabilities are asked for."""
+    return (body.top_logprobs or 0) if wants_logprobs(body) else None
+
+
+async def _journal(service: Service, body: ResponseRequest, record: Record) -> None:
+    """Begin the file of a new response; a warning is logged where it cannot be written."""
+    assert service.journal is not None, "the response is journaled"
+    request = {
+        "body": body.model_dump(mode="json", by_alias=True, exclude_unset=True),
+        "messages": record.messages,
+        "response": {**record.response},
+    }
+    try:
+        begin = partial(service.journal.begin, record.id, record.tenant, request)
+        record.journal = await asyncio.to_thread(begin)
+    except OSError as error:
+        log.warning("a response cannot be kept in a file: %s", error)
+    except BaseException:
+        record.finish()  # nothing runs for it
+        raise
+
+
+async def recover(service: Service, response_id: str, tenant: str) -> None:
+    """Take over a response from its file, if it is not here and there is one: one that has not
+    ended goes on, as one in the background.
+
+    Raises HttpError, Overloaded or UsageError: it cannot be taken over, or not now.
+    """
+    journal = service.journal
+    if journal is None or response_id in service.store:
+        return
+    async with service.recovering:
+        if response_id in service.store:
+            return
+        saved = await asyncio.to_thread(journal.read, response_id, tenant)
+        if saved is None:
+            return
+        try:
+            await _take_over(service, saved, tenant)
+        except BaseException:
+            journal.submit(saved.file._close)
+            raise
+
+
+async def _take_over(service: Service, saved: Saved, tenant: str) -> None:
+    record = Record.restored(saved, tenant)
+    with ExitStack() as held:
+        if not saved.has_ended:
+            held.enter_context(service.admitted())
+            body = ResponseRequest.model_validate(saved.request["body"])
+            messages = saved.request["messages"]
+            prepare = partial(_prepared, service, body, Caller(tenant), messages, record)
+            await service.backend.prepare()
+            job, _, tools = await service.workers.run(prepare, tenant, len(str(messages)))
+            log.info("response %s goes on after event %d", record.id, len(record.events) - 1)
+        service.store.make_room(tenant)
+        service.store.add(record)
+        if not saved.has_ended:
+            run = _Run(service, job, record, tools, _num_alternatives(body))
+            record.task = service.spawn(run.run(), held.pop_all())
+
+
 def _prepared(
-    service: Service, body: ResponseRequest, caller: Caller, messages: Sequence[dict[str, Any]]
+    service: Service,
+    body: ResponseRequest,
+    caller: Caller,
+    messages: Sequence[dict[str, Any]],
+    record: Record | None = None,
 ) -> tuple[Job, Record, Tools]:
+    """The job of a body, which answers ``messages``, and its record; a new one, unless the job
+    takes over that of another server.
+    """
     tools = service.tools(_tools(body))
     sampling = service.sampling_of(body, tools)
     opening = [{"role": "system", "content": body.instructions}] if body.instructions else []
@@ -127,9 +206,10 @@ def _prepared(
             "Use chats",
             param="method",
         )
-    job = service.start(ask)
+    if record is not None:
+        return service.start(replace(ask, id=record.id)), record, tools
     response = _response(body, ask.id, ask.model, body.store is not False)
-    return job, Record(response, caller.tenant, messages), tools
+    return service.start(ask), Record(response, caller.tenant, messages), tools
 
 
 def resumed(record: Record, after: int | None) -> Response:
@@ -328,7 +408,8 @@ class _Item:
             "content": [],
             **({"summary": []} if thinks else {"role": "assistant"}),
         }
-        self._add_event("response.output_item.added", location={}, item=dict(self._item))
+        added = self._add_event("response.output_item.added", location={}, item=dict(self._item))
+        self._item = dict(added["item"])
         self._add_event("response.content_part.added", part=self._part())
 
     def push(self, text: str, logprobs: Sequence[dict[str, Any]] = ()) -> None:
@@ -357,10 +438,10 @@ class _Item:
 
     def _add_event(
         self, kind: str, *, location: dict[str, Any] | None = None, **fields: Any
-    ) -> None:
+    ) -> Mapping[str, Any]:
         if location is None:
             location = {"item_id": self._item["id"], "content_index": 0}
-        self._record.add(kind, output_index=self._index, **location, **fields)
+        return self._record.add(kind, output_index=self._index, **location, **fields)
 
 
 class _CallItem:
@@ -377,7 +458,8 @@ class _CallItem:
             "arguments": "",
         }
         self._place = {"output_index": index}
-        self._add_event("response.output_item.added", item=dict(self._item))
+        added = self._add_event("response.output_item.added", item=dict(self._item))
+        self._item = dict(added["item"])
 
     def push(self, arguments: str) -> None:
         self._arguments += arguments
@@ -395,8 +477,8 @@ class _CallItem:
         self._record.response["output"].append(done)
         self._add_event("response.output_item.done", item=done)
 
-    def _add_event(self, kind: str, **fields: Any) -> None:
-        self._record.add(kind, **self._place, **fields)
+    def _add_event(self, kind: str, **fields: Any) -> Mapping[str, Any]:
+        return self._record.add(kind, **self._place, **fields)
 
 
 class _Run:
@@ -523,8 +605,10 @@ class _Run:
         self._calls.clear()
 
     def _fail(self, status: str, kind: str, error: dict[str, Any] | None) -> None:
-        self._close("incomplete")
-        self._close_calls("incomplete")
+        replay, self._record.replay = self._record.replay, None
+        if replay is None or replay.is_over:  # else its items are not as clients have them
+            self._close("incomplete")
+            self._close_calls("incomplete")
         self._record.response |= {"status": status, "error": error}
         self._snapshot(kind)
 

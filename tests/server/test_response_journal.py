@@ -1,0 +1,339 @@
+"""Responses that outlive their server: what a client reads is what it would have read from it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+from openai import OpenAI
+
+from forethought.errors import UsageError
+from forethought.llm.tool_messages import as_text
+from forethought.server import response_journal
+from forethought.server.http import HttpError
+from forethought.server.response_journal import Replay, ResponseJournal
+from forethought.server.response_store import Record
+from forethought.server.settings import Settings
+from forethought.workers.scripted import Reply
+from http_servers import WAIT, Served, eventually, scripted
+
+ADD: Any = {"type": "function", "name": "add", "parameters": {"type": "object"}, "strict": False}
+REQUESTS: dict[str, dict[str, Any]] = {
+    "steady": {"input": "steady"},
+    "thought": {"input": "think"},
+    "calls": {"input": "call", "tools": [ADD]},
+    "vote": {"input": "steady", "model": "majority_vote@3-scripted", "temperature": 1.0},
+    "instructed": {"input": "steady", "instructions": "be short", "metadata": {"of": "me"}},
+}
+
+
+def answers(prompt: str, index: int) -> str | Reply:
+    table: dict[str, str | Reply] = {
+        "think": "<think>\nhm, hm\n</think>\n\nthe answer",
+        "call": "so" + as_text("add", {"a": 1, "b": "two"}),
+        "steady": Reply("abcdefghij", seconds_per_token=0.01),
+        "slow": Reply("a" * 10_000, seconds_per_token=0.01),
+    }
+    return table.get(prompt, f"you said {prompt}")
+
+
+@contextmanager
+def serving(folder: Path, **fields: Any) -> Iterator[Served]:
+    settings = Settings(response_dir=str(folder), **fields)
+    with scripted(answers, settings, drain_seconds=0.1) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("responses") / "of" / "this"
+
+
+@pytest.fixture(scope="module")
+def server(folder: Path) -> Iterator[Served]:
+    """Sends each token in an event of its own."""
+    with serving(folder, stream_interval=0.0) as running:
+        yield running
+
+
+def events_of(server: Served, response_id: str, after: int | None = None) -> list[dict[str, Any]]:
+    query = "" if after is None else f"&starting_after={after}"
+    answer = server.send(f"/v1/responses/{response_id}?stream=true{query}", method="GET")
+    assert answer.status == 200, answer.text
+    return [event for _, event in answer.events]
+
+
+def texts_of(events: Sequence[dict[str, Any]]) -> dict[tuple[int, str], str]:
+    texts: dict[tuple[int, str], str] = {}
+    for event in events:
+        if event["type"].endswith(".delta"):
+            key = event["output_index"], event["type"]
+            texts[key] = texts.get(key, "") + event["delta"]
+    return texts
+
+
+def last_of(events: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    return {**events[-1]["response"], "completed_at": None}
+
+
+def the_file(folder: Path) -> Path:
+    (path,) = folder.glob("*.jsonl")
+    return path
+
+
+@pytest.mark.parametrize("name", REQUESTS)
+def test_a_response_goes_on_from_whatever_its_dead_server_has_left(
+    server: Served, folder: Path, tmp_path: Path, name: str
+) -> None:
+    """At each line of its file, and in the middle of lines; tokens come in other parts then."""
+    fields = {"model": "scripted", **REQUESTS[name]}
+    expected = [event.to_dict() for event in server.client.responses.create(**fields, stream=True)]
+    response_id, path = expected[0]["response"]["id"], the_file(folder)
+    assert events_of(server, response_id) == expected
+    lines = path.read_bytes().splitlines(keepends=True)
+    assert [json.loads(line) for line in lines[1:]] == expected
+    with serving(tmp_path, stream_interval=0.02) as other:
+        for num_lines in range(1, len(lines) + 1):
+            torn = lines[num_lines][:20] if num_lines % 2 and num_lines < len(lines) else b""
+            (tmp_path / path.name).write_bytes(b"".join(lines[:num_lines]) + torn)
+            events = events_of(other, response_id)
+            assert events[: num_lines - 1] == expected[: num_lines - 1]
+            assert [event["sequence_number"] for event in events] == list(range(len(events)))
+            assert texts_of(events) == texts_of(expected)
+            assert last_of(events) == {**last_of(expected), "output": last_of(events)["output"]}
+            assert without_ids(last_of(events)["output"]) == without_ids(response_output(expected))
+            assert events_of(other, response_id, after=num_lines) == events[num_lines + 1 :]
+            assert [json.loads(line) for line in the_file(tmp_path).read_bytes().splitlines()][
+                1:
+            ] == events
+            other.send(f"/v1/responses/{response_id}", method="DELETE")
+            eventually(lambda: not list(tmp_path.glob("*.jsonl")))
+    server.send(f"/v1/responses/{response_id}", method="DELETE")
+    eventually(lambda: not path.exists())
+
+
+def response_output(events: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    output: list[dict[str, Any]] = last_of(events)["output"]
+    return output
+
+
+def without_ids(items: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Items that no client has seen before the death have other ids."""
+    return [{k: v for k, v in item.items() if k not in ("id", "call_id")} for item in items]
+
+
+def test_a_response_that_another_server_generates_is_not_taken_from_it(
+    server: Served, folder: Path
+) -> None:
+    begun = server.client.responses.create(model="scripted", input="slow", background=True)
+    with serving(folder) as other:
+        answer = other.send(f"/v1/responses/{begun.id}", method="GET")
+        assert (answer.status, answer.error["code"]) == (409, "response_elsewhere")
+        server.client.responses.cancel(begun.id)
+        eventually(lambda: other.client.responses.retrieve(begun.id).status == "cancelled")
+        second = other.client.responses.create(
+            model="scripted", input="go on", previous_response_id=begun.id
+        )
+        assert second.output_text == "you said go on"
+    for response_id in (begun.id, second.id):
+        server.send(f"/v1/responses/{response_id}", method="DELETE")
+    eventually(lambda: not list(folder.glob("*.jsonl")))
+
+
+def test_a_response_that_a_server_ends_with_itself_goes_on_in_the_next(tmp_path: Path) -> None:
+    with serving(tmp_path, drain_seconds=0.1) as first:
+        with first.client.responses.create(
+            model="scripted", input="slow", background=True, stream=True
+        ) as stream:
+            response_id = next(stream).to_dict()["response"]["id"]
+        eventually(lambda: the_file(tmp_path).read_bytes().count(b".delta") > 3)
+    lines = the_file(tmp_path).read_bytes().splitlines()
+    assert b"response.incomplete" not in lines[-1]
+    with serving(tmp_path, drain_seconds=0.1) as second:
+        assert second.client.responses.retrieve(response_id).status in ("queued", "in_progress")
+        assert second.client.responses.cancel(response_id).status == "cancelled"
+
+
+def test_keys_have_no_part_in_the_responses_of_others(tmp_path: Path) -> None:
+    with serving(tmp_path, api_keys=["one", "two"]) as first:
+        client = first.client.with_options(api_key="one")
+        response = client.responses.create(model="scripted", input="hello")
+    text = the_file(tmp_path).read_text()
+    assert "one" not in text.partition('"tenant": ')[2].split(",")[0]
+    with serving(tmp_path, api_keys=["one", "two"]) as second:
+        with pytest.raises(openai.NotFoundError):
+            second.client.with_options(api_key="two").responses.retrieve(response.id)
+        again = second.client.with_options(api_key="one").responses.retrieve(response.id)
+        assert again.output_text == "you said hello"
+
+
+def test_an_event_is_shown_once_it_is_written(tmp_path: Path) -> None:
+    async def play() -> None:
+        journal = ResponseJournal(tmp_path, 3600, 10, 1 << 20)
+        record = Record({"id": "resp_1"}, "", [])
+        record.journal = journal.begin("resp_1", "", {})
+        may_write = threading.Event()
+        journal.submit(may_write.wait)
+        record.add("response.created")
+        following = asyncio.ensure_future(anext(record.follow()))
+        await asyncio.sleep(0.05)
+        was_shown = following.done()
+        may_write.set()
+        assert not was_shown
+        assert await following == record.events
+        record.finish()
+        await record.end()
+        journal.close()
+
+    asyncio.run(play())
+
+
+def test_a_response_whose_file_cannot_be_written_goes_on_in_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(descriptor: int, value: Any) -> None:
+        if "type" in value:
+            raise OSError("the disk is full")
+
+    monkeypatch.setattr(response_journal, "_write", full)
+    with serving(tmp_path) as server:
+        response = server.client.responses.create(model="scripted", input="steady")
+        assert response.output_text == "abcdefghij"
+        assert len(events_of(server, response.id)) > 5
+        eventually(lambda: not list(tmp_path.glob("*.jsonl")))
+
+
+@pytest.mark.parametrize("response_id", ["resp_none", "..%2F..%2Fetc%2Fpasswd", "%00"])
+def test_no_id_names_a_file(server: Served, response_id: str) -> None:
+    assert server.send(f"/v1/responses/{response_id}", method="GET").status == 404
+
+
+def test_what_is_not_stored_or_has_events_of_its_method_is_in_memory_alone(
+    server: Served, folder: Path
+) -> None:
+    client = server.client
+    client.responses.create(model="scripted", input="hello", store=False)
+    begun = client.responses.create(
+        model="majority_vote@2-scripted", input="hello", extra_body={"events": True}
+    )
+    assert client.responses.retrieve(begun.id).status == "completed"
+    assert not list(folder.glob("*.jsonl"))
+
+
+def test_a_folder_that_cannot_be_written_to_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UsageError, match="cannot write to"):
+        Settings(response_dir=str(tmp_path / "file" / "in"))
+
+
+def test_old_files_and_those_beyond_the_limits_are_removed_at_the_start(tmp_path: Path) -> None:
+    journal = ResponseJournal(tmp_path, 3600, 10, 1 << 20)
+    for age, name in enumerate("abcd"):
+        file = journal.begin(name, "", {"response": {}})
+        if name != "d":
+            journal.submit(file._close)
+            os.utime(file.path, (1e9 - age, 1e9 - age) if name == "c" else None)
+    journal.close()
+    assert os.stat(file.path).st_mode & 0o77 == 0
+    os.utime(file.path, (1e9, 1e9))  # it is old, and is written to
+    ResponseJournal(tmp_path, 3600, 1, 1 << 20).close()
+    remaining = [json.loads(path.read_text())["id"] for path in tmp_path.glob("*.jsonl")]
+    assert "d" in remaining
+    assert len(remaining) == 2
+    assert "c" not in remaining
+
+
+def delta(text: str, *scores: int) -> dict[str, Any]:
+    return {"type": "response.output_text.delta", "delta": text, "logprobs": list(scores)}
+
+
+def test_a_replay_passes_over_text_and_scores_that_were_there() -> None:
+    opened = {"type": "response.output_item.added", "item": {"id": "msg_1"}}
+    replay = Replay([opened, delta("ab", 1), delta("", 2), delta("cd", 3, 4)])
+    assert replay.event(opened["type"]) == opened
+    kind = "response.output_text.delta"
+    assert replay.rest(kind, delta("abc", 1, 2)) is None
+    assert not replay.is_over
+    assert replay.rest(kind, delta("def", 3, 4, 5)) == delta("ef", 5)
+    assert replay.is_over
+    assert replay.rest(kind, delta("g", 6)) == delta("g", 6)
+    assert replay.event("response.output_text.done") is None
+
+
+@pytest.mark.parametrize("again", [delta("ax"), {"type": "response.output_text.done"}])
+def test_a_replay_of_another_text_is_an_error(again: dict[str, Any]) -> None:
+    replay = Replay([delta("ab"), {"type": "response.completed"}])
+    again_made = replay.rest if "delta" in again else replay.event
+    with pytest.raises(HttpError, match="cannot go on"):
+        again_made(again["type"], *([again] if "delta" in again else []))
+
+
+def test_a_response_whose_text_is_another_one_fails_with_the_events_of_before(
+    server: Served, folder: Path, tmp_path: Path
+) -> None:
+    response = server.client.responses.create(model="scripted", input="steady")
+    path, expected = the_file(folder), events_of(server, response.id)
+    lines = path.read_bytes().splitlines(keepends=True)[:-4]
+    lines[-1] = lines[-1].replace(b'"delta": "', b'"delta": "X')
+    (tmp_path / path.name).write_bytes(b"".join(lines))
+    with serving(tmp_path) as other:
+        *before, last = events_of(other, response.id)
+        assert before[:-1] == expected[: len(before) - 1]
+        assert last["type"] == "response.failed"
+        assert "cannot go on" in last["response"]["error"]["message"]
+    server.send(f"/v1/responses/{response.id}", method="DELETE")
+
+
+@contextmanager
+def process(folder: Path) -> Iterator[tuple[subprocess.Popen[str], OpenAI]]:
+    """``forethought serve`` of the embedded reasoner, and a client."""
+    command = [sys.executable, "-m", "forethought", "serve", "--port", "0", "--dtype", "float32"]
+    command += ["--reward-model", "none", "--response-dir", str(folder)]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as running:
+        try:
+            assert running.stderr is not None
+            told = next(line for line in running.stderr if "(the page)" in line)
+            port = int(told.partition("127.0.0.1:")[2].partition(" ")[0])
+            threading.Thread(target=running.stderr.read, daemon=True).start()
+            url = f"http://127.0.0.1:{port}/v1"
+            with OpenAI(base_url=url, api_key="key", max_retries=0, timeout=WAIT) as client:
+                yield running, client
+        finally:
+            running.kill()
+
+
+@pytest.mark.slow
+def test_a_sampled_stream_goes_on_after_kill_9_with_the_text_of_its_seed(tmp_path: Path) -> None:
+    asked: dict[str, Any] = {"model": "reasoner", "input": "What is 12 + 34 * 5?"}
+    asked |= {"temperature": 1.0, "max_output_tokens": 900, "extra_body": {"ignore_eos": True}}
+    with process(tmp_path) as (running, client):
+        stream = client.responses.create(**asked, background=True, stream=True)
+        before = [next(stream).to_dict() for _ in range(8)]
+        running.kill()
+        running.wait(WAIT)
+    assert b"response.completed" not in the_file(tmp_path).read_bytes()
+    number = before[-1]["sequence_number"]
+    response_id = before[0]["response"]["id"]
+    with process(tmp_path) as (_, client):
+        stream = client.responses.retrieve(response_id, stream=True, starting_after=number)
+        after = [event.to_dict() for event in stream]
+        whole = [e.to_dict() for e in client.responses.retrieve(response_id, stream=True)]
+        seed = json.loads(the_file(tmp_path).read_text().splitlines()[0])["body"]["seed"]
+        undisturbed = client.responses.create(
+            **asked | {"extra_body": {"ignore_eos": True, "seed": seed}}, store=False
+        )
+    assert before + after == whole
+    assert [event["sequence_number"] for event in whole] == list(range(len(whole)))
+    texts = [part.text for item in undisturbed.output for part in item.content or ()]
+    assert list(texts_of(whole).values()) == texts
+    assert whole[-1]["response"]["usage"]["output_tokens"] == undisturbed.usage.output_tokens
