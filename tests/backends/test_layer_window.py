@@ -370,6 +370,17 @@ def test_the_file_is_not_in_the_memory_of_the_machine(
     os.rmdir("/dev/shm/forethought-test")
 
 
+def test_layers_are_read_through_the_cache_of_a_system_that_must(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def refuse(*args: Any) -> int:
+        raise OSError(22, "Invalid argument")
+
+    monkeypatch.setattr(os, "preadv", refuse)
+    lm = load(deep(), 2, dtype="float32")
+    assert generated(lm) == generated(load(deep(), None, dtype="float32"))
+
+
 def test_a_disk_without_room_is_refused_at_the_first_layer() -> None:
     file = WeightFile("layers", "layer_window")
     file.check_room(2**10)
