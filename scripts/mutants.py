@@ -76,6 +76,7 @@ SHARD = "tests/backends/test_shard.py"
 RANKS = "tests/engine/test_tensor_parallel.py -m 'not slow'"
 SCHEDULER = "tests/engine/test_scheduler.py"
 ENGINE = "tests/engine/test_engine.py"
+LAYER_WINDOW = "tests/backends/test_layer_window.py"
 NATIVE_EXPERTS = "tests/backends/test_native_experts.py"
 ADAPTERS = "tests/engine/test_adapters.py"
 ADAPTER = "tests/model/test_adapter.py"
@@ -1083,6 +1084,38 @@ MUTANTS = [
         "while (GROUP << shift < w.group_size) shift++;",
         "while (GROUP << shift <= w.group_size) shift++;",
         "tests/backends/test_integer_products.py -m 'not slow' -k last_bit",
+    ),
+    Mutant(
+        "backends/cpu/cpp/layer_window.h",
+        "if (done == from.size && checksum == uint64_t(from.checksum)) return true;",
+        "if (done == from.size) return true;",
+        LAYER_WINDOW,
+    ),
+    Mutant(
+        "backends/cpu/cpp/layer_window.h",
+        "num_read - num_left < num_slots",
+        "num_read - num_left <= num_slots",
+        LAYER_WINDOW,
+    ),
+    Mutant("backends/cpu/layer_window.py", "            held.clear()\n", "", LAYER_WINDOW),
+    Mutant(
+        "backends/cpu/layer_window.py",
+        "max(0, size - _NUM_SLOTS)",
+        "size",
+        LAYER_WINDOW,
+    ),
+    Mutant(
+        "backends/cpu/layer_window.py",
+        '("weight", "scale", "zero", "bias")',
+        '("weight", "scale", "zero")',
+        LAYER_WINDOW,
+    ),
+    Mutant("backends/cpu/layer_window.py", "if layer >= 0:", "if layer > 99:", LAYER_WINDOW),
+    Mutant(
+        "model/layer_window.py",
+        "if size >= num_layers:",
+        "if size > num_layers:",
+        LAYER_WINDOW,
     ),
     Mutant(
         "backends/cpu/cpp/kernels/experts.h",

@@ -25,6 +25,7 @@ TESTS = (
     "tests/backends/test_expert_store.py",
     "tests/backends/test_integer_products.py",
     "tests/backends/test_kv_dtypes.py",
+    "tests/backends/test_layer_window.py",
     "tests/backends/test_native.py",
     "tests/backends/test_native_experts.py",
     "tests/backends/test_native_recurrent.py",

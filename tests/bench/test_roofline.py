@@ -110,6 +110,15 @@ def test_the_floor_is_the_longer_of_reading_and_computing():
     assert slow.to_dict()["bound"] == "compute"
 
 
+def test_a_step_reads_the_layers_that_are_in_a_file():
+    lm = loader.load(tiny("llama"), dtype="float32", forward="native", layer_window=1)
+    some = ModelCost.of(lm)
+    assert some.step_file_bytes(1) == some.step_file_bytes(9) >= 4 * (LINEARS - VOCAB * 32)
+    row = roofline_row(cost(layer_file_bytes=300), Machine(1000.0, 1e9, 50.0), (1, 0, 9.0, 8.0))
+    assert row.floor == row.file_floor == pytest.approx(6.0)
+    assert Machine.measure(lm).file_bytes_per_second > 0
+
+
 def test_time_outside_the_network_is_the_rest_of_the_step():
     row = RooflineRow(1, 128, 0.001, 0.0005, 0.004, 0.003)
     assert row.outside == pytest.approx(0.001)

@@ -142,7 +142,11 @@ def test_the_memory_is_unknown_where_the_system_does_not_say(monkeypatch, tmp_pa
 
 
 @pytest.mark.parametrize(
-    "option", [("--dtype", "float32"), ("--quantization", "int8"), ("--device", "cpu")]
+    "option",
+    [
+        *(("--dtype", "float32"), ("--quantization", "int8"), ("--device", "cpu")),
+        ("--layer-window", "2"),
+    ],
 )
 def test_an_option_of_a_model_needs_one(option, capsys):
     assert main(["doctor", *option]) == 2
@@ -152,13 +156,24 @@ def test_an_option_of_a_model_needs_one(option, capsys):
 def test_the_memory_of_a_model_is_shown_part_by_part(capsys):
     assert main(["doctor", "--model", "forethought/reasoner", "--json"]) == 0
     parts = json.loads(capsys.readouterr().out)["memory"]
-    assert set(parts) == {"libraries", "weights", "kv_cache", "states", "loaded", "peak"}
-    assert parts["states"] == 0
+    names = {"libraries", "weights", "in_file", "kv_cache", "states", "loaded", "peak"}
+    assert set(parts) == names
+    assert parts["states"] == parts["in_file"] == 0
     assert 2_000_000 < parts["weights"] < 40_000_000
     assert 0 < parts["loaded"] <= parts["peak"]
     assert main(["doctor", "--model", "forethought/reasoner", "--quantization", "int8"]) == 0
     shown = capsys.readouterr().out
     assert all(part in shown for part in parts)
+
+
+def test_layers_in_a_file_take_none_of_the_memory(capsys):
+    command = ["doctor", "--model", "forethought/reasoner", "--json"]
+    assert main(command) == 0
+    whole = json.loads(capsys.readouterr().out)["memory"]
+    assert main([*command, "--layer-window", "1"]) == 0
+    parts = json.loads(capsys.readouterr().out)["memory"]
+    assert parts["in_file"] > 0
+    assert parts["weights"] < whole["weights"] < parts["weights"] + parts["in_file"]
 
 
 def test_the_profile_of_a_model_is_shown_with_the_forward_that_runs(capsys):

@@ -68,6 +68,7 @@ class ModelCost:
         windowed: the layers whose attention reads a window of the context.
         state_bytes: of the states of recurrent layers, which a token reads and writes.
         experts_in_file: share of the experts that are not in memory at a time.
+        layer_file_bytes: of the layers that are in a file, which every step reads.
     """
 
     dense_bytes: int
@@ -81,6 +82,7 @@ class ModelCost:
     windowed: tuple[AttentionCost, ...] = ()
     state_bytes: int = 0
     experts_in_file: float = 0.0
+    layer_file_bytes: int = 0
 
     @classmethod
     def of(cls, lm: CausalLM, kv_dtype: torch.dtype | None = None) -> ModelCost:
@@ -111,6 +113,7 @@ class ModelCost:
             windowed=tuple(layer for layer in layers if layer.window is not None),
             state_bytes=lm.state_bytes,
             experts_in_file=0.0 if lm.expert_store is None else lm.expert_store.share_in_file,
+            layer_file_bytes=0 if lm.layer_window is None else lm.layer_window.file_bytes,
         )
 
     def step_bytes(self, batch: int, context: int) -> float:
@@ -122,7 +125,7 @@ class ModelCost:
 
     def step_file_bytes(self, batch: int) -> float:
         """Bytes of them that are read from a file, where all experts are as likely."""
-        return self.experts_in_file * self._step_expert_bytes(batch)
+        return self.layer_file_bytes + self.experts_in_file * self._step_expert_bytes(batch)
 
     def _step_expert_bytes(self, batch: int) -> float:
         touched = 1.0 - (1.0 - self.active_experts) ** batch if self.expert_bytes else 0.0
@@ -144,17 +147,17 @@ class Machine:
     operations_per_second: float
     """Of a product of two square matrices in the model's dtype."""
     file_bytes_per_second: float | None = None
-    """Of reading the file that a model's experts are in; None: there is none."""
+    """Of reading the file that a model's experts or layers are in; None: there is none."""
 
     @classmethod
     def measure(cls, lm: CausalLM) -> Machine:
         """Measure them for a model, with as many threads as torch has."""
-        device, dtype, store = lm.device, lm.dtype, lm.expert_store
+        device, dtype, file = lm.device, lm.dtype, lm.expert_store or lm.layer_window
         buffer = torch.ones(READ_BYTES // 4, device=device)
         matrix = torch.randn(PRODUCT_SIZE, PRODUCT_SIZE, device=device).to(dtype)
         read = _seconds(buffer.sum, device)
         product = _seconds(lambda: matrix @ matrix, device)
-        file_speed = None if store is None else store.read_speed()
+        file_speed = None if file is None else file.read_speed()
         return cls(READ_BYTES / read, 2 * PRODUCT_SIZE**3 / product, file_speed)
 
 
@@ -174,7 +177,7 @@ class RooflineRow:
     network: float
     """Of these, inside the network."""
     file_floor: float = 0.0
-    """Seconds to read experts from a file."""
+    """Seconds to read experts or layers from a file."""
 
     @property
     def floor(self) -> float:

@@ -28,10 +28,13 @@ from forethought.sandbox.sandbox import SAFE, why_not
 _SHOWN = ("torch", "transformers", "tokenizers", "safetensors", "numpy", "pydantic")
 _NOT_FOR_USERS = ("dev", "docs")
 """Extras for work on forethought itself."""
+_FIELDS = ("dtype", "quantization", "layer_window", "device")
+"""Options that are fields of ``LlmArgs``, of the model."""
 _DTYPES = ("bfloat16", "float16", "float32")
 _MEMORY = {
     "libraries": "Python, torch and the rest of the process, before the model is loaded",
     "weights": "as they are held, with embeddings",
+    "in_file": "of the disk, not the memory: layers that every step reads",
     "kv_cache": "of all pages; a page is taken of the system when it is first written",
     "states": "of recurrent layers, at most, beside the two of each sequence that runs",
     "loaded": "resident after the first token",
@@ -52,6 +55,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--dtype", choices=_DTYPES, help="of its weights")
     parser.add_argument("--quantization", choices=QUANTIZATIONS, help="store them in few bits")
+    parser.add_argument(
+        "--layer-window", type=int, metavar="K", help="layers in memory, the others in a file"
+    )
     parser.add_argument("--device", help="cpu, cuda, ...")
 
 
@@ -59,16 +65,17 @@ def run(args: argparse.Namespace) -> int:
     """Examine the machine and print the result."""
     if args.model is not None:
         return _print_model(args)
-    for name in ("dtype", "quantization", "device"):
+    for name in _FIELDS:
         if getattr(args, name) is not None:
-            raise ParameterError(f"--{name} is of a model", "there is no --model", "Name a model")
+            option = name.replace("_", "-")
+            raise ParameterError(f"--{option} is of a model", "there is no --model", "Name a model")
     facts = examine()
     print(json.dumps(facts, ensure_ascii=False) if args.json else "\n".join(lines(facts)))
     return 0
 
 
 def _print_model(args: argparse.Namespace) -> int:
-    names = ("model", "dtype", "quantization", "device")
+    names = ("model", *_FIELDS)
     fields = {name: value for name in names if (value := getattr(args, name)) is not None}
     facts = examine_model(fields)
     print(json.dumps(facts, ensure_ascii=False) if args.json else "\n".join(model_lines(facts)))
@@ -88,7 +95,7 @@ def examine_model(fields: Mapping[str, Any]) -> dict[str, Any]:
         frontend = llm.lend("doctor")
         llm.take_back()
         engine = frontend.local_engine
-        runner = engine.runner
+        runner, window = engine.runner, engine.runner.lm.layer_window
         return {
             "model": str(fields["model"]),
             "profile": llm.profile.to_dict(),
@@ -97,6 +104,7 @@ def examine_model(fields: Mapping[str, Any]) -> dict[str, Any]:
             "memory": {
                 "libraries": before,
                 "weights": runner.lm.weight_bytes,
+                "in_file": 0 if window is None else window.file_bytes,
                 "kv_cache": runner.storage.num_pages * runner.storage.bytes_per_page,
                 "states": runner.storage.max_state_bytes,
                 "loaded": machine.resident_bytes(),

@@ -220,7 +220,7 @@ INTRODUCTION = (
 """Shown where the user has named no model."""
 _OPTIONS = (
     *("model", "revision", "dtype", "quantization", "device", "tensor_parallel_size"),
-    *("tool_format", "expert_memory"),
+    *("tool_format", "expert_memory", "layer_window"),
 )
 
 
@@ -294,6 +294,13 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
         metavar="GIB",
         help="memory for the experts of a mixture; the others are left in a temporary file "
         "(default: all are in memory)",
+    )
+    parser.add_argument(
+        "--layer-window",
+        type=int,
+        metavar="K",
+        help="layers in memory at a time; the others are left in a temporary file, and read in "
+        "every step (default: all are in memory)",
     )
     parser.add_argument("--device", help="cpu, cuda, ... (default: CUDA where there is one)")
     parser.add_argument(

@@ -163,6 +163,9 @@ class LlmArgs(StrictModel):
     expert_memory: float | None = Field(default=None, gt=0)
     """GiB of memory for the experts of a mixture that runs natively. The others are left in a
     temporary file, and read as tokens choose them. None: all are in memory."""
+    layer_window: int | None = Field(default=None, ge=1)
+    """Layers of a model that runs natively which are in memory at a time, fewer than it has. The
+    others are left in a temporary file, and read in every step. None: all are in memory."""
     fuse: bool = True
     """Use the fused forward where the architecture allows it; the plain one otherwise."""
     cuda_graphs: Literal["auto"] | bool = "auto"
@@ -293,6 +296,7 @@ class LlmOptions(TypedDict, total=False):
     num_threads: int | Literal["auto", "torch"] | None
     forward: Literal["auto", "native", "torch"]
     expert_memory: float | None
+    layer_window: int | None
     fuse: bool
     cuda_graphs: Literal["auto"] | bool
     tensor_parallel_size: int

@@ -74,6 +74,12 @@ def build(args: LlmArgs, model_dir: Path, launcher: Any | None = None) -> Engine
         event_packages()
     device = find_device(args.device)
     _check_kv_dtype(args, device)
+    if args.layer_window is not None and args.tensor_parallel_size > 1:
+        raise ParameterError(
+            "layer_window and tensor_parallel_size exclude each other",
+            "ranks have a slice of every layer in memory",
+            "Leave one of them out",
+        )
     if isinstance(args.num_threads, int):
         set_threads(args.num_threads, device)
     with _ranks(args, model_dir, device, launcher) as ranks:
@@ -156,6 +162,7 @@ def _load(
         shard=None if ranks is None else ranks.shard,
         adapted={name for adapter in adapters for name in adapter.additions},
         expert_bytes=None if args.expert_memory is None else int(args.expert_memory * 2**30),
+        layer_window=args.layer_window,
     )
     if lm.device.type == "cpu" and args.num_threads != "auto":
         check_threads()

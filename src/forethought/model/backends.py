@@ -86,9 +86,11 @@ class NativeBackend(Protocol):
         max_positions: int,
         windows: Sequence[int | None],
         expert_bytes: int | None = None,
+        layer_window: int | None = None,
     ) -> Any:
         """The ``Network`` of a module that ``refusal`` accepts; its layers' weights are taken.
         ``expert_bytes``: of memory for experts, where the others are left in a file.
+        ``layer_window``: layers in memory, where the others are left in one.
         """
 
     @staticmethod

@@ -75,6 +75,19 @@ class ExpertFile(Protocol):
         ...
 
 
+class LayerFile(Protocol):
+    """Layers of a network that are in a file, and are read in every step."""
+
+    @property
+    def file_bytes(self) -> int:
+        """Of these layers."""
+        ...
+
+    def read_speed(self) -> float:
+        """Bytes per second at which layers are read."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class TransformersNetwork(Network):
     """The transformers module, with attention over pages installed."""
@@ -328,6 +341,12 @@ class CausalLM:
         """Its experts, if they are in a file."""
         store: ExpertFile | None = getattr(self.network, "experts", None)
         return store
+
+    @property
+    def layer_window(self) -> LayerFile | None:
+        """Its layers that are in a file, if there are any."""
+        window: LayerFile | None = getattr(self.network, "window", None)
+        return window
 
     @property
     def state_bytes(self) -> int:

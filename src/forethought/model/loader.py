@@ -10,13 +10,11 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection, Sequence
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import torch
-from torch import nn
 
 from forethought.errors import ModelError, ParameterError
 from forethought.model import backends
@@ -30,8 +28,6 @@ from forethought.model.causal_lm import (
     ModelTraits,
     Network,
     TransformersNetwork,
-    WeightSize,
-    weight_sizes,
 )
 from forethought.model.checkpoint_module import (
     CheckpointConfig,
@@ -40,7 +36,9 @@ from forethought.model.checkpoint_module import (
 )
 from forethought.model.checkpoint_tensors import GgufTensors
 from forethought.model.device import free_host_memory, has_fast_matmul
+from forethought.model.layer_window import check_layer_window, check_mapped_dtype
 from forethought.model.loaded_weights import unsupported
+from forethought.model.module_traits import traits_of
 from forethought.model.quantization import (
     BITS,
     Quantization,
@@ -98,6 +96,7 @@ def load(
     shard: Shard | None = None,
     adapted: Collection[str] = (),
     expert_bytes: int | None = None,
+    layer_window: int | None = None,
 ) -> CausalLM:
     """Load the model in the directory ``path``.
 
@@ -117,10 +116,11 @@ def load(
             do so.
         expert_bytes: of memory for the experts of the native forward; the others are in a file.
             None: all of them are in memory.
+        layer_window: layers in memory; the others are in a file. None: all of them are in memory.
 
     Raises:
         ModelError: the directory is missing or broken, or the model is not supported; it cannot run
-            natively and must, as with ``expert_bytes``.
+            natively and must, as with ``expert_bytes`` and ``layer_window``.
         UnknownNameError: no attention backend has this name.
         ParameterError: no such dtype.
     """
@@ -134,8 +134,11 @@ def load(
         refused = f"tensor_parallel_size={shard.size} asks for the fused forward"
     if isinstance(dtype, str) and dtype != "auto" and dtype not in DTYPES:
         raise ParameterError("unknown dtype", repr(dtype), f"Allowed: auto, {', '.join(DTYPES)}")
+    if layer_window is not None:
+        check_layer_window(layer_window, directory, quantization, refused, expert_bytes)
+        forward = "native"  # the only one that can leave layers in a file
     if refused is None:
-        lm = _load_natively(directory, dtype, backend, quantization, forward)
+        lm = _load_natively(directory, dtype, backend, quantization, forward, layer_window)
         if lm is not None and expert_bytes is not None:
             raise _no_stored_experts("it has none")
         if lm is not None:
@@ -143,7 +146,13 @@ def load(
     from forethought.model.transformers_module import probe, refusing
 
     module = _read_module(
-        directory, dtype, device, trust_remote_code, quantization, may_be_native=refused is None
+        directory,
+        dtype,
+        device,
+        trust_remote_code,
+        quantization,
+        may_be_native=refused is None,
+        stays_mapped=layer_window is not None,
     )
     if shard is None:
         with refusing(directory, "loading"):
@@ -157,11 +166,13 @@ def load(
         _quantize(module, quantization)
     with torch.inference_mode():
         recurrent = RecurrentLayers.of(module, fuse and _runs_parts(module, forward))
-        traits = _traits(module, layers, vocab_size, recurrent.state_bytes if recurrent else 0)
+        traits = traits_of(module, layers, vocab_size, recurrent.state_bytes if recurrent else 0)
         if recurrent is not None and recurrent.is_native and not _slower_natively(module, forward):
             backends.cpu().use_native_parts(module, routers(module) | step_widths(module))
         refused = refused or _unadaptable(adapted)
-        network, path_taken = _network(module, fuse, traits, forward, refused, expert_bytes)
+        network, path_taken = _network(
+            module, fuse, traits, forward, refused, expert_bytes, layer_window
+        )
         if isinstance(network, TransformersNetwork):
             network = replace(network, recurrent=recurrent)
             if recurrent is not None and recurrent.is_native:
@@ -178,8 +189,11 @@ def _read_module(
     quantization: Quantization | None,
     *,
     may_be_native: bool,
+    stays_mapped: bool,
 ) -> PreTrainedModel:
-    """The module of transformers, in the memory of the CPU."""
+    """The module of transformers, in the memory of the CPU; where it ``stays_mapped``, ModelError
+    for weights that would be converted.
+    """
     from forethought.model.transformers_module import checked_module, read_config, refusing
 
     config, rounds_input = read_config(directory, trust_remote_code), False
@@ -188,6 +202,8 @@ def _read_module(
         rounds_input = device.type == "cpu"
         is_quantized = quantization is not None
         dtype = _auto_dtype(directory, config, device, is_quantized, may_be_native)
+    if stays_mapped:
+        check_mapped_dtype(dtype, config, directory)
     module = checked_module(directory, config, dtype, trust_remote_code, rounds_input)
     with refusing(directory, "loading"):
         return module.eval().requires_grad_(False)
@@ -205,6 +221,7 @@ def _load_natively(
     backend: AttentionBackend,
     quantization: Quantization | None,
     forward: Forward,
+    layer_window: int | None = None,
 ) -> CausalLM | None:
     """A plain checkpoint in the native forward, without transformers; None: it is not plain, or
     torch computes it. Arguments as of ``load``; raises ModelError for weights that are not finite.
@@ -228,9 +245,11 @@ def _load_natively(
     module.read()
     if quantization is not None:
         logger.info("%d linear layers quantised to %s", module.num_linears, quantization)
-    traits = _traits(module, layers, config.vocab_size)
+    traits = traits_of(module, layers, config.vocab_size)
     with torch.inference_mode():
-        network = backends.cpu().network(module, traits.max_positions, [None] * len(layers))
+        network = backends.cpu().network(
+            module, traits.max_positions, [None] * len(layers), layer_window=layer_window
+        )
     return CausalLM(network, backend, traits, ForwardPath(forward, "native"))
 
 
@@ -338,6 +357,7 @@ def _network(
     forward: Forward,
     refused: str | None,
     expert_bytes: int | None = None,
+    layer_window: int | None = None,
 ) -> tuple[Network, ForwardPath]:
     """The network, and how it was chosen. ``refused`` is why, by the settings, it cannot be native;
     raises ModelError if it must be.
@@ -349,7 +369,7 @@ def _network(
         reason = refused or native_refusal(module, forward)
         if reason is None:
             windows = [layer.window for layer in traits.layers]
-            native = cpu.network(module, traits.max_positions, windows, expert_bytes)
+            native = cpu.network(module, traits.max_positions, windows, expert_bytes, layer_window)
             return native, ForwardPath(forward, "native")
         if reason == cpu.NO_COMPILER and forward == "auto" and cpu.refusal(module) is None:
             cpu.warn_unavailable(reason)
@@ -507,87 +527,3 @@ def _check_capabilities(
             f"it needs {', '.join(lacking)}, which the attention backend {backend.name!r} lacks",
             f"Use another attention backend: {', '.join(BACKENDS.names())}",
         )
-
-
-def _traits(
-    module: PreTrainedModel | CheckpointModule,
-    layers: tuple[LayerProfile, ...],
-    vocab_size: int,
-    state_bytes: int = 0,
-) -> ModelTraits:
-    return ModelTraits(
-        config=module.config,
-        layers=layers,
-        vocab_size=vocab_size,
-        max_positions=_max_positions(module.config),
-        eos_token_ids=_eos_token_ids(module),
-        dtype=module.dtype,
-        device=module.device,
-        weights=_weight_sizes(module),
-        linears=_linears(module),
-        state_bytes=state_bytes,
-    )
-
-
-def _linears(module: PreTrainedModel | CheckpointModule) -> dict[str, tuple[int, int]]:
-    """Outputs and inputs of the linears that an adapter may add to, by name."""
-    if isinstance(module, CheckpointModule):
-        return module.linears
-    head = None
-    with suppress(NotImplementedError, AttributeError):  # remote code has none
-        head = module.get_output_embeddings()
-    unseen = step_widths(module)  # multiplied by their weights, without a call
-    return {
-        name: (part.out_features, part.in_features)
-        for name, part in module.named_modules()
-        if isinstance(part, nn.Linear | QuantizedLinear)
-        and part is not head
-        and part not in unseen
-        and ".experts." not in name
-    }
-
-
-def _weight_sizes(module: PreTrainedModel | CheckpointModule) -> tuple[WeightSize, ...]:
-    sizes = weight_sizes(module)
-    if isinstance(module, CheckpointModule):  # its layers are read one by one, and alike
-        sizes += weight_sizes(module.layer(0)) * module.config.num_hidden_layers
-    return sizes
-
-
-def _max_positions(config: Any) -> int:
-    """Positions that a sequence may use without its rotary frequencies depending on the batch.
-
-    Rotary scaling of types longrope and dynamic switches frequencies for the *whole batch* once any
-    of its tokens is beyond the original context: a row's result would depend on the others. Up to
-    the original context they are fixed, so such models are limited to it.
-    """
-    text = config.get_text_config(decoder=True)
-    limit = getattr(text, "max_position_embeddings", None)
-    if not limit:
-        raise ModelError(
-            "this model is not supported",
-            "its config does not say how many positions it has (max_position_embeddings)",
-            "Add max_position_embeddings to its config.json",
-        )
-    rope = getattr(text, "rope_parameters", None) or {}
-    parts = [rope] if "rope_type" in rope else [part for part in rope.values() if part]
-    for part in parts:
-        if isinstance(part, dict) and part.get("rope_type") == "longrope":
-            original = part.get("original_max_position_embeddings") or limit
-            if original < limit:
-                logger.warning(
-                    "context limited to %d of %d tokens: beyond, longrope makes the frequencies "
-                    "of one sequence depend on the others in its batch",
-                    original,
-                    limit,
-                )
-            limit = min(limit, original)
-    return int(limit)
-
-
-def _eos_token_ids(module: PreTrainedModel | CheckpointModule) -> frozenset[int]:
-    for source in (module.generation_config, module.config.get_text_config(decoder=True)):
-        ids = getattr(source, "eos_token_id", None)
-        if ids is not None:
-            return frozenset([ids] if isinstance(ids, int) else ids)
-    return frozenset()

@@ -66,9 +66,10 @@ class CpuBackend(NativeBackend):
         max_positions: int,
         windows: Sequence[int | None],
         expert_bytes: int | None = None,
+        layer_window: int | None = None,
     ) -> NativeNetwork:
         """The network of a module that ``refusal`` accepts; its layers' weights are taken."""
-        return NativeNetwork(module, max_positions, windows, expert_bytes)
+        return NativeNetwork(module, max_positions, windows, expert_bytes, layer_window)
 
     @staticmethod
     def linear(weight: StoredWeight) -> weights.PackedLinear:

@@ -15,7 +15,8 @@ from typing_extensions import override
 
 from forethought.backends.cpu.module import NativeModule, refusal_of
 from forethought.backends.cpu.network import NativeNetwork
-from forethought.backends.cpu.weights import norm_eps, refusal, rotary_tables
+from forethought.backends.cpu.norms import norm_eps
+from forethought.backends.cpu.weights import refusal, rotary_tables
 from forethought.config.tree import TreeShape
 from forethought.kv.storage import LayerShape
 from forethought.model.attention.base import ForwardPass

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from forethought.backends.cpu.forward import NativeForward
-from forethought.backends.cpu.weights import PackedLinear, norm_rows
+from forethought.backends.cpu.norms import norm_rows
+from forethought.backends.cpu.weights import PackedLinear
 from forethought.model.attention.base import ForwardPass
 
 

@@ -1,33 +1,26 @@
 """Experts in a file, and a part of them in memory, for models that memory has no room for.
 
-The experts of all layers are packed into one file, which has no name any more once it is open: it
-is gone with the process. Which of them are in memory is up to ``expert_store.h``.
+The experts of all layers are packed into one file (``weight_file.py``). Which of them are in memory
+is up to ``expert_store.h``.
 """
 
 from __future__ import annotations
 
 import ctypes
 import logging
-import os
-import tempfile
-import time
 import weakref
 from collections.abc import Sequence
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 from forethought.backends.cpu.library import load_library
 from forethought.backends.cpu.structures import ExpertsStruct, LinearStruct, StoredExpertStruct
+from forethought.backends.cpu.weight_file import WeightFile, aligned
 from forethought.errors import ModelError
 
 logger = logging.getLogger(__name__)
 
-_ALIGNMENT, _PAGE = 64, 4096
-"""Of the tensors of an expert, and of experts in the file."""
-_MEASURED = 100
-"""Experts that are read to measure the speed of it."""
 _TENSORS = ("weight", "scale", "zero")
 """Fields of a linear that point into its tensors; those of experts have no bias."""
 
@@ -53,18 +46,11 @@ class ExpertStore:
 
     Args:
         num_bytes: of memory for experts.
-
-    Attributes:
-        file_bytes: of all experts.
     """
 
     def __init__(self, num_bytes: int) -> None:
-        self.num_bytes, self.file_bytes = num_bytes, 0
-        try:
-            self._file = tempfile.TemporaryFile(prefix="forethought-experts-")  # noqa: SIM115
-        except OSError as error:
-            raise _no_file(error) from error
-        weakref.finalize(self, self._file.close)  # after what ``open`` leaves to be done
+        self.num_bytes = num_bytes
+        self._file = WeightFile("experts", "expert_memory")
         self._stored: list[StoredExpertStruct] = []
         self._layers: list[ExpertsStruct] = []
         self._memory: Tensor | None = None
@@ -77,31 +63,18 @@ class ExpertStore:
         """Write an expert to the file. Its structs point nowhere then, until it is read. Raises
         ModelError where the file cannot take it.
         """
-        places, chunks, size = dict[str, int](), list[Tensor](), 0
-        for name, (struct, tensors) in (("gate_up", gate_up), ("down", down)):
-            by_address = {tensor.data_ptr(): tensor for tensor in tensors}
+        places, tensors = dict[str, int](), dict[str, Tensor]()
+        for name, (struct, held) in (("gate_up", gate_up), ("down", down)):
+            by_address = {tensor.data_ptr(): tensor for tensor in held}
             for field in _TENSORS:
                 tensor = by_address.get(getattr(struct, field))
-                places[f"{name}_{field}"] = -1 if tensor is None else size
+                places[f"{name}_{field}"] = -1
                 if tensor is not None:
-                    chunks.append(tensor)
-                    size += _rounded(tensor.nbytes, _ALIGNMENT)
+                    tensors[f"{name}_{field}"] = tensor
                 setattr(struct, field, None)
-        self._write(chunks)
-        size = _rounded(size, _PAGE)  # whole pages can be read past the system's cache, too
-        self._stored.append(StoredExpertStruct(offset=self.file_bytes, size=size, **places))
-        self.file_bytes += size
-
-    def _write(self, chunks: Sequence[Tensor]) -> None:
-        at = self.file_bytes
-        try:
-            for chunk in chunks:
-                data = memoryview(chunk.reshape(-1).view(torch.uint8).numpy())
-                for done in range(0, len(data), 2**30):  # a call writes less than 2 GiB
-                    os.pwrite(self._file.fileno(), data[done : done + 2**30], at + done)
-                at += _rounded(len(data), _ALIGNMENT)
-        except OSError as error:
-            raise _no_file(error) from error
+        stored = self._file.add([*tensors.values()])
+        places |= dict(zip(tensors, stored.places, strict=True))
+        self._stored.append(StoredExpertStruct(offset=stored.offset, size=stored.size, **places))
 
     def add_layer(self, struct: ExpertsStruct, arrays: Sequence[_Array], first: int) -> None:
         """The layer whose experts were put from ``first`` on; ``arrays``: the linears that it
@@ -130,11 +103,10 @@ class ExpertStore:
                 f"two layers have {2 * most} of {slot_bytes / 2**20:.3g} MiB",
                 f"Give at least {2 * most * slot_bytes / 2**30:.3g} GiB by expert_memory",
             )
-        os.ftruncate(self._file.fileno(), self.file_bytes)  # the last expert has a whole page
-        self._memory = _aligned(num_slots * slot_bytes)
+        self._memory = aligned(num_slots * slot_bytes)
         library, array = load_library(), (StoredExpertStruct * len(self._stored))(*self._stored)
         self._address = library.open_experts(
-            self._file.fileno(),
+            self._file.descriptor,
             array,
             len(self._stored),
             ctypes.c_void_p(self._memory.data_ptr()),
@@ -167,16 +139,17 @@ class ExpertStore:
 
     def read_speed(self) -> float:
         """Bytes per second at which experts are read, one after the other."""
-        buffer = memoryview(_aligned(max(stored.size for stored in self._stored)).numpy())
-        began, size = time.perf_counter(), 0
-        for stored in self._stored[:_MEASURED]:
-            size += os.preadv(self.descriptor, [buffer[: stored.size]], stored.offset)
-        return size / (time.perf_counter() - began)
+        return self._file.read_speed()
+
+    @property
+    def file_bytes(self) -> int:
+        """Of all experts."""
+        return self._file.num_bytes
 
     @property
     def descriptor(self) -> int:
         """Of the file, which is open for reading and writing."""
-        return self._file.fileno()
+        return self._file.descriptor
 
     @property
     def counts(self) -> ExpertCounts:
@@ -184,21 +157,3 @@ class ExpertStore:
         counts = (ctypes.c_int64 * 3)()
         load_library().count_experts(ctypes.c_void_p(self._address), counts)
         return ExpertCounts(*counts)
-
-
-def _aligned(num_bytes: int) -> Tensor:
-    """Bytes that begin with a page."""
-    memory = torch.empty(num_bytes + _PAGE, dtype=torch.uint8)
-    return memory[-memory.data_ptr() % _PAGE :][:num_bytes]
-
-
-def _rounded(size: int, multiple: int) -> int:
-    return -(-size // multiple) * multiple
-
-
-def _no_file(error: OSError) -> ModelError:
-    return ModelError(
-        "experts cannot be stored in a file",
-        f"{tempfile.gettempdir()}: {error.strerror or error}",
-        "Make room there, choose another directory by TMPDIR, or leave expert_memory out",
-    )

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from forethought.backends.cpu.adapters import token_addresses
+from forethought.backends.cpu.layer_window import LayerWindow
 from forethought.backends.cpu.library import load_library
 from forethought.backends.cpu.structures import (
     CallStruct,
@@ -68,12 +69,14 @@ class NativeForward:
         model: the weights.
         max_positions: that they have rotary embeddings of.
         parts: what ``model`` points to.
+        window: its layers in a file; None: there are none.
         vocab_size: outputs of the head.
     """
 
     model: ModelStruct
     max_positions: int
     parts: list[object]
+    window: LayerWindow | None = None
     _library: ctypes.CDLL = field(default_factory=load_library)
     _scratch: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.float32))
     _scratch_fits: tuple[int, int, int] = (0, 0, 0)
@@ -87,10 +90,18 @@ class NativeForward:
         self._no_states = pointers([None] * (self.model.num_layers + 2))
 
     def compute(self, forward_pass: ForwardPass, outputs: Wanted) -> None:
-        """Run the layers over a batch; ``IndexError`` for a token outside the vocabulary."""
+        """Run the layers over a batch; ``IndexError`` for a token outside the vocabulary,
+        RequestError as :meth:`check_read`.
+        """
         packed = self.pack(forward_pass, outputs)
         num_known = self._library.forward(ctypes.byref(self.model), ctypes.byref(packed.struct))
         _check_known(forward_pass.batch, num_known)
+        self.check_read()
+
+    def check_read(self) -> None:
+        """Raise RequestError if a layer of the last call could not be read from its file."""
+        if self.window is not None:
+            self.window.check()
 
     def draft_chains(
         self,
@@ -138,6 +149,7 @@ class NativeForward:
         )
         num_known = self._library.draft_chains(ctypes.byref(self.model), ctypes.byref(chains))
         _check_known(forward_pass.batch, num_known)
+        self.check_read()
         return [list(drafted[row : row + size * width : width]) for row, size in enumerate(sizes)]
 
     def draft_trees(
@@ -186,6 +198,7 @@ class NativeForward:
         )
         num_known = self._library.draft_trees(ctypes.byref(self.model), ctypes.byref(trees))
         _check_known(forward_pass.batch, num_known)
+        self.check_read()
         nodes = [list(node_values[at : at + 3]) for at in range(0, len(node_values), 3)]
         return [nodes[at : at + total] for at in range(0, len(nodes), total)]
 

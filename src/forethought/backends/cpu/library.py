@@ -87,12 +87,15 @@ def load_library() -> ctypes.CDLL:
     library = _load_prebuilt() or _load_compiled()
     library.scratch_size.restype = ctypes.c_int64
     library.open_experts.restype = ctypes.c_void_p
+    library.open_layers.restype = ctypes.c_void_p
+    library.checksum.restype = ctypes.c_int64
     library.experts_scratch_size.restype = ctypes.c_int64
     library.uniform_sample.restype = ctypes.c_double
     address, number, real = ctypes.c_void_p, ctypes.c_int32, ctypes.c_float
     library.linear.argtypes = (address, address, number, address, number)
     library.mlp.argtypes = (address, address, number, address, address, number)
     library.norm_rows.argtypes = (address, address, number, number, real, address, number)
+    library.checksum.argtypes = (ctypes.c_int64, address, ctypes.c_int64)
     library.uniform_sample.argtypes = (ctypes.c_int64,) * 3
     return library
 

@@ -16,6 +16,7 @@ from torch import Tensor
 from forethought.backends.cpu.draft_network import NativeDraftNetwork, NativeEntry
 from forethought.backends.cpu.forward import NativeForward, Wanted
 from forethought.backends.cpu.network import NativeNetwork
+from forethought.backends.cpu.norms import norm_eps, norm_weight
 from forethought.backends.cpu.structures import JoinStruct, LayerStruct, ModelStruct
 from forethought.backends.cpu.weights import (
     ACTIVATIONS,
@@ -25,8 +26,6 @@ from forethought.backends.cpu.weights import (
     PackedLayer,
     PackedLinear,
     address,
-    norm_eps,
-    norm_weight,
 )
 from forethought.config.tree import TreeShape
 from forethought.model.attention.base import ForwardPass

@@ -18,8 +18,9 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from forethought.backends.cpu.library import load_library
+from forethought.backends.cpu.norms import norm_rows
 from forethought.backends.cpu.structures import ExpertsCallStruct, LinearStruct, MlpStruct
-from forethought.backends.cpu.weights import TYPES, PackedExperts, PackedLinear, norm_rows
+from forethought.backends.cpu.weights import TYPES, PackedExperts, PackedLinear
 from forethought.model.device import native_threads
 from forethought.model.quantization import QuantizedLinear
 from forethought.model.quantized_experts import QuantizedExperts, weights_of

@@ -189,6 +189,7 @@ class ChainCall:
         )
         if num_steps_run < 0:
             raise IndexError("a token is outside the vocabulary of the target or the draft network")
+        target.check_read()
         written = Written(
             tokens.tolist(), counts.tolist(), scores.tolist(), num_rows, width, scores_width
         )

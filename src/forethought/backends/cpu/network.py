@@ -8,7 +8,7 @@ are multiplied by weights in bf16 are rounded where the processor multiplies bf1
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, MutableSequence, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 import torch
@@ -17,15 +17,15 @@ from torch import Tensor, nn
 from forethought.backends.cpu.adapters import NativeAdditions
 from forethought.backends.cpu.expert_store import ExpertStore
 from forethought.backends.cpu.forward import NativeForward, Wanted, unknown_token
+from forethought.backends.cpu.layer_window import LayerWindow
 from forethought.backends.cpu.library import load_library
+from forethought.backends.cpu.norms import norm_eps, norm_weight
 from forethought.backends.cpu.structures import LayerStruct, ModelStruct
 from forethought.backends.cpu.weights import (
     ACTIVATIONS,
     TYPES,
     PackedLayer,
     PackedLinear,
-    norm_eps,
-    norm_weight,
     rotary_tables,
 )
 from forethought.model.adapter import Adapter, layer_additions
@@ -95,6 +95,13 @@ def _sizes(config: PreTrainedConfig) -> dict[str, Any]:
     }
 
 
+def _head_sizes(attention: nn.Module) -> dict[str, Any]:
+    """Fields of ``ModelStruct`` that the attention of each layer has."""
+    has_norms = hasattr(attention, "q_norm")
+    eps = norm_eps(attention.q_norm) if has_norms else 0.0
+    return {"head_dim": attention.head_dim, "head_norm_eps": eps}
+
+
 class NativeNetwork:
     """Token ids to logits.
 
@@ -104,12 +111,15 @@ class NativeNetwork:
         windows: of each layer's attention; None: all is attended to.
         expert_bytes: of memory for experts, the others of which are in a file; None: all of them
             are in memory.
+        layer_window: layers in memory, fewer than there are, the others of which are in a file;
+            None: all of them are in memory.
 
     Attributes:
         forward: its packed weights.
         head: its output projection.
         num_bytes: of what of these is in memory, with the embeddings.
         experts: those in a file; None: none are.
+        window: layers in a file; None: there are none.
     """
 
     def __init__(
@@ -118,6 +128,7 @@ class NativeNetwork:
         max_positions: int,
         windows: Sequence[int | None],
         expert_bytes: int | None = None,
+        layer_window: int | None = None,
     ) -> None:
         model = module.model
         self._library = load_library()
@@ -134,36 +145,59 @@ class NativeNetwork:
         if embedding.packed is not None:
             model.embed_tokens = nn.Identity()
         self._embedding = model.embed_tokens
-        attention = model.layers[0].self_attn
-        self._layers = layers = list[PackedLayer]()
+        heads = _head_sizes(model.layers[0].self_attn)
         store = self.experts = None if expert_bytes is None else ExpertStore(expert_bytes)
-        for index, layer in enumerate(model.layers):
-            rotary = tables[types[index]]
-            layers.append(PackedLayer.of(layer, rotary, windows[index], store=store))
-            model.layers[index] = nn.Identity()  # frees the layer's own weights
+        num_layers = len(model.layers)
+        window = None if layer_window is None else LayerWindow(num_layers, layer_window)
+        self.window = window
+        structs = (LayerStruct * num_layers)()
+        self._layers = layers = [
+            self._pack_layer(model.layers, index, structs, tables[types[index]], windows[index])
+            for index in range(num_layers)
+        ]
         if store is not None:
             store.open()
         final_norm = norm_weight(model.norm)
         assert final_norm is not None
         struct = ModelStruct(
-            layers=(LayerStruct * len(layers))(*(layer.struct for layer in layers)),
+            layers=structs,
             final_norm=final_norm.data_ptr(),
             head=ctypes.pointer(self.head.struct),
             join=None,
-            num_layers=len(layers),
-            head_dim=attention.head_dim,
+            stored=None if window is None else window.open(),
+            num_layers=num_layers,
             rotary_dim=next(iter(tables.values())).shape[-1],
             eps=norm_eps(model.norm),
-            head_norm_eps=norm_eps(attention.q_norm) if hasattr(attention, "q_norm") else 0.0,
             embed_scale=1.0 if embed_scale is None else float(embed_scale),
+            **heads,
             **embedding.fields(self.dtype),
             **_sizes(module.config),
         )
         held = [layers, self.head, embedding, final_norm, store]
-        self.forward = NativeForward(struct, max_positions, held)
+        self.forward = NativeForward(struct, max_positions, held, window)
         self.num_bytes = self.head.num_bytes + embedding.num_bytes
         self.num_bytes += sum(layer.num_bytes for layer in layers)
         self.num_bytes += 0 if store is None else store.memory_bytes
+        self.num_bytes += 0 if window is None else window.memory_bytes
+
+    def _pack_layer(
+        self,
+        modules: MutableSequence[nn.Module],
+        index: int,
+        structs: ctypes.Array[LayerStruct],
+        rotary: Tensor,
+        window: int | None,
+    ) -> PackedLayer:
+        """Pack one of the layers into its struct, and to the file if it belongs there; its module
+        is freed. ``rotary``, ``window``: as of ``PackedLayer``.
+        """
+        packed = PackedLayer.of(modules[index], rotary, window, store=self.experts)
+        structs[index] = packed.struct
+        modules[index] = nn.Identity()
+        if self.window is not None and index in self.window:
+            self.window.put(index, packed.linears(structs[index]))
+            structs[index].is_stored = True
+        return packed
 
     def __call__(self, batch: Batch, forward_pass: ForwardPass) -> Tensor:
         """Logits float32 ``[R, vocab]``."""

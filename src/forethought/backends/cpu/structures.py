@@ -61,6 +61,18 @@ class StoredExpertStruct(CStruct):
     __slots__ = ()
 
 
+class WeightPlaceStruct(CStruct):
+    """A tensor of a layer in a file."""
+
+    __slots__ = ()
+
+
+class StoredLayerStruct(CStruct):
+    """A layer in a file."""
+
+    __slots__ = ()
+
+
 class ExpertsStruct(CStruct):
     """A mixture of experts."""
 

@@ -7,7 +7,7 @@ else (windows, head counts) is known from the capability probe and the config.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import groupby, pairwise
@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from forethought.backends.cpu.expert_store import ExpertStore
 from forethought.backends.cpu.library import load_library
+from forethought.backends.cpu.norms import norm_weight
 from forethought.backends.cpu.structures import ExpertsStruct, LayerStruct, LinearStruct
 from forethought.model.block_weight import BLOCK_TYPES, BlockWeight
 from forethought.model.checkpoint_module import CheckpointConfig, CheckpointModule
@@ -294,6 +295,12 @@ class PackedLinear:
         )
         return output.view(*x.shape[:-1], num_outputs)
 
+    def linears(self, struct: LinearStruct) -> Iterator[tuple[LinearStruct, list[Tensor]]]:
+        """``struct``, a copy of its own one, and what follows, with the tensors of each."""
+        yield struct, self.tensors
+        if self.following is not None:
+            yield from self.following.linears(self.following.struct)
+
     @property
     def num_outputs(self) -> int:
         """With those that follow."""
@@ -467,6 +474,12 @@ class PackedExperts:
         struct = ExpertsStruct(gate_up=arrays[0], down=arrays[1], num_experts=len(pairs))
         return cls(struct, arrays, [linear for pair in pairs for linear in pair])
 
+    def linears(self) -> Iterator[tuple[LinearStruct, list[Tensor]]]:
+        """Those of the experts that are in memory, in ``arrays``, with their tensors."""
+        structs = [struct for pair in zip(*self.arrays, strict=True) for struct in pair]
+        for struct, packed in zip(structs, self.packed[1:], strict=True):  # the first one routes
+            yield from packed.linears(struct)
+
     @property
     def num_bytes(self) -> int:
         """Of what is in memory."""
@@ -545,6 +558,15 @@ class PackedLayer:
         )
         return cls(struct, [weights, rotary, qkv, out, gate_up, down, experts])
 
+    def linears(self, struct: LayerStruct) -> Iterator[tuple[LinearStruct, list[Tensor]]]:
+        """The products in ``struct``, a copy of its own one, with their tensors."""
+        *products, experts = self.parts[2:]
+        for name, packed in zip(("qkv", "out", "gate_up", "down"), products, strict=True):
+            if packed is not None:
+                yield from packed.linears(getattr(struct, name))
+        if experts is not None:
+            yield from experts.linears()
+
     @property
     def num_bytes(self) -> int:
         """Of its products."""
@@ -554,32 +576,6 @@ class PackedLayer:
 def address(tensor: Tensor | None) -> int | None:
     """Of its first element; None: a null pointer."""
     return None if tensor is None else tensor.data_ptr()
-
-
-def norm_weight(norm: nn.Module | None) -> Tensor | None:
-    """Float32 ``[size]``: what an RMS norm multiplies by; Gemma stores it less 1."""
-    if norm is None:
-        return None
-    # A copy: a part of the file that the weights are read from would keep all of it mapped.
-    weight = norm.weight.to(torch.float32, copy=True).contiguous()
-    return weight + 1 if type(norm).__name__.startswith("Gemma3") else weight
-
-
-def norm_rows(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """RMS norms of float32 x ``[T, size]``, times a float32 weight ``[size]``."""
-    y = torch.empty_like(x)
-    num_rows, size = x.shape
-    num_threads = native_threads()
-    load_library().norm_rows(
-        x.data_ptr(), weight.data_ptr(), num_rows, size, eps, y.data_ptr(), num_threads
-    )
-    return y
-
-
-def norm_eps(norm: nn.Module) -> float:
-    """The epsilon of an RMS norm, whatever its name."""
-    eps = getattr(norm, "variance_epsilon", None)
-    return float(norm.eps if eps is None else eps)
 
 
 def rotary_tables(

@@ -108,6 +108,8 @@ def _notes(report: dict[str, Any]) -> list[str]:
     weights = (cost["dense_bytes"] + cost["expert_bytes"]) / 1e6
     speed = where["file_bytes_per_second"]
     in_file = f"{cost['experts_in_file']:.0%} of the experts are in a file, read at"
+    if cost["layer_file_bytes"]:
+        in_file = f"{cost['layer_file_bytes'] / 1e6:.1f} MB of layers are in a file, read at"
     return [
         f"milliseconds; {report['model']} in {where['dtype']}, {weights:.1f} MB of weights, "
         f"{cost['kv_bytes']} bytes of KV per token",

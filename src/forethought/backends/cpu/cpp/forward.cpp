@@ -24,6 +24,7 @@
 #include "kernels/pack.h"
 #include "kernels/products.h"
 #include "kernels/vectors.h"
+#include "layer_window.h"
 #include "mlp.h"
 #include "recurrent.h"
 #include "sampling.h"
@@ -36,6 +37,10 @@
 #include <cstdint>
 #include <cstring>
 #include <vector>
+
+#ifdef __linux__
+#include <sys/vfs.h>
+#endif
 
 // What one thread does in a forward. Each phase ends with a barrier unless it says otherwise.
 class Forward {
@@ -54,6 +59,7 @@ class Forward {
         if (thread.index == 0) find_common();
         for (int index = 0; index < model.num_layers; index++) {
             const Layer& layer = model.layers[index];
+            if (layer.is_stored) enter(index);
             attend(layer, index);
             if (narrow && index == model.num_layers - 1) keep_wanted();
             add_attention(layer, index);
@@ -63,6 +69,7 @@ class Forward {
             } else {
                 add_mlp(layer, index, norm_all(layer.mlp_norm, &layer.gate_up));
             }
+            if (layer.is_stored && thread.index == 0) ((LayerWindow*)model.stored)->leave();
         }
         write_logits();
     }
@@ -79,6 +86,12 @@ class Forward {
     bool is_narrow() const {
         const bool states = call.states[model.num_layers] || call.states[model.num_layers + 1];
         return call.num_logits < call.num_tokens && !states;
+    }
+
+    // Wait until a layer that is in a file has been read.
+    void enter(int index) const {
+        if (thread.index == 0) ((LayerWindow*)model.stored)->enter(index);
+        thread.wait();
     }
 
     // b.common; without a barrier.
@@ -326,6 +339,39 @@ void* open_experts(
 void close_experts(void* store) { delete (ExpertStore*)store; }
 
 void count_experts(void* store, int64_t* counts) { ((ExpertStore*)store)->count(counts); }
+
+// Layers in an open file, and memory for `num_slots` of them; arguments as of open_experts().
+void* open_layers(
+    int32_t file, const StoredLayer* layers, int32_t num_layers, void* memory, int32_t num_slots,
+    int64_t slot_bytes) {
+    try {
+        return new LayerWindow(file, layers, num_layers, (uint8_t*)memory, num_slots, slot_bytes);
+    } catch (const std::system_error&) {
+        return nullptr;
+    }
+}
+
+void close_layers(void* window) { delete (LayerWindow*)window; }
+
+int32_t broken_layer(void* window) { return ((LayerWindow*)window)->take_broken(); }
+
+void count_layers(void* window, int64_t* counts) { ((LayerWindow*)window)->count(counts); }
+
+// Of the tensors of a layer, one after the other; 0 is that of none.
+int64_t checksum(int64_t before, const void* bytes, int64_t size) {
+    return int64_t(checksum_of(uint64_t(before), (const uint8_t*)bytes, size));
+}
+
+// Whether a file is in the memory of the machine.
+int32_t is_in_memory(int32_t file) {
+#ifdef __linux__
+    struct statfs system;
+    if (fstatfs(file, &system)) return 0;
+    return system.f_type == 0x01021994 || system.f_type == 0x858458F6; // tmpfs, ramfs
+#else
+    return 0;
+#endif
+}
 
 // Floats of scratch memory that a call may use.
 int64_t scratch_size(const Model* model, int32_t tokens, int32_t max_length, int32_t threads) {

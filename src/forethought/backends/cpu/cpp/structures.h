@@ -37,6 +37,21 @@ struct StoredExpert {
     int64_t down_weight, down_scale, down_zero;
 };
 
+// A tensor of a layer in a file, in bytes from the layer's begin.
+struct WeightPlace {
+    int64_t place, size;
+    const void** pointer; // set to its address when the layer is read
+};
+
+// A layer in a file; see layer_window.h.
+struct StoredLayer {
+    int64_t offset, size;       // of the file
+    int64_t checksum;           // of its tensors
+    const WeightPlace* weights; // [num_weights]
+    int32_t num_weights;
+    int32_t index; // of the model's layers
+};
+
 // A mixture of experts in place of the MLP.
 struct Experts {
     const Linear* router;  // outputs: logits of the experts, then those of the shared ones' gates;
@@ -70,6 +85,7 @@ struct Layer {
     const Experts* experts; // null: a dense MLP
     float scale;            // of the scores
     int32_t window;         // 0: none
+    int32_t is_stored;      // it is in the model's LayerWindow
 };
 
 // What an adapter adds to a product: (x A^T) B^T.
@@ -89,6 +105,7 @@ struct Model {
         embedding;     // whose weights of a token are its embedding; plain or blocks; or null:
     const void* table; // [num_embeddings, hidden] of `table_type`, F32 or BF16
     const Join* join;  // null: a model, which reads tokens alone
+    void* stored;      // LayerWindow; null: all layers are in memory
     int32_t table_type, num_embeddings;
     int32_t num_layers, hidden, num_heads, num_kv_heads, head_dim, rotary_dim, activation;
     float eps, head_norm_eps, logit_cap, score_cap, embed_scale;
