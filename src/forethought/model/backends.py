@@ -102,6 +102,10 @@ class NativeBackend(Protocol):
         """The recurrent layers of a module of transformers; None: some are not known here."""
 
     @staticmethod
+    def attention(modules: Sequence[nn.Module], profiles: Sequence[Any]) -> Any:
+        """The attention layers of a module of transformers."""
+
+    @staticmethod
     def use_native_parts(module: Any, excluded: Collection[nn.Module]) -> None:
         """Have linears, MLPs and norms of a module that torch runs computed here; ``excluded``
         linears are not called.

@@ -17,11 +17,15 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 import torch
 
 from forethought.errors import ModelError, ParameterError
+from forethought.kv.pool import PagePool
+from forethought.kv.table import PageTable
 from forethought.model import backends
 from forethought.model.adapter import layer_product
 from forethought.model.attention import BACKENDS, create_backend
 from forethought.model.attention.base import AttentionBackend, Capability
 from forethought.model.attention.layer_profile import LayerProfile
+from forethought.model.attention_layers import AttentionLayers
+from forethought.model.batch import Batch, Row
 from forethought.model.causal_lm import (
     CausalLM,
     ForwardPath,
@@ -66,6 +70,8 @@ FLOAT32_SHARE = 0.5
 """Share of the free memory that the weights may take in float32, where 16 bits are slow."""
 MAX_SMALL_WEIGHTS = 50_000_000
 """Weights of a model up to which the native forward is as fast as torch's best kernels."""
+_TRIAL_TOKENS = 4
+"""Of a forward in which layers in C++ are compared with their modules."""
 
 
 class Shard(Protocol):
@@ -167,18 +173,38 @@ def load(
     with torch.inference_mode():
         recurrent = RecurrentLayers.of(module, fuse and _runs_parts(module, forward))
         traits = traits_of(module, layers, vocab_size, recurrent.state_bytes if recurrent else 0)
+        attention_layers = None
         if recurrent is not None and recurrent.is_native and not _slower_natively(module, forward):
+            bare = TransformersNetwork(module, recurrent)
+            attention_layers = _native_attention(bare, backend, traits)
             backends.cpu().use_native_parts(module, routers(module) | step_widths(module))
         refused = refused or _unadaptable(adapted)
         network, path_taken = _network(
             module, fuse, traits, forward, refused, expert_bytes, layer_window
         )
         if isinstance(network, TransformersNetwork):
-            network = replace(network, recurrent=recurrent)
+            network = replace(network, recurrent=recurrent, attention=attention_layers)
             if recurrent is not None and recurrent.is_native:
-                reason = f"{path_taken.reason}; its recurrent layers run in C++"
+                also = ", and its attention" if attention_layers is not None else ""
+                reason = f"{path_taken.reason}; its recurrent layers run in C++{also}"
                 path_taken = replace(path_taken, reason=reason)
         return CausalLM(network, backend, traits, path_taken)
+
+
+def _native_attention(
+    network: TransformersNetwork, backend: AttentionBackend, traits: ModelTraits
+) -> AttentionLayers | None:
+    """The attention layers of a module in C++; None: none agrees with torch."""
+
+    def try_forward(layers: AttentionLayers) -> None:
+        lm = CausalLM(replace(network, attention=layers), backend, traits)
+        table = PageTable(PagePool(1, _TRIAL_TOKENS))
+        table.append(_TRIAL_TOKENS)
+        row = Row([*range(_TRIAL_TOKENS)], 0, table)
+        lm.forward(Batch.build([row]), lm.storage(1, _TRIAL_TOKENS))
+
+    layers = AttentionLayers(network.module, traits.layers, try_forward)
+    return layers if layers.num_native else None
 
 
 def _read_module(

@@ -18,6 +18,7 @@ from forethought.model.backends import NativeBackend
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+    from forethought.backends.cpu.attention import NativeAttention
     from forethought.backends.cpu.draft_module import NativeDraftModule, NativeMtpNetwork
     from forethought.backends.cpu.draft_network import NativeDraftNetwork
     from forethought.backends.cpu.heads import NativeBeamSearch, NativeDraftHeads
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from forethought.backends.cpu.recurrent import NativeRecurrence
     from forethought.backends.cpu.sampler import NativeSampler
     from forethought.kv.storage import LayerShape
+    from forethought.model.attention.layer_profile import LayerProfile
     from forethought.model.causal_lm import CausalLM
     from forethought.model.quantization import StoredWeight
     from forethought.speculative.heads.medusa import MedusaHeads
@@ -82,6 +84,15 @@ class CpuBackend(NativeBackend):
         from forethought.backends.cpu.recurrent import NativeRecurrence
 
         return NativeRecurrence.of(modules)
+
+    @staticmethod
+    def attention(
+        modules: Sequence[nn.Module], profiles: Sequence[LayerProfile]
+    ) -> NativeAttention:
+        """The attention layers of a module of transformers."""
+        from forethought.backends.cpu.attention import NativeAttention
+
+        return NativeAttention.of(modules, profiles)
 
     @staticmethod
     def use_native_parts(module: nn.Module, excluded: Collection[nn.Module]) -> None:

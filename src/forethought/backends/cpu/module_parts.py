@@ -222,7 +222,7 @@ def use_native_parts(module: nn.Module, excluded: Collection[nn.Module]) -> None
     if module.dtype not in TOLERANCES:
         return
     for part in module.modules():
-        forward = _mlp_of(part, module.dtype) or _norm_of(part, module.dtype)
+        forward = _mlp_of(part, module.dtype) or native_norm(part, module.dtype)
         if forward is not None:
             part.forward = forward  # type: ignore[assignment]
     # The names alone, as a part is freed before the next one is packed.
@@ -286,7 +286,8 @@ def _tried_mlp(part: nn.Module, names: tuple[str, ...], dtype: torch.dtype) -> N
     return mlp if _agrees(part.forward, mlp.by_linears, _trial(mlp.hidden, dtype)) else None
 
 
-def _norm_of(part: nn.Module, dtype: torch.dtype) -> NativeNorm | None:
+def native_norm(part: nn.Module, dtype: torch.dtype) -> NativeNorm | None:
+    """The forward of an RMS norm; None: it is none, or stays in torch."""
     weight, eps = getattr(part, "weight", None), getattr(part, "variance_epsilon", None)
     eps = getattr(part, "eps", None) if eps is None else eps
     if "RMSNorm" not in type(part).__name__ or not isinstance(eps, float):

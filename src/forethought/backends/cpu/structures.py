@@ -181,6 +181,18 @@ class RecurrentCallStruct(CStruct):
     __slots__ = ()
 
 
+class ModuleAttentionStruct(CStruct):
+    """The attention of a module whose other parts torch computes."""
+
+    __slots__ = ()
+
+
+class ModuleAttentionCallStruct(CStruct):
+    """The attention of a module over a batch."""
+
+    __slots__ = ()
+
+
 class MlpStruct(CStruct):
     """The MLP of a module whose other parts torch computes."""
 

@@ -13,6 +13,7 @@
 //
 // Weights W [out, in] are packed in panels of PANEL outputs: see panels.h.
 
+#include "attention_layer.h"
 #include "beams.h"
 #include "chain_steps.h"
 #include "drafts.h"
@@ -56,7 +57,7 @@ class Forward {
             join(*model.join);
         else
             embed();
-        if (thread.index == 0) find_common();
+        if (thread.index == 0) find_common(call, b);
         for (int index = 0; index < model.num_layers; index++) {
             const Layer& layer = model.layers[index];
             if (layer.is_stored) enter(index);
@@ -92,12 +93,6 @@ class Forward {
     void enter(int index) const {
         if (thread.index == 0) ((LayerWindow*)model.stored)->enter(index);
         thread.wait();
-    }
-
-    // b.common; without a barrier.
-    void find_common() const {
-        for (int r = 0; r < call.num_rows; r++)
-            b.common[r] = r ? num_common(call.rows[r], call.rows[r - 1], call.page_size) : 0;
     }
 
     // b.x = the embeddings; without a barrier: each thread norms the tokens that it has embedded.
@@ -554,6 +549,14 @@ void recurrent(const Recurrent* layer, const RecurrentCall* call) {
     Team::run(call->num_threads, [&](int index, int count, Barrier& barrier) {
         const TilesGuard guard;
         run_recurrent(*layer, *call, {index, count, (uint16_t*)memory.begin, barrier});
+    });
+}
+
+// Its products, attention and gates; keys and values are stored.
+void module_attention(const ModuleAttention* layer, const ModuleAttentionCall* call) {
+    Team::run(call->batch->num_threads, [&](int index, int count, Barrier& barrier) {
+        const TilesGuard guard;
+        run_attention(*layer, *call, {index, count, nullptr, barrier});
     });
 }
 

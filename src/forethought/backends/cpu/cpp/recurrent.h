@@ -26,7 +26,9 @@ class RecurrentLayer {
           mixed_width(w.kind == SHORT_CONVOLUTION ? w.channels : w.num_heads * w.value_dim) {}
 
     void run() {
-        if (call.x) project();
+        const Input x{call.x, w.hidden, nullptr};
+        if (call.x)
+            products(w.enter, w.num_enter, x, call.num_tokens, call.projected, w.width, thread);
         if (w.scale) scale();
         share_parts((w.channels + LANES - 1) / LANES, [&](int begin, int end, int part) {
             convolve(w, call, begin, end, part * LANES);
@@ -47,16 +49,6 @@ class RecurrentLayer {
     const RecurrentCall& call;
     const Thread thread;
     const int64_t mixed_width;
-
-    void project() {
-        float* y = call.projected;
-        for (int i = 0; i < w.num_enter; y += w.enter[i++].num_outputs) {
-            product(
-                w.enter[i], {call.x, w.hidden, nullptr}, call.num_tokens, y, w.width, false,
-                thread);
-            thread.wait(); // the next product rounds its inputs where this one reads them
-        }
-    }
 
     void scale() {
         const Share share = thread.share(call.num_tokens);

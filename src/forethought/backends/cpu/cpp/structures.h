@@ -295,6 +295,28 @@ struct RecurrentCall {
     int32_t num_tokens, num_rows, num_threads;
 };
 
+// The attention of a module that torch runs otherwise; see attention_layer.h. The projections of a
+// token are the outputs of `enter`, beside each other.
+struct ModuleAttention {
+    const Model* model;   // of one layer: heads, norms, window, scale; `hidden`: its widest input
+    const Linear* enter;  // [num_enter]; null where the caller multiplies
+    const Linear* out;    // the same
+    const int32_t* at;    // [heads, of keys and values too]: where each begins
+    const int32_t* gates; // [num_heads]: where the gates of a head's outputs begin; null: none
+    int32_t num_enter, width, num_inputs, num_outputs;
+    int32_t index; // of its keys and values in a call
+    float key_scale;
+};
+
+struct ModuleAttentionCall {
+    const float* x;      // [T, num_inputs]; null: `projected` is given
+    float* projected;    // [T, width]
+    float* mixed;        // [T, hidden], written: outputs of heads, and what pads them
+    float* y;            // [T, num_outputs], written; null: `mixed` is the result
+    const float* rotary; // [T, 2, rotary_dim], as of Layer; null: nothing is rotated
+    const Call* batch;   // whose positions are rows of `rotary`
+};
+
 // y = down(act(gate(x)) * up(x)), or down(act(up(x))). Weights may be null where the caller multiplies.
 struct Mlp {
     Linear gate; // or null; its outputs may be followed by those of `up`, which is null then
