@@ -1,4 +1,5 @@
-"""Attention layers of transformers' modules in C++, over pages; the modules are the reference.
+"""Attention layers of transformers' modules in C++, over pages, and all layers of a decoder in one
+call; the modules are the reference.
 
 ``tests/model/test_recurrent_layers.py`` has engines over them: batches, drafts, forks, adapters.
 """
@@ -21,7 +22,7 @@ from forethought.kv.table import PageTable
 from forethought.model import loader, transformers_module
 from forethought.model.attention.layer_profile import LayerProfile
 from forethought.model.attention_layers import AttentionLayers
-from forethought.model.batch import Row
+from forethought.model.batch import Batch, Row
 from forethought.model.causal_lm import CausalLM, TransformersNetwork
 from forethought.model.runner import ModelRunner
 from models import RECURRENT, prompts, tiny
@@ -31,6 +32,8 @@ IN_TORCH = {"olmo_hybrid", "kimi_linear", "jamba"}
 NATIVE = [architecture for architecture in RECURRENT if architecture not in IN_TORCH]
 DENSE = ["qwen3_5", "bamba", "falcon_h1", "granite_hybrid", "lfm2"]
 """Those without routers, which torch computes; Zamba2 limits step widths in runs alone."""
+ONE_CALL = ["qwen3_5", "bamba", "granite_hybrid", "lfm2", "nemotron_h"]
+"""Those of which C++ computes all that a decoder layer does."""
 TREE = {"parents": (-1, 0, 0, 1, 2, 1), "num_nodes": 5}
 
 pytestmark = pytest.mark.skipif(
@@ -50,6 +53,12 @@ def loaded(architecture: str) -> CausalLM:
 def attention_of(lm: CausalLM) -> AttentionLayers | None:
     assert isinstance(lm.network, TransformersNetwork)
     return lm.network.attention
+
+
+def part_by_part(lm: CausalLM) -> CausalLM:
+    """Which calls the parts of its decoder layers one after the other."""
+    assert isinstance(lm.network, TransformersNetwork)
+    return CausalLM(replace(lm.network, decoder=None), lm.backend, lm.traits)
 
 
 class Texts:
@@ -128,7 +137,7 @@ def test_a_layer_gives_what_its_module_does_over_pages(
         torch.testing.assert_close(y, expected, rtol=0.0, atol=tolerance)
         shapes.append(y.shape)
 
-    lm = loaded(architecture)
+    lm = part_by_part(loaded(architecture))
     settings = {} if kv_dtype is None else {"stored_dtype": kv_dtype}
     with beside_modules(lm, check):
         step_logits(lm, **settings)
@@ -145,7 +154,7 @@ def test_quantised_layers_give_what_their_modules_do(
     def check(y: Tensor, expected: Tensor) -> None:
         torch.testing.assert_close(y, expected, rtol=0.0, atol=0.02 * float(expected.abs().max()))
 
-    lm = load(architecture, quantization=quantization)
+    lm = part_by_part(load(architecture, quantization=quantization))
     assert attention_of(lm) is not None
     with beside_modules(lm, check):
         step_logits(lm)
@@ -189,6 +198,60 @@ def test_linears_to_which_something_is_added_change_no_other_bit(architecture: s
     finally:
         for hook in hooks:
             hook.remove()
+
+
+@pytest.mark.parametrize("architecture", RECURRENT)
+def test_a_decoder_is_one_call_where_cpp_computes_all_parts(
+    architecture: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lm = loaded(architecture)
+    assert isinstance(lm.network, TransformersNetwork)
+    decoder = lm.network.decoder
+    assert (decoder is not None) == (architecture in ONE_CALL)
+    if decoder is None:
+        return
+    calls, original = list[range](), decoder._native.compute
+
+    def compute(layers: range, *arguments: Any) -> Tensor:
+        calls.append(layers)
+        y: Tensor = original(layers, *arguments)
+        return y
+
+    monkeypatch.setattr(decoder._native, "compute", compute)
+    logits = step_logits(lm)
+    assert calls == [range(lm.num_layers)] * 3
+    assert torch.equal(step_logits(part_by_part(lm)), logits)
+    assert len(calls) == 3
+
+
+@pytest.mark.parametrize("architecture", ["qwen3_5", "nemotron_h"])
+def test_hidden_states_are_captured_between_layers(architecture: str) -> None:
+    lm, layer_ids, states = loaded(architecture), frozenset({0, 2, 3}), []
+    for network in (lm, part_by_part(lm)):
+        texts = Texts(network, 1)
+        batch = Batch.build([texts.row(0, prompts((11,))[0])])
+        states.append(network.forward_with_hidden_states(batch, texts.runner.storage, layer_ids)[1])
+    assert states[0].keys() == layer_ids
+    for layer_id, state in states[0].items():
+        assert torch.equal(state, states[1][layer_id])
+
+
+def test_a_decoder_layer_that_computes_something_else_is_called_part_by_part(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5DecoderLayer
+
+    original = Qwen3_5DecoderLayer.forward
+
+    def scaled(*arguments: Any, **kwargs: Any) -> Any:
+        return 1.01 * original(*arguments, **kwargs)
+
+    monkeypatch.setattr(Qwen3_5DecoderLayer, "forward", scaled)
+    lm = load("qwen3_5")
+    assert attention_of(lm) is not None
+    assert isinstance(lm.network, TransformersNetwork)
+    assert lm.network.decoder is None
+    step_logits(lm)
 
 
 def windowed(layer: LayerProfile) -> LayerProfile:

@@ -29,7 +29,9 @@ class AttentionLayers:
             call around it.
 
     Attributes:
+        native: what computes them.
         num_native: layers that are computed in C++.
+        batch_call: what is computed; None: nothing is.
     """
 
     def __init__(
@@ -40,15 +42,15 @@ class AttentionLayers:
     ) -> None:
         parts = [part for part in module.modules() if hasattr(part, "kv_index")]
         parts.sort(key=lambda part: int(part.kv_index))  # type: ignore[arg-type]
-        self._native = backends.cpu().attention(parts, profiles)
-        self._now: Any = None
-        known = [part for part in parts if self._native.is_known(part.kv_index)]
+        self.native = backends.cpu().attention(parts, profiles)
+        self.batch_call: Any = None
+        candidates = [part for part in parts if self.native.is_known(part.kv_index)]
         self._agreed = set[int]()
-        forwards: list[_Forward] = [part.forward for part in known]
-        for part, forward in zip(known, forwards, strict=True):
+        forwards: list[_Forward] = [part.forward for part in candidates]
+        for part, forward in zip(candidates, forwards, strict=True):
             part.forward = self._trial_of(int(part.kv_index), forward)  # type: ignore[arg-type]
         try_forward(self)
-        for part, forward in zip(known, forwards, strict=True):
+        for part, forward in zip(candidates, forwards, strict=True):
             index = int(part.kv_index)  # type: ignore[arg-type]
             part.forward = self._forward_of(index) if index in self._agreed else forward
         self.num_native = len(self._agreed)
@@ -56,17 +58,17 @@ class AttentionLayers:
     @contextmanager
     def over(self, forward_pass: ForwardPass) -> Iterator[None]:
         """While a batch is computed."""
-        self._now = self._native.batch_call(forward_pass)
+        self.batch_call = self.native.batch_call(forward_pass)
         try:
             yield
         finally:
-            self._now = None
+            self.batch_call = None
 
     def _trial_of(self, index: int, forward: _Forward) -> _Forward:
         def compute(hidden_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Any]:
             expected = forward(hidden_states, *args, **kwargs)
             rotation = kwargs.get("position_embeddings")
-            if self._native.agrees(index, hidden_states, self._now, rotation, expected[0]):
+            if self.native.agrees(index, hidden_states, self.batch_call, rotation, expected[0]):
                 self._agreed.add(index)
             return expected
 
@@ -76,7 +78,9 @@ class AttentionLayers:
         def compute(
             hidden_states: Tensor, *_: Any, position_embeddings: Any = None, **__: Any
         ) -> tuple[Tensor, None]:
-            assert self._now is not None, "the layer is computed within ``over``"
-            return self._native.compute(index, hidden_states, self._now, position_embeddings), None
+            assert self.batch_call is not None, "the layer is computed within ``over``"
+            return self.native.compute(
+                index, hidden_states, self.batch_call, position_embeddings
+            ), None
 
         return compute

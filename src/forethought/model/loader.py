@@ -39,7 +39,9 @@ from forethought.model.checkpoint_module import (
     open_checkpoint,
 )
 from forethought.model.checkpoint_tensors import GgufTensors
+from forethought.model.decoder_layers import DecoderLayers
 from forethought.model.device import free_host_memory, has_fast_matmul
+from forethought.model.hidden_states import decoder_layers
 from forethought.model.layer_window import check_layer_window, check_mapped_dtype
 from forethought.model.loaded_weights import unsupported
 from forethought.model.module_traits import traits_of
@@ -173,38 +175,46 @@ def load(
     with torch.inference_mode():
         recurrent = RecurrentLayers.of(module, fuse and _runs_parts(module, forward))
         traits = traits_of(module, layers, vocab_size, recurrent.state_bytes if recurrent else 0)
-        attention_layers = None
+        native_parts: dict[str, Any] = {}
         if recurrent is not None and recurrent.is_native and not _slower_natively(module, forward):
             bare = TransformersNetwork(module, recurrent)
-            attention_layers = _native_attention(bare, backend, traits)
-            backends.cpu().use_native_parts(module, routers(module) | step_widths(module))
+            native_parts = _use_native_parts(bare, backend, traits)
         refused = refused or _unadaptable(adapted)
         network, path_taken = _network(
             module, fuse, traits, forward, refused, expert_bytes, layer_window
         )
         if isinstance(network, TransformersNetwork):
-            network = replace(network, recurrent=recurrent, attention=attention_layers)
+            network = replace(network, recurrent=recurrent, **native_parts)
             if recurrent is not None and recurrent.is_native:
-                also = ", and its attention" if attention_layers is not None else ""
+                also = ", and its attention" if native_parts.get("attention") else ""
                 reason = f"{path_taken.reason}; its recurrent layers run in C++{also}"
                 path_taken = replace(path_taken, reason=reason)
         return CausalLM(network, backend, traits, path_taken)
 
 
-def _native_attention(
+def _use_native_parts(
     network: TransformersNetwork, backend: AttentionBackend, traits: ModelTraits
-) -> AttentionLayers | None:
-    """The attention layers of a module in C++; None: none agrees with torch."""
+) -> dict[str, Any]:
+    """Have what is beside recurrent layers computed in C++; fields of a network with that."""
+    module, recurrent = network.module, network.recurrent
+    assert recurrent is not None
 
-    def try_forward(layers: AttentionLayers) -> None:
-        lm = CausalLM(replace(network, attention=layers), backend, traits)
+    def try_forward(attention: AttentionLayers) -> None:
+        lm = CausalLM(replace(network, attention=attention), backend, traits)
         table = PageTable(PagePool(1, _TRIAL_TOKENS))
         table.append(_TRIAL_TOKENS)
         row = Row([*range(_TRIAL_TOKENS)], 0, table)
         lm.forward(Batch.build([row]), lm.storage(1, _TRIAL_TOKENS))
 
-    layers = AttentionLayers(network.module, traits.layers, try_forward)
-    return layers if layers.num_native else None
+    attention = AttentionLayers(module, traits.layers, try_forward)
+    backends.cpu().use_native_parts(module, routers(module) | step_widths(module))
+    if attention.num_native < len(traits.layers):
+        return {"attention": attention if attention.num_native else None}
+    with suppress(ModelError):  # there is no list of layers
+        layers = decoder_layers(module.get_decoder())
+        decoder = DecoderLayers.of(layers, recurrent, attention, lambda: try_forward(attention))
+        return {"attention": attention, "decoder": decoder}
+    return {"attention": attention}
 
 
 def _read_module(

@@ -75,6 +75,10 @@ class NativeAttentionLayer:
         description: of it.
         profile: of it.
         index: of its keys and values in a storage.
+
+    Attributes:
+        hidden: inputs.
+        width: floats of a token between the products.
     """
 
     def __init__(
@@ -84,11 +88,13 @@ class NativeAttentionLayer:
         dim, heads, kv_heads = profile.shape.key_dim, profile.heads, profile.shape.kv_heads
         self._num_outputs: int = getattr(part, description.out).out_features
         self._num_mixed = heads * dim
-        self._hidden = max(part.q_proj.in_features, self._num_mixed)
+        self.hidden = part.q_proj.in_features
+        self._widest = max(self.hidden, self._num_mixed)
         head_width = 2 * dim if description.has_gates else dim
         queries, others = heads * head_width, 2 * kv_heads
-        self._width = queries + others * dim
-        at = [*range(0, queries, head_width), *range(queries, self._width, dim)]
+        self._projected = queries + others * dim
+        self.width = max(self._projected, self._widest)
+        at = [*range(0, queries, head_width), *range(queries, self._projected, dim)]
         self._at = torch.tensor(at, dtype=torch.int32)
         self._gates = self._at[:heads] + dim if description.has_gates else None
         self._norms = description.norm_weights
@@ -101,7 +107,7 @@ class NativeAttentionLayer:
         self.model = ModelStruct(
             layers=(LayerStruct * 1)(self._layer),
             num_layers=1,
-            hidden=self._hidden,
+            hidden=self._widest,
             num_heads=heads,
             num_kv_heads=kv_heads,
             head_dim=dim,
@@ -111,8 +117,8 @@ class NativeAttentionLayer:
             model=ctypes.pointer(self.model),
             at=self._at.data_ptr(),
             gates=None if self._gates is None else self._gates.data_ptr(),
-            width=self._width,
-            num_inputs=part.q_proj.in_features,
+            width=self._projected,
+            num_inputs=self.hidden,
             num_outputs=self._num_outputs,
             index=index,
             key_scale=description.key_scale,
@@ -122,18 +128,17 @@ class NativeAttentionLayer:
 
     def compute(self, x: Tensor, batch: BatchCall, rotation: Rotation | None) -> Tensor:
         """x ``[1, T, inputs]`` -> ``[1, T, outputs]``; keys and values of its tokens are stored."""
-        linears = self._linears()
-        if are_hooked(linears) or not self._has_products(linears):
+        if are_hooked(self.linears()) or self.packed_struct() is None:
             return self.by_linears(x, batch, rotation)
         rows = float_rows(x)
-        projected = torch.empty(len(rows), self._width)
+        projected = torch.empty(len(rows), self._projected)
         y = torch.empty(len(rows), self._num_outputs)
         self._call(batch, rotation, projected, x=rows.data_ptr(), y=y.data_ptr())
         return y.to(x.dtype).view(1, *y.shape)
 
     def by_linears(self, x: Tensor, batch: BatchCall, rotation: Rotation | None) -> Tensor:
         """The same, with the products of the module's linears."""
-        *entering, out = self._linears()
+        *entering, out = self.linears()
         projected = float_rows(torch.cat([linear(x) for linear in entering], -1))
         mixed = self._call(batch, rotation, projected)
         y: Tensor = out(mixed[:, : self._num_mixed].to(x.dtype)[None])
@@ -143,7 +148,7 @@ class NativeAttentionLayer:
         self, batch: BatchCall, rotation: Rotation | None, projected: Tensor, **products: int
     ) -> Tensor:
         """Outputs of the heads ``[T, hidden]``."""
-        mixed = torch.empty(len(projected), self._hidden)
+        mixed = torch.empty(len(projected), self._widest)
         rotary = None if rotation is None else batch.rotary(rotation)
         self.model.rotary_dim = 0 if rotary is None else rotary.shape[-1]
         call = ModuleAttentionCallStruct(
@@ -156,22 +161,19 @@ class NativeAttentionLayer:
         load_library().module_attention(ctypes.byref(self._struct), ctypes.byref(call))
         return mixed
 
-    def _linears(self) -> list[nn.Module]:
+    def linears(self) -> list[nn.Module]:
+        """Of the module, which are replaced once they are packed."""
         return [getattr(self._part, name) for name in ("q_proj", "k_proj", "v_proj", self._out)]
 
-    def _has_products(self, linears: Sequence[nn.Module]) -> bool:
-        """Whether the struct has the weights of the linears, if they are packed."""
-        if self._packed:
-            return True
-        packed = packed_linears(linears)
-        if packed is None:
-            return False
-        *entering, out = packed
-        structs = (LinearStruct * len(entering))(*(linear.struct for linear in entering))
-        self._packed = [structs, packed]
-        self._struct.enter, self._struct.num_enter = structs, len(entering)
-        self._struct.out = ctypes.pointer(out.struct)
-        return True
+    def packed_struct(self) -> ModuleAttentionStruct | None:
+        """With the weights of the linears; None: they are not packed."""
+        if not self._packed and (packed := packed_linears(self.linears())) is not None:
+            *entering, out = packed
+            structs = (LinearStruct * len(entering))(*(linear.struct for linear in entering))
+            self._packed = [structs, packed]
+            self._struct.enter, self._struct.num_enter = structs, len(entering)
+            self._struct.out = ctypes.pointer(out.struct)
+        return self._struct if self._packed else None
 
 
 class BatchCall:
@@ -239,11 +241,19 @@ class NativeAttention:
     """The attention layers of a module.
 
     Args:
+        modules: of them.
         layers: in the order of their keys and values; None: not known here.
+
+    Attributes:
+        by_module: those that are known.
     """
 
-    def __init__(self, layers: Sequence[NativeAttentionLayer | None]) -> None:
+    def __init__(
+        self, modules: Sequence[nn.Module], layers: Sequence[NativeAttentionLayer | None]
+    ) -> None:
         self._layers = layers
+        pairs = zip(modules, layers, strict=True)
+        self.by_module = {part: layer for part, layer in pairs if layer is not None}
         self._scratch = _Scratch([layer.model for layer in layers if layer is not None])
 
     @classmethod
@@ -252,12 +262,13 @@ class NativeAttention:
         pairs = zip(modules, profiles, strict=True)
         descriptions = [describe(part, profile) for part, profile in pairs]
         return cls(
+            modules,
             [
                 None
                 if description is None
                 else NativeAttentionLayer(modules[index], description, profiles[index], index)
                 for index, description in enumerate(descriptions)
-            ]
+            ],
         )
 
     def is_known(self, index: int) -> bool:

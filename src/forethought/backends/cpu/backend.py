@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from forethought.backends.cpu.native_steps import NativeSteps
     from forethought.backends.cpu.recurrent import NativeRecurrence
     from forethought.backends.cpu.sampler import NativeSampler
+    from forethought.backends.cpu.sublayers import NativeSublayers
     from forethought.kv.storage import LayerShape
     from forethought.model.attention.layer_profile import LayerProfile
     from forethought.model.causal_lm import CausalLM
@@ -93,6 +94,17 @@ class CpuBackend(NativeBackend):
         from forethought.backends.cpu.attention import NativeAttention
 
         return NativeAttention.of(modules, profiles)
+
+    @staticmethod
+    def sublayers(
+        layers: Sequence[nn.Module], attention: NativeAttention, recurrence: NativeRecurrence
+    ) -> NativeSublayers | None:
+        """Decoder layers of a module of transformers, whose parts run here; None: they have
+        others.
+        """
+        from forethought.backends.cpu.sublayers import NativeSublayers
+
+        return NativeSublayers.of(layers, attention, recurrence)
 
     @staticmethod
     def use_native_parts(module: nn.Module, excluded: Collection[nn.Module]) -> None:

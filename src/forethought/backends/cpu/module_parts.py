@@ -119,8 +119,7 @@ class NativeMlp:
 
     def __call__(self, x: Tensor) -> Tensor:
         """x ``[..., hidden]`` -> the same."""
-        linears = self.linears()
-        if are_hooked(linears) or (struct := self._packed_struct(linears)) is None:
+        if are_hooked(self.linears()) or (struct := self.packed_struct()) is None:
             return self.by_linears(x)
         rows = float_rows(x)
         activations = torch.empty(rows.shape[0], struct.width)
@@ -140,9 +139,9 @@ class NativeMlp:
         """Of the part, which are replaced once they are packed."""
         return [getattr(self.part, name) for name in self.names]
 
-    def _packed_struct(self, linears: Sequence[nn.Module]) -> MlpStruct | None:
+    def packed_struct(self) -> MlpStruct | None:
         """With the weights of the linears; None: they are not packed."""
-        if self._struct is None and (packed := packed_linears(linears)) is not None:
+        if self._struct is None and (packed := packed_linears(self.linears())) is not None:
             *entering, down = (linear.struct for linear in packed)
             names = ("gate", "up") if self.width > self.inner else ("up",)
             weights = dict(zip(names, entering, strict=False))

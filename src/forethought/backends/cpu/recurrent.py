@@ -71,14 +71,16 @@ class NativeRecurrentLayer:
     Attributes:
         views: its parts of a state, in the shapes of the module.
         state_size: floats of them.
+        hidden: inputs and outputs.
+        width: floats of a token between the products.
     """
 
     def __init__(self, part: nn.Module, description: _Description, offset: int) -> None:
         self._part, self._description = part, description
         conv, fields = description.conv, description.fields
         channels, [kernel] = conv.in_channels, conv.kernel_size
-        self._width, self._mixed = fields["width"], part.out_proj.in_features
-        self._hidden = part.out_proj.out_features
+        self._projected, self._mixed = fields["width"], part.out_proj.in_features
+        self.hidden, self.width = part.out_proj.out_features, max(self._projected, self._mixed)
         taps = conv.weight[:, 0].t().float().contiguous()  # [kernel, channels]
         self._tables = {
             "taps": taps,
@@ -102,27 +104,26 @@ class NativeRecurrentLayer:
             offset=offset,
             kernel=kernel,
             channels=channels,
-            hidden=self._hidden,
+            hidden=self.hidden,
         )
         self._packed: list[Any] = []
         """What the struct's products point to, once they are packed."""
 
     def compute(self, x: Tensor, tokens: TokenTable) -> Tensor:
         """x ``[1, T, hidden]`` -> the same, with states from and to where the table says."""
-        linears = self._linears()
-        if are_hooked(linears) or not self._has_products(linears):
+        if are_hooked(self.linears()) or self.packed_struct() is None:
             return self.by_linears(x, tokens)
         rows = float_rows(x)
         num_tokens = rows.shape[0]
-        projected = torch.empty(num_tokens, self._width)
+        projected = torch.empty(num_tokens, self._projected)
         mixed = torch.empty(num_tokens, self._mixed)
-        y = torch.empty(num_tokens, self._hidden)
+        y = torch.empty(num_tokens, self.hidden)
         self._call(tokens, projected, mixed, x=rows.data_ptr(), y=y.data_ptr())
         return y.to(x.dtype).view(x.shape)
 
     def by_linears(self, x: Tensor, tokens: TokenTable) -> Tensor:
         """The same, with the products of the module's linears."""
-        *entering, out = self._linears()
+        *entering, out = self.linears()
         projected = float_rows(torch.cat([linear(x) for linear in entering], -1))
         mixed = torch.empty(len(projected), self._mixed)
         self._call(tokens, projected, mixed)
@@ -142,22 +143,23 @@ class NativeRecurrentLayer:
         )
         load_library().recurrent(ctypes.byref(self._struct), ctypes.byref(call))
 
-    def _linears(self) -> list[nn.Module]:
+    def linears(self) -> list[nn.Module]:
+        """Of the module, which are replaced once they are packed."""
         return [getattr(self._part, name) for name in (*self._description.entering, "out_proj")]
 
-    def _has_products(self, linears: Sequence[nn.Module]) -> bool:
-        """Whether the struct has the weights of the linears, if they are packed."""
+    def packed_struct(self) -> RecurrentStruct | None:
+        """With the weights of the linears; None: they are not packed."""
         if self._packed:
-            return True
-        packed = packed_linears(linears)
+            return self._struct
+        packed = packed_linears(self.linears())
         if packed is None or any(linear.following for linear in packed):
-            return False
+            return None
         *entering, out = packed
         structs = (LinearStruct * len(entering))(*(linear.struct for linear in entering))
         self._packed = [structs, packed]
         self._struct.enter, self._struct.num_enter = structs, len(entering)
         self._struct.out = ctypes.pointer(out.struct)
-        return True
+        return self._struct
 
 
 class TokenTable:
@@ -193,11 +195,17 @@ class NativeRecurrence:
     """The recurrent layers of a module, and their states.
 
     Args:
+        modules: of them.
         layers: in order, their states one after the other.
+
+    Attributes:
+        by_module: the layers.
     """
 
-    def __init__(self, layers: Sequence[NativeRecurrentLayer]) -> None:
-        self._layers = layers
+    def __init__(
+        self, modules: Sequence[nn.Module], layers: Sequence[NativeRecurrentLayer]
+    ) -> None:
+        self._layers, self.by_module = layers, dict(zip(modules, layers, strict=True))
         self._views = [layer.views for layer in layers]
         self._state_size = sum(layer.state_size for layer in layers)
 
@@ -211,7 +219,7 @@ class NativeRecurrence:
                 return None
             layers.append(layer := NativeRecurrentLayer(part, description, offset))
             offset += layer.state_size
-        return cls(layers)
+        return cls(modules, layers)
 
     def __len__(self) -> int:
         return len(self._layers)

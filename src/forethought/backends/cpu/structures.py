@@ -199,6 +199,18 @@ class MlpStruct(CStruct):
     __slots__ = ()
 
 
+class SublayerStruct(CStruct):
+    """A sublayer of a decoder and its residual connection."""
+
+    __slots__ = ()
+
+
+class SublayersCallStruct(CStruct):
+    """Sublayers over a batch."""
+
+    __slots__ = ()
+
+
 class ExpertsCallStruct(CStruct):
     """Experts of tokens whose choice is the caller's."""
 

@@ -31,6 +31,7 @@
 #include "sampling.h"
 #include "scratch.h"
 #include "structures.h"
+#include "sublayers.h"
 #include "team.h"
 #include "uniform.h"
 
@@ -557,6 +558,15 @@ void module_attention(const ModuleAttention* layer, const ModuleAttentionCall* c
     Team::run(call->batch->num_threads, [&](int index, int count, Barrier& barrier) {
         const TilesGuard guard;
         run_attention(*layer, *call, {index, count, nullptr, barrier});
+    });
+}
+
+void sublayers(const SublayersCall* call) {
+    const Call& batch = *call->batch;
+    Memory memory(tiles_size(batch.num_tokens, widest_input(*call), batch.num_threads));
+    Team::run(batch.num_threads, [&](int index, int count, Barrier& barrier) {
+        const TilesGuard guard;
+        Sublayers(*call, {index, count, (uint16_t*)memory.begin, barrier}).run();
     });
 }
 

@@ -325,6 +325,30 @@ struct Mlp {
     int32_t width; // of a row of activations: twice `inner` where there is a gate
 };
 
+// What a decoder adds to its hidden states: x += scale * f(norm(x)), where f is one of these.
+struct Sublayer {
+    const float* norm; // [hidden]
+    const ModuleAttention* attention;
+    const Recurrent* recurrent;
+    const Mlp* mlp;
+    float eps, scale;
+};
+
+// Consecutive sublayers over a batch; see sublayers.h.
+struct SublayersCall {
+    const Sublayer* sublayers;
+    float* x;                 // [T, hidden], overwritten
+    float* normed;            // [T, hidden]
+    float* y;                 // [T, hidden]
+    float* projected;         // [T, widest]: of any of them, see its structure
+    float* mixed;             // the same
+    const float* rotary;      // as of ModuleAttentionCall
+    const Call* batch;        // the same; also where there is no attention
+    const TokenState* tokens; // as of RecurrentCall
+    const int32_t* rows;      // the same
+    int32_t num_sublayers, hidden;
+};
+
 // Experts of tokens whose choice is the caller's.
 struct ExpertsCall {
     const float* x;        // [T, hidden]
