@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from forethought.backends.cpu import library
+from forethought.backends.cpu.mixture import NativeMixture
 from forethought.kv.pool import PagePool
 from forethought.kv.table import PageTable
 from forethought.model import loader, transformers_module
@@ -30,9 +31,9 @@ from models import RECURRENT, prompts, tiny
 IN_TORCH = {"olmo_hybrid", "kimi_linear", "jamba"}
 """Families of which torch computes all layers."""
 NATIVE = [architecture for architecture in RECURRENT if architecture not in IN_TORCH]
-DENSE = ["qwen3_5", "bamba", "falcon_h1", "granite_hybrid", "lfm2"]
-"""Those without routers, which torch computes; Zamba2 limits step widths in runs alone."""
-ONE_CALL = ["qwen3_5", "bamba", "granite_hybrid", "lfm2", "nemotron_h"]
+INVARIANT = ["qwen3_5", "qwen3_5_moe", "qwen3_next", "bamba", "falcon_h1", "granite_hybrid", "lfm2"]
+"""Those without routers in torch; Zamba2 and Nemotron-H limit step widths in runs alone."""
+ONE_CALL = ["qwen3_5", "qwen3_5_moe", "qwen3_next", "bamba", "granite_hybrid", "lfm2", "nemotron_h"]
 """Those of which C++ computes all that a decoder layer does."""
 TREE = {"parents": (-1, 0, 0, 1, 2, 1), "num_nodes": 5}
 
@@ -160,7 +161,7 @@ def test_quantised_layers_give_what_their_modules_do(
         step_logits(lm)
 
 
-@pytest.mark.parametrize("architecture", DENSE)
+@pytest.mark.parametrize("architecture", INVARIANT)
 def test_logits_do_not_depend_on_the_batch_to_the_last_bit(architecture: str) -> None:
     """A path of a tree beside other rows, the same tokens one by one, and in one chunk."""
     lm, (text, other) = loaded(architecture), prompts((20, 31))
@@ -252,6 +253,25 @@ def test_a_decoder_layer_that_computes_something_else_is_called_part_by_part(
     assert isinstance(lm.network, TransformersNetwork)
     assert lm.network.decoder is None
     step_logits(lm)
+
+
+@pytest.mark.parametrize("architecture", ["qwen3_5_moe", "qwen3_next"])
+def test_routers_and_shared_experts_are_one_call_with_the_experts(architecture: str) -> None:
+    lm, torch_lm = loaded(architecture), load(architecture, forward="torch")
+    blocks, expected = (
+        [part for part in one.network.module.modules() if hasattr(part, "shared_expert")]
+        for one in (lm, torch_lm)
+    )
+    x = torch.randn(1, 40, lm.hidden_size, generator=torch.Generator().manual_seed(0))
+    assert len(blocks) == lm.num_layers
+    for block, other in zip(blocks, expected, strict=True):
+        assert isinstance(block.forward, NativeMixture)
+        torch.testing.assert_close(block(x), other(x), rtol=1e-4, atol=1e-5)
+        alone = torch.cat([block(token) for token in x.split(1, 1)], 1)
+        assert torch.equal(alone, block(x))
+        hook = block.shared_expert.up_proj.register_forward_hook(lambda _, __, y: 0 * y)
+        assert not torch.allclose(block(x), other(x), atol=1e-2)
+        hook.remove()
 
 
 def windowed(layer: LayerProfile) -> LayerProfile:

@@ -77,7 +77,7 @@ class NativeAttentionLayer:
         index: of its keys and values in a storage.
 
     Attributes:
-        hidden: inputs.
+        hidden, num_outputs: widths of what it reads and gives.
         width: floats of a token between the products.
     """
 
@@ -86,7 +86,7 @@ class NativeAttentionLayer:
     ) -> None:
         self._part, self._out = part, description.out
         dim, heads, kv_heads = profile.shape.key_dim, profile.heads, profile.shape.kv_heads
-        self._num_outputs: int = getattr(part, description.out).out_features
+        self.num_outputs: int = getattr(part, description.out).out_features
         self._num_mixed = heads * dim
         self.hidden = part.q_proj.in_features
         self._widest = max(self.hidden, self._num_mixed)
@@ -119,7 +119,7 @@ class NativeAttentionLayer:
             gates=None if self._gates is None else self._gates.data_ptr(),
             width=self._projected,
             num_inputs=self.hidden,
-            num_outputs=self._num_outputs,
+            num_outputs=self.num_outputs,
             index=index,
             key_scale=description.key_scale,
         )
@@ -132,7 +132,7 @@ class NativeAttentionLayer:
             return self.by_linears(x, batch, rotation)
         rows = float_rows(x)
         projected = torch.empty(len(rows), self._projected)
-        y = torch.empty(len(rows), self._num_outputs)
+        y = torch.empty(len(rows), self.num_outputs)
         self._call(batch, rotation, projected, x=rows.data_ptr(), y=y.data_ptr())
         return y.to(x.dtype).view(1, *y.shape)
 

@@ -111,9 +111,11 @@ class CpuBackend(NativeBackend):
         """Have linears, MLPs and norms of a module that torch runs computed here; ``excluded``
         linears are not called.
         """
+        from forethought.backends.cpu.mixture import use_native_mixtures
         from forethought.backends.cpu.module_parts import use_native_parts
 
         use_native_parts(module, excluded)
+        use_native_mixtures(module)
 
     @staticmethod
     def network_of(lm: CausalLM) -> NativeNetwork | None:

@@ -117,6 +117,11 @@ class NativeMlp:
     _struct: MlpStruct | None = field(default=None, init=False)
     """With weights; None: they are not packed."""
 
+    @property
+    def num_outputs(self) -> int:
+        """As many as inputs."""
+        return self.hidden
+
     def __call__(self, x: Tensor) -> Tensor:
         """x ``[..., hidden]`` -> the same."""
         if are_hooked(self.linears()) or (struct := self.packed_struct()) is None:
@@ -282,7 +287,7 @@ def _tried_mlp(part: nn.Module, names: tuple[str, ...], dtype: torch.dtype) -> N
     if width not in (inner, 2 * inner):
         return None
     mlp = NativeMlp(part, names, activation, down.out_features, inner, width)
-    return mlp if _agrees(part.forward, mlp.by_linears, _trial(mlp.hidden, dtype)) else None
+    return mlp if agrees(part.forward, mlp.by_linears, trial_input(mlp.hidden, dtype)) else None
 
 
 def native_norm(part: nn.Module, dtype: torch.dtype) -> NativeNorm | None:
@@ -294,9 +299,9 @@ def native_norm(part: nn.Module, dtype: torch.dtype) -> NativeNorm | None:
     if not isinstance(weight, Tensor) or weight.dim() != 1:
         return None
     plain = weight.detach().to(torch.float32, copy=True)
-    x = _trial(len(plain), dtype)
+    x = trial_input(len(plain), dtype)
     forwards = (NativeNorm(scale, eps) for scale in (plain, 1 + plain))
-    return next((forward for forward in forwards if _agrees(part.forward, forward, x)), None)
+    return next((forward for forward in forwards if agrees(part.forward, forward, x)), None)
 
 
 def _may_be_experts(part: nn.Module) -> bool:
@@ -319,7 +324,7 @@ def _experts_of(part: Any, dtype: torch.dtype) -> NativeExperts | None:
         return None
     experts = NativeExperts(PackedExperts.chosen_elsewhere(part), activation)
     last = len(experts) - 1
-    x = _trial(int(experts.packed.struct.gate_up[0].num_inputs), dtype)[0]
+    x = trial_input(int(experts.packed.struct.gate_up[0].num_inputs), dtype)[0]
     chosen = torch.tensor([[0, last], [last, 0]])
     weights = torch.tensor([[0.75, 0.25], [0.5, 0.5]]).to(dtype)
     expected = part(x, chosen, weights)
@@ -330,14 +335,15 @@ def _is_linear(part: nn.Module) -> bool:
     return isinstance(part, nn.Linear | QuantizedLinear)
 
 
-def _trial(size: int, dtype: torch.dtype) -> Tensor:
-    """Inputs ``[1, 2, size]`` of a part."""
+def trial_input(size: int, dtype: torch.dtype) -> Tensor:
+    """Inputs ``[1, 2, size]`` of a part that is tried."""
     return torch.linspace(-3, 3, 2 * size, dtype=torch.float32).to(dtype).view(1, 2, size)
 
 
-def _agrees(
+def agrees(
     forward: Callable[[Tensor], Tensor], native: Callable[[Tensor], Tensor], x: Tensor
 ) -> bool:
+    """Whether two forwards give the same of an input."""
     try:
         expected = forward(x)
     except (TypeError, RuntimeError, IndexError, ValueError):  # it takes something else

@@ -71,7 +71,7 @@ class NativeRecurrentLayer:
     Attributes:
         views: its parts of a state, in the shapes of the module.
         state_size: floats of them.
-        hidden: inputs and outputs.
+        hidden, num_outputs: widths of what it reads and gives.
         width: floats of a token between the products.
     """
 
@@ -80,7 +80,8 @@ class NativeRecurrentLayer:
         conv, fields = description.conv, description.fields
         channels, [kernel] = conv.in_channels, conv.kernel_size
         self._projected, self._mixed = fields["width"], part.out_proj.in_features
-        self.hidden, self.width = part.out_proj.out_features, max(self._projected, self._mixed)
+        self.width = max(self._projected, self._mixed)
+        self.hidden = self.num_outputs = part.out_proj.out_features
         taps = conv.weight[:, 0].t().float().contiguous()  # [kernel, channels]
         self._tables = {
             "taps": taps,

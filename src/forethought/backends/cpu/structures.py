@@ -199,6 +199,12 @@ class MlpStruct(CStruct):
     __slots__ = ()
 
 
+class MixtureStruct(CStruct):
+    """Experts that a router chooses, and a shared MLP."""
+
+    __slots__ = ()
+
+
 class SublayerStruct(CStruct):
     """A sublayer of a decoder and its residual connection."""
 

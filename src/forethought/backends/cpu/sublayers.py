@@ -21,6 +21,7 @@ from forethought.backends.cpu.attention import (
     Rotation,
 )
 from forethought.backends.cpu.library import load_library
+from forethought.backends.cpu.mixture import NativeMixture
 from forethought.backends.cpu.module_parts import (
     NativeMlp,
     NativeNorm,
@@ -31,7 +32,14 @@ from forethought.backends.cpu.module_parts import (
 from forethought.backends.cpu.recurrent import NativeRecurrence, NativeRecurrentLayer, TokenTable
 from forethought.backends.cpu.structures import SublayersCallStruct, SublayerStruct
 
-_Part = NativeAttentionLayer | NativeRecurrentLayer | NativeMlp
+_Part = NativeAttentionLayer | NativeRecurrentLayer | NativeMlp | NativeMixture
+_FIELDS = {
+    NativeAttentionLayer: "attention",
+    NativeRecurrentLayer: "recurrent",
+    NativeMlp: "mlp",
+    NativeMixture: "mixture",
+}
+"""Of ``SublayerStruct``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,13 +55,11 @@ class _Sublayer:
         packed = self.part.packed_struct()
         if packed is None:
             return None
-        name = "attention" if isinstance(self.part, NativeAttentionLayer) else "mlp"
-        name = "recurrent" if isinstance(self.part, NativeRecurrentLayer) else name
         return SublayerStruct(
             norm=self.norm.weight.data_ptr(),
             eps=self.norm.eps,
             scale=self.scale,
-            **{name: ctypes.pointer(packed)},
+            **{_FIELDS[type(self.part)]: ctypes.pointer(packed)},
         )
 
 
@@ -133,17 +139,19 @@ class NativeSublayers:
 
 
 def _sublayers_of(layer: Any, by_module: dict[nn.Module, Any]) -> list[_Sublayer]:
-    """Of a decoder layer: attention or recurrence, then an MLP, each after a norm; empty: it has
+    """Of a decoder layer: attention or recurrence, then an MLP or experts, each
+    after a norm; empty: it has
     other parts.
     """
     children = list(layer.children())
     norms = [child.forward for child in children if isinstance(child.forward, NativeNorm)]
     mixers = [by_module[child] for child in children if child in by_module]
-    mlps = [child.forward for child in children if isinstance(child.forward, NativeMlp)]
+    others = NativeMlp | NativeMixture
+    mlps = [child.forward for child in children if isinstance(child.forward, others)]
     parts: list[_Part] = mixers + mlps
     if len(mixers) > 1 or len(mlps) > 1 or len(parts) != len(norms):
         return []
-    if any(part.linears()[-1].out_features != part.hidden for part in parts):
+    if any(part.num_outputs != part.hidden for part in parts):
         return []
     scale = float(getattr(layer, "residual_multiplier", 1.0))
     return [_Sublayer(norm, part, scale) for norm, part in zip(norms, parts, strict=True)]

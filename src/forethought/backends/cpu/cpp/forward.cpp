@@ -26,6 +26,7 @@
 #include "kernels/products.h"
 #include "kernels/vectors.h"
 #include "layer_window.h"
+#include "mixture.h"
 #include "mlp.h"
 #include "recurrent.h"
 #include "sampling.h"
@@ -563,10 +564,23 @@ void module_attention(const ModuleAttention* layer, const ModuleAttentionCall* c
 
 void sublayers(const SublayersCall* call) {
     const Call& batch = *call->batch;
-    Memory memory(tiles_size(batch.num_tokens, widest_input(*call), batch.num_threads));
+    const int64_t size = round_up(mixture_size(*call));
+    Memory memory(size + tiles_size(batch.num_tokens, widest_input(*call), batch.num_threads));
+    uint16_t* tiles = (uint16_t*)(memory.begin + size);
     Team::run(batch.num_threads, [&](int index, int count, Barrier& barrier) {
         const TilesGuard guard;
-        Sublayers(*call, {index, count, (uint16_t*)memory.begin, barrier}).run();
+        Sublayers(*call, memory.begin, {index, count, tiles, barrier}).run();
+    });
+}
+
+// y [tokens, hidden] = what x gives.
+void mixture(const Mixture* w, const float* x, int32_t tokens, float* y, int32_t num_threads) {
+    const int64_t size = round_up(MixtureScratch(*w, tokens, num_threads, nullptr).size);
+    Memory memory(size + tiles_size(tokens, widest_input(*w), num_threads));
+    uint16_t* tiles = (uint16_t*)(memory.begin + size);
+    Team::run(num_threads, [&](int index, int count, Barrier& barrier) {
+        const TilesGuard guard;
+        run_mixture(*w, x, tokens, y, memory.begin, {index, count, tiles, barrier});
     });
 }
 

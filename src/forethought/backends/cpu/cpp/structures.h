@@ -325,12 +325,21 @@ struct Mlp {
     int32_t width; // of a row of activations: twice `inner` where there is a gate
 };
 
+// Experts that a router chooses, and an MLP that all tokens pass, times the sigmoid of its gate.
+struct Mixture {
+    const Experts* experts;
+    const Mlp* shared;         // or null
+    const Linear* shared_gate; // one output
+    int32_t activation, hidden;
+};
+
 // What a decoder adds to its hidden states: x += scale * f(norm(x)), where f is one of these.
 struct Sublayer {
     const float* norm; // [hidden]
     const ModuleAttention* attention;
     const Recurrent* recurrent;
     const Mlp* mlp;
+    const Mixture* mixture;
     float eps, scale;
 };
 

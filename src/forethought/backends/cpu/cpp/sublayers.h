@@ -5,6 +5,7 @@
 
 #include "attention_layer.h"
 #include "kernels/norms.h"
+#include "mixture.h"
 #include "mlp.h"
 #include "recurrent.h"
 #include "structures.h"
@@ -13,8 +14,10 @@
 
 class Sublayers {
   public:
-    Sublayers(const SublayersCall& call, Thread thread)
-        : call(call), thread(thread), tokens(call.batch->num_tokens), hidden(call.hidden) {}
+    // memory: mixture_size() floats
+    Sublayers(const SublayersCall& call, float* memory, Thread thread)
+        : call(call), memory(memory), thread(thread), tokens(call.batch->num_tokens),
+          hidden(call.hidden) {}
 
     void run() {
         const Share share = thread.share(tokens); // whose norms and sums are this thread's
@@ -33,6 +36,7 @@ class Sublayers {
 
   private:
     const SublayersCall& call;
+    float* const memory;
     const Thread thread;
     const int tokens;
     const int64_t hidden;
@@ -49,6 +53,8 @@ class Sublayers {
                 {call.normed, call.projected, call.mixed, call.y, call.tokens, call.rows, tokens,
                  call.batch->num_rows, thread.count},
                 thread);
+        else if (w.mixture)
+            run_mixture(*w.mixture, call.normed, tokens, call.y, memory, thread);
         else
             run_mlp(*w.mlp, call.normed, tokens, call.projected, call.y, thread);
     }
@@ -69,6 +75,19 @@ static int64_t widest_input(const SublayersCall& call) {
             widest = larger(widest, larger(mixed, w.recurrent->channels));
         }
         if (w.mlp) widest = larger(widest, w.mlp->inner);
+        if (w.mixture) widest = larger(widest, widest_input(*w.mixture));
     }
     return widest;
+}
+
+// Floats that mixtures compute in.
+static int64_t mixture_size(const SublayersCall& call) {
+    int64_t size = 0;
+    for (int i = 0; i < call.num_sublayers; i++) {
+        const Mixture* w = call.sublayers[i].mixture;
+        if (!w) continue;
+        const int tokens = call.batch->num_tokens, threads = call.batch->num_threads;
+        size = larger(size, MixtureScratch(*w, tokens, threads, nullptr).size);
+    }
+    return size;
 }
