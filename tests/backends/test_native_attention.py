@@ -10,11 +10,13 @@ import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from transformers import AutoConfig
 
 from forethought.backends.cpu import library
 from forethought.backends.cpu.mixture import NativeMixture
@@ -26,7 +28,7 @@ from forethought.model.attention_layers import AttentionLayers
 from forethought.model.batch import Batch, Row
 from forethought.model.causal_lm import CausalLM, TransformersNetwork
 from forethought.model.runner import ModelRunner
-from models import RECURRENT, prompts, tiny
+from models import RECURRENT, prompts, save_random, tiny
 
 IN_TORCH = {"olmo_hybrid", "kimi_linear", "jamba"}
 """Families of which torch computes all layers."""
@@ -35,6 +37,7 @@ INVARIANT = ["qwen3_5", "qwen3_5_moe", "qwen3_next", "bamba", "falcon_h1", "gran
 """Those without routers in torch; Zamba2 and Nemotron-H limit step widths in runs alone."""
 ONE_CALL = ["qwen3_5", "qwen3_5_moe", "qwen3_next", "bamba", "granite_hybrid", "lfm2", "nemotron_h"]
 """Those of which C++ computes all that a decoder layer does."""
+WAYS: tuple[loader.Forward, ...] = ("auto", "torch")
 TREE = {"parents": (-1, 0, 0, 1, 2, 1), "num_nodes": 5}
 
 pytestmark = pytest.mark.skipif(
@@ -253,6 +256,23 @@ def test_a_decoder_layer_that_computes_something_else_is_called_part_by_part(
     assert isinstance(lm.network, TransformersNetwork)
     assert lm.network.decoder is None
     step_logits(lm)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "multiplier"),
+    [("falcon_h1", "key_multiplier"), ("granite_hybrid", "residual_multiplier")],
+)
+def test_multipliers_are_those_of_the_modules(
+    architecture: str, multiplier: str, tmp_path: Path
+) -> None:
+    save_random(AutoConfig.from_pretrained(tiny(architecture), **{multiplier: 0.3}), tmp_path)
+    lm, torch_lm = (loader.load(tmp_path, dtype="float32", forward=way) for way in WAYS)
+    attention = attention_of(lm)
+    assert attention is not None
+    assert attention.num_native == len(lm.traits.layers)
+    assert isinstance(lm.network, TransformersNetwork)
+    assert (lm.network.decoder is not None) == (architecture in ONE_CALL)
+    torch.testing.assert_close(step_logits(lm), step_logits(torch_lm), rtol=1e-4, atol=5e-4)
 
 
 @pytest.mark.parametrize("architecture", ["qwen3_5_moe", "qwen3_next"])
