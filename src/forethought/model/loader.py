@@ -210,11 +210,12 @@ def _use_native_parts(
     backends.cpu().use_native_parts(module, routers(module) | step_widths(module))
     if attention.num_native < len(traits.layers):
         return {"attention": attention if attention.num_native else None}
-    with suppress(ModelError):  # there is no list of layers
+    try:
         layers = decoder_layers(module.get_decoder())
-        decoder = DecoderLayers.of(layers, recurrent, attention, lambda: try_forward(attention))
-        return {"attention": attention, "decoder": decoder}
-    return {"attention": attention}
+    except ModelError:  # there is no list of them
+        return {"attention": attention}
+    decoder = DecoderLayers.of(layers, recurrent, attention, lambda: try_forward(attention))
+    return {"attention": attention, "decoder": decoder}
 
 
 def _read_module(
