@@ -12,7 +12,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as Ids
 from typing import Never
 
@@ -23,11 +23,19 @@ from forethought.cluster.link import Link
 from forethought.cluster.messages import Branch, Close, Copied, Generate, Progress, Reach, Stop
 from forethought.cluster.migration import Migration, Rebalancing
 from forethought.cluster.placement import Placement
+from forethought.cluster.prefill import (
+    Delays,
+    MeasuredCosts,
+    PrefillSplit,
+    Role,
+    blocks_of,
+    num_shared_tokens,
+)
 from forethought.cluster.remote import Remote
 from forethought.config.sampling import SamplingParams
 from forethought.engine.base import FRESH, BaseEngine, Begun, Capabilities
 from forethought.engine.embedding import EmbeddingPass, Pooling
-from forethought.engine.sequence import Sequence, Status
+from forethought.engine.sequence import Sequence, Status, num_common
 from forethought.engine.snapshot import SequenceSnapshot
 from forethought.engine.step import Event
 from forethought.errors import ModelError, RequestError, UsageError
@@ -71,8 +79,10 @@ class ClusterEngine(BaseEngine):
     Args:
         key: the key of the request on whose behalf a sequence is opened; None: it has none.
         rebalancing: when sequences move because of the load; None: never.
+        has_prefix_caches: whether replicas find prefixes that they have computed.
 
     Attributes:
+        split: where prompts are prefilled, if some replicas are there for that.
         migration: moves sequences between replicas.
         num_moved: generations that have gone on elsewhere, as their replica had died.
     """
@@ -83,6 +93,7 @@ class ClusterEngine(BaseEngine):
         seed: int | None = None,
         key: Callable[[], str | None] = lambda: None,
         rebalancing: Rebalancing | None = None,
+        has_prefix_caches: bool = True,
     ) -> None:
         description = next(link.description for link in fleet.links if link.description)
         super().__init__(description.limits, seed)
@@ -98,6 +109,8 @@ class ClusterEngine(BaseEngine):
         self._events: list[Event] = []
         self.num_moved = 0
         self.migration = Migration(self, fleet.links, self._remotes, self._handles, rebalancing)
+        self._costs = MeasuredCosts(self.migration.stats.pauses)
+        self.split = PrefillSplit(self._costs, has_prefix_caches) if fleet.num_prefill else None
 
     @property
     @override
@@ -267,6 +280,9 @@ class ClusterEngine(BaseEngine):
         for link in self.fleet.links:
             assert link.num_generating == sum(remote.link is link for remote in running)
             assert link.num_open == sum(r.link is link for r in self._remotes.values())
+            queued = [r.num_queued_tokens for r in self._remotes.values() if r.link is link]
+            assert link.num_queued_tokens == sum(queued)
+            assert link.num_arriving == len(self.migration.arriving(link))
         active = {remote for s, remote in self._remotes.items() if s.active}
         assert active == {*running, *self._homeless}
 
@@ -293,11 +309,14 @@ class ClusterEngine(BaseEngine):
         self._flush()
         for link, updates in self.fleet.receive():
             if updates is None:
+                self._costs.forget(link.name)
                 self._lose(link)
                 continue
             if isinstance(updates, Copied):
                 self.migration.copied(updates)
                 continue
+            if link.role is Role.PREFILL:
+                self._costs.told(link.name, updates.stats)
             for progress in updates.progress:
                 self._take(progress)
         self._count()
@@ -322,6 +341,7 @@ class ClusterEngine(BaseEngine):
             return
         sequence.tokens += tokens
         remote.length, remote.has_begun = len(sequence.tokens), True
+        _dequeue(remote)
         if remote.paused_since:
             self.migration.resumed(remote)
         sequence.usage.prefilled += progress.usage.prefilled
@@ -354,7 +374,9 @@ class ClusterEngine(BaseEngine):
         links = [link.stats for link in self.fleet.links]
         total = _sum_stats([self._past_stats, *links])
         total.replicas_lost, total.moved = self.fleet.num_lost, self.num_moved
-        total.migrated = self.migration.stats.num_moved
+        moves = self.migration.stats
+        total.migrated, total.migrated_tokens = moves.num_moved, moves.num_tokens
+        total.prefilled_apart = moves.num_prefilled
         _assign(self.stats, total)
 
     # ---- where sequences are computed ---------------------------------------------------------
@@ -376,10 +398,17 @@ class ClusterEngine(BaseEngine):
         child, source = self._new(sequence.tokens[:length], keep), self._remotes[sequence]
         remote = self._remotes[child]
         remote.adapter = source.adapter
-        if source.link is not None and source.link.is_up and source.length >= length:
+        if self.migration.is_prefilling(source):
+            remote.origin, remote.is_fork = source, True
+        else:
+            self._branch(remote, source, length)
+        return child
+
+    def _branch(self, remote: Remote, source: Remote, length: int) -> None:
+        """Open a sequence where another one has its first tokens."""
+        if source.link is not None and source.link.is_up and source.length >= length > 0:
             self._opened(remote, source.link, next(self._handles), length)
             source.link.send(Branch(remote.handle, source.handle, length))
-        return child
 
     def _generate(self, sequence: Sequence, params: SamplingParams, begun: Begun) -> None:
         remote = self._remotes[sequence]
@@ -396,14 +425,69 @@ class ClusterEngine(BaseEngine):
 
     def _place(self, remote: Remote) -> None:
         """Have a sequence generate in the replica that has it, or elsewhere from its tokens."""
-        link = self._placement.choose(self.fleet.links, remote.key, remote.link)
-        if link is None:
+        self._share(remote)
+        target = self._choose(remote, remote.link)
+        source = None
+        if target is not None and remote.origin is None:
+            source = self._prefiller(remote, target)
+        if target is None or remote.origin is not None:
             self._homeless[remote] = None
             return
+        link = target if source is None else source
         if remote.link is not link:
             self.give_back(remote)
-            self._opened(remote, link, next(self._handles))
+            self._opened(remote, link, next(self._handles), home=target)
         self._begin(remote, link)
+        if source is not None:
+            self.migration.move(remote, target)
+
+    def _choose(self, remote: Remote, current: Link | None) -> Link | None:
+        """Where a sequence decodes. Prefill replicas do so only while no other one takes any."""
+        links = [link for link in self.fleet.links if link.decodes or link is current]
+        if not any(link.takes for link in links):
+            links = self.fleet.links
+        return self._placement.choose(links, remote.key, current)
+
+    def _share(self, remote: Remote) -> None:
+        """Share the pages of what a sequence waits for, if they have arrived where it decodes."""
+        origin = remote.origin
+        if origin is None or self.migration.is_prefilling(origin):
+            return
+        remote.origin = None
+        if remote.is_fork:
+            num_shared = num_common([origin.sequence, remote.sequence])
+            self._branch(remote, origin, min(num_shared, origin.length))
+
+    def _prefiller(self, remote: Remote, target: Link) -> Link | None:
+        """The replica that computes the prompt of a sequence for its target; None: that one does,
+        or the sequence waits for one that is on its way there with most of the same prompt.
+        """
+        sequence, split = remote.sequence, self.split
+        is_scored = sequence.params.prompt_logprobs is not None
+        if split is None or is_scored or target.role is not Role.DECODE:
+            return None
+        arriving, blocks = self.migration.arriving(target), [*_blocks(remote)]
+        length, num_uncomputed = len(sequence.tokens), self._num_uncomputed(remote, target, blocks)
+        here = Delays(target.num_queued_tokens, num_uncomputed, target.load)
+        links = [link for link in self.fleet.links if link.takes and link.role is Role.PREFILL]
+        places = [(link, self._num_uncomputed(remote, link, blocks)) for link in links]
+        place = split.choose(here, length, places)
+        if place is None or not split.has_prefix_caches:
+            return place
+        for other in arriving:
+            rest = max(1, length - num_shared_tokens(blocks, _blocks(other)))
+            after = here._replace(num_uncomputed=rest)
+            if rest < num_uncomputed and split.choose(after, length, places) is None:
+                remote.origin, remote.is_fork = other, False
+                return None
+        return place
+
+    def _num_uncomputed(self, remote: Remote, link: Link, blocks: Ids[bytes]) -> int:
+        """Tokens of a sequence that a replica would have to compute, one at least."""
+        num_stored = remote.length if remote.link is link else 0
+        if self.split is not None and self.split.has_prefix_caches:
+            num_stored = max(num_stored, link.prefixes.num_tokens(blocks))
+        return max(1, len(remote.sequence.tokens) - num_stored)
 
     def _begin(self, remote: Remote, link: Link) -> None:
         """Have a sequence generate in the replica that has it."""
@@ -412,6 +496,11 @@ class ClusterEngine(BaseEngine):
             params = params.replace(prompt_logprobs=None)
         num_output = len(sequence.tokens) - sequence.prompt_length
         remote.generation, remote.has_begun = next(self._generations), False
+        if self.split is not None:
+            blocks = [*_blocks(remote)]
+            remote.num_queued_tokens = self._num_uncomputed(remote, link, blocks)
+            link.num_queued_tokens += remote.num_queued_tokens
+            link.prefixes.add(blocks)
         remote.reach = math.inf, math.inf
         command = Generate(
             remote.handle,
@@ -427,9 +516,12 @@ class ClusterEngine(BaseEngine):
         link.num_generating += 1
         link.num_begun += 1
 
-    def _opened(self, remote: Remote, link: Link, handle: int, length: int = 0) -> None:
+    def _opened(
+        self, remote: Remote, link: Link, handle: int, length: int = 0, home: Link | None = None
+    ) -> None:
+        """A session has been opened; ``home`` is where it goes on, if that is another replica."""
         remote.link, remote.handle, remote.length = link, handle, length
-        self._placement.opened(remote.key, link)
+        self._placement.opened(remote.key, home or link)
         link.num_open += 1
 
     def give_back(self, remote: Remote) -> None:
@@ -459,13 +551,14 @@ class ClusterEngine(BaseEngine):
         self._begin(remote, link)
 
     def place_for(self, remote: Remote) -> Link | None:
-        """Where a sequence of a drained replica goes on: with those of its request."""
-        return self._placement.choose(self.fleet.links, remote.key, None)
+        """Where a sequence that leaves its replica goes on: with those of its request."""
+        return self._choose(remote, None)
 
     def _leave(self, remote: Remote) -> None:
         """A generation no longer runs where it was."""
         assert remote.generation is not None, "it was running"
         assert remote.link is not None, "it was running"
+        _dequeue(remote)
         del self._running[remote.generation]
         remote.link.num_generating -= 1
         remote.generation = None
@@ -475,7 +568,10 @@ class ClusterEngine(BaseEngine):
         """A generation is over."""
         sequence = remote.sequence
         self._homeless.pop(remote, None)
+        remote.origin = None
         if remote.generation is not None:
+            if self.split is not None and remote.link is not None:
+                remote.link.prefixes.add(_blocks(remote))
             self._leave(remote)
         sequence.status = Status.PARKED
         if not sequence.keep:
@@ -514,9 +610,24 @@ class ClusterEngine(BaseEngine):
                 self._fail(remote, RequestError("there is no replica", why, "See their logs"))
             elif remote.num_deaths > MAX_DEATHS:
                 self._fail(remote, _fatal(remote.num_deaths))
+            elif remote.origin is not None and self.migration.is_prefilling(remote.origin):
+                continue
             elif any(link.takes for link in self.fleet.links):
                 del self._homeless[remote]
                 self._place(remote)
+
+
+def _dequeue(remote: Remote) -> None:
+    """The prompt of a generation is computed, or is not going to be where it is."""
+    if remote.link is not None:
+        remote.link.num_queued_tokens -= remote.num_queued_tokens
+    remote.num_queued_tokens = 0
+
+
+def _blocks(remote: Remote) -> Iterator[bytes]:
+    """The hashes of the tokens of a sequence, with what their keys and values depend on."""
+    salt = remote.sequence.params.cache_salt
+    return blocks_of(remote.sequence.tokens, (remote.adapter or "", salt or ""))
 
 
 def _fatal(num_deaths: int) -> RequestError:
