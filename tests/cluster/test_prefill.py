@@ -10,23 +10,19 @@ import pytest
 from forethought.cluster import fleet as fleet_module
 from forethought.cluster import migration as migration_module
 from forethought.cluster.fleet import Fleet
+from forethought.cluster.link import Role, model_of
 from forethought.cluster.messages import Branch, Copy, Generate
 from forethought.cluster.prefill import (
-    BLOCK,
     MIN_MEASURED,
     MOVE_SECONDS,
     SECONDS_PER_TOKEN,
     Delays,
     MeasuredCosts,
     PrefillSplit,
-    PrefixMemory,
-    Role,
-    blocks_of,
     check_split,
     is_apart,
-    model_of,
-    num_shared_tokens,
 )
+from forethought.cluster.prefixes import BLOCK, PrefixMemory, blocks_of, num_shared_tokens
 from forethought.config.sampling import SamplingParams
 from forethought.engine.sequence import Sequence
 from forethought.errors import ParameterError
@@ -114,7 +110,7 @@ def test_a_prompt_that_the_decode_replica_has_computed_stays_there() -> None:
 def test_a_short_turn_of_a_session_stays_with_its_history_and_a_long_one_does_not() -> None:
     cluster = split()
     engine, turns = cluster.engine, [LONG, SHORT, [*range(100, 950)] * 2]
-    engine.split = PrefillSplit(engine.split.costs, has_prefix_caches=False)
+    engine.split = PrefillSplit(engine._costs, has_prefix_caches=False)
     sequence, num_apart = engine.open(turns[0]), []
     for turn in turns:
         if turn is not LONG:
@@ -145,7 +141,7 @@ def test_samples_and_votes_wait_for_the_one_prompt_that_is_on_its_way() -> None:
     expect_nothing_left(cluster)
 
 
-@pytest.mark.parametrize("after", range(0, 8))
+@pytest.mark.parametrize("after", range(8))
 def test_a_fork_of_a_prompt_on_its_way_shares_its_pages(after: int) -> None:
     cluster = split()
     engine, sequence = cluster.engine, cluster.engine.open(LONG)
@@ -167,7 +163,7 @@ def test_a_fork_of_a_prompt_on_its_way_shares_its_pages(after: int) -> None:
 
 
 @pytest.mark.parametrize("what", ["close", "abort"])
-@pytest.mark.parametrize("after", range(0, 8))
+@pytest.mark.parametrize("after", range(8))
 def test_a_client_may_leave_while_its_prompt_is_on_its_way(what: str, after: int) -> None:
     cluster = split()
     engine, sequence = cluster.engine, cluster.engine.open(LONG)
@@ -190,7 +186,7 @@ def test_a_client_may_leave_while_its_prompt_is_on_its_way(what: str, after: int
 
 
 @pytest.mark.parametrize("dies", ["prefill", "decode"])
-@pytest.mark.parametrize("at", range(0, 12))
+@pytest.mark.parametrize("at", range(12))
 def test_the_death_of_either_replica_at_any_step_changes_no_output(dies: str, at: int) -> None:
     cluster = split()
     (sequence,) = cluster.start(LONG, **SEEDED)
@@ -230,7 +226,7 @@ def test_prefill_replicas_generate_while_there_is_no_other_one() -> None:
 
 def test_without_room_in_the_decode_replica_the_other_one_goes_on_until_there_is() -> None:
     cluster = split()
-    (prefill,), (decode,) = of_role(cluster, "prefill"), of_role(cluster, "decode")
+    (decode,) = of_role(cluster, "decode")
     decode.is_full = True
     (sequence,) = cluster.start(LONG, **SEEDED)
     for number in cluster.steps():

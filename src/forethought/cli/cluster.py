@@ -14,7 +14,6 @@ is no longer listed when it has ended.
 from __future__ import annotations
 
 import argparse
-
 from typing import TYPE_CHECKING
 
 from forethought.errors import UsageError
@@ -43,7 +42,7 @@ def run(args: argparse.Namespace) -> int:
         why = "drain takes the name of one replica, list takes none"
         raise UsageError("contradictory arguments", why, "See: forethought cluster list")
     from forethought.cluster.actors import drain_replica, start_ray, statuses
-    from forethought.cluster.prefill import Role
+    from forethought.cluster.link import Role
 
     start_ray(args.ray_address, 0)
     if args.action == "drain":

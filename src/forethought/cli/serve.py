@@ -402,9 +402,7 @@ def _engine(args: argparse.Namespace, config: Mapping[str, Any] | None) -> Calla
     return open_backend
 
 
-def _replicas_opener(
-    fields: Mapping[str, Any], args: argparse.Namespace
-) -> Callable[[], AsyncLLM]:
+def _replicas_opener(fields: Mapping[str, Any], args: argparse.Namespace) -> Callable[[], AsyncLLM]:
     """A function that opens replicas; raises UsageError for options that they cannot honour."""
     from forethought.cluster.worker import check_replicas, open_llm
 

@@ -15,9 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from forethought import __version__
-from forethought.cluster.link import Channel, Reply
+from forethought.cluster.link import Channel, Reply, model_of
 from forethought.cluster.messages import Command, Copied
-from forethought.cluster.prefill import model_of
 from forethought.cluster.replica import Replica, Status
 from forethought.errors import DependencyError, EngineStopped, ForethoughtError, ParameterError
 

@@ -12,25 +12,18 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Ids
 from typing import Never
 
 from typing_extensions import override
 
 from forethought.cluster.fleet import Fleet
-from forethought.cluster.link import Link
+from forethought.cluster.link import Link, Role
 from forethought.cluster.messages import Branch, Close, Copied, Generate, Progress, Reach, Stop
 from forethought.cluster.migration import Migration, Rebalancing
 from forethought.cluster.placement import Placement
-from forethought.cluster.prefill import (
-    Delays,
-    MeasuredCosts,
-    PrefillSplit,
-    Role,
-    blocks_of,
-    num_shared_tokens,
-)
+from forethought.cluster.prefill import MeasuredCosts, PrefillSplit, dequeue
 from forethought.cluster.remote import Remote
 from forethought.config.sampling import SamplingParams
 from forethought.engine.base import FRESH, BaseEngine, Begun, Capabilities
@@ -341,7 +334,7 @@ class ClusterEngine(BaseEngine):
             return
         sequence.tokens += tokens
         remote.length, remote.has_begun = len(sequence.tokens), True
-        _dequeue(remote)
+        dequeue(remote)
         if remote.paused_since:
             self.migration.resumed(remote)
         sequence.usage.prefilled += progress.usage.prefilled
@@ -426,10 +419,10 @@ class ClusterEngine(BaseEngine):
     def _place(self, remote: Remote) -> None:
         """Have a sequence generate in the replica that has it, or elsewhere from its tokens."""
         self._share(remote)
-        target = self._choose(remote, remote.link)
-        source = None
-        if target is not None and remote.origin is None:
-            source = self._prefiller(remote, target)
+        target, source = self._choose(remote, remote.link), None
+        if self.split is not None and target is not None and remote.origin is None:
+            arriving = self.migration.arriving(target)
+            source = self.split.choose(remote, target, self.fleet.links, arriving)
         if target is None or remote.origin is not None:
             self._homeless[remote] = None
             return
@@ -455,39 +448,9 @@ class ClusterEngine(BaseEngine):
             return
         remote.origin = None
         if remote.is_fork:
+            remote.is_fork = False
             num_shared = num_common([origin.sequence, remote.sequence])
             self._branch(remote, origin, min(num_shared, origin.length))
-
-    def _prefiller(self, remote: Remote, target: Link) -> Link | None:
-        """The replica that computes the prompt of a sequence for its target; None: that one does,
-        or the sequence waits for one that is on its way there with most of the same prompt.
-        """
-        sequence, split = remote.sequence, self.split
-        is_scored = sequence.params.prompt_logprobs is not None
-        if split is None or is_scored or target.role is not Role.DECODE:
-            return None
-        arriving, blocks = self.migration.arriving(target), [*_blocks(remote)]
-        length, num_uncomputed = len(sequence.tokens), self._num_uncomputed(remote, target, blocks)
-        here = Delays(target.num_queued_tokens, num_uncomputed, target.load)
-        links = [link for link in self.fleet.links if link.takes and link.role is Role.PREFILL]
-        places = [(link, self._num_uncomputed(remote, link, blocks)) for link in links]
-        place = split.choose(here, length, places)
-        if place is None or not split.has_prefix_caches:
-            return place
-        for other in arriving:
-            rest = max(1, length - num_shared_tokens(blocks, _blocks(other)))
-            after = here._replace(num_uncomputed=rest)
-            if rest < num_uncomputed and split.choose(after, length, places) is None:
-                remote.origin, remote.is_fork = other, False
-                return None
-        return place
-
-    def _num_uncomputed(self, remote: Remote, link: Link, blocks: Ids[bytes]) -> int:
-        """Tokens of a sequence that a replica would have to compute, one at least."""
-        num_stored = remote.length if remote.link is link else 0
-        if self.split is not None and self.split.has_prefix_caches:
-            num_stored = max(num_stored, link.prefixes.num_tokens(blocks))
-        return max(1, len(remote.sequence.tokens) - num_stored)
 
     def _begin(self, remote: Remote, link: Link) -> None:
         """Have a sequence generate in the replica that has it."""
@@ -497,10 +460,7 @@ class ClusterEngine(BaseEngine):
         num_output = len(sequence.tokens) - sequence.prompt_length
         remote.generation, remote.has_begun = next(self._generations), False
         if self.split is not None:
-            blocks = [*_blocks(remote)]
-            remote.num_queued_tokens = self._num_uncomputed(remote, link, blocks)
-            link.num_queued_tokens += remote.num_queued_tokens
-            link.prefixes.add(blocks)
+            self.split.enqueue(remote, link)
         remote.reach = math.inf, math.inf
         command = Generate(
             remote.handle,
@@ -558,7 +518,7 @@ class ClusterEngine(BaseEngine):
         """A generation no longer runs where it was."""
         assert remote.generation is not None, "it was running"
         assert remote.link is not None, "it was running"
-        _dequeue(remote)
+        dequeue(remote)
         del self._running[remote.generation]
         remote.link.num_generating -= 1
         remote.generation = None
@@ -570,8 +530,8 @@ class ClusterEngine(BaseEngine):
         self._homeless.pop(remote, None)
         remote.origin = None
         if remote.generation is not None:
-            if self.split is not None and remote.link is not None:
-                remote.link.prefixes.add(_blocks(remote))
+            if self.split is not None:
+                self.split.ended(remote)
             self._leave(remote)
         sequence.status = Status.PARKED
         if not sequence.keep:
@@ -615,19 +575,6 @@ class ClusterEngine(BaseEngine):
             elif any(link.takes for link in self.fleet.links):
                 del self._homeless[remote]
                 self._place(remote)
-
-
-def _dequeue(remote: Remote) -> None:
-    """The prompt of a generation is computed, or is not going to be where it is."""
-    if remote.link is not None:
-        remote.link.num_queued_tokens -= remote.num_queued_tokens
-    remote.num_queued_tokens = 0
-
-
-def _blocks(remote: Remote) -> Iterator[bytes]:
-    """The hashes of the tokens of a sequence, with what their keys and values depend on."""
-    salt = remote.sequence.params.cache_salt
-    return blocks_of(remote.sequence.tokens, (remote.adapter or "", salt or ""))
 
 
 def _fatal(num_deaths: int) -> RequestError:

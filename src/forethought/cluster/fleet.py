@@ -11,9 +11,9 @@ from functools import partial
 from queue import Empty, SimpleQueue
 from typing import Any
 
-from forethought.cluster.link import Link, Opener
+from forethought.cluster.link import Link, Opener, Role
 from forethought.cluster.messages import Copied, Description, Updates
-from forethought.cluster.prefill import Role, check_split
+from forethought.cluster.prefill import check_split
 from forethought.errors import EngineStopped, ForethoughtError, ParameterError, UsageError
 
 log = logging.getLogger(__name__)

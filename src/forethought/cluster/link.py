@@ -5,11 +5,32 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from enum import StrEnum
 from typing import Any, Protocol
 
 from forethought.cluster.messages import Command, Description, Updates
-from forethought.cluster.prefill import PrefixMemory, Role
+from forethought.cluster.prefixes import PrefixMemory
 from forethought.outputs import EngineLoad, EngineStats
+
+
+class Role(StrEnum):
+    """What a replica does, by its name: all ingresses of it agree."""
+
+    PREFILL = "prefill"
+    DECODE = "decode"
+    BOTH = "both"
+
+    @classmethod
+    def of(cls, name: str) -> Role:
+        """That of the replica ``PREFIX-prefill-0``, ``PREFIX-decode-0`` or ``PREFIX-0``."""
+        word = name.rpartition("-")[0].rpartition("-")[2]
+        return cls(word) if word in (cls.PREFILL, cls.DECODE) else cls.BOTH
+
+
+def model_of(name: str) -> str:
+    """The beginning of the names of all replicas of a model, by that of one of them."""
+    prefix = name.rpartition("-")[0]
+    return prefix.removesuffix(f"-{Role.PREFILL}").removesuffix(f"-{Role.DECODE}")
 
 
 class Channel(Protocol):

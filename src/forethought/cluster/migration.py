@@ -32,9 +32,8 @@ from collections.abc import Sequence as List
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
-from forethought.cluster.link import Link
+from forethought.cluster.link import Link, Role
 from forethought.cluster.messages import Close, Copied, Copy, Prepare
-from forethought.cluster.prefill import Role
 from forethought.cluster.remote import Remote
 from forethought.engine.sequence import Sequence
 

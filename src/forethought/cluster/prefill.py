@@ -24,15 +24,14 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from array import array
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from enum import StrEnum
-from hashlib import blake2b
 from statistics import median
-from typing import NamedTuple, Protocol, TypeVar
+from typing import NamedTuple, Protocol
 
+from forethought.cluster.link import Link, Role
+from forethought.cluster.prefixes import blocks_of, num_shared_tokens
+from forethought.cluster.remote import Remote
 from forethought.errors import ParameterError
 from forethought.outputs import EngineStats
 
@@ -43,30 +42,6 @@ MOVE_SECONDS = 0.02
 NUM_MEASURED = 32
 """Last moves, and last answers of prefill replicas, that count."""
 MIN_MEASURED = 3
-BLOCK = 64
-"""Tokens of the prefixes that are remembered."""
-MAX_BLOCKS = 1 << 16
-"""Of the prefixes that are remembered of a replica."""
-
-
-class Role(StrEnum):
-    """What a replica does, by its name: all ingresses of it agree."""
-
-    PREFILL = "prefill"
-    DECODE = "decode"
-    BOTH = "both"
-
-    @classmethod
-    def of(cls, name: str) -> Role:
-        """That of the replica ``PREFIX-prefill-0``, ``PREFIX-decode-0`` or ``PREFIX-0``."""
-        word = name.rpartition("-")[0].rpartition("-")[2]
-        return cls(word) if word in (cls.PREFILL, cls.DECODE) else cls.BOTH
-
-
-def model_of(name: str) -> str:
-    """The beginning of the names of all replicas of a model, by that of one of them."""
-    prefix = name.rpartition("-")[0]
-    return prefix.removesuffix(f"-{Role.PREFILL}").removesuffix(f"-{Role.DECODE}")
 
 
 def check_split(num_replicas: int, num_prefill: int) -> None:
@@ -159,80 +134,94 @@ class MeasuredCosts:
         return median(itertools.islice(self._pauses, first, None))
 
 
-class PrefixMemory:
-    """Which prefixes a replica has computed, as its ingress knows it: hashes of blocks of tokens,
-    the least recently used of which are forgotten. What it has evicted may still be here.
-    """
-
-    def __init__(self, max_blocks: int = MAX_BLOCKS) -> None:
-        self._max_blocks = max_blocks
-        self._blocks = OrderedDict[bytes, None]()
-
-    def add(self, blocks: Iterable[bytes]) -> None:
-        """A sequence with these blocks is computed there."""
-        for block in blocks:
-            self._blocks[block] = None
-            self._blocks.move_to_end(block)
-        while len(self._blocks) > self._max_blocks:
-            self._blocks.popitem(last=False)
-
-    def num_tokens(self, blocks: Iterable[bytes]) -> int:
-        """Tokens at the beginning of a sequence with these blocks that are known there."""
-        return BLOCK * sum(1 for _ in itertools.takewhile(self._blocks.__contains__, blocks))
-
-
-def blocks_of(tokens: Sequence[int], root: tuple[str, ...] = ()) -> Iterator[bytes]:
-    """The hash of each full block of tokens and all before it. ``root``: what else keys and values
-    depend on, or who may share them.
-    """
-    digest = repr(root).encode()
-    for start in range(0, len(tokens) - BLOCK + 1, BLOCK):
-        block = array("q", tokens[start : start + BLOCK]).tobytes()
-        digest = blake2b(digest + block, digest_size=16).digest()
-        yield digest
-
-
-def num_shared_tokens(blocks: Iterable[bytes], others: Iterable[bytes]) -> int:
-    """Tokens that two sequences with these blocks begin with, in full blocks."""
-    pairs = zip(blocks, others, strict=False)
-    return BLOCK * sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
-
-
-class Prefiller(Protocol):
-    """A prefill replica, as the split sees it."""
-
-    name: str
-    num_queued_tokens: int
-    """Of prompts that it has yet to compute."""
-
-
-_P = TypeVar("_P", bound=Prefiller)
-
-
-@dataclass(frozen=True, slots=True)
 class PrefillSplit:
     """Chooses where prompts are prefilled.
 
-    Attributes:
-        costs: measured.
+    Args:
+        costs: of the engines.
         has_prefix_caches: whether replicas find prefixes that they have computed.
     """
 
-    costs: Costs
-    has_prefix_caches: bool = True
+    def __init__(self, costs: Costs, has_prefix_caches: bool = True) -> None:
+        self._costs, self._has_prefix_caches = costs, has_prefix_caches
 
     def choose(
-        self, here: Delays, length: int, places: Iterable[tuple[_P, int]]
-    ) -> _P | None:
-        """The prefill replica for a prompt of ``length`` tokens; None: it is computed where it
-        decodes. ``places`` are those that take prompts, and how many of its tokens they lack.
+        self, remote: Remote, target: Link, links: Sequence[Link], arriving: Sequence[Remote]
+    ) -> Link | None:
+        """The replica that computes the prompt of a sequence for its target; None: that one does,
+        or the sequence waits for its ``origin``, one of those ``arriving`` there.
         """
-        place, num_uncomputed = min(
-            places,
-            key=lambda item: (item[0].num_queued_tokens + item[1], item[0].name),
+        is_scored = remote.sequence.params.prompt_logprobs is not None
+        if is_scored or target.role is not Role.DECODE:
+            return None
+        blocks = [*_blocks(remote)]
+        num_uncomputed = self._num_uncomputed(remote, target, blocks)
+        here = Delays(target.num_queued_tokens, num_uncomputed, target.load)
+        sources = [link for link in links if link.takes and link.role is Role.PREFILL]
+        apart = [(link, self._num_uncomputed(remote, link, blocks)) for link in sources]
+        source = self.source(here, len(remote.sequence.tokens), apart)
+        if source is not None and self._has_prefix_caches:
+            remote.origin = self._origin(remote, here, apart, arriving)
+        return None if remote.origin is not None else source
+
+    def source(self, here: Delays, length: int, apart: Iterable[tuple[Link, int]]) -> Link | None:
+        """The prefill replica for a prompt of ``length`` tokens, of those in ``apart``, each with
+        the number of its tokens that it would compute; None: it is computed where it decodes.
+        """
+        link, num_uncomputed = min(
+            apart,
+            key=lambda pair: (pair[0].num_queued_tokens + pair[1], pair[0].name),
             default=(None, 0),
         )
-        if place is None:
+        if link is None:
             return None
-        apart = Delays(place.num_queued_tokens, num_uncomputed)
-        return place if is_apart(self.costs, here, apart, length) else None
+        there = Delays(link.num_queued_tokens, num_uncomputed)
+        return link if is_apart(self._costs, here, there, length) else None
+
+    def enqueue(self, remote: Remote, link: Link) -> None:
+        """A replica is told to generate for a sequence."""
+        blocks = [*_blocks(remote)]
+        remote.num_queued_tokens = self._num_uncomputed(remote, link, blocks)
+        link.num_queued_tokens += remote.num_queued_tokens
+        link.prefixes.add(blocks)
+
+    def ended(self, remote: Remote) -> None:
+        """A generation has ended, and its output is in the prefix cache of its replica, too."""
+        if remote.link is not None:
+            remote.link.prefixes.add(_blocks(remote))
+
+    def _origin(
+        self,
+        remote: Remote,
+        here: Delays,
+        apart: Sequence[tuple[Link, int]],
+        arriving: Sequence[Remote],
+    ) -> Remote | None:
+        """A sequence with most of the same prompt, after whose arrival it is computed here."""
+        length, blocks = len(remote.sequence.tokens), [*_blocks(remote)]
+        for other in arriving:
+            rest = max(1, length - num_shared_tokens(blocks, _blocks(other)))
+            after = here._replace(num_uncomputed=rest)
+            if rest < here.num_uncomputed and self.source(after, length, apart) is None:
+                return other
+        return None
+
+    def _num_uncomputed(self, remote: Remote, link: Link, blocks: Sequence[bytes]) -> int:
+        """Tokens of a sequence that a replica would have to compute, one at least."""
+        num_stored = remote.length if remote.link is link else 0
+        if self._has_prefix_caches:
+            num_stored = max(num_stored, link.prefixes.num_tokens(blocks))
+        return max(1, len(remote.sequence.tokens) - num_stored)
+
+
+def dequeue(remote: Remote) -> None:
+    """The prompt of a generation is computed, or is not going to be where it is."""
+    if remote.link is not None:
+        remote.link.num_queued_tokens -= remote.num_queued_tokens
+    remote.num_queued_tokens = 0
+
+
+def _blocks(remote: Remote) -> Iterator[bytes]:
+    """The hashes of the tokens of a sequence, with what their keys and values depend on."""
+    salt = remote.sequence.params.cache_salt
+    return blocks_of(remote.sequence.tokens, (remote.adapter or "", salt or ""))
