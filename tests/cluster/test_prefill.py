@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import deque
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -16,6 +16,7 @@ from forethought.cluster.prefill import (
     MIN_MEASURED,
     MOVE_SECONDS,
     SECONDS_PER_TOKEN,
+    WINDOW,
     Delays,
     MeasuredCosts,
     PrefillSplit,
@@ -307,9 +308,10 @@ def test_a_prompt_goes_where_its_delays_are_fewer(
     assert is_apart(Linear(), here, apart, apart.num_uncomputed) is is_better
 
 
-def test_costs_are_those_that_replicas_have_told() -> None:
-    pauses = deque([0.1, 0.3])
-    costs, stats = MeasuredCosts(pauses), EngineStats()
+def test_costs_are_those_of_the_last_minute(monkeypatch: pytest.MonkeyPatch) -> None:
+    costs, stats = MeasuredCosts(), EngineStats()
+    costs.moved(0.1)
+    costs.moved(0.3)
     assert costs.prefill_seconds(100) == pytest.approx(100 * SECONDS_PER_TOKEN)
     assert costs.move_seconds(100) == MOVE_SECONDS
     for _ in range(MIN_MEASURED + 1):
@@ -317,9 +319,13 @@ def test_costs_are_those_that_replicas_have_told() -> None:
         stats.prefilled += 10
         stats.step_seconds += 0.5
     costs.told("a", EngineStats())  # one that has come in its place
-    pauses.append(0.2)
+    costs.moved(0.2)
     assert costs.prefill_seconds(100) == pytest.approx(5.0)
     assert costs.move_seconds(100) == pytest.approx(0.2)
+    later = time.monotonic() + WINDOW
+    monkeypatch.setattr(time, "monotonic", lambda: later)
+    assert costs.prefill_seconds(100) == pytest.approx(100 * SECONDS_PER_TOKEN)
+    assert costs.move_seconds(100) == MOVE_SECONDS
 
 
 def test_prefixes_are_remembered_by_blocks_and_forgotten_in_the_order_of_their_use() -> None:

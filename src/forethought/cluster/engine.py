@@ -102,7 +102,7 @@ class ClusterEngine(BaseEngine):
         self._events: list[Event] = []
         self.num_moved = 0
         self.migration = Migration(self, fleet.links, self._remotes, self._handles, rebalancing)
-        self._costs = MeasuredCosts(self.migration.stats.pauses)
+        self._costs = MeasuredCosts()
         self.split = PrefillSplit(self._costs, has_prefix_caches) if fleet.num_prefill else None
 
     @property
@@ -336,7 +336,7 @@ class ClusterEngine(BaseEngine):
         remote.length, remote.has_begun = len(sequence.tokens), True
         dequeue(remote)
         if remote.paused_since:
-            self.migration.resumed(remote)
+            self._costs.moved(self.migration.resumed(remote))
         sequence.usage.prefilled += progress.usage.prefilled
         sequence.usage.cached += progress.usage.cached
         sequence.usage.decoded += len(tokens)

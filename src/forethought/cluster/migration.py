@@ -250,10 +250,14 @@ class Migration:
         if move.has_arrived:
             self._arrive(move)
 
-    def resumed(self, remote: Remote) -> None:
-        """The first tokens of a sequence have come from where it has moved to."""
-        self.stats.pauses.append(time.monotonic() - remote.paused_since)
+    def resumed(self, remote: Remote) -> float:
+        """The first tokens of a sequence have come from where it has moved to, after a pause, the
+        seconds of which are returned.
+        """
+        pause = time.monotonic() - remote.paused_since
+        self.stats.pauses.append(pause)
         remote.paused_since = 0.0
+        return pause
 
     def lost(self, link: Link) -> None:
         """A replica is gone, before its sequences are placed elsewhere."""

@@ -23,7 +23,7 @@ stay there, as their few tokens take less than a move.
 from __future__ import annotations
 
 import dataclasses
-import itertools
+import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from statistics import median
@@ -42,6 +42,8 @@ MOVE_SECONDS = 0.02
 NUM_MEASURED = 32
 """Last moves, and last answers of prefill replicas, that count."""
 MIN_MEASURED = 3
+WINDOW = 60.0
+"""Seconds in which they were."""
 
 
 def check_split(num_replicas: int, num_prefill: int) -> None:
@@ -91,29 +93,30 @@ def is_apart(costs: Costs, here: Delays, apart: Delays, length: int) -> bool:
 
 class MeasuredCosts:
     """``Costs`` as the replicas tell them: linear in the tokens of a prefill, and the median of the
-    last moves.
-
-    Args:
-        pauses: seconds of the last moves, which the list gets as they are measured.
+    moves. What was measured more than ``WINDOW`` seconds ago is forgotten: a costly move would else
+    be the last one that is measured.
     """
 
-    def __init__(self, pauses: Sequence[float] | deque[float]) -> None:
-        self._pauses = pauses
+    def __init__(self) -> None:
         self._counts: dict[str, EngineStats] = {}
         """By replica: as it has told them last."""
-        self._prefills = deque[tuple[float, int]](maxlen=NUM_MEASURED)
-        """Seconds of steps, and prompt tokens in them."""
+        self._prefills = deque[tuple[float, float, int]](maxlen=NUM_MEASURED)
+        """When, seconds of steps, and prompt tokens in them."""
+        self._moves = deque[tuple[float, float]](maxlen=NUM_MEASURED)
+        """When, and seconds."""
 
     def told(self, name: str, stats: EngineStats) -> None:
         """A prefill replica has answered, with its counts until now."""
         before = self._counts.get(name, stats)
-        num_tokens, seconds = (
-            stats.prefilled - before.prefilled,
-            stats.step_seconds - before.step_seconds,
-        )
+        num_tokens = stats.prefilled - before.prefilled
+        seconds = stats.step_seconds - before.step_seconds
         if num_tokens > 0 and seconds > 0.0:
-            self._prefills.append((seconds, num_tokens))
+            self._prefills.append((time.monotonic(), seconds, num_tokens))
         self._counts[name] = dataclasses.replace(stats)
+
+    def moved(self, seconds: float) -> None:
+        """A sequence has gone on elsewhere after a pause."""
+        self._moves.append((time.monotonic(), seconds))
 
     def forget(self, name: str) -> None:
         """A replica is gone: that which comes in its place counts from 0."""
@@ -121,17 +124,18 @@ class MeasuredCosts:
 
     def prefill_seconds(self, num_tokens: int) -> float:
         """To compute the tokens of prompts."""
-        if len(self._prefills) < MIN_MEASURED:
+        start = time.monotonic() - WINDOW
+        recent = [(seconds, count) for at, seconds, count in self._prefills if at > start]
+        if len(recent) < MIN_MEASURED:
             return num_tokens * SECONDS_PER_TOKEN
-        seconds, tokens = map(sum, zip(*self._prefills, strict=True))
+        seconds, tokens = map(sum, zip(*recent, strict=True))
         return num_tokens * seconds / tokens
 
     def move_seconds(self, num_tokens: int) -> float:
         """The same for all lengths: but for the last chunk, pages go while others are computed."""
-        if len(self._pauses) < MIN_MEASURED:
-            return MOVE_SECONDS
-        first = max(0, len(self._pauses) - NUM_MEASURED)
-        return median(itertools.islice(self._pauses, first, None))
+        start = time.monotonic() - WINDOW
+        recent = [seconds for at, seconds in self._moves if at > start]
+        return median(recent) if len(recent) >= MIN_MEASURED else MOVE_SECONDS
 
 
 class PrefillSplit:
