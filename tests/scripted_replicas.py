@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
@@ -66,6 +67,8 @@ class Running:
     num_told: int = 0
     num_uncomputed: int = 0
     """Of its tokens, before its first new one."""
+    hold: float = math.inf
+    """Tokens of output at which it stops."""
 
 
 @dataclass
@@ -153,7 +156,10 @@ class ScriptedReplica:
                 for number, running in [*self.running.items()]:
                     if running.command.handle == handle:
                         del self.running[number]
-            case Reach() | Prepare():
+            case Reach(number, _, hold):
+                if number in self.running:
+                    self.running[number].hold = hold
+            case Prepare():
                 pass
 
     def _stop(self, running: Running) -> Progress:
@@ -242,7 +248,8 @@ class ScriptedReplica:
         running, waiting, num_held = [*self.running.values()], list[Running](), 0
         for one in running:
             num_held += len(one.tokens)
-            if self._computes_prompt(one):
+            is_held = len(one.tokens) - one.prompt_length >= one.hold
+            if self._computes_prompt(one) or is_held:
                 continue
             if num_held <= self.capacity:
                 news.append(self._advance(one, num_tokens))

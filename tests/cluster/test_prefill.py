@@ -77,6 +77,7 @@ def test_a_long_prompt_goes_over_in_chunks_and_is_decoded_elsewhere(fields: dict
     (prefill,), (decode,) = of_role(cluster, "prefill"), of_role(cluster, "decode")
     starts = [command.start for command in prefill.commands if isinstance(command, Copy)]
     assert starts[:4] == [0, 200, 400, 600]
+    assert prefill.num_computed == len(LONG) + 1, "it has gone on after the first token"
     if fields["max_tokens"] > 1:
         (generate,) = generates(decode)
         assert (generate.length, list(generate.rest)) == (len(LONG) + 1, [])

@@ -286,7 +286,7 @@ class ClusterEngine(BaseEngine):
         infinite. Tokens come anyway, but gathered.
         """
         remote = self._remotes.get(sequence)
-        if remote is None or remote.generation is None or remote.link is None:
+        if remote is None or remote.generation is None or self.migration.is_prefilling(remote):
             return
         hold = sequence.hold - sequence.prompt_length
         num_tokens = len(sequence.tokens) - sequence.prompt_length
@@ -294,8 +294,13 @@ class ClusterEngine(BaseEngine):
             # of the first tokens, and of the end, it tells at once
             count = hold if num_tokens < hold < math.inf else remote.reach[0]
         if (count, hold) != remote.reach:
-            remote.reach = count, hold
-            remote.link.send(Reach(remote.generation, count, hold))
+            self._reach(remote, count, hold)
+
+    def _reach(self, remote: Remote, count: float, hold: float) -> None:
+        assert remote.generation is not None, "it is running"
+        assert remote.link is not None, "it is running"
+        remote.reach = count, hold
+        remote.link.send(Reach(remote.generation, count, hold))
 
     @override
     def step(self, max_steps: float = math.inf) -> list[Event]:
@@ -431,8 +436,9 @@ class ClusterEngine(BaseEngine):
             self.give_back(remote)
             self._opened(remote, link, next(self._handles), home=target)
         self._begin(remote, link)
-        if source is not None:
-            self.migration.move(remote, target)
+        if source is not None and self.migration.move(remote, target):
+            num_output = len(remote.sequence.tokens) - remote.sequence.prompt_length
+            self._reach(remote, num_output + 1, num_output + 1)
 
     def _choose(self, remote: Remote, current: Link | None) -> Link | None:
         """Where a sequence decodes. Prefill replicas do so only while no other one takes any."""
@@ -509,6 +515,10 @@ class ClusterEngine(BaseEngine):
         assert link is not None, "it was running"
         self._leave(remote)
         self._begin(remote, link)
+
+    def release(self, remote: Remote) -> None:
+        """The prompt of a sequence is not going to leave for its target: generate where it is."""
+        self._reach(remote, math.inf, math.inf)
 
     def place_for(self, remote: Remote) -> Link | None:
         """Where a sequence that leaves its replica goes on: with those of its request."""

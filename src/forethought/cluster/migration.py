@@ -15,7 +15,8 @@ source's last step to the target's first one. Until the target has everything th
 session, and goes on with it if anything fails.
 
 A prompt that a prefill replica computes is on its way from its first chunk on: one ``Copy`` after
-the other waits for the next chunk, and that which finds the first token ends the generation.
+the other waits for the next chunk, and that which finds the first token ends the generation, which
+is held there until then.
 
 Four rules decide which sequences move, by loads and lengths alone: a replica is drained, has much
 more to do than another one, lacks pages for a prompt that waits for them, or only prefills.
@@ -121,6 +122,9 @@ class Moving(Protocol):
 
     def go_on(self, remote: Remote) -> None:
         """The generation has ended where it is for a move that failed: go on there."""
+
+    def release(self, remote: Remote) -> None:
+        """The prompt of a sequence is not going to leave for its target: generate where it is."""
 
     def give_back(self, remote: Remote) -> None:
         """Give up the session of a parked sequence: its tokens are computed again."""
@@ -311,6 +315,8 @@ class Migration:
             move.remote.stays_until = time.monotonic() + RETRY
             if move.is_paused:
                 self._moving.go_on(move.remote)
+            elif move.prompt_length:
+                self._moving.release(move.remote)
 
     def _forget(self, move: _Move) -> None:
         del self._by_remote[move.remote]
