@@ -55,6 +55,14 @@ def add_replicas(replicas: argparse._ArgumentGroup) -> None:
         "dies, its requests go on in another one; with --tensor-parallel-size T, each is T of them",
     )
     replicas.add_argument(
+        "--prefill-replicas",
+        type=int,
+        metavar="M",
+        help="M of the N replicas compute long prompts for the others, which generate "
+        "(disaggregated prefill): long prompts then hold up no stream; short ones, and those that "
+        "the others have cached, are not sent over (default: 0)",
+    )
+    replicas.add_argument(
         "--ray-address",
         metavar="ADDRESS",
         help="of the cluster's head, as in 10.0.0.1:6379; auto: the one that runs on this machine "
