@@ -157,13 +157,15 @@ CROSSED = """
       if (this.canvas === timeline.base) marks.push([x, y, x + w, y + h]);
     };
     CanvasRenderingContext2D.prototype.fillText = function (text, x, y) {
-      if (this.canvas === timeline.base) texts.push([x, y - 8, x + this.measureText(text).width, y]);
+      const width = this.measureText(text).width;
+      if (this.canvas === timeline.base) texts.push([x, y - 8, x + width, y]);
     };
     timeline.show(run);
     Object.assign(CanvasRenderingContext2D.prototype, { fillRect, fillText });
     place.replaceChildren();
     const meet = (a, b) => a[0] < b[2] && b[0] < a[2] && a[1] < b[3] && b[1] < a[3];
-    const crossed = texts.filter((text) => [...marks, ...texts].some((o) => o !== text && meet(text, o)));
+    const all = [...marks, ...texts];
+    const crossed = texts.filter((text) => all.some((other) => other !== text && meet(text, other)));
     return [texts.length, crossed];
 """
 """Labels painted at a narrow width, and those that a mark or another label crosses."""
