@@ -124,8 +124,8 @@ def main() -> None:
 
 def pictures(browser: Browser, out: Path) -> None:
     """A vote as it comes, a search, the first paint, a chain beside plain decoding, a phone."""
-    browser.set("#temperature", "0.8")
-    browser.set("#seed", "5")
+    browser.set("#sampling [name=temperature]", "0.8")
+    browser.set("#sampling [name=seed]", "5")
     browser.set("#method", "majority_vote")
     browser.set("#question", QUESTION)
     browser.click("#ask")
@@ -145,7 +145,7 @@ def pictures(browser: Browser, out: Path) -> None:
     browser.click("#new")
     settle(browser)
     save(browser, out / "first.png")
-    browser.set("#temperature", "0")
+    browser.set("#sampling [name=temperature]", "0")
     browser.set("#method", "dynasor")
     browser.set("#parameters [name=chunk_size]", "16")
     browser.run("document.querySelector('#plain-too').checked = true")

@@ -102,6 +102,39 @@ JSON: dict[str, Any] = {
             {"name": "none", "active": True, "reason": None},
         ]
     },
+    "/v1/sampling": {
+        "data": [
+            {
+                "name": "temperature",
+                "default": 0.7,
+                "description": "0 takes the most probable token.",
+                "is_usual": True,
+                "schema": {"type": "number", "minimum": 0.0, "maximum": 100.0},
+            },
+            {
+                "name": "seed",
+                "default": None,
+                "description": "The same seed draws the same tokens.",
+                "is_usual": True,
+                "schema": {"anyOf": [{"type": "integer"}, {"type": "null"}]},
+            },
+            {
+                "name": "stop",
+                "default": None,
+                "is_usual": True,
+                "schema": {
+                    "anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}]
+                },
+            },
+            {
+                "name": "dry_multiplier",
+                "default": 0.0,
+                "description": "DRY",
+                "is_usual": False,
+                "schema": {"type": "number", "minimum": 0.0},
+            },
+        ]
+    },
     "/v1/examples": {
         "data": [{"title": "Nuts", "prompt": "Sam has 110 nuts.", "method": "dynasor"}],
     },

@@ -47,6 +47,10 @@ def test_axe_finds_no_accessibility_error(browser: Browser, scheme: str):
             ask(browser, "nuts", "majority_vote")
             status(browser, "Answered: plain")
             browser.run("document.querySelector('#settings').open = true")
+            browser.run("document.querySelector('#further-sampling').open = true")
+            browser.type("#attach", str(ROOT / "Makefile"))
+            shows(browser, "#attachments li", "Makefile")
+            browser.click_button("Edit answer")
             browser.run(axe.read_text(encoding="utf-8"))
             assert violations(browser) == []
             browser.click("#open-runs")

@@ -165,7 +165,7 @@ CROSSED = """
     place.replaceChildren();
     const meet = (a, b) => a[0] < b[2] && b[0] < a[2] && a[1] < b[3] && b[1] < a[3];
     const all = [...marks, ...texts];
-    const crossed = texts.filter((text) => all.some((other) => other !== text && meet(text, other)));
+    const crossed = texts.filter((text) => all.some((o) => o !== text && meet(text, o)));
     return [texts.length, crossed];
 """
 """Labels painted at a narrow width, and those that a mark or another label crosses."""

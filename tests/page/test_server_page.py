@@ -79,7 +79,7 @@ def test_a_chain_ends_early_and_what_it_saved_is_shown_beside_plain_decoding(
     browser: Browser, server: str
 ):
     open_fresh(browser, server)
-    browser.set("#temperature", "0")
+    browser.set("#sampling [name=temperature]", "0")
     browser.set("#method", "dynasor")
     browser.set("#parameters [name=chunk_size]", "16")
     browser.set("#parameters [name=certainty_threshold]", "2")
@@ -102,7 +102,7 @@ def test_samples_vote_in_lanes_of_their_own(browser: Browser, server: str):
     open_fresh(browser, server)
     browser.set("#method", "majority_vote")
     browser.set("#parameters [name=default_sample_num]", "4")
-    browser.set("#temperature", "0.8")
+    browser.set("#sampling [name=temperature]", "0.8")
     browser.set("#question", QUESTION)
     browser.press("Escape")
     browser.click("#ask")
@@ -122,7 +122,7 @@ def test_beams_stream_into_as_many_lanes_as_the_search_holds(browser: Browser, s
     browser.set("#parameters [name=default_sample_num]", "4")
     browser.set("#parameters [name=width]", "2")
     browser.set("#parameters [name=step_token]", '"\\n"')
-    browser.set("#temperature", "0.8")
+    browser.set("#sampling [name=temperature]", "0.8")
     browser.set("#question", QUESTION)
     browser.click("#ask")
     status(browser, "Answered: beam_search")

@@ -37,6 +37,7 @@ from forethought.server.endpoints.completions import completions
 from forethought.server.endpoints.embeddings import embeddings
 from forethought.server.endpoints.messages import count_tokens, messages
 from forethought.server.endpoints.responses import create_response, recover, resumed
+from forethought.server.endpoints.sampling_fields import sampling_fields
 from forethought.server.endpoints.scores import rerank, score
 from forethought.server.hosts import check_host
 from forethought.server.http import CLIENT_CLOSED, ENDED, Caller, HttpError, http_error
@@ -300,6 +301,11 @@ def _add_catalog(app: FastAPI) -> None:
     async def drafters(request: Request) -> dict[str, Any]:
         """What may be named in ``speculation``."""
         return catalog.drafters(service_of(request))
+
+    @app.get("/v1/sampling", response_model=None)
+    async def sampling(request: Request) -> dict[str, Any]:
+        """The sampling fields of a request."""
+        return sampling_fields(service_of(request))
 
     @app.get("/v1/examples", response_model=None)
     async def examples(request: Request) -> dict[str, Any]:

@@ -36,11 +36,17 @@ let frameAsked = false;
 /** Whether the page is being left: what fails then fails because of that. */
 let isLeaving = false;
 
-const composer = new Composer((question) => {
-  const path = tree.path;
-  composer.question.value = "";
-  begin(tree.add(path.length ? path[path.length - 1].id : null, question));
-});
+const composer = new Composer(
+  (question, files) => {
+    const path = tree.path;
+    return ifIdle(() => begin(tree.add(path.length ? path[path.length - 1].id : null, question, files.length ? { files } : {})));
+  },
+  (settings) => {
+    tree.conversation.settings = settings;
+    if (tree.conversation.turns.length) keepConversation();
+  },
+  say,
+);
 
 const welcome = new Welcome({
   take: (example) => composer.take(example),
@@ -53,8 +59,9 @@ const welcome = new Welcome({
 const conversation = new ConversationView(
   (turn) => library.runOf(turn),
   {
-    edit: (turn, question) => begin(tree.add(turn.parent, question)),
-    again: (turn) => begin(turn),
+    edit: (turn, question) => ifIdle(() => begin(tree.add(turn.parent, question, { files: turn.files }))),
+    again: (turn) => ifIdle(() => begin(library.runOf(turn)?.answer ? tree.add(turn.parent, turn.question, { files: turn.files, begun: turn.begun }) : turn)),
+    rewrite: (turn, answer, goesOn) => ifIdle(() => rewrite(turn, answer, goesOn)),
     show: (turn) => {
       const run = library.runOf(turn);
       if (run) inspect(run);
@@ -95,14 +102,30 @@ function say(text) {
 
 // ---- asking ------------------------------------------------------------------------------------
 
-/** Asks the question of a turn with the present settings. @param {Turn} turn */
-async function begin(turn) {
-  if (active) {
-    say("A run is in progress. Stop it first.");
-    return;
+/** Does something unless a run is in progress. @param {() => void} action @returns {boolean} whether it was done */
+function ifIdle(action) {
+  if (active) say("A run is in progress. Stop it first.");
+  else {
+    action();
+    return true;
   }
+  return false;
+}
+
+/** Puts an answer that was written or edited beside that of a turn. @param {Turn} turn @param {string} answer @param {boolean} goesOn whether the model continues it */
+function rewrite(turn, answer, goesOn) {
+  const written = tree.add(turn.parent, turn.question, { files: turn.files, begun: answer });
+  if (goesOn) return void begin(written);
+  keepConversation();
+  conversation.render(tree);
+}
+
+/** Answers the question of a turn with the present settings. @param {Turn} turn */
+async function begin(turn) {
   const request = composer.request(tree.messages(turn, (each) => library.runOf(each)));
-  const run = library.begin({ request, conversation: tree.conversation.id, turn: turn.id });
+  if (turn.begun !== undefined) request.continue_final_message = true;
+  tree.conversation.settings = composer.settings;
+  const run = library.begin({ request, conversation: tree.conversation.id, turn: turn.id, begun: turn.begun });
   turn.runs.push(run.id);
   keepConversation();
   conversation.render(tree);
@@ -122,6 +145,7 @@ async function runPlain(run) {
   const plain = library.begin({
     request: { ...request, method: "plain", speculation: { enabled: false } },
     conversation: run.record.conversation,
+    begun: run.record.begun,
     plainOf: run.id,
   });
   compare(run, plain);
@@ -291,6 +315,7 @@ async function openChat(chat, turnId) {
   tree = new Tree(chat);
   const turn = chat.turns.find((each) => each.id === turnId);
   if (turn) tree.show(turn);
+  if (chat.settings) composer.enter(chat.settings);
   keepConversation();
   clearViews();
   await loadShown();
@@ -332,10 +357,10 @@ function askForKey() {
 
 async function offer() {
   try {
-    const [models, methods, drafters, examples] = await Promise.all(
-      ["v1/models", "v1/methods", "v1/drafters", "v1/examples"].map((path) => get(path)),
+    const [models, methods, drafters, examples, sampling] = await Promise.all(
+      ["v1/models", "v1/methods", "v1/drafters", "v1/examples", "v1/sampling"].map((path) => get(path)),
     );
-    composer.offer(models.data, methods.data, drafters.data);
+    composer.offer(models.data, methods.data, drafters.data, sampling.data);
     welcome.offer(models.data, methods.data, examples.data, drafterLine(drafters.data));
     byId("model").textContent = composer.model;
   } catch (error) {

@@ -13,6 +13,7 @@ import { Poll } from "./poll.js";
  * @property {Record<string, any>} [method_params]
  * @property {Record<string, number>} [budget]
  * @property {Record<string, any>} [speculation]
+ * @property {boolean} [continue_final_message]
  *
  * @typedef {object} RunRecord what is kept of a run beside its events
  * @property {string} id
@@ -20,6 +21,7 @@ import { Poll } from "./poll.js";
  * @property {Request} request
  * @property {string} [conversation]
  * @property {string} [turn]
+ * @property {string} [begun] the beginning of the answer, which the request has
  * @property {string} [plainOf] the run that this one repeats with plain decoding
  * @property {string} [status]
  * @property {object} [summary]
@@ -95,7 +97,7 @@ export class Run {
     this.events = [];
     /** @type {"running" | "done" | "stopped" | "interrupted" | "failed"} */
     this.status = "running";
-    this.answer = "";
+    this.answer = this.begun;
     this.reasoning = "";
     /** @type {Map<string, Branch>} */
     this.branches = new Map();
@@ -125,6 +127,11 @@ export class Run {
     return this.record.id;
   }
 
+  /** The beginning of the answer, which the request has. */
+  get begun() {
+    return this.record.begun ?? "";
+  }
+
   get isOver() {
     return this.status !== "running";
   }
@@ -149,7 +156,7 @@ export class Run {
 
   /** Whether text has come. */
   get hasBegun() {
-    return Boolean(this.answer || this.reasoning) || [...this.branches.values()].some((branch) => branch.pieces.length);
+    return this.answer.length > this.begun.length || Boolean(this.reasoning) || [...this.branches.values()].some((branch) => branch.pieces.length);
   }
 
   /** Takes in one event. @param {RunEvent} event */
@@ -312,7 +319,7 @@ export class Run {
     this.finished = event;
     this.usage = event.usage ?? this.usage;
     this.finishReason = event.finish_reason ?? this.finishReason;
-    if (typeof event.text === "string" && !this.reasoning && event.text !== this.answer) this.answer = event.text;
+    if (typeof event.text === "string" && !this.reasoning) this.answer = this.begun + event.text;
     this.end("done", at);
   }
 
