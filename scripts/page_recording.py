@@ -1,0 +1,151 @@
+"""A recording of the server's page for the README: ``docs/page/run.webp``.
+
+    make recording
+
+One run of the embedded reasoner, a vote of eight chains of Dynasor-CoT, is taken from ``forethought
+serve`` with the times at which its events came, and replayed to the page ``SLOWER`` times slower,
+with the page's clock as slow: a small model is done before a reader has found the lanes. Needs
+Chromium with its driver, as the page's tests do, and Pillow.
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import itertools
+import json
+import sys
+import tempfile
+import time
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT / "tests"))
+
+from PIL import Image  # noqa: E402
+
+from page.browser import Browser  # noqa: E402
+from page.serving import serving  # noqa: E402
+from page.stand_in import Item, StandIn  # noqa: E402
+from page.steps import open_page, shows  # noqa: E402
+
+QUESTION = "Max has 283 stamps. He uses 103. He loses 91. He gets 217 more. How many stamps?"
+INNER = {"method": "dynasor", "chunk_size": 24, "certainty_threshold": 2}
+SETTINGS = {"default_sample_num": 8, "generation_controller": INNER}
+SECONDS = 11.0
+"""That the run takes in the recording."""
+SIZE = (960, 640)
+"""Of the window, in CSS pixels."""
+TYPED = 6
+"""Characters of the question between two pictures."""
+HOLD, END = 700, 4500
+"""Milliseconds of the first picture and of the last one."""
+CATALOG = ("models", "methods", "drafters", "sampling", "examples", "load")
+CLOCK = "const now = performance.now.bind(performance); performance.now = () => now() / {slower};"
+
+
+def main() -> None:
+    """Take a run, and record it."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=Path, default=ROOT / "docs" / "page" / "run.webp")
+    parser.add_argument("--seed", type=int, default=3)
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        with serving(Path(folder) / "log", "--speculative", "draft_target") as address:
+            stream = [*taken(address, args.seed)]
+            paths = [f"/v1/{name}" for name in CATALOG]
+            catalog = {path: json.load(urllib.request.urlopen(address + path[1:])) for path in paths}
+    slower = SECONDS / stream[-1][0]
+    with StandIn(lambda _: slowed(stream, slower), catalog) as server, Browser(*SIZE) as browser:
+        pictures = [*recorded(browser, server.address, slower, args.seed)]
+    save(pictures, args.out)
+    size = args.out.stat().st_size
+    print(f"{args.out}: {size:,} bytes, {len(pictures)} pictures, {slower:.1f} times slower")
+
+
+def taken(address: str, seed: int) -> Iterator[tuple[float, str]]:
+    """The lines of a stream, with the seconds after which they came."""
+    body = {
+        "model": "reasoner",
+        "messages": [{"role": "user", "content": QUESTION}],
+        "method": "majority_vote",
+        "method_params": SETTINGS,
+        "temperature": 0.8,
+        "seed": seed,
+        "stream": True,
+        "events": True,
+        "stream_options": {"include_usage": True},
+    }
+    for warm in (True, False):  # the first run prepares the engine
+        request = urllib.request.Request(
+            f"{address}v1/chat/completions",
+            json.dumps(body).encode(),
+            {"Content-Type": "application/json"},
+        )
+        began = time.monotonic()
+        with urllib.request.urlopen(request) as response:
+            for line in response:
+                if not warm and not line.startswith(b"data: [DONE]"):
+                    yield time.monotonic() - began, line.decode()
+
+
+def slowed(stream: list[tuple[float, str]], slower: float) -> Iterator[Item]:
+    """The stream, with the seconds between its lines."""
+    before = 0.0
+    for at, line in stream:
+        yield slower * (at - before)
+        yield line
+        before = at
+
+
+def recorded(
+    browser: Browser, address: str, slower: float, seed: int
+) -> Iterator[tuple[float, Image.Image]]:
+    """Pictures with the seconds at which they were taken."""
+    clock = CLOCK.format(slower=slower)
+    browser.resize(*SIZE)
+    browser.devtools("Page.addScriptToEvaluateOnNewDocument", source=clock)
+    open_page(browser, address)
+    browser.set("#method", "majority_vote")
+    for name, value in SETTINGS.items():
+        browser.set(f"#parameters [name={name}]", json.dumps(value))
+    browser.set("#sampling [name=temperature]", "0.8")
+    browser.set("#sampling [name=seed]", str(seed))
+    yield time.monotonic(), shot(browser)
+    browser.run("document.querySelector('#question').focus()")
+    for start in range(0, len(QUESTION), TYPED):
+        browser.write(QUESTION[start : start + TYPED])
+        yield time.monotonic(), shot(browser)
+    browser.click("#ask")
+    while not browser.text("#status").startswith("Answered"):
+        yield time.monotonic(), shot(browser)
+    shows(browser, ".votes p", "The answer is")
+    yield time.monotonic(), shot(browser)
+
+
+def shot(browser: Browser) -> Image.Image:
+    """The window."""
+    return Image.open(io.BytesIO(browser.screenshot())).convert("RGB")
+
+
+def save(pictures: list[tuple[float, Any]], path: Path) -> None:
+    """One moving picture; the first stands a moment, the last one longer."""
+    lengths = [int(1000 * (b[0] - a[0])) for a, b in itertools.pairwise(pictures)]
+    lengths[0] += HOLD
+    first, *others = (picture for _, picture in pictures)
+    first.save(
+        path,
+        save_all=True,
+        append_images=others,
+        duration=[*lengths, END],
+        loop=0,
+        quality=70,
+        method=4,
+    )
+
+
+if __name__ == "__main__":
+    main()
