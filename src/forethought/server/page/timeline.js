@@ -33,9 +33,9 @@ export function colourOf(run, drafter) {
   return [...run.drafters.keys()].indexOf(drafter) % NUM_DRAFTER_COLOURS;
 }
 
-/** The least round number of seconds that holds `seconds`. @param {number} seconds */
+/** The least of 0.1, 0.2, 0.3, 0.5, 1, 2, 3, 5, 10 ... that holds `seconds`. @param {number} seconds */
 export function roundRange(seconds) {
-  let range = 1;
+  let range = 0.1;
   for (let i = 0; range < seconds; i++) range *= i % 3 === 1 ? 1.5 : i % 3 === 0 ? 2 : 5 / 3;
   return range;
 }
