@@ -55,7 +55,7 @@ TYPED = 12
 HOLD, END = 700, 4500
 """Milliseconds of the first picture and of the last one."""
 SERVER = ("--speculative", "draft_target", "--stream-interval", "0")
-CATALOG = ("models", "methods", "drafters", "sampling", "examples", "load")
+CATALOG = ("models", "methods", "drafters", "sampling", "tools", "examples", "load")
 CLOCK = "const now = performance.now.bind(performance); performance.now = () => now() / {slower};"
 
 
@@ -64,13 +64,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, default=ROOT / "docs" / "page" / "run.webp")
     args = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder:
-        with serving(Path(folder) / "log", *SERVER) as address:
-            seed, stream = divided(address)
-            paths = [f"/v1/{name}" for name in CATALOG]
-            catalog = {
-                path: json.load(urllib.request.urlopen(address + path[1:])) for path in paths
-            }
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        serving(Path(folder) / "log", *SERVER) as address,
+    ):
+        seed, stream = divided(address)
+        paths = [f"/v1/{name}" for name in CATALOG]
+        catalog = {path: json.load(urllib.request.urlopen(address + path[1:])) for path in paths}
     slower = SECONDS / stream[-1][0]
     with StandIn(lambda _: slowed(stream, slower), catalog) as server, Browser(*SIZE) as browser:
         pictures = [*recorded(browser, server.address, slower, seed)]
@@ -80,7 +80,7 @@ def main() -> None:
 
 
 def divided(address: str) -> tuple[int, list[tuple[float, str]]]:
-    """The first seed, and its stream, whose samples vote for several answers, the right one most."""
+    """The first seed whose samples vote for several answers, the right one most, and its stream."""
     for seed in range(NUM_SEEDS):
         stream = [*taken(address, seed)]
         events = [json.loads(line[6:]) for _, line in stream if line.startswith("data: {")]

@@ -107,6 +107,7 @@ JSON: dict[str, Any] = {
             {"name": "none", "active": True, "reason": None},
         ]
     },
+    "/v1/tools": {"data": []},
     "/v1/sampling": {
         "data": [
             {
@@ -183,7 +184,8 @@ class StandIn:
         catalog: the answers to other paths.
 
     Attributes:
-        requests: the bodies of all requests.
+        requests: the bodies of all requests for an answer.
+        called: those of calls of tools, which wait as paused streams do.
         released: set by the test to let paused streams go on.
         left: set when a client has left a stream before its end.
     """
@@ -195,6 +197,7 @@ class StandIn:
     ) -> None:
         self.answer, self.catalog = answer, catalog
         self.requests: list[dict[str, Any]] = []
+        self.called: list[dict[str, Any]] = []
         self.released, self.left = threading.Event(), threading.Event()
         self.server = ThreadingHTTPServer(("127.0.0.1", 0), self._handler())
         self.server.daemon_threads = True
@@ -237,6 +240,14 @@ class StandIn:
                 if self.path == "/page/render":
                     nodes = json.dumps({"nodes": tree(body["text"])})
                     self._send("application/json", nodes.encode())
+                    return
+                if self.path == "/v1/tools/call":
+                    stand_in.called.append(body)
+                    result = {"result": "31", "is_error": False, "seconds": 0.25}
+                    if body["name"] != "add":
+                        result = {"result": "Error: no tool", "is_error": True, "seconds": 0.1}
+                    stand_in.released.wait(60)
+                    self._send("application/json", json.dumps(result).encode())
                     return
                 stand_in.requests.append(body)
                 try:

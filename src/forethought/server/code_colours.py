@@ -71,7 +71,7 @@ def spans(code: str, language: str) -> Iterator[tuple[str, str]]:
     Neighbours of one kind are one piece; of an unknown language, all of it is.
     """
     kind, text = "", list[str]()
-    for kind_of_token, value in _tokens(code, LANGUAGES.get(language.lower())):
+    for kind_of_token, value in _tokens(code, language.lower()):
         if kind_of_token != kind and text:
             yield kind, "".join(text)
             text = []
@@ -81,13 +81,13 @@ def spans(code: str, language: str) -> Iterator[tuple[str, str]]:
         yield kind, "".join(text)
 
 
-def _tokens(code: str, language: type[Lexer] | None) -> Iterator[tuple[str, str]]:
-    if language is None:
+def _tokens(code: str, language: str) -> Iterator[tuple[str, str]]:
+    if language not in LANGUAGES:
         yield "", code
         return
     end = time.thread_time() + MAX_SECONDS
     # the rules of C for definitions of functions, which "root" has, take quadratic time in spaces
-    stack = [("statement",)] if issubclass(language, CLexer | CppLexer) else []
+    stack = [("statement",)] if issubclass(LANGUAGES[language], CLexer | CppLexer) else []
     for start, token, value in _lexer(language).get_tokens_unprocessed(code, *stack):
         yield _kind(token), value
         if time.thread_time() > end:
@@ -96,8 +96,8 @@ def _tokens(code: str, language: type[Lexer] | None) -> Iterator[tuple[str, str]
 
 
 @cache
-def _lexer(language: type[Lexer]) -> Any:
-    return language()
+def _lexer(language: str) -> Any:
+    return LANGUAGES[language]()
 
 
 @cache

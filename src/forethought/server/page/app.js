@@ -10,6 +10,7 @@ import { ChatList, RunList } from "./lists.js";
 import { LoadView } from "./load.js";
 import { Recorder } from "./store.js";
 import { ServerError, ask, get, setKey } from "./stream.js";
+import { MAX_ROUNDS, messagesOf, runCalls } from "./tools.js";
 import { Welcome } from "./welcome.js";
 
 /**
@@ -170,8 +171,7 @@ async function follow(run) {
   setBusy(true);
   say(`Asked with ${run.method}.`);
   try {
-    const body = { ...run.record.request, stream: true, stream_options: { include_usage: true }, events: true };
-    await ask(body, control.signal, take);
+    await answer(run, control.signal, take);
     if (!run.isOver) take({ type: "finished" });
   } catch (error) {
     if (control.signal.aborted) take({ type: "stopped" });
@@ -187,6 +187,47 @@ async function follow(run) {
     redraw();
     say(told(run));
   }
+}
+
+/**
+ * Asks, runs the tools that the model calls, and asks again with their results, until it calls none.
+ * @param {Run} run
+ * @param {AbortSignal} signal
+ * @param {(event: any) => void} take gets the events, of all rounds on one clock and in one sum
+ */
+async function answer(run, signal, take) {
+  const request = { ...run.record.request, stream: true, stream_options: { include_usage: true }, events: true };
+  const spent = { prompt_tokens: 0, completion_tokens: 0 };
+  for (let round = 0; ; round++) {
+    const from = round ? run.now : 0;
+    const before = run.answer.length;
+    /** @type {any} */
+    let last = null;
+    await ask(request, signal, (event) => {
+      if (event.at !== undefined) event.at += from;
+      if (event.type === "finished" || event.type === "usage") {
+        event.usage = summed(event.usage, spent);
+        if (event.type === "finished") event.seconds = from + (event.seconds ?? 0);
+      }
+      if (event.type === "finished" && run.pending.length) last = event;
+      else take(event);
+    });
+    const calls = run.pending;
+    if (!calls.length || round >= MAX_ROUNDS) return last && take(last);
+    await runCalls(calls, signal, take);
+    Object.assign(spent, last?.usage);
+    const said = run.answer.slice(before);
+    take({ type: "round" });
+    request.messages = [...request.messages, .../** @type {any} */ (messagesOf(said, calls))];
+    delete request.continue_final_message;
+    if (round + 1 >= MAX_ROUNDS) delete request.tools;
+  }
+}
+
+/** @param {any} usage @param {{prompt_tokens: number, completion_tokens: number}} spent in earlier rounds */
+function summed(usage, spent) {
+  if (!usage) return usage;
+  return { ...usage, prompt_tokens: usage.prompt_tokens + spent.prompt_tokens, completion_tokens: usage.completion_tokens + spent.completion_tokens };
 }
 
 /** @param {unknown} error */
@@ -357,10 +398,10 @@ function askForKey() {
 
 async function offer() {
   try {
-    const [models, methods, drafters, examples, sampling] = await Promise.all(
-      ["v1/models", "v1/methods", "v1/drafters", "v1/examples", "v1/sampling"].map((path) => get(path)),
+    const [models, methods, drafters, examples, sampling, tools] = await Promise.all(
+      ["v1/models", "v1/methods", "v1/drafters", "v1/examples", "v1/sampling", "v1/tools"].map((path) => get(path)),
     );
-    composer.offer(models.data, methods.data, drafters.data, sampling.data);
+    composer.offer(models.data, methods.data, drafters.data, sampling.data, tools.data);
     welcome.offer(models.data, methods.data, examples.data, drafterLine(drafters.data));
     byId("model").textContent = composer.model;
   } catch (error) {

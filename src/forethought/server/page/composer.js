@@ -26,6 +26,7 @@ import { enter, enteredIn, parameterField, textsIn } from "./parameters.js";
  * @property {Record<string, string>} [parameters] of the method
  * @property {Record<string, string>} [sampling]
  * @property {boolean} [plain]
+ * @property {boolean} [tools]
  */
 
 const KEPT = "forethought.settings";
@@ -42,6 +43,8 @@ export class Composer {
   constructor(onAsk, onChange, say) {
     this.onChange = onChange;
     this.attachments = new Attachments(say);
+    /** @type {object[]} of the server's MCP servers */
+    this.tools = [];
     /** @type {Settings} that are entered once there are fields for them */
     this.settings = kept();
     /** @type {Method[]} */
@@ -75,8 +78,12 @@ export class Composer {
    * @param {Method[]} methods
    * @param {DrafterChoice[]} drafters
    * @param {SamplingField[]} sampling
+   * @param {{function: {name: string}}[]} tools
    */
-  offer(models, methods, drafters, sampling) {
+  offer(models, methods, drafters, sampling, tools) {
+    this.tools = tools;
+    byId("tools").hidden = !tools.length;
+    fill(byId("tool-names"), tools.map((tool) => tool.function.name).join(", "));
     this.methods = methods;
     this.drafters = drafters;
     fill(byId("models"), models.map(({ id }) => el("option", { value: id }, id)));
@@ -139,6 +146,7 @@ export class Composer {
     if (Object.keys(budget).length) request.budget = budget;
     const drafter = byId("drafter").value;
     if (drafter) request.speculation = drafter === "none" ? { enabled: false } : { drafter };
+    if (this.tools.length && byId("use-tools").checked) request.tools = this.tools;
     return { ...request, ...enteredIn(byId("sampling")) };
   }
 
@@ -168,6 +176,7 @@ export class Composer {
       parameters: textsIn(byId("parameters")),
       sampling: textsIn(byId("sampling")),
       plain: this.plainToo,
+      tools: byId("use-tools").checked,
     };
     this.onChange(this.settings);
     try {
@@ -180,13 +189,14 @@ export class Composer {
   /** Enters settings, as far as there are fields for them. @param {Settings} settings */
   enter(settings) {
     this.settings = settings;
-    const { fields = {}, parameters = {}, sampling = {}, plain } = settings;
+    const { fields = {}, parameters = {}, sampling = {}, plain, tools } = settings;
     for (const id of FIELDS) byId(id).value = fields[id] ?? "";
     for (const id of CHOICES) {
       const known = [...byId(id).options].some((option) => option.value === fields[id] && !option.disabled);
       if (known) byId(id).value = fields[id];
     }
     byId("plain-too").checked = plain === true;
+    byId("use-tools").checked = tools !== false;
     this.onMethod();
     enter(byId("parameters"), parameters);
     enter(byId("sampling"), sampling);

@@ -6,6 +6,7 @@ import { summarize } from "./figures.js";
 import { MarkdownView } from "./markdown.js";
 import { newId } from "./store.js";
 import { TextView } from "./text.js";
+import { CallsView } from "./tools.js";
 import { standing } from "./votes.js";
 
 /**
@@ -132,6 +133,7 @@ class TurnView {
     this.answer = new TextView(el("div", { class: "said answer", dir: "auto" }));
     this.markdown = new MarkdownView(this.answer.element);
     this.thought = el("details", { class: "thought", hidden: true }, el("summary", {}, "Thought"), this.reasoning.element);
+    this.calls = new CallsView();
     this.note = el("p", { class: "note muted small" });
     this.shown = { answer: "", reasoning: "" };
     this.lastStatus = "";
@@ -148,7 +150,7 @@ class TurnView {
       run && this.button("Show run", () => actions.show(turn)),
     );
     const answerHead = el("div", { class: "row" }, el("h3", {}, "Answer"), el("span", { class: "spacer" }), this.button("Edit answer", () => this.editAnswer()));
-    this.shownAnswer = el("div", {}, this.thought, this.answer.element, this.markdown.element);
+    this.shownAnswer = el("div", {}, this.thought, this.calls.element, this.answer.element, this.markdown.element);
     this.element = el("article", { class: "turn" }, this.head, this.question, turn.files?.length && attachedList(turn.files), answerHead, this.shownAnswer, this.foot);
     if (!run) fill(this.note, "Written by hand");
   }
@@ -234,6 +236,7 @@ class TurnView {
     this.grow("reasoning", run?.reasoning ?? "");
     this.grow("answer", answerOf(this.turn, run));
     if (!run) return;
+    this.calls.update(run);
     this.thought.hidden = !run.reasoning;
     if (run.isOver && this.lastStatus === run.status) return;
     this.lastStatus = run.status;
