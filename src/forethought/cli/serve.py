@@ -41,6 +41,7 @@ _LISTS = {
     "api_key": "api_keys",
     "cors_origin": "cors_origins",
     "allowed_host": "allowed_hosts",
+    "mcp": "mcp_servers",
 }
 """Options that may be given more than once, and the settings that they are."""
 _SETTINGS = (
@@ -106,6 +107,7 @@ def run(args: argparse.Namespace) -> int:
 
     config = read_config(args)
     settings = settings_of(args)
+    check_tools(settings)
     host, port = address(args)
     line = "%(asctime)s %(levelname)s %(message)s"
     logging.basicConfig(level=logging.INFO, format=line, handlers=[LogHandler(sys.stderr)])
@@ -148,6 +150,22 @@ def read_config(args: argparse.Namespace) -> dict[str, Any]:
         if value is not None and getattr(args, name, None) is None:
             setattr(args, name, _of_section(name, value))
     return fields
+
+
+def check_tools(settings: Settings) -> None:
+    """Connect to the MCP servers once; raises UsageError if one cannot be reached."""
+    if not settings.mcp_servers:
+        return
+    from forethought.workers.mcp import MCPWorker
+
+    async def connect() -> None:
+        worker = MCPWorker(settings.mcp_servers)
+        try:
+            await worker.init_in_asyncio_event_loop()
+        finally:
+            await worker.async_shutdown()
+
+    asyncio.run(connect())
 
 
 def _of_section(name: str, value: Any) -> Any:

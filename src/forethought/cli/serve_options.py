@@ -133,6 +133,13 @@ def add_clients(server: argparse._ArgumentGroup) -> None:
         "runs in this process",
     )
     server.add_argument(
+        "--mcp",
+        action="append",
+        metavar="SERVER",
+        help="let clients list and call the tools of this MCP server, as the page does: a URL, or "
+        "a command that starts it (again for more)",
+    )
+    server.add_argument(
         "--served-model-name",
         nargs="+",
         metavar="NAME",
