@@ -32,14 +32,14 @@ from forethought.config.drafters import (
 from forethought.config.medusa import MedusaDecodingConfig
 from forethought.config.speculation import DecodingBaseConfig
 from forethought.engine.engine import Engine
-from forethought.errors import ModelError, ParameterError
+from forethought.errors import ModelError
 from forethought.kv.recurrent import RecurrentStates, RecurrentStorage
 from forethought.llm.snapshot import SnapshotStore
 from forethought.model import loader
 from forethought.model.adapter import read_adapter
 from forethought.speculative.drafter import Drafter
 from medusa_heads import shared_heads
-from models import RECURRENT, greedy, prompts, save_with_vision, tiny
+from models import RECURRENT, greedy, prompts, save_with_vision, tiny, transformers_model
 from redrafter_heads import random_head as redrafter_head
 
 PROMPTS = prompts((3, 17, 1, 30, 90))
@@ -343,15 +343,90 @@ def test_a_draft_model_may_have_recurrent_layers(name: str, target: str) -> None
             assert machine.stats.accepted == machine.stats.drafted > 30
 
 
-@pytest.mark.parametrize(
-    "changes", [{"draft_choices": PATHS}, {"max_draft_len": 3, "draft_sampling": "sampled"}]
-)
-def test_trees_and_samples_of_a_draft_model_with_recurrent_layers_are_refused(
-    changes: dict[str, Any],
+@pytest.mark.parametrize("target", ["qwen3_5", "llama"])
+def test_pearl_keeps_few_states_of_its_draft_model(target: str) -> None:
+    """Beside those of a block: after two tokens and every 64; of others as many as there is room
+    for."""
+    config = PearlDecodingConfig(max_draft_len=3, speculative_model=tiny("qwen3_5"))
+    machine = engine(target, pages=40, max_length=200, speculative=[config])
+    drafter: Any = machine.speculation.drafters[0].drafter
+    states = drafter._storage.states
+    for most in (2 + 3 + 160 // 64, 8):
+        machine.add(PROMPTS[0], GREEDY.replace(max_tokens=160, ignore_eos=True))
+        while machine.has_work:
+            machine.step()
+            drafter._join()
+            assert len(states) <= most + 2 + 3
+        states.max_states = 0
+    assert machine.stats.draft_failures == 0
+    expect_empty(machine)
+
+
+BRANCHING = [[0], [1], [0, 0], [0, 1], [1, 0], [0, 0, 0], [0, 0, 1], [1, 0, 0], [0, 0, 0, 0]]
+DRAFTED: dict[str, dict[str, Any]] = {
+    "tree": {"draft_choices": BRANCHING},
+    "trunk": {"draft_choices": [[0], [0, 0], [0, 0, 0], [0, 0, 1], [0, 0, 1, 0]]},
+    "sampled chain": {"max_draft_len": 3, "draft_sampling": "sampled"},
+    "sampled tree": {"draft_choices": BRANCHING, "draft_sampling": "sampled"},
+}
+
+
+def drafting(target: str, name: str, draft_model: str, **limits: Any) -> Engine:
+    config = DraftTargetDecodingConfig(speculative_model=tiny(draft_model), **DRAFTED[name])
+    return engine(target, pages=160, speculative=[config], **limits)
+
+
+@pytest.mark.parametrize("draft_model", ["qwen3_5", "jamba"])
+@pytest.mark.parametrize("name", DRAFTED)
+def test_a_draft_model_with_recurrent_layers_drafts_trees_and_samples(
+    name: str, draft_model: str
 ) -> None:
-    config = DraftTargetDecodingConfig(speculative_model=tiny("qwen3_5"), **changes)
-    with pytest.raises(ParameterError, match="recurrent layers"):
-        engine("llama", speculative=[config])
+    """Of a greedy request samples are greedy chains. Where it is the target, the most probable
+    path is accepted.
+    """
+    for target in (draft_model, "llama"):
+        machine = drafting(target, name, draft_model, page_size=3)
+        assert generated(machine) == greedy(tiny(target), PROMPTS, NEW)
+        assert machine.stats.draft_failures == machine.stats.failed_forwards == 0
+        assert machine.stats.drafted > 30
+        assert machine.stats.accepted > 40 or target == "llama"
+
+
+@pytest.mark.parametrize("target", ["qwen3_5", "llama"])
+@pytest.mark.parametrize("name", ["tree", "trunk"])
+def test_trees_of_a_draft_model_with_recurrent_layers_do_not_change_what_a_seed_draws(
+    name: str, target: str
+) -> None:
+    seeded = {"temperature": 0.9, "seed": 7, "top_p": 0.95}
+    machine = drafting(target, name, "qwen3_5")
+    assert generated(machine, **seeded) == generated(engine(target, pages=160), **seeded)
+    assert machine.stats.draft_failures == machine.stats.failed_forwards == 0
+    assert machine.stats.accepted > (15 if target == "qwen3_5" else 0)
+
+
+def test_nodes_of_a_tree_go_on_from_the_states_of_their_parents() -> None:
+    """Each is what transformers gives its rank, after all tokens of its path."""
+    machine = drafting("llama", "tree", "qwen3_5")
+    drafter, seen = machine.speculation.drafters[0].drafter, list[tuple[list[int], int, int]]()
+    propose, module = drafter.prepare_draft_tokens, transformers_model(tiny("qwen3_5"))
+
+    def watched(scheduled: Any, manager: Any = None) -> None:
+        propose(scheduled, manager)
+        for request in scheduled.generation_requests:
+            paths: list[list[int]] = []
+            for node, token in enumerate(request.draft.tokens):
+                parent, rank = request.draft.parents[node], BRANCHING[node][-1]
+                paths.append([*(paths[parent] if parent >= 0 else request.tokens), token])
+                seen.append((paths[-1][:-1], rank, token))
+
+    drafter.prepare_draft_tokens = watched  # type: ignore[method-assign]
+    machine.add(PROMPTS[1], GREEDY.replace(max_tokens=NEW))
+    drain(machine)
+    assert len(seen) > 60
+    with torch.inference_mode():
+        for known, rank, token in seen:
+            logits = module(torch.tensor([known])).logits[0, -1]
+            assert int(logits.topk(2).indices[rank]) == token
 
 
 def test_sequences_with_recurrent_layers_do_not_attend_to_each_other() -> None:
