@@ -184,14 +184,17 @@ def test_of_a_model_that_also_sees_images_the_language_part_is_loaded(
     assert "seeing also sees images" in caplog.text
 
 
-@pytest.mark.parametrize("architecture", ["qwen3_5", "bamba", "lfm2"])
+@pytest.mark.parametrize(
+    "architecture", ["qwen3_5", "bamba", "lfm2", "olmo_hybrid", "kimi_linear", "jamba"]
+)
 def test_an_adapter_adds_to_linears_of_recurrent_layers(architecture: str, tmp_path: Path) -> None:
     """Of the tokens that have it, in a batch with others, drafts among them."""
-    targets = ("q_proj", "in_proj", "in_proj_qkv", "in_proj_b", "out_proj")
+    targets = ("q_proj", "in_proj", "in_proj_qkv", "in_proj_b", "out_proj", "x_proj", "b_proj")
+    targets = (*targets, "g_a_proj", "g_b_proj", "f_a_proj", "f_b_proj", "o_proj")
     matrices = adapters.random_tensors(tiny(architecture), targets)
     adapters.save(tmp_path / "one", matrices)
     adapters.merged(tiny(architecture), matrices).save_pretrained(tmp_path / "merged")
-    assert any("in_proj" in name for name in matrices)
+    assert any("in_proj" in name or "b_proj" in name for name in matrices)
     machine = engine(
         architecture, pages=160, speculative=[NGramDecodingConfig(max_matching_ngram_size=1)]
     )
@@ -277,9 +280,11 @@ def test_states_of_a_long_prompt_do_not_push_out_those_of_the_others() -> None:
 
 def test_a_prompt_that_goes_token_by_token_leaves_no_more_states_than_another() -> None:
     """Modules of Mamba-1 take no run of several tokens after a state."""
-    machine = engine("jamba", pages=60, page_size=8, max_num_tokens=32)
+    lm = loader.load(tiny("jamba"), dtype="float32", forward="torch")
+    machine = engine_over(lm, pages=60, page_size=8, max_num_tokens=32)
     [sequence] = machine.add(PROMPTS[4], GREEDY.replace(max_tokens=1))
     drain(machine)
+    assert sequence.output == greedy(tiny("jamba"), [PROMPTS[4]], 1)[0]
     assert len(sequence.tokens) == 91
     assert len(states_of(machine)) <= 4 + 91 // 64
     expect_empty(machine)

@@ -1,4 +1,4 @@
-"""Recurrent layers of transformers' modules in C++: the gated delta rule, Mamba-2 and short
+"""Recurrent layers of transformers' modules in C++: the gated delta rule, Mamba-2, Mamba and short
 convolutions, over all tokens of a batch in one call (``recurrent.h``).
 
 A layer is recognised by its attributes, and tried beside its module on a few tokens. The reference
@@ -33,7 +33,8 @@ from forethought.backends.cpu.structures import (
 from forethought.kv.recurrent import LayerState, PackedState, State, StateView
 from forethought.model.device import native_threads
 
-DELTA_RULE, STATE_SPACE, SHORT_CONVOLUTION = range(3)  # enum RecurrentKind
+DELTA_RULE, STATE_SPACE, SHORT_CONVOLUTION, SELECTIVE_SCAN = range(4)  # enum RecurrentKind
+ALL, BEFORE_LATE, AFTER_LATE = range(3)  # enum RecurrentStage
 MAX_KERNEL = 16
 """As in structures.h."""
 CONV, RECURRENT = ("conv", 0), ("recurrent", 0)
@@ -50,6 +51,9 @@ class _Description:
         integers: int32 tables.
         floats: float32 tables.
         state_shape: of its recurrent state, ``[1, ...]``; None: it has none.
+        sources: by the name of a linear that reads projections, where they begin.
+        late: names of linears, the last ones, that read what the convolution writes.
+        out: name of the linear that multiplies the result.
     """
 
     entering: tuple[str, ...]
@@ -58,6 +62,13 @@ class _Description:
     integers: dict[str, Tensor] = field(default_factory=dict)
     floats: dict[str, Tensor | None] = field(default_factory=dict)
     state_shape: tuple[int, ...] | None = None
+    sources: dict[str, int] = field(default_factory=dict)
+    late: tuple[str, ...] = ()
+    out: str = "out_proj"
+
+    def linears(self, part: nn.Module) -> dict[str, Any]:
+        """Of a layer, by name."""
+        return {name: part.get_submodule(name) for name in (*self.entering, self.out)}
 
 
 class NativeRecurrentLayer:
@@ -77,13 +88,17 @@ class NativeRecurrentLayer:
         self._part, self._description = part, description
         conv, fields = description.conv, description.fields
         channels, [kernel] = conv.in_channels, conv.kernel_size
-        self._width, self._mixed = fields["width"], part.out_proj.in_features
-        self._hidden = part.out_proj.out_features
+        self._width, out = fields["width"], part.get_submodule(description.out)
+        self._mixed, self._hidden = int(out.in_features), int(out.out_features)
         taps = conv.weight[:, 0].t().float().contiguous()  # [kernel, channels]
         self._tables = {
             "taps": taps,
             "bias": None if conv.bias is None else conv.bias.float().contiguous(),
             **{name: table.int().contiguous() for name, table in description.integers.items()},
+            "sources": torch.tensor(
+                [description.sources.get(name, -1) for name in description.entering],
+                dtype=torch.int32,
+            ),
             **{
                 name: None if table is None else table.float().contiguous()
                 for name, table in description.floats.items()
@@ -98,7 +113,8 @@ class NativeRecurrentLayer:
         self.state_size = sum(torch.Size(view.size).numel() for view in self.views.values())
         self._struct = RecurrentStruct(
             **{name: None if x is None else x.data_ptr() for name, x in self._tables.items()},
-            **fields,
+            **{"num_steps": 1, "beta_factor": 1.0, **fields},
+            num_late=len(description.late),
             offset=offset,
             kernel=kernel,
             channels=channels,
@@ -109,7 +125,7 @@ class NativeRecurrentLayer:
 
     def compute(self, x: Tensor, tokens: TokenTable) -> Tensor:
         """x ``[1, T, hidden]`` -> the same, with states from and to where the table says."""
-        linears = self._linears()
+        linears = list(self._linears().values())
         if are_hooked(linears) or not self._has_products(linears):
             return self.by_linears(x, tokens)
         rows = float_rows(x)
@@ -122,14 +138,32 @@ class NativeRecurrentLayer:
 
     def by_linears(self, x: Tensor, tokens: TokenTable) -> Tensor:
         """The same, with the products of the module's linears."""
-        *entering, out = self._linears()
-        projected = float_rows(torch.cat([linear(x) for linear in entering], -1))
-        mixed = torch.empty(len(projected), self._mixed)
-        self._call(tokens, projected, mixed)
-        y: Tensor = out(mixed.to(x.dtype)[None])
+        linears, late = self._linears(), self._description.late
+        projected = torch.empty(x.shape[1], self._width)
+        mixed = torch.empty(x.shape[1], self._mixed)
+        early = [name for name in self._description.entering if name not in late]
+        self._multiply(early, x, projected)
+        if late:
+            self._call(tokens, projected, mixed, stage=BEFORE_LATE)
+            self._multiply(late, x, projected)
+        self._call(tokens, projected, mixed, stage=AFTER_LATE if late else ALL)
+        y: Tensor = linears[self._description.out](mixed.to(x.dtype)[None])
         return y
 
-    def _call(self, tokens: TokenTable, projected: Tensor, mixed: Tensor, **products: int) -> None:
+    def _multiply(self, names: Sequence[str], x: Tensor, projected: Tensor) -> None:
+        """Write the outputs of some linears, in their columns."""
+        linears, at = self._linears(), 0
+        for name in self._description.entering:
+            linear = linears[name]
+            if name in names:
+                inputs, source = x, self._description.sources.get(name)
+                if source is not None:
+                    columns = projected[:, source : source + linear.in_features]
+                    inputs = columns.to(x.dtype)[None]
+                projected[:, at : at + linear.out_features] = linear(inputs)[0]
+            at += linear.out_features
+
+    def _call(self, tokens: TokenTable, projected: Tensor, mixed: Tensor, **changes: int) -> None:
         call = RecurrentCallStruct(
             projected=projected.data_ptr(),
             mixed=mixed.data_ptr(),
@@ -138,12 +172,12 @@ class NativeRecurrentLayer:
             num_tokens=projected.shape[0],
             num_rows=tokens.num_rows,
             num_threads=native_threads(),
-            **products,
+            **changes,
         )
         load_library().recurrent(ctypes.byref(self._struct), ctypes.byref(call))
 
-    def _linears(self) -> list[nn.Module]:
-        return [getattr(self._part, name) for name in (*self._description.entering, "out_proj")]
+    def _linears(self) -> dict[str, Any]:
+        return self._description.linears(self._part)
 
     def _has_products(self, linears: Sequence[nn.Module]) -> bool:
         """Whether the struct has the weights of the linears, if they are packed."""
@@ -261,7 +295,7 @@ class NativeRecurrence:
 
 def describe(part: nn.Module) -> _Description | None:
     """What a recurrent layer computes, by its attributes; None: it is not known."""
-    for describe_kind in (_delta_rule, _state_space, _short_convolution):
+    for describe_kind in (_delta_rule, _state_space, _short_convolution, _selective_scan):
         try:
             description = describe_kind(part)
         except AttributeError:
@@ -272,18 +306,21 @@ def describe(part: nn.Module) -> _Description | None:
 
 
 def _is_possible(part: nn.Module, description: _Description) -> bool:
-    conv = description.conv
-    widths = [getattr(part, name).out_features for name in description.entering]
+    conv, linears = description.conv, description.linears(part)
+    widths = [linears[name].out_features for name in description.entering]
     return (
         conv.kernel_size[0] <= MAX_KERNEL
         and conv.groups == conv.in_channels == conv.out_channels
-        and sum(widths) == description.fields["width"]
+        and sum(widths) + description.fields.get("value_dim", 0) * bool(description.late)
+        == description.fields["width"]
         and getattr(part, "activation", "silu") in ("silu", "swish")
     )
 
 
 def _delta_rule(part: Any) -> _Description:
-    """Of Qwen3-Next and Qwen3.5: projections of Qwen3-Next are grouped by key head."""
+    """Of Qwen3-Next and Qwen3.5, OLMo-Hybrid, and Kimi Linear, whose keys have a decay each."""
+    if hasattr(part, "forget_gate"):
+        return _delta_rule_of_keys(part)
     heads, groups, keys, values = (
         part.num_v_heads,
         part.num_k_heads,
@@ -292,22 +329,24 @@ def _delta_rule(part: Any) -> _Description:
     )
     ratio = heads // groups
     sizes = {"q": keys, "k": keys, "v": ratio * values, "z": ratio * values, "b": ratio, "a": ratio}
-    if hasattr(part, "in_proj_qkvz"):
+    columns: dict[str, list[int]] = {name: [] for name in sizes}
+    if hasattr(part, "in_proj_qkvz"):  # grouped by key head
         entering: tuple[str, ...] = ("in_proj_qkvz", "in_proj_ba")
-        linears = ["qkvz", "ba"]
-        columns: dict[str, list[int]] = {name: [] for name in sizes}
         at = 0
-        for linear in linears:
+        for linear in ("qkvz", "ba"):
             for _ in range(groups):
                 for name in linear:
                     columns[name] += range(at, at + sizes[name])
                     at += sizes[name]
     else:
         entering = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")
-        columns, at = {}, 0
+        if hasattr(part, "q_proj"):
+            entering = ("q_proj", "k_proj", "v_proj", "g_proj", "b_proj", "a_proj")
+        at = 0
         for name, size in sizes.items():
             columns[name] = [*range(at, at + groups * size)]
             at += groups * size
+    norm, out = (part.norm, "out_proj") if hasattr(part, "norm") else (part.o_norm, "o_proj")
     return _Description(
         entering=entering,
         conv=part.conv1d,
@@ -320,7 +359,8 @@ def _delta_rule(part: Any) -> _Description:
             "value_dim": values,
             "norm_size": values,
             "norm_first": 1,
-            "norm_eps": part.norm.variance_epsilon,
+            "norm_eps": norm.variance_epsilon,
+            "beta_factor": 2.0 if getattr(part, "allow_neg_eigval", False) else 1.0,
         },
         integers={
             "at": torch.tensor(columns["q"] + columns["k"] + columns["v"]),
@@ -331,9 +371,50 @@ def _delta_rule(part: Any) -> _Description:
         floats={
             "decays": -part.A_log.float().exp(),
             "biases": part.dt_bias,
-            "norm": part.norm.weight.repeat(heads),
+            "norm": norm.weight.repeat(heads),
         },
         state_shape=(1, heads, keys, values),
+        out=out,
+    )
+
+
+def _delta_rule_of_keys(part: Any) -> _Description:
+    """Of Kimi Linear: a decay for each key, and products of low rank before decays and gates."""
+    heads, dim, forget = part.num_heads, part.head_dim, part.forget_gate
+    inner, first = heads * dim, torch.arange(heads) * dim
+    entering = ("q_proj", "k_proj", "v_proj", "b_proj", "forget_gate.f_a_proj", "g_a_proj")
+    low_rank = 3 * inner + heads  # where the outputs of the last two begin
+    steps = low_rank + 2 * dim
+    return _Description(
+        entering=(*entering, "forget_gate.f_b_proj", "g_b_proj"),
+        conv=part.conv1d,
+        fields={
+            "kind": DELTA_RULE,
+            "width": steps + 2 * inner,
+            "num_heads": heads,
+            "num_groups": heads,
+            "num_steps": dim,
+            "key_dim": dim,
+            "value_dim": dim,
+            "norm_size": dim,
+            "norm_first": 1,
+            "norm_eps": part.o_norm.variance_epsilon,
+            "has_sigmoids": part.o_norm.activation == "sigmoid",
+        },
+        integers={
+            "at": torch.arange(3 * inner),
+            "gates": steps + inner + first,
+            "steps": steps + first,
+            "betas": 3 * inner + torch.arange(heads),
+        },
+        floats={
+            "decays": -forget.A_log.flatten().float().exp(),
+            "biases": forget.dt_bias,
+            "norm": part.o_norm.weight.repeat(heads),
+        },
+        state_shape=(1, heads, dim, dim),
+        sources={"forget_gate.f_b_proj": low_rank, "g_b_proj": low_rank + dim},
+        out="o_proj",
     )
 
 
@@ -391,4 +472,43 @@ def _short_convolution(part: Any) -> _Description:
         conv=part.conv,
         fields={"kind": SHORT_CONVOLUTION, "width": 3 * channels},
         integers={"at": 2 * channels + torch.arange(channels)},
+    )
+
+
+def _selective_scan(part: Any) -> _Description:
+    """Of Mamba as in Jamba: step widths, keys and queries are normed."""
+    inner, size, rank = part.intermediate_size, part.ssm_state_size, part.time_step_rank
+    norms = part.dt_layernorm, part.b_layernorm, part.c_layernorm
+    [eps] = {norm.variance_epsilon for norm in norms}
+    steps = 2 * inner + rank + 2 * size
+    return _Description(
+        entering=("in_proj", "x_proj"),
+        conv=part.conv1d,
+        fields={
+            "kind": SELECTIVE_SCAN,
+            "width": steps + inner,
+            "num_heads": 1,
+            "num_groups": 1,
+            "num_steps": inner,
+            "key_dim": size,
+            "value_dim": inner,
+            "norm_size": inner,
+            "norm_eps": eps,
+            "step_inputs": rank,
+        },
+        integers={
+            "at": torch.arange(inner),
+            "gates": torch.tensor([inner]),
+            "steps": torch.tensor([steps]),
+        },
+        floats={
+            "decays": -part.A_log.float().exp(),
+            "biases": part.dt_proj.bias,
+            "skips": part.D,
+            "step_product": part.dt_proj.weight.t(),
+            "late_norm": torch.cat([norm.weight for norm in norms]),
+        },
+        state_shape=(1, inner, size),
+        sources={"x_proj": 0},
+        late=("x_proj",),
     )
