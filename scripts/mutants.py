@@ -909,6 +909,18 @@ MUTANTS = [
         "tests/model/test_recurrent_layers.py tests/engine/test_engine_machine.py",
     ),
     Mutant(
+        "backends/cpu/recurrent.py",
+        "self._call(tokens, projected, mixed, stage=BEFORE_LATE)",
+        "pass",
+        "tests/backends/test_native_recurrent.py -k all_families",
+    ),
+    Mutant(
+        "backends/cpu/cpp/kernels/recurrences.h",
+        "softplus(row[step_at + p] + w.biases[first + p])",
+        "softplus(row[step_at + p] + w.biases[p])",
+        "tests/backends/test_native_recurrent.py -k any_size",
+    ),
+    Mutant(
         "speculative/paged_draft.py",
         "first = read if bool(self._visible.tril().equal(self._all())) else 0",
         "first = read",

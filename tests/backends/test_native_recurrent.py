@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from torch import Tensor
+from transformers import PreTrainedModel
 
 from engines import GREEDY, drain, engine_over, expect_empty
 from forethought.backends.cpu import library
@@ -29,7 +29,7 @@ from forethought.model.batch import Row
 from forethought.model.causal_lm import CausalLM, TransformersNetwork
 from forethought.model.recurrent_layers import RecurrentLayers, find_recurrent_layers
 from forethought.model.runner import ModelRunner
-from models import RECURRENT, VOCAB, greedy, prompts, tiny
+from models import RECURRENT, VOCAB, greedy, new_module, prompts, tiny
 
 WIDE: dict[str, dict[str, Any]] = {
     "qwen3_5": {"linear_key_head_dim": 20, "linear_value_head_dim": 72},
@@ -56,18 +56,6 @@ def recurrent_of(lm: CausalLM) -> RecurrentLayers:
     assert isinstance(lm.network, TransformersNetwork)
     assert lm.network.recurrent is not None
     return lm.network.recurrent
-
-
-def new_module(architecture: str, **changes: Any) -> PreTrainedModel:
-    """Of random weights."""
-    config = AutoConfig.from_pretrained(tiny(architecture), **changes)
-    with torch.random.fork_rng():
-        torch.manual_seed(2)
-        module: PreTrainedModel = AutoModelForCausalLM.from_config(config)
-        for name, parameter in module.named_parameters():
-            if "conv" in name or "dt_bias" in name:
-                nn.init.normal_(parameter)
-    return module.eval().requires_grad_(False)
 
 
 @pytest.mark.parametrize("architecture", RECURRENT)

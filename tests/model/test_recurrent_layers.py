@@ -434,10 +434,11 @@ def test_nodes_of_a_tree_go_on_from_the_states_of_their_parents() -> None:
             assert int(logits.topk(2).indices[rank]) == token
 
 
-def test_sequences_with_recurrent_layers_do_not_attend_to_each_other() -> None:
-    machine = engine("qwen3_5", pages=40)
+@pytest.mark.parametrize("architecture", FEW)
+def test_sequences_with_recurrent_layers_do_not_attend_to_each_other(architecture: str) -> None:
+    machine = engine(architecture, pages=40)
     one, other = (machine.open([5, 6, number]) for number in (1, 2))
-    with pytest.raises(ModelError, match="cannot attend to each other"):
+    with pytest.raises(ModelError, match=r"cannot attend to each other.*recurrent layers"):
         machine.attend_to(one, {other: 2})
     machine.close(one)
     machine.close(other)

@@ -41,7 +41,7 @@ CONV, RECURRENT = ("conv", 0), ("recurrent", 0)
 
 
 @dataclass(slots=True)
-class _Description:
+class Description:
     """What ``RecurrentStruct`` says of a layer.
 
     Attributes:
@@ -70,6 +70,31 @@ class _Description:
         """Of a layer, by name."""
         return {name: part.get_submodule(name) for name in (*self.entering, self.out)}
 
+    def multiply(self, part: nn.Module, names: Sequence[str], x: Tensor, projected: Tensor) -> None:
+        """Write the outputs of some linears of a layer, of x ``[1, T, hidden]``, in their columns
+        of ``projected`` ``[T, width]``.
+        """
+        linears, at = self.linears(part), 0
+        for name in self.entering:
+            linear = linears[name]
+            if name in names:
+                inputs, source = x, self.sources.get(name)
+                if source is not None:
+                    columns = projected[:, source : source + linear.in_features]
+                    inputs = columns.to(x.dtype)[None]
+                projected[:, at : at + linear.out_features] = linear(inputs)[0]
+            at += linear.out_features
+
+    def views(self, offset: int) -> dict[tuple[str, int], StateView]:
+        """The parts of a layer's state, in the shapes of its module, from ``offset`` on."""
+        channels, [kernel] = self.conv.in_channels, self.conv.kernel_size
+        size = kernel * channels
+        views = {CONV: StateView((1, channels, kernel), (size, 1, channels), offset)}
+        if self.state_shape is not None:
+            strides = torch.empty(self.state_shape, device="meta").stride()
+            views[RECURRENT] = StateView(self.state_shape, strides, offset + size)
+        return views
+
 
 class NativeRecurrentLayer:
     """A recurrent layer, whose module keeps its linears.
@@ -84,7 +109,7 @@ class NativeRecurrentLayer:
         state_size: floats of them.
     """
 
-    def __init__(self, part: nn.Module, description: _Description, offset: int) -> None:
+    def __init__(self, part: nn.Module, description: Description, offset: int) -> None:
         self._part, self._description = part, description
         conv, fields = description.conv, description.fields
         channels, [kernel] = conv.in_channels, conv.kernel_size
@@ -104,12 +129,7 @@ class NativeRecurrentLayer:
                 for name, table in description.floats.items()
             },
         }
-        size = kernel * channels
-        self.views = {CONV: StateView((1, channels, kernel), (size, 1, channels), offset)}
-        if description.state_shape is not None:
-            shape = description.state_shape
-            strides = torch.empty(shape, device="meta").stride()
-            self.views[RECURRENT] = StateView(shape, strides, offset + size)
+        self.views = description.views(offset)
         self.state_size = sum(torch.Size(view.size).numel() for view in self.views.values())
         self._struct = RecurrentStruct(
             **{name: None if x is None else x.data_ptr() for name, x in self._tables.items()},
@@ -142,26 +162,13 @@ class NativeRecurrentLayer:
         projected = torch.empty(x.shape[1], self._width)
         mixed = torch.empty(x.shape[1], self._mixed)
         early = [name for name in self._description.entering if name not in late]
-        self._multiply(early, x, projected)
+        self._description.multiply(self._part, early, x, projected)
         if late:
             self._call(tokens, projected, mixed, stage=BEFORE_LATE)
-            self._multiply(late, x, projected)
+            self._description.multiply(self._part, late, x, projected)
         self._call(tokens, projected, mixed, stage=AFTER_LATE if late else ALL)
         y: Tensor = linears[self._description.out](mixed.to(x.dtype)[None])
         return y
-
-    def _multiply(self, names: Sequence[str], x: Tensor, projected: Tensor) -> None:
-        """Write the outputs of some linears, in their columns."""
-        linears, at = self._linears(), 0
-        for name in self._description.entering:
-            linear = linears[name]
-            if name in names:
-                inputs, source = x, self._description.sources.get(name)
-                if source is not None:
-                    columns = projected[:, source : source + linear.in_features]
-                    inputs = columns.to(x.dtype)[None]
-                projected[:, at : at + linear.out_features] = linear(inputs)[0]
-            at += linear.out_features
 
     def _call(self, tokens: TokenTable, projected: Tensor, mixed: Tensor, **changes: int) -> None:
         call = RecurrentCallStruct(
@@ -230,7 +237,7 @@ class NativeRecurrence:
         layers: in order, their states one after the other.
     """
 
-    def __init__(self, layers: Sequence[NativeRecurrentLayer]) -> None:
+    def __init__(self, layers: Sequence[Any]) -> None:
         self._layers = layers
         self._views = [layer.views for layer in layers]
         self._state_size = sum(layer.state_size for layer in layers)
@@ -293,7 +300,7 @@ class NativeRecurrence:
         )
 
 
-def describe(part: nn.Module) -> _Description | None:
+def describe(part: nn.Module) -> Description | None:
     """What a recurrent layer computes, by its attributes; None: it is not known."""
     for describe_kind in (_delta_rule, _state_space, _short_convolution, _selective_scan):
         try:
@@ -305,7 +312,7 @@ def describe(part: nn.Module) -> _Description | None:
     return None
 
 
-def _is_possible(part: nn.Module, description: _Description) -> bool:
+def _is_possible(part: nn.Module, description: Description) -> bool:
     conv, linears = description.conv, description.linears(part)
     widths = [linears[name].out_features for name in description.entering]
     return (
@@ -317,7 +324,7 @@ def _is_possible(part: nn.Module, description: _Description) -> bool:
     )
 
 
-def _delta_rule(part: Any) -> _Description:
+def _delta_rule(part: Any) -> Description:
     """Of Qwen3-Next and Qwen3.5, OLMo-Hybrid, and Kimi Linear, whose keys have a decay each."""
     if hasattr(part, "forget_gate"):
         return _delta_rule_of_keys(part)
@@ -347,7 +354,7 @@ def _delta_rule(part: Any) -> _Description:
             columns[name] = [*range(at, at + groups * size)]
             at += groups * size
     norm, out = (part.norm, "out_proj") if hasattr(part, "norm") else (part.o_norm, "o_proj")
-    return _Description(
+    return Description(
         entering=entering,
         conv=part.conv1d,
         fields={
@@ -378,14 +385,14 @@ def _delta_rule(part: Any) -> _Description:
     )
 
 
-def _delta_rule_of_keys(part: Any) -> _Description:
+def _delta_rule_of_keys(part: Any) -> Description:
     """Of Kimi Linear: a decay for each key, and products of low rank before decays and gates."""
     heads, dim, forget = part.num_heads, part.head_dim, part.forget_gate
     inner, first = heads * dim, torch.arange(heads) * dim
     entering = ("q_proj", "k_proj", "v_proj", "b_proj", "forget_gate.f_a_proj", "g_a_proj")
     low_rank = 3 * inner + heads  # where the outputs of the last two begin
     steps = low_rank + 2 * dim
-    return _Description(
+    return Description(
         entering=(*entering, "forget_gate.f_b_proj", "g_b_proj"),
         conv=part.conv1d,
         fields={
@@ -418,7 +425,7 @@ def _delta_rule_of_keys(part: Any) -> _Description:
     )
 
 
-def _state_space(part: Any) -> _Description:
+def _state_space(part: Any) -> Description:
     """Of Mamba-2 as in Bamba, Nemotron-H, Granite 4, Falcon-H1 and Zamba2."""
     heads, dim, groups, size = part.num_heads, part.head_dim, part.n_groups, part.ssm_state_size
     inner, channels = heads * dim, part.conv1d.in_channels
@@ -432,7 +439,7 @@ def _state_space(part: Any) -> _Description:
         scale = scale.flatten().float() * part.ssm_in_multiplier
     at = inner + torch.arange(channels)
     min_step, max_step = part.time_step_limit
-    return _Description(
+    return Description(
         entering=("in_proj",),
         conv=part.conv1d,
         fields={
@@ -464,10 +471,10 @@ def _state_space(part: Any) -> _Description:
     )
 
 
-def _short_convolution(part: Any) -> _Description:
+def _short_convolution(part: Any) -> Description:
     """Of LFM2."""
     channels = part.conv.in_channels
-    return _Description(
+    return Description(
         entering=("in_proj",),
         conv=part.conv,
         fields={"kind": SHORT_CONVOLUTION, "width": 3 * channels},
@@ -475,13 +482,13 @@ def _short_convolution(part: Any) -> _Description:
     )
 
 
-def _selective_scan(part: Any) -> _Description:
+def _selective_scan(part: Any) -> Description:
     """Of Mamba as in Jamba: step widths, keys and queries are normed."""
     inner, size, rank = part.intermediate_size, part.ssm_state_size, part.time_step_rank
     norms = part.dt_layernorm, part.b_layernorm, part.c_layernorm
     [eps] = {norm.variance_epsilon for norm in norms}
     steps = 2 * inner + rank + 2 * size
-    return _Description(
+    return Description(
         entering=("in_proj", "x_proj"),
         conv=part.conv1d,
         fields={
