@@ -222,7 +222,7 @@ def tiny(
 
 
 def new_module(architecture: str, **changes: Any) -> PreTrainedModel:
-    """A tiny module in memory, with random weights also of convolutions and step widths."""
+    """A tiny module in memory, with random weights, nothing left at zero or one."""
     config = AutoConfig.from_pretrained(tiny(architecture), **changes)
     with torch.random.fork_rng():
         torch.manual_seed(2)
@@ -230,6 +230,8 @@ def new_module(architecture: str, **changes: Any) -> PreTrainedModel:
         for name, parameter in module.named_parameters():
             if "conv" in name or "dt_bias" in name:
                 nn.init.normal_(parameter)
+            elif parameter.dim() == 1:
+                parameter.data += 0.2 * torch.randn_like(parameter)
     return module.eval().requires_grad_(False)
 
 
