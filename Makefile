@@ -7,6 +7,7 @@
 #   make soak      a server under mixed load for ten minutes (SOAK_SECONDS=...), and what is left of it
 #   make test-page the server's page in Chromium, its types and its accessibility
 #   make sanitize  the native forward's tests with AddressSanitizer and UBSan, in three minutes
+#   make recording the moving picture of the page in the README, again from a run of the embedded reasoner
 #   make docs      the documentation as a site in build/site; fails at a broken link
 #   make lint      only the first half of that
 #   make format    let ruff and clang-format fix what they can
@@ -45,7 +46,7 @@ endif
 MODELS = PYTHONPATH=models$(if $(PYTHONPATH),:$(PYTHONPATH)) $(PY)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo docs test test-all test-page test-clients sanitize soak lint format bench gpu reasoner drafter heads countdown instruct prm clean
+.PHONY: help demo docs test test-all test-page recording test-clients sanitize soak lint format bench gpu reasoner drafter heads countdown instruct prm clean
 
 help:
 	@sed -n 's/^#   make /  make /p' Makefile
@@ -94,6 +95,10 @@ test-page: $(setup)
 		timeout -k 5 120 npm install --silent --no-fund --no-audit --prefix $(PAGE_TOOLS) typescript@5 axe-core@4 \
 		|| echo "npm cannot fetch typescript and axe-core here"; fi
 	@$(PY) -m pytest -m "$(PAGE)" tests/page
+
+recording: $(setup)
+	@$(PY) tests/page/browser.py
+	@$(PY) scripts/page_recording.py
 
 $(CLIENTS)/.installed: tests/clients/requirements.txt tests/clients/constraints.txt
 	python3 -m venv $(CLIENTS)

@@ -909,10 +909,34 @@ MUTANTS = [
         "tests/model/test_recurrent_layers.py tests/engine/test_engine_machine.py",
     ),
     Mutant(
-        "speculative/draft_model.py",
-        "positions.append(length - 1)",
-        "positions.append(length)",
+        "backends/cpu/recurrent.py",
+        "self._call(tokens, projected, mixed, stage=BEFORE_LATE)",
+        "pass",
+        "tests/backends/test_native_recurrent.py -k all_families",
+    ),
+    Mutant(
+        "backends/cpu/cpp/kernels/recurrences.h",
+        "softplus(row[step_at + p] + w.biases[first + p])",
+        "softplus(row[step_at + p] + w.biases[p])",
+        "tests/backends/test_native_recurrent.py -k any_size",
+    ),
+    Mutant(
+        "speculative/paged_draft.py",
+        "first = read if bool(self._visible.tril().equal(self._all())) else 0",
+        "first = read",
+        "tests/model/test_recurrent_layers.py -k nodes_of_a_tree",
+    ),
+    Mutant(
+        "speculative/tree.py",
+        "if root.workspace.is_stored or not self.stores_drafted:",
+        "if not self.stores_drafted:",
         "tests/model/test_recurrent_layers.py -k draft_model",
+    ),
+    Mutant(
+        "speculative/drafters/pearl.py",
+        "self._storage.resume(table, min(table.length, length - 1))",
+        "min(table.length, length - 1)",
+        "tests/model/test_recurrent_layers.py -k pearl",
     ),
     Mutant(
         "speculative/step_runner.py",

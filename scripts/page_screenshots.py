@@ -1,4 +1,4 @@
-"""Pictures of the server's page for the documentation, and a short recording of one run.
+"""Pictures of the server's page for the documentation.
 
     forethought serve --speculative ngram --port 8000
     python scripts/page_screenshots.py http://127.0.0.1:8000/
@@ -13,10 +13,8 @@ from __future__ import annotations
 
 import argparse
 import io
-import itertools
 import json
 import sys
-import time
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
@@ -124,12 +122,11 @@ def main() -> None:
 
 def pictures(browser: Browser, out: Path) -> None:
     """A vote as it comes, a search, the first paint, a chain beside plain decoding, a phone."""
-    browser.set("#temperature", "0.8")
-    browser.set("#seed", "5")
+    browser.set("#sampling [name=temperature]", "0.8")
+    browser.set("#sampling [name=seed]", "5")
     browser.set("#method", "majority_vote")
     browser.set("#question", QUESTION)
     browser.click("#ask")
-    record(browser, out / "run.webp")
     status(browser, "Answered")
     settle(browser)
     save(browser, out / "vote.png")
@@ -145,7 +142,7 @@ def pictures(browser: Browser, out: Path) -> None:
     browser.click("#new")
     settle(browser)
     save(browser, out / "first.png")
-    browser.set("#temperature", "0")
+    browser.set("#sampling [name=temperature]", "0")
     browser.set("#method", "dynasor")
     browser.set("#parameters [name=chunk_size]", "16")
     browser.run("document.querySelector('#plain-too').checked = true")
@@ -167,27 +164,6 @@ def settle(browser: Browser) -> None:
     """Wait for two frames."""
     browser.run_async(
         "for (let i = 0; i < 3; i++) await new Promise(requestAnimationFrame); return true;"
-    )
-
-
-def record(browser: Browser, path: Path) -> None:
-    """Screenshots until the run is over, as one moving picture."""
-    frames: list[Image.Image] = []
-    times: list[float] = []
-    while len(frames) < 80:
-        frames.append(shot(browser).resize((960, 645), Image.Resampling.LANCZOS))
-        times.append(time.monotonic())
-        if browser.text("#status").startswith("Answered"):
-            break
-    lengths = [int(1000 * (b - a)) for a, b in itertools.pairwise(times)]
-    frames[0].save(
-        path,
-        save_all=True,
-        append_images=frames[1:],
-        duration=[*lengths, 3000][: len(frames)],
-        loop=0,
-        quality=60,
-        method=4,
     )
 
 

@@ -13,8 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 from transformers import (
     CONFIG_MAPPING,
+    AutoConfig,
     AutoModelForCausalLM,
     PreTrainedModel,
     Qwen3_5Config,
@@ -217,6 +219,20 @@ def tiny(
     path = Path(_directory().name) / f"{architecture}-{seed}-{kv_heads}-{vocab_size}"
     save_random(CONFIG_MAPPING[model_type](**settings), path, seed)
     return path
+
+
+def new_module(architecture: str, **changes: Any) -> PreTrainedModel:
+    """A tiny module in memory, with random weights, nothing left at zero or one."""
+    config = AutoConfig.from_pretrained(tiny(architecture), **changes)
+    with torch.random.fork_rng():
+        torch.manual_seed(2)
+        module: PreTrainedModel = AutoModelForCausalLM.from_config(config)
+        for name, parameter in module.named_parameters():
+            if "conv" in name or "dt_bias" in name:
+                nn.init.normal_(parameter)
+            elif parameter.dim() == 1:
+                parameter.data += 0.2 * torch.randn_like(parameter)
+    return module.eval().requires_grad_(False)
 
 
 def save_random(config: Any, path: Path, seed: int = 0, dtype: torch.dtype = torch.float32) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
@@ -34,6 +35,8 @@ from forethought.outputs import EngineLoad, EngineStats, FinishReason, Usage
 
 VOCABULARY = 1000
 END = 0
+ENDED = -1
+"""In the place of the tokens that are left: the generation has been ended."""
 PROCESSES = itertools.count()
 
 
@@ -62,6 +65,10 @@ class Running:
     tokens: list[int]
     prompt_length: int
     num_told: int = 0
+    num_uncomputed: int = 0
+    """Of its tokens, before its first new one."""
+    hold: float = math.inf
+    """Tokens of output at which it stops."""
 
 
 @dataclass
@@ -75,6 +82,7 @@ class ScriptedReplica:
         is_full: it has no room for what is copied to it.
         is_quick: what it copies arrives before it tells of the end of the generation.
         num_computed: tokens of prompts and outputs that it was given or has computed.
+        chunk: tokens of a prompt that it computes when it is asked; None: all.
     """
 
     name: str
@@ -98,6 +106,9 @@ class ScriptedReplica:
     news: list[Progress] = field(default_factory=list)
     num_computed: int = 0
     num_messages: int = 0
+    chunk: int | None = None
+    waiting: list[Copy] = field(default_factory=list)
+    """For chunks of prompts."""
 
     def connect(self) -> None:
         capabilities = Capabilities(VOCABULARY, 4096, self.capacity)
@@ -126,9 +137,12 @@ class ScriptedReplica:
                 tokens = self.sessions[handle] = [*before, *rest]
                 num_begun = command.begun.num_tokens
                 running = Running(command, tokens, len(tokens) - num_begun, len(tokens))
+                running.num_uncomputed = len(rest) if self.chunk else 0
                 self.running[number] = running
             case Stop(number):
                 self.running.pop(number, None)
+            case Copy() if command.prompt_length:
+                self.waiting.append(command)
             case Copy(handle, target, _, stop, generation):
                 if generation is not None and generation in self.running:
                     self.news.append(self._stop(self.running.pop(generation)))
@@ -142,7 +156,10 @@ class ScriptedReplica:
                 for number, running in [*self.running.items()]:
                     if running.command.handle == handle:
                         del self.running[number]
-            case Reach() | Prepare():
+            case Reach(number, _, hold):
+                if number in self.running:
+                    self.running[number].hold = hold
+            case Prepare():
                 pass
 
     def _stop(self, running: Running) -> Progress:
@@ -157,13 +174,37 @@ class ScriptedReplica:
         if self.is_dead:
             self._lose_copies()
 
+    def _copy_chunks(self) -> None:
+        """Copy what is computed by now of prompts that are copied as they are."""
+        for copy in [*self.waiting]:
+            running = self.running.get(-1 if copy.generation is None else copy.generation)
+            tokens = self.sessions.get(copy.handle, [])
+            has_begun = running is None or len(tokens) > copy.prompt_length
+            num_stored = len(tokens) - (0 if running is None else running.num_uncomputed)
+            if has_begun:
+                if running is not None:
+                    del self.running[running.command.generation]
+                    self.news.append(Progress(copy.generation, finish_reason=FinishReason.ABORT))
+                self.copies[copy.target] = tokens, ENDED
+            elif num_stored > copy.start:
+                self.copies[copy.target] = tokens[:num_stored], 0
+            else:
+                continue
+            self.waiting.remove(copy)
+            if copy.handle not in self.sessions:  # it was closed
+                del self.copies[copy.target]
+                error = EngineStopped("there is no such session")
+                self.fetching.pop(copy.target).reply(Copied(copy.target, error=error))
+
     def receive(self, handle: int, tokens: list[int], num_left: int) -> None:
         if self.is_dead or self.is_full:
             self.reply(Copied(handle, error=EngineStopped("there is no room, or nobody")))
             return
         before = self.sessions.setdefault(handle, [])
         assert tokens[: len(before)] == before, "parts follow each other"
-        self.reply(Copied(handle, len(tokens), num_left, 4 * (len(tokens) - len(before))))
+        num_bytes = 4 * (len(tokens) - len(before))
+        has_ended, num_left = num_left == ENDED, max(0, num_left)
+        self.reply(Copied(handle, len(tokens), num_left, num_bytes, has_ended=has_ended))
         before[:] = tokens
 
     def _send_copies(self) -> None:
@@ -207,6 +248,9 @@ class ScriptedReplica:
         running, waiting, num_held = [*self.running.values()], list[Running](), 0
         for one in running:
             num_held += len(one.tokens)
+            is_held = len(one.tokens) - one.prompt_length >= one.hold
+            if self._computes_prompt(one) or is_held:
+                continue
             if num_held <= self.capacity:
                 news.append(self._advance(one, num_tokens))
             else:
@@ -214,8 +258,14 @@ class ScriptedReplica:
                 waiting.append(one)
         load = EngineLoad(len(running) - len(waiting), len(waiting), num_held / self.capacity)
         stats = EngineStats(decoded=self.num_computed)
+        self._copy_chunks()
         self.reply(Updates(news, load, stats, 0.0, self.is_draining))
         self._send_copies()
+
+    def _computes_prompt(self, running: Running) -> bool:
+        """Compute a chunk of a prompt; whether some of it is left."""
+        running.num_uncomputed = max(0, running.num_uncomputed - (self.chunk or 0))
+        return running.num_uncomputed > 0
 
     def _advance(self, running: Running, num_tokens: int) -> Progress:
         command, tokens, new = running.command, running.tokens, list[int]()
@@ -247,11 +297,14 @@ class Scripted:
         hang_seconds: float = 60.0,
         key: Callable[[], str | None] = lambda: None,
         rebalancing: Rebalancing | None = None,
+        num_prefill: int = 0,
+        chunk: int | None = None,
     ) -> None:
+        self.chunk = chunk
         self.opened: list[ScriptedReplica] = []
         self.size, self.capacity = size, capacity
         self.failure: Exception | None = None
-        self.fleet = Fleet(self._open, "replica", num_replicas, hang_seconds)
+        self.fleet = Fleet(self._open, "replica", num_replicas, hang_seconds, num_prefill)
         self.fleet.wait(num_replicas)
         self.engine = ClusterEngine(self.fleet, 0, key, rebalancing)
         self.outputs: dict[EngineSequence, list[int]] = {}
@@ -260,7 +313,7 @@ class Scripted:
     def _open(self, name: str, reply: Reply) -> ScriptedReplica:
         if self.failure is not None:
             raise self.failure
-        replica = ScriptedReplica(name, reply, self.size, self.capacity)
+        replica = ScriptedReplica(name, reply, self.size, self.capacity, chunk=self.chunk)
         self.opened.append(replica)
         return replica
 

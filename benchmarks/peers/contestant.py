@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import subprocess
@@ -110,7 +111,8 @@ def prepared(entry: Entry, sources: list[Path], folder: Path, settings: Settings
     try:
         paths = []
         for source in sources:
-            target = folder / entry.engine / source.name
+            path = hashlib.blake2b(str(source.absolute()).encode(), digest_size=4).hexdigest()
+            target = folder / entry.engine / f"{source.name}-{path}"  # many are called alike
             target.mkdir(parents=True, exist_ok=True)
             paths.append(contestant.prepare(source, target, settings))
         return paths

@@ -299,6 +299,10 @@ class EngineStats:
     """Generations that have gone on in another replica, as theirs was lost."""
     migrated: int = 0
     """Sequences that were moved to another replica, with their KV."""
+    migrated_tokens: int = 0
+    """Stored tokens of them."""
+    prefilled_apart: int = 0
+    """Those of them whose prompts a prefill replica has computed."""
     forward_seconds: float = 0.0
     """Time of the target's network: wall time, or on CUDA the GPU's."""
     draft_seconds: float = 0.0

@@ -30,7 +30,7 @@ from forethought.model.causal_lm import CausalLM, TransformersNetwork
 from forethought.model.runner import ModelRunner
 from models import RECURRENT, prompts, save_random, tiny
 
-IN_TORCH = {"olmo_hybrid", "kimi_linear", "jamba"}
+IN_TORCH: set[str] = set()
 """Families of which torch computes all layers."""
 NATIVE = [architecture for architecture in RECURRENT if architecture not in IN_TORCH]
 INVARIANT = ["qwen3_5", "qwen3_5_moe", "qwen3_next", "bamba", "falcon_h1", "granite_hybrid", "lfm2"]

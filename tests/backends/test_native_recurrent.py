@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from torch import Tensor
+from transformers import PreTrainedModel
 
 from engines import GREEDY, drain, engine_over, expect_empty
 from forethought.backends.cpu import library
@@ -29,15 +29,15 @@ from forethought.model.batch import Row
 from forethought.model.causal_lm import CausalLM, TransformersNetwork
 from forethought.model.recurrent_layers import RecurrentLayers, find_recurrent_layers
 from forethought.model.runner import ModelRunner
-from models import RECURRENT, VOCAB, greedy, prompts, tiny
+from models import RECURRENT, VOCAB, greedy, new_module, prompts, tiny
 
-IN_TORCH = {"olmo_hybrid", "kimi_linear", "jamba"}
-"""Families whose recurrent layers only torch computes."""
-NATIVE = [architecture for architecture in RECURRENT if architecture not in IN_TORCH]
 WIDE: dict[str, dict[str, Any]] = {
     "qwen3_5": {"linear_key_head_dim": 20, "linear_value_head_dim": 72},
     "qwen3_next": {"linear_key_head_dim": 16, "linear_value_head_dim": 32},
+    "olmo_hybrid": {"linear_key_head_dim": 20, "linear_value_head_dim": 24},
+    "kimi_linear": {"linear_head_dim": 36, "linear_num_heads": 3},
     "bamba": {"mamba_d_state": 40},
+    "jamba": {"mamba_d_state": 20, "mamba_dt_rank": 5, "mamba_expand": 3},
     "lfm2": {"conv_L_cache": 5, "conv_bias": True},
 }
 """Sizes of layers that are no multiples of a vector, or several vectors."""
@@ -58,23 +58,11 @@ def recurrent_of(lm: CausalLM) -> RecurrentLayers:
     return lm.network.recurrent
 
 
-def new_module(architecture: str, **changes: Any) -> PreTrainedModel:
-    """Of random weights."""
-    config = AutoConfig.from_pretrained(tiny(architecture), **changes)
-    with torch.random.fork_rng():
-        torch.manual_seed(2)
-        module: PreTrainedModel = AutoModelForCausalLM.from_config(config)
-        for name, parameter in module.named_parameters():
-            if "conv" in name or "dt_bias" in name:
-                nn.init.normal_(parameter)
-    return module.eval().requires_grad_(False)
-
-
 @pytest.mark.parametrize("architecture", RECURRENT)
-def test_layers_of_most_families_run_in_cpp(architecture: str) -> None:
+def test_layers_of_all_families_run_in_cpp(architecture: str) -> None:
     lm = loaded(architecture, "auto")
-    assert recurrent_of(lm).is_native == (architecture in NATIVE)
-    assert ("recurrent layers run in C++" in (lm.path.reason or "")) == (architecture in NATIVE)
+    assert recurrent_of(lm).is_native
+    assert "recurrent layers run in C++" in (lm.path.reason or "")
     assert not recurrent_of(loaded(architecture, "torch")).is_native
 
 
@@ -98,7 +86,7 @@ def step_logits(lm: CausalLM) -> Tensor:
     return torch.cat(logits)
 
 
-@pytest.mark.parametrize("architecture", NATIVE)
+@pytest.mark.parametrize("architecture", RECURRENT)
 def test_logits_of_batches_and_trees_are_those_of_the_modules(architecture: str) -> None:
     """Up to the rounding of the chunks in which torch computes the delta rule, which is several
     times that of a recurrence token by token.
@@ -176,7 +164,7 @@ def check_batches(layers: NativeRecurrence, hidden: int) -> None:
 
 
 @pytest.mark.parametrize("num_threads", [1, 3])
-@pytest.mark.parametrize("architecture", NATIVE)
+@pytest.mark.parametrize("architecture", RECURRENT)
 def test_a_token_of_a_layer_is_the_same_to_the_last_bit_in_every_batch(
     architecture: str, num_threads: int
 ) -> None:

@@ -46,6 +46,19 @@ def test_a_table_and_one_json_line_last(capsys, files):
     assert json.loads(capsys.readouterr().out) == report
 
 
+def test_numbers_of_prefill_replicas_are_compared_by_goodput(capsys, files):
+    options = ["--replicas", "1", "3", "--policies", "placement", "--goodput", "ttft:100"]
+    assert main([*files, *options, "--prefill-replicas", "auto"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    rows = json.loads(lines[-1])["rows"]
+    splits = [(row["replicas"], row["prefill_replicas"]) for row in rows]
+    assert splits == [(1, 0), (3, 0), (3, 1), (3, 2)]
+    (verdict,) = [line for line in lines if "goodput by their number" in line]
+    assert verdict.startswith("3 replicas, placement: ")
+    assert main([*files, *options, "--prefill-replicas", "0", "--json"]) == 0
+    assert main([*files[:4], *files[4:], "--replicas", "3", "--prefill-replicas", "1", "2"]) == 0
+
+
 def test_without_step_times_the_model_is_measured_and_they_are_saved(capsys, files, tmp_path):
     saved, config = tmp_path / "saved.json", tmp_path / "config.yaml"
     config.write_text("max_batch_size: 2\nmax_num_tokens: 64\n")
@@ -64,6 +77,10 @@ def test_without_step_times_the_model_is_measured_and_they_are_saved(capsys, fil
     [
         (["--replicas", "0"], "invalid replicas"),
         (["--replicas", "1", "100000"], "invalid replicas"),
+        (["--prefill-replicas", "8"], "invalid prefill_replicas"),
+        (["--prefill-replicas", "-1"], "invalid prefill_replicas"),
+        (["--prefill-replicas", "some"], "invalid --prefill-replicas"),
+        (["--prefill-replicas", "auto"], "needs --goodput"),
         (["--policies", "telepathy"], "unknown policy 'telepathy'"),
         (["--trace", "/nowhere.jsonl"], "/nowhere.jsonl"),
         (["--speed", "0"], "invalid speed"),

@@ -6,7 +6,7 @@ import pytest
 
 from forethought.cli.main import main
 from forethought.cluster import actors
-from forethought.cluster.replica import Status
+from forethought.cluster.replica import Status, Traffic
 from forethought.outputs import EngineLoad
 
 
@@ -15,8 +15,9 @@ def drained(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Names of replicas that were drained."""
     names: list[str] = []
     replicas = {
-        "a-0": Status(False, EngineLoad(3, 1, 0.25)),
-        "a-1": Status(True, EngineLoad(0, 0, 0.0)),
+        "a-0": Status(False, EngineLoad(3, 1, 0.25), Traffic()),
+        "a-1": Status(True, EngineLoad(0, 0, 0.0), Traffic(3, 0, 17, 2)),
+        "a-prefill-0": Status(False, EngineLoad(0, 0, 0.0), Traffic(9, 1, 40, 5)),
         "a-2": None,
     }
     monkeypatch.setattr(actors, "start_ray", lambda address, count: names.append(address))
@@ -30,8 +31,12 @@ def test_replicas_are_listed_with_their_loads(
 ) -> None:
     assert main(["cluster", "list"]) == 0
     assert capsys.readouterr().out.splitlines() == [
-        "a-0  up  3 running, 1 waiting, 25% of its KV cache",
-        "a-1  draining  0 running, 0 waiting, 0% of its KV cache",
+        "a-0  up  3 running, 1 waiting, 25% of its KV cache; sent 0 sequences, 0 pages; "
+        "received 0, 0",
+        "a-1  draining  0 running, 0 waiting, 0% of its KV cache; sent 3 sequences, 17 pages; "
+        "received 0, 2",
+        "a-prefill-0  up (prefill)  0 running, 0 waiting, 0% of its KV cache; "
+        "sent 9 sequences, 40 pages; received 1, 5",
         "a-2  does not answer",
     ]
     assert drained == ["auto"]

@@ -17,6 +17,8 @@ from openai import OpenAI
 from forethought.cluster import actors, drain, links_of, open_llm
 from forethought.cluster.actors import NAMESPACE, drain_replica, statuses
 from forethought.cluster.engine import ClusterEngine
+from forethought.cluster.link import Role
+from forethought.cluster.prefill import Delays, PrefillSplit
 from forethought.config.sampling import SamplingParams
 from forethought.errors import ParameterError, UsageError
 from forethought.llm.async_llm import AsyncLLM
@@ -451,3 +453,49 @@ def test_a_drained_replica_ends_and_its_streams_go_on(
     ):
         with pytest.raises(ParameterError, match="cannot be drained"):
             refused()
+
+
+@pytest.fixture
+def split(ray_here: None) -> Iterator[AsyncLLM]:
+    llm = open_llm(replicas=2, prefill_replicas=1, **FIELDS | {"max_num_tokens": 192})
+    all_up(llm)
+    yield llm
+    llm._thread.call(engine_of(llm).check_integrity).result()
+    llm.shutdown()
+
+
+def test_prompts_are_prefilled_in_a_replica_of_their_own_and_outlive_its_death(
+    split: AsyncLLM, local: AsyncLLM
+) -> None:
+    """Of a question with 60 numbers before it, in chunks of 192 tokens."""
+    prompts = [" ".join(map(str, range(n, n + 60))) + f"\n{q}" for n, q in enumerate(QUESTIONS)]
+    params = SamplingParams(temperature=1.0, seed=4, max_tokens=120, ignore_eos=True)
+
+    async def run(llm: AsyncLLM, happen: Callable[[], None] | None = None) -> list[Any]:
+        jobs = [asyncio.create_task(llm.generate(prompt, params)) for prompt in prompts[:6]]
+        if happen is not None:
+            await asyncio.to_thread(happen)
+        outputs = [output.outputs[0] for output in await asyncio.gather(*jobs)]
+        return [(s.token_ids, s.text, s.finish_reason) for s in outputs]
+
+    def kill_prefill() -> None:
+        wait_until(lambda: split.stats.prefilled_apart > 0, 60)
+        (link,) = [link for link in links_of(split) if link.role is Role.PREFILL]
+        assert link.description is not None
+        os.kill(link.description.process, signal.SIGKILL)
+
+    engine_of(split).split = AllApart(engine_of(split)._costs)
+    assert asyncio.run(run(split, kill_prefill)) == asyncio.run(run(local))
+    wait_until(lambda: split.stats.replicas_lost == 1)
+    all_up(split)
+    traffic = {name: s.traffic for name, s in statuses().items() if s and "-decode-" in name}
+    assert [t.num_received > 0 and t.pages_received > 10 for t in traffic.values()] == [True]
+    for link in links_of(split):
+        check_replica(split, link.name)
+
+
+class AllApart(PrefillSplit):
+    """All prompts are prefilled apart."""
+
+    def source(self, here: Delays, length: int, apart: Any) -> Any:
+        return next((link for link, _ in apart), None)

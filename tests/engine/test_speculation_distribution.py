@@ -10,20 +10,26 @@ Of a model with recurrent layers it is the joint distribution of four tokens, ov
 (top_k = 2), in 500 samples, of which the rarest is expected 16 times: drafts are two tokens long,
 so that there are states after rejected tokens. Thresholds are the same. Its negative controls are
 the drafter above (at 1e-80), and layers that go on from the state after a rejected token (which
-give outcomes that cannot be).
+give outcomes that cannot be). A draft model with recurrent layers is the target with noise on its
+weights; its negative control names a distribution at a sixteenth of the temperature
+(at 5e-11).
 """
 
 from __future__ import annotations
 
+import copy
 import functools
 import itertools
 import random
 from collections import Counter
 from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from scipy.stats import chisquare
+from torch import Tensor
 
 import drafters
 from engines import drain, engine, expect_empty, outputs
@@ -35,6 +41,7 @@ from forethought.kv.recurrent import RecurrentStates
 from forethought.model.sampling import TokenContext
 from forethought.reference.engine import logits_to_probs as reference_probs
 from forethought.speculative.drafter import Draft, Drafter, DraftKind, DraftRequest
+from forethought.speculative.sampled_draft import SampledDrafts
 from models import VOCAB, tiny, transformers_model
 from slow_samplers import slow_probs
 
@@ -266,6 +273,58 @@ def test_samples_of_a_model_with_recurrent_layers_have_the_distribution_of_plain
     make: Callable[[], Drafter | None],
 ) -> None:
     assert hybrid_p_value(make()) > 1e-4
+
+
+HYBRID_TREE = [[0], [1], [0, 0], [0, 1], [1, 0]]
+
+
+@pytest.fixture(scope="module")
+def noisy(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The model with recurrent layers, with other weights by a tenth of their spread."""
+    module = copy.deepcopy(transformers_model(tiny("qwen3_5")))
+    source = torch.Generator().manual_seed(4)
+    for weight in module.parameters():
+        noise = torch.randn(weight.shape, generator=source)
+        weight.data += 0.1 * noise * weight.std() * (weight.dim() > 1)
+    module.save_pretrained(path := tmp_path_factory.mktemp("noisy"))
+    return path
+
+
+def draft_model_p_value(model: Path, **fields: Any) -> float:
+    """Of the model with recurrent layers, with such a draft model."""
+    config = DraftTargetDecodingConfig(speculative_model=model, **fields)
+    limits = {"max_batch_size": HYBRID.n, "max_num_tokens": 8000, "max_length": 16}
+    machine = engine("qwen3_5", pages=4096, speculative=[config], **limits)
+    p_value = p_value_of(machine, HYBRID, "qwen3_5")
+    assert machine.stats.accepted < machine.stats.drafted - HYBRID.n / 20, "nothing is rejected"
+    return p_value
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"max_draft_len": 2, "draft_sampling": "sampled"},
+        {"draft_choices": HYBRID_TREE, "draft_sampling": "sampled"},
+        {"draft_choices": HYBRID_TREE},
+    ],
+    ids=["chain with q", "tree without replacement", "tree of points"],
+)
+def test_so_have_samples_with_a_draft_model_that_has_recurrent_layers_too(
+    noisy: Path, fields: dict[str, Any]
+) -> None:
+    assert draft_model_p_value(noisy, **fields) > 1e-4
+
+
+def test_the_test_finds_a_draft_model_whose_samples_are_not_from_the_distribution_it_names(
+    monkeypatch: pytest.MonkeyPatch, noisy: Path
+) -> None:
+    named = SampledDrafts.q
+
+    def sharper(drafts: SampledDrafts) -> dict[int, Tensor]:
+        return {row: (16 * q.log()).softmax(-1) for row, q in named(drafts).items()}
+
+    monkeypatch.setattr(SampledDrafts, "q", sharper)
+    assert draft_model_p_value(noisy, max_draft_len=2, draft_sampling="sampled") < 1e-8
 
 
 def test_the_test_finds_that_drafter_for_a_model_with_recurrent_layers() -> None:

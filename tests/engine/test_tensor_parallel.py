@@ -509,7 +509,10 @@ def test_settings_that_exclude_it_are_refused_before_anything_is_started(
     assert why in str(refused.value)
 
 
-@pytest.mark.parametrize("architecture", ["llama_mqa", "gemma3", "phi3", "qwen3_moe", "gpt2"])
+@pytest.mark.parametrize(
+    "architecture",
+    ["llama_mqa", "gemma3", "phi3", "qwen3_moe", "gpt2", "qwen3_5", "bamba", "jamba", "lfm2"],
+)
 def test_models_that_cannot_be_cut_are_refused_before_anything_is_started(
     architecture: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

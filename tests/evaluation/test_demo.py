@@ -17,7 +17,7 @@ from forethought.outputs import Usage
 PROBLEMS = [Problem(str(i), f"{i}?", str(i)) for i in range(2)]
 
 
-def heat(drafts="", texts=("a", "b"), seconds=4.0, method="plain"):
+def heat(drafts="", texts=("a", "b"), seconds=4.0, method="plain", decoded=10):
     """Both problems, solved one after the other."""
     attempts = [
         Attempt(
@@ -26,7 +26,7 @@ def heat(drafts="", texts=("a", "b"), seconds=4.0, method="plain"):
             text,
             True,
             number,
-            usage=Usage(decoded=10),
+            usage=Usage(decoded=decoded),
             elapsed=seconds * (number + 1) / 2,
         )
         for number, (problem, text) in enumerate(zip(PROBLEMS, texts, strict=True))
@@ -124,6 +124,46 @@ def test_the_figure_has_three_panels_with_labels_that_do_not_overlap():
             box = text.get_window_extent()
             assert axes.bbox.containsx(box.x0)
             assert axes.bbox.containsx(box.x1)
+
+
+NEAR = replace(
+    FINDINGS,
+    race=[
+        heat(),
+        heat("draft_target", seconds=1.0),
+        heat("draft_target", seconds=1.4, method="dynasor", decoded=4),
+    ],
+    deeper=rows(
+        ("plain", 27, 331), ("majority_vote@8", 53, 2526), ("repeated_sampling@16", 59, 1401)
+    ),
+)
+"""Points whose labels would be on each other's bars; a method that writes less and takes longer."""
+
+
+def test_no_label_is_on_the_bar_of_another_point():
+    figure = draw(NEAR)
+    figure.savefig(io.BytesIO())
+    for axes in figure.axes[1:]:
+        labels = [text.get_window_extent() for text in axes.texts]
+        bars = [segment for bars in axes.collections for segment in bars.get_segments()]
+        assert len(labels) == len(bars)
+        for (x, low), (_, high) in bars:
+            (left, bottom), (_, top) = axes.transData.transform([(x, low), (x, high)])
+            for box in labels:
+                crosses = box.x0 < left < box.x1 and box.y0 < top and bottom < box.y1
+                assert not crosses
+        assert not any(a.overlaps(b) for a, b in itertools.combinations(labels, 2))
+
+
+def test_the_race_says_what_each_token_cost_and_why_fewer_take_longer():
+    panel = draw(NEAR).axes[0]
+    assert panel.texts[2].get_text().splitlines()[1] == "4 tokens written, 175.0 ms each; 0 read"
+    caption = " ".join(panel.get_xlabel().splitlines()[1:])
+    assert caption == (
+        "dynasor writes 2.5 times fewer tokens than plain with drafts, but is 1.4 times slower: "
+        "its probes read 0 tokens more, and beside them a token takes 3.5 times as long"
+    )
+    assert draw(FINDINGS).axes[0].get_xlabel() == "seconds per problem, one problem at a time"
 
 
 def test_too_many_problems_are_refused_before_a_model_is_loaded():

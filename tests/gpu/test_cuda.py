@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+import drafters
 import mtp_modules
 from attention_cases import CASES, attend, storage_for, tables
 from eagle_heads import random_head
@@ -20,6 +21,7 @@ from forethought.config.drafters import (
     EagleDecodingConfig,
     MTPDecodingConfig,
     NGramDecodingConfig,
+    UserProvidedDecodingConfig,
 )
 from forethought.config.engine import LlmArgs
 from forethought.config.speculation import DecodingBaseConfig
@@ -29,6 +31,7 @@ from forethought.kv.staging import StaticBuffer
 from forethought.kv.storage import KvStorage
 from forethought.model.attention.base import PagedPass, Scoring
 from forethought.model.batch import Batch, Row
+from forethought.model.causal_lm import TransformersNetwork
 from forethought.model.graph_capturer import GraphCapturer
 from forethought.reference.engine import ReferenceAttention
 from models import ARCHITECTURES, greedy, prompts, tiny
@@ -44,6 +47,26 @@ def test_tokens_on_cuda_equal_those_of_transformers_on_the_cpu(architecture: str
     sequences = [machine.add(prompt, GREEDY)[0] for prompt in PROMPTS]
     drain(machine)
     assert outputs(sequences) == greedy(tiny(architecture), PROMPTS, 16)
+    expect_empty(machine)
+
+
+@pytest.mark.parametrize("architecture", ["qwen3_5", "kimi_linear", "bamba", "lfm2"])
+def test_recurrent_layers_on_cuda_give_the_tokens_of_transformers(architecture: str) -> None:
+    """By kernels, but for short convolutions; drafts are trees."""
+    lm = load(architecture, "cuda")
+    assert isinstance(lm.network, TransformersNetwork)
+    assert lm.network.recurrent is not None
+    assert (lm.network.recurrent._kernels is None) == (architecture == "lfm2")
+    expected = greedy(tiny(architecture), PROMPTS, 16)
+    answers = {tuple(text): answer for text, answer in zip(PROMPTS, expected, strict=True)}
+    config = UserProvidedDecodingConfig(
+        max_draft_len=4, max_total_draft_tokens=8, drafter=drafters.bush(answers)
+    )
+    machine = engine_over(lm, pages=80, max_num_tokens=23, speculative=[config])
+    sequences = [machine.add(prompt, GREEDY)[0] for prompt in PROMPTS]
+    drain(machine)
+    assert outputs(sequences) == expected
+    assert machine.stats.accepted > 5
     expect_empty(machine)
 
 

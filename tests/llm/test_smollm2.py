@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import functools
 import json
+import sys
 from collections.abc import Iterator
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -93,6 +95,31 @@ def expect_greedy(num_prompts: int, num_tokens: int) -> None:
         with torch.inference_mode():
             logits = dequantised()(torch.tensor([prompt + ids[:-1]])).logits[0]
         assert logits[len(prompt) - 1 :].argmax(-1).tolist() == ids
+
+
+def resident_bytes(path: Path) -> int:
+    """Of all mappings of a file in this process."""
+    size, is_mapping = 0, False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if "-" in line.split(maxsplit=1)[0]:
+            is_mapping = line.endswith(str(path))
+        elif is_mapping and line.startswith("Rss:"):
+            size += 1024 * int(line.split()[1])
+    return size
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="it reads /proc")
+def test_no_more_of_the_file_is_in_memory_than_was_read_last() -> None:
+    tensors = GgufTensors(smollm2().model_dir, rounds_input=False)
+    path, blocks, most = tensors.file.path.resolve(), {}, 0
+    for layer in range(30):
+        names = [name for name in tensors.names if name.startswith(f"model.layers.{layer}.")]
+        blocks |= tensors.read(names, torch.float32)
+        most = max(most, resident_bytes(path))
+    assert 0 < most < path.stat().st_size / 8
+    again = GgufTensors(smollm2().model_dir, rounds_input=False)
+    name = "model.layers.0.mlp.up_proj.weight"
+    assert torch.equal(blocks[name].blocks, again.read([name], torch.float32)[name].blocks)
 
 
 def test_it_answers_as_transformers_does_with_the_same_weights() -> None:

@@ -32,14 +32,14 @@ from forethought.config.drafters import (
 from forethought.config.medusa import MedusaDecodingConfig
 from forethought.config.speculation import DecodingBaseConfig
 from forethought.engine.engine import Engine
-from forethought.errors import ModelError, ParameterError
+from forethought.errors import ModelError
 from forethought.kv.recurrent import RecurrentStates, RecurrentStorage
 from forethought.llm.snapshot import SnapshotStore
 from forethought.model import loader
 from forethought.model.adapter import read_adapter
 from forethought.speculative.drafter import Drafter
 from medusa_heads import shared_heads
-from models import RECURRENT, greedy, prompts, save_with_vision, tiny
+from models import RECURRENT, greedy, prompts, save_with_vision, tiny, transformers_model
 from redrafter_heads import random_head as redrafter_head
 
 PROMPTS = prompts((3, 17, 1, 30, 90))
@@ -184,14 +184,17 @@ def test_of_a_model_that_also_sees_images_the_language_part_is_loaded(
     assert "seeing also sees images" in caplog.text
 
 
-@pytest.mark.parametrize("architecture", ["qwen3_5", "bamba", "lfm2"])
+@pytest.mark.parametrize(
+    "architecture", ["qwen3_5", "bamba", "lfm2", "olmo_hybrid", "kimi_linear", "jamba"]
+)
 def test_an_adapter_adds_to_linears_of_recurrent_layers(architecture: str, tmp_path: Path) -> None:
     """Of the tokens that have it, in a batch with others, drafts among them."""
-    targets = ("q_proj", "in_proj", "in_proj_qkv", "in_proj_b", "out_proj")
+    targets = ("q_proj", "in_proj", "in_proj_qkv", "in_proj_b", "out_proj", "x_proj", "b_proj")
+    targets = (*targets, "g_a_proj", "g_b_proj", "f_a_proj", "f_b_proj", "o_proj")
     matrices = adapters.random_tensors(tiny(architecture), targets)
     adapters.save(tmp_path / "one", matrices)
     adapters.merged(tiny(architecture), matrices).save_pretrained(tmp_path / "merged")
-    assert any("in_proj" in name for name in matrices)
+    assert any("in_proj" in name or "b_proj" in name for name in matrices)
     machine = engine(
         architecture, pages=160, speculative=[NGramDecodingConfig(max_matching_ngram_size=1)]
     )
@@ -277,9 +280,11 @@ def test_states_of_a_long_prompt_do_not_push_out_those_of_the_others() -> None:
 
 def test_a_prompt_that_goes_token_by_token_leaves_no_more_states_than_another() -> None:
     """Modules of Mamba-1 take no run of several tokens after a state."""
-    machine = engine("jamba", pages=60, page_size=8, max_num_tokens=32)
+    lm = loader.load(tiny("jamba"), dtype="float32", forward="torch")
+    machine = engine_over(lm, pages=60, page_size=8, max_num_tokens=32)
     [sequence] = machine.add(PROMPTS[4], GREEDY.replace(max_tokens=1))
     drain(machine)
+    assert sequence.output == greedy(tiny("jamba"), [PROMPTS[4]], 1)[0]
     assert len(sequence.tokens) == 91
     assert len(states_of(machine)) <= 4 + 91 // 64
     expect_empty(machine)
@@ -343,21 +348,97 @@ def test_a_draft_model_may_have_recurrent_layers(name: str, target: str) -> None
             assert machine.stats.accepted == machine.stats.drafted > 30
 
 
-@pytest.mark.parametrize(
-    "changes", [{"draft_choices": PATHS}, {"max_draft_len": 3, "draft_sampling": "sampled"}]
-)
-def test_trees_and_samples_of_a_draft_model_with_recurrent_layers_are_refused(
-    changes: dict[str, Any],
+@pytest.mark.parametrize("target", ["qwen3_5", "llama"])
+def test_pearl_keeps_few_states_of_its_draft_model(target: str) -> None:
+    """Beside those of a block: after two tokens and every 64; of others as many as there is room
+    for."""
+    config = PearlDecodingConfig(max_draft_len=3, speculative_model=tiny("qwen3_5"))
+    machine = engine(target, pages=40, max_length=200, speculative=[config])
+    drafter: Any = machine.speculation.drafters[0].drafter
+    states = drafter._storage.states
+    for most in (2 + 3 + 160 // 64, 8):
+        machine.add(PROMPTS[0], GREEDY.replace(max_tokens=160, ignore_eos=True))
+        while machine.has_work:
+            machine.step()
+            drafter._join()
+            assert len(states) <= most + 2 + 3
+        states.max_states = 0
+    assert machine.stats.draft_failures == 0
+    expect_empty(machine)
+
+
+BRANCHING = [[0], [1], [0, 0], [0, 1], [1, 0], [0, 0, 0], [0, 0, 1], [1, 0, 0], [0, 0, 0, 0]]
+DRAFTED: dict[str, dict[str, Any]] = {
+    "tree": {"draft_choices": BRANCHING},
+    "trunk": {"draft_choices": [[0], [0, 0], [0, 0, 0], [0, 0, 1], [0, 0, 1, 0]]},
+    "sampled chain": {"max_draft_len": 3, "draft_sampling": "sampled"},
+    "sampled tree": {"draft_choices": BRANCHING, "draft_sampling": "sampled"},
+}
+
+
+def drafting(target: str, name: str, draft_model: str, **limits: Any) -> Engine:
+    config = DraftTargetDecodingConfig(speculative_model=tiny(draft_model), **DRAFTED[name])
+    return engine(target, pages=160, speculative=[config], **limits)
+
+
+@pytest.mark.parametrize("draft_model", ["qwen3_5", "jamba"])
+@pytest.mark.parametrize("name", DRAFTED)
+def test_a_draft_model_with_recurrent_layers_drafts_trees_and_samples(
+    name: str, draft_model: str
 ) -> None:
-    config = DraftTargetDecodingConfig(speculative_model=tiny("qwen3_5"), **changes)
-    with pytest.raises(ParameterError, match="recurrent layers"):
-        engine("llama", speculative=[config])
+    """Of a greedy request samples are greedy chains. Where it is the target, the most probable
+    path is accepted.
+    """
+    for target in (draft_model, "llama"):
+        machine = drafting(target, name, draft_model, page_size=3)
+        assert generated(machine) == greedy(tiny(target), PROMPTS, NEW)
+        assert machine.stats.draft_failures == machine.stats.failed_forwards == 0
+        assert machine.stats.drafted > 30
+        assert machine.stats.accepted > 40 or target == "llama"
 
 
-def test_sequences_with_recurrent_layers_do_not_attend_to_each_other() -> None:
-    machine = engine("qwen3_5", pages=40)
+@pytest.mark.parametrize("target", ["qwen3_5", "llama"])
+@pytest.mark.parametrize("name", ["tree", "trunk"])
+def test_trees_of_a_draft_model_with_recurrent_layers_do_not_change_what_a_seed_draws(
+    name: str, target: str
+) -> None:
+    seeded = {"temperature": 0.9, "seed": 7, "top_p": 0.95}
+    machine = drafting(target, name, "qwen3_5")
+    assert generated(machine, **seeded) == generated(engine(target, pages=160), **seeded)
+    assert machine.stats.draft_failures == machine.stats.failed_forwards == 0
+    assert machine.stats.accepted > (15 if target == "qwen3_5" else 0)
+
+
+def test_nodes_of_a_tree_go_on_from_the_states_of_their_parents() -> None:
+    """Each is what transformers gives its rank, after all tokens of its path."""
+    machine = drafting("llama", "tree", "qwen3_5")
+    drafter, seen = machine.speculation.drafters[0].drafter, list[tuple[list[int], int, int]]()
+    propose, module = drafter.prepare_draft_tokens, transformers_model(tiny("qwen3_5"))
+
+    def watched(scheduled: Any, manager: Any = None) -> None:
+        propose(scheduled, manager)
+        for request in scheduled.generation_requests:
+            paths: list[list[int]] = []
+            for node, token in enumerate(request.draft.tokens):
+                parent, rank = request.draft.parents[node], BRANCHING[node][-1]
+                paths.append([*(paths[parent] if parent >= 0 else request.tokens), token])
+                seen.append((paths[-1][:-1], rank, token))
+
+    drafter.prepare_draft_tokens = watched  # type: ignore[method-assign]
+    machine.add(PROMPTS[1], GREEDY.replace(max_tokens=NEW))
+    drain(machine)
+    assert len(seen) > 60
+    with torch.inference_mode():
+        for known, rank, token in seen:
+            logits = module(torch.tensor([known])).logits[0, -1]
+            assert int(logits.topk(2).indices[rank]) == token
+
+
+@pytest.mark.parametrize("architecture", FEW)
+def test_sequences_with_recurrent_layers_do_not_attend_to_each_other(architecture: str) -> None:
+    machine = engine(architecture, pages=40)
     one, other = (machine.open([5, 6, number]) for number in (1, 2))
-    with pytest.raises(ModelError, match="cannot attend to each other"):
+    with pytest.raises(ModelError, match=r"cannot attend to each other.*recurrent layers"):
         machine.attend_to(one, {other: 2})
     machine.close(one)
     machine.close(other)

@@ -1,23 +1,28 @@
 """A stand-in for the server: the page's files, and its API answered from scripts.
 
 Streams are lists of events. ``PAUSE`` holds a stream until the test releases it, so that a test
-sees a run in its middle without waiting for time to pass.
+sees a run in its middle without waiting for time to pass. A recorded stream is its lines and the
+seconds between them.
 """
 
 from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Callable, Iterable
+import time
+from collections.abc import Callable, Iterable, Mapping
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib.resources import files
+from types import MappingProxyType
 from typing import Any, Self
 
 from forethought.server.markdown import tree
 
 PAUSE = "pause"
-Item = dict[str, Any] | str
-"""An event of the run, ``{"type": "answer", "text": ...}`` for a piece of the answer, or PAUSE."""
+Item = dict[str, Any] | str | float
+"""An event of the run, ``{"type": "answer", "text": ...}`` for a piece of the answer, PAUSE, lines
+of a recorded stream, or seconds to wait.
+"""
 
 POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
@@ -102,6 +107,40 @@ JSON: dict[str, Any] = {
             {"name": "none", "active": True, "reason": None},
         ]
     },
+    "/v1/tools": {"data": []},
+    "/v1/sampling": {
+        "data": [
+            {
+                "name": "temperature",
+                "default": 0.7,
+                "description": "0 takes the most probable token.",
+                "is_usual": True,
+                "schema": {"type": "number", "minimum": 0.0, "maximum": 100.0},
+            },
+            {
+                "name": "seed",
+                "default": None,
+                "description": "The same seed draws the same tokens.",
+                "is_usual": True,
+                "schema": {"anyOf": [{"type": "integer"}, {"type": "null"}]},
+            },
+            {
+                "name": "stop",
+                "default": None,
+                "is_usual": True,
+                "schema": {
+                    "anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}]
+                },
+            },
+            {
+                "name": "dry_multiplier",
+                "default": 0.0,
+                "description": "DRY",
+                "is_usual": False,
+                "schema": {"type": "number", "minimum": 0.0},
+            },
+        ]
+    },
     "/v1/examples": {
         "data": [{"title": "Nuts", "prompt": "Sam has 110 nuts.", "method": "dynasor"}],
     },
@@ -142,16 +181,23 @@ class StandIn:
 
     Args:
         answer: the stream for a request's body; an exception is answered with status 400.
+        catalog: the answers to other paths.
 
     Attributes:
-        requests: the bodies of all requests.
+        requests: the bodies of all requests for an answer.
+        called: those of calls of tools, which wait as paused streams do.
         released: set by the test to let paused streams go on.
         left: set when a client has left a stream before its end.
     """
 
-    def __init__(self, answer: Callable[[dict[str, Any]], Iterable[Item]]) -> None:
-        self.answer = answer
+    def __init__(
+        self,
+        answer: Callable[[dict[str, Any]], Iterable[Item]],
+        catalog: Mapping[str, Any] = MappingProxyType(JSON),
+    ) -> None:
+        self.answer, self.catalog = answer, catalog
         self.requests: list[dict[str, Any]] = []
+        self.called: list[dict[str, Any]] = []
         self.released, self.left = threading.Event(), threading.Event()
         self.server = ThreadingHTTPServer(("127.0.0.1", 0), self._handler())
         self.server.daemon_threads = True
@@ -177,8 +223,9 @@ class StandIn:
 
         class Handler(BaseHTTPRequestHandler):
             def do_GET(self) -> None:
-                if self.path in JSON:
-                    self._send("application/json", json.dumps(JSON[self.path]).encode())
+                if self.path in stand_in.catalog:
+                    values = stand_in.catalog[self.path]
+                    self._send("application/json", json.dumps(values).encode())
                     return
                 name = self.path.removeprefix("/") or "index.html"
                 found = files("forethought.server") / "page" / name
@@ -193,6 +240,14 @@ class StandIn:
                 if self.path == "/page/render":
                     nodes = json.dumps({"nodes": tree(body["text"])})
                     self._send("application/json", nodes.encode())
+                    return
+                if self.path == "/v1/tools/call":
+                    stand_in.called.append(body)
+                    result = {"result": "31", "is_error": False, "seconds": 0.25}
+                    if body["name"] != "add":
+                        result = {"result": "Error: no tool", "is_error": True, "seconds": 0.1}
+                    stand_in.released.wait(60)
+                    self._send("application/json", json.dumps(result).encode())
                     return
                 stand_in.requests.append(body)
                 try:
@@ -215,8 +270,11 @@ class StandIn:
                         while not stand_in.released.wait(0.05):
                             self._write(": alive\n\n")  # fails once the client has left
                         continue
-                    assert isinstance(item, dict)
-                    if item["type"] == "answer":
+                    if isinstance(item, float):
+                        time.sleep(item)
+                    elif isinstance(item, str):
+                        self._write(item)
+                    elif item["type"] == "answer":
                         delta = {"content": item["text"]}
                         chunk = {"choices": [{"index": 0, "delta": delta, "finish_reason": None}]}
                         self._write(f"data: {json.dumps(chunk)}\n\n")

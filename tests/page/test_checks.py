@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 
 from page.browser import Browser
-from page.stand_in import StandIn
+from page.stand_in import Item, StandIn, finished, started
 from page.steps import ask, open_page, shows, status
-from page.streams import votes
+from page.streams import answer, votes
 
 pytestmark = pytest.mark.page
 
@@ -47,6 +47,10 @@ def test_axe_finds_no_accessibility_error(browser: Browser, scheme: str):
             ask(browser, "nuts", "majority_vote")
             status(browser, "Answered: plain")
             browser.run("document.querySelector('#settings').open = true")
+            browser.run("document.querySelector('#further-sampling').open = true")
+            browser.type("#attach", str(ROOT / "Makefile"))
+            shows(browser, "#attachments li", "Makefile")
+            browser.click_button("Edit answer")
             browser.run(axe.read_text(encoding="utf-8"))
             assert violations(browser) == []
             browser.click("#open-runs")
@@ -59,6 +63,49 @@ def test_axe_finds_no_accessibility_error(browser: Browser, scheme: str):
                 browser.press("Escape")
             browser.click("#new")
             assert violations(browser) == []
+        finally:
+            browser.media()
+
+
+CODE = """```python
+@cache
+def f(x):  # twice
+    return 2 * x, "<b>"
+```
+
+```diff
+-old
++new
+```
+"""
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_code_has_colours_that_are_read_on_both_grounds(browser: Browser, scheme: str):
+    def run(body: dict[str, Any]) -> list[Item]:
+        return [started(), answer(CODE), finished(CODE)]
+
+    with StandIn(run) as server:
+        browser.media(prefers_color_scheme=scheme)
+        try:
+            open_page(browser, server.address)
+            ask(browser, "code")
+            status(browser, "Answered")
+            shows(browser, ".markdown .code-keyword", "def")
+            kinds = {"comment", "keyword", "string", "number", "name", "deleted", "inserted"}
+            classes = (
+                "return [...document.querySelectorAll('.code code span')].map((s) => s.className)"
+            )
+            assert set(browser.run(classes)) == {f"code-{kind}" for kind in kinds}
+            colours = """
+                return new Set([...document.querySelectorAll(".code code span")]
+                  .map((span) => getComputedStyle(span).color)).size;
+            """
+            assert browser.run(colours) >= 5
+            axe = MODULES / "axe-core" / "axe.min.js"
+            if axe.is_file():
+                browser.run(axe.read_text(encoding="utf-8"))
+                assert violations(browser) == []
         finally:
             browser.media()
 

@@ -135,6 +135,54 @@ def test_answers_of_probes_are_bars_until_they_agree(browser: Browser):
         assert browser.text(".votes p") == "The probes agree on 6."
 
 
+CROSSED = """
+    const { Run } = await import(args[0] + "run.js");
+    const { Timeline } = await import(args[0] + "timeline.js");
+    const request = { model: "m", messages: [{ role: "user", content: "q" }] };
+    const run = new Run({ id: "a", created: 0, request });
+    run.apply({ type: "started", at: 0 });
+    for (let i = 1; i <= 20; i++) {
+      run.apply({ type: "delta", at: i / 20, branch: "", text: "word ", num_tokens: 8 });
+      const fields = { answer: i % 3 ? "hmm" : "12345", at: 8 * i, agreeing: 1 };
+      run.apply({ type: "stage", at: i / 20, branch: "", name: "probed", why: "", fields });
+    }
+    run.apply({ type: "finished", at: 1 });
+    const [texts, marks] = [[], []];
+    const { fillRect, fillText } = CanvasRenderingContext2D.prototype;
+    const place = document.querySelector("#views");
+    const box = Object.assign(document.createElement("div"), { className: "timeline" });
+    place.replaceChildren(box);
+    const timeline = new Timeline(box, () => {});
+    CanvasRenderingContext2D.prototype.fillRect = function (x, y, w, h) {
+      if (this.canvas === timeline.base) marks.push([x, y, x + w, y + h]);
+    };
+    CanvasRenderingContext2D.prototype.fillText = function (text, x, y) {
+      const width = this.measureText(text).width;
+      if (this.canvas === timeline.base) texts.push([x, y - 8, x + width, y]);
+    };
+    timeline.show(run);
+    Object.assign(CanvasRenderingContext2D.prototype, { fillRect, fillText });
+    place.replaceChildren();
+    const meet = (a, b) => a[0] < b[2] && b[0] < a[2] && a[1] < b[3] && b[1] < a[3];
+    const all = [...marks, ...texts];
+    const crossed = texts.filter((text) => all.some((o) => o !== text && meet(text, o)));
+    return [texts.length, crossed];
+"""
+"""Labels painted at a narrow width, and those that a mark or another label crosses."""
+
+
+def test_no_mark_crosses_the_label_of_another_on_a_phone(browser: Browser):
+    with StandIn(searched) as server:
+        open_page(browser, server.address)
+        try:
+            browser.resize(360, 740)
+            num_labels, crossed = browser.run_async(CROSSED, server.address)
+        finally:
+            browser.resize(1280, 800)
+        assert num_labels > 1
+        assert crossed == []
+
+
 SAID = [
     (
         ("probed", "", {"answer": "6", "at": 210, "agreeing": 2}),

@@ -44,8 +44,8 @@ def test_settings_are_sent_and_kept_for_the_next_visit(browser: Browser):
             "#parameters [name=streaming]": "true",
             "#budget-tokens": "500",
             "#budget-seconds": "2.5",
-            "#temperature": "0.7",
-            "#seed": "3",
+            "#sampling [name=temperature]": "0.7",
+            "#sampling [name=seed]": "3",
         }
         for selector, value in fields.items():
             browser.set(selector, value)
@@ -69,7 +69,7 @@ def test_settings_are_sent_and_kept_for_the_next_visit(browser: Browser):
         ]
         open_page(browser, server.address)
         assert browser.run("return document.querySelector('#drafter').value") == "none"
-        assert browser.run("return document.querySelector('#seed').value") == "3"
+        assert browser.run("return document.querySelector('#sampling [name=seed]').value") == "3"
 
 
 def test_stop_ends_the_request_and_keeps_what_came(browser: Browser):
@@ -95,7 +95,7 @@ def test_a_reload_in_the_middle_shows_what_was_there(browser: Browser):
         assert browser.text(".branch-text") == "the first"
         assert "interrupted" in browser.text(".note")
         server.released.set()
-        browser.click_button("Ask again")
+        browser.click_button("Regenerate")
         status(browser, "Answered: ")
         browser.reload()
         shows(browser, ".answer", "It is \\boxed{6}.")

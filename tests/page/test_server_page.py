@@ -2,56 +2,18 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-import time
-import urllib.request
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
 from page.browser import Browser
+from page.serving import serving
 from page.steps import ask, figure, open_page, shows, status, texts
 
 pytestmark = pytest.mark.page
 
 QUESTION = "Sam has 110 nuts. He uses 84. He uses 12. He uses 8. How many nuts does Sam have now?"
-
-
-@contextmanager
-def serving(log: Path, *arguments: str) -> Iterator[str]:
-    """The address of a server of its own process."""
-    command = [sys.executable, "-m", "forethought", "serve", "--port", "0", *arguments]
-    source = str(Path(__file__).parents[2] / "src")
-    with log.open("w") as written:
-        server = subprocess.Popen(
-            command, stderr=written, stdout=written, env={**os.environ, "PYTHONPATH": source}
-        )
-    try:
-        yield address(server, log)
-    finally:
-        server.terminate()
-        try:
-            server.wait(60)
-        except subprocess.TimeoutExpired:
-            server.kill()
-            server.wait()
-
-
-def address(server: subprocess.Popen[bytes], log: Path) -> str:
-    """Where a server listens, once it answers."""
-    end = time.monotonic() + 240
-    while time.monotonic() < end and server.poll() is None:
-        told = log.read_text().partition(": http://")[2].split(" ", 1)
-        if len(told) > 1:
-            found = f"http://{told[0]}/"
-            with urllib.request.urlopen(found + "health", timeout=60):
-                return found
-        time.sleep(0.1)
-    raise AssertionError(f"the server did not start:\n{log.read_text()[-2000:]}")
 
 
 slow = pytest.mark.slow
@@ -79,7 +41,7 @@ def test_a_chain_ends_early_and_what_it_saved_is_shown_beside_plain_decoding(
     browser: Browser, server: str
 ):
     open_fresh(browser, server)
-    browser.set("#temperature", "0")
+    browser.set("#sampling [name=temperature]", "0")
     browser.set("#method", "dynasor")
     browser.set("#parameters [name=chunk_size]", "16")
     browser.set("#parameters [name=certainty_threshold]", "2")
@@ -102,7 +64,7 @@ def test_samples_vote_in_lanes_of_their_own(browser: Browser, server: str):
     open_fresh(browser, server)
     browser.set("#method", "majority_vote")
     browser.set("#parameters [name=default_sample_num]", "4")
-    browser.set("#temperature", "0.8")
+    browser.set("#sampling [name=temperature]", "0.8")
     browser.set("#question", QUESTION)
     browser.press("Escape")
     browser.click("#ask")
@@ -122,7 +84,7 @@ def test_beams_stream_into_as_many_lanes_as_the_search_holds(browser: Browser, s
     browser.set("#parameters [name=default_sample_num]", "4")
     browser.set("#parameters [name=width]", "2")
     browser.set("#parameters [name=step_token]", '"\\n"')
-    browser.set("#temperature", "0.8")
+    browser.set("#sampling [name=temperature]", "0.8")
     browser.set("#question", QUESTION)
     browser.click("#ask")
     status(browser, "Answered: beam_search")

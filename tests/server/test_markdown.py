@@ -73,8 +73,8 @@ def test_markdown_becomes_elements() -> None:
     assert tags(nodes) == known | {"th", "td", "ol", "s", "code", "em", "hr"}
     numbered = [node for node in nodes if isinstance(node, dict) and node["tag"] == "ol"]
     assert [node["attrs"] for node in numbered] == [{"start": "3"}]
-    (code,) = tree("```python extra\nprint(1)\n```")
-    assert code == {"tag": "pre", "attrs": {"language": "python"}, "children": ["print(1)"]}
+    (code,) = tree("```text extra\nprint(1)\n```")
+    assert code == {"tag": "pre", "attrs": {"language": "text"}, "children": ["print(1)"]}
 
 
 @pytest.mark.parametrize(

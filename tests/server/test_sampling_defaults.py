@@ -94,3 +94,13 @@ def test_a_model_that_does_not_sample_is_greedy_but_for_several_answers(greedy: 
         assert len(texts(server, temperature=1)) > 1
         assert len(texts(server, 1, n=4)) > 1
         assert len(texts(server, 4, method="majority_vote@2")) > 1
+
+
+def test_a_form_has_the_models_defaults_and_its_fields_are_taken(server: Served) -> None:
+    fields = {field["name"]: field for field in server.send("/v1/sampling").json["data"]}
+    assert fields["top_k"]["default"] == 1
+    assert fields["min_p"]["schema"] == {"type": "number", "minimum": 0.0, "maximum": 1.0}
+    assert "thinking_budget" not in fields, "the model does not think"
+    given = {name: field["default"] for name, field in fields.items()}
+    answer = server.send(CHAT, {**ASK, **given, "max_tokens": 12, "stop": ["a"]})
+    assert answer.status == 200

@@ -48,6 +48,10 @@ def options(*given_options: str) -> argparse.Namespace:
         ["--ray-address", "auto"],
         ["--no-rebalance"],
         ["--replicas", "0"],
+        ["--prefill-replicas", "1"],
+        ["--replicas", "2", "--prefill-replicas", "2"],
+        ["--replicas", "2", "--prefill-replicas", "-1"],
+        ["--upstream", "http://a", "--prefill-replicas", "1"],
         ["--upstream", "http://a", "--replicas", "2"],
     ],
 )

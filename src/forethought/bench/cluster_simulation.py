@@ -13,7 +13,8 @@ generated the tokens that it keeps. What places them, and what moves them, is th
                  last tokens of it and for ``MOVE_SECONDS``
 ===============  ===================================================================================
 
-All replicas prefill in chunks beside their decodes.
+All replicas prefill in chunks beside their decodes. With ``num_prefill`` some of them compute the
+prompts for which ``cluster.prefill.is_apart`` says so, and the sequences decode in the others.
 """
 
 from __future__ import annotations
@@ -21,22 +22,27 @@ from __future__ import annotations
 import heapq
 import itertools
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, cast
 
 from forethought.bench.arrivals import TraceRequest
 from forethought.bench.serving import TARGETS, percentile
+from forethought.bench.simulated_prefill import (
+    MOVE_SECONDS,
+    SimulatedSplit,
+    StepCosts,
+    best_split,
+)
 from forethought.bench.simulated_replica import SimulatedReplica, SimulatedSequence
 from forethought.bench.step_times import MeasuredEngine, StepTimes
 from forethought.cluster.migration import FEW_TOKENS, MAX_MOVES, PlannedMove, Rebalancing, balance
 from forethought.cluster.placement import Placement
+from forethought.cluster.prefill import check_split
 from forethought.errors import ParameterError, UsageError
 from forethought.evaluation.report import aligned
 
 MAX_REPLICAS = 10_000
-MOVE_SECONDS = 0.005
-"""Of a pause beside the copy: messages, and a step of the source."""
 BANDWIDTH = 1e9
 """Bytes per second between replicas."""
 
@@ -110,6 +116,7 @@ class ClusterSettings:
     Attributes:
         engine: of each replica.
         num_replicas: at least 1.
+        num_prefill: how many of them prefill for the others.
         block_size: tokens per block of the trace.
         bandwidth: bytes per second between replicas.
     """
@@ -118,9 +125,11 @@ class ClusterSettings:
     num_replicas: int
     block_size: int = 512
     bandwidth: float = BANDWIDTH
+    num_prefill: int = 0
 
     def __post_init__(self) -> None:
         check_replicas(self.num_replicas)
+        check_split(self.num_replicas, self.num_prefill)
         if self.block_size < 1:
             raise ParameterError("invalid block_size", f"got {self.block_size}", "Give 1 or more")
         if not self.bandwidth > 0:
@@ -135,12 +144,16 @@ class SimulationResult:
         policy: its name.
         sequences: all of them have ended.
         num_moved: sequences that have moved.
+        num_prefill: of the replicas, those that prefill for the others.
+        num_apart: sequences whose prompts they have computed.
     """
 
     policy: str
     sequences: Sequence[SimulatedSequence]
     replicas: Sequence[SimulatedReplica]
     num_moved: int = 0
+    num_prefill: int = 0
+    num_apart: int = 0
 
     @property
     def seconds(self) -> float:
@@ -192,6 +205,7 @@ class SimulationResult:
         }
         return {
             "replicas": len(self.replicas),
+            "prefill_replicas": self.num_prefill,
             "policy": self.policy,
             "num_requests": len(self.sequences),
             "num_output_tokens": self.num_output_tokens,
@@ -203,6 +217,7 @@ class SimulationResult:
             "prefix_cache_hit_share": round(self.hit_share, 4),
             "utilisation": round(self.utilisation, 4),
             "num_moved": self.num_moved,
+            "num_prefilled_apart": self.num_apart,
             "num_preemptions": sum(replica.num_preemptions for replica in self.replicas),
         }
 
@@ -228,6 +243,10 @@ class ClusterSimulation:
             SimulatedReplica(f"replica-{number}", engine, times, size)
             for number in range(settings.num_replicas)
         ]
+        sources = self.replicas[: settings.num_prefill]
+        self._decoding = self.replicas[settings.num_prefill :]
+        costs = StepCosts.of(engine, times, settings.bandwidth)
+        self._split = SimulatedSplit(costs, sources)
         self.sequences = _sequences(requests, engine, size)
         self._children = defaultdict[SimulatedSequence, list[SimulatedSequence]](list)
         self._moves = _Moves(rules.rebalancing, engine.kv_bytes / settings.bandwidth)
@@ -250,7 +269,15 @@ class ClusterSimulation:
             now, _, event, subject = heapq.heappop(self._events)
             event(now, subject)
         assert all(sequence.ended is not None for sequence in self.sequences), "nothing waits"
-        return SimulationResult(self._policy, self.sequences, self.replicas, self._moves.num_moved)
+        num_prefill, num_apart = len(self._split.sources), self._split.num_apart
+        return SimulationResult(
+            self._policy,
+            self.sequences,
+            self.replicas,
+            self._moves.num_moved,
+            num_prefill,
+            num_apart,
+        )
 
     # ---- events -------------------------------------------------------------------------------
 
@@ -260,11 +287,11 @@ class ClusterSimulation:
     def _arrive(self, now: float, sequence: SimulatedSequence) -> None:
         parent = sequence.parent
         current = None if parent is None else parent.link
-        replica = self._placement.choose(self.replicas, sequence.key, current)
+        replica = self._placement.choose(self._decoding, sequence.key, current)
         assert replica is not None, "all replicas take requests"
         self._placement.opened(sequence.key, replica)
         sequence.arrived = now
-        self._enter(now, sequence, replica)
+        self._enter(now, sequence, self._split.begin(sequence, replica))
         self._rebalance(now)
 
     def _enter(self, now: float, sequence: SimulatedSequence, replica: SimulatedReplica) -> None:
@@ -295,23 +322,33 @@ class ClusterSimulation:
 
     def _tell(self, now: float, sequence: SimulatedSequence, replica: SimulatedReplica) -> None:
         """A sequence has ended, leaves, or has the tokens that a fork waits for."""
+        has_ended = sequence.ended is not None
+        is_arriving = self._split.is_arriving(sequence) and not has_ended
+        if not is_arriving:
+            self._begin_forks(now, sequence)
+        if has_ended:
+            replica.load -= 1
+            self._placement.closed(sequence.key)
+            self._moves.drop(sequence)
+            self._split.drop(sequence)
+        elif is_arriving:
+            sequence.is_leaving, sequence.has_pages = False, True
+            self._at(now + self._split.pause(sequence), self._move_in, sequence)
+        elif sequence.is_leaving:
+            sequence.is_leaving, sequence.has_pages = False, True
+            self._at(now + self._moves.pause, self._move_in, sequence)
+
+    def _begin_forks(self, now: float, sequence: SimulatedSequence) -> None:
         has_ended, children = sequence.ended is not None, self._children.get(sequence, [])
         while children and (has_ended or children[-1].request.fork_at <= sequence.num_output):
             child = children.pop()
             sequence.stops.pop()
             self._at(max(now, child.request.at), self._arrive, child)
-        if has_ended:
-            replica.load -= 1
-            self._placement.closed(sequence.key)
-            self._moves.drop(sequence)
-        elif sequence.is_leaving:
-            sequence.is_leaving, sequence.has_pages = False, True
-            self._at(now + self._moves.pause, self._move_in, sequence)
 
     # ---- moves --------------------------------------------------------------------------------
 
     def _rebalance(self, now: float) -> None:
-        for move in self._moves.begin(self.replicas):
+        for move in self._moves.begin(self._decoding):
             self._at(now + move.copy_seconds, self._move_out, move.sequence)
 
     def _move_out(self, now: float, sequence: SimulatedSequence) -> None:
@@ -326,7 +363,8 @@ class ClusterSimulation:
 
     def _move_in(self, now: float, sequence: SimulatedSequence) -> None:
         """It goes on in the other replica."""
-        target = self._moves.arrive(sequence)
+        is_prefilled = self._split.is_arriving(sequence)
+        target = (self._split if is_prefilled else self._moves).arrive(sequence)
         assert sequence.link is not None, "it has been placed"
         sequence.link.load -= 1
         self._placement.closed(sequence.key)
@@ -395,8 +433,10 @@ def simulate(
 
 def simulation_table(results: Sequence[SimulationResult], targets: Mapping[str, float]) -> str:
     """A line per result; latencies in milliseconds."""
+    has_split = any(result.num_prefill for result in results)
     head = ("replicas", "policy", "req/s", "tokens/s", "TTFT p50", "p99", "TPOT p50", "p99")
-    cells: list[tuple[str, ...]] = [(*head, "goodput", "cache hits", "busy", "moves")]
+    last = ("prefill", "apart") if has_split else ()
+    cells: list[tuple[str, ...]] = [(*head, "goodput", "cache hits", "busy", "moves", *last)]
     for result in results:
         row = result.to_dict(targets)
         names = [f"{name}_p{percent}_ms" for name in ("ttft", "tpot") for percent in (50, 99)]
@@ -411,9 +451,26 @@ def simulation_table(results: Sequence[SimulationResult], targets: Mapping[str, 
                 f"{result.hit_share:.1%}",
                 f"{result.utilisation:.1%}",
                 f"{result.num_moved:,}",
+                *((f"{result.num_prefill:,}", f"{result.num_apart:,}") if has_split else ()),
             )
         )
     return aligned(cells, left_columns=(1,))
+
+
+def split_lines(results: Sequence[SimulationResult], targets: Mapping[str, float]) -> Iterator[str]:
+    """A line for each number of replicas and policy with several numbers of prefill replicas: which
+    of them has the highest goodput.
+    """
+    groups = defaultdict[tuple[int, str], dict[int, float]](dict)
+    for result in results:
+        goodput = result.goodput(targets)
+        groups[len(result.replicas), result.policy][result.num_prefill] = goodput
+    for (num_replicas, policy), by_split in groups.items():
+        if targets and len(by_split) > 1:
+            best = best_split(by_split, by_split.__getitem__)
+            words = f"{best} of them for prefill" if best else "one pool"
+            others = ", ".join(f"{n}: {value:,.2f}" for n, value in sorted(by_split.items()))
+            yield f"{num_replicas} replicas, {policy}: {words}; goodput by their number {others}"
 
 
 def check_replicas(num_replicas: int) -> None:

@@ -49,6 +49,8 @@ class SimulatedSequence:
     num_output: int = 0
     num_left: int = 0
     """Tokens that are not computed yet."""
+    num_queued: int = 0
+    """Of its prompt, as of when it came to where it is, until all are computed."""
     num_cached: int = 0
     """Prompt tokens that were found in a prefix cache at its first admission."""
     num_preemptions: int = 0
@@ -199,6 +201,7 @@ class SimulatedReplica:
         busy_seconds: in which it computed.
         num_prefilled: tokens of prompts that it has computed, those computed again among them.
         num_preemptions: sequences that have given up their pages.
+        num_queued_tokens: of prompts that it has yet to compute.
     """
 
     takes = True
@@ -216,7 +219,7 @@ class SimulatedReplica:
         self._pending: dict[Hashable, SimulatedSequence] = {}
         """Blocks that prefills are computing."""
         self.busy_seconds = 0.0
-        self.num_prefilled = self.num_preemptions = 0
+        self.num_prefilled = self.num_preemptions = self.num_queued_tokens = 0
 
     @property
     def num_free_tokens(self) -> int:
@@ -231,6 +234,8 @@ class SimulatedReplica:
     def add(self, sequence: SimulatedSequence, now: float) -> None:
         """A sequence begins to wait here. It may be admitted after the current step."""
         is_first = not self._waiting
+        sequence.num_queued = 0 if sequence.has_pages else self.num_uncomputed(sequence)
+        self.num_queued_tokens += sequence.num_queued
         insort(self._waiting, sequence, key=_rank)
         if self.segment is not None and is_first and len(self._running) < self.capacity:
             self.segment.cut(now)
@@ -241,11 +246,20 @@ class SimulatedReplica:
         """
         if sequence in self._waiting:
             self._waiting.remove(sequence)
+            self._dequeue(sequence)
             return True
         assert self.segment is not None, "it is running"
         sequence.is_leaving = True
         self.segment.cut(now)
         return False
+
+    def num_uncomputed(self, sequence: SimulatedSequence) -> int:
+        """Tokens of a sequence that it would have to compute, one at least."""
+        return max(1, sequence.num_tokens - self._shared(sequence)[1])
+
+    def _dequeue(self, sequence: SimulatedSequence) -> None:
+        self.num_queued_tokens -= sequence.num_queued
+        sequence.num_queued = 0
 
     # ---- the plan of a step -------------------------------------------------------------------
 
@@ -395,6 +409,7 @@ class SimulatedReplica:
 
     def _prefilled(self, sequence: SimulatedSequence, now: float) -> None:
         """A prompt has been computed, and a token has been drawn."""
+        self._dequeue(sequence)
         if sequence.request.output_length:
             sequence.num_output += 1
             if sequence.first_token is None:
@@ -453,6 +468,7 @@ class SimulatedReplica:
         self.cache.check_integrity()
         assert len(self._running) <= self.capacity
         assert all(sequence.entries for sequence in self._running)
+        assert self.num_queued_tokens == sum(s.num_queued for s in self.sequences)
 
 
 def _rank(sequence: SimulatedSequence) -> int:

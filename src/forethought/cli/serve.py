@@ -41,6 +41,7 @@ _LISTS = {
     "api_key": "api_keys",
     "cors_origin": "cors_origins",
     "allowed_host": "allowed_hosts",
+    "mcp": "mcp_servers",
 }
 """Options that may be given more than once, and the settings that they are."""
 _SETTINGS = (
@@ -74,7 +75,7 @@ _TEXTS = (
     *("host", "reward_model", "reward_url", *REWARD_SERVER, "upstream", *_OF_UPSTREAM),
     *("generation_config", "ray_address", "response_dir"),
 )
-_NUMBERS = ("port", "replicas")
+_NUMBERS = ("port", "replicas", "prefill_replicas")
 _FLAGS = ("no_rebalance",)
 _SHAPE = "response_format"
 _CONTINUES = "continue_final_message"
@@ -106,6 +107,7 @@ def run(args: argparse.Namespace) -> int:
 
     config = read_config(args)
     settings = settings_of(args)
+    check_tools(settings)
     host, port = address(args)
     line = "%(asctime)s %(levelname)s %(message)s"
     logging.basicConfig(level=logging.INFO, format=line, handlers=[LogHandler(sys.stderr)])
@@ -148,6 +150,22 @@ def read_config(args: argparse.Namespace) -> dict[str, Any]:
         if value is not None and getattr(args, name, None) is None:
             setattr(args, name, _of_section(name, value))
     return fields
+
+
+def check_tools(settings: Settings) -> None:
+    """Connect to the MCP servers once; raises UsageError if one cannot be reached."""
+    if not settings.mcp_servers:
+        return
+    from forethought.workers.mcp import MCPWorker
+
+    async def connect() -> None:
+        worker = MCPWorker(settings.mcp_servers)
+        try:
+            await worker.init_in_asyncio_event_loop()
+        finally:
+            await worker.async_shutdown()
+
+    asyncio.run(connect())
 
 
 def _of_section(name: str, value: Any) -> Any:
@@ -209,6 +227,9 @@ def opener(
     if args.replicas is None and args.ray_address is not None:
         why = "it is where these run"
         raise ParameterError("--ray-address needs --replicas", why, "Give how many")
+    if args.replicas is None and args.prefill_replicas is not None:
+        why = "it is how many of these compute prompts for the others"
+        raise ParameterError("--prefill-replicas needs --replicas", why, "Give how many in all")
     if args.replicas is None and args.no_rebalance:
         why = "there is one engine"
         raise ParameterError("--no-rebalance needs --replicas", why, "Leave it out")
@@ -373,8 +394,7 @@ def _engine(args: argparse.Namespace, config: Mapping[str, Any] | None) -> Calla
     open_judge = _judge_opener(args, assets.PREFIX + "prm" if is_reasoner else "none")
     open_llm = options.llm_opener(fields)
     if args.replicas is not None:
-        options_of_replicas = args.replicas, args.ray_address, not args.no_rebalance
-        open_llm = _replicas_opener(fields, *options_of_replicas)
+        open_llm = _replicas_opener(fields, args)
     uses_model_sampling = options.uses_model_sampling(args)
 
     def open_backend() -> Backend:
@@ -400,15 +420,18 @@ def _engine(args: argparse.Namespace, config: Mapping[str, Any] | None) -> Calla
     return open_backend
 
 
-def _replicas_opener(
-    fields: Mapping[str, Any], num_replicas: int, address: str | None, rebalance: bool
-) -> Callable[[], AsyncLLM]:
+def _replicas_opener(fields: Mapping[str, Any], args: argparse.Namespace) -> Callable[[], AsyncLLM]:
     """A function that opens replicas; raises UsageError for options that they cannot honour."""
     from forethought.cluster.worker import check_replicas, open_llm
 
-    check_replicas(fields, num_replicas)
+    num_prefill = args.prefill_replicas or 0
+    check_replicas(fields, args.replicas, num_prefill)
     return lambda: open_llm(
-        replicas=num_replicas, ray_address=address, rebalance=rebalance, **fields
+        replicas=args.replicas,
+        prefill_replicas=num_prefill,
+        ray_address=args.ray_address,
+        rebalance=not args.no_rebalance,
+        **fields,
     )
 
 

@@ -55,6 +55,14 @@ def add_replicas(replicas: argparse._ArgumentGroup) -> None:
         "dies, its requests go on in another one; with --tensor-parallel-size T, each is T of them",
     )
     replicas.add_argument(
+        "--prefill-replicas",
+        type=int,
+        metavar="M",
+        help="M of the N replicas compute long prompts for the others, which generate "
+        "(disaggregated prefill): long prompts then hold up no stream; short ones, and those that "
+        "the others have cached, are not sent over (default: 0)",
+    )
+    replicas.add_argument(
         "--ray-address",
         metavar="ADDRESS",
         help="of the cluster's head, as in 10.0.0.1:6379; auto: the one that runs on this machine "
@@ -123,6 +131,13 @@ def add_clients(server: argparse._ArgumentGroup) -> None:
         metavar="NAME",
         help="let clients name this method, too (again for more): a plug-in, or module:Name; it "
         "runs in this process",
+    )
+    server.add_argument(
+        "--mcp",
+        action="append",
+        metavar="SERVER",
+        help="let clients list and call the tools of this MCP server, as the page does: a URL, or "
+        "a command that starts it (again for more)",
     )
     server.add_argument(
         "--served-model-name",

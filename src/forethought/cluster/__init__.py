@@ -3,6 +3,7 @@
 * ``worker.py`` ``open_llm``: an ``AsyncLLM`` over replicas; ``ReplicaWorker``: methods over it
 * ``engine.py`` ``remote.py`` the sequences as the ingress keeps them, and how they go on elsewhere
 * ``migration.py`` sequences that move while they generate, and why they do
+* ``prefill.py`` which prompts are computed in a replica of their own
 * ``fleet.py`` ``link.py`` ``placement.py`` replicas that are started, watched and replaced; one of
   them; which of them generates
 * ``replica.py`` ``messages.py`` one engine that takes messages, and what these say

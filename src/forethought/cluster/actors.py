@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from forethought import __version__
-from forethought.cluster.link import Channel, Reply
+from forethought.cluster.link import Channel, Reply, model_of
 from forethought.cluster.messages import Command, Copied
 from forethought.cluster.replica import Replica, Status
 from forethought.errors import DependencyError, EngineStopped, ForethoughtError, ParameterError
@@ -300,8 +300,8 @@ def drain_replica(name: str) -> None:
     if replicas[name] is None:
         why = f"{name} does not answer"
         raise ParameterError("the replica cannot be drained", why, "Its servers replace it")
-    model = name.rpartition("-")[0]
-    others = [s for o, s in replicas.items() if o != name and o.rpartition("-")[0] == model]
+    model = model_of(name)
+    others = [s for other, s in replicas.items() if other != name and model_of(other) == model]
     if not any(status is not None and not status.is_draining for status in others):
         why = "no other one of its model takes generations"
         raise ParameterError("the replica cannot be drained", why, "Start another one first")

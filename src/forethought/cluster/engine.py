@@ -19,15 +19,16 @@ from typing import Never
 from typing_extensions import override
 
 from forethought.cluster.fleet import Fleet
-from forethought.cluster.link import Link
+from forethought.cluster.link import Link, Role
 from forethought.cluster.messages import Branch, Close, Copied, Generate, Progress, Reach, Stop
 from forethought.cluster.migration import Migration, Rebalancing
 from forethought.cluster.placement import Placement
+from forethought.cluster.prefill import MeasuredCosts, PrefillSplit, dequeue
 from forethought.cluster.remote import Remote
 from forethought.config.sampling import SamplingParams
 from forethought.engine.base import FRESH, BaseEngine, Begun, Capabilities
 from forethought.engine.embedding import EmbeddingPass, Pooling
-from forethought.engine.sequence import Sequence, Status
+from forethought.engine.sequence import Sequence, Status, num_common
 from forethought.engine.snapshot import SequenceSnapshot
 from forethought.engine.step import Event
 from forethought.errors import ModelError, RequestError, UsageError
@@ -71,8 +72,10 @@ class ClusterEngine(BaseEngine):
     Args:
         key: the key of the request on whose behalf a sequence is opened; None: it has none.
         rebalancing: when sequences move because of the load; None: never.
+        has_prefix_caches: whether replicas find prefixes that they have computed.
 
     Attributes:
+        split: where prompts are prefilled, if some replicas are there for that.
         migration: moves sequences between replicas.
         num_moved: generations that have gone on elsewhere, as their replica had died.
     """
@@ -83,6 +86,7 @@ class ClusterEngine(BaseEngine):
         seed: int | None = None,
         key: Callable[[], str | None] = lambda: None,
         rebalancing: Rebalancing | None = None,
+        has_prefix_caches: bool = True,
     ) -> None:
         description = next(link.description for link in fleet.links if link.description)
         super().__init__(description.limits, seed)
@@ -98,6 +102,8 @@ class ClusterEngine(BaseEngine):
         self._events: list[Event] = []
         self.num_moved = 0
         self.migration = Migration(self, fleet.links, self._remotes, self._handles, rebalancing)
+        self._costs = MeasuredCosts()
+        self.split = PrefillSplit(self._costs, has_prefix_caches) if fleet.num_prefill else None
 
     @property
     @override
@@ -267,6 +273,9 @@ class ClusterEngine(BaseEngine):
         for link in self.fleet.links:
             assert link.num_generating == sum(remote.link is link for remote in running)
             assert link.num_open == sum(r.link is link for r in self._remotes.values())
+            queued = [r.num_queued_tokens for r in self._remotes.values() if r.link is link]
+            assert link.num_queued_tokens == sum(queued)
+            assert link.num_arriving == len(self.migration.arriving(link))
         active = {remote for s, remote in self._remotes.items() if s.active}
         assert active == {*running, *self._homeless}
 
@@ -277,7 +286,7 @@ class ClusterEngine(BaseEngine):
         infinite. Tokens come anyway, but gathered.
         """
         remote = self._remotes.get(sequence)
-        if remote is None or remote.generation is None or remote.link is None:
+        if remote is None or remote.generation is None or self.migration.is_prefilling(remote):
             return
         hold = sequence.hold - sequence.prompt_length
         num_tokens = len(sequence.tokens) - sequence.prompt_length
@@ -285,19 +294,27 @@ class ClusterEngine(BaseEngine):
             # of the first tokens, and of the end, it tells at once
             count = hold if num_tokens < hold < math.inf else remote.reach[0]
         if (count, hold) != remote.reach:
-            remote.reach = count, hold
-            remote.link.send(Reach(remote.generation, count, hold))
+            self._reach(remote, count, hold)
+
+    def _reach(self, remote: Remote, count: float, hold: float) -> None:
+        assert remote.generation is not None, "it is running"
+        assert remote.link is not None, "it is running"
+        remote.reach = count, hold
+        remote.link.send(Reach(remote.generation, count, hold))
 
     @override
     def step(self, max_steps: float = math.inf) -> list[Event]:
         self._flush()
         for link, updates in self.fleet.receive():
             if updates is None:
+                self._costs.forget(link.name)
                 self._lose(link)
                 continue
             if isinstance(updates, Copied):
                 self.migration.copied(updates)
                 continue
+            if link.role is Role.PREFILL:
+                self._costs.told(link.name, updates.stats)
             for progress in updates.progress:
                 self._take(progress)
         self._count()
@@ -322,8 +339,9 @@ class ClusterEngine(BaseEngine):
             return
         sequence.tokens += tokens
         remote.length, remote.has_begun = len(sequence.tokens), True
+        dequeue(remote)
         if remote.paused_since:
-            self.migration.resumed(remote)
+            self._costs.moved(self.migration.resumed(remote))
         sequence.usage.prefilled += progress.usage.prefilled
         sequence.usage.cached += progress.usage.cached
         sequence.usage.decoded += len(tokens)
@@ -354,7 +372,9 @@ class ClusterEngine(BaseEngine):
         links = [link.stats for link in self.fleet.links]
         total = _sum_stats([self._past_stats, *links])
         total.replicas_lost, total.moved = self.fleet.num_lost, self.num_moved
-        total.migrated = self.migration.stats.num_moved
+        moves = self.migration.stats
+        total.migrated, total.migrated_tokens = moves.num_moved, moves.num_tokens
+        total.prefilled_apart = moves.num_prefilled
         _assign(self.stats, total)
 
     # ---- where sequences are computed ---------------------------------------------------------
@@ -376,10 +396,17 @@ class ClusterEngine(BaseEngine):
         child, source = self._new(sequence.tokens[:length], keep), self._remotes[sequence]
         remote = self._remotes[child]
         remote.adapter = source.adapter
-        if source.link is not None and source.link.is_up and source.length >= length:
+        if self.migration.is_prefilling(source):
+            remote.origin, remote.is_fork = source, True
+        else:
+            self._branch(remote, source, length)
+        return child
+
+    def _branch(self, remote: Remote, source: Remote, length: int) -> None:
+        """Open a sequence where another one has its first tokens."""
+        if source.link is not None and source.link.is_up and source.length >= length > 0:
             self._opened(remote, source.link, next(self._handles), length)
             source.link.send(Branch(remote.handle, source.handle, length))
-        return child
 
     def _generate(self, sequence: Sequence, params: SamplingParams, begun: Begun) -> None:
         remote = self._remotes[sequence]
@@ -396,14 +423,40 @@ class ClusterEngine(BaseEngine):
 
     def _place(self, remote: Remote) -> None:
         """Have a sequence generate in the replica that has it, or elsewhere from its tokens."""
-        link = self._placement.choose(self.fleet.links, remote.key, remote.link)
-        if link is None:
+        self._share(remote)
+        target, source = self._choose(remote, remote.link), None
+        if self.split is not None and target is not None and remote.origin is None:
+            arriving = self.migration.arriving(target)
+            source = self.split.choose(remote, target, self.fleet.links, arriving)
+        if target is None or remote.origin is not None:
             self._homeless[remote] = None
             return
+        link = target if source is None else source
         if remote.link is not link:
             self.give_back(remote)
-            self._opened(remote, link, next(self._handles))
+            self._opened(remote, link, next(self._handles), home=target)
         self._begin(remote, link)
+        if source is not None and self.migration.move(remote, target):
+            num_output = len(remote.sequence.tokens) - remote.sequence.prompt_length
+            self._reach(remote, num_output + 1, num_output + 1)
+
+    def _choose(self, remote: Remote, current: Link | None) -> Link | None:
+        """Where a sequence decodes. Prefill replicas do so only while no other one takes any."""
+        links = [link for link in self.fleet.links if link.decodes or link is current]
+        if not any(link.takes for link in links):
+            links = self.fleet.links
+        return self._placement.choose(links, remote.key, current)
+
+    def _share(self, remote: Remote) -> None:
+        """Share the pages of what a sequence waits for, if they have arrived where it decodes."""
+        origin = remote.origin
+        if origin is None or self.migration.is_prefilling(origin):
+            return
+        remote.origin = None
+        if remote.is_fork:
+            remote.is_fork = False
+            num_shared = num_common([origin.sequence, remote.sequence])
+            self._branch(remote, origin, min(num_shared, origin.length))
 
     def _begin(self, remote: Remote, link: Link) -> None:
         """Have a sequence generate in the replica that has it."""
@@ -412,6 +465,8 @@ class ClusterEngine(BaseEngine):
             params = params.replace(prompt_logprobs=None)
         num_output = len(sequence.tokens) - sequence.prompt_length
         remote.generation, remote.has_begun = next(self._generations), False
+        if self.split is not None:
+            self.split.enqueue(remote, link)
         remote.reach = math.inf, math.inf
         command = Generate(
             remote.handle,
@@ -427,9 +482,12 @@ class ClusterEngine(BaseEngine):
         link.num_generating += 1
         link.num_begun += 1
 
-    def _opened(self, remote: Remote, link: Link, handle: int, length: int = 0) -> None:
+    def _opened(
+        self, remote: Remote, link: Link, handle: int, length: int = 0, home: Link | None = None
+    ) -> None:
+        """A session has been opened; ``home`` is where it goes on, if that is another replica."""
         remote.link, remote.handle, remote.length = link, handle, length
-        self._placement.opened(remote.key, link)
+        self._placement.opened(remote.key, home or link)
         link.num_open += 1
 
     def give_back(self, remote: Remote) -> None:
@@ -458,14 +516,19 @@ class ClusterEngine(BaseEngine):
         self._leave(remote)
         self._begin(remote, link)
 
+    def release(self, remote: Remote) -> None:
+        """The prompt of a sequence is not going to leave for its target: generate where it is."""
+        self._reach(remote, math.inf, math.inf)
+
     def place_for(self, remote: Remote) -> Link | None:
-        """Where a sequence of a drained replica goes on: with those of its request."""
-        return self._placement.choose(self.fleet.links, remote.key, None)
+        """Where a sequence that leaves its replica goes on: with those of its request."""
+        return self._choose(remote, None)
 
     def _leave(self, remote: Remote) -> None:
         """A generation no longer runs where it was."""
         assert remote.generation is not None, "it was running"
         assert remote.link is not None, "it was running"
+        dequeue(remote)
         del self._running[remote.generation]
         remote.link.num_generating -= 1
         remote.generation = None
@@ -475,7 +538,10 @@ class ClusterEngine(BaseEngine):
         """A generation is over."""
         sequence = remote.sequence
         self._homeless.pop(remote, None)
+        remote.origin = None
         if remote.generation is not None:
+            if self.split is not None:
+                self.split.ended(remote)
             self._leave(remote)
         sequence.status = Status.PARKED
         if not sequence.keep:
@@ -514,6 +580,8 @@ class ClusterEngine(BaseEngine):
                 self._fail(remote, RequestError("there is no replica", why, "See their logs"))
             elif remote.num_deaths > MAX_DEATHS:
                 self._fail(remote, _fatal(remote.num_deaths))
+            elif remote.origin is not None and self.migration.is_prefilling(remote.origin):
+                continue
             elif any(link.takes for link in self.fleet.links):
                 del self._homeless[remote]
                 self._place(remote)

@@ -11,8 +11,9 @@ from functools import partial
 from queue import Empty, SimpleQueue
 from typing import Any
 
-from forethought.cluster.link import Link, Opener
+from forethought.cluster.link import Link, Opener, Role
 from forethought.cluster.messages import Copied, Description, Updates
+from forethought.cluster.prefill import check_split
 from forethought.errors import EngineStopped, ForethoughtError, ParameterError, UsageError
 
 log = logging.getLogger(__name__)
@@ -35,6 +36,7 @@ class Fleet:
     Args:
         open_channel: finds or starts the replica of a name, in a thread.
         prefix: of their names.
+        num_prefill: how many of them prefill for the others.
         hang_seconds: of silence, after which a replica is ended and replaced.
 
     Attributes:
@@ -43,7 +45,12 @@ class Fleet:
     """
 
     def __init__(
-        self, open_channel: Opener, prefix: str, num_replicas: int, hang_seconds: float = HANG
+        self,
+        open_channel: Opener,
+        prefix: str,
+        num_replicas: int,
+        hang_seconds: float = HANG,
+        num_prefill: int = 0,
     ) -> None:
         self._open_channel, self._prefix, self._hang_seconds = open_channel, prefix, hang_seconds
         self._inbox = SimpleQueue[tuple[Link, Any] | None]()
@@ -52,6 +59,7 @@ class Fleet:
         self.num_lost = 0
         self.failure: Exception | None = None
         """Of the last replica that was never up, until one is."""
+        self.num_prefill = num_prefill
         self.scale(num_replicas)
 
     # ---- from any thread ----------------------------------------------------------------------
@@ -63,15 +71,29 @@ class Fleet:
     # ---- from the thread that uses it ---------------------------------------------------------
 
     def scale(self, num_replicas: int) -> None:
-        """Start replicas, or drain those that are too many."""
-        staying = [link for link in self.links if not link.is_draining]
-        for link in staying[num_replicas:]:
+        """Start replicas, or drain those that are too many; of those that prefill for others there
+        are as many as before. Raises ParameterError if they would leave none to decode.
+        """
+        check_split(num_replicas, self.num_prefill)
+        if not self.num_prefill:
+            self._scale(Role.BOTH, self._prefix, num_replicas)
+            return
+        for role, count in (
+            (Role.PREFILL, self.num_prefill),
+            (Role.DECODE, num_replicas - self.num_prefill),
+        ):
+            self._scale(role, f"{self._prefix}-{role}", count)
+
+    def _scale(self, role: Role, prefix: str, count: int) -> None:
+        links = [link for link in self.links if link.role is role]
+        staying = [link for link in links if not link.is_draining]
+        for link in staying[count:]:
             log.info("%s is drained", link.name)
             link.is_draining = True
-        taken = {link.name for link in self.links}
-        names = (f"{self._prefix}-{number}" for number in range(2 * num_replicas + len(taken)))
+        taken = {link.name for link in links}
+        names = (f"{prefix}-{number}" for number in range(2 * count + len(taken)))
         free = [name for name in names if name not in taken]
-        for name in free[: max(0, num_replicas - len(staying))]:
+        for name in free[: max(0, count - len(staying))]:
             self._start(Link(name))
 
     def drain(self, name: str) -> Link:

@@ -5,10 +5,32 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from enum import StrEnum
 from typing import Any, Protocol
 
 from forethought.cluster.messages import Command, Description, Updates
+from forethought.cluster.prefixes import PrefixMemory
 from forethought.outputs import EngineLoad, EngineStats
+
+
+class Role(StrEnum):
+    """What a replica does, by its name: all ingresses of it agree."""
+
+    PREFILL = "prefill"
+    DECODE = "decode"
+    BOTH = "both"
+
+    @classmethod
+    def of(cls, name: str) -> Role:
+        """That of the replica ``PREFIX-prefill-0``, ``PREFIX-decode-0`` or ``PREFIX-0``."""
+        word = name.rpartition("-")[0].rpartition("-")[2]
+        return cls(word) if word in (cls.PREFILL, cls.DECODE) else cls.BOTH
+
+
+def model_of(name: str) -> str:
+    """The beginning of the names of all replicas of a model, by that of one of them."""
+    prefix = name.rpartition("-")[0]
+    return prefix.removesuffix(f"-{Role.PREFILL}").removesuffix(f"-{Role.DECODE}")
 
 
 class Channel(Protocol):
@@ -54,11 +76,15 @@ class Link:
         num_failures: replicas of this name before it that were never up, one after the other.
 
     Attributes:
+        role: whether it prefills for others, decodes what others have prefilled, or does both.
+        prefixes: that sequences of this ingress have there, if it has a role.
+        num_queued_tokens: of prompts of this ingress that it has yet to compute.
         channel: None until it is opened.
         description: None until it is up.
         num_open: sequences of this ingress there.
         num_generating: those of them that generate.
         num_begun: the same, of all time.
+        num_arriving: sequences whose prompts are computed for it elsewhere.
         is_draining: nothing new begins there, its sequences move away, and it ends without them.
         is_dead: it is given up.
         ended: when it is, for other threads.
@@ -66,10 +92,11 @@ class Link:
     """
 
     def __init__(self, name: str, num_failures: int = 0) -> None:
-        self.name, self.num_failures = name, num_failures
+        self.name, self.num_failures, self.role = name, num_failures, Role.of(name)
+        self.prefixes, self.num_queued_tokens = PrefixMemory(), 0
         self.channel: Channel | None = None
         self.description: Description | None = None
-        self.num_open = self.num_generating = self.num_begun = 0
+        self.num_open = self.num_generating = self.num_begun = self.num_arriving = 0
         self.is_draining = self.is_dead = False
         self.ended = Future[None]()
         self.heard, self.stalled = time.monotonic(), 0.0
@@ -88,14 +115,21 @@ class Link:
         return self.is_up and not self.is_draining
 
     @property
+    def decodes(self) -> bool:
+        """Whether new generations may stay there."""
+        return self.takes and self.role is not Role.PREFILL
+
+    @property
     def capacity(self) -> int:
         """Generations that run there at once."""
         return 1 if self.description is None else self.description.limits.max_batch_size
 
     @property
     def load(self) -> int:
-        """Generations that run or wait there, those of other ingresses as of its last answer."""
-        return self.num_generating + self._num_elsewhere
+        """Generations that run or wait there or are on their way there; those of other ingresses as
+        of its last answer.
+        """
+        return self.num_generating + self.num_arriving + self._num_elsewhere
 
     @property
     def num_free_tokens(self) -> int:

@@ -91,6 +91,9 @@ class Copy(NamedTuple):
     """Tokens of the session that are copied at most."""
     generation: int | None = None
     """To end first; None: what is generated goes on."""
+    prompt_length: int = 0
+    """Above 0, these tokens are prefilled for the other replica: wait until some are stored from
+    ``start`` on, and end the generation only once it has its first token and few are left."""
 
 
 class Prepare(NamedTuple):
@@ -108,6 +111,8 @@ class Pages(NamedTuple):
     saved: SequenceSnapshot
     num_left: int
     """Stored tokens after them."""
+    has_ended: bool = False
+    """The generation has been ended, and they are the last ones."""
 
 
 class Copied(NamedTuple):
@@ -120,6 +125,8 @@ class Copied(NamedTuple):
     num_bytes: int = 0
     error: Exception | None = None
     """It has failed: the session there is as it was."""
+    has_ended: bool = False
+    """As of ``Pages``."""
 
 
 @dataclass(slots=True)

@@ -12,9 +12,14 @@
 
 What is copied first may be in several parts, each while tokens are generated; the pause is from the
 source's last step to the target's first one. Until the target has everything the source keeps its
-session, and goes on with it if anything fails. Three rules decide which sequences move, by loads
-and lengths alone: a replica is drained, has much more to do than another one, or lacks pages for a
-prompt that waits for them.
+session, and goes on with it if anything fails.
+
+A prompt that a prefill replica computes is on its way from its first chunk on: one ``Copy`` after
+the other waits for the next chunk, and that which finds the first token ends the generation, which
+is held there until then.
+
+Four rules decide which sequences move, by loads and lengths alone: a replica is drained, has much
+more to do than another one, lacks pages for a prompt that waits for them, or only prefills.
 """
 
 from __future__ import annotations
@@ -28,7 +33,7 @@ from collections.abc import Sequence as List
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
-from forethought.cluster.link import Link
+from forethought.cluster.link import Link, Role
 from forethought.cluster.messages import Close, Copied, Copy, Prepare
 from forethought.cluster.remote import Remote
 from forethought.engine.sequence import Sequence
@@ -87,6 +92,8 @@ class _Move:
     is_open: bool = False
     """Whether there is a session in the target."""
     num_bytes: int = 0
+    prompt_length: int = 0
+    """Tokens that the source computes for the target; 0: it has begun to generate as well."""
     is_last: bool = False
     """The source has been told to end the generation and to copy the rest."""
     started: float = 0.0
@@ -116,11 +123,14 @@ class Moving(Protocol):
     def go_on(self, remote: Remote) -> None:
         """The generation has ended where it is for a move that failed: go on there."""
 
+    def release(self, remote: Remote) -> None:
+        """The prompt of a sequence is not going to leave for its target: generate where it is."""
+
     def give_back(self, remote: Remote) -> None:
         """Give up the session of a parked sequence: its tokens are computed again."""
 
     def place_for(self, remote: Remote) -> Link | None:
-        """Where a sequence of a drained replica goes on; None: nothing takes any."""
+        """Where a sequence that leaves its replica goes on; None: nothing takes any."""
 
 
 @dataclass(slots=True)
@@ -128,7 +138,11 @@ class MigrationStats:
     """Counts of moves."""
 
     num_moved: int = 0
+    num_prefilled: int = 0
+    """Those of them whose prompts were computed for the target."""
     num_failed: int = 0
+    num_tokens: int = 0
+    """Of all of them, as they arrived."""
     num_bytes: int = 0
     """Of keys and values, and what belongs to them."""
     pauses: deque[float] = field(default_factory=lambda: deque(maxlen=NUM_PAUSES))
@@ -168,13 +182,18 @@ class Migration:
     # ---- one move -----------------------------------------------------------------------------
 
     def move(self, remote: Remote, target: Link) -> bool:
-        """Begin to move a sequence; whether it can."""
+        """Begin to move a sequence; whether it can. One whose first token has not come is computed
+        where it is until then, and its pages go over chunk by chunk.
+        """
         source = remote.link
         is_possible = source is not None and source.is_up and source is not target and target.takes
         if not is_possible or not remote.can_move or remote in self._by_remote:
             return False
         assert source is not None
         move = _Move(remote, source, target, next(self._handles), remote.generation)
+        if remote.generation is not None and not remote.has_begun and source.role is Role.PREFILL:
+            move.prompt_length = len(remote.sequence.tokens)
+            target.num_arriving += 1
         self._moves[move.handle] = self._by_remote[remote] = move
         params = remote.sequence.params
         if move.generation is not None and params.guided_decoding is not None:
@@ -185,6 +204,16 @@ class Migration:
     def is_moving(self, remote: Remote) -> bool:
         """Whether a sequence is on its way."""
         return remote in self._by_remote
+
+    def is_prefilling(self, remote: Remote) -> bool:
+        """Whether the prompt of a sequence is computed for another replica."""
+        move = self._by_remote.get(remote)
+        return move is not None and move.prompt_length > 0
+
+    def arriving(self, target: Link) -> list[Remote]:
+        """Sequences whose prompts are computed for a replica."""
+        moves = self._by_remote.values()
+        return [move.remote for move in moves if move.target is target and move.prompt_length]
 
     def copied(self, answer: Copied) -> None:
         """The target has answered."""
@@ -203,10 +232,12 @@ class Migration:
                 self._copy(move)
             else:
                 self._arrive(move)
-        elif move.is_last:
+        elif move.is_last or answer.has_ended:
             move.has_arrived = True
             if move.is_paused:
                 self._arrive(move)
+        elif move.prompt_length:
+            self._copy(move)
         else:
             move.is_last = answer.num_left <= max(FEW_TOKENS, num_new // 8)
             self._copy(move)
@@ -218,13 +249,19 @@ class Migration:
             self._moving.go_on(remote)
             return
         move.is_paused = True
+        if move.prompt_length:
+            move.started = time.monotonic()
         if move.has_arrived:
             self._arrive(move)
 
-    def resumed(self, remote: Remote) -> None:
-        """The first tokens of a sequence have come from where it has moved to."""
-        self.stats.pauses.append(time.monotonic() - remote.paused_since)
+    def resumed(self, remote: Remote) -> float:
+        """The first tokens of a sequence have come from where it has moved to, after a pause, the
+        seconds of which are returned.
+        """
+        pause = time.monotonic() - remote.paused_since
+        self.stats.pauses.append(pause)
         remote.paused_since = 0.0
+        return pause
 
     def lost(self, link: Link) -> None:
         """A replica is gone, before its sequences are placed elsewhere."""
@@ -242,15 +279,19 @@ class Migration:
         assert target.channel is not None, "it is up"
         move.started, move.is_due = time.monotonic(), True
         stop = remote.length if move.generation is None else float("inf")
-        ended = move.generation if move.is_last else None
-        source.send(Copy(remote.handle, move.handle, move.num_copied, stop, ended))
+        ended = move.generation if move.is_last or move.prompt_length else None
+        part = Copy(remote.handle, move.handle, move.num_copied, stop, ended, move.prompt_length)
+        source.send(part)
         source.channel.copy(move.handle, target.channel)
 
     def _arrive(self, move: _Move) -> None:
-        del self._moves[move.handle], self._by_remote[move.remote]
+        del self._moves[move.handle]
+        self._forget(move)
         self._settled = time.monotonic()
         self.stats.num_moved += 1
         self.stats.num_bytes += move.num_bytes
+        self.stats.num_tokens += move.num_copied
+        self.stats.num_prefilled += move.prompt_length > 0
         if move.generation is not None:
             move.remote.paused_since = move.started
         length = min(move.num_copied, len(move.remote.sequence.tokens))
@@ -267,13 +308,19 @@ class Migration:
         if move.is_given_up:
             return
         move.is_given_up = True
-        del self._by_remote[move.remote]
+        self._forget(move)
         if move.is_current:
             log.info("a sequence stays in %s: %s", move.source.name, error or "no answer came")
             self.stats.num_failed += 1
             move.remote.stays_until = time.monotonic() + RETRY
             if move.is_paused:
                 self._moving.go_on(move.remote)
+            elif move.prompt_length:
+                self._moving.release(move.remote)
+
+    def _forget(self, move: _Move) -> None:
+        del self._by_remote[move.remote]
+        move.target.num_arriving -= move.prompt_length > 0
 
     # ---- which sequences move -----------------------------------------------------------------
 
@@ -284,19 +331,29 @@ class Migration:
             if not move.is_current or (move.is_paused and now - move.started > MAX_PAUSE):
                 self._give_up(move, None)
         for link in self._links:
-            if link.is_draining and link.is_up and link.num_open:
+            if link.is_up and link.num_open and self._is_left(link):
                 self._drain(link, now)
-        if not self._by_remote and self._has_settled():
+        if not self._num_moves and self._has_settled():
             self._planned = self._plan(now)
-        while self._planned and len(self._by_remote) < MAX_MOVES:
+        while self._planned and self._num_moves < MAX_MOVES:
             self.move(*self._planned.pop(0))
+
+    @property
+    def _num_moves(self) -> int:
+        """Those in progress, but for prompts that are computed for their target."""
+        return sum(not move.prompt_length for move in self._by_remote.values())
+
+    def _is_left(self, link: Link) -> bool:
+        """Whether sequences leave a replica: it is drained, or is there to prefill."""
+        is_apart = link.role is Role.PREFILL and any(other.decodes for other in self._links)
+        return link.is_draining or is_apart
 
     def _has_settled(self) -> bool:
         """Whether all loads are as of after the last move."""
-        return all(link.heard > self._settled for link in self._links if link.takes)
+        return all(link.heard > self._settled for link in self._links if link.decodes)
 
     def _plan(self, now: float) -> list[PlannedMove]:
-        ready, rule = [link for link in self._links if link.takes], self.rebalancing
+        ready, rule = [link for link in self._links if link.decodes], self.rebalancing
         waits = any(link.engine_load.waiting for link in ready)
         if len(ready) < 2 or not (waits or (rule and rule.applies_to(ready))):
             return []
@@ -307,13 +364,13 @@ class Migration:
 
     def _drain(self, link: Link, now: float) -> None:
         for remote in [r for r in self._remotes.values() if r.link is link]:
-            if len(self._by_remote) >= MAX_MOVES:
+            if self._num_moves >= MAX_MOVES:
                 return
             is_parked = remote.generation is None
             if self.is_moving(remote) or not (is_parked or remote.stays_until <= now):
                 continue
             target = self._moving.place_for(remote)
-            if target is None:
+            if target is None or target is link:
                 return
             if is_parked and (remote.stays_until or not remote.length):
                 self._moving.give_back(remote)  # it has failed once, or nothing is there

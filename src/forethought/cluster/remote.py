@@ -32,6 +32,12 @@ class Remote:
     """Of the generation in progress, in other replicas."""
     reach: tuple[float, float] = (math.inf, math.inf)
     """Count and hold of the last ``Reach``."""
+    num_queued_tokens: int = 0
+    """Of those that its generation in progress has to compute before its first one."""
+    origin: Remote | None = None
+    """Whose pages it waits for, as they are on their way to where it decodes."""
+    is_fork: bool = False
+    """Of its origin, whose session it branches; else it finds the pages in the prefix cache."""
     num_deaths: int = 0
     paused_since: float = 0.0
     """When its move has ended the generation where it was, as of ``time.monotonic``; 0: tokens have

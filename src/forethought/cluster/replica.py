@@ -10,6 +10,7 @@ import contextlib
 import os
 import time
 from collections.abc import Coroutine, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -30,6 +31,7 @@ from forethought.cluster.messages import (
     Updates,
 )
 from forethought.config.sampling import SamplingParams
+from forethought.engine.snapshot import SequenceSnapshot
 from forethought.errors import EngineStopped, ForethoughtError, RequestError
 from forethought.llm.async_llm import AsyncLLM
 from forethought.llm.async_session import AsyncSession, SessionStream
@@ -47,6 +49,8 @@ ORPHAN = 600.0
 """Seconds without any ingress after which the process ends."""
 COPY_BYTES = 8 * 2**20
 """Of keys and values that are copied to another replica at once, while a sequence generates."""
+POLL = 0.002
+"""Seconds after which a prompt that is copied as it is computed is looked at again."""
 MAX_EARLY = 1024
 """Messages of an ingress that may wait for one before them."""
 
@@ -115,11 +119,28 @@ class _Ingress:
     last_seen: float = field(default_factory=time.monotonic)
 
 
+@dataclass(slots=True)
+class Traffic:
+    """What a replica has copied to others, and what they have copied to it.
+
+    Attributes:
+        num_sent: generations that have gone on elsewhere.
+        num_received: the same, from elsewhere.
+        pages_sent: pages of the KV cache that their tokens and those of parked sequences fill.
+    """
+
+    num_sent: int = 0
+    num_received: int = 0
+    pages_sent: int = 0
+    pages_received: int = 0
+
+
 class Status(NamedTuple):
     """Of a replica, for its operator."""
 
     is_draining: bool
     load: EngineLoad
+    traffic: Traffic
 
 
 class Replica:
@@ -147,6 +168,7 @@ class Replica:
         self._guard: asyncio.Task[None] | None = None
         self._unfinished = set[asyncio.Task[None]]()
         self._is_draining = False
+        self._traffic = Traffic()
 
     async def connect(self, ingress: str) -> Description:
         """Begin to take commands of an ingress. The first one has the model loaded."""
@@ -206,7 +228,10 @@ class Replica:
                 await session.append(saved)
         except Exception as error:
             return Copied(handle, error=_portable(error))
-        return Copied(handle, len(saved.token_ids), pages.num_left, saved.num_bytes)
+        self._traffic.num_received += pages.has_ended
+        self._traffic.pages_received += self._num_pages(saved)
+        length = len(saved.token_ids)
+        return Copied(handle, length, pages.num_left, saved.num_bytes, has_ended=pages.has_ended)
 
     async def drain(self) -> None:
         """Have all ingresses leave, with their sequences."""
@@ -217,7 +242,7 @@ class Replica:
     async def status(self) -> Status:
         """What ``forethought cluster`` shows of it."""
         load = EngineLoad(0, 0, 0.0) if self._loaded is None else self._loaded.load
-        return Status(self._is_draining, load)
+        return Status(self._is_draining, load, self._traffic)
 
     async def leave(self, ingress: str) -> int:
         """Close the sessions of an ingress; returns how many others ask for updates."""
@@ -322,25 +347,64 @@ class Replica:
 
     def _copy(self, asker: _Ingress, command: Copy) -> None:
         """Queue a copy on the engine's thread, after the commands before it."""
-        pages = self._copy_of(asker, command.target)
-        try:
-            session = asker.sessions[command.handle]  # if what was to open it has not failed
-            ends, start = command.generation is not None, command.start
-            stop = min(command.stop, start + self._copy_tokens())
-            copied = session.capture(start, stop, ends=ends)
-        except Exception as error:
-            pages.set_exception(_portable(error))
+        pages, session = self._copy_of(asker, command.target), asker.sessions.get(command.handle)
+        if session is None:  # what was to open it has failed
+            pages.set_exception(RequestError("the session cannot move", "it was never opened"))
             return
+        copied = None if command.prompt_length else self._capture(session, command)
+        self._later(self._answer_copy(asker, session, command, copied))
 
-        async def finish() -> None:
-            try:
-                saved = await asyncio.wrap_future(copied)
-                stored = min(command.stop, session.num_computed)
-                pages.set_result(Pages(saved, max(0, int(stored) - len(saved.token_ids))))
-            except Exception as error:
+    def _capture(
+        self, session: AsyncSession, command: Copy, is_last: bool | None = None
+    ) -> Future[SequenceSnapshot]:
+        ends, start = command.generation is not None if is_last is None else is_last, command.start
+        stop = min(command.stop, start + self._copy_tokens())
+        try:
+            return session.capture(start, stop, ends=ends)
+        except Exception as error:
+            failed = Future[SequenceSnapshot]()
+            failed.set_exception(error)
+            return failed
+
+    async def _answer_copy(
+        self,
+        asker: _Ingress,
+        session: AsyncSession,
+        command: Copy,
+        copied: Future[SequenceSnapshot] | None,
+    ) -> None:
+        """Give what was copied to the other replica; None: wait for a chunk of the prompt first."""
+        pages, is_last = self._copy_of(asker, command.target), command.generation is not None
+        try:
+            if copied is None:
+                is_last = await self._has_chunk(asker, session, command)
+                copied = self._capture(session, command, is_last)
+            saved = await asyncio.wrap_future(copied)
+        except Exception as error:
+            if not pages.done():  # else nobody waits for it
                 pages.set_exception(_portable(error))
+            return
+        stored = min(command.stop, session.num_computed)
+        self._traffic.num_sent += is_last
+        self._traffic.pages_sent += self._num_pages(saved)
+        if not pages.done():
+            num_left = max(0, int(stored) - len(saved.token_ids))
+            pages.set_result(Pages(saved, num_left, is_last))
 
-        self._later(finish())
+    async def _has_chunk(self, asker: _Ingress, session: AsyncSession, command: Copy) -> bool:
+        """Wait until a chunk of a prompt is stored; whether it is the last one, or nothing more
+        comes.
+        """
+        number = command.generation
+        generation = asker.generations.get(-1 if number is None else number)
+        while generation is not None and asker.generations.get(generation.number) is generation:
+            num_new = session.num_computed - command.start
+            if generation.is_over or generation.num_told > generation.num_begun:
+                return num_new <= self._copy_tokens()
+            if num_new > 0:
+                return False
+            await asyncio.sleep(POLL)
+        return True
 
     async def _prepare(self, params: SamplingParams) -> None:
         with contextlib.suppress(ForethoughtError):  # the generation will tell of it
@@ -350,6 +414,11 @@ class Replica:
         if handle not in asker.copies:
             asker.copies[handle] = asyncio.get_running_loop().create_future()
         return asker.copies[handle]
+
+    def _num_pages(self, saved: SequenceSnapshot) -> int:
+        """That a copied part of a sequence begins or fills."""
+        size = self._llm._frontend.local_engine.runner.storage.page_size
+        return -(-saved.stop // size) - saved.start // size if saved.num_stored else 0
 
     def _copy_tokens(self) -> int:
         """Tokens that are copied at once."""
@@ -381,6 +450,8 @@ class Replica:
             asker.has_news.set()
 
     def _fail(self, asker: _Ingress, number: int, error: Exception) -> None:
+        if (generation := asker.generations.get(number)) is not None:
+            generation.is_over = True
         if not isinstance(error, EngineStopped):  # else all end, and ``_check`` says so
             asker.news.append(Progress(number, error=_portable(error)))
         asker.has_news.set()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import atexit
 import contextvars
+import logging
 import math
 import os
 from collections.abc import Callable, Mapping
@@ -27,6 +28,7 @@ from forethought.cluster.engine import ClusterEngine
 from forethought.cluster.fleet import HANG, Fleet
 from forethought.cluster.link import Link
 from forethought.cluster.migration import Rebalancing
+from forethought.cluster.prefill import check_split
 from forethought.cluster.ranks import RankActors
 from forethought.config.engine import LlmArgs
 from forethought.errors import ParameterError
@@ -42,6 +44,8 @@ from forethought.model_dir import find_model_dir
 from forethought.scaffolding.execution_scope import current_scope
 from forethought.workers.local import EngineWorker
 
+log = logging.getLogger(__name__)
+
 Result = TypeVar("Result")
 
 
@@ -53,6 +57,7 @@ def open_llm(
     hang_seconds: float = HANG,
     max_pending: int = MAX_PENDING,
     rebalance: bool = True,
+    prefill_replicas: int = 0,
     **fields: Any,
 ) -> AsyncLLM:
     """An ``AsyncLLM`` whose sequences are computed by replicas of the model, and outlive them.
@@ -68,6 +73,8 @@ def open_llm(
         hang_seconds: of silence, after which a replica is ended and replaced.
         max_pending: as of ``AsyncLLM``.
         rebalance: whether sequences move from a replica that has much more to do than another one.
+        prefill_replicas: how many of the replicas prefill for the others, which go on with the
+            sequences; short prompts, and those that the others have cached, stay with these.
         **fields: of ``LlmArgs``, for each replica.
 
     Raises:
@@ -76,7 +83,7 @@ def open_llm(
             honour.
         EngineStopped: the first replica does not start.
     """
-    check_replicas(fields, replicas)
+    check_replicas(fields, replicas, prefill_replicas)
     args = LlmArgs.from_dict({"model": model, **fields})
     fields = {"model": None if model is None else str(model), **fields}
     start_ray(ray_address, replicas * num_ranks_of(fields))
@@ -86,18 +93,22 @@ def open_llm(
     if resources.num_ranks > 1:
         arguments = *arguments, RankActors(resources, *arguments)
     opener = ActorOpener(arguments, resources)
-    fleet = Fleet(opener, name_of(fields), replicas, hang_seconds)
+    fleet = Fleet(opener, name_of(fields), replicas, hang_seconds, prefill_replicas)
+    if prefill_replicas:
+        num_decode = replicas - prefill_replicas
+        log.info("%d replicas prefill, for %d that decode", prefill_replicas, num_decode)
     llm = over(fleet, args, max_pending, Rebalancing() if rebalance else None)
     atexit.register(llm._shutdown)  # before Ray is, which began earlier
     return llm
 
 
-def check_replicas(fields: Mapping[str, Any], num_replicas: int) -> None:
+def check_replicas(fields: Mapping[str, Any], num_replicas: int, num_prefill: int = 0) -> None:
     """Raises ParameterError for a number or a field of ``LlmArgs`` that replicas cannot honour,
     DependencyError if Ray is not installed.
     """
     if num_replicas < 1:
         raise ParameterError("invalid replicas", f"got {num_replicas}", "Give at least 1")
+    check_split(num_replicas, num_prefill)
     if fields.get("snapshot_dir") is not None:
         why = "the sequences of replicas are on several machines"
         raise ParameterError("replicas keep no snapshots", why, "Leave snapshot_dir out")
@@ -115,7 +126,8 @@ def over(
 ) -> AsyncLLM:
     """An ``AsyncLLM`` over a fleet, one replica of which comes up. Raises as ``open_llm``."""
     fleet.wait()
-    engine = ClusterEngine(fleet, args.seed, _current_request, rebalancing)
+    has_prefix_caches = args.kv_cache_config.enable_block_reuse
+    engine = ClusterEngine(fleet, args.seed, _current_request, rebalancing, has_prefix_caches)
     try:
         return AsyncLLM.of(_frontend(engine, args), ClusterThread, max_pending=max_pending)
     except BaseException:
@@ -228,9 +240,9 @@ class ReplicaWorker(EngineWorker):
 
 async def scale(llm: AsyncLLM, replicas: int) -> None:
     """Start further replicas of a model of ``open_llm``, or drain some: their sequences move to the
-    others, and they end.
+    others, and they end. There are as many prefill replicas among them as before.
 
-    Raises ParameterError for fewer than one.
+    Raises ParameterError for fewer than one, or none that decodes.
     """
     check_replicas({}, replicas)
     await asyncio.wrap_future(llm._thread.call(_fleet(llm).scale, replicas))

@@ -47,6 +47,8 @@ from forethought.saved_file import save_text, saving
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
+    from matplotlib.text import Annotation
+    from matplotlib.transforms import Bbox
 
     from forethought.llm.async_llm import AsyncLLM
 
@@ -94,6 +96,16 @@ class Heat:
     def seconds_per_problem(self) -> float:
         """Wall time."""
         return self.row.seconds / len(self.attempts)
+
+    @property
+    def num_read(self) -> float:
+        """Tokens of prompts that are prefilled for a problem."""
+        return self.row.tokens_prefilled / len(self.attempts)
+
+    @property
+    def ms_per_token(self) -> float:
+        """Wall time of a token, in milliseconds."""
+        return 1000 * self.seconds_per_problem / max(1.0, self.row.tokens_per_attempt)
 
     @property
     def texts(self) -> dict[str, str]:
@@ -383,7 +395,7 @@ def _against(row: ReportRow, first: ReportRow) -> tuple[str, str, str]:
 
 def draw(findings: Findings) -> Figure:
     """One picture of three panels, with a label at every point."""
-    figure = new_figure(13.0, 4.6)
+    figure = new_figure(13.0, 4.8)
     first, second, third = figure.subplots(1, 3)
     _draw_race(first, findings.race)
     _draw_comparison(second, findings.less)
@@ -393,24 +405,58 @@ def draw(findings: Findings) -> Figure:
     first.set_title(f"1. The race\n{fastest} with drafts", size=11)
     second.set_title(f"2. Thinking less, on arithmetic\n{_claim(findings.less)}", size=11)
     third.set_title(f"3. Thinking deeper, on countdown\n{_claim(findings.deeper)}", size=11)
+    figure.draw_without_rendering()
+    _label_points(second, findings.less)
+    _label_points(third, findings.deeper)
     return figure
 
 
 def _draw_race(axes: Axes, race: Sequence[Heat]) -> None:
     seconds = [heat.seconds_per_problem for heat in race]
     colors = [f"C{number}" for number in range(len(race))]
-    bars = axes.barh(range(len(race)), seconds, 0.5, color=colors)
+    bars = axes.barh(range(len(race)), seconds, 0.4, color=colors)
     for heat, bar, value in zip(race, bars, seconds, strict=True):
         speed = "" if heat is race[0] else f", {seconds[0] / value:.1f}x"
         axes.annotate(
-            f"{heat.label}: {value:.2f} s{speed}",
+            f"{heat.label}: {value:.2f} s{speed}\n{_work(heat)}",
             (0, bar.get_y()),
             xytext=(3, 4),
             textcoords="offset points",
             va="bottom",
+            size=9,
         )
-    axes.set(xlabel="seconds per problem, one problem at a time", yticks=[])
-    axes.set_ylim(len(race) - 0.4, -0.8)
+    lines = ["seconds per problem, one problem at a time", *_waits(race)]
+    axes.set_xlabel("\n".join(lines), size=9)
+    axes.set_yticks([])
+    axes.set_ylim(len(race) - 0.6, -0.9)
+
+
+def _work(heat: Heat) -> str:
+    """What a problem took, in tokens and milliseconds."""
+    tokens, read = heat.row.tokens_per_attempt, heat.num_read
+    return f"{tokens:,.0f} tokens written, {heat.ms_per_token:.1f} ms each; {read:,.0f} read"
+
+
+def _waits(race: Sequence[Heat]) -> list[str]:
+    """Why a method that writes fewer tokens than plain decoding with its drafts takes longer."""
+    plain = {heat.drafts: heat for heat in race if heat.method == "plain"}
+    pairs = [(heat, plain[heat.drafts]) for heat in race if heat.drafts in plain]
+    return [
+        _why_slower(heat, other)
+        for heat, other in pairs
+        if heat.seconds_per_problem > other.seconds_per_problem
+        and heat.row.tokens_per_attempt < other.row.tokens_per_attempt
+    ]
+
+
+def _why_slower(heat: Heat, plain: Heat) -> str:
+    tokens = times(heat.row.tokens_per_attempt, plain.row.tokens_per_attempt, "more", "fewer")
+    speed = times(heat.seconds_per_problem, plain.seconds_per_problem, "slower", "faster")
+    return (
+        f"{heat.method} writes {tokens} tokens than plain with drafts,\n"
+        f"but is {speed}: its probes read {heat.num_read - plain.num_read:,.0f} tokens more, and\n"
+        f"beside them a token takes {heat.ms_per_token / plain.ms_per_token:.1f} times as long"
+    )
 
 
 def _claim(rows: Sequence[ReportRow]) -> str:
@@ -421,27 +467,69 @@ def _claim(rows: Sequence[ReportRow]) -> str:
 
 
 def _draw_comparison(axes: Axes, rows: Sequence[ReportRow]) -> None:
-    """Accuracy with its interval over tokens, each point beside its label."""
+    """Accuracy with its interval over tokens."""
     from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
 
     axes.set_xscale("log")
     axes.xaxis.set_major_locator(LogLocator(base=10, subs=(1, 2, 5)))
     axes.xaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
     axes.xaxis.set_minor_formatter(NullFormatter())
-    axes.margins(x=0.35, y=0.2)
+    axes.margins(x=0.35, y=0.3)
     for number, row in enumerate(rows):
         low, high = (100 * bound for bound in row.accuracy_interval)
         value = 100 * row.correct.value
         errors = [[max(0.0, value - low)], [max(0.0, high - value)]]
         axes.errorbar(row.tokens_per_attempt, value, yerr=errors, fmt="o", color=f"C{number}")
-        axes.annotate(
-            f"{row.method}\n{value:.0f} %, {row.tokens_per_attempt:,.0f} tokens",
-            (row.tokens_per_attempt, high if number % 2 else low),
-            xytext=(0, 5 if number % 2 else -5),
-            textcoords="offset points",
-            ha="center",
-            va="bottom" if number % 2 else "top",
-            color=f"C{number}",
-        )
+    low, high = axes.get_ylim()
+    axes.set_yticks([tick for tick in axes.get_yticks() if low <= tick <= 100])
     axes.grid(True, alpha=0.25)
     axes.set(xlabel="tokens generated per problem", ylabel="right in %, with 95 % interval")
+
+
+_BAR = 6
+"""Pixels on each side of an interval's bar in which no label is."""
+
+
+def _label_points(axes: Axes, rows: Sequence[ReportRow]) -> None:
+    """A label above or below each point's interval, on no bar and no other label where one of the
+    places is free; the panel has been laid out.
+    """
+    taken = [_bar_box(axes, row) for row in rows]
+    for number, row in enumerate(rows):
+        places = [(end, side) for side in ("center", "right", "left") for end in _ENDS[number % 2]]
+        labels = (_label(axes, row, f"C{number}", *place) for place in places)
+        for label in labels:
+            box = label.get_window_extent()
+            is_inside = axes.bbox.containsx(box.x0) and axes.bbox.containsx(box.x1)
+            if is_inside and not any(box.overlaps(other) for other in taken):
+                break
+            label.remove()
+        else:
+            box = _label(axes, row, f"C{number}", *places[0]).get_window_extent()
+        taken.append(box)
+
+
+_ENDS = (("below", "above"), ("above", "below"))
+
+
+def _label(axes: Axes, row: ReportRow, color: str, end: str, side: str) -> Annotation:
+    low, high = (100 * bound for bound in row.accuracy_interval)
+    is_above = end == "above"
+    return axes.annotate(
+        f"{row.method}\n{100 * row.correct.value:.0f} %, {row.tokens_per_attempt:,.0f} tokens",
+        (row.tokens_per_attempt, high if is_above else low),
+        xytext=(0, 5 if is_above else -5),
+        textcoords="offset points",
+        ha=side,
+        va="bottom" if is_above else "top",
+        color=color,
+    )
+
+
+def _bar_box(axes: Axes, row: ReportRow) -> Bbox:
+    from matplotlib.transforms import Bbox
+
+    low, high = (100 * bound for bound in row.accuracy_interval)
+    x = row.tokens_per_attempt
+    (left, bottom), (right, top) = axes.transData.transform([(x, low), (x, high)])
+    return Bbox.from_extents(left - _BAR, bottom, right + _BAR, top)

@@ -158,6 +158,14 @@ class GgufFile:
         info = self.tensors[name]
         return memoryview(self._buffers[info.path])[info.offset : info.offset + info.num_bytes]
 
+    def give_back(self) -> None:
+        """Let the system take back the memory of the mapped files, which is read again as it is
+        needed.
+        """
+        if hasattr(mmap, "MADV_DONTNEED"):  # not on Windows
+            for buffer in self._buffers.values():
+                buffer.madvise(mmap.MADV_DONTNEED)
+
 
 def is_gguf(path: Path) -> bool:
     """Whether a file begins as GGUF files do, whatever its name."""

@@ -64,12 +64,16 @@ class PackedState(Sequence[LayerState]):
 
     @classmethod
     def of(
-        cls, state: State, size: int, views: Sequence[Mapping[tuple[str, int], StateView]]
+        cls,
+        state: State,
+        size: int,
+        views: Sequence[Mapping[tuple[str, int], StateView]],
+        device: torch.device | None = None,
     ) -> PackedState:
-        """A state of ``size`` floats, such as one that a snapshot has brought."""
+        """A state of ``size`` floats on the device, such as one that a snapshot has brought."""
         if isinstance(state, cls):
             return state
-        packed = cls(torch.empty(size), views)
+        packed = cls(torch.empty(size, device=device), views)
         for layer, tensors in enumerate(state):
             for key, tensor in tensors.items():
                 packed._view(views[layer][key]).copy_(tensor)

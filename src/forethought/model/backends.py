@@ -166,6 +166,11 @@ class GraphBackend(Protocol):
         ...
 
     @staticmethod
+    def recurrence(modules: Sequence[nn.Module]) -> Any | None:
+        """As of :class:`NativeBackend`."""
+        ...
+
+    @staticmethod
     def reads_pages(lm: Any) -> bool:
         """Whether a kernel attends over pages in place."""
         ...

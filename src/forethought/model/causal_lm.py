@@ -317,16 +317,16 @@ class CausalLM:
 
     def check_concurrent(self) -> None:
         """Raises ModelError unless rows may attend to other sequences
-        (``model.attention.concurrent``): layers have sliding windows, or how they rotate queries
-        is not known.
+        (``model.attention.concurrent``): layers are recurrent or have sliding windows, or how they
+        rotate queries is not known.
         """
         windows = any(window is not None for window in self.windows)
-        if windows or self.network.rotations is None:
-            why = (
-                "layers have sliding windows"
-                if windows
-                else (f"how its layers rotate queries is not known ({self.path.kind} forward)")
-            )
+        if self.state_bytes or windows or self.network.rotations is None:
+            why = f"how its layers rotate queries is not known ({self.path.kind} forward)"
+            if self.state_bytes:
+                why = "recurrent layers keep a state of one sequence"
+            elif windows:
+                why = "layers have sliding windows"
             raise ModelError(
                 f"sequences of a {self.config.model_type} model cannot attend to each other",
                 why,

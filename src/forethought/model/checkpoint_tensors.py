@@ -127,7 +127,10 @@ class GgufTensors:
         return bool(types - {*PLAIN})
 
     def read(self, names: Iterable[str], dtype: torch.dtype) -> dict[str, Tensor | BlockWeight]:
-        """Matrices of ``BLOCK_TYPES`` in their blocks, and all else in ``dtype``."""
+        """Matrices of ``BLOCK_TYPES`` in their blocks, and all else in ``dtype``. The memory of
+        blocks that were read before is given back.
+        """
+        self.file.give_back()
         return {name: self._read(name, dtype) for name in names}
 
     def tensor(self, name: str, dtype: torch.dtype) -> Tensor:

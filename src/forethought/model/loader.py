@@ -41,6 +41,7 @@ from forethought.model.checkpoint_module import (
 from forethought.model.checkpoint_tensors import GgufTensors
 from forethought.model.decoder_layers import DecoderLayers
 from forethought.model.device import free_host_memory, has_fast_matmul
+from forethought.model.fused_ops import has_kernels
 from forethought.model.hidden_states import decoder_layers
 from forethought.model.layer_window import check_layer_window, check_mapped_dtype
 from forethought.model.loaded_weights import unsupported
@@ -173,7 +174,8 @@ def load(
     if quantization is not None:
         _quantize(module, quantization)
     with torch.inference_mode():
-        recurrent = RecurrentLayers.of(module, fuse and _runs_parts(module, forward))
+        is_native = fuse and _runs_parts(module, forward)
+        recurrent = RecurrentLayers.of(module, is_native, fuse and has_kernels(device))
         traits = traits_of(module, layers, vocab_size, recurrent.state_bytes if recurrent else 0)
         native_parts: dict[str, Any] = {}
         if recurrent is not None and recurrent.is_native and not _slower_natively(module, forward):

@@ -13,8 +13,9 @@ it. The rows of a batch are cut into such runs:
 
 States are found in, and kept by, the storage (``kv.recurrent``).
 
-On a CPU the layers of most families are computed in C++ (``NativeBackend.recurrence``), all tokens
-of a batch in one call, one run after the other. They are tried beside their modules first.
+On a CPU the layers are computed in C++ (``NativeBackend.recurrence``), on CUDA those of the gated
+delta rule and Mamba-2 by kernels (``GraphBackend.recurrence``): all tokens of a batch in one call,
+one run after the other. They are tried beside their modules first.
 """
 
 from __future__ import annotations
@@ -210,7 +211,7 @@ class _RecurrentPass:
 
 
 class _NativePass(_RecurrentPass):
-    """The same in C++. A layer computes all runs at once."""
+    """The same by a backend. A layer computes all runs at once."""
 
     def __init__(self, batch: Batch, storage: RecurrentStorage, layers: Any) -> None:
         self._layers = layers
@@ -262,19 +263,29 @@ class RecurrentLayers:
         modules: the layers, in order, whose ``forward`` is replaced by one that does so.
         x: ``[1, 3, hidden]``, any input of them.
         is_native: compute them in C++, if that can be done.
+        has_kernels: compute them by kernels of a GPU, if that can be done.
 
     Attributes:
         state_bytes: of their states after one token.
         native: what computes them in C++; None: their modules do.
     """
 
-    def __init__(self, modules: Sequence[nn.Module], x: Tensor, is_native: bool = False) -> None:
+    def __init__(
+        self,
+        modules: Sequence[nn.Module],
+        x: Tensor,
+        is_native: bool = False,
+        has_kernels: bool = False,
+    ) -> None:
         self._num_layers, self.state_bytes = len(modules), 0
         self._now: _RecurrentPass | None = None
         self._continues = True
         self.native = backends.cpu().recurrence(modules) if is_native else None
         if self.native is not None and not _agrees(self.native, modules, x):
             self.native = None
+        self._kernels = backends.cuda().recurrence(modules) if has_kernels else None
+        if self._kernels is not None and not _agrees(self._kernels, modules, x):
+            self._kernels = None
         for layer, part in enumerate(modules):
             forward = _with_cache(part)
             states = _states_after(forward, x[:, :1], None)
@@ -282,21 +293,22 @@ class RecurrentLayers:
             self.state_bytes += sum(state.nbytes for state in states.values())
             self._continues &= _continues(forward, x[:, 1:], states)
             part.forward = self._forward_of(layer, forward)  # type: ignore[method-assign]
-        if self.native is not None:
-            self.state_bytes = self.native.state_bytes
+        for computed in (self.native, self._kernels):
+            if computed is not None:
+                self.state_bytes = computed.state_bytes
 
     @classmethod
-    def of(cls, module: PreTrainedModel, is_native: bool = False) -> RecurrentLayers | None:
-        """Those of a module of transformers, computed in C++ if they are ``is_native`` and that can
-        be done; None: it has none.
-        """
+    def of(
+        cls, module: PreTrainedModel, is_native: bool = False, has_kernels: bool = False
+    ) -> RecurrentLayers | None:
+        """Those of a module of transformers; None: it has none. Other arguments are as above."""
         modules = find_recurrent_layers(module)
         if not modules:
             return None
         hidden_size = module.config.get_text_config(decoder=True).hidden_size
         x = torch.linspace(-1, 1, 3 * hidden_size, device=module.device, dtype=module.dtype)
         with without_kernel_advice():
-            return cls(modules, x.view(1, 3, hidden_size), is_native)
+            return cls(modules, x.view(1, 3, hidden_size), is_native, has_kernels)
 
     @property
     def is_native(self) -> bool:
@@ -321,8 +333,9 @@ class RecurrentLayers:
         """While a batch is computed: states come from the storage, and are kept there at the
         end.
         """
-        if self.native is not None:
-            self._now = _NativePass(batch, storage, self.native)
+        computed = self.native or self._kernels
+        if computed is not None:
+            self._now = _NativePass(batch, storage, computed)
         else:
             self._now = _RecurrentPass(batch, storage, self._num_layers, self._continues)
         try:

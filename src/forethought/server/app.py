@@ -35,8 +35,10 @@ from forethought.server.endpoints import catalog, ollama
 from forethought.server.endpoints.chat import chat_completions
 from forethought.server.endpoints.completions import completions
 from forethought.server.endpoints.embeddings import embeddings
+from forethought.server.endpoints.mcp_tools import ToolRequest, call_tool, tool_list
 from forethought.server.endpoints.messages import count_tokens, messages
 from forethought.server.endpoints.responses import create_response, recover, resumed
+from forethought.server.endpoints.sampling_fields import sampling_fields
 from forethought.server.endpoints.scores import rerank, score
 from forethought.server.hosts import check_host
 from forethought.server.http import CLIENT_CLOSED, ENDED, Caller, HttpError, http_error
@@ -95,6 +97,8 @@ def create_app(backend: Backend, settings: Settings | None = None) -> FastAPI:
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         service = app.state.service = Service(backend, chosen)
         try:
+            if service.mcp is not None:
+                await service.mcp.init_in_asyncio_event_loop()
             yield
         finally:
             await service.finish()
@@ -194,6 +198,11 @@ async def render(body: RenderRequest, request: Request) -> Response:
     return JSONResponse({"nodes": nodes})
 
 
+async def run_tool(body: ToolRequest, request: Request) -> Response:
+    """Run a tool of an MCP server."""
+    return await call_tool(service_of(request), body, request)
+
+
 async def ollama_chat(body: ollama_request.OllamaChatRequest, request: Request) -> Response:
     """Answer a conversation, in the form of ollama's API."""
     return await ollama.ollama(service_of(request), body, request)
@@ -227,6 +236,7 @@ _POSTS: Mapping[str, Callable[..., Any]] = MappingProxyType(
         "/rerank": order,
         "/apply-template": template,
         "/page/render": render,
+        "/v1/tools/call": run_tool,
         "/tokenize": tokenize,
         "/detokenize": detokenize,
     }
@@ -300,6 +310,16 @@ def _add_catalog(app: FastAPI) -> None:
     async def drafters(request: Request) -> dict[str, Any]:
         """What may be named in ``speculation``."""
         return catalog.drafters(service_of(request))
+
+    @app.get("/v1/sampling", response_model=None)
+    async def sampling(request: Request) -> dict[str, Any]:
+        """The sampling fields of a request."""
+        return sampling_fields(service_of(request))
+
+    @app.get("/v1/tools", response_model=None)
+    async def tools(request: Request) -> dict[str, Any]:
+        """The tools of the MCP servers."""
+        return await tool_list(service_of(request))
 
     @app.get("/v1/examples", response_model=None)
     async def examples(request: Request) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 A node is a text, or a tag with attributes and children; the page knows which tags there are. HTML
 in a text is text, images are links, links lead to http, https and mailto alone. Formulas, in
 ``\\( \\)``, ``\\[ \\]``, ``$ $`` and ``$$ $$``, become MathML, which needs no script; one that is
-not understood stays as it was written.
+not understood stays as it was written. Code has spans with a ``kind`` (``code_colours``).
 """
 
 from __future__ import annotations
@@ -21,6 +21,8 @@ from markdown_it.rules_block import StateBlock
 from markdown_it.rules_inline import StateInline
 from markdown_it.tree import SyntaxTreeNode
 from mdit_py_plugins.dollarmath import dollarmath_plugin
+
+from forethought.server.code_colours import spans
 
 MAX_CHARACTERS = 1 << 15
 """Of a text."""
@@ -108,7 +110,7 @@ def _nodes(node: SyntaxTreeNode) -> Iterator[Node]:
     elif kind in ("fence", "code_block"):
         language = node.info.split()[0] if node.type == "fence" and node.info.split() else ""
         attrs = {"language": language} if language else {}
-        yield {"tag": "pre", "attrs": attrs, "children": [node.content.removesuffix("\n")]}
+        yield {"tag": "pre", "attrs": attrs, "children": _coloured(node.content, language)}
     elif kind == "code_inline":
         yield {"tag": "code", "children": [node.content]}
     elif kind in ("link", "image"):
@@ -117,6 +119,19 @@ def _nodes(node: SyntaxTreeNode) -> Iterator[Node]:
         yield from _children(node.children) if node.children else [node.content]
     else:
         yield _element(node)
+
+
+def _coloured(code: str, language: str) -> list[Node]:
+    """The pieces of a block, whose last line end is none of the code."""
+    pieces = list(spans(code, language))
+    if pieces:
+        kind, text = pieces.pop()
+        pieces.append((kind, text.removesuffix("\n")))
+    return [
+        {"tag": "span", "attrs": {"kind": kind}, "children": [text]} if kind else text
+        for kind, text in pieces
+        if text
+    ]
 
 
 def _element(node: SyntaxTreeNode) -> Node:

@@ -332,6 +332,11 @@ _ENGINE_TOTALS = {
     "replicas_lost": ("Replicas that have died or were given up.", ("replicas_lost",)),
     "generations_moved": ("Generations that have gone on in another replica.", ("moved",)),
     "sequences_migrated": ("Sequences moved to another replica, with their KV.", ("migrated",)),
+    "tokens_migrated": ("Tokens of these sequences, whose KV was copied.", ("migrated_tokens",)),
+    "prompts_prefilled_apart": (
+        "Prompts that a prefill replica has computed for another one.",
+        ("prefilled_apart",),
+    ),
     "draft_failures": ("Times that a drafter failed.", ("draft_failures",)),
     "thoughts_closed": ("Thoughts that a thinking budget closed.", ("thoughts_closed",)),
 }

@@ -49,6 +49,7 @@ from forethought.server.sessions import AgentSession, PlacementKeys
 from forethought.server.settings import Settings
 from forethought.server.telemetry import Telemetry, plain_trace
 from forethought.server.workers import SMALL, Workers
+from forethought.workers.mcp import MCPWorker
 
 _MIN_BODIES = 8
 """Of the largest size that are held at once, however few requests run."""
@@ -110,6 +111,7 @@ class Service:
         methods: those that clients may name: closed.
         journal: the files of responses; None: they are in memory alone.
         recovering: held while a response is taken over from its file.
+        mcp: runs the tools of MCP servers; None: there are none.
     """
 
     def __init__(self, backend: Backend, settings: Settings) -> None:
@@ -137,6 +139,7 @@ class Service:
         )
         self.journal = _journal_of(settings)
         self.recovering = asyncio.Lock()
+        self.mcp = MCPWorker(settings.mcp_servers) if settings.mcp_servers else None
         self._placement_keys = PlacementKeys()
         self._tasks: set[asyncio.Task[None]] = set()
         engine = backend.llm
@@ -173,6 +176,8 @@ class Service:
         self.workers.close()
         if self.journal is not None:
             await asyncio.to_thread(self.journal.close)
+        if self.mcp is not None:
+            await self.mcp.async_shutdown()
         self._end_measuring()
         if self.telemetry is not None:
             await asyncio.to_thread(self.telemetry.close)

@@ -49,6 +49,8 @@ class Settings:
     ``store_seconds``            how long a finished response is kept
     ``response_dir``             folder of the files of responses, from which a server goes on where
                                  one has died; None: they are in memory alone
+    ``mcp_servers``              URLs and commands of MCP servers, whose tools clients of the server
+                                 may list and call
     ``otlp_endpoint``            collector that gets the spans of requests; None: none does
     ===========================  ===================================================================
 
@@ -79,6 +81,7 @@ class Settings:
     max_stored_bytes: int = 256 * 2**20
     store_seconds: float = 3600.0
     response_dir: str | None = None
+    mcp_servers: Sequence[str] = ()
     otlp_endpoint: str | None = None
 
     def __post_init__(self) -> None:
@@ -113,6 +116,7 @@ class Settings:
             "api_keys",
             "cors_origins",
             "allowed_hosts",
+            "mcp_servers",
         ):
             if any(not text.strip() for text in getattr(self, name)):
                 raise ParameterError(f"invalid {name}", "one of them is empty", "Leave it out")

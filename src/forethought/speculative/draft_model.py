@@ -12,10 +12,9 @@ from torch.nn.functional import pad
 from typing_extensions import override
 
 from forethought.errors import ParameterError
-from forethought.kv.staging import upload
 from forethought.model import backends, loader
 from forethought.model.attention.base import ForwardPass
-from forethought.model.batch import Batch, Row, Span
+from forethought.model.batch import Row
 from forethought.model.causal_lm import CausalLM
 from forethought.model.device import find_device
 from forethought.model.runner import ModelRunner
@@ -60,48 +59,8 @@ class DraftModel(DraftNetwork):
     @property
     @override
     def draft_chains(self) -> ChainDrafter | None:
-        """Where it runs in C++, or has recurrent layers."""
-        if self.has_recurrent_layers:
-            return self._draft_chains_over_pages
+        """Where it runs in C++."""
         return None if self.native is None else self._draft_chains
-
-    @property
-    def has_recurrent_layers(self) -> bool:
-        """Whether it drafts greedy chains alone: their tokens follow each other's states."""
-        return bool(self.runner.lm.state_bytes)
-
-    def _draft_chains_over_pages(
-        self, states: Tensor, forward_pass: ForwardPass, slots: Sequence[Sequence[int]]
-    ) -> list[list[int]]:
-        """Token by token, each stored in a slot that is reserved for it, but for the last one."""
-        spans, lm = forward_pass.batch.spans, self.runner.lm
-        logits = self(states, forward_pass).logits
-        drafts: list[list[int]] = [[] for _ in spans]
-        for depth in range(max(map(len, slots))):
-            going = [row for row, row_slots in enumerate(slots) if len(row_slots) > depth]
-            for row, token in zip(going, logits.argmax(-1).tolist(), strict=True):
-                drafts[row].append(token)
-            rows = [row for row in going if len(slots[row]) > depth + 1]
-            if rows:
-                heads = [(spans[row], drafts[row][-1], slots[row][: depth + 1]) for row in rows]
-                step = lm.forward_pass(self._level(heads), self.runner.storage)
-                logits = self(states, step).logits
-        return drafts
-
-    def _level(self, heads: Sequence[tuple[Span, int, Sequence[int]]]) -> Batch:
-        """One drafted token of each row: the row's known tokens, the token, and the slots of the
-        tokens that were drafted, its own the last.
-        """
-        page_size, spans, positions = self.runner.storage.page_size, list[Span](), list[int]()
-        for number, (span, _, slots) in enumerate(heads):
-            length = span.kv_length + len(slots)
-            pages = dict.fromkeys([*span.pages, *(slot // page_size for slot in slots)])
-            spans.append(Span(number, number + 1, length, tuple(pages), None, None))
-            positions.append(length - 1)
-        tokens, last = [token for _, token, _ in heads], [slots[-1] for _, _, slots in heads]
-        columns = (tokens, positions, last, range(len(heads)))
-        token_ids, at, written, logit_index = upload([*map(list, columns)], self.runner.lm.device)
-        return Batch(token_ids, at, written, logit_index, tuple(spans))
 
     def _draft_chains(
         self, states: Tensor, forward_pass: ForwardPass, slots: Sequence[Sequence[int]]

@@ -13,8 +13,9 @@ An entry depends on no later position, so forks, prefix hits and rewinds of the 
 the draft network as well. Before it drafts, the runner computes the entries that are missing
 (``begin``): few of them in a contiguous workspace, many in paged forwards of at most
 ``max_num_tokens``. It then goes on from its own outputs, level by level (``advance``), in the
-workspace. Entries that read a fed-back hidden state are not stored: once their tokens are accepted,
-they are computed again from the target's states.
+workspace; a network with recurrent layers does all that over the pages (``paged_draft``). Entries
+that read a fed-back hidden state are not stored: once their tokens are accepted, they are computed
+again from the target's states.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ import torch
 from torch import Tensor
 
 from forethought.config.tree import TreeShape
+from forethought.kv.recurrent import RecurrentStorage
 from forethought.kv.staging import upload
 from forethought.kv.storage import DraftKvCache, KvStorage, LayerShape
 from forethought.kv.table import ReadableTable
@@ -35,6 +37,7 @@ from forethought.model.batch import Batch, Row
 from forethought.model.graph_capturer import GraphCapturer
 from forethought.model.hidden_states import HiddenStateCache
 from forethought.speculative.drafter import DraftRequest, Target, table_of
+from forethought.speculative.paged_draft import PagedDraft
 
 T = TypeVar("T")
 
@@ -202,7 +205,7 @@ def compute_in_chunks(
 class RootOutput(NamedTuple):
     """B requests whose known tokens, up to the root, the network has read."""
 
-    workspace: KvWorkspace
+    workspace: KvWorkspace | PagedDraft
     known: int
     """Known tokens of each that lie in the workspace only, in front of the draft."""
     positions: Tensor
@@ -240,6 +243,7 @@ class DraftModuleRunner:
         self.network, self.cache, self.hidden_states = network, cache, hidden_states
         self._backend, self._max_num_tokens, self.offset = backend, max_num_tokens, offset
         self._device = cache.storage.device
+        self._is_recurrent = isinstance(cache.storage, RecurrentStorage)
 
     @classmethod
     def of_module(
@@ -293,6 +297,10 @@ class DraftModuleRunner:
         """
         ranges = list(map(self.missing, requests))
         stops = [read.stop for read in ranges]
+        positions = upload([stop - self.offset for stop in stops], self._device)
+        if self._is_recurrent:
+            output = compute_in_chunks(ranges, self._max_num_tokens, self._forward_pages)
+            return RootOutput(self._paged_draft(ranges), 0, positions, output)
         starts = catch_up_start([read.start for read in ranges], stops, first=1)
         if starts is None:
             output = compute_in_chunks(ranges, self._max_num_tokens, self._forward_pages)
@@ -302,7 +310,6 @@ class DraftModuleRunner:
             workspace = self._workspace(ranges, starts, num_read + capacity)
             ranges = [read._replace(start=at) for read, at in zip(ranges, starts, strict=True)]
             output = self._forward_workspace(workspace, ranges)
-        positions = upload([stop - self.offset for stop in stops], self._device)
         return RootOutput(workspace, num_read, positions, output)
 
     def catch_up(self, requests: Sequence[DraftRequest], held_back: int) -> None:
@@ -453,6 +460,10 @@ class DraftModuleRunner:
         return KvWorkspace(
             storage, tables, lengths, capacity, self.network.windows, seen_from=self.offset
         )
+
+    def _paged_draft(self, ranges: Sequence[TokenRange]) -> PagedDraft:
+        tables, stops = [read.table for read in ranges], [read.stop for read in ranges]
+        return PagedDraft(self.cache.storage, tables, stops, self._backend, self.network.windows)
 
     def _forward_pages(self, ranges: Sequence[TokenRange], num_logits: int) -> ModuleOutput:
         with torch.inference_mode():

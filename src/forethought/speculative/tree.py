@@ -181,7 +181,7 @@ class StaticTreeBuilder(TreeBuilder):
             if level is levels[-1]:
                 break
             further = len(requests)
-            if not self.stores_drafted:  # stored together at the end
+            if root.workspace.is_stored or not self.stores_drafted:  # at the end, all together
                 further = sum(size > level.end for size in sizes)
                 root.workspace.keep(further)
             token_ids, states = level.grown(tokens[:further], states[: further * level.width])

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from types import ModuleType
 from typing import TYPE_CHECKING
 
+from torch import nn
+
 from forethought.backends.cuda.graph_runner import GraphRunner
 from forethought.backends.cuda.graphs import MAX_GRAPH_TOKENS, CudaCapture
 from forethought.backends.cuda.paged import PagedAttention
@@ -18,6 +20,7 @@ if TYPE_CHECKING:
     from forethought.backends.cuda.chain_rounds import ChainRounds
     from forethought.backends.cuda.draft_graph import DraftGraphs
     from forethought.backends.cuda.module_graphs import ModuleGraphs
+    from forethought.backends.cuda.recurrent import KernelRecurrence
     from forethought.speculative.draft_module import DraftModuleRunner
 
 
@@ -30,6 +33,13 @@ class CudaBackend(GraphBackend):
         from forethought.backends.cuda import fused_ops_triton
 
         return fused_ops_triton
+
+    @staticmethod
+    def recurrence(modules: Sequence[nn.Module]) -> KernelRecurrence | None:
+        """The recurrent layers of a module of transformers; None: some have no kernels."""
+        from forethought.backends.cuda.recurrent import KernelRecurrence
+
+        return KernelRecurrence.of(modules)
 
     @staticmethod
     def reads_pages(lm: CausalLM) -> bool:

@@ -7,6 +7,9 @@ forethought bench cluster --trace load.jsonl --replicas 2 4 8 --goodput ttft:500
 forethought bench cluster Qwen/Qwen3-0.6B --trace load.jsonl --save-step-times qwen.json
 
 forethought bench cluster --step-times qwen.json --trace load.jsonl --replicas 100 1000
+
+forethought bench cluster --step-times qwen.json --trace load.jsonl --replicas 8 \
+    --prefill-replicas auto --goodput ttft:500 tpot:50
 """
 
 from __future__ import annotations
@@ -25,7 +28,7 @@ if TYPE_CHECKING:
     from forethought.bench.cluster_simulation import SimulationResult
     from forethought.bench.step_times import MeasuredEngine
 
-_BLOCK_SIZE, _BANDWIDTH = 512, 1.0
+_BLOCK_SIZE, _BANDWIDTH, _AUTO = 512, 1.0, "auto"
 
 
 def configure(measured: Any) -> None:
@@ -40,6 +43,14 @@ def configure(measured: Any) -> None:
     _add_step_times(options)
     options.add_argument(
         "--replicas", type=int, nargs="+", default=[1, 2, 4, 8], help="(default: 1 2 4 8)"
+    )
+    options.add_argument(
+        "--prefill-replicas",
+        nargs="+",
+        default=["0"],
+        metavar="M",
+        help="of the replicas, compute long prompts for the others; several numbers are compared "
+        "with each other, and auto compares some with one pool (default: 0)",
     )
     options.add_argument(
         "--policies",
@@ -112,14 +123,18 @@ def measure(args: argparse.Namespace) -> int:
 
     policies = args.policies or [*simulation.POLICIES]
     _check(args, policies)
+    splits = _splits(args)
     engine = _engine(args)
     simulation.check_requests(requests, engine)
     results = []
-    for number in args.replicas:
-        settings = simulation.ClusterSettings(engine, number, args.block_size, 1e9 * args.bandwidth)
+    for number, num_prefill in splits:
+        settings = simulation.ClusterSettings(
+            engine, number, args.block_size, 1e9 * args.bandwidth, num_prefill
+        )
         results += [simulation.simulate(settings, requests, name) for name in policies]
     if not args.json:
-        print("\n".join([simulation.simulation_table(results, targets), "", *_notes(engine)]))
+        notes = [*simulation.split_lines(results, targets), *_notes(engine)]
+        print("\n".join([simulation.simulation_table(results, targets), "", *notes]))
     print(json.dumps(_report(args, engine, results, targets), ensure_ascii=False))
     return 0
 
@@ -136,6 +151,27 @@ def _check(args: argparse.Namespace, policies: list[str]) -> None:
     for name in policies:
         if name not in POLICIES:
             raise UnknownNameError("policy", name, POLICIES)
+
+
+def _splits(args: argparse.Namespace) -> list[tuple[int, int]]:
+    """Numbers of replicas, and of prefill replicas among them; raises ParameterError for none."""
+    from forethought.bench.simulated_prefill import candidates
+    from forethought.cluster.prefill import check_split
+
+    if args.prefill_replicas == [_AUTO]:
+        if not args.goodput:
+            why = "the numbers are compared by it"
+            raise ParameterError("--prefill-replicas auto needs --goodput", why, "Give targets")
+        return [(number, part) for number in args.replicas for part in candidates(number)]
+    try:
+        parts = [int(part) for part in args.prefill_replicas]
+    except ValueError:
+        why = f"got {' '.join(args.prefill_replicas)}"
+        raise ParameterError("invalid --prefill-replicas", why, "Give numbers, or auto") from None
+    splits = [(number, part) for number in args.replicas for part in parts]
+    for split in splits:
+        check_split(*split)
+    return splits
 
 
 def _engine(args: argparse.Namespace) -> MeasuredEngine:

@@ -54,7 +54,12 @@ class KvWorkspace:
         capacity: maximum number of tokens added to each sequence.
         windows: each layer's sliding window, the token itself included; None: all is attended to.
         seen_from: the first position that is attended to.
+
+    Attributes:
+        is_stored: whether what ``store`` would write is in the pages.
     """
+
+    is_stored = False
 
     def __init__(
         self,

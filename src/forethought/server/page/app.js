@@ -10,6 +10,7 @@ import { ChatList, RunList } from "./lists.js";
 import { LoadView } from "./load.js";
 import { Recorder } from "./store.js";
 import { ServerError, ask, get, setKey } from "./stream.js";
+import { MAX_ROUNDS, messagesOf, runCalls } from "./tools.js";
 import { Welcome } from "./welcome.js";
 
 /**
@@ -36,11 +37,17 @@ let frameAsked = false;
 /** Whether the page is being left: what fails then fails because of that. */
 let isLeaving = false;
 
-const composer = new Composer((question) => {
-  const path = tree.path;
-  composer.question.value = "";
-  begin(tree.add(path.length ? path[path.length - 1].id : null, question));
-});
+const composer = new Composer(
+  (question, files) => {
+    const path = tree.path;
+    return ifIdle(() => begin(tree.add(path.length ? path[path.length - 1].id : null, question, files.length ? { files } : {})));
+  },
+  (settings) => {
+    tree.conversation.settings = settings;
+    if (tree.conversation.turns.length) keepConversation();
+  },
+  say,
+);
 
 const welcome = new Welcome({
   take: (example) => composer.take(example),
@@ -53,8 +60,9 @@ const welcome = new Welcome({
 const conversation = new ConversationView(
   (turn) => library.runOf(turn),
   {
-    edit: (turn, question) => begin(tree.add(turn.parent, question)),
-    again: (turn) => begin(turn),
+    edit: (turn, question) => ifIdle(() => begin(tree.add(turn.parent, question, { files: turn.files }))),
+    again: (turn) => ifIdle(() => begin(library.runOf(turn)?.answer ? tree.add(turn.parent, turn.question, { files: turn.files, begun: turn.begun }) : turn)),
+    rewrite: (turn, answer, goesOn) => ifIdle(() => rewrite(turn, answer, goesOn)),
     show: (turn) => {
       const run = library.runOf(turn);
       if (run) inspect(run);
@@ -95,14 +103,30 @@ function say(text) {
 
 // ---- asking ------------------------------------------------------------------------------------
 
-/** Asks the question of a turn with the present settings. @param {Turn} turn */
-async function begin(turn) {
-  if (active) {
-    say("A run is in progress. Stop it first.");
-    return;
+/** Does something unless a run is in progress. @param {() => void} action @returns {boolean} whether it was done */
+function ifIdle(action) {
+  if (active) say("A run is in progress. Stop it first.");
+  else {
+    action();
+    return true;
   }
+  return false;
+}
+
+/** Puts an answer that was written or edited beside that of a turn. @param {Turn} turn @param {string} answer @param {boolean} goesOn whether the model continues it */
+function rewrite(turn, answer, goesOn) {
+  const written = tree.add(turn.parent, turn.question, { files: turn.files, begun: answer });
+  if (goesOn) return void begin(written);
+  keepConversation();
+  conversation.render(tree);
+}
+
+/** Answers the question of a turn with the present settings. @param {Turn} turn */
+async function begin(turn) {
   const request = composer.request(tree.messages(turn, (each) => library.runOf(each)));
-  const run = library.begin({ request, conversation: tree.conversation.id, turn: turn.id });
+  if (turn.begun !== undefined) request.continue_final_message = true;
+  tree.conversation.settings = composer.settings;
+  const run = library.begin({ request, conversation: tree.conversation.id, turn: turn.id, begun: turn.begun });
   turn.runs.push(run.id);
   keepConversation();
   conversation.render(tree);
@@ -122,6 +146,7 @@ async function runPlain(run) {
   const plain = library.begin({
     request: { ...request, method: "plain", speculation: { enabled: false } },
     conversation: run.record.conversation,
+    begun: run.record.begun,
     plainOf: run.id,
   });
   compare(run, plain);
@@ -146,8 +171,7 @@ async function follow(run) {
   setBusy(true);
   say(`Asked with ${run.method}.`);
   try {
-    const body = { ...run.record.request, stream: true, stream_options: { include_usage: true }, events: true };
-    await ask(body, control.signal, take);
+    await answer(run, control.signal, take);
     if (!run.isOver) take({ type: "finished" });
   } catch (error) {
     if (control.signal.aborted) take({ type: "stopped" });
@@ -163,6 +187,47 @@ async function follow(run) {
     redraw();
     say(told(run));
   }
+}
+
+/**
+ * Asks, runs the tools that the model calls, and asks again with their results, until it calls none.
+ * @param {Run} run
+ * @param {AbortSignal} signal
+ * @param {(event: any) => void} take gets the events, of all rounds on one clock and in one sum
+ */
+async function answer(run, signal, take) {
+  const request = { ...run.record.request, stream: true, stream_options: { include_usage: true }, events: true };
+  const spent = { prompt_tokens: 0, completion_tokens: 0 };
+  for (let round = 0; ; round++) {
+    const from = round ? run.now : 0;
+    const before = run.answer.length;
+    /** @type {any} */
+    let last = null;
+    await ask(request, signal, (event) => {
+      if (event.at !== undefined) event.at += from;
+      if (event.type === "finished" || event.type === "usage") {
+        event.usage = summed(event.usage, spent);
+        if (event.type === "finished") event.seconds = from + (event.seconds ?? 0);
+      }
+      if (event.type === "finished" && run.pending.length) last = event;
+      else take(event);
+    });
+    const calls = run.pending;
+    if (!calls.length || round >= MAX_ROUNDS) return last && take(last);
+    await runCalls(calls, signal, take);
+    Object.assign(spent, last?.usage);
+    const said = run.answer.slice(before);
+    take({ type: "round" });
+    request.messages = [...request.messages, .../** @type {any} */ (messagesOf(said, calls))];
+    delete request.continue_final_message;
+    if (round + 1 >= MAX_ROUNDS) delete request.tools;
+  }
+}
+
+/** @param {any} usage @param {{prompt_tokens: number, completion_tokens: number}} spent in earlier rounds */
+function summed(usage, spent) {
+  if (!usage) return usage;
+  return { ...usage, prompt_tokens: usage.prompt_tokens + spent.prompt_tokens, completion_tokens: usage.completion_tokens + spent.completion_tokens };
 }
 
 /** @param {unknown} error */
@@ -291,6 +356,7 @@ async function openChat(chat, turnId) {
   tree = new Tree(chat);
   const turn = chat.turns.find((each) => each.id === turnId);
   if (turn) tree.show(turn);
+  if (chat.settings) composer.enter(chat.settings);
   keepConversation();
   clearViews();
   await loadShown();
@@ -332,10 +398,10 @@ function askForKey() {
 
 async function offer() {
   try {
-    const [models, methods, drafters, examples] = await Promise.all(
-      ["v1/models", "v1/methods", "v1/drafters", "v1/examples"].map((path) => get(path)),
+    const [models, methods, drafters, examples, sampling, tools] = await Promise.all(
+      ["v1/models", "v1/methods", "v1/drafters", "v1/examples", "v1/sampling", "v1/tools"].map((path) => get(path)),
     );
-    composer.offer(models.data, methods.data, drafters.data);
+    composer.offer(models.data, methods.data, drafters.data, sampling.data, tools.data);
     welcome.offer(models.data, methods.data, examples.data, drafterLine(drafters.data));
     byId("model").textContent = composer.model;
   } catch (error) {

@@ -1,7 +1,8 @@
 // The question and how it is to be answered: method, parameters, drafter, budget, sampling.
 
+import { Attachments } from "./attachments.js";
 import { byId, el, fill } from "./dom.js";
-import { enteredIn, parameterField } from "./parameters.js";
+import { enter, enteredIn, parameterField, textsIn } from "./parameters.js";
 
 /**
  * @typedef {object} Method
@@ -18,15 +19,34 @@ import { enteredIn, parameterField } from "./parameters.js";
  *
  * @typedef {{name: string, active: boolean, reason: string | null}} DrafterChoice
  * @typedef {{title: string, prompt: string, method?: string}} Example
+ * @typedef {import("./parameters.js").Parameter & {is_usual: boolean}} SamplingField
+ *
+ * @typedef {object} Settings what is entered in the form beside the question
+ * @property {Record<string, string>} [fields] by id
+ * @property {Record<string, string>} [parameters] of the method
+ * @property {Record<string, string>} [sampling]
+ * @property {boolean} [plain]
+ * @property {boolean} [tools]
  */
 
 const KEPT = "forethought.settings";
-const FIELDS = ["budget-tokens", "budget-calls", "budget-seconds", "temperature", "max-tokens", "seed", "system"];
+const FIELDS = ["budget-tokens", "budget-calls", "budget-seconds", "system"];
+const CHOICES = ["method", "drafter"];
 
 /** The form at the bottom of the conversation. */
 export class Composer {
-  /** @param {(question: string) => void} onAsk */
-  constructor(onAsk) {
+  /**
+   * @param {(question: string, files: import("./attachments.js").Attachment[]) => boolean} onAsk says whether it is asked
+   * @param {(settings: Settings) => void} onChange called when settings have been entered
+   * @param {(text: string) => void} say
+   */
+  constructor(onAsk, onChange, say) {
+    this.onChange = onChange;
+    this.attachments = new Attachments(say);
+    /** @type {object[]} of the server's MCP servers */
+    this.tools = [];
+    /** @type {Settings} that are entered once there are fields for them */
+    this.settings = kept();
     /** @type {Method[]} */
     this.methods = [];
     /** @type {DrafterChoice[]} */
@@ -36,7 +56,10 @@ export class Composer {
     this.form.addEventListener("submit", (/** @type {Event} */ event) => {
       event.preventDefault();
       const question = this.question.value.trim();
-      if (question) onAsk(question);
+      if (!question && !this.attachments.files.length) return;
+      if (!onAsk(question, this.attachments.files)) return;
+      this.question.value = "";
+      this.attachments.take();
     });
     this.form.addEventListener("invalid", () => (byId("settings").open = true), true);
     this.question.addEventListener("keydown", (/** @type {KeyboardEvent} */ event) => {
@@ -54,8 +77,13 @@ export class Composer {
    * @param {{id: string}[]} models
    * @param {Method[]} methods
    * @param {DrafterChoice[]} drafters
+   * @param {SamplingField[]} sampling
+   * @param {{function: {name: string}}[]} tools
    */
-  offer(models, methods, drafters) {
+  offer(models, methods, drafters, sampling, tools) {
+    this.tools = tools;
+    byId("tools").hidden = !tools.length;
+    fill(byId("tool-names"), tools.map((tool) => tool.function.name).join(", "));
     this.methods = methods;
     this.drafters = drafters;
     fill(byId("models"), models.map(({ id }) => el("option", { value: id }, id)));
@@ -68,8 +96,11 @@ export class Composer {
       choices.map(({ name, active }) => el("option", { value: name, disabled: !active }, active ? name : `${name} (off)`)),
       el("option", { value: "none" }, "none"),
     );
-    this.restore();
-    this.onMethod();
+    const [usual, further] = [byId("usual-sampling"), byId("further-sampling").querySelector(".fields")];
+    fill(usual, sampling.filter((field) => field.is_usual).map((field) => parameterField(field, "sampling")));
+    fill(further, sampling.filter((field) => !field.is_usual).map((field) => parameterField(field, "sampling")));
+    byId("further-sampling").hidden = !further.children.length;
+    this.enter(this.settings);
   }
 
   /** Puts a question into the form, with its method. @param {Example} example */
@@ -115,13 +146,14 @@ export class Composer {
     if (Object.keys(budget).length) request.budget = budget;
     const drafter = byId("drafter").value;
     if (drafter) request.speculation = drafter === "none" ? { enabled: false } : { drafter };
-    return { ...request, ...numbers({ temperature: "temperature", max_tokens: "max-tokens", seed: "seed" }) };
+    if (this.tools.length && byId("use-tools").checked) request.tools = this.tools;
+    return { ...request, ...enteredIn(byId("sampling")) };
   }
 
   /** @private */
   onMethod() {
     const parameters = this.method?.parameters ?? [];
-    fill(byId("parameters"), parameters.length ? parameters.map(parameterField) : el("p", { class: "muted small" }, "This method has none."));
+    fill(byId("parameters"), parameters.length ? parameters.map((parameter) => parameterField(parameter, "parameter")) : el("p", { class: "muted small" }, "This method has none."));
     if (this.method?.needs?.length) byId("settings").open = true;
     this.describe();
   }
@@ -139,28 +171,45 @@ export class Composer {
 
   /** @private */
   keep() {
-    const values = Object.fromEntries([...FIELDS, "method", "drafter"].map((id) => [id, byId(id).value]));
+    this.settings = {
+      fields: Object.fromEntries([...FIELDS, ...CHOICES].map((id) => [id, byId(id).value])),
+      parameters: textsIn(byId("parameters")),
+      sampling: textsIn(byId("sampling")),
+      plain: this.plainToo,
+      tools: byId("use-tools").checked,
+    };
+    this.onChange(this.settings);
     try {
-      localStorage.setItem(KEPT, JSON.stringify({ ...values, plain: this.plainToo }));
+      localStorage.setItem(KEPT, JSON.stringify(this.settings));
     } catch {
       // the browser keeps nothing; the settings last as long as the page
     }
   }
 
-  /** @private */
-  restore() {
-    let values;
-    try {
-      values = JSON.parse(localStorage.getItem(KEPT) ?? "{}");
-    } catch {
-      return;
+  /** Enters settings, as far as there are fields for them. @param {Settings} settings */
+  enter(settings) {
+    this.settings = settings;
+    const { fields = {}, parameters = {}, sampling = {}, plain, tools } = settings;
+    for (const id of FIELDS) byId(id).value = fields[id] ?? "";
+    for (const id of CHOICES) {
+      const known = [...byId(id).options].some((option) => option.value === fields[id] && !option.disabled);
+      if (known) byId(id).value = fields[id];
     }
-    for (const id of FIELDS) if (values[id]) byId(id).value = values[id];
-    for (const id of ["method", "drafter"]) {
-      const known = [...byId(id).options].some((option) => option.value === values[id] && !option.disabled);
-      if (known) byId(id).value = values[id];
-    }
-    byId("plain-too").checked = values.plain === true;
+    byId("plain-too").checked = plain === true;
+    byId("use-tools").checked = tools !== false;
+    this.onMethod();
+    enter(byId("parameters"), parameters);
+    enter(byId("sampling"), sampling);
+    if (Object.keys(textsIn(byId("further-sampling"))).length) byId("further-sampling").open = true;
+  }
+}
+
+/** The settings of the last visit. @returns {Settings} */
+function kept() {
+  try {
+    return JSON.parse(localStorage.getItem(KEPT) ?? "{}") ?? {};
+  } catch {
+    return {};
   }
 }
 

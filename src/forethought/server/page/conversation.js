@@ -1,10 +1,12 @@
 // A conversation as a tree: to edit a question is to ask another one beside it.
 
+import { attachedList, messageOf } from "./attachments.js";
 import { byId, el, fill } from "./dom.js";
 import { summarize } from "./figures.js";
 import { MarkdownView } from "./markdown.js";
 import { newId } from "./store.js";
 import { TextView } from "./text.js";
+import { CallsView } from "./tools.js";
 import { standing } from "./votes.js";
 
 /**
@@ -14,7 +16,8 @@ import { standing } from "./votes.js";
  *
  * @typedef {object} Actions
  * @property {(turn: Turn, question: string) => void} edit asks another question in the place of a turn's
- * @property {(turn: Turn) => void} again
+ * @property {(turn: Turn) => void} again answers the question once more
+ * @property {(turn: Turn, answer: string, goesOn: boolean) => void} rewrite puts another answer, which the model may go on with, in the place of a turn's
  * @property {(turn: Turn) => void} show shows the run of a turn
  * @property {() => void} changed the turns that are shown have changed
  */
@@ -42,9 +45,9 @@ export class Tree {
     }
   }
 
-  /** @param {string | null} parent @param {string} question @returns {Turn} */
-  add(parent, question) {
-    const turn = { id: newId(), parent, question, runs: [], created: Date.now() };
+  /** @param {string | null} parent @param {string} question @param {Pick<Turn, "files" | "begun">} [more] @returns {Turn} */
+  add(parent, question, more = {}) {
+    const turn = { id: newId(), parent, question, runs: [], created: Date.now(), ...more };
     this.conversation.turns.push(turn);
     this.show(turn);
     return turn;
@@ -70,11 +73,16 @@ export class Tree {
    */
   messages(turn, runOf) {
     return this.upTo(turn.id).flatMap((each) => {
-      const asked = { role: "user", content: each.question };
-      if (each.id === turn.id) return [asked];
-      return [asked, { role: "assistant", content: runOf(each)?.answer ?? "" }];
+      const asked = { role: "user", content: messageOf(each.question, each.files) };
+      const answer = each.id === turn.id ? each.begun : answerOf(each, runOf(each));
+      return answer === undefined ? [asked] : [asked, { role: "assistant", content: answer }];
     });
   }
+}
+
+/** The answer of a turn, as it was generated or written. @param {Turn} turn @param {Run | null} run */
+function answerOf(turn, run) {
+  return run?.answer ?? turn.begun ?? "";
 }
 
 /** Shows the turns of a tree. */
@@ -125,19 +133,26 @@ class TurnView {
     this.answer = new TextView(el("div", { class: "said answer", dir: "auto" }));
     this.markdown = new MarkdownView(this.answer.element);
     this.thought = el("details", { class: "thought", hidden: true }, el("summary", {}, "Thought"), this.reasoning.element);
+    this.calls = new CallsView();
     this.note = el("p", { class: "note muted small" });
     this.shown = { answer: "", reasoning: "" };
     this.lastStatus = "";
     this.head = el("div", { class: "row" }, el("h3", {}, "Question"), el("span", { class: "spacer" }), this.beside(), this.button("Edit", () => this.edit()));
+    this.goOn = this.button("Continue", () => actions.rewrite(turn, answerOf(turn, run), true));
+    this.goOn.hidden = true;
     this.foot = el(
       "div",
       { class: "row foot" },
       this.note,
       el("span", { class: "spacer" }),
-      this.button("Ask again", () => actions.again(turn)),
-      this.button("Show run", () => actions.show(turn)),
+      this.goOn,
+      this.button("Regenerate", () => actions.again(turn)),
+      run && this.button("Show run", () => actions.show(turn)),
     );
-    this.element = el("article", { class: "turn" }, this.head, this.question, el("h3", {}, "Answer"), this.thought, this.answer.element, this.markdown.element, this.foot);
+    const answerHead = el("div", { class: "row" }, el("h3", {}, "Answer"), el("span", { class: "spacer" }), this.button("Edit answer", () => this.editAnswer()));
+    this.shownAnswer = el("div", {}, this.thought, this.calls.element, this.answer.element, this.markdown.element);
+    this.element = el("article", { class: "turn" }, this.head, this.question, turn.files?.length && attachedList(turn.files), answerHead, this.shownAnswer, this.foot);
+    if (!run) fill(this.note, "Written by hand");
   }
 
   /** @private @param {string} text @param {() => void} onclick */
@@ -165,47 +180,75 @@ class TurnView {
 
   /** @private */
   edit() {
-    const input = el("textarea", { rows: 3, "aria-label": "Edited question", spellcheck: "false", value: this.turn.question });
-    const close = () => form.replaceWith(this.question);
+    const ask = (/** @type {string} */ text) => this.actions.edit(this.turn, text);
+    this.form(this.question, this.turn.question, "Edited question", [["Ask as a branch", ask]]);
+  }
+
+  /** @private */
+  editAnswer() {
+    if (this.run && !this.run.isOver) return;
+    const rewrite = (/** @type {boolean} */ goesOn) => (/** @type {string} */ text) => this.actions.rewrite(this.turn, text, goesOn);
+    this.form(this.shownAnswer, answerOf(this.turn, this.run), "Edited answer", [["Save as a branch", rewrite(false)], ["Continue from here", rewrite(true)]]);
+  }
+
+  /**
+   * Edits a text in the place of the element that shows it.
+   * @private
+   * @param {HTMLElement} shown
+   * @param {string} text
+   * @param {string} label
+   * @param {[label: string, use: (text: string) => void][]} uses the last is that of Enter, or of Ctrl+Enter where the text may have lines
+   */
+  form(shown, text, label, uses) {
+    const hasLines = uses.length > 1;
+    const input = el("textarea", { rows: hasLines ? 8 : 3, "aria-label": label, spellcheck: "false", value: text });
+    const close = () => form.replaceWith(shown);
+    const submit = (/** @type {(text: string) => void} */ use) => {
+      if (input.value.trim()) use(hasLines ? input.value : input.value.trim());
+    };
+    const [last, use] = uses[uses.length - 1];
+    const others = uses.slice(0, -1).map(([name, other]) => this.button(name, () => submit(other)));
     const form = el(
       "form",
       {
         class: "edit",
         onsubmit: (/** @type {Event} */ event) => {
           event.preventDefault();
-          if (input.value.trim()) this.actions.edit(this.turn, input.value.trim());
+          submit(use);
         },
         onkeydown: (/** @type {KeyboardEvent} */ event) => {
           if (event.key === "Escape") close();
-          if (event.key === "Enter" && !event.shiftKey) {
+          if (event.key === "Enter" && !event.shiftKey && !event.isComposing && (!hasLines || event.ctrlKey || event.metaKey)) {
             event.preventDefault();
             form.requestSubmit();
           }
         },
       },
       input,
-      el("div", { class: "row" }, el("span", { class: "spacer" }), this.button("Cancel", close), el("button", { class: "primary" }, "Ask as a branch")),
+      el("div", { class: "row wrap" }, el("span", { class: "spacer" }), this.button("Cancel", close), others, el("button", { class: "primary" }, last)),
     );
-    this.question.replaceWith(form);
+    shown.replaceWith(form);
     input.focus();
   }
 
   update() {
     const run = this.run;
+    this.grow("reasoning", run?.reasoning ?? "");
+    this.grow("answer", answerOf(this.turn, run));
     if (!run) return;
-    this.grow("reasoning");
-    this.grow("answer");
+    this.calls.update(run);
     this.thought.hidden = !run.reasoning;
     if (run.isOver && this.lastStatus === run.status) return;
     this.lastStatus = run.status;
     this.element.setAttribute("aria-busy", String(!run.isOver));
     fill(this.note, noteOf(run));
     this.note.classList.toggle("bad", run.status === "failed");
+    this.goOn.hidden = !run.isOver || !run.answer || (run.status === "done" && run.finishReason !== "length");
   }
 
-  /** @private @param {"answer" | "reasoning"} name */
-  grow(name) {
-    const [text, shown] = [this.run?.[name] ?? "", this.shown[name]];
+  /** @private @param {"answer" | "reasoning"} name @param {string} text */
+  grow(name, text) {
+    const shown = this.shown[name];
     if (text === shown) return;
     if (text.startsWith(shown)) this[name].append(text.slice(shown.length));
     else {

@@ -166,11 +166,21 @@ function isChat(chat) {
   if (!Array.isArray(conversation?.turns) || typeof conversation.active !== "object" || !Array.isArray(runs)) return false;
   const before = new Set([null]);
   for (const turn of conversation.turns) {
-    const isTurn = typeof turn?.id === "string" && typeof turn.question === "string" && Array.isArray(turn.runs);
+    const isTurn = typeof turn?.id === "string" && typeof turn.question === "string" && Array.isArray(turn.runs) && isText(turn.begun ?? "") && areFiles(turn.files ?? []);
     if (!isTurn || before.has(turn.id) || !before.has(turn.parent)) return false;
     before.add(turn.id);
   }
   return runs.every((run) => Array.isArray(run?.events) && typeof run.record?.id === "string" && Array.isArray(run.record.request?.messages));
+}
+
+/** @param {any} value */
+function isText(value) {
+  return typeof value === "string";
+}
+
+/** @param {any} files */
+function areFiles(files) {
+  return Array.isArray(files) && files.every((file) => isText(file?.name) && isText(file?.text));
 }
 
 /** A chat with new names for itself and its runs, so that it replaces none. @param {SavedChat} chat @returns {SavedChat} */

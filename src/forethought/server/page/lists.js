@@ -176,7 +176,7 @@ export class RunList {
   row(record) {
     const { request, summary } = record;
     const { completionTokens, seconds } = /** @type {any} */ (summary ?? {});
-    const question = short(request.messages[request.messages.length - 1].content, 90);
+    const question = short(request.messages.findLast(({ role }) => role === "user")?.content ?? "", 90);
     const size = completionTokens === undefined ? "" : `${completionTokens} tokens, ${seconds.toFixed(2)} s`;
     const about = [request.method ?? "plain", record.status, size, new Date(record.created).toLocaleString()];
     const open = async () => {

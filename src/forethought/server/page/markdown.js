@@ -16,6 +16,8 @@ import { visible } from "./text.js";
 const HTML = new Set(["p", "h1", "h2", "h3", "h4", "h5", "h6", "ul", "ol", "li", "blockquote", "em", "strong", "s", "code", "hr", "table", "thead", "tbody", "tr", "th", "td"]);
 const MATHML = new Set(["math", "mrow", "mi", "mn", "mo", "mtext", "mspace", "ms", "msup", "msub", "msubsup", "mfrac", "msqrt", "mroot", "mover", "munder", "munderover", "mtable", "mtr", "mtd", "mstyle", "mpadded", "mphantom", "menclose", "mmultiscripts", "mprescripts"]);
 const ATTRIBUTES = new Set(["display", "mathvariant", "stretchy", "fence", "form", "separator", "accent", "accentunder", "linethickness", "displaystyle", "scriptlevel", "columnalign", "rowspacing", "columnspacing", "width", "height", "depth", "lspace", "rspace", "minsize", "maxsize", "movablelimits", "notation", "largeop", "symmetric"]);
+/** What a span of code is: each has a colour in style.css. */
+const KINDS = new Set(["comment", "keyword", "string", "number", "name", "deleted", "inserted"]);
 const MATH = "http://www.w3.org/1998/Math/MathML";
 /** Characters of a text that is read; a longer one is shown as it was written. */
 const MAX_CHARACTERS = 1 << 15;
@@ -77,6 +79,7 @@ function made(node) {
   const inner = children.map(made);
   if (tag === "pre") return code(attrs.language ?? "", inner);
   if (tag === "a") return el("a", { href: attrs.href, target: "_blank", rel: "noopener noreferrer" }, inner);
+  if (tag === "span" && KINDS.has(attrs.kind)) return el("span", { class: `code-${attrs.kind}` }, inner);
   if (HTML.has(tag)) {
     const element = document.createElement(tag);
     if (tag === "ol" && attrs.start) element.setAttribute("start", attrs.start);

@@ -1,4 +1,4 @@
-// The settings of a method as fields, made of the JSON schemas that the server gives.
+// Settings of methods and of sampling as fields, made of the JSON schemas that the server gives.
 
 import { el } from "./dom.js";
 
@@ -7,10 +7,10 @@ import { el } from "./dom.js";
  * @typedef {{type?: string | string[], enum?: any[], const?: any, minimum?: number, maximum?: number, anyOf?: Schema[]}} Schema
  */
 
-/** @param {Parameter} parameter @param {number} number of it among the method's @returns {HTMLElement} */
-export function parameterField(parameter, number) {
+/** @param {Parameter} parameter @param {string} prefix of the id of its explanation @returns {HTMLElement} */
+export function parameterField(parameter, prefix) {
   const { name, description } = parameter;
-  const id = `parameter-help-${number}`;
+  const id = `${prefix}-${name}-help`;
   const input = fieldOf(parameter);
   if (description) input.setAttribute("aria-describedby", id);
   const needed = parameter.required && el("span", { class: "needed" }, " needed");
@@ -26,7 +26,8 @@ function fieldOf({ name, default: standard, required, schema = {} }) {
     const options = choices.filter((choice) => choice !== standard).map((choice) => el("option", { value: String(choice) }, String(choice)));
     return el("select", { name }, el("option", { value: "" }, shown), options);
   }
-  const attributes = { name, required, placeholder: shown.slice(0, 60), autocomplete: "off" };
+  const isText = kinds.some((kind) => kind.type === "string") && !kinds.some((kind) => ["integer", "number", "boolean"].includes(String(kind.type)));
+  const attributes = { name, required, "data-kind": isText ? "text" : null, placeholder: shown.slice(0, 60), autocomplete: "off" };
   const isNumber = kinds.length === 1 && ["integer", "number"].includes(String(kinds[0].type));
   if (!isNumber) return el("input", { ...attributes, type: "text" });
   const { type, minimum, maximum } = kinds[0];
@@ -39,15 +40,27 @@ export function enteredIn(container) {
   const values = {};
   for (const input of /** @type {NodeListOf<HTMLInputElement>} */ (container.querySelectorAll("input, select"))) {
     const text = input.value.trim();
-    if (text !== "") values[input.name] = valueOf(text);
+    if (text !== "") values[input.name] = valueOf(text, input.dataset.kind === "text");
   }
   return values;
 }
 
-/** JSON where the text is JSON, and else the text. @param {string} text */
-function valueOf(text) {
+/** The text in each field of an element that has one, by name. @param {Element} container @returns {Record<string, string>} */
+export function textsIn(container) {
+  const inputs = [.../** @type {NodeListOf<HTMLInputElement>} */ (container.querySelectorAll("input, select"))];
+  return Object.fromEntries(inputs.filter((input) => input.value !== "").map((input) => [input.name, input.value]));
+}
+
+/** Writes texts into the fields of an element; a field without one is emptied. @param {Element} container @param {Record<string, string>} texts by name */
+export function enter(container, texts) {
+  for (const input of /** @type {NodeListOf<HTMLInputElement>} */ (container.querySelectorAll("input, select"))) input.value = texts[input.name] ?? "";
+}
+
+/** JSON where the text is JSON, and else the text. @param {string} text @param {boolean} isText whether a number stays as it was written */
+function valueOf(text, isText) {
   try {
-    return JSON.parse(text);
+    const value = JSON.parse(text);
+    return isText && (typeof value !== "object" || value === null) && typeof value !== "string" ? text : value;
   } catch {
     return text;
   }

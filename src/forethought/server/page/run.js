@@ -2,6 +2,7 @@
 
 import { Beams } from "./beams.js";
 import { Poll } from "./poll.js";
+import { grow } from "./tools.js";
 
 /**
  * @typedef {{type: string, at?: number, [field: string]: any}} RunEvent
@@ -13,6 +14,8 @@ import { Poll } from "./poll.js";
  * @property {Record<string, any>} [method_params]
  * @property {Record<string, number>} [budget]
  * @property {Record<string, any>} [speculation]
+ * @property {boolean} [continue_final_message]
+ * @property {object[]} [tools]
  *
  * @typedef {object} RunRecord what is kept of a run beside its events
  * @property {string} id
@@ -20,6 +23,7 @@ import { Poll } from "./poll.js";
  * @property {Request} request
  * @property {string} [conversation]
  * @property {string} [turn]
+ * @property {string} [begun] the beginning of the answer, which the request has
  * @property {string} [plainOf] the run that this one repeats with plain decoding
  * @property {string} [status]
  * @property {object} [summary]
@@ -95,8 +99,13 @@ export class Run {
     this.events = [];
     /** @type {"running" | "done" | "stopped" | "interrupted" | "failed"} */
     this.status = "running";
-    this.answer = "";
+    this.answer = this.begun;
     this.reasoning = "";
+    /** @type {import("./tools.js").Call[]} */
+    this.calls = [];
+    this.round = 0;
+    /** The answer before the present round. */
+    this.before = this.begun;
     /** @type {Map<string, Branch>} */
     this.branches = new Map();
     /** @type {Stage[]} */
@@ -125,6 +134,11 @@ export class Run {
     return this.record.id;
   }
 
+  /** The beginning of the answer, which the request has. */
+  get begun() {
+    return this.record.begun ?? "";
+  }
+
   get isOver() {
     return this.status !== "running";
   }
@@ -149,7 +163,7 @@ export class Run {
 
   /** Whether text has come. */
   get hasBegun() {
-    return Boolean(this.answer || this.reasoning) || [...this.branches.values()].some((branch) => branch.pieces.length);
+    return this.answer.length > this.begun.length || Boolean(this.reasoning) || [...this.branches.values()].some((branch) => branch.pieces.length);
   }
 
   /** Takes in one event. @param {RunEvent} event */
@@ -160,7 +174,17 @@ export class Run {
     switch (event.type) {
       case "started":
         this.started = event;
-        this.branch("", 0);
+        this.branch("", 0).end = null;
+        break;
+      case "calling":
+        grow(this.calls, this.round, event.calls);
+        break;
+      case "called":
+        this.onCalled(event);
+        break;
+      case "round":
+        this.round++;
+        this.before = this.answer += this.answer.length > this.before.length ? "\n\n" : "";
         break;
       case "answer":
         this.answer += event.text ?? "";
@@ -307,12 +331,23 @@ export class Run {
     return poll;
   }
 
+  /** The calls of the present round. */
+  get pending() {
+    return this.calls.filter(({ round }) => round === this.round);
+  }
+
+  /** @private @param {RunEvent} event */
+  onCalled({ index, result, is_error: isError, seconds }) {
+    const call = this.pending.find((other) => other.index === index);
+    if (call) Object.assign(call, { result: String(result), isError: Boolean(isError), seconds: Number(seconds) });
+  }
+
   /** @private @param {RunEvent} event @param {number} at */
   onFinished(event, at) {
     this.finished = event;
     this.usage = event.usage ?? this.usage;
     this.finishReason = event.finish_reason ?? this.finishReason;
-    if (typeof event.text === "string" && !this.reasoning && event.text !== this.answer) this.answer = event.text;
+    if (typeof event.text === "string" && !this.reasoning) this.answer = this.before + event.text;
     this.end("done", at);
   }
 

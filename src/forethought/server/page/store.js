@@ -3,8 +3,10 @@
 /**
  * @typedef {import("./run.js").RunRecord} RunRecord
  * @typedef {import("./run.js").RunEvent} RunEvent
- * @typedef {{id: string, parent: string | null, question: string, runs: string[], created: number}} Turn
- * @typedef {{id: string, created: number, title?: string, turns: Turn[], active: Record<string, string>}} Conversation
+ * @typedef {import("./attachments.js").Attachment} Attachment
+ * @typedef {{id: string, parent: string | null, question: string, runs: string[], created: number, files?: Attachment[], begun?: string}} Turn
+ *   `begun`: the answer's beginning, or without a run all of it, as the user wrote it
+ * @typedef {{id: string, created: number, title?: string, turns: Turn[], active: Record<string, string>, settings?: import("./composer.js").Settings}} Conversation
  *   `active` names the turn shown below each turn; the first turns are below `""`
  */
 

@@ -30,10 +30,10 @@ export async function get(path) {
   return response.json();
 }
 
-/** The answer of the server to JSON. @param {string} path @param {object} body @returns {Promise<any>} */
-export async function post(path, body) {
+/** The answer of the server to JSON. @param {string} path @param {object} body @param {AbortSignal} [signal] @returns {Promise<any>} */
+export async function post(path, body, signal) {
   const sent = { "content-type": "application/json", ...headers() };
-  const response = await fetch(path, { method: "POST", headers: sent, body: JSON.stringify(body) });
+  const response = await fetch(path, { method: "POST", headers: sent, body: JSON.stringify(body), signal });
   if (!response.ok) throw await refusal(response);
   return response.json();
 }
@@ -91,7 +91,8 @@ export async function* readEvents(body) {
  * @param {object} request the body of /v1/chat/completions
  * @param {AbortSignal} signal
  * @param {(event: any) => void} onEvent gets the events of the run in order: those of the server,
- *   and `{type: "answer", text, reasoning}` for each piece of the answer
+ *   `{type: "answer", text, reasoning}` for each piece of the answer, and `{type: "calling", calls}`
+ *   for pieces of calls of tools
  * @throws {ServerError} if the server refuses
  */
 export async function ask(request, signal, onEvent) {
@@ -118,6 +119,7 @@ function onChunk(chunk, onEvent) {
   const text = delta.content ?? "";
   const reasoning = delta.reasoning_content ?? delta.reasoning ?? "";
   if (text || reasoning) onEvent({ type: "answer", text, reasoning });
+  if (delta.tool_calls?.length) onEvent({ type: "calling", calls: delta.tool_calls });
   if (choice?.finish_reason) onEvent({ type: "answered", finish_reason: choice.finish_reason });
   if (chunk.usage) onEvent({ type: "usage", usage: chunk.usage });
 }

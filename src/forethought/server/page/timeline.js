@@ -19,6 +19,8 @@ import { el, fill } from "./dom.js";
 /** Height of a lane in CSS pixels; style.css has the same for the labels. */
 const LANE = 24;
 const AXIS = 22;
+/** Height of the labels of marks; below them are the marks, so that none crosses another one's label. */
+const TEXT = 12;
 const MARGIN = 8;
 /** The share of the axis without a token after which a lane shows a gap. */
 const GAP = 0.03;
@@ -31,9 +33,9 @@ export function colourOf(run, drafter) {
   return [...run.drafters.keys()].indexOf(drafter) % NUM_DRAFTER_COLOURS;
 }
 
-/** The least round number of seconds that holds `seconds`. @param {number} seconds */
+/** The least of 0.1, 0.2, 0.3, 0.5, 1, 2, 3, 5, 10 ... that holds `seconds`. @param {number} seconds */
 export function roundRange(seconds) {
-  let range = 1;
+  let range = 0.1;
   for (let i = 0; range < seconds; i++) range *= i % 3 === 1 ? 1.5 : i % 3 === 0 ? 2 : 5 / 3;
   return range;
 }
@@ -293,7 +295,7 @@ export class Timeline {
     if (kind === "pruned") cross(canvas, x, top + 15.5);
     else if (kind === "voted" || kind === "selected") diamond(canvas, x, top + 15.5);
     else if (kind === "scored") canvas.fillRect(x - 2, top + 13.5, 4, 4);
-    else canvas.fillRect(x - (kind === "exit" ? 1 : 0.5), top + 2, kind === "exit" ? 2.5 : 1, LANE - 3);
+    else tick(canvas, kind, x, top + TEXT, LANE - 1 - TEXT);
     const label = labelOf(stage);
     if (!label) return;
     canvas.font = this.font;
@@ -303,6 +305,7 @@ export class Timeline {
     let left = x + 4;
     if (left + width > this.width) left = x - 4 - width;
     if (left <= lane.labelled) return;
+    if (!["scored", "voted"].includes(kind)) tick(canvas, kind, x, top + 2, TEXT - 2);
     canvas.fillStyle = kind === "exit" || kind === "voted" ? colour : text;
     canvas.fillText(label, left, top + 10);
     lane.labelled = left + width + 4;
@@ -395,6 +398,11 @@ function place(line, x) {
 /** @param {HTMLCanvasElement} canvas */
 function context(canvas) {
   return /** @type {CanvasRenderingContext2D} */ (canvas.getContext("2d"));
+}
+
+/** @param {CanvasRenderingContext2D} canvas @param {string} kind @param {number} x @param {number} top @param {number} height */
+function tick(canvas, kind, x, top, height) {
+  canvas.fillRect(x - (kind === "exit" ? 1 : 0.5), top, kind === "exit" ? 2.5 : 1, height);
 }
 
 /** @param {CanvasRenderingContext2D} canvas @param {number} x @param {number} y */

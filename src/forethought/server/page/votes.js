@@ -12,11 +12,11 @@ import { short } from "./text.js";
 const MAX_BARS = 8;
 const MAX_POLLS = 4;
 
-/** The polls of a run that are shown: its votes, or where there are none those of its probes. @param {Run} run */
+/** The polls of a run that are shown: its votes, or where there are none those of its probes if one chain has them all. @param {Run} run */
 export function shownPolls(run) {
   const polls = [...run.polls.values()];
   const votes = polls.filter((poll) => poll.kind === "votes");
-  const shown = votes.length ? votes : polls;
+  const shown = votes.length || polls.length > 1 ? votes : polls;
   const depth = (/** @type {Poll} */ poll) => (poll.branch ? poll.branch.split(".").length : 0);
   const outermost = Math.min(...shown.map(depth));
   return shown.filter((poll) => poll.tally.size && depth(poll) === outermost).slice(0, MAX_POLLS);

@@ -16,7 +16,6 @@ from typing_extensions import override
 
 from forethought.config.drafters import DraftTargetDecodingConfig
 from forethought.config.tree import TreeChoices
-from forethought.errors import ParameterError
 from forethought.kv.storage import DraftKvCache
 from forethought.model.graph_capturer import GraphCapturer
 from forethought.speculative.chain_source import GreedyChains
@@ -66,8 +65,7 @@ class DraftTargetDrafter(Drafter):
 
         Raises:
             ModelError: it cannot be loaded.
-            ParameterError: its vocabulary is not the target's, or a rank is beyond it; it has
-                recurrent layers, and drafts are sampled or trees.
+            ParameterError: its vocabulary is not the target's, or a rank is beyond it.
         """
         assert config.speculative_model is not None
         choices = TreeChoices.chain(config.max_draft_len)
@@ -76,12 +74,6 @@ class DraftTargetDrafter(Drafter):
             choices.expect_ranks_below(target.runner.lm.vocab_size, "draft_choices")
         model = DraftModel.load(config.speculative_model, target, quantization=config.quantization)
         is_sampled = config.draft_sampling == "sampled"
-        if model.has_recurrent_layers and (is_sampled or not choices.is_chain):
-            raise ParameterError(
-                f"the draft model {config.speculative_model} has recurrent layers",
-                "it drafts greedy chains, and no trees or samples",
-                "Leave draft_choices and draft_sampling out, or take another draft model",
-            )
         has_graphs = model.runner.storage.has_scratch_page and model.forward_path == "fused"
         graphs = target.runner.graphs if has_graphs else None
         return cls(model, choices, sampled=is_sampled, graphs=graphs)

@@ -162,6 +162,7 @@ class PearlDrafter(Drafter):
         thread.
         """
         self._join()
+        self._storage.limit_states([state.table for state in self._states.values()])
         states = [self._state(request) for request in scheduled_requests.generation_requests]
         for state in states:
             if state.failure is not None:
@@ -262,7 +263,8 @@ class PearlDrafter(Drafter):
     def _missing(self, job: DraftJob) -> TokenRange | None:
         """Tokens to compute before the block; None if there are not enough pages for the block."""
         table, length = job.state.table, len(job.tokens)
-        start = min(table.length, length - 1)  # the last one's logits are always needed
+        # The last one's logits are always needed.
+        start = self._storage.resume(table, min(table.length, length - 1))
         table.rewind(start)
         try:
             table.append(length + job.count - 1 - start)

@@ -1,5 +1,5 @@
-// A recurrent layer of a module whose other parts torch computes: the gated delta rule, Mamba-2, or a
-// short convolution, for all tokens of a batch.
+// A recurrent layer of a module whose other parts torch computes: the gated delta rule, Mamba-2,
+// Mamba, or a short convolution, for all tokens of a batch.
 //
 // The products are of all tokens together. Sequences, channels and heads are shared by the threads,
 // and each computes the tokens of its part in order: those of a prompt from the state that they
@@ -16,9 +16,6 @@
 #include <cmath>
 #include <cstdint>
 
-// log(1 + exp(x)), as torch computes it
-static inline float softplus(float x) { return x > 20.0f ? x : log1pf(expf(x)); }
-
 class RecurrentLayer {
   public:
     RecurrentLayer(const Recurrent& w, const RecurrentCall& call, Thread thread)
@@ -26,14 +23,10 @@ class RecurrentLayer {
           mixed_width(w.kind == SHORT_CONVOLUTION ? w.channels : w.num_heads * w.value_dim) {}
 
     void run() {
-        const Input x{call.x, w.hidden, nullptr};
-        if (call.x)
-            products(w.enter, w.num_enter, x, call.num_tokens, call.projected, w.width, thread);
-        if (w.scale) scale();
-        share_parts((w.channels + LANES - 1) / LANES, [&](int begin, int end, int part) {
-            convolve(w, call, begin, end, part * LANES);
-        });
-        thread.wait();
+        if (call.stage != AFTER_LATE) begin();
+        if (call.stage == BEFORE_LATE) return;
+        if (call.x) project(w.num_enter - w.num_late, w.num_enter);
+        if (w.kind == SELECTIVE_SCAN) step_widths();
         if (w.kind != SHORT_CONVOLUTION) {
             prepare();
             recur();
@@ -49,6 +42,27 @@ class RecurrentLayer {
     const RecurrentCall& call;
     const Thread thread;
     const int64_t mixed_width;
+
+    // Products and the convolution.
+    void begin() {
+        if (call.x) project(0, w.num_enter - w.num_late);
+        if (w.scale) scale();
+        share_parts((w.channels + LANES - 1) / LANES, [&](int begin, int end, int part) {
+            convolve(w, call, begin, end, part * LANES);
+        });
+        thread.wait();
+    }
+
+    void project(int begin, int end) {
+        float* y = call.projected;
+        for (int i = 0; i < begin; i++) y += w.enter[i].num_outputs;
+        for (int i = begin; i < end; y += w.enter[i++].num_outputs) {
+            Input input{call.x, w.hidden, nullptr};
+            if (w.sources[i] >= 0) input = {call.projected + w.sources[i], w.width, nullptr};
+            product(w.enter[i], input, call.num_tokens, y, w.width, false, thread);
+            thread.wait(); // the next product rounds its inputs where this one reads them
+        }
+    }
 
     void scale() {
         const Share share = thread.share(call.num_tokens);
@@ -66,31 +80,56 @@ class RecurrentLayer {
         }
     }
 
-    // Normalise queries and keys; step widths, decays and what is learned from the projections.
-    void prepare() {
+    // Norms of the late product's outputs, and the step widths of all values from the first of them.
+    void step_widths() {
+        const int late = w.steps[0] - w.step_inputs - 2 * w.key_dim;
         const Share share = thread.share(call.num_tokens);
         for (int64_t t = share.begin; t < share.end; t++) {
-            float* row = call.projected + t * w.width;
-            for (int head = 0; head < w.num_heads; head++) prepare_head(row, t, head);
-            if (w.kind != DELTA_RULE) continue;
-            for (int group = 0; group < w.num_groups; group++) {
-                normalise(row + w.at[group * w.key_dim], 1.0f / sqrtf(float(w.key_dim)));
-                normalise(row + w.at[(w.num_groups + group) * w.key_dim], 1.0f);
+            const float* weight = w.late_norm;
+            float* x = call.projected + t * w.width + late;
+            for (int size : {w.step_inputs, w.key_dim, w.key_dim}) {
+                norm(x, weight, size, w.norm_eps, x);
+                x += size, weight += size;
             }
+        }
+        thread.wait();
+        share_parts((w.value_dim + LANES - 1) / LANES, [&](int begin, int end, int part) {
+            multiply_steps(w, call, begin, end, part * LANES, late);
+        });
+        thread.wait();
+    }
+
+    // Normalise queries and keys; step widths, decays and what is learned from the projections.
+    void prepare() {
+        const int ratio = w.num_heads / w.num_groups;
+        const Share share = thread.share(call.num_tokens * w.num_groups);
+        for (int64_t item = share.begin; item < share.end; item++) {
+            const int64_t t = item / w.num_groups, group = item % w.num_groups;
+            float* row = call.projected + t * w.width;
+            for (int head = group * ratio; head < (group + 1) * ratio; head++)
+                prepare_head(row, t, head);
+            if (w.kind != DELTA_RULE) continue;
+            normalise(row + w.at[group * w.key_dim], 1.0f / sqrtf(float(w.key_dim)));
+            normalise(row + w.at[(w.num_groups + group) * w.key_dim], 1.0f);
         }
         thread.wait();
     }
 
     void prepare_head(float* row, int64_t t, int head) const {
-        float& step = row[w.steps[head]];
-        step = softplus(step + w.biases[head]);
-        if (w.kind == DELTA_RULE) {
-            float& beta = row[w.betas[head]];
-            beta = 1.0f / (1.0f + expf(-beta));
-            step = expf(w.decays[head] * step);
-        } else if (call.tokens[t].in_run) {
-            step = step < w.min_step ? w.min_step : step > w.max_step ? w.max_step : step;
+        float* steps = row + w.steps[head];
+        const float* biases = w.biases + int64_t(head) * w.num_steps;
+        if (w.kind == SELECTIVE_SCAN) return; // by the threads that read them
+        for (int i = 0; i < w.num_steps; i++) {
+            float& step = steps[i];
+            step = softplus(step + biases[i]);
+            if (w.kind == DELTA_RULE)
+                step = expf(w.decays[head] * step);
+            else if (call.tokens[t].in_run)
+                step = step < w.min_step ? w.min_step : step > w.max_step ? w.max_step : step;
         }
+        if (w.kind != DELTA_RULE) return;
+        float& beta = row[w.betas[head]];
+        beta = w.beta_factor / (1.0f + expf(-beta));
     }
 
     // x [key_dim] = x / |x| * factor
@@ -116,9 +155,10 @@ class RecurrentLayer {
             const int blocks = (w.value_dim + STATE_ROWS - 1) / STATE_ROWS;
             share_parts(w.num_heads * blocks, [&](int begin, int end, int part) {
                 const int first = part % blocks * STATE_ROWS, left = w.value_dim - first;
-                state_space(
-                    w, call, begin, end, part / blocks, first,
-                    left < STATE_ROWS ? left : STATE_ROWS);
+                (w.kind == STATE_SPACE ? state_space<false>
+                                       : state_space<true>)(w, call, begin, end, part / blocks,
+                                                            first,
+                                                            left < STATE_ROWS ? left : STATE_ROWS);
             });
         }
         thread.wait();
@@ -143,7 +183,8 @@ class RecurrentLayer {
             const float* gates = row + w.gates[head];
             for (int i = 0; i < w.value_dim; i += LANES) {
                 const Lanes lanes = lanes_of(w.value_dim - i);
-                lanes.store(y + i, lanes.load(y + i) * silu(lanes.load(gates + i)));
+                const Vec x = lanes.load(gates + i);
+                lanes.store(y + i, lanes.load(y + i) * (w.has_sigmoids ? sigmoid(x) : silu(x)));
             }
         }
     }

@@ -13,7 +13,8 @@ constexpr int64_t NO_TOKEN = -1; // where the model's logits are not finite
 
 enum Activation { SILU = 0, GELU_TANH = 1, RELU_SQUARED = 2 };
 
-enum RecurrentKind { DELTA_RULE = 0, STATE_SPACE = 1, SHORT_CONVOLUTION = 2 };
+enum RecurrentKind { DELTA_RULE = 0, STATE_SPACE = 1, SHORT_CONVOLUTION = 2, SELECTIVE_SCAN = 3 };
+enum RecurrentStage { ALL = 0, BEFORE_LATE = 1, AFTER_LATE = 2 };
 constexpr int MAX_KERNEL = 16; // inputs of a channel that a causal convolution reads
 
 extern "C" {
@@ -256,25 +257,33 @@ struct ChainSteps {
 // A recurrent layer: products, a causal convolution per channel, a recurrence per head, a norm and
 // gates; see recurrent.h. The projections of a token are the outputs of `enter`, beside each other.
 struct Recurrent {
-    const Linear* enter;  // [num_enter]; null where the caller multiplies
-    const Linear* out;    // the same
-    const float* scale;   // [width], of the projections; null: 1
-    const float* taps;    // [kernel, channels]
-    const float* bias;    // [channels], of the convolution, or null
-    const int32_t* at;    // [channels]: the projection that a channel reads
-    const int32_t* gates; // [num_heads]: where the gates of a head's outputs begin
-    const int32_t* steps; // [num_heads]: the step width of a head
-    const int32_t* betas; // [num_heads]: how much of a value is learned; DELTA_RULE
-    const float* decays;  // [num_heads]: logarithms of what is left of a state after a unit step
-    const float* biases;  // [num_heads], of the step widths
-    const float* skips;   // [num_heads]: of a head's inputs; STATE_SPACE
-    const float* norm;    // [num_heads * value_dim], in groups of `norm_size`; or null
-    int64_t offset;       // of this layer in a state, floats
+    const Linear* enter;    // [num_enter]; null where the caller multiplies
+    const Linear* out;      // the same
+    const int32_t* sources; // [num_enter]: the first projection that a product reads; -1: x
+    const float* scale;     // [width], of the projections; null: 1
+    const float* taps;      // [kernel, channels]
+    const float* bias;      // [channels], of the convolution, or null
+    const int32_t* at;      // [channels]: the projection that a channel reads
+    const int32_t* gates;   // [num_heads]: where the gates of a head's outputs begin
+    const int32_t* steps;   // [num_heads]: where the step widths of a head begin
+    const int32_t* betas;   // [num_heads]: how much of a value is learned; DELTA_RULE
+    const float* decays;    // logarithms of what is left of a state after a unit step: [num_heads];
+                            // of a SELECTIVE_SCAN [value_dim, key_dim]
+    const float* biases;    // [num_heads, num_steps], of the step widths
+    const float* skips;     // of the inputs: [num_heads], STATE_SPACE; [value_dim], SELECTIVE_SCAN
+    const float* norm;      // [num_heads * value_dim], in groups of `norm_size`; or null
+    // Of a SELECTIVE_SCAN, of what the last product gives, inputs of step widths, keys and queries:
+    const float* late_norm;    // [step_inputs + 2 * key_dim], three norms
+    const float* step_product; // [step_inputs, value_dim]: from the first of them to step widths
+    int64_t offset;            // of this layer in a state, floats
     int32_t kind, num_enter, width, kernel, channels, hidden;
+    int32_t num_late; // of the products, the last ones, which read what the convolution writes
     int32_t num_heads, num_groups; // of which each has the keys of num_heads / num_groups heads
-    int32_t key_dim, value_dim, norm_size;
-    int32_t norm_first; // before the gates
-    float norm_eps, min_step, max_step;
+    int32_t num_steps; // step widths of a head: 1; one for each of its keys (DELTA_RULE) or values
+    int32_t key_dim, value_dim, norm_size, step_inputs;
+    int32_t norm_first;   // before the gates
+    int32_t has_sigmoids; // the gates are sigmoids; else SiLU
+    float norm_eps, min_step, max_step, beta_factor;
 };
 
 // Where the state before a token is, and where the one after it goes: those of all layers, [floats].
@@ -293,6 +302,7 @@ struct RecurrentCall {
     const TokenState* tokens;
     const int32_t* rows; // [num_rows + 1]: where sequences begin, which share no state
     int32_t num_tokens, num_rows, num_threads;
+    int32_t stage; // where the caller multiplies: up to the late products, or from there on
 };
 
 // The attention of a module that torch runs otherwise; see attention_layer.h. The projections of a

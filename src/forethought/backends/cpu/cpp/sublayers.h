@@ -73,6 +73,8 @@ static int64_t widest_input(const SublayersCall& call) {
         if (w.recurrent) {
             const int64_t mixed = int64_t(w.recurrent->num_heads) * w.recurrent->value_dim;
             widest = larger(widest, larger(mixed, w.recurrent->channels));
+            for (int product = 0; product < w.recurrent->num_enter; product++)
+                widest = larger(widest, w.recurrent->enter[product].num_inputs);
         }
         if (w.mlp) widest = larger(widest, w.mlp->inner);
         if (w.mixture) widest = larger(widest, widest_input(*w.mixture));

@@ -1,5 +1,5 @@
 // Recurrences over the tokens of a sequence: a causal convolution, the gated delta rule, and the
-// state-space model of Mamba-2.
+// state-space models of Mamba and Mamba-2.
 //
 // Each function computes a part of a layer that no other part depends on (some channels, or some
 // columns or rows of a head's state) for the tokens of a row in order. A token's result depends on
@@ -11,9 +11,13 @@
 #include "../structures.h"
 #include "vectors.h"
 
+#include <cmath>
 #include <cstdint>
 #include <cstring>
 #include <vector>
+
+// log(1 + exp(x)), as torch computes it
+static inline float softplus(float x) { return x > 20.0f ? x : log1pf(expf(x)); }
 
 // Floats of a layer's state: of its convolution [kernel, channels], and of a head.
 static inline int64_t window_size(const Recurrent& w) { return int64_t(w.kernel) * w.channels; }
@@ -52,6 +56,8 @@ struct Channels {
         for (int i = 0; i < lanes.count; i++) row[at[i]] = values[i];
     }
 };
+
+static inline Vec sigmoid(Vec x) { return 1.0f / (1.0f + exp(-x)); }
 
 static inline Vec silu(Vec x) { return x / (1.0f + exp(-x)); }
 
@@ -119,7 +125,8 @@ struct StateRows {
 //
 //     S = a S + k (b (v - a k S)),  y = q S
 //
-// whose queries and keys are normalised, and whose step widths are the decays a.
+// whose queries and keys are normalised, and whose step widths are the decays a: of a head, or of each
+// of its keys (Kimi Team 2025, Kimi Linear, eq. 1).
 template <int N>
 static __attribute__((noinline)) void delta_rule(
     const Recurrent& w, const RecurrentCall& call, int begin, int end, int head, int first) {
@@ -137,21 +144,24 @@ static __attribute__((noinline)) void delta_rule(
         else
             last.store(p + n * LANES, v);
     };
+    const int stride = w.num_steps > 1;
     StateRows state;
     float* kept = kept_state(size_t(keys) * N * LANES);
     for (int64_t t = begin; t < end; t++) {
         const float* row = call.projected + t * w.width;
         const float *query = row + query_at, *key = row + key_at;
-        const float decay = row[w.steps[head]], beta = row[w.betas[head]];
+        const float *decays = row + w.steps[head], beta = row[w.betas[head]];
         state.move(call.tokens[t], place, w.value_dim, kept, keys, N * LANES);
         Vec known[N] = {}, y[N] = {}, change[N];
-        for (int k = 0; k < keys; k++)
+        for (int k = 0; k < keys; k++) {
+            const float left = decays[k * stride] * key[k];
             for (int n = 0; n < N; n++)
-                known[n] += key[k] * read(state.from + k * state.from_stride, n);
-        for (int n = 0; n < N; n++) change[n] = (read(row + value_at, n) - decay * known[n]) * beta;
+                known[n] += left * read(state.from + k * state.from_stride, n);
+        }
+        for (int n = 0; n < N; n++) change[n] = (read(row + value_at, n) - known[n]) * beta;
         for (int k = 0; k < keys; k++)
             for (int n = 0; n < N; n++) {
-                Vec s = decay * read(state.from + k * state.from_stride, n);
+                Vec s = decays[k * stride] * read(state.from + k * state.from_stride, n);
                 s += key[k] * change[n];
                 y[n] += query[k] * s;
                 write(state.to + k * state.to_stride, n, s);
@@ -175,42 +185,64 @@ static inline void delta_rule(
     }
 }
 
+// The step widths of LANES values from `first` on, of tokens [begin, end): a product with what stands
+// from column `late` on, before their bias.
+static __attribute__((noinline)) void multiply_steps(
+    const Recurrent& w, const RecurrentCall& call, int begin, int end, int first, int late) {
+    const Lanes lanes = lanes_of(w.value_dim - first);
+    for (int64_t t = begin; t < end; t++) {
+        float* row = call.projected + t * w.width;
+        Vec step = {};
+        for (int i = 0; i < w.step_inputs; i++)
+            step += row[late + i] * lanes.load(w.step_product + int64_t(i) * w.value_dim + first);
+        lanes.store(row + w.steps[0] + first, step);
+    }
+}
+
 constexpr int STATE_ROWS = 32; // of a state-space model, which are computed together
 
 // Rows [first, first + count) of a head's state S [value_dim, key_dim], of tokens [begin, end), in
 // Mamba-2 (Dao and Gu 2024, Transformers are SSMs, section 3):
 //
 //     S = exp(a dt) S + dt x B^T,  y = S C + D x
+//
+// In Mamba (Gu and Dao 2023, section 3.2), of one head, each row has its dt, a and D, and a has one
+// number for each key. B and C are what follows the inputs of the step widths.
+template <bool IS_SELECTIVE>
 static __attribute__((noinline)) void state_space(
     const Recurrent& w, const RecurrentCall& call, int begin, int end, int head, int first,
     int count) {
     const int size = w.key_dim, whole = size / LANES * LANES;
     const int group = head / (w.num_heads / w.num_groups);
     const int inner = w.num_heads * w.value_dim, value = head * w.value_dim + first;
-    const int x_at = w.at[value], b_at = w.at[inner + group * size],
-              c_at = w.at[inner + (w.num_groups + group) * size];
+    const int x_at = w.at[value], step_at = w.steps[head] + (IS_SELECTIVE ? first : 0);
+    const int b_at = IS_SELECTIVE ? w.steps[0] - 2 * size : w.at[inner + group * size];
+    const int c_at = IS_SELECTIVE ? b_at + size : w.at[inner + (w.num_groups + group) * size];
     const int64_t place = w.offset + window_size(w) + head * head_size(w) + int64_t(first) * size;
     StateRows state;
     float* kept = kept_state(size_t(count) * size);
     for (int64_t t = begin; t < end; t++) {
         const float* row = call.projected + t * w.width;
         const float *x = row + x_at, *b = row + b_at, *c = row + c_at;
-        const float step = row[w.steps[head]], decay = expf(step * w.decays[head]);
+        float step = row[step_at], left = IS_SELECTIVE ? 0.0f : expf(step * w.decays[head]);
         state.move(call.tokens[t], place, size, kept, count, size);
         float* mixed = call.mixed + t * inner + value;
         for (int p = 0; p < count; p++) {
             const float* from = state.from + p * state.from_stride;
             float* to = state.to + p * state.to_stride;
+            if (IS_SELECTIVE) step = softplus(row[step_at + p] + w.biases[first + p]);
+            const float* decays = w.decays + int64_t(first + p) * size;
             const float learned = step * x[p];
             Vec total = {};
             const auto add = [&](int i, Lanes lanes) {
+                const Vec decay = IS_SELECTIVE ? exp(step * lanes.load(decays + i)) : Vec{} + left;
                 const Vec s = decay * lanes.load(from + i) + learned * lanes.load(b + i);
                 total += s * lanes.load(c + i);
                 lanes.store(to + i, s);
             };
             for (int i = 0; i < whole; i += LANES) add(i, {LANES});
             if (whole < size) add(whole, {size - whole});
-            mixed[p] = sum(total) + w.skips[head] * x[p];
+            mixed[p] = sum(total) + w.skips[IS_SELECTIVE ? first + p : head] * x[p];
         }
     }
 }

@@ -1,0 +1,196 @@
+"""Questions and answers that are edited, continued, generated again, or have files with them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from page.browser import Browser
+from page.stand_in import Item, StandIn, finished, started
+from page.steps import ask, open_page, shows, status, texts
+from page.streams import answer, echo
+
+pytestmark = pytest.mark.page
+
+
+def numbered(body: dict[str, Any]) -> Iterable[Item]:
+    """An answer that says how many messages there were; cut where it has none of the model's."""
+    text = f" and {len(body['messages'])} messages"
+    reason = "stop" if body.get("continue_final_message") else "length"
+    return [started(), answer(text), finished(text, finish_reason=reason)]
+
+
+def sent(server: StandIn) -> list[list[str]]:
+    """The messages of each request."""
+    return [[message["content"] for message in body["messages"]] for body in server.requests]
+
+
+def test_an_answer_is_generated_again_beside_the_one_before(browser: Browser):
+    with StandIn(echo) as server:
+        open_page(browser, server.address)
+        ask(browser, "one")
+        status(browser, "Answered")
+        browser.click_button("Regenerate")
+        shows(browser, ".beside", "2 of 2")
+        status(browser, "Answered")
+        assert sent(server) == [["one"], ["one"]]
+        browser.click("[aria-label='Previous branch']")
+        shows(browser, ".beside", "1 of 2")
+        shows(browser, ".answer", "answer to one")
+
+
+def test_an_edited_answer_is_continued_and_what_was_there_stays(browser: Browser):
+    with StandIn(numbered) as server:
+        open_page(browser, server.address)
+        ask(browser, "one")
+        status(browser, "Answered")
+        browser.click_button("Edit answer")
+        browser.set(".edit textarea", "It is six,")
+        browser.click_button("Continue from here")
+        shows(browser, ".answer", "It is six, and 2 messages")
+        status(browser, "Answered")
+        again = server.requests[1]
+        assert again["continue_final_message"] is True
+        assert again["messages"] == [
+            {"role": "user", "content": "one"},
+            {"role": "assistant", "content": "It is six,"},
+        ]
+        ask(browser, "two")
+        shows(browser, ".answer", "and 3 messages")
+        assert sent(server)[2] == ["one", "It is six, and 2 messages", "two"]
+        assert "continue_final_message" not in server.requests[2]
+        browser.reload()
+        shows(browser, ".answer", "It is six, and 2 messages")
+        browser.click("[aria-label='Previous branch']")
+        shows(browser, ".answer", " and 1 messages")
+        assert texts(browser, ".answer") == [" and 1 messages"]
+
+
+def test_an_answer_that_was_cut_goes_on(browser: Browser):
+    with StandIn(numbered) as server:
+        open_page(browser, server.address)
+        ask(browser, "one")
+        assert "cut at its limit" in status(browser, "Answered")
+        browser.click_button("Continue")
+        shows(browser, ".answer", " and 1 messages and 2 messages")
+        status(browser, "Answered")
+        hidden = "return [...document.querySelectorAll('.foot button')].map((b) => b.hidden)"
+        assert browser.run(hidden)[0] is True, "it has ended"
+
+
+def test_an_answer_written_by_hand_is_part_of_the_conversation(browser: Browser):
+    with StandIn(echo) as server:
+        open_page(browser, server.address)
+        ask(browser, "one")
+        status(browser, "Answered")
+        browser.click_button("Edit answer")
+        browser.set(".edit textarea", "Six.")
+        browser.click_button("Save as a branch")
+        shows(browser, ".note", "Written by hand")
+        assert texts(browser, ".answer") == ["Six."]
+        ask(browser, "two")
+        shows(browser, ".answer", "answer to two")
+        assert sent(server)[1] == ["one", "Six.", "two"]
+
+
+def test_files_are_fenced_blocks_of_the_message_and_folded_on_the_page(
+    browser: Browser, tmp_path: Path
+):
+    (tmp_path / "sum.py").write_text("# ```\nprint(1)\n")
+    (tmp_path / "notes.txt").write_text("six nuts")
+    with StandIn(echo) as server:
+        open_page(browser, server.address)
+        for name in ("sum.py", "notes.txt"):
+            browser.type("#attach", str(tmp_path / name))
+            shows(browser, "#attachments li", name)
+        browser.click("[aria-label='Remove notes.txt']")
+        ask(browser, "what is this?")
+        status(browser, "Answered")
+        assert sent(server) == [["what is this?\n\nsum.py:\n````py\n# ```\nprint(1)\n````"]]
+        assert browser.run("return document.querySelector('#attachments').hidden")
+        assert texts(browser, ".turn > .said:not(.answer)") == ["what is this?"]
+        browser.click(".attached summary")
+        shows(browser, ".attached .said", "print(1)")
+        browser.click_button("Edit")
+        browser.set(".edit textarea", "and this?")
+        browser.click_button("Ask as a branch")
+        shows(browser, ".beside", "2 of 2")
+        status(browser, "Answered")
+        assert sent(server)[1][0].startswith("and this?\n\nsum.py:\n")
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "why"),
+    [
+        ("cat.png", b"\x89PNG", "cat.png is an image: the models here read text alone."),
+        ("program", b"\x00\x01", "program is no text in UTF-8."),
+        ("latin.txt", b"caf\xe9", "latin.txt is no text in UTF-8."),
+        ("large.txt", b"a" * (2**20 + 1), "large.txt is larger than 1 MB."),
+    ],
+)
+def test_a_file_that_is_no_text_is_refused_by_name(
+    browser: Browser, tmp_path: Path, name: str, content: bytes, why: str
+):
+    (tmp_path / name).write_bytes(content)
+    with StandIn(echo) as server:
+        open_page(browser, server.address)
+        browser.type("#attach", str(tmp_path / name))
+        shows(browser, "#status", why)
+        assert browser.run("return document.querySelector('#attachments').hidden")
+
+
+def test_a_dropped_file_and_a_long_pasted_text_are_attached(browser: Browser):
+    drop = """
+        const data = new DataTransfer();
+        data.items.add(new File(["a,b"], "table.csv", { type: "text/csv" }));
+        const all = { bubbles: true, cancelable: true };
+        const dropped = new DragEvent("drop", { dataTransfer: data, ...all });
+        document.querySelector("#turns").dispatchEvent(dropped);
+        const text = new DataTransfer();
+        text.setData("text/plain", "long ".repeat(1000));
+        const paste = new ClipboardEvent("paste", { clipboardData: text, ...all });
+        document.querySelector("#question").dispatchEvent(paste);
+    """
+    with StandIn(echo) as server:
+        open_page(browser, server.address)
+        browser.run(drop)
+        shows(browser, "#attachments li", "table.csv, 3 characters")
+        shows(browser, "#attachments li", "pasted-1.txt, 5.0k characters")
+        browser.click("#ask")
+        status(browser, "Answered")
+        table = "table.csv:\n```csv\na,b\n```"
+        assert sent(server)[0][0].startswith(f"{table}\n\npasted-1.txt:\n```\nlong")
+
+
+def test_sampling_fields_are_those_of_the_server_and_belong_to_the_chat(browser: Browser):
+    value = "return document.querySelector(`#sampling [name=${arguments[0]}]`).value"
+    with StandIn(echo) as server:
+        open_page(browser, server.address)
+        assert texts(browser, "#further-sampling label") == ["dry_multiplier"]
+        for name, text in {"temperature": "0.5", "stop": "42", "dry_multiplier": "0.8"}.items():
+            browser.set(f"#sampling [name={name}]", text)
+        ask(browser, "one")
+        status(browser, "Answered")
+        fields = ("temperature", "stop", "dry_multiplier")
+        assert {name: server.requests[0][name] for name in fields} == {
+            "temperature": 0.5,
+            "stop": "42",
+            "dry_multiplier": 0.8,
+        }
+        browser.click("#new")
+        browser.set("#sampling [name=temperature]", "0.9")
+        browser.set("#sampling [name=stop]", '["a", "b"]')
+        ask(browser, "two")
+        status(browser, "Answered")
+        assert server.requests[1]["stop"] == ["a", "b"]
+        browser.click("#open-chats")
+        shows(browser, "#chat-list .open", "one")
+        browser.run("document.querySelectorAll('#chat-list .open')[1].click()")
+        shows(browser, ".answer", "answer to one")
+        assert [browser.run(value, name) for name in fields] == ["0.5", "42", "0.8"]
+        browser.reload()
+        shows(browser, ".answer", "answer to one")
+        browser.wait("document.querySelector('#sampling [name=temperature]').value === '0.5'")

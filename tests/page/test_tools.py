@@ -1,0 +1,101 @@
+"""Tools that the model calls: shown with arguments, result, time and error, and answered from."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+
+from page.browser import Browser
+from page.stand_in import JSON, Item, StandIn, finished, started
+from page.steps import ask, figure, open_page, shows, status, texts
+from page.streams import answer
+
+pytestmark = pytest.mark.page
+
+ADD = {"type": "function", "function": {"name": "add", "description": "Add.", "parameters": {}}}
+WITH_TOOLS = {**JSON, "/v1/tools": {"data": [ADD]}}
+
+
+def calling(*calls: tuple[str, str]) -> Iterable[Item]:
+    """A stream whose model calls tools, the arguments in two pieces."""
+    yield started()
+    yield answer("Let me see.")
+    for index, (name, args) in enumerate(calls):
+        function = {"name": name, "arguments": args[:3]}
+        opening = {"index": index, "id": f"c{index}", "type": "function", "function": function}
+        for call in (opening, {"index": index, "function": {"arguments": args[3:]}}):
+            choice = {"index": 0, "delta": {"tool_calls": [call]}, "finish_reason": None}
+            yield f"data: {json.dumps({'choices': [choice]})}\n\n"
+    yield finished("Let me see.", finish_reason="tool_calls")
+
+
+def adding(body: dict[str, Any]) -> Iterable[Item]:
+    """Calls two tools at once, then answers."""
+    if body["messages"][-1]["role"] == "tool":
+        return [started(), answer("It is 31."), finished("It is 31.")]
+    return calling(("add", '{"a": 30, "b": 1}'), ("evil", '{"x": "<b>"}'))
+
+
+def test_calls_are_shown_as_they_run_and_the_answer_is_made_of_their_results(browser: Browser):
+    with StandIn(adding, WITH_TOOLS) as server:
+        open_page(browser, server.address)
+        assert "add" in browser.text("#tools")
+        ask(browser, "30 + 1?")
+        shows(browser, ".calls summary", 'add({"a": 30, "b": 1}) running')
+        assert browser.run("return document.querySelectorAll('.calls .spinner').length") == 2
+        server.released.set()
+        assert "plain, 20 tokens, " in status(browser, "Answered"), "those of both rounds"
+        assert texts(browser, ".calls summary") == [
+            'add({"a": 30, "b": 1}) 0.25 s',
+            'evil({"x": "<b>"}) failed, 0.10 s',
+        ]
+        assert texts(browser, ".calls li:first-child .said")[1] == "31"
+        assert texts(browser, ".calls li:last-child h4") == ["Arguments", "Error"]
+        assert texts(browser, ".answer") == ["Let me see.\n\nIt is 31."]
+        assert server.called[0] == {"name": "add", "arguments": '{"a": 30, "b": 1}'}
+        assert [body.get("tools") for body in server.requests] == [[ADD], [ADD]]
+        _, said, *results = server.requests[1]["messages"]
+        assert said["content"] == "Let me see."
+        assert [call["id"] for call in said["tool_calls"]] == ["c0", "c1"]
+        assert results == [
+            {"role": "tool", "tool_call_id": "c0", "content": "31"},
+            {"role": "tool", "tool_call_id": "c1", "content": "Error: no tool"},
+        ]
+        assert figure(browser, "Prompt") == "40"
+        browser.reload()
+        shows(browser, ".calls summary", "0.25 s")
+        shows(browser, ".answer", "It is 31.")
+
+
+def test_a_model_that_never_stops_calling_is_asked_without_tools_in_the_end(browser: Browser):
+    with StandIn(
+        lambda body: (
+            calling(("add", "{}")) if "tools" in body else [started(), answer("x"), finished("x")]
+        ),
+        WITH_TOOLS,
+    ) as server:
+        server.released.set()
+        open_page(browser, server.address)
+        ask(browser, "again")
+        status(browser, "Answered")
+        assert len(server.called) == 8
+        assert ["tools" in body for body in server.requests] == [True] * 8 + [False]
+
+
+def test_a_call_in_progress_is_stopped_and_tools_can_be_left_out(browser: Browser):
+    with StandIn(adding, WITH_TOOLS) as server:
+        open_page(browser, server.address)
+        ask(browser, "30 + 1?")
+        shows(browser, ".calls summary", "running")
+        browser.click("#stop")
+        status(browser, "Stopped")
+        shows(browser, ".calls summary", "has no result")
+        server.released.set()
+        browser.run("document.querySelector('#use-tools').click()")
+        ask(browser, "without")
+        browser.wait("document.querySelectorAll('.turn').length === 2")
+        status(browser, "Answered")
+        assert "tools" not in server.requests[1]
