@@ -30,8 +30,8 @@ from forethought.model.causal_lm import CausalLM, TransformersNetwork
 from forethought.model.runner import ModelRunner
 from models import RECURRENT, prompts, save_random, tiny
 
-IN_TORCH: set[str] = set()
-"""Families of which torch computes all layers."""
+IN_TORCH = {"olmo_hybrid", "kimi_linear"}
+"""Families of which torch computes attention."""
 NATIVE = [architecture for architecture in RECURRENT if architecture not in IN_TORCH]
 INVARIANT = ["qwen3_5", "qwen3_5_moe", "qwen3_next", "bamba", "falcon_h1", "granite_hybrid", "lfm2"]
 """Those without routers in torch; Zamba2 and Nemotron-H limit step widths in runs alone."""

@@ -233,7 +233,7 @@ class _Scratch:
             self._fits = tuple(map(max, sizes, self._fits))  # type: ignore[assignment]
             size_of = load_library().scratch_size
             sizes_needed = [size_of(ctypes.byref(model), *self._fits) for model in self._models]
-            self._memory = torch.empty(max(sizes_needed))
+            self._memory = torch.empty(max(sizes_needed, default=0))
         return self._memory
 
 
