@@ -96,7 +96,7 @@ def test_a_packed_row_has_its_integers_in_the_order_of_the_fields() -> None:
         visible=torch.ones(2, 3, dtype=torch.bool),
         segments=((8, 9),),
     )
-    packed, keep, longest = forward._packed_rows(
+    packed, keep, longest = forward.packed_rows(
         KvLayout(array("q"), torch.float32, recent, recent, recent, 4, [row])
     )
     segments, pages, visible = keep

@@ -90,9 +90,9 @@ class Fleet:
         for link in staying[count:]:
             log.info("%s is drained", link.name)
             link.is_draining = True
-        taken = {link.name for link in links}
-        names = (f"{prefix}-{number}" for number in range(2 * count + len(taken)))
-        free = [name for name in names if name not in taken]
+        in_use = {link.name for link in links}
+        names = (f"{prefix}-{number}" for number in range(2 * count + len(in_use)))
+        free = [name for name in names if name not in in_use]
         for name in free[: max(0, count - len(staying))]:
             self._start(Link(name))
 

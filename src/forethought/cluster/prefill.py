@@ -84,9 +84,9 @@ def is_apart(costs: Costs, here: Delays, apart: Delays, length: int) -> bool:
     """Whether a prompt of ``length`` tokens is delayed less, and delays less, where it is prefilled
     apart.
     """
-    own = costs.prefill_seconds(here.num_uncomputed)
-    waits = costs.prefill_seconds(here.num_queued) + own
-    delay = waits + max(1, here.num_beside) * own
+    seconds = costs.prefill_seconds(here.num_uncomputed)
+    waits = costs.prefill_seconds(here.num_queued) + seconds
+    delay = waits + max(1, here.num_beside) * seconds
     there = costs.prefill_seconds(apart.num_queued + apart.num_uncomputed)
     return there + costs.move_seconds(length) < delay
 

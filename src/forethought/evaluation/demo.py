@@ -494,19 +494,19 @@ def _label_points(axes: Axes, rows: Sequence[ReportRow]) -> None:
     """A label above or below each point's interval, on no bar and no other label where one of the
     places is free; the panel has been laid out.
     """
-    taken = [_bar_box(axes, row) for row in rows]
+    boxes = [_bar_box(axes, row) for row in rows]
     for number, row in enumerate(rows):
         places = [(end, side) for side in ("center", "right", "left") for end in _ENDS[number % 2]]
         labels = (_label(axes, row, f"C{number}", *place) for place in places)
         for label in labels:
             box = label.get_window_extent()
             is_inside = axes.bbox.containsx(box.x0) and axes.bbox.containsx(box.x1)
-            if is_inside and not any(box.overlaps(other) for other in taken):
+            if is_inside and not any(box.overlaps(other) for other in boxes):
                 break
             label.remove()
         else:
             box = _label(axes, row, f"C{number}", *places[0]).get_window_extent()
-        taken.append(box)
+        boxes.append(box)
 
 
 _ENDS = (("below", "above"), ("above", "below"))

@@ -102,6 +102,16 @@ class NativeBackend(Protocol):
         """The recurrent layers of a module of transformers; None: some are not known here."""
 
     @staticmethod
+    def attention(modules: Sequence[nn.Module], profiles: Sequence[Any]) -> Any:
+        """The attention layers of a module of transformers."""
+
+    @staticmethod
+    def sublayers(layers: Sequence[nn.Module], attention: Any, recurrence: Any) -> Any | None:
+        """Decoder layers of a module of transformers, whose parts are these and those of
+        ``use_native_parts``, in one call; None: they have others.
+        """
+
+    @staticmethod
     def use_native_parts(module: Any, excluded: Collection[nn.Module]) -> None:
         """Have linears, MLPs and norms of a module that torch runs computed here; ``excluded``
         linears are not called.

@@ -23,7 +23,9 @@ from forethought.model.adapter import Adapter
 from forethought.model.attention.base import KEYWORD, AttentionBackend, ForwardPass, PagedPass
 from forethought.model.attention.concurrent import ConcurrentPass
 from forethought.model.attention.layer_profile import LayerProfile
+from forethought.model.attention_layers import AttentionLayers
 from forethought.model.batch import Batch
+from forethought.model.decoder_layers import DecoderLayers
 from forethought.model.hidden_states import capturing_hidden_states, decoder_layers
 from forethought.model.llama.layers import projection
 from forethought.model.quantization import QuantizedLinear
@@ -95,6 +97,10 @@ class TransformersNetwork(Network):
     module: PreTrainedModel
     recurrent: RecurrentLayers | None = None
     """Its recurrent layers; None: it has none."""
+    attention: AttentionLayers | None = None
+    """Its attention layers in C++; None: torch computes all of them."""
+    decoder: DecoderLayers | None = None
+    """Its decoder layers in one call; None: their parts are called one by one."""
     rotations: None = field(default=None, init=False)
     _layers: list[nn.Module] = field(default_factory=list, init=False, repr=False)
     """The decoder layers, found when they are first wanted."""
@@ -107,6 +113,8 @@ class TransformersNetwork(Network):
             capturing_hidden_states(decoder, forward_pass, self._find_layers),
             self._adapting(batch),
             self._over_states(batch, forward_pass),
+            nullcontext() if self.attention is None else self.attention.over(forward_pass),
+            nullcontext() if self.decoder is None else self.decoder.over(forward_pass),
         ):
             output = self.module(
                 input_ids=batch.token_ids[None],

@@ -64,10 +64,10 @@ def check_mapped_dtype(dtype: torch.dtype | str, config: Any, directory: Path) -
     """Raise ModelError where weights that transformers reads would be converted, all at once, or
     have a dtype that the native forward lacks.
     """
-    name, wanted = (str(x).removeprefix("torch.") for x in (config.dtype, dtype))
-    if "float16" in (wanted, name if wanted == "auto" else ""):
+    name, requested = (str(x).removeprefix("torch.") for x in (config.dtype, dtype))
+    if "float16" in (requested, name if requested == "auto" else ""):
         raise no_layer_window("its weights would be in float16", 'Use dtype="bfloat16"')
-    if wanted not in ("auto", name) and gguf_files(directory) is None:
+    if requested not in ("auto", name) and gguf_files(directory) is None:
         raise no_layer_window(
             f"its weights are in {name}, and would all be in memory to be converted",
             f'Use dtype="{name}"',

@@ -17,11 +17,15 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 import torch
 
 from forethought.errors import ModelError, ParameterError
+from forethought.kv.pool import PagePool
+from forethought.kv.table import PageTable
 from forethought.model import backends
 from forethought.model.adapter import layer_product
 from forethought.model.attention import BACKENDS, create_backend
 from forethought.model.attention.base import AttentionBackend, Capability
 from forethought.model.attention.layer_profile import LayerProfile
+from forethought.model.attention_layers import AttentionLayers
+from forethought.model.batch import Batch, Row
 from forethought.model.causal_lm import (
     CausalLM,
     ForwardPath,
@@ -35,8 +39,10 @@ from forethought.model.checkpoint_module import (
     open_checkpoint,
 )
 from forethought.model.checkpoint_tensors import GgufTensors
+from forethought.model.decoder_layers import DecoderLayers
 from forethought.model.device import free_host_memory, has_fast_matmul
 from forethought.model.fused_ops import has_kernels
+from forethought.model.hidden_states import decoder_layers
 from forethought.model.layer_window import check_layer_window, check_mapped_dtype
 from forethought.model.loaded_weights import unsupported
 from forethought.model.module_traits import traits_of
@@ -67,6 +73,8 @@ FLOAT32_SHARE = 0.5
 """Share of the free memory that the weights may take in float32, where 16 bits are slow."""
 MAX_SMALL_WEIGHTS = 50_000_000
 """Weights of a model up to which the native forward is as fast as torch's best kernels."""
+_TRIAL_TOKENS = 4
+"""Of a forward in which layers in C++ are compared with their modules."""
 
 
 class Shard(Protocol):
@@ -169,18 +177,47 @@ def load(
         is_native = fuse and _runs_parts(module, forward)
         recurrent = RecurrentLayers.of(module, is_native, fuse and has_kernels(device))
         traits = traits_of(module, layers, vocab_size, recurrent.state_bytes if recurrent else 0)
+        native_parts: dict[str, Any] = {}
         if recurrent is not None and recurrent.is_native and not _slower_natively(module, forward):
-            backends.cpu().use_native_parts(module, routers(module) | step_widths(module))
+            bare = TransformersNetwork(module, recurrent)
+            native_parts = _use_native_parts(bare, backend, traits)
         refused = refused or _unadaptable(adapted)
         network, path_taken = _network(
             module, fuse, traits, forward, refused, expert_bytes, layer_window
         )
         if isinstance(network, TransformersNetwork):
-            network = replace(network, recurrent=recurrent)
+            network = replace(network, recurrent=recurrent, **native_parts)
             if recurrent is not None and recurrent.is_native:
-                reason = f"{path_taken.reason}; its recurrent layers run in C++"
+                also = ", and its attention" if native_parts.get("attention") else ""
+                reason = f"{path_taken.reason}; its recurrent layers run in C++{also}"
                 path_taken = replace(path_taken, reason=reason)
         return CausalLM(network, backend, traits, path_taken)
+
+
+def _use_native_parts(
+    network: TransformersNetwork, backend: AttentionBackend, traits: ModelTraits
+) -> dict[str, Any]:
+    """Have what is beside recurrent layers computed in C++; fields of a network with that."""
+    module, recurrent = network.module, network.recurrent
+    assert recurrent is not None
+
+    def try_forward(attention: AttentionLayers) -> None:
+        lm = CausalLM(replace(network, attention=attention), backend, traits)
+        table = PageTable(PagePool(1, _TRIAL_TOKENS))
+        table.append(_TRIAL_TOKENS)
+        row = Row([*range(_TRIAL_TOKENS)], 0, table)
+        lm.forward(Batch.build([row]), lm.storage(1, _TRIAL_TOKENS))
+
+    attention = AttentionLayers(module, traits.layers, try_forward)
+    backends.cpu().use_native_parts(module, routers(module) | step_widths(module))
+    if attention.num_native < len(traits.layers):
+        return {"attention": attention if attention.num_native else None}
+    try:
+        layers = decoder_layers(module.get_decoder())
+    except ModelError:  # there is no list of them
+        return {"attention": attention}
+    decoder = DecoderLayers.of(layers, recurrent, attention, lambda: try_forward(attention))
+    return {"attention": attention, "decoder": decoder}
 
 
 def _read_module(

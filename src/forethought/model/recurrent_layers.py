@@ -217,17 +217,17 @@ class _NativePass(_RecurrentPass):
         self._layers = layers
         super().__init__(batch, storage, len(layers), continues=True)
         rows = [span.start for span in batch.spans]
-        self._table = layers.table(len(self._slots), [*rows, len(self._slots)])
+        self.table = layers.table(len(self._slots), [*rows, len(self._slots)])
         for run in self.runs:
             for tokens, origin in zip(run.tokens, run.origins, strict=True):
                 before = origin.stored
                 if origin.token >= 0:
                     before = self._after[origin.token]
-                self._table.add(tokens, before, self._after[tokens[-1]])
+                self.table.add(tokens, before, self._after[tokens[-1]])
 
     @override
     def compute(self, layer: int, forward: _Forward, x: Tensor) -> Tensor:
-        y: Tensor = self._layers.compute(layer, x, self._table)
+        y: Tensor = self._layers.compute(layer, x, self.table)
         return y
 
     @override
@@ -267,6 +267,7 @@ class RecurrentLayers:
 
     Attributes:
         state_bytes: of their states after one token.
+        native: what computes them in C++; None: their modules do.
     """
 
     def __init__(
@@ -279,9 +280,9 @@ class RecurrentLayers:
         self._num_layers, self.state_bytes = len(modules), 0
         self._now: _RecurrentPass | None = None
         self._continues = True
-        self._native = backends.cpu().recurrence(modules) if is_native else None
-        if self._native is not None and not _agrees(self._native, modules, x):
-            self._native = None
+        self.native = backends.cpu().recurrence(modules) if is_native else None
+        if self.native is not None and not _agrees(self.native, modules, x):
+            self.native = None
         self._kernels = backends.cuda().recurrence(modules) if has_kernels else None
         if self._kernels is not None and not _agrees(self._kernels, modules, x):
             self._kernels = None
@@ -292,10 +293,9 @@ class RecurrentLayers:
             self.state_bytes += sum(state.nbytes for state in states.values())
             self._continues &= _continues(forward, x[:, 1:], states)
             part.forward = self._forward_of(layer, forward)  # type: ignore[method-assign]
-        if self._native is not None:
-            self.state_bytes = self._native.state_bytes
-        if self._kernels is not None:
-            self.state_bytes = self._kernels.state_bytes
+        for computed in (self.native, self._kernels):
+            if computed is not None:
+                self.state_bytes = computed.state_bytes
 
     @classmethod
     def of(
@@ -313,7 +313,13 @@ class RecurrentLayers:
     @property
     def is_native(self) -> bool:
         """Whether they are computed in C++."""
-        return self._native is not None
+        return self.native is not None
+
+    @property
+    def token_table(self) -> Any:
+        """Where the states of the batch's tokens are, of those in C++."""
+        assert isinstance(self._now, _NativePass)
+        return self._now.table
 
     @property
     def computed_tokens(self) -> tuple[int, ...] | None:
@@ -327,14 +333,13 @@ class RecurrentLayers:
         """While a batch is computed: states come from the storage, and are kept there at the
         end.
         """
-        if self._native is not None:
-            self._now = _NativePass(batch, storage, self._native)
-        elif self._kernels is not None:
-            self._now = _NativePass(batch, storage, self._kernels)
+        computed = self.native or self._kernels
+        if computed is not None:
+            self._now = _NativePass(batch, storage, computed)
         else:
             self._now = _RecurrentPass(batch, storage, self._num_layers, self._continues)
         try:
-            with torch_alone() if self._native is not None else nullcontext():
+            with torch_alone() if self.native is not None else nullcontext():
                 yield
             self._now.keep()
         finally:

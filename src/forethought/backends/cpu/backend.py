@@ -18,13 +18,16 @@ from forethought.model.backends import NativeBackend
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+    from forethought.backends.cpu.attention import NativeAttention
     from forethought.backends.cpu.draft_module import NativeDraftModule, NativeMtpNetwork
     from forethought.backends.cpu.draft_network import NativeDraftNetwork
     from forethought.backends.cpu.heads import NativeBeamSearch, NativeDraftHeads
     from forethought.backends.cpu.native_steps import NativeSteps
     from forethought.backends.cpu.recurrent import NativeRecurrence
     from forethought.backends.cpu.sampler import NativeSampler
+    from forethought.backends.cpu.sublayers import NativeSublayers
     from forethought.kv.storage import LayerShape
+    from forethought.model.attention.layer_profile import LayerProfile
     from forethought.model.causal_lm import CausalLM
     from forethought.model.quantization import StoredWeight
     from forethought.speculative.heads.medusa import MedusaHeads
@@ -84,13 +87,35 @@ class CpuBackend(NativeBackend):
         return NativeRecurrence.of(modules)
 
     @staticmethod
+    def attention(
+        modules: Sequence[nn.Module], profiles: Sequence[LayerProfile]
+    ) -> NativeAttention:
+        """The attention layers of a module of transformers."""
+        from forethought.backends.cpu.attention import NativeAttention
+
+        return NativeAttention.of(modules, profiles)
+
+    @staticmethod
+    def sublayers(
+        layers: Sequence[nn.Module], attention: NativeAttention, recurrence: NativeRecurrence
+    ) -> NativeSublayers | None:
+        """Decoder layers of a module of transformers, whose parts run here; None: they have
+        others.
+        """
+        from forethought.backends.cpu.sublayers import NativeSublayers
+
+        return NativeSublayers.of(layers, attention, recurrence)
+
+    @staticmethod
     def use_native_parts(module: nn.Module, excluded: Collection[nn.Module]) -> None:
         """Have linears, MLPs and norms of a module that torch runs computed here; ``excluded``
         linears are not called.
         """
+        from forethought.backends.cpu.mixture import use_native_mixtures
         from forethought.backends.cpu.module_parts import use_native_parts
 
         use_native_parts(module, excluded)
+        use_native_mixtures(module)
 
     @staticmethod
     def network_of(lm: CausalLM) -> NativeNetwork | None:

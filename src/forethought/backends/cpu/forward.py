@@ -222,8 +222,8 @@ class NativeForward:
         for tensor in (batch.positions, batch.logit_index, *layout.indices):
             assert tensor.is_contiguous()
         token_ids, num_threads = batch.token_ids.contiguous(), native_threads()
-        rows, keep, longest = _packed_rows(layout)
-        max_length = max(MIN_SCORES, -(-(longest + further) // MIN_SCORES) * MIN_SCORES)
+        rows, keep, longest = packed_rows(layout)
+        max_length = row_capacity(longest + further)
         states = pointers(outputs.states) if outputs.states else self._no_states
         num_tokens, keys = token_ids.numel(), layout.addresses.buffer_info()[0]
         values = keys + layout.addresses.itemsize * (len(layout.addresses) // 2)
@@ -297,7 +297,12 @@ def _check_known(batch: Batch, num_known: int) -> None:
         raise unknown_token(int(batch.token_ids[num_known]))
 
 
-def _packed_rows(layout: KvLayout) -> tuple[array[int], list[object], int]:
+def row_capacity(length: int) -> int:
+    """Tokens that scratch memory is made for, where the longest row has ``length``."""
+    return max(MIN_SCORES, -(-length // MIN_SCORES) * MIN_SCORES)
+
+
+def packed_rows(layout: KvLayout) -> tuple[array[int], list[object], int]:
     """The integers of ``RowStruct``, in the order of its fields; the arrays that they point into;
     the length of the longest row."""
     packed, keep, longest = list[int](), list[object](), 0

@@ -117,10 +117,14 @@ class NativeMlp:
     _struct: MlpStruct | None = field(default=None, init=False)
     """With weights; None: they are not packed."""
 
+    @property
+    def num_outputs(self) -> int:
+        """As many as inputs."""
+        return self.hidden
+
     def __call__(self, x: Tensor) -> Tensor:
         """x ``[..., hidden]`` -> the same."""
-        linears = self.linears()
-        if are_hooked(linears) or (struct := self._packed_struct(linears)) is None:
+        if are_hooked(self.linears()) or (struct := self.packed_struct()) is None:
             return self.by_linears(x)
         rows = float_rows(x)
         activations = torch.empty(rows.shape[0], struct.width)
@@ -140,9 +144,9 @@ class NativeMlp:
         """Of the part, which are replaced once they are packed."""
         return [getattr(self.part, name) for name in self.names]
 
-    def _packed_struct(self, linears: Sequence[nn.Module]) -> MlpStruct | None:
+    def packed_struct(self) -> MlpStruct | None:
         """With the weights of the linears; None: they are not packed."""
-        if self._struct is None and (packed := packed_linears(linears)) is not None:
+        if self._struct is None and (packed := packed_linears(self.linears())) is not None:
             *entering, down = (linear.struct for linear in packed)
             names = ("gate", "up") if self.width > self.inner else ("up",)
             weights = dict(zip(names, entering, strict=False))
@@ -222,7 +226,7 @@ def use_native_parts(module: nn.Module, excluded: Collection[nn.Module]) -> None
     if module.dtype not in TOLERANCES:
         return
     for part in module.modules():
-        forward = _mlp_of(part, module.dtype) or _norm_of(part, module.dtype)
+        forward = _mlp_of(part, module.dtype) or native_norm(part, module.dtype)
         if forward is not None:
             part.forward = forward  # type: ignore[assignment]
     # The names alone, as a part is freed before the next one is packed.
@@ -283,10 +287,11 @@ def _tried_mlp(part: nn.Module, names: tuple[str, ...], dtype: torch.dtype) -> N
     if width not in (inner, 2 * inner):
         return None
     mlp = NativeMlp(part, names, activation, down.out_features, inner, width)
-    return mlp if _agrees(part.forward, mlp.by_linears, _trial(mlp.hidden, dtype)) else None
+    return mlp if agrees(part.forward, mlp.by_linears, trial_input(mlp.hidden, dtype)) else None
 
 
-def _norm_of(part: nn.Module, dtype: torch.dtype) -> NativeNorm | None:
+def native_norm(part: nn.Module, dtype: torch.dtype) -> NativeNorm | None:
+    """The forward of an RMS norm; None: it is none, or stays in torch."""
     weight, eps = getattr(part, "weight", None), getattr(part, "variance_epsilon", None)
     eps = getattr(part, "eps", None) if eps is None else eps
     if "RMSNorm" not in type(part).__name__ or not isinstance(eps, float):
@@ -294,9 +299,9 @@ def _norm_of(part: nn.Module, dtype: torch.dtype) -> NativeNorm | None:
     if not isinstance(weight, Tensor) or weight.dim() != 1:
         return None
     plain = weight.detach().to(torch.float32, copy=True)
-    x = _trial(len(plain), dtype)
+    x = trial_input(len(plain), dtype)
     forwards = (NativeNorm(scale, eps) for scale in (plain, 1 + plain))
-    return next((forward for forward in forwards if _agrees(part.forward, forward, x)), None)
+    return next((forward for forward in forwards if agrees(part.forward, forward, x)), None)
 
 
 def _may_be_experts(part: nn.Module) -> bool:
@@ -319,7 +324,7 @@ def _experts_of(part: Any, dtype: torch.dtype) -> NativeExperts | None:
         return None
     experts = NativeExperts(PackedExperts.chosen_elsewhere(part), activation)
     last = len(experts) - 1
-    x = _trial(int(experts.packed.struct.gate_up[0].num_inputs), dtype)[0]
+    x = trial_input(int(experts.packed.struct.gate_up[0].num_inputs), dtype)[0]
     chosen = torch.tensor([[0, last], [last, 0]])
     weights = torch.tensor([[0.75, 0.25], [0.5, 0.5]]).to(dtype)
     expected = part(x, chosen, weights)
@@ -330,14 +335,15 @@ def _is_linear(part: nn.Module) -> bool:
     return isinstance(part, nn.Linear | QuantizedLinear)
 
 
-def _trial(size: int, dtype: torch.dtype) -> Tensor:
-    """Inputs ``[1, 2, size]`` of a part."""
+def trial_input(size: int, dtype: torch.dtype) -> Tensor:
+    """Inputs ``[1, 2, size]`` of a part that is tried."""
     return torch.linspace(-3, 3, 2 * size, dtype=torch.float32).to(dtype).view(1, 2, size)
 
 
-def _agrees(
+def agrees(
     forward: Callable[[Tensor], Tensor], native: Callable[[Tensor], Tensor], x: Tensor
 ) -> bool:
+    """Whether two forwards give the same of an input."""
     try:
         expected = forward(x)
     except (TypeError, RuntimeError, IndexError, ValueError, AttributeError):  # it takes more

@@ -107,14 +107,18 @@ class NativeRecurrentLayer:
     Attributes:
         views: its parts of a state, in the shapes of the module.
         state_size: floats of them.
+        hidden, num_outputs: widths of what it reads and gives.
+        width: floats of a token between the products.
     """
 
     def __init__(self, part: nn.Module, description: Description, offset: int) -> None:
         self._part, self._description = part, description
         conv, fields = description.conv, description.fields
         channels, [kernel] = conv.in_channels, conv.kernel_size
-        self._width, out = fields["width"], part.get_submodule(description.out)
-        self._mixed, self._hidden = int(out.in_features), int(out.out_features)
+        self._projected, out = fields["width"], part.get_submodule(description.out)
+        self._mixed = int(out.in_features)
+        self.width = max(self._projected, self._mixed)
+        self.hidden = self.num_outputs = int(out.out_features)
         taps = conv.weight[:, 0].t().float().contiguous()  # [kernel, channels]
         self._tables = {
             "taps": taps,
@@ -138,28 +142,27 @@ class NativeRecurrentLayer:
             offset=offset,
             kernel=kernel,
             channels=channels,
-            hidden=self._hidden,
+            hidden=self.hidden,
         )
         self._packed: list[Any] = []
         """What the struct's products point to, once they are packed."""
 
     def compute(self, x: Tensor, tokens: TokenTable) -> Tensor:
         """x ``[1, T, hidden]`` -> the same, with states from and to where the table says."""
-        linears = list(self._linears().values())
-        if are_hooked(linears) or not self._has_products(linears):
+        if are_hooked(self.linears()) or self.packed_struct() is None:
             return self.by_linears(x, tokens)
         rows = float_rows(x)
         num_tokens = rows.shape[0]
-        projected = torch.empty(num_tokens, self._width)
+        projected = torch.empty(num_tokens, self._projected)
         mixed = torch.empty(num_tokens, self._mixed)
-        y = torch.empty(num_tokens, self._hidden)
+        y = torch.empty(num_tokens, self.hidden)
         self._call(tokens, projected, mixed, x=rows.data_ptr(), y=y.data_ptr())
         return y.to(x.dtype).view(x.shape)
 
     def by_linears(self, x: Tensor, tokens: TokenTable) -> Tensor:
         """The same, with the products of the module's linears."""
-        linears, late = self._linears(), self._description.late
-        projected = torch.empty(x.shape[1], self._width)
+        linears, late = self._description.linears(self._part), self._description.late
+        projected = torch.empty(x.shape[1], self._projected)
         mixed = torch.empty(x.shape[1], self._mixed)
         early = [name for name in self._description.entering if name not in late]
         self._description.multiply(self._part, early, x, projected)
@@ -183,22 +186,23 @@ class NativeRecurrentLayer:
         )
         load_library().recurrent(ctypes.byref(self._struct), ctypes.byref(call))
 
-    def _linears(self) -> dict[str, Any]:
-        return self._description.linears(self._part)
+    def linears(self) -> list[nn.Module]:
+        """Of the module, which are replaced once they are packed."""
+        return list(self._description.linears(self._part).values())
 
-    def _has_products(self, linears: Sequence[nn.Module]) -> bool:
-        """Whether the struct has the weights of the linears, if they are packed."""
+    def packed_struct(self) -> RecurrentStruct | None:
+        """With the weights of the linears; None: they are not packed."""
         if self._packed:
-            return True
-        packed = packed_linears(linears)
+            return self._struct
+        packed = packed_linears(self.linears())
         if packed is None or any(linear.following for linear in packed):
-            return False
+            return None
         *entering, out = packed
         structs = (LinearStruct * len(entering))(*(linear.struct for linear in entering))
         self._packed = [structs, packed]
         self._struct.enter, self._struct.num_enter = structs, len(entering)
         self._struct.out = ctypes.pointer(out.struct)
-        return True
+        return self._struct
 
 
 class TokenTable:
@@ -234,11 +238,15 @@ class NativeRecurrence:
     """The recurrent layers of a module, and their states.
 
     Args:
+        modules: of them.
         layers: in order, their states one after the other.
+
+    Attributes:
+        by_module: the layers.
     """
 
-    def __init__(self, layers: Sequence[Any]) -> None:
-        self._layers = layers
+    def __init__(self, modules: Sequence[nn.Module], layers: Sequence[Any]) -> None:
+        self._layers, self.by_module = layers, dict(zip(modules, layers, strict=True))
         self._views = [layer.views for layer in layers]
         self._state_size = sum(layer.state_size for layer in layers)
 
@@ -252,7 +260,7 @@ class NativeRecurrence:
                 return None
             layers.append(layer := NativeRecurrentLayer(part, description, offset))
             offset += layer.state_size
-        return cls(layers)
+        return cls(modules, layers)
 
     def __len__(self) -> int:
         return len(self._layers)

@@ -181,8 +181,38 @@ class RecurrentCallStruct(CStruct):
     __slots__ = ()
 
 
+class ModuleAttentionStruct(CStruct):
+    """The attention of a module whose other parts torch computes."""
+
+    __slots__ = ()
+
+
+class ModuleAttentionCallStruct(CStruct):
+    """The attention of a module over a batch."""
+
+    __slots__ = ()
+
+
 class MlpStruct(CStruct):
     """The MLP of a module whose other parts torch computes."""
+
+    __slots__ = ()
+
+
+class MixtureStruct(CStruct):
+    """Experts that a router chooses, and a shared MLP."""
+
+    __slots__ = ()
+
+
+class SublayerStruct(CStruct):
+    """A sublayer of a decoder and its residual connection."""
+
+    __slots__ = ()
+
+
+class SublayersCallStruct(CStruct):
+    """Sublayers over a batch."""
 
     __slots__ = ()
 

@@ -136,8 +136,13 @@ class KernelRecurrentLayer:
 class KernelRecurrence(NativeRecurrence):
     """The recurrent layers of a module on a device, and their states."""
 
-    def __init__(self, layers: Sequence[KernelRecurrentLayer], device: torch.device) -> None:
-        super().__init__(layers)
+    def __init__(
+        self,
+        modules: Sequence[nn.Module],
+        layers: Sequence[KernelRecurrentLayer],
+        device: torch.device,
+    ) -> None:
+        super().__init__(modules, layers)
         self._device = device
 
     @classmethod
@@ -150,7 +155,7 @@ class KernelRecurrence(NativeRecurrence):
                 return None
             layers.append(layer := KernelRecurrentLayer(part, description, offset))
             offset += layer.state_size
-        return cls(layers, next(modules[0].parameters()).device)
+        return cls(modules, layers, next(modules[0].parameters()).device)
 
     @override
     def agrees(self, layer: int, x: Tensor, expected: Tensor, state: LayerState) -> bool:

@@ -13,6 +13,7 @@
 //
 // Weights W [out, in] are packed in panels of PANEL outputs: see panels.h.
 
+#include "attention_layer.h"
 #include "beams.h"
 #include "chain_steps.h"
 #include "drafts.h"
@@ -25,11 +26,13 @@
 #include "kernels/products.h"
 #include "kernels/vectors.h"
 #include "layer_window.h"
+#include "mixture.h"
 #include "mlp.h"
 #include "recurrent.h"
 #include "sampling.h"
 #include "scratch.h"
 #include "structures.h"
+#include "sublayers.h"
 #include "team.h"
 #include "uniform.h"
 
@@ -56,7 +59,7 @@ class Forward {
             join(*model.join);
         else
             embed();
-        if (thread.index == 0) find_common();
+        if (thread.index == 0) find_common(call, b);
         for (int index = 0; index < model.num_layers; index++) {
             const Layer& layer = model.layers[index];
             if (layer.is_stored) enter(index);
@@ -92,12 +95,6 @@ class Forward {
     void enter(int index) const {
         if (thread.index == 0) ((LayerWindow*)model.stored)->enter(index);
         thread.wait();
-    }
-
-    // b.common; without a barrier.
-    void find_common() const {
-        for (int r = 0; r < call.num_rows; r++)
-            b.common[r] = r ? num_common(call.rows[r], call.rows[r - 1], call.page_size) : 0;
     }
 
     // b.x = the embeddings; without a barrier: each thread norms the tokens that it has embedded.
@@ -554,6 +551,36 @@ void recurrent(const Recurrent* layer, const RecurrentCall* call) {
     Team::run(call->num_threads, [&](int index, int count, Barrier& barrier) {
         const TilesGuard guard;
         run_recurrent(*layer, *call, {index, count, (uint16_t*)memory.begin, barrier});
+    });
+}
+
+// Its products, attention and gates; keys and values are stored.
+void module_attention(const ModuleAttention* layer, const ModuleAttentionCall* call) {
+    Team::run(call->batch->num_threads, [&](int index, int count, Barrier& barrier) {
+        const TilesGuard guard;
+        run_attention(*layer, *call, {index, count, nullptr, barrier});
+    });
+}
+
+void sublayers(const SublayersCall* call) {
+    const Call& batch = *call->batch;
+    const int64_t size = round_up(mixture_size(*call));
+    Memory memory(size + tiles_size(batch.num_tokens, widest_input(*call), batch.num_threads));
+    uint16_t* tiles = (uint16_t*)(memory.begin + size);
+    Team::run(batch.num_threads, [&](int index, int count, Barrier& barrier) {
+        const TilesGuard guard;
+        Sublayers(*call, memory.begin, {index, count, tiles, barrier}).run();
+    });
+}
+
+// y [tokens, hidden] = what x gives.
+void mixture(const Mixture* w, const float* x, int32_t tokens, float* y, int32_t num_threads) {
+    const int64_t size = round_up(MixtureScratch(*w, tokens, num_threads, nullptr).size);
+    Memory memory(size + tiles_size(tokens, widest_input(*w), num_threads));
+    uint16_t* tiles = (uint16_t*)(memory.begin + size);
+    Team::run(num_threads, [&](int index, int count, Barrier& barrier) {
+        const TilesGuard guard;
+        run_mixture(*w, x, tokens, y, memory.begin, {index, count, tiles, barrier});
     });
 }
 

@@ -305,12 +305,67 @@ struct RecurrentCall {
     int32_t stage; // where the caller multiplies: up to the late products, or from there on
 };
 
+// The attention of a module that torch runs otherwise; see attention_layer.h. The projections of a
+// token are the outputs of `enter`, beside each other.
+struct ModuleAttention {
+    const Model* model;   // of one layer: heads, norms, window, scale; `hidden`: its widest input
+    const Linear* enter;  // [num_enter]; null where the caller multiplies
+    const Linear* out;    // the same
+    const int32_t* at;    // [heads, of keys and values too]: where each begins
+    const int32_t* gates; // [num_heads]: where the gates of a head's outputs begin; null: none
+    int32_t num_enter, width, num_inputs, num_outputs;
+    int32_t index; // of its keys and values in a call
+    float key_scale;
+};
+
+struct ModuleAttentionCall {
+    const float* x;      // [T, num_inputs]; null: `projected` is given
+    float* projected;    // [T, width]
+    float* mixed;        // [T, hidden], written: outputs of heads, and what pads them
+    float* y;            // [T, num_outputs], written; null: `mixed` is the result
+    const float* rotary; // [T, 2, rotary_dim], as of Layer; null: nothing is rotated
+    const Call* batch;   // whose positions are rows of `rotary`
+};
+
 // y = down(act(gate(x)) * up(x)), or down(act(up(x))). Weights may be null where the caller multiplies.
 struct Mlp {
     Linear gate; // or null; its outputs may be followed by those of `up`, which is null then
     Linear up, down;
     int32_t activation, hidden, inner;
     int32_t width; // of a row of activations: twice `inner` where there is a gate
+};
+
+// Experts that a router chooses, and an MLP that all tokens pass, times the sigmoid of its gate.
+struct Mixture {
+    const Experts* experts;
+    const Mlp* shared;         // or null
+    const Linear* shared_gate; // one output
+    int32_t activation, hidden;
+};
+
+// What a decoder adds to its hidden states: x += scale * f(norm(x)), where f is one of these.
+struct Sublayer {
+    const float* norm; // [hidden]
+    const ModuleAttention* attention;
+    const Recurrent* recurrent;
+    const Mlp* mlp;
+    const Mixture* mixture;
+    float eps, scale;
+};
+
+// Consecutive sublayers over a batch; see sublayers.h.
+struct SublayersCall {
+    const Sublayer* sublayers;
+    float* x;                 // [T, hidden], overwritten
+    float* normed;            // [T, hidden]
+    float* y;                 // [T, hidden]
+    float* projected;         // [T, widest]: of any of them, see its structure
+    float* mixed;             // the same
+    const float* rotary;      // as of ModuleAttentionCall
+    const Call* batch;        // the same; also where there is no attention
+    const TokenState* tokens; // as of RecurrentCall
+    const int32_t* rows;      // the same
+    int32_t num_sublayers, hidden;
 };
 
 // Experts of tokens whose choice is the caller's.

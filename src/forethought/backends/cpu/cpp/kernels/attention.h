@@ -45,6 +45,12 @@ static void rotate_and_store(
     }
 }
 
+// b.common; without a barrier.
+static void find_common(const Call& call, const Scratch& b) {
+    for (int r = 0; r < call.num_rows; r++)
+        b.common[r] = r ? num_common(call.rows[r], call.rows[r - 1], call.page_size) : 0;
+}
+
 // The attention of the new tokens of a batch.
 template <class T> class Attention {
   public:

@@ -297,21 +297,28 @@ class RoutedTokens {
     }
 };
 
-// b.x += the experts of b.normed
-static void run_experts(
-    const Model& model, const Experts& experts, int tokens, const Scratch& b, Thread thread) {
+// x [T, hidden] += the experts of `normed`; memory: ExpertScratch::size floats.
+static void run_routed_experts(
+    const Experts& experts, int activation, int64_t hidden, int tokens, const float* normed,
+    float* x, float* memory, Thread thread) {
     if (!tokens) return;
-    const int64_t hidden = model.hidden;
-    const ExpertScratch buffers(experts, hidden, tokens, thread.count, b.routed);
+    const ExpertScratch buffers(experts, hidden, tokens, thread.count, memory);
     const int parts = int((tokens + buffers.num_tokens - 1) / buffers.num_tokens);
     for (int part = 0; part < parts; part++) { // of nearly as many tokens
         const int64_t begin = int64_t(tokens) * part / parts,
                       end = int64_t(tokens) * (part + 1) / parts;
         RoutedTokens(
-            experts, model.activation, hidden, buffers, int(end - begin), b.normed + begin * hidden,
-            b.x + begin * hidden, thread)
+            experts, activation, hidden, buffers, int(end - begin), normed + begin * hidden,
+            x + begin * hidden, thread)
             .run();
     }
+}
+
+// b.x += the experts of b.normed
+static void run_experts(
+    const Model& model, const Experts& experts, int tokens, const Scratch& b, Thread thread) {
+    run_routed_experts(
+        experts, model.activation, model.hidden, tokens, b.normed, b.x, b.routed, thread);
 }
 
 // y [T, hidden] += the experts of x that the caller has chosen; see ExpertsCall.

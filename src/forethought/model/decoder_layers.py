@@ -1,0 +1,133 @@
+"""The decoder layers of a transformers' module with recurrent layers, in one call of C++ on a CPU.
+
+Where all that layers do is computed in C++ (``NativeBackend.sublayers``), the first one computes
+those that follow, too, which then return what they get. Layers whose hidden states are captured
+begin another call. Where something is added to a linear (an adapter), parts are called one by one:
+in float32 that gives the same bits.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor, nn
+
+from forethought.model import backends
+from forethought.model.attention.base import ForwardPass
+from forethought.model.attention_layers import AttentionLayers
+from forethought.model.recurrent_layers import RecurrentLayers
+
+_Forward = Callable[..., Any]
+
+
+class DecoderLayers:
+    """The decoder layers of a module, whose parts are computed in C++.
+
+    Args:
+        layers: of the module, in order.
+        recurrent: those among their parts.
+        attention: the same.
+        native: what computes them.
+    """
+
+    def __init__(
+        self,
+        layers: Sequence[nn.Module],
+        recurrent: RecurrentLayers,
+        attention: AttentionLayers,
+        native: Any,
+    ) -> None:
+        self._layers, self._native = layers, native
+        self._recurrent, self._attention = recurrent, attention
+        self._forwards: list[_Forward] = [layer.forward for layer in layers]
+        self._num_outputs = [0] * len(layers)
+        """0: a tensor; else those of a tuple, of which the first one is the hidden states."""
+        self._ends: list[int] | None = None
+        """Of the calls over a batch, by their first layer; None: parts are called one by one."""
+        self._end = 0
+        """Of the last call."""
+
+    @classmethod
+    def of(
+        cls,
+        layers: Sequence[nn.Module],
+        recurrent: RecurrentLayers,
+        attention: AttentionLayers,
+        try_forward: Callable[[], object],
+    ) -> DecoderLayers | None:
+        """Those of a module; None: a layer has other parts, or does not agree with its module in
+        ``try_forward``, a forward over a few tokens.
+        """
+        native = backends.cpu().sublayers(layers, attention.native, recurrent.native)
+        if native is None:
+            return None
+        decoder = cls(layers, recurrent, attention, native)
+        if not decoder._agrees(try_forward):
+            return None
+        for index, layer in enumerate(layers):
+            layer.forward = decoder._forward_of(index)
+        return decoder
+
+    @contextmanager
+    def over(self, forward_pass: ForwardPass) -> Iterator[None]:
+        """While a batch is computed."""
+        self._end, self._ends = 0, None
+        if not self._native.are_hooked():
+            size = len(self._layers)
+            begins = sorted({0, *forward_pass.layer_ids & set(range(size))})
+            ends = dict(itertools.pairwise([*begins, size]))
+            self._ends = [ends.get(begin, size) for begin in range(size)]
+        try:
+            yield
+        finally:
+            self._ends = None
+
+    def _agrees(self, try_forward: Callable[[], object]) -> bool:
+        """Whether each layer gives what its module does, which reads what the last one gave."""
+        verdicts, last = list[bool](), list[Tensor]()
+
+        def trial_of(index: int, forward: _Forward) -> _Forward:
+            def compute(hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+                output = forward(hidden_states, *args, **kwargs)
+                is_tensor = isinstance(output, Tensor)
+                self._num_outputs[index] = 0 if is_tensor else len(output)
+                y = output if is_tensor else output[0]
+                follows = not last or hidden_states is last[-1]
+                arguments = self._arguments(kwargs)
+                agreed = self._native.agrees(index, hidden_states, y, *arguments)
+                verdicts.append(follows and agreed)
+                last.append(y)
+                return output
+
+            return compute
+
+        for index, layer in enumerate(self._layers):
+            layer.forward = trial_of(index, self._forwards[index])
+        try:
+            try_forward()
+        finally:
+            for layer, forward in zip(self._layers, self._forwards, strict=True):
+                layer.forward = forward
+        return len(verdicts) == len(self._layers) and all(verdicts)
+
+    def _forward_of(self, index: int) -> _Forward:
+        def compute(hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+            if self._ends is None:
+                return self._forwards[index](hidden_states, *args, **kwargs)
+            if index >= self._end:
+                self._end = self._ends[index]
+                layers = range(index, self._end)
+                hidden_states = self._native.compute(
+                    layers, hidden_states, *self._arguments(kwargs)
+                )
+            count = self._num_outputs[index]
+            return (hidden_states, *[None] * (count - 1)) if count else hidden_states
+
+        return compute
+
+    def _arguments(self, kwargs: dict[str, Any]) -> tuple[Any, ...]:
+        rotation = kwargs.get("position_embeddings")
+        return self._attention.batch_call, self._recurrent.token_table, rotation

@@ -1,0 +1,332 @@
+"""Attention layers of transformers' modules in C++, over pages, and all layers of a decoder in one
+call; the modules are the reference.
+
+``tests/model/test_recurrent_layers.py`` has engines over them: batches, drafts, forks, adapters.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import AutoConfig
+
+from forethought.backends.cpu import library
+from forethought.backends.cpu.mixture import NativeMixture
+from forethought.kv.pool import PagePool
+from forethought.kv.table import PageTable
+from forethought.model import loader, transformers_module
+from forethought.model.attention.layer_profile import LayerProfile
+from forethought.model.attention_layers import AttentionLayers
+from forethought.model.batch import Batch, Row
+from forethought.model.causal_lm import CausalLM, TransformersNetwork
+from forethought.model.runner import ModelRunner
+from models import RECURRENT, prompts, save_random, tiny
+
+IN_TORCH = {"olmo_hybrid", "kimi_linear"}
+"""Families of which torch computes attention."""
+NATIVE = [architecture for architecture in RECURRENT if architecture not in IN_TORCH]
+INVARIANT = ["qwen3_5", "qwen3_5_moe", "qwen3_next", "bamba", "falcon_h1", "granite_hybrid", "lfm2"]
+"""Those without routers in torch; Zamba2 and Nemotron-H limit step widths in runs alone."""
+ONE_CALL = ["qwen3_5", "qwen3_5_moe", "qwen3_next", "bamba", "granite_hybrid", "lfm2", "nemotron_h"]
+"""Those of which C++ computes all that a decoder layer does."""
+WAYS: tuple[loader.Forward, ...] = ("auto", "torch")
+TREE = {"parents": (-1, 0, 0, 1, 2, 1), "num_nodes": 5}
+
+pytestmark = pytest.mark.skipif(
+    library.find_compiler() is None, reason="there is no C++ compiler (c++, g++ or clang++)"
+)
+
+
+def load(architecture: str, **settings: Any) -> CausalLM:
+    return loader.load(tiny(architecture), **{"dtype": "float32", "forward": "auto"} | settings)
+
+
+@functools.cache
+def loaded(architecture: str) -> CausalLM:
+    return load(architecture)
+
+
+def attention_of(lm: CausalLM) -> AttentionLayers | None:
+    assert isinstance(lm.network, TransformersNetwork)
+    return lm.network.attention
+
+
+def part_by_part(lm: CausalLM) -> CausalLM:
+    """Which calls the parts of its decoder layers one after the other."""
+    assert isinstance(lm.network, TransformersNetwork)
+    return CausalLM(replace(lm.network, decoder=None), lm.backend, lm.traits)
+
+
+class Texts:
+    """Sequences on pages of four tokens, forward by forward."""
+
+    def __init__(self, lm: CausalLM, count: int, **settings: Any) -> None:
+        pool = PagePool(80, 4)
+        self.runner = ModelRunner(lm, lm.storage(pool.num_pages, pool.page_size, **settings))
+        self._tables = [PageTable(pool) for _ in range(count)]
+
+    def row(self, index: int, tokens: list[int], **draft: Any) -> Row:
+        start = self._tables[index].length
+        self._tables[index].append(len(tokens))
+        return Row(tokens, start, self._tables[index], **draft)
+
+
+def step_logits(lm: CausalLM, **settings: Any) -> Tensor:
+    """Of prompts, one of them longer than a block of queries; decodes, a chunk and a tree."""
+    texts, (long, short, other) = Texts(lm, 3, **settings), prompts((90, 7, 26))
+    row, runner = texts.row, texts.runner
+    logits = [runner.forward([row(0, long), row(1, short)])]
+    logits += [runner.forward([row(1, [5]), row(0, [6]), row(2, other[:3])])]
+    drafts = [row(0, [7, 8, 9, 10, 11, 12], **TREE), row(1, [7, 8], num_nodes=1)]
+    logits += [runner.forward([*drafts, row(2, other[3:])])]
+    return torch.cat(logits)
+
+
+@contextmanager
+def beside_modules(lm: CausalLM, check: Callable[[Tensor, Tensor], None]) -> Iterator[None]:
+    """Each layer's output, and what its module gives over the same pages, go to ``check``."""
+    assert isinstance(lm.network, TransformersNetwork)
+    parts: list[Any] = [part for part in lm.network.module.modules() if hasattr(part, "kv_index")]
+    forwards = [part.forward for part in parts]
+
+    def both_of(part: nn.Module, forward: Any) -> Any:
+        def compute(**arguments: Any) -> Any:
+            expected = type(part).forward(part, **arguments)[0]
+            y = forward(**arguments)
+            check(y[0], expected)
+            return y
+
+        return compute
+
+    for part, forward in zip(parts, forwards, strict=True):
+        part.forward = both_of(part, forward)
+    try:
+        yield
+    finally:
+        for part, forward in zip(parts, forwards, strict=True):
+            part.forward = forward
+
+
+@pytest.mark.parametrize("architecture", RECURRENT)
+def test_attention_beside_native_recurrent_layers_runs_in_cpp(architecture: str) -> None:
+    attention = attention_of(loaded(architecture))
+    assert (attention is not None) == (architecture in NATIVE)
+    if attention is not None:
+        assert attention.num_native == len(loaded(architecture).traits.layers)
+        assert "run in C++, and its attention" in (loaded(architecture).path.reason or "")
+
+
+KV_DTYPES = {None: 1e-4, torch.bfloat16: 2e-2, torch.int8: 2e-2}
+"""Tolerances by the dtype of keys and values: rounding may go either way."""
+
+
+@pytest.mark.parametrize("kv_dtype", KV_DTYPES)
+@pytest.mark.parametrize("architecture", NATIVE)
+def test_a_layer_gives_what_its_module_does_over_pages(
+    architecture: str, kv_dtype: torch.dtype | None
+) -> None:
+    """Of prompts, chunks, decodes and trees, whose nodes see their ancestors alone."""
+    shapes = list[torch.Size]()
+
+    def check(y: Tensor, expected: Tensor) -> None:
+        tolerance = KV_DTYPES[kv_dtype] * float(expected.abs().max())
+        torch.testing.assert_close(y, expected, rtol=0.0, atol=tolerance)
+        shapes.append(y.shape)
+
+    lm = part_by_part(loaded(architecture))
+    settings = {} if kv_dtype is None else {"stored_dtype": kv_dtype}
+    with beside_modules(lm, check):
+        step_logits(lm, **settings)
+    assert [shape[1] for shape in shapes[:: len(lm.traits.layers)]] == [97, 5, 31]
+
+
+@pytest.mark.parametrize("quantization", ["w8a8", "int8"])
+@pytest.mark.parametrize("architecture", ["qwen3_5", "lfm2", "nemotron_h"])
+def test_quantised_layers_give_what_their_modules_do(
+    architecture: str, quantization: loader.Quantization
+) -> None:
+    """Which call the same products; outputs of heads are rounded to 8 bits, either way."""
+
+    def check(y: Tensor, expected: Tensor) -> None:
+        torch.testing.assert_close(y, expected, rtol=0.0, atol=0.02 * float(expected.abs().max()))
+
+    lm = part_by_part(load(architecture, quantization=quantization))
+    assert attention_of(lm) is not None
+    with beside_modules(lm, check):
+        step_logits(lm)
+
+
+@pytest.mark.parametrize("architecture", INVARIANT)
+def test_logits_do_not_depend_on_the_batch_to_the_last_bit(architecture: str) -> None:
+    """A path of a tree beside other rows, the same tokens one by one, and in one chunk."""
+    lm, (text, other) = loaded(architecture), prompts((20, 31))
+    path = [7, 8, 10, 12]
+    alone, chunk, beside = (Texts(lm, 2) for _ in range(3))
+    alone.runner.forward([alone.row(0, text)])
+    singles = [alone.runner.forward([alone.row(0, [token])]) for token in path]
+    whole = chunk.runner.forward([chunk.row(0, text + path)])[-4:]
+    beside.runner.forward([beside.row(1, other), beside.row(0, text)])
+    tree = beside.row(0, [7, 8, 9, 10, 11, 12], parents=(-1, 0, 0, 1, 2, 3), num_nodes=5)
+    nodes = beside.runner.forward([beside.row(1, [5, 6]), tree])[2:]
+    assert torch.equal(torch.cat(singles), whole)
+    assert torch.equal(nodes[[0, 1, 3, 5]], whole)
+
+
+@pytest.mark.parametrize("architecture", ["qwen3_5", "granite_hybrid"])
+def test_linears_to_which_something_is_added_change_no_other_bit(architecture: str) -> None:
+    """Rows without an adapter do not depend on those with one."""
+    lm = loaded(architecture)
+    expected = step_logits(lm)
+    assert isinstance(lm.network, TransformersNetwork)
+    linears = [
+        linear
+        for part in lm.network.module.modules()
+        if hasattr(part, "kv_index")
+        for linear in part.children()
+        if hasattr(linear, "packed")
+    ]
+    assert len(linears) == 4
+    hooks = [linear.register_forward_hook(lambda *_: None) for linear in linears]
+    try:
+        assert torch.equal(step_logits(lm), expected)
+        hooks.append(linears[1].register_forward_hook(lambda _, __, y: 2 * y))
+        assert not torch.equal(step_logits(lm), expected)
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+@pytest.mark.parametrize("architecture", RECURRENT)
+def test_a_decoder_is_one_call_where_cpp_computes_all_parts(
+    architecture: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lm = loaded(architecture)
+    assert isinstance(lm.network, TransformersNetwork)
+    decoder = lm.network.decoder
+    assert (decoder is not None) == (architecture in ONE_CALL)
+    if decoder is None:
+        return
+    calls, original = list[range](), decoder._native.compute
+
+    def compute(layers: range, *arguments: Any) -> Tensor:
+        calls.append(layers)
+        y: Tensor = original(layers, *arguments)
+        return y
+
+    monkeypatch.setattr(decoder._native, "compute", compute)
+    logits = step_logits(lm)
+    assert calls == [range(lm.num_layers)] * 3
+    assert torch.equal(step_logits(part_by_part(lm)), logits)
+    assert len(calls) == 3
+
+
+@pytest.mark.parametrize("architecture", ["qwen3_5", "nemotron_h"])
+def test_hidden_states_are_captured_between_layers(architecture: str) -> None:
+    lm, layer_ids, states = loaded(architecture), frozenset({0, 2, 3}), []
+    for network in (lm, part_by_part(lm)):
+        texts = Texts(network, 1)
+        batch = Batch.build([texts.row(0, prompts((11,))[0])])
+        states.append(network.forward_with_hidden_states(batch, texts.runner.storage, layer_ids)[1])
+    assert states[0].keys() == layer_ids
+    for layer_id, state in states[0].items():
+        assert torch.equal(state, states[1][layer_id])
+
+
+def test_a_decoder_layer_that_computes_something_else_is_called_part_by_part(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5DecoderLayer
+
+    original = Qwen3_5DecoderLayer.forward
+
+    def scaled(*arguments: Any, **kwargs: Any) -> Any:
+        return 1.01 * original(*arguments, **kwargs)
+
+    monkeypatch.setattr(Qwen3_5DecoderLayer, "forward", scaled)
+    lm = load("qwen3_5")
+    assert attention_of(lm) is not None
+    assert isinstance(lm.network, TransformersNetwork)
+    assert lm.network.decoder is None
+    step_logits(lm)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "multiplier"),
+    [("falcon_h1", "key_multiplier"), ("granite_hybrid", "residual_multiplier")],
+)
+def test_multipliers_are_those_of_the_modules(
+    architecture: str, multiplier: str, tmp_path: Path
+) -> None:
+    save_random(AutoConfig.from_pretrained(tiny(architecture), **{multiplier: 0.3}), tmp_path)
+    lm, torch_lm = (loader.load(tmp_path, dtype="float32", forward=way) for way in WAYS)
+    attention = attention_of(lm)
+    assert attention is not None
+    assert attention.num_native == len(lm.traits.layers)
+    assert isinstance(lm.network, TransformersNetwork)
+    assert (lm.network.decoder is not None) == (architecture in ONE_CALL)
+    torch.testing.assert_close(step_logits(lm), step_logits(torch_lm), rtol=1e-4, atol=5e-4)
+
+
+@pytest.mark.parametrize("architecture", ["qwen3_5_moe", "qwen3_next"])
+def test_routers_and_shared_experts_are_one_call_with_the_experts(architecture: str) -> None:
+    lm, torch_lm = loaded(architecture), load(architecture, forward="torch")
+    blocks, expected = (
+        [part for part in one.network.module.modules() if hasattr(part, "shared_expert")]
+        for one in (lm, torch_lm)
+    )
+    x = torch.randn(1, 40, lm.hidden_size, generator=torch.Generator().manual_seed(0))
+    assert len(blocks) == lm.num_layers
+    for block, other in zip(blocks, expected, strict=True):
+        assert isinstance(block.forward, NativeMixture)
+        torch.testing.assert_close(block(x), other(x), rtol=1e-4, atol=1e-5)
+        alone = torch.cat([block(token) for token in x.split(1, 1)], 1)
+        assert torch.equal(alone, block(x))
+        hook = block.shared_expert.up_proj.register_forward_hook(lambda _, __, y: 0 * y)
+        assert not torch.allclose(block(x), other(x), atol=1e-2)
+        hook.remove()
+
+
+def windowed(layer: LayerProfile) -> LayerProfile:
+    return replace(layer, window=6)
+
+
+def test_windows_are_those_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No family with recurrent layers has one yet: the probe is told of it."""
+    original = transformers_module.probe
+
+    def probe(*arguments: Any) -> Any:
+        layers, size = original(*arguments)
+        return tuple(map(windowed, layers)), size
+
+    full = step_logits(loaded("qwen3_5"))
+    monkeypatch.setattr(transformers_module, "probe", probe)
+    expected = step_logits(load("qwen3_5", forward="torch"))
+    lm = load("qwen3_5")
+    assert attention_of(lm) is not None
+    torch.testing.assert_close(step_logits(lm), expected, rtol=1e-4, atol=5e-4)
+    assert not torch.allclose(full, expected, atol=5e-3)
+
+
+def test_a_layer_that_computes_something_else_stays_in_torch(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5Attention
+
+    original = Qwen3_5Attention.forward
+
+    def scaled(*arguments: Any, **kwargs: Any) -> Any:
+        y, weights = original(*arguments, **kwargs)
+        return 1.01 * y, weights
+
+    monkeypatch.setattr(Qwen3_5Attention, "forward", scaled)
+    lm = load("qwen3_5")
+    assert attention_of(lm) is None
+    assert "recurrent layers run in C++" in (lm.path.reason or "")
