@@ -5,7 +5,7 @@
 One run of the embedded reasoner, a vote of eight chains of Dynasor-CoT, is taken from ``forethought
 serve`` with the times at which its events came, and replayed to the page ``SLOWER`` times slower,
 with the page's clock as slow: a small model is done before a reader has found the lanes. Of several
-seeds it is the first whose samples do not all agree. Needs Chromium with its driver, as the page's
+seeds it is the first whose samples answer several numbers. Needs Chromium with its driver, as the page's
 tests do, and Pillow.
 """
 
@@ -38,7 +38,7 @@ QUESTION = (
     "How many stamps does Ann have now?"
 )
 ANSWER = "1181"
-TEMPERATURE, NUM_SEEDS = 1.7, 20
+TEMPERATURE, NUM_SEEDS = 1.7, 200
 INNER = {
     "method": "dynasor",
     "chunk_size": 24,
@@ -80,12 +80,13 @@ def main() -> None:
 
 
 def divided(address: str) -> tuple[int, list[tuple[float, str]]]:
-    """The first seed whose samples vote for several answers, the right one most, and its stream."""
+    """The first seed whose samples vote for several numbers, the right one most, and its stream."""
     for seed in range(NUM_SEEDS):
         stream = [*taken(address, seed)]
         events = [json.loads(line[6:]) for _, line in stream if line.startswith("data: {")]
         votes = [event["fields"] for event in events if event.get("name") == "voted"]
-        if votes and votes[-1]["answer"] == ANSWER and len(votes[-1]["tally"]) > 1:
+        answers = [*votes[-1]["tally"]] if votes and votes[-1]["answer"] == ANSWER else []
+        if len(answers) > 1 and all(answer.isdecimal() for answer in answers):
             return seed, stream
     raise SystemExit(f"the samples of {NUM_SEEDS} seeds agree")
 
