@@ -5,8 +5,8 @@
 One run of the embedded reasoner, a vote of eight chains of Dynasor-CoT, is taken from ``forethought
 serve`` with the times at which its events came, and replayed to the page ``SLOWER`` times slower,
 with the page's clock as slow: a small model is done before a reader has found the lanes. Of several
-seeds it is the first whose samples answer several numbers. Needs Chromium with its driver, as the page's
-tests do, and Pillow.
+seeds it is the first whose samples answer several numbers. Needs Chromium with its driver, as the
+page's tests do, and Pillow.
 """
 
 from __future__ import annotations
