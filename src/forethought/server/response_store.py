@@ -7,6 +7,7 @@ import contextlib
 import sys
 import time
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from concurrent.futures import Future
 from typing import Any
 
 from forethought.server.http import HttpError
@@ -129,6 +130,11 @@ class Record:
         while self.finished is None:
             await self._changed.wait()
 
+    async def settle(self) -> None:
+        """Wait until its end is written, if it is there."""
+        if self._is_ending:
+            await self.end()
+
     async def cancel(self) -> None:
         """End it now, and wait until it has."""
         if self.task is not None and not self.task.done():
@@ -207,10 +213,13 @@ class ResponseStore:
         return {item["id"]: item for record in records for item in record.response["output"]}
 
     async def delete(self, response_id: str, tenant: str) -> None:
-        """End a response if it goes on, and forget it. Raises as ``find``."""
+        """End a response if it goes on, and forget it; its file is removed then. Raises as
+        ``find``, and OSError: the file is still there.
+        """
         record = self.find(response_id, tenant)
         await record.cancel()
-        self._forget(record)
+        if (removal := self._forget(record)) is not None:
+            await asyncio.wrap_future(removal)
 
     def _expire(self) -> None:
         latest = time.monotonic() - self._seconds
@@ -218,10 +227,10 @@ class ResponseStore:
             if record.finished is not None and record.finished <= latest:
                 self._forget(record)
 
-    def _forget(self, record: Record) -> None:
+    def _forget(self, record: Record) -> Future[None] | None:
+        """The removal of its file; None: it has none."""
         self._records.pop(record.id, None)
-        if record.journal is not None:
-            record.journal.delete()
+        return None if record.journal is None else record.journal.delete()
 
 
 def _size(value: Any) -> int:
