@@ -201,6 +201,33 @@ def test_an_event_is_shown_once_it_is_written(tmp_path: Path) -> None:
     asyncio.run(play())
 
 
+def test_a_stream_of_many_events_leaves_turns_to_others() -> None:
+    """Also where its client takes all of them at once."""
+
+    async def play() -> tuple[list[int], int]:
+        record = Record({"id": "resp_1"}, "", [])
+        for _ in range(1000):
+            record.add("response.created")
+        record.finish()
+        num_turns = 0
+
+        async def other() -> None:
+            nonlocal num_turns
+            while True:
+                num_turns += 1
+                await asyncio.sleep(0)
+
+        turning = asyncio.ensure_future(other())
+        sizes = [len(batch) async for batch in record.follow()]
+        turning.cancel()
+        return sizes, num_turns
+
+    sizes, num_turns = asyncio.run(play())
+    assert sum(sizes) == 1000
+    assert max(sizes) <= 256
+    assert num_turns >= len(sizes) - 1
+
+
 def test_a_response_whose_file_cannot_be_written_goes_on_in_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -14,6 +14,9 @@ from forethought.server.http import HttpError
 from forethought.server.limits import Overloaded
 from forethought.server.response_journal import JournalFile, Replay, Saved
 
+_MAX_BATCH = 256
+"""Events that are encoded without a turn of the event loop between them."""
+
 
 class Record:
     """One response, which changes as it goes on, and the events that have made it so.
@@ -114,12 +117,15 @@ class Record:
         changed.set()
 
     async def follow(self, first: int = 0) -> AsyncGenerator[list[dict[str, Any]], None]:
-        """The events from number ``first`` on, as they come; several at once if they are there."""
+        """The events from number ``first`` on, as they come; up to ``_MAX_BATCH`` at once if they
+        are there.
+        """
         while True:
             changed = self._changed
-            if batch := self.events[first : self._num_shown]:
+            if batch := self.events[first : min(self._num_shown, first + _MAX_BATCH)]:
                 first += len(batch)
                 yield batch
+                await asyncio.sleep(0)
             elif self.finished is not None:
                 return
             else:
