@@ -246,8 +246,8 @@ def _hello(accepted: socket.socket, secret: bytes) -> tuple[bool, int, int] | No
     """What a rank says first; None: it is none, and its connection is closed."""
     data, deadline = b"", time.monotonic() + _HELLO_SECONDS
     with contextlib.suppress(OSError):
-        while (left := deadline - time.monotonic()) > 0 and len(data) < _HELLO.size:
-            accepted.settimeout(left)
+        while (remaining := deadline - time.monotonic()) > 0 and len(data) < _HELLO.size:
+            accepted.settimeout(remaining)
             if not (more := accepted.recv(_HELLO.size - len(data))):
                 break
             data += more
