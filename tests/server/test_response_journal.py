@@ -176,6 +176,8 @@ def test_keys_have_no_part_in_the_responses_of_others(tmp_path: Path) -> None:
     with serving(tmp_path, api_keys=["one", "two"]) as second:
         with pytest.raises(openai.NotFoundError):
             second.client.with_options(api_key="two").responses.retrieve(response.id)
+        with pytest.raises(openai.NotFoundError):
+            second.client.with_options(api_key="two").responses.delete(response.id)
         again = second.client.with_options(api_key="one").responses.retrieve(response.id)
         assert again.output_text == "you said hello"
 
@@ -323,8 +325,8 @@ def test_a_response_goes_on_from_before_a_line_that_the_disk_has_damaged(
         assert events[:4] == [json.loads(line) for line in content[1:5]]
         assert events[-1]["type"] == "response.completed"
         assert list(texts_of(events).values()) == ["abcdefghij"]
-        kept = [json.loads(line) for line in (tmp_path / name).read_bytes().splitlines()]
-        assert kept[1:] == events
+        values = [json.loads(line) for line in (tmp_path / name).read_bytes().splitlines()]
+        assert values[1:] == events
 
 
 def test_a_response_that_has_ended_is_read_while_another_server_reads_it(
@@ -430,14 +432,14 @@ def delta(text: str, *scores: int) -> dict[str, Any]:
 def test_a_replay_passes_over_text_and_scores_that_were_there() -> None:
     opened = {"type": "response.output_item.added", "item": {"id": "msg_1"}}
     replay = Replay([opened, delta("ab", 1), delta("", 2), delta("cd", 3, 4)])
-    assert replay.event(opened["type"]) == opened
+    assert replay.event(opened["type"], opened) == opened
     kind = "response.output_text.delta"
     assert replay.rest(kind, delta("abc", 1, 2)) is None
     assert not replay.is_over
     assert replay.rest(kind, delta("def", 3, 4, 5)) == delta("ef", 5)
     assert replay.is_over
     assert replay.rest(kind, delta("g", 6)) == delta("g", 6)
-    assert replay.event("response.output_text.done") is None
+    assert replay.event("response.output_text.done", {}) is None
 
 
 @pytest.mark.parametrize("again", [delta("ax"), {"type": "response.output_text.done"}])
@@ -445,7 +447,7 @@ def test_a_replay_of_another_text_is_an_error(again: dict[str, Any]) -> None:
     replay = Replay([delta("ab"), {"type": "response.completed"}])
     again_made = replay.rest if "delta" in again else replay.event
     with pytest.raises(HttpError, match="cannot go on"):
-        again_made(again["type"], *([again] if "delta" in again else []))
+        again_made(again["type"], again)
 
 
 def test_a_response_whose_text_is_another_one_fails_with_the_events_of_before(
@@ -462,6 +464,21 @@ def test_a_response_whose_text_is_another_one_fails_with_the_events_of_before(
         assert last["type"] == "response.failed"
         assert "cannot go on" in last["response"]["error"]["message"]
     server.send(f"/v1/responses/{response.id}", method="DELETE")
+
+
+def test_a_response_that_calls_another_function_fails(
+    server: Served, folder: Path, tmp_path: Path
+) -> None:
+    response = server.client.responses.create(model="scripted", **REQUESTS["calls"])
+    path = the_file(folder)
+    head, *lines = path.read_bytes().splitlines(keepends=True)[:-3]
+    lines = [line.replace(b'"name": "add"', b'"name": "other"') for line in lines]
+    (tmp_path / path.name).write_bytes(b"".join([head, *lines]))
+    with serving(tmp_path) as other:
+        last = events_of(other, response.id)[-1]["response"]
+        assert last["status"] == "failed"
+        assert "other was called, and add is now" in last["error"]["message"]
+    server.client.responses.delete(response.id)
 
 
 @contextmanager

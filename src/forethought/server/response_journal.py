@@ -330,7 +330,7 @@ class Replay:
         self._pass_whole_deltas()
         return self._number == len(self.events)
 
-    def event(self, kind: str) -> Mapping[str, Any] | None:
+    def event(self, kind: str, fields: Mapping[str, Any]) -> Mapping[str, Any] | None:
         """The event of before in whose place one without a delta comes; None: it is new.
 
         Raises HttpError where another one was there.
@@ -340,6 +340,8 @@ class Replay:
         event = self.events[self._number]
         if event["type"] != kind:
             raise _diverged(f"{event['type']} was there, and {kind} comes")
+        if _called(event) != _called(fields):
+            raise _diverged(f"{_called(event)} was called, and {_called(fields)} is now")
         self._number += 1
         return event
 
@@ -381,6 +383,12 @@ def _is_delta(kind: str) -> bool:
 
 def _scores(fields: Mapping[str, Any]) -> Sequence[Any]:
     return fields.get("logprobs") or ()
+
+
+def _called(fields: Mapping[str, Any]) -> str | None:
+    """The function that an item of an event calls; None: none."""
+    name: str | None = fields.get("item", {}).get("name")
+    return name
 
 
 def _diverged(why: str) -> HttpError:

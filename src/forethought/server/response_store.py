@@ -73,7 +73,7 @@ class Record:
                 if rest is None:
                     return fields
                 fields = rest
-            elif (event := self.replay.event(kind)) is not None:
+            elif (event := self.replay.event(kind, fields)) is not None:
                 return event
         event = {"type": kind, "sequence_number": len(self.events), **fields}
         if self.journal is not None and self.journal.is_suspended:
