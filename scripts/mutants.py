@@ -412,14 +412,14 @@ MUTANTS = [
     ),
     Mutant(
         "server/response_journal.py",
-        "os.ftruncate(descriptor, len(whole))",
+        "os.ftruncate(descriptor, num_bytes)",
         "pass",
         "tests/server/test_response_journal.py -k whatever",
     ),
     Mutant(
         "server/response_store.py",
-        "self.events[first : self._num_shown]",
-        "self.events[first:]",
+        "self.events[first : min(self._num_shown, first + _MAX_BATCH)]",
+        "self.events[first : first + _MAX_BATCH]",
         "tests/server/test_response_journal.py -k written",
     ),
     # ---- engine ----------------------------------------------------------------------------------

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 import socket
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,7 +17,7 @@ from typing import Any
 import pytest
 
 from forethought.backends.tensor_parallel.collectives import PortMeeting
-from forethought.cluster import actors, links_of, open_llm
+from forethought.cluster import actors, links_of, open_llm, ranks
 from forethought.cluster.actors import NAMESPACE, Resources, release
 from forethought.cluster.engine import ClusterEngine
 from forethought.cluster.ranks import Entrance, _hello
@@ -223,6 +225,27 @@ def test_only_those_who_know_the_secret_are_ranks() -> None:
         with socket.create_connection(listener.getsockname()) as silent:
             silent.shutdown(socket.SHUT_WR)
             assert _hello(listener.accept()[0], b"s" * 32) is None
+
+
+def test_a_stranger_that_sends_a_byte_at_a_time_does_not_keep_ranks_waiting(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(ranks, "_HELLO_SECONDS", 0.2)
+    accepted, stranger = socket.socketpair()
+    has_ended = threading.Event()
+
+    def drip() -> None:
+        with stranger, contextlib.suppress(OSError):
+            while not has_ended.wait(0.05):
+                stranger.send(b"s")
+
+    dripping = threading.Thread(target=drip)
+    dripping.start()
+    began = time.monotonic()
+    assert _hello(accepted, b"s" * 32) is None
+    assert time.monotonic() - began < 1
+    has_ended.set()
+    dripping.join()
 
 
 def test_ranks_meet_at_a_port_of_rank_0() -> None:

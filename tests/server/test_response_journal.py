@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import errno
+import fcntl
 import json
 import os
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,7 +24,7 @@ from forethought.errors import UsageError
 from forethought.llm.tool_messages import as_text
 from forethought.server import response_journal
 from forethought.server.http import HttpError
-from forethought.server.response_journal import Replay, ResponseJournal
+from forethought.server.response_journal import JournalFile, Replay, ResponseJournal
 from forethought.server.response_store import Record
 from forethought.server.settings import Settings
 from forethought.workers.scripted import Reply
@@ -173,6 +176,8 @@ def test_keys_have_no_part_in_the_responses_of_others(tmp_path: Path) -> None:
     with serving(tmp_path, api_keys=["one", "two"]) as second:
         with pytest.raises(openai.NotFoundError):
             second.client.with_options(api_key="two").responses.retrieve(response.id)
+        with pytest.raises(openai.NotFoundError):
+            second.client.with_options(api_key="two").responses.delete(response.id)
         again = second.client.with_options(api_key="one").responses.retrieve(response.id)
         assert again.output_text == "you said hello"
 
@@ -198,6 +203,33 @@ def test_an_event_is_shown_once_it_is_written(tmp_path: Path) -> None:
     asyncio.run(play())
 
 
+def test_a_stream_of_many_events_leaves_turns_to_others() -> None:
+    """Also where its client takes all of them at once."""
+
+    async def play() -> tuple[list[int], int]:
+        record = Record({"id": "resp_1"}, "", [])
+        for _ in range(1000):
+            record.add("response.created")
+        record.finish()
+        num_turns = 0
+
+        async def other() -> None:
+            nonlocal num_turns
+            while True:
+                num_turns += 1
+                await asyncio.sleep(0)
+
+        turning = asyncio.ensure_future(other())
+        sizes = [len(batch) async for batch in record.follow()]
+        turning.cancel()
+        return sizes, num_turns
+
+    sizes, num_turns = asyncio.run(play())
+    assert sum(sizes) == 1000
+    assert max(sizes) <= 256
+    assert num_turns >= len(sizes) - 1
+
+
 def test_a_response_whose_file_cannot_be_written_goes_on_in_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -211,6 +243,146 @@ def test_a_response_whose_file_cannot_be_written_goes_on_in_memory(
         assert response.output_text == "abcdefghij"
         assert len(events_of(server, response.id)) > 5
         eventually(lambda: not list(tmp_path.glob("*.jsonl")))
+
+
+def test_a_stream_has_all_events_on_a_disk_that_has_become_read_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*arguments: Any, **options: Any) -> None:
+        raise OSError(errno.EROFS, "read-only file system")
+
+    with serving(tmp_path) as server:
+        monkeypatch.setattr(Path, "unlink", refuse)
+        stream = server.client.responses.create(model="scripted", input="steady", stream=True)
+        response_id = next(stream).to_dict()["response"]["id"]
+        monkeypatch.setattr(response_journal, "_write", refuse)
+        assert [event.type for event in stream][-1] == "response.completed"
+        assert server.send(f"/v1/responses/{response_id}", method="DELETE").status == 500
+
+
+def slowed(method: Any) -> Any:
+    def slow(*arguments: Any) -> Any:
+        time.sleep(0.3)
+        return method(*arguments)
+
+    return slow
+
+
+def test_a_response_is_gone_once_its_deletion_is_answered(
+    server: Served, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    response = server.client.responses.create(model="scripted", input="hello")
+    monkeypatch.setattr(JournalFile, "_delete", slowed(JournalFile._delete))
+    server.client.responses.delete(response.id)
+    assert not list(folder.glob("*.jsonl"))
+
+
+def test_a_response_that_is_being_removed_is_not_read_again(
+    server: Served, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    response = server.client.responses.create(model="scripted", input="hello")
+    monkeypatch.setattr(JournalFile, "_delete", slowed(JournalFile._delete))
+    deletion = threading.Thread(target=server.client.responses.delete, args=[response.id])
+    deletion.start()
+    eventually(lambda: response.id not in server.service.store)
+    assert server.send(f"/v1/responses/{response.id}", method="GET").status == 404
+    deletion.join()
+
+
+def test_a_response_whose_end_a_client_has_seen_can_be_answered(
+    server: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(JournalFile, "_end", slowed(JournalFile._end))
+    client = server.client
+    with client.responses.create(model="scripted", input="hello", stream=True) as stream:
+        last = next(event for event in stream if event.type == "response.completed")
+        second = client.responses.create(
+            model="scripted", input="on", previous_response_id=last.response.id
+        )
+    assert second.output_text == "you said on"
+    for response_id in (last.response.id, second.id):
+        client.responses.delete(response_id)
+
+
+@pytest.fixture
+def lines(server: Served, folder: Path) -> tuple[str, str, list[bytes]]:
+    """Id, file name and lines of a response that has ended, and whose file is gone again."""
+    response = server.client.responses.create(model="scripted", input="steady")
+    path = the_file(folder)
+    content = path.read_bytes().splitlines(keepends=True)
+    server.client.responses.delete(response.id)
+    return response.id, path.name, content
+
+
+@pytest.mark.parametrize("damage", [b"\0" * 50 + b"\n", b"[]\n", b'{"type": "response.failed"}\n'])
+def test_a_response_goes_on_from_before_a_line_that_the_disk_has_damaged(
+    tmp_path: Path, lines: tuple[str, str, list[bytes]], damage: bytes
+) -> None:
+    response_id, name, content = lines
+    (tmp_path / name).write_bytes(b"".join([*content[:5], damage, *content[6:]]))
+    with serving(tmp_path) as server:
+        events = events_of(server, response_id)
+        assert events[:4] == [json.loads(line) for line in content[1:5]]
+        assert events[-1]["type"] == "response.completed"
+        assert list(texts_of(events).values()) == ["abcdefghij"]
+        values = [json.loads(line) for line in (tmp_path / name).read_bytes().splitlines()]
+        assert values[1:] == events
+
+
+def test_a_response_that_has_ended_is_read_while_another_server_reads_it(
+    tmp_path: Path, lines: tuple[str, str, list[bytes]]
+) -> None:
+    response_id, name, content = lines
+    (tmp_path / name).write_bytes(b"".join(content))
+    with serving(tmp_path) as server, (tmp_path / name).open("r+b") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        assert server.client.responses.retrieve(response_id).output_text == "abcdefghij"
+
+
+def test_a_response_that_cannot_go_on_can_be_deleted(
+    tmp_path: Path, lines: tuple[str, str, list[bytes]]
+) -> None:
+    response_id, name, content = lines
+    head = content[0].replace(b'"model": "scripted"', b'"model": "of before"')
+    path = tmp_path / name
+    path.write_bytes(b"".join([head, *content[1:5]]))
+    with serving(tmp_path) as server:
+        answer = server.send(f"/v1/responses/{response_id}", method="GET")
+        assert (answer.status, answer.error["code"]) == (404, "model_not_found")
+        with path.open("r+b") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            answer = server.send(f"/v1/responses/{response_id}", method="DELETE")
+            assert (answer.status, answer.error["code"]) == (409, "response_elsewhere")
+        server.client.responses.delete(response_id)
+        assert not path.exists()
+        answer = server.send(f"/v1/responses/{response_id}", method="DELETE")
+        assert (answer.status, answer.error["code"]) == (404, "response_not_found")
+
+
+def test_a_file_that_has_become_too_old_is_not_read(
+    tmp_path: Path, lines: tuple[str, str, list[bytes]]
+) -> None:
+    response_id, name, content = lines
+    with serving(tmp_path) as server:
+        (tmp_path / name).write_bytes(b"".join(content))
+        os.utime(tmp_path / name, (1e9, 1e9))
+        assert server.send(f"/v1/responses/{response_id}", method="GET").status == 404
+
+
+@pytest.mark.parametrize(("make", "status"), [(os.mkfifo, 404), (os.mkdir, 500)])
+def test_what_is_no_file_is_not_waited_for(
+    tmp_path: Path, lines: tuple[str, str, list[bytes]], make: Any, status: int
+) -> None:
+    """And what cannot be read is not said to be missing."""
+    response_id, name, _ = lines
+    with serving(tmp_path) as server:
+        make(tmp_path / name)
+        assert server.send(f"/v1/responses/{response_id}", method="GET").status == status
+
+
+def test_a_server_starts_where_a_file_is_gone_before_it_is_looked_at(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").symlink_to(tmp_path / "nowhere")
+    ResponseJournal(tmp_path, 3600, 10, 1 << 20).close()
 
 
 @pytest.mark.parametrize("response_id", ["resp_none", "..%2F..%2Fetc%2Fpasswd", "%00"])
@@ -260,14 +432,14 @@ def delta(text: str, *scores: int) -> dict[str, Any]:
 def test_a_replay_passes_over_text_and_scores_that_were_there() -> None:
     opened = {"type": "response.output_item.added", "item": {"id": "msg_1"}}
     replay = Replay([opened, delta("ab", 1), delta("", 2), delta("cd", 3, 4)])
-    assert replay.event(opened["type"]) == opened
+    assert replay.event(opened["type"], opened) == opened
     kind = "response.output_text.delta"
     assert replay.rest(kind, delta("abc", 1, 2)) is None
     assert not replay.is_over
     assert replay.rest(kind, delta("def", 3, 4, 5)) == delta("ef", 5)
     assert replay.is_over
     assert replay.rest(kind, delta("g", 6)) == delta("g", 6)
-    assert replay.event("response.output_text.done") is None
+    assert replay.event("response.output_text.done", {}) is None
 
 
 @pytest.mark.parametrize("again", [delta("ax"), {"type": "response.output_text.done"}])
@@ -275,7 +447,7 @@ def test_a_replay_of_another_text_is_an_error(again: dict[str, Any]) -> None:
     replay = Replay([delta("ab"), {"type": "response.completed"}])
     again_made = replay.rest if "delta" in again else replay.event
     with pytest.raises(HttpError, match="cannot go on"):
-        again_made(again["type"], *([again] if "delta" in again else []))
+        again_made(again["type"], again)
 
 
 def test_a_response_whose_text_is_another_one_fails_with_the_events_of_before(
@@ -292,6 +464,21 @@ def test_a_response_whose_text_is_another_one_fails_with_the_events_of_before(
         assert last["type"] == "response.failed"
         assert "cannot go on" in last["response"]["error"]["message"]
     server.send(f"/v1/responses/{response.id}", method="DELETE")
+
+
+def test_a_response_that_calls_another_function_fails(
+    server: Served, folder: Path, tmp_path: Path
+) -> None:
+    response = server.client.responses.create(model="scripted", **REQUESTS["calls"])
+    path = the_file(folder)
+    head, *lines = path.read_bytes().splitlines(keepends=True)[:-3]
+    lines = [line.replace(b'"name": "add"', b'"name": "other"') for line in lines]
+    (tmp_path / path.name).write_bytes(b"".join([head, *lines]))
+    with serving(tmp_path) as other:
+        last = events_of(other, response.id)[-1]["response"]
+        assert last["status"] == "failed"
+        assert "other was called, and add is now" in last["error"]["message"]
+    server.client.responses.delete(response.id)
 
 
 @contextmanager

@@ -45,6 +45,7 @@ START_SECONDS = 180.0
 _HELLO = struct.Struct("!32s?II")
 """The first bytes of a connection: secret, whether it is the lifeline, rank, process id."""
 _HELLO_SECONDS = 5.0
+"""For all of them: who sends a byte at a time keeps the ranks from connecting for no longer."""
 _KEEPALIVE = {"TCP_KEEPIDLE": 5, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3}
 """Seconds of silence, seconds between TCP's probes of the other machine, and how many are not
 answered before it is given up.
@@ -243,10 +244,12 @@ class RankActors(Launcher):
 
 def _hello(accepted: socket.socket, secret: bytes) -> tuple[bool, int, int] | None:
     """What a rank says first; None: it is none, and its connection is closed."""
-    accepted.settimeout(_HELLO_SECONDS)
-    data = b""
+    data, deadline = b"", time.monotonic() + _HELLO_SECONDS
     with contextlib.suppress(OSError):
-        while len(data) < _HELLO.size and (more := accepted.recv(_HELLO.size - len(data))):
+        while (remaining := deadline - time.monotonic()) > 0 and len(data) < _HELLO.size:
+            accepted.settimeout(remaining)
+            if not (more := accepted.recv(_HELLO.size - len(data))):
+                break
             data += more
     if len(data) == _HELLO.size:
         claimed, is_lifeline, rank, process_id = _HELLO.unpack(data)

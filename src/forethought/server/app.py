@@ -31,13 +31,12 @@ from forethought import __version__
 from forethought.errors import ForethoughtError
 from forethought.server.backends.backend import Backend
 from forethought.server.body_route import BodyRoute
-from forethought.server.endpoints import catalog, ollama
+from forethought.server.endpoints import catalog, ollama, responses
 from forethought.server.endpoints.chat import chat_completions
 from forethought.server.endpoints.completions import completions
 from forethought.server.endpoints.embeddings import embeddings
 from forethought.server.endpoints.mcp_tools import ToolRequest, call_tool, tool_list
 from forethought.server.endpoints.messages import count_tokens, messages
-from forethought.server.endpoints.responses import create_response, recover, resumed
 from forethought.server.endpoints.sampling_fields import sampling_fields
 from forethought.server.endpoints.scores import rerank, score
 from forethought.server.hosts import check_host
@@ -142,7 +141,7 @@ async def complete(body: CompletionRequest, request: Request) -> Response:
 
 async def respond(body: ResponseRequest, request: Request) -> Response:
     """Answer, perhaps in the background."""
-    return await create_response(service_of(request), body, request)
+    return await responses.create_response(service_of(request), body, request)
 
 
 async def message(body: MessagesRequest, request: Request) -> Response:
@@ -254,8 +253,7 @@ def _add_bodies(app: FastAPI) -> None:
 async def _response_of(request: Request, response_id: str) -> Record:
     """A stored response, if need be from the file of a server that has died."""
     service, tenant = service_of(request), request.state.caller.tenant
-    await recover(service, response_id, tenant)
-    return service.store.find(response_id, tenant)
+    return await responses.find(service, response_id, tenant)
 
 
 def _add_responses(app: FastAPI) -> None:
@@ -268,7 +266,9 @@ def _add_responses(app: FastAPI) -> None:
     ) -> Response:
         """A stored response; or its events after a number."""
         record = await _response_of(request, response_id)
-        return resumed(record, starting_after) if stream else JSONResponse(record.response)
+        if stream:
+            return responses.resumed(record, starting_after)
+        return JSONResponse(record.response)
 
     @app.post("/v1/responses/{response_id}/cancel", response_model=None)
     async def cancel(response_id: str, request: Request) -> Response:
@@ -280,8 +280,8 @@ def _add_responses(app: FastAPI) -> None:
     @app.delete("/v1/responses/{response_id}", response_model=None)
     async def delete(response_id: str, request: Request) -> Response:
         """Forget a response, and end it if it goes on."""
-        await _response_of(request, response_id)
-        await service_of(request).store.delete(response_id, request.state.caller.tenant)
+        tenant = request.state.caller.tenant
+        await responses.delete(service_of(request), response_id, tenant)
         return JSONResponse({"id": response_id, "object": "response", "deleted": True})
 
 

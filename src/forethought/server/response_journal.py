@@ -11,16 +11,19 @@ and compares what comes with the events that are there: ``Replay``.
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import hashlib
 import json
 import logging
 import os
+import stat
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from forethought.server.http import HttpError
 
@@ -28,6 +31,7 @@ log = logging.getLogger(__name__)
 
 ENDS = frozenset({"response.completed", "response.incomplete", "response.failed"})
 """Kinds of the last event of a response."""
+_T = TypeVar("_T")
 _VERSION = 1
 _SUFFIX = ".jsonl"
 _DELTA = ".delta"
@@ -81,9 +85,9 @@ class JournalFile:
         """Close the file, and give up the lock, then call ``written`` in the thread."""
         self.journal.submit(self._end, written)
 
-    def delete(self) -> None:
-        """Remove the file."""
-        self.journal.submit(self._delete)
+    def delete(self) -> Future[None]:
+        """Remove the file; the result, or OSError, once that is done."""
+        return self.journal.submit(self._delete)
 
     def _append(self, value: Mapping[str, Any], written: Callable[[], None]) -> None:
         try:
@@ -91,16 +95,20 @@ class JournalFile:
                 _write(self.descriptor, value)
         except OSError as error:
             log.warning("a response is not kept in %s: %s", self.path.parent, error)
-            self._delete()
-        written()
+            with contextlib.suppress(OSError):  # nor can it be removed: the disk is read-only
+                self._delete()
+        finally:
+            written()
 
     def _end(self, written: Callable[[], None]) -> None:
         self._close()
         written()
 
     def _delete(self) -> None:
-        self.path.unlink(missing_ok=True)
-        self._close()
+        try:
+            self.path.unlink(missing_ok=True)
+        finally:
+            self._close()
 
     def _close(self) -> None:
         if self.descriptor is not None:
@@ -113,20 +121,27 @@ class ResponseJournal:
 
     Args:
         folder: made if it is not there; what is in it can be read by its owner alone.
-        seconds: after which a file is removed that nobody has written to.
+        seconds: after which a file is not read that nobody has written to. Such files are removed
+            when a server starts.
         max_files: that are kept when a server starts, the newest ones; so are ``max_bytes``.
     """
 
     def __init__(self, folder: Path, seconds: float, max_files: int, max_bytes: int) -> None:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        self._folder, self._max_bytes = folder, max_bytes
+        self._folder, self._seconds, self._max_bytes = folder, seconds, max_bytes
         self._writer = ThreadPoolExecutor(1, "forethought-responses")
         self.is_suspended = False
-        self._clean(seconds, max_files)
+        self._clean(max_files)
 
-    def submit(self, work: Callable[..., None], *arguments: Any) -> None:
+    def submit(self, work: Callable[..., _T], *arguments: Any) -> Future[_T]:
         """Run something in the thread that writes, after what came before."""
-        self._writer.submit(work, *arguments)
+        return self._writer.submit(work, *arguments)
+
+    async def run(self, work: Callable[..., _T], *arguments: Any) -> _T:
+        """Run something as ``submit`` does, and wait for it: what is read has been written, and
+        what has been removed is not read.
+        """
+        return await asyncio.wrap_future(self.submit(work, *arguments))
 
     def begin(self, response_id: str, tenant: str, request: Mapping[str, Any]) -> JournalFile:
         """The file of a new response, with what was asked; it waits for the disk."""
@@ -143,15 +158,17 @@ class ResponseJournal:
         return file
 
     def read(self, response_id: str, tenant: str) -> Saved | None:
-        """What there is of a response; None: nothing, or no whole line. It waits for the disk.
+        """What there is of a response, up to the first line that is damaged; None: nothing. It
+        waits for the disk.
 
         Raises:
             HttpError: another process generates it.
+            OSError: the file cannot be read.
         """
         path = self._path(response_id, tenant)
         try:
-            descriptor = os.open(path, os.O_RDWR | os.O_APPEND)
-        except OSError:
+            descriptor = _opened(path)
+        except FileNotFoundError:
             return None
         file = JournalFile(self, path, descriptor)
         saved = None
@@ -162,40 +179,57 @@ class ResponseJournal:
                 file._close()
         return saved
 
+    def remove(self, response_id: str, tenant: str) -> bool:
+        """Remove the file of a response, whatever is in it; False: there is none. Raises as
+        ``read``.
+        """
+        path = self._path(response_id, tenant)
+        try:
+            descriptor = _opened(path)
+        except FileNotFoundError:
+            return False
+        try:
+            if not _is_locked_now(descriptor):
+                raise _elsewhere()
+            path.unlink(missing_ok=True)
+        finally:
+            os.close(descriptor)
+        return True
+
     def close(self) -> None:
         """Wait for what is to be written; nothing may be submitted any more."""
         self._writer.shutdown()
 
     def _read(self, file: JournalFile, descriptor: int) -> Saved | None:
-        try:
-            _lock(descriptor)
-        except OSError as error:
-            message = "another server generates the response: ask that one, or later"
-            raise HttpError(409, message, code="response_elsewhere") from error
-        if os.fstat(descriptor).st_size > self._max_bytes:
+        is_ours, status = _is_locked_now(descriptor), os.fstat(descriptor)
+        is_old = status.st_mtime < time.time() - self._seconds
+        if not stat.S_ISREG(status.st_mode) or is_old or status.st_size > self._max_bytes:
             return None
         with open(descriptor, "rb", closefd=False) as lines:
             data = lines.read()
-        whole = data[: data.rfind(b"\n") + 1]
-        if len(whole) < len(data):  # it was killed while it wrote
-            os.ftruncate(descriptor, len(whole))
-        if not whole:
+        values, num_bytes = _whole_lines(data)
+        if not values or values[0].get("version") != _VERSION:
             return None
-        request, *events = map(json.loads, whole.splitlines())
-        return Saved(request, events, file) if request.get("version") == _VERSION else None
+        saved = Saved(values[0], values[1:], file)
+        if not is_ours and not saved.has_ended:
+            raise _elsewhere()
+        if is_ours and num_bytes < len(data):
+            os.ftruncate(descriptor, num_bytes)
+        return saved
 
     def _path(self, response_id: str, tenant: str) -> Path:
         key = json.dumps([tenant, response_id]).encode()
         return self._folder / f"{hashlib.blake2b(key, digest_size=16).hexdigest()}{_SUFFIX}"
 
-    def _clean(self, seconds: float, max_files: int) -> None:
+    def _clean(self, max_files: int) -> None:
         """Remove what is too old, and of the rest the oldest beyond the limits."""
         num_kept = num_bytes = 0
-        files = [(path.stat(), path) for path in self._folder.glob(f"*{_SUFFIX}")]
+        paths = self._folder.glob(f"*{_SUFFIX}")
+        files = [(status, path) for path in paths if (status := _status(path)) is not None]
         for status, path in sorted(files, key=lambda file: -file[0].st_mtime):
             num_kept, num_bytes = num_kept + 1, num_bytes + status.st_size
             is_over = num_kept > max_files or num_bytes > self._max_bytes
-            if is_over or status.st_mtime < time.time() - seconds:
+            if is_over or status.st_mtime < time.time() - self._seconds:
                 _remove_unlocked(path)
 
 
@@ -204,6 +238,52 @@ def _lock(descriptor: int) -> None:
     import fcntl  # there is none on Windows
 
     fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
+def _is_locked_now(descriptor: int) -> bool:
+    """Lock a file; False: another process has the lock. Raises OSError where there are no locks."""
+    try:
+        _lock(descriptor)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _elsewhere() -> HttpError:
+    message = "another server generates the response: ask that one, or later"
+    return HttpError(409, message, code="response_elsewhere")
+
+
+def _opened(path: Path) -> int:
+    """Descriptor of a file that is there; of no link, and it waits for no other end of a pipe."""
+    return os.open(path, os.O_RDWR | os.O_APPEND | os.O_NOFOLLOW | os.O_NONBLOCK)
+
+
+def _status(path: Path) -> os.stat_result | None:
+    """Of a file or link; None: another server has removed it meanwhile."""
+    try:
+        return path.lstat()
+    except FileNotFoundError:
+        return None
+
+
+def _whole_lines(data: bytes) -> tuple[list[dict[str, Any]], int]:
+    """The values up to the first line that its server was killed in, or that a disk has lost, and
+    the bytes that they take.
+    """
+    values, num_bytes = list[dict[str, Any]](), 0
+    for line in data.splitlines(keepends=True):
+        try:
+            value = json.loads(line)
+        except ValueError:
+            break
+        number = len(values) - 1  # of an event; the first line is none
+        is_next = isinstance(value, dict) and value.get("sequence_number", -1) == number
+        if not is_next or not line.endswith(b"\n"):
+            break
+        values.append(value)
+        num_bytes += len(line)
+    return values, num_bytes
 
 
 def _remove_unlocked(path: Path) -> None:
@@ -250,7 +330,7 @@ class Replay:
         self._pass_whole_deltas()
         return self._number == len(self.events)
 
-    def event(self, kind: str) -> Mapping[str, Any] | None:
+    def event(self, kind: str, fields: Mapping[str, Any]) -> Mapping[str, Any] | None:
         """The event of before in whose place one without a delta comes; None: it is new.
 
         Raises HttpError where another one was there.
@@ -260,6 +340,8 @@ class Replay:
         event = self.events[self._number]
         if event["type"] != kind:
             raise _diverged(f"{event['type']} was there, and {kind} comes")
+        if _called(event) != _called(fields):
+            raise _diverged(f"{_called(event)} was called, and {_called(fields)} is now")
         self._number += 1
         return event
 
@@ -301,6 +383,12 @@ def _is_delta(kind: str) -> bool:
 
 def _scores(fields: Mapping[str, Any]) -> Sequence[Any]:
     return fields.get("logprobs") or ()
+
+
+def _called(fields: Mapping[str, Any]) -> str | None:
+    """The function that an item of an event calls; None: none."""
+    name: str | None = fields.get("item", {}).get("name")
+    return name
 
 
 def _diverged(why: str) -> HttpError:

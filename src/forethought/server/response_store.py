@@ -7,11 +7,15 @@ import contextlib
 import sys
 import time
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from concurrent.futures import Future
 from typing import Any
 
 from forethought.server.http import HttpError
 from forethought.server.limits import Overloaded
 from forethought.server.response_journal import JournalFile, Replay, Saved
+
+_MAX_BATCH = 256
+"""Events that are encoded without a turn of the event loop between them."""
 
 
 class Record:
@@ -69,7 +73,7 @@ class Record:
                 if rest is None:
                     return fields
                 fields = rest
-            elif (event := self.replay.event(kind)) is not None:
+            elif (event := self.replay.event(kind, fields)) is not None:
                 return event
         event = {"type": kind, "sequence_number": len(self.events), **fields}
         if self.journal is not None and self.journal.is_suspended:
@@ -113,12 +117,15 @@ class Record:
         changed.set()
 
     async def follow(self, first: int = 0) -> AsyncGenerator[list[dict[str, Any]], None]:
-        """The events from number ``first`` on, as they come; several at once if they are there."""
+        """The events from number ``first`` on, as they come; up to ``_MAX_BATCH`` at once if they
+        are there.
+        """
         while True:
             changed = self._changed
-            if batch := self.events[first : self._num_shown]:
+            if batch := self.events[first : min(self._num_shown, first + _MAX_BATCH)]:
                 first += len(batch)
                 yield batch
+                await asyncio.sleep(0)
             elif self.finished is not None:
                 return
             else:
@@ -128,6 +135,11 @@ class Record:
         """Wait for the end."""
         while self.finished is None:
             await self._changed.wait()
+
+    async def settle(self) -> None:
+        """Wait until its end is written, if it is there."""
+        if self._is_ending:
+            await self.end()
 
     async def cancel(self) -> None:
         """End it now, and wait until it has."""
@@ -207,10 +219,13 @@ class ResponseStore:
         return {item["id"]: item for record in records for item in record.response["output"]}
 
     async def delete(self, response_id: str, tenant: str) -> None:
-        """End a response if it goes on, and forget it. Raises as ``find``."""
+        """End a response if it goes on, and forget it; its file is removed then. Raises as
+        ``find``, and OSError: the file is still there.
+        """
         record = self.find(response_id, tenant)
         await record.cancel()
-        self._forget(record)
+        if (removal := self._forget(record)) is not None:
+            await asyncio.wrap_future(removal)
 
     def _expire(self) -> None:
         latest = time.monotonic() - self._seconds
@@ -218,10 +233,10 @@ class ResponseStore:
             if record.finished is not None and record.finished <= latest:
                 self._forget(record)
 
-    def _forget(self, record: Record) -> None:
+    def _forget(self, record: Record) -> Future[None] | None:
+        """The removal of its file; None: it has none."""
         self._records.pop(record.id, None)
-        if record.journal is not None:
-            record.journal.delete()
+        return None if record.journal is None else record.journal.delete()
 
 
 def _size(value: Any) -> int:

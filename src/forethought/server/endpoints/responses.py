@@ -82,7 +82,7 @@ async def create_response(service: Service, body: ResponseRequest, request: Requ
         why, fix = "store is false", "Leave store out"
         raise ParameterError("background needs store", why, fix, param="background")
     if body.previous_response_id is not None:
-        await recover(service, body.previous_response_id, caller.tenant)
+        await find(service, body.previous_response_id, caller.tenant, "previous_response_id")
     messages = conversation_of(service, body, caller.tenant)
     num_bytes = sum(len(str(message.get("content") or "")) for message in messages)
     is_journaled = stored and service.journal is not None and not body.events
@@ -127,13 +127,40 @@ async def _journal(service: Service, body: ResponseRequest, record: Record) -> N
         "response": {**record.response},
     }
     try:
-        begin = partial(service.journal.begin, record.id, record.tenant, request)
-        record.journal = await asyncio.to_thread(begin)
+        begin = service.journal.begin
+        record.journal = await service.journal.run(begin, record.id, record.tenant, request)
     except OSError as error:
         log.warning("a response cannot be kept in a file: %s", error)
     except BaseException:
         record.finish()  # nothing runs for it
         raise
+
+
+async def find(
+    service: Service, response_id: str, tenant: str, field: str = "response_id"
+) -> Record:
+    """A response, if need be from its file. One that says that it has ended is written until its
+    end. Raises as ``recover``, and HttpError about ``field``: there is none.
+    """
+    await recover(service, response_id, tenant)
+    record = service.store.find(response_id, tenant, field)
+    await record.settle()
+    return record
+
+
+async def delete(service: Service, response_id: str, tenant: str) -> None:
+    """Forget a response, and end it if it goes on here; one of which there is only a file is not
+    generated for that.
+
+    Raises HttpError: there is none, or another server generates it.
+    """
+    journal, is_removed = service.journal, False
+    if journal is not None:
+        async with service.recovering:
+            if response_id not in service.store:
+                is_removed = await journal.run(journal.remove, response_id, tenant)
+    if not is_removed:
+        await service.store.delete(response_id, tenant)
 
 
 async def recover(service: Service, response_id: str, tenant: str) -> None:
@@ -148,7 +175,7 @@ async def recover(service: Service, response_id: str, tenant: str) -> None:
     async with service.recovering:
         if response_id in service.store:
             return
-        saved = await asyncio.to_thread(journal.read, response_id, tenant)
+        saved = await journal.run(journal.read, response_id, tenant)
         if saved is None:
             return
         try:
@@ -159,7 +186,7 @@ async def recover(service: Service, response_id: str, tenant: str) -> None:
 
 
 async def _take_over(service: Service, saved: Saved, tenant: str) -> None:
-    record = Record.restored(saved, tenant)
+    record = await asyncio.to_thread(Record.restored, saved, tenant)
     with ExitStack() as held:
         if not saved.has_ended:
             held.enter_context(service.admitted())
