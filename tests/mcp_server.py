@@ -1,6 +1,7 @@
 """A small MCP server for tests of what calls tools: over stdio as a program, over HTTP in a thread.
 
-``python mcp_server.py FILE`` writes a line with its process id to FILE when it starts.
+``python mcp_server.py FILE`` writes a line with its process id to FILE when it starts; with a
+further argument its tool is one that ends it, and it does not start again.
 """
 
 from __future__ import annotations
@@ -14,11 +15,12 @@ from contextlib import contextmanager
 from typing import Any
 
 import anyio
+from mcp import MCPError
 from mcp.server.mcpserver import MCPServer
 
 
-def make_server() -> MCPServer:
-    """A server with a few tools."""
+def make_server(stdout: int = 1) -> MCPServer:
+    """A server with a few tools; the package takes ``stdout`` for its own."""
     server: Any = MCPServer("arithmetic", log_level="CRITICAL")
 
     @server.tool()
@@ -48,7 +50,36 @@ def make_server() -> MCPServer:
         await anyio.sleep_forever()
 
     @server.tool()
+    async def pause(seconds: float) -> str:
+        """Come back after a while."""
+        await anyio.sleep(seconds)
+        return "done"
+
+    @server.tool()
+    def noise() -> str:
+        """Write what is no text among the answers."""
+        os.write(stdout, b"\xff\n")
+        return "done"
+
+    @server.tool()
+    def refuse(size: int) -> str:
+        """Fail, with many words."""
+        raise MCPError(-32000, "E" * size)
+
+    @server.tool()
     def crash() -> str:
+        """End the server."""
+        os._exit(3)
+
+    return server
+
+
+def make_mortal() -> MCPServer:
+    """A server with one tool, which ends it."""
+    server: Any = MCPServer("mortal", log_level="CRITICAL")
+
+    @server.tool()
+    def fall() -> str:
         """End the server."""
         os._exit(3)
 
@@ -74,7 +105,9 @@ def serving(sse: bool = False) -> Iterator[str]:
 
 
 if __name__ == "__main__":
+    if len(sys.argv) > 2 and os.path.exists(sys.argv[1]):
+        sys.exit("this server starts once")
     if len(sys.argv) > 1:
         with open(sys.argv[1], "a", encoding="utf-8") as file:
             file.write(f"{os.getpid()}\n")
-    make_server().run()
+    (make_mortal() if len(sys.argv) > 2 else make_server(os.dup(1))).run()

@@ -244,7 +244,9 @@ class StandIn:
                 if self.path == "/v1/tools/call":
                     stand_in.called.append(body)
                     result = {"result": "31", "is_error": False, "seconds": 0.25}
-                    if body["name"] != "add":
+                    if body["name"] == "echo":
+                        result["result"] = body["arguments"]
+                    elif body["name"] != "add":
                         result = {"result": "Error: no tool", "is_error": True, "seconds": 0.1}
                     stand_in.released.wait(60)
                     self._send("application/json", json.dumps(result).encode())

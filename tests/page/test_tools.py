@@ -12,6 +12,7 @@ from page.browser import Browser
 from page.stand_in import JSON, Item, StandIn, finished, started
 from page.steps import ask, figure, open_page, shows, status, texts
 from page.streams import answer
+from page.test_hostile import MARKUP
 
 pytestmark = pytest.mark.page
 
@@ -99,3 +100,27 @@ def test_a_call_in_progress_is_stopped_and_tools_can_be_left_out(browser: Browse
         browser.wait("document.querySelectorAll('.turn').length === 2")
         status(browser, "Answered")
         assert "tools" not in server.requests[1]
+
+
+def test_markup_of_a_call_and_its_result_is_shown_as_it_was_written(browser: Browser):
+    hostile = f"{MARKUP}</script>\u202e"
+
+    def once(body: dict[str, Any]) -> Iterable[Item]:
+        if body["messages"][-1]["role"] == "tool":
+            return [started(), answer("Done."), finished("Done.")]
+        return calling(("echo", hostile), (MARKUP, "{}"), ("__proto__", '{"__proto__": 1}'))
+
+    with StandIn(once, WITH_TOOLS) as server:
+        server.released.set()
+        open_page(browser, server.address)
+        before = browser.run("return document.querySelectorAll('script, img, style, a').length")
+        ask(browser, "?")
+        status(browser, "Answered")
+        shown = texts(browser, ".calls li:first-child .said")
+        assert shown[0] == shown[1]
+        assert shown[1].startswith(MARKUP)
+        assert "\u202e" not in shown[1], "it would turn the direction of what follows"
+        assert "<script>" in texts(browser, ".calls summary")[1]
+        assert len(texts(browser, ".calls li")) == 3
+        after = browser.run("return document.querySelectorAll('script, img, style, a').length")
+        assert (after, browser.run("return document.title")) == (before, "forethought")

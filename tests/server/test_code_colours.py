@@ -9,7 +9,7 @@ from itertools import product
 import pytest
 
 from forethought.server.code_colours import KINDS, LANGUAGES, MAX_SECONDS, spans
-from forethought.server.markdown import tree
+from forethought.server.markdown import MAX_CHARACTERS, tree
 
 HOSTILE = (
     *('"', "'", "`", "/", "*", "/*", "//", "<", "<a ", "<!--", "(", "[", "{", "a", "A", " ", "\t"),
@@ -75,6 +75,12 @@ def test_words_of_a_language_have_kinds() -> None:
 @pytest.mark.parametrize("language", ["c", "python", "html", "javascript"])
 def test_no_code_costs_more_than_it_should(language: str) -> None:
     check_cost(language, 4000, (" ", "\n", "a ", '"', "(", "/*", "<a ", "a*"))
+
+
+def test_a_heredoc_without_a_last_line_end_costs_what_others_do() -> None:
+    began = time.thread_time()
+    assert list(spans("<<~E\n" + "a" * MAX_CHARACTERS, "ruby"))
+    assert time.thread_time() - began < MAX_SECONDS
 
 
 @pytest.mark.slow

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
+import shlex
+import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,8 +15,10 @@ import pytest
 import mcp_server
 from forethought.cli import serve
 from forethought.errors import UsageError
+from forethought.scaffolding.base_task import MCPCallTask
 from forethought.server.settings import Settings
-from http_servers import Served, scripted
+from forethought.workers.mcp import MCPWorker
+from http_servers import Served, eventually, scripted
 
 pytest.importorskip("mcp")
 
@@ -22,6 +29,16 @@ def server() -> Iterator[Served]:
         mcp_server.serving() as url,
         scripted({"?": "x"}, Settings(mcp_servers=[url])) as running,
     ):
+        yield running
+
+
+COMMAND = shlex.join([sys.executable, mcp_server.__file__])
+
+
+@pytest.fixture(scope="module")
+def local() -> Iterator[Served]:
+    """A server whose tools are those of a program."""
+    with scripted({"?": "x"}, Settings(mcp_servers=[COMMAND], max_running=4)) as running:
         yield running
 
 
@@ -88,3 +105,80 @@ def test_a_server_without_tools_says_so() -> None:
     with scripted({"?": "x"}) as plain:
         assert plain.send("/v1/tools").json["data"] == []
         assert called(plain, "add")["is_error"] is True
+
+
+def test_no_arguments_end_the_calls_of_others(local: Served) -> None:
+    with ThreadPoolExecutor() as pool:
+        other = pool.submit(called, local, "pause", '{"seconds": 0.5}')
+        eventually(lambda: local.service.admission.unfinished)
+        answer = called(local, "echo", '{"text": "\\ud800"}')
+        assert answer["is_error"] is True
+        assert "no JSON" in answer["result"]
+        assert other.result()["result"] == "done"
+
+
+def test_a_server_that_writes_no_text_is_still_understood(local: Served) -> None:
+    local.service.mcp.call_timeout = 10.0
+    assert called(local, "noise")["result"] == "done"
+    assert called(local, "add", '{"a": 1, "b": 1}')["result"] == "2"
+
+
+def test_an_error_is_cut_as_a_result_is(local: Served) -> None:
+    answer = called(local, "refuse", '{"size": 100000}')
+    assert answer["is_error"] is True
+    assert len(answer["result"]) < 21_000
+
+
+def test_calls_that_hang_leave_places_to_chats(local: Served) -> None:
+    local.service.mcp.call_timeout = 1.0
+    with ThreadPoolExecutor(8) as pool:
+        hanging = [
+            pool.submit(local.send, "/v1/tools/call", {"name": "pause", "arguments": HANG})
+            for _ in range(8)
+        ]
+        eventually(lambda: sum(call.done() for call in hanging) == 6)
+        assert local.service.admission.unfinished == 2
+        body = {"messages": [{"role": "user", "content": "?"}]}
+        assert local.send("/v1/chat/completions", body).status == 200
+    assert sorted(call.result().status for call in hanging) == [200] * 2 + [429] * 6
+
+
+HANG = '{"seconds": 60}'
+
+
+def test_a_dead_server_takes_no_tools_of_another_one_away(tmp_path: Path) -> None:
+    mortal = f"{COMMAND} {tmp_path / 'started'} once"
+    settings = Settings(mcp_servers=[mortal, COMMAND])
+    with scripted({"?": "x"}, settings) as server:
+        tools = server.send("/v1/tools").json
+        assert "Connection closed" in called(server, "fall")["result"]
+        assert called(server, "add", '{"a": 1, "b": 1}')["result"] == "2"
+        assert server.send("/v1/tools").json == tools
+        lost = called(server, "fall")
+        assert (lost["result"], lost["is_error"]) == (UNREACHABLE, True)
+
+
+UNREACHABLE = "Error: a server of tools cannot be reached."
+"""Without its name: a command may hold a password."""
+
+
+def test_a_call_may_take_longer_than_a_connection() -> None:
+    async def waited(url: str) -> MCPCallTask:
+        worker = MCPWorker([url], connect_timeout=1.5)
+        task = MCPCallTask.create_mcptask("1", "pause", '{"seconds": 1.7}', "tool_call")
+        await worker.call_handler(task)
+        await worker.async_shutdown()
+        return task
+
+    with mcp_server.serving() as url:
+        assert asyncio.run(waited(url)).result_str == "done"
+
+
+def test_tools_that_no_request_could_have_are_told_before_a_model_is_loaded() -> None:
+    async def listed(self: MCPWorker) -> list[dict[str, Any]]:
+        return [{"type": "function", "function": {"name": f"t{i}"}} for i in range(129)]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(MCPWorker, "list_tools", listed)
+        with pytest.raises(UsageError, match="fit in no request: List should have at most 128"):
+            serve.check_tools(Settings(mcp_servers=[COMMAND]))

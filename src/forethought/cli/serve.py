@@ -20,7 +20,7 @@ from forethought import assets
 from forethought.cli import options, serve_options
 from forethought.cli.judge import REWARD_SERVER, check_reward_model, reward_server_opener
 from forethought.cli.serve_options import HOST, PORT
-from forethought.errors import DependencyError, ParameterError
+from forethought.errors import DependencyError, ParameterError, UsageError
 from forethought.model_dir import find_model_dir
 
 if TYPE_CHECKING:
@@ -153,19 +153,30 @@ def read_config(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def check_tools(settings: Settings) -> None:
-    """Connect to the MCP servers once; raises UsageError if one cannot be reached."""
+    """Connect to the MCP servers once; raises UsageError if one cannot be reached, or no request
+    could offer their tools to a model.
+    """
     if not settings.mcp_servers:
         return
+    from pydantic import TypeAdapter, ValidationError
+
+    from forethought.server.protocol.chat_request import ToolList
     from forethought.workers.mcp import MCPWorker
 
-    async def connect() -> None:
+    async def tools() -> list[dict[str, Any]]:
         worker = MCPWorker(settings.mcp_servers)
         try:
-            await worker.init_in_asyncio_event_loop()
+            return await worker.list_tools()
         finally:
             await worker.async_shutdown()
 
-    asyncio.run(connect())
+    try:
+        TypeAdapter(ToolList).validate_python(asyncio.run(tools()))
+    except ValidationError as error:
+        complaint = error.errors(include_url=False)[0]
+        why = f"{'.'.join(map(str, complaint['loc']))} {complaint['msg']}".strip()
+        fix = "Start its server with other tools, or leave it out"
+        raise UsageError("the tools of the MCP servers fit in no request", why, fix) from None
 
 
 def _of_section(name: str, value: Any) -> Any:

@@ -88,10 +88,15 @@ def _tokens(code: str, language: str) -> Iterator[tuple[str, str]]:
     end = time.thread_time() + MAX_SECONDS
     # the rules of C for definitions of functions, which "root" has, take quadratic time in spaces
     stack = [("statement",)] if issubclass(LANGUAGES[language], CLexer | CppLexer) else []
-    for start, token, value in _lexer(language).get_tokens_unprocessed(code, *stack):
-        yield _kind(token), value
+    # a last line without an end takes Ruby's heredocs quadratic time
+    text, position = code + "\n", 0
+    for _, token, value in _lexer(language).get_tokens_unprocessed(text, *stack):
+        yield _kind(token), value[: len(code) - position]
+        position += len(value)
+        if position >= len(code):
+            return
         if time.thread_time() > end:
-            yield "", code[start + len(value) :]
+            yield "", code[position:]
             return
 
 

@@ -140,6 +140,7 @@ class Service:
         self.journal = _journal_of(settings)
         self.recovering = asyncio.Lock()
         self.mcp = MCPWorker(settings.mcp_servers) if settings.mcp_servers else None
+        self._tool_calls = Admission(max(1, settings.max_running // 2), 0)
         self._placement_keys = PlacementKeys()
         self._tasks: set[asyncio.Task[None]] = set()
         engine = backend.llm
@@ -413,6 +414,14 @@ class Service:
         except Overloaded as error:
             self.metrics.rejected("draining" if error.draining else "queue_full")
             raise
+
+    @contextmanager
+    def admitted_call(self) -> Iterator[None]:
+        """A call of a tool is unfinished inside; raises ``Overloaded``. Calls have a part of the
+        places alone, since a tool that hangs would take those of all requests.
+        """
+        with self.admitted(), self._tool_calls.admit():
+            yield
 
     @asynccontextmanager
     async def pooled(self, model: str, kind: str) -> AsyncGenerator[Usage, None]:

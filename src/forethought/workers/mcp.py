@@ -16,11 +16,14 @@ import asyncio
 import importlib
 import json
 import logging
+import math
 import shlex
 import sys
 import threading
 from collections.abc import Mapping, Sequence
 from typing import Any, Self
+
+from pydantic_core import from_json
 
 from forethought.errors import DependencyError, ParameterError, UsageError
 from forethought.scaffolding.base_task import MCPCallTask, MCPToolListTask, TaskStatus
@@ -81,12 +84,12 @@ class MCPWorker(Worker):
         """Connect to all servers now, rather than at the first use; ``UsageError`` if one is
         unreachable.
         """
-        await self._connected()
+        await asyncio.gather(*[connection.ready() for connection in self._connected()])
 
     async def list_tools(self) -> list[dict[str, Any]]:
         """Descriptions of all tools, in OpenAI's form, for ``ChatTask.tools``."""
         descriptions: dict[str, dict[str, Any]] = {}
-        for connection in await self._connected():
+        for connection in await self._listed():
             for name, tool in connection.tools.items():
                 descriptions.setdefault(name, _description(tool))
         return list(descriptions.values())
@@ -120,13 +123,14 @@ class MCPWorker(Worker):
 
     async def _call(self, name: str, arguments: dict[str, Any]) -> Any:
         """The result of a tool, as the package returns it; ``_CallError`` if there is none."""
-        connections = await self._connected()
+        connections = await self._listed()
         owner = next((connection for connection in connections if name in connection.tools), None)
         if owner is None:
             names = ", ".join(
                 sorted({tool for connection in connections for tool in connection.tools})
             )
-            raise _CallError(f"there is no tool {name!r}. Tools: {names or 'none'}.")
+            raise _CallError(f"there is no tool {name!r}. Tools: {self._cut(names) or 'none'}.")
+        await owner.ready()
         try:
             return await owner.call(name, arguments, self.call_timeout)
         except TimeoutError:
@@ -134,9 +138,10 @@ class MCPWorker(Worker):
         except self._mcp.MCPError as error:
             if error.code == self._mcp.types.CONNECTION_CLOSED:
                 await owner.close()  # the next call connects again
-            raise _CallError(f"{name} failed: {error.message}") from error
+            raise _CallError(f"{name} failed: {self._cut(error.message)}") from error
         except (OSError, ValueError, RuntimeError) as error:
-            raise _CallError(f"{name} failed: {error or type(error).__name__}") from error
+            reason = self._cut(str(error)) or type(error).__name__
+            raise _CallError(f"{name} failed: {reason}") from error
 
     def _cut(self, text: str) -> str:
         extra = len(text) - self.max_result_chars
@@ -146,19 +151,28 @@ class MCPWorker(Worker):
 
     # ---- connections --------------------------------------------------------------------------
 
-    async def _connected(self) -> list[_Connection]:
-        """A connection of this loop to every server, in their order."""
+    async def _listed(self) -> list[_Connection]:
+        """The connections of this loop, once the tools of all are known. Those of a server that
+        has been reached before are, and nothing waits for it.
+        """
+        connections = self._connected()
+        await asyncio.gather(*[server.ready() for server in connections if not server.tools])
+        return connections
+
+    def _connected(self) -> list[_Connection]:
+        """A connection of this loop to every server, in their order, which may not be ready yet."""
         loop = asyncio.get_running_loop()
         with self._lock:
             for closed in [loop for loop in self._connections if loop.is_closed()]:
                 del self._connections[closed]
             mine = self._connections.setdefault(loop, {})
             for number, server in enumerate(self.urls):
-                if number not in mine or mine[number].is_over:
-                    mine[number] = _Connection(self._mcp, server, self.connect_timeout)
-            connections = [mine[number] for number in range(len(self.urls))]
-        await asyncio.gather(*[connection.ready() for connection in connections])
-        return connections
+                previous = mine.get(number)
+                if previous is None or previous.is_over:
+                    connection = _Connection(self._mcp, server, self.connect_timeout)
+                    connection.tools = {} if previous is None else previous.tools
+                    mine[number] = connection
+            return [mine[number] for number in range(len(self.urls))]
 
     async def on_loop_end(self) -> None:
         """Close the connections of this loop, unless calls are in flight; local servers end."""
@@ -192,7 +206,7 @@ class _Connection:
     One asyncio task opens it and closes it, as the package demands.
 
     Attributes:
-        tools: the server's tools by name, once it is ready.
+        tools: the server's tools by name; until it is ready, those that it last had.
         num_calls: calls in flight.
     """
 
@@ -234,7 +248,7 @@ class _Connection:
         self.num_calls += 1
         try:
             async with asyncio.timeout(timeout):
-                return await self._client.call_tool(name, arguments)
+                return await self._client.call_tool(name, arguments, read_timeout_seconds=math.inf)
         finally:
             self.num_calls -= 1
 
@@ -298,6 +312,8 @@ def _transport(mcp: Any, server: Any) -> Any:
             f"got {server!r}",
             "Give a URL, a command as a list of words, or mcp.StdioServerParameters",
         )
+    # bytes that are no text would end the reading, and the connection would seem to be alive
+    words = words.model_copy(update={"encoding_error_handler": "replace"})
     return mcp.stdio_client(words, errlog=sys.__stderr__ or sys.stderr)
 
 
@@ -324,7 +340,7 @@ def _arguments(args: Any) -> dict[str, Any]:
         return {}
     if isinstance(args, str):
         try:
-            args = json.loads(args)
+            args = from_json(args, allow_inf_nan=False)  # no lone surrogates, which end a session
         except ValueError as error:
             raise _CallError(f"the arguments are no JSON: {error}.") from error
     if not isinstance(args, Mapping):

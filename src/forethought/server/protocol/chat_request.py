@@ -115,6 +115,9 @@ class Tool(Body):
     function: Function
 
 
+ToolList = Annotated[list[Tool], Field(max_length=128)]
+
+
 class NamedFunction(Body):
     """A function by its name."""
 
@@ -195,7 +198,7 @@ class ChatRequest(Penalised, Prompting):
     logprobs: bool | None = None
     top_logprobs: Count | None = None
     response_format: ResponseFormat | None = None
-    tools: Annotated[list[Tool], Field(max_length=128)] | None = None
+    tools: ToolList | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = None
     reasoning_effort: Effort | None = None
