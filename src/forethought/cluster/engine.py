@@ -345,8 +345,9 @@ class ClusterEngine(BaseEngine):
         sequence.usage.prefilled += progress.usage.prefilled
         sequence.usage.cached += progress.usage.cached
         sequence.usage.decoded += len(tokens)
-        if progress.prompt_logprobs is not None:
-            sequence.prompt_logprobs = progress.prompt_logprobs
+        if (scores := progress.prompt_logprobs) is not None:
+            scores[: remote.num_unscored] = [None] * remote.num_unscored
+            sequence.prompt_logprobs = scores
         sequence.drafted_steps += progress.drafted_steps
         if progress.metrics is not None:
             _assign(sequence.metrics, remote.metrics_before + progress.metrics)
@@ -414,8 +415,11 @@ class ClusterEngine(BaseEngine):
             remote.adapter = params.adapter
         sequence.params, sequence.index = params.replace(adapter=remote.adapter or ""), begun.index
         sequence.prompt_length = len(sequence.tokens) - begun.num_tokens
+        remote.num_unscored = sequence.extended_from or 1
         sequence.finish_reason = sequence.stop_reason = sequence.extended_from = None
         sequence.hold, sequence.prompt_logprobs = math.inf, []
+        if params.prompt_logprobs is not None and remote.num_unscored == sequence.prompt_length:
+            sequence.prompt_logprobs = [None] * sequence.prompt_length
         sequence.metrics, sequence.drafted_steps = SpeculationMetrics(), []
         sequence.status = Status.WAITING
         remote.metrics_before, remote.num_deaths = SpeculationMetrics(), 0
@@ -465,6 +469,7 @@ class ClusterEngine(BaseEngine):
             params = params.replace(prompt_logprobs=None)
         num_output = len(sequence.tokens) - sequence.prompt_length
         remote.generation, remote.has_begun = next(self._generations), False
+        remote.num_generations += 1
         if self.split is not None:
             self.split.enqueue(remote, link)
         remote.reach = math.inf, math.inf
@@ -538,7 +543,7 @@ class ClusterEngine(BaseEngine):
         """A generation is over."""
         sequence = remote.sequence
         self._homeless.pop(remote, None)
-        remote.origin = None
+        remote.origin, remote.is_fork, remote.paused_since = None, False, 0.0
         if remote.generation is not None:
             if self.split is not None:
                 self.split.ended(remote)
