@@ -9,34 +9,30 @@ with the same tokens. What a replica has computed and not told yet is computed a
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from collections.abc import Sequence as Ids
-from typing import Never
 
 from typing_extensions import override
 
+from forethought.cluster.counts import ReplicaCounts, assign
 from forethought.cluster.fleet import Fleet
 from forethought.cluster.link import Link, Role
 from forethought.cluster.messages import Branch, Close, Copied, Generate, Progress, Reach, Stop
 from forethought.cluster.migration import Migration, Rebalancing
 from forethought.cluster.placement import Placement
 from forethought.cluster.prefill import MeasuredCosts, PrefillSplit, dequeue
+from forethought.cluster.refusals import ReplicaRefusals
 from forethought.cluster.remote import Remote
 from forethought.config.sampling import SamplingParams
-from forethought.engine.base import FRESH, BaseEngine, Begun, Capabilities
-from forethought.engine.embedding import EmbeddingPass, Pooling
+from forethought.engine.base import FRESH, Begun, Capabilities
 from forethought.engine.sequence import Sequence, Status, num_common
-from forethought.engine.snapshot import SequenceSnapshot
 from forethought.engine.step import Event
-from forethought.errors import ModelError, RequestError, UsageError
+from forethought.errors import RequestError
 from forethought.kv.pool import PagePool
 from forethought.kv.table import PageTable
-from forethought.model.adapter import Adapter
 from forethought.model.sampling import Constraints, SequenceBreakers
-from forethought.model.token_adapters import PlacedAdapter
 from forethought.outputs import (
     GRAMMAR_COMPLETE,
     EngineLoad,
@@ -66,7 +62,7 @@ class _Wake(Interrupt):
             self._wake()
 
 
-class ClusterEngine(BaseEngine):
+class ClusterEngine(ReplicaRefusals):
     """Has sequences computed by the replicas of a fleet, one of which is up.
 
     Args:
@@ -92,7 +88,7 @@ class ClusterEngine(BaseEngine):
         super().__init__(description.limits, seed)
         self.fleet, self._description, self._key = fleet, description, key
         self.interrupt, self.stats = _Wake(fleet.wake), EngineStats()
-        self._past_stats = EngineStats()
+        self._counts = ReplicaCounts()
         self._placement, self._pool = Placement(), PagePool(1, 1)
         self._ids, self._handles, self._generations = (itertools.count() for _ in range(3))
         self._remotes: dict[Sequence, Remote] = {}
@@ -127,14 +123,6 @@ class ClusterEngine(BaseEngine):
     @override
     def has_work(self) -> bool:
         return True  # replicas die and come while nothing generates
-
-    @override
-    def check_concurrent(self) -> None:
-        raise ModelError(
-            "sequences cannot attend to each other",
-            "replicas compute them, and what they read could not be computed again elsewhere",
-            "Serve the model without replicas",
-        )
 
     # ---- sequences ----------------------------------------------------------------------------
 
@@ -217,52 +205,6 @@ class ClusterEngine(BaseEngine):
             self.give_back(remote)
 
     @override
-    def attend_to(self, sequence: Sequence, others: Mapping[Sequence, int]) -> None:
-        self.check_concurrent()
-
-    @override
-    def capture(self, sequence: Sequence, token_ids: Ids[int], start: int = 0) -> SequenceSnapshot:
-        _refuse_snapshots()
-
-    @override
-    def restore(self, saved: SequenceSnapshot) -> Sequence:
-        _refuse_snapshots()
-
-    @override
-    def append_snapshot(self, sequence: Sequence, saved: SequenceSnapshot) -> None:
-        _refuse_snapshots()
-
-    @override
-    def place_adapter(self, adapter: Adapter) -> PlacedAdapter:
-        _refuse_adapters()
-
-    @override
-    def add_adapter(self, adapter: PlacedAdapter) -> None:
-        _refuse_adapters()
-
-    @override
-    def remove_adapter(self, name: str) -> None:
-        _refuse_adapters()
-
-    @override
-    def embedding_pass(
-        self,
-        rows: Ids[Ids[int]],
-        pooling: Pooling,
-        adapter: str | None = None,
-        dimensions: int | None = None,
-    ) -> EmbeddingPass:
-        raise ModelError(
-            "replicas compute no embeddings",
-            "only generations are sent to them",
-            "Serve the model for embeddings without --replicas",
-        )
-
-    @override
-    def advance(self, embedding_pass: EmbeddingPass) -> None:
-        raise AssertionError("there is no pass of this engine")
-
-    @override
     def shutdown(self) -> None:
         self.fleet.close()
 
@@ -317,7 +259,7 @@ class ClusterEngine(BaseEngine):
                 self._costs.told(link.name, updates.stats)
             for progress in updates.progress:
                 self._take(progress)
-        self._count()
+        assign(self.stats, self._counts.total(self.fleet, self.migration.stats, self.num_moved))
         self._place_homeless()
         self.migration.step()
         self._flush()
@@ -350,7 +292,7 @@ class ClusterEngine(BaseEngine):
             sequence.prompt_logprobs = scores
         sequence.drafted_steps += progress.drafted_steps
         if progress.metrics is not None:
-            _assign(sequence.metrics, remote.metrics_before + progress.metrics)
+            assign(sequence.metrics, remote.metrics_before + progress.metrics)
         reason, stop = progress.finish_reason, progress.stop_reason
         if reason is FinishReason.ABORT:  # of a ``Copy``
             reason = None
@@ -367,16 +309,6 @@ class ClusterEngine(BaseEngine):
         self._end(remote)
         self.give_back(remote)
         self._events.append(Event(remote.sequence, [], error=error))
-
-    def _count(self) -> None:
-        """Add up the counts of the replicas."""
-        links = [link.stats for link in self.fleet.links]
-        total = _sum_stats([self._past_stats, *links])
-        total.replicas_lost, total.moved = self.fleet.num_lost, self.num_moved
-        moves = self.migration.stats
-        total.migrated, total.migrated_tokens = moves.num_moved, moves.num_tokens
-        total.prefilled_apart = moves.num_prefilled
-        _assign(self.stats, total)
 
     # ---- where sequences are computed ---------------------------------------------------------
 
@@ -558,7 +490,7 @@ class ClusterEngine(BaseEngine):
         """A replica is gone: its generations go on elsewhere, and its other sequences are computed
         again when they generate next.
         """
-        _assign(self._past_stats, _sum_stats([self._past_stats, link.stats]))
+        self._counts.lost(link)
         self.migration.lost(link)
         for remote in [r for r in self._remotes.values() if r.link is link]:
             is_running = remote.generation is not None
@@ -598,37 +530,3 @@ def _fatal(num_deaths: int) -> RequestError:
         f"{num_deaths} replicas have died while they generated for it, perhaps of it",
         "See the logs of their processes",
     )
-
-
-def _refuse_snapshots() -> Never:
-    raise UsageError(
-        "replicas save and restore no snapshots",
-        "sequences are not on this machine",
-        "Serve the model without replicas, or leave snapshot_dir out",
-    )
-
-
-def _refuse_adapters() -> Never:
-    raise UsageError(
-        "the adapters of replicas do not change",
-        "a replica that starts later would not have the same ones",
-        "Give all of them at the start",
-    )
-
-
-def _assign(target: object, source: object) -> None:
-    for item in dataclasses.fields(source):  # type: ignore[arg-type]
-        setattr(target, item.name, getattr(source, item.name))
-
-
-def _sum_stats(parts: Ids[EngineStats]) -> EngineStats:
-    """The counts of all; paths are those of the last."""
-    total = EngineStats()
-    for part in parts:
-        for item in dataclasses.fields(part):
-            value = getattr(part, item.name)
-            if isinstance(value, int | float):
-                value += getattr(total, item.name)
-            if value:
-                setattr(total, item.name, value)
-    return total
