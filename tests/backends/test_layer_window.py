@@ -381,7 +381,7 @@ def test_without_temporary_directories_the_file_is_in_the_cache_or_refused(
     assert WeightFile("layers", "layer_window")._directory == tmp_path / "cache"
     tmp_path.joinpath("file").touch()
     monkeypatch.setenv("FORETHOUGHT_CACHE", str(tmp_path / "file"))
-    with pytest.raises(ModelError, match="layers cannot be stored in a file: .*/file: "):
+    with pytest.raises(ModelError, match=r"layers cannot be stored in a file: .*/file: "):
         WeightFile("layers", "layer_window")
 
 

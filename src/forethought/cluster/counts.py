@@ -15,18 +15,18 @@ class ReplicaCounts:
     """Adds up what replicas count, so that the sums never fall."""
 
     def __init__(self) -> None:
-        self._gone = EngineStats()
+        self._past = EngineStats()
         """Of the replicas that have died or were left."""
 
     def lost(self, link: Link) -> None:
         """A replica is gone: what it has counted stays."""
-        self._gone = _sum_of([self._gone, link.stats])
+        self._past = _sum_of([self._past, link.stats])
 
     def total(self, fleet: Fleet, moves: MigrationStats, num_moved: int) -> EngineStats:
         """Of all replicas and of the ingress; ``num_moved`` of its generations have gone on
         elsewhere, as their replica had died.
         """
-        total = _sum_of([self._gone, *(link.stats for link in fleet.links)])
+        total = _sum_of([self._past, *(link.stats for link in fleet.links)])
         total.replicas_lost, total.moved = fleet.num_lost, num_moved
         total.migrated, total.migrated_tokens = moves.num_moved, moves.num_tokens
         total.prefilled_apart = moves.num_prefilled
