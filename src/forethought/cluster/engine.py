@@ -355,7 +355,10 @@ class ClusterEngine(ReplicaRefusals):
         sequence.metrics, sequence.drafted_steps = SpeculationMetrics(), []
         sequence.status = Status.WAITING
         remote.metrics_before, remote.num_deaths = SpeculationMetrics(), 0
-        self._place(remote)
+        if _is_computed(sequence):
+            self._homeless[remote] = None  # until the next step, which ends it
+        else:
+            self._place(remote)
 
     def _place(self, remote: Remote) -> None:
         """Have a sequence generate in the replica that has it, or elsewhere from its tokens."""
@@ -512,7 +515,11 @@ class ClusterEngine(ReplicaRefusals):
             link.num_failures >= MAX_STARTS for link in self.fleet.links
         )
         for remote in [*self._homeless]:
-            if is_hopeless:
+            if _is_computed(remote.sequence):
+                self._end(remote)
+                remote.sequence.finish_reason = FinishReason.LENGTH
+                self._events.append(Event(remote.sequence, [], None, FinishReason.LENGTH))
+            elif is_hopeless:
                 why = f"none has started after {MAX_STARTS} attempts: {self.fleet.failure}"
                 self._fail(remote, RequestError("there is no replica", why, "See their logs"))
             elif remote.num_deaths > MAX_DEATHS:
@@ -522,6 +529,11 @@ class ClusterEngine(ReplicaRefusals):
             elif any(link.takes for link in self.fleet.links):
                 del self._homeless[remote]
                 self._place(remote)
+
+
+def _is_computed(sequence: Sequence) -> bool:
+    """Whether a generation is of no token, and its prompt needs no scores any more."""
+    return sequence.params.max_tokens == 0 and bool(sequence.prompt_logprobs)
 
 
 def _fatal(num_deaths: int) -> RequestError:
