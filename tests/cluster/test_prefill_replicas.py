@@ -266,9 +266,10 @@ def test_of_a_short_prompt_or_an_extension_the_same_tokens_are_scored_as_by_one_
 
     async def scores(llm: AsyncLLM) -> list[Any]:
         output = await llm.generate([51], params.replace(n=2))
-        alone = await llm.generate([51], params.replace(max_tokens=0))
-        assert alone.prompt_logprobs == [None]
-        assert alone.outputs[0].finish_reason == "length"
+        for prompt_ids in ([51], [51, 87, 425]):
+            alone = await llm.generate(prompt_ids, params.replace(n=2, max_tokens=0))
+            assert len(alone.prompt_logprobs or ()) == len(prompt_ids)
+            assert [sample.finish_reason for sample in alone.outputs] == ["length"] * 2
         async with llm.start("What is 12 + 7?") as session:
             await session.extend(" Twelve and seven.")
             await session.generate(params)

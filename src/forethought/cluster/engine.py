@@ -138,10 +138,10 @@ class ClusterEngine(ReplicaRefusals):
     ) -> list[Sequence]:
         seed, first = self._seed(params), self._new(prompt_ids, keep)
         samples = [first]
-        self._generate(first, params.replace(n=1, seed=seed), FRESH)
+        one = params.replace(n=1, seed=seed)
+        self._generate(first, one, FRESH)
         for index in range(1, params.n):
             sample = self._forked(first, len(prompt_ids), keep)
-            one = params.replace(n=1, seed=seed, prompt_logprobs=None)
             self._generate(sample, one, Begun(index=index))
             samples.append(sample)
         return samples
@@ -350,7 +350,8 @@ class ClusterEngine(ReplicaRefusals):
         remote.num_unscored = sequence.extended_from or 1
         sequence.finish_reason = sequence.stop_reason = sequence.extended_from = None
         sequence.hold, sequence.prompt_logprobs = math.inf, []
-        if params.prompt_logprobs is not None and remote.num_unscored == sequence.prompt_length:
+        is_scored = begun.index > 0 or remote.num_unscored == sequence.prompt_length
+        if params.prompt_logprobs is not None and is_scored:  # with the first sample, or not at all
             sequence.prompt_logprobs = [None] * sequence.prompt_length
         sequence.metrics, sequence.drafted_steps = SpeculationMetrics(), []
         sequence.status = Status.WAITING
