@@ -370,6 +370,21 @@ def test_the_file_is_not_in_the_memory_of_the_machine(
     os.rmdir("/dev/shm/forethought-test")
 
 
+def test_without_temporary_directories_the_file_is_in_the_cache_or_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def missing() -> str:
+        raise FileNotFoundError(2, "No usable temporary directory found")
+
+    monkeypatch.setattr(tempfile, "gettempdir", missing)
+    monkeypatch.setenv("FORETHOUGHT_CACHE", str(tmp_path / "cache"))
+    assert WeightFile("layers", "layer_window")._directory == tmp_path / "cache"
+    tmp_path.joinpath("file").touch()
+    monkeypatch.setenv("FORETHOUGHT_CACHE", str(tmp_path / "file"))
+    with pytest.raises(ModelError, match=r"layers cannot be stored in a file: .*/file: "):
+        WeightFile("layers", "layer_window")
+
+
 def test_layers_are_read_through_the_cache_of_a_system_that_must(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

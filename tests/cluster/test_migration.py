@@ -143,6 +143,41 @@ def test_a_parked_sequence_moves_with_what_is_stored_of_it() -> None:
     assert rests == [0, 0], "tokens that were copied were computed again"
 
 
+def test_a_parked_sequence_that_has_generated_other_tokens_meanwhile_is_not_moved() -> None:
+    cluster, one = Scripted(), {**GREEDY, "max_tokens": 1}
+    engine, sequence = cluster.engine, cluster.engine.open([*range(1, 50)])
+    engine.resume(sequence, SamplingParams(**one))
+    cluster.finish()
+    move(cluster, sequence)
+    engine.rewind(sequence, 5)
+    engine.extend(sequence, [*range(100, 160)])
+    for fields in (one, GREEDY):  # the first one ends before an answer of the target is read
+        prompt, cluster.outputs[sequence] = list(sequence.tokens), []
+        engine.resume(sequence, SamplingParams(**fields))
+        cluster.finish()
+        cluster.step()
+        assert cluster.outputs[sequence] == expected(prompt, SamplingParams(**fields))
+    assert engine.stats.migrated == 0
+    engine.close(sequence)
+    expect_nothing_left(cluster)
+
+
+def test_the_pause_of_a_generation_that_is_aborted_in_it_is_not_measured() -> None:
+    cluster = Scripted()
+    engine, sequence = cluster.engine, cluster.engine.open(PROMPT)
+    engine.resume(sequence, SamplingParams(**GREEDY))
+    cluster.step()
+    _, target = move(cluster, sequence)
+    while home_of(cluster, sequence) is not target:
+        cluster.step()
+    engine.abort(sequence)
+    engine.resume(sequence, SamplingParams(**GREEDY))
+    cluster.finish()
+    assert not engine.migration.stats.pauses
+    engine.close(sequence)
+    expect_nothing_left(cluster)
+
+
 @pytest.mark.parametrize("what", ["rewind", "rewind and wait", "resume", "close", "abort"])
 @pytest.mark.parametrize("after", [0, 1, 2])
 def test_what_its_holder_does_meanwhile_goes_before_the_move(what: str, after: int) -> None:

@@ -164,6 +164,27 @@ def test_a_fork_of_a_prompt_on_its_way_shares_its_pages(after: int) -> None:
     expect_nothing_left(cluster)
 
 
+def test_a_fork_that_was_aborted_while_it_waited_is_no_fork_of_the_next_one_it_waits_for() -> None:
+    cluster, one = split(size=8), SamplingParams(**{**GREEDY, "max_tokens": 1})
+    other = [LONG[0], *range(99, 900)]
+    engine, sequence = cluster.engine, cluster.engine.open(LONG)
+    engine.resume(sequence, SamplingParams(**GREEDY))
+    cluster.step()
+    fork = engine.fork(sequence, 1)
+    engine.resume(fork, one)
+    engine.abort(fork)
+    engine.resume(fork, one)
+    cluster.finish()
+    engine.rewind(fork, 1)
+    engine.extend(fork, other[1:])
+    cluster.start(other, **GREEDY)
+    engine.resume(fork, one)
+    cluster.finish()  # each step counts the sessions of the replicas
+    for live in (fork, sequence):
+        engine.close(live)
+    expect_nothing_left(cluster)
+
+
 @pytest.mark.parametrize("what", ["close", "abort"])
 @pytest.mark.parametrize("after", range(8))
 def test_a_client_may_leave_while_its_prompt_is_on_its_way(what: str, after: int) -> None:

@@ -259,6 +259,28 @@ def test_a_prompt_whose_scores_are_asked_for_is_computed_where_it_decodes(
     assert cluster.llm.stats.prefilled_apart == before
 
 
+def test_of_a_short_prompt_or_an_extension_the_same_tokens_are_scored_as_by_one_engine(
+    cluster: Cluster, local: AsyncLLM
+) -> None:
+    params = SamplingParams(max_tokens=2, temperature=0.0, prompt_logprobs=0)
+
+    async def scores(llm: AsyncLLM) -> list[Any]:
+        output = await llm.generate([51], params.replace(n=2))
+        for prompt_ids in ([51], [51, 87, 425]):
+            alone = await llm.generate(prompt_ids, params.replace(n=2, max_tokens=0))
+            assert len(alone.prompt_logprobs or ()) == len(prompt_ids)
+            assert [sample.finish_reason for sample in alone.outputs] == ["length"] * 2
+        async with llm.start("What is 12 + 7?") as session:
+            await session.extend(" Twelve and seven.")
+            await session.generate(params)
+            scored = session.prompt_logprobs
+        values = [s and round(next(iter(s.values())).logprob, 2) for s in scored]
+        return [output.prompt_logprobs, values]
+
+    cluster.all_up()
+    assert asyncio.run(scores(cluster.llm)) == asyncio.run(scores(local))
+
+
 @pytest.mark.parametrize("architecture", ["qwen3_5", "bamba"])
 def test_states_of_recurrent_layers_go_over_with_the_last_pages(architecture: str) -> None:
     model = str(tiny(architecture, vocab_size=512))

@@ -9,34 +9,30 @@ with the same tokens. What a replica has computed and not told yet is computed a
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from collections.abc import Sequence as Ids
-from typing import Never
 
 from typing_extensions import override
 
+from forethought.cluster.counts import ReplicaCounts, assign
 from forethought.cluster.fleet import Fleet
 from forethought.cluster.link import Link, Role
 from forethought.cluster.messages import Branch, Close, Copied, Generate, Progress, Reach, Stop
 from forethought.cluster.migration import Migration, Rebalancing
 from forethought.cluster.placement import Placement
 from forethought.cluster.prefill import MeasuredCosts, PrefillSplit, dequeue
+from forethought.cluster.refusals import ReplicaRefusals
 from forethought.cluster.remote import Remote
 from forethought.config.sampling import SamplingParams
-from forethought.engine.base import FRESH, BaseEngine, Begun, Capabilities
-from forethought.engine.embedding import EmbeddingPass, Pooling
+from forethought.engine.base import FRESH, Begun, Capabilities
 from forethought.engine.sequence import Sequence, Status, num_common
-from forethought.engine.snapshot import SequenceSnapshot
 from forethought.engine.step import Event
-from forethought.errors import ModelError, RequestError, UsageError
+from forethought.errors import RequestError
 from forethought.kv.pool import PagePool
 from forethought.kv.table import PageTable
-from forethought.model.adapter import Adapter
 from forethought.model.sampling import Constraints, SequenceBreakers
-from forethought.model.token_adapters import PlacedAdapter
 from forethought.outputs import (
     GRAMMAR_COMPLETE,
     EngineLoad,
@@ -66,7 +62,7 @@ class _Wake(Interrupt):
             self._wake()
 
 
-class ClusterEngine(BaseEngine):
+class ClusterEngine(ReplicaRefusals):
     """Has sequences computed by the replicas of a fleet, one of which is up.
 
     Args:
@@ -92,7 +88,7 @@ class ClusterEngine(BaseEngine):
         super().__init__(description.limits, seed)
         self.fleet, self._description, self._key = fleet, description, key
         self.interrupt, self.stats = _Wake(fleet.wake), EngineStats()
-        self._past_stats = EngineStats()
+        self._counts = ReplicaCounts()
         self._placement, self._pool = Placement(), PagePool(1, 1)
         self._ids, self._handles, self._generations = (itertools.count() for _ in range(3))
         self._remotes: dict[Sequence, Remote] = {}
@@ -128,14 +124,6 @@ class ClusterEngine(BaseEngine):
     def has_work(self) -> bool:
         return True  # replicas die and come while nothing generates
 
-    @override
-    def check_concurrent(self) -> None:
-        raise ModelError(
-            "sequences cannot attend to each other",
-            "replicas compute them, and what they read could not be computed again elsewhere",
-            "Serve the model without replicas",
-        )
-
     # ---- sequences ----------------------------------------------------------------------------
 
     @override
@@ -150,10 +138,10 @@ class ClusterEngine(BaseEngine):
     ) -> list[Sequence]:
         seed, first = self._seed(params), self._new(prompt_ids, keep)
         samples = [first]
-        self._generate(first, params.replace(n=1, seed=seed), FRESH)
+        one = params.replace(n=1, seed=seed)
+        self._generate(first, one, FRESH)
         for index in range(1, params.n):
             sample = self._forked(first, len(prompt_ids), keep)
-            one = params.replace(n=1, seed=seed, prompt_logprobs=None)
             self._generate(sample, one, Begun(index=index))
             samples.append(sample)
         return samples
@@ -217,52 +205,6 @@ class ClusterEngine(BaseEngine):
             self.give_back(remote)
 
     @override
-    def attend_to(self, sequence: Sequence, others: Mapping[Sequence, int]) -> None:
-        self.check_concurrent()
-
-    @override
-    def capture(self, sequence: Sequence, token_ids: Ids[int], start: int = 0) -> SequenceSnapshot:
-        _refuse_snapshots()
-
-    @override
-    def restore(self, saved: SequenceSnapshot) -> Sequence:
-        _refuse_snapshots()
-
-    @override
-    def append_snapshot(self, sequence: Sequence, saved: SequenceSnapshot) -> None:
-        _refuse_snapshots()
-
-    @override
-    def place_adapter(self, adapter: Adapter) -> PlacedAdapter:
-        _refuse_adapters()
-
-    @override
-    def add_adapter(self, adapter: PlacedAdapter) -> None:
-        _refuse_adapters()
-
-    @override
-    def remove_adapter(self, name: str) -> None:
-        _refuse_adapters()
-
-    @override
-    def embedding_pass(
-        self,
-        rows: Ids[Ids[int]],
-        pooling: Pooling,
-        adapter: str | None = None,
-        dimensions: int | None = None,
-    ) -> EmbeddingPass:
-        raise ModelError(
-            "replicas compute no embeddings",
-            "only generations are sent to them",
-            "Serve the model for embeddings without --replicas",
-        )
-
-    @override
-    def advance(self, embedding_pass: EmbeddingPass) -> None:
-        raise AssertionError("there is no pass of this engine")
-
-    @override
     def shutdown(self) -> None:
         self.fleet.close()
 
@@ -317,7 +259,7 @@ class ClusterEngine(BaseEngine):
                 self._costs.told(link.name, updates.stats)
             for progress in updates.progress:
                 self._take(progress)
-        self._count()
+        assign(self.stats, self._counts.total(self.fleet, self.migration.stats, self.num_moved))
         self._place_homeless()
         self.migration.step()
         self._flush()
@@ -345,11 +287,12 @@ class ClusterEngine(BaseEngine):
         sequence.usage.prefilled += progress.usage.prefilled
         sequence.usage.cached += progress.usage.cached
         sequence.usage.decoded += len(tokens)
-        if progress.prompt_logprobs is not None:
-            sequence.prompt_logprobs = progress.prompt_logprobs
+        if (scores := progress.prompt_logprobs) is not None:
+            scores[: remote.num_unscored] = [None] * remote.num_unscored
+            sequence.prompt_logprobs = scores
         sequence.drafted_steps += progress.drafted_steps
         if progress.metrics is not None:
-            _assign(sequence.metrics, remote.metrics_before + progress.metrics)
+            assign(sequence.metrics, remote.metrics_before + progress.metrics)
         reason, stop = progress.finish_reason, progress.stop_reason
         if reason is FinishReason.ABORT:  # of a ``Copy``
             reason = None
@@ -366,16 +309,6 @@ class ClusterEngine(BaseEngine):
         self._end(remote)
         self.give_back(remote)
         self._events.append(Event(remote.sequence, [], error=error))
-
-    def _count(self) -> None:
-        """Add up the counts of the replicas."""
-        links = [link.stats for link in self.fleet.links]
-        total = _sum_stats([self._past_stats, *links])
-        total.replicas_lost, total.moved = self.fleet.num_lost, self.num_moved
-        moves = self.migration.stats
-        total.migrated, total.migrated_tokens = moves.num_moved, moves.num_tokens
-        total.prefilled_apart = moves.num_prefilled
-        _assign(self.stats, total)
 
     # ---- where sequences are computed ---------------------------------------------------------
 
@@ -414,12 +347,19 @@ class ClusterEngine(BaseEngine):
             remote.adapter = params.adapter
         sequence.params, sequence.index = params.replace(adapter=remote.adapter or ""), begun.index
         sequence.prompt_length = len(sequence.tokens) - begun.num_tokens
+        remote.num_unscored = sequence.extended_from or 1
         sequence.finish_reason = sequence.stop_reason = sequence.extended_from = None
         sequence.hold, sequence.prompt_logprobs = math.inf, []
+        is_scored = begun.index > 0 or remote.num_unscored == sequence.prompt_length
+        if params.prompt_logprobs is not None and is_scored:  # with the first sample, or not at all
+            sequence.prompt_logprobs = [None] * sequence.prompt_length
         sequence.metrics, sequence.drafted_steps = SpeculationMetrics(), []
         sequence.status = Status.WAITING
         remote.metrics_before, remote.num_deaths = SpeculationMetrics(), 0
-        self._place(remote)
+        if _is_computed(sequence):
+            self._homeless[remote] = None  # until the next step, which ends it
+        else:
+            self._place(remote)
 
     def _place(self, remote: Remote) -> None:
         """Have a sequence generate in the replica that has it, or elsewhere from its tokens."""
@@ -465,6 +405,7 @@ class ClusterEngine(BaseEngine):
             params = params.replace(prompt_logprobs=None)
         num_output = len(sequence.tokens) - sequence.prompt_length
         remote.generation, remote.has_begun = next(self._generations), False
+        remote.num_generations += 1
         if self.split is not None:
             self.split.enqueue(remote, link)
         remote.reach = math.inf, math.inf
@@ -538,7 +479,7 @@ class ClusterEngine(BaseEngine):
         """A generation is over."""
         sequence = remote.sequence
         self._homeless.pop(remote, None)
-        remote.origin = None
+        remote.origin, remote.is_fork, remote.paused_since = None, False, 0.0
         if remote.generation is not None:
             if self.split is not None:
                 self.split.ended(remote)
@@ -553,7 +494,7 @@ class ClusterEngine(BaseEngine):
         """A replica is gone: its generations go on elsewhere, and its other sequences are computed
         again when they generate next.
         """
-        _assign(self._past_stats, _sum_stats([self._past_stats, link.stats]))
+        self._counts.lost(link)
         self.migration.lost(link)
         for remote in [r for r in self._remotes.values() if r.link is link]:
             is_running = remote.generation is not None
@@ -575,7 +516,11 @@ class ClusterEngine(BaseEngine):
             link.num_failures >= MAX_STARTS for link in self.fleet.links
         )
         for remote in [*self._homeless]:
-            if is_hopeless:
+            if _is_computed(remote.sequence):
+                self._end(remote)
+                remote.sequence.finish_reason = FinishReason.LENGTH
+                self._events.append(Event(remote.sequence, [], None, FinishReason.LENGTH))
+            elif is_hopeless:
                 why = f"none has started after {MAX_STARTS} attempts: {self.fleet.failure}"
                 self._fail(remote, RequestError("there is no replica", why, "See their logs"))
             elif remote.num_deaths > MAX_DEATHS:
@@ -587,43 +532,14 @@ class ClusterEngine(BaseEngine):
                 self._place(remote)
 
 
+def _is_computed(sequence: Sequence) -> bool:
+    """Whether a generation is of no token, and its prompt needs no scores any more."""
+    return sequence.params.max_tokens == 0 and bool(sequence.prompt_logprobs)
+
+
 def _fatal(num_deaths: int) -> RequestError:
     return RequestError(
         "the request was ended",
         f"{num_deaths} replicas have died while they generated for it, perhaps of it",
         "See the logs of their processes",
     )
-
-
-def _refuse_snapshots() -> Never:
-    raise UsageError(
-        "replicas save and restore no snapshots",
-        "sequences are not on this machine",
-        "Serve the model without replicas, or leave snapshot_dir out",
-    )
-
-
-def _refuse_adapters() -> Never:
-    raise UsageError(
-        "the adapters of replicas do not change",
-        "a replica that starts later would not have the same ones",
-        "Give all of them at the start",
-    )
-
-
-def _assign(target: object, source: object) -> None:
-    for item in dataclasses.fields(source):  # type: ignore[arg-type]
-        setattr(target, item.name, getattr(source, item.name))
-
-
-def _sum_stats(parts: Ids[EngineStats]) -> EngineStats:
-    """The counts of all; paths are those of the last."""
-    total = EngineStats()
-    for part in parts:
-        for item in dataclasses.fields(part):
-            value = getattr(part, item.name)
-            if isinstance(value, int | float):
-                value += getattr(total, item.name)
-            if value:
-                setattr(total, item.name, value)
-    return total

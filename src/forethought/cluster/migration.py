@@ -87,6 +87,8 @@ class _Move:
     """Of its session in the target."""
     generation: int | None
     """In progress when it began to move; None: it was parked."""
+    num_generations: int
+    """Of the sequence until then: those that begin later may change what was copied."""
     num_copied: int = 0
     """Tokens of the session in the target."""
     is_open: bool = False
@@ -111,7 +113,12 @@ class _Move:
     def is_current(self) -> bool:
         """Whether the sequence still does what it did when it began to move."""
         remote = self.remote
-        return remote.link is self.source and remote.generation == self.generation
+        is_same = remote.generation == self.generation
+        return (
+            is_same
+            and remote.link is self.source
+            and self.num_generations == remote.num_generations
+        )
 
 
 class Moving(Protocol):
@@ -190,7 +197,8 @@ class Migration:
         if not is_possible or not remote.can_move or remote in self._by_remote:
             return False
         assert source is not None
-        move = _Move(remote, source, target, next(self._handles), remote.generation)
+        numbers = remote.generation, remote.num_generations
+        move = _Move(remote, source, target, next(self._handles), *numbers)
         if remote.generation is not None and not remote.has_begun and source.role is Role.PREFILL:
             move.prompt_length = len(remote.sequence.tokens)
             target.num_arriving += 1

@@ -26,12 +26,18 @@ class Remote:
     """Tokens that the session begins with, of those here."""
     generation: int | None = None
     """Number of the generation in progress there; None: it is parked, or waits for a replica."""
+    num_generations: int = 0
+    """Of all time, with those that have gone on elsewhere."""
     has_begun: bool = False
     """Whether tokens of that generation have come from there."""
     metrics_before: SpeculationMetrics = field(default_factory=SpeculationMetrics)
     """Of the generation in progress, in other replicas."""
     reach: tuple[float, float] = (math.inf, math.inf)
     """Count and hold of the last ``Reach``."""
+    num_unscored: int = 1
+    """Tokens that ``prompt_logprobs`` do not score: the first one, or those before an extension. A
+    replica scores all that it has not computed before.
+    """
     num_queued_tokens: int = 0
     """Of those that its generation in progress has to compute before its first one."""
     origin: Remote | None = None

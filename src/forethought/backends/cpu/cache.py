@@ -37,7 +37,8 @@ def cache_directories() -> list[Path]:
     roots = [Path(root)] if root else []
     if not root and os.path.isabs(home):
         roots.append(Path(home, ".cache", "forethought"))
-    roots.append(Path(tempfile.gettempdir(), f"forethought-{os.geteuid()}"))
+    with suppress(FileNotFoundError):  # there are none
+        roots.append(Path(tempfile.gettempdir(), f"forethought-{os.geteuid()}"))
     return [root / "native" for root in roots]
 
 

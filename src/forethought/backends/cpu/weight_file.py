@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import tempfile
 import time
@@ -45,8 +46,9 @@ class WeightFile:
 
     def __init__(self, content: str, option: str) -> None:
         self._content, self._option, self.num_bytes = content, option, 0
+        self._directory = Path()
         try:
-            self._file, self._directory = self._opened()
+            self._file = self._opened()
         except OSError as error:
             raise self._refusal(error) from error
         weakref.finalize(self, self._file.close)
@@ -123,30 +125,30 @@ class WeightFile:
         """Of the file, which is open for reading and writing."""
         return self._file.fileno()
 
-    def _opened(self) -> tuple[IO[bytes], Path]:
-        """A new file on a disk, and its directory."""
+    def _opened(self) -> IO[bytes]:
+        """A new file on a disk."""
         for directory in _directories():
+            self._directory = directory
+            directory.mkdir(mode=0o700, parents=True, exist_ok=True)
             file = tempfile.TemporaryFile(prefix="forethought-weights-", dir=directory)  # noqa: SIM115
             if not load_library().is_in_memory(file.fileno()):
-                return file, directory
+                return file
             file.close()
         raise OSError(0, "it is in the memory of the machine, as tmpfs is")
 
     def _refusal(self, error: OSError) -> ModelError:
-        directory = getattr(self, "_directory", tempfile.gettempdir())
         return ModelError(
             f"{self._content} cannot be stored in a file",
-            f"{directory}: {error.strerror or error}",
+            f"{self._directory}: {error.strerror or error}",
             f"Make room there, choose another directory by TMPDIR, or leave {self._option} out",
         )
 
 
 def _directories() -> Iterator[Path]:
     """That of temporary files, and the cache's, as the first one is in memory on many systems."""
-    yield Path(tempfile.gettempdir())
-    directory = cache_directories()[0].parent
-    directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-    yield directory
+    with contextlib.suppress(FileNotFoundError):  # none of those can be written
+        yield Path(tempfile.gettempdir())
+    yield from (directory.parent for directory in cache_directories()[:1])
 
 
 def aligned(num_bytes: int) -> Tensor:
