@@ -855,21 +855,21 @@ MUTANTS = [
         "tests/model/test_recurrent_layers.py tests/engine/test_engine_machine.py",
     ),
     Mutant(
-        "backends/cpu/recurrent.py",
+        "model/recurrence.py",
         "in_run = len(tokens) > 1 or before is None",
         "in_run = True",
         "tests/backends/test_native_recurrent.py",
     ),
     Mutant(
         "backends/cpu/module_parts.py",
-        "if are_hooked(linears) or",
+        "if are_hooked(self.linears()) or",
         "if",
         "tests/backends/test_native_recurrent.py",
     ),
     Mutant(
         "backends/cpu/recurrent.py",
-        "if are_hooked(linears) or not",
-        "if not",
+        "if are_hooked(self.linears()) or",
+        "if",
         "tests/model/test_recurrent_layers.py",
     ),
     Mutant(
