@@ -1121,7 +1121,7 @@ MUTANTS = [
         "num_read - num_left <= num_slots",
         LAYER_WINDOW,
     ),
-    Mutant("backends/cpu/layer_window.py", "            held.clear()\n", "", LAYER_WINDOW),
+    Mutant("backends/cpu/layer_window.py", "linear_tensors.clear()", "pass", LAYER_WINDOW),
     Mutant(
         "backends/cpu/layer_window.py",
         "max(0, size - _NUM_SLOTS)",
@@ -1129,7 +1129,7 @@ MUTANTS = [
         LAYER_WINDOW,
     ),
     Mutant(
-        "backends/cpu/layer_window.py",
+        "backends/cpu/weight_file.py",
         '("weight", "scale", "zero", "bias")',
         '("weight", "scale", "zero")',
         LAYER_WINDOW,
@@ -1161,8 +1161,8 @@ MUTANTS = [
     ),
     Mutant(
         "backends/cpu/cpp/kernels/experts.h",
-        "b.x + begin * hidden, thread)",
-        "b.x, thread)",
+        "x + begin * hidden, thread)",
+        "x, thread)",
         NATIVE_EXPERTS,
     ),
     Mutant(
