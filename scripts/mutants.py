@@ -855,21 +855,21 @@ MUTANTS = [
         "tests/model/test_recurrent_layers.py tests/engine/test_engine_machine.py",
     ),
     Mutant(
-        "backends/cpu/recurrent.py",
+        "model/recurrence.py",
         "in_run = len(tokens) > 1 or before is None",
         "in_run = True",
         "tests/backends/test_native_recurrent.py",
     ),
     Mutant(
         "backends/cpu/module_parts.py",
-        "if are_hooked(linears) or",
+        "if are_hooked(self.linears()) or",
         "if",
         "tests/backends/test_native_recurrent.py",
     ),
     Mutant(
         "backends/cpu/recurrent.py",
-        "if are_hooked(linears) or not",
-        "if not",
+        "if are_hooked(self.linears()) or",
+        "if",
         "tests/model/test_recurrent_layers.py",
     ),
     Mutant(
@@ -1121,7 +1121,7 @@ MUTANTS = [
         "num_read - num_left <= num_slots",
         LAYER_WINDOW,
     ),
-    Mutant("backends/cpu/layer_window.py", "            held.clear()\n", "", LAYER_WINDOW),
+    Mutant("backends/cpu/layer_window.py", "linear_tensors.clear()", "pass", LAYER_WINDOW),
     Mutant(
         "backends/cpu/layer_window.py",
         "max(0, size - _NUM_SLOTS)",
@@ -1129,7 +1129,7 @@ MUTANTS = [
         LAYER_WINDOW,
     ),
     Mutant(
-        "backends/cpu/layer_window.py",
+        "backends/cpu/weight_file.py",
         '("weight", "scale", "zero", "bias")',
         '("weight", "scale", "zero")',
         LAYER_WINDOW,
@@ -1161,8 +1161,8 @@ MUTANTS = [
     ),
     Mutant(
         "backends/cpu/cpp/kernels/experts.h",
-        "b.x + begin * hidden, thread)",
-        "b.x, thread)",
+        "x + begin * hidden, thread)",
+        "x, thread)",
         NATIVE_EXPERTS,
     ),
     Mutant(

@@ -19,7 +19,7 @@ from engines import GREEDY, drain, engine_over, expect_empty
 from forethought.backends.cpu import library
 from forethought.backends.cpu.backend import CpuBackend
 from forethought.backends.cpu.module_parts import NativeEmbedding, NativeLinear, NativeMlp
-from forethought.backends.cpu.recurrent import NativeRecurrence, TokenTable
+from forethought.backends.cpu.recurrent import NativeRecurrence
 from forethought.kv.pool import PagePool
 from forethought.kv.recurrent import PackedState
 from forethought.kv.table import PageTable
@@ -130,7 +130,7 @@ def run(
     """The outputs of the first layer ``[T, hidden]``, and the states after runs, by their last
     tokens. A run has the last token of the one before it, or a state, or None.
     """
-    table: TokenTable = layers.table(len(x), [*rows, len(x)])
+    table = layers.table(len(x), [*rows, len(x)])
     after = {tokens[-1]: layers.new_state() for tokens, _ in runs}
     for tokens, before in runs:
         table.add(tokens, after[before] if isinstance(before, int) else before, after[tokens[-1]])

@@ -98,9 +98,9 @@ class SimulatedSplit:
 
 def candidates(num_replicas: int) -> list[int]:
     """Numbers of prefill replicas to compare, from one pool up to three quarters."""
-    most = min(num_replicas - 1, max(1, 3 * num_replicas // 4))
+    highest = min(num_replicas - 1, max(1, 3 * num_replicas // 4))
     steps = range(NUM_CANDIDATES)
-    return sorted({round(most * step / (NUM_CANDIDATES - 1)) for step in steps})
+    return sorted({round(highest * step / (NUM_CANDIDATES - 1)) for step in steps})
 
 
 def best_split(numbers: Iterable[int], goodput: Callable[[int], float]) -> int:

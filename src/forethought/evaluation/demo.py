@@ -496,8 +496,9 @@ def _label_points(axes: Axes, rows: Sequence[ReportRow]) -> None:
     """
     boxes = [_bar_box(axes, row) for row in rows]
     for number, row in enumerate(rows):
-        places = [(end, side) for side in ("center", "right", "left") for end in _ENDS[number % 2]]
-        labels = (_label(axes, row, f"C{number}", *place) for place in places)
+        sides = "center", "right", "left"
+        positions = [(end, side) for side in sides for end in _ENDS[number % 2]]
+        labels = (_label(axes, row, f"C{number}", *position) for position in positions)
         for label in labels:
             box = label.get_window_extent()
             is_inside = axes.bbox.containsx(box.x0) and axes.bbox.containsx(box.x1)
@@ -505,7 +506,7 @@ def _label_points(axes: Axes, rows: Sequence[ReportRow]) -> None:
                 break
             label.remove()
         else:
-            box = _label(axes, row, f"C{number}", *places[0]).get_window_extent()
+            box = _label(axes, row, f"C{number}", *positions[0]).get_window_extent()
         boxes.append(box)
 
 

@@ -25,13 +25,12 @@ class AttentionLayers:
     Args:
         module: of transformers, probed.
         profiles: of its layers, in the order of their keys and values.
-        try_forward: a forward of the module over a few tokens, with the pass that it is given to
-            call around it.
+        try_forward: runs the module over a few tokens, within ``over`` of its argument.
 
     Attributes:
-        native: what computes them.
-        num_native: layers that are computed in C++.
-        batch_call: what is computed; None: nothing is.
+        native: the layers in C++.
+        num_native: how many of them agree with their modules, and are used.
+        batch_call: the batch that is computed, as ``native`` reads it; None: none is.
     """
 
     def __init__(

@@ -15,12 +15,15 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from contextlib import AbstractContextManager
 from types import ModuleType
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from forethought.config.registry import Registry
+
+if TYPE_CHECKING:
+    from forethought.model.recurrence import Recurrence
 
 BACKENDS = Registry(
     "backend",
@@ -98,7 +101,7 @@ class NativeBackend(Protocol):
         """The product with a ``StoredWeight``, whose ``multiply`` takes float32 ``[T, in]``."""
 
     @staticmethod
-    def recurrence(modules: Sequence[nn.Module]) -> Any | None:
+    def recurrence(modules: Sequence[nn.Module]) -> Recurrence | None:
         """The recurrent layers of a module of transformers; None: some are not known here."""
 
     @staticmethod
@@ -166,7 +169,7 @@ class GraphBackend(Protocol):
         ...
 
     @staticmethod
-    def recurrence(modules: Sequence[nn.Module]) -> Any | None:
+    def recurrence(modules: Sequence[nn.Module]) -> Recurrence | None:
         """As of :class:`NativeBackend`."""
         ...
 

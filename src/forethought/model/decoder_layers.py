@@ -28,8 +28,8 @@ class DecoderLayers:
 
     Args:
         layers: of the module, in order.
-        recurrent: those among their parts.
-        attention: the same.
+        recurrent: the recurrent layers among their parts.
+        attention: the attention layers among their parts.
         native: what computes them.
     """
 
@@ -44,11 +44,11 @@ class DecoderLayers:
         self._recurrent, self._attention = recurrent, attention
         self._forwards: list[_Forward] = [layer.forward for layer in layers]
         self._num_outputs = [0] * len(layers)
-        """0: a tensor; else those of a tuple, of which the first one is the hidden states."""
+        """Length of the tuple that a layer returns, hidden states first; 0: it returns a tensor."""
         self._ends: list[int] | None = None
-        """Of the calls over a batch, by their first layer; None: parts are called one by one."""
+        """By layer, the end of a call that begins there; None: parts are called one by one."""
         self._end = 0
-        """Of the last call."""
+        """The layer after those of the last call."""
 
     @classmethod
     def of(
@@ -86,8 +86,10 @@ class DecoderLayers:
             self._ends = None
 
     def _agrees(self, try_forward: Callable[[], object]) -> bool:
-        """Whether each layer gives what its module does, which reads what the last one gave."""
-        verdicts, last = list[bool](), list[Tensor]()
+        """Whether each layer computes what its module does, and reads the output of the one before
+        it.
+        """
+        agreements, outputs = list[bool](), list[Tensor]()
 
         def trial_of(index: int, forward: _Forward) -> _Forward:
             def compute(hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -95,11 +97,11 @@ class DecoderLayers:
                 is_tensor = isinstance(output, Tensor)
                 self._num_outputs[index] = 0 if is_tensor else len(output)
                 y = output if is_tensor else output[0]
-                follows = not last or hidden_states is last[-1]
+                follows = not outputs or hidden_states is outputs[-1]
                 arguments = self._arguments(kwargs)
                 agreed = self._native.agrees(index, hidden_states, y, *arguments)
-                verdicts.append(follows and agreed)
-                last.append(y)
+                agreements.append(follows and agreed)
+                outputs.append(y)
                 return output
 
             return compute
@@ -111,7 +113,7 @@ class DecoderLayers:
         finally:
             for layer, forward in zip(self._layers, self._forwards, strict=True):
                 layer.forward = forward
-        return len(verdicts) == len(self._layers) and all(verdicts)
+        return len(agreements) == len(self._layers) and all(agreements)
 
     def _forward_of(self, index: int) -> _Forward:
         def compute(hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:

@@ -152,6 +152,8 @@ def computing_threads(num_threads: int) -> Iterator[None]:
 
 
 _NATIVE_THREADS = ContextVar[int | None]("native_threads", default=None)
+"""Threads of C++ within ``torch_alone``; None: as many as torch has. It belongs to the context of
+the calling thread, as torch's own number does: two engines in two threads have their own."""
 
 
 def native_threads() -> int:

@@ -9,10 +9,10 @@ can); what such a model needs of attention is found by one small forward, the ca
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Sequence
-from dataclasses import replace
+from collections.abc import Collection
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
@@ -59,6 +59,7 @@ from forethought.model.quantization import (
 )
 from forethought.model.quantized_experts import QuantizedExperts, quantize_experts, routers
 from forethought.model.recurrent_layers import RecurrentLayers, step_widths
+from forethought.model.shard import Shard, cut
 from forethought.model_dir import check_generation_config, gguf_files
 
 if TYPE_CHECKING:
@@ -77,20 +78,22 @@ _TRIAL_TOKENS = 4
 """Of a forward in which layers in C++ are compared with their modules."""
 
 
-class Shard(Protocol):
-    """One of ``size`` slices of a model's weights."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _LoadSettings:
+    """The arguments of ``load``, where they are explained."""
 
-    @property
-    def size(self) -> int:
-        """How many slices there are."""
-        ...
-
-    def cut(self, module: PreTrainedModel) -> None:
-        """Replace the linears of a module that ``is_fusable`` by their slices."""
-
-    def profiles(self, layers: Sequence[LayerProfile]) -> tuple[LayerProfile, ...]:
-        """What the slices of layers need of attention."""
-        ...
+    directory: Path
+    dtype: torch.dtype | str
+    device: torch.device
+    backend: AttentionBackend
+    fuse: bool
+    trust_remote_code: bool
+    quantization: Quantization | None
+    forward: Forward
+    shard: Shard | None
+    adapted: Collection[str]
+    expert_bytes: int | None
+    layer_window: int | None
 
 
 def load(
@@ -133,71 +136,111 @@ def load(
         UnknownNameError: no attention backend has this name.
         ParameterError: no such dtype.
     """
-    directory, device = Path(path), torch.device(device)
-    backend: AttentionBackend = (
-        create_backend(attention, device) if isinstance(attention, str) else attention
+    device = torch.device(device)
+    settings = _LoadSettings(
+        directory=Path(path),
+        dtype=dtype,
+        device=device,
+        backend=create_backend(attention, device) if isinstance(attention, str) else attention,
+        fuse=fuse,
+        trust_remote_code=trust_remote_code,
+        quantization=quantization,
+        forward="native" if layer_window is not None else forward,  # no other can leave layers out
+        shard=shard,
+        adapted=adapted,
+        expert_bytes=expert_bytes,
+        layer_window=layer_window,
     )
-    attention_name = attention if isinstance(attention, str) else backend.name
-    refused = _native_setting_refusal(device, attention_name, fuse, forward)
-    if shard is not None and forward != "torch":
-        refused = f"tensor_parallel_size={shard.size} asks for the fused forward"
+    attention_name = attention if isinstance(attention, str) else attention.name
+    refusal = _settings_refusal(settings, attention_name, forward)
+    _check_settings(settings, refusal)
+    lm = _load_plain_checkpoint(settings) if refusal is None else None
+    return _load_module(settings, refusal) if lm is None else lm
+
+
+def _settings_refusal(settings: _LoadSettings, attention: str, requested: Forward) -> str | None:
+    """Why no model can run natively with these settings; None: one could. ``requested``: the
+    forward that ``load`` was called with.
+    """
+    if settings.shard is not None and requested != "torch":
+        return f"tensor_parallel_size={settings.shard.size} asks for the fused forward"
+    if requested == "torch":
+        return "it was not asked for"
+    if settings.device.type != "cpu":
+        return f"the model runs on {settings.device.type}"
+    if not settings.fuse:
+        return "fuse=False asks for the module of transformers"
+    if attention != "auto":
+        return f"attention={attention!r} asks for another backend"
+    return backends.cpu().why_unavailable()
+
+
+def _check_settings(settings: _LoadSettings, refusal: str | None) -> None:
+    """Raise ParameterError for an unknown dtype, and what ``check_layer_window`` raises; before
+    weights are read.
+    """
+    dtype, layer_window = settings.dtype, settings.layer_window
     if isinstance(dtype, str) and dtype != "auto" and dtype not in DTYPES:
         raise ParameterError("unknown dtype", repr(dtype), f"Allowed: auto, {', '.join(DTYPES)}")
     if layer_window is not None:
-        check_layer_window(layer_window, directory, quantization, refused, expert_bytes)
-        forward = "native"  # the only one that can leave layers in a file
-    if refused is None:
-        lm = _load_natively(directory, dtype, backend, quantization, forward, layer_window)
-        if lm is not None and expert_bytes is not None:
-            raise _no_stored_experts("it has none")
-        if lm is not None:
-            return lm
-    from forethought.model.transformers_module import probe, refusing
+        check_layer_window(
+            layer_window,
+            settings.directory,
+            settings.quantization,
+            refusal,
+            settings.expert_bytes,
+        )
 
-    module = _read_module(
-        directory,
-        dtype,
-        device,
-        trust_remote_code,
-        quantization,
-        may_be_native=refused is None,
-        stays_mapped=layer_window is not None,
-    )
-    if shard is None:
-        with refusing(directory, "loading"):
-            module.to(device)
-    layers, vocab_size = probe(module, directory)
-    _check_capabilities(layers, backend, directory)
-    if shard is not None:
-        layers = _cut(module, layers, shard, directory)
-        module.to(device)
-    if quantization is not None:
-        _quantize(module, quantization)
+
+def _load_module(settings: _LoadSettings, refusal: str | None) -> CausalLM:
+    """A model that transformers reads. ``refusal``: why, by the settings, it cannot run natively;
+    None: it may.
+    """
+    module = _read_module(settings, may_be_native=refusal is None)
+    layers, vocab_size = _place(module, settings)
+    if settings.quantization is not None:
+        _quantize(module, settings.quantization)
+    fuse, forward = settings.fuse, settings.forward
     with torch.inference_mode():
         is_native = fuse and _runs_parts(module, forward)
-        recurrent = RecurrentLayers.of(module, is_native, fuse and has_kernels(device))
+        recurrent = RecurrentLayers.of(module, is_native, fuse and has_kernels(settings.device))
         traits = traits_of(module, layers, vocab_size, recurrent.state_bytes if recurrent else 0)
-        native_parts: dict[str, Any] = {}
+        transformers = TransformersNetwork(module, recurrent)
         if recurrent is not None and recurrent.is_native and not _slower_natively(module, forward):
-            bare = TransformersNetwork(module, recurrent)
-            native_parts = _use_native_parts(bare, backend, traits)
-        refused = refused or _unadaptable(adapted)
-        network, path_taken = _network(
-            module, fuse, traits, forward, refused, expert_bytes, layer_window
-        )
-        if isinstance(network, TransformersNetwork):
-            network = replace(network, recurrent=recurrent, **native_parts)
-            if recurrent is not None and recurrent.is_native:
-                also = ", and its attention" if native_parts.get("attention") else ""
-                reason = f"{path_taken.reason}; its recurrent layers run in C++{also}"
-                path_taken = replace(path_taken, reason=reason)
-        return CausalLM(network, backend, traits, path_taken)
+            transformers = _with_native_parts(transformers, settings.backend, traits)
+        refusal = refusal or _adapter_refusal(settings.adapted)
+        network, path = _choose_network(settings, transformers, traits, refusal)
+    return CausalLM(network, settings.backend, traits, path)
 
 
-def _use_native_parts(
+def _place(
+    module: PreTrainedModel, settings: _LoadSettings
+) -> tuple[tuple[LayerProfile, ...], int]:
+    """Move a module, or its shard, to the device.
+
+    Returns:
+        What its layers need of attention, and the size of its vocabulary.
+    """
+    from forethought.model.transformers_module import probe, refusing
+
+    directory, shard = settings.directory, settings.shard
+    if shard is None:
+        with refusing(directory, "loading"):
+            module.to(settings.device)
+    layers, vocab_size = probe(module, directory)
+    _check_capabilities(layers, settings.backend, directory)
+    if shard is not None:  # cut first: the device may not have memory for all of it
+        layers = cut(module, layers, shard, directory)
+        module.to(settings.device)
+    return layers, vocab_size
+
+
+def _with_native_parts(
     network: TransformersNetwork, backend: AttentionBackend, traits: ModelTraits
-) -> dict[str, Any]:
-    """Have what is beside recurrent layers computed in C++; fields of a network with that."""
+) -> TransformersNetwork:
+    """Have attention, experts, MLPs, norms and linears of a module with recurrent layers computed
+    in C++, where they agree with the module.
+    """
     module, recurrent = network.module, network.recurrent
     assert recurrent is not None
 
@@ -211,85 +254,89 @@ def _use_native_parts(
     attention = AttentionLayers(module, traits.layers, try_forward)
     backends.cpu().use_native_parts(module, routers(module) | step_widths(module))
     if attention.num_native < len(traits.layers):
-        return {"attention": attention if attention.num_native else None}
+        return replace(network, attention=attention if attention.num_native else None)
     try:
         layers = decoder_layers(module.get_decoder())
     except ModelError:  # there is no list of them
-        return {"attention": attention}
+        return replace(network, attention=attention)
     decoder = DecoderLayers.of(layers, recurrent, attention, lambda: try_forward(attention))
-    return {"attention": attention, "decoder": decoder}
+    return replace(network, attention=attention, decoder=decoder)
 
 
-def _read_module(
-    directory: Path,
-    dtype: torch.dtype | str,
-    device: torch.device,
-    trust_remote_code: bool,
-    quantization: Quantization | None,
-    *,
-    may_be_native: bool,
-    stays_mapped: bool,
-) -> PreTrainedModel:
-    """The module of transformers, in the memory of the CPU; where it ``stays_mapped``, ModelError
-    for weights that would be converted.
+def _read_module(settings: _LoadSettings, *, may_be_native: bool) -> PreTrainedModel:
+    """The module of transformers, in the memory of the CPU. Raises ModelError where a layer window
+    needs weights that stay mapped from their file, and they would be converted.
     """
     from forethought.model.transformers_module import checked_module, read_config, refusing
 
-    config, rounds_input = read_config(directory, trust_remote_code), False
-    _check_quantization(directory, config, quantization, device)
+    directory, dtype, device = settings.directory, settings.dtype, settings.device
+    config, rounds_input = read_config(directory, settings.trust_remote_code), False
+    _check_quantization(directory, config, settings.quantization, device)
     if dtype == "auto":
         rounds_input = device.type == "cpu"
-        is_quantized = quantization is not None
+        is_quantized = settings.quantization is not None
         dtype = _auto_dtype(directory, config, device, is_quantized, may_be_native)
-    if stays_mapped:
+    if settings.layer_window is not None:
         check_mapped_dtype(dtype, config, directory)
-    module = checked_module(directory, config, dtype, trust_remote_code, rounds_input)
+    module = checked_module(directory, config, dtype, settings.trust_remote_code, rounds_input)
     with refusing(directory, "loading"):
         return module.eval().requires_grad_(False)
 
 
-def _unadaptable(adapted: Collection[str]) -> str | None:
+def _adapter_refusal(adapted: Collection[str]) -> str | None:
     """Why adapters of these linears need the module of transformers; None: they do not."""
     name = next((name for name in adapted if layer_product(name) is None), None)
     return None if name is None else f"an adapter adds to {name}"
 
 
-def _load_natively(
-    directory: Path,
-    dtype: torch.dtype | str,
-    backend: AttentionBackend,
-    quantization: Quantization | None,
-    forward: Forward,
-    layer_window: int | None = None,
-) -> CausalLM | None:
+def _load_plain_checkpoint(settings: _LoadSettings) -> CausalLM | None:
     """A plain checkpoint in the native forward, without transformers; None: it is not plain, or
-    torch computes it. Arguments as of ``load``; raises ModelError for weights that are not finite.
+    torch computes it. Raises ModelError for weights that are not finite, and for
+    ``expert_bytes``: it has no experts.
     """
-    module = open_checkpoint(directory, quantization, rounds_input=dtype == "auto")
+    directory, backend, quantization = (
+        settings.directory,
+        settings.backend,
+        settings.quantization,
+    )
+    module = open_checkpoint(directory, quantization, rounds_input=settings.dtype == "auto")
     if module is None or backends.cpu().refusal(module) is not None or not _has_library():
         return None
-    config = module.config
-    check_generation_config(directory, config.vocab_size)
-    if dtype == "auto":
-        cpu, is_quantised = torch.device("cpu"), quantization is not None or module.has_blocks
-        dtype = _auto_dtype(directory, config, cpu, is_quantised, native=True)
-    dtype = DTYPES[dtype] if isinstance(dtype, str) and dtype != "auto" else dtype
-    module.dtype = config.dtype if isinstance(dtype, str) else dtype
+    check_generation_config(directory, module.config.vocab_size)
+    module.dtype = _checkpoint_dtype(module, settings)
     if module.dtype not in (torch.float32, torch.bfloat16):
         return None
-    if native_refusal(module, forward) is not None:
+    if native_refusal(module, settings.forward) is not None:
         return None
+    if settings.expert_bytes is not None:
+        raise _no_stored_experts("it has none")
     layers = module.profiles()
     _check_capabilities(layers, backend, directory)
     module.read()
     if quantization is not None:
         logger.info("%d linear layers quantised to %s", module.num_linears, quantization)
-    traits = traits_of(module, layers, config.vocab_size)
+    traits = traits_of(module, layers, module.config.vocab_size)
     with torch.inference_mode():
         network = backends.cpu().network(
-            module, traits.max_positions, [None] * len(layers), layer_window=layer_window
+            module,
+            traits.max_positions,
+            [None] * len(layers),
+            layer_window=settings.layer_window,
         )
-    return CausalLM(network, backend, traits, ForwardPath(forward, "native"))
+    return CausalLM(network, backend, traits, ForwardPath(settings.forward, "native"))
+
+
+def _checkpoint_dtype(module: CheckpointModule, settings: _LoadSettings) -> torch.dtype:
+    """Of the weights of a plain checkpoint on a CPU."""
+    dtype = settings.dtype
+    if dtype == "auto":
+        is_quantized = settings.quantization is not None or module.has_blocks
+        dtype = _auto_dtype(
+            settings.directory, module.config, torch.device("cpu"), is_quantized, native=True
+        )
+    if isinstance(dtype, torch.dtype):
+        return dtype
+    return module.config.dtype if dtype == "auto" else DTYPES[dtype]
 
 
 def _has_library() -> bool:
@@ -304,42 +351,6 @@ def _has_library() -> bool:
 def _runs_parts(module: PreTrainedModel, forward: Forward) -> bool:
     """Whether parts of a module that torch runs may be computed in C++."""
     return forward == "auto" and module.device.type == "cpu" and _has_library()
-
-
-def check_shardable(path: Path, size: int, trust_remote_code: bool = False) -> None:
-    """Raises ModelError, with the reason, if by its config a model cannot be cut into ``size``
-    shards.
-    """
-    from forethought.model.transformers_module import quant_method, read_config
-
-    config = read_config(path, trust_remote_code)
-    method = quant_method(path, config)
-    why = backends.tensor_parallel().refusal(config, size)
-    if method is not None:
-        why = f"its weights are quantised, by {method}"
-    if why is not None:
-        raise _not_shardable(path, size, why)
-
-
-def _not_shardable(directory: Path, size: int, why: str) -> ModelError:
-    return ModelError(
-        f"tensor_parallel_size={size} is not possible for the model in {directory}",
-        why,
-        "Leave it out, or choose a size or a model that fit",
-    )
-
-
-def _cut(
-    module: PreTrainedModel, layers: tuple[LayerProfile, ...], shard: Shard, directory: Path
-) -> tuple[LayerProfile, ...]:
-    """Cut a module to a shard; what its layers then need."""
-    from forethought.model.llama.network import is_fusable
-
-    if not is_fusable(module):
-        why = "its modules are not those of the fused forward"
-        raise _not_shardable(directory, shard.size, why)
-    shard.cut(module)
-    return shard.profiles(layers)
 
 
 def _check_quantization(
@@ -374,42 +385,61 @@ def _quantize(module: PreTrainedModel, quantization: Quantization) -> None:
     )
 
 
-def _native_setting_refusal(
-    device: torch.device, attention: str, fuse: bool, forward: Forward
-) -> str | None:
-    """Why no model can run natively with these settings; None: one could."""
-    if forward == "torch":
-        return "it was not asked for"
-    if device.type != "cpu":
-        return f"the model runs on {device.type}"
-    if not fuse:
-        return "fuse=False asks for the module of transformers"
-    if attention != "auto":
-        return f"attention={attention!r} asks for another backend"
-    return backends.cpu().why_unavailable()
-
-
-def _network(
-    module: PreTrainedModel,
-    fuse: bool,
+def _choose_network(
+    settings: _LoadSettings,
+    transformers: TransformersNetwork,
     traits: ModelTraits,
-    forward: Forward,
-    refused: str | None,
-    expert_bytes: int | None = None,
-    layer_window: int | None = None,
+    refusal: str | None,
 ) -> tuple[Network, ForwardPath]:
-    """The network, and how it was chosen. ``refused`` is why, by the settings, it cannot be native;
-    raises ModelError if it must be.
+    """The network of a module, and how it was chosen: native, fused or ``transformers``.
+    ``refusal``: why, by the settings, it cannot be native. Raises ModelError if it must be.
     """
-    cpu = backends.cpu()
-    if expert_bytes is not None and not any(weight.is_expert for weight in traits.weights):
+    module, forward = transformers.module, settings.forward
+    if settings.expert_bytes is not None and not any(w.is_expert for w in traits.weights):
         raise _no_stored_experts("it has none")
+    reason = _native_network(settings, module, traits, refusal)
+    if not isinstance(reason, str):
+        return reason, ForwardPath(forward, "native")
+    if forward == "native":
+        raise ModelError(
+            'forward="native" is not possible for this model',
+            reason,
+            'Leave it out, or set forward="auto"',
+        )
+    if settings.expert_bytes is not None:
+        raise _no_stored_experts(f"it does not run natively: {reason}")
+    from forethought.model.llama.network import FusedNetwork, is_fusable
+
+    if _runs_parts(module, forward):
+        use_native_products(module)
+    if settings.fuse and is_fusable(module):
+        return FusedNetwork(module, traits.max_positions), ForwardPath(forward, "fused", reason)
+    pack_linears(module)
+    if transformers.recurrent is not None and transformers.recurrent.is_native:
+        also = ", and its attention" if transformers.attention else ""
+        reason = f"{reason}; its recurrent layers run in C++{also}"
+    return transformers, ForwardPath(forward, "transformers", reason)
+
+
+def _native_network(
+    settings: _LoadSettings, module: PreTrainedModel, traits: ModelTraits, refusal: str | None
+) -> Network | str:
+    """The native network of a module, or the reason why there is none. Raises ModelError where it
+    has to be native and the compiler fails.
+    """
+    cpu, forward = backends.cpu(), settings.forward
     try:
-        reason = refused or native_refusal(module, forward)
+        reason = refusal or native_refusal(module, forward)
         if reason is None:
             windows = [layer.window for layer in traits.layers]
-            native = cpu.network(module, traits.max_positions, windows, expert_bytes, layer_window)
-            return native, ForwardPath(forward, "native")
+            network: Network = cpu.network(
+                module,
+                traits.max_positions,
+                windows,
+                settings.expert_bytes,
+                settings.layer_window,
+            )
+            return network
         if reason == cpu.NO_COMPILER and forward == "auto" and cpu.refusal(module) is None:
             cpu.warn_unavailable(reason)
     except ModelError as error:  # the compiler fails
@@ -417,22 +447,7 @@ def _network(
             raise
         reason = error.why
         cpu.warn_unavailable(reason, error.fix)
-    if forward == "native":
-        raise ModelError(
-            'forward="native" is not possible for this model',
-            reason,
-            'Leave it out, or set forward="auto"',
-        )
-    if expert_bytes is not None:
-        raise _no_stored_experts(f"it does not run natively: {reason}")
-    from forethought.model.llama.network import FusedNetwork, is_fusable
-
-    if _runs_parts(module, forward):
-        use_native_products(module)
-    if fuse and is_fusable(module):
-        return FusedNetwork(module, traits.max_positions), ForwardPath(forward, "fused", reason)
-    pack_linears(module)
-    return TransformersNetwork(module), ForwardPath(forward, "transformers", reason)
+    return reason
 
 
 def _no_stored_experts(why: str) -> ModelError:

@@ -35,6 +35,7 @@ from forethought.kv.recurrent import LayerState, RecurrentStorage, State
 from forethought.model import backends
 from forethought.model.batch import Batch, Span
 from forethought.model.device import torch_alone
+from forethought.model.recurrence import Recurrence, TokenTable
 from forethought.silence import without_kernel_advice
 
 if TYPE_CHECKING:
@@ -210,14 +211,14 @@ class _RecurrentPass:
         return self._storage.states.get(slot)
 
 
-class _NativePass(_RecurrentPass):
-    """The same by a backend. A layer computes all runs at once."""
+class _BackendPass(_RecurrentPass):
+    """The runs of a batch by a backend, where a layer computes all of them at once."""
 
-    def __init__(self, batch: Batch, storage: RecurrentStorage, layers: Any) -> None:
-        self._layers = layers
-        super().__init__(batch, storage, len(layers), continues=True)
+    def __init__(self, batch: Batch, storage: RecurrentStorage, recurrence: Recurrence) -> None:
+        self._recurrence = recurrence
+        super().__init__(batch, storage, len(recurrence), continues=True)
         rows = [span.start for span in batch.spans]
-        self.table = layers.table(len(self._slots), [*rows, len(self._slots)])
+        self.table: TokenTable = recurrence.table(len(self._slots), [*rows, len(self._slots)])
         for run in self.runs:
             for tokens, origin in zip(run.tokens, run.origins, strict=True):
                 before = origin.stored
@@ -227,13 +228,11 @@ class _NativePass(_RecurrentPass):
 
     @override
     def compute(self, layer: int, forward: _Forward, x: Tensor) -> Tensor:
-        y: Tensor = self._layers.compute(layer, x, self.table)
-        return y
+        return self._recurrence.compute(layer, x, self.table)
 
     @override
     def _new_state(self) -> State:
-        state: State = self._layers.new_state()
-        return state
+        return self._recurrence.new_state()
 
 
 def _grouped(stage: Sequence[tuple[list[int], _Origin]]) -> Iterator[_Run]:
@@ -267,7 +266,7 @@ class RecurrentLayers:
 
     Attributes:
         state_bytes: of their states after one token.
-        native: what computes them in C++; None: their modules do.
+        native: the layers in C++; None: kernels or their modules compute them.
     """
 
     def __init__(
@@ -280,12 +279,12 @@ class RecurrentLayers:
         self._num_layers, self.state_bytes = len(modules), 0
         self._now: _RecurrentPass | None = None
         self._continues = True
-        self.native = backends.cpu().recurrence(modules) if is_native else None
-        if self.native is not None and not _agrees(self.native, modules, x):
-            self.native = None
-        self._kernels = backends.cuda().recurrence(modules) if has_kernels else None
-        if self._kernels is not None and not _agrees(self._kernels, modules, x):
-            self._kernels = None
+        self.native: Recurrence | None = None
+        self._kernels: Recurrence | None = None
+        if is_native:
+            self.native = _tried(backends.cpu().recurrence(modules), modules, x)
+        if has_kernels:
+            self._kernels = _tried(backends.cuda().recurrence(modules), modules, x)
         for layer, part in enumerate(modules):
             forward = _with_cache(part)
             states = _states_after(forward, x[:, :1], None)
@@ -293,9 +292,9 @@ class RecurrentLayers:
             self.state_bytes += sum(state.nbytes for state in states.values())
             self._continues &= _continues(forward, x[:, 1:], states)
             part.forward = self._forward_of(layer, forward)  # type: ignore[method-assign]
-        for computed in (self.native, self._kernels):
-            if computed is not None:
-                self.state_bytes = computed.state_bytes
+        for recurrence in (self.native, self._kernels):
+            if recurrence is not None:
+                self.state_bytes = recurrence.state_bytes
 
     @classmethod
     def of(
@@ -317,8 +316,8 @@ class RecurrentLayers:
 
     @property
     def token_table(self) -> Any:
-        """Where the states of the batch's tokens are, of those in C++."""
-        assert isinstance(self._now, _NativePass)
+        """The ``TokenTable`` of the batch, where a backend computes the layers."""
+        assert isinstance(self._now, _BackendPass)
         return self._now.table
 
     @property
@@ -333,9 +332,9 @@ class RecurrentLayers:
         """While a batch is computed: states come from the storage, and are kept there at the
         end.
         """
-        computed = self.native or self._kernels
-        if computed is not None:
-            self._now = _NativePass(batch, storage, computed)
+        recurrence = self.native or self._kernels
+        if recurrence is not None:
+            self._now = _BackendPass(batch, storage, recurrence)
         else:
             self._now = _RecurrentPass(batch, storage, self._num_layers, self._continues)
         try:
@@ -367,16 +366,22 @@ def _states_after(forward: _Forward, x: Tensor, before: LayerState | None) -> La
     return states
 
 
-def _agrees(layers: Any, modules: Sequence[nn.Module], x: Tensor) -> bool:
-    """Whether layers in C++ compute what their modules do, of a run and a token after it."""
+def _tried(
+    recurrence: Recurrence | None, modules: Sequence[nn.Module], x: Tensor
+) -> Recurrence | None:
+    """The layers of a backend, if they compute what their modules do, of a run and a token after
+    it.
+    """
+    if recurrence is None:
+        return None
     following = x[:, :1]
     for layer, part in enumerate(modules):
         forward, cache = _with_cache(part), _ModuleCache(None)
         expected = torch.cat([forward(x, cache), forward(following, cache)], 1)
         [state] = cache.rows()
-        if not layers.agrees(layer, torch.cat([x, following], 1), expected, state):
-            return False
-    return True
+        if not recurrence.agrees(layer, torch.cat([x, following], 1), expected, state):
+            return None
+    return recurrence
 
 
 def _continues(forward: _Forward, x: Tensor, before: LayerState) -> bool:

@@ -70,16 +70,42 @@ class _Place(_Waiting):
     """Done when it is there; cancelled when nobody waits for it any more."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Options:
+    """The arguments of ``generate_async`` that are not the controller's, where they are
+    explained.
+    """
+
+    timeout: float | None
+    priority: int
+    budget: Budget
+    cache_salt: str
+    adapter: str | None
+    session: str | None
+
+    def check(self) -> None:
+        """Raise ParameterError for an invalid one."""
+        if self.timeout is not None:
+            validated("timeout", self.timeout, SECONDS)
+        if not isinstance(self.priority, int):
+            why, fix = f"got {self.priority!r}", "Give a whole number; lower runs first"
+            raise ParameterError("invalid priority", why, fix)
+        if not isinstance(self.budget, Budget):
+            why, fix = f"got {self.budget!r}", "Give Budget(tokens=..., seconds=...)"
+            raise ParameterError("invalid budget", why, fix)
+        validated("cache_salt", self.cache_salt, ANY_TEXT)
+        for name, value in (("adapter", self.adapter), ("session", self.session)):
+            if value is not None:
+                validated(name, value, ANY_TEXT)
+
+
 @dataclass
 class _Request(_Waiting):
     result: ScaffoldingResult
     prompt: Any
     kwargs: dict[str, Any]
-    budget: Budget
-    timeout: float | None
-    cache_salt: str = ""
-    adapter: str | None = None
-    session: str | None = None
+    """Of ``generate`` of the controller."""
+    options: _Options
     job: asyncio.Task[None] | None = None
     """Set while it runs."""
     stopped: Exception | None = None
@@ -179,37 +205,30 @@ class ScaffoldingLlm:
             ParameterError: an invalid argument.
             EngineStopped: after ``shutdown``.
         """
-        if timeout is not None:
-            validated("timeout", timeout, SECONDS)
-        if not isinstance(priority, int):
-            raise ParameterError(
-                "invalid priority", f"got {priority!r}", "Give a whole number; lower runs first"
-            )
-        if not isinstance(budget, Budget | None):
-            raise ParameterError(
-                "invalid budget", f"got {budget!r}", "Give Budget(tokens=..., seconds=...)"
-            )
+        options = _Options(
+            timeout=timeout,
+            priority=priority,
+            budget=Budget() if budget is None else budget,
+            cache_salt=cache_salt,
+            adapter=adapter,
+            session=session,
+        )
+        options.check()
         if self._stopped or self.loop.is_closed():
             raise EngineStopped("the ScaffoldingLlm is shut down", fix="Create another one")
         if sampling_params is not None:
             kwargs["sampling_params"] = sampling.checked("sampling_params", sampling_params)
+        return self._posted(prompt, kwargs, options)
+
+    def _posted(self, prompt: Any, kwargs: dict[str, Any], options: _Options) -> ScaffoldingResult:
+        """Post a request to the event loop; its result, whose ``abort`` stops it there."""
         request: _Request
         result = ScaffoldingResult(
             uuid.uuid4().hex, lambda reason: self._post(self._stop, request, reason)
         )
         result.loop_thread = self._loop_thread
-        request = _Request(
-            priority,
-            next(self._arrivals),
-            result,
-            prompt,
-            kwargs,
-            budget or Budget(),
-            timeout,
-            validated("cache_salt", cache_salt, ANY_TEXT),
-            None if adapter is None else validated("adapter", adapter, ANY_TEXT),
-            None if session is None else validated("session", session, ANY_TEXT),
-        )
+        arrival = next(self._arrivals)
+        request = _Request(options.priority, arrival, result, prompt, kwargs, options)
         self._post(self._submit, request)
         return result
 
@@ -291,10 +310,11 @@ class ScaffoldingLlm:
     def _submit(self, request: _Request) -> None:
         if self._stopped:
             self._stop(request, EngineStopped("the ScaffoldingLlm is shut down"))
-        if request.timeout is not None:
-            why = f"{request.timeout} s have passed since it was submitted"
+        timeout = request.options.timeout
+        if timeout is not None:
+            why = f"{timeout} s have passed since it was submitted"
             reason = RequestTimeout("the request took too long", why, "Allow more time")
-            timer = self.loop.call_later(request.timeout, self._stop, request, reason)
+            timer = self.loop.call_later(timeout, self._stop, request, reason)
             request.result.on_finish(timer.cancel)
         heapq.heappush(self._waiting, request)
         self._admit()
@@ -335,49 +355,22 @@ class ScaffoldingLlm:
         result.queue_s = time.perf_counter() - result.created_at
         controller = self.prototype_controller.clone()
         result.task_collections = controller.task_collections
-        account = BudgetAccount(request.budget)
-        recorder = self._tracer(request, account)
-        tracer = None if recorder is None else GuardedTracer(recorder)
-        run = Run(
-            self._routes,
-            account,
-            result.stream,
-            self._compute,
-            tracer=tracer,
-            branches=BranchLimit(self._running.__len__),
-            pace=self._pace,
-        )
-        run.account.on_exhausted = run.stop_executions
-        if recorder is not None and tracer is not None:
-            result.trace = recorder.trace
-            run.account.on_exhausted = partial(tracer.exhausted, run.stop_executions)
-        result.usage = run.account.usage
-        timer = None
-        if request.budget.seconds is not None:
-            timer = self.loop.call_later(request.budget.seconds, run.account.expire)
+        run = self._new_run(request)
+        timer, seconds = None, request.options.budget.seconds
+        if seconds is not None:
+            timer = self.loop.call_later(seconds, run.account.expire)
         try:
-            scope = ExecutionScope(
-                result.id,
-                "",
-                run.account,
-                request.priority,
-                resources=self._resources,
-                thinking=run.thinking,
-                cache_salt=request.cache_salt,
-                adapter=request.adapter,
-                session=request.session,
-            )
             process = controller.generate(request.prompt, **request.kwargs)
             checked_process(controller, "generate", process)
-            output = await Frame(run, scope).drive(process)
+            output = await Frame(run, self._scope(request, run)).drive(process)
             outputs = _outputs(controller, output)
         except BaseException as error:
-            if tracer is not None:
-                tracer.finish(request.stopped or error, stopped=request.stopped is not None)
+            if run.tracer is not None:
+                run.tracer.finish(request.stopped or error, stopped=request.stopped is not None)
             raise
         else:
-            if tracer is not None:
-                tracer.finish(outputs)
+            if run.tracer is not None:
+                run.tracer.finish(outputs)
         finally:
             result.metrics, result.spent_budget = run.account.metrics, run.account.spent
             result.generations = run.account.generated_in("")
@@ -385,11 +378,47 @@ class ScaffoldingLlm:
                 timer.cancel()
         return outputs
 
+    def _new_run(self, request: _Request) -> Run:
+        """The run of a request, whose result has its usage, and its trace, from here on."""
+        account = BudgetAccount(request.options.budget)
+        recorder = self._tracer(request, account)
+        tracer = None if recorder is None else GuardedTracer(recorder)
+        run = Run(
+            self._routes,
+            account,
+            request.result.stream,
+            self._compute,
+            tracer=tracer,
+            branches=BranchLimit(self._running.__len__),
+            pace=self._pace,
+        )
+        account.on_exhausted = run.stop_executions
+        if recorder is not None and tracer is not None:
+            request.result.trace = recorder.trace
+            account.on_exhausted = partial(tracer.exhausted, run.stop_executions)
+        request.result.usage = account.usage
+        return run
+
+    def _scope(self, request: _Request, run: Run) -> ExecutionScope:
+        options = request.options
+        return ExecutionScope(
+            request.result.id,
+            "",
+            run.account,
+            options.priority,
+            resources=self._resources,
+            thinking=run.thinking,
+            cache_salt=options.cache_salt,
+            adapter=options.adapter,
+            session=options.session,
+        )
+
     def _tracer(self, request: _Request, account: BudgetAccount) -> Tracer | None:
         if not self.trace:
             return None
         method = type(self.prototype_controller).__name__
-        trace = Trace(request.result.id, method, time.time(), budget=asdict(request.budget))
+        budget = asdict(request.options.budget)
+        trace = Trace(request.result.id, method, time.time(), budget=budget)
         return Recorder(trace, account, request.prompt, request.kwargs)
 
     def _compute(self, function: Callable[[], Any]) -> asyncio.Future[Any]:

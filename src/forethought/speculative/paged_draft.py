@@ -47,7 +47,7 @@ class PagedDraft:
         self._storage, self._backend, self._windows = storage, backend, windows
         self._tables, self._lengths = list(tables), list(lengths)
         self._tokens = torch.empty(len(tables), 0, dtype=torch.int64, device=storage.device)
-        """``[B, m]``: of the nodes that were read."""
+        """``[B, m]``: of the nodes that the network has read."""
         self._visible = torch.empty(len(tables), 0, 0, dtype=torch.bool)
         """``[B, m, m]`` on the host: which of them each one sees, itself included."""
 
@@ -70,11 +70,11 @@ class PagedDraft:
         drafted = token_ids.view(self.rows, -1)
         size, read = drafted.shape[1], self._tokens.shape[1]
         self._tokens = torch.cat([self._tokens, drafted], 1)
-        seen = torch.ones(self.rows, size, read + size, dtype=torch.bool)
+        columns = torch.ones(self.rows, size, read + size, dtype=torch.bool)
         if visible is not None:
             assert visible.shape[2] == read + size, "nodes see no other columns"
-            seen = visible.cpu()
-        self._visible = torch.cat([pad(self._visible, (0, size)), seen], 1)
+            columns = visible.cpu()
+        self._visible = torch.cat([pad(self._visible, (0, size)), columns], 1)
         # In a chain a node sees all others: the last of them is stored, and its state with it.
         first = read if bool(self._visible.tril().equal(self._all())) else 0
         rows = [self._row(row, first, size) for row in range(self.rows)]
@@ -93,7 +93,7 @@ class PagedDraft:
         stop = self._tokens.shape[1]
         parents = None
         if first == 0:
-            parents = tuple(map(_last, self._visible[row].tril(-1).tolist()))
+            parents = tuple(map(_parent, self._visible[row].tril(-1).tolist()))
         start = self._lengths[row] + first
         table = self._tables[row].prefix(self._lengths[row] + stop)
         num_nodes = stop - first
@@ -107,6 +107,6 @@ class PagedDraft:
         )
 
 
-def _last(ancestors: Sequence[bool]) -> int:
-    """The node itself sees last, which is its parent; -1: none."""
+def _parent(ancestors: Sequence[bool]) -> int:
+    """The last one of a node's ancestors; -1: it has none."""
     return max((node for node, is_seen in enumerate(ancestors) if is_seen), default=-1)

@@ -18,10 +18,8 @@ from torch import Tensor, nn
 from forethought.backends.cpu.forward import packed_rows, row_capacity
 from forethought.backends.cpu.library import load_library
 from forethought.backends.cpu.module_parts import (
-    TOLERANCES,
     are_hooked,
     float_rows,
-    is_close,
     native_norm,
     packed_linears,
 )
@@ -38,6 +36,7 @@ from forethought.backends.cpu.weights import KV_TYPES, MAX_GROUP, MAX_HEAD_DIM
 from forethought.model.attention.base import ForwardPass
 from forethought.model.attention.layer_profile import LayerProfile
 from forethought.model.device import native_threads
+from forethought.model.tolerance import TOLERANCES, is_close
 
 OUT_NAMES = ("o_proj", "out_proj")
 NORM_NAMES = (("q_norm", "k_norm"), ("q_layernorm", "k_layernorm"))

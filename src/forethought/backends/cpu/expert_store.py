@@ -16,14 +16,15 @@ from torch import Tensor
 
 from forethought.backends.cpu.library import load_library
 from forethought.backends.cpu.structures import ExpertsStruct, LinearStruct, StoredExpertStruct
-from forethought.backends.cpu.weight_file import WeightFile, aligned
+from forethought.backends.cpu.weight_file import TENSOR_FIELDS, WeightFile, aligned, take_tensors
 from forethought.errors import ModelError
 
 logger = logging.getLogger(__name__)
 
-_TENSORS = ("weight", "scale", "zero")
-"""Fields of a linear that point into its tensors; those of experts have no bias."""
-
+_START_FIELDS = tuple(
+    f"{name}_{field}" for name in ("gate_up", "down") for field in TENSOR_FIELDS[:3]
+)
+"""Fields of ``StoredExpertStruct`` that say where a tensor is; the linears have no bias."""
 
 _Linear = tuple[LinearStruct, Sequence[Tensor]]
 """With the tensors that it points into."""
@@ -63,18 +64,13 @@ class ExpertStore:
         """Write an expert to the file. Its structs point nowhere then, until it is read. Raises
         ModelError where the file cannot take it.
         """
-        places, tensors = dict[str, int](), dict[str, Tensor]()
-        for name, (struct, held) in (("gate_up", gate_up), ("down", down)):
-            by_address = {tensor.data_ptr(): tensor for tensor in held}
-            for field in _TENSORS:
-                tensor = by_address.get(getattr(struct, field))
-                places[f"{name}_{field}"] = -1
-                if tensor is not None:
-                    tensors[f"{name}_{field}"] = tensor
-                setattr(struct, field, None)
+        tensors = dict[str, Tensor]()
+        for name, (struct, linear_tensors) in (("gate_up", gate_up), ("down", down)):
+            taken = take_tensors(struct, linear_tensors)
+            tensors |= {f"{name}_{field}": tensor for field, tensor in taken.items()}
         stored = self._file.add([*tensors.values()])
-        places |= dict(zip(tensors, stored.places, strict=True))
-        self._stored.append(StoredExpertStruct(offset=stored.offset, size=stored.size, **places))
+        starts = dict.fromkeys(_START_FIELDS, -1) | dict(zip(tensors, stored.starts, strict=True))
+        self._stored.append(StoredExpertStruct(offset=stored.offset, size=stored.size, **starts))
 
     def add_layer(self, struct: ExpertsStruct, arrays: Sequence[_Array], first: int) -> None:
         """The layer whose experts were put from ``first`` on; ``arrays``: the linears that it
@@ -95,13 +91,13 @@ class ExpertStore:
         one's are read meanwhile.
         """
         slot_bytes = max(stored.size for stored in self._stored)
-        most = max(layer.num_experts for layer in self._layers)
+        max_experts = max(layer.num_experts for layer in self._layers)
         num_slots = min(self.num_bytes // slot_bytes, len(self._stored))
-        if num_slots < min(2 * most, len(self._stored)):
+        if num_slots < min(2 * max_experts, len(self._stored)):
             raise ModelError(
                 f"{self.num_bytes / 2**30:.3g} GiB of memory for experts is too little",
-                f"two layers have {2 * most} of {slot_bytes / 2**20:.3g} MiB",
-                f"Give at least {2 * most * slot_bytes / 2**30:.3g} GiB by expert_memory",
+                f"two layers have {2 * max_experts} of {slot_bytes / 2**20:.3g} MiB",
+                f"Give at least {2 * max_experts * slot_bytes / 2**30:.3g} GiB by expert_memory",
             )
         self._memory = aligned(num_slots * slot_bytes)
         library, array = load_library(), (StoredExpertStruct * len(self._stored))(*self._stored)

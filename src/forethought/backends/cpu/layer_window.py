@@ -24,7 +24,7 @@ from forethought.backends.cpu.structures import (
     StoredLayerStruct,
     WeightPlaceStruct,
 )
-from forethought.backends.cpu.weight_file import WeightFile, aligned
+from forethought.backends.cpu.weight_file import WeightFile, aligned, take_tensors
 from forethought.errors import ModelError, RequestError
 from forethought.model.device import return_freed_memory
 
@@ -32,8 +32,6 @@ logger = logging.getLogger(__name__)
 
 _NUM_SLOTS = 2
 """Layers in memory that are read in turn: one computes, and the next one is read meanwhile."""
-_TENSORS = ("weight", "scale", "zero", "bias")
-"""Fields of a linear that point into its tensors."""
 
 
 class LayerCounts(NamedTuple):
@@ -73,23 +71,19 @@ class LayerWindow:
         cannot take it.
         """
         tensors, pointers = list[Tensor](), list[int]()
-        for struct, held in linears:
-            by_address = {tensor.data_ptr(): tensor for tensor in held}
-            for field in _TENSORS:
-                tensor = by_address.get(getattr(struct, field))
-                if tensor is not None:
-                    tensors.append(tensor)
-                    pointers.append(ctypes.addressof(struct) + getattr(LinearStruct, field).offset)
-                    setattr(struct, field, None)
-            held.clear()
+        for struct, linear_tensors in linears:
+            for field, tensor in take_tensors(struct, linear_tensors).items():
+                tensors.append(tensor)
+                pointers.append(ctypes.addressof(struct) + getattr(LinearStruct, field).offset)
+            linear_tensors.clear()
         if not self._layers:
             self._file.check_room(len(self._streamed) * sum(tensor.nbytes for tensor in tensors))
         stored, checksum = self._file.add(tensors), 0
         for tensor in tensors:
             checksum = load_library().checksum(checksum, tensor.data_ptr(), tensor.nbytes)
         places = [
-            WeightPlaceStruct(place=place, size=tensor.nbytes, pointer=pointer)
-            for place, tensor, pointer in zip(stored.places, tensors, pointers, strict=True)
+            WeightPlaceStruct(place=start, size=tensor.nbytes, pointer=pointer)
+            for start, tensor, pointer in zip(stored.starts, tensors, pointers, strict=True)
         ]
         self._file.leave_cache(stored)
         self._layers.append(
@@ -104,7 +98,7 @@ class LayerWindow:
         )
 
     def open(self) -> int:
-        """Begin to read layers; the address for ``ModelStruct``."""
+        """Begin to read layers; returns the address for ``ModelStruct.stored``."""
         slot_bytes = max(layer.size for layer in self._layers)
         return_freed_memory()  # what layers were packed from: as much as what comes now
         self._memory = aligned(self._num_slots * slot_bytes)
@@ -142,13 +136,13 @@ class LayerWindow:
 
     @property
     def memory_bytes(self) -> int:
-        """Of the layers that are read in turn."""
+        """Bytes of memory for the layers that are read in turn."""
         assert self._memory is not None, "it is open"
         return self._memory.nbytes
 
     @property
     def file_bytes(self) -> int:
-        """That every forward reads."""
+        """Bytes that every forward reads."""
         return self._file.num_bytes
 
     def read_speed(self) -> float:
@@ -169,10 +163,10 @@ class LayerWindow:
 
 
 def streamed_layers(num_layers: int, size: int) -> frozenset[int]:
-    """The layers that do not stay in memory: all but ``size`` less those that are read in turn."""
-    num_held = max(0, size - _NUM_SLOTS)
+    """Indices of the layers in the file: all but the ``size - _NUM_SLOTS`` that stay in memory."""
+    num_resident = max(0, size - _NUM_SLOTS)
     return frozenset(
         index
         for index in range(num_layers)
-        if index * num_held // num_layers == (index + 1) * num_held // num_layers
+        if index * num_resident // num_layers == (index + 1) * num_resident // num_layers
     )

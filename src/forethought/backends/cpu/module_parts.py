@@ -24,6 +24,7 @@ from forethought.backends.cpu.weights import TYPES, PackedExperts, PackedLinear
 from forethought.model.device import native_threads
 from forethought.model.quantization import QuantizedLinear
 from forethought.model.quantized_experts import QuantizedExperts, weights_of
+from forethought.model.tolerance import TOLERANCES, is_close
 
 MLPS = (
     ("gate_proj", "up_proj", "down_proj"),
@@ -42,8 +43,6 @@ ACTIVATIONS = {
     "ReLUSquaredActivation": 2,
 }
 """``enum Activation`` by the classes and functions that modules have."""
-TOLERANCES = {torch.float32: 1e-4, torch.bfloat16: 3e-2}
-"""Of the greatest value, by which results of a part may differ from those of torch."""
 
 
 class NativeLinear(nn.Module):
@@ -235,13 +234,6 @@ def use_native_parts(module: nn.Module, excluded: Collection[nn.Module]) -> None
         if experts is not None:
             module.set_submodule(name, experts)
     _pack_linears(module, excluded)
-
-
-def is_close(y: Tensor, expected: Tensor) -> bool:
-    """Whether a result is torch's, but for rounding in the dtype of that."""
-    tolerance = TOLERANCES[expected.dtype] * float(expected.float().abs().max())
-    difference = (y.float() - expected.float()).abs().max()
-    return bool(difference <= tolerance)  # not where it is not finite
 
 
 def _pack_linears(module: nn.Module, excluded: Collection[nn.Module]) -> None:

@@ -27,10 +27,14 @@ from forethought.backends.cpu.module_parts import (
     NativeNorm,
     are_hooked,
     float_rows,
-    is_close,
 )
-from forethought.backends.cpu.recurrent import NativeRecurrence, NativeRecurrentLayer, TokenTable
+from forethought.backends.cpu.recurrent import (
+    NativeRecurrence,
+    NativeRecurrentLayer,
+    NativeTokenTable,
+)
 from forethought.backends.cpu.structures import SublayersCallStruct, SublayerStruct
+from forethought.model.tolerance import is_close
 
 _Part = NativeAttentionLayer | NativeRecurrentLayer | NativeMlp | NativeMixture
 _FIELDS = {
@@ -106,7 +110,7 @@ class NativeSublayers:
         layers: range,
         x: Tensor,
         batch: BatchCall,
-        tokens: TokenTable,
+        tokens: NativeTokenTable,
         rotation: Rotation | None,
     ) -> Tensor:
         """x ``[1, T, hidden]`` -> the same, through some decoder layers."""

@@ -1,4 +1,4 @@
-"""Packed weights in a file that has no name: it is gone with the process."""
+"""Packed weights in a file that has no name: the system deletes it when the process ends."""
 
 from __future__ import annotations
 
@@ -16,10 +16,13 @@ from torch import Tensor
 
 from forethought.backends.cpu.cache import cache_directories
 from forethought.backends.cpu.library import load_library
+from forethought.backends.cpu.structures import LinearStruct
 from forethought.errors import ModelError
 
 _ALIGNMENT, _PAGE = 64, 4096
 """Of tensors, and of what ``add`` writes in one."""
+TENSOR_FIELDS = ("weight", "scale", "zero", "bias")
+"""Fields of a ``LinearStruct`` that point to its tensors."""
 _MAX_WRITE = 2**30
 """Bytes that a call writes at most: the system takes less than 2 GiB."""
 
@@ -29,8 +32,21 @@ class Stored(NamedTuple):
 
     offset: int
     size: int
-    places: list[int]
-    """Of the tensors, in bytes from ``offset``."""
+    starts: list[int]
+    """Of each tensor, in bytes from ``offset``."""
+
+
+def take_tensors(struct: LinearStruct, tensors: Sequence[Tensor]) -> dict[str, Tensor]:
+    """Those of ``tensors`` that the pointers of a linear point to, by field, in the order of
+    ``TENSOR_FIELDS``; the pointers are null then.
+    """
+    by_address, taken = {tensor.data_ptr(): tensor for tensor in tensors}, dict[str, Tensor]()
+    for field in TENSOR_FIELDS:
+        tensor = by_address.get(getattr(struct, field))
+        if tensor is not None:
+            taken[field] = tensor
+            setattr(struct, field, None)
+    return taken
 
 
 class WeightFile:
@@ -56,18 +72,18 @@ class WeightFile:
 
     def add(self, tensors: Sequence[Tensor]) -> Stored:
         """Write tensors. Raises ModelError where the file cannot take them."""
-        places, at = list[int](), self.num_bytes
+        starts, end = list[int](), self.num_bytes
         try:
             for tensor in tensors:
-                places.append(at - self.num_bytes)
+                starts.append(end - self.num_bytes)
                 data = memoryview(tensor.reshape(-1).view(torch.uint8).numpy())
                 done = 0
                 while done < len(data):  # the system may write less than it is given
                     part = data[done : done + _MAX_WRITE]
-                    done += os.pwrite(self.descriptor, part, at + done)
-                at += _rounded(len(data), _ALIGNMENT)
+                    done += os.pwrite(self.descriptor, part, end + done)
+                end += _rounded(len(data), _ALIGNMENT)
             # Whole pages can be read past the system's cache, too.
-            stored = Stored(self.num_bytes, _rounded(at - self.num_bytes, _PAGE), places)
+            stored = Stored(self.num_bytes, _rounded(end - self.num_bytes, _PAGE), starts)
             os.ftruncate(self.descriptor, stored.offset + stored.size)
         except OSError as error:
             raise self._refusal(error) from error
@@ -76,7 +92,7 @@ class WeightFile:
         return stored
 
     def leave_cache(self, stored: Stored) -> None:
-        """Have what was added on the disk, and no longer in the system's cache. Raises ModelError
+        """Write what was added to the disk, and drop it from the system's cache. Raises ModelError
         where the disk cannot take it.
         """
         try:
@@ -109,11 +125,11 @@ class WeightFile:
             return os.dup(self.descriptor)
         return descriptor
 
-    def read_speed(self, descriptor: int | None = None, most: int = 100) -> float:
-        """Bytes per second at which what was added is read, one after the other, ``most`` of them;
-        by another descriptor of the file, if there is one.
+    def read_speed(self, descriptor: int | None = None, max_parts: int = 100) -> float:
+        """Bytes per second at which what was added is read, one after the other, at most
+        ``max_parts`` additions; by another descriptor of the file, if there is one.
         """
-        parts = self._stored[:most]
+        parts = self._stored[:max_parts]
         buffer = memoryview(aligned(max(part.size for part in parts)).numpy())
         began, size = time.perf_counter(), 0
         for part in parts:

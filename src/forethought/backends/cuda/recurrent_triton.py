@@ -1,10 +1,10 @@
 """The Triton kernels of recurrent layers: a causal convolution, and a linear recurrence.
 
-Both compute the tokens of the rows of a batch in order. A token goes on from the one before it, or
-from a stored state, which may be what an earlier token of the row has stored: chains, prompts and
-draft trees are one kernel. Where states are is a table int64 ``[T, 4]`` as of ``TokenState`` in
-structures.h, whose addresses are those of float32 on the device: before the token (0: zeros), after
-it (0: not kept), and whether it goes on from the token before it.
+Both compute the tokens of the rows of a batch in order. A token continues from the one before it,
+or from a stored state, which may be one that an earlier token of the row has stored: chains,
+prompts and draft trees are one kernel. Addresses of states are in a table int64 ``[T, 4]``,
+``TokenState`` of structures.h: of the float32 state before the token on the device (0: zeros), of
+that after it (0: not stored), and whether the token continues from the one before it.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from forethought.model.attention.paged_layout import next_power_of_2
 
 CHANNELS_AT_ONCE = 256
 STATE_FLOATS = 4096
-"""Of a program: in registers."""
+"""Floats of a state that a program keeps in registers."""
 
 
-class Places(NamedTuple):
-    """Where the rows of a batch, and the states of their tokens, are."""
+class TableTensors(NamedTuple):
+    """A ``TokenTable`` on the device."""
 
-    states: Tensor
-    """int64 [T, 4]: the table of above."""
-    rows: Tensor
-    """int32 [R + 1]: where the rows begin, and T."""
+    fields: Tensor
+    """int64 ``[T, 4]``: the table described above."""
+    row_starts: Tensor
+    """int32 ``[R + 1]``: the packed index at which each row begins, and T."""
 
 
 @triton.jit
@@ -39,7 +39,7 @@ def _convolution(
     y_ptr,
     states_ptr,
     rows_ptr,
-    place,
+    offset,
     CHANNELS: tl.constexpr,
     KERNEL: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -55,11 +55,11 @@ def _convolution(
         after, follows = tl.load(states_ptr + t * 4 + 1), tl.load(states_ptr + t * 4 + 2)
         first = tl.where(follows != 0, first, t)
         before = tl.where(follows != 0, before, tl.load(states_ptr + t * 4))
-        stored_ptr = before.to(tl.pointer_type(tl.float32)) + place
-        after_ptr = after.to(tl.pointer_type(tl.float32)) + place
+        stored_ptr = before.to(tl.pointer_type(tl.float32)) + offset
+        after_ptr = after.to(tl.pointer_type(tl.float32)) + offset
         y = bias
         for j in tl.static_range(KERNEL):
-            at = t - (KERNEL - 1) + j  # what is not of the run is stored
+            at = t - (KERNEL - 1) + j  # before the run: stored
             is_stored = (at < first) & (before != 0)
             x = tl.load(x_ptr + at * CHANNELS + n, mask=inside & (at >= first), other=0.0)
             stored_at = (KERNEL + at - first) * CHANNELS + n
@@ -70,24 +70,24 @@ def _convolution(
         tl.debug_barrier()  # the next token may read what this one has stored
 
 
-def convolution(x: Tensor, taps: Tensor, bias: Tensor, places: Places, place: int) -> Tensor:
+def convolution(x: Tensor, taps: Tensor, bias: Tensor, table: TableTensors, offset: int) -> Tensor:
     """SiLU of the causal convolutions of channels.
 
     Args:
         x: float32 ``[T, channels]``.
         taps: ``[kernel, channels]``.
         bias: ``[channels]``.
-        places: of the tokens.
-        place: of the last inputs ``[kernel, channels]`` in a state.
+        table: of the batch.
+        offset: of the last inputs ``[kernel, channels]`` in a state.
 
     Returns:
         float32 ``[T, channels]``.
     """
     x = x.contiguous()
     kernel, channels = taps.shape
-    grid = (len(places.rows) - 1, triton.cdiv(channels, CHANNELS_AT_ONCE))
+    grid = (len(table.row_starts) - 1, triton.cdiv(channels, CHANNELS_AT_ONCE))
     y = x.new_empty(x.shape)
-    _convolution[grid](x, taps, bias, y, *places, place, channels, kernel, CHANNELS_AT_ONCE)
+    _convolution[grid](x, taps, bias, y, *table, offset, channels, kernel, CHANNELS_AT_ONCE)
     return y
 
 
@@ -101,7 +101,7 @@ def _recurrence(
     y_ptr,
     states_ptr,
     rows_ptr,
-    place,
+    offset,
     key_stride,
     value_stride,
     HEADS: tl.constexpr,
@@ -120,7 +120,7 @@ def _recurrence(
     m = tl.program_id(2) * VALUE_BLOCK + tl.arange(0, VALUE_BLOCK)
     has_key, has_value = n < KEYS, m < VALUES
     inside = has_key[:, None] & has_value[None, :]
-    at = place + head * KEYS * VALUES + n[:, None] * key_stride + m[None, :] * value_stride
+    at = offset + head * KEYS * VALUES + n[:, None] * key_stride + m[None, :] * value_stride
     state = tl.zeros((KEY_BLOCK, VALUE_BLOCK), tl.float32)
     for t in range(tl.load(rows_ptr + row), tl.load(rows_ptr + row + 1)):
         before, after = tl.load(states_ptr + t * 4), tl.load(states_ptr + t * 4 + 1)
@@ -147,7 +147,7 @@ def _recurrence(
         tl.debug_barrier()
 
 
-class Recurrence(NamedTuple):
+class RecurrenceTerms(NamedTuple):
     """Of H heads with states S, whose G groups have keys and queries in common:
     S = decay S + k u^T, y = q S.
     """
@@ -164,13 +164,15 @@ class Recurrence(NamedTuple):
     """float32 [T, H]: of the delta rule, u = beta (v - decay k S); None: u = v."""
 
 
-def recurrence(terms: Recurrence, places: Places, place: int, strides: tuple[int, int]) -> Tensor:
+def recurrence(
+    terms: RecurrenceTerms, table: TableTensors, offset: int, strides: tuple[int, int]
+) -> Tensor:
     """The outputs float32 ``[T, H, values]``.
 
     Args:
         terms: of the tokens.
-        places: of the tokens.
-        place: of the heads in a state, one after the other.
+        table: of the batch.
+        offset: of the heads in a state, one after the other.
         strides: of keys and values in a head's state.
     """
     q, k, v, decays = (x.contiguous() for x in terms[:4])
@@ -179,8 +181,8 @@ def recurrence(terms: Recurrence, places: Places, place: int, strides: tuple[int
     value_block = min(next_power_of_2(values), max(1, STATE_FLOATS // key_block))
     betas = decays if terms.betas is None else terms.betas.contiguous()
     y = v.new_empty(v.shape)
-    _recurrence[len(places.rows) - 1, heads, triton.cdiv(values, value_block)](
-        *(q, k, v, decays, betas, y, *places, place, *strides),
+    _recurrence[len(table.row_starts) - 1, heads, triton.cdiv(values, value_block)](
+        *(q, k, v, decays, betas, y, *table, offset, *strides),
         *(heads, groups, keys, values, decays.shape[2]),
         *(terms.betas is not None, key_block, value_block),
     )

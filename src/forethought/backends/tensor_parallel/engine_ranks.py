@@ -18,9 +18,9 @@ from forethought.backends.tensor_parallel.ranks import Ranks
 from forethought.backends.tensor_parallel.sharded import ShardedNetwork, connect
 from forethought.config.engine import LlmArgs
 from forethought.errors import ParameterError
-from forethought.model import loader
 from forethought.model.causal_lm import CausalLM
 from forethought.model.llama.network import FusedNetwork
+from forethought.model.shard import check_shardable
 
 log = logging.getLogger(__name__)
 
@@ -39,7 +39,7 @@ def check(
     if refused is not None:
         what = f"tensor_parallel_size={args.tensor_parallel_size} is not possible here"
         raise ParameterError(what, *refused, param="tensor_parallel_size")
-    loader.check_shardable(model_dir, args.tensor_parallel_size, args.trust_remote_code)
+    check_shardable(model_dir, args.tensor_parallel_size, args.trust_remote_code)
 
 
 def _refusal(args: LlmArgs, device: torch.device, is_local: bool) -> tuple[str, str] | None:
