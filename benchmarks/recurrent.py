@@ -8,6 +8,8 @@ transformers, and with ``quantization="w8a8"``; decode steps after short and lon
 of a long sequence; a step with drafts of 4 and 8 tokens against one without. Runs are interleaved,
 numbers are medians over the rounds and ratios those within a round. Prints a table and, last, one
 JSON line.
+
+``python -m benchmarks.peers --models hybrid100m --llamacpp PY`` has the same model in llama.cpp.
 """
 
 from __future__ import annotations
@@ -21,15 +23,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from benchmarks.peers.random_models import save_tokenizer
+from benchmarks.peers.random_models import SHAPES, save_random_model
 from benchmarks.report import print_report
-from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3_5TextConfig
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from forethought import LLM, KvCacheConfig, SamplingParams
 from forethought.speculative.drafter import Draft, Drafter, ResourceManager, ScheduledRequests
 
-VOCAB, CONTEXT = 32_000, 8192
-SMALL = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4}
+CONTEXT = 8192
+VOCAB = SHAPES["hybrid100m"]["vocab_size"]
 
 Row = dict[str, Any]
 
@@ -45,33 +47,6 @@ class ArbitraryChain(Drafter):
         for request in scheduled_requests.generation_requests:
             length = len(request.tokens)
             request.draft = Draft([(length * 7 + n) % VOCAB for n in range(request.max_draft_len)])
-
-
-def save_model(directory: Path, small: bool) -> None:
-    """Save the model and a tokenizer."""
-    shape: dict[str, Any] = {
-        "hidden_size": 576,
-        "intermediate_size": 1536,
-        "num_hidden_layers": 24,
-    }
-    config = Qwen3_5TextConfig(
-        **(SMALL if small else shape),
-        vocab_size=VOCAB,
-        num_attention_heads=9,
-        num_key_value_heads=3,
-        head_dim=64,
-        linear_num_value_heads=8,
-        linear_num_key_heads=8,
-        linear_key_head_dim=64,
-        linear_value_head_dim=64,
-        max_position_embeddings=CONTEXT,
-        tie_word_embeddings=True,
-        bos_token_id=1,
-        eos_token_id=2,
-    )
-    torch.manual_seed(0)
-    AutoModelForCausalLM.from_config(config).save_pretrained(directory)
-    save_tokenizer(VOCAB, directory)
 
 
 def seconds(engine: Ours | Transformers, prompts: list[list[int]], num_tokens: int) -> float:
@@ -191,7 +166,7 @@ def main() -> None:
     rng, rows = random.Random(0), list[Row]()
     with tempfile.TemporaryDirectory() as folder:
         directory = Path(folder)
-        save_model(directory, args.small)
+        save_random_model("hybrid2m" if args.small else "hybrid100m", directory, "float32")
         ours = Ours(directory, dtype="float32", num_threads=args.threads)
         quantised = Ours(directory, quantization="w8a8", num_threads=args.threads)
         engines = {"float32": ours, "w8a8": quantised, "transformers": Transformers(directory)}

@@ -3,21 +3,23 @@
     python -m benchmarks.peers --openvino PY --llamacpp PY --vllm PY
     python -m benchmarks.peers --openvino PY --models 150m --cases decode --quantised 8 --rounds 3
     python -m benchmarks.peers --llamacpp PY --gguf FILE --gguf-types q4_k_m q8_0 --cases decode
+    python -m benchmarks.peers --llamacpp PY --models hybrid100m --quantised 8
 
 ``PY`` is the interpreter of an environment that has the engine: ``openvino-genai`` with
 ``optimum-intel``, ``llama-cpp-python`` with ``gguf``, vLLM's CPU build. None is needed: an
 engine that is not given is left out. Each engine runs in a process of its own, with as many
 threads, weights and KV cache in the same dtype (``--dtype``) and a KV cache for as many tokens;
 ``--quantised`` adds weights in 8 or 4 bits: int8, w8a8, int4, w4a8 (ours), int8, int4 (OpenVINO),
-Q8_0, Q4_0 (llama.cpp). The models have random weights in the shape of a Qwen3, and are made here;
-``reasoner`` is the embedded one. With ``--gguf`` the models are that file, or what llama.cpp makes
-of it (``--gguf-types``), for all engines that read it, and ratios are to llama.cpp; ``--gguf 600m``
-is a file of the random model.
+Q8_0, Q4_0 (llama.cpp). The models have random weights in the shape of a Qwen3, the hybrids (with
+recurrent layers) in that of a Qwen3.5, and are made here; ``reasoner`` is the embedded one. With
+``--gguf`` the models are that file, or what llama.cpp makes of it (``--gguf-types``), for all
+engines that read it, and ratios are to llama.cpp; ``--gguf 600m`` is a file of the random model.
 
 All get the same requests, in turns within a round, so that other load of the machine falls on all.
 Where it is heavy, ``--threads 1 --clock processor`` counts seconds that the processor spent.
-Ratios are medians over the rounds of speeds relative to ``generate`` of transformers. *Agreement*
-is the share of the tokens before the first that differs from those of transformers.
+Ratios are medians over the rounds of speeds relative to ``generate`` of transformers, or to this
+engine where ``--transformers ''`` leaves that out. *Agreement* is the share of the tokens before
+the first that differs from those of what ratios are to.
 
 =============  ==================================================================================
 ``decode``     tokens/s of greedy decoding, prompts of 128 tokens, by batch size

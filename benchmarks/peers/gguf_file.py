@@ -1,8 +1,8 @@
-"""A Hugging Face directory of a Llama or Qwen3 as a GGUF file.
+"""A Hugging Face directory of a Llama, Qwen3 or Qwen3.5 as a GGUF file.
 
 Only what is needed to continue token ids: the hyperparameters, the tensors under llama.cpp's names,
-and a tokenizer of single bytes whose other tokens no text has. Norms stay in float32; matrices are
-stored in the type that is asked for.
+and a tokenizer of single bytes whose other tokens no text has. Norms and convolutions stay in
+float32; matrices are stored in the type that is asked for.
 """
 
 from __future__ import annotations
@@ -16,25 +16,8 @@ import numpy as np
 
 import gguf
 
-NAMES = {
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output",
-    "self_attn.q_norm": "attn_q_norm",
-    "self_attn.k_norm": "attn_k_norm",
-    "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
-    "input_layernorm": "attn_norm",
-    "post_attention_layernorm": "ffn_norm",
-}
-"""Of a layer's tensors, there and in a GGUF file."""
-OTHERS = {
-    "model.embed_tokens.weight": "token_embd.weight",
-    "model.norm.weight": "output_norm.weight",
-    "lm_head.weight": "output.weight",
-}
+ARCHITECTURES = {"llama": "llama", "qwen3": "qwen3", "qwen3_5_text": "qwen35"}
+"""``model_type`` -> architecture."""
 TYPES = {
     "float32": gguf.GGMLQuantizationType.F32,
     "bfloat16": gguf.GGMLQuantizationType.BF16,
@@ -53,15 +36,19 @@ def write_gguf(source: Path, path: Path, kind: str) -> None:
         kind: one of ``TYPES``.
     """
     config = json.loads((source / "config.json").read_text(encoding="utf-8"))
-    writer = gguf.GGUFWriter(path, config["model_type"])
+    architecture = ARCHITECTURES[config["model_type"]]
+    writer = gguf.GGUFWriter(path, architecture)
     _write_hyperparameters(writer, config)
     for name, tensor in read_tensors(source):
         tensor = tensor.astype(np.float32)
-        if config["model_type"] == "llama":
+        if architecture == "llama":
             tensor = _interleaved(name, tensor, config)
-        form = TYPES[kind] if tensor.ndim > 1 else TYPES["float32"]
+        if architecture == "qwen35":
+            tensor = _recurrent(name, tensor)
+        is_matrix = tensor.ndim > 1 and "conv1d" not in name
+        form = TYPES[kind] if is_matrix else TYPES["float32"]
         stored = gguf.quants.quantize(np.ascontiguousarray(tensor), form)
-        writer.add_tensor(gguf_name(name), stored, raw_dtype=form)
+        writer.add_tensor(gguf_name(name, config), stored, raw_dtype=form)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -85,13 +72,15 @@ def read_tensors(source: Path) -> Iterator[tuple[str, np.ndarray[Any, Any]]]:
             yield name, values.reshape(entry["shape"])
 
 
-def gguf_name(name: str) -> str:
+def gguf_name(name: str, config: dict[str, Any]) -> str:
     """Of a tensor in a GGUF file."""
-    if name in OTHERS:
-        return OTHERS[name]
-    _, _, layer, rest = name.split(".", 3)
-    part, end = rest.rsplit(".", 1)
-    return f"blk.{layer}.{NAMES[part]}.{end}"
+    architecture = ARCHITECTURES[config["model_type"]]
+    number = next(key for key, text in gguf.MODEL_ARCH_NAMES.items() if text == architecture)
+    names = gguf.get_tensor_name_map(number, config["num_hidden_layers"])
+    name = name.replace(".dt_bias", ".dt_proj.bias")
+    stored: str | None = names.get_name(name, try_suffixes=(".weight", ".bias"))
+    assert stored is not None, name
+    return stored
 
 
 def _write_hyperparameters(writer: Any, config: dict[str, Any]) -> None:
@@ -106,11 +95,29 @@ def _write_hyperparameters(writer: Any, config: dict[str, Any]) -> None:
     writer.add_head_count_kv(config["num_key_value_heads"])
     writer.add_key_length(head_dim)
     writer.add_value_length(head_dim)
-    writer.add_rope_dimension_count(head_dim)
+    rotated = int(head_dim * rope.get("partial_rotary_factor", 1.0))
+    writer.add_rope_dimension_count(rotated)
     writer.add_rope_freq_base(rope.get("rope_theta", 10_000.0))
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
     writer.add_vocab_size(config["vocab_size"])
+    if config["model_type"] == "qwen3_5_text":
+        _write_recurrence(writer, config, rotated // 2)
     _write_vocabulary(writer, config["vocab_size"])
+
+
+def _write_recurrence(writer: Any, config: dict[str, Any], num_pairs: int) -> None:
+    """Sizes of the gated delta rule, and the pairs that each position of an image rotates."""
+    num_heads = config["linear_num_value_heads"]
+    # With fewer key heads than value heads the file has these in another order.
+    assert config["linear_num_key_heads"] == num_heads
+    writer.add_ssm_conv_kernel(config["linear_conv_kernel_dim"])
+    writer.add_ssm_state_size(config["linear_key_head_dim"])
+    writer.add_ssm_group_count(config["linear_num_key_heads"])
+    writer.add_ssm_time_step_rank(num_heads)
+    writer.add_ssm_inner_size(num_heads * config["linear_value_head_dim"])
+    period = config["layer_types"].index("full_attention") + 1
+    writer.add_full_attention_interval(period)
+    writer.add_rope_dimension_sections([(num_pairs + n) // 3 for n in (2, 1, 0)] + [0])
 
 
 def _write_vocabulary(writer: Any, size: int) -> None:
@@ -130,6 +137,15 @@ def _write_vocabulary(writer: Any, size: int) -> None:
     writer.add_token_merges(["t h"])
     writer.add_bos_token_id(257)
     writer.add_eos_token_id(258)
+
+
+def _recurrent(name: str, tensor: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """Decays instead of their logarithms, norms plus 1, convolutions as matrices."""
+    if name.endswith("A_log"):
+        return -np.exp(tensor)
+    if name.endswith("norm.weight") and ".linear_attn." not in name:
+        return tensor + 1
+    return tensor[:, 0] if name.endswith("conv1d.weight") else tensor
 
 
 def _interleaved(

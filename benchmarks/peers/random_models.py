@@ -1,4 +1,4 @@
-"""Qwen3-shaped models with random weights, in several sizes, and how they are saved."""
+"""Random models in the shape of Qwen3 and Qwen3.5, in several sizes, and how they are saved."""
 
 from __future__ import annotations
 
@@ -6,10 +6,24 @@ from pathlib import Path
 
 import torch
 from tokenizers import Tokenizer, models
-from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen3Config
+from transformers import (
+    AutoModelForCausalLM,
+    PreTrainedTokenizerFast,
+    Qwen3_5TextConfig,
+    Qwen3Config,
+)
 
 MAX_POSITIONS = 16_384
-
+_HYBRID = {
+    "vocab_size": 32_000,
+    "num_attention_heads": 9,
+    "num_key_value_heads": 3,
+    "head_dim": 64,
+    "linear_num_value_heads": 8,
+    "linear_num_key_heads": 8,
+    "linear_key_head_dim": 64,
+    "linear_value_head_dim": 64,
+}
 SHAPES: dict[str, dict[str, int]] = {
     "15m": {
         "vocab_size": 16_000,
@@ -56,8 +70,22 @@ SHAPES: dict[str, dict[str, int]] = {
         "num_key_value_heads": 4,
         "head_dim": 128,
     },
+    "hybrid2m": {
+        **_HYBRID,
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 4,
+    },
+    "hybrid100m": {
+        **_HYBRID,
+        "hidden_size": 576,
+        "intermediate_size": 1536,
+        "num_hidden_layers": 24,
+    },
 }
-"""135m has the sizes of SmolLM2-135M, 600m those of Qwen3-0.6B, 1500m a Qwen3 of 1.5 billion."""
+"""135m has the sizes of SmolLM2-135M, 600m those of Qwen3-0.6B, 1500m a Qwen3 of 1.5 billion.
+Hybrids have Qwen3.5's layout: three layers of the gated delta rule to one of attention.
+"""
 
 
 def save_random_model(name: str, directory: Path, dtype: str) -> Path:
@@ -67,7 +95,8 @@ def save_random_model(name: str, directory: Path, dtype: str) -> Path:
     """
     if (directory / "tokenizer_config.json").exists():
         return directory
-    config = Qwen3Config(
+    kind = Qwen3_5TextConfig if name.startswith("hybrid") else Qwen3Config
+    config = kind(
         **SHAPES[name],
         max_position_embeddings=MAX_POSITIONS,
         tie_word_embeddings=True,

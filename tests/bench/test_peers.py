@@ -8,9 +8,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from benchmarks.peers import cases
 from benchmarks.peers.contestant import BASE, Failed
+from benchmarks.peers.gguf_file import read_tensors, write_gguf
+from benchmarks.peers.random_models import save_random_model
 from benchmarks.peers.worker import CLOCKS, Answer, Request, Settings, answer, serve
+
+from forethought.gguf.view import view_of
+from forethought.model.checkpoint_tensors import GgufTensors
 
 
 class Counting:
@@ -110,3 +116,16 @@ def test_no_prompt_of_random_tokens_comes_twice() -> None:
     prompts = cases.Prompts(1000)
     found = [tuple(prompt) for _ in range(5) for prompt in prompts.mixed().prompts]
     assert len(set(found)) == len(found) == 5 * cases.NUM_MIXED
+
+
+def test_the_file_of_a_model_with_recurrent_layers_has_its_weights(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FORETHOUGHT_CACHE", str(tmp_path / "cache"))
+    source = save_random_model("hybrid2m", tmp_path / "model", "float32")
+    write_gguf(source, tmp_path / "model.gguf", "float32")
+    stored = GgufTensors(view_of(tmp_path / "model.gguf"), rounds_input=False)
+    weights = dict(read_tensors(source))
+    assert stored.names == set(weights)
+    for name, weight in weights.items():
+        torch.testing.assert_close(stored.tensor(name, torch.float32), torch.from_numpy(weight))
