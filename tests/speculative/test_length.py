@@ -15,6 +15,7 @@ from forethought.speculative.drafter import NO_DRAFT, Draft
 from forethought.speculative.drafters.ngram import NGramDrafter
 from forethought.speculative.length import length_policy
 from forethought.speculative.length.acceptance import AcceptanceEstimate
+from forethought.speculative.length.by_batch_size import ByBatchSize
 from forethought.speculative.length.gate import AcceptanceGate
 from forethought.speculative.length.goodput import (
     ALLOWANCE,
@@ -141,7 +142,7 @@ def test_a_step_that_one_policy_skips_is_skipped_and_all_are_told():
             {"acceptance_rate_window_size": 9, "acceptance_rate_threshold": 0.2},
             AcceptanceGate,
         ),
-        ({"length_control": "goodput"}, Goodput),
+        ({"length_control": "goodput"}, ByBatchSize),
         (
             {
                 "length_control": "goodput",
@@ -160,6 +161,35 @@ def test_a_configuration_names_its_policy(fields, kind):
     lengths = policy.lengths(requests(3, 1), 2)
     assert len(lengths) == 2
     assert all(length <= cap for length, cap in zip(lengths, (3, 1), strict=True))
+
+
+def test_what_a_policy_learns_of_one_batch_size_is_not_held_against_another():
+    policies = []
+
+    def new_policy():
+        policies.append(AcceptanceGate(window=2, threshold=0.5))
+        return policies[-1]
+
+    policy = ByBatchSize(new_policy)
+    many, one = requests(*[3] * 9), requests(3)
+    assert policy.lengths(many, 9) == [3] * 9
+    policy.observe(StepRecord([(n, 3, 0) for n in range(9)], 9, 36.0, 900.0, 0.01, 0.0))
+    assert policy.lengths(many, 9) == [0] * 9
+    assert policy.lengths(one, 1) == [3]
+    assert policy.lengths(many, 31) == [0] * 9
+    assert len(policies) == 2
+
+
+def test_drafts_that_a_burst_has_switched_off_come_back_once_they_pay():
+    """By trials of several steps: one step costs as much as they do and shows little."""
+    chance = [0.05]
+    policy = Goodput(8)
+    run = machine("bound", "slow model", lambda *_: chance[0], 1, calls=Calls(0.1))
+    run.run(policy, 4000)
+    assert not policy._drafting
+    chance[0] = 0.95
+    run.run(policy, 1000)
+    assert policy._drafting
 
 
 # ---- acceptance ----------------------------------------------------------------------------------

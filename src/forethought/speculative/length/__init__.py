@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from forethought.config.speculation import DecodingBaseConfig
+from forethought.speculative.length.by_batch_size import ByBatchSize
 from forethought.speculative.length.gate import AcceptanceGate
 from forethought.speculative.length.goodput import Goodput
 from forethought.speculative.length.policy import FixedLength, LengthPolicy, Shortest
@@ -29,7 +30,8 @@ def length_policy(
             AcceptanceGate(config.acceptance_rate_window_size, config.acceptance_rate_threshold)
         )
     if config.length_control == "goodput":
-        policies.append(Goodput(config.max_draft_len, nodes, node_context))
+        max_draft_len = config.max_draft_len
+        policies.append(ByBatchSize(lambda: Goodput(max_draft_len, nodes, node_context)))
     if not policies:
         return FixedLength()
     return policies[0] if len(policies) == 1 else Shortest(policies)

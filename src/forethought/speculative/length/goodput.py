@@ -193,6 +193,7 @@ class Goodput:
         self._requested: dict[int, int] = {}
         self._again: list[int] | None = None  # the probe that the next step repeats
         self._waits = False  # whether a probe is due that the account cannot bear
+        self._is_trial = False  # whether the last lengths are a probe of several steps
         self._drafted_last = False  # whether the step before had drafts
         self._why: tuple[str, tuple[float, ...]] = ("nothing has been measured yet", ())
         self._held_why: tuple[str, tuple[float, ...]] = self._why
@@ -219,7 +220,7 @@ class Goodput:
 
     def _choose(self, ids: list[int], max_lengths: list[int], batch_size: int) -> list[int]:
         plain, again, self._again = [0] * len(ids), self._again, None
-        self._waits = False
+        self._waits = self._is_trial = False
         self._checks_plain = not self.forward.ready or (self._drafting and self._checks.due)
         if not ids or not self.forward.ready:
             self._why = ("plain: the time of a step is being measured", ())
@@ -249,7 +250,7 @@ class Goodput:
             self._why = ("a probe of {} tokens", (sum(probe),))
             hopeful = np.minimum(survival * self.acceptance.doubt**self._depths, 1.0)
             self._hopeful = self._search(hopeful, caps, batch_size)[1] >= SWITCH
-            self._again = probe if self._hopeful else None
+            self._again = probe if self._hopeful and not self._is_trial else None
             return probe
         self._waits = not drafting and self._probes.due
         return plain
@@ -369,11 +370,18 @@ class Goodput:
             if self._affordable(depths, survival, batch_size):
                 return depths.tolist()
             rows //= 2
-        if self.account.balance < CREDIT:
-            return None
-        # However dear it looks: a prediction that is never tested cannot be found wrong.
-        index = self._turn % len(caps)
-        return [min(1, int(cap)) if n == index else 0 for n, cap in enumerate(caps)]
+        return self._trial(survival, caps, batch_size) if self.account.balance >= CREDIT else None
+
+    def _trial(self, survival: Array, caps: NDArray[np.int64], batch_size: int) -> list[int] | None:
+        """A probe that looks dear: a prediction that is never tested cannot be found wrong.
+
+        The lengths that would be best with acceptance at the upper end of what it may be, for
+        several steps, as one of them costs nearly as much and shows little.
+        """
+        hopeful = np.minimum(survival * self.acceptance.doubt**self._depths, 1.0)
+        depths = self._search(hopeful, caps, batch_size)[0]
+        self._is_trial = any(depths)
+        return depths if self._is_trial else None
 
     def _affordable(self, depths: NDArray[np.int64], survival: Array, batch_size: int) -> bool:
         """Whether the account can bear what these lengths are expected to lose."""
@@ -472,6 +480,8 @@ class Goodput:
     @property
     def _hold(self) -> int:
         """Steps with drafts, or one."""
+        if self._is_trial:
+            return FIRST_HOLD
         if not self._drafting or self._checks_plain:
             return 1
         most = min(self._left, self._checks.left, self.account.balance, self._enough_steps)
@@ -535,7 +545,7 @@ class Goodput:
             if not drafted:
                 self._probes.wait(record.num_steps)
             elif self._again is None:  # it may take two steps
-                self._probes.tried(news=self._hopeful)
+                self._probes.tried(news=self._hopeful or (self._is_trial and self._gained > 0.0))
         elif drafted:
             self._probes.tried(news=True)
             self._checks.wait(record.num_steps)
