@@ -195,7 +195,7 @@ def test_a_model_that_cannot_be_cut_ends_the_start_and_leaves_nothing(ray_here: 
     before = groups_in_use()
     with pytest.raises(ModelError, match="tensor_parallel_size=3"):
         open_llm(replicas=1, tensor_parallel_size=3, **FIELDS)
-    wait_until(lambda: groups_in_use() == before, 20)
+    wait_until(lambda: groups_in_use() == before, 60)
 
 
 def test_a_placement_group_that_a_dead_replica_has_left_is_replaced(ray_here: None) -> None:
