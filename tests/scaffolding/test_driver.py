@@ -7,7 +7,13 @@ import time
 
 import pytest
 
-from forethought.errors import ParameterError, TaskError, UsageError, WorkerTagError
+from forethought.errors import (
+    ParameterError,
+    RequestCancelled,
+    TaskError,
+    UsageError,
+    WorkerTagError,
+)
 from forethought.scaffolding import (
     AsCompleted,
     Branch,
@@ -584,3 +590,39 @@ def test_a_failure_on_the_way_out_of_a_scope_fails_nothing_else(caplog):
 
     assert played(play, Untidy()) == "fine"
     assert caplog.text.count("failed to end") == 2
+
+
+def test_workers_hear_of_the_end_of_a_request_that_is_aborted_while_it_ends():
+    """The handler of its last task takes long to be cancelled, and the abort comes meanwhile."""
+    cancelled, aborted, ended = threading.Event(), threading.Event(), []
+
+    class Slow(Worker):
+        async def handle(self, task):
+            if task.input_str == "fast":
+                return
+            try:
+                await asyncio.sleep(60)
+            finally:
+                cancelled.set()
+                while not aborted.is_set():
+                    await asyncio.sleep(0.001)
+                await asyncio.sleep(0.01)
+
+        async def on_scope_end(self, scope_id):
+            ended.append(scope_id)
+
+        task_handlers = {GenerationTask: handle}  # noqa: RUF012
+
+    def play():
+        with AsCompleted([ask("slow"), ask("fast")]) as running:
+            yield running
+            return "on"
+
+    with ScaffoldingLlm(Play(play), {TAG: Slow()}) as llm:
+        result = llm.generate_async("")
+        assert cancelled.wait(20)
+        result.abort()
+        aborted.set()
+        with pytest.raises(RequestCancelled):
+            result.result(timeout=20)
+    assert len(ended) == 1

@@ -290,15 +290,25 @@ class Frame:
         self._item_finished.set()
 
     async def _settle(self) -> None:
-        """End everything still in flight, then call ``on_scope_end`` of all workers."""
-        await _end(list(self._jobs))
+        """End everything still in flight, then call ``on_scope_end`` of all workers, also if this
+        is cancelled meanwhile: a request may be aborted while it ends.
+        """
+        cancellation: BaseException | None = None
+        try:
+            await _end(list(self._jobs))
+        except asyncio.CancelledError as error:
+            cancellation = error
+            await _end(list(self._jobs))
         for worker in self.run.routes.workers:
             try:
                 await worker.on_scope_end(self.scope.scope_id)
             except BaseException as error:
                 if _is_cancelled(error):
-                    raise
-                _logger.exception("%s failed to end %s", worker, self.scope.scope_id)
+                    cancellation = error
+                else:
+                    _logger.exception("%s failed to end %s", worker, self.scope.scope_id)
+        if cancellation is not None:
+            raise cancellation
 
     # ---- jobs ---------------------------------------------------------------------------------
 
