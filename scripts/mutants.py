@@ -867,6 +867,12 @@ MUTANTS = [
         "tests/backends/test_native_recurrent.py",
     ),
     Mutant(
+        "backends/cpu/mixture.py",
+        "if are_hooked(self.linears()):",
+        "if False:",
+        "tests/backends/test_native_attention.py -k shared_experts",
+    ),
+    Mutant(
         "backends/cpu/recurrent.py",
         "if are_hooked(self.linears()) or",
         "if",

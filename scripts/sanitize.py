@@ -27,6 +27,7 @@ TESTS = (
     "tests/backends/test_kv_dtypes.py",
     "tests/backends/test_layer_window.py",
     "tests/backends/test_native.py",
+    "tests/backends/test_native_attention.py",
     "tests/backends/test_native_experts.py",
     "tests/backends/test_native_recurrent.py",
     "tests/backends/test_native_sampling.py",

@@ -180,6 +180,29 @@ def test_logits_do_not_depend_on_the_batch_to_the_last_bit(architecture: str) ->
     assert torch.equal(nodes[[0, 1, 3, 5]], whole)
 
 
+@pytest.mark.parametrize("quantization", [None, "w8a8"])
+@pytest.mark.parametrize("architecture", ["qwen3_5_moe", "qwen3_next"])
+def test_shared_experts_to_which_something_is_added_change_no_other_bit(
+    architecture: str, quantization: loader.Quantization | None
+) -> None:
+    """Routers stay in C++: those of torch round by the number of tokens."""
+    lm = load(architecture, quantization=quantization)
+    expected = step_logits(lm)
+    assert isinstance(lm.network, TransformersNetwork)
+    linears = [lm.network.module.get_submodule(name) for name in lm.traits.linears]
+    shared = [
+        linear for linear, name in zip(linears, lm.traits.linears, strict=True) if "shared" in name
+    ]
+    assert len(shared) == 4 * lm.num_layers
+    for linear in shared:
+        hook = linear.register_forward_hook(lambda *_: None)
+        assert torch.equal(step_logits(lm), expected)
+        hook.remove()
+        hook = linear.register_forward_hook(lambda _, __, y: -2 * y)
+        assert not torch.equal(step_logits(lm), expected)
+        hook.remove()
+
+
 @pytest.mark.parametrize("architecture", ["qwen3_5", "granite_hybrid"])
 def test_linears_to_which_something_is_added_change_no_other_bit(architecture: str) -> None:
     """Rows without an adapter do not depend on those with one."""

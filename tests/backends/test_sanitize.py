@@ -34,7 +34,8 @@ def environment() -> dict[str, str]:
 @pytest.mark.slow
 @pytest.mark.usefixtures("environment")
 def test_small_models_compute_without_errors_of_memory_or_undefined_behaviour() -> None:
-    tests = ["tests/backends/test_native.py", "tests/speculative/test_chain_steps.py"]
+    tests = ["tests/backends/test_native.py", "tests/backends/test_native_attention.py"]
+    tests += ["tests/speculative/test_chain_steps.py"]
     selected = "transformers or last_bit or chain_steps"
     command = [sys.executable, str(SCRIPT), *tests, "-m", "not slow", "-k", selected, "-q"]
     result = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)

@@ -94,7 +94,6 @@ def load_library() -> ctypes.CDLL:
     address, number, real = ctypes.c_void_p, ctypes.c_int32, ctypes.c_float
     library.linear.argtypes = (address, address, number, address, number)
     library.mlp.argtypes = (address, address, number, address, address, number)
-    library.mixture.argtypes = (address, address, number, address, number)
     library.norm_rows.argtypes = (address, address, number, number, real, address, number)
     library.checksum.argtypes = (ctypes.c_int64, address, ctypes.c_int64)
     library.uniform_sample.argtypes = (ctypes.c_int64,) * 3

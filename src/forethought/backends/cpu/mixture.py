@@ -21,7 +21,7 @@ from forethought.backends.cpu.module_parts import (
     float_rows,
     trial_input,
 )
-from forethought.backends.cpu.structures import ExpertsStruct, MixtureStruct
+from forethought.backends.cpu.structures import ExpertsStruct, MixtureCallStruct, MixtureStruct
 from forethought.backends.cpu.weights import PackedLinear
 from forethought.model.device import native_threads
 
@@ -30,7 +30,7 @@ class NativeMixture:
     """The forward of a block of experts, whose module keeps its parts.
 
     Args:
-        block: the module.
+        block: the module, whose gate of the shared MLP is packed.
 
     Attributes:
         hidden, num_outputs: widths of what it reads and gives.
@@ -40,9 +40,8 @@ class NativeMixture:
     def __init__(self, block: Any) -> None:
         experts: NativeExperts = block.experts
         shared = getattr(block, "shared_expert", None)
-        self._forward = block.forward
         self._shared: NativeMlp | None = None if shared is None else shared.forward
-        self._gate = None if shared is None else block.shared_expert_gate
+        self._gate = None if shared is None else _packed_gate(block.shared_expert_gate)
         self._router = PackedLinear.pack(block.gate.weight, None, float32_input=True)
         self.hidden = self.num_outputs = self.width = int(self._router.struct.num_inputs)
         chosen = experts.packed.struct
@@ -61,26 +60,29 @@ class NativeMixture:
         )
         self._kept: list[Any] = [experts]
         if self._shared is not None and self._gate is not None:
-            shared_struct, gate = self._shared.packed_struct(), _packed_gate(self._gate)
+            shared_struct, gate = self._shared.packed_struct(), self._gate.packed
             assert shared_struct is not None
             self._kept += [shared_struct, gate]
             self._struct.shared = ctypes.pointer(shared_struct)
             self._struct.shared_gate = ctypes.pointer(gate.struct)
+            block.shared_expert_gate = self._gate
 
     def __call__(self, x: Tensor) -> Tensor:
         """x ``[..., hidden]`` -> the same."""
-        if are_hooked(self.linears()):
-            y: Tensor = self._forward(x)
-            return y
         rows = float_rows(x)
         outputs = torch.empty_like(rows)
-        load_library().mixture(
-            ctypes.byref(self._struct),
-            rows.data_ptr(),
-            len(rows),
-            outputs.data_ptr(),
-            native_threads(),
+        call = MixtureCallStruct(
+            x=rows.data_ptr(),
+            y=outputs.data_ptr(),
+            num_tokens=len(rows),
+            num_threads=native_threads(),
         )
+        if are_hooked(self.linears()):
+            assert self._shared is not None
+            assert self._gate is not None
+            shared, gates = float_rows(self._shared(x)), float_rows(self._gate(x))
+            call.shared, call.gates = shared.data_ptr(), gates.data_ptr()
+        load_library().mixture(ctypes.byref(self._struct), ctypes.byref(call))
         return outputs.to(x.dtype).view(x.shape)
 
     def linears(self) -> list[nn.Module]:
@@ -94,11 +96,11 @@ class NativeMixture:
         return self._struct
 
 
-def _packed_gate(gate: nn.Module) -> PackedLinear:
+def _packed_gate(gate: Any) -> NativeLinear:
     if isinstance(gate, NativeLinear):
-        return gate.packed
-    assert isinstance(gate.weight, Tensor)
-    return PackedLinear.pack(gate.weight, None, float32_input=True)
+        return gate
+    packed = PackedLinear.pack(gate.weight, gate.bias, float32_input=True)
+    return NativeLinear(packed, gate.in_features)
 
 
 def use_native_mixtures(module: nn.Module) -> None:

@@ -205,6 +205,12 @@ class MixtureStruct(CStruct):
     __slots__ = ()
 
 
+class MixtureCallStruct(CStruct):
+    """A mixture of experts over a batch."""
+
+    __slots__ = ()
+
+
 class SublayerStruct(CStruct):
     """A sublayer of a decoder and its residual connection."""
 

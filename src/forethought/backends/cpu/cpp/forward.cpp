@@ -573,14 +573,14 @@ void sublayers(const SublayersCall* call) {
     });
 }
 
-// y [tokens, hidden] = what x gives.
-void mixture(const Mixture* w, const float* x, int32_t tokens, float* y, int32_t num_threads) {
+void mixture(const Mixture* w, const MixtureCall* call) {
+    const int tokens = call->num_tokens, num_threads = call->num_threads;
     const int64_t size = round_up(MixtureScratch(*w, tokens, num_threads, nullptr).size);
     Memory memory(size + tiles_size(tokens, widest_input(*w), num_threads));
     uint16_t* tiles = (uint16_t*)(memory.begin + size);
     Team::run(num_threads, [&](int index, int count, Barrier& barrier) {
         const TilesGuard guard;
-        run_mixture(*w, x, tokens, y, memory.begin, {index, count, tiles, barrier});
+        run_mixture(*w, *call, memory.begin, {index, count, tiles, barrier});
     });
 }
 

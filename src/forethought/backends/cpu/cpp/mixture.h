@@ -36,21 +36,27 @@ static int64_t widest_input(const Mixture& w) {
     return w.shared ? larger(w.hidden, w.shared->inner) : w.hidden;
 }
 
-// y [T, hidden] = what x gives; memory: MixtureScratch::size floats. Ends with a barrier.
-static void run_mixture(
-    const Mixture& w, const float* x, int tokens, float* y, float* memory, Thread thread) {
+// call.y = what call.x gives; memory: MixtureScratch::size floats. Ends with a barrier.
+static void
+run_mixture(const Mixture& w, const MixtureCall& call, float* memory, Thread thread) {
+    const int tokens = call.num_tokens;
     const MixtureScratch b(w, tokens, thread.count, memory);
     const int64_t hidden = w.hidden;
+    const float *x = call.x, *shared = call.shared, *gates = call.gates;
+    float* y = call.y;
     const Share share = thread.share(tokens);
     memset(y + share.begin * hidden, 0, (share.end - share.begin) * hidden * 4);
     thread.wait();
     run_routed_experts(*w.experts, w.activation, hidden, tokens, x, y, b.routed, thread);
     if (!w.shared) return;
-    product(*w.shared_gate, {x, hidden, nullptr}, tokens, b.gates, 1, false, thread);
-    thread.wait();
-    run_mlp(*w.shared, x, tokens, b.rows, b.shared, thread);
-    thread.wait();
+    if (!shared) {
+        product(*w.shared_gate, {x, hidden, nullptr}, tokens, b.gates, 1, false, thread);
+        thread.wait();
+        run_mlp(*w.shared, x, tokens, b.rows, b.shared, thread);
+        thread.wait();
+        shared = b.shared, gates = b.gates;
+    }
     for (int64_t t = share.begin; t < share.end; t++)
-        add_scaled(b.shared + t * hidden, 1 / (1 + expf(-b.gates[t])), int(hidden), y + t * hidden);
+        add_scaled(shared + t * hidden, 1 / (1 + expf(-gates[t])), int(hidden), y + t * hidden);
     thread.wait();
 }

@@ -343,6 +343,14 @@ struct Mixture {
     int32_t activation, hidden;
 };
 
+struct MixtureCall {
+    const float* x;      // [T, hidden]
+    float* y;            // [T, hidden], written
+    const float* shared; // [T, hidden]: outputs of the shared MLP; null: they are computed
+    const float* gates;  // [T]: outputs of its gate, where `shared` is given
+    int32_t num_tokens, num_threads;
+};
+
 // What a decoder adds to its hidden states: x += scale * f(norm(x)), where f is one of these.
 struct Sublayer {
     const float* norm; // [hidden]

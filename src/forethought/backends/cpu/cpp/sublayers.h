@@ -54,7 +54,9 @@ class Sublayers {
                  call.batch->num_rows, thread.count},
                 thread);
         else if (w.mixture)
-            run_mixture(*w.mixture, call.normed, tokens, call.y, memory, thread);
+            run_mixture(
+                *w.mixture, {call.normed, call.y, nullptr, nullptr, tokens, thread.count}, memory,
+                thread);
         else
             run_mlp(*w.mlp, call.normed, tokens, call.projected, call.y, thread);
     }
