@@ -263,6 +263,29 @@ def test_hidden_states_are_captured_between_layers(architecture: str) -> None:
         assert torch.equal(state, states[1][layer_id])
 
 
+@pytest.mark.parametrize("is_rotated", [True, False])
+def test_decoder_layers_with_rotations_of_their_own_are_called_part_by_part(
+    is_rotated: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Here those of recurrent layers, which read none: logits stay as they are."""
+    from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5DecoderLayer
+
+    original = Qwen3_5DecoderLayer.__call__
+
+    def with_other_rotation(layer: Any, *arguments: Any, **kwargs: Any) -> Any:
+        if hasattr(layer, "linear_attn"):
+            cosines, sines = kwargs["position_embeddings"]
+            kwargs["position_embeddings"] = (sines, cosines) if is_rotated else None
+        return original(layer, *arguments, **kwargs)
+
+    expected = step_logits(loaded("qwen3_5"))
+    monkeypatch.setattr(Qwen3_5DecoderLayer, "__call__", with_other_rotation)
+    lm = load("qwen3_5")
+    assert isinstance(lm.network, TransformersNetwork)
+    assert lm.network.decoder is None
+    assert torch.equal(step_logits(lm), expected)
+
+
 def test_a_decoder_layer_that_computes_something_else_is_called_part_by_part(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

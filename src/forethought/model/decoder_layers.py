@@ -87,9 +87,9 @@ class DecoderLayers:
 
     def _agrees(self, try_forward: Callable[[], object]) -> bool:
         """Whether each layer computes what its module does, and reads the output of the one before
-        it.
+        it and the rotation of the first one.
         """
-        agreements, outputs = list[bool](), list[Tensor]()
+        agreements, outputs, rotations = list[bool](), list[Tensor](), list[Any]()
 
         def trial_of(index: int, forward: _Forward) -> _Forward:
             def compute(hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -97,8 +97,10 @@ class DecoderLayers:
                 is_tensor = isinstance(output, Tensor)
                 self._num_outputs[index] = 0 if is_tensor else len(output)
                 y = output if is_tensor else output[0]
-                follows = not outputs or hidden_states is outputs[-1]
                 arguments = self._arguments(kwargs)
+                rotations.append(arguments[-1])
+                follows = not outputs or hidden_states is outputs[-1]
+                follows &= rotations[0] is rotations[-1]
                 agreed = self._native.agrees(index, hidden_states, y, *arguments)
                 agreements.append(follows and agreed)
                 outputs.append(y)
