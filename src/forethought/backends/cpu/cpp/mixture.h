@@ -37,8 +37,7 @@ static int64_t widest_input(const Mixture& w) {
 }
 
 // call.y = what call.x gives; memory: MixtureScratch::size floats. Ends with a barrier.
-static void
-run_mixture(const Mixture& w, const MixtureCall& call, float* memory, Thread thread) {
+static void run_mixture(const Mixture& w, const MixtureCall& call, float* memory, Thread thread) {
     const int tokens = call.num_tokens;
     const MixtureScratch b(w, tokens, thread.count, memory);
     const int64_t hidden = w.hidden;
