@@ -870,7 +870,7 @@ MUTANTS = [
         "backends/cpu/cpp/attention_layer.h",
         "if (w.gates) gate();",
         "if (false) gate();",
-        "tests/backends/test_native_attention.py -k over_pages",
+        "tests/backends/test_native_attention.py -k runs_in_cpp",
     ),
     Mutant(
         "backends/cpu/cpp/attention_layer.h",
