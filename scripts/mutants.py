@@ -903,18 +903,6 @@ MUTANTS = [
         "tests/backends/test_native_attention.py -k windows",
     ),
     Mutant(
-        "backends/cpu/attention.py",
-        "any(size > fits for",
-        "all(size > fits for",
-        "tests/backends/test_native_attention.py",
-    ),
-    Mutant(
-        "backends/cpu/attention.py",
-        "self._rotation[0] is not rotation[0]",
-        "False",
-        "tests/backends/test_native_attention.py",
-    ),
-    Mutant(
         "model/decoder_layers.py",
         "*forward_pass.layer_ids & set(range(size))",
         "",
