@@ -67,11 +67,10 @@ from forethought.engine.resolve import build_drafter_entry
 from forethought.engine.scheduler import Limits
 from forethought.engine.sequence import Sequence as LiveSequence
 from forethought.kv.storage import KvStorage
-from forethought.model import loader
 from forethought.model.attention import create_backend
 from forethought.model.attention.base import ForwardPass, PagedPass
 from forethought.model.attention.interface import PROBE
-from forethought.model.causal_lm import CausalLM, ModelTraits, weight_sizes
+from forethought.model.causal_lm import CausalLM, ForwardPath, ModelTraits, weight_sizes
 from forethought.model.graph_capturer import GraphCapturer
 from forethought.model.llama.layers import FusedLayer, Norm
 from forethought.model.llama.network import FusedNetwork
@@ -117,8 +116,8 @@ def random_model(sizes: dict[str, int], device: torch.device, attention: str) ->
         weights=weight_sizes(module),
     )
     with torch.inference_mode():
-        network, path = loader._network(module, True, traits, "torch", "it is measured in torch")
-    return CausalLM(network, create_backend(attention, device), traits, path)
+        network = FusedNetwork(module, traits.max_positions)
+    return CausalLM(network, create_backend(attention, device), traits, ForwardPath(kind="fused"))
 
 
 def model(device: torch.device, small: bool) -> Found:

@@ -101,7 +101,8 @@ def test_with_memory_for_all_of_them_each_expert_is_read_once() -> None:
     generated(engine)
     counts, num_experts = store_of(engine).counts, 4 * LAYERS
     assert len(store_of(engine)) == num_experts
-    assert counts.num_used - counts.num_present + counts.num_read_ahead <= num_experts
+    num_waits = counts.num_used - counts.num_present  # for a read of the layer, or one ahead
+    assert 0 < max(num_waits, counts.num_read_ahead) <= num_experts
 
 
 def test_experts_that_cannot_be_read_fail_the_requests_that_choose_them() -> None:

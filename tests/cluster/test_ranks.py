@@ -192,10 +192,10 @@ def test_the_room_for_ranks_is_counted_machine_by_machine(monkeypatch: pytest.Mo
 
 
 def test_a_model_that_cannot_be_cut_ends_the_start_and_leaves_nothing(ray_here: None) -> None:
-    before = groups_in_use()
+    before = set(groups_in_use())
     with pytest.raises(ModelError, match="tensor_parallel_size=3"):
         open_llm(replicas=1, tensor_parallel_size=3, **FIELDS)
-    wait_until(lambda: groups_in_use() == before, 60)
+    wait_until(lambda: set(groups_in_use()) <= before, 60)  # those of others may end meanwhile
 
 
 def test_a_placement_group_that_a_dead_replica_has_left_is_replaced(ray_here: None) -> None:

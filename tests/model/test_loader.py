@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import io
 import json
@@ -86,6 +87,29 @@ def test_a_load_in_one_thread_hides_no_bars_of_another() -> None:
         other.join()
     show()
     assert shown == [True, False, False]
+
+
+def test_models_that_two_threads_load_are_made_one_after_the_other(
+    llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else transformers' replacement of ``tie_weights`` would stay when both are loaded."""
+    together = threading.Barrier(2)
+    made: list[bool] = []
+    from_pretrained = AutoModelForCausalLM.from_pretrained
+
+    def meet(*args: Any, **kwargs: Any) -> Any:
+        with contextlib.suppress(threading.BrokenBarrierError):
+            together.wait(0.5)
+        made.append(together.broken)
+        return from_pretrained(*args, **kwargs)
+
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", meet)
+    threads = [threading.Thread(target=load, args=(llama,)) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert made == [True, True], "they met while they made a module"
 
 
 def refusal(path: Path) -> ModelError:

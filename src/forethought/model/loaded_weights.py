@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from forethought.errors import ModelError
+from forethought.model.construction import one_module_at_a_time
 
 _NUM_SHOWN = 3
 _FIX = "Check that config.json and the weights are of one model, and all of it"
@@ -66,7 +67,7 @@ def check_shapes(
             f"{len(shapes)} tensors",
             _FIX,
         )
-    with torch.device("meta"):
+    with one_module_at_a_time(), torch.device("meta"):
         expected = make().state_dict()
     wrong = (
         f"{name} {list(shapes[name])}, not {list(tensor.shape)}"

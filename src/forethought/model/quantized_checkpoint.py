@@ -36,6 +36,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
 
 from forethought.errors import ModelError
+from forethought.model.construction import one_module_at_a_time
 from forethought.model.loaded_weights import check_values
 from forethought.model.quantization import QuantizedLinear, QuantizedWeight, has_output_scales
 
@@ -193,7 +194,7 @@ def empty_module(
     directory: Path, config: Any, dtype: torch.dtype, **options: Any
 ) -> PreTrainedModel:
     """The module of a configuration, whose weights are not set yet; arguments as of ``read``."""
-    with no_init_weights():
+    with one_module_at_a_time(), no_init_weights():
         module = AutoModelForCausalLM.from_config(config, dtype=dtype, **options)
     if (directory / "generation_config.json").is_file():
         module.generation_config = GenerationConfig.from_pretrained(directory)

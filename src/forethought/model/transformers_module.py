@@ -27,6 +27,7 @@ from forethought.model import quantized_checkpoint
 from forethought.model.attention.base import KEYWORD
 from forethought.model.attention.interface import ATTENTION, PROBE, CapabilityProbe
 from forethought.model.attention.layer_profile import LayerProfile
+from forethought.model.construction import one_module_at_a_time
 from forethought.model.loaded_weights import (
     broken,
     check_report,
@@ -130,7 +131,7 @@ def _module(
         return _quantized_module(directory, config, settings, dtype, trust_remote_code)
     quantised = quant_method(directory, config)
     doing = "loading" if quantised is None else f"loading weights quantised by {quantised}"
-    with refusing(directory, doing), without_progress_bars():
+    with refusing(directory, doing), without_progress_bars(), one_module_at_a_time():
         module, report = AutoModelForCausalLM.from_pretrained(
             directory,
             config=config,

@@ -33,6 +33,7 @@ import transformers
 from torch import Tensor
 
 from forethought.errors import ContextLengthError, ModelError, ParameterError
+from forethought.model.construction import one_module_at_a_time
 from forethought.model.loaded_weights import check_report, check_values
 from forethought.model_dir import (
     check_config,
@@ -398,7 +399,7 @@ def _plus_minus(network: _Network, tokenizer: Any, directory: Path) -> _Network:
 def _pretrained(kind: Any, directory: Path, dtype: str) -> Any:
     check_weight_files(directory, _KIND)
     try:
-        with without_progress_bars():
+        with without_progress_bars(), one_module_at_a_time():
             model, report = kind.from_pretrained(
                 directory,
                 dtype=dtype,

@@ -29,6 +29,7 @@ from forethought.model.attention.interface import ATTENTION, PROBE, CapabilityPr
 from forethought.model.attention.layer_profile import LayerProfile
 from forethought.model.causal_lm import CausalLM
 from forethought.model.checkpoint_module import CheckpointConfig
+from forethought.model.construction import one_module_at_a_time
 from forethought.model.llama.layers import Norm, projection
 from forethought.model.llama.network import FusedNetwork, is_fusable
 from forethought.silence import without_progress_bars
@@ -138,7 +139,8 @@ class MtpModule(nn.Module):
         """A module for ``lm`` with random weights in float32, ready to be trained."""
         config = one_layer_config(lm.config)
         config._attn_implementation = None  # not the target's: transformers' own choice
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        with one_module_at_a_time():
+            model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
         return cls(model.to(lm.device), LAYOUTS[layout], fed_back)
 
 
@@ -332,7 +334,7 @@ def one_layer_config(config: Any) -> Any:
 
 def _load(directory: Path, lm: CausalLM, layout: MtpLayout, stored: StoredModule) -> MtpModule:
     config = one_layer_config(lm.config)
-    with torch.device("meta"):
+    with one_module_at_a_time(), torch.device("meta"):
         kind = type(AutoModelForCausalLM.from_config(config))
     root, block = kind.base_model_prefix, layout.block.format(n=stored.number)
     norm = {name: tensor for name, tensor in stored.parts.items() if name.startswith("norm.")}
@@ -341,7 +343,7 @@ def _load(directory: Path, lm: CausalLM, layout: MtpLayout, stored: StoredModule
     empty = torch.zeros(1, config.hidden_size, dtype=torch.float32)
     tensors |= {f"{root}.embed_tokens.weight": empty, "lm_head.weight": empty}
     try:
-        with without_progress_bars():
+        with without_progress_bars(), one_module_at_a_time():
             model, report = kind.from_pretrained(
                 None,
                 config=config,

@@ -8,16 +8,15 @@
 
 #pragma once
 
+#include "stored_bytes.h"
 #include "structures.h"
 
-#include <cerrno>
 #include <condition_variable>
 #include <cstdint>
 #include <cstring>
 #include <deque>
 #include <mutex>
 #include <thread>
-#include <unistd.h>
 #include <vector>
 
 class ExpertStore {
@@ -161,17 +160,11 @@ class ExpertStore {
     bool read(int expert) const {
         const StoredExpert& from = experts[expert];
         uint8_t* to = memory + states[expert].slot * slot_bytes;
-        int64_t done = 0;
-        while (done < from.size) {
-            const ssize_t count = pread(file, to + done, from.size - done, from.offset + done);
-            if (count < 0 && errno == EINTR) continue;
-            if (count <= 0) break;
-            done += count;
-        }
-        if (done < from.size) memset(to, 0xFF, from.size);
+        const bool is_whole = read_stored_bytes(file, to, from.size, from.offset);
+        if (!is_whole) memset(to, 0xFF, from.size);
         point(from.gate_up, to, from.gate_up_weight, from.gate_up_scale, from.gate_up_zero);
         point(from.down, to, from.down_weight, from.down_scale, from.down_zero);
-        return done == from.size;
+        return is_whole;
     }
 
     static void point(Linear* to, uint8_t* at, int64_t weight, int64_t scale, int64_t zero) {

@@ -7,9 +7,9 @@
 
 #pragma once
 
+#include "stored_bytes.h"
 #include "structures.h"
 
-#include <cerrno>
 #include <chrono>
 #include <condition_variable>
 #include <cstdint>
@@ -19,7 +19,6 @@
 #include <vector>
 
 #include <fcntl.h>
-#include <unistd.h>
 
 // Of bytes that follow those of which `before` is the checksum.
 static uint64_t checksum_of(uint64_t before, const uint8_t* bytes, int64_t size) {
@@ -133,13 +132,7 @@ class LayerWindow {
 
     // Fill a slot; returns whether it has what was written.
     bool read(const StoredLayer& from, uint8_t* to) const {
-        int64_t done = 0;
-        while (done < from.size) {
-            const ssize_t count = pread(file, to + done, from.size - done, from.offset + done);
-            if (count < 0 && errno == EINTR) continue;
-            if (count <= 0) break;
-            done += count;
-        }
+        const bool is_read = read_stored_bytes(file, to, from.size, from.offset);
 #ifdef POSIX_FADV_DONTNEED // where it was not read past the system's cache
         posix_fadvise(file, from.offset, from.size, POSIX_FADV_DONTNEED);
 #endif
@@ -149,7 +142,7 @@ class LayerWindow {
             checksum = checksum_of(checksum, to + weight.place, weight.size);
             *weight.pointer = to + weight.place;
         }
-        if (done == from.size && checksum == uint64_t(from.checksum)) return true;
+        if (is_read && checksum == uint64_t(from.checksum)) return true;
         memset(to, 0xFF, from.size);
         return false;
     }
