@@ -36,7 +36,7 @@ from forethought.model import backends
 from forethought.model.batch import Batch, Span
 from forethought.model.device import torch_alone
 from forethought.model.recurrence import Recurrence, TokenTable
-from forethought.silence import without_kernel_advice
+from forethought.transformers_loading import without_kernel_advice
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
