@@ -28,20 +28,11 @@ from forethought.scaffolding import ScaffoldingLlm
 from forethought.server.backends.engine_backend import EngineBackend
 from forethought.workers.local import EngineWorker
 from http_servers import served
+from stream_cases import stream_cases
 
 FIELDS: dict[str, Any] = {"dtype": "float32", "num_threads": 1, "max_batch_size": 160}
 QUESTIONS = [f"Question: What is {n} + {3 * n} * 2?\n" for n in range(11, 24)]
-SHAPE = {"regex": "[a-z ]{200,300}"}
-PARAMS: dict[str, dict[str, Any]] = {
-    "greedy": {"temperature": 0.0},
-    "seeded": {"temperature": 1.0, "seed": 5},
-    "samples": {"temperature": 1.0, "seed": 6, "n": 3},
-    "penalties": {"temperature": 0.9, "seed": 7, "frequency_penalty": 0.4, "min_tokens": 300},
-    "stop": {"temperature": 1.3, "seed": 11, "stop": ["zzq"]},
-    "logprobs": {"temperature": 1.0, "seed": 9, "logprobs": 1},
-    "grammar": {"temperature": 1.0, "seed": 2, "guided_decoding": SHAPE, "ignore_eos": False},
-    "thinking": {"temperature": 1.0, "seed": 4, "thinking_budget": 150},
-}
+PARAMS = stream_cases(400)
 
 
 @pytest.fixture(scope="module")
@@ -141,9 +132,9 @@ async def all_streams(
     happen: Callable[[AsyncLLM], None] = kill_one,
 ) -> list[Any]:
     """Streams with all params for all questions; something happens at some numbers of tokens."""
-    common, silences = {"max_tokens": 400, "ignore_eos": True}, [] if silences is None else silences
+    silences = [] if silences is None else silences
     jobs = [
-        asyncio.create_task(streamed(llm, question, SamplingParams(**common | fields), silences))
+        asyncio.create_task(streamed(llm, question, SamplingParams(**fields), silences))
         for question in QUESTIONS[:copies]
         for fields in PARAMS.values()
     ]
