@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import pickle
 import socket
 import threading
 import time
@@ -191,6 +192,19 @@ def test_an_error_of_a_message_is_its_answer(inbox: Inbox[str], connection: Conn
     (error,) = taken(inbox)
     assert isinstance(error, EngineStopped)
     assert "were lost" in str(error)
+
+
+def test_an_answer_that_cannot_be_read_ends_its_replica_alone(inbox: Inbox[str]) -> None:
+    with socket.create_server((LOOPBACK, 0)) as listening:
+        near = socket.create_connection(listening.getsockname())
+        far, _ = listening.accept()
+    inbox.add("replica", Connection(near))
+    with far:
+        for data in (b"nonsense", pickle.dumps("sense")):
+            far.sendall(len(data).to_bytes(8) + data)
+        error, answer = taken(inbox, 2)
+    assert isinstance(error, EngineStopped)
+    assert answer == "sense"
 
 
 def test_whoever_does_not_know_the_secret_is_not_served(

@@ -16,7 +16,9 @@ from openai import OpenAI
 
 from forethought.cluster import actors, drain, links_of, open_llm
 from forethought.cluster.actors import NAMESPACE, drain_replica, statuses
+from forethought.cluster.connection import Connection
 from forethought.cluster.engine import ClusterEngine
+from forethought.cluster.entrance import Entrance
 from forethought.cluster.link import Role
 from forethought.cluster.prefill import Delays, PrefillSplit
 from forethought.config.sampling import SamplingParams
@@ -347,6 +349,23 @@ def test_another_ingress_finds_the_same_replicas_and_leaves_them(cluster: AsyncL
     again = asyncio.run(cluster.generate(QUESTIONS[0], params))
     assert again.outputs == outputs[0].outputs
     assert {link.description.process for link in links_of(cluster)} == processes[0]
+
+
+def test_where_a_replica_cannot_be_reached_calls_of_ray_take_the_place_of_its_connection(
+    cluster: AsyncLLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(entrance: Entrance, ingress: str) -> Connection:
+        raise ConnectionRefusedError(f"by {entrance.host}")
+
+    monkeypatch.setattr(Connection, "open", refuse)
+    other = open_llm(replicas=2, **FIELDS)
+    all_up(other)
+    params = SamplingParams(temperature=1.0, seed=3, max_tokens=50)
+    outputs = [asyncio.run(llm.generate(QUESTIONS[1], params)) for llm in (cluster, other)]
+    assert outputs[0].outputs == outputs[1].outputs
+    links = [*links_of(cluster), *links_of(other)]
+    assert [link.channel._connection is not None for link in links] == [True] * 2 + [False] * 2
+    other.shutdown()
 
 
 def test_clients_of_the_server_notice_no_death(cluster: AsyncLLM) -> None:

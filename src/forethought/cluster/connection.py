@@ -69,6 +69,13 @@ def _packed(message: object) -> bytes:
     return _LENGTH.pack(len(data)) + data
 
 
+def _unpacked(data: bytearray) -> Any:
+    try:
+        return pickle.loads(data)
+    except Exception as error:  # as of other code in the replica
+        return EngineStopped("what a replica has sent cannot be read", str(error))
+
+
 class Connection:
     """The end at an ingress, for one thread. No method waits but ``open``."""
 
@@ -101,11 +108,13 @@ class Connection:
         self._send(_Message())
 
     def receive(self) -> list[Any]:
-        """The answers that have arrived; EngineStopped at the end of the connection."""
+        """The answers that have arrived; EngineStopped at the end of the connection, or for one
+        that cannot be read.
+        """
         ended = self._fill()
         answers = list[Any]()
         while (end := self._end_of_message()) is not None:
-            answers.append(pickle.loads(self._received[_LENGTH.size : end]))
+            answers.append(_unpacked(self._received[_LENGTH.size : end]))
             del self._received[:end]
         return answers if ended is None else [*answers, EngineStopped("the replica died", ended)]
 

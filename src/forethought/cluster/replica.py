@@ -168,7 +168,7 @@ class Replica:
     ) -> None:
         self._fields, self._directory, self._ranks = fields, directory, ranks
         self._host, self._listener = host, Listener(self)
-        self._loading = asyncio.Lock()
+        self._loading = asyncio.Lock()  # of the model, and of where it listens
         self._loaded: AsyncLLM | None = None
         self._ingresses: dict[str, _Ingress] = {}
         self._steps, self._stepped = 0, time.monotonic()
@@ -185,13 +185,13 @@ class Replica:
         async with self._loading:
             if self._loaded is None:
                 self._loaded = await asyncio.to_thread(self._load)
+            entrance = await self._entrance(machine)
         self._check()
         self._ingresses[ingress] = _Ingress()
         if self._guard is None:
             self._guard = asyncio.create_task(self._expire())
         engine = self._llm._frontend.local_engine
         eos_ids = frozenset(engine.runner.lm.eos_token_ids)
-        entrance = await self._entrance(machine)
         return Description(os.getpid(), engine.capabilities, engine.limits, eos_ids, entrance)
 
     async def tell(self, ingress: str, number: int, commands: Sequence[Command]) -> None:
@@ -332,7 +332,7 @@ class Replica:
         handle, length, rest = command.handle, command.length, list(command.rest)
         before = asker.by_handle.pop(handle, None)
         if length == 0:
-            session = self._llm.start(rest)
+            session = AsyncSession(self._llm, self._llm._thread, rest)  # checked by the ingress
             if command.params.prompt_logprobs is not None:  # of what is added to a session
                 session = await self._branched(session, 1, rest[1:])
         else:
