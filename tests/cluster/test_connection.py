@@ -221,6 +221,13 @@ def test_whoever_does_not_know_the_secret_is_not_served(
     assert not server.served.left
 
 
+def test_a_connection_that_comes_late_is_closed_with_the_inbox(server: Server) -> None:
+    inbox = Inbox[str]()
+    inbox.put("replica", Connection.open(server.entrance, NAME))
+    inbox.close()
+    wait_until(lambda: server.served.left == [NAME])
+
+
 def test_a_wait_for_answers_is_ended_from_other_threads(inbox: Inbox[str]) -> None:
     waker = threading.Timer(0.05, inbox.put, ["replica", "answer"])
     waker.start()

@@ -192,7 +192,10 @@ class Fleet:
             reply(error)
 
     def _reply(self, link: Link, answer: Any) -> None:
-        self._inbox.put(link, answer)
+        if self._closed.is_set() and isinstance(answer, Connection):
+            answer.close()
+        else:
+            self._inbox.put(link, answer)
 
     @staticmethod
     def _ask(link: Link) -> None:

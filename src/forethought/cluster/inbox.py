@@ -7,6 +7,7 @@ import selectors
 import socket
 import weakref
 from collections import deque
+from collections.abc import Iterable
 from typing import Any, Generic, TypeVar
 
 from forethought.cluster.connection import Connection
@@ -23,12 +24,12 @@ class Inbox(Generic[Sender]):
         self._selector = selectors.DefaultSelector()
         self._answers = deque[tuple[Sender, Any]]()
         self._connections: dict[Sender, Connection] = {}
-        self._wakeups, self._waker = socket.socketpair()
-        for end in (self._wakeups, self._waker):
+        self._sockets = self._wakeups, self._waker = socket.socketpair()
+        for end in self._sockets:
             end.setblocking(False)
         self._selector.register(self._wakeups, selectors.EVENT_READ)
         self._finalizer = weakref.finalize(
-            self, _close, self._selector, self._connections, self._wakeups, self._waker
+            self, _close, self._selector, self._connections, self._answers, self._sockets
         )
 
     def put(self, sender: Sender, answer: Any) -> None:
@@ -86,10 +87,16 @@ class Inbox(Generic[Sender]):
 
 
 def _close(
-    selector: selectors.BaseSelector, connections: dict[Any, Connection], *ends: socket.socket
+    selector: selectors.BaseSelector,
+    connections: dict[Any, Connection],
+    answers: deque[tuple[Any, Any]],
+    sockets: Iterable[socket.socket],
 ) -> None:
     selector.close()
-    while connections:
-        connections.popitem()[1].close()
-    for end in ends:
+    late = [answer for _, answer in answers if isinstance(answer, Connection)]
+    for connection in (*connections.values(), *late):
+        connection.close()
+    for end in sockets:
         end.close()
+    connections.clear()
+    answers.clear()
