@@ -392,9 +392,9 @@ MUTANTS = [
         RANKS,
     ),
     Mutant(
-        "cluster/ranks.py",
-        "if hmac.compare_digest(claimed, secret):",
-        "if True:",
+        "cluster/entrance.py",
+        "return hmac.compare_digest(secret, self.secret)",
+        "return True",
         "tests/cluster/test_ranks.py -k secret",
     ),
     Mutant(
