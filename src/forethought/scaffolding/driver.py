@@ -313,7 +313,8 @@ class Frame:
     # ---- jobs ---------------------------------------------------------------------------------
 
     def _start(self, item: Item) -> asyncio.Task[None]:
-        if isinstance(item, Task) and item.streaming_output_flag and self.scope.parent is None:
+        is_streamed = isinstance(item, Task) and item.streaming_output_flag
+        if is_streamed and not item.streams_beside and self.scope.parent is None:
             self._begin_part(item)
         scope = self.scope
         if isinstance(item, Branch):
