@@ -235,6 +235,7 @@ class TurnView {
     const run = this.run;
     this.grow("reasoning", run?.reasoning ?? "");
     this.grow("answer", answerOf(this.turn, run));
+    this.markdown.show(answerOf(this.turn, run), run?.isOver ?? true);
     if (!run) return;
     this.calls.update(run);
     this.thought.hidden = !run.reasoning;
@@ -256,7 +257,6 @@ class TurnView {
       this[name].append(text);
     }
     this.shown[name] = text;
-    if (name === "answer") this.markdown.show(text);
   }
 }
 
