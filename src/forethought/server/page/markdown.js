@@ -1,6 +1,6 @@
 // Markdown and formulas: the server reads them (server/markdown.py), and elements are made here.
 
-import { el } from "./dom.js";
+import { el, quietButton } from "./dom.js";
 import { post } from "./stream.js";
 import { TextView, visible } from "./text.js";
 
@@ -168,9 +168,15 @@ function made(node) {
 /** @param {string} language @param {globalThis.Node[]} inner */
 function code(language, inner) {
   const text = el("code", {}, inner);
-  const copy = el("button", { type: "button", class: "quiet", onclick: () => copied(copy, text.textContent ?? "") }, "Copy");
+  const copy = copyButton(() => text.textContent ?? "");
   const head = el("div", { class: "row small muted" }, visible(language), el("span", { class: "spacer" }), copy);
   return el("div", { class: "code" }, head, el("pre", {}, text));
+}
+
+/** A button that copies a text. @param {() => string} text @param {string} [label] for screen readers */
+export function copyButton(text, label) {
+  const button = quietButton("Copy", () => void copied(button, text()), label);
+  return button;
 }
 
 /** @param {HTMLButtonElement} button @param {string} text */
@@ -179,7 +185,18 @@ async function copied(button, text) {
     await navigator.clipboard.writeText(text);
     button.textContent = "Copied";
   } catch {
-    button.textContent = "Not allowed";
+    button.textContent = copiedBySelection(text) ? "Copied" : "Not allowed";
+    button.focus();
   }
   setTimeout(() => (button.textContent = "Copy"), 1500);
+}
+
+/** Copies where there is no clipboard, as on a page of another machine without TLS. @param {string} text */
+function copiedBySelection(text) {
+  const area = el("textarea", { class: "hidden", readonly: true, value: text });
+  document.body.append(area);
+  area.select();
+  const isCopied = document.execCommand("copy");
+  area.remove();
+  return isCopied;
 }
