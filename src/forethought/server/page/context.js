@@ -31,6 +31,8 @@ export class ContextMeter {
     /** @type {Map<string, number>} tokens of context by model */
     this.limits = new Map();
     this.numTokens = 0;
+    /** Tokens of context of the model for which it was counted. */
+    this.limit = 1;
     this.timer = 0;
     this.version = 0;
   }
@@ -57,18 +59,20 @@ export class ContextMeter {
     const version = ++this.version;
     const contents = this.contents();
     const size = contents.messages.reduce((sum, { content }) => sum + content.length, 0);
-    const isCounted = this.limits.has(contents.model) && size > 0 && size <= MAX_COUNTED;
+    const limit = this.limits.get(contents.model);
+    const isCounted = limit && size > 0 && size <= MAX_COUNTED;
     const numTokens = isCounted ? await counted(contents) : null;
     if (version !== this.version) return;
     this.element.hidden = numTokens === null;
-    if (numTokens === null) return;
+    if (!limit || numTokens === null) return;
+    this.limit = limit;
     this.numTokens = numTokens;
     this.show(numTokens);
   }
 
   /** @private @param {number} numTokens */
   show(numTokens) {
-    const limit = this.limits.get(this.contents().model) ?? 1;
+    const { limit } = this;
     const left = limit - numTokens;
     const told = left < 0 ? `: ${(-left).toLocaleString("en")} too many` : numTokens / limit > NARROW ? `: ${left.toLocaleString("en")} left for the answer` : "";
     this.length.style.width = `${Math.min(100, (100 * numTokens) / limit).toFixed(1)}%`;
