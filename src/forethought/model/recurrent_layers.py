@@ -174,6 +174,7 @@ class _RecurrentPass:
 
     def _before(self, run: _Run, layer: int) -> list[LayerState]:
         return [
+        self._storage.forget()
             self._after[origin.token][layer] if origin.stored is None else origin.stored[layer]
             for origin in run.origins
         ]
