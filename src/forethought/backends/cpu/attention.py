@@ -189,7 +189,8 @@ class NativeAttentionCore:
         dim, heads, kv_heads = profile.shape.key_dim, profile.heads, profile.shape.kv_heads
         self._width = (heads + 2 * kv_heads) * dim
         self._at = torch.arange(0, self._width, dim, dtype=torch.int32)
-        self._layers = (LayerStruct * 1)(LayerStruct(window=profile.window or 0))
+        window = profile.window or 0
+        self._layers = (LayerStruct * 1)(LayerStruct(window=window))
         self.model = ModelStruct(
             layers=self._layers,
             num_layers=1,
