@@ -2,7 +2,7 @@
 
 Both compute the tokens of the rows of a batch in order. A token continues from the one before it,
 or from a stored state, which may be one that an earlier token of the row has stored: chains,
-prompts and draft trees are one kernel. Addresses of states are in a table int64 ``[T, 4]``,
+prompts and draft trees are one kernel. Addresses of states are in a table int64 ``[T, 3]``,
 ``TokenState`` of structures.h: of the float32 state before the token on the device (0: zeros), of
 that after it (0: not stored), and whether the token continues from the one before it.
 """
@@ -26,7 +26,7 @@ class TableTensors(NamedTuple):
     """A ``TokenTable`` on the device."""
 
     fields: Tensor
-    """int64 ``[T, 4]``: the table described above."""
+    """int64 ``[T, 3]``: the table described above."""
     row_starts: Tensor
     """int32 ``[R + 1]``: the packed index at which each row begins, and T."""
 
