@@ -832,8 +832,8 @@ MUTANTS = [
     ),
     Mutant(
         "kv/recurrent.py",
-        "self._forget(table, last - 2)",
-        "self._forget(table, last)",
+        "self._pass_by(table, last - 2)",
+        "self._pass_by(table, last)",
         "tests/model/test_recurrent_layers.py tests/engine/test_engine_machine.py",
     ),
     Mutant(
@@ -855,10 +855,40 @@ MUTANTS = [
         "tests/model/test_recurrent_layers.py tests/engine/test_engine_machine.py",
     ),
     Mutant(
-        "model/recurrence.py",
-        "in_run = len(tokens) > 1 or before is None",
-        "in_run = True",
-        "tests/backends/test_native_recurrent.py",
+        "kv/recurrent.py",
+        "if slot not in self._resumed and",
+        "if",
+        "tests/model/test_recurrent_layers.py -k share_pages",
+    ),
+    Mutant(
+        "model/recurrent_layers.py",
+        "if x.shape[1] > 1:  # the module limits them",
+        "if True:",
+        "tests/model/test_batch_invariance.py -k limited_alike",
+    ),
+    Mutant(
+        "backends/cpu/cpp/recurrent.h",
+        "step = step < w.min_step ? w.min_step :",
+        "step =",
+        "tests/model/test_batch_invariance.py -k limited_alike",
+    ),
+    Mutant(
+        "backends/cpu/cpp/kernels/experts.h",
+        "better >= from.top_groups",
+        "false",
+        "tests/model/test_batch_invariance.py -k best_groups",
+    ),
+    Mutant(
+        "backends/cpu/cpp/kernels/experts.h",
+        "+ (from.bias ? from.bias[e] : 0)",
+        "",
+        "tests/model/test_batch_invariance.py -k best_groups",
+    ),
+    Mutant(
+        "backends/cpu/backend.py",
+        "use_native_routers(module)",
+        "pass",
+        "tests/model/test_batch_invariance.py -k every_batch",
     ),
     Mutant(
         "backends/cpu/module_parts.py",

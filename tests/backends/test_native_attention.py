@@ -31,10 +31,8 @@ from forethought.model.runner import ModelRunner
 from models import RECURRENT, prompts, save_random, tiny
 
 IN_TORCH = {"olmo_hybrid", "kimi_linear"}
-"""Families of which torch computes attention."""
+"""Families of which torch computes queries, keys and values."""
 NATIVE = [architecture for architecture in RECURRENT if architecture not in IN_TORCH]
-INVARIANT = ["qwen3_5", "qwen3_5_moe", "qwen3_next", "bamba", "falcon_h1", "granite_hybrid", "lfm2"]
-"""Those without routers in torch; Zamba2 and Nemotron-H limit step widths in runs alone."""
 ONE_CALL = ["qwen3_5", "qwen3_5_moe", "qwen3_next", "bamba", "granite_hybrid", "lfm2", "nemotron_h"]
 """Those of which C++ computes all that a decoder layer does."""
 WAYS: tuple[loader.Forward, ...] = ("auto", "torch")
@@ -118,10 +116,17 @@ def beside_modules(lm: CausalLM, check: Callable[[Tensor, Tensor], None]) -> Ite
 @pytest.mark.parametrize("architecture", RECURRENT)
 def test_attention_beside_native_recurrent_layers_runs_in_cpp(architecture: str) -> None:
     attention = attention_of(loaded(architecture))
-    assert (attention is not None) == (architecture in NATIVE)
-    if attention is not None:
-        assert attention.num_native == len(loaded(architecture).traits.layers)
-        assert "run in C++, and its attention" in (loaded(architecture).path.reason or "")
+    assert attention is not None
+    num_layers = len(loaded(architecture).traits.layers)
+    assert attention.num_native == (num_layers if architecture in NATIVE else 0)
+    assert "run in C++, and its attention" in (loaded(architecture).path.reason or "")
+
+
+def test_values_are_stored_as_wide_as_keys_where_cpp_attends_alone() -> None:
+    [native] = loaded("kimi_linear").layer_shapes
+    [plain] = load("kimi_linear", forward="torch").layer_shapes
+    assert (plain.key_dim, plain.value_dim) == (12, 8)
+    assert (native.key_dim, native.value_dim) == (12, 12)
 
 
 KV_DTYPES = {None: 1e-4, torch.bfloat16: 2e-2, torch.int8: 2e-2}
@@ -164,7 +169,7 @@ def test_quantised_layers_give_what_their_modules_do(
         step_logits(lm)
 
 
-@pytest.mark.parametrize("architecture", INVARIANT)
+@pytest.mark.parametrize("architecture", RECURRENT)
 def test_logits_do_not_depend_on_the_batch_to_the_last_bit(architecture: str) -> None:
     """A path of a tree beside other rows, the same tokens one by one, and in one chunk."""
     lm, (text, other) = loaded(architecture), prompts((20, 31))
@@ -374,5 +379,7 @@ def test_a_layer_that_computes_something_else_stays_in_torch(
 
     monkeypatch.setattr(Qwen3_5Attention, "forward", scaled)
     lm = load("qwen3_5")
-    assert attention_of(lm) is None
+    attention = attention_of(lm)
+    assert attention is not None
+    assert attention.num_native == 0
     assert "recurrent layers run in C++" in (lm.path.reason or "")

@@ -117,6 +117,10 @@ class RecurrentStates:
         self._by_slot.move_to_end(slot)
         return self._by_slot[slot]
 
+    def peek(self, slot: int) -> State | None:
+        """The same without counting as a use; None: there is none."""
+        return self._by_slot.get(slot)
+
     def put(self, slot: int, state: State) -> None:
         """Keep a state."""
         self._by_slot[slot] = state
@@ -169,6 +173,10 @@ class RecurrentStorage(KvStorage):
     def resize(self, num_pages: int) -> None:
         super().resize(num_pages)
         self.states = RecurrentStates(num_pages * self.bytes_per_page // self.state_bytes)
+        self._resumed = set[int]()
+        """Slots of the states from which rows go on in this step."""
+        self._passed: dict[int, State] = {}
+        """By slot, the states that rows have gone beyond, dropped after the forward."""
 
     @property
     @override
@@ -183,7 +191,9 @@ class RecurrentStorage(KvStorage):
     @override
     def resume(self, table: ReadableTable, length: int) -> int:
         last = next(self._stored(table, length), 0)
-        self._forget(table, last - 2)
+        if last:
+            self._resumed.add(table.slot(last - 1))
+        self._pass_by(table, last - 2)
         return last
 
     @override
@@ -209,6 +219,8 @@ class RecurrentStorage(KvStorage):
 
     @override
     def limit_states(self, tables: Iterable[ReadableTable]) -> None:
+        self.forget()
+        self._resumed.clear()
         if self.states.num_excess > 0:
             self.states.limit(
                 {
@@ -222,8 +234,8 @@ class RecurrentStorage(KvStorage):
         """The lengths of a row, from ``length`` down, after which there is a state."""
         return (n for n in range(length, 0, -1) if table.slot(n - 1) in self.states)
 
-    def _forget(self, table: ReadableTable, length: int) -> None:
-        """Drop the states that a row has gone beyond, of its first ``length`` tokens, but for every
+    def _pass_by(self, table: ReadableTable, length: int) -> None:
+        """Note the states that a row has gone beyond, of its first ``length`` tokens, but for every
         ``checkpoint_tokens``; those of two more tokens are left by the caller, as logits of a last
         token are needed once more at times.
         """
@@ -231,9 +243,21 @@ class RecurrentStorage(KvStorage):
             if number % self.checkpoint_tokens == 0:
                 continue
             slot = table.slot(number - 1)
-            if slot not in self.states:
+            state = self.states.peek(slot)
+            if state is None or slot in self._passed:
                 return
-            self.states.drop([slot])
+            self._passed[slot] = state
+
+    def forget(self) -> None:
+        """After a forward, drop the states that rows have gone beyond, but for those from which
+        others that share their pages go on.
+        """
+        self.states.drop(
+            slot
+            for slot, state in self._passed.items()
+            if slot not in self._resumed and self.states.peek(slot) is state
+        )
+        self._passed.clear()
 
     @override
     def copy_pages(self, copies: Sequence[PageCopy]) -> None:

@@ -113,7 +113,7 @@ class TransformersNetwork(Network):
             capturing_hidden_states(decoder, forward_pass, self._find_layers),
             self._adapting(batch),
             self._over_states(batch, forward_pass),
-            nullcontext() if self.attention is None else self.attention.over(forward_pass),
+            self._attending(forward_pass) as attending,
             nullcontext() if self.decoder is None else self.decoder.over(forward_pass),
         ):
             output = self.module(
@@ -121,9 +121,15 @@ class TransformersNetwork(Network):
                 position_ids=batch.positions[None],
                 use_cache=False,
                 logits_to_keep=batch.logit_index,
-                **{KEYWORD: forward_pass},
+                **{KEYWORD: attending},
             )
         return output.logits[0]
+
+    def _attending(self, forward_pass: ForwardPass) -> AbstractContextManager[ForwardPass]:
+        """What layers attend by."""
+        if self.attention is None:
+            return nullcontext(forward_pass)
+        return self.attention.over(forward_pass)
 
     @contextmanager
     def _adapting(self, batch: Batch) -> Iterator[None]:

@@ -108,14 +108,16 @@ class CpuBackend(NativeBackend):
 
     @staticmethod
     def use_native_parts(module: nn.Module, excluded: Collection[nn.Module]) -> None:
-        """Have linears, MLPs and norms of a module that torch runs computed here; ``excluded``
-        linears are not called.
+        """Have linears, MLPs, norms, routers and experts of a module that torch runs computed
+        here; ``excluded`` linears are not called.
         """
         from forethought.backends.cpu.mixture import use_native_mixtures
         from forethought.backends.cpu.module_parts import use_native_parts
+        from forethought.backends.cpu.router import use_native_routers
 
         use_native_parts(module, excluded)
         use_native_mixtures(module)
+        use_native_routers(module)
 
     @staticmethod
     def network_of(lm: CausalLM) -> NativeNetwork | None:

@@ -229,6 +229,12 @@ class ExpertsCallStruct(CStruct):
     __slots__ = ()
 
 
+class RouteCallStruct(CStruct):
+    """The choice of experts alone."""
+
+    __slots__ = ()
+
+
 class TreesStruct(CStruct):
     """Dynamic draft trees."""
 

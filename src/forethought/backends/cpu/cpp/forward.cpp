@@ -543,6 +543,15 @@ void experts(const Experts* w, const ExpertsCall* call) {
     });
 }
 
+void route(const Experts* w, const RouteCall* call) {
+    const int64_t hidden = w->router->num_inputs;
+    Memory memory(tiles_size(call->num_tokens, hidden, call->num_threads));
+    Team::run(call->num_threads, [&](int index, int count, Barrier& barrier) {
+        const TilesGuard guard;
+        run_router(*w, *call, {index, count, (uint16_t*)memory.begin, barrier});
+    });
+}
+
 void recurrent(const Recurrent* layer, const RecurrentCall* call) {
     const int64_t mixed = int64_t(layer->num_heads) * layer->value_dim;
     const int64_t widest = larger(layer->hidden, larger(mixed, layer->channels));

@@ -11,7 +11,9 @@ constexpr int MAX_GROUP = 64;      // query heads that share a key head
 enum WeightType { F32, BF16, I8, I4, W8A8, W4A8, Q8_0, Q4_0, Q4_1, Q5_0, Q5_1, Q4_K, Q5_K, Q6_K };
 constexpr int64_t NO_TOKEN = -1; // where the model's logits are not finite
 
-enum Activation { SILU = 0, GELU_TANH = 1, RELU_SQUARED = 2 };
+enum Activation { SILU = 0, GELU_TANH = 1, RELU_SQUARED = 2, GELU = 3 };
+
+enum Scoring { SOFTMAX = 0, SIGMOID = 1 };
 
 enum RecurrentKind { DELTA_RULE = 0, STATE_SPACE = 1, SHORT_CONVOLUTION = 2, SELECTIVE_SCAN = 3 };
 enum RecurrentStage { ALL = 0, BEFORE_LATE = 1, AFTER_LATE = 2 };
@@ -57,7 +59,7 @@ struct StoredLayer {
 struct Experts {
     const Linear* router;  // outputs: logits of the experts, then those of the shared ones' gates;
                            // null: the caller chooses
-    const Linear* gate_up; // [num_experts + num_shared]
+    const Linear* gate_up; // [num_experts + num_shared]; of experts without gates, up alone
     const Linear* down;    // [num_experts + num_shared]
     int32_t num_experts, top_k, renormalise;
     int32_t num_shared;        // of all tokens, each times the sigmoid of its gate
@@ -65,6 +67,21 @@ struct Experts {
     void* store;               // ExpertStore; null: all of them are in memory
     const Linear* next_router; // of the next layer with experts in the store, or null
     int32_t next_stored;       // its first expert there
+    int32_t has_no_gates;
+    // Of a router with sigmoids (DeepSeek-AI 2024, DeepSeek-V3, section 2.1.2):
+    const float* bias; // [num_experts]: added to the scores by which experts are chosen; or null
+    int32_t scoring;   // enum Scoring
+    int32_t num_groups, top_groups; // of experts, of which the best are chosen first; 0: none
+    float epsilon, scale;           // added to the sum that renormalises; of the weights then
+};
+
+// The choice of experts alone.
+struct RouteCall {
+    const float* x;  // [T, hidden]
+    float* logits;   // [T, num_experts], written
+    int32_t* chosen; // [T, top_k], written, the best first
+    float* weights;  // [T, top_k], written
+    int32_t num_tokens, num_threads;
 };
 
 // How a draft module joins the embedding of a token and a hidden state, side by side.
@@ -291,7 +308,6 @@ struct TokenState {
     const float* before; // null: zeros
     float* after;        // or null
     int64_t follows; // the state before it is that after the previous token; `before` is not read
-    int64_t in_run;  // it is one of several, or the first: its step width is limited
 };
 
 struct RecurrentCall {
