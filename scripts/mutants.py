@@ -1201,8 +1201,8 @@ MUTANTS = [
     ),
     Mutant(
         "backends/cpu/cpp/layer_window.h",
-        "if (done == from.size && checksum == uint64_t(from.checksum)) return true;",
-        "if (done == from.size) return true;",
+        "if (is_read && checksum == uint64_t(from.checksum)) return true;",
+        "if (is_read) return true;",
         LAYER_WINDOW,
     ),
     Mutant(
