@@ -964,7 +964,7 @@ MUTANTS = [
     ),
     Mutant(
         "model/decoder_layers.py",
-        "if not self._native.are_hooked():",
+        "if not self.native.are_hooked():",
         "if True:",
         "tests/backends/test_native_attention.py -k change_no_other_bit",
     ),

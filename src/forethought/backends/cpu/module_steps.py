@@ -85,10 +85,10 @@ class ModuleSteps(StepRunner):
 
     def _addresses(self, batch: Batch, decoded: Sequence[DecodedStates]) -> StateAddresses:
         """Of the states after the first step, and of those to come."""
-        known = self.recurrent.token_table.states
+        states = self.recurrent.token_table.states
         after = [
-            array("q", [known[span.stop - 1].after])
+            array("q", [states[span.stop - 1].after])
             + array("q", [state.floats.data_ptr() for state in row.states])
             for span, row in zip(batch.spans, decoded, strict=True)
         ]
-        return StateAddresses(known, after)
+        return StateAddresses(states, after)

@@ -133,8 +133,8 @@ class Written:
 class StateAddresses(NamedTuple):
     """Where the states of the target's recurrent layers are."""
 
-    known: ctypes.Array[TokenStateStruct]
-    """Of the first step's tokens."""
+    first_step: ctypes.Array[TokenStateStruct]
+    """Of its tokens."""
     after: list[array[int]]
     """Of each row, of the states that the steps leave."""
 
@@ -184,7 +184,7 @@ class ChainCall:
             target=ctypes.pointer(self._target_call(target, num_at_once).struct),
             rows=self._packed_rows(),
             states=self._states(target),
-            known_states=None if self.recurrent is None else self.recurrent.known,
+            known_states=None if self.recurrent is None else self.recurrent.first_step,
             tokens=tokens.buffer_info()[0],
             counts=counts.buffer_info()[0],
             scores=scores.buffer_info()[0],
