@@ -843,6 +843,30 @@ MUTANTS = [
         "tests/model/test_recurrent_layers.py -k push_out",
     ),
     Mutant(
+        "kv/recurrent.py",
+        "range(min(NUM_DECODED + 1, stop - start))",
+        "range(min(NUM_DECODED, stop - start))",
+        "tests/engine/test_continuous_recurrent.py -k share_no_memory",
+    ),
+    Mutant(
+        "kv/recurrent.py",
+        "self.resume(row.table, row.start + step)",
+        "pass",
+        "tests/engine/test_continuous_recurrent.py -k 'order or single_steps'",
+    ),
+    Mutant(
+        "kv/recurrent.py",
+        "self.states.get(row.table.slot(row.start + step - 1))",
+        "pass",
+        "tests/engine/test_continuous_recurrent.py -k order",
+    ),
+    Mutant(
+        "backends/cpu/module_steps.py",
+        "max(0, len(results) - 1)",
+        "max(0, len(results) - 2)",
+        "tests/engine/test_continuous_recurrent.py -k 'order or single_steps'",
+    ),
+    Mutant(
         "model/recurrent_layers.py",
         "if token not in self._passing:",
         "if True:",
@@ -940,7 +964,7 @@ MUTANTS = [
     ),
     Mutant(
         "model/decoder_layers.py",
-        "if not self._native.are_hooked():",
+        "if not self.native.are_hooked():",
         "if True:",
         "tests/backends/test_native_attention.py -k change_no_other_bit",
     ),

@@ -22,8 +22,8 @@ from __future__ import annotations
 
 import itertools
 from collections import OrderedDict
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -34,6 +34,10 @@ from forethought.kv.table import PageCopy, ReadableTable, SlotMove
 
 CHECKPOINT_TOKENS = 64
 """Positions between two states that are kept, at least: a chunk of the gated delta rule."""
+
+NUM_DECODED = 3
+"""States of a sequence that a step leaves beside those of pages: after its token, and after the two
+before it."""
 
 LayerState = dict[tuple[str, int], Tensor]
 """Of one layer after one token, by kind (``conv``, ``recurrent``) and number: ``[1, ...]``."""
@@ -96,6 +100,38 @@ class PackedState(Sequence[LayerState]):
 
     def _view(self, view: StateView) -> Tensor:
         return self.floats.as_strided(*view)
+
+
+class DecodedStates(NamedTuple):
+    """The states after tokens that a row decodes in several steps of one call.
+
+    Those that further steps drop share memory. In the end the last ``NUM_DECODED`` hold,
+    and those that are kept in any case; also where one more step has written a state but decoded
+    nothing, as its logits are not finite.
+    """
+
+    table: ReadableTable
+    start: int
+    """The position of the first of these tokens."""
+    states: list[PackedState]
+    """One for each token that there may be."""
+
+    @classmethod
+    def of(
+        cls,
+        table: ReadableTable,
+        start: int,
+        stop: int,
+        new_state: Callable[[], PackedState],
+        checkpoint_tokens: int,
+    ) -> Self:
+        """Of tokens at positions ``[start, stop)``. ``new_state`` makes one, with any floats;
+        ``checkpoint_tokens`` is that of the storage.
+        """
+        latest = itertools.cycle([new_state() for _ in range(min(NUM_DECODED + 1, stop - start))])
+        lengths = range(start + 1, stop + 1)
+        states = [new_state() if n % checkpoint_tokens == 0 else next(latest) for n in lengths]
+        return cls(table, start, states)
 
 
 class RecurrentStates:
@@ -229,6 +265,26 @@ class RecurrentStorage(KvStorage):
                     for length in itertools.islice(self._stored(table, table.length), 2)
                 }
             )
+
+    def new_decoded(
+        self, table: ReadableTable, start: int, stop: int, new_state: Callable[[], PackedState]
+    ) -> DecodedStates:
+        """Where the states after the tokens at positions ``[start, stop)`` of a row are written."""
+        return DecodedStates.of(table, start, stop, new_state, self.checkpoint_tokens)
+
+    def keep_decoded(self, rows: Sequence[DecodedStates], counts: Sequence[int]) -> None:
+        """Keep the states after the first tokens of rows, ``counts`` of each, as steps that decode
+        one token of each would have kept them. All rows that run are among them.
+        """
+        for step in range(max(counts, default=0)):
+            going = [row for row, count in zip(rows, counts, strict=True) if step < count]
+            self.limit_states(row.table.prefix(row.start + step) for row in going)
+            for row in going:
+                self.resume(row.table, row.start + step)
+                self.states.get(row.table.slot(row.start + step - 1))
+            for row in going:
+                self.states.put(row.table.slot(row.start + step), row.states[step])
+            self.forget()
 
     def _stored(self, table: ReadableTable, length: int) -> Iterator[int]:
         """The lengths of a row, from ``length`` down, after which there is a state."""

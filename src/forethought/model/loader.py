@@ -263,7 +263,11 @@ def _with_native_parts(
     except ModelError:  # there is no list of them
         return replace(network, attention=attention)
     decoder = DecoderLayers.of(layers, recurrent, attention, lambda: try_forward(attention))
-    return replace(network, attention=attention, decoder=decoder)
+    network = replace(network, attention=attention, decoder=decoder)
+    if decoder is None:
+        return network
+    whole = backends.cpu().module_forward(CausalLM(network, backend, traits))
+    return replace(network, whole=whole)
 
 
 def _read_module(settings: _LoadSettings, *, may_be_native: bool) -> PreTrainedModel:

@@ -358,6 +358,10 @@ class NativeAttention:
         """Of a pass."""
         return BatchCall(forward_pass, self._scratch)
 
+    def scratch(self, num_tokens: int, max_length: int, num_threads: int) -> Tensor:
+        """Memory of a call that is large enough for every layer."""
+        return self._scratch.of(num_tokens, max_length, num_threads)
+
     def compute(self, index: int, x: Tensor, batch: BatchCall, rotation: Rotation | None) -> Tensor:
         """x ``[1, T, inputs]`` -> ``[1, T, outputs]``, through a layer."""
         return self._layer(index).compute(x, batch, rotation)

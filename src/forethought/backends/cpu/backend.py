@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from forethought.backends.cpu.draft_module import NativeDraftModule, NativeMtpNetwork
     from forethought.backends.cpu.draft_network import NativeDraftNetwork
     from forethought.backends.cpu.heads import NativeBeamSearch, NativeDraftHeads
-    from forethought.backends.cpu.native_steps import NativeSteps
+    from forethought.backends.cpu.module_forward import ModuleForward
     from forethought.backends.cpu.recurrent import NativeRecurrence
     from forethought.backends.cpu.sampler import NativeSampler
     from forethought.backends.cpu.sublayers import NativeSublayers
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from forethought.speculative.heads.module_parts import ModuleParts
     from forethought.speculative.heads.mtp import MtpModule
     from forethought.speculative.heads.redrafter import ReDrafterHead
+    from forethought.speculative.step_runner import StepRunner
 
 log = logging.getLogger(__name__)
 
@@ -196,8 +197,18 @@ class CpuBackend(NativeBackend):
             return None
 
     @staticmethod
-    def step_runner() -> type[NativeSteps]:
+    def module_forward(lm: CausalLM) -> ModuleForward | None:
+        """The forward of a module of transformers whose decoder layers run here; None: what is
+        around them does not.
+        """
+        from forethought.backends.cpu.module_forward import ModuleForward
+
+        return ModuleForward.of(lm)
+
+    @staticmethod
+    def step_runners() -> tuple[type[StepRunner], ...]:
         """What makes several steps in one call."""
+        from forethought.backends.cpu.module_steps import ModuleSteps
         from forethought.backends.cpu.native_steps import NativeSteps
 
-        return NativeSteps
+        return NativeSteps, ModuleSteps

@@ -115,6 +115,8 @@ struct AdapterLayer {
     LowRank qkv, out, gate_up, down;
 };
 
+struct ModuleDecoder;
+
 struct Model {
     const Layer* layers;
     const float* final_norm; // or null
@@ -123,7 +125,8 @@ struct Model {
         embedding;     // whose weights of a token are its embedding; plain or blocks; or null:
     const void* table; // [num_embeddings, hidden] of `table_type`, F32 or BF16
     const Join* join;  // null: a model, which reads tokens alone
-    void* stored;      // LayerWindow; null: all layers are in memory
+    const ModuleDecoder* decoder; // in the place of layers; null: they are above
+    void* stored;                 // LayerWindow; null: all layers are in memory
     int32_t table_type, num_embeddings;
     int32_t num_layers, hidden, num_heads, num_kv_heads, head_dim, rotary_dim, activation;
     float eps, head_norm_eps, logit_cap, score_cap, embed_scale;
@@ -235,6 +238,9 @@ struct ChainRow {
     const Sampling* sampling; // null: each token is the most probable one
     int64_t seed, sample;     // of its uniform samples
     const void* adapter;      // as of Call
+    float* const*
+        after; // [num_steps]: where the states of recurrent layers go that a step leaves; of
+               // a target with ModuleDecoder
 };
 
 // Hidden states of the target, as a draft module reads them.
@@ -247,6 +253,8 @@ struct TargetStates {
     float eps;
 };
 
+struct TokenState;
+
 // Decode steps; see chain_steps.h.
 struct ChainSteps {
     const Model* draft;   // null: no row has drafts
@@ -254,8 +262,9 @@ struct ChainSteps {
     const Call* target;   // of the last known token of each row, with room for `width` of them
                           // and for all known ones
     const ChainRow* rows; // [num_rows]: none drafts more than the one before it
-    const TargetStates* states; // null: the draft network reads none
-    const int64_t* ids;         // as of Chains
+    const TargetStates* states;     // null: the draft network reads none
+    const TokenState* known_states; // of the first step's tokens; of a target with ModuleDecoder
+    const int64_t* ids;             // as of Chains
     int64_t* tokens;       // [num_steps, num_rows, 2, width], written: drafted, and decoded ones
     int32_t* counts;       // [num_steps, num_rows, 2], zeros, written: how many of either
     double* scores;        // [num_steps, num_rows, width, scores_width], written: as rows ask for
@@ -390,6 +399,18 @@ struct SublayersCall {
     const TokenState* tokens; // as of RecurrentCall
     const int32_t* rows;      // the same
     int32_t num_sublayers, hidden;
+};
+
+// What a module computes in the place of layers, and around it; see module_forward.h.
+struct ModuleDecoder {
+    const Sublayer* sublayers;
+    const float* rotary; // [positions, 2, rotary_dim], as of Layer; null: nothing is rotated
+    int32_t num_sublayers;
+    int32_t width; // of a row of `projected` and `mixed`, as of SublayersCall
+    int32_t type;  // of embeddings, of what the sublayers and the norm give, and of logits: F32 or
+                   // BF16, to which they are rounded
+    float embedding_factor;              // of embeddings
+    float logits_factor, logits_divisor; // of logits
 };
 
 // Experts of tokens whose choice is the caller's.
