@@ -4,8 +4,9 @@
 
 The model has random weights, a shape of 100 million in Qwen3.5's layout (three layers of the gated
 delta rule to one of attention). Rows: prefill and decoding by batch, in float32 here and in
-transformers, and with ``quantization="w8a8"``; decode steps after short and long contexts; a fork
-of a long sequence; a step with drafts of 4 and 8 tokens against one without. Runs are interleaved,
+transformers, and with ``quantization="w8a8"``; decode steps after short and long contexts; steps
+one by one and sixteen in a call; a fork of a long sequence; a step with drafts of 4 and 8 tokens
+against one without. Runs are interleaved,
 numbers are medians over the rounds and ratios those within a round. Prints a table and, last, one
 JSON line.
 
@@ -132,6 +133,38 @@ def forks(ours: Ours, length: int, args: argparse.Namespace) -> Row:
     return {"fork of": length, "us": _median(1e6 * one for one in spent)}
 
 
+def in_calls(directory: Path, args: argparse.Namespace, rng: random.Random) -> list[Row]:
+    """Tokens/s of steps one by one, and of sixteen in a call, by batch."""
+    rows: list[Row] = []
+    single, several = (
+        Ours(directory, dtype="float32", num_threads=args.threads, num_continuous_decode_steps=n)
+        for n in (1, 16)
+    )
+    for batch in args.batches:
+        prompts = prompts_of(batch, args.prompts[0], rng)
+        speeds = [
+            (_speed(single, prompts, args), _speed(several, prompts, args))
+            for _ in range(args.rounds)
+        ]
+        rows.append(
+            {
+                "batch": batch,
+                "1 step, tokens/s": _median(one for one, _ in speeds),
+                "16 steps, tokens/s": _median(many for _, many in speeds),
+                "ratio": _median(many / one for one, many in speeds),
+            }
+        )
+    single.llm.shutdown()
+    several.llm.shutdown()
+    return rows
+
+
+def _speed(ours: Ours, prompts: list[list[int]], args: argparse.Namespace) -> float:
+    """Tokens/s from the second token on."""
+    prefill, whole = (seconds(ours, prompts, n) for n in (1, args.tokens))
+    return (args.tokens - 1) * len(prompts) / (whole - prefill)
+
+
 def drafted(directory: Path, args: argparse.Namespace, prompts: list[list[int]]) -> list[Row]:
     """Milliseconds of a step by the length of its draft, of which nothing is accepted."""
     rows: list[Row] = []
@@ -177,6 +210,7 @@ def main() -> None:
         for length in args.prompts[1:]:
             rows.append(speeds(engines, prompts_of(1, length, rng), args))
         rows.append(forks(ours, 4096 if not args.small else 256, args))
+        rows += in_calls(directory, args, rng)
         rows += drafted(directory, args, prompts_of(1, args.prompts[0], rng))
     for row in rows:
         print("  ".join(f"{name}: {value}" for name, value in row.items()))

@@ -392,9 +392,9 @@ MUTANTS = [
         RANKS,
     ),
     Mutant(
-        "cluster/ranks.py",
-        "if hmac.compare_digest(claimed, secret):",
-        "if True:",
+        "cluster/entrance.py",
+        "return hmac.compare_digest(secret, self.secret)",
+        "return True",
         "tests/cluster/test_ranks.py -k secret",
     ),
     Mutant(
@@ -851,8 +851,8 @@ MUTANTS = [
     ),
     Mutant(
         "kv/recurrent.py",
-        "self._forget(table, last - 2)",
-        "self._forget(table, last)",
+        "self._pass_by(table, last - 2)",
+        "self._pass_by(table, last)",
         "tests/model/test_recurrent_layers.py tests/engine/test_engine_machine.py",
     ),
     Mutant(
@@ -860,6 +860,30 @@ MUTANTS = [
         "if slot not in spared)",
         "if True)",
         "tests/model/test_recurrent_layers.py -k push_out",
+    ),
+    Mutant(
+        "kv/recurrent.py",
+        "range(min(NUM_DECODED + 1, stop - start))",
+        "range(min(NUM_DECODED, stop - start))",
+        "tests/engine/test_continuous_recurrent.py -k share_no_memory",
+    ),
+    Mutant(
+        "kv/recurrent.py",
+        "self.resume(row.table, row.start + step)",
+        "pass",
+        "tests/engine/test_continuous_recurrent.py -k 'order or single_steps'",
+    ),
+    Mutant(
+        "kv/recurrent.py",
+        "self.states.get(row.table.slot(row.start + step - 1))",
+        "pass",
+        "tests/engine/test_continuous_recurrent.py -k order",
+    ),
+    Mutant(
+        "backends/cpu/module_steps.py",
+        "max(0, len(results) - 1)",
+        "max(0, len(results) - 2)",
+        "tests/engine/test_continuous_recurrent.py -k 'order or single_steps'",
     ),
     Mutant(
         "model/recurrent_layers.py",
@@ -874,10 +898,40 @@ MUTANTS = [
         "tests/model/test_recurrent_layers.py tests/engine/test_engine_machine.py",
     ),
     Mutant(
-        "model/recurrence.py",
-        "in_run = len(tokens) > 1 or before is None",
-        "in_run = True",
-        "tests/backends/test_native_recurrent.py",
+        "kv/recurrent.py",
+        "if slot not in self._resumed and",
+        "if",
+        "tests/model/test_recurrent_layers.py -k share_pages",
+    ),
+    Mutant(
+        "model/recurrent_layers.py",
+        "if x.shape[1] > 1:  # the module limits them",
+        "if True:",
+        "tests/model/test_batch_invariance.py -k limited_alike",
+    ),
+    Mutant(
+        "backends/cpu/cpp/recurrent.h",
+        "step = step < w.min_step ? w.min_step :",
+        "step =",
+        "tests/model/test_batch_invariance.py -k limited_alike",
+    ),
+    Mutant(
+        "backends/cpu/cpp/kernels/experts.h",
+        "better >= from.top_groups",
+        "false",
+        "tests/model/test_batch_invariance.py -k best_groups",
+    ),
+    Mutant(
+        "backends/cpu/cpp/kernels/experts.h",
+        "+ (from.bias ? from.bias[e] : 0)",
+        "",
+        "tests/model/test_batch_invariance.py -k best_groups",
+    ),
+    Mutant(
+        "backends/cpu/backend.py",
+        "use_native_routers(module)",
+        "pass",
+        "tests/model/test_batch_invariance.py -k every_batch",
     ),
     Mutant(
         "backends/cpu/module_parts.py",
@@ -929,7 +983,7 @@ MUTANTS = [
     ),
     Mutant(
         "model/decoder_layers.py",
-        "if not self._native.are_hooked():",
+        "if not self.native.are_hooked():",
         "if True:",
         "tests/backends/test_native_attention.py -k change_no_other_bit",
     ),
@@ -1190,8 +1244,8 @@ MUTANTS = [
     ),
     Mutant(
         "backends/cpu/cpp/layer_window.h",
-        "if (done == from.size && checksum == uint64_t(from.checksum)) return true;",
-        "if (done == from.size) return true;",
+        "if (is_read && checksum == uint64_t(from.checksum)) return true;",
+        "if (is_read) return true;",
         LAYER_WINDOW,
     ),
     Mutant(

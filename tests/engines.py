@@ -49,9 +49,12 @@ def _loaded(architecture: str, device: str, dtype: str) -> CausalLM:
     return loader.load(tiny(architecture), dtype=dtype, device=device, forward="auto")
 
 
-def load_poisoned(token: int, directory: Path, forward: loader.Forward = "auto") -> CausalLM:
+def load_poisoned(
+    token: int, directory: Path, forward: loader.Forward = "auto", architecture: str = "llama"
+) -> CausalLM:
     """The tiny model, whose embedding of a token is NaN: a checkpoint that is refused, loaded."""
-    module = type(transformers_model(tiny("llama"))).from_pretrained(tiny("llama"))
+    path = tiny(architecture)
+    module = type(transformers_model(path)).from_pretrained(path)
     module.get_input_embeddings().weight.data[token] = math.nan
     module.save_pretrained(directory)
     with (

@@ -181,6 +181,19 @@ RECURRENT: dict[str, tuple[str, dict[str, Any]]] = {
 }
 """Those with recurrent layers."""
 
+RECURRENT_MIXTURES: dict[str, tuple[str, dict[str, Any]]] = {
+    "granite_hybrid_moe": (
+        "granitemoehybrid",
+        {**RECURRENT["granite_hybrid"][1], "num_local_experts": 4, "num_experts_per_tok": 2},
+    ),
+    "nemotron_h_moe": (
+        "nemotron_h",
+        {**RECURRENT["nemotron_h"][1], "layer_types": ["mamba", "attention", "moe", "mamba"]}
+        | {"n_routed_experts": 4, "moe_shared_expert_intermediate_size": 24},
+    ),
+}
+"""Families of ``RECURRENT`` with experts."""
+
 
 def save_with_vision(path: Path) -> None:
     """A Qwen3.5 as it is published: its language part under the names of a model that also sees."""
@@ -205,12 +218,12 @@ def tiny(
     """Directory of a saved tiny model with random float32 weights; made once per process.
 
     Args:
-        architecture: a key of ``ARCHITECTURES`` or ``RECURRENT``.
+        architecture: a key of ``ARCHITECTURES``, ``RECURRENT`` or ``RECURRENT_MIXTURES``.
         seed: of the weights.
         kv_heads: None for the number that the architecture's entry says.
         vocab_size: the same.
     """
-    model_type, changes = {**ARCHITECTURES, **RECURRENT}[architecture]
+    model_type, changes = {**ARCHITECTURES, **RECURRENT, **RECURRENT_MIXTURES}[architecture]
     if kv_heads is not None:
         changes = {**changes, "num_key_value_heads": kv_heads}
     if vocab_size is not None:
@@ -273,6 +286,7 @@ def _greedy(path: Path, prompt: tuple[int, ...], new_tokens: int) -> list[int]:
     with torch.inference_mode():
         output = module.generate(
             tokens,
+            use_cache=not _limits_steps(module),
             attention_mask=torch.ones_like(tokens),
             max_new_tokens=new_tokens,
             min_new_tokens=new_tokens,
@@ -281,6 +295,14 @@ def _greedy(path: Path, prompt: tuple[int, ...], new_tokens: int) -> list[int]:
             pad_token_id=0,
         )
     return output[0, len(prompt) :].tolist()
+
+
+def _limits_steps(module: nn.Module) -> bool:
+    """Whether it is Mamba-2 with a limit on the widths of steps, which transformers applies to the
+    tokens of a prompt, and not to a token that follows a cache.
+    """
+    limits = (getattr(part, "time_step_limit", None) for part in module.modules())
+    return any(limit is not None and limit[0] > 0 for limit in limits)
 
 
 def logits_lost(

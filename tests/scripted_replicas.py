@@ -33,6 +33,9 @@ from forethought.engine.sequence import Sequence as EngineSequence
 from forethought.errors import EngineStopped
 from forethought.outputs import EngineLoad, EngineStats, FinishReason, Usage
 
+GREEDY = {"temperature": 0.0, "max_tokens": 40, "seed": 0}
+SEEDED = {"temperature": 1.0, "max_tokens": 40, "seed": 9}
+"""Params of most streams."""
 VOCABULARY = 1000
 END = 0
 ENDED = -1
@@ -109,6 +112,8 @@ class ScriptedReplica:
     chunk: int | None = None
     waiting: list[Copy] = field(default_factory=list)
     """For chunks of prompts."""
+    late: list[tuple[int, list[int], int]] = field(default_factory=list)
+    """What was copied to it while it was silent."""
 
     def connect(self) -> None:
         capabilities = Capabilities(VOCABULARY, 4096, self.capacity)
@@ -197,6 +202,9 @@ class ScriptedReplica:
                 self.fetching.pop(copy.target).reply(Copied(copy.target, error=error))
 
     def receive(self, handle: int, tokens: list[int], num_left: int) -> None:
+        if self.silent:
+            self.late.append((handle, tokens, num_left))
+            return
         if self.is_dead or self.is_full:
             self.reply(Copied(handle, error=EngineStopped("there is no room, or nobody")))
             return
@@ -241,7 +249,11 @@ class ScriptedReplica:
 
     def work(self, num_tokens: int = 1) -> None:
         """Compute up to ``num_tokens`` of each generation, and answer."""
-        if self.is_dead or self.silent or not self.is_asked:
+        if self.is_dead or self.silent:
+            return
+        while self.late:
+            self.receive(*self.late.pop(0))
+        if not self.is_asked:
             return
         self.is_asked = False
         self.news, news = [], self.news
@@ -357,3 +369,9 @@ class Scripted:
         """Step until nothing generates."""
         for _ in self.steps():
             pass
+
+    def expect_nothing_left(self) -> None:
+        """No session is left in any replica, and no move."""
+        self.step()
+        assert not self.engine.migration._moves
+        assert not any(replica.sessions for replica in self.alive)

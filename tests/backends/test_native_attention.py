@@ -31,10 +31,8 @@ from forethought.model.runner import ModelRunner
 from models import RECURRENT, prompts, save_random, tiny
 
 IN_TORCH = {"olmo_hybrid", "kimi_linear"}
-"""Families of which torch computes attention."""
+"""Families of which torch computes queries, keys and values."""
 NATIVE = [architecture for architecture in RECURRENT if architecture not in IN_TORCH]
-INVARIANT = ["qwen3_5", "qwen3_5_moe", "qwen3_next", "bamba", "falcon_h1", "granite_hybrid", "lfm2"]
-"""Those without routers in torch; Zamba2 and Nemotron-H limit step widths in runs alone."""
 ONE_CALL = ["qwen3_5", "qwen3_5_moe", "qwen3_next", "bamba", "granite_hybrid", "lfm2", "nemotron_h"]
 """Those of which C++ computes all that a decoder layer does."""
 WAYS: tuple[loader.Forward, ...] = ("auto", "torch")
@@ -62,7 +60,13 @@ def attention_of(lm: CausalLM) -> AttentionLayers | None:
 def part_by_part(lm: CausalLM) -> CausalLM:
     """Which calls the parts of its decoder layers one after the other."""
     assert isinstance(lm.network, TransformersNetwork)
-    return CausalLM(replace(lm.network, decoder=None), lm.backend, lm.traits)
+    return CausalLM(replace(lm.network, decoder=None, whole=None), lm.backend, lm.traits)
+
+
+def layers_in_one_call(lm: CausalLM) -> CausalLM:
+    """Whose module calls what is around its decoder layers."""
+    assert isinstance(lm.network, TransformersNetwork)
+    return CausalLM(replace(lm.network, whole=None), lm.backend, lm.traits)
 
 
 class Texts:
@@ -118,10 +122,17 @@ def beside_modules(lm: CausalLM, check: Callable[[Tensor, Tensor], None]) -> Ite
 @pytest.mark.parametrize("architecture", RECURRENT)
 def test_attention_beside_native_recurrent_layers_runs_in_cpp(architecture: str) -> None:
     attention = attention_of(loaded(architecture))
-    assert (attention is not None) == (architecture in NATIVE)
-    if attention is not None:
-        assert attention.num_native == len(loaded(architecture).traits.layers)
-        assert "run in C++, and its attention" in (loaded(architecture).path.reason or "")
+    assert attention is not None
+    num_layers = len(loaded(architecture).traits.layers)
+    assert attention.num_native == (num_layers if architecture in NATIVE else 0)
+    assert "run in C++, and its attention" in (loaded(architecture).path.reason or "")
+
+
+def test_values_are_stored_as_wide_as_keys_where_cpp_attends_alone() -> None:
+    [native] = loaded("kimi_linear").layer_shapes
+    [plain] = load("kimi_linear", forward="torch").layer_shapes
+    assert (plain.key_dim, plain.value_dim) == (12, 8)
+    assert (native.key_dim, native.value_dim) == (12, 12)
 
 
 KV_DTYPES = {None: 1e-4, torch.bfloat16: 2e-2, torch.int8: 2e-2}
@@ -164,7 +175,7 @@ def test_quantised_layers_give_what_their_modules_do(
         step_logits(lm)
 
 
-@pytest.mark.parametrize("architecture", INVARIANT)
+@pytest.mark.parametrize("architecture", RECURRENT)
 def test_logits_do_not_depend_on_the_batch_to_the_last_bit(architecture: str) -> None:
     """A path of a tree beside other rows, the same tokens one by one, and in one chunk."""
     lm, (text, other) = loaded(architecture), prompts((20, 31))
@@ -237,18 +248,77 @@ def test_a_decoder_is_one_call_where_cpp_computes_all_parts(
     assert (decoder is not None) == (architecture in ONE_CALL)
     if decoder is None:
         return
-    calls, original = list[range](), decoder._native.compute
+    calls, original = list[range](), decoder.native.compute
 
     def compute(layers: range, *arguments: Any) -> Tensor:
         calls.append(layers)
         y: Tensor = original(layers, *arguments)
         return y
 
-    monkeypatch.setattr(decoder._native, "compute", compute)
-    logits = step_logits(lm)
+    monkeypatch.setattr(decoder.native, "compute", compute)
+    logits = step_logits(layers_in_one_call(lm))
     assert calls == [range(lm.num_layers)] * 3
     assert torch.equal(step_logits(part_by_part(lm)), logits)
     assert len(calls) == 3
+
+
+def save_scaled(directory: Path) -> Path:
+    """A model with factors of embeddings and logits, and a tied output projection."""
+    factors = {"embedding_multiplier": 12.0, "logits_scaling": 3.0, "residual_multiplier": 0.22}
+    config = AutoConfig.from_pretrained(tiny("granite_hybrid"), **factors, tie_word_embeddings=True)
+    save_random(config, directory)
+    return directory
+
+
+@pytest.mark.parametrize("quantization", [None, "w8a8"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("architecture", [*ONE_CALL, "scaled granite"])
+def test_a_forward_is_one_call_that_gives_the_bits_of_the_module(
+    architecture: str, dtype: str, quantization: loader.Quantization | None, tmp_path: Path
+) -> None:
+    is_scaled = architecture == "scaled granite"
+    path = save_scaled(tmp_path / "scaled") if is_scaled else tiny(architecture)
+    lm = loader.load(path, dtype=dtype, quantization=quantization, forward="auto")
+    network = lm.network
+    assert isinstance(network, TransformersNetwork)
+    if (architecture, dtype, quantization) == ("qwen3_5", "bfloat16", "w8a8"):
+        assert network.decoder is None  # its layers differ by more than they may
+        return
+    assert network.whole is not None
+    with patched_module(network) as calls:
+        logits = step_logits(lm)
+        assert not calls
+        assert torch.equal(step_logits(layers_in_one_call(lm)), logits)
+        assert len(calls) == 3
+
+
+@contextmanager
+def patched_module(network: TransformersNetwork) -> Iterator[list[str]]:
+    """The calls of its module."""
+    calls = list[str]()
+    handle = network.module.register_forward_pre_hook(lambda *_: calls.append("module"))
+    yield calls
+    handle.remove()
+
+
+def test_a_module_with_logits_of_its_own_is_called(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Here soft-capped, as no attribute tells."""
+    from transformers import Qwen3_5ForCausalLM
+
+    original = Qwen3_5ForCausalLM.forward
+
+    @functools.wraps(original)
+    def capped(self: Any, *arguments: Any, **kwargs: Any) -> Any:
+        output = original(self, *arguments, **kwargs)
+        output.logits = 0.5 * (output.logits / 0.5).tanh()
+        return output
+
+    monkeypatch.setattr(Qwen3_5ForCausalLM, "forward", capped)
+    lm = load("qwen3_5")
+    assert isinstance(lm.network, TransformersNetwork)
+    assert lm.network.decoder is not None
+    assert lm.network.whole is None
+    assert step_logits(lm).abs().max() <= 0.5
 
 
 @pytest.mark.parametrize("architecture", ["qwen3_5", "nemotron_h"])
@@ -374,5 +444,7 @@ def test_a_layer_that_computes_something_else_stays_in_torch(
 
     monkeypatch.setattr(Qwen3_5Attention, "forward", scaled)
     lm = load("qwen3_5")
-    assert attention_of(lm) is None
+    attention = attention_of(lm)
+    assert attention is not None
+    assert attention.num_native == 0
     assert "recurrent layers run in C++" in (lm.path.reason or "")

@@ -7,6 +7,8 @@ from collections.abc import Iterator
 
 import pytest
 
+from forethought.cluster import fleet, migration
+
 
 @pytest.fixture(scope="session")
 def ray_here() -> Iterator[None]:
@@ -26,3 +28,11 @@ def ray_here() -> Iterator[None]:
     )
     yield
     ray.shutdown()
+
+
+@pytest.fixture
+def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Replicas start again, and are looked at, without a delay; failed moves are tried again."""
+    monkeypatch.setattr(fleet, "FIRST_DELAY", 0.0)
+    monkeypatch.setattr(fleet, "TICK", 0.02)
+    monkeypatch.setattr(migration, "RETRY", 0.0)

@@ -7,20 +7,15 @@ import time
 import pytest
 
 from forethought.cluster import fleet as fleet_module
+from forethought.cluster.link import QUIET
 from forethought.cluster.messages import Branch, Generate, Reach, Stop
 from forethought.config.sampling import SamplingParams
 from forethought.errors import EngineStopped, ModelError, RequestError, UsageError
-from scripted_replicas import Scripted, expected
+from scripted_replicas import GREEDY, SEEDED, Scripted, expected
 
 PROMPT = [5, 6, 7, 8]
-GREEDY = {"temperature": 0.0, "max_tokens": 40, "seed": 0}
-SEEDED = {"temperature": 1.0, "max_tokens": 40, "seed": 9}
 
-
-@pytest.fixture(autouse=True)
-def _restarts_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fleet_module, "FIRST_DELAY", 0.0)
-    monkeypatch.setattr(fleet_module, "TICK", 0.02)
+pytestmark = pytest.mark.usefixtures("at_once")
 
 
 @pytest.mark.parametrize("fields", [GREEDY, SEEDED])
@@ -208,6 +203,18 @@ def test_a_replica_that_hangs_is_ended_and_replaced() -> None:
     cluster.finish()
     assert hung.is_dead
     assert cluster.outputs[sequence] == expected(PROMPT, SamplingParams(**SEEDED))
+
+
+def test_nothing_begins_in_a_replica_that_has_been_quiet() -> None:
+    cluster = Scripted(size=64)
+    quiet, other = cluster.fleet.links
+    quiet.heard -= 2 * QUIET
+    started = [cluster.start([n], **SEEDED)[0] for n in range(6)]
+    assert {cluster.engine._remotes[sequence].link for sequence in started} == {other}
+    cluster.step()  # it answers again
+    (late,) = cluster.start([7], **SEEDED)
+    assert cluster.engine._remotes[late].link is quiet
+    cluster.finish()
 
 
 def test_what_kills_every_replica_fails_and_others_go_on() -> None:

@@ -7,7 +7,6 @@ from types import SimpleNamespace
 
 import pytest
 
-from forethought.cluster import fleet as fleet_module
 from forethought.cluster import migration as migration_module
 from forethought.cluster.messages import Close, Copy, Generate, Prepare, Stop
 from forethought.cluster.migration import Rebalancing, balance, make_room
@@ -15,18 +14,11 @@ from forethought.config.sampling import SamplingParams
 from forethought.engine.sequence import Sequence
 from forethought.errors import ParameterError
 from forethought.outputs import EngineLoad
-from scripted_replicas import Scripted, ScriptedReplica, expected
+from scripted_replicas import GREEDY, SEEDED, Scripted, ScriptedReplica, expected
 
 PROMPT = [5, 6, 7, 8]
-GREEDY = {"temperature": 0.0, "max_tokens": 40, "seed": 0}
-SEEDED = {"temperature": 1.0, "max_tokens": 40, "seed": 9}
 
-
-@pytest.fixture(autouse=True)
-def _at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fleet_module, "FIRST_DELAY", 0.0)
-    monkeypatch.setattr(fleet_module, "TICK", 0.02)
-    monkeypatch.setattr(migration_module, "RETRY", 0.0)
+pytestmark = pytest.mark.usefixtures("at_once")
 
 
 def home_of(cluster: Scripted, sequence: Sequence) -> ScriptedReplica:
@@ -44,13 +36,6 @@ def move(cluster: Scripted, sequence: Sequence) -> tuple[ScriptedReplica, Script
     remote = cluster.engine._remotes[sequence]
     assert cluster.engine.migration.move(remote, cluster.link(target))
     return source, target
-
-
-def expect_nothing_left(cluster: Scripted) -> None:
-    """No session is left in any replica, and no move."""
-    cluster.step()
-    assert not cluster.engine.migration._moves
-    assert not any(replica.sessions for replica in cluster.alive)
 
 
 @pytest.mark.parametrize("fields", [GREEDY, SEEDED])
@@ -72,7 +57,7 @@ def test_a_move_at_any_token_changes_no_output(fields: dict, move_at: int, is_qu
         assert num_computed == len(PROMPT) + len(cluster.outputs[sequence])
         assert cluster.engine.stats.migrated == 1
     assert cluster.engine.num_moved == cluster.fleet.num_lost == 0
-    expect_nothing_left(cluster)
+    cluster.expect_nothing_left()
 
 
 def test_the_source_generates_until_what_it_has_is_copied() -> None:
@@ -159,7 +144,7 @@ def test_a_parked_sequence_that_has_generated_other_tokens_meanwhile_is_not_move
         assert cluster.outputs[sequence] == expected(prompt, SamplingParams(**fields))
     assert engine.stats.migrated == 0
     engine.close(sequence)
-    expect_nothing_left(cluster)
+    cluster.expect_nothing_left()
 
 
 def test_the_pause_of_a_generation_that_is_aborted_in_it_is_not_measured() -> None:
@@ -175,7 +160,7 @@ def test_the_pause_of_a_generation_that_is_aborted_in_it_is_not_measured() -> No
     cluster.finish()
     assert not engine.migration.stats.pauses
     engine.close(sequence)
-    expect_nothing_left(cluster)
+    cluster.expect_nothing_left()
 
 
 @pytest.mark.parametrize("what", ["rewind", "rewind and wait", "resume", "close", "abort"])
@@ -195,7 +180,7 @@ def test_what_its_holder_does_meanwhile_goes_before_the_move(what: str, after: i
     if what == "close":
         engine.close(sequence)
         cluster.finish()
-        expect_nothing_left(cluster)
+        cluster.expect_nothing_left()
         return
     if what == "abort":
         engine.abort(sequence)
@@ -211,7 +196,7 @@ def test_what_its_holder_does_meanwhile_goes_before_the_move(what: str, after: i
     cluster.finish()
     assert cluster.outputs[sequence] == expected(before, SamplingParams(**SEEDED))
     engine.close(sequence)
-    expect_nothing_left(cluster)
+    cluster.expect_nothing_left()
 
 
 @pytest.mark.parametrize("after", [0, 1, 2, 3])
@@ -227,7 +212,7 @@ def test_the_death_of_either_replica_in_a_move_changes_no_output(dies: str, afte
     assert cluster.outputs[sequence] == expected(PROMPT, SamplingParams(**SEEDED))
     assert cluster.fleet.num_lost == 1
     cluster.fleet.wait(2)
-    expect_nothing_left(cluster)
+    cluster.expect_nothing_left()
 
 
 @pytest.mark.parametrize("after", [0, 1])
@@ -244,7 +229,7 @@ def test_without_room_in_the_target_it_goes_on_where_it_was(after: int) -> None:
     assert cluster.engine.stats.migrated == 0
     resumed = [c for c in source.commands if isinstance(c, Generate)][1:]
     assert all(not command.rest for command in resumed)
-    expect_nothing_left(cluster)
+    cluster.expect_nothing_left()
 
 
 def test_a_pause_has_an_end_where_the_target_does_not_answer(
@@ -296,7 +281,7 @@ def test_a_drained_replica_is_left_by_all_its_sequences_and_ends() -> None:
     assert engine._remotes[parked].length == len(PROMPT) + 2, "it was not moved"
     engine.close(parked)
     engine.close(untouched)
-    expect_nothing_left(cluster)
+    cluster.expect_nothing_left()
 
 
 def test_a_replica_that_says_it_is_drained_is_left() -> None:
@@ -365,7 +350,7 @@ def test_generations_move_to_a_replica_with_much_less_to_do() -> None:
     assert cluster.engine.stats.migrated == 10
     for number, sequence in enumerate(started):
         assert cluster.outputs[sequence] == expected([number], SamplingParams(**SEEDED))
-    expect_nothing_left(cluster)
+    cluster.expect_nothing_left()
 
 
 def test_nothing_moves_because_of_a_small_difference_or_without_the_rule() -> None:
@@ -466,4 +451,4 @@ def test_close_and_stop_reach_the_replica_that_has_the_sequence_now() -> None:
     cluster.engine._flush()
     assert [type(command) for command in target.commands][-2:] == [Stop, Close]
     assert isinstance(source.commands[-1], Close)
-    expect_nothing_left(cluster)
+    cluster.expect_nothing_left()

@@ -7,7 +7,6 @@ from types import SimpleNamespace
 
 import pytest
 
-from forethought.cluster import fleet as fleet_module
 from forethought.cluster import migration as migration_module
 from forethought.cluster.fleet import Fleet
 from forethought.cluster.link import Role, model_of
@@ -28,19 +27,12 @@ from forethought.config.sampling import SamplingParams
 from forethought.engine.sequence import Sequence
 from forethought.errors import ParameterError
 from forethought.outputs import EngineStats
-from scripted_replicas import Scripted, ScriptedReplica, expected
+from scripted_replicas import GREEDY, SEEDED, Scripted, ScriptedReplica, expected
 
 LONG = [*range(1, 901)]
 SHORT = [5, 6, 7, 8]
-GREEDY = {"temperature": 0.0, "max_tokens": 40, "seed": 0}
-SEEDED = {"temperature": 1.0, "max_tokens": 40, "seed": 9}
 
-
-@pytest.fixture(autouse=True)
-def _at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fleet_module, "FIRST_DELAY", 0.0)
-    monkeypatch.setattr(fleet_module, "TICK", 0.02)
-    monkeypatch.setattr(migration_module, "RETRY", 0.0)
+pytestmark = pytest.mark.usefixtures("at_once")
 
 
 def split(num_replicas: int = 2, num_prefill: int = 1, **options: object) -> Scripted:
@@ -53,12 +45,6 @@ def of_role(cluster: Scripted, role: str) -> list[ScriptedReplica]:
 
 def generates(replica: ScriptedReplica) -> list[Generate]:
     return [command for command in replica.commands if isinstance(command, Generate)]
-
-
-def expect_nothing_left(cluster: Scripted) -> None:
-    cluster.step()
-    assert not cluster.engine.migration._moves
-    assert not any(replica.sessions for replica in cluster.alive)
 
 
 def expect_output(cluster: Scripted, sequence: Sequence, prompt: list[int], **fields: object):
@@ -85,7 +71,7 @@ def test_a_long_prompt_goes_over_in_chunks_and_is_decoded_elsewhere(fields: dict
         stats = cluster.engine.stats
         assert (stats.prefilled_apart, stats.migrated) == (1, 1)
         assert stats.migrated_tokens == len(LONG) + 1
-    expect_nothing_left(cluster)
+    cluster.expect_nothing_left()
 
 
 def test_a_short_prompt_is_prefilled_where_it_decodes() -> None:
@@ -124,7 +110,7 @@ def test_a_short_turn_of_a_session_stays_with_its_history_and_a_long_one_does_no
         num_apart.append(engine.stats.prefilled_apart)
     assert num_apart == [1, 1, 2]
     engine.close(sequence)
-    expect_nothing_left(cluster)
+    cluster.expect_nothing_left()
 
 
 def test_samples_and_votes_wait_for_the_one_prompt_that_is_on_its_way() -> None:
@@ -140,7 +126,7 @@ def test_samples_and_votes_wait_for_the_one_prompt_that_is_on_its_way() -> None:
     assert len(generates(prefill)) == 1
     assert sum(isinstance(command, Branch) for command in decode.commands) == 2
     assert cluster.engine.stats.prefilled_apart == 1
-    expect_nothing_left(cluster)
+    cluster.expect_nothing_left()
 
 
 @pytest.mark.parametrize("after", range(8))
@@ -161,7 +147,7 @@ def test_a_fork_of_a_prompt_on_its_way_shares_its_pages(after: int) -> None:
     assert [c.length for c in decode.commands if isinstance(c, Branch)] == [len(LONG) - 10]
     for live in (fork, sequence):
         engine.close(live)
-    expect_nothing_left(cluster)
+    cluster.expect_nothing_left()
 
 
 def test_a_fork_that_was_aborted_while_it_waited_is_no_fork_of_the_next_one_it_waits_for() -> None:
@@ -182,7 +168,7 @@ def test_a_fork_that_was_aborted_while_it_waited_is_no_fork_of_the_next_one_it_w
     cluster.finish()  # each step counts the sessions of the replicas
     for live in (fork, sequence):
         engine.close(live)
-    expect_nothing_left(cluster)
+    cluster.expect_nothing_left()
 
 
 @pytest.mark.parametrize("what", ["close", "abort"])
@@ -202,7 +188,7 @@ def test_a_client_may_leave_while_its_prompt_is_on_its_way(what: str, after: int
         engine.close(live)
     for _ in range(8):
         cluster.step()
-    expect_nothing_left(cluster)
+    cluster.expect_nothing_left()
 
 
 # ---- deaths and room ----------------------------------------------------------------------------
@@ -225,7 +211,7 @@ def test_the_death_of_either_replica_at_any_step_changes_no_output(dies: str, at
         Role.DECODE,
         Role.PREFILL,
     ]
-    expect_nothing_left(cluster)
+    cluster.expect_nothing_left()
 
 
 def test_prefill_replicas_generate_while_there_is_no_other_one() -> None:
@@ -244,7 +230,7 @@ def test_prefill_replicas_generate_while_there_is_no_other_one() -> None:
     cluster.finish()
     expect_output(cluster, sequence, LONG, **SEEDED)
     assert generates(of_role(cluster, "decode")[0]), "it stays in the prefill replica"
-    expect_nothing_left(cluster)
+    cluster.expect_nothing_left()
 
 
 def test_without_room_in_the_decode_replica_the_other_one_goes_on_until_there_is() -> None:
@@ -259,7 +245,42 @@ def test_without_room_in_the_decode_replica_the_other_one_goes_on_until_there_is
     expect_output(cluster, sequence, LONG, **SEEDED)
     assert generates(decode), "it was not tried again"
     assert cluster.engine.migration.stats.num_failed >= 1
-    expect_nothing_left(cluster)
+    cluster.expect_nothing_left()
+
+
+@pytest.mark.parametrize("at", range(8))
+def test_a_decode_replica_that_hangs_holds_no_prompt_on_its_way(
+    at: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(migration_module, "MAX_PAUSE", 0.0)
+    cluster = split(key=lambda: "a")
+    (decode,) = of_role(cluster, "decode")
+    (sequence,) = cluster.start(LONG, **SEEDED)
+    (vote,) = cluster.start(LONG, **SEEDED | {"seed": 3})
+    for number in cluster.steps():
+        if number == at:
+            decode.silent = True
+        if number == 20:  # what has arrived there, or was placed there, goes on
+            is_there = cluster.engine._remotes[sequence].link is cluster.link(decode)
+            assert is_there or len(cluster.outputs[sequence]) > 3
+            decode.silent = False
+    expect_output(cluster, sequence, LONG, **SEEDED)
+    expect_output(cluster, vote, LONG, **SEEDED | {"seed": 3})
+    assert cluster.fleet.num_lost == 0
+    cluster.expect_nothing_left()
+
+
+def test_a_first_token_is_told_and_decoded_on_where_the_decode_replica_hangs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(migration_module, "MAX_PAUSE", 0.0)
+    cluster = split()
+    (decode,) = of_role(cluster, "decode")
+    decode.silent = True
+    (sequence,) = cluster.start(LONG, **SEEDED)
+    cluster.finish()
+    expect_output(cluster, sequence, LONG, **SEEDED)
+    assert not generates(decode)
 
 
 def test_prompts_go_to_the_prefill_replica_with_the_fewest_tokens_to_compute() -> None:

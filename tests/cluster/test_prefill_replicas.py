@@ -25,6 +25,7 @@ from forethought.scaffolding import ScaffoldingLlm
 from forethought.workers.local import EngineWorker
 from local_replicas import LocalReplica
 from models import prompts, tiny
+from stream_cases import stream_cases
 
 FIELDS: dict[str, Any] = {
     "dtype": "float32",
@@ -33,18 +34,8 @@ FIELDS: dict[str, Any] = {
     "max_num_tokens": 64,
     "max_seq_len": 900,
 }
-SHAPE = {"regex": "[a-z ]{60,90}"}
-PARAMS: dict[str, dict[str, Any]] = {
-    "greedy": {"temperature": 0.0},
-    "seeded": {"temperature": 1.0, "seed": 5},
-    "samples": {"temperature": 1.0, "seed": 6, "n": 3},
-    "penalties": {"temperature": 0.9, "seed": 7, "frequency_penalty": 0.4, "min_tokens": 50},
-    "stop": {"temperature": 1.3, "seed": 11, "stop": ["zzq"]},
-    "logprobs": {"temperature": 1.0, "seed": 9, "logprobs": 1},
-    "grammar": {"temperature": 1.0, "seed": 2, "guided_decoding": SHAPE, "ignore_eos": False},
-    "thinking": {"temperature": 1.0, "seed": 4, "thinking_budget": 40},
-    "one": {"temperature": 1.0, "seed": 4, "max_tokens": 1},
-}
+PARAMS = stream_cases(80)
+PARAMS["one"] = PARAMS["seeded"] | {"max_tokens": 1}
 
 
 class AllLong(PrefillSplit):
@@ -130,9 +121,8 @@ async def all_streams(
     llm: AsyncLLM, first: int = 0, happen: Callable[[], None] | None = None
 ) -> list[Any]:
     """A stream with each of the params, each of another prompt, numbered from ``first`` on."""
-    common = {"max_tokens": 80, "ignore_eos": True}
     jobs = [
-        asyncio.create_task(streamed(llm, prompt(number), SamplingParams(**common | fields)))
+        asyncio.create_task(streamed(llm, prompt(number), SamplingParams(**fields)))
         for number, fields in enumerate(PARAMS.values(), first)
     ]
     if happen is not None:

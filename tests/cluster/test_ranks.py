@@ -20,7 +20,8 @@ from forethought.backends.tensor_parallel.collectives import PortMeeting
 from forethought.cluster import actors, links_of, open_llm, ranks
 from forethought.cluster.actors import NAMESPACE, Resources, release
 from forethought.cluster.engine import ClusterEngine
-from forethought.cluster.ranks import Entrance, _hello
+from forethought.cluster.entrance import Entrance
+from forethought.cluster.ranks import _hello, connect
 from forethought.config.sampling import SamplingParams
 from forethought.errors import ModelError, ParameterError
 from forethought.llm.async_llm import AsyncLLM
@@ -216,21 +217,21 @@ def test_only_those_who_know_the_secret_are_ranks() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         entrance = entrance._replace(port=listener.getsockname()[1])
         for secret, hello in ((b"s" * 32, (True, 3, os.getpid())), (b"t" * 32, None)):
-            connection, host = entrance._replace(secret=secret).connect(3, is_lifeline=True)
+            connection, host = connect(entrance._replace(secret=secret), 3, is_lifeline=True)
             accepted, _ = listener.accept()
-            assert _hello(accepted, b"s" * 32) == hello
+            assert _hello(accepted, entrance) == hello
             assert host == "127.0.0.1"
             accepted.close()
             connection.close()
         with socket.create_connection(listener.getsockname()) as silent:
             silent.shutdown(socket.SHUT_WR)
-            assert _hello(listener.accept()[0], b"s" * 32) is None
+            assert _hello(listener.accept()[0], entrance) is None
 
 
 def test_a_stranger_that_sends_a_byte_at_a_time_does_not_keep_ranks_waiting(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(ranks, "_HELLO_SECONDS", 0.2)
+    monkeypatch.setattr(ranks, "HELLO_SECONDS", 0.2)
     accepted, stranger = socket.socketpair()
     has_ended = threading.Event()
 
@@ -242,7 +243,7 @@ def test_a_stranger_that_sends_a_byte_at_a_time_does_not_keep_ranks_waiting(
     dripping = threading.Thread(target=drip)
     dripping.start()
     began = time.monotonic()
-    assert _hello(accepted, b"s" * 32) is None
+    assert _hello(accepted, Entrance("127.0.0.1", 0, b"s" * 32)) is None
     assert time.monotonic() - began < 1
     has_ended.set()
     dripping.join()

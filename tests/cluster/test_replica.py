@@ -243,6 +243,27 @@ def test_a_replica_whose_engine_has_died_says_so(monkeypatch: pytest.MonkeyPatch
     asyncio.run(run())
 
 
+def test_a_replica_listens_to_the_network_only_for_an_ingress_of_another_machine() -> None:
+    async def run() -> list[str | None]:
+        replica = Replica(FIELDS, host=lambda: "127.0.0.2")
+        entrances = []
+        try:
+            for machine in (None, "127.0.0.2", "127.0.0.3", "127.0.0.2"):
+                entrances.append((await replica.connect("me", machine)).entrance)
+            unreachable = Replica(FIELDS, host=lambda: "192.0.2.77")  # of no machine
+            unreachable._loaded = replica._loaded
+            entrances.append((await unreachable.connect("me", "127.0.0.3")).entrance)
+        finally:
+            for _, server in replica._listener._opened.values():
+                server.close()
+            replica._llm.shutdown()
+        assert len(replica._listener._opened) == 2
+        return [entrance and entrance.host for entrance in entrances]
+
+    hosts = [None, "127.0.0.1", "127.0.0.2", "127.0.0.1", None]
+    assert asyncio.run(run()) == hosts
+
+
 def test_a_model_that_cannot_be_loaded_is_refused_where_it_is_asked_for() -> None:
     async def run() -> None:
         await Replica({"model": "/nowhere"}).connect("me")

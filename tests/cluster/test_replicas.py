@@ -16,7 +16,9 @@ from openai import OpenAI
 
 from forethought.cluster import actors, drain, links_of, open_llm
 from forethought.cluster.actors import NAMESPACE, drain_replica, statuses
+from forethought.cluster.connection import Connection
 from forethought.cluster.engine import ClusterEngine
+from forethought.cluster.entrance import Entrance
 from forethought.cluster.link import Role
 from forethought.cluster.prefill import Delays, PrefillSplit
 from forethought.config.sampling import SamplingParams
@@ -28,20 +30,11 @@ from forethought.scaffolding import ScaffoldingLlm
 from forethought.server.backends.engine_backend import EngineBackend
 from forethought.workers.local import EngineWorker
 from http_servers import served
+from stream_cases import stream_cases
 
 FIELDS: dict[str, Any] = {"dtype": "float32", "num_threads": 1, "max_batch_size": 160}
 QUESTIONS = [f"Question: What is {n} + {3 * n} * 2?\n" for n in range(11, 24)]
-SHAPE = {"regex": "[a-z ]{200,300}"}
-PARAMS: dict[str, dict[str, Any]] = {
-    "greedy": {"temperature": 0.0},
-    "seeded": {"temperature": 1.0, "seed": 5},
-    "samples": {"temperature": 1.0, "seed": 6, "n": 3},
-    "penalties": {"temperature": 0.9, "seed": 7, "frequency_penalty": 0.4, "min_tokens": 300},
-    "stop": {"temperature": 1.3, "seed": 11, "stop": ["zzq"]},
-    "logprobs": {"temperature": 1.0, "seed": 9, "logprobs": 1},
-    "grammar": {"temperature": 1.0, "seed": 2, "guided_decoding": SHAPE, "ignore_eos": False},
-    "thinking": {"temperature": 1.0, "seed": 4, "thinking_budget": 150},
-}
+PARAMS = stream_cases(400)
 
 
 @pytest.fixture(scope="module")
@@ -141,9 +134,9 @@ async def all_streams(
     happen: Callable[[AsyncLLM], None] = kill_one,
 ) -> list[Any]:
     """Streams with all params for all questions; something happens at some numbers of tokens."""
-    common, silences = {"max_tokens": 400, "ignore_eos": True}, [] if silences is None else silences
+    silences = [] if silences is None else silences
     jobs = [
-        asyncio.create_task(streamed(llm, question, SamplingParams(**common | fields), silences))
+        asyncio.create_task(streamed(llm, question, SamplingParams(**fields), silences))
         for question in QUESTIONS[:copies]
         for fields in PARAMS.values()
     ]
@@ -356,6 +349,23 @@ def test_another_ingress_finds_the_same_replicas_and_leaves_them(cluster: AsyncL
     again = asyncio.run(cluster.generate(QUESTIONS[0], params))
     assert again.outputs == outputs[0].outputs
     assert {link.description.process for link in links_of(cluster)} == processes[0]
+
+
+def test_where_a_replica_cannot_be_reached_calls_of_ray_take_the_place_of_its_connection(
+    cluster: AsyncLLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(entrance: Entrance, ingress: str) -> Connection:
+        raise ConnectionRefusedError(f"by {entrance.host}")
+
+    monkeypatch.setattr(Connection, "open", refuse)
+    other = open_llm(replicas=2, **FIELDS)
+    all_up(other)
+    params = SamplingParams(temperature=1.0, seed=3, max_tokens=50)
+    outputs = [asyncio.run(llm.generate(QUESTIONS[1], params)) for llm in (cluster, other)]
+    assert outputs[0].outputs == outputs[1].outputs
+    links = [*links_of(cluster), *links_of(other)]
+    assert [link.channel._connection is not None for link in links] == [True] * 2 + [False] * 2
+    other.shutdown()
 
 
 def test_clients_of_the_server_notice_no_death(cluster: AsyncLLM) -> None:

@@ -41,6 +41,8 @@ from models import ARCHITECTURES, greedy, prompts, tiny
 PROMPTS = prompts((3, 17, 9, 30, 1))
 EXPECTED = greedy(tiny("llama"), PROMPTS, 16)
 LIMITS = {"page_size": 4, "max_num_tokens": 200}
+WAYS = ["llama", "qwen3_5", "gpt2"]
+"""In C++, the second with recurrent layers; and by single steps of torch."""
 
 
 def made(num_steps: int, architecture: str = "llama", **settings: Any) -> Engine:
@@ -172,7 +174,7 @@ def run_sampled(machine: Engine, each: List[SamplingParams]) -> list[dict[str, A
     return [facts(machine, each) | {"scores": scores[each.id]} for each in sequences]
 
 
-@pytest.mark.parametrize("architecture", ["llama", "gpt2"])  # in C++, and by single steps of torch
+@pytest.mark.parametrize("architecture", WAYS)
 @pytest.mark.parametrize("name", SAMPLED)
 def test_sampled_tokens_and_scores_are_those_of_single_steps_and_of_any_batch(
     architecture: str, name: str
@@ -382,7 +384,7 @@ def test_only_requests_without_drafts_run_in_continuous_steps_beside_trees() -> 
     expect_empty(machine)
 
 
-@pytest.mark.parametrize("architecture", ["llama", "gpt2"])  # in C++, and by single steps of torch
+@pytest.mark.parametrize("architecture", WAYS)
 @pytest.mark.parametrize("fields", [{}, {"temperature": 0.8, "seed": 1}])
 def test_several_steps_store_the_hidden_states_that_a_drafter_will_read(
     architecture: str, fields: dict[str, Any]

@@ -13,6 +13,10 @@ class Generation:
     def __init__(self):
         self.size, self.finished, self.failure = 0, False, None
 
+    @property
+    def first_token_time(self):
+        return 1.0 if self.size else None
+
     def grow(self, stream, size, finished=False):
         """One step of the engine; returns whether an output was delivered."""
         self.size, self.finished = size, finished
@@ -45,6 +49,23 @@ def test_one_coroutine_waits_for_a_number_of_tokens_while_another_takes_every_ou
         assert generation.grow(stream, 12)
         assert await far == 12
         assert await stream.next() == 12
+
+    asyncio.run(main())
+
+
+def test_no_output_is_made_before_the_first_token_unless_it_ends():
+    async def main():
+        stream, generation = reader()
+        (near,) = await settled(stream.next())
+        assert not generation.grow(stream, 0)
+        assert generation.grow(stream, 1)
+        assert await near == 1
+        assert generation.grow(stream, 1, finished=True)
+        assert await stream.next() == 1
+        stream, generation = reader()
+        (near,) = await settled(stream.next())
+        assert generation.grow(stream, 0, finished=True)
+        assert await near == 0
 
     asyncio.run(main())
 

@@ -20,6 +20,7 @@ from forethought.scaffolding import (
     EngineWorker,
     GenerationTask,
     OpenaiWorker,
+    ScaffoldingLlm,
     ScaffoldingOutput,
     ScriptedWorker,
 )
@@ -80,6 +81,26 @@ def test_each_worker_reads_behind_its_own_turn_what_the_others_wrote_in_it():
         "exchanged_tokens": sum(len(after) - len(b) - len(own) for b, after, own in exchanged),
         "budget_ended": False,
     }
+
+
+def test_workers_stream_to_observers_under_their_names_and_the_text_is_the_final_answer():
+    controller = methods.create("hogwild_turns", streaming=True)
+    tags = methods.worker_tags(controller)
+    with ScaffoldingLlm(controller, dict.fromkeys(tags, ScriptedWorker(says))) as llm:
+        result = llm.generate_async("p")
+        written: dict[tuple[str, str], str] = {}
+        for event in result.events():
+            fields = event.fields or {"worker": "", "name": ""}
+            of = (fields["worker"], fields["name"])
+            written[of] = written.get(of, "") + event.output.text
+        assert {of: text.replace("\n\n", "") for of, text in written.items() if of[1]} == {
+            (0, "Alice"): "I take 6 x 6.36.",
+            (1, "Bob"): "I take 9 x 9.81, so \\boxed{117}.",
+        }
+        assert written["", ""] == " 117."
+        seen = [partial.cur_output.text for partial in llm.generate_async("p")]
+    assert seen[-1] == " 117."
+    assert all(" 117.".startswith(text) for text in seen)
 
 
 def test_a_server_leads_to_the_same_decisions_and_does_not_tell_what_reading_costs():

@@ -224,6 +224,22 @@ def test_what_is_streamed_is_the_text_with_what_was_joined():
     assert all(seen[-1].startswith(text) for text in seen)
 
 
+def test_threads_stream_to_observers_and_the_text_is_the_main_thread_with_what_it_joins():
+    controller = methods.create("parallel_thinking", streaming=True)
+    tags = methods.worker_tags(controller)
+    with ScaffoldingLlm(controller, dict.fromkeys(tags, ScriptedWorker(says))) as llm:
+        result = llm.generate_async("p")
+        written: dict[int | None, str] = {}
+        for event in result.events():
+            number = (event.fields or {}).get("thread")
+            written[number] = written.get(number, "") + event.output.text
+        seen = [partial.cur_output.text for partial in llm.generate_async("p")]
+    assert written[None] == JOINED + END
+    assert [written.get(number) for number in range(3)] == [*THREADS.values(), None]
+    assert seen[-1] == JOINED + END
+    assert all(seen[-1].startswith(text) for text in seen)
+
+
 # ---- APR and other formats -----------------------------------------------------------------------
 
 

@@ -35,7 +35,7 @@ from forethought.kv.storage import LayerShape
 from forethought.model.attention.base import Capability
 from forethought.model.attention.sdpa import SdpaAttention
 from forethought.model.loader import load
-from forethought.silence import without_progress_bars
+from forethought.transformers_loading import without_progress_bars
 
 SMALL = {
     "vocab_size": 64,

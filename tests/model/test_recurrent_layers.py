@@ -84,6 +84,19 @@ def test_a_prompt_that_is_known_up_to_a_state_is_computed_from_there(architectur
     expect_empty(machine)
 
 
+def failing(monkeypatch: pytest.MonkeyPatch, machine: Engine) -> None:
+    """Have the next forward of several rows fail."""
+    forward, failed = machine.runner.forward, list[int]()
+
+    def compute(rows: Sequence[Any], *arguments: Any) -> Any:
+        if len(rows) > 1 and not failed:
+            failed.append(len(rows))
+            raise RuntimeError("this forward fails")
+        return forward(rows, *arguments)
+
+    monkeypatch.setattr(machine.runner, "forward", compute)
+
+
 def answers(architecture: str) -> dict[tuple[int, ...], list[int]]:
     texts = greedy(tiny(architecture), PROMPTS, NEW)
     return {tuple(prompt): text for prompt, text in zip(PROMPTS, texts, strict=True)}
@@ -171,6 +184,36 @@ def test_a_sequence_goes_on_from_any_length_that_it_had(architecture: str) -> No
     machine.resume(parent, GREEDY.replace(max_tokens=4))
     drain(machine)
     assert parent.output == greedy(tiny(architecture), [known], 4)[0]
+    machine.close(parent)
+    expect_empty(machine)
+
+
+@pytest.mark.parametrize("one_by_one", [False, True])
+@pytest.mark.parametrize("parent_first", [False, True])
+@pytest.mark.parametrize("architecture", FEW)
+def test_sequences_that_share_pages_go_on_in_one_step_from_their_own_states(
+    architecture: str, parent_first: bool, one_by_one: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A row that is two tokens ahead drops no state from which another one goes on, also where they
+    are computed one by one, as a forward of all of them has failed.
+    """
+    machine = engine(architecture, pages=120, page_size=8)
+    [parent] = machine.add(PROMPTS[3], GREEDY.replace(max_tokens=NEW), keep=True)
+    drain(machine)
+    whole = list(parent.tokens)
+    children = [machine.fork(parent, len(whole) - count) for count in range(5)]
+    for sequence in [parent, *children] if parent_first else [*children, parent]:
+        machine.resume(sequence, GREEDY.replace(max_tokens=4))
+    if one_by_one:
+        failing(monkeypatch, machine)
+    drain(machine)
+    for count, child in enumerate(children):
+        known = whole[: len(whole) - count]
+        assert child.output == greedy(tiny(architecture), [known], 4)[0]
+        assert child.usage.prefilled <= 2 or count > 2  # of which no state is kept
+        machine.close(child)
+    assert parent.output == greedy(tiny(architecture), [whole], 4)[0]
+    assert machine.stats.failed_forwards == one_by_one
     machine.close(parent)
     expect_empty(machine)
 

@@ -25,5 +25,7 @@ def browser(chromium: Browser) -> Iterator[Browser]:
     chromium.problems()
     yield chromium
     problems = chromium.problems()
+    origin = chromium.run("return location.origin")
+    chromium.devtools("Storage.clearDataForOrigin", origin=origin, storageTypes="all")
     chromium.open("about:blank")
     assert problems == []

@@ -16,7 +16,7 @@ from importlib.resources import files
 from types import MappingProxyType
 from typing import Any, Self
 
-from forethought.server.markdown import tree
+from forethought.server.markdown import blocks
 
 PAUSE = "pause"
 Item = dict[str, Any] | str | float
@@ -182,10 +182,12 @@ class StandIn:
     Args:
         answer: the stream for a request's body; an exception is answered with status 400.
         catalog: the answers to other paths.
+        port: 0: a free one.
 
     Attributes:
         requests: the bodies of all requests for an answer.
         called: those of calls of tools, which wait as paused streams do.
+        rendered: the texts that were to be read as Markdown.
         released: set by the test to let paused streams go on.
         left: set when a client has left a stream before its end.
     """
@@ -194,12 +196,14 @@ class StandIn:
         self,
         answer: Callable[[dict[str, Any]], Iterable[Item]],
         catalog: Mapping[str, Any] = MappingProxyType(JSON),
+        port: int = 0,
     ) -> None:
         self.answer, self.catalog = answer, catalog
         self.requests: list[dict[str, Any]] = []
         self.called: list[dict[str, Any]] = []
+        self.rendered: list[str] = []
         self.released, self.left = threading.Event(), threading.Event()
-        self.server = ThreadingHTTPServer(("127.0.0.1", 0), self._handler())
+        self.server = ThreadingHTTPServer(("127.0.0.1", port), self._handler())
         self.server.daemon_threads = True
         self._thread = threading.Thread(target=self.server.serve_forever, daemon=True)
 
@@ -238,8 +242,16 @@ class StandIn:
             def do_POST(self) -> None:
                 body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
                 if self.path == "/page/render":
-                    nodes = json.dumps({"nodes": tree(body["text"])})
-                    self._send("application/json", nodes.encode())
+                    stand_in.rendered.append(body["text"])
+                    nodes, lines = blocks(body["text"])
+                    self._send(
+                        "application/json", json.dumps({"nodes": nodes, "lines": lines}).encode()
+                    )
+                    return
+                if self.path == "/v1/messages/count_tokens":
+                    told = [body.get("system", ""), *(m["content"] for m in body["messages"])]
+                    count = {"input_tokens": sum(map(len, told))}
+                    self._send("application/json", json.dumps(count).encode())
                     return
                 if self.path == "/v1/tools/call":
                     stand_in.called.append(body)

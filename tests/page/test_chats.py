@@ -68,7 +68,10 @@ def test_the_first_paint_says_what_the_server_has_and_offers_questions(browser: 
         assert "reasoner answers" in browser.text(".welcome")
         assert "4 of 5 methods run here. ngram drafts" in browser.text(".welcome")
         assert texts(browser, ".groups dt")[:2] == ["Plain decoding", "Shorten the thought"]
-        assert browser.text("span.chip") == "SpecReason (it needs a second, smaller model)"
+        assert browser.text(".chip.off") == "SpecReason (it needs a second, smaller model)"
+        browser.click(".chip.off")
+        assert status(browser, "SpecReason does not run here: it needs a second, smaller model.")
+        assert browser.run("return document.querySelector('#method').value") == "plain"
         assert "One lane for each branch" in browser.text("#no-run")
         browser.click_button("majority_vote", ".welcome")
         assert browser.run("return document.querySelector('#method').value") == "majority_vote"

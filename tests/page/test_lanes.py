@@ -10,7 +10,7 @@ import pytest
 from page.browser import Browser
 from page.stand_in import PAUSE, Item, StandIn, finished, started
 from page.steps import ask, open_page, shows, status, texts
-from page.streams import delta, stage
+from page.streams import answer, delta, stage
 
 pytestmark = pytest.mark.page
 
@@ -132,7 +132,7 @@ def test_answers_of_probes_are_bars_until_they_agree(browser: Browser):
         server.released.set()
         status(browser, "Answered")
         assert texts(browser, ".votes .vote-answer") == ["6 (won)", "7"]
-        assert browser.text(".votes p") == "The probes agree on 6."
+        assert browser.text(".votes p") == "The thought ends with 6: the probes agree."
 
 
 CROSSED = """
@@ -181,6 +181,94 @@ def test_no_mark_crosses_the_label_of_another_on_a_phone(browser: Browser):
             browser.resize(1280, 800)
         assert num_labels > 1
         assert crossed == []
+
+
+def test_workers_and_threads_write_into_lanes_of_their_own(browser: Browser):
+    def run(body: dict[str, Any]) -> Iterable[Item]:
+        yield started("hogwild")
+        for number, name in enumerate(("Alice", "Bob")):
+            yield delta(0.1, "", f"I am {name}", fields={"worker": number, "name": name})
+        yield delta(0.2, "", "a thread", fields={"thread": 2})
+        yield PAUSE
+        yield delta(0.9, "", "six")
+        yield answer("six")
+        yield finished("six")
+
+    with StandIn(run) as server:
+        open_page(browser, server.address)
+        ask(browser, "together")
+        shows(browser, ".lane-labels button", "thread 2")
+        assert texts(browser, ".lane-labels button") == ["request", "Alice", "Bob", "thread 2"]
+        browser.click_button("Bob", ".lane-labels")
+        assert browser.text(".branch-text") == "I am Bob"
+        server.released.set()
+        status(browser, "Answered")
+        browser.click_button("request", ".lane-labels")
+        assert browser.text(".branch-text") == "six"
+
+
+INKED = """
+    const { Run } = await import(args[0] + "run.js");
+    const { Timeline } = await import(args[0] + "timeline.js");
+    const request = { model: "m", messages: [{ role: "user", content: "q" }] };
+    const run = new Run({ id: "a", created: 0, request });
+    run.apply({ type: "started", at: 0 });
+    for (const [at, tokens] of args[1]) {
+      run.apply({ type: "delta", at, branch: "", text: "word ", num_tokens: tokens });
+    }
+    run.apply({ type: "finished", at: 1 });
+    const { fillRect } = CanvasRenderingContext2D.prototype;
+    const place = document.querySelector("#views");
+    const box = Object.assign(document.createElement("div"), { className: "timeline" });
+    place.replaceChildren(box);
+    const timeline = new Timeline(box, () => {});
+    let inked = 0;
+    CanvasRenderingContext2D.prototype.fillRect = function (x, y, w, h) {
+      if (this.canvas === timeline.base && h === 7) inked += w;
+    };
+    timeline.show(run);
+    Object.assign(CanvasRenderingContext2D.prototype, { fillRect });
+    place.replaceChildren();
+    return inked / timeline.width;
+"""
+"""The share of a lane's width that is painted as text, of pieces at times."""
+
+
+@pytest.mark.parametrize(
+    ("pieces", "least", "most"),
+    [
+        ([[0.1 * count, 4] for count in range(1, 11)], 0.8, 0.95),
+        ([[0.1, 4], [0.2, 4], [0.3, 4], [0.9, 4], [1.0, 4]], 0.25, 0.45),
+    ],
+    ids=["few pieces", "a pause"],
+)
+def test_a_lane_is_text_where_it_was_written_and_a_line_where_it_paused(
+    browser: Browser, pieces: list[list[float]], least: float, most: float
+):
+    with StandIn(searched) as server:
+        open_page(browser, server.address)
+        assert least < browser.run_async(INKED, server.address, pieces) < most
+
+
+def test_the_chosen_one_of_many_lanes_is_in_sight(browser: Browser):
+    def run(body: dict[str, Any]) -> Iterable[Item]:
+        yield started("beam_search")
+        for number in range(40):
+            yield delta(0.1, "", "x", fields={"beam": [number]})
+        yield stage(0.5, "", "selected", beam=[38], score=0.9)
+        yield finished("x")
+
+    in_sight = """
+        const box = document.querySelector(".timeline").getBoundingClientRect();
+        const lane = document.querySelector("[data-state=won]").getBoundingClientRect();
+        return lane.top >= box.top && lane.bottom <= box.bottom;
+    """
+    with StandIn(run) as server:
+        open_page(browser, server.address)
+        ask(browser, "search")
+        status(browser, "Answered")
+        shows(browser, "[data-state=won]", "beam 38")
+        browser.wait(f"(() => {{ {in_sight} }})()")
 
 
 SAID = [

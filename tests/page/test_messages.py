@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import pytest
 
 from page.browser import Browser
-from page.stand_in import Item, StandIn, finished, started
+from page.stand_in import PAUSE, Item, StandIn, finished, started
 from page.steps import ask, open_page, shows, status, texts
 from page.streams import answer, echo
 
@@ -194,3 +195,92 @@ def test_sampling_fields_are_those_of_the_server_and_belong_to_the_chat(browser:
         browser.reload()
         shows(browser, ".answer", "answer to one")
         browser.wait("document.querySelector('#sampling [name=temperature]').value === '0.5'")
+
+
+def test_a_deleted_question_takes_what_follows_it_along(browser: Browser):
+    with StandIn(echo) as server:
+        open_page(browser, server.address)
+        for question in ("one", "two", "three"):
+            ask(browser, question)
+            shows(browser, ".answer", f"answer to {question}")
+            status(browser, "Answered")
+        browser.click_button("Delete", ".turn:nth-child(2)")
+        browser.click_button("Really?", ".turn:nth-child(2)")
+        browser.wait("document.querySelectorAll('.turn').length === 1")
+        assert texts(browser, ".answer") == ["answer to one"]
+        browser.reload()
+        shows(browser, ".answer", "answer to one")
+        ask(browser, "four")
+        browser.wait("document.querySelectorAll('.turn').length === 2")
+        status(browser, "Answered")
+        assert sent(server)[-1] == ["one", "answer to one", "four"]
+        browser.click("#open-runs")
+        browser.wait("document.querySelectorAll('#run-list li').length === 2")
+        browser.press("Escape")
+        browser.click_button("Delete", ".turn")
+        browser.click_button("Really?", ".turn")
+        browser.wait("document.querySelector('.welcome')")
+        browser.click("#open-chats")
+        shows(browser, "#chat-list", "There is none yet")
+
+
+def test_an_answer_is_copied_as_it_was_written_with_a_clipboard_and_without(browser: Browser):
+    text = "**six** and `seven`"
+    with StandIn(lambda body: [started(), answer(text), finished(text)]) as server:
+        open_page(browser, server.address)
+        ask(browser, "copy")
+        status(browser, "Answered")
+        browser.run("navigator.clipboard.writeText = async (text) => (window.copied = text)")
+        browser.click_button("Copy", ".turn")
+        shows(browser, ".turn button", "Copied")
+        assert browser.run("return window.copied") == text
+        shows(browser, ".turn [aria-label='Copy the answer']", "Copy")
+        browser.run("""
+            navigator.clipboard.writeText = () => Promise.reject(new Error("insecure"));
+            document.execCommand = () => ((window.copied = getSelection().toString()), true);
+        """)
+        browser.run("window.copied = ''")
+        browser.wait(
+            "[...document.querySelectorAll('.turn button')].some(b => b.textContent === 'Copy')"
+        )
+        browser.click_button("Copy", ".turn")
+        shows(browser, ".turn button", "Copied")
+        assert browser.run("return window.copied") == text
+
+
+def test_a_thought_is_open_while_the_model_thinks_and_closed_with_its_answer(browser: Browser):
+    thought = json.dumps({"choices": [{"index": 0, "delta": {"reasoning_content": "hmm"}}]})
+
+    def run(body: dict[str, Any]) -> Iterable[Item]:
+        return [started(), f"data: {thought}\n\n", PAUSE, answer("six"), finished("six")]
+
+    is_open = "return document.querySelector('.thought').open"
+    with StandIn(run) as server:
+        open_page(browser, server.address)
+        ask(browser, "think")
+        shows(browser, ".thought .said", "hmm")
+        browser.wait("document.querySelector('.thought').open")
+        assert browser.text(".thought summary") == "Thinking …"
+        server.released.set()
+        status(browser, "Answered")
+        assert not browser.run(is_open)
+        assert browser.text(".thought summary") == "Thought"
+
+
+def test_on_a_phone_the_page_follows_the_answer(browser: Browser):
+    in_sight = """
+        const end = document.querySelector(".turn:last-child .note").getBoundingClientRect();
+        return end.bottom <= document.querySelector("#composer").getBoundingClientRect().top;
+    """
+    text = "word " * 300
+    with StandIn(lambda body: [started(), answer(text), finished(text)]) as server:
+        try:
+            browser.resize(360, 740)
+            open_page(browser, server.address)
+            for number in (1, 2):
+                ask(browser, f"question {number}")
+                browser.wait(f"document.querySelectorAll('.turn').length === {number}")
+                status(browser, "Answered")
+                browser.wait(f"(() => {{ {in_sight} }})()")
+        finally:
+            browser.resize(1280, 800)

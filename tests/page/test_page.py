@@ -162,7 +162,8 @@ def test_an_edited_question_is_a_branch_that_says_what_it_reused(browser: Browse
         browser.set(".edit textarea", "three")
         browser.click_button("Ask as a branch")
         shows(browser, ".answer", "answer to three")
-        status(browser, "Answered: plain, 10 tokens, 1.00 s, 16 of 20 prompt tokens reused")
+        shown = "Answered: plain, 10 tokens, 1.00 s, 10 tokens/s, 16 of 20 prompt tokens reused"
+        status(browser, shown)
         assert [m["content"] for m in server.requests[2]["messages"]] == [
             "one",
             "answer to one",

@@ -56,7 +56,7 @@ def test_calls_are_shown_as_they_run_and_the_answer_is_made_of_their_results(bro
         assert texts(browser, ".calls li:first-child .said")[1] == "31"
         assert texts(browser, ".calls li:last-child h4") == ["Arguments", "Error"]
         assert texts(browser, ".answer") == ["Let me see.\n\nIt is 31."]
-        assert server.called[0] == {"name": "add", "arguments": '{"a": 30, "b": 1}'}
+        assert {"name": "add", "arguments": '{"a": 30, "b": 1}'} in server.called
         assert [body.get("tools") for body in server.requests] == [[ADD], [ADD]]
         _, said, *results = server.requests[1]["messages"]
         assert said["content"] == "Let me see."

@@ -375,6 +375,40 @@ def test_beside_a_reward_model_the_model_itself_can_be_the_judge(
     assert answer.status == 200, answer.text
 
 
+def settings_that_are_needed(server: Served, name: str) -> list[str]:
+    parameters = catalogue(server)[name]["parameters"]
+    return [each["name"] for each in parameters if each["required"]]
+
+
+def test_a_reward_model_of_the_server_is_no_setting_that_a_request_has_to_give(
+    server: Served, llm: AsyncLLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert settings_that_are_needed(server, "best_of_n") == ["reward_controller"]
+    backend = EngineBackend(llm, "reasoner", judge=cast("RewardWorker", Lengths()))
+    monkeypatch.setattr(llm, "shutdown", lambda: None)  # it belongs to the module
+    with served(backend) as running:
+        assert settings_that_are_needed(running, "best_of_n") == []
+        assert settings_that_are_needed(running, "repeated_sampling") == ["verifier"]
+
+
+@pytest.mark.parametrize("method", ["hogwild", "hogwild_turns"])
+def test_workers_that_read_each_other_stream_as_events_and_the_text_is_the_answer(
+    server: Served, method: str
+) -> None:
+    settings = {"max_turns": 2, "turn_tokens": 8}
+    body = ask(method=method, method_params=settings, max_tokens=8, stream=True, events=True)
+    events = server.send(CHAT, body).events
+    told = [data for name, data in events if name == "forethought"]
+    written = {(each.get("fields") or {}).get("name") for each in told if each["type"] == "delta"}
+    assert written == {"Alice", "Bob", None}
+    chunks = [data for name, data in events if name == "message" and data != "[DONE]"]
+    deltas = [choice["delta"] for chunk in chunks for choice in chunk["choices"]]
+    text = "".join(delta.get("reasoning", "") + delta.get("content", "") for delta in deltas)
+    whole = server.send(CHAT, {**body, "stream": False, "events": False}).json
+    message = whole["choices"][0]["message"]
+    assert text == (message.get("reasoning") or "") + (message.get("content") or "") != ""
+
+
 def available(server: Served) -> set[str]:
     return {name for name, each in catalogue(server).items() if each["available"]}
 

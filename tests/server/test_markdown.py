@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from forethought.server.markdown import MAX_CHARACTERS, Node, tree
+from forethought.server.markdown import MAX_CHARACTERS, Node, blocks, tree
 
 
 def tags(nodes: list[Node]) -> set[str]:
@@ -92,6 +92,47 @@ def test_nothing_that_acts_gets_through(text: str) -> None:
     nodes = tree(text)
     assert not tags(nodes) & {"script", "img", "a", "iframe", "style"}
     assert "href" not in json.dumps([node for node in nodes if node != text])
+
+
+SEVERAL = """# Title
+
+A paragraph
+of two lines, \\( x^2 \\).
+
+* a list
+
+  with a paragraph
+* and an item
+
+\\[ y =
+z \\]
+
+```python
+print(1)
+
+print(2)
+```
+$$
+w
+$$
+> quoted
+
+| a | b |
+| - | - |
+| 1 | 2 |
+
+The end.
+"""
+
+
+def test_a_text_is_read_to_the_same_nodes_from_the_line_of_any_of_its_blocks() -> None:
+    nodes, lines = blocks(SEVERAL)
+    assert len(nodes) == len(lines) == 9
+    assert nodes == tree(SEVERAL)
+    rows = SEVERAL.splitlines(keepends=True)
+    for number, line in enumerate(lines):
+        assert tree("".join(rows[line:])) == nodes[number:]
+        assert tree("".join(rows[:line])) == nodes[:number]
 
 
 def test_a_picture_is_a_link_and_links_lead_to_the_web() -> None:

@@ -339,6 +339,31 @@ def test_a_response_that_has_ended_is_read_while_another_server_reads_it(
         assert server.client.responses.retrieve(response_id).output_text == "abcdefghij"
 
 
+def test_a_response_that_is_taken_over_slowly_holds_up_no_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with serving(tmp_path) as server:
+        ids = [
+            server.client.responses.create(model="scripted", input=text).id for text in ("a", "b")
+        ]
+    is_let_go, restored = threading.Event(), Record.restored
+
+    def wait(saved: Any, tenant: str) -> Record:
+        if saved.request["id"] == ids[0]:
+            is_let_go.wait()
+        return restored(saved, tenant)
+
+    monkeypatch.setattr(Record, "restored", wait)
+    with serving(tmp_path) as server:
+        slow = threading.Thread(target=server.client.responses.retrieve, args=[ids[0]])
+        slow.start()
+        try:
+            assert server.client.responses.retrieve(ids[1], timeout=5).output_text == "you said b"
+        finally:
+            is_let_go.set()
+            slow.join()
+
+
 def test_a_response_that_cannot_go_on_can_be_deleted(
     tmp_path: Path, lines: tuple[str, str, list[bytes]]
 ) -> None:
@@ -413,7 +438,7 @@ def test_old_files_and_those_beyond_the_limits_are_removed_at_the_start(tmp_path
     for age, name in enumerate("abcd"):
         file = journal.begin(name, "", {"response": {}})
         if name != "d":
-            journal.submit(file._close)
+            journal.submit(file.close)
             os.utime(file.path, (1e9 - age, 1e9 - age) if name == "c" else None)
     journal.close()
     assert os.stat(file.path).st_mode & 0o77 == 0

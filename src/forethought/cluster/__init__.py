@@ -7,6 +7,8 @@
 * ``fleet.py`` ``link.py`` ``placement.py`` replicas that are started, watched and replaced; one of
   them; which of them generates
 * ``replica.py`` ``messages.py`` one engine that takes messages, and what these say
+* ``connection.py`` ``entrance.py`` ``inbox.py`` how commands and tokens travel past Ray; who may
+  connect; the answers of all replicas, for one thread
 * ``actors.py`` ``ranks.py`` replicas as actors of Ray, which is imported in these two alone; their
   ranks
 """

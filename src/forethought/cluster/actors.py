@@ -7,6 +7,7 @@ import hashlib
 import importlib.util
 import logging
 import os
+import threading
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,8 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from forethought import __version__
+from forethought.cluster.connection import Connection
 from forethought.cluster.link import Channel, Reply, model_of
-from forethought.cluster.messages import Command, Copied
+from forethought.cluster.messages import Command, Copied, Description
 from forethought.cluster.replica import Replica, Status
 from forethought.errors import DependencyError, EngineStopped, ForethoughtError, ParameterError
 
@@ -181,7 +183,8 @@ def release(group: str) -> None:
 
 
 class ActorChannel:
-    """Messages to one actor, as one of its ingresses.
+    """Messages to one actor, as one of its ingresses: over a connection of their own, or by calls
+    of the actor where its machine cannot be reached past Ray.
 
     Args:
         actor: of the replica.
@@ -192,18 +195,45 @@ class ActorChannel:
     def __init__(self, actor: Any, reply: Reply, group: str | None = None) -> None:
         self._actor, self._reply, self._group = actor, reply, group
         self._ingress = uuid.uuid4().hex
+        self._connection: Connection | None = None
 
     def connect(self) -> None:
-        """Ask for the description."""
-        self._send(self._actor.connect)
+        """Ask for the description, which is replied once there is a connection."""
+        self._send(self._actor.connect, node_host(), reply=self._described)
+
+    def _described(self, answer: Any) -> None:
+        """In a thread of Ray, which does not wait."""
+        if isinstance(answer, Description) and answer.entrance is not None:
+            threading.Thread(target=self._open, args=(answer,), daemon=True).start()
+        else:
+            self._reply(answer)
+
+    def _open(self, answer: Description) -> None:
+        assert answer.entrance is not None, "it has one"
+        try:
+            self._connection = Connection.open(answer.entrance, self._ingress)
+            self._reply(self._connection)
+        except OSError as error:
+            where = f"{answer.entrance.host}:{answer.entrance.port}"
+            log.warning(
+                "no connection to a replica at %s: %s. Calls of Ray take its place", where, error
+            )
+        finally:
+            self._reply(answer)
 
     def tell(self, number: int, commands: Sequence[Command]) -> None:
         """Send commands."""
-        self._send(self._actor.tell, number, commands)
+        if self._connection is not None:
+            self._connection.tell(number, commands)
+        else:
+            self._send(self._actor.tell, number, commands)
 
     def ask(self) -> None:
         """Ask for updates."""
-        self._send(self._actor.updates)
+        if self._connection is not None:
+            self._connection.ask()
+        else:
+            self._send(self._actor.updates)
 
     def copy(self, handle: int, target: Channel) -> None:
         """Have the pages of a session brought to another actor, through Ray's object store."""
@@ -215,7 +245,8 @@ class ActorChannel:
             target._reply(Copied(handle, error=_as_error(error)))
             return
         failed = partial(Copied, handle)
-        target._send(target._actor.receive, handle, pages, as_failure=lambda e: failed(error=e))
+        receive = target._actor.receive
+        target._send(receive, handle, pages, as_failure=lambda e: failed(error=e))
 
     def drain(self) -> None:
         """Have all ingresses of the actor leave it."""
@@ -236,23 +267,28 @@ class ActorChannel:
                 self.kill()
 
     def _send(
-        self, method: Any, *arguments: Any, as_failure: Callable[[Exception], Any] = lambda e: e
+        self,
+        method: Any,
+        *arguments: Any,
+        as_failure: Callable[[Exception], Any] = lambda e: e,
+        reply: Reply | None = None,
     ) -> None:
         """Call a method of the actor, whose result is the reply, if it has one; so is what
         ``as_failure`` makes of its error.
         """
+        reply = reply or self._reply
 
         def done(future: Any) -> None:
             error = future.exception()
             result = as_failure(_as_error(error)) if error is not None else future.result()
             if result is not None:
-                self._reply(result)
+                reply(result)
 
         try:
             running_ray()
             answer = method.remote(self._ingress, *arguments)
         except Exception as error:  # as at the end of the program
-            self._reply(as_failure(_as_error(error)))
+            reply(as_failure(_as_error(error)))
         else:
             answer.future().add_done_callback(done)
 
@@ -307,6 +343,13 @@ def drain_replica(name: str) -> None:
         raise ParameterError("the replica cannot be drained", why, "Start another one first")
     ray = running_ray()
     ray.get(ray.get_actor(name, NAMESPACE).drain.remote(), timeout=_STATUS_SECONDS)
+
+
+def node_host() -> str:
+    """The address at which the processes of the cluster of Ray reach those of this machine."""
+    ray = running_ray()
+    node = ray.get_runtime_context().get_node_id()
+    return next(str(n["NodeManagerAddress"]) for n in ray.nodes() if n["NodeID"] == node)
 
 
 def check_ray() -> None:

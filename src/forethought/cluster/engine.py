@@ -280,6 +280,8 @@ class ClusterEngine(ReplicaRefusals):
             self._fail(remote, progress.error)
             return
         sequence.tokens += tokens
+        if not remote.has_begun:
+            self.migration.began(remote)
         remote.length, remote.has_begun = len(sequence.tokens), True
         dequeue(remote)
         if remote.paused_since:

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import threading
 import time
 from collections.abc import Iterator
 from functools import partial
-from queue import Empty, SimpleQueue
 from typing import Any
 
+from forethought.cluster.connection import Connection
+from forethought.cluster.inbox import Inbox
 from forethought.cluster.link import Link, Opener, Role
 from forethought.cluster.messages import Copied, Description, Updates
 from forethought.cluster.prefill import check_split
@@ -53,7 +53,7 @@ class Fleet:
         num_prefill: int = 0,
     ) -> None:
         self._open_channel, self._prefix, self._hang_seconds = open_channel, prefix, hang_seconds
-        self._inbox = SimpleQueue[tuple[Link, Any] | None]()
+        self._inbox = Inbox[Link]()
         self._closed = threading.Event()
         self.links: list[Link] = []
         self.num_lost = 0
@@ -66,7 +66,7 @@ class Fleet:
 
     def wake(self) -> None:
         """End the wait in ``receive``."""
-        self._inbox.put(None)
+        self._inbox.wake()
 
     # ---- from the thread that uses it ---------------------------------------------------------
 
@@ -137,15 +137,13 @@ class Fleet:
         """What replicas have answered, once there is something or it is time to look at them. None:
         the replica is gone, with all that it had.
         """
-        answers: list[tuple[Link, Any] | None] = []
-        with contextlib.suppress(Empty):
-            answers.append(self._inbox.get(timeout=TICK))
-            while True:
-                answers.append(self._inbox.get_nowait())
-        for link, answer in filter(None, answers):
+        for link, answer in self._inbox.take(TICK):
             if link.is_dead:
-                continue
-            if isinstance(answer, Updates):
+                if isinstance(answer, Connection):
+                    answer.close()
+            elif isinstance(answer, Connection):
+                self._inbox.add(link, answer)
+            elif isinstance(answer, Updates):
                 self._ask(link)
                 link.told(answer)
                 yield link, answer
@@ -167,6 +165,7 @@ class Fleet:
         for link in self.links:
             link.is_dead = True
             link.ended.set_result(None)
+        self._inbox.close()
         leaving = [threading.Thread(target=channel.leave, daemon=True) for channel in channels]
         for thread in leaving:
             thread.start()
@@ -193,7 +192,10 @@ class Fleet:
             reply(error)
 
     def _reply(self, link: Link, answer: Any) -> None:
-        self._inbox.put((link, answer))
+        if self._closed.is_set() and isinstance(answer, Connection):
+            answer.close()
+        else:
+            self._inbox.put(link, answer)
 
     @staticmethod
     def _ask(link: Link) -> None:
@@ -231,6 +233,7 @@ class Fleet:
     def _end(self, link: Link) -> None:
         link.is_dead = True
         self.links.remove(link)
+        self._inbox.remove(link)
         link.ended.set_result(None)
 
 

@@ -12,6 +12,11 @@ from forethought.cluster.messages import Command, Description, Updates
 from forethought.cluster.prefixes import PrefixMemory
 from forethought.outputs import EngineLoad, EngineStats
 
+QUIET = 5.0
+"""Seconds without an answer after which nothing new begins in a replica: a heartbeat is due twice a
+second. Whether it hangs is decided later, by ``Fleet``.
+"""
+
 
 class Role(StrEnum):
     """What a replica does, by its name: all ingresses of it agree."""
@@ -63,7 +68,9 @@ class Channel(Protocol):
 
 
 Reply = Callable[[Any], None]
-"""Takes an answer; or an exception, after which the replica and what it had are given up."""
+"""Takes an answer; or a ``Connection``, on which further ones arrive; or an exception, after which
+the replica and what it had are given up.
+"""
 Opener = Callable[[str, Reply], Channel]
 """Finds or starts the replica of a name; it may wait, and raise."""
 
@@ -112,7 +119,8 @@ class Link:
     @property
     def takes(self) -> bool:
         """Whether new generations may begin there."""
-        return self.is_up and not self.is_draining
+        is_quiet = time.monotonic() - self.heard > QUIET
+        return self.is_up and not self.is_draining and not is_quiet
 
     @property
     def decodes(self) -> bool:

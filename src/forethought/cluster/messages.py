@@ -24,6 +24,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from forethought.cluster.entrance import Entrance
 from forethought.config.sampling import SamplingParams
 from forethought.engine.base import Begun, Capabilities
 from forethought.engine.scheduler import Limits
@@ -171,9 +172,11 @@ class Description:
     Attributes:
         process: by which it is told from one that comes after it.
         eos_ids: end-of-sequence tokens of the model.
+        entrance: where it takes commands and questions; None: by calls of the actor alone.
     """
 
     process: int
     capabilities: Capabilities
     limits: Limits
     eos_ids: frozenset[int]
+    entrance: Entrance | None = None

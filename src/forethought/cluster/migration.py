@@ -48,7 +48,9 @@ NUM_PAUSES = 1024
 RETRY = 1.0
 """Seconds after a failed move in which its sequence stays where it is."""
 MAX_PAUSE = 5.0
-"""Seconds of a pause after which a sequence goes on where it was."""
+"""Seconds of a pause, or without an answer of the target to a part of what a sequence waits for,
+after which it goes on where it was.
+"""
 
 
 class PlannedMove(NamedTuple):
@@ -102,6 +104,8 @@ class _Move:
     """When the last part was asked for, as of ``time.monotonic``."""
     is_due: bool = False
     """A part is on its way, of which the target is going to tell."""
+    is_held: bool = False
+    """The source has told the first token after a prompt, and generates no further one."""
     is_paused: bool = False
     """The source has told its last tokens."""
     has_arrived: bool = False
@@ -250,6 +254,12 @@ class Migration:
             move.is_last = answer.num_left <= max(FEW_TOKENS, num_new // 8)
             self._copy(move)
 
+    def began(self, remote: Remote) -> None:
+        """The first tokens of a generation have come."""
+        move = self._by_remote.get(remote)
+        if move is not None and move.prompt_length:
+            move.is_held, move.started = True, time.monotonic()
+
     def paused(self, remote: Remote) -> None:
         """The generation of a sequence has ended in its replica, and has told all tokens."""
         move = self._by_remote.get(remote)
@@ -336,7 +346,8 @@ class Migration:
         """Begin the moves that drains, lengths and loads ask for."""
         now = time.monotonic()
         for move in [*self._by_remote.values()]:
-            if not move.is_current or (move.is_paused and now - move.started > MAX_PAUSE):
+            waits = move.is_paused or move.is_held
+            if not move.is_current or (waits and now - move.started > MAX_PAUSE):
                 self._give_up(move, None)
         for link in self._links:
             if link.is_up and link.num_open and self._is_left(link):

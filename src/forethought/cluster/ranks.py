@@ -17,15 +17,13 @@ The actors belong to the replica: Ray ends them with it, whatever they do, and w
 from __future__ import annotations
 
 import contextlib
-import hmac
 import os
-import secrets
 import socket
 import struct
 import time
 from collections.abc import Iterator, Mapping
 from multiprocessing.connection import Connection
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from typing_extensions import override
@@ -35,47 +33,31 @@ from forethought.backends.tensor_parallel.collectives import Meeting, PortMeetin
 from forethought.backends.tensor_parallel.launcher import Launcher, RankProcess
 from forethought.backends.tensor_parallel.process import serve
 from forethought.backends.tensor_parallel.shard import Shard
-from forethought.cluster.actors import Resources, running_ray
+from forethought.cluster.actors import Resources, node_host, running_ray
+from forethought.cluster.entrance import HELLO_SECONDS, SECRET_BYTES, Entrance, configure
 from forethought.config.engine import LlmArgs
 from forethought.errors import EngineStopped
 from forethought.model_dir import find_model_dir
 
 START_SECONDS = 180.0
 """In which all ranks of a replica connect to it; each imports torch first."""
-_HELLO = struct.Struct("!32s?II")
-"""The first bytes of a connection: secret, whether it is the lifeline, rank, process id."""
-_HELLO_SECONDS = 5.0
-"""For all of them: who sends a byte at a time keeps the ranks from connecting for no longer."""
-_KEEPALIVE = {"TCP_KEEPIDLE": 5, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3}
-"""Seconds of silence, seconds between TCP's probes of the other machine, and how many are not
-answered before it is given up.
+_HELLO = struct.Struct("!?II")
+"""The first bytes of a connection after the secret: whether it is the lifeline, rank, process id.
 """
 
 
-class Entrance(NamedTuple):
-    """Where ranks connect to rank 0, and what tells them from others."""
-
-    host: str
-    port: int
-    secret: bytes
-
-    def connect(self, rank: int, is_lifeline: bool) -> tuple[Connection, str]:
-        """A connection of a rank; and the address of its machine, as rank 0 sees it."""
-        connected = socket.create_connection((self.host, self.port), START_SECONDS)
-        connected.sendall(_HELLO.pack(self.secret, is_lifeline, rank, os.getpid()))
-        host: str = connected.getsockname()[0]
-        return _connection(connected), host
+def connect(entrance: Entrance, rank: int, is_lifeline: bool) -> tuple[Connection, str]:
+    """A connection of a rank to rank 0; and the address of its machine, as rank 0 sees it."""
+    hello = _HELLO.pack(is_lifeline, rank, os.getpid())
+    connected = entrance.connect(hello, START_SECONDS)
+    host: str = connected.getsockname()[0]
+    return Connection(connected.detach()), host
 
 
-def _connection(connected: socket.socket) -> Connection:
-    """Pickled objects over TCP, which notices that the other machine has gone."""
-    connected.settimeout(None)
-    connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for name, value in _KEEPALIVE.items():
-        if (option := getattr(socket, name, None)) is not None:  # macOS has not all of them
-            connected.setsockopt(socket.IPPROTO_TCP, option, value)
-    return Connection(connected.detach())
+def _accepted_connection(accepted: socket.socket) -> Connection:
+    accepted.settimeout(None)
+    configure(accepted)
+    return Connection(accepted.detach())
 
 
 class Rank:
@@ -92,8 +74,8 @@ class Rank:
             fields: of ``LlmArgs``: each machine finds the model under its name.
             directory: as of ``Replica``.
         """
-        commands, host = entrance.connect(rank, is_lifeline=False)
-        lifeline, _ = entrance.connect(rank, is_lifeline=True)
+        commands, host = connect(entrance, rank, is_lifeline=False)
+        lifeline, _ = connect(entrance, rank, is_lifeline=True)
         try:
             model_dir = _model_dir(fields, directory)
         except Exception as error:
@@ -157,7 +139,7 @@ class RankActors(Launcher):
     @property
     @override
     def host(self) -> str:
-        return str(running_ray().util.get_node_ip_address())
+        return node_host()
 
     @override
     def device(self, shard: Shard, device_type: str) -> torch.device:
@@ -170,13 +152,13 @@ class RankActors(Launcher):
 
     @override
     def start(self, size: int) -> Iterator[RankProcess]:
-        secret, actors = secrets.token_bytes(32), dict[int, Any]()
+        actors = dict[int, Any]()
         with socket.create_server((self.host, 0), backlog=2 * size) as listener:
-            entrance = Entrance(self.host, listener.getsockname()[1], secret)
+            entrance = Entrance.of(listener)
             try:
                 for rank in range(1, size):
                     actors[rank] = self._start(rank, entrance)
-                return iter(self._accepted(listener, secret, actors))
+                return iter(self._accepted(listener, entrance, actors))
             except BaseException:
                 for actor in actors.values():
                     _kill(actor)
@@ -198,7 +180,7 @@ class RankActors(Launcher):
         return started
 
     def _accepted(
-        self, listener: socket.socket, secret: bytes, actors: Mapping[int, Any]
+        self, listener: socket.socket, entrance: Entrance, actors: Mapping[int, Any]
     ) -> list[RankActor]:
         """The ranks, once all of them have connected twice."""
         ends, process_ids = dict[tuple[int, bool], Connection](), dict[int, int]()
@@ -208,9 +190,9 @@ class RankActors(Launcher):
             self._check_started(deadline)
             with contextlib.suppress(TimeoutError):
                 accepted, _ = listener.accept()
-                if (hello := _hello(accepted, secret)) is not None:
+                if (hello := _hello(accepted, entrance)) is not None:
                     is_lifeline, rank, process_ids[rank] = hello
-                    ends[rank, is_lifeline] = _connection(accepted)
+                    ends[rank, is_lifeline] = _accepted_connection(accepted)
         return [
             RankActor(actor, (rank, process_ids[rank]), (ends[rank, False], ends[rank, True]))
             for rank, actor in actors.items()
@@ -242,18 +224,18 @@ class RankActors(Launcher):
             ray.util.remove_placement_group(ray.util.get_current_placement_group())
 
 
-def _hello(accepted: socket.socket, secret: bytes) -> tuple[bool, int, int] | None:
+def _hello(accepted: socket.socket, entrance: Entrance) -> tuple[bool, int, int] | None:
     """What a rank says first; None: it is none, and its connection is closed."""
-    data, deadline = b"", time.monotonic() + _HELLO_SECONDS
+    data, deadline = b"", time.monotonic() + HELLO_SECONDS
+    size = SECRET_BYTES + _HELLO.size
     with contextlib.suppress(OSError):
-        while (remaining := deadline - time.monotonic()) > 0 and len(data) < _HELLO.size:
+        while (remaining := deadline - time.monotonic()) > 0 and len(data) < size:
             accepted.settimeout(remaining)
-            if not (more := accepted.recv(_HELLO.size - len(data))):
+            if not (more := accepted.recv(size - len(data))):
                 break
             data += more
-    if len(data) == _HELLO.size:
-        claimed, is_lifeline, rank, process_id = _HELLO.unpack(data)
-        if hmac.compare_digest(claimed, secret):
-            return is_lifeline, rank, process_id
+    if len(data) == size and entrance.admits(data[:SECRET_BYTES]):
+        is_lifeline, rank, process_id = _HELLO.unpack(data[SECRET_BYTES:])
+        return is_lifeline, rank, process_id
     accepted.close()
     return None

@@ -7,14 +7,17 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import os
 import time
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from forethought.backends.tensor_parallel.launcher import Launcher
+from forethought.cluster.connection import Listener, portable
+from forethought.cluster.entrance import LOOPBACK, Entrance
 from forethought.cluster.messages import (
     Branch,
     Close,
@@ -37,6 +40,8 @@ from forethought.llm.async_llm import AsyncLLM
 from forethought.llm.async_session import AsyncSession, SessionStream
 from forethought.llm.frontend import Frontend
 from forethought.outputs import CompletionOutput, EngineLoad, Usage
+
+log = logging.getLogger(__name__)
 
 GATHER = 0.05
 """Seconds in which tokens of a generation are gathered, after its first ones and unless somebody
@@ -151,6 +156,7 @@ class Replica:
         fields: of ``LlmArgs``.
         directory: that paths in them are relative to, if there is one of this name here.
         ranks: where the other ranks are started, if there are some; None: on this machine.
+        host: says the address of this machine, at which ingresses connect; None: they do not.
     """
 
     def __init__(
@@ -158,9 +164,11 @@ class Replica:
         fields: Mapping[str, Any],
         directory: str | None = None,
         ranks: Launcher | None = None,
+        host: Callable[[], str] | None = None,
     ) -> None:
         self._fields, self._directory, self._ranks = fields, directory, ranks
-        self._loading = asyncio.Lock()
+        self._host, self._listener = host, Listener(self)
+        self._loading = asyncio.Lock()  # of the model, and of where it listens
         self._loaded: AsyncLLM | None = None
         self._ingresses: dict[str, _Ingress] = {}
         self._steps, self._stepped = 0, time.monotonic()
@@ -170,18 +178,21 @@ class Replica:
         self._is_draining = False
         self._traffic = Traffic()
 
-    async def connect(self, ingress: str) -> Description:
-        """Begin to take commands of an ingress. The first one has the model loaded."""
+    async def connect(self, ingress: str, machine: str | None = None) -> Description:
+        """Begin to take commands of an ingress, which connects from the machine with this address.
+        The first one has the model loaded.
+        """
         async with self._loading:
             if self._loaded is None:
                 self._loaded = await asyncio.to_thread(self._load)
+            entrance = await self._entrance(machine)
         self._check()
         self._ingresses[ingress] = _Ingress()
         if self._guard is None:
             self._guard = asyncio.create_task(self._expire())
         engine = self._llm._frontend.local_engine
-        eos_ids = engine.runner.lm.eos_token_ids
-        return Description(os.getpid(), engine.capabilities, engine.limits, frozenset(eos_ids))
+        eos_ids = frozenset(engine.runner.lm.eos_token_ids)
+        return Description(os.getpid(), engine.capabilities, engine.limits, eos_ids, entrance)
 
     async def tell(self, ingress: str, number: int, commands: Sequence[Command]) -> None:
         """Run commands, after those of the messages before; ``number`` counts messages from 0."""
@@ -227,7 +238,7 @@ class Replica:
             else:
                 await session.append(saved)
         except Exception as error:
-            return Copied(handle, error=_portable(error))
+            return Copied(handle, error=portable(error))
         self._traffic.num_received += pages.has_ended
         self._traffic.pages_received += self._num_pages(saved)
         length = len(saved.token_ids)
@@ -252,6 +263,19 @@ class Replica:
             await self._close(asker)
         recent = now - 4 * HEARTBEAT
         return sum(other.last_seen > recent for other in self._ingresses.values())
+
+    async def _entrance(self, machine: str | None) -> Entrance | None:
+        """Where an ingress connects: from this machine at its loopback, which no other one reaches.
+        None: it calls the actor.
+        """
+        if machine is None or self._host is None:
+            return None
+        host = self._host()
+        try:
+            return await self._listener.open(LOOPBACK if machine == host else host)
+        except OSError as error:
+            log.warning("no connections at %s: %s. Calls of Ray take their place", host, error)
+            return None
 
     def _load(self) -> AsyncLLM:
         if self._directory is not None:
@@ -308,7 +332,7 @@ class Replica:
         handle, length, rest = command.handle, command.length, list(command.rest)
         before = asker.by_handle.pop(handle, None)
         if length == 0:
-            session = self._llm.start(rest)
+            session = AsyncSession(self._llm, self._llm._thread, rest)  # checked by the ingress
             if command.params.prompt_logprobs is not None:  # of what is added to a session
                 session = await self._branched(session, 1, rest[1:])
         else:
@@ -382,7 +406,7 @@ class Replica:
             saved = await asyncio.wrap_future(copied)
         except Exception as error:
             if not pages.done():  # else nobody waits for it
-                pages.set_exception(_portable(error))
+                pages.set_exception(portable(error))
             return
         stored = min(command.stop, session.num_computed)
         self._traffic.num_sent += is_last
@@ -453,7 +477,7 @@ class Replica:
         if (generation := asker.generations.get(number)) is not None:
             generation.is_over = True
         if not isinstance(error, EngineStopped):  # else all end, and ``_check`` says so
-            asker.news.append(Progress(number, error=_portable(error)))
+            asker.news.append(Progress(number, error=portable(error)))
         asker.has_news.set()
 
     # ---- the ends of engine and ingresses -----------------------------------------------------
@@ -497,11 +521,3 @@ class Replica:
                 if self._ranks is not None:
                     self._ranks.release()
                 os._exit(0)
-
-
-def _portable(error: Exception) -> Exception:
-    """An error as another process can read it."""
-    if isinstance(error, ForethoughtError):
-        error.__cause__ = error.__context__ = None
-        return error.with_traceback(None)
-    return RequestError("the request failed in a replica", f"{type(error).__name__}: {error}")

@@ -21,6 +21,7 @@ from forethought.cluster.actors import (
     Resources,
     check_ray,
     name_of,
+    node_host,
     num_ranks_of,
     start_ray,
 )
@@ -90,8 +91,8 @@ def open_llm(
     resources = Resources.share(fields, replicas)
     resources.check_capacity()
     arguments: tuple[Any, ...] = fields, os.getcwd()
-    if resources.num_ranks > 1:
-        arguments = *arguments, RankActors(resources, *arguments)
+    ranks = RankActors(resources, *arguments) if resources.num_ranks > 1 else None
+    arguments = *arguments, ranks, node_host
     opener = ActorOpener(arguments, resources)
     fleet = Fleet(opener, name_of(fields), replicas, hang_seconds, prefill_replicas)
     if prefill_replicas:

@@ -39,8 +39,8 @@ log = logging.getLogger(__name__)
 @functools.cache
 def step_runners() -> tuple[type[StepRunner], ...]:
     """The first that can make a call's steps does; the last is the reference implementation."""
-    native, rounds = backends.cpu().step_runner(), backends.cuda().step_runner()
-    return native, rounds, QueuedSteps, SingleSteps
+    rounds = backends.cuda().step_runner()
+    return *backends.cpu().step_runners(), rounds, QueuedSteps, SingleSteps
 
 
 def step_runner(

@@ -22,8 +22,8 @@ from __future__ import annotations
 
 import itertools
 from collections import OrderedDict
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -34,6 +34,10 @@ from forethought.kv.table import PageCopy, ReadableTable, SlotMove
 
 CHECKPOINT_TOKENS = 64
 """Positions between two states that are kept, at least: a chunk of the gated delta rule."""
+
+NUM_DECODED = 3
+"""States of a sequence that a step leaves beside those of pages: after its token, and after the two
+before it."""
 
 LayerState = dict[tuple[str, int], Tensor]
 """Of one layer after one token, by kind (``conv``, ``recurrent``) and number: ``[1, ...]``."""
@@ -98,6 +102,38 @@ class PackedState(Sequence[LayerState]):
         return self.floats.as_strided(*view)
 
 
+class DecodedStates(NamedTuple):
+    """The states after tokens that a row decodes in several steps of one call.
+
+    Those that further steps drop share memory. In the end the last ``NUM_DECODED`` hold,
+    and those that are kept in any case; also where one more step has written a state but decoded
+    nothing, as its logits are not finite.
+    """
+
+    table: ReadableTable
+    start: int
+    """The position of the first of these tokens."""
+    states: list[PackedState]
+    """One for each token that there may be."""
+
+    @classmethod
+    def of(
+        cls,
+        table: ReadableTable,
+        start: int,
+        stop: int,
+        new_state: Callable[[], PackedState],
+        checkpoint_tokens: int,
+    ) -> Self:
+        """Of tokens at positions ``[start, stop)``. ``new_state`` makes one, with any floats;
+        ``checkpoint_tokens`` is that of the storage.
+        """
+        latest = itertools.cycle([new_state() for _ in range(min(NUM_DECODED + 1, stop - start))])
+        lengths = range(start + 1, stop + 1)
+        states = [new_state() if n % checkpoint_tokens == 0 else next(latest) for n in lengths]
+        return cls(table, start, states)
+
+
 class RecurrentStates:
     """States by the slots of their tokens."""
 
@@ -116,6 +152,10 @@ class RecurrentStates:
         """The state after the token at ``slot``."""
         self._by_slot.move_to_end(slot)
         return self._by_slot[slot]
+
+    def peek(self, slot: int) -> State | None:
+        """The same without counting as a use; None: there is none."""
+        return self._by_slot.get(slot)
 
     def put(self, slot: int, state: State) -> None:
         """Keep a state."""
@@ -169,6 +209,10 @@ class RecurrentStorage(KvStorage):
     def resize(self, num_pages: int) -> None:
         super().resize(num_pages)
         self.states = RecurrentStates(num_pages * self.bytes_per_page // self.state_bytes)
+        self._resumed = set[int]()
+        """Slots of the states from which rows go on in this step."""
+        self._passed: dict[int, State] = {}
+        """By slot, the states that rows have gone beyond, dropped after the forward."""
 
     @property
     @override
@@ -183,7 +227,9 @@ class RecurrentStorage(KvStorage):
     @override
     def resume(self, table: ReadableTable, length: int) -> int:
         last = next(self._stored(table, length), 0)
-        self._forget(table, last - 2)
+        if last:
+            self._resumed.add(table.slot(last - 1))
+        self._pass_by(table, last - 2)
         return last
 
     @override
@@ -209,6 +255,8 @@ class RecurrentStorage(KvStorage):
 
     @override
     def limit_states(self, tables: Iterable[ReadableTable]) -> None:
+        self.forget()
+        self._resumed.clear()
         if self.states.num_excess > 0:
             self.states.limit(
                 {
@@ -218,12 +266,32 @@ class RecurrentStorage(KvStorage):
                 }
             )
 
+    def new_decoded(
+        self, table: ReadableTable, start: int, stop: int, new_state: Callable[[], PackedState]
+    ) -> DecodedStates:
+        """Where the states after the tokens at positions ``[start, stop)`` of a row are written."""
+        return DecodedStates.of(table, start, stop, new_state, self.checkpoint_tokens)
+
+    def keep_decoded(self, rows: Sequence[DecodedStates], counts: Sequence[int]) -> None:
+        """Keep the states after the first tokens of rows, ``counts`` of each, as steps that decode
+        one token of each would have kept them. All rows that run are among them.
+        """
+        for step in range(max(counts, default=0)):
+            going = [row for row, count in zip(rows, counts, strict=True) if step < count]
+            self.limit_states(row.table.prefix(row.start + step) for row in going)
+            for row in going:
+                self.resume(row.table, row.start + step)
+                self.states.get(row.table.slot(row.start + step - 1))
+            for row in going:
+                self.states.put(row.table.slot(row.start + step), row.states[step])
+            self.forget()
+
     def _stored(self, table: ReadableTable, length: int) -> Iterator[int]:
         """The lengths of a row, from ``length`` down, after which there is a state."""
         return (n for n in range(length, 0, -1) if table.slot(n - 1) in self.states)
 
-    def _forget(self, table: ReadableTable, length: int) -> None:
-        """Drop the states that a row has gone beyond, of its first ``length`` tokens, but for every
+    def _pass_by(self, table: ReadableTable, length: int) -> None:
+        """Note the states that a row has gone beyond, of its first ``length`` tokens, but for every
         ``checkpoint_tokens``; those of two more tokens are left by the caller, as logits of a last
         token are needed once more at times.
         """
@@ -231,9 +299,21 @@ class RecurrentStorage(KvStorage):
             if number % self.checkpoint_tokens == 0:
                 continue
             slot = table.slot(number - 1)
-            if slot not in self.states:
+            state = self.states.peek(slot)
+            if state is None or slot in self._passed:
                 return
-            self.states.drop([slot])
+            self._passed[slot] = state
+
+    def forget(self) -> None:
+        """After a forward, drop the states that rows have gone beyond, but for those from which
+        others that share their pages go on.
+        """
+        self.states.drop(
+            slot
+            for slot, state in self._passed.items()
+            if slot not in self._resumed and self.states.peek(slot) is state
+        )
+        self._passed.clear()
 
     @override
     def copy_pages(self, copies: Sequence[PageCopy]) -> None:

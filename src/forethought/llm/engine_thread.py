@@ -85,10 +85,13 @@ class OutputStream(Generic[Output]):
         return self._min_tokens - generation.size
 
     def on_step(self, generation: Generation) -> Callback | None:
-        """The callback for what a step did to the generation; None if no output is wanted yet."""
+        """The callback for what a step did to the generation; None if no output is wanted yet. None
+        is made before the first token: a client that gathers tokens would pause after it.
+        """
         failure: Exception | None = generation.failure
-        size = generation.size
-        if failure is None and not generation.finished and size < self._min_tokens:
+        size, has_tokens = generation.size, generation.first_token_time is not None
+        is_wanted = has_tokens and size >= self._min_tokens
+        if failure is None and not generation.finished and not is_wanted:
             return None
         self._min_tokens = math.inf
         try:

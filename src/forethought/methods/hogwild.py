@@ -23,7 +23,7 @@ regular question whether work is redundant are the paper's; the texts are ours.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from enum import Enum
 from typing import Any
@@ -110,6 +110,9 @@ class HogwildController(Controller):
         "Turns of a worker from one question whether its work is redundant to the next; 0: it "
         "is never asked.",
     )
+    streaming: bool = setting(
+        False, "Stream the final answer as it comes, and to observers what each worker writes."
+    )
     _: KW_ONLY
     opening: str = setting(OPENING, "Text after the question, which tells the workers how to work.")
     check: str = setting(CHECK, "The text of that question.")
@@ -163,7 +166,7 @@ class HogwildController(Controller):
             first = workers[0]
             final = self._continuation(task, first.part, first.unread + self.final, task)
             final.stop, final.max_tokens = list(sampling.stop_strings(task)), task.max_tokens
-            final.streaming_output_flag = task.streaming_output_flag
+            self._stream(task, final)
             self._join(task, [final, *(worker.part for worker in workers[1:])])
             yield [final]
             self._count(details, [final])
@@ -183,7 +186,15 @@ class HogwildController(Controller):
         part = GenerationTask(input_str=f"{task.input_str}{self.opening}\n{name}: ")
         self._prepare(task, part)
         sampling.vary(part, number)
+        self._stream(task, part, {"worker": number, "name": name})
         return _Worker(name, part)
+
+    def _stream(
+        self, task: GenerationTask, part: GenerationTask, fields: Mapping[str, Any] | None = None
+    ) -> None:
+        """Stream a part if the task is to be: of a worker for observers alone, with ``fields``."""
+        part.streaming_output_flag = task.streaming_output_flag or self.streaming
+        part.stream_fields, part.streams_beside = fields, fields is not None
 
     def _turn(
         self, task: GenerationTask, workers: Sequence[_Worker], details: dict[str, Any]
@@ -227,7 +238,9 @@ class HogwildController(Controller):
         for worker in workers:
             if not worker.has_ended:
                 suffix = self._turn_suffix(worker, asks)
+                fields = worker.part.stream_fields
                 worker.part = self._continuation(task, worker.part, suffix, worker.part)
+                self._stream(task, worker.part, fields)
 
     def _turn_suffix(self, worker: _Worker, asks: bool) -> str:
         return f"\n{self.check}" if asks else ""

@@ -102,6 +102,11 @@ class ParallelThinkingController(Controller):
         '`"text"`, or `"pages"` on the built-in engine, for formats whose threads go on from '
         "the main thread and return all that they write.",
     )
+    streaming: bool = setting(
+        False,
+        "Stream the main thread with what it joins as it comes, and to observers what each thread "
+        "writes.",
+    )
 
     def __post_init__(self) -> None:
         self.format = format_of(self.thread_format)
@@ -133,6 +138,7 @@ class ParallelThinkingController(Controller):
     def _solve(self, task: GenerationTask) -> Process:
         first = task.copy()
         first.worker_tag = self.WorkerTag.GENERATION
+        first.streaming_output_flag = task.streaming_output_flag or self.streaming
         main, budget_ended = ThreadProgress(first, task.max_tokens), False
         try:
             yield from self.think(main, sampling.stop_strings(task))
@@ -183,7 +189,7 @@ class ParallelThinkingController(Controller):
             for numbered in enumerate(begins)
         ]
         yield Stage("spawned", "the model asks for threads", fields={"threads": len(threads)})
-        yield from self._run(threads)
+        yield from self._run(threads, sum(main.spawns))
         main.add_threads(threads)
         written = [thread.written(form) for thread in threads]
         yield Stage("joined", "all threads have ended", fields={"threads": len(threads)})
@@ -217,15 +223,19 @@ class ParallelThinkingController(Controller):
         AttentionGroup([main.part, *closed], common, adds=True)
         main.read = text
 
-    def _run(self, threads: Sequence[ThreadProgress]) -> Process:
+    def _run(self, threads: Sequence[ThreadProgress], num_before: int) -> Process:
+        """Run threads side by side; those that spawn no others stream as tasks of the spawning one,
+        numbered after the ``num_before`` that it has joined.
+        """
         if threads[0].depth < self.max_depth:
             yield ParallelProcess(
                 [_Thread(self, thread) for thread in threads], [[] for _ in threads]
             )
             return
         parts = [thread.part for thread in threads]
-        for part in parts:
+        for number, part in enumerate(parts, num_before):
             part.stop, part.max_tokens = [self.format.thread_end], self.thread_tokens
+            part.stream_fields, part.streams_beside = {"thread": number}, True
         yield parts
         for thread in threads:
             thread.add(thread.part)
@@ -237,6 +247,7 @@ class ParallelThinkingController(Controller):
         else:
             sampling.carry(part, thread)
         thread.worker_tag, thread.priority = part.worker_tag, part.priority
+        thread.streaming_output_flag = part.streaming_output_flag
         sampling.vary(thread, index)
         return thread
 

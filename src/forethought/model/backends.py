@@ -156,8 +156,15 @@ class NativeBackend(Protocol):
         """What samples from logits on a CPU; None: torch does, as there is no library."""
 
     @staticmethod
-    def step_runner() -> Any:
-        """The ``StepRunner`` that makes several steps in one call."""
+    def module_forward(lm: Any) -> Any | None:
+        """The forward of a module of transformers, whose network's ``decoder`` runs here, in one
+        call; None: its module calls what is around these layers.
+        """
+
+    @staticmethod
+    def step_runners() -> tuple[Any, ...]:
+        """The classes of ``StepRunner`` that make several steps in one call."""
+        ...
 
 
 class GraphBackend(Protocol):

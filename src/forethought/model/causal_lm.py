@@ -101,6 +101,9 @@ class TransformersNetwork(Network):
     """Its attention layers in C++; None: torch computes all of them."""
     decoder: DecoderLayers | None = None
     """Its decoder layers in one call; None: their parts are called one by one."""
+    whole: Any = None
+    """All of it in one call (``NativeBackend.module_forward``), which gives the same bits; None:
+    the module is called."""
     rotations: None = field(default=None, init=False)
     _layers: list[nn.Module] = field(default_factory=list, init=False, repr=False)
     """The decoder layers, found when they are first wanted."""
@@ -108,12 +111,14 @@ class TransformersNetwork(Network):
     @torch.inference_mode()
     @override
     def __call__(self, batch: Batch, forward_pass: ForwardPass) -> Tensor:
+        if self.is_one_call(batch, forward_pass):
+            return self._in_one_call(batch, forward_pass)
         decoder = self.module.get_decoder()
         with (
             capturing_hidden_states(decoder, forward_pass, self._find_layers),
             self._adapting(batch),
             self._over_states(batch, forward_pass),
-            nullcontext() if self.attention is None else self.attention.over(forward_pass),
+            self._attending(forward_pass) as attending,
             nullcontext() if self.decoder is None else self.decoder.over(forward_pass),
         ):
             output = self.module(
@@ -121,9 +126,15 @@ class TransformersNetwork(Network):
                 position_ids=batch.positions[None],
                 use_cache=False,
                 logits_to_keep=batch.logit_index,
-                **{KEYWORD: forward_pass},
+                **{KEYWORD: attending},
             )
         return output.logits[0]
+
+    def _attending(self, forward_pass: ForwardPass) -> AbstractContextManager[ForwardPass]:
+        """What layers attend by."""
+        if self.attention is None:
+            return nullcontext(forward_pass)
+        return self.attention.over(forward_pass)
 
     @contextmanager
     def _adapting(self, batch: Batch) -> Iterator[None]:
@@ -169,6 +180,20 @@ class TransformersNetwork(Network):
         assert isinstance(forward_pass, PagedPass)
         assert isinstance(forward_pass.storage, RecurrentStorage)
         return self.recurrent.over(batch, forward_pass.storage)
+
+    def is_one_call(self, batch: Batch, forward_pass: ForwardPass) -> bool:
+        """Whether ``whole`` computes a batch: nothing is added to its linears, and no hidden states
+        are captured.
+        """
+        if self.whole is None or forward_pass.layer_ids or batch.adapters is not None:
+            return False
+        return not self.whole.are_hooked()
+
+    def _in_one_call(self, batch: Batch, forward_pass: ForwardPass) -> Tensor:
+        assert self.recurrent is not None
+        with self._over_states(batch, forward_pass):
+            logits: Tensor = self.whole.logits(forward_pass, self.recurrent.token_table)
+        return logits
 
     def _find_layers(self) -> list[nn.Module]:
         if not self._layers:

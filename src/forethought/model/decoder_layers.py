@@ -31,7 +31,14 @@ class DecoderLayers:
         recurrent: the recurrent layers among their parts.
         attention: the attention layers among their parts.
         native: what computes them.
+
+    Attributes:
+        native: see above.
+        rotation: cosines and sines of the first tokens, as the layers have got them; None: they
+            have got none.
     """
+
+    rotation: Any = None
 
     def __init__(
         self,
@@ -40,7 +47,7 @@ class DecoderLayers:
         attention: AttentionLayers,
         native: Any,
     ) -> None:
-        self._layers, self._native = layers, native
+        self._layers, self.native = layers, native
         self._recurrent, self._attention = recurrent, attention
         self._forwards: list[_Forward] = [layer.forward for layer in layers]
         self._num_outputs = [0] * len(layers)
@@ -75,7 +82,7 @@ class DecoderLayers:
     def over(self, forward_pass: ForwardPass) -> Iterator[None]:
         """While a batch is computed."""
         self._end, self._ends = 0, None
-        if not self._native.are_hooked():
+        if not self.native.are_hooked():
             size = len(self._layers)
             begins = sorted({0, *forward_pass.layer_ids & set(range(size))})
             ends = dict(itertools.pairwise([*begins, size]))
@@ -101,7 +108,7 @@ class DecoderLayers:
                 rotations.append(arguments[-1])
                 follows = not outputs or hidden_states is outputs[-1]
                 follows &= rotations[0] is rotations[-1]
-                agreed = self._native.agrees(index, hidden_states, y, *arguments)
+                agreed = self.native.agrees(index, hidden_states, y, *arguments)
                 agreements.append(follows and agreed)
                 outputs.append(y)
                 return output
@@ -115,6 +122,7 @@ class DecoderLayers:
         finally:
             for layer, forward in zip(self._layers, self._forwards, strict=True):
                 layer.forward = forward
+        self.rotation = rotations[0] if rotations else None
         return len(agreements) == len(self._layers) and all(agreements)
 
     def _forward_of(self, index: int) -> _Forward:
@@ -124,9 +132,7 @@ class DecoderLayers:
             if index >= self._end:
                 self._end = self._ends[index]
                 layers = range(index, self._end)
-                hidden_states = self._native.compute(
-                    layers, hidden_states, *self._arguments(kwargs)
-                )
+                hidden_states = self.native.compute(layers, hidden_states, *self._arguments(kwargs))
             count = self._num_outputs[index]
             return (hidden_states, *[None] * (count - 1)) if count else hidden_states
 

@@ -22,7 +22,7 @@ def check_layer_window(
     size: int,
     directory: Path,
     quantization: Quantization | None,
-    refused: str | None,
+    refusal: str | None,
     expert_bytes: int | None,
 ) -> None:
     """Raise ModelError where layers of a model cannot be left in a file, and ParameterError where
@@ -32,7 +32,7 @@ def check_layer_window(
         size: layers in memory.
         directory: of the model.
         quantization: of its weights as they are read.
-        refused: why no model can run natively with the other settings; None: one could.
+        refusal: why no model can run natively with the other settings; None: one could.
         expert_bytes: of memory for experts; None: all of them are in memory.
     """
     if expert_bytes is not None:
@@ -41,8 +41,8 @@ def check_layer_window(
             "whole layers are left in a file, or experts alone",
             "Leave one of them out",
         )
-    if refused is not None:
-        raise _not_native(refused)
+    if refusal is not None:
+        raise _not_native(refusal)
     backends.cpu().uses_amx()  # raises ModelError where there is no library
     module = open_checkpoint(directory)
     refusal = None if module is None else backends.cpu().refusal(module)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from forethought.errors import ModelError
-from forethought.model.construction import one_module_at_a_time
+from forethought.transformers_loading import one_module_at_a_time
 
 _NUM_SHOWN = 3
 _FIX = "Check that config.json and the weights are of one model, and all of it"

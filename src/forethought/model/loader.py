@@ -208,6 +208,8 @@ def _load_module(settings: _LoadSettings, refusal: str | None) -> CausalLM:
         transformers = TransformersNetwork(module, recurrent)
         if recurrent is not None and recurrent.is_native and not _slower_natively(module, forward):
             transformers = _with_native_parts(transformers, settings.backend, traits)
+            if transformers.attention is not None:
+                traits = replace(traits, layers=transformers.attention.profiles)
         refusal = refusal or _adapter_refusal(settings.adapted)
         network, path = _choose_network(settings, transformers, traits, refusal)
     return CausalLM(network, settings.backend, traits, path)
@@ -245,7 +247,8 @@ def _with_native_parts(
     assert recurrent is not None
 
     def try_forward(attention: AttentionLayers) -> None:
-        lm = CausalLM(replace(network, attention=attention), backend, traits)
+        profiled = replace(traits, layers=attention.profiles)
+        lm = CausalLM(replace(network, attention=attention), backend, profiled)
         table = PageTable(PagePool(1, _TRIAL_TOKENS))
         table.append(_TRIAL_TOKENS)
         row = Row([*range(_TRIAL_TOKENS)], 0, table)
@@ -254,13 +257,17 @@ def _with_native_parts(
     attention = AttentionLayers(module, traits.layers, try_forward)
     backends.cpu().use_native_parts(module, routers(module) | step_widths(module))
     if attention.num_native < len(traits.layers):
-        return replace(network, attention=attention if attention.num_native else None)
+        return replace(network, attention=attention if attention.has_native else None)
     try:
         layers = decoder_layers(module.get_decoder())
     except ModelError:  # there is no list of them
         return replace(network, attention=attention)
     decoder = DecoderLayers.of(layers, recurrent, attention, lambda: try_forward(attention))
-    return replace(network, attention=attention, decoder=decoder)
+    network = replace(network, attention=attention, decoder=decoder)
+    if decoder is None:
+        return network
+    whole = backends.cpu().module_forward(CausalLM(network, backend, traits))
+    return replace(network, whole=whole)
 
 
 def _read_module(settings: _LoadSettings, *, may_be_native: bool) -> PreTrainedModel:

@@ -36,9 +36,9 @@ from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
 
 from forethought.errors import ModelError
-from forethought.model.construction import one_module_at_a_time
 from forethought.model.loaded_weights import check_values
 from forethought.model.quantization import QuantizedLinear, QuantizedWeight, has_output_scales
+from forethought.transformers_loading import one_module_at_a_time
 
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 """Entry i: the output that stands in nibble i of an int32."""

@@ -52,13 +52,13 @@ class TokenTable:
         rows: packed indices at which its sequences begin, and T.
 
     Attributes:
-        fields: int64 ``[T * 4]``, ``TokenState`` of structures.h: the address of the state before a
+        fields: int64 ``[T * 3]``, ``TokenState`` of structures.h: the address of the state before a
             token, or 0; that of the state after it, or 0; whether it follows the token before it in
-            a run; whether it belongs to a run of several tokens, or from no state.
+            a run.
         row_starts: ``rows``, int32.
     """
 
-    NUM_FIELDS = 4
+    NUM_FIELDS = 3
 
     def __init__(self, recurrence: Recurrence, num_tokens: int, rows: Sequence[int]) -> None:
         self._recurrence = recurrence
@@ -69,10 +69,8 @@ class TokenTable:
 
     def add(self, tokens: Sequence[int], before: State | None, after: PackedState) -> None:
         """Add a run of tokens, by packed index, from a state or none; ``after`` is written."""
-        in_run = len(tokens) > 1 or before is None
         for position, token in enumerate(tokens):
-            first = self.NUM_FIELDS * token
-            self.fields[first + 2 : first + 4] = array("q", (position > 0, in_run))
+            self.fields[self.NUM_FIELDS * token + 2] = position > 0
         if before is not None:
             packed = self._recurrence.packed(before)
             self._states.append(packed)

@@ -20,8 +20,10 @@ one run after the other. They are tried beside their modules first.
 
 from __future__ import annotations
 
+import copy
 import inspect
 import itertools
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -35,8 +37,9 @@ from forethought.kv.recurrent import LayerState, RecurrentStorage, State
 from forethought.model import backends
 from forethought.model.batch import Batch, Span
 from forethought.model.device import torch_alone
+from forethought.model.quantization import QuantizedLinear
 from forethought.model.recurrence import Recurrence, TokenTable
-from forethought.silence import without_kernel_advice
+from forethought.transformers_loading import without_kernel_advice
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -171,6 +174,7 @@ class _RecurrentPass:
         for token, state in self._after.items():
             if token not in self._passing:
                 states.put(self._slots[token], state)
+        self._storage.forget()
 
     def _before(self, run: _Run, layer: int) -> list[LayerState]:
         return [
@@ -355,7 +359,45 @@ class RecurrentLayers:
 def _with_cache(part: nn.Module) -> _Forward:
     """The module as a function of inputs and states."""
     forward, name = part.forward, _cache_name(part)
-    return lambda x, cache: forward(x, **{name: cache})
+    limit = _step_limit(part)
+    if limit is None:
+        return lambda x, cache: forward(x, **{name: cache})
+    entering: nn.Module = part.get_submodule("in_proj")
+
+    def limited(x: Tensor, cache: _ModuleCache) -> Tensor:
+        if x.shape[1] > 1:  # the module limits them
+            y: Tensor = forward(x, **{name: cache})
+            return y
+        hook = entering.register_forward_hook(limit)  # after those of adapters
+        try:
+            return forward(x, **{name: cache})
+        finally:
+            hook.remove()
+
+    return limited
+
+
+def _step_limit(part: Any) -> Callable[..., None] | None:
+    """A forward hook of the ``in_proj`` of Mamba-2 that limits the widths of steps, the last
+    outputs; None: they have no limit.
+
+    Modules limit the steps of a run of several tokens, and not the one of a token that follows a
+    state: without this a token would depend on the tokens that are computed with it.
+    """
+    low, high = getattr(part, "time_step_limit", None) or (0.0, math.inf)
+    if (low, high) == (0.0, math.inf):
+        return None
+    bias: Tensor = part.dt_bias.detach()
+    limits = torch.tensor([low, high], dtype=torch.float64, device=bias.device)
+    inverse = limits + (-torch.expm1(-limits)).log()  # of softplus
+    scale = getattr(part, "mup_vector", torch.ones_like(bias)).flatten()[-len(bias) :]
+    lowest, highest = ((inverse[:, None] - bias) / scale).unbind()
+
+    def limit(linear: nn.Module, args: Any, output: Tensor) -> None:
+        steps = output[..., -len(bias) :]
+        steps.copy_(steps.clamp(lowest.to(steps.dtype), highest.to(steps.dtype)))
+
+    return limit
 
 
 def _states_after(forward: _Forward, x: Tensor, before: LayerState | None) -> LayerState:
@@ -374,14 +416,41 @@ def _tried(
     """
     if recurrence is None:
         return None
-    following = x[:, :1]
     for layer, part in enumerate(modules):
-        forward, cache = _with_cache(part), _ModuleCache(None)
-        expected = torch.cat([forward(x, cache), forward(following, cache)], 1)
-        [state] = cache.rows()
-        if not recurrence.agrees(layer, torch.cat([x, following], 1), expected, state):
+        if not (_agrees(recurrence, layer, part, x) or _agrees_unrounded(recurrence, part, x)):
             return None
     return recurrence
+
+
+def _agrees(recurrence: Recurrence, layer: int, part: nn.Module, x: Tensor) -> bool:
+    following = x[:, :1]
+    forward, cache = _with_cache(part), _ModuleCache(None)
+    expected = torch.cat([forward(x, cache), forward(following, cache)], 1)
+    [state] = cache.rows()
+    return recurrence.agrees(layer, torch.cat([x, following], 1), expected, state)
+
+
+def _agrees_unrounded(recurrence: Recurrence, part: nn.Module, x: Tensor) -> bool:
+    """The same in float32 with dequantised weights. Where products round their inputs to 8 bits, an
+    input that differs in its last bit may be rounded to the next integer.
+    """
+    names = [n for n, child in part.named_modules() if isinstance(child, QuantizedLinear)]
+    if x.dtype == torch.float32 and not names:
+        return False
+    exact = copy.deepcopy(part).float()
+    for name in names:
+        exact.set_submodule(name, _dequantized(exact.get_submodule(name)))
+    described = type(recurrence).of([exact])
+    return described is not None and _agrees(described, 0, exact, x.float())
+
+
+def _dequantized(linear: Any) -> nn.Linear:
+    """A quantised linear in float32."""
+    plain = nn.Linear(linear.in_features, linear.out_features, linear.bias is not None)
+    plain.weight = nn.Parameter(linear.weight.dequantize().float(), requires_grad=False)
+    if linear.bias is not None:
+        plain.bias = nn.Parameter(linear.bias.float(), requires_grad=False)
+    return plain
 
 
 def _continues(forward: _Forward, x: Tensor, before: LayerState) -> bool:

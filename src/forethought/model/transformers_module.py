@@ -27,7 +27,6 @@ from forethought.model import quantized_checkpoint
 from forethought.model.attention.base import KEYWORD
 from forethought.model.attention.interface import ATTENTION, PROBE, CapabilityProbe
 from forethought.model.attention.layer_profile import LayerProfile
-from forethought.model.construction import one_module_at_a_time
 from forethought.model.loaded_weights import (
     broken,
     check_report,
@@ -43,7 +42,11 @@ from forethought.model_dir import (
     gguf_files,
     read_json,
 )
-from forethought.silence import without_kernel_advice, without_progress_bars
+from forethought.transformers_loading import (
+    one_module_at_a_time,
+    without_kernel_advice,
+    without_progress_bars,
+)
 
 logger = logging.getLogger(__name__)
 

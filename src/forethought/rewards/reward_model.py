@@ -33,7 +33,6 @@ import transformers
 from torch import Tensor
 
 from forethought.errors import ContextLengthError, ModelError, ParameterError
-from forethought.model.construction import one_module_at_a_time
 from forethought.model.loaded_weights import check_report, check_values
 from forethought.model_dir import (
     check_config,
@@ -51,7 +50,7 @@ from forethought.rewards.reward_forward import (
     padded,
 )
 from forethought.rewards.step_format import STEP_FORMATS
-from forethought.silence import without_progress_bars
+from forethought.transformers_loading import one_module_at_a_time, without_progress_bars
 
 _KIND = "reward model"
 _UNREAD = re.compile(r"^(lm_head|cls)\.|(^|\.)pooler\.|^(score|v_head)\.")

@@ -44,6 +44,8 @@ class Task:
         streaming_output_list: where a worker appends what it streams.
         stream_fields: what its streamed text is, for observers: plain values by name, as the fields
             of a ``Stage``. A search says the ``beam``, and what is an ``aside`` of it.
+        streams_beside: whether what it streams is for observers alone (``events()``), and no part
+            of the text of the request, as what a thread writes before it is joined.
         custom_input_params: for the user's own workers and collections; no built-in one reads it.
         custom_output_params: results of the user's own workers.
         on_failure: ``"raise"`` throws a failure into the controller at its ``yield``; ``"drop"``
@@ -60,6 +62,7 @@ class Task:
     custom_input_params: dict[str, Any] | None = field(default=None)
     custom_output_params: dict[str, Any] | None = field(default=None)
     stream_fields: Mapping[str, Any] | None = field(default=None, kw_only=True, repr=False)
+    streams_beside: bool = field(default=False, kw_only=True, repr=False)
     on_failure: OnFailure = field(default="raise", kw_only=True)
     priority: int | None = field(default=None, kw_only=True)
     status: TaskStatus | None = field(default=None, init=False, repr=False)

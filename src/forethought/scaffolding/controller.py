@@ -118,6 +118,7 @@ def _copy_of(value: Any, memo: dict[int, Any]) -> Any:
 _COPIED_FIELDS = (
     "streaming_output_flag",
     "stream_fields",
+    "streams_beside",
     "on_failure",
     "priority",
     "question",

@@ -313,7 +313,7 @@ class Frame:
     # ---- jobs ---------------------------------------------------------------------------------
 
     def _start(self, item: Item) -> asyncio.Task[None]:
-        if isinstance(item, Task) and item.streaming_output_flag and self.scope.parent is None:
+        if isinstance(item, Task) and item.streaming_output_flag and not item.streams_beside:
             self._begin_part(item)
         scope = self.scope
         if isinstance(item, Branch):
@@ -493,6 +493,8 @@ class Frame:
     # ---- streaming ----------------------------------------------------------------------------
 
     def _begin_part(self, task: Task) -> None:
+        if self.scope.parent is not None:
+            return  # a branch's
         _, part = self._parts.get(id(task), (task, None))
         if part is None or not part.is_open:
             part = self.run.text.begin()

@@ -47,6 +47,7 @@ _NOT_RESULTS = frozenset(
         "result",
         "status",
         "stream_fields",
+        "streams_beside",
         "streaming_output_flag",
         "streaming_output_list",
         "usage",

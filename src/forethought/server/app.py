@@ -42,7 +42,7 @@ from forethought.server.endpoints.scores import rerank, score
 from forethought.server.hosts import check_host
 from forethought.server.http import CLIENT_CLOSED, ENDED, Caller, HttpError, http_error
 from forethought.server.limits import ByteLimit
-from forethought.server.markdown import tree
+from forethought.server.markdown import blocks
 from forethought.server.metrics import CONTENT_TYPE
 from forethought.server.protocol import ollama_request, pooling_request
 from forethought.server.protocol.chat_request import ChatRequest
@@ -192,9 +192,9 @@ async def detokenize(body: DetokenizeRequest, request: Request) -> Response:
 
 async def render(body: RenderRequest, request: Request) -> Response:
     """Markdown and formulas of a text as a tree, for the page."""
-    work, tenant = partial(tree, body.text), request.state.caller.tenant
-    nodes = await service_of(request).workers.run(work, tenant, SMALL + len(body.text))
-    return JSONResponse({"nodes": nodes})
+    work, tenant = partial(blocks, body.text), request.state.caller.tenant
+    nodes, lines = await service_of(request).workers.run(work, tenant, SMALL + len(body.text))
+    return JSONResponse({"nodes": nodes, "lines": lines})
 
 
 async def run_tool(body: ToolRequest, request: Request) -> Response:

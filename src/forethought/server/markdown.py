@@ -67,7 +67,8 @@ def _formula_alone(state: StateBlock, first: int, end: int, silent: bool) -> boo
     if last >= end or text[close + 2 : state.eMarks[last]].strip():
         return False
     if not silent:
-        state.push("math_block", "math", 0).content = text[begin + 2 : close]
+        token = state.push("math_block", "math", 0)
+        token.content, token.map = text[begin + 2 : close], [first, last + 1]
         state.line = last + 1
     return True
 
@@ -87,10 +88,24 @@ def _formula_within(state: StateInline, silent: bool) -> bool:
 
 def tree(text: str) -> list[Node]:
     """The nodes of a text; of one that cannot be read, the text."""
+    return blocks(text)[0]
+
+
+def blocks(text: str) -> tuple[list[Node], list[int]]:
+    """The nodes of a text, and of each the line, from 0, at which its block begins.
+
+    What is appended to a text changes its last block alone, and texts in brackets that a link
+    definition in it names: so a text that grows need not be read again from its beginning.
+    """
+    nodes, lines = list[Node](), list[int]()
     try:
-        return [*_children(SyntaxTreeNode(_parser().parse(text)).children)]
+        for block in SyntaxTreeNode(_parser().parse(text)).children:
+            nodes += _nodes(block)
+            line = block.map[0] if block.map else (lines or [0])[-1]
+            lines += [line] * (len(nodes) - len(lines))
     except RecursionError:
-        return [text]
+        return [text], [0]
+    return nodes, lines
 
 
 def _children(nodes: Sequence[SyntaxTreeNode]) -> Iterator[Node]:

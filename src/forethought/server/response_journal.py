@@ -89,6 +89,12 @@ class JournalFile:
         """Remove the file; the result, or OSError, once that is done."""
         return self.journal.submit(self._delete)
 
+    def close(self) -> None:
+        """Close the file, and give up its lock; in the thread that writes."""
+        if self.descriptor is not None:
+            os.close(self.descriptor)
+            self.descriptor = None
+
     def _append(self, value: Mapping[str, Any], written: Callable[[], None]) -> None:
         try:
             if self.descriptor is not None:
@@ -101,19 +107,14 @@ class JournalFile:
             written()
 
     def _end(self, written: Callable[[], None]) -> None:
-        self._close()
+        self.close()
         written()
 
     def _delete(self) -> None:
         try:
             self.path.unlink(missing_ok=True)
         finally:
-            self._close()
-
-    def _close(self) -> None:
-        if self.descriptor is not None:
-            os.close(self.descriptor)
-            self.descriptor = None
+            self.close()
 
 
 class ResponseJournal:
@@ -176,7 +177,7 @@ class ResponseJournal:
             saved = self._read(file, descriptor)
         finally:
             if saved is None or saved.has_ended:
-                file._close()
+                file.close()
         return saved
 
     def remove(self, response_id: str, tenant: str) -> bool:

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
+from weakref import WeakValueDictionary
 
 from starlette.requests import Request
 
@@ -110,7 +111,6 @@ class Service:
         base_models: the names under which clients know the model without an adapter.
         methods: those that clients may name: closed.
         journal: the files of responses; None: they are in memory alone.
-        recovering: held while a response is taken over from its file.
         mcp: runs the tools of MCP servers; None: there are none.
     """
 
@@ -138,7 +138,7 @@ class Service:
             max(1, len(settings.api_keys)),
         )
         self.journal = _journal_of(settings)
-        self.recovering = asyncio.Lock()
+        self._recovering: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
         self.mcp = MCPWorker(settings.mcp_servers) if settings.mcp_servers else None
         self._tool_calls = Admission(max(1, settings.max_running // 2), 0)
         self._placement_keys = PlacementKeys()
@@ -190,6 +190,10 @@ class Service:
         task.add_done_callback(self._tasks.discard)
         task.add_done_callback(lambda _: held.close())
         return task
+
+    def recovering(self, response_id: str) -> asyncio.Lock:
+        """Held while this response is taken over from its file, or the file is removed."""
+        return self._recovering.setdefault(response_id, asyncio.Lock())
 
     # ---- tenants ------------------------------------------------------------------------------
 

@@ -101,6 +101,14 @@ class DecodeRow:
         table = self.table.prefix(start + 1)
         return Row([self.request.tokens[start]], start, table, adapter=self.adapter)
 
+    def known(self) -> Row:
+        """The known tokens that are not stored yet as a row of a batch, with the logits of the
+        last one.
+        """
+        tokens, last = self.request.tokens[self.start :], self.num_known - 1
+        table = self.table.prefix(self.position + 1)
+        return Row([*tokens], self.start, table, logits_from=last, adapter=self.adapter)
+
 
 class Interrupt:
     """Ends a call early: with the step that it makes when ``request`` is called, from any thread.
@@ -297,6 +305,8 @@ class SingleSteps(StepRunner):
         progress = list(map(RowProgress.of, rows))
         going, num_forwards, draft_seconds = progress, 0, 0.0
         while going and num_forwards < num_steps:
+            if num_forwards:
+                self._resume(going)
             draft_seconds += self._draft(going)
             logits = self._runner.forward([row.pack() for row in going], self._readers)
             num_forwards += 1
@@ -310,6 +320,15 @@ class SingleSteps(StepRunner):
             if pauses or (interrupt and interrupt.ends(num_going - len(going))):
                 break
         return Advance([row.results for row in progress], num_forwards, draft_seconds)
+
+    def _resume(self, going: Sequence[RowProgress]) -> None:
+        """Tell the storage that rows go on, as before each step of the engine."""
+        storage = self._runner.storage
+        lengths = [len(row.tokens) - row.num_known for row in going]
+        rows = list(zip((row.row.table for row in going), lengths, strict=True))
+        storage.limit_states(table.prefix(length) for table, length in rows)
+        for table, length in rows:
+            storage.resume(table, length)
 
     def _draft(self, going: Sequence[RowProgress]) -> float:
         """Draft for all rows that may still have a draft; their slots get other tokens than before.

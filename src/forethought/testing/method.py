@@ -42,7 +42,6 @@ from forethought.scaffolding.sampling import derived_seed
 from forethought.scaffolding.scaffolding_llm import ScaffoldingLlm
 from forethought.scaffolding.task import ChatTask, GenerationTask, StreamGenerationTask
 from forethought.scaffolding.worker import Worker
-from forethought.silence import without_progress_bars
 from forethought.testing.answer_server import answering
 from forethought.testing.samples import (
     Respond,
@@ -50,6 +49,7 @@ from forethought.testing.samples import (
     sample_logprobs,
     sample_score,
 )
+from forethought.transformers_loading import without_progress_bars
 from forethought.workers.local import EngineWorker
 from forethought.workers.openai import EXTENSIONS, OpenaiWorker
 from forethought.workers.scripted import Call, Reply, ScriptedWorker

@@ -25,8 +25,8 @@ from forethought.errors import ModelError
 from forethought.model.attention.base import Capability
 from forethought.model.attention.interface import ATTENTION
 from forethought.model.quantization import is_quantised
-from forethought.silence import without_progress_bars
 from forethought.training.teacher import Teacher
+from forethought.transformers_loading import without_progress_bars
 
 
 class LoraAdapter(nn.Module):

@@ -175,6 +175,62 @@ class NativeAttentionLayer:
         return self._struct if self._packed else None
 
 
+class NativeAttentionCore:
+    """The attention of a layer whose other parts torch calls, from queries, keys and values on.
+
+    Torch's kernels would round a query by the number of those beside it.
+
+    Args:
+        profile: of the layer.
+        index: of its keys and values in a storage, whose values are as wide as its keys.
+    """
+
+    def __init__(self, profile: LayerProfile, index: int) -> None:
+        dim, heads, kv_heads = profile.shape.key_dim, profile.heads, profile.shape.kv_heads
+        self._width = (heads + 2 * kv_heads) * dim
+        self._at = torch.arange(0, self._width, dim, dtype=torch.int32)
+        window = profile.window or 0
+        self._layers = (LayerStruct * 1)(LayerStruct(window=window))
+        self.model = ModelStruct(
+            layers=self._layers,
+            num_layers=1,
+            hidden=heads * dim,
+            num_heads=heads,
+            num_kv_heads=kv_heads,
+            head_dim=dim,
+        )
+        self._struct = ModuleAttentionStruct(
+            model=ctypes.pointer(self.model),
+            at=self._at.data_ptr(),
+            width=self._width,
+            index=index,
+            key_scale=1.0,
+        )
+
+    @staticmethod
+    def takes(profile: LayerProfile) -> bool:
+        """Whether a layer may be computed so."""
+        shape = profile.shape
+        is_narrow = shape.value_dim <= shape.key_dim <= MAX_HEAD_DIM
+        return is_narrow and not profile.sinks and profile.heads // shape.kv_heads <= MAX_GROUP
+
+    def attend(self, states: tuple[Tensor, Tensor, Tensor], batch: BatchCall, scoring: Any) -> Any:
+        """Queries, keys and values, as of ``ForwardPass.attend`` -> what that returns."""
+        q, k, v = states
+        value_dim, dim = v.shape[-1], self.model.head_dim
+        v = torch.nn.functional.pad(v, (0, dim - value_dim))
+        projected = float_rows(torch.cat([x.flatten(1) for x in (q, k, v)], 1))
+        self._layers[0].scale, self.model.score_cap = scoring.scale, scoring.softcap or 0.0
+        mixed = torch.empty(len(projected), self.model.hidden)
+        call = ModuleAttentionCallStruct(
+            projected=projected.data_ptr(),
+            mixed=mixed.data_ptr(),
+            batch=ctypes.pointer(batch.struct),
+        )
+        load_library().module_attention(ctypes.byref(self._struct), ctypes.byref(call))
+        return mixed.view(len(projected), -1, dim)[..., :value_dim].to(q.dtype)
+
+
 class BatchCall:
     """What all attention layers of a module are told of a batch.
 
@@ -242,18 +298,23 @@ class NativeAttention:
     Args:
         modules: of them.
         layers: in the order of their keys and values; None: not known here.
+        cores: of the same layers; None: torch attends.
 
     Attributes:
         by_module: those that are known.
     """
 
     def __init__(
-        self, modules: Sequence[nn.Module], layers: Sequence[NativeAttentionLayer | None]
+        self,
+        modules: Sequence[nn.Module],
+        layers: Sequence[NativeAttentionLayer | None],
+        cores: Sequence[NativeAttentionCore | None],
     ) -> None:
-        self._layers = layers
+        self._layers, self._cores = layers, cores
         pairs = zip(modules, layers, strict=True)
         self.by_module = {part: layer for part, layer in pairs if layer is not None}
-        self._scratch = _Scratch([layer.model for layer in layers if layer is not None])
+        parts = [part for part in (*layers, *cores) if part is not None]
+        self._scratch = _Scratch([part.model for part in parts])
 
     @classmethod
     def of(cls, modules: Sequence[nn.Module], profiles: Sequence[LayerProfile]) -> NativeAttention:
@@ -268,15 +329,38 @@ class NativeAttention:
                 else NativeAttentionLayer(modules[index], description, profiles[index], index)
                 for index, description in enumerate(descriptions)
             ],
+            [
+                NativeAttentionCore(profile, index) if NativeAttentionCore.takes(profile) else None
+                for index, profile in enumerate(profiles)
+            ],
         )
 
     def is_known(self, index: int) -> bool:
         """Whether a layer may be computed here."""
         return self._layers[index] is not None
 
+    def has_core(self, index: int) -> bool:
+        """Whether queries, keys and values of a layer may be attended with here."""
+        return self._cores[index] is not None
+
+    def attend(
+        self, index: int, states: tuple[Tensor, Tensor, Tensor], batch: BatchCall, scoring: Any
+    ) -> Tensor:
+        """Queries, keys and values of a layer -> as ``ForwardPass.attend``, with keys and values in
+        a storage whose values are as wide as its keys.
+        """
+        core = self._cores[index]
+        assert core is not None
+        outputs: Tensor = core.attend(states, batch, scoring)
+        return outputs
+
     def batch_call(self, forward_pass: ForwardPass) -> BatchCall:
         """Of a pass."""
         return BatchCall(forward_pass, self._scratch)
+
+    def scratch(self, num_tokens: int, max_length: int, num_threads: int) -> Tensor:
+        """Memory of a call that is large enough for every layer."""
+        return self._scratch.of(num_tokens, max_length, num_threads)
 
     def compute(self, index: int, x: Tensor, batch: BatchCall, rotation: Rotation | None) -> Tensor:
         """x ``[1, T, inputs]`` -> ``[1, T, outputs]``, through a layer."""

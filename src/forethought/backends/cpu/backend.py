@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from forethought.backends.cpu.draft_module import NativeDraftModule, NativeMtpNetwork
     from forethought.backends.cpu.draft_network import NativeDraftNetwork
     from forethought.backends.cpu.heads import NativeBeamSearch, NativeDraftHeads
-    from forethought.backends.cpu.native_steps import NativeSteps
+    from forethought.backends.cpu.module_forward import ModuleForward
     from forethought.backends.cpu.recurrent import NativeRecurrence
     from forethought.backends.cpu.sampler import NativeSampler
     from forethought.backends.cpu.sublayers import NativeSublayers
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from forethought.speculative.heads.module_parts import ModuleParts
     from forethought.speculative.heads.mtp import MtpModule
     from forethought.speculative.heads.redrafter import ReDrafterHead
+    from forethought.speculative.step_runner import StepRunner
 
 log = logging.getLogger(__name__)
 
@@ -108,14 +109,16 @@ class CpuBackend(NativeBackend):
 
     @staticmethod
     def use_native_parts(module: nn.Module, excluded: Collection[nn.Module]) -> None:
-        """Have linears, MLPs and norms of a module that torch runs computed here; ``excluded``
-        linears are not called.
+        """Have linears, MLPs, norms, routers and experts of a module that torch runs computed
+        here; ``excluded`` linears are not called.
         """
         from forethought.backends.cpu.mixture import use_native_mixtures
         from forethought.backends.cpu.module_parts import use_native_parts
+        from forethought.backends.cpu.router import use_native_routers
 
         use_native_parts(module, excluded)
         use_native_mixtures(module)
+        use_native_routers(module)
 
     @staticmethod
     def network_of(lm: CausalLM) -> NativeNetwork | None:
@@ -194,8 +197,18 @@ class CpuBackend(NativeBackend):
             return None
 
     @staticmethod
-    def step_runner() -> type[NativeSteps]:
+    def module_forward(lm: CausalLM) -> ModuleForward | None:
+        """The forward of a module of transformers whose decoder layers run here; None: what is
+        around them does not.
+        """
+        from forethought.backends.cpu.module_forward import ModuleForward
+
+        return ModuleForward.of(lm)
+
+    @staticmethod
+    def step_runners() -> tuple[type[StepRunner], ...]:
         """What makes several steps in one call."""
+        from forethought.backends.cpu.module_steps import ModuleSteps
         from forethought.backends.cpu.native_steps import NativeSteps
 
-        return NativeSteps
+        return NativeSteps, ModuleSteps

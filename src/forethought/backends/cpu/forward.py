@@ -95,7 +95,7 @@ class NativeForward:
         """
         packed = self.pack(forward_pass, outputs)
         num_known = self._library.forward(ctypes.byref(self.model), ctypes.byref(packed.struct))
-        _check_known(forward_pass.batch, num_known)
+        check_known(forward_pass.batch, num_known)
         self.check_read()
 
     def check_read(self) -> None:
@@ -148,7 +148,7 @@ class NativeForward:
             last_position=self.max_positions - 1,
         )
         num_known = self._library.draft_chains(ctypes.byref(self.model), ctypes.byref(chains))
-        _check_known(forward_pass.batch, num_known)
+        check_known(forward_pass.batch, num_known)
         self.check_read()
         return [list(drafted[row : row + size * width : width]) for row, size in enumerate(sizes)]
 
@@ -197,7 +197,7 @@ class NativeForward:
             last_position=self.max_positions - 1,
         )
         num_known = self._library.draft_trees(ctypes.byref(self.model), ctypes.byref(trees))
-        _check_known(forward_pass.batch, num_known)
+        check_known(forward_pass.batch, num_known)
         self.check_read()
         nodes = [list(node_values[at : at + 3]) for at in range(0, len(node_values), 3)]
         return [nodes[at : at + total] for at in range(0, len(nodes), total)]
@@ -292,7 +292,10 @@ def _address(tensor: Tensor) -> int:
     return tensor.data_ptr()
 
 
-def _check_known(batch: Batch, num_known: int) -> None:
+def check_known(batch: Batch, num_known: int) -> None:
+    """Raise IndexError if fewer than all tokens of a batch come before one that is outside the
+    vocabulary.
+    """
     if num_known < batch.token_ids.numel():
         raise unknown_token(int(batch.token_ids[num_known]))
 

@@ -41,6 +41,7 @@ ACTIVATIONS = {
     "silu": 0,
     "GELUTanh": 1,
     "ReLUSquaredActivation": 2,
+    "GELUActivation": 3,
 }
 """``enum Activation`` by the classes and functions that modules have."""
 
@@ -180,6 +181,25 @@ class NativeNorm:
         return y.to(x.dtype).view(x.shape)
 
 
+@dataclass(frozen=True, slots=True)
+class NativeActivation:
+    """The forward of an activation. Torch computes the last elements of a tensor, which fill no
+    vector, by another function, so that a row depends on those beside it.
+    """
+
+    activation: int
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x ``[..., size]`` -> the same."""
+        rows = x.reshape(-1, x.shape[-1]).to(torch.float32, copy=True).contiguous()
+        num_tokens, size = rows.shape
+        struct = MlpStruct(activation=self.activation, inner=size, width=size)
+        load_library().mlp(
+            ctypes.byref(struct), None, num_tokens, rows.data_ptr(), None, native_threads()
+        )
+        return rows.to(x.dtype).view(x.shape)
+
+
 class NativeExperts(nn.Module):
     """Packed experts in the place of a module of transformers, whose routers choose them."""
 
@@ -225,7 +245,11 @@ def use_native_parts(module: nn.Module, excluded: Collection[nn.Module]) -> None
     if module.dtype not in TOLERANCES:
         return
     for part in module.modules():
-        forward = _mlp_of(part, module.dtype) or native_norm(part, module.dtype)
+        forward = (
+            _mlp_of(part, module.dtype)
+            or native_norm(part, module.dtype)
+            or _activation_of(part, module.dtype)
+        )
         if forward is not None:
             part.forward = forward  # type: ignore[assignment]
     # The names alone, as a part is freed before the next one is packed.
@@ -296,10 +320,18 @@ def native_norm(part: nn.Module, dtype: torch.dtype) -> NativeNorm | None:
     return next((forward for forward in forwards if agrees(part.forward, forward, x)), None)
 
 
+def _activation_of(part: nn.Module, dtype: torch.dtype) -> NativeActivation | None:
+    activation = ACTIVATIONS.get(type(part).__name__)
+    if activation is None:
+        return None
+    native = NativeActivation(activation)
+    return native if agrees(part.forward, native, trial_input(32, dtype)) else None
+
+
 def _may_be_experts(part: nn.Module) -> bool:
     """Whether it has weights of experts in the layout that is packed, of types that are."""
     module = part._activation if isinstance(part, QuantizedExperts) else part
-    if not getattr(module, "has_gate", False) or module.has_bias or module.is_transposed:
+    if not hasattr(module, "has_gate") or module.has_bias or module.is_transposed:
         return False
     if isinstance(part, QuantizedExperts):
         weight: Any = part.gate_up[0].weight

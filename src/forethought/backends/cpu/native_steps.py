@@ -22,6 +22,7 @@ from forethought.backends.cpu.structures import (
     ChainRowStruct,
     ChainStepsStruct,
     TargetStatesStruct,
+    TokenStateStruct,
 )
 from forethought.backends.cpu.weights import TYPES
 from forethought.config.sampling import SamplingParams
@@ -129,21 +130,32 @@ class Written:
             ]
 
 
+class StateAddresses(NamedTuple):
+    """Where the states of the target's recurrent layers are."""
+
+    first_step: ctypes.Array[TokenStateStruct]
+    """Of its tokens."""
+    after: list[array[int]]
+    """Of each row, of the states that the steps leave."""
+
+
 @dataclass(slots=True)
 class ChainCall:
     """Decode steps of some rows.
 
     Attributes:
-        target: a pass of the target over the roots.
+        target: a pass of the target over the roots, at least.
         rows: none has longer drafts than the one before it.
         draft: what drafts; None: no row has drafts.
-        stored: where states are written and read; None: none are.
+        stored: where hidden states are written and read; None: none are.
+        recurrent: states of recurrent layers; None: there are none.
     """
 
     target: ForwardPass
     rows: Sequence[DecodeRow]
-    draft: NativeDraft | None
-    stored: StoredStates | None
+    draft: NativeDraft | None = None
+    stored: StoredStates | None = None
+    recurrent: StateAddresses | None = None
     _keep: list[object] = field(default_factory=list)
     """What structures point to."""
 
@@ -172,6 +184,7 @@ class ChainCall:
             target=ctypes.pointer(self._target_call(target, num_at_once).struct),
             rows=self._packed_rows(),
             states=self._states(target),
+            known_states=None if self.recurrent is None else self.recurrent.first_step,
             tokens=tokens.buffer_info()[0],
             counts=counts.buffer_info()[0],
             scores=scores.buffer_info()[0],
@@ -238,7 +251,11 @@ class ChainCall:
         return call
 
     def _packed_rows(self) -> ctypes.Array[ChainRowStruct]:
-        return (ChainRowStruct * len(self.rows))(*map(self._packed_row, self.rows))
+        rows = (ChainRowStruct * len(self.rows))(*map(self._packed_row, self.rows))
+        if self.recurrent is not None:
+            for packed, addresses in zip(rows, self.recurrent.after, strict=True):
+                packed.after = addresses.buffer_info()[0]
+        return rows
 
     def _packed_row(self, row: DecodeRow) -> ChainRowStruct:
         first, pages, ends = row.table.first_slot(), array("i"), array("q", row.ends)
@@ -320,8 +337,7 @@ class NativeSteps(StepRunner):
         target = runner.lm.network
         if not isinstance(target, NativeNetwork):
             return None
-        # of 2 + 2 k scores or fewer than the vocabulary, where k may not exceed that
-        if max(map(_num_scores, rows), default=0) > min(MAX_SCORES, target.forward.vocab_size):
+        if not keeps_scores(rows, target.forward.vocab_size):
             return None
         if chains is None:
             cache = caches[0] if caches else None
@@ -401,6 +417,12 @@ class NativeSteps(StepRunner):
         if num_known < self.runner.lm.vocab_size:
             token_ids = batch.token_ids.where(batch.token_ids < num_known, 0)
             paged_pass.batch = replace(batch, token_ids=token_ids)
+
+
+def keeps_scores(rows: Sequence[DecodeRow], vocab_size: int) -> bool:
+    """Whether a call has room for the scores that rows ask for."""
+    # of 2 + 2 k scores or fewer than the vocabulary, where k may not exceed that
+    return max(map(_num_scores, rows), default=0) <= min(MAX_SCORES, vocab_size)
 
 
 def _num_scores(row: DecodeRow) -> int:

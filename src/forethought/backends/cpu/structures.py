@@ -223,8 +223,20 @@ class SublayersCallStruct(CStruct):
     __slots__ = ()
 
 
+class ModuleDecoderStruct(CStruct):
+    """What a module computes in the place of layers, and around it."""
+
+    __slots__ = ()
+
+
 class ExpertsCallStruct(CStruct):
     """Experts of tokens whose choice is the caller's."""
+
+    __slots__ = ()
+
+
+class RouteCallStruct(CStruct):
+    """The choice of experts alone."""
 
     __slots__ = ()
 

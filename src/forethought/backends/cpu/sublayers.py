@@ -73,18 +73,23 @@ class NativeSublayers:
     Args:
         layers: those of each decoder layer.
         structs: of them, one after the other.
+
+    Attributes:
+        structs: see above.
+        hidden: width of what they read and give.
+        width: floats of a token between the products of any of them.
     """
 
     def __init__(
         self, layers: Sequence[Sequence[_Sublayer]], structs: Sequence[SublayerStruct]
     ) -> None:
         parts = [sublayer.part for layer in layers for sublayer in layer]
-        self._layers, self._structs = layers, (SublayerStruct * len(structs))(*structs)
+        self._layers, self.structs = layers, (SublayerStruct * len(structs))(*structs)
         self._begins = [0]
         for layer in layers:
             self._begins.append(self._begins[-1] + len(layer))
-        self._hidden = parts[0].hidden
-        self._width = max(part.width for part in parts)
+        self.hidden = parts[0].hidden
+        self.width = max(part.width for part in parts)
         self._linears = [linear for part in parts for linear in part.linears()]
 
     @classmethod
@@ -117,11 +122,11 @@ class NativeSublayers:
         rows = float_rows(x)
         rows = rows.clone() if rows.data_ptr() == x.data_ptr() else rows
         normed, y = torch.empty_like(rows), torch.empty_like(rows)
-        projected, mixed = torch.empty(2, len(rows) * self._width)
+        projected, mixed = torch.empty(2, len(rows) * self.width)
         rotary = None if rotation is None else batch.rotary(rotation)
         begin, end = self._begins[layers.start], self._begins[layers.stop]
         call = SublayersCallStruct(
-            sublayers=ctypes.pointer(self._structs[begin]),
+            sublayers=ctypes.pointer(self.structs[begin]),
             x=rows.data_ptr(),
             normed=normed.data_ptr(),
             y=y.data_ptr(),
@@ -132,7 +137,7 @@ class NativeSublayers:
             tokens=tokens.states,
             rows=tokens.rows,
             num_sublayers=end - begin,
-            hidden=self._hidden,
+            hidden=self.hidden,
         )
         load_library().sublayers(ctypes.byref(call))
         return rows.to(x.dtype).view(x.shape)

@@ -33,7 +33,7 @@ from forethought.model.quantization import (
     StoredWeight,
     concatenated,
 )
-from forethought.model.quantized_experts import QuantizedExperts
+from forethought.model.quantized_experts import QuantizedExperts, weights_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -464,14 +464,21 @@ class PackedExperts:
     @classmethod
     def chosen_elsewhere(cls, experts: nn.Module) -> PackedExperts:
         """Pack a module of experts, without a router."""
+        module = experts._activation if isinstance(experts, QuantizedExperts) else experts
+        has_gates = bool(module.has_gate)
         pairs = [
-            (PackedLinear.pack(gate_up, None, gated=True), PackedLinear.pack(down, None))
+            (PackedLinear.pack(gate_up, None, gated=has_gates), PackedLinear.pack(down, None))
             for gate_up, down in zip(*_expert_weights(experts), strict=True)
         ]
         kind = LinearStruct * len(pairs)
         gate_ups, downs = (kind(*(one.struct for one in half)) for half in zip(*pairs, strict=True))
         arrays = gate_ups, downs
-        struct = ExpertsStruct(gate_up=arrays[0], down=arrays[1], num_experts=len(pairs))
+        struct = ExpertsStruct(
+            gate_up=arrays[0],
+            down=arrays[1],
+            num_experts=len(pairs),
+            has_no_gates=not has_gates,
+        )
         return cls(struct, arrays, [linear for pair in pairs for linear in pair])
 
     def linears(self) -> Iterator[tuple[LinearStruct, list[Tensor]]]:
@@ -487,11 +494,12 @@ class PackedExperts:
 
 
 def _expert_weights(experts: nn.Module) -> tuple[list[Any], list[Any]]:
-    """``[2 I, H]`` and ``[H, I]`` of each expert."""
+    """``[2 I, H]``, without gates ``[I, H]``, and ``[H, I]`` of each expert."""
     if isinstance(experts, QuantizedExperts):
         gate_up, down = experts.gate_up, experts.down
         return [linear.weight for linear in gate_up], [linear.weight for linear in down]
-    return list(experts.gate_up_proj), list(experts.down_proj)
+    entering, down = weights_of(experts)
+    return list(getattr(experts, entering)), list(getattr(experts, down))
 
 
 @dataclass(slots=True)

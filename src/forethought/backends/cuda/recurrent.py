@@ -105,8 +105,7 @@ class KernelRecurrentLayer:
                 betas,
             )
             return recurrence(terms, table, offset, (values, 1))
-        in_run = table.fields[:, 3, None, None] != 0
-        steps = torch.where(in_run, steps.clamp(fields["min_step"], fields["max_step"]), steps)
+        steps = steps.clamp(fields["min_step"], fields["max_step"])
         x, b, c = mixed.split(sizes, 1)
         x, b, c = x.view(-1, heads, values), b.view(-1, groups, keys), c.view(-1, groups, keys)
         terms = RecurrenceTerms(c, b, steps * x, (decays * steps).exp(), None)

@@ -2,7 +2,7 @@
 
 Both compute the tokens of the rows of a batch in order. A token continues from the one before it,
 or from a stored state, which may be one that an earlier token of the row has stored: chains,
-prompts and draft trees are one kernel. Addresses of states are in a table int64 ``[T, 4]``,
+prompts and draft trees are one kernel. Addresses of states are in a table int64 ``[T, 3]``,
 ``TokenState`` of structures.h: of the float32 state before the token on the device (0: zeros), of
 that after it (0: not stored), and whether the token continues from the one before it.
 """
@@ -26,7 +26,7 @@ class TableTensors(NamedTuple):
     """A ``TokenTable`` on the device."""
 
     fields: Tensor
-    """int64 ``[T, 4]``: the table described above."""
+    """int64 ``[T, 3]``: the table described above."""
     row_starts: Tensor
     """int32 ``[R + 1]``: the packed index at which each row begins, and T."""
 
@@ -50,11 +50,11 @@ def _convolution(
     inside = n < CHANNELS
     bias = tl.load(bias_ptr + n, mask=inside, other=0.0)
     begin, end = tl.load(rows_ptr + row), tl.load(rows_ptr + row + 1)
-    first, before = begin, tl.load(states_ptr + begin * 4)  # of the run of the token
+    first, before = begin, tl.load(states_ptr + begin * 3)  # of the run of the token
     for t in range(begin, end):
-        after, follows = tl.load(states_ptr + t * 4 + 1), tl.load(states_ptr + t * 4 + 2)
+        after, follows = tl.load(states_ptr + t * 3 + 1), tl.load(states_ptr + t * 3 + 2)
         first = tl.where(follows != 0, first, t)
-        before = tl.where(follows != 0, before, tl.load(states_ptr + t * 4))
+        before = tl.where(follows != 0, before, tl.load(states_ptr + t * 3))
         stored_ptr = before.to(tl.pointer_type(tl.float32)) + offset
         after_ptr = after.to(tl.pointer_type(tl.float32)) + offset
         y = bias
@@ -123,8 +123,8 @@ def _recurrence(
     at = offset + head * KEYS * VALUES + n[:, None] * key_stride + m[None, :] * value_stride
     state = tl.zeros((KEY_BLOCK, VALUE_BLOCK), tl.float32)
     for t in range(tl.load(rows_ptr + row), tl.load(rows_ptr + row + 1)):
-        before, after = tl.load(states_ptr + t * 4), tl.load(states_ptr + t * 4 + 1)
-        follows = tl.load(states_ptr + t * 4 + 2)
+        before, after = tl.load(states_ptr + t * 3), tl.load(states_ptr + t * 3 + 1)
+        follows = tl.load(states_ptr + t * 3 + 2)
         is_read = inside & (follows == 0) & (before != 0)
         stored_ptr = before.to(tl.pointer_type(tl.float32)) + at
         state = tl.where(follows != 0, state, tl.load(stored_ptr, mask=is_read, other=0.0))

@@ -22,7 +22,23 @@ from forethought.server.protocol.completion_request import (
 )
 from forethought.server.service import Service
 
-_TITLES = {"dvts": "DVTS", "mcts": "MCTS", "deepconf": "DeepConf", "genrm": "GenRM"}
+_TITLES: Mapping[str, str] = {
+    "dynasor": "Dynasor-CoT",
+    "specreason": "SpecReason",
+    "deepconf": "DeepConf",
+    "deepconf_online": "DeepConf online",
+    "dvts": "DVTS",
+    "mcts": "MCTS",
+    "particle_gibbs": "Particle Gibbs",
+    "self_refine": "Self-Refine",
+    "hogwild": "Hogwild! Inference",
+    "hogwild_turns": "Hogwild! in turns",
+    "drag": "DRAG",
+    "iterdrag": "IterDRAG",
+    "sleep_time": "Sleep-time compute",
+    "genrm": "GenRM",
+}
+"""Of methods whose papers write their names in a way of their own."""
 _REWARD = "reward_controller"
 _UNLISTED = ("sampling_params", "custom_sampling_params", "streaming")
 """Settings that fields of a request stand for."""
@@ -75,7 +91,7 @@ def _method(service: Service, name: str) -> dict[str, Any]:
     defaults = dict(method.parameters)
     if defaults.get("default_sample_num") == 1:
         defaults["default_sample_num"] = NUM_SAMPLES
-    reason = _missing(service, name, defaults)
+    reason, needed = _missing(service, name, defaults), _needed(service, defaults)
     return {
         "name": name,
         "title": _TITLES.get(name, name.replace("_", " ").capitalize()),
@@ -85,13 +101,13 @@ def _method(service: Service, name: str) -> dict[str, Any]:
         "thinking": method.uses_thinking,
         "available": reason is None,
         "reason": reason,
-        "needs": _needed(service, defaults),
+        "needs": needed,
         "conversation": _takes_conversations(service, method),
         "parameters": [
             {
                 "name": parameter,
                 "default": as_json(default),
-                "required": default is Method.REQUIRED,
+                "required": parameter in needed,
                 "description": method.explanations.get(parameter, ""),
                 "schema": settable[parameter].json_schema(),
             }

@@ -1,6 +1,7 @@
 // The page: what is asked, which runs are shown, and what is kept.
 
 import { Composer, drafterLine } from "./composer.js";
+import { ContextMeter } from "./context.js";
 import { ConversationView, Tree, noteOf } from "./conversation.js";
 import { byId, download, el, fill } from "./dom.js";
 import { toHtml, toJson } from "./export.js";
@@ -49,8 +50,14 @@ const composer = new Composer(
   say,
 );
 
+const meter = new ContextMeter(() => {
+  const { messages, model, tools = [] } = composer.request([...tree.allMessages((turn) => library.runOf(turn)), ...composer.written]);
+  return { model, messages, tools: /** @type {any} */ (tools) };
+});
+
 const welcome = new Welcome({
   take: (example) => composer.take(example),
+  refuse: say,
   choose: (method) => {
     composer.chooseMethod(method.name);
     composer.question.focus();
@@ -63,6 +70,7 @@ const conversation = new ConversationView(
     edit: (turn, question) => ifIdle(() => begin(tree.add(turn.parent, question, { files: turn.files }))),
     again: (turn) => ifIdle(() => begin(library.runOf(turn)?.answer ? tree.add(turn.parent, turn.question, { files: turn.files, begun: turn.begun }) : turn)),
     rewrite: (turn, answer, goesOn) => ifIdle(() => rewrite(turn, answer, goesOn)),
+    remove: (turn) => ifIdle(() => void removeTurn(turn)),
     show: (turn) => {
       const run = library.runOf(turn);
       if (run) inspect(run);
@@ -121,6 +129,20 @@ function rewrite(turn, answer, goesOn) {
   conversation.render(tree);
 }
 
+/** Deletes a turn with its runs, and those below it. @param {Turn} turn */
+async function removeTurn(turn) {
+  const removed = tree.remove(turn);
+  for (const id of removed.flatMap((each) => each.runs)) await library.deleteRun(id);
+  if (!tree.conversation.turns.length) {
+    await library.deleteChat(tree.conversation);
+    return newChat();
+  }
+  keepConversation();
+  clearViews();
+  await loadShown();
+  showLast();
+}
+
 /** Answers the question of a turn with the present settings. @param {Turn} turn */
 async function begin(turn) {
   const request = composer.request(tree.messages(turn, (each) => library.runOf(each)));
@@ -130,6 +152,7 @@ async function begin(turn) {
   turn.runs.push(run.id);
   keepConversation();
   conversation.render(tree);
+  meter.changed();
   inspect(run);
   const plainToo = composer.plainToo && run.method !== "plain";
   await follow(run);
@@ -266,12 +289,15 @@ function draw() {
   requestAnimationFrame(() => {
     frameAsked = false;
     conversation.update();
+    const [run] = views.map((view) => view.run).filter((each) => !each.isOver && each.branches.size <= 1);
+    if (run) meter.grow(run.branches.get("")?.numTokens ?? 0);
     for (const view of views) view.update();
   });
 }
 
 function redraw() {
   conversation.update();
+  meter.changed();
   for (const view of views) view.against(library.plainOf(view.run));
 }
 
@@ -338,6 +364,7 @@ function keepConversation() {
 async function loadShown() {
   await library.loadTurns(tree.path);
   conversation.render(tree);
+  meter.changed();
 }
 
 /** Goes on where the page was left. */
@@ -369,7 +396,9 @@ function newChat() {
   tree = new Tree();
   localStorage.removeItem(CONVERSATION);
   conversation.render(tree);
+  meter.changed();
   clearViews();
+  scrollTo(0, 0);
   say("");
   composer.question.focus();
 }
@@ -404,6 +433,7 @@ async function offer() {
     composer.offer(models.data, methods.data, drafters.data, sampling.data, tools.data);
     welcome.offer(models.data, methods.data, examples.data, drafterLine(drafters.data));
     byId("model").textContent = composer.model;
+    meter.offer(models.data);
   } catch (error) {
     if (error instanceof ServerError && error.status === 401) askForKey();
     say(described(error));
@@ -444,6 +474,7 @@ addEventListener("beforeunload", () => {
   isLeaving = true;
 });
 byId("stop").addEventListener("click", stop);
+composer.form.addEventListener("input", () => meter.changed());
 byId("theme").addEventListener("click", nextTheme);
 byId("open-runs").addEventListener("click", () => runList.show(null));
 byId("open-chats").addEventListener("click", () => chatList.show());
@@ -463,5 +494,8 @@ legend.removeAttribute("id");
 byId("no-run").append(legend);
 setTheme(localStorage.getItem(THEME) ?? "auto");
 await Promise.all([offer(), restore()]);
-new LoadView();
+new LoadView((isThere) => {
+  byId("offline").hidden = isThere;
+  if (isThere) void offer().then(redraw);
+});
 document.documentElement.dataset.ready = "true";

@@ -89,6 +89,7 @@ export class Attachments {
   /** @private */
   show() {
     this.list.hidden = !this.files.length;
+    this.list.dispatchEvent(new Event("input", { bubbles: true })); // the question has changed
     fill(this.list, this.files.map((file) => el("li", {}, `${file.name}, ${sizeOf(file)}`, this.remover(file))));
   }
 

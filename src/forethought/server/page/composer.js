@@ -1,6 +1,6 @@
 // The question and how it is to be answered: method, parameters, drafter, budget, sampling.
 
-import { Attachments } from "./attachments.js";
+import { Attachments, messageOf } from "./attachments.js";
 import { byId, el, fill } from "./dom.js";
 import { enter, enteredIn, parameterField, textsIn } from "./parameters.js";
 
@@ -116,6 +116,12 @@ export class Composer {
     byId("method").value = name;
     this.onMethod();
     this.keep();
+  }
+
+  /** The message that is being written; none: the form is empty. @returns {{role: string, content: string}[]} */
+  get written() {
+    const content = messageOf(this.question.value.trim(), this.attachments.files);
+    return content ? [{ role: "user", content }] : [];
   }
 
   get method() {

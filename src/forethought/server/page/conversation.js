@@ -1,9 +1,9 @@
 // A conversation as a tree: to edit a question is to ask another one beside it.
 
 import { attachedList, messageOf } from "./attachments.js";
-import { byId, el, fill } from "./dom.js";
-import { summarize } from "./figures.js";
-import { MarkdownView } from "./markdown.js";
+import { byId, careful, el, fill, quietButton } from "./dom.js";
+import { rateText, summarize } from "./figures.js";
+import { MarkdownView, copyButton } from "./markdown.js";
 import { newId } from "./store.js";
 import { TextView } from "./text.js";
 import { CallsView } from "./tools.js";
@@ -18,9 +18,15 @@ import { standing } from "./votes.js";
  * @property {(turn: Turn, question: string) => void} edit asks another question in the place of a turn's
  * @property {(turn: Turn) => void} again answers the question once more
  * @property {(turn: Turn, answer: string, goesOn: boolean) => void} rewrite puts another answer, which the model may go on with, in the place of a turn's
+ * @property {(turn: Turn) => void} remove deletes a turn and those below it
  * @property {(turn: Turn) => void} show shows the run of a turn
  * @property {() => void} changed the turns that are shown have changed
  */
+
+/** Where the page is one column, as in style.css. */
+const NARROW = "(max-width: 56rem)";
+/** Pixels from its end at which one is still there, so that the conversation follows what comes. */
+const NEAR = 60;
 
 /** The turns of a conversation, and those of them that are shown. */
 export class Tree {
@@ -55,15 +61,37 @@ export class Tree {
 
   /** Shows a turn in the place of those beside it, and the turns above it. @param {Turn} turn */
   show(turn) {
-    this.conversation.active[turn.parent ?? ""] = turn.id;
-    const parent = this.conversation.turns.find((each) => each.id === turn.parent);
-    if (parent) this.show(parent);
+    for (const each of this.upTo(turn.id)) this.conversation.active[each.parent ?? ""] = each.id;
+  }
+
+  /** Removes a turn and those below it. @param {Turn} turn @returns {Turn[]} all of them */
+  remove(turn) {
+    const ids = new Set([turn.id]);
+    const removed = [turn];
+    for (const each of this.conversation.turns) { // a turn comes after the one above it
+      if (each.parent === null || !ids.has(each.parent)) continue;
+      ids.add(each.id);
+      removed.push(each);
+    }
+    this.conversation.turns = this.conversation.turns.filter((each) => !ids.has(each.id));
+    return removed;
   }
 
   /** The turns up to this one. @param {string | null} id @returns {Turn[]} */
   upTo(id) {
-    const turn = this.conversation.turns.find((each) => each.id === id);
-    return turn ? [...this.upTo(turn.parent), turn] : [];
+    const byId = new Map(this.conversation.turns.map((turn) => [turn.id, turn]));
+    /** @type {Turn[]} */
+    const turns = [];
+    for (let turn = byId.get(id ?? ""); turn; turn = byId.get(turn.parent ?? "")) turns.push(turn);
+    return turns.reverse();
+  }
+
+  /** The messages of the turns that are shown, with their answers. @param {(turn: Turn) => Run | null} runOf */
+  allMessages(runOf) {
+    return this.path.flatMap((turn) => [
+      { role: "user", content: messageOf(turn.question, turn.files) },
+      { role: "assistant", content: answerOf(turn, runOf(turn)) },
+    ]);
   }
 
   /**
@@ -93,6 +121,8 @@ export class ConversationView {
     this.actions = actions;
     this.welcome = welcome;
     this.element = byId("turns");
+    this.form = byId("composer");
+    this.isNarrow = matchMedia(NARROW);
     /** @type {Map<string, TurnView>} */
     this.views = new Map();
   }
@@ -107,15 +137,28 @@ export class ConversationView {
     });
     fill(this.element, articles.length ? articles : this.welcome);
     this.update();
-    this.element.scrollTop = articles.length ? this.element.scrollHeight : 0;
+    if (articles.length) this.goToEnd();
+    else this.element.scrollTop = 0;
   }
 
   /** Shows what has come since. */
   update() {
-    const box = this.element;
-    const atEnd = box.scrollHeight - box.scrollTop - box.clientHeight < 60;
+    const atEnd = this.numBelow < NEAR;
     for (const view of this.views.values()) view.update();
-    if (atEnd) box.scrollTop = box.scrollHeight;
+    if (atEnd) this.goToEnd();
+  }
+
+  /** @private Pixels of the conversation below what is in sight. */
+  get numBelow() {
+    const box = this.element;
+    if (!this.isNarrow.matches) return box.scrollHeight - box.scrollTop - box.clientHeight;
+    return box.getBoundingClientRect().bottom - this.form.getBoundingClientRect().top;
+  }
+
+  /** @private Scrolls the conversation or, where it is no box of its own, the page. */
+  goToEnd() {
+    if (!this.isNarrow.matches) this.element.scrollTop = this.element.scrollHeight;
+    else if (this.numBelow > 0) scrollBy(0, this.numBelow);
   }
 }
 
@@ -132,13 +175,15 @@ class TurnView {
     this.reasoning = new TextView(el("div", { class: "said", dir: "auto" }));
     this.answer = new TextView(el("div", { class: "said answer", dir: "auto" }));
     this.markdown = new MarkdownView(this.answer.element);
-    this.thought = el("details", { class: "thought", hidden: true }, el("summary", {}, "Thought"), this.reasoning.element);
+    this.thoughtName = el("summary", {}, "Thought");
+    this.thought = el("details", { class: "thought", hidden: true }, this.thoughtName, this.reasoning.element);
     this.calls = new CallsView();
     this.note = el("p", { class: "note muted small" });
     this.shown = { answer: "", reasoning: "" };
     this.lastStatus = "";
-    this.head = el("div", { class: "row" }, el("h3", {}, "Question"), el("span", { class: "spacer" }), this.beside(), this.button("Edit", () => this.edit()));
-    this.goOn = this.button("Continue", () => actions.rewrite(turn, answerOf(turn, run), true));
+    this.isThinking = false;
+    this.head = el("div", { class: "row" }, el("h3", {}, "Question"), el("span", { class: "spacer" }), this.beside(), quietButton("Edit", () => this.edit()), careful("Delete", () => actions.remove(turn), "Delete the question, its answer and what follows"));
+    this.goOn = quietButton("Continue", () => actions.rewrite(turn, answerOf(turn, run), true));
     this.goOn.hidden = true;
     this.foot = el(
       "div",
@@ -146,18 +191,13 @@ class TurnView {
       this.note,
       el("span", { class: "spacer" }),
       this.goOn,
-      this.button("Regenerate", () => actions.again(turn)),
-      run && this.button("Show run", () => actions.show(turn)),
+      quietButton("Regenerate", () => actions.again(turn)),
+      run && quietButton("Show run", () => actions.show(turn)),
     );
-    const answerHead = el("div", { class: "row" }, el("h3", {}, "Answer"), el("span", { class: "spacer" }), this.button("Edit answer", () => this.editAnswer()));
+    const answerHead = el("div", { class: "row" }, el("h3", {}, "Answer"), el("span", { class: "spacer" }), copyButton(() => answerOf(this.turn, this.run), "Copy the answer"), quietButton("Edit answer", () => this.editAnswer()));
     this.shownAnswer = el("div", {}, this.thought, this.calls.element, this.answer.element, this.markdown.element);
     this.element = el("article", { class: "turn" }, this.head, this.question, turn.files?.length && attachedList(turn.files), answerHead, this.shownAnswer, this.foot);
     if (!run) fill(this.note, "Written by hand");
-  }
-
-  /** @private @param {string} text @param {() => void} onclick */
-  button(text, onclick) {
-    return el("button", { type: "button", class: "quiet", onclick }, text);
   }
 
   /** @private Goes to the questions asked in the place of this one. */
@@ -207,7 +247,7 @@ class TurnView {
       if (input.value.trim()) use(hasLines ? input.value : input.value.trim());
     };
     const [last, use] = uses[uses.length - 1];
-    const others = uses.slice(0, -1).map(([name, other]) => this.button(name, () => submit(other)));
+    const others = uses.slice(0, -1).map(([name, other]) => quietButton(name, () => submit(other)));
     const form = el(
       "form",
       {
@@ -225,7 +265,7 @@ class TurnView {
         },
       },
       input,
-      el("div", { class: "row wrap" }, el("span", { class: "spacer" }), this.button("Cancel", close), others, el("button", { class: "primary" }, last)),
+      el("div", { class: "row wrap" }, el("span", { class: "spacer" }), quietButton("Cancel", close), others, el("button", { class: "primary" }, last)),
     );
     shown.replaceWith(form);
     input.focus();
@@ -235,15 +275,27 @@ class TurnView {
     const run = this.run;
     this.grow("reasoning", run?.reasoning ?? "");
     this.grow("answer", answerOf(this.turn, run));
+    this.markdown.show(answerOf(this.turn, run), run?.isOver ?? true);
     if (!run) return;
     this.calls.update(run);
-    this.thought.hidden = !run.reasoning;
+    this.updateThought(run);
     if (run.isOver && this.lastStatus === run.status) return;
     this.lastStatus = run.status;
     this.element.setAttribute("aria-busy", String(!run.isOver));
     fill(this.note, noteOf(run));
     this.note.classList.toggle("bad", run.status === "failed");
     this.goOn.hidden = !run.isOver || !run.answer || (run.status === "done" && run.finishReason !== "length");
+  }
+
+  /** @private A thought is open while the model thinks, and closed when the answer begins. @param {Run} run */
+  updateThought(run) {
+    const isThinking = !run.isOver && run.reasoning !== "" && run.answer === run.begun;
+    this.thought.hidden = !run.reasoning;
+    const box = this.reasoning.element;
+    if (isThinking && box.scrollHeight - box.scrollTop - box.clientHeight < 80) box.scrollTop = box.scrollHeight;
+    if (isThinking === this.isThinking) return;
+    this.isThinking = this.thought.open = isThinking;
+    fill(this.thoughtName, isThinking ? "Thinking …" : "Thought");
   }
 
   /** @private @param {"answer" | "reasoning"} name @param {string} text */
@@ -256,14 +308,14 @@ class TurnView {
       this[name].append(text);
     }
     this.shown[name] = text;
-    if (name === "answer") this.markdown.show(text);
   }
 }
 
 /** How a run went, in one line. @param {Run} run */
 export function noteOf(run) {
-  const { completionTokens, seconds, promptTokens, cachedTokens, method } = summarize(run);
-  const size = `${method}, ${completionTokens.toLocaleString("en")} tokens, ${seconds.toFixed(2)} s`;
+  const { completionTokens, seconds, tokensPerSecond, promptTokens, cachedTokens, method } = summarize(run);
+  const speed = tokensPerSecond === null ? "" : `, ${rateText(tokensPerSecond)} tokens/s`;
+  const size = `${method}, ${completionTokens.toLocaleString("en")} tokens, ${seconds.toFixed(2)} s${speed}`;
   const reused = cachedTokens ? `, ${cachedTokens.toLocaleString("en")} of ${promptTokens.toLocaleString("en")} prompt tokens reused` : "";
   switch (run.status) {
     case "running":

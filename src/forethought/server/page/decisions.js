@@ -30,7 +30,7 @@ export function labelOf(stage) {
 /** A stage as a sentence about its branch. @param {Stage} stage @returns {string} */
 export function describe(stage) {
   if (stage.name === "voted" && stage.isEnd) return resultText(stage.fields);
-  const words = SENTENCES[stage.name]?.(stage.fields, short(stage.why, 120));
+  const words = Object.hasOwn(SENTENCES, stage.name) ? SENTENCES[stage.name](stage.fields, short(stage.why, 120)) : undefined;
   return words ?? otherwise(stage);
 }
 
@@ -143,5 +143,5 @@ function because(why) {
 
 /** @param {number} value */
 function ordinal(value) {
-  return { 1: "st", 2: "nd", 3: "rd" }[value] ?? "th";
+  return ["th", "st", "nd", "rd"][value] ?? "th";
 }

@@ -40,6 +40,22 @@ export function byId(id) {
   return found;
 }
 
+/** A button that is words alone. @param {string} text @param {() => void} onclick @param {string} [label] for screen readers */
+export function quietButton(text, onclick, label) {
+  return el("button", { type: "button", class: "quiet", "aria-label": label ?? null, onclick }, text);
+}
+
+/** A button that has to be pressed twice. @param {string} text @param {() => void} onclick @param {string} label for screen readers */
+export function careful(text, onclick, label) {
+  const element = quietButton(text, () => (element.dataset.armed ? onclick() : arm()), label);
+  const arm = () => {
+    element.dataset.armed = "true";
+    element.textContent = "Really?";
+    element.setAttribute("aria-label", `${label}: press again`);
+  };
+  return element;
+}
+
 /** Offers a text as a file. @param {string} name @param {string} type @param {string} text */
 export function download(name, type, text) {
   const address = URL.createObjectURL(new Blob([text], { type }));

@@ -2,7 +2,7 @@
 
 import { describe } from "./decisions.js";
 import { explainSpeculation, savings, summarize } from "./figures.js";
-import { replay } from "./run.js";
+import { runOf } from "./saved.js";
 import { visible } from "./text.js";
 
 /**
@@ -33,11 +33,10 @@ export function fromFile(text) {
     throw new Error("This file holds no run: it is neither an exported JSON nor an exported page.");
   }
   const { format, version, record, events } = values ?? {};
-  const isRun = format === FORMAT && Array.isArray(events) && typeof record?.id === "string" && Array.isArray(record.request?.messages);
-  if (!isRun) throw new Error("This file holds no run of forethought.");
-  if (version !== VERSION) throw new Error(`This run is of version ${version}; this page reads version ${VERSION}.`);
-  const run = replay(record, events);
-  if (!run.isOver) run.apply({ type: "interrupted", at: run.lastAt });
+  const isNewer = format === FORMAT && version !== VERSION;
+  if (isNewer) throw new Error(`This run is of version ${version}; this page reads version ${VERSION}.`);
+  const run = format === FORMAT ? runOf(record, events) : null;
+  if (!run) throw new Error("This file holds no run of forethought.");
   return run;
 }
 

@@ -17,13 +17,17 @@ export function summarize(run) {
   const streamed = lanes.reduce((sum, branch) => sum + branch.numTokens, 0);
   const speculation = run.finished?.speculation ?? {};
   const { steps = 0, drafted = 0, accepted = 0 } = speculation;
+  const completionTokens = usage.completion_tokens ?? streamed;
+  const first = firstPiece(run);
   return {
     status: run.status,
     method: run.method,
     seconds: run.seconds,
+    firstAt: first?.at ?? null,
+    tokensPerSecond: rate(completionTokens, run.seconds, first),
     promptTokens: usage.prompt_tokens ?? null,
     cachedTokens: usage.prompt_tokens_details?.cached_tokens ?? null,
-    completionTokens: usage.completion_tokens ?? streamed,
+    completionTokens,
     reasoningTokens: usage.completion_tokens_details?.reasoning_tokens ?? null,
     numBranches: Math.max(0, lanes.length - 1),
     steps,
@@ -36,6 +40,23 @@ export function summarize(run) {
 }
 
 /** @typedef {ReturnType<typeof summarize>} Summary */
+
+/** The first text of a run. @param {Run} run @returns {import("./run.js").Piece | null} */
+function firstPiece(run) {
+  const firsts = [...run.branches.values()].flatMap((lane) => lane.pieces.slice(0, 1));
+  return firsts.reduce((/** @type {any} */ first, piece) => (first && first.at <= piece.at ? first : piece), null);
+}
+
+/** Tokens a second of all that was generated, without the time to the first; null: there are too few. @param {number} tokens @param {number} seconds @param {{at: number, numTokens: number} | null} first */
+function rate(tokens, seconds, first) {
+  const [num, time] = first ? [tokens - first.numTokens, seconds - first.at] : [tokens, seconds];
+  return num > 0 && time > 0 ? num / time : null;
+}
+
+/** @param {number} tokensPerSecond */
+export function rateText(tokensPerSecond) {
+  return tokensPerSecond.toFixed(tokensPerSecond < 10 ? 1 : 0);
+}
 
 /**
  * What a run saved against the same question with plain decoding, in words.
@@ -53,6 +74,8 @@ export function savings(run, plain) {
 
 /** @param {number} saved @param {number} of @param {string} unit @param {number} digits */
 function difference(saved, of, unit, digits) {
+  const many = times(of - saved, of);
+  if (many) return `${many.replace("much", unit === "s" ? "long" : "many " + unit)}`;
   const share = of ? ` (${Math.round((Math.abs(saved) / of) * 100)} %)` : "";
   return `${Math.abs(saved).toFixed(digits)} ${unit}${share} ${saved >= 0 ? "less" : "more"}`;
 }
@@ -79,7 +102,14 @@ export function glance(one, other) {
 function change(value, against) {
   if (!against) return "";
   const share = Math.round(100 * Math.abs(1 - value / against));
+  const many = times(value, against);
+  if (many) return ` (${many})`;
   return share ? ` (${share} % ${value < against ? "less" : "more"})` : " (as many)";
+}
+
+/** How many times as much it is, from twice on; null: less. @param {number} value @param {number} against */
+function times(value, against) {
+  return against && value >= 2 * against ? `${(value / against).toFixed(1)} times as much` : null;
 }
 
 /** The answer in a few characters: what won the vote, what stands in a box, or the last line. @param {Run} run */

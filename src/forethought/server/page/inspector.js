@@ -2,7 +2,7 @@
 
 import { describe } from "./decisions.js";
 import { el, fill } from "./dom.js";
-import { explainSpeculation, glance, savings, summarize } from "./figures.js";
+import { explainSpeculation, glance, rateText, savings, summarize } from "./figures.js";
 import { TextView } from "./text.js";
 import { Timeline, colourOf } from "./timeline.js";
 import { VotesView } from "./votes.js";
@@ -228,6 +228,8 @@ export function figuresOf(summary, run, plain) {
   const figures = [
     ["Tokens", count(summary.completionTokens)],
     ["Seconds", summary.seconds.toFixed(2)],
+    ["First token", summary.firstAt === null ? "–" : `${summary.firstAt.toFixed(2)} s`],
+    ["Tokens a second", summary.tokensPerSecond === null ? "–" : rateText(summary.tokensPerSecond)],
     ["Prompt", count(summary.promptTokens)],
     ["Reused", count(summary.cachedTokens)],
   ];
@@ -263,6 +265,8 @@ function comparisonTable(one, other) {
   const rows = [
     ["Tokens", a.completionTokens, b.completionTokens, 0],
     ["Seconds", a.seconds, b.seconds, 2],
+    ["Seconds to the first token", a.firstAt, b.firstAt, 2],
+    ["Tokens a second", a.tokensPerSecond, b.tokensPerSecond, 1],
     ["Prompt tokens reused", a.cachedTokens, b.cachedTokens, 0],
     ["Branches", a.numBranches, b.numBranches, 0],
     ["Tokens a step", a.tokensPerStep, b.tokensPerStep, 2],

@@ -3,6 +3,7 @@
 import { fromFile } from "./export.js";
 import { summarize } from "./figures.js";
 import { Run, replay } from "./run.js";
+import { conversationOf, runOf } from "./saved.js";
 import { Store, newId } from "./store.js";
 
 /**
@@ -48,7 +49,7 @@ export class Library {
 
   /** Keeps how a run went. @param {Run} run */
   async keep(run) {
-    run.record = { ...run.record, status: run.status, summary: summarize(run) };
+    run.record = recordOf(run);
     await this.store.saveRun(run.record).catch(this.onFailure);
   }
 
@@ -155,41 +156,31 @@ function chatsOf(text) {
     throw new Error("This file holds no chats: it is no JSON.");
   }
   const { format, version, chats } = values ?? {};
-  if (format !== FORMAT || !Array.isArray(chats) || !chats.every(isChat)) throw new Error("This file holds no chats of forethought.");
+  if (format !== FORMAT || !Array.isArray(chats)) throw new Error("This file holds no chats of forethought.");
   if (version !== VERSION) throw new Error(`These chats are of version ${version}; this page reads version ${VERSION}.`);
-  return chats;
+  return chats.map(chatOf);
 }
 
-/** Whether it has the form of a chat whose turns are a tree. @param {any} chat */
-function isChat(chat) {
-  const { conversation, runs } = chat ?? {};
-  if (!Array.isArray(conversation?.turns) || typeof conversation.active !== "object" || !Array.isArray(runs)) return false;
-  const before = new Set([null]);
-  for (const turn of conversation.turns) {
-    const isTurn = typeof turn?.id === "string" && typeof turn.question === "string" && Array.isArray(turn.runs) && isText(turn.begun ?? "") && areFiles(turn.files ?? []);
-    if (!isTurn || before.has(turn.id) || !before.has(turn.parent)) return false;
-    before.add(turn.id);
-  }
-  return runs.every((run) => Array.isArray(run?.events) && typeof run.record?.id === "string" && Array.isArray(run.record.request?.messages));
+/** @param {any} chat @returns {SavedChat} @throws {Error} if it is none */
+function chatOf(chat) {
+  const conversation = conversationOf(chat?.conversation);
+  const runs = Array.isArray(chat?.runs) ? chat.runs.map((/** @type {any} */ run) => runOf(run?.record, run?.events)) : [null];
+  if (!conversation || runs.includes(null)) throw new Error("This file holds no chats of forethought.");
+  return { conversation, runs: runs.map((/** @type {Run} */ run) => ({ record: recordOf(run), events: run.events })) };
 }
 
-/** @param {any} value */
-function isText(value) {
-  return typeof value === "string";
-}
-
-/** @param {any} files */
-function areFiles(files) {
-  return Array.isArray(files) && files.every((file) => isText(file?.name) && isText(file?.text));
+/** What is kept of a run, with how it went. @param {Run} run @returns {RunRecord} */
+function recordOf(run) {
+  return { ...run.record, status: run.status, summary: summarize(run) };
 }
 
 /** A chat with new names for itself and its runs, so that it replaces none. @param {SavedChat} chat @returns {SavedChat} */
 function renamed({ conversation, runs }) {
   const id = newId();
   const names = new Map(runs.map(({ record }) => [record.id, newId()]));
-  const turns = conversation.turns.map((turn) => ({ ...turn, created: Number(turn.created) || 0, runs: turn.runs.map((run) => names.get(run) ?? "").filter(Boolean) }));
+  const turns = conversation.turns.map((turn) => ({ ...turn, runs: turn.runs.map((run) => names.get(run) ?? "").filter(Boolean) }));
   return {
-    conversation: { ...conversation, id, created: Number(conversation.created) || 0, turns, active: conversation.active ?? {} },
+    conversation: { ...conversation, id, turns },
     runs: runs.map(({ record, events }) => ({
       record: { ...record, id: names.get(record.id) ?? "", conversation: id, plainOf: record.plainOf && names.get(record.plainOf) },
       events,

@@ -1,6 +1,6 @@
 // The dialogs that list what the browser keeps: chats, and runs.
 
-import { byId, download, el, fill } from "./dom.js";
+import { byId, careful, download, el, fill, quietButton } from "./dom.js";
 import { lastUse } from "./library.js";
 import { short } from "./text.js";
 
@@ -13,23 +13,7 @@ import { short } from "./text.js";
 
 /** What a chat is called: its title, or its first question. @param {Conversation} chat */
 export function titleOf(chat) {
-  return chat.title || short(chat.turns[0]?.question ?? "Empty", 90);
-}
-
-/** A button in a list. @param {string} text @param {() => void} onclick @param {string} [label] for screen readers */
-function button(text, onclick, label) {
-  return el("button", { type: "button", class: "quiet", "aria-label": label ?? null, onclick }, text);
-}
-
-/** A button that has to be pressed twice. @param {string} text @param {() => void} onclick @param {string} label */
-function careful(text, onclick, label) {
-  const element = button(text, () => (element.dataset.armed ? onclick() : arm()), label);
-  const arm = () => {
-    element.dataset.armed = "true";
-    element.textContent = "Really?";
-    element.setAttribute("aria-label", `${label}: press again`);
-  };
-  return element;
+  return short(chat.title ?? "", 200) || short(chat.turns[0]?.question ?? "Empty", 90);
 }
 
 /** @param {string} dialog @param {string} input of files @param {(text: string) => Promise<void>} onFile @param {string} note */
@@ -110,8 +94,8 @@ export class ChatList {
       "li",
       {},
       opener,
-      button("Rename", () => this.rename(chat, opener), `Rename the chat: ${title}`),
-      button("Export", () => this.save([chat], `chat-${chat.id}.json`), `Export the chat: ${title}`),
+      quietButton("Rename", () => this.rename(chat, opener), `Rename the chat: ${title}`),
+      quietButton("Export", () => this.save([chat], `chat-${chat.id}.json`), `Export the chat: ${title}`),
       careful("Delete", remove, `Delete the chat: ${title}`),
     );
     return row;

@@ -8,7 +8,10 @@ const INTERVAL_MS = 2000;
 
 /** Polls `/v1/load` while the page is visible. */
 export class LoadView {
-  constructor() {
+  /** @param {(isThere: boolean) => void} onReach called when the server no longer answers, and when it does again */
+  constructor(onReach) {
+    this.onReach = onReach;
+    this.isThere = true;
     const percent = (/** @type {number} */ value) => `${(100 * value).toFixed(0)} %`;
     this.running = new Sparkline("Running", (value) => String(value));
     this.waiting = new Sparkline("Waiting", (value) => String(value));
@@ -27,10 +30,20 @@ export class LoadView {
   async poll() {
     if (document.hidden) return;
     try {
-      this.show(await get("v1/load"));
-    } catch {
-      this.before = null; // the server does not answer now: the charts pause
+      const load = await get("v1/load");
+      this.reach(true);
+      this.show(load);
+    } catch (error) {
+      this.before = null; // the charts pause
+      this.reach(!(error instanceof TypeError));
     }
+  }
+
+  /** @private @param {boolean} isThere whether the server has answered, be it with a refusal */
+  reach(isThere) {
+    if (isThere === this.isThere) return;
+    this.isThere = isThere;
+    this.onReach(isThere);
   }
 
   /** @private @param {any} load */

@@ -1,8 +1,8 @@
 // Markdown and formulas: the server reads them (server/markdown.py), and elements are made here.
 
-import { el, fill } from "./dom.js";
+import { el, quietButton } from "./dom.js";
 import { post } from "./stream.js";
-import { visible } from "./text.js";
+import { TextView, visible } from "./text.js";
 
 /**
  * @typedef {object} Element
@@ -19,57 +19,129 @@ const ATTRIBUTES = new Set(["display", "mathvariant", "stretchy", "fence", "form
 /** What a span of code is: each has a colour in style.css. */
 const KINDS = new Set(["comment", "keyword", "string", "number", "name", "deleted", "inserted"]);
 const MATH = "http://www.w3.org/1998/Math/MathML";
-/** Characters of a text that is read; a longer one is shown as it was written. */
+/** Characters of a text that is read; what is beyond, in one block, is shown as it was written. */
 const MAX_CHARACTERS = 1 << 15;
 /** Milliseconds between two readings of a text that grows. */
 const INTERVAL = 250;
+const LINE_END = /\r\n?|\n/g;
+/** Blocks at the end of a text that may still change. */
+const OPEN = 2;
 
-/** Shows a text that grows, as Markdown, in the place of an element that shows it plainly. */
+/**
+ * Shows a text that grows, as Markdown, in the place of an element that shows it plainly.
+ *
+ * Blocks that can change no more are settled: what comes is read from the first block after them,
+ * so that a reading costs what is new, and of the elements only those are made that differ.
+ */
 export class MarkdownView {
   /** @param {HTMLElement} plain */
   constructor(plain) {
     this.plain = plain;
-    this.element = el("div", { class: "markdown", dir: "auto", hidden: true });
+    this.blocks = el("div");
+    this.rest = new TextView(el("div", { class: "said" }));
+    this.element = el("div", { class: "markdown", dir: "auto", hidden: true }, this.blocks, this.rest.element);
     this.text = "";
-    this.shown = "";
+    this.isOver = false;
     this.waits = false;
+    this.shown = "";
+    /** @type {string[]} the blocks that are shown, as JSON */
+    this.known = [];
+    this.numSettled = 0;
+    /** Characters of the settled blocks. */
+    this.settled = 0;
+    /** Whether a block is too long, and what follows is shown as it was written. */
+    this.isCut = false;
   }
 
-  /** @param {string} text all of it */
-  show(text) {
+  /** @param {string} text all of it @param {boolean} isOver whether it grows no more */
+  show(text, isOver) {
+    const isWhole = isOver && !this.isOver && this.settled > 0 && text.length <= MAX_CHARACTERS;
     this.text = text;
+    this.isOver = isOver;
     if (!text.startsWith(this.shown)) this.hide();
-    if (!this.waits && text !== this.shown) void this.read();
+    else if (isWhole) this.settled = this.numSettled = 0; // once more, with all links that it defines
+    if (!this.waits && (text !== this.shown || isWhole)) void this.read();
   }
 
   /** @private */
   hide() {
     this.shown = "";
+    this.known = [];
+    this.settled = this.numSettled = 0;
+    this.isCut = false;
+    this.blocks.replaceChildren();
+    this.rest.clear();
     this.element.hidden = true;
     this.plain.hidden = false;
   }
 
   /** @private */
   async read() {
-    if (this.text.length > MAX_CHARACTERS) return this.hide();
-    const text = this.text;
+    if (this.isCut) return this.showRest();
+    const from = this.settled;
+    const text = this.text.slice(0, from + MAX_CHARACTERS).replace(/[\ud800-\udbff]$/, "");
+    const isPart = text.length < this.text.length;
+    let goesOn = false;
     this.waits = true;
     try {
-      const { nodes } = await post("page/render", { text });
-      if (!this.text.startsWith(text)) return;
-      fill(this.element, nodes.map(made));
+      const { nodes, lines } = await post("page/render", { text: text.slice(from) });
+      goesOn = true;
+      if (!this.text.startsWith(text) || this.settled !== from) return;
+      this.place(nodes);
       this.shown = text;
       this.element.hidden = false;
       this.plain.hidden = true;
-      await new Promise((resolve) => setTimeout(resolve, INTERVAL));
+      if (!this.isOver || isPart) this.settle(text, lines);
+      this.isCut = isPart && this.settled === from;
+      if (!isPart) await new Promise((resolve) => setTimeout(resolve, INTERVAL));
     } catch {
       this.hide(); // as it was written
       await new Promise((resolve) => setTimeout(resolve, 20 * INTERVAL));
     } finally {
       this.waits = false;
-      if (this.text !== text) void this.read();
+      if ((goesOn && this.shown !== this.text) || this.settled < from || !this.text.startsWith(text)) void this.read();
     }
   }
+
+  /** @private */
+  showRest() {
+    this.rest.append(this.text.slice(this.shown.length));
+    this.shown = this.text;
+  }
+
+  /** @private Shows nodes after the settled blocks. @param {Node[]} nodes */
+  place(nodes) {
+    const all = [...this.known.slice(0, this.numSettled), ...nodes.map((node) => JSON.stringify(node))];
+    const shown = [...this.blocks.childNodes];
+    nodes.forEach((node, number) => {
+      const place = this.numSettled + number;
+      if (all[place] === this.known[place]) return;
+      const [fresh, old] = [made(node), shown[place]];
+      if (!old) this.blocks.append(fresh);
+      else {
+        const left = scrolled(old)?.scrollLeft ?? 0;
+        old.replaceWith(fresh);
+        const box = scrolled(fresh);
+        if (box) box.scrollLeft = left;
+      }
+    });
+    for (const old of shown.slice(all.length)) old.remove();
+    this.known = all;
+  }
+
+  /** @private Settles all but the last blocks. @param {string} text @param {number[]} lines at which the blocks after the settled ones begin */
+  settle(text, lines) {
+    const number = lines.length - OPEN;
+    if (number < 1 || lines[number] === lines[number - 1]) return;
+    const ends = [...text.slice(this.settled).matchAll(LINE_END)].map((end) => end.index + end[0].length);
+    this.settled += ends[lines[number] - 1];
+    this.numSettled += number;
+  }
+}
+
+/** What is scrolled sideways in a block of code. @param {globalThis.Node} block */
+function scrolled(block) {
+  return block instanceof HTMLElement ? block.querySelector("pre") : null;
 }
 
 /** @param {Node} node @returns {globalThis.Node} */
@@ -96,9 +168,15 @@ function made(node) {
 /** @param {string} language @param {globalThis.Node[]} inner */
 function code(language, inner) {
   const text = el("code", {}, inner);
-  const copy = el("button", { type: "button", class: "quiet", onclick: () => copied(copy, text.textContent ?? "") }, "Copy");
+  const copy = copyButton(() => text.textContent ?? "");
   const head = el("div", { class: "row small muted" }, visible(language), el("span", { class: "spacer" }), copy);
   return el("div", { class: "code" }, head, el("pre", {}, text));
+}
+
+/** A button that copies a text. @param {() => string} text @param {string} [label] for screen readers */
+export function copyButton(text, label) {
+  const button = quietButton("Copy", () => void copied(button, text()), label);
+  return button;
 }
 
 /** @param {HTMLButtonElement} button @param {string} text */
@@ -107,7 +185,18 @@ async function copied(button, text) {
     await navigator.clipboard.writeText(text);
     button.textContent = "Copied";
   } catch {
-    button.textContent = "Not allowed";
+    button.textContent = copiedBySelection(text) ? "Copied" : "Not allowed";
+    button.focus();
   }
   setTimeout(() => (button.textContent = "Copy"), 1500);
+}
+
+/** Copies where there is no clipboard, as on a page of another machine without TLS. @param {string} text */
+function copiedBySelection(text) {
+  const area = el("textarea", { class: "hidden", readonly: true, value: text });
+  document.body.append(area);
+  area.select();
+  const isCopied = document.execCommand("copy");
+  area.remove();
+  return isCopied;
 }

@@ -13,6 +13,8 @@ export class Poll {
     /** @type {string | null} the answer that has won; null: the vote goes on, or has no winner */
     this.winner = null;
     this.isOver = false;
+    /** Why it is over, in the method's words. */
+    this.why = "";
   }
 
   /**
@@ -26,8 +28,9 @@ export class Poll {
     else this.tally.set(String(answer), (this.tally.get(String(answer)) ?? 0) + Number(weight));
   }
 
-  /** Takes in the end of the vote. @param {{answer: any, tally?: Record<string, number>}} vote */
-  end({ answer, tally }) {
+  /** Takes in the end of the vote. @param {{answer: any, tally?: Record<string, number>}} vote @param {string} [why] */
+  end({ answer, tally }, why = "") {
+    this.why = why;
     if (tally && Object.keys(tally).length) this.take(tally);
     this.winner = answer === null || answer === undefined ? null : String(answer);
     this.isOver = true;

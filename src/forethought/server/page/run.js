@@ -2,6 +2,7 @@
 
 import { Beams } from "./beams.js";
 import { Poll } from "./poll.js";
+import { short } from "./text.js";
 import { grow } from "./tools.js";
 
 /**
@@ -39,6 +40,8 @@ import { grow } from "./tools.js";
 
 /** Sequences inside of a branch that have lanes of their own, by the field that numbers them. */
 const KINDS = ["sample", "thread", "worker"];
+/** Characters of what a method calls a lane. */
+const MAX_LABEL = 16;
 
 /** A branch of a run, or a sequence in it such as a beam of a search, and the text that it streamed. */
 export class Branch {
@@ -56,6 +59,8 @@ export class Branch {
     /** @type {Stage[]} */
     this.stages = [];
     this.isPruned = false;
+    /** What the method calls it; empty: what it is and its number. */
+    this.label = "";
     /** @type {Step[]} of a beam */
     this.steps = [];
     this.numPruned = 0;
@@ -79,6 +84,7 @@ export class Branch {
   /** What it is called. */
   get name() {
     if (this.path === "") return "request";
+    if (this.label) return this.label;
     const [, kind, numbers] = this.path.match(/(\w+):(.*)$/) ?? ["", "branch", this.path];
     return `${kind} ${numbers}`;
   }
@@ -243,7 +249,10 @@ export class Run {
       return { lane: step?.lane ?? branch, step };
     }
     const kind = KINDS.find((field) => Number.isInteger(fields[field]));
-    return { lane: kind ? this.branch(`${path}${path && "."}${kind}:${fields[kind]}`, branch.start) : branch, step: null };
+    if (!kind) return { lane: branch, step: null };
+    const lane = this.branch(`${path}${path && "."}${kind}:${fields[kind]}`, branch.start);
+    if (typeof fields.name === "string") lane.label = short(fields.name, MAX_LABEL);
+    return { lane, step: null };
   }
 
   /** @private @param {Branch} lane @param {Piece} piece */
@@ -286,7 +295,7 @@ export class Run {
       if (stage.name === "pruned") this.prune(branch, step, at);
       if (stage.name === "selected" && branch.path) this.winner = branch.path;
       if (stage.name === "voted" || stage.name === "probed") this.count(stage);
-      if (stage.name === "early_exit" && fields.answer) this.poll(branch.path, "probes").end({ answer: fields.answer });
+      if (stage.name === "early_exit" && fields.answer) this.poll(branch.path, "probes").end({ answer: fields.answer }, stage.why);
     }
   }
 

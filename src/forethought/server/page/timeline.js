@@ -12,8 +12,10 @@ import { el, fill } from "./dom.js";
  * @typedef {import("./run.js").Run} Run
  * @typedef {import("./run.js").Branch} Branch
  * @typedef {import("./run.js").Stage} Stage
- * @typedef {{row: number, numPieces: number, numStages: number, alive: number, inked: number, labelled: number, ended: boolean, numPruned: number}} Lane
- *   how far a branch is painted: its pieces, its stages, and pixels of its line, its tokens and its labels
+ * @typedef {import("./run.js").Piece} Piece
+ * @typedef {{row: number, numPieces: number, numStages: number, alive: number, inked: number, labelled: number, ended: boolean, numPruned: number, seconds: number, numTokens: number}} Lane
+ *   how far a branch is painted: its pieces, its stages, and pixels of its line, its tokens and its labels;
+ *   and seconds and tokens of what was written without a pause
  */
 
 /** Height of a lane in CSS pixels; style.css has the same for the labels. */
@@ -22,8 +24,10 @@ const AXIS = 22;
 /** Height of the labels of marks; below them are the marks, so that none crosses another one's label. */
 const TEXT = 12;
 const MARGIN = 8;
-/** The share of the axis without a token after which a lane shows a gap. */
+/** The share of the axis without a token after which a lane shows a gap, if it is a pause ... */
 const GAP = 0.03;
+/** ... in which this many times as many tokens would have come as did. */
+const PAUSE = 3;
 /** How much of a pruned lane's colour is left. */
 const FADED = 0.35;
 const NUM_DRAFTER_COLOURS = 6;
@@ -113,6 +117,17 @@ export class Timeline {
     }
     this.onSelect(path, at);
     this.placeMarks();
+    this.reveal();
+  }
+
+  /** @private Scrolls the lanes, and nothing else, so that the chosen one is in sight. */
+  reveal() {
+    const label = /** @type {HTMLElement | null} */ (this.labels.querySelector('[aria-selected="true"]'));
+    const box = this.labels.parentElement;
+    if (!label || !box || box.scrollHeight <= box.clientHeight) return;
+    const [top, bottom] = [label.offsetTop - AXIS, label.offsetTop + LANE];
+    if (top < box.scrollTop) box.scrollTop = top;
+    else if (bottom > box.scrollTop + box.clientHeight) box.scrollTop = bottom - box.clientHeight;
   }
 
   /** Paints what has come since the last frame. */
@@ -159,6 +174,7 @@ export class Timeline {
     });
     const hadFocus = this.labels.contains(document.activeElement);
     fill(this.labels, ...labels);
+    if (run.winner && run.isOver) this.reveal();
     if (hadFocus) /** @type {HTMLElement | null} */ (this.labels.querySelector('[tabindex="0"]'))?.focus();
     this.isStale ||= before.length !== this.lanes.length || before.some((branch, row) => branch !== this.lanes[row]);
   }
@@ -168,7 +184,7 @@ export class Timeline {
     this.isStale = false;
     this.painted.clear();
     this.lanes.forEach((branch, row) => {
-      const lane = { row, numPieces: 0, numStages: 0, alive: -1, inked: -1, labelled: -1, ended: false, numPruned: 0 };
+      const lane = { row, numPieces: 0, numStages: 0, alive: -1, inked: -1, labelled: -1, ended: false, numPruned: 0, seconds: 0, numTokens: 0 };
       this.painted.set(branch.path, lane);
     });
     this.width = Math.max(50, this.plot.clientWidth);
@@ -236,7 +252,7 @@ export class Timeline {
     const top = lane.row * LANE;
     if (branch.numPruned !== lane.numPruned) {
       canvas.clearRect(0, top, this.width, LANE);
-      Object.assign(lane, { numPieces: 0, numStages: 0, alive: -1, inked: -1, labelled: -1, ended: false, numPruned: branch.numPruned });
+      Object.assign(lane, { numPieces: 0, numStages: 0, alive: -1, inked: -1, labelled: -1, ended: false, numPruned: branch.numPruned, seconds: 0, numTokens: 0 });
     }
     if (branch.end === null) lane.ended = false;
     this.paintLife(canvas, lane, branch, branch.end ?? run.now);
@@ -267,9 +283,10 @@ export class Timeline {
     const isFirst = number === 0 || piece.step !== branch.pieces[number - 1].step;
     const before = isFirst ? (piece.step ?? branch).start : branch.pieces[number - 1].at;
     canvas.globalAlpha = (piece.step ?? branch).isPruned ? FADED : 1;
+    const isPause = isFirst ? piece.at - before > GAP * this.range : this.pauses(lane, piece, piece.at - before);
     const to = Math.round(2 * this.x(piece.at)) / 2; // half pixels are whole ones on most screens
     if (to <= lane.inked) return; // it is painted already
-    const begin = piece.at - before > GAP * this.range ? to - 1 : Math.round(2 * this.x(before)) / 2;
+    const begin = isPause ? to - 1 : Math.round(2 * this.x(before)) / 2;
     const from = Math.min(to - 0.5, Math.max(lane.inked, begin));
     lane.inked = to;
     const top = lane.row * LANE;
@@ -281,6 +298,15 @@ export class Timeline {
     const height = Math.max(2, Math.round((7 * covered) / Math.max(1, piece.text.length)));
     canvas.fillStyle = this.colours.drafters[colourOf(run, draft[3])];
     canvas.fillRect(from, top + 19 - height, to - from, height);
+  }
+
+  /** @private Whether there was a pause before a piece; else it counts to the pace of the lane. @param {Lane} lane @param {Piece} piece @param {number} seconds since the piece before */
+  pauses(lane, piece, seconds) {
+    const usual = lane.numTokens ? (lane.seconds / lane.numTokens) * piece.numTokens : Infinity;
+    if (seconds > GAP * this.range && seconds > PAUSE * usual) return true;
+    lane.seconds += seconds;
+    lane.numTokens += piece.numTokens;
+    return false;
   }
 
   /** @private @param {CanvasRenderingContext2D} canvas @param {Stage} stage @param {Lane} lane @param {number} top */

@@ -28,7 +28,7 @@ export function standing(run) {
   if (!poll?.leader) return "";
   const [answer, votes] = poll.leader;
   const total = poll.ranking.reduce((sum, [, count]) => sum + count, 0);
-  if (poll.kind === "probes") return poll.isOver ? `probes agree on ${short(answer, 40)}` : "";
+  if (poll.kind === "probes") return poll.isOver ? `ended with ${short(answer, 40)}` : "";
   const verb = poll.isOver ? "has won" : "leads";
   return `${short(answer, 40)} ${verb} (${amount(votes)} of ${amount(total)})`;
 }
@@ -75,7 +75,7 @@ export class VotesView {
 
   /** @private @param {Poll} poll */
   resultText(poll) {
-    if (poll.kind === "probes") return poll.winner === null ? "" : `The probes agree on ${short(poll.winner, 60)}.`;
+    if (poll.kind === "probes") return poll.winner === null ? "" : `The thought ends with ${short(poll.winner, 60)}${poll.why && `: ${short(poll.why, 120)}`}.`;
     if (!poll.isOver) return this.run.isOver ? "The vote has not ended." : "More samples may vote.";
     if (poll.winner === null) return "The vote has no winner.";
     const path = poll.winningBranch;

@@ -19,7 +19,7 @@ const MAX_EXAMPLES = 6;
 
 /** The first paint of a chat. */
 export class Welcome {
-  /** @param {{take: (example: Example) => void, choose: (method: Method) => void}} actions */
+  /** @param {{take: (example: Example) => void, choose: (method: Method) => void, refuse: (why: string) => void}} actions */
   constructor(actions) {
     this.actions = actions;
     this.element = el("div", { class: "welcome" }, el("h3", {}, "Ask a question"), el("p", { class: "muted" }, "Looking up what this server has …"));
@@ -62,7 +62,7 @@ export class Welcome {
   chip(method) {
     const why = obstacle(method);
     const text = method.title || method.name;
-    if (why) return el("span", { class: "chip muted", title: why }, text, el("span", { class: "hidden" }, ` (${why})`));
+    if (why) return el("button", { type: "button", class: "chip off", title: why, "aria-disabled": "true", onclick: () => this.actions.refuse(`${text} does not run here: ${why}.`) }, text, el("span", { class: "hidden" }, ` (${why})`));
     return el("button", { type: "button", class: "chip", title: method.summary || null, onclick: () => this.actions.choose(method) }, text);
   }
 }

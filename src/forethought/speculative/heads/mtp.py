@@ -29,10 +29,8 @@ from forethought.model.attention.interface import ATTENTION, PROBE, CapabilityPr
 from forethought.model.attention.layer_profile import LayerProfile
 from forethought.model.causal_lm import CausalLM
 from forethought.model.checkpoint_module import CheckpointConfig
-from forethought.model.construction import one_module_at_a_time
 from forethought.model.llama.layers import Norm, projection
 from forethought.model.llama.network import FusedNetwork, is_fusable
-from forethought.silence import without_progress_bars
 from forethought.speculative.draft_module import DraftModule, ModuleOutput
 from forethought.speculative.heads.checkpoint import TOKEN_MAP, Checkpoint, refused
 from forethought.speculative.heads.mtp_layout import (
@@ -44,6 +42,7 @@ from forethought.speculative.heads.mtp_layout import (
     read_modules,
     read_token_map,
 )
+from forethought.transformers_loading import one_module_at_a_time, without_progress_bars
 
 FedBackState = Literal["normed", "unnormed"]
 """Which hidden state is fed back: the output of the module's last norm, or of the block.

@@ -8,6 +8,7 @@
 #include "kernels/attention.h"
 #include "kernels/norms.h"
 #include "kernels/vectors.h"
+#include "module_forward.h"
 #include "sampling.h"
 #include "structures.h"
 #include "team.h"
@@ -66,7 +67,8 @@ class RowsCall {
 
 class ChainDecoder {
   public:
-    ChainDecoder(const Model& target, const ChainSteps& steps) : target(target), steps(steps) {
+    ChainDecoder(const Model& target, const ChainSteps& steps)
+        : target(target), steps(steps), module(target) {
         for (int32_t r = 0; r < steps.num_rows; r++) {
             const ChainRow& row = steps.rows[r];
             const std::vector<int64_t> known(row.known, row.known + row.num_known);
@@ -111,6 +113,7 @@ class ChainDecoder {
     std::vector<Going> going;
     std::vector<float> entering;   // [T, hidden of the draft network]
     std::vector<Sampler> samplers; // of each thread
+    ModuleForward module;          // of a target with ModuleDecoder
     bool is_over = false;          // a row waits for the caller
 
     bool is_interrupted() const {
@@ -189,10 +192,22 @@ class ChainDecoder {
                 num_known + num_drafted, 1 + num_drafted);
         }
         const Call& call = rows.finish();
-        if (forward(&target, &call) < call.num_tokens) return false;
+        if (compute(step, call) < call.num_tokens) return false;
         if (steps.states) store_states(call);
         accept_all(step, call.logits);
         return true;
+    }
+
+    // As forward().
+    int32_t compute(int32_t step, const Call& call) {
+        if (!target.decoder) return forward(&target, &call);
+        if (step == 0) return module.compute(call, steps.known_states);
+        std::vector<TokenState> states(going.size()); // a token of each row, which has no drafts
+        for (size_t r = 0; r < going.size(); r++) {
+            states[r].before = going[r].row->after[step - 1];
+            states[r].after = going[r].row->after[step];
+        }
+        return module.compute(call, states.data());
     }
 
     // Accept tokens of all rows, whose logits are one after the other; those that go on stay.

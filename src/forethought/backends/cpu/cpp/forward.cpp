@@ -28,6 +28,7 @@
 #include "layer_window.h"
 #include "mixture.h"
 #include "mlp.h"
+#include "module_forward.h"
 #include "recurrent.h"
 #include "sampling.h"
 #include "scratch.h"
@@ -310,15 +311,6 @@ class Forward {
 
 constexpr int64_t MIN_SHARED_FLOATS = 1 << 16; // of rows whose norms threads share
 
-// Floats of one call, aligned to 64 bytes.
-struct Memory {
-    std::vector<float> floats;
-    float* begin;
-
-    Memory(int64_t size)
-        : floats(size + PANEL), begin(floats.data() + (64 - uintptr_t(floats.data()) % 64) / 4) {}
-};
-
 extern "C" {
 
 // Experts in an open file, and memory for `num_slots` of them; the arrays are read, not kept, but for
@@ -543,6 +535,15 @@ void experts(const Experts* w, const ExpertsCall* call) {
     });
 }
 
+void route(const Experts* w, const RouteCall* call) {
+    const int64_t hidden = w->router->num_inputs;
+    Memory memory(tiles_size(call->num_tokens, hidden, call->num_threads));
+    Team::run(call->num_threads, [&](int index, int count, Barrier& barrier) {
+        const TilesGuard guard;
+        run_router(*w, *call, {index, count, (uint16_t*)memory.begin, barrier});
+    });
+}
+
 void recurrent(const Recurrent* layer, const RecurrentCall* call) {
     const int64_t mixed = int64_t(layer->num_heads) * layer->value_dim;
     const int64_t widest = larger(layer->hidden, larger(mixed, layer->channels));
@@ -571,6 +572,11 @@ void sublayers(const SublayersCall* call) {
         const TilesGuard guard;
         Sublayers(*call, memory.begin, {index, count, tiles, barrier}).run();
     });
+}
+
+// As forward(), of a module; states: [T], of the tokens.
+int32_t module_forward(const Model* model, const Call* call, const TokenState* states) {
+    return ModuleForward(*model).compute(*call, states);
 }
 
 void mixture(const Mixture* w, const MixtureCall* call) {

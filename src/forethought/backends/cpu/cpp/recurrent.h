@@ -107,7 +107,7 @@ class RecurrentLayer {
             const int64_t t = item / w.num_groups, group = item % w.num_groups;
             float* row = call.projected + t * w.width;
             for (int head = group * ratio; head < (group + 1) * ratio; head++)
-                prepare_head(row, t, head);
+                prepare_head(row, head);
             if (w.kind != DELTA_RULE) continue;
             normalise(row + w.at[group * w.key_dim], 1.0f / sqrtf(float(w.key_dim)));
             normalise(row + w.at[(w.num_groups + group) * w.key_dim], 1.0f);
@@ -115,7 +115,7 @@ class RecurrentLayer {
         thread.wait();
     }
 
-    void prepare_head(float* row, int64_t t, int head) const {
+    void prepare_head(float* row, int head) const {
         float* steps = row + w.steps[head];
         const float* biases = w.biases + int64_t(head) * w.num_steps;
         if (w.kind == SELECTIVE_SCAN) return; // by the threads that read them
@@ -124,7 +124,7 @@ class RecurrentLayer {
             step = softplus(step + biases[i]);
             if (w.kind == DELTA_RULE)
                 step = expf(w.decays[head] * step);
-            else if (call.tokens[t].in_run)
+            else
                 step = step < w.min_step ? w.min_step : step > w.max_step ? w.max_step : step;
         }
         if (w.kind != DELTA_RULE) return;

@@ -6,9 +6,23 @@
 #include "kernels/tiles.h"
 #include "structures.h"
 
+#include <cstdint>
+#include <memory>
+
 static inline int64_t round_up(int64_t count) { return (count + PANEL - 1) / PANEL * PANEL; }
 
 static inline int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
+
+// Floats of one call, aligned to 64 bytes; with any values.
+struct Memory {
+    int64_t size;
+    std::unique_ptr<float[]> floats;
+    float* begin;
+
+    explicit Memory(int64_t size)
+        : size(size), floats(new float[size + PANEL]),
+          begin(floats.get() + (64 - uintptr_t(floats.get()) % 64) / 4) {}
+};
 
 constexpr int BLOCK_ROWS = 96; // queries of a Block, or one pass of each head that shares a key
 constexpr int BLOCK_POSITIONS = 256; // whose scores it has at a time

@@ -11,7 +11,9 @@ constexpr int MAX_GROUP = 64;      // query heads that share a key head
 enum WeightType { F32, BF16, I8, I4, W8A8, W4A8, Q8_0, Q4_0, Q4_1, Q5_0, Q5_1, Q4_K, Q5_K, Q6_K };
 constexpr int64_t NO_TOKEN = -1; // where the model's logits are not finite
 
-enum Activation { SILU = 0, GELU_TANH = 1, RELU_SQUARED = 2 };
+enum Activation { SILU = 0, GELU_TANH = 1, RELU_SQUARED = 2, GELU = 3 };
+
+enum Scoring { SOFTMAX = 0, SIGMOID = 1 };
 
 enum RecurrentKind { DELTA_RULE = 0, STATE_SPACE = 1, SHORT_CONVOLUTION = 2, SELECTIVE_SCAN = 3 };
 enum RecurrentStage { ALL = 0, BEFORE_LATE = 1, AFTER_LATE = 2 };
@@ -57,7 +59,7 @@ struct StoredLayer {
 struct Experts {
     const Linear* router;  // outputs: logits of the experts, then those of the shared ones' gates;
                            // null: the caller chooses
-    const Linear* gate_up; // [num_experts + num_shared]
+    const Linear* gate_up; // [num_experts + num_shared]; of experts without gates, up alone
     const Linear* down;    // [num_experts + num_shared]
     int32_t num_experts, top_k, renormalise;
     int32_t num_shared;        // of all tokens, each times the sigmoid of its gate
@@ -65,6 +67,21 @@ struct Experts {
     void* store;               // ExpertStore; null: all of them are in memory
     const Linear* next_router; // of the next layer with experts in the store, or null
     int32_t next_stored;       // its first expert there
+    int32_t has_no_gates;
+    // Of a router with sigmoids (DeepSeek-AI 2024, DeepSeek-V3, section 2.1.2):
+    const float* bias; // [num_experts]: added to the scores by which experts are chosen; or null
+    int32_t scoring;   // enum Scoring
+    int32_t num_groups, top_groups; // of experts, of which the best are chosen first; 0: none
+    float epsilon, scale;           // added to the sum that renormalises; of the weights then
+};
+
+// The choice of experts alone.
+struct RouteCall {
+    const float* x;  // [T, hidden]
+    float* logits;   // [T, num_experts], written
+    int32_t* chosen; // [T, top_k], written, the best first
+    float* weights;  // [T, top_k], written
+    int32_t num_tokens, num_threads;
 };
 
 // How a draft module joins the embedding of a token and a hidden state, side by side.
@@ -98,6 +115,8 @@ struct AdapterLayer {
     LowRank qkv, out, gate_up, down;
 };
 
+struct ModuleDecoder;
+
 struct Model {
     const Layer* layers;
     const float* final_norm; // or null
@@ -106,7 +125,8 @@ struct Model {
         embedding;     // whose weights of a token are its embedding; plain or blocks; or null:
     const void* table; // [num_embeddings, hidden] of `table_type`, F32 or BF16
     const Join* join;  // null: a model, which reads tokens alone
-    void* stored;      // LayerWindow; null: all layers are in memory
+    const ModuleDecoder* decoder; // in the place of layers; null: they are above
+    void* stored;                 // LayerWindow; null: all layers are in memory
     int32_t table_type, num_embeddings;
     int32_t num_layers, hidden, num_heads, num_kv_heads, head_dim, rotary_dim, activation;
     float eps, head_norm_eps, logit_cap, score_cap, embed_scale;
@@ -218,6 +238,9 @@ struct ChainRow {
     const Sampling* sampling; // null: each token is the most probable one
     int64_t seed, sample;     // of its uniform samples
     const void* adapter;      // as of Call
+    float* const*
+        after; // [num_steps]: where the states of recurrent layers go that a step leaves; of
+               // a target with ModuleDecoder
 };
 
 // Hidden states of the target, as a draft module reads them.
@@ -230,6 +253,8 @@ struct TargetStates {
     float eps;
 };
 
+struct TokenState;
+
 // Decode steps; see chain_steps.h.
 struct ChainSteps {
     const Model* draft;   // null: no row has drafts
@@ -237,8 +262,9 @@ struct ChainSteps {
     const Call* target;   // of the last known token of each row, with room for `width` of them
                           // and for all known ones
     const ChainRow* rows; // [num_rows]: none drafts more than the one before it
-    const TargetStates* states; // null: the draft network reads none
-    const int64_t* ids;         // as of Chains
+    const TargetStates* states;     // null: the draft network reads none
+    const TokenState* known_states; // of the first step's tokens; of a target with ModuleDecoder
+    const int64_t* ids;             // as of Chains
     int64_t* tokens;       // [num_steps, num_rows, 2, width], written: drafted, and decoded ones
     int32_t* counts;       // [num_steps, num_rows, 2], zeros, written: how many of either
     double* scores;        // [num_steps, num_rows, width, scores_width], written: as rows ask for
@@ -291,7 +317,6 @@ struct TokenState {
     const float* before; // null: zeros
     float* after;        // or null
     int64_t follows; // the state before it is that after the previous token; `before` is not read
-    int64_t in_run;  // it is one of several, or the first: its step width is limited
 };
 
 struct RecurrentCall {
@@ -374,6 +399,18 @@ struct SublayersCall {
     const TokenState* tokens; // as of RecurrentCall
     const int32_t* rows;      // the same
     int32_t num_sublayers, hidden;
+};
+
+// What a module computes in the place of layers, and around it; see module_forward.h.
+struct ModuleDecoder {
+    const Sublayer* sublayers;
+    const float* rotary; // [positions, 2, rotary_dim], as of Layer; null: nothing is rotated
+    int32_t num_sublayers;
+    int32_t width; // of a row of `projected` and `mixed`, as of SublayersCall
+    int32_t type;  // of embeddings, of what the sublayers and the norm give, and of logits: F32 or
+                   // BF16, to which they are rounded
+    float embedding_factor;              // of embeddings
+    float logits_factor, logits_divisor; // of logits
 };
 
 // Experts of tokens whose choice is the caller's.

@@ -23,6 +23,7 @@ struct Choice { // of the experts of one token, and what their outputs are multi
 
     // logits [num_experts + num_shared]
     void choose(const Experts& from, const float* logits) const {
+        if (from.scoring == SIGMOID) return choose_by_sigmoids(from, logits);
         float highest = -INFINITY, total = 0, chosen_total = 0;
         for (int e = 0; e < from.num_experts; e++)
             highest = logits[e] > highest ? logits[e] : highest;
@@ -41,6 +42,45 @@ struct Choice { // of the experts of one token, and what their outputs are multi
     }
 
   private:
+    void choose_by_sigmoids(const Experts& from, const float* logits) const {
+        static thread_local std::vector<float> kept; // [num_experts]: scores of the choice
+        if (int(kept.size()) < from.num_experts) kept.resize(from.num_experts);
+        float *scores = kept.data(), total = from.epsilon;
+        for (int e = 0; e < from.num_experts; e++)
+            scores[e] = sigmoid_of(logits[e]) + (from.bias ? from.bias[e] : 0);
+        if (from.num_groups > from.top_groups) leave_groups(from, scores);
+        for (int k = 0; k < from.top_k; k++) {
+            experts[k] = best_but(scores, from.num_experts, k);
+            total += weights[k] = sigmoid_of(logits[experts[k]]);
+        }
+        for (int k = 0; k < from.top_k; k++)
+            weights[k] = (from.renormalise ? weights[k] / total : weights[k]) * from.scale;
+    }
+
+    static float sigmoid_of(float x) { return 1 / (1 + expf(-x)); }
+
+    // Scores outside of the best groups become -INFINITY; a group has that of its best two experts.
+    static void leave_groups(const Experts& from, float* scores) {
+        const int size = from.num_experts / from.num_groups;
+        std::vector<float> sums(from.num_groups);
+        for (int g = 0; g < from.num_groups; g++) {
+            float best = -INFINITY, second = -INFINITY;
+            for (int e = g * size; e < (g + 1) * size; e++)
+                if (scores[e] > best)
+                    second = best, best = scores[e];
+                else if (scores[e] > second)
+                    second = scores[e];
+            sums[g] = best + second;
+        }
+        for (int g = 0; g < from.num_groups; g++) {
+            int better = 0;
+            for (int other = 0; other < from.num_groups; other++)
+                better += sums[other] > sums[g] || (sums[other] == sums[g] && other < g);
+            for (int e = g * size; e < (g + 1) * size && better >= from.top_groups; e++)
+                scores[e] = -INFINITY;
+        }
+    }
+
     int best_but(const float* logits, int number, int taken) const { // but those taken before
         int best = -1;
         for (int e = 0; e < number; e++) {
@@ -219,15 +259,18 @@ class RoutedTokens {
         }
     }
 
-    // b.activated = the gated products of some rows
+    // b.activated = the activations of some rows
     void activate(const Groups& groups, const ExpertPart& part) const {
         const Linear& w = experts.gate_up[part.expert];
         const Input rows = gather(w, groups.tokens + part.begin, part.num_rows);
         const ReadyInput input(w, rows, part.num_rows, alone);
         Factors factors(w, input);
         const Activated y = activated(part);
-        for (int pair = part.panels.begin; pair < part.panels.end; pair++)
-            gated_product_with_pair(w, factors, pair, 0, part.num_rows, y, activation);
+        for (int panel = part.panels.begin; panel < part.panels.end; panel++)
+            if (experts.has_no_gates)
+                activated_product_with_panel(w, factors, panel, 0, part.num_rows, y, activation);
+            else
+                gated_product_with_pair(w, factors, panel, 0, part.num_rows, y, activation);
         if (part.panels.end == num_panels(experts.down[part.expert].num_inputs))
             y.pad(0, part.num_rows);
     }
@@ -296,6 +339,18 @@ class RoutedTokens {
         return Activated(b.activated + part.activated, part.num_rows, next.num_inputs, next);
     }
 };
+
+// The choice of experts alone; see RouteCall.
+static void run_router(const Experts& experts, const RouteCall& call, Thread thread) {
+    const int64_t width = experts.router->num_outputs, top_k = experts.top_k;
+    const Input x{call.x, experts.router->num_inputs, nullptr};
+    product(*experts.router, x, call.num_tokens, call.logits, width, false, thread);
+    thread.wait();
+    const Share share = thread.share(call.num_tokens);
+    for (int64_t t = share.begin; t < share.end; t++)
+        Choice{call.chosen + t * top_k, call.weights + t * top_k}.choose(
+            experts, call.logits + t * width);
+}
 
 // x [T, hidden] += the experts of `normed`; memory: ExpertScratch::size floats.
 static void run_routed_experts(

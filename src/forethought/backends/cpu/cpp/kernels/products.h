@@ -389,6 +389,10 @@ static void products(
 static inline Vec activate(Vec x, int activation) {
     if (activation == SILU) return x / (1.0f + exp(-x));
     if (activation == RELU_SQUARED) return x > 0 ? x * x : Vec{};
+    if (activation == GELU) {
+        for (int i = 0; i < LANES; i++) x[i] *= 0.5f * (1 + erff(x[i] * 0.7071067811865476f));
+        return x;
+    }
     Vec inner = 0.7978845608028654f * (x + 0.044715f * x * x * x); // GELU by tanh
     return x / (1.0f + exp(-2.0f * inner)); // 0.5 (1 + tanh(u)) = 1 / (1 + exp(-2u))
 }
@@ -512,6 +516,26 @@ static void gated_product_with_pair(
             float* gate = both + 2 * m * PANEL;
             activate(gate, gate + PANEL, activation);
             y.write(gate, t + m, first);
+        }
+    }
+}
+
+// y = act(x W^T), the outputs of one panel for tokens [begin, end).
+static inline void activated_product_with_panel(
+    const Linear& w, Factors& factors, int panel, int begin, int end, const Activated& y,
+    int activation) {
+    alignas(64) float sums[PASS_SUMS];
+    const int step = factors.step(), first = panel * PANEL;
+    factors.hold(panel, 1);
+    for (int t = begin; t < end; t += step) {
+        const int rows = end - t < step ? end - t : step;
+        factors.multiply(panel, 1, t, rows, sums);
+        if (w.type == I8 || w.bias) scale_outputs(w, first, sums, rows, PANEL);
+        for (int m = 0; m < rows; m++) {
+            float* row = sums + m * PANEL;
+            for (int i = 0; i < PANEL; i += LANES)
+                store(row + i, activate(load(row + i), activation));
+            y.write(row, t + m, first);
         }
     }
 }

@@ -1,5 +1,5 @@
-"""Loading through transformers without progress bars, which a local directory does not need, and
-without advice on kernels.
+"""Loading through transformers: one module at a time, without progress bars, which a local
+directory does not need, and without advice on kernels.
 """
 
 from __future__ import annotations
@@ -9,6 +9,22 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
+
+_lock = threading.RLock()
+
+
+@contextmanager
+def one_module_at_a_time() -> Iterator[None]:
+    """Wait until no other thread makes a module of transformers inside this context manager.
+
+    While it makes one, transformers puts other functions in the place of ``tie_weights``,
+    ``init_weights`` and torch's initialisers, for the whole process, sets torch's default dtype,
+    and afterwards puts back what it saw before (``transformers.initialization``,
+    ``modeling_utils``). Of two threads that overlap, the second sees the replacements of the first
+    and leaves them for good: the tied output projection of every later checkpoint stays random.
+    """
+    with _lock:
+        yield
 
 
 @contextmanager

@@ -1,0 +1,125 @@
+// A forward of a module whose decoder layers are all computed here: embeddings, the sublayers of the
+// decoder, the final norm and logits. Between these, activations have the dtype of the module.
+
+#pragma once
+
+#include "kernels/norms.h"
+#include "kernels/products.h"
+#include "kernels/vectors.h"
+#include "scratch.h"
+#include "structures.h"
+#include "sublayers.h"
+#include "team.h"
+
+#include <cstdint>
+#include <cstring>
+#include <vector>
+
+extern "C" int32_t first_unknown(const Model* model, const int64_t* tokens, int32_t count);
+
+// Its memory is kept between forwards.
+class ModuleForward {
+  public:
+    // model: with ModuleDecoder, unless nothing is computed.
+    explicit ModuleForward(const Model& model) : model(model), memory(0) {}
+
+    // As forward(); states: [T], of the tokens.
+    int32_t compute(const Call& batch, const TokenState* states) {
+        const int known = first_unknown(&model, batch.token_ids, batch.num_tokens);
+        if (known < batch.num_tokens) return known;
+        std::vector<int32_t> begins; // of rows, and T
+        for (int r = 0; r < batch.num_rows; r++) begins.push_back(int32_t(batch.rows[r].start));
+        begins.push_back(batch.num_tokens);
+        const ModuleDecoder& w = *model.decoder;
+        SublayersCall call = {w.sublayers, nullptr,       nullptr,         nullptr,
+                              nullptr,     nullptr,       w.rotary,        &batch,
+                              states,      begins.data(), w.num_sublayers, model.hidden};
+        float* mixture = place(call);
+        uint16_t* tiles = (uint16_t*)(mixture + round_up(mixture_size(call)));
+        Team::run(batch.num_threads, [&](int index, int count, Barrier& barrier) {
+            const TilesGuard guard;
+            run(call, mixture, {index, count, tiles, barrier});
+        });
+        return batch.num_tokens;
+    }
+
+  private:
+    const Model& model;
+    Memory memory;
+
+    // Set where `call` computes; returns the memory of mixtures, which that of tiles follows.
+    float* place(SublayersCall& call) {
+        const Call& batch = *call.batch;
+        const int64_t tokens = batch.num_tokens, width = tokens * model.decoder->width;
+        const int64_t states = round_up(tokens * model.hidden), rows = round_up(width);
+        const int64_t size = 3 * states + 2 * rows + round_up(mixture_size(call)) +
+                             tiles_size(tokens, widest_input(call), batch.num_threads);
+        if (size > memory.size) memory = Memory(size);
+        call.x = memory.begin, call.normed = call.x + states, call.y = call.normed + states;
+        call.projected = call.y + states, call.mixed = call.projected + rows;
+        return call.mixed + rows;
+    }
+
+    // What one thread does. Sums and norms of a token are those of one thread, without a barrier.
+    void run(const SublayersCall& call, float* mixture, Thread thread) const {
+        const Call& batch = *call.batch;
+        const int64_t hidden = model.hidden;
+        const Share share = thread.share(batch.num_tokens);
+        for (int64_t t = share.begin; t < share.end; t++)
+            embed(batch.token_ids[t], call.x + t * hidden);
+        Sublayers(call, mixture, thread).run();
+        for (int64_t t = share.begin; t < share.end; t++) {
+            float* x = call.x + t * hidden;
+            round(x, hidden);
+            norm(x, model.final_norm, int(hidden), model.eps, x);
+            round(x, hidden);
+        }
+        thread.wait();
+        if (thread.index == 0)
+            for (int64_t r = 0; r < batch.num_logits; r++) // they rise, so none is overwritten
+                memmove(call.x + r * hidden, call.x + batch.logit_index[r] * hidden, hidden * 4);
+        thread.wait();
+        write_logits(batch, call.x, thread);
+    }
+
+    void embed(int64_t token, float* x) const {
+        const ModuleDecoder& w = *model.decoder;
+        embed_token(model, token, x);
+        round(x, model.hidden);
+        if (w.embedding_factor == 1) return;
+        for (int64_t i = 0; i < model.hidden; i++) x[i] *= w.embedding_factor;
+        round(x, model.hidden);
+    }
+
+    // From x [R, hidden].
+    void write_logits(const Call& batch, const float* x, Thread thread) const {
+        if (!batch.num_logits) return;
+        const ModuleDecoder& w = *model.decoder;
+        const int64_t vocab = model.head->num_outputs;
+        const Input states{x, model.hidden, nullptr};
+        product(*model.head, states, batch.num_logits, batch.logits, vocab, false, thread);
+        if (w.type == F32 && w.logits_factor == 1 && w.logits_divisor == 1) return;
+        thread.wait();
+        const Share share = thread.share(batch.num_logits);
+        float* logits = batch.logits + share.begin * vocab;
+        const int64_t count = (share.end - share.begin) * vocab;
+        round(logits, count);
+        if (w.logits_factor != 1) {
+            for (int64_t i = 0; i < count; i++) logits[i] *= w.logits_factor;
+            round(logits, count);
+        }
+        if (w.logits_divisor == 1) return;
+        for (int64_t i = 0; i < count; i++) logits[i] /= w.logits_divisor;
+        round(logits, count);
+    }
+
+    // To the dtype of the module.
+    void round(float* x, int64_t count) const {
+        if (model.decoder->type == F32) return;
+        for (int64_t i = 0; i < count; i++) {
+            uint16_t rounded;
+            put(&rounded, x[i]);
+            x[i] = scalar(&rounded);
+        }
+    }
+};
