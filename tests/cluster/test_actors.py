@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from forethought.cluster import actors
-from forethought.cluster.actors import Resources, name_of, start_ray
+from forethought.cluster.actors import ReplicaActor, Resources, name_of, start_ray
+from forethought.cluster.replica import Replica
 from forethought.errors import ParameterError
 
 
@@ -36,6 +37,16 @@ def test_a_replica_takes_an_equal_share_of_what_there_is(
     ray = SimpleNamespace(cluster_resources=lambda: total)
     monkeypatch.setattr(actors, "_ray", lambda: ray)
     assert Resources.share(fields, num_replicas) == Resources(*resources)
+
+
+def test_the_process_of_a_replica_that_nobody_needs_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    ended: list[str] = []
+    monkeypatch.setattr(actors.os, "_exit", lambda status: ended.append("process"))
+    ranks: Any = SimpleNamespace(release=lambda: ended.append("ranks"))
+    Replica({}, ranks=ranks).retire()
+    assert ended == ["ranks"], "another process may be where it is"
+    ReplicaActor({}, ranks=ranks).retire()
+    assert ended == ["ranks", "ranks", "process"]
 
 
 def test_replicas_are_found_again_by_the_arguments_of_their_model() -> None:

@@ -276,7 +276,7 @@ def test_a_replica_that_no_ingress_asks_for_long_ends(monkeypatch: pytest.Monkey
     ended = asyncio.Event()
     monkeypatch.setattr(replica_module, "LEASE", 0.2)
     monkeypatch.setattr(replica_module, "ORPHAN", 0.2)
-    monkeypatch.setattr(replica_module.os, "_exit", lambda status: ended.set())
+    monkeypatch.setattr(Replica, "retire", lambda self: ended.set())
 
     async def play(replica: Replica) -> None:
         async with asyncio.timeout(20):

@@ -130,11 +130,20 @@ def name_of(fields: Mapping[str, Any]) -> str:
     return f"replica-{hashlib.blake2b(text.encode(), digest_size=4).hexdigest()}"
 
 
+class ReplicaActor(Replica):
+    """A replica whose process has nothing else to do."""
+
+    def retire(self) -> None:
+        """End the other ranks and this process."""
+        super().retire()
+        os._exit(0)
+
+
 class ActorOpener:
     """Finds or starts the actor of a name."""
 
     def __init__(
-        self, arguments: Sequence[Any], resources: Resources, kind: type = Replica
+        self, arguments: Sequence[Any], resources: Resources, kind: type = ReplicaActor
     ) -> None:
         self._arguments, self._resources, self._kind = arguments, resources, kind
 

@@ -51,7 +51,7 @@ HEARTBEAT = 0.5
 LEASE = 30.0
 """Seconds without a question after which the sessions of an ingress are closed: it has died."""
 ORPHAN = 600.0
-"""Seconds without any ingress after which the process ends."""
+"""Seconds without any ingress after which a replica retires."""
 COPY_BYTES = 8 * 2**20
 """Of keys and values that are copied to another replica at once, while a sequence generates."""
 POLL = 0.002
@@ -263,6 +263,11 @@ class Replica:
             await self._close(asker)
         recent = now - 4 * HEARTBEAT
         return sum(other.last_seen > recent for other in self._ingresses.values())
+
+    def retire(self) -> None:
+        """End the other ranks: no ingress has asked for ``ORPHAN`` seconds."""
+        if self._ranks is not None:
+            self._ranks.release()
 
     async def _entrance(self, machine: str | None) -> Entrance | None:
         """Where an ingress connects: from this machine at its loopback, which no other one reaches.
@@ -518,6 +523,4 @@ class Replica:
                     with contextlib.suppress(EngineStopped):  # then nothing is left to close
                         await self.leave(name)
             if not self._ingresses and now - self._orphaned > ORPHAN:
-                if self._ranks is not None:
-                    self._ranks.release()
-                os._exit(0)
+                return self.retire()
