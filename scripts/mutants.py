@@ -743,7 +743,12 @@ MUTANTS = [
         "pass",
         LENGTH,
     ),
-    Mutant("speculative/length/by_batch_size.py", "policy.age(num_steps)", "pass", LENGTH),
+    Mutant(
+        "speculative/length/by_batch_size.py",
+        "policy.age(num_steps)\n            self.policy",
+        "pass\n            self.policy",
+        LENGTH,
+    ),
     Mutant(
         "speculative/length/gate.py", "rate >= self._threshold", "rate > self._threshold", LENGTH
     ),
